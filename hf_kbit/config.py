@@ -1,0 +1,171 @@
+"""KbitConfig: what to quantize, to how many bits, with which levels; also what ``config.json`` keeps of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from transformers.quantizers.auto import register_quantization_config
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from hf_kbit import codebooks
+from hf_kbit.format import FORMAT_VERSION, check_bits
+
+
+def matches(module_name: str, pattern: str) -> bool:
+    """Whether a pattern names a module, by the rule of every Transformers quantizer.
+
+    A pattern matches as a regular expression from the start of the name up to a dot or the end, or as a suffix.
+
+    >>> matches("model.layers.0.mlp.down_proj", "down_proj"), matches("model.layers.10.mlp", "model.layers.1")
+    (True, False)
+    """
+    return not should_convert_module(module_name, [pattern])
+
+
+@register_quantization_config("kbit")
+@dataclass(repr=False)
+class KbitConfig(QuantizationConfigMixin):
+    """How a model is quantized: ``from_pretrained(name, quantization_config=KbitConfig(bits=3))``.
+
+    Args:
+        bits: 2, 3, 4 or 5: the width of every layer that ``module_bits`` does not name.
+        codebook: the levels. A name (``"normal_float"``), a table of ``2**bits`` numbers in any order, or, for several
+            widths, ``{bits: table}``.
+        modules_to_not_convert: patterns of modules to leave in 16 bits besides those left by default: the output
+            embedding (``lm_head``), a head at the end of the model, tied weights, and what the model keeps in float32.
+        skip_default_modules: False quantizes the output embedding and the head too. What is tied or kept in float32
+            stays as it is.
+        module_bits: ``{pattern: bits}`` for layers that get another width, or None to leave them in 16 bits; the first
+            pattern that matches decides. It overrides the default skips, so ``{"lm_head": 5}`` quantizes the head.
+        format_version: version of the stored format; 1.
+        levels: ``{bits: levels}`` that a quantized model was quantized with; written by the quantizer.
+        layers: ``{module name in the checkpoint: {"bits", "exponent", "levels"}}``, only what differs from the model's
+            ``bits``, 0 and ``levels``; written by the quantizer.
+        quant_method: ``"kbit"``.
+
+    Patterns are those of the other Transformers quantizers; see ``matches``.
+
+    Raises:
+        TypeError: an unknown argument.
+        ValueError: an argument is out of range, or two contradict each other.
+
+    >>> KbitConfig(bits=3, module_bits={"down_proj": 4})
+    KbitConfig(bits=3, module_bits={'down_proj': 4})
+    >>> KbitConfig.from_dict(KbitConfig(bits=3).to_dict()) == KbitConfig(bits=3)
+    True
+    """
+
+    bits: int = 4
+    codebook: str | Sequence[float] | Mapping[int, Sequence[float]] = "normal_float"
+    modules_to_not_convert: Sequence[str] | None = field(default_factory=list)
+    skip_default_modules: bool = True
+    module_bits: Mapping[str, int | None] | None = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+    levels: Mapping[int, Sequence[float]] | None = field(default_factory=dict)
+    layers: Mapping[str, Mapping[str, Any]] | None = field(default_factory=dict)
+    quant_method: str = "kbit"
+
+    def __post_init__(self):
+        if self.quant_method != "kbit":
+            raise ValueError(f"quant_method: found {self.quant_method!r}, expected 'kbit'")
+        if self.format_version != FORMAT_VERSION:
+            raise ValueError(
+                f"format_version: found {self.format_version!r}, expected {FORMAT_VERSION}, the version this release of "
+                "hf_kbit reads and writes. A newer hf_kbit may read the checkpoint: pip install -U hf_kbit"
+            )
+        check_bits(self.bits)
+        if not isinstance(self.skip_default_modules, bool):
+            raise ValueError(f"skip_default_modules: found {self.skip_default_modules!r}, expected True or False")
+        self.modules_to_not_convert = self._patterns(self.modules_to_not_convert)
+        self.module_bits = self._module_bits(self.module_bits)
+        self.codebook = self._codebook(self.codebook)
+        # JSON has string keys only.
+        self.levels = {int(bits): codebooks.canonical(table, int(bits)) for bits, table in (self.levels or {}).items()}
+        self.layers = {name: self._layer(name, entry) for name, entry in (self.layers or {}).items()}
+
+    @staticmethod
+    def _patterns(patterns) -> list[str]:
+        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns or ()):
+            raise ValueError(f"modules_to_not_convert: found {patterns!r}, expected a list of patterns")
+        return list(patterns or ())
+
+    def _module_bits(self, module_bits) -> dict[str, int | None]:
+        if not isinstance(module_bits or {}, Mapping):
+            raise ValueError(f"module_bits: found {module_bits!r}, expected {{pattern: bits or None}}")
+        for pattern, bits in (module_bits or {}).items():
+            if bits is None:
+                continue
+            check_bits(bits, f"module_bits[{pattern!r}]")
+            if pattern in self.modules_to_not_convert:
+                raise ValueError(
+                    f"{pattern!r} is in modules_to_not_convert and has {bits} bits in module_bits: choose one"
+                )
+        return dict(module_bits or {})
+
+    def _codebook(self, codebook):
+        widths = {self.bits, *(bits for bits in self.module_bits.values() if bits is not None)}
+        if isinstance(codebook, str):
+            for bits in widths:
+                codebooks.named(codebook, bits)
+            return codebook
+        if isinstance(codebook, Mapping):
+            tables = {int(bits): list(codebooks.canonical(table, int(bits))) for bits, table in codebook.items()}
+            if missing := widths - set(tables):
+                raise ValueError(
+                    f"codebook: found tables for {sorted(tables)} bits, expected one for {sorted(missing)} too"
+                )
+            return tables
+        if len(widths) > 1:
+            raise ValueError(
+                f"codebook: found one table, but bits and module_bits name the widths {sorted(widths)}; expected "
+                "{bits: table} with a table for each"
+            )
+        return list(codebooks.canonical(codebook, self.bits))
+
+    @staticmethod
+    def _layer(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+        if unknown := set(entry) - {"bits", "exponent", "levels"}:
+            raise ValueError(f"layers[{name!r}]: found {sorted(unknown)}, expected bits, exponent and levels alone")
+        if "bits" in entry:
+            check_bits(entry["bits"], f"layers[{name!r}].bits")
+        if not isinstance(entry.get("exponent", 0), int):
+            raise ValueError(f"layers[{name!r}].exponent: found {entry['exponent']!r}, expected an integer")
+        return dict(entry)
+
+    def bits_for(self, module_name: str) -> int | None:
+        """Width of a layer, or None if ``module_bits`` or ``modules_to_not_convert`` leaves it in 16 bits.
+
+        Raises:
+            ValueError: ``module_bits`` gives it a width and ``modules_to_not_convert`` forbids it.
+
+        >>> config = KbitConfig(bits=3, module_bits={"down_proj": 4, "layers.0": None})
+        >>> [config.bits_for(f"layers.{name}") for name in ("0.q_proj", "1.q_proj", "0.down_proj")]
+        [None, 3, 4]
+        """
+        excluded = next((p for p in self.modules_to_not_convert if matches(module_name, p)), None)
+        for pattern, bits in self.module_bits.items():
+            if matches(module_name, pattern):
+                if bits is not None and excluded is not None:
+                    raise ValueError(
+                        f"{module_name}: module_bits[{pattern!r}] asks for {bits} bits, {excluded!r} in "
+                        "modules_to_not_convert for none: choose one"
+                    )
+                return bits
+        return None if excluded is not None else self.bits
+
+    def levels_for(self, bits: int) -> codebooks.Levels:
+        """The canonical codebook of a width: the one the model was quantized with, or the one ``codebook`` names."""
+        if bits in self.levels:
+            return tuple(self.levels[bits])
+        return codebooks.resolve(self.codebook[bits] if isinstance(self.codebook, Mapping) else self.codebook, bits)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Transformers asks a quantization config for its entries as if it were the dict in ``config.json``."""
+        return getattr(self, name, default)
+
+    def __repr__(self) -> str:
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        defaults = {f.name: f.default if f.default is not MISSING else f.default_factory() for f in fields(self)}
+        shown = [f"{name}={value!r}" for name, value in given.items() if name == "bits" or value != defaults[name]]
+        return f"{type(self).__name__}({', '.join(shown)})"

@@ -1,0 +1,124 @@
+"""The stored format, version 1: what ``save_pretrained`` writes and every implementation reads.
+
+A weight ``W[N, K]`` (N out_features, K in_features) is cut along K into blocks of 32, the last one padded with zeros.
+Each block keeps one scale, its *absmax*, and 32 *codes*: indices into a *codebook* of ``2**bits`` levels.
+
+``weight``, int32 ``[N, B * bits]`` with ``B = ceil(K / 32)``, holds the codes as *bit-planes*: bit ``j`` of word
+``[n, b * bits + p]`` is bit ``p`` of the code of ``W[n, 32 * b + j]``. ``weight_absmax``, uint8 ``[N, B]``, holds the
+scales as E4M4 bytes. The decoded weight is ``2**exponent * levels[code] * absmax``; ``levels`` (float32, ascending, largest
+magnitude 1) and ``exponent`` (0 unless a layer needs another) come from ``quantization_config`` in ``config.json``.
+
+This file needs the standard library only. Its scalar functions define the format; the vectorised ones of ``reference``
+and the compiled ones are tested against them.
+"""
+
+import math
+from collections.abc import Sequence
+
+FORMAT_VERSION = 1
+BITS = (2, 3, 4, 5)
+BLOCK_SIZE = 32
+ABSMAX_SUFFIX = "_absmax"
+
+E4M4_BIAS = 11
+E4M4_MAX = 31.0
+
+
+def num_blocks(in_features: int) -> int:
+    """Blocks in one row of ``in_features`` weights, the padded last one included.
+
+    >>> num_blocks(32), num_blocks(33)
+    (1, 2)
+    """
+    return -(-in_features // BLOCK_SIZE)
+
+
+def weight_shape(out_features: int, in_features: int, bits: int) -> tuple[int, int]:
+    """Shape of the int32 tensor of bit-planes.
+
+    >>> weight_shape(64, 100, bits=3)
+    (64, 12)
+    """
+    return out_features, num_blocks(in_features) * bits
+
+
+def absmax_shape(out_features: int, in_features: int) -> tuple[int, int]:
+    """Shape of the uint8 tensor of E4M4 scales.
+
+    >>> absmax_shape(64, 100)
+    (64, 4)
+    """
+    return out_features, num_blocks(in_features)
+
+
+def check_bits(bits: object, name: str = "bits") -> int:
+    """Returns ``bits`` if it is a width of the format.
+
+    Raises:
+        ValueError: it is anything but the int 2, 3, 4 or 5.
+    """
+    if not isinstance(bits, int) or isinstance(bits, bool) or bits not in BITS:
+        raise ValueError(f"{name}: found {bits!r}, expected one of {', '.join(map(str, BITS))}")
+    return bits
+
+
+def decode_e4m4(byte: int) -> float:
+    """Value of an E4M4 byte: exponent ``e = byte >> 4``, mantissa ``m = byte & 15``, no sign.
+
+    ``2**(e - 11) * (1 + m / 16)`` for ``e > 0`` and ``2**-10 * m / 16`` for ``e = 0``. float16, bfloat16 and float32 hold
+    every value exactly.
+
+    >>> decode_e4m4(0), decode_e4m4(0xB0), decode_e4m4(0xFF)
+    (0.0, 1.0, 31.0)
+    """
+    exponent, mantissa = byte >> 4, byte & 15
+    if exponent == 0:
+        return math.ldexp(mantissa, 1 - E4M4_BIAS - 4)
+    return math.ldexp(16 + mantissa, exponent - E4M4_BIAS - 4)
+
+
+def encode_e4m4(value: float) -> int:
+    """The E4M4 byte nearest to ``value >= 0``: ties to the even mantissa, saturating at 31.
+
+    A mantissa that rounds up to 32 carries into the exponent.
+
+    >>> encode_e4m4(1.0) == 0xB0, encode_e4m4(1.99) == 0xC0, encode_e4m4(1e9) == 0xFF
+    (True, True, True)
+    """
+    if value == 0.0:
+        return 0
+    exponent = max(math.frexp(value)[1] - 1, 1 - E4M4_BIAS)
+    sixteenths = round(math.ldexp(value, 4 - exponent))  # 0..32; under 16 only in the subnormal range
+    return min((exponent + E4M4_BIAS - 1) * 16 + sixteenths, 255)
+
+
+def layer_exponent(largest: float) -> int:
+    """The ``exponent`` of a layer whose largest weight magnitude is ``largest``: 0 unless E4M4 would lack range.
+
+    Scales are normal numbers from 2**-10 to 31. A layer between 2**-6 and 31 has four octaves or more below its largest
+    scale and stays as it is; any other is shifted by the power of two that puts ``largest`` in [8, 16).
+
+    >>> layer_exponent(0.5), layer_exponent(1000.0), layer_exponent(0.001)
+    (0, 6, -13)
+    """
+    if largest == 0.0 or 2.0**-6 <= largest <= E4M4_MAX:
+        return 0
+    return max(math.frexp(largest)[1] - 4, -100)  # float32 keeps its normal range for levels * 2**exponent * absmax
+
+
+def pack_block(codes: Sequence[int], bits: int) -> list[int]:
+    """The ``bits`` words (as unsigned 32-bit integers) of one block of 32 codes.
+
+    >>> pack_block([1] + [0] * 30 + [3], bits=2)
+    [2147483649, 2147483648]
+    """
+    return [sum(((code >> plane) & 1) << j for j, code in enumerate(codes)) for plane in range(bits)]
+
+
+def unpack_block(words: Sequence[int]) -> list[int]:
+    """The 32 codes of one block from its words, one per bit-plane; the inverse of ``pack_block``.
+
+    >>> unpack_block([0x80000001, 0x80000000])[::31]
+    [1, 3]
+    """
+    return [sum(((word >> j) & 1) << plane for plane, word in enumerate(words)) for j in range(BLOCK_SIZE)]

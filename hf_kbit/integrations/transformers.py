@@ -1,0 +1,396 @@
+"""The quantizer that Transformers calls while it loads a model.
+
+Two ways lead here. A 16-bit checkpoint is quantized on the fly: every layer to be quantized is replaced by an empty
+``KbitLinear``, and each weight is packed when it arrives, so that only a few 16-bit weights are alive at a time. A
+quantized checkpoint is loaded as it is: what it holds packed decides which layers are replaced.
+
+The order in ``from_pretrained``: the model is built on the meta device, ``_process_model_before_weight_loading`` replaces
+layers, the weights are loaded, new heads initialised, hooks for offloading attached, and
+``_process_model_after_weight_loading`` finishes.
+"""
+
+import copy
+import logging
+import re
+from collections import Counter
+
+import torch
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name
+
+from hf_kbit import hub
+from hf_kbit.config import KbitConfig, matches
+from hf_kbit.format import ABSMAX_SUFFIX, FORMAT_VERSION, weight_shape
+from hf_kbit.integrations import checkpoint
+from hf_kbit.linear import KbitLinear, quantize_weight
+
+logger = logging.getLogger(__name__)
+
+# Subclasses of nn.Linear whose own forward computes what nn.Linear's does.
+PLAIN_LINEAR_CLASSES = ("FalconLinear",)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a ``KbitLinear`` can stand in for the module: a Linear that is used by calling it, or GPT-2's Conv1D."""
+    if isinstance(module, Conv1D):
+        return True
+    # nn.MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear without calling it.
+    return (
+        isinstance(module, nn.Linear)
+        and not isinstance(module, (KbitLinear, NonDynamicallyQuantizableLinear))
+        and (type(module).forward is nn.Linear.forward or type(module).__name__ in PLAIN_LINEAR_CLASSES)
+        and module.weight.numel() > 0
+    )
+
+
+def default_skips(model) -> tuple[set[str], set[str]]:
+    """Names of the linear layers that stay in 16 bits unless asked for, and of those that must.
+
+    By default: the output embedding and a head at the end of the model, which are small or sensitive. Always: weights
+    tied to another tensor, and what the model keeps in float32.
+    """
+    linears = {name for name, module in model.named_modules(remove_duplicate=False) if is_linear(module)}
+    tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+    float32 = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    always = {
+        name
+        for name in linears
+        if f"{name}.weight" in tied or any(re.search(rf"(^|\.){part}($|\.)", name) for part in float32)
+    }
+    output = model.get_output_embeddings()
+    last = [name for name, _ in model.named_parameters()][-1].rpartition(".")[0]
+    default = {
+        name
+        for name in linears
+        # A number in its name means that the last module is the end of a layer, not a head.
+        if model.get_submodule(name) is output or (name == last and not re.search(r"(^|\.)\d+(\.|$)", name))
+    }
+    return default - always, always
+
+
+def replace_modules(model, replacements: dict[str, nn.Module]) -> None:
+    """Puts modules in place of those with the given names, wherever else in the model the same ones stand."""
+    new = {model.get_submodule(name): module for name, module in replacements.items()}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in new:
+                parent._modules[name] = new[child]
+
+
+class KbitQuantize(ConversionOps):
+    """Packs a 16-bit weight as soon as it is read: one tensor in, ``weight`` and ``weight_absmax`` out."""
+
+    def __init__(self, hf_quantizer: "KbitHfQuantizer"):
+        self.hf_quantizer = hf_quantizer
+
+    @torch.no_grad()
+    def convert(self, input_dict, *args, model=None, **kwargs):
+        converted = {}
+        for name, tensor in input_dict.items():
+            tensor = tensor[0] if isinstance(tensor, list) else tensor
+            if self.hf_quantizer.param_needs_quantization(model, name):
+                converted |= self._quantize(name, tensor, get_module_from_name(model, name)[0])
+            else:
+                converted[name] = tensor
+        return converted
+
+    def _quantize(self, name: str, tensor: torch.Tensor, layer: KbitLinear) -> dict[str, torch.Tensor]:
+        if layer.dense_class is Conv1D:
+            tensor = tensor.T
+        try:
+            if tuple(tensor.shape) != (layer.out_features, layer.in_features):
+                expected = [layer.out_features, layer.in_features]
+                raise ValueError(f"{name}: found shape {list(tensor.shape)}, expected {expected}")
+            planes, absmax, layer.exponent = quantize_weight(tensor, layer.levels, name)
+        except (TypeError, ValueError) as error:
+            # Transformers would swallow it here; it is raised when all weights have been seen.
+            self.hf_quantizer.problems.append(str(error))
+            empty = KbitLinear(layer.in_features, layer.out_features, False, layer.bits, device=tensor.device)
+            planes, absmax = empty.weight.data, empty.weight_absmax.data
+        return {name: planes, name + ABSMAX_SUFFIX: absmax}
+
+
+@register_quantizer("kbit")
+class KbitHfQuantizer(HfQuantizer):
+    """See the header of this file, and ``HfQuantizer`` for when each method is called."""
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: KbitConfig, **kwargs):
+        # A copy: the quantizer writes levels and layers of one model into it, and users reuse their config.
+        super().__init__(copy.deepcopy(quantization_config), **kwargs)
+        self.problems: list[str] = []
+
+    def validate_environment(self, *args, device_map=None, **kwargs):
+        if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError(
+                "device_map: found layers on disk, expected none while quantizing: a layer on disk is read from the 16-bit "
+                "checkpoint each time. Quantize and save the model first; its quantized checkpoint can be offloaded to disk"
+            )
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    # --- before loading ---
+
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+        self._unquantized_config = copy.deepcopy(self.quantization_config)
+        if self.pre_quantized:
+            self._prepare_quantized(model, checkpoint_files)
+        else:
+            self._prepare_on_the_fly(model)
+
+    def _prepare_on_the_fly(self, model) -> None:
+        layers = {name: self._new_layer(model, name, bits) for name, bits in self._choose(model).items()}
+        if not layers:
+            logger.warning("hf_kbit: found no linear layer to quantize in %s", type(model).__name__)
+        for layer in layers.values():
+            # Packed shape, so that sizes and shards are right, but the dtype of the weight to come: Transformers
+            # 5.17 casts what it reads to the dtype it finds here, and an integer one would destroy it.
+            shape = weight_shape(layer.out_features, layer.in_features, layer.bits)
+            layer.weight = nn.Parameter(
+                torch.empty(shape, dtype=layer.dense_dtype, device="meta"), requires_grad=False
+            )
+        replace_modules(model, layers)
+
+    def _choose(self, model) -> dict[str, int]:
+        """``{module name: bits}`` of the layers to quantize."""
+        config = self.quantization_config
+        default, always = default_skips(model)
+        linears = {name for name, module in model.named_modules() if is_linear(module)}
+        for pattern in config.module_bits:
+            if not any(matches(name, pattern) for name, _ in model.named_modules()):
+                raise ValueError(f"module_bits[{pattern!r}]: found no module of that name in {type(model).__name__}")
+        chosen = {}
+        for name in sorted(linears, key=checkpoint.dot_natural_key):
+            bits = config.bits_for(name)
+            asked_for = any(b is not None and matches(name, pattern) for pattern, b in config.module_bits.items())
+            if bits is None or (name in default and config.skip_default_modules and not asked_for):
+                continue
+            if name not in always:
+                chosen[name] = bits
+            elif asked_for:
+                raise ValueError(
+                    f"{name}: module_bits asks for {bits} bits, but its weight is tied to another or kept in float32 by "
+                    f"{type(model).__name__}"
+                )
+        return chosen
+
+    def _prepare_quantized(self, model, checkpoint_files) -> None:
+        if checkpoint_files is None:  # from_pretrained(None, state_dict=...): no file tells, so the config does
+            replace_modules(
+                model, {name: self._new_layer(model, name, bits) for name, bits in self._choose(model).items()}
+            )
+        else:
+            self._replace_as_stored(model, checkpoint.read_headers(checkpoint_files))
+        for module in model.modules():
+            if isinstance(module, KbitLinear):
+                module._is_hf_initialized = (
+                    True  # or Transformers would draw random weights for what is offloaded to disk
+                )
+
+    def _replace_as_stored(self, model, tensors) -> None:
+        config, linears = self.quantization_config, dict(model.named_modules(remove_duplicate=False))
+        packed = checkpoint.packed_modules(model, tensors)
+        checkpoint.refuse(
+            [
+                f"{name}: in layers of config.json, not in the checkpoint"
+                for name in config.layers.keys() - packed.values()
+            ]
+        )
+        layers = {}
+        for name, stored_name in packed.items():
+            if name in linears and is_linear(linears[name]):
+                own = config.layers.get(stored_name, {})
+                layer = self._new_layer(model, name, own.get("bits", config.bits), own.get("levels"))
+                layer.exponent = own.get("exponent", 0)
+                layers[name] = layer
+        replace_modules(model, layers)
+        whole = type(model).__name__ in (model.config.architectures or ())
+        checkpoint.check_tensors(model, tensors, packed, whole)
+
+    def _new_layer(self, model, name: str, bits: int, levels=None) -> KbitLinear:
+        """An empty stand-in on the meta device that knows what it stands for."""
+        dense = model.get_submodule(name)
+        in_features, out_features = (
+            (dense.nx, dense.nf) if isinstance(dense, Conv1D) else (dense.in_features, dense.out_features)
+        )
+        levels = levels or self.quantization_config.levels_for(bits)
+        layer = KbitLinear(in_features, out_features, False, bits, levels, device="meta")
+        layer.bias = dense.bias
+        layer.dense_class = Conv1D if isinstance(dense, Conv1D) else nn.Linear
+        layer.dense_dtype = dense.weight.dtype
+        return layer
+
+    # --- while loading ---
+
+    def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
+        if self.pre_quantized:
+            return False
+        module, tensor_name = get_module_from_name(model, param_name)
+        return isinstance(module, KbitLinear) and tensor_name == "weight"
+
+    def get_quantize_ops(self) -> KbitQuantize:
+        return KbitQuantize(self)
+
+    def param_element_size(self, model, param_name: str, param: torch.Tensor) -> float:
+        if self.param_needs_quantization(model, param_name):
+            return torch.int32.itemsize  # the placeholder has the shape of the words but another dtype
+        return super().param_element_size(model, param_name, param)
+
+    def update_weight_conversions(self, weight_conversions, model=None):
+        return list(weight_conversions)
+
+    # --- after loading ---
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        checkpoint.refuse(self.problems)
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
+        if not self.pre_quantized:
+            for name in [name for name, layer in layers.items() if layer.weight.is_floating_point()]:
+                if not self._quantize_late(name, layers[name]):
+                    self._restore_new_head(model, name, layers.pop(name))
+        checkpoint.refuse(
+            [
+                f"{name}.{tensor_name}: not in the checkpoint"
+                for name, layer in layers.items()
+                for tensor_name in ("weight", "weight" + ABSMAX_SUFFIX)
+                if not getattr(getattr(layer, tensor_name), "_is_hf_initialized", False)
+                and not hasattr(layer, "_hf_hook")
+            ]
+        )
+        for layer in layers.values():
+            # Loading fills buffers that no checkpoint holds with whatever memory held.
+            layer.set_codebook(layer.levels, layer.exponent, layer.codebook.device)
+        self._keep_packed_names(model, layers)
+        self._record(model, layers)
+        hub.attach_model_card(model)
+        self._report(model, layers)
+
+    @staticmethod
+    def _quantize_late(name: str, layer: KbitLinear) -> bool:
+        """Packs a weight that a conversion of several tensors let through as it was; False if there is none."""
+        weight = layer.weight
+        if not getattr(weight, "_is_hf_initialized", False):
+            return False
+        layer.load_dense(weight.T if layer.dense_class is Conv1D else weight, f"{name}.weight")
+        layer.weight._is_hf_initialized = layer.weight_absmax._is_hf_initialized = True
+        return True
+
+    @staticmethod
+    def _restore_new_head(model, name: str, layer: KbitLinear) -> None:
+        """Puts back the 16-bit layer where the checkpoint had no weight: a new head, to be trained."""
+        device = layer.weight.device
+        with device:
+            if layer.dense_class is Conv1D:
+                dense = Conv1D(layer.out_features, layer.in_features)
+            else:
+                dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        dense.to(layer.dense_dtype)
+        if layer.bias is not None:
+            dense.bias = layer.bias
+        model._init_weights(dense)
+        replace_modules(model, {name: dense})
+
+    def _keep_packed_names(self, model, layers) -> None:
+        """Takes out the conversions that saving would revert on packed tensors, splitting or merging them."""
+        conversions = getattr(model, "_weight_conversions", None) or []
+        self._all_weight_conversions = conversions
+        model._weight_conversions = [
+            conversion
+            for conversion in conversions
+            if not isinstance(conversion, WeightConverter) or not _would_revert(conversion, layers)
+        ]
+
+    def _record(self, model, layers) -> None:
+        """Writes into the config what a reader needs besides the tensors: the levels, and what sets single layers apart."""
+        config = self.quantization_config
+        config.levels = {
+            bits: list(config.levels_for(bits)) for bits in sorted({layer.bits for layer in layers.values()})
+        }
+        names = checkpoint.stored_names(model, layers)
+        config.layers = {}
+        for name, layer in layers.items():
+            entry = {
+                **({"bits": layer.bits} if layer.bits != config.bits else {}),
+                **({"exponent": layer.exponent} if layer.exponent != 0 else {}),
+                **({"levels": list(layer.levels)} if layer.levels != config.levels_for(layer.bits) else {}),
+            }
+            if entry:
+                config.layers[names[name]] = entry
+
+    def _report(self, model, layers) -> None:
+        """One line on what is quantized and what is left, alike names gathered: ``layers.*.mlp.experts.gate_up_proj``."""
+        packed = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
+        left, sizes = Counter(), Counter()
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and parameter.is_floating_point() and id(parameter) not in packed:
+                pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name.removesuffix(".weight"))
+                left[pattern] += 1
+                sizes[pattern] += parameter.numel()
+        weights = sum(layer.in_features * layer.out_features for layer in layers.values())
+        widths = ", ".join(
+            f"{count} in {bits} bits" for bits, count in sorted(Counter(x.bits for x in layers.values()).items())
+        )
+        listing = ", ".join(f"{name} ({count} x, {sizes[name]:,})" for name, count in left.items())
+        logger.warning(
+            "hf_kbit: %d quantized layers with %s weights (%s); left as they are: %d tensors with %s weights%s",
+            len(layers),
+            f"{weights:,}",
+            widths or "none",
+            left.total(),
+            f"{sizes.total():,}",
+            f": {listing}" if listing else "",
+        )
+
+    # --- saving, undoing ---
+
+    def get_state_dict_and_metadata(self, model):
+        return None, {"kbit_format": str(FORMAT_VERSION)}
+
+    def _dequantize(self, model, dtype=None):
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
+        offloaded = [name for name, layer in layers.items() if layer.weight.is_meta]
+        if offloaded:
+            raise ValueError(
+                f"{offloaded[0]}.weight: found it offloaded, expected all layers on a device to dequantize"
+            )
+        previous = model.dtype
+        for name, layer in layers.items():
+            replace_modules(model, {name: _to_dense(layer, dtype)})
+        if dtype != previous:
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor.dtype == previous:  # what is kept in float32 stays there
+                    tensor.data = tensor.data.to(dtype)
+            model.config.dtype = dtype
+        model._weight_conversions = self._all_weight_conversions
+        hub.detach_model_card(model)
+        return model
+
+
+def _would_revert(conversion: WeightConverter, layers) -> bool:
+    reverse = conversion.reverse_transform()
+    return any(reverse.rename_source_key(f"{name}.weight")[1] is not None for name in layers)
+
+
+def _to_dense(layer: KbitLinear, dtype: torch.dtype) -> nn.Module:
+    linear = layer.to_linear(dtype)
+    if layer.dense_class is not Conv1D:
+        return linear
+    conv = Conv1D(layer.out_features, layer.in_features)
+    conv.weight, conv.bias = nn.Parameter(linear.weight.T.contiguous()), linear.bias
+    return conv.train(layer.training)

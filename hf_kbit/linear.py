@@ -1,0 +1,183 @@
+"""KbitLinear: an ``nn.Linear`` whose weight is quantized and frozen."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from hf_kbit import codebooks
+from hf_kbit.format import absmax_shape, check_bits, layer_exponent, weight_shape
+
+
+def quantize_weight(
+    weight: torch.Tensor, levels: codebooks.Levels, name: str = "weight"
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Quantizes one layer's weight on its own device, choosing the exponent that keeps its scales inside E4M4.
+
+    Args:
+        weight: float32, float16 or bfloat16 ``[N, K]``.
+        levels: canonical codebook of ``2**bits`` levels.
+        name: what errors call the weight.
+
+    Returns:
+        planes, absmax (see ``hf_kbit.quantize``) and the exponent.
+
+    Raises:
+        ValueError: the weight holds NaN or infinity.
+    """
+    # NaN and infinity survive the maximum, so one value read back serves the check and the exponent.
+    largest = weight.detach().abs().max().item()
+    if not largest < float("inf"):
+        raise ValueError(f"{name}: found NaN or infinite values, expected finite ones")
+    exponent = layer_exponent(largest)
+    planes, absmax = torch.ops.hf_kbit.quantize(weight.detach(), _codebook_tensor(levels, exponent, weight.device))
+    return planes, absmax, exponent
+
+
+def _codebook_tensor(levels: codebooks.Levels, exponent: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(levels, dtype=torch.float32, device=device) * 2.0**exponent
+
+
+class KbitLinear(nn.Linear):
+    """A linear layer with a frozen weight of 2, 3, 4 or 5 bits: ``y = x @ W.T + bias``.
+
+    It is an ``nn.Linear`` to ``isinstance``, but its parameters are the stored ones:
+
+    - ``weight``: int32 bit-planes ``[N, B * bits]``, no gradient,
+    - ``weight_absmax``: uint8 E4M4 scales ``[N, B]``, no gradient,
+    - ``bias``: floating ``[N]`` or None; trainable.
+
+    The float32 buffer ``codebook`` ``[2**bits]``, ``levels * 2**exponent``, is in no state dict; it is made again from
+    ``levels`` and ``exponent`` whenever the module moves, so a cast to another dtype cannot round it.
+
+    Args:
+        in_features: K, any size of 1 or more.
+        out_features: N, any size of 1 or more.
+        bias: whether there is a bias.
+        bits: 2 to 5.
+        codebook: name or table of ``2**bits`` numbers (``codebooks.resolve``).
+        exponent: power of two that multiplies the levels.
+        device, dtype: of the parameters; ``dtype`` concerns the bias alone.
+
+    A new layer holds zeros in ``weight`` and ``weight_absmax`` and so computes its bias; load a state dict, or use
+    ``from_linear``.
+
+    Raises:
+        ValueError: bits, codebook or a size is out of range.
+
+    >>> layer = KbitLinear.from_linear(nn.Linear(100, 64), bits=3)
+    >>> layer
+    KbitLinear(in_features=100, out_features=64, bias=True, bits=3)
+    >>> layer(torch.randn(2, 7, 100)).shape
+    torch.Size([2, 7, 64])
+    """
+
+    # Tensor parallelism of Transformers hands the forward local shards, which the ops take; see its colwise/rowwise styles.
+    _hf_quantized_needs_local_tp = True
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        bits: int = 4,
+        codebook: str | Iterable[float] = "normal_float",
+        exponent: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        nn.Module.__init__(self)  # nn.Linear's would allocate the dense weight
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            if size < 1:
+                raise ValueError(f"{name}: found {size}, expected 1 or more")
+        self.in_features, self.out_features = in_features, out_features
+        self.bits = check_bits(bits)
+        planes = torch.zeros(weight_shape(out_features, in_features, bits), dtype=torch.int32, device=device)
+        absmax = torch.zeros(absmax_shape(out_features, in_features), dtype=torch.uint8, device=device)
+        self.weight = nn.Parameter(planes, requires_grad=False)
+        self.weight_absmax = nn.Parameter(absmax, requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        self.register_buffer("codebook", None, persistent=False)
+        self.set_codebook(codebook, exponent, planes.device)
+
+    def set_codebook(self, codebook: str | Iterable[float], exponent: int, device: torch.device) -> None:
+        """Sets ``levels``, ``exponent`` and, on ``device``, the ``codebook`` buffer made of them."""
+        self.levels, self.exponent = codebooks.resolve(codebook, self.bits), exponent
+        self.codebook = _codebook_tensor(self.levels, exponent, device)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, bits: int = 4, codebook: str | Iterable[float] = "normal_float"
+    ) -> "KbitLinear":
+        """Quantizes an ``nn.Linear`` where it is; ``linear`` stays as it was, and its bias is shared.
+
+        Args:
+            linear: weight float32, float16 or bfloat16 ``[N, K]``.
+            bits: 2 to 5.
+            codebook: name or table of ``2**bits`` numbers.
+
+        Raises:
+            TypeError: the weight has another dtype.
+            ValueError: bits or codebook is out of range, or the weight holds NaN or infinity.
+
+        >>> KbitLinear.from_linear(nn.Linear(64, 64, bias=False), bits=2).weight.shape
+        torch.Size([64, 4])
+        """
+        layer = cls(linear.in_features, linear.out_features, False, bits, codebook, device="meta")
+        layer.load_dense(linear.weight)
+        layer.bias = linear.bias
+        return layer.train(linear.training)
+
+    def load_dense(self, weight: torch.Tensor, name: str = "weight") -> None:
+        """Replaces the weight by the quantized ``weight`` ``[N, K]``, which also decides device and exponent."""
+        planes, absmax, exponent = quantize_weight(weight, self.levels, name)
+        self.weight = nn.Parameter(planes, requires_grad=False)
+        self.weight_absmax = nn.Parameter(absmax, requires_grad=False)
+        self.set_codebook(self.levels, exponent, planes.device)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The decoded weight ``[N, K]``; in the dtype of the bias, or float32 without one, unless ``dtype`` says."""
+        if dtype is None:
+            dtype = torch.float32 if self.bias is None else self.bias.dtype
+        shape = [self.out_features, self.in_features]
+        return torch.ops.hf_kbit.dequantize(self.weight, self.weight_absmax, self.codebook, shape, dtype)
+
+    def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
+        """A plain ``nn.Linear`` with the decoded weight and the same bias, on the same device."""
+        weight = self.dequantize(dtype)
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(weight)
+        linear.bias = None if self.bias is None else nn.Parameter(self.bias.to(weight.dtype))
+        return linear.train(self.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` floating ``[*, K]`` to ``[*, N]`` of the same dtype, or of autocast's where it is on."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if not x.is_floating_point():
+            raise TypeError(
+                f"x: found dtype {x.dtype}, expected a floating one. Some models cast to `weight.dtype`, which is an integer "
+                "type here: name such a layer in `modules_to_not_convert`"
+            )
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return torch.ops.hf_kbit.gemm(x, self.weight, self.weight_absmax, self.codebook, bias, self.weight.shape[0])
+
+    def reset_parameters(self) -> None:
+        """Does nothing: a quantized weight has no random initialisation."""
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, bits={self.bits}"
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self.set_codebook(self.levels, self.exponent, self.codebook.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        # nn.Module would copy any dtype into ours: floats cut to integers, without a word.
+        for name in ("weight", "weight_absmax"):
+            found, expected = state_dict.get(prefix + name), getattr(self, name)
+            if found is not None and found.dtype != expected.dtype:
+                errors.append(f"{prefix + name}: found dtype {found.dtype}, expected {expected.dtype}")
+                return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)

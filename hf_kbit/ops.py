@@ -1,0 +1,335 @@
+"""The ops: of each its schema, argument checks, fake, autograd and documented wrapper, in that order.
+
+``reference`` implements all of them on every device; a compiled library takes over a device by registering its kernels
+for that dispatch key. ``bits`` is never an argument where a codebook is one: a codebook has ``2**bits`` levels.
+
+Shapes: N out_features, K in_features, B = ceil(K / 32) blocks a row, ``*`` any leading dimensions. All tensors of a call
+are on one device. The *planes* of a weight are its stored form, its *tiles* a private form for GPUs (``repack``).
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_kbit import reference
+from hf_kbit.codebooks import bits_of
+from hf_kbit.format import absmax_shape, check_bits, num_blocks, weight_shape
+
+_LIB = torch.library.Library("hf_kbit", "DEF")
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_GEMM_FLOATS = (*_FLOATS, torch.float64)  # float64 so that gradients can be checked numerically
+
+
+# --- checks shared by the ops -------------------------------------------------------------------------------------------
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, expected: Sequence[torch.dtype]) -> None:
+    if tensor.dtype not in expected:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected)
+        raise TypeError(f"{name}: found dtype {str(tensor.dtype).removeprefix('torch.')}, expected {names}")
+
+
+def _check_device(**tensors: torch.Tensor | None) -> None:
+    (first, reference_tensor), *others = tensors.items()
+    for name, tensor in others:
+        if tensor is not None and tensor.device != reference_tensor.device:
+            raise ValueError(f"{name}: found on {tensor.device}, expected on {reference_tensor.device} like {first}")
+
+
+def _check_codebook(codebook: torch.Tensor) -> int:
+    _check_dtype("codebook", codebook, (torch.float32,))
+    if codebook.dim() != 1:
+        raise ValueError(f"codebook: found shape {list(codebook.shape)}, expected one dimension")
+    return bits_of(codebook.shape[0])
+
+
+def _check_weight(weight: torch.Tensor, absmax: torch.Tensor, bits: int, shape: Sequence[int], tiled: bool) -> None:
+    _check_dtype("weight", weight, (torch.int32,))
+    _check_dtype("absmax", absmax, (torch.uint8,))
+    _check_device(weight=weight, absmax=absmax)
+    if len(shape) != 2 or shape[0] < 1 or shape[1] < 1:
+        raise ValueError(f"shape: found {list(shape)}, expected [out_features, in_features], both 1 or more")
+    if tiled:
+        form, (words, scales) = "tiles", reference.tiled_shapes(*shape, bits)
+    else:
+        form, (words, scales) = "planes", (weight_shape(*shape, bits), absmax_shape(*shape))
+    for name, tensor, expected in (("weight", weight, words), ("absmax", absmax, scales)):
+        if tuple(tensor.shape[-len(expected) :]) != tuple(expected):
+            raise ValueError(
+                f"{name}: found shape {list(tensor.shape)}, expected {[*expected]} for the {form} of a "
+                f"[{shape[0]}, {shape[1]}] weight in {bits} bits"
+            )
+    if weight.shape[: -len(words)] != absmax.shape[: -len(scales)]:
+        raise ValueError(
+            f"absmax: found shape {list(absmax.shape)}, expected the leading dimensions of weight {list(weight.shape)}"
+        )
+
+
+# --- quantize -----------------------------------------------------------------------------------------------------------
+
+_LIB.define("quantize(Tensor weight, Tensor codebook) -> (Tensor, Tensor)")
+
+
+def _check_quantize(weight, codebook):
+    _check_dtype("weight", weight, _FLOATS)
+    if weight.dim() < 2 or 0 in weight.shape:
+        raise ValueError(f"weight: found shape {list(weight.shape)}, expected [*, out_features, in_features], none 0")
+    _check_device(weight=weight, codebook=codebook)
+    return _check_codebook(codebook)
+
+
+@torch.library.impl(_LIB, "quantize", "CompositeExplicitAutograd")
+def _(weight, codebook):
+    _check_quantize(weight, codebook)
+    return reference.quantize(weight, codebook)
+
+
+@torch.library.register_fake("hf_kbit::quantize", lib=_LIB)
+def _(weight, codebook):
+    bits = _check_quantize(weight, codebook)
+    *rows, in_features = weight.shape
+    blocks = num_blocks(in_features)
+    return (
+        weight.new_empty((*rows, blocks * bits), dtype=torch.int32),
+        weight.new_empty((*rows, blocks), dtype=torch.uint8),
+    )
+
+
+def quantize(weight: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantizes a weight to the stored form: for each block of 32 in_features one scale and 32 codes.
+
+    The scale is ``max|block| / max|codebook|`` rounded to E4M4; the code of w is the index of the level nearest to
+    ``w * (1 / scale)`` with the scale as decoded, halfway going to the lower level. All in float32, so the result is the same
+    bytes on every device. A weight outside E4M4's range needs a codebook multiplied by a power of two
+    (``format.layer_exponent``).
+
+    Args:
+        weight: float32, float16 or bfloat16 ``[*, N, K]``, any strides, N and K at least 1.
+        codebook: float32 ``[2**bits]``, ascending, bits 2 to 5.
+
+    Returns:
+        planes, int32 ``[*, N, B * bits]``, and absmax, uint8 ``[*, N, B]``, both contiguous; see ``format``.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a shape or device does not fit, or the weight holds NaN or infinity (not checked while compiling
+            or capturing a CUDA graph, where a value cannot be looked at).
+
+    Source: block-wise absmax quantization as in QLoRA (arXiv:2305.14314), here with the rounded scale fed back.
+
+    >>> codebook = torch.tensor(hf_kbit.codebooks.normal_float(3))
+    >>> planes, absmax = quantize(torch.randn(64, 100), codebook)
+    >>> planes.shape, absmax.shape
+    (torch.Size([64, 12]), torch.Size([64, 4]))
+    """
+    capturing = torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+    if not capturing and weight.is_floating_point() and not torch.isfinite(weight).all():
+        raise ValueError(f"weight: found {_count_non_finite(weight)} NaN or infinite values, expected finite ones")
+    return torch.ops.hf_kbit.quantize(weight, codebook)
+
+
+def _count_non_finite(weight: torch.Tensor) -> int:
+    return weight.numel() - int(torch.isfinite(weight).sum())
+
+
+# --- dequantize ---------------------------------------------------------------------------------------------------------
+
+_LIB.define(
+    "dequantize(Tensor weight, Tensor absmax, Tensor codebook, SymInt[] shape, ScalarType dtype) -> Tensor",
+)
+
+
+def _check_dequantize(weight, absmax, codebook, shape, dtype):
+    bits = _check_codebook(codebook)
+    _check_device(weight=weight, codebook=codebook)
+    _check_weight(weight, absmax, bits, shape, reference.is_tiled(weight, absmax, bits))
+    if dtype not in _GEMM_FLOATS:
+        raise TypeError(f"dtype: found {dtype}, expected a floating type of 16, 32 or 64 bits")
+    return bits
+
+
+@torch.library.impl(_LIB, "dequantize", "CompositeExplicitAutograd")
+def _(weight, absmax, codebook, shape, dtype):
+    _check_dequantize(weight, absmax, codebook, shape, dtype)
+    return reference.dequantize(weight, absmax, codebook, shape, dtype)
+
+
+@torch.library.register_fake("hf_kbit::dequantize", lib=_LIB)
+def _(weight, absmax, codebook, shape, dtype):
+    bits = _check_dequantize(weight, absmax, codebook, shape, dtype)
+    lead = weight.shape[: -5 if reference.is_tiled(weight, absmax, bits) else -2]
+    return weight.new_empty((*lead, *shape), dtype=dtype)
+
+
+def dequantize(
+    weight: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The decoded weight, ``codebook[code] * absmax``: one float32 product, rounded to ``dtype``.
+
+    Args:
+        weight: int32 planes ``[*, N, B * bits]`` or tiles (``repack``).
+        absmax: uint8 E4M4 scales ``[*, N, B]``, or those of the tiles.
+        codebook: float32 ``[2**bits]``.
+        shape: ``(N, K)``, without the padding.
+        dtype: float32, float16, bfloat16 or float64.
+
+    Returns:
+        ``dtype`` ``[*, N, K]``, contiguous.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit; the message names the tensor.
+
+    >>> codebook = torch.tensor(hf_kbit.codebooks.normal_float(5))
+    >>> weight = torch.randn(64, 100)
+    >>> decoded = dequantize(*quantize(weight, codebook), codebook, weight.shape)
+    >>> bool((weight - decoded).square().mean() < 0.01)
+    True
+    """
+    return torch.ops.hf_kbit.dequantize(weight, absmax, codebook, list(shape), dtype)
+
+
+# --- repack -------------------------------------------------------------------------------------------------------------
+
+_LIB.define(
+    "repack(Tensor weight, Tensor absmax, int bits, SymInt[] shape, bool inverse=False) -> (Tensor, Tensor)",
+)
+
+
+def _check_repack(weight, absmax, bits, shape, inverse):
+    _check_weight(weight, absmax, check_bits(bits), shape, tiled=inverse)
+
+
+@torch.library.impl(_LIB, "repack", "CompositeExplicitAutograd")
+def _(weight, absmax, bits, shape, inverse=False):
+    _check_repack(weight, absmax, bits, shape, inverse)
+    return reference.repack(weight, absmax, bits, shape, inverse)
+
+
+@torch.library.register_fake("hf_kbit::repack", lib=_LIB)
+def _(weight, absmax, bits, shape, inverse=False):
+    _check_repack(weight, absmax, bits, shape, inverse)
+    if inverse:
+        lead, words, scales = weight.shape[:-5], weight_shape(*shape, bits), absmax_shape(*shape)
+    else:
+        lead, (words, scales) = weight.shape[:-2], reference.tiled_shapes(*shape, bits)
+    return weight.new_empty((*lead, *words)), absmax.new_empty((*lead, *scales))
+
+
+def repack(
+    weight: torch.Tensor, absmax: torch.Tensor, bits: int, shape: Sequence[int], inverse: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turns planes into tiles, the order in which a GPU's matrix instructions read weights, or back; loses nothing.
+
+    Tiles pad N to 16 and K to 256. Their layout (``reference.repack``) is private: it may change, and nothing that is
+    saved depends on it.
+
+    Args:
+        weight: int32 planes ``[*, N, B * bits]``; with ``inverse`` tiles ``[*, N/16, K/256, bits, 32, 4]``.
+        absmax: uint8 ``[*, N, B]``; with ``inverse`` ``[*, N/16, K/256, 8, 16]``.
+        bits: 2 to 5.
+        shape: ``(N, K)``, without the padding.
+        inverse: from tiles to planes.
+
+    Returns:
+        The words and the scales in the other form, both contiguous.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit; the message names the tensor.
+
+    >>> planes = quantize(torch.randn(64, 100), torch.tensor(hf_kbit.codebooks.normal_float(3)))
+    >>> tiles = repack(*planes, bits=3, shape=(64, 100))
+    >>> tiles[0].shape
+    torch.Size([4, 1, 3, 32, 4])
+    >>> all(map(torch.equal, repack(*tiles, bits=3, shape=(64, 100), inverse=True), planes))
+    True
+    """
+    return torch.ops.hf_kbit.repack(weight, absmax, bits, list(shape), inverse)
+
+
+# --- gemm ---------------------------------------------------------------------------------------------------------------
+
+_LIB.define(
+    "gemm(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, SymInt out_features) -> Tensor",
+)
+
+
+def _check_gemm(x, weight, absmax, codebook, bias, out_features):
+    _check_dtype("x", x, _GEMM_FLOATS)
+    if x.dim() < 1:
+        raise ValueError("x: found a scalar, expected [*, in_features]")
+    _check_dequantize(weight, absmax, codebook, (out_features, x.shape[-1]), x.dtype)
+    _check_device(x=x, weight=weight, bias=bias)
+    if bias is not None:
+        _check_dtype("bias", bias, (x.dtype,))
+        if tuple(bias.shape) != (out_features,):
+            raise ValueError(f"bias: found shape {list(bias.shape)}, expected [{out_features}]")
+
+
+@torch.library.impl(_LIB, "gemm", "CompositeExplicitAutograd")
+def _(x, weight, absmax, codebook, bias, out_features):
+    _check_gemm(x, weight, absmax, codebook, bias, out_features)
+    return reference.gemm(x, weight, absmax, codebook, bias, out_features)
+
+
+@torch.library.register_fake("hf_kbit::gemm", lib=_LIB)
+def _(x, weight, absmax, codebook, bias, out_features):
+    _check_gemm(x, weight, absmax, codebook, bias, out_features)
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def _gemm_setup_context(ctx, inputs, output):
+    x, weight, absmax, codebook, _, out_features = inputs
+    ctx.save_for_backward(weight, absmax, codebook)
+    ctx.shape = [out_features, x.shape[-1]]
+
+
+def _gemm_backward(ctx, grad):
+    grad_x = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        # Decoded again rather than saved: between forward and backward only the packed weight stays in memory.
+        grad_x = grad @ torch.ops.hf_kbit.dequantize(*ctx.saved_tensors, ctx.shape, grad.dtype)
+    if ctx.needs_input_grad[4]:
+        grad_bias = grad.reshape(-1, ctx.shape[0]).sum(dim=0)
+    return grad_x, None, None, None, grad_bias, None
+
+
+torch.library.register_autograd("hf_kbit::gemm", _gemm_backward, setup_context=_gemm_setup_context, lib=_LIB)
+
+
+def gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_features: int | None = None,
+) -> torch.Tensor:
+    """``x @ W.T + bias`` for a quantized weight W.
+
+    Differentiable in ``x`` and ``bias``; the weight is frozen and has no gradient. The backward decodes the weight again.
+
+    Args:
+        x: float32, float16, bfloat16 or float64 ``[*, K]``, any strides, any number of leading dimensions, empty ones too.
+        weight: int32 planes ``[N, B * bits]`` or tiles (``repack``).
+        absmax: uint8 ``[N, B]``, or that of the tiles.
+        codebook: float32 ``[2**bits]``.
+        bias: dtype of ``x``, ``[N]``.
+        out_features: N; needed for tiles, which hide it behind padding.
+
+    Returns:
+        dtype of ``x``, ``[*, N]``, contiguous. W is decoded to the dtype of ``x`` before the product.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit; the message names the tensor.
+
+    >>> codebook = torch.tensor(hf_kbit.codebooks.normal_float(3))
+    >>> gemm(torch.randn(2, 7, 100), *quantize(torch.randn(64, 100), codebook), codebook).shape
+    torch.Size([2, 7, 64])
+    """
+    if out_features is None:
+        out_features = weight.shape[0]
+    return torch.ops.hf_kbit.gemm(x, weight, absmax, codebook, bias, out_features)

@@ -1,0 +1,227 @@
+"""Every op in plain PyTorch: the executable specification, and the fallback wherever no compiled library serves.
+
+Works on any device, vectorised over the whole tensor. ``ops`` says what each op takes, returns and refuses; arguments
+arrive here already checked. Tensors of several bytes per element are viewed as bytes, so a little-endian machine is
+assumed, as safetensors does.
+
+Shapes: N out_features, K in_features, B = ceil(K / 32) blocks a row; ``*`` any leading dimensions.
+"""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from hf_kbit import format
+from hf_kbit.codebooks import bits_of
+from hf_kbit.format import BLOCK_SIZE, num_blocks
+
+# Rows are quantized in slices of about this many weights: enough to keep a device busy, and the float32 and integer
+# temporaries of a slice stay a small part of the model.
+QUANTIZE_SLICE = 1 << 22
+
+# The tiles: a tile is 16 rows x 64 in_features held by 32 lanes, a slab is four tiles along K.
+TILE_ROWS, SLAB_BLOCKS, LANES = 16, 8, 32
+PAIRS_PER_LANE = 16
+
+
+# --- scales -----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _e4m4_table(device: torch.device) -> torch.Tensor:
+    return torch.tensor([format.decode_e4m4(byte) for byte in range(256)], dtype=torch.float32, device=device)
+
+
+def decode_e4m4(byte: torch.Tensor) -> torch.Tensor:
+    """uint8 E4M4 bytes of any shape to their float32 values."""
+    return _e4m4_table(byte.device)[byte.int()]
+
+
+def encode_e4m4(value: torch.Tensor) -> torch.Tensor:
+    """float32 values >= 0 of any shape to the nearest E4M4 bytes: ties to even, saturating at 31."""
+    lowest = 1 - format.E4M4_BIAS
+    exponent = torch.where(value > 0, torch.frexp(value).exponent - 1, lowest).clamp(min=lowest)
+    sixteenths = torch.ldexp(value, 4 - exponent).round()
+    return ((exponent + format.E4M4_BIAS - 1) * 16 + sixteenths).clamp(0, 255).to(torch.uint8)
+
+
+# --- bit-planes -------------------------------------------------------------------------------------------------------
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 codes ``[*, B, 32]`` to int32 bit-planes ``[*, B * bits]``."""
+    eight = codes.contiguous().view(torch.int64)  # [*, B, 4], a code in every byte
+    planes = [
+        # Keep bit `plane` of every byte, then a multiplication brings the eight of them together in the top byte.
+        (((eight >> plane) & 0x0101010101010101) * 0x0102040810204080 >> 56).to(torch.uint8)
+        for plane in range(bits)
+    ]
+    return torch.stack(planes, dim=-2).view(torch.int32).flatten(-3)
+
+
+@cache
+def _spread_table(stride: int, device: torch.device) -> torch.Tensor:
+    """int64 [256]: the eight bits of a byte, ``stride`` bits apart."""
+    byte, bit = torch.arange(256)[:, None], torch.arange(8)
+    return (((byte >> bit) & 1) << (bit * stride)).sum(dim=1).to(device)
+
+
+def _gather_codes(planes: torch.Tensor, bits: int, stride: int) -> torch.Tensor:
+    """int32 bit-planes ``[*, B * bits]`` to int64 ``[*, B, 4]``, each holding eight codes ``stride`` bits apart."""
+    octets = planes.contiguous().view(torch.uint8).unflatten(-1, (-1, bits, 4)).int()
+    table = _spread_table(stride, planes.device)
+    gathered = table[octets[..., 0, :]]
+    for plane in range(1, bits):
+        gathered |= table[octets[..., plane, :]] << plane
+    return gathered
+
+
+def unpack_codes(planes: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 bit-planes ``[*, B * bits]`` to uint8 codes ``[*, B, 32]``."""
+    return _gather_codes(planes, bits, stride=8).view(torch.uint8)
+
+
+# --- quantize, dequantize ---------------------------------------------------------------------------------------------
+
+
+def quantize(weight: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``hf_kbit.quantize``."""
+    in_features, bits = weight.shape[-1], bits_of(codebook.numel())
+    rows = weight.reshape(-1, in_features)
+    planes = rows.new_empty((len(rows), num_blocks(in_features) * bits), dtype=torch.int32)
+    absmax = rows.new_empty((len(rows), num_blocks(in_features)), dtype=torch.uint8)
+    step = max(QUANTIZE_SLICE // in_features, 1)
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        planes[part], absmax[part] = _quantize_rows(rows[part], codebook, bits)
+    return planes.unflatten(0, weight.shape[:-1]), absmax.unflatten(0, weight.shape[:-1])
+
+
+def _quantize_rows(rows: torch.Tensor, codebook: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    padding = -rows.shape[-1] % BLOCK_SIZE
+    blocks = F.pad(rows.float(), (0, padding)).unflatten(-1, (-1, BLOCK_SIZE))
+    absmax = encode_e4m4(blocks.abs().amax(dim=-1) / codebook.abs().amax())
+    scale = decode_e4m4(absmax)
+    inverse = torch.where(scale > 0, 1 / scale, 0)
+    # The code of the nearest level, seen from the scale that a reader will decode; halfway goes to the lower level.
+    halfway = (codebook[1:] + codebook[:-1]) / 2
+    codes = torch.bucketize(blocks * inverse[..., None], halfway, out_int32=True)
+    return pack_codes(codes.to(torch.uint8), bits), absmax
+
+
+def dequantize(
+    weight: torch.Tensor, absmax: torch.Tensor, codebook: torch.Tensor, shape: list[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """See ``hf_kbit.dequantize``."""
+    bits = bits_of(codebook.numel())
+    if is_tiled(weight, absmax, bits):
+        weight, absmax = repack(weight, absmax, bits, shape, inverse=True)
+    # One table look-up serves a group of codes at once: 4 of 2 or 3 bits, 2 of 4 or 5 bits, so 1024 entries or 4096.
+    group = 4 if bits <= 3 else 2
+    index = torch.arange(2 ** (bits * group), device=weight.device)
+    table = torch.stack([codebook[(index >> (bits * i)) & (2**bits - 1)] for i in range(group)], dim=-1)
+    eight = _gather_codes(weight, bits, stride=bits)
+    groups = torch.stack([(eight >> (bits * i)) & (len(table) - 1) for i in range(0, 8, group)], dim=-1)
+    levels = table.index_select(0, groups.flatten()).view(*absmax.shape, BLOCK_SIZE)
+    decoded = (levels * decode_e4m4(absmax)[..., None]).flatten(-2)
+    return decoded[..., : shape[-1]].to(dtype).contiguous()
+
+
+# --- tiles ------------------------------------------------------------------------------------------------------------
+
+
+def is_tiled(weight: torch.Tensor, absmax: torch.Tensor, bits: int) -> bool:
+    """Whether the words are tiles; a row of bit-planes has ``bits`` words for each scale."""
+    return weight.shape[-1] != absmax.shape[-1] * bits
+
+
+def tiled_shapes(out_features: int, in_features: int, bits: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the int32 words and the uint8 scales of the tiled form, padding to 16 rows and 256 columns included."""
+    slabs = -(-out_features // TILE_ROWS), -(-num_blocks(in_features) // SLAB_BLOCKS)
+    return (*slabs, bits, LANES, 4), (*slabs, TILE_ROWS // 2, 2 * SLAB_BLOCKS)
+
+
+def repack(
+    weight: torch.Tensor, absmax: torch.Tensor, bits: int, shape: list[int], inverse: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``hf_kbit.repack``.
+
+    The order in which an ``m16n8k16`` matrix instruction of a GPU needs the weights as its A operand, so that a lane's
+    loads are 16 bytes wide, coalesced, and need no shuffling. With g = lane // 4 and t = lane % 4, a lane of a 16 x 64
+    tile owns rows g and g + 8 and, in each of the tile's two blocks, columns 8 t .. 8 t + 7. Neighbours along K form pairs
+    of ``2 * bits`` bits; pair ``8 * block + 4 * instruction + 2 * half_of_k + half_of_rows`` of the 16 is one register of
+    one instruction. A word holds ``32 // (2 * bits)`` pairs from its low end; at 3 and 5 bits the two bits left at the top
+    of every word together are the last pair. The four tiles of a slab give a lane ``4 * bits`` words, stored as ``bits`` loads
+    of 4. The scales of rows g and g + 8 of a slab are 16 neighbouring bytes, the two rows alternating.
+    """
+    return (_untile if inverse else _tile)(weight, absmax, bits, shape)
+
+
+def _tile(planes, absmax, bits, shape):
+    (row_tiles, slabs, *_), _ = tiled_shapes(*shape, bits)
+    lead = planes.shape[:-2]
+    pad_rows = row_tiles * TILE_ROWS - shape[0]
+    pad_blocks = slabs * SLAB_BLOCKS - absmax.shape[-1]
+
+    codes = F.pad(unpack_codes(planes, bits), (0, 0, 0, pad_blocks, 0, pad_rows)).reshape(
+        -1, row_tiles, 2, 8, slabs, 4, 2, 4, 2, 2, 2
+    )
+    # from [batch, row tile, half of rows, g, slab, tile, block, t, instruction, half of k, neighbour]
+    # to   [batch, row tile, slab, g, t, tile, block, instruction, half of k, half of rows, neighbour]
+    codes = codes.permute(0, 1, 4, 3, 7, 5, 6, 8, 9, 2, 10).long()
+    pairs = (codes[..., 0] | codes[..., 1] << bits).flatten(-4)  # [batch, row tile, slab, g, t, tile, 16]
+
+    per_word = 32 // (2 * bits)
+    held = pairs[..., : per_word * bits].unflatten(-1, (bits, per_word))
+    words = (held << torch.arange(0, 2 * bits * per_word, 2 * bits, device=held.device)).sum(dim=-1)
+    if per_word * bits < PAIRS_PER_LANE:
+        top = (pairs[..., -1:] >> torch.arange(0, 2 * bits, 2, device=pairs.device)) & 3
+        words |= top << 30
+    # [batch, row tile, slab, g, t, tile, word] -> [batch, row tile, slab, load, lane, 4]
+    words = words.flatten(-2).unflatten(-1, (bits, 4)).flatten(3, 4).transpose(3, 4).to(torch.int32)
+
+    scales = F.pad(absmax, (0, pad_blocks, 0, pad_rows)).reshape(-1, row_tiles, 2, 8, slabs, SLAB_BLOCKS)
+    scales = scales.permute(0, 1, 4, 3, 5, 2).flatten(-2)
+    return words.contiguous().reshape(*lead, *words.shape[1:]), scales.contiguous().reshape(*lead, *scales.shape[1:])
+
+
+def _untile(tiles, scales, bits, shape):
+    (row_tiles, slabs, *_), _ = tiled_shapes(*shape, bits)
+    lead = tiles.shape[:-5]
+    blocks = num_blocks(shape[1])
+
+    words = tiles.reshape(-1, row_tiles, slabs, bits, LANES, 4).transpose(3, 4).long() & 0xFFFFFFFF
+    words = (
+        words.unflatten(3, (8, 4)).flatten(-2).unflatten(-1, (4, bits))
+    )  # [batch, row tile, slab, g, t, tile, word]
+    per_word = 32 // (2 * bits)
+    shifts = torch.arange(0, 2 * bits * per_word, 2 * bits, device=words.device)
+    pairs = ((words[..., None] >> shifts) & (4**bits - 1)).flatten(-2)
+    if per_word * bits < PAIRS_PER_LANE:
+        last = ((words >> 30) << torch.arange(0, 2 * bits, 2, device=words.device)).sum(dim=-1, keepdim=True)
+        pairs = torch.cat([pairs, last], dim=-1)
+
+    codes = torch.stack([pairs & (2**bits - 1), pairs >> bits], dim=-1).to(torch.uint8)
+    codes = codes.unflatten(-2, (2, 2, 2, 2)).permute(0, 1, 9, 3, 2, 5, 6, 4, 7, 8, 10)
+    codes = codes.reshape(-1, row_tiles * TILE_ROWS, slabs * SLAB_BLOCKS, BLOCK_SIZE)[:, : shape[0], :blocks]
+
+    absmax = scales.reshape(-1, row_tiles, slabs, 8, SLAB_BLOCKS, 2).permute(0, 1, 5, 3, 2, 4)
+    absmax = absmax.reshape(-1, row_tiles * TILE_ROWS, slabs * SLAB_BLOCKS)[:, : shape[0], :blocks]
+    return pack_codes(codes, bits).reshape(*lead, shape[0], -1), absmax.contiguous().reshape(*lead, shape[0], -1)
+
+
+# --- gemm -------------------------------------------------------------------------------------------------------------
+
+
+def gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+) -> torch.Tensor:
+    """See ``hf_kbit.gemm``."""
+    dense = dequantize(weight, absmax, codebook, [out_features, x.shape[-1]], x.dtype)
+    return F.linear(x, dense, bias).contiguous()
