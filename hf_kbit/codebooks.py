@@ -1,4 +1,4 @@
-"""Codebooks: the ``2**bits`` levels that codes index, how the named ones are derived, how a given one is made canonical.
+"""Codebooks: the ``2**bits`` levels that codes index; how named ones are derived and given ones made canonical.
 
 A canonical codebook is a tuple of Python floats that float32 holds exactly, ascending, with largest magnitude 1.
 """
@@ -49,16 +49,16 @@ def canonical(levels: Iterable[float], bits: int) -> Levels:
 
 @cache
 def normal_float(bits: int) -> Levels:
-    """NormalFloat generalised to any width: what a unit Gaussian looks like to a code that uses all its values equally.
+    """NormalFloat generalised to any width: levels for Gaussian weights that use every code equally often.
 
     N(0, 1) is cut into ``2**bits`` bins of equal probability; a level is the mean of the Gaussian within its bin,
     ``2**bits * (pdf(left edge) - pdf(right edge))``, and the levels are scaled to [-1, 1].
 
-    Source: the idea of QLoRA's NF4 (Dettmers et al. 2023, arXiv:2305.14314), which takes quantiles instead of bin means
-    and forces a zero.
+    Source: the idea of QLoRA's NF4 (Dettmers et al. 2023, arXiv:2305.14314), which takes quantiles instead of bin
+    means and forces a zero.
 
     >>> [round(level, 4) for level in normal_float(2)]
-    [-1.0, -0.2551, 0.2551, 1.0]
+    [-1.0, -0.2554, 0.2554, 1.0]
     """
     normal, bins = NormalDist(), 2 ** check_bits(bits)
     pdf = [0.0] + [normal.pdf(normal.inv_cdf(i / bins)) for i in range(1, bins)] + [0.0]

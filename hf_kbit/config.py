@@ -71,8 +71,8 @@ class KbitConfig(QuantizationConfigMixin):
             raise ValueError(f"quant_method: found {self.quant_method!r}, expected 'kbit'")
         if self.format_version != FORMAT_VERSION:
             raise ValueError(
-                f"format_version: found {self.format_version!r}, expected {FORMAT_VERSION}, the version this release of "
-                "hf_kbit reads and writes. A newer hf_kbit may read the checkpoint: pip install -U hf_kbit"
+                f"format_version: found {self.format_version!r}, expected {FORMAT_VERSION}, the only one that "
+                "this hf_kbit knows. A newer one may read the checkpoint: pip install -U hf_kbit"
             )
         check_bits(self.bits)
         if not isinstance(self.skip_default_modules, bool):

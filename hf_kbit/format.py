@@ -5,8 +5,9 @@ Each block keeps one scale, its *absmax*, and 32 *codes*: indices into a *codebo
 
 ``weight``, int32 ``[N, B * bits]`` with ``B = ceil(K / 32)``, holds the codes as *bit-planes*: bit ``j`` of word
 ``[n, b * bits + p]`` is bit ``p`` of the code of ``W[n, 32 * b + j]``. ``weight_absmax``, uint8 ``[N, B]``, holds the
-scales as E4M4 bytes. The decoded weight is ``2**exponent * levels[code] * absmax``; ``levels`` (float32, ascending, largest
-magnitude 1) and ``exponent`` (0 unless a layer needs another) come from ``quantization_config`` in ``config.json``.
+scales as E4M4 bytes. The decoded weight is ``2**exponent * levels[code] * absmax``; ``levels`` (float32, ascending,
+largest magnitude 1) and ``exponent`` (0 unless a layer needs another) come from ``quantization_config`` in
+``config.json``.
 
 This file needs the standard library only. Its scalar functions define the format; the vectorised ones of ``reference``
 and the compiled ones are tested against them.
@@ -65,8 +66,8 @@ def check_bits(bits: object, name: str = "bits") -> int:
 def decode_e4m4(byte: int) -> float:
     """Value of an E4M4 byte: exponent ``e = byte >> 4``, mantissa ``m = byte & 15``, no sign.
 
-    ``2**(e - 11) * (1 + m / 16)`` for ``e > 0`` and ``2**-10 * m / 16`` for ``e = 0``. float16, bfloat16 and float32 hold
-    every value exactly.
+    ``2**(e - 11) * (1 + m / 16)`` for ``e > 0`` and ``2**-10 * m / 16`` for ``e = 0``. float16, bfloat16 and float32
+    hold every value exactly.
 
     >>> decode_e4m4(0), decode_e4m4(0xB0), decode_e4m4(0xFF)
     (0.0, 1.0, 31.0)
@@ -95,8 +96,8 @@ def encode_e4m4(value: float) -> int:
 def layer_exponent(largest: float) -> int:
     """The ``exponent`` of a layer whose largest weight magnitude is ``largest``: 0 unless E4M4 would lack range.
 
-    Scales are normal numbers from 2**-10 to 31. A layer between 2**-6 and 31 has four octaves or more below its largest
-    scale and stays as it is; any other is shifted by the power of two that puts ``largest`` in [8, 16).
+    Scales are normal numbers from 2**-10 to 31. A layer between 2**-6 and 31 has four octaves or more below its
+    largest scale and stays as it is; any other is shifted by the power of two that puts ``largest`` in [8, 16).
 
     >>> layer_exponent(0.5), layer_exponent(1000.0), layer_exponent(0.001)
     (0, 6, -13)

@@ -16,7 +16,8 @@ def loading_section(model, name: str) -> str:
     bits = model.config.quantization_config.bits
     return f"""## How to load
 
-The linear layers are quantized to {bits} bits with [hf_kbit](https://pypi.org/project/hf_kbit): `pip install hf_kbit`, then
+The linear layers are quantized to {bits} bits with [hf_kbit](https://pypi.org/project/hf_kbit). After
+`pip install hf_kbit`:
 
 ```python
 {MARKER}  # makes Transformers know the format

@@ -72,7 +72,7 @@ class KbitLinear(nn.Linear):
     torch.Size([2, 7, 64])
     """
 
-    # Tensor parallelism of Transformers hands the forward local shards, which the ops take; see its colwise/rowwise styles.
+    # Tensor parallelism in Transformers then runs the forward on local shards, which the ops take.
     _hf_quantized_needs_local_tp = True
 
     def __init__(
@@ -156,7 +156,7 @@ class KbitLinear(nn.Linear):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if not x.is_floating_point():
             raise TypeError(
-                f"x: found dtype {x.dtype}, expected a floating one. Some models cast to `weight.dtype`, which is an integer "
+                f"x: found dtype {x.dtype}, expected a floating one. Some models cast to `weight.dtype`, an integer "
                 "type here: name such a layer in `modules_to_not_convert`"
             )
         bias = None if self.bias is None else self.bias.to(x.dtype)

@@ -3,8 +3,8 @@
 ``reference`` implements all of them on every device; a compiled library takes over a device by registering its kernels
 for that dispatch key. ``bits`` is never an argument where a codebook is one: a codebook has ``2**bits`` levels.
 
-Shapes: N out_features, K in_features, B = ceil(K / 32) blocks a row, ``*`` any leading dimensions. All tensors of a call
-are on one device. The *planes* of a weight are its stored form, its *tiles* a private form for GPUs (``repack``).
+Shapes: N out_features, K in_features, B = ceil(K / 32) blocks a row, ``*`` any leading dimensions. All tensors of a
+call are on one device. The *planes* of a weight are its stored form, its *tiles* a private form for GPUs (``repack``).
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _GEMM_FLOATS = (*_FLOATS, torch.float64)  # float64 so that gradients can be checked numerically
 
 
-# --- checks shared by the ops -------------------------------------------------------------------------------------------
+# --- checks shared by the ops ---------------------------------------------------------------------
 
 
 def _check_dtype(name: str, tensor: torch.Tensor, expected: Sequence[torch.dtype]) -> None:
@@ -65,7 +65,7 @@ def _check_weight(weight: torch.Tensor, absmax: torch.Tensor, bits: int, shape: 
         )
 
 
-# --- quantize -----------------------------------------------------------------------------------------------------------
+# --- quantize -------------------------------------------------------------------------------------
 
 _LIB.define("quantize(Tensor weight, Tensor codebook) -> (Tensor, Tensor)")
 
@@ -99,8 +99,8 @@ def quantize(weight: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor
     """Quantizes a weight to the stored form: for each block of 32 in_features one scale and 32 codes.
 
     The scale is ``max|block| / max|codebook|`` rounded to E4M4; the code of w is the index of the level nearest to
-    ``w * (1 / scale)`` with the scale as decoded, halfway going to the lower level. All in float32, so the result is the same
-    bytes on every device. A weight outside E4M4's range needs a codebook multiplied by a power of two
+    ``w * (1 / scale)`` with the scale as decoded, halfway going to the lower level. All in float32, so the result is
+    the same bytes on every device. A weight outside E4M4's range needs a codebook multiplied by a power of two
     (``format.layer_exponent``).
 
     Args:
@@ -117,7 +117,9 @@ def quantize(weight: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor
 
     Source: block-wise absmax quantization as in QLoRA (arXiv:2305.14314), here with the rounded scale fed back.
 
-    >>> codebook = torch.tensor(hf_kbit.codebooks.normal_float(3))
+    >>> import torch
+    >>> from hf_kbit.codebooks import normal_float
+    >>> codebook = torch.tensor(normal_float(3))
     >>> planes, absmax = quantize(torch.randn(64, 100), codebook)
     >>> planes.shape, absmax.shape
     (torch.Size([64, 12]), torch.Size([64, 4]))
@@ -132,7 +134,7 @@ def _count_non_finite(weight: torch.Tensor) -> int:
     return weight.numel() - int(torch.isfinite(weight).sum())
 
 
-# --- dequantize ---------------------------------------------------------------------------------------------------------
+# --- dequantize -----------------------------------------------------------------------------------
 
 _LIB.define(
     "dequantize(Tensor weight, Tensor absmax, Tensor codebook, SymInt[] shape, ScalarType dtype) -> Tensor",
@@ -183,7 +185,9 @@ def dequantize(
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit; the message names the tensor.
 
-    >>> codebook = torch.tensor(hf_kbit.codebooks.normal_float(5))
+    >>> import torch
+    >>> from hf_kbit.codebooks import normal_float
+    >>> codebook = torch.tensor(normal_float(5))
     >>> weight = torch.randn(64, 100)
     >>> decoded = dequantize(*quantize(weight, codebook), codebook, weight.shape)
     >>> bool((weight - decoded).square().mean() < 0.01)
@@ -192,7 +196,7 @@ def dequantize(
     return torch.ops.hf_kbit.dequantize(weight, absmax, codebook, list(shape), dtype)
 
 
-# --- repack -------------------------------------------------------------------------------------------------------------
+# --- repack ---------------------------------------------------------------------------------------
 
 _LIB.define(
     "repack(Tensor weight, Tensor absmax, int bits, SymInt[] shape, bool inverse=False) -> (Tensor, Tensor)",
@@ -240,7 +244,9 @@ def repack(
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit; the message names the tensor.
 
-    >>> planes = quantize(torch.randn(64, 100), torch.tensor(hf_kbit.codebooks.normal_float(3)))
+    >>> import torch
+    >>> from hf_kbit.codebooks import normal_float
+    >>> planes = quantize(torch.randn(64, 100), torch.tensor(normal_float(3)))
     >>> tiles = repack(*planes, bits=3, shape=(64, 100))
     >>> tiles[0].shape
     torch.Size([4, 1, 3, 32, 4])
@@ -250,7 +256,7 @@ def repack(
     return torch.ops.hf_kbit.repack(weight, absmax, bits, list(shape), inverse)
 
 
-# --- gemm ---------------------------------------------------------------------------------------------------------------
+# --- gemm -----------------------------------------------------------------------------------------
 
 _LIB.define(
     "gemm(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, SymInt out_features) -> Tensor",
@@ -310,10 +316,10 @@ def gemm(
 ) -> torch.Tensor:
     """``x @ W.T + bias`` for a quantized weight W.
 
-    Differentiable in ``x`` and ``bias``; the weight is frozen and has no gradient. The backward decodes the weight again.
+    Differentiable in ``x`` and ``bias``; the weight is frozen and has no gradient. The backward decodes it again.
 
     Args:
-        x: float32, float16, bfloat16 or float64 ``[*, K]``, any strides, any number of leading dimensions, empty ones too.
+        x: float32, float16, bfloat16 or float64 ``[*, K]``, any strides, any leading dimensions, empty ones too.
         weight: int32 planes ``[N, B * bits]`` or tiles (``repack``).
         absmax: uint8 ``[N, B]``, or that of the tiles.
         codebook: float32 ``[2**bits]``.
@@ -326,7 +332,9 @@ def gemm(
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit; the message names the tensor.
 
-    >>> codebook = torch.tensor(hf_kbit.codebooks.normal_float(3))
+    >>> import torch
+    >>> from hf_kbit.codebooks import normal_float
+    >>> codebook = torch.tensor(normal_float(3))
     >>> gemm(torch.randn(2, 7, 100), *quantize(torch.randn(64, 100), codebook), codebook).shape
     torch.Size([2, 7, 64])
     """

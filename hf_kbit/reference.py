@@ -25,7 +25,7 @@ TILE_ROWS, SLAB_BLOCKS, LANES = 16, 8, 32
 PAIRS_PER_LANE = 16
 
 
-# --- scales -----------------------------------------------------------------------------------------------------------
+# --- scales ---------------------------------------------------------------------------------------
 
 
 @cache
@@ -46,7 +46,7 @@ def encode_e4m4(value: torch.Tensor) -> torch.Tensor:
     return ((exponent + format.E4M4_BIAS - 1) * 16 + sixteenths).clamp(0, 255).to(torch.uint8)
 
 
-# --- bit-planes -------------------------------------------------------------------------------------------------------
+# --- bit-planes -----------------------------------------------------------------------------------
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -82,7 +82,7 @@ def unpack_codes(planes: torch.Tensor, bits: int) -> torch.Tensor:
     return _gather_codes(planes, bits, stride=8).view(torch.uint8)
 
 
-# --- quantize, dequantize ---------------------------------------------------------------------------------------------
+# --- quantize, dequantize -------------------------------------------------------------------------
 
 
 def quantize(weight: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,7 +128,7 @@ def dequantize(
     return decoded[..., : shape[-1]].to(dtype).contiguous()
 
 
-# --- tiles ------------------------------------------------------------------------------------------------------------
+# --- tiles ----------------------------------------------------------------------------------------
 
 
 def is_tiled(weight: torch.Tensor, absmax: torch.Tensor, bits: int) -> bool:
@@ -137,7 +137,7 @@ def is_tiled(weight: torch.Tensor, absmax: torch.Tensor, bits: int) -> bool:
 
 
 def tiled_shapes(out_features: int, in_features: int, bits: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the int32 words and the uint8 scales of the tiled form, padding to 16 rows and 256 columns included."""
+    """Shapes of the int32 words and the uint8 scales of the tiled form, padded to 16 rows and 256 columns."""
     slabs = -(-out_features // TILE_ROWS), -(-num_blocks(in_features) // SLAB_BLOCKS)
     return (*slabs, bits, LANES, 4), (*slabs, TILE_ROWS // 2, 2 * SLAB_BLOCKS)
 
@@ -149,11 +149,12 @@ def repack(
 
     The order in which an ``m16n8k16`` matrix instruction of a GPU needs the weights as its A operand, so that a lane's
     loads are 16 bytes wide, coalesced, and need no shuffling. With g = lane // 4 and t = lane % 4, a lane of a 16 x 64
-    tile owns rows g and g + 8 and, in each of the tile's two blocks, columns 8 t .. 8 t + 7. Neighbours along K form pairs
-    of ``2 * bits`` bits; pair ``8 * block + 4 * instruction + 2 * half_of_k + half_of_rows`` of the 16 is one register of
-    one instruction. A word holds ``32 // (2 * bits)`` pairs from its low end; at 3 and 5 bits the two bits left at the top
-    of every word together are the last pair. The four tiles of a slab give a lane ``4 * bits`` words, stored as ``bits`` loads
-    of 4. The scales of rows g and g + 8 of a slab are 16 neighbouring bytes, the two rows alternating.
+    tile owns rows g and g + 8 and, in each of the tile's two blocks, columns 8 t .. 8 t + 7. Neighbours along K form
+    pairs of ``2 * bits`` bits; pair ``8 * block + 4 * instruction + 2 * half_of_k + half_of_rows`` of the 16 is one
+    register of one instruction. A word holds ``32 // (2 * bits)`` pairs from its low end; at 3 and 5 bits the two bits
+    left at the top of every word together are the last pair. The four tiles of a slab give a lane ``4 * bits`` words,
+    stored as ``bits`` loads of 4. The scales of rows g and g + 8 of a slab are 16 neighbouring bytes, the two rows
+    alternating.
     """
     return (_untile if inverse else _tile)(weight, absmax, bits, shape)
 
@@ -211,7 +212,7 @@ def _untile(tiles, scales, bits, shape):
     return pack_codes(codes, bits).reshape(*lead, shape[0], -1), absmax.contiguous().reshape(*lead, shape[0], -1)
 
 
-# --- gemm -------------------------------------------------------------------------------------------------------------
+# --- gemm -----------------------------------------------------------------------------------------
 
 
 def gemm(

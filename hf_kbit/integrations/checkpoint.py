@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
 from hf_kbit.format import ABSMAX_SUFFIX, absmax_shape, weight_shape
 
 WEIGHT_SUFFIX = ".weight"
+PACKED_SUFFIXES = (WEIGHT_SUFFIX, WEIGHT_SUFFIX + ABSMAX_SUFFIX)
 MAX_NAMED = 20  # problems spelled out in one error
 
 
@@ -79,7 +80,7 @@ class Names:
         self._state_dict = model.state_dict()
 
     def targets(self, stored_name: str) -> tuple[list[str], bool]:
-        """Names in the model that a stored tensor goes to, and whether it is converted on the way, not only renamed."""
+        """Names in the model that a stored tensor goes to, and whether it is converted, not only renamed."""
         name, pattern = self._rename(stored_name, self._renamings, self._converters)
         if name not in self._state_dict and stored_name in self._state_dict:
             return [stored_name], False
@@ -89,7 +90,7 @@ class Names:
         return [name, *(name.replace(first, other) for other in others)], True
 
     def module(self, stored_weight: str) -> str:
-        """Name in the model of the module whose packed ``weight`` is stored under that name; packed tensors never convert."""
+        """Name in the model of the module whose packed ``weight`` has that name; packed tensors are only renamed."""
         return self._rename(stored_weight, self._renamings, [])[0].removesuffix(WEIGHT_SUFFIX)
 
     def _rename(self, name, renamings, converters):
@@ -132,8 +133,8 @@ def check_tensors(model, tensors: dict[str, StoredTensor], packed: dict[str, str
     Args:
         tensors: what the checkpoint holds.
         packed: the result of ``packed_modules``.
-        whole: the checkpoint is of this very class, so nothing may be missing or left over. Otherwise a model takes what it
-            needs: a base model leaves the head, a model with a new head makes it.
+        whole: the checkpoint is of this very class, so nothing may be missing or left over. Otherwise a model takes
+            what it needs: a base model leaves the head, a model with a new head makes it.
 
     Raises:
         ValueError: tensors are missing, left over, or have another shape or dtype; the message names them.
@@ -142,17 +143,15 @@ def check_tensors(model, tensors: dict[str, StoredTensor], packed: dict[str, str
     ignored = _ignored(model)
     problems, found = [], set()
     for module_name, stored_name in packed.items():
-        for suffix in (WEIGHT_SUFFIX, WEIGHT_SUFFIX + ABSMAX_SUFFIX):
+        for suffix in PACKED_SUFFIXES:
             found.add(module_name + suffix)
             if module_name + suffix not in expected:
                 if whole and not ignored(module_name + suffix):
                     problems.append(f"{stored_name + suffix}: left over, the model has no such quantized layer")
             else:
                 problems += _compare_packed(stored_name + suffix, tensors[stored_name + suffix], model, module_name)
-    quantized = {
-        stored + suffix for stored in packed.values() for suffix in (WEIGHT_SUFFIX, WEIGHT_SUFFIX + ABSMAX_SUFFIX)
-    }
-    for stored_name in sorted(tensors.keys() - quantized, key=dot_natural_key):
+    pairs = {stored + suffix for stored in packed.values() for suffix in PACKED_SUFFIXES}
+    for stored_name in sorted(tensors.keys() - pairs, key=dot_natural_key):
         targets, converted = names.targets(stored_name)
         found.update(targets)
         for target in targets:
@@ -178,8 +177,8 @@ def _compare_packed(stored_name: str, stored: StoredTensor, model, module_name: 
     if stored == expected:
         return []
     return [
-        f"{stored_name}: found {stored}, expected {expected} for a [{layer.out_features}, {layer.in_features}] weight in "
-        f"{layer.bits} bits"
+        f"{stored_name}: found {stored}, expected {expected} for a [{layer.out_features}, {layer.in_features}] weight "
+        f"in {layer.bits} bits"
     ]
 
 

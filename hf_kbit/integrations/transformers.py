@@ -4,8 +4,8 @@ Two ways lead here. A 16-bit checkpoint is quantized on the fly: every layer to 
 ``KbitLinear``, and each weight is packed when it arrives, so that only a few 16-bit weights are alive at a time. A
 quantized checkpoint is loaded as it is: what it holds packed decides which layers are replaced.
 
-The order in ``from_pretrained``: the model is built on the meta device, ``_process_model_before_weight_loading`` replaces
-layers, the weights are loaded, new heads initialised, hooks for offloading attached, and
+The order in ``from_pretrained``: the model is built on the meta device, ``_process_model_before_weight_loading``
+replaces layers, the weights are loaded, new heads initialised, hooks for offloading attached, and
 ``_process_model_after_weight_loading`` finishes.
 """
 
@@ -129,8 +129,8 @@ class KbitHfQuantizer(HfQuantizer):
     def validate_environment(self, *args, device_map=None, **kwargs):
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
-                "device_map: found layers on disk, expected none while quantizing: a layer on disk is read from the 16-bit "
-                "checkpoint each time. Quantize and save the model first; its quantized checkpoint can be offloaded to disk"
+                "device_map: found layers on disk, expected none while quantizing: a layer on disk is read from the "
+                "16-bit checkpoint each time. Quantize and save first: a quantized checkpoint can be offloaded"
             )
 
     def is_serializable(self) -> bool:
@@ -184,8 +184,8 @@ class KbitHfQuantizer(HfQuantizer):
                 chosen[name] = bits
             elif asked_for:
                 raise ValueError(
-                    f"{name}: module_bits asks for {bits} bits, but its weight is tied to another or kept in float32 by "
-                    f"{type(model).__name__}"
+                    f"{name}: module_bits asks for {bits} bits, but {type(model).__name__} ties its weight or keeps "
+                    "it in float32"
                 )
         return chosen
 
@@ -316,7 +316,7 @@ class KbitHfQuantizer(HfQuantizer):
         ]
 
     def _record(self, model, layers) -> None:
-        """Writes into the config what a reader needs besides the tensors: the levels, and what sets single layers apart."""
+        """Writes into the config what a reader needs besides the tensors: levels, and what sets layers apart."""
         config = self.quantization_config
         config.levels = {
             bits: list(config.levels_for(bits)) for bits in sorted({layer.bits for layer in layers.values()})
@@ -333,7 +333,7 @@ class KbitHfQuantizer(HfQuantizer):
                 config.layers[names[name]] = entry
 
     def _report(self, model, layers) -> None:
-        """One line on what is quantized and what is left, alike names gathered: ``layers.*.mlp.experts.gate_up_proj``."""
+        """One line on what is quantized and what is left, like names gathered: ``layers.*.experts.gate_up_proj``."""
         packed = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
         left, sizes = Counter(), Counter()
         for name, parameter in model.named_parameters():
