@@ -81,7 +81,7 @@ class KbitConfig(QuantizationConfigMixin):
         self.module_bits = self._module_bits(self.module_bits)
         self.codebook = self._codebook(self.codebook)
         # JSON has string keys only.
-        self.levels = {int(bits): codebooks.canonical(table, int(bits)) for bits, table in (self.levels or {}).items()}
+        self.levels = {int(bits): list(codebooks.canonical(t, int(bits))) for bits, t in (self.levels or {}).items()}
         self.layers = {name: self._layer(name, entry) for name, entry in (self.layers or {}).items()}
 
     @staticmethod
@@ -98,9 +98,7 @@ class KbitConfig(QuantizationConfigMixin):
                 continue
             check_bits(bits, f"module_bits[{pattern!r}]")
             if pattern in self.modules_to_not_convert:
-                raise ValueError(
-                    f"{pattern!r} is in modules_to_not_convert and has {bits} bits in module_bits: choose one"
-                )
+                raise ValueError(f"{pattern!r}: found in modules_to_not_convert and in module_bits: choose one")
         return dict(module_bits or {})
 
     def _codebook(self, codebook):
@@ -123,15 +121,18 @@ class KbitConfig(QuantizationConfigMixin):
             )
         return list(codebooks.canonical(codebook, self.bits))
 
-    @staticmethod
-    def _layer(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    def _layer(self, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
         if unknown := set(entry) - {"bits", "exponent", "levels"}:
             raise ValueError(f"layers[{name!r}]: found {sorted(unknown)}, expected bits, exponent and levels alone")
-        if "bits" in entry:
-            check_bits(entry["bits"], f"layers[{name!r}].bits")
+        bits = check_bits(entry.get("bits", self.bits), f"layers[{name!r}].bits")
         if not isinstance(entry.get("exponent", 0), int):
             raise ValueError(f"layers[{name!r}].exponent: found {entry['exponent']!r}, expected an integer")
-        return dict(entry)
+        if "levels" not in entry:
+            return dict(entry)
+        try:
+            return {**entry, "levels": list(codebooks.canonical(entry["levels"], bits))}
+        except ValueError as error:
+            raise ValueError(f"layers[{name!r}].levels: {error}") from None
 
     def bits_for(self, module_name: str) -> int | None:
         """Width of a layer, or None if ``module_bits`` or ``modules_to_not_convert`` leaves it in 16 bits.

@@ -124,14 +124,14 @@ def quantize(weight: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor
     >>> planes.shape, absmax.shape
     (torch.Size([64, 12]), torch.Size([64, 4]))
     """
-    capturing = torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
-    if not capturing and weight.is_floating_point() and not torch.isfinite(weight).all():
-        raise ValueError(f"weight: found {_count_non_finite(weight)} NaN or infinite values, expected finite ones")
+    if not (
+        weight.is_meta
+        or torch.compiler.is_compiling()
+        or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        if wrong := weight.numel() - int(torch.isfinite(weight).sum()):
+            raise ValueError(f"weight: found {wrong} NaN or infinite values, expected finite ones")
     return torch.ops.hf_kbit.quantize(weight, codebook)
-
-
-def _count_non_finite(weight: torch.Tensor) -> int:
-    return weight.numel() - int(torch.isfinite(weight).sum())
 
 
 # --- dequantize -----------------------------------------------------------------------------------

@@ -1,0 +1,52 @@
+"""The shapes, weights and inputs that tests, benchmarks and sanitizer runs share."""
+
+import torch
+
+from hf_kbit import codebooks
+from hf_kbit.format import BITS
+
+# [N, K]: one weight, less than a block, exact blocks, a padded last block, exact and padded tiles (16 rows x 256
+# columns), more rows than columns and the reverse.
+SHAPES = [(1, 1), (3, 31), (5, 32), (7, 33), (16, 256), (17, 257), (64, 100), (130, 64), (2, 1500)]
+
+# Leading dimensions of x: none, one token, several, nested, empty.
+BATCHES = [(), (1,), (5,), (2, 3), (1, 1, 4), (0,), (2, 0)]
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def generator(*seed: int) -> torch.Generator:
+    """A generator seeded by a tuple of small numbers, so that every case has data of its own."""
+    number = 0
+    for part in seed:
+        number = number * 10007 + part
+    return torch.Generator().manual_seed(number)
+
+
+def codebook(bits: int) -> torch.Tensor:
+    return torch.tensor(codebooks.normal_float(bits))
+
+
+def weight(shape, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
+    """Gaussian weights of rows of very different size, with outliers, a block of zeros and negative zeros."""
+    rng = generator(*shape, seed)
+    values = torch.randn(*shape, generator=rng) * 0.02
+    values *= torch.exp2(torch.randint(-4, 5, (*shape[:-1], 1), generator=rng).float())
+    values[torch.rand(*shape, generator=rng) < 0.01] *= 20
+    if values[..., 0, :].numel() > 64:
+        values[..., 0, 32:64] = 0.0
+    values[..., -1, -1] = -0.0
+    return values.to(dtype)
+
+
+def quantized(shape, bits: int, seed: int = 0):
+    """planes, absmax and codebook of ``weight(shape)``."""
+    levels = codebook(bits)
+    return (*torch.ops.hf_kbit.quantize(weight(shape, seed=seed), levels), levels)
+
+
+def x(batch, in_features: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*batch, in_features, generator=generator(*batch, in_features, seed)).to(dtype)
+
+
+__all__ = ["BATCHES", "BITS", "FLOATS", "SHAPES", "codebook", "generator", "quantized", "weight", "x"]

@@ -1,0 +1,119 @@
+import math
+from statistics import NormalDist
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_kbit import codebooks
+from hf_kbit.format import BITS
+
+# float32 levels as hexadecimal, so that neither a change of the derivation nor another machine can move them unseen.
+UPPER_HALF = {
+    2: [
+        "0x1.058c2e0000000p-2",
+        "0x1.0000000000000p+0",
+    ],
+    3: [
+        "0x1.88eb640000000p-4",
+        "0x1.31858e0000000p-2",
+        "0x1.1660260000000p-1",
+        "0x1.0000000000000p+0",
+    ],
+    4: [
+        "0x1.46c7640000000p-5",
+        "0x1.ee49f00000000p-4",
+        "0x1.a329400000000p-3",
+        "0x1.2dcf200000000p-2",
+        "0x1.94cdda0000000p-2",
+        "0x1.078cc00000000p-1",
+        "0x1.58ff820000000p-1",
+        "0x1.0000000000000p+0",
+    ],
+    5: [
+        "0x1.1d10860000000p-6",
+        "0x1.ac7a2c0000000p-5",
+        "0x1.668d100000000p-4",
+        "0x1.f929d20000000p-4",
+        "0x1.4792640000000p-3",
+        "0x1.94dd840000000p-3",
+        "0x1.e535b20000000p-3",
+        "0x1.1cc5d20000000p-2",
+        "0x1.498dac0000000p-2",
+        "0x1.79cbe40000000p-2",
+        "0x1.aebd000000000p-2",
+        "0x1.ea4f2a0000000p-2",
+        "0x1.17e9a60000000p-1",
+        "0x1.42eed00000000p-1",
+        "0x1.7ea9a40000000p-1",
+        "0x1.0000000000000p+0",
+    ],
+}
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_normal_float_by_numerical_integration(bits):
+    """The levels against means over the bins that a fine sum gives, not against the formula they are made by."""
+    bins, normal = 2**bits, NormalDist()
+    points = 20000
+    means = []
+    for i in range(bins):
+        quantiles = [normal.inv_cdf((i + (j + 0.5) / points) / bins) for j in range(points)]
+        means.append(sum(quantiles) / points)
+    expected = [mean / means[-1] for mean in means]
+    assert codebooks.normal_float(bits) == pytest.approx(expected, abs=2e-4)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_normal_float_is_canonical_and_symmetric(bits):
+    levels = codebooks.normal_float(bits)
+    assert levels == codebooks.canonical(levels, bits)
+    assert [-level for level in reversed(levels)] == list(levels)
+    assert len(set(levels)) == 2**bits and levels[-1] == 1.0
+    assert torch.tensor(levels).double().tolist() == list(levels), "float32 must hold every level"
+
+
+def test_normal_float_is_pinned():
+    for bits, expected in UPPER_HALF.items():
+        assert [level.hex() for level in codebooks.normal_float(bits)[2 ** (bits - 1) :]] == expected
+
+
+@given(st.sampled_from(BITS), st.data())
+def test_canonical(bits, data):
+    floats = st.floats(-(2.0**100), 2.0**100, width=32).filter(lambda value: value == 0 or abs(value) > 2.0**-100)
+    table = data.draw(st.lists(floats, min_size=2**bits, max_size=2**bits).filter(any))
+    levels = codebooks.canonical(table, bits)
+    assert list(levels) == sorted(levels) and max(map(abs, levels)) == 1.0
+    assert codebooks.canonical(levels, bits) == levels
+    assert codebooks.canonical(list(reversed(table)), bits) == levels
+    largest = max(map(abs, table))
+    assert list(levels) == pytest.approx([value / largest for value in sorted(table)], rel=1e-6, abs=1e-37)
+
+
+def test_canonical_takes_tensors_and_equal_levels():
+    fp4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    levels = codebooks.canonical(torch.tensor(fp4 + [-value for value in fp4]), 4)
+    assert levels.count(0.0) == 2 and levels[0] == -1.0 and levels[-2] == pytest.approx(4 / 6)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([1, 2, 3], "found 3 levels, expected 2\\*\\*bits = 4"),
+        ([0, 0, 0, 0], "found only zeros"),
+        ([0, 1, 2, math.nan], "expected finite"),
+        ([0, 1, 2, math.inf], "expected finite"),
+        ([0, 1, 2, 1e39], "expected finite"),
+    ],
+)
+def test_canonical_refuses(table, message):
+    with pytest.raises(ValueError, match=message):
+        codebooks.canonical(table, 2)
+
+
+def test_named_refuses():
+    with pytest.raises(ValueError, match=r"codebook: found 'nf', expected one of \['normal_float'\]"):
+        codebooks.named("nf", 4)
+    with pytest.raises(ValueError, match="found 7 levels"):
+        codebooks.bits_of(7)

@@ -1,0 +1,127 @@
+import copy
+import json
+import re
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaConfig
+from transformers.quantizers.auto import AutoQuantizationConfig
+
+from hf_kbit import KbitConfig, codebooks
+
+CONFIGS = [
+    KbitConfig(),
+    KbitConfig(bits=2, modules_to_not_convert=["mlp"], skip_default_modules=False),
+    KbitConfig(bits=3, module_bits={"down_proj": 5, "vision_tower": None}),
+    KbitConfig(bits=2, codebook=[3, -1, 0.5, 7]),
+    KbitConfig(bits=2, codebook={2: [1, 2, 3, 4], 3: range(8)}, module_bits={"down_proj": 3}),
+    KbitConfig(bits=3, levels={3: codebooks.normal_float(3)}, layers={"a.b": {"bits": 4, "exponent": -7}}),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=repr)
+def test_json_round_trip(config, tmp_path):
+    text = config.to_json_string()
+    again = KbitConfig.from_dict(json.loads(text))
+    assert again == config and again.to_json_string() == text
+    config.to_json_file(tmp_path / "q.json")
+    assert AutoQuantizationConfig.from_dict(json.loads((tmp_path / "q.json").read_text())) == config
+    assert copy.deepcopy(config) == config and KbitConfig(**dict(config)) == config
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=repr)
+def test_round_trip_inside_a_model_config(config, tmp_path):
+    LlamaConfig(num_hidden_layers=1, quantization_config=config.to_dict()).save_pretrained(tmp_path)
+    stored = AutoConfig.from_pretrained(tmp_path).quantization_config
+    assert AutoQuantizationConfig.from_dict(stored) == config
+
+
+def test_levels_survive_json_exactly():
+    config = KbitConfig(bits=5, levels={5: codebooks.normal_float(5)})
+    again = KbitConfig.from_dict(json.loads(config.to_json_string()))
+    assert again.levels_for(5) == codebooks.normal_float(5)
+
+
+def test_repr():
+    assert repr(KbitConfig()) == "KbitConfig(bits=4)"
+    assert repr(KbitConfig(bits=3, module_bits={"a": None})) == "KbitConfig(bits=3, module_bits={'a': None})"
+    config = KbitConfig(bits=2, modules_to_not_convert=("x",), skip_default_modules=False)
+    assert eval(repr(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"bit": 3}, TypeError, "unexpected keyword argument 'bit'"),
+        ({"bits": 1}, ValueError, "bits: found 1, expected one of 2, 3, 4, 5"),
+        ({"bits": 4.0}, ValueError, "bits: found 4.0"),
+        ({"bits": True}, ValueError, "bits: found True"),
+        ({"bits": "4"}, ValueError, "bits: found '4'"),
+        ({"codebook": "nf"}, ValueError, r"codebook: found 'nf', expected one of \['normal_float'\]"),
+        ({"bits": 3, "codebook": [1, 2, 3, 4]}, ValueError, "codebook: found 4 levels, expected 2\\*\\*bits = 8"),
+        ({"bits": 2, "codebook": [0, 0, 0, 0]}, ValueError, "codebook: found only zeros"),
+        ({"bits": 2, "codebook": [1, 2, 3, 4], "module_bits": {"a": 3}}, ValueError, r"widths \[2, 3\]"),
+        ({"bits": 3, "codebook": {2: [1, 2, 3, 4]}}, ValueError, r"codebook: found tables for \[2\] bits.*\[3\]"),
+        ({"module_bits": {"a": 6}}, ValueError, r"module_bits\['a'\]: found 6"),
+        ({"module_bits": ["a"]}, ValueError, "module_bits: found"),
+        (
+            {"modules_to_not_convert": "lm_head"},
+            ValueError,
+            "modules_to_not_convert: found 'lm_head', expected a list",
+        ),
+        ({"modules_to_not_convert": [3]}, ValueError, "modules_to_not_convert: found"),
+        (
+            {"modules_to_not_convert": ["a"], "module_bits": {"a": 3}},
+            ValueError,
+            "'a': found in modules_to_not_convert",
+        ),
+        ({"skip_default_modules": None}, ValueError, "skip_default_modules: found None"),
+        ({"format_version": 2}, ValueError, "format_version: found 2, expected 1.*pip install -U hf_kbit"),
+        ({"format_version": "1"}, ValueError, "format_version: found '1'"),
+        ({"quant_method": "gptq"}, ValueError, "quant_method: found 'gptq'"),
+        ({"levels": {3: [0, 1]}}, ValueError, "found 2 levels"),
+        ({"layers": {"a": {"width": 3}}}, ValueError, r"layers\['a'\]: found \['width'\]"),
+        ({"layers": {"a": {"bits": 9}}}, ValueError, r"layers\['a'\].bits: found 9"),
+        ({"layers": {"a": {"exponent": 0.5}}}, ValueError, r"layers\['a'\].exponent: found 0.5"),
+        ({"layers": {"a": {"levels": [1, 2]}}}, ValueError, r"layers\['a'\].levels: .*found 2 levels"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        KbitConfig(**arguments)
+
+
+def test_bits_for():
+    config = KbitConfig(
+        bits=3,
+        modules_to_not_convert=["visual", r"model\.layers\.0\..*"],
+        module_bits={"layers.1.mlp": None, "down_proj": 5, r"model\.layers\.\d+\.self_attn": 2},
+    )
+    assert config.bits_for("model.layers.2.mlp.up_proj") == 3
+    assert config.bits_for("model.layers.2.mlp.down_proj") == 5
+    assert config.bits_for("model.layers.2.self_attn.q_proj") == 2
+    assert config.bits_for("model.layers.1.mlp") is None
+    assert config.bits_for("model.visual") is None and config.bits_for("visual.blocks.0.fc1") is None
+    assert config.bits_for("model.layers.0.input") is None
+    with pytest.raises(
+        ValueError, match=re.escape("model.layers.0.mlp.down_proj: module_bits['down_proj'] asks for 5")
+    ):
+        config.bits_for("model.layers.0.mlp.down_proj")
+
+
+def test_the_first_matching_pattern_decides():
+    assert KbitConfig(module_bits={"mlp.down_proj": 5, "down_proj": 2}).bits_for("x.mlp.down_proj") == 5
+    assert KbitConfig(module_bits={"down_proj": 2, "mlp.down_proj": 5}).bits_for("x.mlp.down_proj") == 2
+
+
+def test_levels_for():
+    assert KbitConfig(bits=3).levels_for(3) == codebooks.normal_float(3)
+    table = torch.tensor([4.0, 1.0, -4.0, 0.0])
+    assert KbitConfig(bits=2, codebook=table).levels_for(2) == (-1.0, 0.0, 0.25, 1.0)
+    recorded = (-1.0, -0.5, 0.5, 1.0)
+    assert KbitConfig(bits=2, levels={"2": recorded}).levels_for(2) == recorded, "what was recorded wins"
+
+
+def test_get_looks_like_the_dict_in_config_json():
+    config = KbitConfig(bits=3)
+    assert config.get("quant_method") == "kbit" and config.get("load_in_4bit", False) is False

@@ -1,0 +1,358 @@
+"""Each op through the dispatcher: results, shapes, gradients, compilation, and what it refuses."""
+
+import cases
+import pytest
+import torch
+from torch.library import opcheck
+
+import hf_kbit
+from hf_kbit import format
+
+OPS = torch.ops.hf_kbit
+# What float32 rounding of a sum of K products may add up to, relative to the sum of their magnitudes.
+EPS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float64: 2.0**-52}
+
+
+# --- quantize, dequantize -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("shape", [*cases.SHAPES, (2, 3, 5, 40)])
+def test_quantize_and_dequantize(shape, bits):
+    weight, codebook = cases.weight(shape), cases.codebook(bits)
+    planes, absmax = hf_kbit.quantize(weight, codebook)
+    assert planes.shape == (*shape[:-2], *format.weight_shape(*shape[-2:], bits)) and planes.dtype == torch.int32
+    assert absmax.shape == (*shape[:-2], *format.absmax_shape(*shape[-2:])) and absmax.dtype == torch.uint8
+    decoded = hf_kbit.dequantize(planes, absmax, codebook, shape[-2:])
+    assert decoded.shape == shape and decoded.dtype == torch.float32 and decoded.is_contiguous()
+    # A level is never further from a weight than half the widest gap, and the scale is off by 1/32 at most, or by half
+    # the smallest subnormal.
+    largest = torch.nn.functional.pad(weight, (0, -shape[-1] % 32)).unflatten(-1, (-1, 32)).abs().amax(-1)
+    bound = largest * ((codebook[1:] - codebook[:-1]).max() / 2 * (1 + 1 / 32) + 1 / 32) + 2.0**-15
+    error = (decoded - weight).abs()
+    assert (error <= bound.repeat_interleave(32, dim=-1)[..., : shape[-1]]).all()
+
+
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_quantize_sees_16_bit_weights_as_float32(dtype):
+    weight, codebook = cases.weight((64, 100), dtype), cases.codebook(3)
+    expected = hf_kbit.quantize(weight.float(), codebook)
+    assert all(map(torch.equal, hf_kbit.quantize(weight, codebook), expected))
+
+
+@pytest.mark.parametrize("dtype", [*cases.FLOATS, torch.float64])
+def test_dequantize_rounds_the_float32_product_once(dtype):
+    planes, absmax, codebook = cases.quantized((64, 100), 5)
+    exact = hf_kbit.dequantize(planes, absmax, codebook, (64, 100))
+    assert torch.equal(hf_kbit.dequantize(planes, absmax, codebook, (64, 100), dtype), exact.to(dtype))
+
+
+def test_quantize_again_is_stable():
+    """What was decoded is on the grid; quantizing it again keeps every value whose block keeps its scale."""
+    planes, absmax, codebook = cases.quantized((64, 256), 4)
+    decoded = hf_kbit.dequantize(planes, absmax, codebook, (64, 256))
+    again = hf_kbit.quantize(decoded, codebook)
+    same = again[1] == absmax
+    assert same.float().mean() > 0.9
+    redecoded = hf_kbit.dequantize(*again, codebook, (64, 256)).unflatten(1, (-1, 32))
+    assert torch.equal(redecoded[same], decoded.unflatten(1, (-1, 32))[same])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_quantize_refuses_what_is_not_finite(value):
+    weight = cases.weight((5, 32))
+    weight[3, 7] = value
+    with pytest.raises(ValueError, match="weight: found 1 NaN or infinite values, expected finite ones"):
+        hf_kbit.quantize(weight, cases.codebook(3))
+
+
+# --- repack -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("shape", cases.SHAPES)
+def test_repack_and_back(shape, bits):
+    planes, absmax, codebook = cases.quantized(shape, bits)
+    tiles = hf_kbit.repack(planes, absmax, bits, shape)
+    assert all(tensor.is_contiguous() for tensor in tiles)
+    back = hf_kbit.repack(*tiles, bits, shape, inverse=True)
+    assert torch.equal(back[0], planes) and torch.equal(back[1], absmax)
+    assert torch.equal(
+        hf_kbit.dequantize(*tiles, codebook, shape), hf_kbit.dequantize(planes, absmax, codebook, shape)
+    )
+
+
+def test_repack_keeps_leading_dimensions():
+    planes, absmax, codebook = cases.quantized((4, 17, 40), 3)
+    tiles = hf_kbit.repack(planes, absmax, 3, (17, 40))
+    for expert in range(4):
+        single = hf_kbit.repack(planes[expert], absmax[expert], 3, (17, 40))
+        assert torch.equal(tiles[0][expert], single[0]) and torch.equal(tiles[1][expert], single[1])
+    back = hf_kbit.repack(*tiles, 3, (17, 40), inverse=True)
+    assert torch.equal(back[0], planes) and torch.equal(back[1], absmax)
+    assert hf_kbit.dequantize(*tiles, codebook, (17, 40)).shape == (4, 17, 40)
+
+
+# --- gemm ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("shape", cases.SHAPES)
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_gemm_against_float64(shape, bits, dtype, tiled):
+    planes, absmax, codebook = cases.quantized(shape, bits)
+    x, bias = cases.x((4,), shape[1], dtype), cases.x((), shape[0], dtype)
+    weight = (planes, absmax) if not tiled else hf_kbit.repack(planes, absmax, bits, shape)
+    found = hf_kbit.gemm(x, *weight, codebook, bias, out_features=shape[0])
+    assert found.dtype == dtype and found.is_contiguous()
+    dense = hf_kbit.dequantize(planes, absmax, codebook, shape, dtype).double()
+    expected = x.double() @ dense.T + bias.double()
+    magnitude = x.double().abs() @ dense.abs().T + bias.double().abs()
+    # Accumulation in float32 over K + 1 terms, then one rounding to the dtype of the result.
+    bound = magnitude * (shape[1] + 1) * EPS[torch.float32] + expected.abs() * EPS[dtype] + 1e-30
+    assert ((found.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("batch", cases.BATCHES)
+def test_gemm_takes_any_leading_dimensions(batch):
+    planes, absmax, codebook = cases.quantized((7, 33), 3)
+    x = cases.x(batch, 33).requires_grad_()
+    found = hf_kbit.gemm(x, planes, absmax, codebook)
+    assert found.shape == (*batch, 7)
+    flat = torch.nn.functional.linear(x.reshape(-1, 33), hf_kbit.dequantize(planes, absmax, codebook, (7, 33)))
+    torch.testing.assert_close(found.reshape(-1, 7), flat)
+    found.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def test_gemm_takes_any_strides():
+    planes, absmax, codebook = cases.quantized((7, 33), 3)
+    x = cases.x((2, 3, 4), 33)
+    expected = hf_kbit.gemm(x, planes, absmax, codebook)
+    transposed = x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+    assert not transposed.is_contiguous()
+    torch.testing.assert_close(hf_kbit.gemm(transposed, planes, absmax, codebook), expected)
+    every_other = torch.stack([x, x + 1], dim=-1).flatten(-2)[..., ::2]
+    torch.testing.assert_close(hf_kbit.gemm(every_other, planes, absmax, codebook), expected)
+    strided = [torch.stack([tensor, tensor], dim=-1)[..., 0] for tensor in (planes, absmax)]
+    assert torch.equal(hf_kbit.gemm(x, *strided, codebook), expected)
+
+
+# --- autograd -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
+@pytest.mark.parametrize("bits", cases.BITS)
+def test_gemm_gradients(bits, tiled):
+    shape = (6, 35)
+    planes, absmax, codebook = cases.quantized(shape, bits)
+    weight = (planes, absmax) if not tiled else hf_kbit.repack(planes, absmax, bits, shape)
+    x = cases.x((2, 3), shape[1], torch.float64).requires_grad_()
+    bias = cases.x((), shape[0], torch.float64).requires_grad_()
+
+    def run(x, bias):
+        return hf_kbit.gemm(x, *weight, codebook, bias, out_features=shape[0])
+
+    assert torch.autograd.gradcheck(run, (x, bias))
+    assert torch.autograd.gradgradcheck(run, (x, bias))
+
+
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_gemm_gradients_equal_those_of_a_dense_layer(dtype):
+    planes, absmax, codebook = cases.quantized((64, 100), 4)
+    dense = hf_kbit.dequantize(planes, absmax, codebook, (64, 100), dtype)
+    inputs = [cases.x((2, 5), 100, dtype), cases.x((), 64, dtype)]
+    ours, theirs = ([tensor.clone().requires_grad_() for tensor in inputs] for _ in range(2))
+    grad = cases.x((2, 5), 64, dtype, seed=1)
+    hf_kbit.gemm(ours[0], planes, absmax, codebook, ours[1]).backward(grad)
+    torch.nn.functional.linear(theirs[0], dense, theirs[1]).backward(grad)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_gemm_computes_only_the_gradients_needed():
+    planes, absmax, codebook = cases.quantized((7, 33), 3)
+    x, bias = cases.x((4,), 33), cases.x((), 7).requires_grad_()
+    hf_kbit.gemm(x, planes, absmax, codebook, bias).sum().backward()
+    assert x.grad is None and torch.equal(bias.grad, torch.full((7,), 4.0))
+    assert not hf_kbit.gemm(x, planes, absmax, codebook).requires_grad
+
+
+def test_backward_keeps_no_dense_weight():
+    planes, absmax, codebook = cases.quantized((130, 64), 2)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):
+        hf_kbit.gemm(cases.x((4,), 64).requires_grad_(), planes, absmax, codebook)
+    assert [(tensor.dtype, tensor.shape) for tensor in saved] == [
+        (tensor.dtype, tensor.shape) for tensor in (planes, absmax, codebook)
+    ]
+
+
+# --- registration -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+def test_opcheck(bits):
+    shape = (17, 70)
+    planes, absmax, codebook = cases.quantized(shape, bits)
+    tiles = hf_kbit.repack(planes, absmax, bits, shape)
+    x, bias = cases.x((2, 3), 70).requires_grad_(), cases.x((), 17).requires_grad_()
+    opcheck(OPS.quantize.default, (cases.weight(shape), codebook))
+    opcheck(OPS.quantize.default, (cases.weight((2, *shape), torch.bfloat16), codebook))
+    for words in ((planes, absmax), tiles):
+        opcheck(OPS.dequantize.default, (*words, codebook, list(shape), torch.float16))
+        opcheck(OPS.gemm.default, (x, *words, codebook, bias, 17))
+        opcheck(OPS.gemm.default, (x.detach().half(), *words, codebook, None, 17))
+    opcheck(OPS.repack.default, (planes, absmax, bits, list(shape)))
+    opcheck(OPS.repack.default, (*tiles, bits, list(shape), True))
+
+
+def test_compile_fullgraph():
+    def run(x, weight, codebook, bias):
+        planes, absmax = hf_kbit.quantize(weight, codebook)
+        tiles = hf_kbit.repack(planes, absmax, 3, weight.shape)
+        dense = hf_kbit.dequantize(*tiles, codebook, weight.shape)
+        return hf_kbit.gemm(x, planes, absmax, codebook, bias) + torch.nn.functional.linear(x, dense)
+
+    inputs = cases.x((2, 3), 70).requires_grad_(), cases.weight((17, 70)), cases.codebook(3), cases.x((), 17)
+    compiled = torch.compile(run, fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs), run(*inputs))
+    compiled(*inputs).sum().backward()
+    found, inputs[0].grad = inputs[0].grad, None
+    run(*inputs).sum().backward()
+    torch.testing.assert_close(found, inputs[0].grad)
+
+
+def test_compile_dynamic_batch():
+    planes, absmax, codebook = cases.quantized((17, 70), 4)
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(lambda x: hf_kbit.gemm(x, planes, absmax, codebook) * 2, backend=counter, dynamic=True)
+    for tokens in (2, 3, 9, 70):
+        x = cases.x((tokens,), 70)
+        torch.testing.assert_close(compiled(x), hf_kbit.gemm(x, planes, absmax, codebook) * 2)
+    assert counter.frame_count == 1
+
+
+# --- what is refused ----------------------------------------------------------------------------------
+
+PLANES, ABSMAX, CODEBOOK = cases.quantized((7, 33), 3)
+X, BIAS = cases.x((2,), 33), cases.x((), 7)
+REFUSED = {
+    "quantize: dtype": (
+        lambda: hf_kbit.quantize(torch.ones(2, 2, dtype=torch.int32), CODEBOOK),
+        TypeError,
+        "weight: found dtype int32, expected float32 or float16 or bfloat16",
+    ),
+    "quantize: float64": (
+        lambda: hf_kbit.quantize(torch.ones(2, 2).double(), CODEBOOK),
+        TypeError,
+        "found dtype float64",
+    ),
+    "quantize: one dimension": (
+        lambda: hf_kbit.quantize(torch.ones(32), CODEBOOK),
+        ValueError,
+        r"weight: found shape \[32\]",
+    ),
+    "quantize: empty": (
+        lambda: hf_kbit.quantize(torch.ones(0, 32), CODEBOOK),
+        ValueError,
+        r"weight: found shape \[0, 32\]",
+    ),
+    "codebook: size": (
+        lambda: hf_kbit.quantize(torch.ones(2, 2), CODEBOOK[:7]),
+        ValueError,
+        "codebook: found 7 levels",
+    ),
+    "codebook: dtype": (
+        lambda: hf_kbit.quantize(torch.ones(2, 2), CODEBOOK.half()),
+        TypeError,
+        "codebook: found dtype float16, expected float32",
+    ),
+    "codebook: shape": (
+        lambda: hf_kbit.quantize(torch.ones(2, 2), CODEBOOK[None]),
+        ValueError,
+        r"codebook: found shape \[1, 8\], expected one dimension",
+    ),
+    "devices": (
+        lambda: hf_kbit.quantize(torch.ones(2, 2, device="meta"), CODEBOOK),
+        ValueError,
+        "codebook: found on cpu, expected on meta like weight",
+    ),
+    "dequantize: weight dtype": (
+        lambda: hf_kbit.dequantize(PLANES.long(), ABSMAX, CODEBOOK, (7, 33)),
+        TypeError,
+        "weight: found dtype int64, expected int32",
+    ),
+    "dequantize: absmax dtype": (
+        lambda: hf_kbit.dequantize(PLANES, ABSMAX.float(), CODEBOOK, (7, 33)),
+        TypeError,
+        "absmax: found dtype float32, expected uint8",
+    ),
+    "dequantize: shape": (
+        lambda: hf_kbit.dequantize(PLANES, ABSMAX, CODEBOOK, (7, 65)),
+        ValueError,
+        r"weight: found shape \[7, 6\], expected \[7, 9\] for the planes of a \[7, 65\] weight in 3 bits",
+    ),
+    "dequantize: other bits": (
+        lambda: hf_kbit.dequantize(PLANES, ABSMAX, cases.codebook(4), (7, 33)),
+        ValueError,
+        "in 4 bits",
+    ),
+    "dequantize: integer result": (
+        lambda: hf_kbit.dequantize(PLANES, ABSMAX, CODEBOOK, (7, 33), torch.int32),
+        TypeError,
+        "dtype: found torch.int32",
+    ),
+    "dequantize: zero": (
+        lambda: hf_kbit.dequantize(PLANES, ABSMAX, CODEBOOK, (0, 33)),
+        ValueError,
+        r"shape: found \[0, 33\]",
+    ),
+    "repack: bits": (lambda: hf_kbit.repack(PLANES, ABSMAX, 6, (7, 33)), ValueError, "bits: found 6"),
+    "repack: planes for tiles": (
+        lambda: hf_kbit.repack(PLANES, ABSMAX, 3, (7, 33), inverse=True),
+        ValueError,
+        "weight: found shape .* for the tiles",
+    ),
+    "gemm: integer x": (lambda: hf_kbit.gemm(X.int(), PLANES, ABSMAX, CODEBOOK), TypeError, "x: found dtype int32"),
+    "gemm: scalar x": (
+        lambda: hf_kbit.gemm(torch.tensor(1.0), PLANES, ABSMAX, CODEBOOK),
+        ValueError,
+        "x: found a scalar",
+    ),
+    "gemm: in_features": (
+        lambda: hf_kbit.gemm(X[:, :32], PLANES, ABSMAX, CODEBOOK),
+        ValueError,
+        r"a \[7, 32\] weight",
+    ),
+    "gemm: bias shape": (
+        lambda: hf_kbit.gemm(X, PLANES, ABSMAX, CODEBOOK, BIAS[:3]),
+        ValueError,
+        r"bias: found shape \[3\], expected \[7\]",
+    ),
+    "gemm: bias dtype": (
+        lambda: hf_kbit.gemm(X, PLANES, ABSMAX, CODEBOOK, BIAS.half()),
+        TypeError,
+        "bias: found dtype float16, expected float32",
+    ),
+    "gemm: absmax of another layer": (
+        lambda: hf_kbit.gemm(X, PLANES, ABSMAX[:5], CODEBOOK),
+        ValueError,
+        r"absmax: found shape \[5, 2\], expected \[7, 2\]",
+    ),
+    "gemm: device": (
+        lambda: hf_kbit.gemm(X.to("meta"), PLANES, ABSMAX, CODEBOOK),
+        ValueError,
+        "weight: found on cpu, expected on meta like x",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    call, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,112 @@
+"""The vectorised specification against the scalar one."""
+
+import cases
+import pytest
+import torch
+
+from hf_kbit import format, reference
+
+
+def test_e4m4_equals_the_scalar_definition():
+    edges = [0.0, 2.0**-15, 2.0**-14, 1.96875, 1.97, 31.0, 31.5, 1e9, 3e38, 1e-38, 1e-45]
+    middles = [(format.decode_e4m4(b) + format.decode_e4m4(b + 1)) / 2 for b in range(255)]
+    random = torch.exp2(torch.empty(5000).uniform_(-17, 6, generator=cases.generator(0))).tolist()
+    values = torch.tensor(edges + middles + random)
+    encoded = reference.encode_e4m4(values)
+    assert encoded.tolist() == [format.encode_e4m4(value) for value in values.tolist()]
+    assert reference.decode_e4m4(encoded).tolist() == [format.decode_e4m4(byte) for byte in encoded.tolist()]
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+def test_codes_are_packed_as_the_format_says(bits):
+    codes = torch.randint(0, 2**bits, (3, 2, 32), generator=cases.generator(bits), dtype=torch.uint8)
+    planes = reference.pack_codes(codes, bits)
+    for row in range(3):
+        expected = [word for block in codes[row].tolist() for word in format.pack_block(block, bits)]
+        assert [word & 0xFFFFFFFF for word in planes[row].tolist()] == expected
+    assert torch.equal(reference.unpack_codes(planes, bits), codes)
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("shape", cases.SHAPES)
+def test_quantize_picks_the_nearest_level_for_the_decoded_scale(shape, bits):
+    weight, codebook = cases.weight(shape), cases.codebook(bits)
+    planes, absmax = reference.quantize(weight, codebook)
+    blocks = torch.nn.functional.pad(weight, (0, -shape[1] % 32)).unflatten(1, (-1, 32))
+    assert absmax.tolist() == [[format.encode_e4m4(v) for v in row] for row in blocks.abs().amax(-1).tolist()]
+    scale = reference.decode_e4m4(absmax)[..., None]
+    codes = reference.unpack_codes(planes, bits)
+    error = (codebook[codes.int()] * scale - blocks).abs()
+    best = (codebook * scale[..., None] - blocks[..., None]).abs().amin(-1)
+    # Where two levels are as near as float32 can tell, either may be chosen.
+    assert (error <= best + 1e-6 * scale).all()
+
+
+def test_quantize_halfway_goes_to_the_lower_level():
+    codebook = torch.tensor([-1.0, -0.5, 0.5, 1.0])
+    weight = torch.tensor([[1.0, 0.75, -0.75, 0.0, 0.7500001, -0.7499999] + [0.0] * 26])
+    codes = reference.unpack_codes(reference.quantize(weight, codebook)[0], 2)
+    assert codes[0, 0, :6].tolist() == [3, 2, 0, 1, 3, 1]
+
+
+def test_quantize_in_slices_equals_quantize_at_once(monkeypatch):
+    weight, codebook = cases.weight((130, 64)), cases.codebook(3)
+    whole = reference.quantize(weight, codebook)
+    monkeypatch.setattr(reference, "QUANTIZE_SLICE", 64 * 7)
+    assert all(map(torch.equal, reference.quantize(weight, codebook), whole))
+    monkeypatch.setattr(reference, "QUANTIZE_SLICE", 1)
+    assert all(map(torch.equal, reference.quantize(weight, codebook), whole))
+
+
+def test_zero_and_tiny_blocks():
+    codebook = cases.codebook(4)
+    weight = torch.zeros(2, 64)
+    weight[1, :32] = 1e-20
+    planes, absmax = reference.quantize(weight, codebook)
+    assert not absmax.any()
+    decoded = reference.dequantize(planes, absmax, codebook, [2, 64], torch.float32)
+    assert not decoded.any() and decoded.isfinite().all()
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("shape", cases.SHAPES)
+def test_tiles_hold_each_code_where_the_layout_says(shape, bits):
+    """Follows the description of the layout for single weights, one lane at a time."""
+    planes, absmax, _ = cases.quantized(shape, bits)
+    codes = reference.unpack_codes(planes, bits).flatten(1)
+    tiles, scales = reference.repack(planes, absmax, bits, shape)
+    assert (tuple(tiles.shape), tuple(scales.shape)) == reference.tiled_shapes(*shape, bits)
+    rng = cases.generator(*shape, bits)
+    for _ in range(20):
+        n, k = (int(torch.randint(size, (), generator=rng)) for size in shape)
+        row_tile, half_of_rows, g = n // 16, n % 16 // 8, n % 8
+        slab, tile, block, t = k // 256, k % 256 // 64, k % 64 // 32, k % 32 // 8
+        instruction, half_of_k, neighbour = k % 8 // 4, k % 4 // 2, k % 2
+        words = tiles[row_tile, slab, :, 4 * g + t].flatten()[tile * bits : (tile + 1) * bits].tolist()
+        pair = 8 * block + 4 * instruction + 2 * half_of_k + half_of_rows
+        per_word = 32 // (2 * bits)
+        if pair < per_word * bits:
+            value = (words[pair // per_word] & 0xFFFFFFFF) >> (2 * bits * (pair % per_word))
+        else:
+            value = sum(((word & 0xFFFFFFFF) >> 30) << (2 * i) for i, word in enumerate(words))
+        assert (value >> (bits * neighbour)) & (2**bits - 1) == codes[n, k]
+        assert scales[row_tile, slab, g, 2 * (k % 256 // 32) + half_of_rows] == absmax[n, k // 32]
+
+
+def test_padding_of_tiles_has_scale_zero():
+    planes, absmax, codebook = cases.quantized((17, 257), 3)
+    tiles, scales = reference.repack(planes, absmax, 3, [17, 257])
+    padded = reference.dequantize(tiles, scales, codebook, [32, 512], torch.float32)
+    assert not padded[17:].any() and not padded[:, 288:].any()
+
+
+def test_results_do_not_depend_on_strides():
+    weight = cases.weight((64, 100))
+    codebook = cases.codebook(3)
+    expected = reference.quantize(weight, codebook)
+    assert all(map(torch.equal, reference.quantize(weight.t().contiguous().t(), codebook), expected))
+    planes = expected[0].t().contiguous().t()
+    assert torch.equal(
+        reference.dequantize(planes, expected[1], codebook, [64, 100], torch.float32),
+        reference.dequantize(*expected, codebook, [64, 100], torch.float32),
+    )
