@@ -57,7 +57,8 @@ class KbitLinear(nn.Linear):
         bits: 2 to 5.
         codebook: name or table of ``2**bits`` numbers (``codebooks.resolve``).
         exponent: power of two that multiplies the levels.
-        device, dtype: of the parameters; ``dtype`` concerns the bias alone.
+        device: of the parameters and the codebook.
+        dtype: of the bias.
 
     A new layer holds zeros in ``weight`` and ``weight_absmax`` and so computes its bias; load a state dict, or use
     ``from_linear``.

@@ -25,6 +25,11 @@ TILE_ROWS, SLAB_BLOCKS, LANES = 16, 8, 32
 PAIRS_PER_LANE = 16
 
 
+def _look_up(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``table[index]`` for a table of one dimension; ``index_select`` with int32 is 2 to 4 times faster on a CPU."""
+    return table.index_select(0, index.flatten().int()).view(index.shape)
+
+
 # --- scales ---------------------------------------------------------------------------------------
 
 
@@ -35,7 +40,7 @@ def _e4m4_table(device: torch.device) -> torch.Tensor:
 
 def decode_e4m4(byte: torch.Tensor) -> torch.Tensor:
     """uint8 E4M4 bytes of any shape to their float32 values."""
-    return _e4m4_table(byte.device)[byte.int()]
+    return _look_up(_e4m4_table(byte.device), byte)
 
 
 def encode_e4m4(value: torch.Tensor) -> torch.Tensor:
@@ -61,25 +66,26 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 @cache
-def _spread_table(stride: int, device: torch.device) -> torch.Tensor:
-    """int64 [256]: the eight bits of a byte, ``stride`` bits apart."""
+def _spread_tables(bits: int, places: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
+    """For each plane an int64 [256]: bit j of a byte moved to ``places[j]``, plus the number of the plane."""
     byte, bit = torch.arange(256)[:, None], torch.arange(8)
-    return (((byte >> bit) & 1) << (bit * stride)).sum(dim=1).to(device)
+    spread = (((byte >> bit) & 1) << torch.tensor(places)).sum(dim=1).to(device)
+    return [spread << plane for plane in range(bits)]
 
 
-def _gather_codes(planes: torch.Tensor, bits: int, stride: int) -> torch.Tensor:
-    """int32 bit-planes ``[*, B * bits]`` to int64 ``[*, B, 4]``, each holding eight codes ``stride`` bits apart."""
+def _gather_codes(planes: torch.Tensor, bits: int, places: tuple[int, ...]) -> torch.Tensor:
+    """int32 bit-planes ``[*, B * bits]`` to int64 ``[*, B, 4]``, each holding eight codes at the given bit places."""
     octets = planes.contiguous().view(torch.uint8).unflatten(-1, (-1, bits, 4)).int()
-    table = _spread_table(stride, planes.device)
-    gathered = table[octets[..., 0, :]]
-    for plane in range(1, bits):
-        gathered |= table[octets[..., plane, :]] << plane
+    first, *others = _spread_tables(bits, places, planes.device)
+    gathered = _look_up(first, octets[..., 0, :])
+    for plane, table in enumerate(others, start=1):
+        gathered |= _look_up(table, octets[..., plane, :])
     return gathered
 
 
 def unpack_codes(planes: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 bit-planes ``[*, B * bits]`` to uint8 codes ``[*, B, 32]``."""
-    return _gather_codes(planes, bits, stride=8).view(torch.uint8)
+    return _gather_codes(planes, bits, tuple(range(0, 64, 8))).view(torch.uint8)
 
 
 # --- quantize, dequantize -------------------------------------------------------------------------
@@ -117,14 +123,12 @@ def dequantize(
     bits = bits_of(codebook.numel())
     if is_tiled(weight, absmax, bits):
         weight, absmax = repack(weight, absmax, bits, shape, inverse=True)
-    # One table look-up serves a group of codes at once: 4 of 2 or 3 bits, 2 of 4 or 5 bits, so 1024 entries or 4096.
-    group = 4 if bits <= 3 else 2
-    index = torch.arange(2 ** (bits * group), device=weight.device)
-    table = torch.stack([codebook[(index >> (bits * i)) & (2**bits - 1)] for i in range(group)], dim=-1)
-    eight = _gather_codes(weight, bits, stride=bits)
-    groups = torch.stack([(eight >> (bits * i)) & (len(table) - 1) for i in range(0, 8, group)], dim=-1)
-    levels = table.index_select(0, groups.flatten()).view(*absmax.shape, BLOCK_SIZE)
-    decoded = (levels * decode_e4m4(absmax)[..., None]).flatten(-2)
+    # One look-up serves two neighbouring codes: an entry of the table is a pair of levels, seen as one int64.
+    low, high = codebook.expand(2**bits, -1), codebook[:, None].expand(-1, 2**bits)
+    table = torch.stack([low, high], dim=-1).view(torch.int64).flatten()
+    pairs = _gather_codes(weight, bits, tuple(16 * (j // 2) + bits * (j % 2) for j in range(8))).view(torch.int16)
+    levels = _look_up(table, pairs).view(torch.float32)
+    decoded = levels.mul_(decode_e4m4(absmax)[..., None]).flatten(-2)
     return decoded[..., : shape[-1]].to(dtype).contiguous()
 
 

@@ -1,0 +1,189 @@
+"""The model card: written on save and on push, right for whoever finds it, and careful with the user's own text."""
+
+import copy
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers.utils.hub as transformers_hub
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from hf_kbit import KbitConfig
+
+TOKENS = torch.arange(12).reshape(2, 6)
+
+USER_CARD = """---
+license: mit
+library_name: peft
+tags:
+- poetry
+---
+
+# My model
+
+It writes sonnets. `bits` were saved: "quoted" & <b>all</b>.
+"""
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    directory = tmp_path_factory.mktemp("dense")
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def model(dense):
+    return quantized(dense, 3)
+
+
+def quantized(dense, bits):
+    return AutoModelForCausalLM.from_pretrained(dense, quantization_config=KbitConfig(bits=bits))
+
+
+def code(directory) -> str:
+    """The only block of code in the card."""
+    (block,) = re.findall(r"^```python\n(.*?)^```$", (directory / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    return block
+
+
+def test_the_three_lines_of_the_card_load_the_model(model, tmp_path):
+    directory = tmp_path / "my-model"
+    model.save_pretrained(directory)
+    lines = code(directory)
+    assert len(lines.splitlines()) == 3 and lines.count('"my-model"') == 1
+    script = lines.replace('"my-model"', repr(str(directory)))
+    script += (
+        f"import torch; torch.save(model(torch.tensor({TOKENS.tolist()})).logits, {str(tmp_path / 'logits')!r})\n"
+    )
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert torch.equal(torch.load(tmp_path / "logits"), model(TOKENS).logits)
+
+
+def test_the_card_names_the_class_of_a_model_that_is_no_language_model(tmp_path):
+    config = BertConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    BertModel(config).save_pretrained(tmp_path / "dense")
+    model = BertModel.from_pretrained(tmp_path / "dense", quantization_config=KbitConfig(bits=2))
+    model.save_pretrained(tmp_path / "saved")
+    lines = code(tmp_path / "saved")
+    assert "\nfrom transformers import BertModel\n" in lines and " = BertModel.from_pretrained(" in lines
+
+
+def test_a_new_card_is_tagged(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.tags == ["kbit"] and card.data.library_name == "transformers"
+    assert "quantized to 3 bits" in card.text
+
+
+def test_what_the_user_wrote_is_kept(model, tmp_path):
+    (tmp_path / "README.md").write_text(USER_CARD)
+    model.save_pretrained(tmp_path)
+    card, before = ModelCard.load(tmp_path / "README.md"), ModelCard(USER_CARD)
+    assert card.text.startswith(before.text.rstrip())
+    assert card.data.to_dict() == before.data.to_dict() | {"tags": ["poetry", "kbit"]}
+    assert "from_pretrained" in code(tmp_path)
+
+
+def test_a_card_without_metadata_is_kept(model, tmp_path):
+    (tmp_path / "README.md").write_text("My own words.\n")
+    model.save_pretrained(tmp_path)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.text.startswith("My own words.\n") and card.data.tags == ["kbit"]
+    assert "from_pretrained" in code(tmp_path)
+
+
+@pytest.mark.parametrize("text", [None, USER_CARD], ids=["new card", "user's card"])
+def test_saving_again_changes_nothing(model, tmp_path, text):
+    if text is not None:
+        (tmp_path / "README.md").write_text(text)
+    cards = []
+    for _ in range(3):
+        model.save_pretrained(tmp_path)
+        cards.append((tmp_path / "README.md").read_bytes())
+    assert cards[0] == cards[1] == cards[2]
+
+
+def test_the_card_follows_when_another_width_is_saved_over_it(dense, tmp_path):
+    (tmp_path / "README.md").write_text(USER_CARD)
+    for bits in (3, 2):
+        quantized(dense, bits).save_pretrained(tmp_path)
+        text = (tmp_path / "README.md").read_text()
+        assert re.findall(r"quantized to (\d) bits", text) == [str(bits)] and "It writes sonnets." in text
+
+
+def test_only_the_main_process_writes_the_card(model, tmp_path):
+    model.save_pretrained(tmp_path, is_main_process=False)
+    assert not (tmp_path / "README.md").exists()
+
+
+def test_a_copy_writes_its_own_tensors(model, tmp_path):
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.fill_(7)
+    for name, saved in (("model", model), ("twin", twin)):
+        saved.save_pretrained(tmp_path / name)
+        assert torch.equal(load_file(tmp_path / name / "model.safetensors")["lm_head.weight"], saved.lm_head.weight)
+        assert "from_pretrained" in code(tmp_path / name)
+
+
+def test_a_dequantized_model_gets_no_card(model, tmp_path):
+    model.dequantize().save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists() and not (tmp_path / "README.md").exists()
+
+
+@pytest.fixture
+def uploads(monkeypatch):
+    """Stands in for the Hub: takes each upload as ``(repository, {file name: bytes})``."""
+    uploads = []
+
+    class Api:
+        def create_repo(self, repo_id, **kwargs):
+            return type("RepoUrl", (), {"repo_id": f"someone/{repo_id}"})
+
+    def upload(self, working_dir, repo_id, *args, **kwargs):
+        uploads.append((repo_id, {file.name: file.read_bytes() for file in Path(working_dir).iterdir()}))
+
+    class HubCard(ModelCard):
+        @staticmethod
+        def load(repo_id, **kwargs):
+            return ModelCard(uploads[-1][1]["README.md"].decode() if uploads else USER_CARD)
+
+    monkeypatch.setattr("transformers.modeling_utils.hf_api", Api)
+    monkeypatch.setattr(transformers_hub, "hf_api", Api)
+    monkeypatch.setattr(transformers_hub, "ModelCard", HubCard)
+    monkeypatch.setattr(PreTrainedModel, "_upload_modified_files", upload)
+    return uploads
+
+
+def push(model, tmp_path):
+    model.push_to_hub("sonnets")
+
+
+def save_and_push(model, tmp_path):
+    model.save_pretrained(tmp_path / "local", push_to_hub=True, repo_id="sonnets")
+
+
+@pytest.mark.parametrize("publish", [push, save_and_push])
+def test_the_card_on_the_hub_names_the_repository(model, tmp_path, uploads, publish):
+    for _ in range(2):
+        publish(model, tmp_path)
+    assert [repository for repository, _ in uploads] == ["someone/sonnets"] * 2
+    for _, files in uploads:
+        text = files["README.md"].decode()
+        assert {"model.safetensors", "config.json"} <= set(files)
+        assert text.count('.from_pretrained("someone/sonnets")') == text.count("from_pretrained(") == 1
+        assert ModelCard(text).text.startswith(ModelCard(USER_CARD).text.rstrip())
+        assert ModelCard(text).data.tags == ["poetry", "kbit"]
