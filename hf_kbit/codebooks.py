@@ -21,7 +21,7 @@ def _float32(value: float) -> float:
         return math.copysign(math.inf, value)
 
 
-def canonical(levels: Iterable[float], bits: int) -> Levels:
+def canonical(levels: Iterable[float], bits: int, name: str = "codebook") -> Levels:
     """Any table of ``2**bits`` numbers as a canonical codebook: sorted, divided by its largest magnitude, in float32.
 
     The division loses nothing: each block's scale takes it up. Equal levels are allowed (FP4 has two zeros).
@@ -29,21 +29,25 @@ def canonical(levels: Iterable[float], bits: int) -> Levels:
     Args:
         levels: ``2**bits`` finite numbers in any order (a list, a tensor, an array).
         bits: 2 to 5.
+        name: what errors call the table.
 
     Raises:
-        ValueError: the number of levels is not ``2**bits``, a level is NaN or infinite, or all are zero.
+        ValueError: the number of levels is not ``2**bits``, a level is no finite number, or all are zero.
 
     >>> canonical([1, -2, 0, 2], bits=2)
     (-1.0, 0.0, 0.5, 1.0)
     """
-    values = sorted(_float32(float(level)) for level in levels)
+    try:
+        values = sorted(_float32(float(level)) for level in levels)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: found {levels!r}, expected a table of numbers") from None
     if len(values) != 2 ** check_bits(bits):
-        raise ValueError(f"codebook: found {len(values)} levels, expected 2**bits = {2**bits} for {bits} bits")
+        raise ValueError(f"{name}: found {len(values)} levels, expected 2**bits = {2**bits} for {bits} bits")
     if not all(map(math.isfinite, values)):
-        raise ValueError(f"codebook: found {values}, expected finite float32 levels")
+        raise ValueError(f"{name}: found {values}, expected finite float32 levels")
     largest = max(abs(values[0]), abs(values[-1]))
     if largest == 0.0:
-        raise ValueError("codebook: found only zeros, expected at least one level that is not zero")
+        raise ValueError(f"{name}: found only zeros, expected at least one level that is not zero")
     return tuple(_float32(value / largest) for value in values)
 
 

@@ -9,7 +9,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_kbit import codebooks
-from hf_kbit.format import FORMAT_VERSION, check_bits
+from hf_kbit.format import BITS, FORMAT_VERSION, MAX_EXPONENT, check_bits
 
 
 def matches(module_name: str, pattern: str) -> bool:
@@ -21,6 +21,14 @@ def matches(module_name: str, pattern: str) -> bool:
     (True, False)
     """
     return not should_convert_module(module_name, [pattern])
+
+
+def _recorded(table, bits: int, name: str) -> list[float]:
+    """Levels as a quantizer wrote them: they must be canonical, for to make them so would change the model."""
+    levels = list(codebooks.canonical(table, bits, name))
+    if levels != list(table):
+        raise ValueError(f"{name}: found {list(table)}, expected ascending float32 levels with largest magnitude 1")
+    return levels
 
 
 @register_quantization_config("kbit")
@@ -80,9 +88,8 @@ class KbitConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = self._patterns(self.modules_to_not_convert)
         self.module_bits = self._module_bits(self.module_bits)
         self.codebook = self._codebook(self.codebook)
-        # JSON has string keys only.
-        self.levels = {int(bits): list(codebooks.canonical(t, int(bits))) for bits, t in (self.levels or {}).items()}
-        self.layers = {name: self._layer(name, entry) for name, entry in (self.layers or {}).items()}
+        self.levels = self._levels(self.levels)
+        self.layers = self._layers(self.layers)
 
     @staticmethod
     def _patterns(patterns) -> list[str]:
@@ -121,18 +128,42 @@ class KbitConfig(QuantizationConfigMixin):
             )
         return list(codebooks.canonical(codebook, self.bits))
 
-    def _layer(self, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    @staticmethod
+    def _levels(levels) -> dict[int, list[float]]:
+        if not isinstance(levels or {}, Mapping):
+            raise ValueError(f"levels: found {levels!r}, expected {{bits: table}}")
+        widths = {str(bits): bits for bits in BITS}  # JSON has string keys only
+        if unknown := [key for key in levels or {} if str(key) not in widths]:
+            raise ValueError(f"levels: found tables for {unknown} bits, expected widths of {list(BITS)}")
+        return {
+            widths[str(key)]: _recorded(table, widths[str(key)], f"levels[{key}]") for key, table in levels.items()
+        }
+
+    def _layers(self, layers) -> dict[str, dict[str, Any]]:
+        if not isinstance(layers or {}, Mapping):
+            raise ValueError(f"layers: found {layers!r}, expected {{name: {{'bits', 'exponent', 'levels'}}}}")
+        return {name: self._layer(entry, f"layers[{name!r}]") for name, entry in (layers or {}).items()}
+
+    def _layer(self, entry: Mapping[str, Any], name: str) -> dict[str, Any]:
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"{name}: found {entry!r}, expected an object of bits, exponent and levels")
         if unknown := set(entry) - {"bits", "exponent", "levels"}:
-            raise ValueError(f"layers[{name!r}]: found {sorted(unknown)}, expected bits, exponent and levels alone")
-        bits = check_bits(entry.get("bits", self.bits), f"layers[{name!r}].bits")
-        if not isinstance(entry.get("exponent", 0), int):
-            raise ValueError(f"layers[{name!r}].exponent: found {entry['exponent']!r}, expected an integer")
-        if "levels" not in entry:
-            return dict(entry)
-        try:
-            return {**entry, "levels": list(codebooks.canonical(entry["levels"], bits))}
-        except ValueError as error:
-            raise ValueError(f"layers[{name!r}].levels: {error}") from None
+            raise ValueError(f"{name}: found {sorted(unknown)}, expected bits, exponent and levels alone")
+        bits = check_bits(entry.get("bits", self.bits), f"{name}.bits")
+        exponent = entry.get("exponent", 0)
+        if not isinstance(exponent, int) or isinstance(exponent, bool) or abs(exponent) > MAX_EXPONENT:
+            raise ValueError(f"{name}.exponent: found {exponent!r}, expected an integer within +-{MAX_EXPONENT}")
+        if "levels" in entry:
+            return {**entry, "levels": _recorded(entry["levels"], bits, f"{name}.levels")}
+        return dict(entry)
+
+    @classmethod
+    def from_dict(cls, config_dict, return_unused_kwargs=False, **kwargs):
+        """As in the base class; an entry that is no argument of ``KbitConfig`` is a ValueError."""
+        expected = [f.name for f in fields(cls)]
+        if unknown := [key for key in config_dict if key not in expected]:
+            raise ValueError(f"quantization_config: found {unknown}, expected none but {expected}")
+        return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
 
     def bits_for(self, module_name: str) -> int | None:
         """Width of a layer, or None if ``module_bits`` or ``modules_to_not_convert`` leaves it in 16 bits.

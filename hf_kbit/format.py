@@ -23,6 +23,7 @@ ABSMAX_SUFFIX = "_absmax"
 
 E4M4_BIAS = 11
 E4M4_MAX = 31.0
+MAX_EXPONENT = 126  # 2**exponent is a normal float32
 
 
 def num_blocks(in_features: int) -> int:

@@ -1,9 +1,11 @@
 """The model card of a quantized model: what someone who finds it on the Hub needs to load it."""
 
 import os
-from functools import partial
+from functools import wraps
 
 from huggingface_hub import ModelCard, ModelCardData
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.hub import PushToHubMixin
 
 MARKER = "import hf_kbit"
 TAGS = ["kbit"]
@@ -43,25 +45,30 @@ def write_model_card(model, directory: str | os.PathLike, name: str) -> None:
     card.save(path)
 
 
-def attach_model_card(model) -> None:
-    """Makes ``model.save_pretrained`` and ``push_to_hub`` write the card; Transformers has no hook for it."""
-    model.save_pretrained = partial(_save_pretrained, model)
-    model._upload_modified_files = partial(_upload_modified_files, model)
+def add_model_cards() -> None:
+    """Makes ``save_pretrained`` and ``push_to_hub`` write the card of quantized models.
+
+    Transformers has no hook for it, so two methods of its base classes are wrapped. Wrapping those of one model
+    instead would tie the model to itself, and its memory would wait for the garbage collector.
+    """
+    save_pretrained, upload = PreTrainedModel.save_pretrained, PushToHubMixin._upload_modified_files
+
+    @wraps(save_pretrained)
+    def save_with_card(self, save_directory, is_main_process=True, *args, **kwargs):
+        result = save_pretrained(self, save_directory, is_main_process, *args, **kwargs)
+        if _is_kbit(self) and is_main_process and os.path.isdir(save_directory):
+            write_model_card(self, save_directory, os.path.basename(os.path.abspath(save_directory)))
+        return result
+
+    @wraps(upload)
+    def upload_with_card(self, working_dir, repo_id, *args, **kwargs):
+        if _is_kbit(self):  # Transformers has put its own card over ours by now
+            write_model_card(self, working_dir, repo_id)
+        return upload(self, working_dir, repo_id, *args, **kwargs)
+
+    PreTrainedModel.save_pretrained, PushToHubMixin._upload_modified_files = save_with_card, upload_with_card
 
 
-def detach_model_card(model) -> None:
-    """Undoes ``attach_model_card``, for a model that is quantized no more."""
-    for name in ("save_pretrained", "_upload_modified_files"):
-        model.__dict__.pop(name, None)
-
-
-def _save_pretrained(model, save_directory, is_main_process=True, *args, **kwargs):
-    type(model).save_pretrained(model, save_directory, is_main_process, *args, **kwargs)
-    if is_main_process and os.path.isdir(save_directory) and not getattr(model, "_hf_peft_config_loaded", False):
-        write_model_card(model, save_directory, os.path.basename(os.path.abspath(save_directory)))
-
-
-def _upload_modified_files(model, working_dir, repo_id, *args, **kwargs):
-    # Transformers has put its own card over ours by now.
-    write_model_card(model, working_dir, repo_id)
-    return type(model)._upload_modified_files(model, working_dir, repo_id, *args, **kwargs)
+def _is_kbit(model) -> bool:
+    adapter_alone = getattr(model, "_hf_peft_config_loaded", False)
+    return getattr(model, "quantization_method", None) == "kbit" and not adapter_alone

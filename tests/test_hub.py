@@ -5,13 +5,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers.utils.hub as transformers_hub
+import transformers
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from hf_kbit import KbitConfig
 
@@ -151,20 +152,20 @@ def uploads(monkeypatch):
 
     class Api:
         def create_repo(self, repo_id, **kwargs):
-            return type("RepoUrl", (), {"repo_id": f"someone/{repo_id}"})
+            return SimpleNamespace(repo_id=f"someone/{repo_id}")
 
-    def upload(self, working_dir, repo_id, *args, **kwargs):
-        uploads.append((repo_id, {file.name: file.read_bytes() for file in Path(working_dir).iterdir()}))
+        def create_commit(self, repo_id, operations, **kwargs):
+            files = {operation.path_in_repo: Path(operation.path_or_fileobj).read_bytes() for operation in operations}
+            uploads.append((repo_id, files))
 
     class HubCard(ModelCard):
         @staticmethod
         def load(repo_id, **kwargs):
             return ModelCard(uploads[-1][1]["README.md"].decode() if uploads else USER_CARD)
 
-    monkeypatch.setattr("transformers.modeling_utils.hf_api", Api)
-    monkeypatch.setattr(transformers_hub, "hf_api", Api)
-    monkeypatch.setattr(transformers_hub, "ModelCard", HubCard)
-    monkeypatch.setattr(PreTrainedModel, "_upload_modified_files", upload)
+    monkeypatch.setattr(transformers.modeling_utils, "hf_api", Api)
+    monkeypatch.setattr(transformers.utils.hub, "hf_api", Api)
+    monkeypatch.setattr(transformers.utils.hub, "ModelCard", HubCard)
     return uploads
 
 

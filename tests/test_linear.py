@@ -252,3 +252,25 @@ def test_compile_fullgraph():
 def test_train_mode_is_kept():
     assert not KbitLinear.from_linear(linear().eval(), bits=3).training
     assert KbitLinear.from_linear(linear(), bits=3).to_linear().training
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", cases.BITS)
+def test_moves_to_a_gpu_and_back(bits):
+    layer = KbitLinear.from_linear(linear(64, 100), bits=bits)
+    before = copy.deepcopy(layer.state_dict())
+    x, expected = cases.x((5,), 100), layer(cases.x((5,), 100))
+    layer.to("cuda", torch.float32)
+    assert all(tensor.is_cuda for tensor in (*layer.parameters(), *layer.buffers()))
+    assert all(torch.equal(value.cpu(), before[name]) for name, value in layer.state_dict().items())
+    torch.testing.assert_close(layer(x.cuda()).cpu(), expected)
+    assert torch.equal(layer.cpu()(x), expected)
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+@pytest.mark.gpu
+def test_quantized_on_a_gpu_gives_the_same_bytes():
+    dense = linear(64, 100)
+    on_cpu = KbitLinear.from_linear(dense, bits=3).state_dict()
+    on_gpu = KbitLinear.from_linear(dense.cuda(), bits=3).state_dict()
+    assert all(torch.equal(value.cpu(), on_cpu[name].cpu()) for name, value in on_gpu.items())

@@ -236,6 +236,79 @@ def test_compile_dynamic_batch():
     assert counter.frame_count == 1
 
 
+# --- on a GPU -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("shape", [*cases.SHAPES, (2, 3, 5, 40)])
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_gpu_gives_the_bytes_of_the_cpu(shape, bits, dtype):
+    weight, codebook = cases.weight(shape, dtype), cases.codebook(bits)
+    packed = hf_kbit.quantize(weight, codebook)
+    on_gpu = hf_kbit.quantize(weight.cuda(), codebook.cuda())
+    assert all(map(torch.equal, (tensor.cpu() for tensor in on_gpu), packed))
+    tiles = hf_kbit.repack(*packed, bits, shape[-2:])
+    on_gpu_tiles = hf_kbit.repack(*on_gpu, bits, shape[-2:])
+    assert all(map(torch.equal, (tensor.cpu() for tensor in on_gpu_tiles), tiles))
+    for words in (on_gpu, on_gpu_tiles):
+        decoded = hf_kbit.dequantize(*words, codebook.cuda(), shape[-2:], dtype)
+        assert torch.equal(decoded.cpu(), hf_kbit.dequantize(*packed, codebook, shape[-2:], dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_gpu_gemm_and_gradients(bits, dtype, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+    shape = (130, 300)
+    planes, absmax, codebook = (tensor.cuda() for tensor in cases.quantized(shape, bits))
+    x, bias, grad = (cases.x(*case, dtype).cuda() for case in (((2, 5), 300), ((), 130), ((2, 5), 130)))
+    inputs = x.requires_grad_(), bias.requires_grad_()
+    found = hf_kbit.gemm(inputs[0], planes, absmax, codebook, inputs[1])
+    found.backward(grad)
+    dense = hf_kbit.dequantize(planes, absmax, codebook, shape, dtype).double()
+    expected = x.double() @ dense.T + bias.double()
+    magnitude = x.double().abs() @ dense.abs().T + bias.double().abs()
+    bound = magnitude * (shape[1] + 1) * EPS[torch.float32] + expected.abs() * EPS[dtype]
+    assert ((found.double() - expected).abs() <= bound).all()
+    expected = grad.double() @ dense
+    bound = (grad.double().abs() @ dense.abs()) * (shape[0] + 1) * EPS[torch.float32] + expected.abs() * EPS[dtype]
+    assert ((inputs[0].grad.double() - expected).abs() <= bound).all()
+    torch.testing.assert_close(inputs[1].grad, grad.sum((0, 1)))
+
+
+@pytest.mark.gpu
+def test_gpu_opcheck_and_compile():
+    planes, absmax, codebook = (tensor.cuda() for tensor in cases.quantized((17, 70), 3))
+    x = cases.x((2, 3), 70).cuda().requires_grad_()
+    opcheck(OPS.quantize.default, (cases.weight((17, 70)).cuda(), codebook))
+    opcheck(OPS.dequantize.default, (planes, absmax, codebook, [17, 70], torch.float16))
+    opcheck(OPS.gemm.default, (x, planes, absmax, codebook, None, 17))
+    compiled = torch.compile(lambda x: hf_kbit.gemm(x, planes, absmax, codebook) * 2, fullgraph=True)
+    torch.testing.assert_close(compiled(x), hf_kbit.gemm(x, planes, absmax, codebook) * 2)
+
+
+@pytest.mark.gpu
+def test_gpu_graph_capture():
+    planes, absmax, codebook = (tensor.cuda() for tensor in cases.quantized((17, 70), 3))
+    x = cases.x((4,), 70).cuda()
+    hf_kbit.gemm(x, planes, absmax, codebook)  # tables are made at the first call
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = hf_kbit.gemm(x, planes, absmax, codebook)
+    x.copy_(cases.x((4,), 70, seed=1))
+    graph.replay()
+    torch.testing.assert_close(found, hf_kbit.gemm(x, planes, absmax, codebook))
+
+
+@pytest.mark.gpu
+def test_devices_must_agree():
+    with pytest.raises(ValueError, match="weight: found on cpu, expected on cuda:0 like x"):
+        hf_kbit.gemm(X.cuda(), PLANES, ABSMAX, CODEBOOK)
+
+
 # --- what is refused ----------------------------------------------------------------------------------
 
 PLANES, ABSMAX, CODEBOOK = cases.quantized((7, 33), 3)

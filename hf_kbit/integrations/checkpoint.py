@@ -7,9 +7,12 @@ refused instead, with every tensor at fault named. Only headers are read here.
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+from safetensors import SafetensorError, safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -20,6 +23,7 @@ from transformers.core_model_loading import (
 )
 
 from hf_kbit.format import ABSMAX_SUFFIX, absmax_shape, weight_shape
+from hf_kbit.linear import KbitLinear
 
 WEIGHT_SUFFIX = ".weight"
 PACKED_SUFFIXES = (WEIGHT_SUFFIX, WEIGHT_SUFFIX + ABSMAX_SUFFIX)
@@ -36,36 +40,44 @@ class StoredTensor:
     def __str__(self):
         return f"{self.dtype} {list(self.shape)}"
 
+    def can_become(self, tensor: torch.Tensor) -> bool:
+        """Whether loading it into ``tensor`` keeps its meaning: same shape, and a float if that is one."""
+        return self.shape == tuple(tensor.shape) and ("F" in self.dtype) == tensor.is_floating_point()
+
 
 def read_headers(files: Iterable[str]) -> dict[str, StoredTensor]:
     """All tensors of safetensors files, by name.
 
     Raises:
-        ValueError: a file is no safetensors file or is cut short; the message names the file and, where the header
-            survived, the first tensor that is not all there.
+        ValueError: a file is no safetensors file, or is damaged or cut short; the message names the file and, where
+            the header survived, the first tensor that is not all there.
     """
     tensors = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
             raise ValueError(f"{file}: found another format, expected safetensors, the only one of a kbit checkpoint")
-        size = os.path.getsize(file)
         try:
-            with open(file, "rb") as stream:
-                length = int.from_bytes(stream.read(8), "little")
-                if length > size:
-                    raise ValueError("header longer than the file")
-                header = json.loads(stream.read(length))
-        except ValueError as error:
-            raise ValueError(f"{file}: the safetensors header is damaged or cut short ({error})") from None
-        header.pop("__metadata__", None)
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            if 8 + length + entry["data_offsets"][1] > size:
-                raise ValueError(
-                    f"{file}: cut short at tensor {name}: found a file of {size} bytes, expected at least "
-                    f"{8 + length + entry['data_offsets'][1]}"
-                )
-            tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]))
+            with safe_open(file, framework="pt") as stored:
+                for name in stored.keys():
+                    entry = stored.get_slice(name)
+                    tensors[name] = StoredTensor(entry.get_dtype(), tuple(entry.get_shape()))
+        except SafetensorError as error:
+            raise ValueError(f"{file}: damaged or cut short{_first_cut(file)} ({error})") from None
     return tensors
+
+
+def _first_cut(file: str) -> str:
+    """Says which tensor the end of a damaged file runs through, if its header can still be read."""
+    size = os.path.getsize(file)
+    try:
+        with open(file, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(min(length, size)))
+        header.pop("__metadata__", None)
+        ends = sorted((8 + length + entry["data_offsets"][1], name) for name, entry in header.items())
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return ""
+    return next((f" at tensor {name}: found {size} bytes, expected {end}" for end, name in ends if end > size), "")
 
 
 class Names:
@@ -127,49 +139,63 @@ def packed_modules(model, tensors: dict[str, StoredTensor]) -> dict[str, str]:
     return modules
 
 
-def check_tensors(model, tensors: dict[str, StoredTensor], packed: dict[str, str], whole: bool) -> None:
-    """Compares the checkpoint with the model after its layers have been replaced.
+def check_tensors(
+    model, tensors: dict[str, StoredTensor], packed: dict[str, str], missing: bool, left_over: bool
+) -> None:
+    """Compares the checkpoint with a model whose packed layers have been replaced.
 
     Args:
         tensors: what the checkpoint holds.
         packed: the result of ``packed_modules``.
-        whole: the checkpoint is of this very class, so nothing may be missing or left over. Otherwise a model takes
-            what it needs: a base model leaves the head, a model with a new head makes it.
+        missing: whether the checkpoint must hold everything that the model has.
+        left_over: whether the model must have everything that the checkpoint holds.
 
     Raises:
-        ValueError: tensors are missing, left over, or have another shape or dtype; the message names them.
+        ValueError: a tensor has another shape or dtype, is missing or left over; the message names all there are.
     """
-    names, expected = Names(model), model.state_dict()
-    ignored = _ignored(model)
+    names, expected, ignored = Names(model), model.state_dict(), _ignored(model)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
     problems, found = [], set()
     for module_name, stored_name in packed.items():
-        for suffix in PACKED_SUFFIXES:
-            found.add(module_name + suffix)
-            if module_name + suffix not in expected:
-                if whole and not ignored(module_name + suffix):
-                    problems.append(f"{stored_name + suffix}: left over, the model has no such quantized layer")
-            else:
-                problems += _compare_packed(stored_name + suffix, tensors[stored_name + suffix], model, module_name)
+        found.update(module_name + suffix for suffix in PACKED_SUFFIXES)
+        if module_name in layers:
+            for suffix in PACKED_SUFFIXES:
+                problems += _compare_packed(stored_name + suffix, tensors[stored_name + suffix], layers[module_name])
+        elif left_over or module_name + WEIGHT_SUFFIX in expected:
+            problems += [
+                f"{stored_name + suffix}: left over, the model has no such quantized layer"
+                for suffix in PACKED_SUFFIXES
+            ]
+
     pairs = {stored + suffix for stored in packed.values() for suffix in PACKED_SUFFIXES}
     for stored_name in sorted(tensors.keys() - pairs, key=dot_natural_key):
+        stored = tensors[stored_name]
         targets, converted = names.targets(stored_name)
         found.update(targets)
         for target in targets:
             if target not in expected:
-                if whole and not ignored(target) and not ignored(stored_name):
+                if left_over and not ignored(target) and not ignored(stored_name):
                     problems.append(f"{stored_name}: left over, the model has no such tensor")
-            elif not converted and tuple(expected[target].shape) != tensors[stored_name].shape:
-                shape = list(expected[target].shape)
-                problems.append(f"{stored_name}: found {tensors[stored_name]}, expected shape {shape}")
-    if whole:
-        tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
-        missing = [name for name in expected if name not in found and name not in tied and not ignored(name)]
-        problems += [f"{name}: missing, expected shape {list(expected[name].shape)}" for name in missing]
+            elif not converted and not stored.can_become(expected[target]):
+                dtype, shape = str(expected[target].dtype).removeprefix("torch."), list(expected[target].shape)
+                problems.append(f"{stored_name}: found {stored}, expected {dtype} {shape}")
+
+    if missing:
+        found |= _tied_to(found, model)
+        absent = [name for name in expected if name not in found and not ignored(name)]
+        problems += [f"{name}: missing, expected shape {list(expected[name].shape)}" for name in absent]
     refuse(problems)
 
 
-def _compare_packed(stored_name: str, stored: StoredTensor, model, module_name: str) -> list[str]:
-    layer = model.get_submodule(module_name)
+def _tied_to(found: set[str], model) -> set[str]:
+    """Names of tensors that are tied to one that was found: one name of a group is stored for all."""
+    groups = defaultdict(set)
+    for name, source in model.all_tied_weights_keys.items():
+        groups[source] |= {name, source}
+    return set().union(*(group for group in groups.values() if group & found))
+
+
+def _compare_packed(stored_name: str, stored: StoredTensor, layer: KbitLinear) -> list[str]:
     if stored_name.endswith(ABSMAX_SUFFIX):
         expected = StoredTensor("U8", absmax_shape(layer.out_features, layer.in_features))
     else:

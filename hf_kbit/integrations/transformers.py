@@ -10,11 +10,16 @@ replaces layers, the weights are loaded, new heads initialised, hooks for offloa
 """
 
 import copy
+import dis
+import inspect
 import logging
 import re
 from collections import Counter
+from functools import cache
+from itertools import pairwise
 
 import torch
+import transformers
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.core_model_loading import ConversionOps, WeightConverter
@@ -30,9 +35,13 @@ from hf_kbit.integrations import checkpoint
 from hf_kbit.linear import KbitLinear, quantize_weight
 
 logger = logging.getLogger(__name__)
+hub.add_model_cards()
 
 # Subclasses of nn.Linear whose own forward computes what nn.Linear's does.
 PLAIN_LINEAR_CLASSES = ("FalconLinear",)
+
+# Methods that fill weights rather than use them.
+INITIALISERS = ("__init__", "_init_weights", "reset_parameters")
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -48,11 +57,30 @@ def is_linear(module: nn.Module) -> bool:
     )
 
 
+@cache
+def _children_read(module_class: type) -> frozenset[str]:
+    """Names of submodules whose weight a class's methods read, to multiply by it or to cast to its dtype."""
+    methods = {name: method for parent in reversed(module_class.__mro__) for name, method in vars(parent).items()}
+    names = set()
+    for name, method in methods.items():
+        code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+        if name in INITIALISERS or code is None or "weight" not in code.co_names:
+            continue
+        steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+        names |= {
+            child.argval
+            for child, tensor in pairwise(steps)
+            if child.opname == tensor.opname == "LOAD_ATTR" and tensor.argval == "weight"
+        }
+    return frozenset(names)
+
+
 def default_skips(model) -> tuple[set[str], set[str]]:
     """Names of the linear layers that stay in 16 bits unless asked for, and of those that must.
 
-    By default: the output embedding and a head at the end of the model, which are small or sensitive. Always: weights
-    tied to another tensor, and what the model keeps in float32.
+    By default: the output embedding and a head at the end of the model, which are small or sensitive, and layers whose
+    weight the model's code reads instead of calling the layer (Mamba, WavLM, ColPali and many more), for which packed
+    integers would be a wrong or no answer. Always: weights tied to another tensor, and what is kept in float32.
     """
     linears = {name for name, module in model.named_modules(remove_duplicate=False) if is_linear(module)}
     tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
@@ -64,7 +92,12 @@ def default_skips(model) -> tuple[set[str], set[str]]:
     }
     output = model.get_output_embeddings()
     last = [name for name, _ in model.named_parameters()][-1].rpartition(".")[0]
-    default = {
+    read = {
+        f"{name}.{child}".lstrip(".")
+        for name, module in model.named_modules()
+        for child in _children_read(type(module))
+    }
+    default = read & linears | {
         name
         for name in linears
         # A number in its name means that the last module is the end of a layer, not a head.
@@ -80,6 +113,18 @@ def replace_modules(model, replacements: dict[str, nn.Module]) -> None:
         for name, child in parent._modules.items():
             if child in new:
                 parent._modules[name] = new[child]
+
+
+def _saved_model(model):
+    """The model that was saved, on the meta device: ``model`` itself if it is of that class, None if unknown."""
+    architecture = (model.config.architectures or [None])[0]
+    if type(model).__name__ == architecture:
+        return model
+    saved_class = getattr(transformers, architecture or "", None)
+    if saved_class is None or not isinstance(model.config, saved_class.config_class):
+        return None
+    with torch.device("meta"):
+        return saved_class(copy.deepcopy(model.config))
 
 
 class KbitQuantize(ConversionOps):
@@ -190,37 +235,43 @@ class KbitHfQuantizer(HfQuantizer):
         return chosen
 
     def _prepare_quantized(self, model, checkpoint_files) -> None:
-        if checkpoint_files is None:  # from_pretrained(None, state_dict=...): no file tells, so the config does
-            replace_modules(
-                model, {name: self._new_layer(model, name, bits) for name, bits in self._choose(model).items()}
-            )
+        if checkpoint_files is None:
+            # from_pretrained(None, state_dict=...): no file says what is packed, so the config must.
+            chosen = self._choose(model).items()
+            replace_modules(model, {name: self._new_layer(model, name, bits) for name, bits in chosen})
         else:
             self._replace_as_stored(model, checkpoint.read_headers(checkpoint_files))
         for module in model.modules():
             if isinstance(module, KbitLinear):
-                module._is_hf_initialized = (
-                    True  # or Transformers would draw random weights for what is offloaded to disk
-                )
+                # Transformers would draw random weights for a layer that is offloaded to disk.
+                module._is_hf_initialized = True
 
     def _replace_as_stored(self, model, tensors) -> None:
+        """Replaces what is packed, and checks the checkpoint against the model that was saved, if it can be known."""
+        saved = _saved_model(model)
+        for target in {model, saved or model}:
+            packed = checkpoint.packed_modules(target, tensors)
+            self._replace_packed(target, packed)
+            whole = target is (saved or model)
+            checkpoint.check_tensors(target, tensors, packed, missing=whole, left_over=target is saved)
+        config = self.quantization_config
+        unknown = config.layers.keys() - packed.values()
+        checkpoint.refuse([f"{name}: in layers of config.json, not in the checkpoint" for name in sorted(unknown)])
+        widths = {
+            config.layers.get(name, {}).get("bits", config.bits) for name in packed.values()
+        } - config.levels.keys()
+        found = sorted(config.levels)
+        checkpoint.refuse([f"levels: found {found} in config.json, expected {bits} too" for bits in sorted(widths)])
+
+    def _replace_packed(self, model, packed: dict[str, str]) -> None:
         config, linears = self.quantization_config, dict(model.named_modules(remove_duplicate=False))
-        packed = checkpoint.packed_modules(model, tensors)
-        checkpoint.refuse(
-            [
-                f"{name}: in layers of config.json, not in the checkpoint"
-                for name in config.layers.keys() - packed.values()
-            ]
-        )
         layers = {}
         for name, stored_name in packed.items():
             if name in linears and is_linear(linears[name]):
                 own = config.layers.get(stored_name, {})
-                layer = self._new_layer(model, name, own.get("bits", config.bits), own.get("levels"))
-                layer.exponent = own.get("exponent", 0)
-                layers[name] = layer
+                layers[name] = self._new_layer(model, name, own.get("bits", config.bits), own.get("levels"))
+                layers[name].exponent = own.get("exponent", 0)
         replace_modules(model, layers)
-        whole = type(model).__name__ in (model.config.architectures or ())
-        checkpoint.check_tensors(model, tensors, packed, whole)
 
     def _new_layer(self, model, name: str, bits: int, levels=None) -> KbitLinear:
         """An empty stand-in on the meta device that knows what it stands for."""
@@ -277,7 +328,6 @@ class KbitHfQuantizer(HfQuantizer):
             layer.set_codebook(layer.levels, layer.exponent, layer.codebook.device)
         self._keep_packed_names(model, layers)
         self._record(model, layers)
-        hub.attach_model_card(model)
         self._report(model, layers)
 
     @staticmethod
@@ -378,7 +428,6 @@ class KbitHfQuantizer(HfQuantizer):
                     tensor.data = tensor.data.to(dtype)
             model.config.dtype = dtype
         model._weight_conversions = self._all_weight_conversions
-        hub.detach_model_card(model)
         return model
 
 
