@@ -41,11 +41,12 @@ class KbitConfig(QuantizationConfigMixin):
         codebook: the levels. A name (``"normal_float"``), a table of ``2**bits`` numbers in any order, or, for several
             widths, ``{bits: table}``.
         modules_to_not_convert: patterns of modules to leave in 16 bits besides those left by default: the output
-            embedding (``lm_head``), a head at the end of the model, tied weights, and what the model keeps in float32.
-        skip_default_modules: False quantizes the output embedding and the head too. What is tied or kept in float32
-            stays as it is.
+            embedding (``lm_head``), a head at the end of the model, tied weights, what the model keeps in float32, and
+            layers whose weight the model's code reads instead of calling them.
+        skip_default_modules: False quantizes the output embedding and the head too.
         module_bits: ``{pattern: bits}`` for layers that get another width, or None to leave them in 16 bits; the first
-            pattern that matches decides. It overrides the default skips, so ``{"lm_head": 5}`` quantizes the head.
+            pattern that matches decides. It overrides the default skips, so ``{"lm_head": 5}`` quantizes the head;
+            weights that are tied or kept in float32 cannot be quantized.
         format_version: version of the stored format; 1.
         levels: ``{bits: levels}`` that a quantized model was quantized with; written by the quantizer.
         layers: ``{module name in the checkpoint: {"bits", "exponent", "levels"}}``, only what differs from the model's

@@ -10,18 +10,13 @@ replaces layers, the weights are loaded, new heads initialised, hooks for offloa
 """
 
 import copy
-import dis
-import inspect
 import logging
 import re
 from collections import Counter
-from functools import cache
-from itertools import pairwise
 
 import torch
 import transformers
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
@@ -29,90 +24,13 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hf_kbit import hub
-from hf_kbit.config import KbitConfig, matches
+from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, FORMAT_VERSION, weight_shape
-from hf_kbit.integrations import checkpoint
+from hf_kbit.integrations import checkpoint, selection
 from hf_kbit.linear import KbitLinear, quantize_weight
 
 logger = logging.getLogger(__name__)
 hub.add_model_cards()
-
-# Subclasses of nn.Linear whose own forward computes what nn.Linear's does.
-PLAIN_LINEAR_CLASSES = ("FalconLinear",)
-
-# Methods that fill weights rather than use them.
-INITIALISERS = ("__init__", "_init_weights", "reset_parameters")
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether a ``KbitLinear`` can stand in for the module: a Linear that is used by calling it, or GPT-2's Conv1D."""
-    if isinstance(module, Conv1D):
-        return True
-    # nn.MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear without calling it.
-    return (
-        isinstance(module, nn.Linear)
-        and not isinstance(module, (KbitLinear, NonDynamicallyQuantizableLinear))
-        and (type(module).forward is nn.Linear.forward or type(module).__name__ in PLAIN_LINEAR_CLASSES)
-        and module.weight.numel() > 0
-    )
-
-
-@cache
-def _children_read(module_class: type) -> frozenset[str]:
-    """Names of submodules whose weight a class's methods read, to multiply by it or to cast to its dtype."""
-    methods = {name: method for parent in reversed(module_class.__mro__) for name, method in vars(parent).items()}
-    names = set()
-    for name, method in methods.items():
-        code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-        if name in INITIALISERS or code is None or "weight" not in code.co_names:
-            continue
-        steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
-        names |= {
-            child.argval
-            for child, tensor in pairwise(steps)
-            if child.opname == tensor.opname == "LOAD_ATTR" and tensor.argval == "weight"
-        }
-    return frozenset(names)
-
-
-def default_skips(model) -> tuple[set[str], set[str]]:
-    """Names of the linear layers that stay in 16 bits unless asked for, and of those that must.
-
-    By default: the output embedding and a head at the end of the model, which are small or sensitive, and layers whose
-    weight the model's code reads instead of calling the layer (Mamba, WavLM, ColPali and many more), for which packed
-    integers would be a wrong or no answer. Always: weights tied to another tensor, and what is kept in float32.
-    """
-    linears = {name for name, module in model.named_modules(remove_duplicate=False) if is_linear(module)}
-    tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
-    float32 = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
-    always = {
-        name
-        for name in linears
-        if f"{name}.weight" in tied or any(re.search(rf"(^|\.){part}($|\.)", name) for part in float32)
-    }
-    output = model.get_output_embeddings()
-    last = [name for name, _ in model.named_parameters()][-1].rpartition(".")[0]
-    read = {
-        f"{name}.{child}".lstrip(".")
-        for name, module in model.named_modules()
-        for child in _children_read(type(module))
-    }
-    default = read & linears | {
-        name
-        for name in linears
-        # A number in its name means that the last module is the end of a layer, not a head.
-        if model.get_submodule(name) is output or (name == last and not re.search(r"(^|\.)\d+(\.|$)", name))
-    }
-    return default - always, always
-
-
-def replace_modules(model, replacements: dict[str, nn.Module]) -> None:
-    """Puts modules in place of those with the given names, wherever else in the model the same ones stand."""
-    new = {model.get_submodule(name): module for name, module in replacements.items()}
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child in new:
-                parent._modules[name] = new[child]
 
 
 def _saved_model(model):
@@ -199,7 +117,10 @@ class KbitHfQuantizer(HfQuantizer):
             self._prepare_on_the_fly(model)
 
     def _prepare_on_the_fly(self, model) -> None:
-        layers = {name: self._new_layer(model, name, bits) for name, bits in self._choose(model).items()}
+        layers = {
+            name: self._new_layer(model, name, bits)
+            for name, bits in selection.choose(model, self.quantization_config).items()
+        }
         if not layers:
             logger.warning("hf_kbit: found no linear layer to quantize in %s", type(model).__name__)
         for layer in layers.values():
@@ -209,36 +130,13 @@ class KbitHfQuantizer(HfQuantizer):
             layer.weight = nn.Parameter(
                 torch.empty(shape, dtype=layer.dense_dtype, device="meta"), requires_grad=False
             )
-        replace_modules(model, layers)
-
-    def _choose(self, model) -> dict[str, int]:
-        """``{module name: bits}`` of the layers to quantize."""
-        config = self.quantization_config
-        default, always = default_skips(model)
-        linears = {name for name, module in model.named_modules() if is_linear(module)}
-        for pattern in config.module_bits:
-            if not any(matches(name, pattern) for name, _ in model.named_modules()):
-                raise ValueError(f"module_bits[{pattern!r}]: found no module of that name in {type(model).__name__}")
-        chosen = {}
-        for name in sorted(linears, key=checkpoint.dot_natural_key):
-            bits = config.bits_for(name)
-            asked_for = any(b is not None and matches(name, pattern) for pattern, b in config.module_bits.items())
-            if bits is None or (name in default and config.skip_default_modules and not asked_for):
-                continue
-            if name not in always:
-                chosen[name] = bits
-            elif asked_for:
-                raise ValueError(
-                    f"{name}: module_bits asks for {bits} bits, but {type(model).__name__} ties its weight or keeps "
-                    "it in float32"
-                )
-        return chosen
+        selection.replace_modules(model, layers)
 
     def _prepare_quantized(self, model, checkpoint_files) -> None:
         if checkpoint_files is None:
             # from_pretrained(None, state_dict=...): no file says what is packed, so the config must.
-            chosen = self._choose(model).items()
-            replace_modules(model, {name: self._new_layer(model, name, bits) for name, bits in chosen})
+            chosen = selection.choose(model, self.quantization_config).items()
+            selection.replace_modules(model, {name: self._new_layer(model, name, bits) for name, bits in chosen})
         else:
             self._replace_as_stored(model, checkpoint.read_headers(checkpoint_files))
         for module in model.modules():
@@ -267,11 +165,11 @@ class KbitHfQuantizer(HfQuantizer):
         config, linears = self.quantization_config, dict(model.named_modules(remove_duplicate=False))
         layers = {}
         for name, stored_name in packed.items():
-            if name in linears and is_linear(linears[name]):
+            if name in linears and selection.is_linear(linears[name]):
                 own = config.layers.get(stored_name, {})
                 layers[name] = self._new_layer(model, name, own.get("bits", config.bits), own.get("levels"))
                 layers[name].exponent = own.get("exponent", 0)
-        replace_modules(model, layers)
+        selection.replace_modules(model, layers)
 
     def _new_layer(self, model, name: str, bits: int, levels=None) -> KbitLinear:
         """An empty stand-in on the meta device that knows what it stands for."""
@@ -353,7 +251,7 @@ class KbitHfQuantizer(HfQuantizer):
         if layer.bias is not None:
             dense.bias = layer.bias
         model._init_weights(dense)
-        replace_modules(model, {name: dense})
+        selection.replace_modules(model, {name: dense})
 
     def _keep_packed_names(self, model, layers) -> None:
         """Takes out the conversions that saving would revert on packed tensors, splitting or merging them."""
@@ -421,7 +319,7 @@ class KbitHfQuantizer(HfQuantizer):
             )
         previous = model.dtype
         for name, layer in layers.items():
-            replace_modules(model, {name: _to_dense(layer, dtype)})
+            selection.replace_modules(model, {name: _to_dense(layer, dtype)})
         if dtype != previous:
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensor.dtype == previous:  # what is kept in float32 stays there

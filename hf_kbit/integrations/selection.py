@@ -1,0 +1,114 @@
+"""Which modules of a model are quantized, and putting others in their place."""
+
+import dis
+import inspect
+import re
+from functools import cache
+from itertools import pairwise
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from transformers.core_model_loading import dot_natural_key
+from transformers.pytorch_utils import Conv1D
+
+from hf_kbit.config import KbitConfig, matches
+from hf_kbit.linear import KbitLinear
+
+# Subclasses of nn.Linear whose own forward computes what nn.Linear's does.
+PLAIN_LINEAR_CLASSES = ("FalconLinear",)
+
+# Methods that fill weights rather than use them.
+INITIALISERS = ("__init__", "_init_weights", "reset_parameters")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a ``KbitLinear`` can stand in for the module: a Linear that is used by calling it, or GPT-2's Conv1D."""
+    if isinstance(module, Conv1D):
+        return True
+    # nn.MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear without calling it.
+    return (
+        isinstance(module, nn.Linear)
+        and not isinstance(module, (KbitLinear, NonDynamicallyQuantizableLinear))
+        and (type(module).forward is nn.Linear.forward or type(module).__name__ in PLAIN_LINEAR_CLASSES)
+        and module.weight.numel() > 0
+    )
+
+
+@cache
+def _children_read(module_class: type) -> frozenset[str]:
+    """Names of submodules whose weight a class's methods read, to multiply by it or to cast to its dtype."""
+    methods = {name: method for parent in reversed(module_class.__mro__) for name, method in vars(parent).items()}
+    names = set()
+    for name, method in methods.items():
+        code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+        if name in INITIALISERS or code is None or "weight" not in code.co_names:
+            continue
+        steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+        names |= {
+            child.argval
+            for child, tensor in pairwise(steps)
+            if child.opname == tensor.opname == "LOAD_ATTR" and tensor.argval == "weight"
+        }
+    return frozenset(names)
+
+
+def skips(model) -> dict[str, str]:
+    """``{module name: reason}`` of the linear layers that stay in 16 bits unless, or even if, they are asked for.
+
+    - ``"head"``: the output embedding, or a head at the end of the model: small or sensitive.
+    - ``"read"``: the model's code reads the weight instead of calling the layer (Mamba, WavLM, ColPali and many more),
+      and packed integers would give it a wrong answer or none.
+    - ``"fixed"``: the weight is tied to another tensor, or kept in float32 by the model.
+    """
+    linears = {name for name, module in model.named_modules(remove_duplicate=False) if is_linear(module)}
+    reasons = {}
+    # A number in its name means that the last module is the end of a layer, not a head.
+    last = next(reversed(dict(model.named_parameters())), "").rpartition(".")[0]
+    output = model.get_output_embeddings()
+    for name in linears:
+        if model.get_submodule(name) is output or (name == last and not re.search(r"(^|\.)\d+(\.|$)", name)):
+            reasons[name] = "head"
+    for name, module in model.named_modules():
+        for child in _children_read(type(module)):
+            reasons[f"{name}.{child}".lstrip(".")] = "read"
+    tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+    float32 = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    for name in linears:
+        if f"{name}.weight" in tied or any(re.search(rf"(^|\.){part}($|\.)", name) for part in float32):
+            reasons[name] = "fixed"
+    return {name: reason for name, reason in reasons.items() if name in linears}
+
+
+def replace_modules(model, replacements: dict[str, nn.Module]) -> None:
+    """Puts modules in place of those with the given names, wherever else in the model the same ones stand."""
+    new = {model.get_submodule(name): module for name, module in replacements.items()}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in new:
+                parent._modules[name] = new[child]
+
+
+def choose(model, config: KbitConfig) -> dict[str, int]:
+    """``{module name: bits}`` of the layers to quantize, in the order of the model.
+
+    Raises:
+        ValueError: a pattern of ``module_bits`` names no module, or a layer that cannot be quantized.
+    """
+    for pattern in config.module_bits:
+        if not any(matches(name, pattern) for name, _ in model.named_modules()):
+            raise ValueError(f"module_bits[{pattern!r}]: found no module of that name in {type(model).__name__}")
+    reasons, chosen = skips(model), {}
+    linears = {name for name, module in model.named_modules() if is_linear(module)}
+    for name in sorted(linears, key=dot_natural_key):
+        bits, reason = config.bits_for(name), reasons.get(name)
+        asked_for = any(b is not None and matches(name, pattern) for pattern, b in config.module_bits.items())
+        if bits is not None and asked_for and reason == "fixed":
+            raise ValueError(
+                f"{name}: module_bits asks for {bits} bits, but {type(model).__name__} ties its weight or keeps it in "
+                "float32"
+            )
+        if bits is not None and (
+            asked_for or reason is None or (reason == "head" and not config.skip_default_modules)
+        ):
+            chosen[name] = bits
+    return chosen
