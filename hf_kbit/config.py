@@ -1,11 +1,11 @@
 """KbitConfig: what to quantize, to how many bits, with which levels; also what ``config.json`` keeps of it."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from transformers.quantizers.auto import register_quantization_config
-from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_kbit import codebooks
@@ -13,14 +13,24 @@ from hf_kbit.format import BITS, FORMAT_VERSION, MAX_EXPONENT, check_bits
 
 
 def matches(module_name: str, pattern: str) -> bool:
-    """Whether a pattern names a module, by the rule of every Transformers quantizer.
+    """Whether a pattern names a module, or a part of the model that the module is in.
 
-    A pattern matches as a regular expression from the start of the name up to a dot or the end, or as a suffix.
+    A pattern is a regular expression for one or more whole components of a dotted name, or the end of a name. What the
+    patterns of other Transformers quantizers match from the start of a name, these match anywhere in it.
 
     >>> matches("model.layers.0.mlp.down_proj", "down_proj"), matches("model.layers.10.mlp", "model.layers.1")
     (True, False)
+    >>> matches("model.vision_tower.layers.3.fc1", "vision_tower"), matches("model.layers.2.mlp", r"layers\\.[0-3]")
+    (True, True)
     """
-    return not should_convert_module(module_name, [pattern])
+    return re.search(rf"(^|\.)(?:{pattern})(\.|$)", module_name) is not None or module_name.endswith(pattern)
+
+
+def _check_pattern(pattern: object, name: str) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"{name}: found pattern {pattern!r}, expected a regular expression ({error})") from None
 
 
 def _recorded(table, bits: int, name: str) -> list[float]:
@@ -53,7 +63,7 @@ class KbitConfig(QuantizationConfigMixin):
             ``bits``, 0 and ``levels``; written by the quantizer.
         quant_method: ``"kbit"``.
 
-    Patterns are those of the other Transformers quantizers; see ``matches``.
+    A pattern is a regular expression for whole components of a module's name, or the end of a name.
 
     Raises:
         TypeError: an unknown argument.
@@ -78,7 +88,7 @@ class KbitConfig(QuantizationConfigMixin):
     def __post_init__(self):
         if self.quant_method != "kbit":
             raise ValueError(f"quant_method: found {self.quant_method!r}, expected 'kbit'")
-        if self.format_version != FORMAT_VERSION:
+        if type(self.format_version) is not int or self.format_version != FORMAT_VERSION:
             raise ValueError(
                 f"format_version: found {self.format_version!r}, expected {FORMAT_VERSION}, the only one that "
                 "this hf_kbit knows. A newer one may read the checkpoint: pip install -U hf_kbit"
@@ -94,14 +104,17 @@ class KbitConfig(QuantizationConfigMixin):
 
     @staticmethod
     def _patterns(patterns) -> list[str]:
-        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns or ()):
+        if isinstance(patterns, str) or not isinstance(patterns or (), Iterable):
             raise ValueError(f"modules_to_not_convert: found {patterns!r}, expected a list of patterns")
+        for pattern in patterns or ():
+            _check_pattern(pattern, "modules_to_not_convert")
         return list(patterns or ())
 
     def _module_bits(self, module_bits) -> dict[str, int | None]:
         if not isinstance(module_bits or {}, Mapping):
             raise ValueError(f"module_bits: found {module_bits!r}, expected {{pattern: bits or None}}")
         for pattern, bits in (module_bits or {}).items():
+            _check_pattern(pattern, "module_bits")
             if bits is None:
                 continue
             check_bits(bits, f"module_bits[{pattern!r}]")
@@ -131,10 +144,11 @@ class KbitConfig(QuantizationConfigMixin):
 
     @staticmethod
     def _levels(levels) -> dict[int, list[float]]:
-        if not isinstance(levels or {}, Mapping):
+        levels = levels or {}
+        if not isinstance(levels, Mapping):
             raise ValueError(f"levels: found {levels!r}, expected {{bits: table}}")
         widths = {str(bits): bits for bits in BITS}  # JSON has string keys only
-        if unknown := [key for key in levels or {} if str(key) not in widths]:
+        if unknown := [key for key in levels if str(key) not in widths]:
             raise ValueError(f"levels: found tables for {unknown} bits, expected widths of {list(BITS)}")
         return {
             widths[str(key)]: _recorded(table, widths[str(key)], f"levels[{key}]") for key, table in levels.items()

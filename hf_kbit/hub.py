@@ -1,13 +1,15 @@
 """The model card of a quantized model: what someone who finds it on the Hub needs to load it."""
 
 import os
+import re
 from functools import wraps
 
 from huggingface_hub import ModelCard, ModelCardData
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.hub import PushToHubMixin
+from yaml import YAMLError
 
-MARKER = "import hf_kbit"
+HEADING = "## How to load"
 TAGS = ["kbit"]
 
 
@@ -16,13 +18,13 @@ def loading_section(model, name: str) -> str:
     architecture = type(model).__name__
     auto_class = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else architecture
     bits = model.config.quantization_config.bits
-    return f"""## How to load
+    return f"""{HEADING}
 
 The linear layers are quantized to {bits} bits with [hf_kbit](https://pypi.org/project/hf_kbit). After
 `pip install hf_kbit`:
 
 ```python
-{MARKER}  # makes Transformers know the format
+import hf_kbit  # makes Transformers know the format
 from transformers import {auto_class}
 model = {auto_class}.from_pretrained("{name}")
 ```
@@ -32,16 +34,24 @@ Without the import, Transformers warns of an unknown quantization type and stops
 
 
 def write_model_card(model, directory: str | os.PathLike, name: str) -> None:
-    """Writes ``README.md`` into a saved model, or adds tags and the loading section to the one there."""
+    """Writes ``README.md`` into a saved model, or adds tags and the loading section to the one there.
+
+    Raises:
+        ValueError: the README.md that is there has a head that is no YAML.
+    """
     path = os.path.join(directory, "README.md")
     if os.path.exists(path):
-        card = ModelCard.load(path)
+        try:
+            card = ModelCard.load(path)
+        except (ValueError, YAMLError) as error:
+            raise ValueError(f"{path}: found a head that is no YAML, expected a model card ({error})") from error
     else:
         card = ModelCard(f"---\n{ModelCardData(library_name='transformers')}\n---\n\n# {name}\n")
     card.data.library_name = card.data.library_name or "transformers"
     card.data.tags = [*(card.data.tags or []), *(tag for tag in TAGS if tag not in (card.data.tags or []))]
-    if MARKER not in card.text:
-        card.text = f"{card.text.rstrip()}\n\n{loading_section(model, name)}"
+    # An older section of ours tells of another model; it ends where the next heading begins.
+    text = re.sub(rf"^{HEADING}$.*?(?=^# |^## |\Z)", "", card.text, flags=re.DOTALL | re.MULTILINE)
+    card.text = f"{text.rstrip()}\n\n{loading_section(model, name)}"
     card.save(path)
 
 

@@ -8,6 +8,7 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from hf_kbit import KbitConfig, codebooks
+from hf_kbit.config import matches
 
 CONFIGS = [
     KbitConfig(),
@@ -71,6 +72,13 @@ def test_repr():
         ),
         ({"modules_to_not_convert": [3]}, ValueError, "modules_to_not_convert: found"),
         (
+            {"modules_to_not_convert": ["(a"]},
+            ValueError,
+            r"modules_to_not_convert: found pattern '\(a', expected a reg",
+        ),
+        ({"module_bits": {"[": 3}}, ValueError, r"module_bits: found pattern '\[', expected a regular expression"),
+        ({"format_version": True}, ValueError, "format_version: found True"),
+        (
             {"modules_to_not_convert": ["a"], "module_bits": {"a": 3}},
             ValueError,
             "'a': found in modules_to_not_convert",
@@ -112,6 +120,24 @@ def test_bits_for():
 def test_the_first_matching_pattern_decides():
     assert KbitConfig(module_bits={"mlp.down_proj": 5, "down_proj": 2}).bits_for("x.mlp.down_proj") == 5
     assert KbitConfig(module_bits={"down_proj": 2, "mlp.down_proj": 5}).bits_for("x.mlp.down_proj") == 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching"),
+    [
+        ("down_proj", {"model.layers.1.mlp.down_proj"}),
+        ("proj", {"model.layers.1.mlp.down_proj"}),
+        ("layers.1", {"model.layers.1", "model.layers.1.mlp.down_proj"}),
+        (r"layers\.\d+\.mlp", {"model.layers.1.mlp.down_proj", "model.layers.10.mlp"}),
+        ("model.layers.1", {"model.layers.1", "model.layers.1.mlp.down_proj"}),
+        ("mlp", {"model.layers.1.mlp.down_proj", "model.layers.10.mlp"}),
+        ("layer", set()),
+        ("down|lm_head", {"lm_head"}),
+    ],
+)
+def test_matches(pattern, matching):
+    names = {"model.layers.1", "model.layers.1.mlp.down_proj", "model.layers.10.mlp", "lm_head"}
+    assert {name for name in names if matches(name, pattern)} == matching
 
 
 def test_levels_for():

@@ -92,13 +92,13 @@ def choose(model, config: KbitConfig) -> dict[str, int]:
     """``{module name: bits}`` of the layers to quantize, in the order of the model.
 
     Raises:
-        ValueError: a pattern of ``module_bits`` names no module, or a layer that cannot be quantized.
+        ValueError: a pattern of ``module_bits`` names no linear layer, or one that cannot be quantized.
     """
-    for pattern in config.module_bits:
-        if not any(matches(name, pattern) for name, _ in model.named_modules()):
-            raise ValueError(f"module_bits[{pattern!r}]: found no module of that name in {type(model).__name__}")
-    reasons, chosen = skips(model), {}
     linears = {name for name, module in model.named_modules() if is_linear(module)}
+    for pattern in config.module_bits:
+        if not any(matches(name, pattern) for name in linears):
+            raise ValueError(f"module_bits[{pattern!r}]: found no linear layer of that name in {type(model).__name__}")
+    reasons, chosen = skips(model), {}
     for name in sorted(linears, key=dot_natural_key):
         bits, reason = config.bits_for(name), reasons.get(name)
         asked_for = any(b is not None and matches(name, pattern) for pattern, b in config.module_bits.items())

@@ -25,7 +25,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hf_kbit import hub
 from hf_kbit.config import KbitConfig
-from hf_kbit.format import ABSMAX_SUFFIX, FORMAT_VERSION, weight_shape
+from hf_kbit.format import ABSMAX_SUFFIX, weight_shape
 from hf_kbit.integrations import checkpoint, selection
 from hf_kbit.linear import KbitLinear, quantize_weight
 
@@ -147,7 +147,7 @@ class KbitHfQuantizer(HfQuantizer):
     def _replace_as_stored(self, model, tensors) -> None:
         """Replaces what is packed, and checks the checkpoint against the model that was saved, if it can be known."""
         saved = _saved_model(model)
-        for target in {model, saved or model}:
+        for target in dict.fromkeys((saved or model, model)):
             packed = checkpoint.packed_modules(target, tensors)
             self._replace_packed(target, packed)
             whole = target is (saved or model)
@@ -305,9 +305,6 @@ class KbitHfQuantizer(HfQuantizer):
         )
 
     # --- saving, undoing ---
-
-    def get_state_dict_and_metadata(self, model):
-        return None, {"kbit_format": str(FORMAT_VERSION)}
 
     def _dequantize(self, model, dtype=None):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype

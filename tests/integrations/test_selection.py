@@ -95,7 +95,7 @@ def test_what_is_tied_or_kept_in_float32_cannot_be_asked_for():
 def test_patterns_that_match_nothing_are_errors():
     llama = build("LlamaForCausalLM", "LlamaConfig", vocab_size=64, **SMALL)
     with pytest.raises(
-        ValueError, match=r"module_bits\['dwn_proj'\]: found no module of that name in LlamaForCausalLM"
+        ValueError, match=r"module_bits\['dwn_proj'\]: found no linear layer of that name in LlamaForCausalLM"
     ):
         selection.choose(llama, KbitConfig(module_bits={"dwn_proj": 4}))
 

@@ -1,0 +1,588 @@
+"""Real architectures with tiny random weights: quantize while loading, run, save, reload, dequantize.
+
+The first part runs every row of ``architectures.py`` through the whole life of a model. The second has the questions
+for which one or two architectures are enough: choices in the config, new heads, sharding, copying, compiling. It is
+over 400 lines because all of it needs the same few helpers below.
+"""
+
+import copy
+import json
+import logging
+import math
+import pickle
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from integrations.architectures import ARCHITECTURES, BY_NAME, Architecture, text
+from safetensors import safe_open
+from torch import nn
+from torch._dynamo.utils import counters
+from transformers import AutoModel, AutoModelForCausalLM, CompileConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from hf_kbit import KbitConfig, KbitLinear, codebooks
+
+NEW_TOKENS = 5
+
+
+# --- helpers --------------------------------------------------------------------------------------
+
+
+def rounded(weight: torch.Tensor, bits: int, levels=None) -> torch.Tensor:
+    """What a weight ``[N, K]`` becomes, in float32, straight from the definition of the format.
+
+    Of hf_kbit it takes the named levels alone; there are no bit-planes and no bytes here.
+    """
+    levels = torch.tensor(levels or codebooks.normal_float(bits))
+    blocks = F.pad(weight.float(), (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
+    largest = blocks.abs().max().item()
+    exponent = 0 if 2.0**-6 <= largest <= 31 else math.frexp(largest)[1] - 4
+    absmax = blocks.abs().amax(dim=2, keepdim=True) / 2.0**exponent
+    step = torch.exp2(torch.frexp(absmax).exponent.clamp(min=-9) - 5.0)  # four bits of mantissa, lowest normal 2**-10
+    scale = ((absmax / step).round() * step).clamp(max=31)
+    position = blocks * (1 / (scale * 2.0**exponent)).nan_to_num(posinf=0)
+    codes = (position[..., None] > (levels[1:] + levels[:-1]) / 2).sum(dim=-1)
+    return (levels[codes] * 2.0**exponent * scale).flatten(1)[:, : weight.shape[1]]
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, Conv1D))
+
+
+def linears(model) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if is_linear(module)}
+
+
+def quantized(model) -> dict[str, KbitLinear]:
+    return {name: module for name, module in linears(model).items() if isinstance(module, KbitLinear)}
+
+
+def dense(model) -> dict[str, nn.Module]:
+    return {name: module for name, module in linears(model).items() if not isinstance(module, KbitLinear)}
+
+
+def pattern(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def with_rounded_weights(model: PreTrainedModel, layers: dict[str, KbitLinear]) -> PreTrainedModel:
+    """The float model with each weight of ``layers`` replaced by what the format makes of it."""
+    for name, layer in layers.items():
+        module = model.get_submodule(name)
+        transposed = isinstance(module, Conv1D)
+        weight = rounded(module.weight.detach().T if transposed else module.weight.detach(), layer.bits)
+        module.weight.data = (weight.T.contiguous() if transposed else weight).to(module.weight.dtype)
+    return model
+
+
+def prepare(model: PreTrainedModel, inputs: dict) -> dict:
+    """The inputs in the model's dtype; and its tensors, which lie anywhere in a mapped file, at aligned addresses.
+
+    The address of an operand can decide in which order a library adds, and results shall be equal to the last bit.
+    """
+    for tensor in model.parameters():
+        if tensor.data_ptr() % 64:
+            tensor.data = tensor.data.clone()
+    return {k: x.to(model.dtype) if x.is_floating_point() else x for k, x in inputs.items()}
+
+
+@torch.no_grad()
+def run(model: PreTrainedModel, inputs: dict) -> dict[str, torch.Tensor]:
+    """Every floating tensor that a forward pass returns."""
+    outputs = model(**prepare(model, inputs))
+    return {k: x for k, x in outputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+
+
+def generate(model: PreTrainedModel, inputs: dict, **kwargs) -> torch.Tensor:
+    """The tokens of a greedy generation."""
+    inputs = {k: x for k, x in prepare(model, inputs).items() if not k.startswith("decoder_")}
+    return model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, **kwargs)
+
+
+def assert_same_outputs(found: dict, expected: dict, step: str, exact: bool = True) -> None:
+    """Exactly, or to the rounding of sums taken in another order: eps of the largest output, a few times."""
+    assert found.keys() == expected.keys(), f"{step}: other outputs"
+    for name in expected:
+        assert found[name].isfinite().all(), f"{step}: {name} is not finite"
+        tolerance = 0.0 if exact else 8 * torch.finfo(expected[name].dtype).eps * expected[name].abs().max().item()
+        torch.testing.assert_close(
+            found[name], expected[name], rtol=0, atol=tolerance, msg=lambda text, name=name: f"{step}: {name}: {text}"
+        )
+
+
+def assert_same_tensors(found: PreTrainedModel, expected: PreTrainedModel, step: str) -> None:
+    found, expected = found.state_dict(), expected.state_dict()
+    assert found.keys() == expected.keys(), f"{step}: other tensors"
+    for name in expected:
+        assert found[name].dtype == expected[name].dtype, f"{step}: {name}: dtype {found[name].dtype}"
+        assert torch.equal(found[name], expected[name]), f"{step}: {name} differs"
+
+
+def save(model: PreTrainedModel, path: Path, **kwargs) -> Path:
+    model.save_pretrained(path, **kwargs)
+    return path
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
+
+
+def tensor_names(path: Path) -> set[str]:
+    return {name for file in path.glob("*.safetensors") for name in safe_open(file, "pt").keys()}
+
+
+class Log(logging.Handler):
+    """What hf_kbit logs at WARNING and above, while a ``with`` lasts; caplog serves a test, not a module's fixture."""
+
+    def __enter__(self):
+        self.lines = []
+        logging.getLogger("hf_kbit").addHandler(self)
+        return self
+
+    def __exit__(self, *args):
+        logging.getLogger("hf_kbit").removeHandler(self)
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+# --- every architecture ---------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """A quantized model and where it came from."""
+
+    architecture: Architecture
+    dtype: torch.dtype
+    path: Path  # of the float checkpoint
+    model: PreTrainedModel
+    log: list[str]
+    inputs: dict
+
+    def load_float(self) -> PreTrainedModel:
+        return self.architecture.cls.from_pretrained(self.path, dtype=self.dtype)
+
+
+ROWS = [pytest.param((a, dtype), id=f"{a}-{a.bits}bit-{dtype}") for a in ARCHITECTURES for dtype in a.dtypes]
+
+
+@pytest.fixture(scope="module", params=ROWS)
+def case(request, tmp_path_factory) -> Case:
+    """One for all tests of a row: they must not change the model."""
+    architecture, dtype = request.param[0], getattr(torch, request.param[1])
+    path = save(architecture.build(dtype), tmp_path_factory.mktemp("float"))
+    with Log() as log:
+        model = architecture.cls.from_pretrained(path, quantization_config=KbitConfig(bits=architecture.bits))
+    return Case(architecture, dtype, path, model, log.lines, architecture.inputs())
+
+
+def test_linear_layers_are_replaced(case):
+    original = linears(case.load_float())
+    assert linears(case.model).keys() == original.keys(), "a layer came or went"
+    assert {pattern(name) for name in dense(case.model)} == set(case.architecture.dense)
+    for name, layer in quantized(case.model).items():
+        assert layer.bits == case.architecture.bits, f"{name}: {layer}"
+        assert (layer.bias is None) == (original[name].bias is None), f"{name}: {layer}"
+    assert case.model.dtype == case.dtype
+    exponents = {name: layer.exponent for name, layer in quantized(case.model).items() if layer.exponent}
+    assert exponents, "the table's small layer needs an exponent"
+
+
+def test_log_names_what_is_left(case):
+    (line,) = case.log
+    count, left, listing = re.fullmatch(
+        r"hf_kbit: (\d+) quantized layers with .*; left as they are: (\d+) tensors with [\d,]+ weights: (.*)", line
+    ).groups()
+    assert int(count) == len(quantized(case.model))
+    named = dict(re.findall(r"([^\s,]+) \((\d+) x, [\d,]+\)", listing))
+    assert set(named) == set(case.architecture.left), line
+    floating = {name: p for name, p in case.model.named_parameters() if p.is_floating_point() and p.dim() > 1}
+    assert int(left) == len(floating), line
+    assert {k: int(n) for k, n in named.items()} == Counter(pattern(k.removesuffix(".weight")) for k in floating)
+
+
+def test_same_as_float_model_with_rounded_weights(case):
+    """Exact: the same F.linear sees the same weights. Conv1D multiplies in another order."""
+    reference, layers = case.load_float(), quantized(case.model)
+    exact = not any(isinstance(module, Conv1D) for module in reference.modules())
+    reference = with_rounded_weights(reference, layers)
+    for name, layer in layers.items():
+        module = reference.get_submodule(name)
+        expected = module.weight.T if isinstance(module, Conv1D) else module.weight
+        assert torch.equal(layer.dequantize(case.dtype), expected), f"{name}: decoded weight"
+    assert_same_outputs(run(case.model, case.inputs), run(reference, case.inputs), "forward", exact)
+    if case.architecture.generates:
+        found, expected = generate(case.model, case.inputs), generate(reference, case.inputs)
+        assert found.shape[1] >= NEW_TOKENS and torch.equal(found, expected), "generate"
+
+
+def test_save_and_reload(case, tmp_path):
+    first = save(case.model, tmp_path / "first" / "model")
+    reloaded = case.architecture.cls.from_pretrained(first)
+    assert_same_tensors(reloaded, case.model, "reload")
+    assert_same_outputs(run(reloaded, case.inputs), run(case.model, case.inputs), "reload")
+    assert reloaded.config.quantization_config == case.model.config.quantization_config
+    second = save(reloaded, tmp_path / "second" / "model")
+    first, second = files(first), files(second)
+    assert {"model.safetensors", "config.json", "README.md"} <= first.keys() == second.keys()
+    for name in first:
+        assert first[name] == second[name], f"second save: {name} differs"
+
+
+def test_dequantize(case, tmp_path):
+    original, model = linears(case.load_float()), copy.deepcopy(case.model)
+    exact = not any(isinstance(module, Conv1D) for module in original.values())
+    model = model.dequantize()
+    assert not quantized(model), "dequantize: KbitLinear left"
+    assert {name for name, module in linears(model).items() if isinstance(module, Conv1D)} == {
+        name for name, module in original.items() if isinstance(module, Conv1D)
+    }, "dequantize: Conv1D not restored"
+    expected = run(case.model, case.inputs)
+    assert_same_outputs(run(model, case.inputs), expected, "dequantize", exact)
+    path = save(model, tmp_path)
+    assert "quantization_config" not in json.loads((path / "config.json").read_text())
+    assert tensor_names(path) == tensor_names(case.path), "other tensors than in a float checkpoint"
+    reloaded = case.architecture.cls.from_pretrained(path)
+    assert {name: type(module) for name, module in linears(reloaded).items()} == {
+        name: type(module) for name, module in original.items()
+    }
+    assert_same_outputs(run(reloaded, case.inputs), expected, "reload of the dequantized model", exact)
+
+
+# --- compiling ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Builds a row's float model, saves it, and loads it quantized: ``load("llama", KbitConfig(bits=3))``."""
+
+    def load(name: str, config: KbitConfig, **settings) -> PreTrainedModel:
+        path = save_float(name, tmp_path, **settings)
+        return BY_NAME[name].cls.from_pretrained(path, quantization_config=config)
+
+    return load
+
+
+def save_float(name: str, path: Path, **settings) -> Path:
+    return save(BY_NAME[name].build(**settings), path / f"float-{name}")
+
+
+@pytest.fixture
+def compilations():
+    """Dynamo's statistics, from zero: a test that silently ran without compiling would prove nothing."""
+    torch.compiler.reset()
+    counters.clear()
+    return counters["stats"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_compiles_to_one_graph(load, compilations, name):
+    model, inputs = load(name, KbitConfig(bits=3)), text()
+    expected = run(model, inputs)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same_outputs(run(compiled, inputs), expected, "compiled forward", exact=False)
+    assert compilations["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_generate_with_static_cache(load, compilations, compiled):
+    model, inputs = load("llama", KbitConfig(bits=3)), text()
+    kwargs = {}
+    if compiled:
+        kwargs["compile_config"] = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+        kwargs["compile_config"]._compile_all_devices = True  # or generate() compiles on GPUs alone
+    found = generate(model, inputs, cache_implementation="static", **kwargs)
+    assert (compilations["unique_graphs"] > 0) == compiled
+    assert torch.equal(found, generate(model, inputs))
+
+
+def test_what_it_says_of_itself(load):
+    model = load("llama", KbitConfig(bits=3))
+    assert model.is_quantized and model.quantization_method == "kbit"
+    assert model.hf_quantizer.is_serializable() is True
+    assert model.hf_quantizer.is_trainable is True
+    assert model.hf_quantizer.is_compileable is True
+
+
+# --- what is quantized ----------------------------------------------------------------------------
+
+
+def widths(model: PreTrainedModel) -> dict[str, int]:
+    return {pattern(name): layer.bits for name, layer in quantized(model).items()}
+
+
+ATTENTION = [f"model.layers.*.self_attn.{name}_proj" for name in "qkvo"]
+MLP = [f"model.layers.*.mlp.{name}_proj" for name in ("gate", "up", "down")]
+
+
+def test_modules_to_not_convert_adds_to_the_defaults(load):
+    model = load("llama", KbitConfig(bits=3, modules_to_not_convert=["down_proj", "model.layers.1"]))
+    assert set(quantized(model)) == {name.replace("*", "0") for name in ATTENTION + MLP[:2]}
+    assert "lm_head" in dense(model)
+
+
+def test_skip_default_modules_false_quantizes_the_output_embedding(load):
+    model = load("llama", KbitConfig(bits=3, skip_default_modules=False))
+    assert set(widths(model)) == {*ATTENTION, *MLP, "lm_head"} and not dense(model)
+    assert all(x.isfinite().all() for x in run(model, text()).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "stays"), [("gemma2", {"lm_head"}), ("t5", {"lm_head", "wo"}), ("bert-masked", {"decoder"})]
+)
+def test_tied_weights_stay_whatever_the_config_says(load, name, stays):
+    model = load(name, KbitConfig(bits=3, skip_default_modules=False))
+    assert {layer.rpartition(".")[2] for layer in dense(model)} == stays
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize(("name", "asked"), [("gemma2", "lm_head"), ("t5", "lm_head"), ("t5", "wo")])
+def test_asking_for_a_tied_or_float32_weight_is_an_error(load, name, asked):
+    with pytest.raises(ValueError, match=rf"{asked}: module_bits asks for 4 bits.*ties its weight or keeps"):
+        load(name, KbitConfig(bits=3, module_bits={asked: 4}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"module_bits": {"vision_tower": None}},
+        {"module_bits": {"vision_tower": 5}},
+        {"modules_to_not_convert": ["vision_tower"]},
+    ],
+    ids=str,
+)
+def test_a_pattern_may_name_a_part_of_the_model(load, options):
+    """model.vision_tower.layers.0.mlp.fc1 is in vision_tower, though its name neither starts nor ends with it."""
+    inside = {
+        layer.bits
+        for name, layer in quantized(load("llava", KbitConfig(bits=3, **options))).items()
+        if name.startswith("model.vision_tower.")
+    }
+    assert inside == ({5} if options.get("module_bits") == {"vision_tower": 5} else set())
+
+
+@pytest.mark.parametrize("bits", [5, None])
+def test_a_pattern_that_matches_nothing_is_an_error(load, bits):
+    with pytest.raises(ValueError, match=r"module_bits.*q_porj.*found no .*LlamaForCausalLM"):
+        load("llama", KbitConfig(bits=3, module_bits={"q_porj": bits}))
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"), [("llama", "input_layernorm"), ("mixtral", "experts"), ("vit", "projection")]
+)
+def test_asking_for_what_is_not_linear_is_an_error(load, name, asked):
+    with pytest.raises(ValueError, match=rf"module_bits.*{asked}.*found no "):
+        load(name, KbitConfig(bits=3, module_bits={asked: 4}))
+
+
+MIXED = KbitConfig(
+    bits=4,
+    module_bits={
+        "lm_head": 5,
+        "layers.0.mlp": None,
+        "down_proj": 2,
+        r"model.layers.\d.self_attn.[qk]_proj": 3,
+        "up_proj": 4,
+    },
+)
+
+
+def test_module_bits_gives_layers_widths_of_their_own(load, tmp_path):
+    model = load("llama", MIXED)
+    assert {name: layer.bits for name, layer in quantized(model).items()} == {
+        **{f"model.layers.{i}.self_attn.{x}_proj": 3 if x in "qk" else 4 for i in range(2) for x in "qkvo"},
+        "model.layers.1.mlp.gate_proj": 4,
+        "model.layers.1.mlp.up_proj": 4,
+        "model.layers.1.mlp.down_proj": 2,
+        "lm_head": 5,
+    }
+    reference = with_rounded_weights(BY_NAME["llama"].cls.from_pretrained(tmp_path / "float-llama"), quantized(model))
+    assert_same_outputs(run(model, text()), run(reference, text()), "forward")
+
+    path = save(model, tmp_path / "saved")
+    stored = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert set(stored["levels"]) == {"2", "3", "4", "5"}
+    others = {name: layer.bits for name, layer in quantized(model).items() if layer.bits != 4}
+    assert {name: entry["bits"] for name, entry in stored["layers"].items() if "bits" in entry} == others
+    reloaded = AutoModelForCausalLM.from_pretrained(path)
+    assert widths(reloaded) == widths(model)
+    assert_same_tensors(reloaded, model, "reload")
+    assert_same_outputs(run(reloaded, text()), run(model, text()), "reload")
+
+
+def test_codebooks_of_the_user(load, tmp_path):
+    """Tables in any order and at any scale; {bits: table} for several widths."""
+    tables = {2: (3.0, -1.0, 0.5, -4.0), 3: [0.0, 1.0, 2.0, 3.0, -3.0, -2.0, -1.0, 0.1]}
+    model = load("llama", KbitConfig(bits=2, codebook=tables, module_bits={"down_proj": 3}))
+    reference = BY_NAME["llama"].cls.from_pretrained(tmp_path / "float-llama")
+    levels = {2: (-1.0, -0.25, 0.125, 0.75), 3: sorted(torch.tensor(tables[3]).div(3.0).tolist())}
+    for name, layer in quantized(model).items():
+        assert layer.bits == (3 if name.endswith("down_proj") else 2), name
+        expected = rounded(reference.get_submodule(name).weight.detach(), layer.bits, levels[layer.bits])
+        assert torch.equal(layer.dequantize(), expected), name
+    reloaded = AutoModelForCausalLM.from_pretrained(save(model, tmp_path / "saved"))
+    assert_same_outputs(run(reloaded, text()), run(model, text()), "reload")
+    alone = load("llama", KbitConfig(bits=2, codebook=tables[2]))
+    for name, layer in quantized(alone).items():
+        if not name.endswith("down_proj"):
+            assert torch.equal(layer.dequantize(), model.get_submodule(name).dequantize()), name
+
+
+def test_a_config_can_be_used_again(load):
+    """What belongs to one model, such as exponents, is written into a copy."""
+    config = KbitConfig(bits=3, module_bits={"0": 2})
+    before = (repr(config), copy.deepcopy(config.to_dict()))
+    llama, gpt2 = load("llama", config), load("gpt2", config)
+    assert (repr(config), config.to_dict()) == before
+    assert llama.config.quantization_config.layers and gpt2.config.quantization_config.layers
+    fresh = load("gpt2", KbitConfig(bits=3, module_bits={"0": 2}))
+    assert_same_tensors(gpt2, fresh, "second use of a config")
+    assert gpt2.config.quantization_config == fresh.config.quantization_config
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_dtype_is_applied_before_quantizing(tmp_path, name, dtype):
+    """As Transformers does with every quantizer: a float32 checkpoint loaded in 16 bits is rounded, then quantized."""
+    kwargs = {"dtype": dtype, "quantization_config": KbitConfig(bits=5)}
+    wide = BY_NAME[name].cls.from_pretrained(save_float(name, tmp_path / "wide"), **kwargs)
+    narrow = BY_NAME[name].cls.from_pretrained(save_float(name, tmp_path / "narrow", dtype=dtype), **kwargs)
+    assert_same_tensors(wide, narrow, f"float32 checkpoint loaded in {dtype}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_keep_in_float32(tmp_path, dtype):
+    """T5's wo keeps the dtype that it has in a float model, and the layers around it are quantized all the same."""
+    path, t5 = save_float("t5", tmp_path, dtype=dtype), BY_NAME["t5"]
+    model = t5.cls.from_pretrained(path, dtype=dtype, quantization_config=KbitConfig(bits=4))
+    kept = {name: x.dtype for name, x in model.state_dict().items() if name.endswith("wo.weight")}
+    assert len(kept) == 4 and set(kept.values()) == {torch.float32 if dtype == torch.float16 else dtype}
+    reloaded = t5.cls.from_pretrained(save(model, tmp_path / "saved"))
+    assert_same_tensors(reloaded, model, "reload")
+    assert_same_outputs(run(reloaded, t5.inputs()), run(model, t5.inputs()), "reload")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    ("name", "layer"), [("llama", "model.layers.1.mlp.up_proj"), ("gpt2", "transformer.h.1.mlp.c_fc")]
+)
+def test_bad_weights_are_named(tmp_path, name, layer, bad):
+    model = BY_NAME[name].build()
+    model.get_submodule(layer).weight.data[3, 5] = bad
+    path = save(model, tmp_path / "bad")
+    with pytest.raises(ValueError, match=rf"{re.escape(layer)}\.weight: found NaN or infinite values"):
+        BY_NAME[name].cls.from_pretrained(path, quantization_config=KbitConfig(bits=3))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+def test_memory_footprint_counts_packed_bytes(load, tmp_path, bits):
+    model = load("llama", KbitConfig(bits=bits))
+    expected = BY_NAME["llama"].cls.from_pretrained(tmp_path / "float-llama").get_memory_footprint()
+    for layer in quantized(model).values():
+        blocks = -(-layer.in_features // 32)
+        expected += layer.out_features * (blocks * (4 * bits + 1) - 4 * layer.in_features) + 4 * 2**bits
+    assert model.get_memory_footprint() == expected
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+def pickled(model: PreTrainedModel) -> PreTrainedModel:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_copies_are_models_of_their_own(load, tmp_path, name, clone):
+    model = load(name, KbitConfig(bits=3))
+    copied, before = clone(model), run(model, text())
+    assert_same_tensors(copied, model, "copy")
+    assert_same_outputs(run(copied, text()), before, "copy")
+
+    for x in copied.parameters():
+        x.data.zero_()
+    assert_same_outputs(run(model, text()), before, "the model after its copy was changed")
+    saved = save(copied, tmp_path / "copy")
+    assert (saved / "README.md").exists(), "a saved copy has no model card"
+    assert_same_tensors(BY_NAME[name].cls.from_pretrained(saved), copied, "a saved copy")
+    assert not quantized(copied.dequantize()) and quantized(model), "dequantize of the copy"
+
+
+# --- checkpoints in several files, of other classes -----------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "t5"])
+def test_sharded_checkpoint(load, tmp_path, name):
+    model = load(name, KbitConfig(bits=3))
+    path = save(model, tmp_path / "sharded", max_shard_size="8KB")
+    assert len(list(path.glob("*.safetensors"))) > 3 and (path / "model.safetensors.index.json").exists()
+    reloaded = BY_NAME[name].cls.from_pretrained(path)
+    assert_same_tensors(reloaded, model, "reload")
+    assert_same_outputs(run(reloaded, BY_NAME[name].inputs()), run(model, BY_NAME[name].inputs()), "reload")
+
+
+def test_sharded_float_checkpoint(load, tmp_path):
+    path = save(BY_NAME["llama"].build(), tmp_path / "sharded", max_shard_size="40KB")
+    assert len(list(path.glob("*.safetensors"))) > 3
+    model = BY_NAME["llama"].cls.from_pretrained(path, quantization_config=KbitConfig(bits=3))
+    assert_same_tensors(model, load("llama", KbitConfig(bits=3)), "quantized from several files")
+
+
+NEW_HEADS = [
+    ("llama", "LlamaModel", "LlamaForSequenceClassification", "score"),
+    ("llama", "LlamaForCausalLM", "LlamaForSequenceClassification", "score"),
+    ("bert-masked", "BertModel", "BertForQuestionAnswering", "qa_outputs"),
+    ("bert-masked", "BertForMaskedLM", "BertForQuestionAnswering", "qa_outputs"),
+]
+
+
+@pytest.mark.parametrize("source", ["float", "quantized"])
+@pytest.mark.parametrize("skip_default_modules", [True, False])
+@pytest.mark.parametrize(("name", "saved_class", "new_class", "head"), NEW_HEADS)
+def test_new_head(tmp_path, name, saved_class, new_class, head, skip_default_modules, source):
+    """A head that the checkpoint lacks is a float nn.Linear, initialised as ever; the base is quantized."""
+    saved_class, new_class = getattr(transformers, saved_class), getattr(transformers, new_class)
+    config = KbitConfig(bits=3, skip_default_modules=skip_default_modules)
+    path = save(BY_NAME[name].build(model_class=saved_class.__name__), tmp_path / "float")
+    if source == "quantized":
+        path = save(saved_class.from_pretrained(path, quantization_config=config), tmp_path / "quantized")
+    model = new_class.from_pretrained(path, **({"quantization_config": config} if source == "float" else {}))
+
+    new = model.get_submodule(head)
+    assert type(new) is nn.Linear and new.weight.requires_grad and new.weight.dtype == torch.float32
+    assert 0.3 < new.weight.std() / model.config.initializer_range < 3, "not initialised as the model does"
+    assert new.bias is None or not new.bias.any()
+    assert set(dense(model)) - {head} <= {"bert.pooler.dense"}
+    assert all(x.isfinite().all() for x in run(model, text()).values())
+    # The new head is saved with the rest.
+    reloaded = new_class.from_pretrained(save(model, tmp_path / "saved"))
+    assert_same_tensors(reloaded, model, "reload")
+    assert_same_outputs(run(reloaded, text()), run(model, text()), "reload")
+
+
+def test_base_model_from_a_causal_lm_checkpoint(load, tmp_path):
+    causal = load("llama", MIXED)
+    model = AutoModel.from_pretrained(save(causal, tmp_path / "saved"))
+    assert_same_tensors(model, causal.model, "base model")
+    found, expected = run(model, text()), causal.model(**text()).last_hidden_state
+    assert torch.equal(found["last_hidden_state"], expected)
+    again = AutoModel.from_pretrained(save(model, tmp_path / "base"))
+    assert_same_tensors(again, model, "base model, saved and reloaded")
+    assert_same_outputs(run(again, text()), found, "base model, saved and reloaded")
+
+
+def test_causal_lm_from_a_base_checkpoint(tmp_path):
+    path = save(BY_NAME["llama"].build(model_class="LlamaModel"), tmp_path / "float")
+    base = AutoModel.from_pretrained(path, quantization_config=KbitConfig(bits=4, module_bits={"down_proj": 2}))
+    causal = AutoModelForCausalLM.from_pretrained(save(base, tmp_path / "saved"))
+    assert_same_tensors(causal.model, base, "base of the causal LM")
+    assert type(causal.lm_head) is nn.Linear
+    assert_same_outputs(run(causal.model, text()), run(base, text()), "base of the causal LM")
+    assert all(x.isfinite().all() for x in run(causal, text()).values())

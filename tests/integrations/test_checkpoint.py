@@ -1,0 +1,435 @@
+"""A damaged checkpoint is refused with an error that names the tensor, file or key at fault, found and expected.
+
+Each case takes a saved quantized model and changes one thing in it. Nothing here is random.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hf_kbit import KbitConfig
+
+NORM = "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+WEIGHT = "model.layers.0.self_attn.q_proj.weight"  # [64, 64] in 3 bits
+ABSMAX = WEIGHT + "_absmax"
+OTHER_WEIGHT = "model.layers.2.self_attn.q_proj.weight"  # of a layer that the model has not
+OTHER_ABSMAX = OTHER_WEIGHT + "_absmax"
+DOWN_PROJ = "model.layers.0.mlp.down_proj"  # [64, 96] in 5 bits
+TOKENS = torch.arange(12).reshape(2, 6)
+
+
+def quantized(directory, **settings):
+    """A Llama of two layers, 3 bits except for ``down_proj`` in 5; ``directory`` is for its 16-bit checkpoint."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **settings,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    return AutoModelForCausalLM.from_pretrained(
+        directory, quantization_config=KbitConfig(bits=3, module_bits={"down_proj": 5})
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return quantized(tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("saved")
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def checkpoint(saved, tmp_path):
+    """A copy of the saved model, to be damaged."""
+    return shutil.copytree(saved, tmp_path / "checkpoint")
+
+
+@pytest.fixture
+def sharded(model, tmp_path):
+    """The saved model in several files."""
+    directory = tmp_path / "sharded"
+    model.save_pretrained(directory, max_shard_size="20KB")
+    assert len(list(directory.glob("model-*.safetensors"))) > 2
+    return directory
+
+
+# --- how to damage a checkpoint: functions of its directory ---------------------------------------
+
+
+def edit_tensors(file, change):
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def tensors(change):
+    """``change`` edits the dict of the tensors."""
+    return lambda directory: edit_tensors(directory / "model.safetensors", change)
+
+
+def without(*names):
+    return tensors(lambda stored: [stored.pop(name) for name in names])
+
+
+def store(name, make):
+    """``make`` computes from the dict of the tensors what is stored under ``name``."""
+    return tensors(lambda stored: stored.update({name: make(stored).contiguous()}))
+
+
+def config(change):
+    """``change`` edits the quantization_config."""
+
+    def damage(directory):
+        file = directory / "config.json"
+        content = json.loads(file.read_text())
+        change(content["quantization_config"])
+        file.write_text(json.dumps(content))
+
+    return damage
+
+
+def key(name, value):
+    return config(lambda entries: entries.update({name: value}))
+
+
+def levels(bits, change):
+    """``change`` computes the levels of a width from those saved."""
+    return config(lambda entries: entries["levels"].update({bits: change(entries["levels"][bits])}))
+
+
+def layer(**entry):
+    """Changes what config.json says of the one layer ``DOWN_PROJ``."""
+    return config(lambda entries: entries["layers"][DOWN_PROJ].update(entry))
+
+
+def contents(change):
+    """``change`` computes the bytes of the file from those saved."""
+
+    def damage(directory):
+        file = directory / "model.safetensors"
+        file.write_bytes(change(file.read_bytes()))
+
+    return damage
+
+
+def header(change):
+    """``change`` edits the dict in the safetensors header, or returns what stands in its place."""
+
+    def damage(data):
+        end = 8 + int.from_bytes(data[:8], "little")
+        entries = json.loads(data[8:end])
+        text = json.dumps(change(entries) or entries).encode()
+        return len(text).to_bytes(8, "little") + text + data[end:]
+
+    return contents(damage)
+
+
+def entry(name, **fields):
+    """Changes what the safetensors header says of one tensor."""
+    return header(lambda entries: entries[name].update(fields))
+
+
+def as_pytorch_file(directory):
+    torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+
+
+# --- one file -------------------------------------------------------------------------------------
+
+FILE = "model.safetensors"
+
+FILES = {
+    "cut in the data": (
+        contents(lambda data: data[:-1]),
+        FILE,
+        "cut short at tensor model.layers.1",
+        " bytes, expected ",
+    ),
+    "cut to half": (contents(lambda data: data[: len(data) // 2]), FILE, "cut short at tensor ", " bytes, expected "),
+    "cut in the header": (contents(lambda data: data[:100]), FILE, "damaged or cut short"),
+    "cut in the length": (contents(lambda data: data[:5]), FILE, "damaged or cut short"),
+    "empty": (contents(lambda data: b""), FILE, "damaged or cut short"),
+    "length garbage": (contents(lambda data: b"\xff" * 8 + data[8:]), FILE, "damaged or cut short"),
+    "header garbage": (contents(lambda data: data[:8] + b"\xff" * len(data)), FILE, "damaged or cut short"),
+    "header no JSON": (contents(lambda data: data[:8] + b"{" * len(data)), FILE, "damaged or cut short"),
+    "header a list": (header(lambda entries: [1]), FILE),
+    "header without an entry": (header(lambda entries: entries.update({WEIGHT: None})), FILE),
+    "header without offsets": (header(lambda entries: entries[WEIGHT].pop("data_offsets") and None), FILE),
+    "header without dtype": (header(lambda entries: entries[WEIGHT].pop("dtype") and None), FILE),
+    "header with a number for a shape": (entry(WEIGHT, shape=384), FILE),
+    "header with an unknown dtype": (entry(NORM, dtype="I3"), FILE),
+    "offsets too close": (entry(WEIGHT, data_offsets=[0, 4]), FILE),
+    "bytes of no tensor": (contents(lambda data: data + b"\0" * 4), FILE),
+    "PyTorch file": (as_pytorch_file, "pytorch_model.bin: found another format", "expected safetensors"),
+}
+
+TENSORS = {
+    "no weight": (without(WEIGHT), f"{WEIGHT}: missing, expected beside {ABSMAX}"),
+    "no absmax": (without(ABSMAX), f"{ABSMAX}: missing, expected beside {WEIGHT}, which is I32 [64, 6]"),
+    "no pair": (without(WEIGHT, ABSMAX), f"{WEIGHT}: missing, expected "),
+    "no pair of another width": (
+        without(f"{DOWN_PROJ}.weight", f"{DOWN_PROJ}.weight_absmax"),
+        f"{DOWN_PROJ}.weight: missing, expected ",
+    ),
+    "no norm": (without(NORM), f"{NORM}: missing, expected shape [64]"),
+    "no output embedding": (without("lm_head.weight"), "lm_head.weight: missing, expected shape [96, 64]"),
+    "extra float tensor": (
+        store("model.layers.0.extra.weight", lambda stored: torch.zeros(3)),
+        "model.layers.0.extra.weight: left over",
+    ),
+    "extra bias": (
+        store("model.layers.0.self_attn.q_proj.bias", lambda stored: torch.zeros(64)),
+        "model.layers.0.self_attn.q_proj.bias: left over",
+    ),
+    "extra pair": (
+        tensors(lambda stored: stored.update({OTHER_WEIGHT: stored[WEIGHT] + 0, OTHER_ABSMAX: stored[ABSMAX] + 0})),
+        f"{OTHER_WEIGHT}: left over",
+        f"{OTHER_ABSMAX}: left over",
+    ),
+    "extra weight": (store(OTHER_WEIGHT, lambda stored: stored[WEIGHT] + 0), f"{OTHER_ABSMAX}: missing"),
+    "extra absmax": (store(OTHER_ABSMAX, lambda stored: stored[ABSMAX] + 0), f"{OTHER_WEIGHT}: missing"),
+    "extra absmax of a norm": (store(f"{NORM}_absmax", lambda stored: stored[ABSMAX] + 0), f"{NORM}_absmax"),
+    "extra absmax of a float layer": (
+        store("lm_head.weight_absmax", lambda stored: torch.zeros(96, 2, dtype=torch.uint8)),
+        "lm_head.weight: found BF16 [96, 64], expected I32 [96, 6]",
+    ),
+    "narrow weight": (
+        store(WEIGHT, lambda stored: stored[WEIGHT][:, :-1]),
+        f"{WEIGHT}: found I32 [64, 5], expected I32 [64, 6]",
+    ),
+    "transposed weight": (
+        store(WEIGHT, lambda stored: stored[WEIGHT].T),
+        f"{WEIGHT}: found I32 [6, 64], expected I32 [64, 6]",
+    ),
+    "flat weight": (
+        store(WEIGHT, lambda stored: stored[WEIGHT].flatten()),
+        f"{WEIGHT}: found I32 [384], expected I32 [64, 6]",
+    ),
+    "short absmax": (
+        store(ABSMAX, lambda stored: stored[ABSMAX][:-1]),
+        f"{ABSMAX}: found U8 [63, 2], expected U8 [64, 2]",
+    ),
+    "short norm": (store(NORM, lambda stored: stored[NORM][:32]), f"{NORM}: found BF16 [32], expected ", "[64]"),
+    "float weight": (
+        store(WEIGHT, lambda stored: stored[WEIGHT].float()),
+        f"{WEIGHT}: found F32 [64, 6], expected I32 [64, 6]",
+    ),
+    "int64 weight": (
+        store(WEIGHT, lambda stored: stored[WEIGHT].long()),
+        f"{WEIGHT}: found I64 [64, 6], expected I32 [64, 6]",
+    ),
+    "int8 absmax": (
+        store(ABSMAX, lambda stored: stored[ABSMAX].view(torch.int8)),
+        f"{ABSMAX}: found I8 [64, 2], expected U8 [64, 2]",
+    ),
+    "int64 norm": (store(NORM, lambda stored: stored[NORM].long()), f"{NORM}: found I64 [64], expected "),
+    "int64 embedding": (
+        store(EMBEDDING, lambda stored: stored[EMBEDDING].long()),
+        f"{EMBEDDING}: found I64 [96, 64], expected ",
+    ),
+}
+
+CONFIGS = {
+    "bits": (key("bits", 5), f"{WEIGHT}: found I32 [64, 6], expected I32 [64, 10]"),
+    "bits without levels": (key("bits", 4), ": found ", ", expected "),
+    "bits out of range": (key("bits", 6), "bits: found 6, expected one of 2, 3, 4, 5"),
+    "no bits": (config(lambda entries: entries.pop("bits")), ": found ", ", expected "),
+    "bits of a layer": (layer(bits=3), f"{DOWN_PROJ}.weight: found I32 [64, 15], expected I32 [64, 9]"),
+    "no entry of a layer": (
+        config(lambda entries: entries["layers"].pop(DOWN_PROJ)),
+        f"{DOWN_PROJ}.weight: found I32 [64, 15], expected I32 [64, 9]",
+    ),
+    "format_version": (key("format_version", 2), "format_version: found 2, expected 1"),
+    "format_version as text": (key("format_version", "1"), "format_version: found '1', expected 1"),
+    "levels of another count": (
+        levels("3", lambda table: table[:-1]),
+        "levels[3]: found 7 levels, expected 2**bits = 8",
+    ),
+    "NaN in levels": (levels("3", lambda table: [*table[:-1], float("nan")]), "levels[3]: found", "nan", "finite"),
+    "text in levels": (levels("3", lambda table: "abcdefgh"), "levels[3]: found"),
+    "a number for levels": (levels("3", lambda table: 1.0), "levels[3]: found"),
+    "levels in another order": (levels("3", lambda table: table[::-1]), "levels[3]: found", "expected"),
+    "levels of another scale": (levels("3", lambda table: [2 * x for x in table]), "levels[3]: found", "expected"),
+    "levels of no width": (config(lambda entries: entries["levels"].update({"x": [1.0]})), "levels", "'x'"),
+    "no levels": (config(lambda entries: entries.pop("levels")), "levels: found", "expected"),
+    "null for levels": (key("levels", None), "levels: found", "expected"),
+    "no levels of a width": (config(lambda entries: entries["levels"].pop("5")), "levels: found", "expected", "5"),
+    "levels a list": (key("levels", [1.0]), "levels: found [1.0], expected"),
+    "unknown key": (key("group_size", 64), "group_size", "expected"),
+    "unknown layer": (
+        config(lambda entries: entries["layers"].update({"model.layers.7.mlp.up_proj": {"bits": 4}})),
+        "model.layers.7.mlp.up_proj: in layers of config.json, not in the checkpoint",
+    ),
+    "layer that is not quantized": (
+        config(lambda entries: entries["layers"].update({"lm_head": {"exponent": 1}})),
+        "lm_head: in layers of config.json, not in the checkpoint",
+    ),
+    "layers a list": (key("layers", [DOWN_PROJ]), f"layers: found ['{DOWN_PROJ}'], expected"),
+    "layer without an entry": (
+        config(lambda entries: entries["layers"].update({DOWN_PROJ: None})),
+        f"layers['{DOWN_PROJ}']: found None, expected",
+    ),
+    "unknown key of a layer": (layer(group=1), f"layers['{DOWN_PROJ}']: found ['group'], expected"),
+    "fractional exponent": (layer(exponent=1.5), f"layers['{DOWN_PROJ}'].exponent: found 1.5, expected"),
+    "huge exponent": (layer(exponent=5000), f"layers['{DOWN_PROJ}'].exponent: found 5000, expected"),
+    "levels of a layer": (layer(levels=[1, 2]), DOWN_PROJ, "found 2 levels, expected 2**bits = 32"),
+}
+
+
+@pytest.mark.parametrize("damage", [pytest.param(case, id=name) for name, case in (FILES | TENSORS | CONFIGS).items()])
+def test_a_damaged_checkpoint_is_refused(checkpoint, damage):
+    apply, *parts = damage
+    apply(checkpoint)
+    for options in ({}, {"ignore_mismatched_sizes": True}):
+        with pytest.raises(ValueError) as error:
+            AutoModelForCausalLM.from_pretrained(checkpoint, **options)
+        for part in parts:
+            assert part in str(error.value)
+
+
+def test_all_that_is_wrong_is_named_at_once(checkpoint):
+    without(NORM)(checkpoint)
+    store(WEIGHT, lambda stored: stored[WEIGHT].long())(checkpoint)
+    store("model.extra", lambda stored: torch.zeros(3))(checkpoint)
+    with pytest.raises(ValueError) as error:
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert all(f"\n  {name}: " in str(error.value) for name in (NORM, WEIGHT, "model.extra"))
+
+
+def test_a_checkpoint_holds_two_tensors_for_a_quantized_layer_and_no_more(model, saved):
+    stored = load_file(saved / FILE)
+    dense = load_file(model.name_or_path + "/" + FILE)
+    scales = {name for name in stored if name.endswith("_absmax")}
+    assert len(scales) == 14 and stored.keys() - scales == dense.keys()
+    for name, tensor in stored.items():
+        packed = torch.uint8 if name in scales else torch.int32 if f"{name}_absmax" in scales else torch.bfloat16
+        assert tensor.dtype == packed, name
+
+
+def test_an_undamaged_checkpoint_loads(model, checkpoint):
+    edit_tensors(checkpoint / FILE, lambda stored: None)
+    config(lambda entries: None)(checkpoint)
+    for ignore_mismatched_sizes in (False, True):
+        reloaded = AutoModelForCausalLM.from_pretrained(checkpoint, ignore_mismatched_sizes=ignore_mismatched_sizes)
+        assert torch.equal(reloaded(TOKENS).logits, model(TOKENS).logits)
+
+
+# --- another class than the one that was saved ----------------------------------------------------
+
+OTHER_CLASSES = ["LlamaModel", "LlamaForSequenceClassification"]
+
+
+@pytest.mark.parametrize("name", OTHER_CLASSES)
+def test_a_model_of_another_class_takes_what_it_needs(model, checkpoint, name):
+    other = getattr(transformers, name).from_pretrained(checkpoint)
+    hidden = getattr(other, "model", other)(TOKENS).last_hidden_state
+    assert torch.equal(hidden, model.model(TOKENS).last_hidden_state)
+
+
+@pytest.mark.parametrize("damage", ["no weight", "no absmax", "no pair", "no norm", "narrow weight", "int8 absmax"])
+@pytest.mark.parametrize("name", OTHER_CLASSES)
+def test_a_model_of_another_class_does_not_make_up_what_is_missing(checkpoint, name, damage):
+    apply, *parts = TENSORS[damage]
+    apply(checkpoint)
+    with pytest.raises(ValueError) as error:
+        getattr(transformers, name).from_pretrained(checkpoint)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_a_missing_tensor_is_seen_without_architectures_in_the_config(checkpoint):
+    file = checkpoint / "config.json"
+    content = json.loads(file.read_text())
+    del content["architectures"]
+    file.write_text(json.dumps(content))
+    assert AutoModelForCausalLM.from_pretrained(checkpoint)
+    without(NORM)(checkpoint)
+    with pytest.raises(ValueError, match=f"{re.escape(NORM)}: missing"):
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+
+
+def test_a_tied_weight_is_missing_when_no_name_of_it_is_stored(tmp_path):
+    quantized(tmp_path / "dense", tie_word_embeddings=True).save_pretrained(tmp_path / "saved")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert "lm_head.weight" not in load_file(tmp_path / "saved" / FILE)
+    without(EMBEDDING)(tmp_path / "saved")
+    with pytest.raises(ValueError, match=f"{re.escape(EMBEDDING)}: missing, expected"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+
+
+# --- several files --------------------------------------------------------------------------------
+
+
+def shard_of(directory, name):
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    return directory / index["weight_map"][name]
+
+
+def test_an_undamaged_sharded_checkpoint_loads(model, sharded):
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(sharded)(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_a_missing_shard_is_named(sharded):
+    shard = shard_of(sharded, WEIGHT)
+    shard.unlink()
+    with pytest.raises((OSError, ValueError), match=re.escape(shard.name)):
+        AutoModelForCausalLM.from_pretrained(sharded)
+
+
+def test_a_shard_cut_short_is_named(sharded):
+    shard = shard_of(sharded, WEIGHT)
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"{re.escape(shard.name)}: .*cut short at tensor \S+: found .* expected"):
+        AutoModelForCausalLM.from_pretrained(sharded)
+
+
+@pytest.mark.parametrize("name", [WEIGHT, ABSMAX, NORM, "lm_head.weight"])
+def test_a_tensor_missing_from_a_shard_is_named(sharded, name):
+    edit_tensors(shard_of(sharded, name), lambda stored: stored.pop(name))
+    with pytest.raises(ValueError, match=f"{re.escape(name)}: missing, expected"):
+        AutoModelForCausalLM.from_pretrained(sharded)
+
+
+def test_a_shard_in_place_of_another_is_refused(sharded):
+    shard = shard_of(sharded, NORM)
+    shutil.copy(next(file for file in sorted(sharded.glob("model-*")) if file != shard), shard)
+    with pytest.raises(ValueError, match=f"{re.escape(NORM)}: missing, expected"):
+        AutoModelForCausalLM.from_pretrained(sharded)
+
+
+# --- without hf_kbit ------------------------------------------------------------------------------
+
+
+def test_without_the_import_loading_stops(saved):
+    """What the documentation and the model card promise to those who forget ``import hf_kbit``."""
+    script = "import sys; from transformers import AutoModelForCausalLM as Auto; Auto.from_pretrained(sys.argv[1])"
+    process = subprocess.run(
+        [sys.executable, "-c", script, saved], capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"}
+    )
+    printed = process.stdout + process.stderr
+    assert process.returncode != 0, printed
+    assert "Unknown quantization type, got kbit" in printed
+    # The load report lists every scale as UNEXPECTED and every packed weight as MISMATCH.
+    assert re.search(r"self_attn\.q_proj\.weight_absmax\S* *\| *UNEXPECTED", printed), printed
+    assert re.search(r"self_attn\.q_proj\.weight *\| *MISMATCH", printed), printed
+    assert "RuntimeError: You set `ignore_mismatched_sizes` to `False`" in printed

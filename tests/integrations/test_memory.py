@@ -1,0 +1,168 @@
+"""Quantizing while loading takes memory for the quantized model and a few weights, not for the 16-bit model."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import weakref
+from collections import defaultdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hf_kbit import KbitConfig, KbitLinear
+from hf_kbit.integrations.transformers import KbitQuantize
+from hf_kbit.reference import QUANTIZE_SLICE
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A bfloat16 Llama of three layers with seven linear layers each, in several files."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4
+    )
+    directory = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory, max_shard_size="100KB")
+    return directory
+
+
+@pytest.fixture
+def no_garbage_collection():
+    """Leaves alone what only the garbage collector would free."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def quantize(directory):
+    return AutoModelForCausalLM.from_pretrained(directory, quantization_config=KbitConfig(bits=2))
+
+
+def test_at_most_two_weights_are_alive_at_a_time(tiny, monkeypatch, no_garbage_collection):
+    storages, alive = [], []
+    convert = KbitQuantize.convert
+
+    def record(self, input_dict, *args, **kwargs):
+        for value in input_dict.values():
+            for tensor in value if isinstance(value, list) else [value]:
+                storages.append(StorageWeakRef(tensor.untyped_storage()))
+                del tensor
+        del value
+        alive.append(sum(not storage.expired() for storage in storages))
+        return convert(self, input_dict, *args, **kwargs)
+
+    monkeypatch.setattr(KbitQuantize, "convert", record)
+    model = quantize(tiny)
+    assert len(alive) == sum(isinstance(module, KbitLinear) for module in model.modules()) == 21
+    assert max(alive) <= 2
+    assert all(storage.expired() for storage in storages)
+
+
+def test_a_dropped_model_is_freed_at_once(tiny, no_garbage_collection):
+    """As one that is not quantized is: ``del model`` makes room for the next one."""
+    model = quantize(tiny)
+    gc.collect()
+    weight = weakref.ref(model.model.layers[0].mlp.down_proj.weight)
+    del model
+    assert weight() is None
+
+
+# --- a model of 308 MB, watched from inside its process -------------------------------------------
+
+HIDDEN, INTERMEDIATE, LAYERS = 1024, 2816, 12
+LARGEST = HIDDEN * INTERMEDIATE  # numbers in the largest weight
+
+WATCH = r"""
+import json, re, sys, threading
+from hf_kbit import KbitConfig
+from transformers import AutoModelForCausalLM
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return 1024 * int(re.search(r"RssAnon:\s+(\d+) kB", status.read())[1])
+
+def load(directory):
+    return AutoModelForCausalLM.from_pretrained(directory, quantization_config=KbitConfig(bits=2))
+
+def watch():
+    while not done.wait(0.002):
+        samples.append(anonymous())
+
+tiny, large = sys.argv[1:]
+load(tiny)  # imports and caches are no part of what is measured
+samples, done = [anonymous()], threading.Event()
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = load(large)
+done.set()
+watcher.join()
+print(json.dumps({
+    "samples": len(samples),
+    "peak": max(samples) - samples[0],
+    "end": anonymous() - samples[0],
+    "size": sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+}))
+"""
+
+
+def write_large(directory: Path) -> int:
+    """Writes a bfloat16 Llama, a file for each layer, and returns its size; equal shapes get equal weights."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=16,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
+    config.save_pretrained(directory)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    weights, shards, size = {}, defaultdict(dict), 0
+    for name, parameter in model.named_parameters():
+        if parameter.shape not in weights:
+            weights[parameter.shape] = torch.randn(parameter.shape, dtype=torch.bfloat16)
+        layer = name.split(".")[2] if ".layers." in name else "none"
+        shards[f"model-{layer}.safetensors"][name] = weights[parameter.shape]
+        size += 2 * parameter.numel()
+    for shard, tensors in shards.items():
+        # Cloned, because safetensors refuses tensors that share memory.
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, directory / shard, {"format": "pt"})
+    index = {
+        "metadata": {"total_size": size},
+        "weight_map": {name: shard for shard in shards for name in shards[shard]},
+    }
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return size
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads RssAnon from /proc")
+def test_the_peak_is_the_quantized_model_and_a_few_weights(tiny):
+    """Anonymous memory, which no other use of the mapped checkpoint files can blur; see the first test for those."""
+    with TemporaryDirectory() as large:  # pytest would keep tmp_path after the run
+        dense = write_large(Path(large))
+        process = subprocess.run(
+            [sys.executable, "-c", WATCH, tiny, large],
+            capture_output=True,
+            text=True,
+            # glibc gives freed memory back at once, so that what is resident is what is alive.
+            env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"},
+        )
+    assert process.returncode == 0, process.stderr
+    found = json.loads(process.stdout.splitlines()[-1])
+    assert found["samples"] > 100
+    # Each weight is quantized in one slice (reference.QUANTIZE_SLICE), whose peak is in the search for the codes: the
+    # weight in float32, the same divided by its scales, and the codes in int32: 3 times 4 bytes a number. The fourth
+    # covers what is small: uint8 codes, words, Python objects. Measured: 3.2, with torch 2.13.
+    assert LARGEST <= QUANTIZE_SLICE
+    bound = found["size"] + 4 * torch.float32.itemsize * LARGEST
+    assert bound < dense / 3
+    assert found["end"] <= found["peak"] <= bound

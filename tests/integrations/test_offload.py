@@ -1,0 +1,229 @@
+"""Offloading to CPU and disk with accelerate, and the sizes by which Transformers places layers; all on a CPU."""
+
+import accelerate
+import pytest
+import torch
+from accelerate.utils.modeling import get_max_layer_size
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.integrations import accelerate as placement
+
+from hf_kbit import KbitConfig
+
+TOKENS = torch.arange(12).reshape(2, 6)
+CONFIG = {"bits": 3, "module_bits": {"down_proj": 5}}
+
+DEVICE_MAPS = {
+    "cpu and disk": {
+        "model.embed_tokens": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": "disk",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "disk",
+    },
+    "a layer in two places": {
+        "model.embed_tokens": "cpu",
+        "model.layers.0.self_attn": "disk",
+        "model.layers.0.mlp": "cpu",
+        "model.layers.0.input_layernorm": "cpu",
+        "model.layers.0.post_attention_layernorm": "cpu",
+        "model.layers.1": "cpu",
+        "model.norm": "disk",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+    },
+    "all on disk": {"": "disk"},
+}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """A bfloat16 Llama with biases, one layer of which needs an exponent."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_bias=True,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight *= 2.0**-12
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.bias.normal_()
+    directory = tmp_path_factory.mktemp("dense")
+    model.save_pretrained(directory)
+    return directory
+
+
+def quantize(dense, **kwargs):
+    return AutoModelForCausalLM.from_pretrained(dense, quantization_config=KbitConfig(**CONFIG), **kwargs)
+
+
+@pytest.fixture(scope="module")
+def model(dense):
+    return quantize(dense)
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("saved")
+    model.save_pretrained(directory)
+    assert model.config.quantization_config.layers["model.layers.1.self_attn.q_proj"]["exponent"] < 0
+    return directory
+
+
+def load(saved, **kwargs):
+    return AutoModelForCausalLM.from_pretrained(saved, **kwargs)
+
+
+def generate(model):
+    return model.generate(TOKENS, max_new_tokens=4, do_sample=False)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """What the model that is not offloaded computes: logits and generated tokens."""
+    return model(TOKENS).logits, generate(model)
+
+
+def assert_same_outputs(model, expected):
+    logits, tokens = expected
+    assert torch.equal(model(TOKENS).logits, logits)
+    assert torch.equal(generate(model), tokens)
+
+
+def assert_dequantize_is_refused(model, expected):
+    with pytest.raises(ValueError, match=r"model\.layers\.\d\.\S+\.weight: found it offloaded, expected"):
+        model.dequantize()
+    assert torch.equal(model(TOKENS).logits, expected[0])  # and has changed nothing
+
+
+# --- device_map -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+@pytest.mark.parametrize("device_map", DEVICE_MAPS.values(), ids=DEVICE_MAPS)
+def test_a_device_map_with_disk(expected, saved, tmp_path, device_map, offload_buffers):
+    offloaded = load(
+        saved, device_map=device_map, offload_folder=tmp_path / "offload", offload_buffers=offload_buffers
+    )
+    on_disk = {name for name, place in device_map.items() if place == "disk"}
+    for name, parameter in offloaded.named_parameters():
+        assert parameter.is_meta == any(f"{name}.".startswith(f"{module}.") or not module for module in on_disk)
+    assert_same_outputs(offloaded, expected)
+    assert_dequantize_is_refused(offloaded, expected)
+
+    offloaded.save_pretrained(tmp_path / "again")
+    again, before = load_file(tmp_path / "again/model.safetensors"), load_file(saved / "model.safetensors")
+    assert again.keys() == before.keys()
+    for name in before:
+        assert again[name].dtype == before[name].dtype and torch.equal(again[name], before[name]), name
+    assert (tmp_path / "again/config.json").read_text() == (saved / "config.json").read_text()
+
+
+def test_a_device_map_of_cpu_only_can_quantize_and_dequantize(expected, dense):
+    placed = quantize(dense, device_map={"": "cpu"})
+    assert_same_outputs(placed, expected)
+    assert placed.dequantize().model.layers[0].mlp.down_proj.weight.shape == (64, 96)
+
+
+@pytest.mark.parametrize("device_map", DEVICE_MAPS.values(), ids=DEVICE_MAPS)
+def test_quantizing_to_disk_is_refused(dense, tmp_path, device_map):
+    with pytest.raises(ValueError, match=r"device_map: found .* disk, expected .*[Qq]uantize and save"):
+        quantize(dense, device_map=device_map, offload_folder=tmp_path)
+
+
+# --- accelerate.cpu_offload and disk_offload ------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_offloaded_by_accelerate(expected, saved, tmp_path, place, offload_buffers):
+    offloaded = load(saved)
+    if place == "cpu":
+        accelerate.cpu_offload(offloaded, execution_device="cpu", offload_buffers=offload_buffers)
+    else:
+        accelerate.disk_offload(offloaded, tmp_path, execution_device="cpu", offload_buffers=offload_buffers)
+    assert all(parameter.is_meta for parameter in offloaded.parameters())
+    assert_same_outputs(offloaded, expected)
+    assert_dequantize_is_refused(offloaded, expected)
+
+
+# --- how large Transformers takes the layers to be ------------------------------------------------
+# integrations/accelerate.py of Transformers places layers by compute_module_sizes(model, hf_quantizer), which asks
+# the quantizer's param_element_size for every parameter and buffer. With max_memory={"cpu": budget} it keeps room for
+# the largest layer (here a decoder layer) beside what it has placed; what exceeds the budget goes to disk.
+
+
+def size(module):
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def largest_layer(model):
+    sizes = {name: size(module) for name, module in model.named_modules()}
+    return get_max_layer_size(list(model.named_children()), sizes, model._no_split_modules)[0]
+
+
+@pytest.fixture(scope="module")
+def budgets(model, dense):
+    """A budget that holds all of the quantized model, and one that is a byte too small for it.
+
+    Either is far from what the 16-bit model needs.
+    """
+    enough, too_little = size(model) + largest_layer(model), size(model) - 1
+    assert enough < 0.8 * size(AutoModelForCausalLM.from_pretrained(dense))
+    return enough, too_little
+
+
+def spills(model):
+    """Whether part of the model went to disk."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_the_budget_is_too_small_for_the_dense_model(dense, budgets, tmp_path):
+    assert spills(load(dense, device_map="auto", max_memory={"cpu": budgets[0]}, offload_folder=tmp_path))
+
+
+@pytest.mark.parametrize("device_map", ["auto", "sequential"])
+def test_quantizing_uses_the_quantized_size(expected, dense, budgets, device_map):
+    enough, too_little = budgets
+    placed = quantize(dense, device_map=device_map, max_memory={"cpu": enough})
+    assert not spills(placed)
+    assert_same_outputs(placed, expected)
+    with pytest.raises(ValueError, match=r"device_map: found .* disk, expected"):
+        quantize(dense, device_map=device_map, max_memory={"cpu": too_little})
+
+
+@pytest.mark.parametrize("device_map", ["auto", "sequential"])
+def test_loading_a_quantized_checkpoint_uses_the_quantized_size(expected, saved, budgets, tmp_path, device_map):
+    enough, too_little = budgets
+    assert not spills(load(saved, device_map=device_map, max_memory={"cpu": enough}))
+    placed = load(saved, device_map=device_map, max_memory={"cpu": too_little}, offload_folder=tmp_path)
+    assert spills(placed)
+    assert_same_outputs(placed, expected)
+
+
+@pytest.mark.parametrize("source", ["dense", "saved"])
+def test_every_module_has_its_quantized_size(model, dense, saved, source, monkeypatch):
+    seen, original = [], placement.compute_module_sizes
+
+    def record(model, hf_quantizer=None, **kwargs):
+        sizes = original(model, hf_quantizer, **kwargs)
+        if isinstance(model, LlamaForCausalLM):  # it is also called for single modules
+            seen.append(sizes[0])
+        return sizes
+
+    monkeypatch.setattr(placement, "compute_module_sizes", record)
+    if source == "dense":
+        quantize(dense, device_map="auto")
+    else:
+        load(saved, device_map="auto")
+    expected = {name: size(module) for name, module in model.named_modules() if size(module)}
+    assert seen
+    for sizes in seen:
+        assert {name: sizes[name] for name in expected} == expected
