@@ -64,6 +64,7 @@ def test_zero_and_tiny_blocks():
     weight[1, :32] = 1e-20
     planes, absmax = reference.quantize(weight, codebook)
     assert not absmax.any()
+    assert (reference.unpack_codes(planes, 4) == 7).all(), "where the scale is 0, the code is that of 0"
     decoded = reference.dequantize(planes, absmax, codebook, [2, 64], torch.float32)
     assert not decoded.any() and decoded.isfinite().all()
 

@@ -220,9 +220,9 @@ def _ignored(model):
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)).search
 
 
-def refuse(problems: list[str]) -> None:
+def refuse(problems: list[str], what: str = "the quantized checkpoint does not fit the model") -> None:
     """Raises a ValueError that lists the problems, if there are any."""
     if problems:
         more = [f"... and {len(problems) - MAX_NAMED} more"] if len(problems) > MAX_NAMED else []
         lines = "\n  ".join(problems[:MAX_NAMED] + more)
-        raise ValueError(f"the quantized checkpoint does not fit the model:\n  {lines}")
+        raise ValueError(f"{what}:\n  {lines}")

@@ -39,7 +39,8 @@ def _saved_model(model):
     if type(model).__name__ == architecture:
         return model
     saved_class = getattr(transformers, architecture or "", None)
-    if saved_class is None or not isinstance(model.config, saved_class.config_class):
+    config_class = getattr(saved_class, "config_class", None)
+    if config_class is None or not isinstance(model.config, config_class):
         return None
     with torch.device("meta"):
         return saved_class(copy.deepcopy(model.config))
@@ -110,7 +111,6 @@ class KbitHfQuantizer(HfQuantizer):
     # --- before loading ---
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
-        self._unquantized_config = copy.deepcopy(self.quantization_config)
         if self.pre_quantized:
             self._prepare_quantized(model, checkpoint_files)
         else:
@@ -206,7 +206,7 @@ class KbitHfQuantizer(HfQuantizer):
     # --- after loading ---
 
     def _process_model_after_weight_loading(self, model, **kwargs):
-        checkpoint.refuse(self.problems)
+        checkpoint.refuse(self.problems, "cannot quantize the checkpoint")
         layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
         if not self.pre_quantized:
             for name in [name for name, layer in layers.items() if layer.weight.is_floating_point()]:
@@ -315,7 +315,8 @@ class KbitHfQuantizer(HfQuantizer):
                 f"{offloaded[0]}.weight: found it offloaded, expected all layers on a device to dequantize"
             )
         previous = model.dtype
-        for name, layer in layers.items():
+        while layers:  # one at a time, so that each packed weight is freed before the next dense one is made
+            name, layer = layers.popitem()
             selection.replace_modules(model, {name: _to_dense(layer, dtype)})
         if dtype != previous:
             for tensor in (*model.parameters(), *model.buffers()):
