@@ -135,8 +135,9 @@ class KbitHfQuantizer(HfQuantizer):
     def _prepare_quantized(self, model, checkpoint_files) -> None:
         if checkpoint_files is None:
             # from_pretrained(None, state_dict=...): no file says what is packed, so the config must.
-            chosen = selection.choose(model, self.quantization_config).items()
-            selection.replace_modules(model, {name: self._new_layer(model, name, bits) for name, bits in chosen})
+            names, config = checkpoint.Names(model), self.quantization_config
+            packed = {name: name for name in selection.choose(model, config)}
+            self._replace_packed(model, packed | {names.module(f"{name}.weight"): name for name in config.layers})
         else:
             self._replace_as_stored(model, checkpoint.read_headers(checkpoint_files))
         for module in model.modules():

@@ -377,6 +377,24 @@ def test_a_tied_weight_is_missing_when_no_name_of_it_is_stored(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
 
 
+# --- no file at all --------------------------------------------------------------------------------
+
+
+def test_a_state_dict_in_memory(tmp_path):
+    """Widths and exponents of single layers come from the config alone; a forgotten one would be silent garbage."""
+    dense = LlamaForCausalLM(LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2))
+    with torch.no_grad():
+        dense.model.layers[1].mlp.up_proj.weight *= 2.0**-12
+    dense.save_pretrained(tmp_path)
+    options = KbitConfig(bits=3, module_bits={"down_proj": 5, "o_proj": None})
+    model = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=options)
+    assert model.model.layers[1].mlp.up_proj.exponent < 0
+    for other in (LlamaForCausalLM, transformers.LlamaModel):
+        loaded = other.from_pretrained(None, config=model.config, state_dict=model.state_dict())
+        hidden = getattr(loaded, "model", loaded)(TOKENS).last_hidden_state
+        assert torch.equal(hidden, model.model(TOKENS).last_hidden_state)
+
+
 # --- several files --------------------------------------------------------------------------------
 
 
