@@ -74,6 +74,14 @@ def test_normal_float_is_canonical_and_symmetric(bits):
     assert torch.tensor(levels).double().tolist() == list(levels), "float32 must hold every level"
 
 
+@pytest.mark.parametrize("name", codebooks.NAMED)
+@pytest.mark.parametrize("bits", BITS)
+def test_named_codebooks_are_canonical(name, bits):
+    levels = codebooks.named(name, bits)
+    assert len(levels) == 2**bits and levels == codebooks.canonical(levels, bits)
+    assert levels == codebooks.resolve(name, bits)
+
+
 def test_normal_float_is_pinned():
     for bits, expected in UPPER_HALF.items():
         assert [level.hex() for level in codebooks.normal_float(bits)[2 ** (bits - 1) :]] == expected
