@@ -1,0 +1,220 @@
+// AVX2 with FMA, F16C and BMI2.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include "cpu/algorithms.h"
+
+namespace hf_kbit::cpu {
+
+namespace {
+
+struct Avx2 {
+    static constexpr int kWidth = 8;
+    using F = __m256;
+    using I = __m256i;
+
+    // --- float32 ---
+    static F zero() { return _mm256_setzero_ps(); }
+    static F broadcast(float value) { return _mm256_set1_ps(value); }
+    static F load(const float* data) { return _mm256_loadu_ps(data); }
+    static void store(float* data, F a) { _mm256_storeu_ps(data, a); }
+    static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+    static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+    static F max(F a, F b) { return _mm256_max_ps(a, b); }
+    static F abs(F a) { return _mm256_and_ps(a, _mm256_castsi256_ps(splat(0x7FFFFFFF))); }
+    static float sum(F a) {
+        __m128 half = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+        half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+        return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+    }
+    static float largest(F a) {
+        __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+        half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+        return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+    }
+
+    // --- int32 ---
+    static I splat(uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
+    static I bit_and(I a, I b) { return _mm256_and_si256(a, b); }
+    static I bit_or(I a, I b) { return _mm256_or_si256(a, b); }
+    static I bit_xor(I a, I b) { return _mm256_xor_si256(a, b); }
+    static I shift_left(I a, int count) { return _mm256_slli_epi32(a, count); }
+    static I shift_right(I a, int count) { return _mm256_srli_epi32(a, count); }
+
+    // --- dtypes ---
+    template <Dtype dtype>
+    static F load_as(const void* data) {
+        if constexpr (dtype == Dtype::float32) return load(static_cast<const float*>(data));
+        const __m128i half = _mm_loadu_si128(static_cast<const __m128i*>(data));
+        if constexpr (dtype == Dtype::float16) return _mm256_cvtph_ps(half);
+        return _mm256_castsi256_ps(shift_left(_mm256_cvtepu16_epi32(half), 16));
+    }
+
+    template <Dtype dtype>
+    static void store_as(void* data, F a) {
+        if constexpr (dtype == Dtype::float32) {
+            store(static_cast<float*>(data), a);
+        } else if constexpr (dtype == Dtype::float64) {
+            _mm256_storeu_pd(static_cast<double*>(data), _mm256_cvtps_pd(_mm256_castps256_ps128(a)));
+            _mm256_storeu_pd(static_cast<double*>(data) + 4, _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1)));
+        } else if constexpr (dtype == Dtype::float16) {
+            _mm_storeu_si128(static_cast<__m128i*>(data), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+        } else {
+            const I bits = _mm256_castps_si256(a);
+            const I even = bit_and(shift_right(bits, 16), splat(1));
+            const I rounded = shift_right(_mm256_add_epi32(bits, _mm256_add_epi32(even, splat(0x7FFF))), 16);
+            const __m128i low = _mm256_castsi256_si128(rounded), high = _mm256_extracti128_si256(rounded, 1);
+            _mm_storeu_si128(static_cast<__m128i*>(data), _mm_packus_epi32(low, high));
+        }
+    }
+
+    // --- quantize ---
+    static I zero_index() { return _mm256_setzero_si256(); }
+
+    template <int entries>
+    static F lookup(const float* table, I index) {
+        if constexpr (entries == 1) return broadcast(*table);
+        if constexpr (entries <= 4) return _mm256_permutevar_ps(load(table), index);
+        const F low = _mm256_permutevar8x32_ps(load(table), index);
+        if constexpr (entries <= 8) return low;
+        const F high = _mm256_permutevar8x32_ps(load(table + 8), index);
+        return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(shift_left(index, 28)));
+    }
+
+    static F less(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+    static uint32_t bits(F mask) { return static_cast<uint32_t>(_mm256_movemask_ps(mask)); }
+    static I append(I index, F mask) {
+        return _mm256_sub_epi32(_mm256_add_epi32(index, index), _mm256_castps_si256(mask));
+    }
+
+    // --- levels ---
+    static constexpr int kFifthBit = 7;
+
+    // Levels are looked up byte by byte: tables[n / 16][i][n % 16] is byte i of level n, in both halves of the
+    // register. One VPSHUFB serves 32 codes; a VPERMPS, for twice the price, 8 codes of a table of 8. Shuffles are the
+    // greater part of gemm's work with one token: 3 for 8 weights, 4 at 5 bits.
+    template <int bits>
+    struct Levels {
+        static constexpr int kTables = bits == 5 ? 2 : 1;
+        I tables[kTables][4];
+
+        explicit Levels(const float* codebook) {
+            alignas(32) uint8_t bytes[kTables][4][32] = {};
+            for (int n = 0; n < 1 << bits; ++n) {
+                for (int i = 0; i < 4; ++i) {
+                    const auto byte = static_cast<uint8_t>(bits_of(codebook[n]) >> (8 * i));
+                    bytes[n / 16][i][n % 16] = bytes[n / 16][i][n % 16 + 16] = byte;
+                }
+            }
+            std::memcpy(tables, bytes, sizeof tables);
+        }
+
+        // The levels of 32 codes, a code in each byte: bits 0 to 3 and, for the fifth, bit 7. Part p holds bytes
+        // 4 p .. 4 p + 3 of the low half, then those of the high half.
+        void of_bytes(I codes, F (&parts)[4]) const {
+            I bytes[4];
+            for (int i = 0; i < 4; ++i) bytes[i] = _mm256_shuffle_epi8(tables[0][i], codes);
+            if constexpr (bits == 5) {
+                // VPSHUFB gives 0 where bit 7 is set, so the two halves of the codebook can be or-ed.
+                const I others = bit_xor(codes, splat(0x80808080));
+                for (int i = 0; i < 4; ++i) {
+                    bytes[i] = bit_or(bytes[i], _mm256_shuffle_epi8(tables[kTables - 1][i], others));
+                }
+            }
+            const I low_01 = _mm256_unpacklo_epi8(bytes[0], bytes[1]);
+            const I low_23 = _mm256_unpacklo_epi8(bytes[2], bytes[3]);
+            const I high_01 = _mm256_unpackhi_epi8(bytes[0], bytes[1]);
+            const I high_23 = _mm256_unpackhi_epi8(bytes[2], bytes[3]);
+            parts[0] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(low_01, low_23));
+            parts[1] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(low_01, low_23));
+            parts[2] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(high_01, high_23));
+            parts[3] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(high_01, high_23));
+        }
+
+        // The 32 levels of one block in order.
+        void of_block(const int32_t* words, F (&parts)[4]) const {
+            // Byte 4 p + i of the low half is for weight 8 p + i, of the high half for weight 8 p + 4 + i, so that
+            // of_bytes makes part p of eight neighbours.
+            const I octet = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3));
+            const I bit = _mm256_setr_m128i(_mm_set1_epi32(0x08040201), _mm_set1_epi32(static_cast<int>(0x80402010)));
+            I codes = zero_index();
+            for (int plane = 0; plane < bits; ++plane) {
+                const I spread = bit_and(_mm256_shuffle_epi8(_mm256_set1_epi32(words[plane]), octet), bit);
+                const uint32_t place = 1u << (plane < 4 ? plane : kFifthBit);
+                codes = bit_or(codes, bit_and(_mm256_cmpeq_epi8(spread, bit), splat(0x01010101u * place)));
+            }
+            of_bytes(codes, parts);
+        }
+    };
+
+    // --- gemm ---
+    static int block_of(int part, int lane) { return lane / 4 * 4 + part; }
+    static int byte_of(int, int lane) { return lane % 4; }
+
+    // The scales of a group, one for each lane of `part`.
+    static F spread(F scales, int part) {
+        switch (part) {
+            case 0:
+                return _mm256_permute_ps(scales, 0x00);
+            case 1:
+                return _mm256_permute_ps(scales, 0x55);
+            case 2:
+                return _mm256_permute_ps(scales, 0xAA);
+            default:
+                return _mm256_permute_ps(scales, 0xFF);
+        }
+    }
+
+    static F load_scales(const uint8_t* absmax) {
+        const I bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(absmax)));
+        const F normal = _mm256_castsi256_ps(_mm256_add_epi32(shift_left(bytes, 19), splat(kE4M4Offset << 23)));
+        const F subnormal = mul(_mm256_cvtepi32_ps(bytes), broadcast(kE4M4Subnormal));
+        return _mm256_blendv_ps(normal, subnormal, _mm256_castsi256_ps(_mm256_sub_epi32(bytes, splat(16))));
+    }
+
+    // Four words from those of `block`, its planes first. Nothing past the group is read.
+    template <int bits>
+    static __m128i block_words(const int32_t* words, int block) {
+        const auto* source = reinterpret_cast<const __m128i*>(words + block * bits);
+        if constexpr (bits == 2) return _mm_loadl_epi64(source);
+        if (bits == 3 && block == kWidth - 1) {
+            return _mm_srli_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words + block * bits - 1)), 4);
+        }
+        return _mm_loadu_si128(source);
+    }
+
+    // Plane p of the group's blocks, one block in each lane.
+    template <int bits>
+    static void load_planes(const int32_t* words, I (&planes)[5]) {
+        I rows[4];
+        for (int i = 0; i < 4; ++i) {
+            rows[i] = _mm256_setr_m128i(block_words<bits>(words, i), block_words<bits>(words, i + 4));
+        }
+        const I low_01 = _mm256_unpacklo_epi32(rows[0], rows[1]), low_23 = _mm256_unpacklo_epi32(rows[2], rows[3]);
+        planes[0] = _mm256_unpacklo_epi64(low_01, low_23);
+        planes[1] = _mm256_unpackhi_epi64(low_01, low_23);
+        if constexpr (bits == 2) return;
+        const I high_01 = _mm256_unpackhi_epi32(rows[0], rows[1]), high_23 = _mm256_unpackhi_epi32(rows[2], rows[3]);
+        planes[2] = _mm256_unpacklo_epi64(high_01, high_23);
+        if constexpr (bits == 3) return;
+        planes[3] = _mm256_unpackhi_epi64(high_01, high_23);
+        if constexpr (bits == 5) {
+            // Words 4, 9, .. 39: no two of them are in the same lane of the group's five registers.
+            const auto* source = reinterpret_cast<const __m256i*>(words);
+            I found = _mm256_blend_epi32(_mm256_loadu_si256(source), _mm256_loadu_si256(source + 1), 0x42);
+            found = _mm256_blend_epi32(found, _mm256_loadu_si256(source + 2), 0x08);
+            found = _mm256_blend_epi32(found, _mm256_loadu_si256(source + 3), 0x21);
+            found = _mm256_blend_epi32(found, _mm256_loadu_si256(source + 4), 0x84);
+            planes[4] = _mm256_permutevar8x32_epi32(found, _mm256_setr_epi32(4, 1, 6, 3, 0, 5, 2, 7));
+        }
+    }
+};
+
+}  // namespace
+
+const Implementation avx2_implementation = implementation_with<Avx2>("avx2");
+
+}  // namespace hf_kbit::cpu
+
+#endif

@@ -1,0 +1,53 @@
+// Dequantize: a block of 32 weights at a time, the float32 product level * scale rounded once.
+#pragma once
+
+#include "cpu/scalar.h"
+
+namespace hf_kbit::cpu {
+
+template <class V, int bits, Dtype dtype>
+static inline void dequantize_block(const int32_t* words, uint8_t absmax,
+                                    const typename V::template Levels<bits>& levels, char* out) {
+    constexpr int kVectors = kBlockSize / V::kWidth;
+    const auto scale = V::broadcast(decode_e4m4(absmax));
+    typename V::F values[kVectors];
+    levels.of_block(words, values);
+    for (int v = 0; v < kVectors; ++v) {
+        V::template store_as<dtype>(out + v * V::kWidth * size_of(dtype), V::mul(values[v], scale));
+    }
+}
+
+template <class V, int bits, Dtype dtype>
+static void dequantize_rows(const int32_t* planes, const uint8_t* absmax, const float* codebook, int64_t in_features,
+                            void* out, int64_t begin, int64_t end) {
+    const typename V::template Levels<bits> levels(codebook);
+    const int64_t blocks = num_blocks(in_features), whole = in_features / kBlockSize;
+    constexpr int64_t kBlockBytes = kBlockSize * size_of(dtype);
+    for (int64_t row = begin; row < end; ++row) {
+        const int32_t* words = planes + row * blocks * bits;
+        const uint8_t* scales = absmax + row * blocks;
+        char* target = static_cast<char*>(out) + row * in_features * size_of(dtype);
+        for (int64_t block = 0; block < whole; ++block) {
+            dequantize_block<V, bits, dtype>(words + block * bits, scales[block], levels,
+                                             target + block * kBlockBytes);
+        }
+        if (whole < blocks) {
+            alignas(64) char padded[kBlockBytes];
+            dequantize_block<V, bits, dtype>(words + whole * bits, scales[whole], levels, padded);
+            std::memcpy(target + whole * kBlockBytes, padded,
+                        static_cast<size_t>(in_features % kBlockSize * size_of(dtype)));
+        }
+    }
+}
+
+template <class V>
+static void dequantize_with(const int32_t* planes, const uint8_t* absmax, const float* codebook, int bits,
+                            int64_t in_features, void* out, Dtype dtype, int64_t begin, int64_t end) {
+    with_bits(bits, [&](auto width) {
+        with_dtype(dtype, [&](auto type) {
+            dequantize_rows<V, width(), type()>(planes, absmax, codebook, in_features, out, begin, end);
+        });
+    });
+}
+
+}  // namespace hf_kbit::cpu

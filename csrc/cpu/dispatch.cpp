@@ -1,0 +1,74 @@
+// Chooses the instruction set, once, and sends every kernel there.
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu/implementation.h"
+
+namespace hf_kbit::cpu {
+
+namespace {
+
+// What this machine can run, best first.
+std::vector<const Implementation*> supported() {
+    std::vector<const Implementation*> found;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                      __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (avx512) found.push_back(&avx512_implementation);
+    if (avx2) found.push_back(&avx2_implementation);
+#endif
+    found.push_back(&portable_implementation);
+    return found;
+}
+
+// The best one, unless the environment variable HF_KBIT_CPU names another.
+const Implementation& choose() {
+    const auto candidates = supported();
+    const char* wanted = std::getenv("HF_KBIT_CPU");
+    if (wanted == nullptr || *wanted == '\0') return *candidates.front();
+    std::string names;
+    for (const Implementation* candidate : candidates) {
+        if (std::string(wanted) == candidate->name) return *candidate;
+        names += (names.empty() ? "" : ", ") + std::string(candidate->name);
+    }
+    throw std::runtime_error("HF_KBIT_CPU: found " + std::string(wanted) + ", this machine supports " + names);
+}
+
+const Implementation& chosen() {
+    static const Implementation& implementation = choose();
+    return implementation;
+}
+
+}  // namespace
+
+const char* instruction_set() { return chosen().name; }
+
+void quantize(const void* weight, Dtype dtype, const float* codebook, int bits, int64_t in_features, int32_t* planes,
+              uint8_t* absmax, int64_t begin, int64_t end) {
+    chosen().quantize(weight, dtype, codebook, bits, in_features, planes, absmax, begin, end);
+}
+
+void dequantize(const int32_t* planes, const uint8_t* absmax, const float* codebook, int bits, int64_t in_features,
+                void* out, Dtype dtype, int64_t begin, int64_t end) {
+    chosen().dequantize(planes, absmax, codebook, bits, in_features, out, dtype, begin, end);
+}
+
+int64_t gemm_panel_size(int64_t tokens, int64_t in_features) { return chosen().gemm_panel_size(tokens, in_features); }
+
+void gemm_pack(const void* x, Dtype dtype, int64_t tokens, int64_t in_features, float* panel) {
+    chosen().gemm_pack(x, dtype, tokens, in_features, panel);
+}
+
+void gemm(const float* panel, int64_t tokens, const int32_t* planes, const uint8_t* absmax, const float* codebook,
+          int bits, const void* bias, void* out, Dtype dtype, int64_t out_features, int64_t in_features, int64_t begin,
+          int64_t end) {
+    chosen().gemm(panel, tokens, planes, absmax, codebook, bits, bias, out, dtype, out_features, in_features, begin,
+                  end);
+}
+
+}  // namespace hf_kbit::cpu

@@ -1,0 +1,38 @@
+// The ops for CPUs: raw pointers in, a range of rows to work on, no threads of their own (csrc/ops spreads the rows
+// over torch's pool). The best instruction set is chosen at run time: AVX-512, AVX2 with FMA and F16C, or portable
+// C++; the environment variable HF_KBIT_CPU names a lower one.
+//
+// Shapes: N rows (out_features), K in_features, B = ceil(K / 32) blocks a row, M tokens. Everything is row-major and
+// contiguous. planes is int32 [N, B * bits], absmax uint8 [N, B], codebook float32 [2**bits] ascending.
+#pragma once
+
+#include <cstdint>
+
+#include "common/format.h"
+
+namespace hf_kbit::cpu {
+
+// The instruction set in use: "avx512", "avx2" or "portable". Throws std::runtime_error for another HF_KBIT_CPU.
+const char* instruction_set();
+
+// Rows [begin, end) of weight [N, K] (float32, float16 or bfloat16) to planes and absmax. Bit-identical to
+// hf_kbit.reference.quantize.
+void quantize(const void* weight, Dtype dtype, const float* codebook, int bits, int64_t in_features, int32_t* planes,
+              uint8_t* absmax, int64_t begin, int64_t end);
+
+// Rows [begin, end) of the decoded weight, out [N, K]: the float32 product level * scale, rounded once to dtype.
+void dequantize(const int32_t* planes, const uint8_t* absmax, const float* codebook, int bits, int64_t in_features,
+                void* out, Dtype dtype, int64_t begin, int64_t end);
+
+// x @ W.T + bias for few tokens, in two steps. `gemm_pack` puts x [M, K] into the order that `gemm` reads, as float32
+// padded with zeros; `panel` has gemm_panel_size(M, K) floats and is aligned to 64 bytes.
+int64_t gemm_panel_size(int64_t tokens, int64_t in_features);
+void gemm_pack(const void* x, Dtype dtype, int64_t tokens, int64_t in_features, float* panel);
+
+// Columns [begin, end) of out [M, N] = x @ W.T + bias. Weights are decoded in registers, sums are kept in float32 and
+// rounded once to dtype. bias (dtype, [N]) may be null.
+void gemm(const float* panel, int64_t tokens, const int32_t* planes, const uint8_t* absmax, const float* codebook,
+          int bits, const void* bias, void* out, Dtype dtype, int64_t out_features, int64_t in_features, int64_t begin,
+          int64_t end);
+
+}  // namespace hf_kbit::cpu

@@ -1,0 +1,148 @@
+// Plain C++ for any little-endian machine. Loops over four lanes are what compilers turn into SSE2 or NEON.
+#include "cpu/algorithms.h"
+
+namespace hf_kbit::cpu {
+
+namespace {
+
+struct Portable {
+    static constexpr int kWidth = 4;
+    struct F {
+        float lane[kWidth];
+    };
+    struct I {
+        uint32_t lane[kWidth];
+    };
+
+    template <class Result, class Function>
+    static Result each(Function function) {
+        Result result;
+        for (int i = 0; i < kWidth; ++i) result.lane[i] = function(i);
+        return result;
+    }
+
+    // --- float32 ---
+    static F zero() { return broadcast(0); }
+    static F broadcast(float value) {
+        return each<F>([&](int) { return value; });
+    }
+    static F load(const float* data) {
+        return each<F>([&](int i) { return data[i]; });
+    }
+    static void store(float* data, F a) { std::memcpy(data, a.lane, sizeof a); }
+    static F mul(F a, F b) {
+        return each<F>([&](int i) { return a.lane[i] * b.lane[i]; });
+    }
+    static F fma(F a, F b, F c) {
+        return each<F>([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
+    }
+    static F max(F a, F b) {
+        return each<F>([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
+    }
+    static F abs(F a) {
+        return each<F>([&](int i) { return float_of(bits_of(a.lane[i]) & 0x7FFFFFFF); });
+    }
+    static float sum(F a) { return (a.lane[0] + a.lane[1]) + (a.lane[2] + a.lane[3]); }
+    static float largest(F a) {
+        float found = a.lane[0];
+        for (int i = 1; i < kWidth; ++i) found = a.lane[i] > found ? a.lane[i] : found;
+        return found;
+    }
+
+    // --- int32 ---
+    static I splat(uint32_t value) {
+        return each<I>([&](int) { return value; });
+    }
+    static I bit_and(I a, I b) {
+        return each<I>([&](int i) { return a.lane[i] & b.lane[i]; });
+    }
+    static I bit_or(I a, I b) {
+        return each<I>([&](int i) { return a.lane[i] | b.lane[i]; });
+    }
+    static I bit_xor(I a, I b) {
+        return each<I>([&](int i) { return a.lane[i] ^ b.lane[i]; });
+    }
+    static I shift_left(I a, int count) {
+        return each<I>([&](int i) { return a.lane[i] << count; });
+    }
+    static I shift_right(I a, int count) {
+        return each<I>([&](int i) { return a.lane[i] >> count; });
+    }
+
+    // --- dtypes ---
+    template <Dtype dtype>
+    static F load_as(const void* data) {
+        return each<F>([&](int i) { return load_scalar(data, dtype, i); });
+    }
+
+    template <Dtype dtype>
+    static void store_as(void* data, F a) {
+        for (int i = 0; i < kWidth; ++i) store_scalar(data, dtype, i, a.lane[i]);
+    }
+
+    // --- quantize ---
+    static I zero_index() { return splat(0); }
+
+    template <int entries>
+    static F lookup(const float* table, I index) {
+        return each<F>([&](int i) { return table[index.lane[i]]; });
+    }
+
+    static I less(F a, F b) {
+        return each<I>([&](int i) { return a.lane[i] < b.lane[i] ? 1u : 0u; });
+    }
+    static uint32_t bits(I mask) { return mask.lane[0] | mask.lane[1] << 1 | mask.lane[2] << 2 | mask.lane[3] << 3; }
+    static I append(I index, I mask) {
+        return each<I>([&](int i) { return 2 * index.lane[i] + mask.lane[i]; });
+    }
+
+    // --- levels ---
+    static constexpr int kFifthBit = 4;
+
+    template <int bits>
+    struct Levels {
+        float table[1 << bits];
+
+        explicit Levels(const float* codebook) { std::memcpy(table, codebook, sizeof table); }
+
+        // The levels of the codes in byte p of each lane are part p.
+        void of_bytes(I codes, F (&parts)[4]) const {
+            for (int p = 0; p < 4; ++p) {
+                parts[p] = each<F>([&](int i) { return table[codes.lane[i] >> (8 * p) & 0xFF]; });
+            }
+        }
+
+        // The 32 levels of one block in order.
+        void of_block(const int32_t* words, F (&parts)[kBlockSize / kWidth]) const {
+            for (int j = 0; j < kBlockSize; ++j) {
+                uint32_t code = 0;
+                for (int plane = 0; plane < bits; ++plane) {
+                    code |= (static_cast<uint32_t>(words[plane]) >> j & 1) << plane;
+                }
+                parts[j / kWidth].lane[j % kWidth] = table[code];
+            }
+        }
+    };
+
+    // --- gemm ---
+    static int block_of(int, int lane) { return lane; }
+    static int byte_of(int part, int) { return part; }
+    static F spread(F scales, int) { return scales; }
+
+    static F load_scales(const uint8_t* absmax) {
+        return each<F>([&](int i) { return decode_e4m4(absmax[i]); });
+    }
+
+    template <int bits>
+    static void load_planes(const int32_t* words, I (&planes)[5]) {
+        for (int plane = 0; plane < bits; ++plane) {
+            planes[plane] = each<I>([&](int i) { return static_cast<uint32_t>(words[i * bits + plane]); });
+        }
+    }
+};
+
+}  // namespace
+
+const Implementation portable_implementation = implementation_with<Portable>("portable");
+
+}  // namespace hf_kbit::cpu
