@@ -1,0 +1,365 @@
+// Decodes a quantized weight, from bit-planes or from tiles: level[code] * scale in float32, rounded once.
+//
+//   planes    int32 [rows, B * bits]        or words  int32 [N/16, K/256, bits, 32, 4]
+//   absmax    uint8 [rows, B]               or scales uint8 [N/16, K/256, 8, 16]
+//   codebook  float32 [2**bits]
+//   out       float32, float16, bfloat16 or float64 [rows, K], row-major
+//
+// A thread makes octets: eight neighbouring columns of a row, one 16-byte store of 16-bit values. From planes, four
+// neighbouring threads share a block and each takes a byte of every plane. From tiles, a warp takes half of a 16 x 256
+// slab, whose order gives each lane whole octets. A level is one look-up in shared memory, in a private copy for each
+// lane: no bank conflicts. Lanes exchange pieces of 16 bytes where a warp's store would otherwise not fill whole
+// 128-byte lines.
+//
+// Writing is the limit: 2 bytes a weight out for bits / 8 + 1/32 in. About 7 instructions a weight; an H200 allows 20.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "kernels/codes.cuh"
+#include "kernels/kernels.h"
+#include "kernels/ptx.cuh"
+
+namespace hf_kbit::cuda {
+
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kOctet = 8;
+
+// The levels, one copy for each lane: level c of lane l at word 32 c + l.
+template <int kBits>
+struct Levels {
+    float copies[(1 << kBits) * kWarp];
+
+    __device__ __forceinline__ void load(const float* gmem_codebook) {
+        for (int i = threadIdx.x; i < (1 << kBits) * kWarp; i += kThreads) copies[i] = gmem_codebook[i / kWarp];
+        __syncthreads();
+    }
+    static constexpr int kShift = 7;  // a code times 128 is the byte offset of its level
+    __device__ __forceinline__ float at(uint32_t code_times_128) const {
+        const char* lane = reinterpret_cast<const char*>(copies) + threadIdx.x % kWarp * sizeof(float);
+        return *reinterpret_cast<const float*>(lane + code_times_128);
+    }
+};
+
+__device__ __forceinline__ uint32_t pack_two(float a, float b, const __half*) {
+    const __half2 two = __floats2half2_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&two);
+}
+__device__ __forceinline__ uint32_t pack_two(float a, float b, const __nv_bfloat16*) {
+    const __nv_bfloat162 two = __floats2bfloat162_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&two);
+}
+
+// An octet as 16-byte pieces: one of 16-bit values, two of float32.
+__device__ __forceinline__ uint4 as_piece(const float* values, const float*) {
+    return make_uint4(__float_as_uint(values[0]), __float_as_uint(values[1]), __float_as_uint(values[2]),
+                      __float_as_uint(values[3]));
+}
+template <typename T>
+__device__ __forceinline__ uint4 as_piece(const float* values, const T* type) {
+    return make_uint4(pack_two(values[0], values[1], type), pack_two(values[2], values[3], type),
+                      pack_two(values[4], values[5], type), pack_two(values[6], values[7], type));
+}
+
+// Two lanes that differ in kLaneBit, `second` being the one that has it set, hold two pieces each. Afterwards both
+// hold a piece of the first lane in pieces[0], each the one of its own number, and of the second lane in pieces[1].
+template <int kLaneBit>
+__device__ __forceinline__ void exchange_pieces(uint4 (&pieces)[2], bool second) {
+    const uint4 sent = second ? pieces[0] : pieces[1];
+    uint4 received;
+    received.x = __shfl_xor_sync(0xFFFFFFFF, sent.x, kLaneBit);
+    received.y = __shfl_xor_sync(0xFFFFFFFF, sent.y, kLaneBit);
+    received.z = __shfl_xor_sync(0xFFFFFFFF, sent.z, kLaneBit);
+    received.w = __shfl_xor_sync(0xFFFFFFFF, sent.w, kLaneBit);
+    if (second) {
+        pieces[0] = received;
+    } else {
+        pieces[1] = received;
+    }
+}
+
+// The first `valid` values of an octet, one by one: where rows are no whole blocks, and for float64.
+template <typename T>
+__device__ __forceinline__ void store_ragged(const float (&values)[kOctet], T* gmem_out, int64_t valid) {
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+        if (i < valid) gmem_out[i] = static_cast<T>(values[i]);
+    }
+}
+
+// --- from planes ---------------------------------------------------------------------------------
+
+template <int kBits>
+__device__ __forceinline__ void load_block(const int32_t* gmem_planes, unsigned block, uint32_t (&planes)[kBits]) {
+    const auto* words = reinterpret_cast<const uint32_t*>(gmem_planes) + size_t{block} * kBits;
+    if constexpr (kBits == 2) {
+        const uint2 two = *reinterpret_cast<const uint2*>(words);
+        planes[0] = two.x, planes[1] = two.y;
+    } else if constexpr (kBits == 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(words);
+        planes[0] = four.x, planes[1] = four.y, planes[2] = four.z, planes[3] = four.w;
+    } else {
+#pragma unroll
+        for (int p = 0; p < kBits; ++p) planes[p] = words[p];
+    }
+}
+
+// Octet number t of the block.
+template <int kBits>
+__device__ __forceinline__ void decode_octet(const uint32_t (&planes)[kBits], int t, float scale,
+                                             const Levels<kBits>& levels, float (&values)[kOctet]) {
+    constexpr int kShift = Levels<kBits>::kShift;
+    const uint32_t octet = octet_of_planes(gather_plane_bytes<kBits>(planes, t));
+    [[maybe_unused]] uint32_t top = 0;
+    if constexpr (kBits == 5) top = planes[4] >> 8 * t;
+#pragma unroll
+    for (int j = 0; j < kOctet; ++j) {
+        uint32_t code = shifted(octet, kShift - octet_shift(j)) & 15u << kShift;
+        if constexpr (kBits == 5) code |= shifted(top, kShift + 4 - j) & 1u << (kShift + 4);
+        values[j] = __fmul_rn(levels.at(code), scale);
+    }
+}
+
+// What a thread loads for kUnroll octets, before it decodes those that it loaded a turn ago: one turn's arithmetic
+// hides the latency of the next one's loads.
+template <int kBits>
+struct Blocks {
+    static constexpr int kUnroll = kBits < 4 ? 4 : 2;
+    uint32_t planes[kUnroll][kBits], scales[kUnroll];
+
+    __device__ __forceinline__ void load(const int32_t* gmem_planes, const uint8_t* gmem_absmax, unsigned first,
+                                         unsigned step, unsigned blocks) {
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+            const unsigned block = min(first + u * step + threadIdx.x % kWarp / 4, blocks - 1);
+            load_block<kBits>(gmem_planes, block, planes[u]);
+            scales[u] = gmem_absmax[block];
+        }
+    }
+};
+
+template <typename T, int kBits, bool kWide>
+__global__ void __launch_bounds__(kThreads)
+    dequantize_planes_kernel(const int32_t* gmem_planes, const uint8_t* gmem_absmax, const float* gmem_codebook,
+                             unsigned blocks, int64_t in_features, T* gmem_out) {
+    __shared__ Levels<kBits> levels;
+    const int lane = threadIdx.x % kWarp, t = lane % 4;
+    constexpr int kWarpBlocks = kWarp / 4, kUnroll = Blocks<kBits>::kUnroll;
+    const unsigned step = gridDim.x * (kThreads / 4);
+    unsigned first = blockIdx.x * (kThreads / 4) + threadIdx.x / kWarp * kWarpBlocks;  // of the warp
+    Blocks<kBits> current, next;
+    current.load(gmem_planes, gmem_absmax, first, step, blocks);
+    levels.load(gmem_codebook);
+    for (; first < blocks; first += kUnroll * step) {
+        next.load(gmem_planes, gmem_absmax, first + kUnroll * step, step, blocks);
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+            const unsigned warp_block = first + u * step, block = warp_block + lane / 4;
+            float values[kOctet];
+            decode_octet<kBits>(current.planes[u], t, decode_e4m4(current.scales[u]), levels, values);
+            if constexpr (kWide && sizeof(T) == 4) {
+                // Lanes l and l + 16, four blocks apart: first all of the lower 16 octets, then of the upper ones.
+                const bool second = lane >= 16;
+                uint4 pieces[2] = {as_piece(values, gmem_out), as_piece(values + 4, gmem_out)};
+                exchange_pieces<16>(pieces, second);
+                T* out = gmem_out + size_t{warp_block} * kBlockSize + lane % 16 * kOctet + (second ? 4 : 0);
+                const unsigned low_block = warp_block + lane % 16 / 4;
+                if (low_block < blocks) store_16(out, pieces[0]);
+                if (low_block + 4 < blocks) store_16(out + 16 * kOctet, pieces[1]);
+            } else if constexpr (kWide) {
+                if (block < blocks)
+                    store_16(gmem_out + size_t{block} * kBlockSize + t * kOctet, as_piece(values, gmem_out));
+            } else if (block < blocks) {
+                const int64_t row_blocks = num_blocks(in_features), row = block / row_blocks;
+                const int64_t column = (block - row * row_blocks) * kBlockSize + t * kOctet;
+                store_ragged(values, gmem_out + row * in_features + column, in_features - column);
+            }
+        }
+        current = next;
+    }
+}
+
+// --- from tiles ----------------------------------------------------------------------------------
+
+// A warp takes half a slab, two tiles: with a whole one the last CTAs left the GPU half idle for a tenth of the time.
+constexpr int kPartTiles = 2, kPartBlocks = 2 * kPartTiles, kParts = kSlabBlocks / kPartBlocks;
+
+// The words of a lane in part `part` of a slab; `gmem_slab` are the lane's loads. At 3 and 5 bits the parts meet
+// inside a load.
+template <int kBits>
+__device__ __forceinline__ void load_part(const uint4* gmem_slab, int part, uint32_t (&words)[kPartTiles][kBits]) {
+    constexpr int kWords = kPartTiles * kBits, kLoads = (kWords + 3) / 4;
+    uint32_t loaded[4 * kLoads];
+#pragma unroll
+    for (int load = 0; load < kLoads; ++load) {
+        const uint4 four = gmem_slab[(part * kWords / 4 + load) * kWarp];
+        loaded[4 * load] = four.x, loaded[4 * load + 1] = four.y;
+        loaded[4 * load + 2] = four.z, loaded[4 * load + 3] = four.w;
+    }
+    const bool inside = part * kWords % 4;  // then the part begins with the third word
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+        words[i / kBits][i % kBits] = kBits % 2 && inside ? loaded[(i + 2) % (4 * kLoads)] : loaded[i];
+    }
+}
+
+// Decodes row g + 8 half of a block of the part.
+template <int kBits>
+__device__ __forceinline__ void decode_octet(const uint32_t (&words)[kPartTiles][kBits], uint2 scales, int block,
+                                             int half, const Levels<kBits>& levels, float (&values)[kOctet]) {
+    // Of a tile its two blocks' scales are four bytes, the rows g and g + 8 alternating.
+    const uint32_t bytes = block < 2 ? scales.x : scales.y;
+    const float scale = decode_e4m4(bytes >> (16 * (block % 2) + 8 * half) & 255);
+#pragma unroll
+    for (int j = 0; j < kOctet; ++j) {
+        const uint32_t code = extract_code<kBits>(words[block / 2], block % 2, half, j, Levels<kBits>::kShift);
+        values[j] = __fmul_rn(levels.at(code), scale);
+    }
+}
+
+// A CTA takes neighbouring parts of a row tile; CTAs go along K first, so that those at work at a time write whole
+// rows.
+template <typename T, int kBits, bool kWide>
+__global__ void __launch_bounds__(kThreads)
+    dequantize_tiles_kernel(const int32_t* gmem_words, const uint8_t* gmem_scales, const float* gmem_codebook,
+                            unsigned row_tiles, unsigned slabs, int64_t out_features, int64_t in_features,
+                            T* gmem_out) {
+    __shared__ Levels<kBits> levels;
+    const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+    constexpr unsigned kWarps = kThreads / kWarp;
+    const unsigned parts = slabs * kParts, row_ctas = (parts + kWarps - 1) / kWarps, tile_row = blockIdx.x / row_ctas;
+    const unsigned index = (blockIdx.x - tile_row * row_ctas) * kWarps + threadIdx.x / kWarp;  // in the row tile
+    const unsigned part = index % kParts;
+    const int64_t slab = int64_t{tile_row} * slabs + min(index / kParts, slabs - 1);
+    uint32_t words[kPartTiles][kBits];
+    load_part<kBits>(reinterpret_cast<const uint4*>(gmem_words) + slab * kBits * kWarp + lane, part, words);
+    const uint2 scales = reinterpret_cast<const uint2*>(gmem_scales)[(slab * kTileRows / 2 + g) * kParts + part];
+    levels.load(gmem_codebook);
+    if (index >= parts) return;
+
+    const unsigned matrix = tile_row / row_tiles;
+    const int64_t row = int64_t{tile_row - matrix * row_tiles} * kTileRows;
+    const int64_t column = int64_t{index} * kPartBlocks * kBlockSize;
+    T* out = gmem_out + (matrix * out_features + row) * in_features + column;
+    const auto rows = static_cast<int>(min(out_features - row, int64_t{kTileRows}));
+    const auto columns = static_cast<int>(min(in_features - column, int64_t{kPartBlocks * kBlockSize}));
+    const bool second = g & 1;  // of two neighbouring rows, whose lanes exchange pieces
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int block = 0; block < kPartBlocks; block += sizeof(T) == 2 ? 2 : 1) {
+            float values[kOctet];
+            decode_octet<kBits>(words, scales, block, half, levels, values);
+            if constexpr (kWide) {
+                // A line of 128 bytes: two blocks of 16-bit values, one of float32. Its lower half, or the lower
+                // halves of its octets, goes with the even rows' lanes, the upper one with the odd rows'.
+                uint4 pieces[2] = {as_piece(values, gmem_out)};
+                int offset = block * kBlockSize + t * kOctet;
+                if constexpr (sizeof(T) == 2) {
+                    decode_octet<kBits>(words, scales, block + 1, half, levels, values);
+                    pieces[1] = as_piece(values, gmem_out);
+                    offset += second ? kBlockSize : 0;
+                } else {
+                    pieces[1] = as_piece(values + 4, gmem_out);
+                    offset += second ? 4 : 0;
+                }
+                exchange_pieces<4>(pieces, second);
+                const int even_row = (g & ~1) + 8 * half;
+                T* line = out + even_row * in_features + offset;
+                if (even_row < rows && offset < columns) store_16(line, pieces[0]);
+                if (even_row + 1 < rows && offset < columns) store_16(line + in_features, pieces[1]);
+            } else {
+                const int tile_row = g + 8 * half;
+                const auto store = [&](int its_block) {
+                    const int offset = its_block * kBlockSize + t * kOctet;
+                    if (tile_row < rows) store_ragged(values, out + tile_row * in_features + offset, columns - offset);
+                };
+                store(block);
+                if constexpr (sizeof(T) == 2) {
+                    decode_octet<kBits>(words, scales, block + 1, half, levels, values);
+                    store(block + 1);
+                }
+            }
+        }
+    }
+}
+
+// --- launchers -----------------------------------------------------------------------------------
+
+// Block numbers stay below 2**32 with a few turns of the largest grid to spare: 123 billion weights.
+constexpr int64_t kMostBlocks = int64_t{15} << 28;
+
+// float64 serves numerical checks of gradients, not speed.
+template <typename T>
+constexpr bool kCanBeWide = sizeof(T) < 8;
+
+template <typename T, int kBits>
+cudaError_t launch_planes(const int32_t* planes, const uint8_t* absmax, const float* codebook, int64_t rows,
+                          int64_t in_features, void* out, cudaStream_t stream) {
+    const int64_t blocks = rows * num_blocks(in_features);
+    if (blocks > kMostBlocks) return cudaErrorInvalidValue;
+    const auto kernel = in_features % kBlockSize == 0 ? dequantize_planes_kernel<T, kBits, kCanBeWide<T>>
+                                                      : dequantize_planes_kernel<T, kBits, false>;
+    int device = 0, processors = 0, resident = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, 0);
+    const int64_t needed = ceil_div(blocks, kThreads / 4 * Blocks<kBits>::kUnroll),
+                  most = int64_t{processors} * std::max(resident, 1);
+    kernel<<<static_cast<unsigned>(std::min(needed, most)), kThreads, 0, stream>>>(planes, absmax, codebook, blocks,
+                                                                                   in_features, static_cast<T*>(out));
+    return cudaGetLastError();
+}
+
+template <typename T, int kBits>
+cudaError_t launch_tiles(const int32_t* words, const uint8_t* scales, const float* codebook, int64_t count,
+                         int64_t out_features, int64_t in_features, void* out, cudaStream_t stream) {
+    const auto row_tiles = static_cast<unsigned>(ceil_div(out_features, kTileRows));
+    const auto slabs = static_cast<unsigned>(ceil_div(num_blocks(in_features), kSlabBlocks));
+    const auto grid = static_cast<unsigned>(count * row_tiles * ceil_div(slabs * kParts, kThreads / kWarp));
+    const auto kernel = in_features % kBlockSize == 0 ? dequantize_tiles_kernel<T, kBits, kCanBeWide<T>>
+                                                      : dequantize_tiles_kernel<T, kBits, false>;
+    kernel<<<grid, kThreads, 0, stream>>>(words, scales, codebook, row_tiles, slabs, out_features, in_features,
+                                          static_cast<T*>(out));
+    return cudaGetLastError();
+}
+
+template <int kBits>
+cudaError_t planes_to(Dtype dtype, const int32_t* planes, const uint8_t* absmax, const float* codebook, int64_t rows,
+                      int64_t in_features, void* out, cudaStream_t stream) {
+    const auto run = dtype == Dtype::float32    ? launch_planes<float, kBits>
+                     : dtype == Dtype::float16  ? launch_planes<__half, kBits>
+                     : dtype == Dtype::bfloat16 ? launch_planes<__nv_bfloat16, kBits>
+                                                : launch_planes<double, kBits>;
+    return run(planes, absmax, codebook, rows, in_features, out, stream);
+}
+
+template <int kBits>
+cudaError_t tiles_to(Dtype dtype, const int32_t* words, const uint8_t* scales, const float* codebook, int64_t count,
+                     int64_t out_features, int64_t in_features, void* out, cudaStream_t stream) {
+    const auto run = dtype == Dtype::float32    ? launch_tiles<float, kBits>
+                     : dtype == Dtype::float16  ? launch_tiles<__half, kBits>
+                     : dtype == Dtype::bfloat16 ? launch_tiles<__nv_bfloat16, kBits>
+                                                : launch_tiles<double, kBits>;
+    return run(words, scales, codebook, count, out_features, in_features, out, stream);
+}
+
+}  // namespace
+
+cudaError_t dequantize_planes(const int32_t* planes, const uint8_t* absmax, const float* codebook, int bits,
+                              int64_t rows, int64_t in_features, void* out, Dtype dtype, cudaStream_t stream) {
+    constexpr decltype(&planes_to<2>) kInstances[] = {planes_to<2>, planes_to<3>, planes_to<4>, planes_to<5>};
+    return kInstances[bits - kMinBits](dtype, planes, absmax, codebook, rows, in_features, out, stream);
+}
+
+cudaError_t dequantize_tiles(const int32_t* words, const uint8_t* scales, const float* codebook, int bits,
+                             int64_t count, int64_t out_features, int64_t in_features, void* out, Dtype dtype,
+                             cudaStream_t stream) {
+    constexpr decltype(&tiles_to<2>) kInstances[] = {tiles_to<2>, tiles_to<3>, tiles_to<4>, tiles_to<5>};
+    return kInstances[bits - kMinBits](dtype, words, scales, codebook, count, out_features, in_features, out, stream);
+}
+
+}  // namespace hf_kbit::cuda

@@ -1,0 +1,33 @@
+// The CUDA kernels: raw device pointers and a stream in, a launch error out; nothing of torch.
+//
+// Shapes: N out_features, K in_features, B = ceil(K / 32) blocks a row, everything row-major and contiguous. planes is
+// int32 [N, B * bits], absmax uint8 [N, B]; tiles are int32 [N/16, K/256, bits, 32, 4] with scales uint8
+// [N/16, K/256, 8, 16], rounded up (layout: hf_kbit/reference.py, `repack`). `count` matrices lie one after another.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/format.h"
+
+namespace hf_kbit::cuda {
+
+// weight [rows, K] (float32, float16, bfloat16) to planes and absmax; codebook float32 [2**bits], ascending.
+cudaError_t quantize(const void* weight, Dtype dtype, const float* codebook, int bits, int64_t rows,
+                     int64_t in_features, int32_t* planes, uint8_t* absmax, cudaStream_t stream);
+
+// The decoded weight, out [rows, K]: the float32 product level * scale, rounded once to dtype.
+cudaError_t dequantize_planes(const int32_t* planes, const uint8_t* absmax, const float* codebook, int bits,
+                              int64_t rows, int64_t in_features, void* out, Dtype dtype, cudaStream_t stream);
+cudaError_t dequantize_tiles(const int32_t* words, const uint8_t* scales, const float* codebook, int bits,
+                             int64_t count, int64_t out_features, int64_t in_features, void* out, Dtype dtype,
+                             cudaStream_t stream);
+
+// Planes to tiles (zeros where they pad) and tiles to planes.
+cudaError_t repack(const int32_t* planes, const uint8_t* absmax, int bits, int64_t count, int64_t out_features,
+                   int64_t in_features, int32_t* words, uint8_t* scales, cudaStream_t stream);
+cudaError_t repack_inverse(const int32_t* words, const uint8_t* scales, int bits, int64_t count, int64_t out_features,
+                           int64_t in_features, int32_t* planes, uint8_t* absmax, cudaStream_t stream);
+
+}  // namespace hf_kbit::cuda

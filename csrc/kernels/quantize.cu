@@ -1,0 +1,375 @@
+// Quantizes a weight to bit-planes and E4M4 scales.
+//
+//   weight    float32, float16 or bfloat16 [rows, K], row-major          (read once)
+//   codebook  float32 [2**bits], ascending
+//   planes    int32 [rows, B * bits], bit j of word b * bits + p: bit p of the code of column 32 b + j
+//   absmax    uint8 [rows, B]
+//
+// A lane owns a block, so that scale and bit-planes need no talk between lanes. Blocks lie one after another if K is a
+// multiple of 32; a warp then brings 32 of them to shared memory with 16-byte asynchronous copies, one chunk ahead:
+//
+//   gmem  |block 0|block 1| ... |block 31|  --cp.async-->  smem, 16-byte pieces swizzled  --LDS.128-->  lane = block
+//
+// Code of w: the number of midpoints between levels below r = w * (1 / scale). Searching costs more than the memory
+// allows, so the range of r is cut into cells so fine that none holds two midpoints: one look-up gives the number of
+// midpoints in the cells below, and the midpoint of the cell itself, if any. A cell number is monotone in r, rounding
+// included, so this is exact. Each lane has a private copy of the table: no bank conflicts. A codebook too uneven for
+// the cells is searched linearly.
+//
+// About 11 instructions a weight at every width. On one H200 (132 SMs, 4.5 TB/s) 16-bit weights allow 19 to 22.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "kernels/codes.cuh"
+#include "kernels/kernels.h"
+#include "kernels/ptx.cuh"
+
+namespace hf_kbit::cuda {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kStages = 2;
+
+template <int kBits>
+struct Cells {
+    static constexpr int kLevels = 1 << kBits;
+    static constexpr int kCount = 4 * kLevels;              // about 2.5 for each gap between levels
+    static constexpr int kStride = kWarp * sizeof(float2);  // bytes from a cell to the next: a copy for each lane
+    static constexpr int kBytes = kCount * kStride;
+    static constexpr uint32_t kMask = (kCount - 1) * kStride;
+};
+
+struct Search {
+    float scale;  // of r, in bytes of the table
+    bool exact;   // whether every cell holds at most one midpoint
+};
+
+// All that r can be, in units of the largest level: half of what a scale of 1 rounds down, and some. A saturated scale
+// is the exception; its weights are clamped.
+constexpr float kReach = 1.6f;
+
+// Byte offset of the cell of r in the table: a float of exponent 23 has the integer in its low bits.
+template <int kBits>
+__device__ __forceinline__ uint32_t cell_offset(float r, float scale) {
+    return __float_as_uint(__fmaf_rn(r, scale, 0x1p23f + Cells<kBits>::kBytes / 2)) & Cells<kBits>::kMask;
+}
+
+__device__ __forceinline__ float midpoint(const float* codebook, int i) {
+    return __fmul_rn(__fadd_rn(codebook[i], codebook[i + 1]), 0.5f);
+}
+
+// Fills the table: for each cell the midpoint in it (or infinity) and the number of midpoints in the cells below.
+template <int kBits>
+__device__ Search build_cells(const float* smem_codebook, float largest, float2* smem_cells) {
+    using C = Cells<kBits>;
+    const float scale = C::kBytes / 2 / (kReach * largest);
+    bool crowded = false;
+    for (int cell = threadIdx.x; cell < C::kCount; cell += kThreads) {
+        float inside = __int_as_float(0x7F800000);
+        int below = 0, count = 0;
+        for (int i = 0; i < C::kLevels - 1; ++i) {
+            const float middle = midpoint(smem_codebook, i);
+            const int its_cell = cell_offset<kBits>(middle, scale) / C::kStride;
+            below += its_cell < cell;
+            if (its_cell == cell) inside = middle, ++count;
+        }
+        crowded |= count > 1;
+        for (int i = 0; i < kWarp; ++i) {
+            smem_cells[cell * kWarp + (i + threadIdx.x) % kWarp] = make_float2(inside, __int_as_float(below));
+        }
+    }
+    return {scale, !__syncthreads_or(crowded)};
+}
+
+__device__ __forceinline__ void unpack(uint4 piece, float (&values)[4], const float*) {
+    values[0] = __uint_as_float(piece.x), values[1] = __uint_as_float(piece.y);
+    values[2] = __uint_as_float(piece.z), values[3] = __uint_as_float(piece.w);
+}
+
+__device__ __forceinline__ void unpack(uint4 piece, float (&values)[8], const __nv_bfloat16*) {
+    const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        values[2 * i] = __uint_as_float(words[i] << 16);
+        values[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000);
+    }
+}
+
+__device__ __forceinline__ void unpack(uint4 piece, float (&values)[8], const __half*) {
+    const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
+        values[2 * i] = two.x, values[2 * i + 1] = two.y;
+    }
+}
+
+// The largest magnitude of a block; 16-bit numbers are compared two at a time.
+template <typename T>
+struct Magnitude {
+    uint32_t two = 0;
+
+    __device__ __forceinline__ void add(uint4 piece) {
+        for (const uint32_t word : {piece.x, piece.y, piece.z, piece.w}) two = __vmaxu2(two, word & 0x7FFF7FFF);
+    }
+    __device__ __forceinline__ float value() const {
+        const auto bits = static_cast<unsigned short>(max(two & 0xFFFF, two >> 16));
+        return static_cast<float>(*reinterpret_cast<const T*>(&bits));
+    }
+};
+
+template <>
+struct Magnitude<float> {
+    float largest = 0;
+
+    __device__ __forceinline__ void add(uint4 piece) {
+        for (const uint32_t word : {piece.x, piece.y, piece.z, piece.w}) {
+            largest = fmaxf(largest, fabsf(__uint_as_float(word)));
+        }
+    }
+    __device__ __forceinline__ float value() const { return largest; }
+};
+
+// Where a 16-byte piece of a chunk lies in its stage: the swizzle lets eight lanes read the same piece of eight blocks
+// from different banks.
+__device__ __forceinline__ int swizzled(int piece) { return piece ^ (piece >> 3 & 7); }
+
+// A warp's chunk of 32 blocks, as pieces of 16 bytes; kPieces of them a block.
+template <typename T>
+struct Chunk {
+    static constexpr int kPerPiece = 16 / sizeof(T);
+    static constexpr int kPieces = kBlockSize / kPerPiece;
+    static constexpr int kBytes = kWarp * kBlockSize * sizeof(T);
+
+    // Starts to copy the chunk; blocks past the end are left out.
+    static __device__ __forceinline__ void prefetch(const T* gmem_weight, int64_t first_block, int64_t blocks,
+                                                    uint4* smem_stage, int lane) {
+        const auto inside = static_cast<int>(max(min(blocks - first_block, int64_t{kWarp}), int64_t{0}));
+        const auto* source = reinterpret_cast<const uint4*>(gmem_weight + first_block * kBlockSize) + lane;
+        const int place = swizzled(lane);
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+            // swizzled(32 i + lane): of a piece's row, 4 i changes bit 2 alone.
+            uint4* target = smem_stage + i * kWarp + (place ^ 4 * (i & 1));
+            if (i * kWarp + lane < inside * kPieces) cp_async_16(target, source + i * kWarp);
+        }
+        cp_async_commit();
+    }
+
+    // The lane's block, and its largest magnitude.
+    static __device__ __forceinline__ float read(const uint4* smem_stage, int lane, float (&values)[kBlockSize]) {
+        const int first = swizzled(lane * kPieces);
+        Magnitude<T> largest;
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+            const uint4 piece = smem_stage[first ^ i];
+            float part[kPerPiece];
+            unpack(piece, part, static_cast<const T*>(nullptr));
+            largest.add(piece);
+#pragma unroll
+            for (int j = 0; j < kPerPiece; ++j) values[i * kPerPiece + j] = part[j];
+        }
+        return largest.value();
+    }
+};
+
+// A block of a weight whose rows are not whole blocks, or not aligned, straight from global memory.
+template <typename T>
+__device__ float read_ragged(const T* gmem_weight, int64_t block, int64_t in_features, float (&values)[kBlockSize]) {
+    const int64_t row_blocks = num_blocks(in_features), row = block / row_blocks;
+    const int64_t column = (block - row * row_blocks) * kBlockSize;
+    float largest = 0;
+#pragma unroll
+    for (int j = 0; j < kBlockSize; ++j) {
+        values[j] = column + j < in_features ? static_cast<float>(gmem_weight[row * in_features + column + j]) : 0.0f;
+        largest = fmaxf(largest, fabsf(values[j]));
+    }
+    return largest;
+}
+
+// Beyond the largest level a weight's code is the last one, however far.
+__device__ __forceinline__ void clamp(float (&values)[kBlockSize], float largest) {
+#pragma unroll
+    for (int j = 0; j < kBlockSize; ++j) values[j] = fminf(fmaxf(values[j], -largest), largest);
+}
+
+// The codes of a block, code 8 m + i in byte m of bytes[i]; `find` adds the code of r to a number.
+template <typename Find>
+__device__ __forceinline__ void find_codes(const float (&values)[kBlockSize], float inverse, const Find& find,
+                                           uint32_t (&bytes)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        bytes[i] = 0;
+#pragma unroll
+        for (int m = 3; m >= 0; --m) bytes[i] = find(bytes[i] << 8, __fmul_rn(values[8 * m + i], inverse));
+    }
+}
+
+// Eight words of codes, code 8 m + i in byte m of bytes[i], to bit-planes: bit 8 m + i of a plane is of that code.
+template <int kBits>
+__device__ __forceinline__ void transpose_codes(const uint32_t (&bytes)[8], uint32_t (&planes)[kBits]) {
+    if constexpr (kBits == 5) {
+        uint32_t top = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) top |= shifted(bytes[i], i - 4) & 0x01010101u << i;
+        planes[4] = top;
+    }
+    uint32_t rows[4];  // nibble n: code 4 n + k
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        rows[k] =
+            kBits == 5 ? (bytes[k] & 0x0F0F0F0F) | (bytes[k + 4] << 4 & 0xF0F0F0F0) : bytes[k] + (bytes[k + 4] << 4);
+    }
+    if constexpr (kBits == 2) {
+        const uint32_t even = rows[0] + (rows[2] << 2), odd = rows[1] + (rows[3] << 2);
+        planes[0] = (even & 0x55555555) | (odd << 1 & 0xAAAAAAAA);
+        planes[1] = (even >> 1 & 0x55555555) | (odd & 0xAAAAAAAA);
+    } else {
+        const auto swap = [](uint32_t& a, uint32_t& b, int distance, uint32_t mask) {
+            const uint32_t t = ((a >> distance) ^ b) & mask;
+            b ^= t, a ^= t << distance;
+        };
+        swap(rows[0], rows[1], 1, 0x55555555);
+        swap(rows[2], rows[3], 1, 0x55555555);
+        swap(rows[0], rows[2], 2, 0x33333333);
+        swap(rows[1], rows[3], 2, 0x33333333);
+#pragma unroll
+        for (int p = 0; p < (kBits < 4 ? kBits : 4); ++p) planes[p] = rows[p];
+    }
+}
+
+// The planes of a warp's blocks to global memory; `smem_stage` is free for use.
+template <int kBits>
+__device__ __forceinline__ void store_planes(const uint32_t (&planes)[kBits], int32_t* gmem_planes,
+                                             int64_t first_block, int64_t blocks, uint32_t* smem_stage, int lane) {
+    auto* target = reinterpret_cast<uint32_t*>(gmem_planes) + first_block * kBits;
+    if constexpr (kBits == 2) {
+        if (first_block + lane < blocks) reinterpret_cast<uint2*>(target)[lane] = make_uint2(planes[0], planes[1]);
+    } else if constexpr (kBits == 4) {
+        if (first_block + lane < blocks) {
+            reinterpret_cast<uint4*>(target)[lane] = make_uint4(planes[0], planes[1], planes[2], planes[3]);
+        }
+    } else {  // an odd stride: through shared memory without conflicts, so that the warp writes whole lines
+        __syncwarp();
+#pragma unroll
+        for (int p = 0; p < kBits; ++p) smem_stage[lane * kBits + p] = planes[p];
+        __syncwarp();
+#pragma unroll
+        for (int p = 0; p < kBits; ++p) {
+            const int word = p * kWarp + lane;
+            if (word < (blocks - first_block) * kBits) target[word] = smem_stage[word];
+        }
+    }
+}
+
+template <typename T, int kBits, bool kWhole>
+__global__ void __launch_bounds__(kThreads, 3)
+    quantize_kernel(const T* gmem_weight, const float* gmem_codebook, int64_t blocks, int64_t in_features,
+                    int32_t* gmem_planes, uint8_t* gmem_absmax) {
+    extern __shared__ __align__(128) char smem[];                   // the cells, then kStages chunks for each warp
+    __shared__ float smem_codebook[1 << kBits], smem_inverse[256];  // of a scale: 1 / scale, of zero: 0
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    char* smem_chunks = smem + Cells<kBits>::kBytes + warp * kStages * Chunk<T>::kBytes;
+    const auto stage_at = [&](int stage) { return reinterpret_cast<uint4*>(smem_chunks + stage * Chunk<T>::kBytes); };
+    const int64_t step = int64_t{gridDim.x} * kWarps * kWarp;
+    int64_t first = (int64_t{blockIdx.x} * kWarps + warp) * kWarp;
+
+    if (kWhole) Chunk<T>::prefetch(gmem_weight, first, blocks, stage_at(0), lane);
+    if (threadIdx.x < 1 << kBits) smem_codebook[threadIdx.x] = gmem_codebook[threadIdx.x];
+    static_assert(kThreads == 256);
+    smem_inverse[threadIdx.x] = threadIdx.x ? __frcp_rn(decode_e4m4(threadIdx.x)) : 0.0f;
+    __syncthreads();
+    const float largest = fmaxf(fabsf(smem_codebook[0]), fabsf(smem_codebook[(1 << kBits) - 1]));
+    const Search search = build_cells<kBits>(smem_codebook, largest, reinterpret_cast<float2*>(smem));
+
+    for (int stage = 0; first < blocks; first += step, stage ^= 1) {
+        float values[kBlockSize], magnitude;
+        if (kWhole) {
+            Chunk<T>::prefetch(gmem_weight, first + step, blocks, stage_at(stage ^ 1), lane);
+            cp_async_wait<1>();
+            __syncwarp();
+            magnitude = Chunk<T>::read(stage_at(stage), lane, values);
+        } else {
+            magnitude = read_ragged(gmem_weight, min(first + lane, blocks - 1), in_features, values);
+        }
+        const uint32_t scale = encode_e4m4(__fdiv_rn(magnitude, largest));
+        const float inverse = smem_inverse[scale];
+        if (scale == 255) clamp(values, 32.0f * largest);
+        uint32_t bytes[8], planes[kBits];
+        if (search.exact) {
+            const char* cells = smem + lane * sizeof(float2);
+            find_codes(
+                values, inverse,
+                [&](uint32_t number, float r) {
+                    const float2 cell = *reinterpret_cast<const float2*>(cells + cell_offset<kBits>(r, search.scale));
+                    number += __float_as_uint(cell.y);
+                    if (r > cell.x) ++number;
+                    return number;
+                },
+                bytes);
+        } else {
+            find_codes(
+                values, inverse,
+                [&](uint32_t number, float r) {
+#pragma unroll 1
+                    for (int level = 0; level < (1 << kBits) - 1; ++level)
+                        number += r > midpoint(smem_codebook, level);
+                    return number;
+                },
+                bytes);
+        }
+        transpose_codes<kBits>(bytes, planes);
+        if (first + lane < blocks) gmem_absmax[first + lane] = static_cast<uint8_t>(scale);
+        store_planes<kBits>(planes, gmem_planes, first, blocks, reinterpret_cast<uint32_t*>(stage_at(stage)), lane);
+        __syncwarp();  // the stage is free for the next copy
+    }
+}
+
+template <typename T, int kBits, bool kWhole>
+cudaError_t launch(const void* weight, const float* codebook, int64_t blocks, int64_t in_features, int32_t* planes,
+                   uint8_t* absmax, cudaStream_t stream) {
+    const auto kernel = quantize_kernel<T, kBits, kWhole>;
+    constexpr int kSharedBytes = Cells<kBits>::kBytes + kWarps * kStages * Chunk<T>::kBytes;
+    int device = 0, processors = 0, resident = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, kSharedBytes);
+    const int64_t needed = ceil_div(blocks, kThreads), most = int64_t{processors} * std::max(resident, 1);
+    kernel<<<static_cast<unsigned>(std::min(needed, most)), kThreads, kSharedBytes, stream>>>(
+        static_cast<const T*>(weight), codebook, blocks, in_features, planes, absmax);
+    return cudaGetLastError();
+}
+
+template <typename T, int kBits>
+cudaError_t choose_read(const void* weight, const float* codebook, int64_t rows, int64_t in_features, int32_t* planes,
+                        uint8_t* absmax, cudaStream_t stream) {
+    const int64_t blocks = rows * num_blocks(in_features);
+    const bool whole = in_features % kBlockSize == 0 && reinterpret_cast<uintptr_t>(weight) % 16 == 0;
+    const auto run = whole ? launch<T, kBits, true> : launch<T, kBits, false>;
+    return run(weight, codebook, blocks, in_features, planes, absmax, stream);
+}
+
+template <typename T>
+cudaError_t choose_bits(int bits, const void* weight, const float* codebook, int64_t rows, int64_t in_features,
+                        int32_t* planes, uint8_t* absmax, cudaStream_t stream) {
+    constexpr decltype(&choose_read<T, 2>) kInstances[] = {choose_read<T, 2>, choose_read<T, 3>, choose_read<T, 4>,
+                                                           choose_read<T, 5>};
+    return kInstances[bits - kMinBits](weight, codebook, rows, in_features, planes, absmax, stream);
+}
+
+}  // namespace
+
+cudaError_t quantize(const void* weight, Dtype dtype, const float* codebook, int bits, int64_t rows,
+                     int64_t in_features, int32_t* planes, uint8_t* absmax, cudaStream_t stream) {
+    const auto run = dtype == Dtype::float32   ? choose_bits<float>
+                     : dtype == Dtype::float16 ? choose_bits<__half>
+                                               : choose_bits<__nv_bfloat16>;
+    return run(bits, weight, codebook, rows, in_features, planes, absmax, stream);
+}
+
+}  // namespace hf_kbit::cuda
