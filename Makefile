@@ -8,11 +8,13 @@ VENV := .venv
 OLDEST := .venv-oldest
 PIP_INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
 # A process per core and a thread per process; tests of a file share its fixtures.
+NATIVE := $(shell find csrc -type f)
+CXX_FILES := $(filter %.h %.cpp %.cuh %.cu,$(NATIVE))
 PYTEST := bin/python -m pytest --timeout=900 --numprocesses=auto --dist=loadfile
 test test-oldest: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest docs lint format clean
+.PHONY: help demo test test-oldest docs wheel lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,22 +31,32 @@ test-oldest: $(OLDEST)/.test ## the test suite on the oldest supported Transform
 docs: $(VENV)/.docs ## build the documentation into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
-lint: $(VENV)/.test ## ruff check and ruff format --check
+wheel: $(VENV)/.torch-$(TORCH) ## build the release wheel into dist/, with CUDA code for all supported GPUs; needs nvcc
+	@rm -rf dist
+	@start=$$(date +%s); \
+	HF_KBIT_CUDA_ARCHS=release $(VENV)/bin/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist . && \
+	echo "$$(ls dist/*.whl): $$(stat --format=%s dist/*.whl) bytes, built in $$(($$(date +%s) - start)) s"
+	@$(VENV)/bin/python -m zipfile --list dist/*.whl | grep --quiet libhf_kbit_cuda.so || { rm -rf dist; \
+	    echo "the wheel has no CUDA library; see why with: cmake -S csrc -B build -D HF_KBIT_CUDA_ARCHS=release" >&2; exit 1; }
+
+lint: $(VENV)/.test ## ruff check, ruff format --check and clang-format --dry-run
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
 
-format: $(VENV)/.test ## let ruff mend what it can
+format: $(VENV)/.test ## let ruff and clang-format mend what they can
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(CXX_FILES)
 
 clean: ## remove the virtual environments and everything built or cached
-	rm -rf $(VENV) $(OLDEST) site build dist .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) site build dist hf_kbit/*.so hf_kbit/_build.json .cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# An empty stamp file in the environment says what is installed in it; a change of pyproject.toml installs again.
+# An empty stamp file in the environment says what is installed in it; a change of pyproject.toml or csrc installs again.
 .SECONDEXPANSION:
 $(OLDEST)/.test: PINS := transformers==$(OLDEST_TRANSFORMERS)
-$(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(OLDEST)/.test: $$(@D)/.torch-$(TORCH) pyproject.toml
+$(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(OLDEST)/.test: $$(@D)/.torch-$(TORCH) pyproject.toml $(NATIVE)
 	@echo "Installing hf_kbit and its $(@F:.%=%) extra into $(@D) ..."
 	@$(@D)/$(PIP_INSTALL) --editable ".[$(@F:.%=%)]" $(PINS)
 	@touch $@

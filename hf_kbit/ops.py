@@ -1,7 +1,8 @@
 """The ops: of each its schema, argument checks, fake, autograd and documented wrapper, in that order.
 
-``reference`` implements all of them on every device; a compiled library takes over a device by registering its kernels
-for that dispatch key. ``bits`` is never an argument where a codebook is one: a codebook has ``2**bits`` levels.
+``reference`` implements all of them on every device; a compiled library (``_native``) takes over a device by
+registering its kernels for that dispatch key. ``bits`` is never an argument where a codebook is one: a codebook has
+``2**bits`` levels.
 
 Shapes: N out_features, K in_features, B = ceil(K / 32) blocks a row, ``*`` any leading dimensions. All tensors of a
 call are on one device. The *planes* of a weight are its stored form, its *tiles* a private form for GPUs (``repack``).
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_kbit import reference
+from hf_kbit import _native, reference
 from hf_kbit.codebooks import bits_of
 from hf_kbit.format import absmax_shape, check_bits, num_blocks, weight_shape
 
@@ -81,6 +82,7 @@ def _check_quantize(weight, codebook):
 @torch.library.impl(_LIB, "quantize", "CompositeExplicitAutograd")
 def _(weight, codebook):
     _check_quantize(weight, codebook)
+    _native.warn_missing(weight.device.type)
     return reference.quantize(weight, codebook)
 
 
@@ -131,6 +133,7 @@ def quantize(weight: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor
     ):
         if wrong := weight.numel() - int(torch.isfinite(weight).sum()):
             raise ValueError(f"weight: found {wrong} NaN or infinite values, expected finite ones")
+    _check_quantize(weight, codebook)
     return torch.ops.hf_kbit.quantize(weight, codebook)
 
 
@@ -153,6 +156,7 @@ def _check_dequantize(weight, absmax, codebook, shape, dtype):
 @torch.library.impl(_LIB, "dequantize", "CompositeExplicitAutograd")
 def _(weight, absmax, codebook, shape, dtype):
     _check_dequantize(weight, absmax, codebook, shape, dtype)
+    _native.warn_missing(weight.device.type)
     return reference.dequantize(weight, absmax, codebook, shape, dtype)
 
 
@@ -193,6 +197,7 @@ def dequantize(
     >>> bool((weight - decoded).square().mean() < 0.01)
     True
     """
+    _check_dequantize(weight, absmax, codebook, shape, dtype)
     return torch.ops.hf_kbit.dequantize(weight, absmax, codebook, list(shape), dtype)
 
 
@@ -210,6 +215,7 @@ def _check_repack(weight, absmax, bits, shape, inverse):
 @torch.library.impl(_LIB, "repack", "CompositeExplicitAutograd")
 def _(weight, absmax, bits, shape, inverse=False):
     _check_repack(weight, absmax, bits, shape, inverse)
+    _native.warn_missing(weight.device.type)
     return reference.repack(weight, absmax, bits, shape, inverse)
 
 
@@ -253,6 +259,7 @@ def repack(
     >>> all(map(torch.equal, repack(*tiles, bits=3, shape=(64, 100), inverse=True), planes))
     True
     """
+    _check_repack(weight, absmax, bits, shape, inverse)
     return torch.ops.hf_kbit.repack(weight, absmax, bits, list(shape), inverse)
 
 
@@ -278,6 +285,7 @@ def _check_gemm(x, weight, absmax, codebook, bias, out_features):
 @torch.library.impl(_LIB, "gemm", "CompositeExplicitAutograd")
 def _(x, weight, absmax, codebook, bias, out_features):
     _check_gemm(x, weight, absmax, codebook, bias, out_features)
+    _native.warn_missing(weight.device.type)
     return reference.gemm(x, weight, absmax, codebook, bias, out_features)
 
 
@@ -327,7 +335,8 @@ def gemm(
         out_features: N; needed for tiles, which hide it behind padding.
 
     Returns:
-        dtype of ``x``, ``[*, N]``, contiguous. W is decoded to the dtype of ``x`` before the product.
+        dtype of ``x``, ``[*, N]``, contiguous. W is decoded to float32 or to the dtype of ``x``, whichever is faster
+        where it runs; sums are at least in float32 and rounded once.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit; the message names the tensor.
@@ -340,4 +349,11 @@ def gemm(
     """
     if out_features is None:
         out_features = weight.shape[0]
+    _check_gemm(x, weight, absmax, codebook, bias, out_features)
     return torch.ops.hf_kbit.gemm(x, weight, absmax, codebook, bias, out_features)
+
+
+# --- compiled kernels -----------------------------------------------------------------------------
+
+for _name in ("cpu", "cuda"):
+    _native.library(_name)

@@ -1,0 +1,179 @@
+#include "ops/arguments.h"
+
+#include <stdexcept>
+
+#include <torch/csrc/stable/ops.h>
+
+namespace hf_kbit {
+
+namespace {
+
+std::string dtype_name(ScalarType dtype) {
+    switch (dtype) {
+        case ScalarType::Float:
+            return "float32";
+        case ScalarType::Half:
+            return "float16";
+        case ScalarType::BFloat16:
+            return "bfloat16";
+        case ScalarType::Double:
+            return "float64";
+        case ScalarType::Byte:
+            return "uint8";
+        case ScalarType::Int:
+            return "int32";
+        case ScalarType::Long:
+            return "int64";
+        case ScalarType::Bool:
+            return "bool";
+        default:
+            return std::string(torch::headeronly::toString(dtype));
+    }
+}
+
+std::string device_name(const Tensor& tensor) {
+    const auto device = tensor.device();
+    switch (device.type()) {
+        case torch::headeronly::DeviceType::CPU:
+            return "cpu";
+        case torch::headeronly::DeviceType::CUDA:
+            return "cuda:" + std::to_string(device.index());
+        default:
+            return "another device";
+    }
+}
+
+void check_dtype(std::string_view name, const Tensor& tensor, ScalarType expected) {
+    if (tensor.scalar_type() != expected) {
+        refuse(name, "dtype " + dtype_name(tensor.scalar_type()), dtype_name(expected));
+    }
+}
+
+// Whether the last dimensions of `shape` are `expected`.
+bool ends_with(const Shape& shape, const Shape& expected) {
+    return shape.size() >= expected.size() && std::equal(expected.rbegin(), expected.rend(), shape.rbegin());
+}
+
+}  // namespace
+
+void refuse(std::string_view name, const std::string& found, const std::string& expected) {
+    throw std::invalid_argument(std::string(name) + ": found " + found + ", expected " + expected);
+}
+
+std::string to_string(const Shape& shape) {
+    std::string text = "[";
+    for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+    return text + "]";
+}
+
+Shape shape_of(const Tensor& tensor) {
+    const auto sizes = tensor.sizes();
+    return Shape(sizes.begin(), sizes.end());
+}
+
+Shape concat(Shape first, const Shape& second) {
+    first.insert(first.end(), second.begin(), second.end());
+    return first;
+}
+
+Dtype float_dtype(std::string_view name, ScalarType dtype, bool allow_float64) {
+    switch (dtype) {
+        case ScalarType::Float:
+            return Dtype::float32;
+        case ScalarType::Half:
+            return Dtype::float16;
+        case ScalarType::BFloat16:
+            return Dtype::bfloat16;
+        case ScalarType::Double:
+            if (allow_float64) return Dtype::float64;
+            [[fallthrough]];
+        default:
+            refuse(name, "dtype " + dtype_name(dtype),
+                   allow_float64 ? "float32, float16, bfloat16 or float64" : "float32, float16 or bfloat16");
+    }
+}
+
+ScalarType scalar_type(Dtype dtype) {
+    switch (dtype) {
+        case Dtype::float16:
+            return ScalarType::Half;
+        case Dtype::bfloat16:
+            return ScalarType::BFloat16;
+        case Dtype::float64:
+            return ScalarType::Double;
+        default:
+            return ScalarType::Float;
+    }
+}
+
+int check_codebook(const Tensor& codebook) {
+    check_dtype("codebook", codebook, ScalarType::Float);
+    if (codebook.dim() == 1) {
+        for (int bits = kMinBits; bits <= kMaxBits; ++bits) {
+            if (codebook.size(0) == int64_t{1} << bits) return bits;
+        }
+    }
+    refuse("codebook", "shape " + to_string(shape_of(codebook)), "one dimension of 4, 8, 16 or 32 levels");
+}
+
+void check_same_device(std::string_view name, const Tensor& tensor, std::string_view other_name, const Tensor& other) {
+    if (tensor.device() != other.device()) {
+        throw std::invalid_argument(std::string(name) + ": found on " + device_name(tensor) + ", expected on " +
+                                    device_name(other) + " like " + std::string(other_name));
+    }
+}
+
+Shape words_shape(Form form, int64_t out_features, int64_t in_features, int bits) {
+    const int64_t blocks = num_blocks(in_features);
+    if (form == Form::planes) return {out_features, blocks * bits};
+    return {ceil_div(out_features, kTileRows), ceil_div(blocks, kSlabBlocks), bits, kLanes, 4};
+}
+
+Shape scales_shape(Form form, int64_t out_features, int64_t in_features) {
+    const int64_t blocks = num_blocks(in_features);
+    if (form == Form::planes) return {out_features, blocks};
+    return {ceil_div(out_features, kTileRows), ceil_div(blocks, kSlabBlocks), kTileRows / 2, 2 * kSlabBlocks};
+}
+
+Packed check_packed(const Tensor& weight, const Tensor& absmax, const std::optional<Tensor>& codebook, int64_t bits,
+                    int64_t out_features, int64_t in_features) {
+    if (bits < kMinBits || bits > kMaxBits) refuse("bits", std::to_string(bits), "2, 3, 4 or 5");
+    if (out_features < 1 || in_features < 1) {
+        refuse("shape", to_string({out_features, in_features}), "[out_features, in_features], both 1 or more");
+    }
+    check_dtype("weight", weight, ScalarType::Int);
+    check_dtype("absmax", absmax, ScalarType::Byte);
+    check_same_device("absmax", absmax, "weight", weight);
+    if (codebook) check_same_device("codebook", *codebook, "weight", weight);
+
+    const Shape words = shape_of(weight), scales = shape_of(absmax);
+    const bool planes = !words.empty() && !scales.empty() && words.back() == scales.back() * bits;
+    const Form form = planes ? Form::planes : Form::tiles;
+    const Shape expected_words = words_shape(form, out_features, in_features, static_cast<int>(bits));
+    const Shape expected_scales = scales_shape(form, out_features, in_features);
+    const std::string what = std::string(" for the ") + (planes ? "planes" : "tiles") + " of a " +
+                             to_string({out_features, in_features}) + " weight in " + std::to_string(bits) + " bits";
+    if (!ends_with(words, expected_words)) {
+        refuse("weight", "shape " + to_string(words), to_string(expected_words) + what);
+    }
+    if (!ends_with(scales, expected_scales)) {
+        refuse("absmax", "shape " + to_string(scales), to_string(expected_scales) + what);
+    }
+    const Shape lead(words.begin(), words.end() - static_cast<int64_t>(expected_words.size()));
+    if (lead != Shape(scales.begin(), scales.end() - static_cast<int64_t>(expected_scales.size()))) {
+        refuse("absmax", "shape " + to_string(scales), "the leading dimensions of weight " + to_string(words));
+    }
+    int64_t count = 1;
+    for (const int64_t size : lead) count *= size;
+    return {torch::stable::contiguous(weight),
+            torch::stable::contiguous(absmax),
+            codebook ? torch::stable::contiguous(*codebook) : absmax,
+            form,
+            static_cast<int>(bits),
+            count,
+            out_features,
+            in_features,
+            lead};
+}
+
+}  // namespace hf_kbit

@@ -1,0 +1,54 @@
+// Argument checks of the ops: every message names the tensor, what was found and what was expected. They throw
+// std::invalid_argument, which Python sees as a ValueError. hf_kbit/ops.py checks the same for its public functions
+// and for devices without a compiled library.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include "common/format.h"
+
+namespace hf_kbit {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Shape = std::vector<int64_t>;
+
+enum class Form { planes, tiles };
+
+// A quantized weight after its checks: contiguous words and scales of `count` matrices [out_features, in_features].
+struct Packed {
+    Tensor words, scales, codebook;
+    Form form;
+    int bits;
+    int64_t count, out_features, in_features;
+    Shape lead;  // the leading dimensions, `count` matrices in all
+};
+
+// Our name for a floating dtype; refuses others, float64 too unless allowed.
+Dtype float_dtype(std::string_view name, ScalarType dtype, bool allow_float64);
+ScalarType scalar_type(Dtype dtype);
+
+// The width of a float32 codebook [2**bits].
+int check_codebook(const Tensor& codebook);
+
+void check_same_device(std::string_view name, const Tensor& tensor, std::string_view other_name, const Tensor& other);
+
+// Words and scales in either form, told apart by their last dimensions. `codebook` may be absent (repack).
+Packed check_packed(const Tensor& weight, const Tensor& absmax, const std::optional<Tensor>& codebook, int64_t bits,
+                    int64_t out_features, int64_t in_features);
+
+Shape words_shape(Form form, int64_t out_features, int64_t in_features, int bits);
+Shape scales_shape(Form form, int64_t out_features, int64_t in_features);
+
+Shape concat(Shape first, const Shape& second);
+[[noreturn]] void refuse(std::string_view name, const std::string& found, const std::string& expected);
+std::string to_string(const Shape& shape);
+Shape shape_of(const Tensor& tensor);
+
+}  // namespace hf_kbit

@@ -1,0 +1,40 @@
+// What a device must provide for the ops of this folder. The CPU library links backend_cpu.cpp, the CUDA library
+// backend_cuda.cpp; all other files of this folder are the same in both.
+#pragma once
+
+#include "ops/arguments.h"
+
+namespace hf_kbit::backend {
+
+// weight [rows, in_features], contiguous, to planes and absmax.
+void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bits, int64_t rows, int64_t in_features,
+              Tensor& planes, Tensor& absmax);
+
+// out [count, out_features, in_features], contiguous.
+void dequantize(const Packed& packed, Tensor& out, Dtype dtype);
+
+// From packed.form to the other one.
+void repack(const Packed& packed, Tensor& words, Tensor& scales);
+
+// x [*, in_features] @ W.T + bias, for one matrix.
+Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias);
+
+}  // namespace hf_kbit::backend
+
+namespace hf_kbit {
+
+// The ops behind the schemas of hf_kbit/ops.py, which documents them.
+std::tuple<Tensor, Tensor> quantize(const Tensor& weight, const Tensor& codebook);
+Tensor dequantize(const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
+                  torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, ScalarType dtype);
+std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, int64_t bits,
+                                  torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, bool inverse);
+Tensor gemm(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
+            const std::optional<Tensor>& bias, int64_t out_features);
+
+// Helpers of the backends: a new tensor on the device of `like`, decoded weights, aten::linear.
+Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype);
+Tensor decoded(const Packed& packed, Dtype dtype);
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias);
+
+}  // namespace hf_kbit

@@ -1,0 +1,166 @@
+// The CPU backend: spreads rows over torch's thread pool. The kernels are in csrc/cpu.
+#include <cpuid.h>
+
+#include <algorithm>
+
+#include <torch/csrc/stable/ops.h>
+
+#include "cpu/kernels.h"
+#include "cpu/repack.h"
+#include "ops/backend.h"
+
+namespace hf_kbit::backend {
+
+namespace {
+
+// Work for a thread, in weights: less is not worth waking one up.
+constexpr int64_t kGrain = 1 << 15;
+// Up to so many tokens the fused kernel is faster than decoding a slice and multiplying; with matrix units for
+// bfloat16 up to half as many. (2 threads each of an EPYC Milan and of a Xeon with AMX, 2026-11-21.)
+constexpr int64_t kFusedTokens = 32;
+// Weights decoded at a time for more tokens: 16 MB of float32, small beside the model and large enough for a matmul.
+constexpr int64_t kSlice = 1 << 22;
+
+int64_t row_grain(int64_t in_features) { return std::max<int64_t>(1, kGrain / in_features); }
+
+// Whether matrix products of bfloat16 are faster here than those of float32.
+bool has_bfloat16_arithmetic() {
+#if defined(__x86_64__)
+    static const bool found = [] {
+        unsigned eax, ebx, ecx, edx;
+        if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+        const bool amx = edx & (1u << 22);
+        return amx || (__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & (1u << 5)));
+    }();
+    return found;
+#else
+    return false;
+#endif
+}
+
+const int32_t* words_of(const Packed& packed) { return static_cast<const int32_t*>(packed.words.const_data_ptr()); }
+const uint8_t* scales_of(const Packed& packed) { return static_cast<const uint8_t*>(packed.scales.const_data_ptr()); }
+const float* codebook_of(const Packed& packed) { return static_cast<const float*>(packed.codebook.const_data_ptr()); }
+
+// The same weight as planes.
+Packed as_planes(const Packed& packed) {
+    if (packed.form == Form::planes) return packed;
+    Packed planes = packed;
+    planes.form = Form::planes;
+    const auto shaped = [&](const Shape& shape) { return concat(packed.lead, shape); };
+    planes.words = new_tensor(packed.words,
+                              shaped(words_shape(Form::planes, packed.out_features, packed.in_features, packed.bits)),
+                              ScalarType::Int);
+    planes.scales = new_tensor(
+        packed.words, shaped(scales_shape(Form::planes, packed.out_features, packed.in_features)), ScalarType::Byte);
+    repack(packed, planes.words, planes.scales);
+    return planes;
+}
+
+void dequantize_rows(const Packed& planes, int64_t begin, int64_t end, void* out, Dtype dtype) {
+    // `out` is the row `begin`; the kernel counts rows from the first one.
+    const int64_t blocks = num_blocks(planes.in_features);
+    const int32_t* words = words_of(planes) + begin * blocks * planes.bits;
+    const uint8_t* scales = scales_of(planes) + begin * blocks;
+    torch::stable::parallel_for(0, end - begin, row_grain(planes.in_features), [&](int64_t first, int64_t last) {
+        cpu::dequantize(words, scales, codebook_of(planes), planes.bits, planes.in_features, out, dtype, first, last);
+    });
+}
+
+Tensor fused_gemm(const Tensor& x, Dtype dtype, const Packed& planes, const std::optional<Tensor>& bias, Tensor out) {
+    const int64_t tokens = x.numel() / planes.in_features;
+    const int64_t panel_size = cpu::gemm_panel_size(tokens, planes.in_features);
+    Tensor panel = new_tensor(x, {panel_size}, ScalarType::Float);
+    auto* panel_data = static_cast<float*>(panel.mutable_data_ptr());
+    cpu::gemm_pack(x.const_data_ptr(), dtype, tokens, planes.in_features, panel_data);
+    const void* bias_data = bias ? bias->const_data_ptr() : nullptr;
+    void* out_data = out.mutable_data_ptr();
+    torch::stable::parallel_for(
+        0, planes.out_features, row_grain(planes.in_features), [&](int64_t begin, int64_t end) {
+            cpu::gemm(panel_data, tokens, words_of(planes), scales_of(planes), codebook_of(planes), planes.bits,
+                      bias_data, out_data, dtype, planes.out_features, planes.in_features, begin, end);
+        });
+    return out;
+}
+
+}  // namespace
+
+void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bits, int64_t rows, int64_t in_features,
+              Tensor& planes, Tensor& absmax) {
+    const void* weight_data = weight.const_data_ptr();
+    const auto* levels = static_cast<const float*>(codebook.const_data_ptr());
+    auto* words = static_cast<int32_t*>(planes.mutable_data_ptr());
+    auto* scales = static_cast<uint8_t*>(absmax.mutable_data_ptr());
+    torch::stable::parallel_for(0, rows, row_grain(in_features), [&](int64_t begin, int64_t end) {
+        cpu::quantize(weight_data, dtype, levels, bits, in_features, words, scales, begin, end);
+    });
+}
+
+void dequantize(const Packed& packed, Tensor& out, Dtype dtype) {
+    dequantize_rows(as_planes(packed), 0, packed.count * packed.out_features, out.mutable_data_ptr(), dtype);
+}
+
+void repack(const Packed& packed, Tensor& words, Tensor& scales) {
+    const int64_t row_tiles = ceil_div(packed.out_features, kTileRows);
+    const int64_t words_from = packed.words.numel() / packed.count, scales_from = packed.scales.numel() / packed.count;
+    const int64_t words_to = words.numel() / packed.count, scales_to = scales.numel() / packed.count;
+    const auto run = packed.form == Form::planes ? cpu::repack : cpu::repack_inverse;
+    auto* out_words = static_cast<int32_t*>(words.mutable_data_ptr());
+    auto* out_scales = static_cast<uint8_t*>(scales.mutable_data_ptr());
+    for (int64_t i = 0; i < packed.count; ++i) {
+        torch::stable::parallel_for(0, row_tiles, 1, [&](int64_t begin, int64_t end) {
+            run(words_of(packed) + i * words_from, scales_of(packed) + i * scales_from, packed.bits,
+                packed.out_features, packed.in_features, out_words + i * words_to, out_scales + i * scales_to, begin,
+                end);
+        });
+    }
+}
+
+Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias) {
+    const Packed planes = as_planes(packed);
+    const int64_t tokens = x.numel() / packed.in_features;
+    Shape shape = shape_of(x);
+    shape.back() = packed.out_features;
+    Tensor out = new_tensor(x, shape, x.scalar_type());
+    if (tokens == 0) return out;
+    if (dtype == Dtype::float64) return linear(x, decoded(planes, dtype), bias);
+    const bool matrix_units = dtype == Dtype::bfloat16 && has_bfloat16_arithmetic();
+    if (tokens <= (matrix_units ? kFusedTokens / 2 : kFusedTokens)) {
+        std::optional<Tensor> contiguous_bias;
+        if (bias) contiguous_bias = torch::stable::contiguous(*bias);
+        return fused_gemm(torch::stable::contiguous(x), dtype, planes, contiguous_bias, out);
+    }
+    // Many tokens: decode a slice of rows, multiply, go on. 16-bit products run in float32 where the CPU has no
+    // arithmetic for them, which is several times faster and more accurate.
+    const bool native = dtype == Dtype::float32 || matrix_units;
+    const Dtype compute = native ? dtype : Dtype::float32;
+    const auto cast = [&](const Tensor& tensor) {
+        return native ? tensor : torch::stable::to(tensor, scalar_type(compute));
+    };
+    const Tensor inputs = cast(x);
+    std::optional<Tensor> addend;
+    if (bias) addend = cast(*bias);
+    const int64_t step = std::max<int64_t>(1, kSlice / packed.in_features);
+    for (int64_t begin = 0; begin < packed.out_features; begin += step) {
+        const int64_t rows = std::min(step, packed.out_features - begin);
+        Tensor dense = new_tensor(x, {rows, packed.in_features}, scalar_type(compute));
+        dequantize_rows(planes, begin, begin + rows, dense.mutable_data_ptr(), compute);
+        std::optional<Tensor> part_bias;
+        if (addend) part_bias = torch::stable::narrow(*addend, 0, begin, rows);
+        Tensor part = torch::stable::narrow(out, -1, begin, rows);
+        torch::stable::copy_(part, linear(inputs, dense, part_bias));
+    }
+    return out;
+}
+
+}  // namespace hf_kbit::backend
+
+// For hf_kbit/_native.py: "avx512", "avx2" or "portable", or what is wrong with the environment variable HF_KBIT_CPU.
+extern "C" __attribute__((visibility("default"))) const char* hf_kbit_cpu_instruction_set() {
+    try {
+        return hf_kbit::cpu::instruction_set();
+    } catch (const std::exception& error) {
+        static const std::string message = error.what();
+        return message.c_str();
+    }
+}

@@ -1,0 +1,84 @@
+// The CUDA backend: the current device and stream, aligned pointers, launches. The kernels are in csrc/kernels.
+#include <stdexcept>
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "kernels/kernels.h"
+#include "ops/backend.h"
+
+namespace hf_kbit::backend {
+
+namespace {
+
+// Makes the device of a tensor the current one; kernels go to torch's current stream there.
+struct Launch {
+    torch::stable::accelerator::DeviceGuard guard;
+    cudaStream_t stream;
+
+    explicit Launch(const Tensor& tensor) : guard(tensor.get_device_index()), stream(nullptr) {
+        void* current = nullptr;
+        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &current));
+        stream = static_cast<cudaStream_t>(current);
+    }
+};
+
+void check(const char* kernel, cudaError_t error) {
+    if (error != cudaSuccess) {
+        throw std::runtime_error(std::string("hf_kbit: ") + kernel + ": " + cudaGetErrorString(error));
+    }
+}
+
+// Kernels read 16 bytes at a time; a view may start anywhere.
+Tensor aligned(const Tensor& tensor) {
+    return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0 ? tensor : torch::stable::clone(tensor);
+}
+
+template <typename T>
+const T* read(const Tensor& tensor) {
+    return static_cast<const T*>(tensor.const_data_ptr());
+}
+
+template <typename T>
+T* write(Tensor& tensor) {
+    return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+}  // namespace
+
+void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bits, int64_t rows, int64_t in_features,
+              Tensor& planes, Tensor& absmax) {
+    const Launch launch(weight);
+    check("quantize", cuda::quantize(weight.const_data_ptr(), dtype, read<float>(codebook), bits, rows, in_features,
+                                     write<int32_t>(planes), write<uint8_t>(absmax), launch.stream));
+}
+
+void dequantize(const Packed& packed, Tensor& out, Dtype dtype) {
+    const Launch launch(packed.words);
+    const Tensor words = aligned(packed.words), scales = aligned(packed.scales);
+    const auto* codebook = read<float>(packed.codebook);
+    check("dequantize",
+          packed.form == Form::planes
+              ? cuda::dequantize_planes(read<int32_t>(words), read<uint8_t>(scales), codebook, packed.bits,
+                                        packed.count * packed.out_features, packed.in_features, out.mutable_data_ptr(),
+                                        dtype, launch.stream)
+              : cuda::dequantize_tiles(read<int32_t>(words), read<uint8_t>(scales), codebook, packed.bits,
+                                       packed.count, packed.out_features, packed.in_features, out.mutable_data_ptr(),
+                                       dtype, launch.stream));
+}
+
+void repack(const Packed& packed, Tensor& words, Tensor& scales) {
+    const Launch launch(packed.words);
+    const Tensor from = aligned(packed.words), scales_from = aligned(packed.scales);
+    const auto run = packed.form == Form::planes ? cuda::repack : cuda::repack_inverse;
+    check("repack",
+          run(read<int32_t>(from), read<uint8_t>(scales_from), packed.bits, packed.count, packed.out_features,
+              packed.in_features, write<int32_t>(words), write<uint8_t>(scales), launch.stream));
+}
+
+// Decodes the whole weight, then multiplies.
+Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias) {
+    return linear(x, decoded(packed, dtype), bias);
+}
+
+}  // namespace hf_kbit::backend

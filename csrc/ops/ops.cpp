@@ -1,0 +1,95 @@
+// The four ops: check the arguments, make the outputs, call the backend. Registered for the backend's dispatch key,
+// they take precedence over hf_kbit/reference.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "ops/backend.h"
+
+namespace hf_kbit {
+
+Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype) {
+    return torch::stable::empty(shape, dtype, std::nullopt, like.device());
+}
+
+Tensor decoded(const Packed& packed, Dtype dtype) {
+    const Shape shape = concat(packed.lead, {packed.out_features, packed.in_features});
+    Tensor out = new_tensor(packed.words, shape, scalar_type(dtype));
+    if (out.numel() > 0) backend::dequantize(packed, out, dtype);
+    return out;
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+    std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(weight),
+                                      torch::stable::detail::from(bias)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+std::tuple<Tensor, Tensor> quantize(const Tensor& weight, const Tensor& codebook) {
+    const Dtype dtype = float_dtype("weight", weight.scalar_type(), false);
+    Shape shape = shape_of(weight);
+    if (shape.size() < 2 || weight.numel() == 0) {
+        refuse("weight", "shape " + to_string(shape), "[*, out_features, in_features], none 0");
+    }
+    check_same_device("codebook", codebook, "weight", weight);
+    const int bits = check_codebook(codebook);
+    const int64_t in_features = shape.back(), blocks = num_blocks(in_features);
+    shape.back() = blocks * bits;
+    Tensor planes = new_tensor(weight, shape, ScalarType::Int);
+    shape.back() = blocks;
+    Tensor absmax = new_tensor(weight, shape, ScalarType::Byte);
+    backend::quantize(torch::stable::contiguous(weight), dtype, torch::stable::contiguous(codebook), bits,
+                      weight.numel() / in_features, in_features, planes, absmax);
+    return {planes, absmax};
+}
+
+Tensor dequantize(const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
+                  torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, ScalarType dtype) {
+    const Dtype out_dtype = float_dtype("dtype", dtype, true);
+    if (shape.size() != 2) refuse("shape", to_string(shape.vec()), "[out_features, in_features]");
+    return decoded(check_packed(weight, absmax, codebook, check_codebook(codebook), shape[0], shape[1]), out_dtype);
+}
+
+std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, int64_t bits,
+                                  torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, bool inverse) {
+    if (shape.size() != 2) refuse("shape", to_string(shape.vec()), "[out_features, in_features]");
+    const Packed packed = check_packed(weight, absmax, std::nullopt, bits, shape[0], shape[1]);
+    if (inverse != (packed.form == Form::tiles)) {
+        refuse("weight", "shape " + to_string(shape_of(weight)), inverse ? "tiles" : "planes");
+    }
+    const Form target = inverse ? Form::planes : Form::tiles;
+    Tensor words =
+        new_tensor(weight, concat(packed.lead, words_shape(target, shape[0], shape[1], packed.bits)), ScalarType::Int);
+    Tensor scales =
+        new_tensor(weight, concat(packed.lead, scales_shape(target, shape[0], shape[1])), ScalarType::Byte);
+    if (packed.count > 0) backend::repack(packed, words, scales);
+    return {words, scales};
+}
+
+Tensor gemm(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
+            const std::optional<Tensor>& bias, int64_t out_features) {
+    const Dtype dtype = float_dtype("x", x.scalar_type(), true);
+    if (x.dim() < 1) refuse("x", "a scalar", "[*, in_features]");
+    check_same_device("x", x, "weight", weight);
+    const Packed packed = check_packed(weight, absmax, codebook, check_codebook(codebook), out_features, x.size(-1));
+    if (!packed.lead.empty()) {
+        refuse("weight", "shape " + to_string(shape_of(weight)), "one matrix, no leading dimensions");
+    }
+    if (bias) {
+        if (bias->scalar_type() != x.scalar_type()) refuse("bias", "another dtype", "the dtype of x");
+        if (shape_of(*bias) != Shape{out_features}) {
+            refuse("bias", "shape " + to_string(shape_of(*bias)), to_string({out_features}));
+        }
+        check_same_device("bias", *bias, "x", x);
+    }
+    return backend::gemm(x, dtype, packed, bias);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_kbit, HF_KBIT_DISPATCH_KEY, library) {
+    library.impl("quantize", TORCH_BOX(&quantize));
+    library.impl("dequantize", TORCH_BOX(&dequantize));
+    library.impl("repack", TORCH_BOX(&repack));
+    library.impl("gemm", TORCH_BOX(&gemm));
+}
+
+}  // namespace hf_kbit

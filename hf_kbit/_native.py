@@ -1,0 +1,89 @@
+"""Finds and loads the compiled libraries, and says why when one is missing.
+
+Loading a library registers its kernels with the ops' schemas for one dispatch key. There is one for CPUs and one for
+CUDA, built against torch's stable ABI, so that neither depends on the version of torch or Python. The CUDA library is
+loaded where torch itself was built with CUDA, whether or not there is a GPU.
+"""
+
+import ctypes
+import functools
+import json
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+REINSTALL_OPTIONS = "--force-reinstall --no-deps --no-cache-dir"
+
+
+@dataclass(frozen=True)
+class Library:
+    """A compiled library of the package: where it is, or why there is none and what to do about it."""
+
+    name: str
+    path: Path | None
+    missing: str = ""
+
+    @property
+    def loaded(self) -> bool:
+        return not self.missing
+
+
+def _folder() -> Path:
+    """Where the newest build lies: beside this file, or where an editable install put one."""
+    folders = [Path(folder) for folder in sys.modules[__package__].__path__]
+    built = [path for folder in folders for path in (*folder.glob("_build.json"), *folder.glob("libhf_kbit_*.so"))]
+    return max(built, key=lambda path: path.stat().st_mtime).parent if built else folders[0]
+
+
+def build_info() -> dict:
+    """What csrc/CMakeLists.txt recorded when the package was built; empty where nothing was."""
+    path = _folder() / "_build.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _load(name: str) -> Library:
+    path = _folder() / f"libhf_kbit_{name}.so"
+    # The record comes first: a library that the newest build left out may lie there from an older one.
+    if missing := build_info().get(name, {}).get("missing"):
+        return Library(name, None, missing)
+    if not path.exists():
+        return Library(name, None, f"{path} does not exist; install hf_kbit again")
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return Library(name, path, f"{path} does not load ({error.__cause__ or error}); install hf_kbit again")
+    if name == "cpu" and (found := instruction_set(path)) not in ("avx512", "avx2", "portable"):
+        raise ValueError(found)
+    return Library(name, path)
+
+
+def instruction_set(path: Path) -> str:
+    """What the CPU library uses here: ``avx512``, ``avx2`` or ``portable``, or what is wrong with ``HF_KBIT_CPU``."""
+    function = ctypes.CDLL(str(path)).hf_kbit_cpu_instruction_set
+    function.restype = ctypes.c_char_p
+    return function().decode()
+
+
+@functools.cache
+def library(name: str) -> Library:
+    """The library of a device type, ``cpu`` or ``cuda``, loaded at the first call."""
+    if name not in ("cpu", "cuda"):
+        return Library(name, None, f"hf_kbit has no compiled kernels for {name} devices")
+    if name == "cuda" and torch.version.cuda is None:
+        return Library(name, None, f"torch {torch.__version__} was built without CUDA; install a torch with CUDA")
+    return _load(name)
+
+
+@functools.cache
+def warn_missing(device_type: str) -> None:
+    """Says once for each device type that its ops run in plain PyTorch, why, and what to do."""
+    found = library(device_type)
+    warnings.warn(
+        f"hf_kbit: the ops run in plain PyTorch on {device_type}, correct but slower: {found.missing}. "
+        "`hf-kbit info` shows what is installed",
+        RuntimeWarning,
+        stacklevel=2,
+    )
