@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from hf_kbit import codebooks
+from hf_kbit import _native, codebooks
 from hf_kbit.format import absmax_shape, check_bits, layer_exponent, weight_shape
 
 
@@ -25,8 +25,9 @@ def quantize_weight(
     Raises:
         ValueError: the weight holds NaN or infinity.
     """
-    # NaN and infinity survive the maximum, so one value read back serves the check and the exponent.
-    largest = weight.detach().abs().max().item()
+    # NaN and infinity survive the extremes, so one value read back serves the check and the exponent.
+    lowest, highest = torch.aminmax(weight.detach())
+    largest = torch.maximum(-lowest, highest).item()
     if not largest < float("inf"):
         raise ValueError(f"{name}: found NaN or infinite values, expected finite ones")
     exponent = layer_exponent(largest)
@@ -46,6 +47,10 @@ class KbitLinear(nn.Linear):
     - ``weight``: int32 bit-planes ``[N, B * bits]``, no gradient,
     - ``weight_absmax``: uint8 E4M4 scales ``[N, B]``, no gradient,
     - ``bias``: floating ``[N]`` or None; trainable.
+
+    On a GPU the two hold the tiles that kernels read (``repack``): made once when the layer arrives there by ``to``,
+    ``cuda``, quantizing or loading, and turned back when it moves away. What others see is in the stored form: its
+    state dict (in CPU memory, so that saving takes no second copy on the GPU), pickles and copies.
 
     The float32 buffer ``codebook`` ``[2**bits]``, ``levels * 2**exponent``, is in no state dict; it is made again from
     ``levels`` and ``exponent`` whenever the module moves, so a cast to another dtype cannot round it.
@@ -135,6 +140,31 @@ class KbitLinear(nn.Linear):
         self.weight = nn.Parameter(planes, requires_grad=False)
         self.weight_absmax = nn.Parameter(absmax, requires_grad=False)
         self.set_codebook(self.levels, exponent, planes.device)
+        self.to_tiles()
+
+    # --- the form of the weight ---
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether ``weight`` and ``weight_absmax`` hold tiles rather than the stored planes."""
+        return self.weight.dim() != 2
+
+    def to_tiles(self) -> None:
+        """Repacks the weight in place into what GPU kernels read; does nothing if it is not on a GPU, or sharded."""
+        here = type(self.weight.data) is torch.Tensor and self.weight.is_cuda and _native.library("cuda").loaded
+        if here and not self.is_tiled:
+            self.weight.data, self.weight_absmax.data = self._repacked(inverse=False)
+
+    def to_planes(self) -> None:
+        """Turns tiles back into the stored planes, in place and where they are."""
+        if self.is_tiled:
+            self.weight.data, self.weight_absmax.data = self._repacked(inverse=True)
+
+    def _repacked(self, inverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = [self.out_features, self.in_features]
+        return torch.ops.hf_kbit.repack(self.weight.data, self.weight_absmax.data, self.bits, shape, inverse)
+
+    # --- use ---
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The decoded weight ``[N, K]``; in the dtype of the bias, or float32 without one, unless ``dtype`` says."""
@@ -161,7 +191,9 @@ class KbitLinear(nn.Linear):
                 "type here: name such a layer in `modules_to_not_convert`"
             )
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return torch.ops.hf_kbit.gemm(x, self.weight, self.weight_absmax, self.codebook, bias, self.weight.shape[0])
+        # A shard of tensor parallelism has fewer rows than out_features; it is never tiled.
+        rows = self.out_features if self.is_tiled else self.weight.shape[0]
+        return torch.ops.hf_kbit.gemm(x, self.weight, self.weight_absmax, self.codebook, bias, rows)
 
     def reset_parameters(self) -> None:
         """Does nothing: a quantized weight has no random initialisation."""
@@ -169,10 +201,21 @@ class KbitLinear(nn.Linear):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, bits={self.bits}"
 
+    # --- nn.Module's ways in and out: always in the stored form ---
+
     def _apply(self, fn, recurse=True):
+        self.to_planes()
         super()._apply(fn, recurse)
         self.set_codebook(self.levels, self.exponent, self.codebook.device)
+        self.to_tiles()
         return self
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_tiled:
+            planes = self._repacked(inverse=True)
+            for name, tensor in zip(("weight", "weight_absmax"), planes, strict=True):
+                destination[prefix + name] = tensor.cpu()
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         # nn.Module would copy any dtype into ours: floats cut to integers, without a word.
@@ -181,4 +224,17 @@ class KbitLinear(nn.Linear):
             if found is not None and found.dtype != expected.dtype:
                 errors.append(f"{prefix + name}: found dtype {found.dtype}, expected {expected.dtype}")
                 return
+        self.to_planes()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        self.to_tiles()
+
+    def __getstate__(self):
+        if not self.is_tiled:
+            return self.__dict__
+        names = ("weight", "weight_absmax")
+        planes = (nn.Parameter(tensor, requires_grad=False) for tensor in self._repacked(inverse=True))
+        return {**self.__dict__, "_parameters": {**self._parameters, **dict(zip(names, planes, strict=True))}}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.to_tiles()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_kbit import KbitLinear, codebooks, format, reference
+from hf_kbit import KbitLinear, _native, codebooks, format, reference
 
 
 def linear(out_features=7, in_features=33, bias=True, dtype=torch.float32) -> nn.Linear:
@@ -29,8 +29,7 @@ def test_from_linear(bits, bias, dtype):
     assert (layer.in_features, layer.out_features, layer.bits) == (100, 64, bits)
     assert layer.bias is dense.bias
     x = cases.x((2, 3), 100, dtype)
-    weight = layer.dequantize(dtype)
-    assert torch.equal(layer(x), nn.functional.linear(x, weight, dense.bias))
+    cases.assert_product(layer(x), x, layer.dequantize(torch.float32).T, dense.bias)
 
 
 @pytest.mark.parametrize(("bits", "bound"), [(2, 0.1806), (3, 0.0331), (4, 0.00862), (5, 0.00292)])
@@ -215,7 +214,7 @@ def test_to_linear(bias):
     dense = layer.to_linear()
     assert type(dense) is nn.Linear and dense.weight.requires_grad
     x = cases.x((2,), 33)
-    assert torch.equal(dense(x), layer(x))
+    torch.testing.assert_close(dense(x), layer(x))
     assert layer.to_linear(torch.bfloat16).weight.dtype == torch.bfloat16
 
 
@@ -232,11 +231,11 @@ def test_autocast():
 def test_gradients(dtype):
     layer = KbitLinear.from_linear(linear(dtype=dtype), bits=3)
     dense = layer.to_linear(dtype)
-    x = cases.x((4,), 33, dtype)
+    x, grad = cases.x((4,), 33, dtype), cases.x((4,), 7, dtype)
     grads = []
     for module in (layer, dense):
         inputs = x.clone().requires_grad_()
-        module(inputs).square().sum().backward()
+        module(inputs).backward(grad)
         grads.append((inputs.grad, module.bias.grad))
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -254,18 +253,133 @@ def test_train_mode_is_kept():
     assert KbitLinear.from_linear(linear(), bits=3).to_linear().training
 
 
+# --- on a GPU -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_gpu():
+    """A layer on a GPU, its state dict on the CPU from before, an input and what the CPU makes of it."""
+    if not _native.library("cuda").loaded:
+        pytest.skip(f"CUDA library: {_native.library('cuda').missing}")
+
+    def make(bits=3, shape=(130, 300)):
+        layer = KbitLinear.from_linear(linear(*shape), bits=bits)
+        before, x = copy.deepcopy(layer.state_dict()), cases.x((5,), shape[1])
+        expected = layer(x)
+        layer.to("cuda")
+        assert layer.is_tiled and all(tensor.is_cuda for tensor in (*layer.parameters(), *layer.buffers()))
+        return layer, before, x, expected
+
+    return make
+
+
+def assert_same_state(layer, before):
+    found = layer.state_dict()
+    assert found.keys() == before.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == before[name].dtype and torch.equal(tensor.cpu(), before[name]), name
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", cases.BITS)
-def test_moves_to_a_gpu_and_back(bits):
-    layer = KbitLinear.from_linear(linear(64, 100), bits=bits)
-    before = copy.deepcopy(layer.state_dict())
-    x, expected = cases.x((5,), 100), layer(cases.x((5,), 100))
-    layer.to("cuda", torch.float32)
-    assert all(tensor.is_cuda for tensor in (*layer.parameters(), *layer.buffers()))
-    assert all(torch.equal(value.cpu(), before[name]) for name, value in layer.state_dict().items())
+@pytest.mark.parametrize("shape", [(64, 100), (130, 300), (32, 512)])
+def test_gpu_and_back(bits, shape, on_gpu):
+    layer, before, x, expected = on_gpu(bits, shape)
     torch.testing.assert_close(layer(x.cuda()).cpu(), expected)
-    assert torch.equal(layer.cpu()(x), expected)
-    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert_same_state(layer, before)
+    assert torch.equal(layer.dequantize().cpu(), KbitLinear.dequantize(layer.cpu()))
+    assert not layer.is_tiled and torch.equal(layer(x), expected)
+    assert_same_state(layer, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("move", ["to", "cuda", "half", "bfloat16", "requires_grad", "twice"])
+def test_gpu_moves_and_casts(move, on_gpu):
+    layer, before, x, expected = on_gpu()
+    {
+        "to": lambda: layer.to("cuda", torch.float32),
+        "cuda": layer.cuda,
+        "half": layer.half,
+        "bfloat16": layer.bfloat16,
+        "requires_grad": lambda: layer.requires_grad_(False),
+        "twice": lambda: layer.cpu().cuda().cpu().cuda(),
+    }[move]()
+    assert layer.is_tiled
+    before["bias"] = before["bias"].to(layer.bias.dtype)
+    assert_same_state(layer, before)
+    torch.testing.assert_close(layer(x.to("cuda", layer.bias.dtype)).float().cpu(), expected, rtol=2e-2, atol=6e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "torch.save to cpu", "state dict", "assign"])
+def test_gpu_copies(way, on_gpu):
+    layer, before, x, _ = on_gpu()
+    expected = layer(x.cuda())
+    if way in ("state dict", "assign"):
+        other = KbitLinear(300, 130, bits=3).cuda()
+        assert other.is_tiled
+        state = {name: tensor.cuda() for name, tensor in layer.state_dict().items()}
+        other.load_state_dict(state, assign=way == "assign")
+    elif way.startswith("torch.save"):
+        file = io.BytesIO()
+        torch.save(layer, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False, map_location="cpu" if way.endswith("cpu") else None)
+        assert other.is_tiled != way.endswith("cpu")
+        assert len(file.getvalue()) < 1.5 * sum(t.nbytes for t in before.values()) + 20000
+    else:
+        other = copy.deepcopy(layer) if way == "deepcopy" else pickle.loads(pickle.dumps(layer))
+    assert_same_state(other, before)
+    assert other.cuda().is_tiled and torch.equal(other(x.cuda()), expected)
+    assert layer.is_tiled and other.weight.data_ptr() != layer.weight.data_ptr()
+
+
+@pytest.mark.gpu
+def test_gpu_holds_one_copy(on_gpu):
+    """Moving, saving and repacking never hold a second copy of all weights on the GPU, only of one layer."""
+    on_gpu()
+    model = nn.Sequential(*(KbitLinear(4096, 1024, bias=False, bits=4) for _ in range(16)))
+    size = 4096 * 1024 * (4 / 8 + 1 / 32)
+
+    def peak(action):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        action()
+        return torch.cuda.max_memory_allocated() - start
+
+    assert peak(model.cuda) < 18 * size
+    assert all(layer.is_tiled for layer in model)
+    assert peak(model.state_dict) < 3 * size
+    assert peak(lambda: pickle.dumps(model[0])) < 3 * size
+    start = torch.cuda.memory_allocated()
+    assert peak(model.cpu) < 3 * size
+    assert torch.cuda.memory_allocated() <= start - 15.9 * size
+
+
+@pytest.mark.gpu
+def test_gpu_load_state_dict_reports_problems(on_gpu):
+    layer, before, x, _ = on_gpu()
+    expected = layer(x.cuda())
+    with pytest.raises(RuntimeError, match=r"size mismatch for weight"):
+        layer.load_state_dict({**before, "weight": before["weight"][1:]})
+    with pytest.raises(RuntimeError, match=r"weight: found dtype torch.float32, expected torch.int32"):
+        layer.load_state_dict({**before, "weight": before["weight"].float()})
+    assert layer.is_tiled and torch.equal(layer(x.cuda()), expected)
+    assert not any(layer.load_state_dict(before)) and torch.equal(layer(x.cuda()), expected)
+
+
+@pytest.mark.gpu
+def test_gpu_compile_and_gradients(on_gpu):
+    layer, _, x, _ = on_gpu()
+    inputs = x.cuda().requires_grad_()
+    expected = layer(inputs)
+    expected.square().sum().backward()
+    grad, inputs.grad = inputs.grad, None
+    found = torch.compile(layer, fullgraph=True)(inputs)
+    found.square().sum().backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(inputs.grad, grad)
 
 
 @pytest.mark.gpu

@@ -225,6 +225,7 @@ class KbitHfQuantizer(HfQuantizer):
         for layer in layers.values():
             # Loading fills buffers that no checkpoint holds with whatever memory held.
             layer.set_codebook(layer.levels, layer.exponent, layer.codebook.device)
+            layer.to_tiles()
         self._keep_packed_names(model, layers)
         self._record(model, layers)
         self._report(model, layers)

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_kbit import KbitConfig, KbitLinear
+from hf_kbit import KbitConfig, KbitLinear, _native
 
 pytestmark = pytest.mark.gpu
 IDS = torch.arange(2 * 9).reshape(2, 9)
@@ -38,7 +38,9 @@ def test_same_bytes_wherever_it_was_quantized(dense, bits, tmp_path):
 
 def test_reload_on_the_same_and_on_another_device(dense, tmp_path):
     model = load(dense, "cuda", quantization_config=KbitConfig(bits=3))
-    assert all(m.weight.is_cuda and m.codebook.is_cuda for m in model.modules() if isinstance(m, KbitLinear))
+    layers = [module for module in model.modules() if isinstance(module, KbitLinear)]
+    assert all(layer.weight.is_cuda and layer.codebook.is_cuda for layer in layers)
+    assert all(layer.is_tiled == _native.library("cuda").loaded for layer in layers)
     logits = model(IDS.cuda()).logits
     model.save_pretrained(tmp_path)
     assert torch.equal(load(tmp_path, "cuda")(IDS.cuda()).logits, logits)
@@ -66,6 +68,39 @@ def test_layers_on_gpu_cpu_and_disk(dense, tmp_path):
     assert torch.equal(offloaded(IDS.cuda()).logits, logits)
     offloaded = load(tmp_path / "packed", places | {"model.layers.1": "disk"}, offload_folder=tmp_path / "offload")
     assert torch.equal(offloaded(IDS.cuda()).logits, logits)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_layers_on_two_gpus(dense, tmp_path):
+    model = load(dense, "cuda:0", quantization_config=KbitConfig(bits=3))
+    logits = model(IDS.cuda()).logits
+    model.save_pretrained(tmp_path / "one")
+    places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1}
+    places |= {"model.rotary_emb": 0, "lm_head": 1}
+    for source, kwargs in ((dense, {"quantization_config": KbitConfig(bits=3)}), (tmp_path / "one", {})):
+        spread = load(source, places, **kwargs)
+        found = spread(IDS.cuda()).logits
+        assert found.device.index == 0 or found.device.index == 1
+        assert torch.equal(found.cpu(), logits.cpu())
+        devices = {module.weight.device.index for module in spread.modules() if isinstance(module, KbitLinear)}
+        assert devices == {0, 1} and all(m.is_tiled for m in spread.modules() if isinstance(m, KbitLinear))
+        spread.save_pretrained(tmp_path / "two")
+        ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert torch.equal(model.to("cuda:1")(IDS.to("cuda:1")).logits.cpu(), logits.cpu())
+
+
+def test_saving_takes_no_second_copy_on_the_gpu(dense, tmp_path):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "vocab_size": 128}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, **shape)).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    model = load(tmp_path / "dense", "cuda", quantization_config=KbitConfig(bits=4))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.cuda.max_memory_allocated() - before < 0.2 * model.get_memory_footprint()
+    assert torch.cuda.memory_allocated() == before
 
 
 def test_dequantize(dense):
