@@ -1,8 +1,8 @@
-"""The shapes, weights and inputs that tests, benchmarks and sanitizer runs share."""
+"""The shapes, weights, inputs and bounds that tests, benchmarks and sanitizer runs share."""
 
 import torch
 
-from hf_kbit import codebooks
+from hf_kbit import codebooks, format
 from hf_kbit.format import BITS
 
 # [N, K]: one weight, less than a block, exact blocks, a padded last block, exact and padded tiles (16 rows x 256
@@ -45,8 +45,45 @@ def quantized(shape, bits: int, seed: int = 0):
     return (*torch.ops.hf_kbit.quantize(weight(shape, seed=seed), levels), levels)
 
 
+def random_packed(shape, bits: int):
+    """Any words are codes and any bytes are scales: all 256 of them come up."""
+    *lead, rows, columns = shape
+    rng = generator(*shape, bits)
+    words = (*lead, *format.weight_shape(rows, columns, bits))
+    scales = (*lead, *format.absmax_shape(rows, columns))
+    planes = torch.randint(-(2**31), 2**31, words, generator=rng).to(torch.int32)
+    return planes, torch.randint(0, 256, scales, generator=rng, dtype=torch.uint8)
+
+
 def x(batch, in_features: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
     return torch.randn(*batch, in_features, generator=generator(*batch, in_features, seed)).to(dtype)
 
 
-__all__ = ["BATCHES", "BITS", "FLOATS", "SHAPES", "codebook", "generator", "quantized", "weight", "x"]
+# Spacing of the numbers around 1.
+EPS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float64: 2.0**-52}
+
+
+def assert_product(found, x, dense, bias=None):
+    """That ``found`` is ``x @ dense + bias`` within rounding; ``dense`` float32 ``[K, N]``."""
+    x, dense = x.double(), dense.double()
+    bias = torch.zeros((), dtype=torch.float64, device=x.device) if bias is None else bias.double()
+    expected, magnitude = x @ dense + bias, x.abs() @ dense.abs() + bias.abs()
+    # Weights rounded to the dtype of x or not at all, K + 1 terms added up in float32, the sum rounded once.
+    relative = EPS[found.dtype] / 2 + (len(dense) + 1) * EPS[torch.float32]
+    bound = magnitude * relative + expected.abs() * EPS[found.dtype] + 1e-30
+    assert ((found.double() - expected).abs() <= bound).all()
+
+
+__all__ = [
+    "BATCHES",
+    "BITS",
+    "FLOATS",
+    "SHAPES",
+    "assert_product",
+    "codebook",
+    "generator",
+    "quantized",
+    "random_packed",
+    "weight",
+    "x",
+]

@@ -1,0 +1,56 @@
+"""Runs every CUDA kernel once at odd sizes, for NVIDIA's compute-sanitizer:
+
+    for tool in memcheck racecheck initcheck synccheck; do
+        compute-sanitizer --tool $tool --error-exitcode 1 python tests/csrc/sanitize.py
+    done
+
+Inputs are made on the CPU and outputs are compared there: torch's own kernels take no part.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # every tensor an allocation of its own, whose ends are watched
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import cases
+
+import hf_kbit  # noqa: F401  loads the libraries
+from hf_kbit import reference
+
+OPS = torch.ops.hf_kbit
+# The last one makes every warp of an H200 go round its loop more than once.
+SHAPES = [(1, 1), (7, 33), (17, 257), (33, 320), (48, 1024), (3400, 1056)]
+
+
+def same(found, expected) -> None:
+    found, expected = (value if isinstance(value, tuple) else (value,) for value in (found, expected))
+    assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def main() -> None:
+    for shape in SHAPES:
+        for bits in cases.BITS:
+            codebook = cases.codebook(bits)
+            for dtype in cases.FLOATS:
+                weight = cases.weight(shape, dtype)
+                same(OPS.quantize(weight.cuda(), codebook.cuda()), reference.quantize(weight, codebook))
+            crowded = torch.cat([torch.linspace(0.5, 0.5001, 2**bits - 1), torch.tensor([-1.0])]).sort().values
+            same(OPS.quantize(weight.cuda(), crowded.cuda()), reference.quantize(weight, crowded))
+            planes = cases.random_packed(shape, bits)
+            tiles = reference.repack(*planes, bits, list(shape))
+            same(OPS.repack(*(t.cuda() for t in planes), bits, list(shape)), tiles)
+            same(OPS.repack(*(t.cuda() for t in tiles), bits, list(shape), True), planes)
+            for dtype in (*cases.FLOATS, torch.float64):
+                expected = reference.dequantize(*planes, codebook, list(shape), dtype)
+                for packed in (planes, tiles):
+                    on_gpu = [tensor.cuda() for tensor in (*packed, codebook)]
+                    same(OPS.dequantize(*on_gpu, list(shape), dtype), expected)
+    print("all kernels ran, with the reference's results")
+
+
+if __name__ == "__main__":
+    main()

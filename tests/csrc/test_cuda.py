@@ -1,0 +1,149 @@
+"""What only a GPU can get wrong: streams, devices, graphs, indices beyond 32 bits."""
+
+import gc
+
+import cases
+import pytest
+import torch
+
+from hf_kbit import _native, reference
+
+OPS = torch.ops.hf_kbit
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not _native.library("cuda").loaded, reason=f"CUDA library: {_native.library('cuda').missing}"),
+]
+
+
+def calls(bits: int, device="cuda") -> dict:
+    """Every op on small inputs of its own: name to (function of nothing, the tensors that it reads)."""
+    shape = [130, 300]
+    weight, codebook = cases.weight(shape).to(device), cases.codebook(bits).to(device)
+    planes = OPS.quantize(weight, codebook)
+    tiles = OPS.repack(*planes, bits, shape)
+    x = cases.x((5,), 300, torch.float16).to(device)
+    return {
+        "quantize": (lambda: OPS.quantize(weight, codebook), [weight, codebook]),
+        "dequantize planes": (lambda: OPS.dequantize(*planes, codebook, shape, torch.float16), [*planes, codebook]),
+        "dequantize tiles": (lambda: OPS.dequantize(*tiles, codebook, shape, torch.float32), [*tiles, codebook]),
+        "repack": (lambda: OPS.repack(*planes, bits, shape), planes),
+        "repack inverse": (lambda: OPS.repack(*tiles, bits, shape, True), tiles),
+        "gemm planes": (lambda: OPS.gemm(x, *planes, codebook, None, 130), [x, *planes, codebook]),
+        "gemm tiles": (lambda: OPS.gemm(x, *tiles, codebook, None, 130), [x, *tiles, codebook]),
+    }
+
+
+def as_tuple(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def assert_equal(found, expected):
+    for ours, theirs in zip(as_tuple(found), as_tuple(expected), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+NAMES = list(calls(2, "cpu"))
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("name", NAMES)
+def test_graph_capture(name, bits):
+    call, _ = calls(bits)[name]
+    expected = call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    for tensor in as_tuple(found):
+        tensor.fill_(77)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_on_the_current_stream(name):
+    """Its inputs are written by the same stream, late: a kernel on another stream would read them too early."""
+    call, inputs = calls(3)[name]
+    expected = call()
+    values = [tensor.clone() for tensor in inputs]
+    for tensor in inputs:
+        tensor.zero_()
+    busy = torch.randn(8192, 8192, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(10):
+            busy = busy @ busy * 1e-4
+        for tensor, value in zip(inputs, values, strict=True):
+            tensor.copy_(value)
+        found = call()
+    torch.cuda.synchronize()
+    assert_equal(found, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_device_that_is_not_the_current_one(name):
+    assert torch.cuda.current_device() == 0
+    found, expected = calls(3, "cuda:1")[name][0](), calls(3, "cuda:0")[name][0]()
+    assert all(tensor.device.index == 1 for tensor in as_tuple(found))
+    assert_equal(tuple(t.cpu() for t in as_tuple(found)), tuple(t.cpu() for t in as_tuple(expected)))
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_devices_in_one_call_are_refused():
+    codebook = cases.codebook(3)
+    with pytest.raises(ValueError, match=r"codebook: found on cuda:1, expected on cuda:0 like weight"):
+        OPS.quantize(cases.weight((16, 256)).cuda(0), codebook.cuda(1))
+
+
+@pytest.fixture
+def free_memory():
+    """What the large tests need, given back afterwards."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB of free GPU memory")
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+def test_more_than_4_gib(bits, free_memory):
+    """A weight of 4.3 billion 16-bit numbers: byte and element offsets beyond 32 bits, planes beyond 1 GiB.
+
+    The first and last rows and those around the places where 32-bit offsets turn over are compared with the reference.
+    """
+    rows, columns = (1 << 20) + 48, 4096
+    weight = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")
+    for start in range(0, rows, 1 << 17):
+        weight[start : start + (1 << 17)].normal_()
+    codebook = cases.codebook(bits).cuda()
+    planes = OPS.quantize(weight, codebook)
+    tiles = OPS.repack(*planes, bits, [rows, columns])
+    back = OPS.repack(*tiles, bits, [rows, columns], True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(back, planes, strict=True))
+    del back
+    turns = [1 << 18, 1 << 19, 1 << 20]  # 2**31 and 2**32 bytes of bfloat16, 2**32 elements
+    spots = [slice(0, 16), *(slice(turn - 16, turn + 16) for turn in turns), slice(rows - 16, rows)]
+    for packed in (planes, tiles):
+        decoded = OPS.dequantize(*packed, codebook, [rows, columns], torch.bfloat16)
+        for spot in spots:
+            expected = reference.quantize(weight[spot], codebook)
+            assert all(torch.equal(ours[spot], theirs) for ours, theirs in zip(planes, expected, strict=True))
+            part = reference.dequantize(*expected, codebook, [len(weight[spot]), columns], torch.bfloat16)
+            assert torch.equal(decoded[spot], part)
+        del decoded
+
+
+def test_no_memory_is_held():
+    """Ops allocate their outputs and nothing else."""
+    for name, (call, _) in calls(3).items():
+        call()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        found = call()
+        expected = sum(-(-tensor.nbytes // 512) * 512 for tensor in as_tuple(found))
+        assert torch.cuda.memory_allocated() - before == expected, name
+        del found
