@@ -1,0 +1,110 @@
+"""Times loading: a 16-bit checkpoint as it is, the same quantized on the fly, and a quantized checkpoint.
+
+    python benchmarks/load.py [--shape llama-3-8b] [--bits 2,3,4,5] [--folder /tmp] [--json results.jsonl]
+
+The checkpoint has random weights and is read once before, so that all loads find it in the page cache. The ways take
+turns. Prints seconds, the peak of what torch allocated on the GPU while loading, and that peak over the size of the
+loaded model.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import hf_kbit
+
+SHAPES = {
+    "llama-3-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4},
+}
+
+
+def make_checkpoint(shape: str, folder: Path, device: str) -> None:
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(LlamaConfig(**SHAPES[shape]), dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="5GB")
+
+
+def load(folder: Path, device: str, **kwargs):
+    """A loaded model, the seconds it took, and its peak in bytes over what was allocated before."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    start = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(folder, device_map=device, dtype=torch.bfloat16, **kwargs)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
+    return model, seconds, peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
+    parser.add_argument("--bits", default="2,3,4,5")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--folder", type=Path, default=None, help="where the checkpoints are written, then deleted")
+    parser.add_argument("--json", type=Path, default=None, help="file to append a JSON line for each way to")
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    context = {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "shape": arguments.shape,
+    }
+    print(", ".join(f"{key} {value}" for key, value in context.items()), flush=True)
+
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        make_checkpoint(arguments.shape, folder / "dense", arguments.device)
+        ways = {"16 bits": (folder / "dense", {})}
+        for bits in map(int, arguments.bits.split(",")):
+            config = {"quantization_config": hf_kbit.KbitConfig(bits=bits)}
+            ways[f"{bits} bits, on the fly"] = (folder / "dense", config)
+            load(folder / "dense", arguments.device, **config)[0].save_pretrained(folder / f"{bits}")
+            ways[f"{bits} bits, quantized before"] = (folder / f"{bits}", {})
+        results = {way: [] for way in ways}
+        for _ in range(arguments.rounds):
+            for way, (source, kwargs) in ways.items():
+                model, seconds, peak = load(source, arguments.device, **kwargs)
+                results[way].append((seconds, peak, model.get_memory_footprint()))
+                del model
+    dense_seconds = statistics.median(seconds for seconds, _, _ in results["16 bits"])
+    print(f"{'':26}{'seconds':>9}{'over 16 bits':>14}{'model GB':>10}{'peak GB':>9}{'peak / model':>14}")
+    for way, runs in results.items():
+        seconds, peak = statistics.median(run[0] for run in runs), max(run[1] for run in runs)
+        size = runs[0][2]
+        row = {"seconds": seconds, "over_16_bits": seconds / dense_seconds}
+        row |= {"model_GB": size / 1e9, "peak_GB": peak / 1e9, "peak_over_model": peak / size}
+        shown = zip(row.values(), ("9.2f", "14.2f", "10.2f", "9.2f", "14.3f"), strict=True)
+        print(f"{way:26}" + "".join(f"{value:>{layout}}" for value, layout in shown))
+        if arguments.json:
+            with arguments.json.open("a") as file:
+                print(json.dumps({**context, "way": way, **row}), file=file)
+
+
+if __name__ == "__main__":
+    main()
