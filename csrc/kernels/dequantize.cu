@@ -11,7 +11,8 @@
 // lane: no bank conflicts. Lanes exchange pieces of 16 bytes where a warp's store would otherwise not fill whole
 // 128-byte lines.
 //
-// Writing is the limit: 2 bytes a weight out for bits / 8 + 1/32 in. About 7 instructions a weight; an H200 allows 20.
+// Writing is the limit: 2 bytes a weight out for bits / 8 + 1/32 in. 10 instructions a weight from tiles, 11 (16-bit
+// values) or 16 from planes; an H200 allows 20. It runs at 0.72 to 0.92 of the time that writing as many bytes takes.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

@@ -11,7 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # every tensor an allocation of its own, whose ends are watched
+if __name__ == "__main__":  # before torch is imported: every tensor an allocation of its own, whose ends are watched
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
 
