@@ -18,6 +18,7 @@
 //
 // About 14 instructions a weight, of which on one H200 (132 SMs, 4.5 TB/s) 16-bit weights allow 19 to 22: it runs at
 // 0.81 to 0.94 of the time that reading as many bytes takes.
+// Over 350 lines: how a block is read, searched, turned into planes and stored is one story, told in order.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
