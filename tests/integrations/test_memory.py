@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_kbit import KbitConfig, KbitLinear
+from hf_kbit import KbitConfig, KbitLinear, _native
 from hf_kbit.integrations.transformers import KbitQuantize
 from hf_kbit.reference import QUANTIZE_SLICE
 
@@ -92,7 +92,7 @@ def load(directory):
     return AutoModelForCausalLM.from_pretrained(directory, quantization_config=KbitConfig(bits=2))
 
 def watch():
-    while not done.wait(0.002):
+    while not done.wait(0.0005):
         samples.append(anonymous())
 
 tiny, large = sys.argv[1:]
@@ -158,11 +158,15 @@ def test_the_peak_is_the_quantized_model_and_a_few_weights(tiny):
         )
     assert process.returncode == 0, process.stderr
     found = json.loads(process.stdout.splitlines()[-1])
-    assert found["samples"] > 100
-    # Each weight is quantized in one slice (reference.QUANTIZE_SLICE), whose peak is in the search for the codes: the
-    # weight in float32, the same divided by its scales, and the codes in int32: 3 times 4 bytes a number. The fourth
-    # covers what is small: uint8 codes, words, Python objects. Measured: 3.2, with torch 2.13.
-    assert LARGEST <= QUANTIZE_SLICE
-    bound = found["size"] + 4 * torch.float32.itemsize * LARGEST
+    assert found["samples"] > LAYERS  # as many as files, at the least
+    if _native.library("cpu").loaded:
+        # Compiled code has no temporaries, and the mapped 16-bit weights are not anonymous. Measured: 0.43 bytes a number.
+        bound = found["size"] + torch.bfloat16.itemsize * LARGEST
+    else:
+        # Each weight is quantized in one slice (reference.QUANTIZE_SLICE), whose peak is in the search for the codes:
+        # the weight in float32, the same divided by its scales, and the codes in int32: 3 times 4 bytes a number. The
+        # fourth covers what is small: uint8 codes, words, Python objects. Measured: 3.2, with torch 2.13.
+        assert LARGEST <= QUANTIZE_SLICE
+        bound = found["size"] + 4 * torch.float32.itemsize * LARGEST
     assert bound < dense / 3
     assert found["end"] <= found["peak"] <= bound

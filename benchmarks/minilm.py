@@ -1,8 +1,9 @@
-"""Times the plain PyTorch path: quantizing all of all-MiniLM-L6-v2, and its forward pass beside the float32 model.
+"""Times quantizing all of all-MiniLM-L6-v2, and its forward pass beside the float32 model.
 
-    python benchmarks/reference.py [--threads 2] [--device cpu]
+    python benchmarks/minilm.py [--threads 2] [--device cpu]
 
-Both models run in turns, so that a busy machine slows both; the table has ratios of their median times.
+Both models run in turns, so that a busy machine slows both; the table has ratios of their median times. The compiled
+kernels are used where there are any: `hf-kbit info` tells.
 """
 
 import argparse
