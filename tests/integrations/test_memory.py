@@ -160,7 +160,7 @@ def test_the_peak_is_the_quantized_model_and_a_few_weights(tiny):
     found = json.loads(process.stdout.splitlines()[-1])
     assert found["samples"] > LAYERS  # as many as files, at the least
     if _native.library("cpu").loaded:
-        # Compiled code has no temporaries, and the mapped 16-bit weights are not anonymous. Measured: 0.43 bytes a number.
+        # Compiled code has no temporaries; mapped 16-bit weights are not anonymous. Measured: 0.43 bytes a number.
         bound = found["size"] + torch.bfloat16.itemsize * LARGEST
     else:
         # Each weight is quantized in one slice (reference.QUANTIZE_SLICE), whose peak is in the search for the codes:
