@@ -7,9 +7,9 @@ PYTEST_ARGS ?=
 VENV := .venv
 OLDEST := .venv-oldest
 PIP_INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
-# A process per core and a thread per process; tests of a file share its fixtures.
 NATIVE := $(shell find csrc -type f)
 CXX_FILES := $(filter %.h %.cpp %.cuh %.cu,$(NATIVE))
+# A process per core and a thread per process; tests of a file share its fixtures.
 PYTEST := bin/python -m pytest --timeout=900 --numprocesses=auto --dist=loadfile
 test test-oldest: export OMP_NUM_THREADS = 1
 

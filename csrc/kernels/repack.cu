@@ -33,8 +33,8 @@ struct Slab {
     static constexpr int kScales = kTileRows * kSlabBlocks;
 };
 
-// Which slab a warp works on, and how much of it lies inside the matrix. Grid: (row tiles of all matrices, slabs /
-// warps of a CTA).
+// Which slab a warp works on, and how much of it lies inside the matrix. A CTA takes neighbouring slabs of a row tile;
+// CTAs go along K first, so that those at work at a time read and write whole rows.
 struct Place {
     int64_t row, row_blocks;  // the first row, over all matrices, and its length
     int64_t slab;             // over all matrices, in the order of the tiles

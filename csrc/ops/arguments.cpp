@@ -43,12 +43,6 @@ std::string device_name(const Tensor& tensor) {
     }
 }
 
-void check_dtype(std::string_view name, const Tensor& tensor, ScalarType expected) {
-    if (tensor.scalar_type() != expected) {
-        refuse(name, "dtype " + dtype_name(tensor.scalar_type()), dtype_name(expected));
-    }
-}
-
 // Whether the last dimensions of `shape` are `expected`.
 bool ends_with(const Shape& shape, const Shape& expected) {
     return shape.size() >= expected.size() && std::equal(expected.rbegin(), expected.rend(), shape.rbegin());
@@ -103,6 +97,12 @@ ScalarType scalar_type(Dtype dtype) {
             return ScalarType::Double;
         default:
             return ScalarType::Float;
+    }
+}
+
+void check_dtype(std::string_view name, const Tensor& tensor, ScalarType expected) {
+    if (tensor.scalar_type() != expected) {
+        refuse(name, "dtype " + dtype_name(tensor.scalar_type()), dtype_name(expected));
     }
 }
 

@@ -34,6 +34,8 @@ struct Packed {
 Dtype float_dtype(std::string_view name, ScalarType dtype, bool allow_float64);
 ScalarType scalar_type(Dtype dtype);
 
+void check_dtype(std::string_view name, const Tensor& tensor, ScalarType expected);
+
 // The width of a float32 codebook [2**bits].
 int check_codebook(const Tensor& codebook);
 

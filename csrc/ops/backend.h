@@ -23,16 +23,9 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
 
 namespace hf_kbit {
 
-// The ops behind the schemas of hf_kbit/ops.py, which documents them.
-std::tuple<Tensor, Tensor> quantize(const Tensor& weight, const Tensor& codebook);
-Tensor dequantize(const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
-                  torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, ScalarType dtype);
+// For the backends: the op `repack`, a new tensor on the device of `like`, decoded weights, aten::linear.
 std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, int64_t bits,
                                   torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, bool inverse);
-Tensor gemm(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
-            const std::optional<Tensor>& bias, int64_t out_features);
-
-// Helpers of the backends: a new tensor on the device of `like`, decoded weights, aten::linear.
 Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype);
 Tensor decoded(const Packed& packed, Dtype dtype);
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias);

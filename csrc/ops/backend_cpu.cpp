@@ -1,7 +1,10 @@
 // The CPU backend: spreads rows over torch's thread pool. The kernels are in csrc/cpu.
+#if defined(__x86_64__)
 #include <cpuid.h>
+#endif
 
 #include <algorithm>
+#include <tuple>
 
 #include <torch/csrc/stable/ops.h>
 
@@ -47,13 +50,8 @@ Packed as_planes(const Packed& packed) {
     if (packed.form == Form::planes) return packed;
     Packed planes = packed;
     planes.form = Form::planes;
-    const auto shaped = [&](const Shape& shape) { return concat(packed.lead, shape); };
-    planes.words = new_tensor(packed.words,
-                              shaped(words_shape(Form::planes, packed.out_features, packed.in_features, packed.bits)),
-                              ScalarType::Int);
-    planes.scales = new_tensor(
-        packed.words, shaped(scales_shape(Form::planes, packed.out_features, packed.in_features)), ScalarType::Byte);
-    repack(packed, planes.words, planes.scales);
+    const Shape shape = {packed.out_features, packed.in_features};
+    std::tie(planes.words, planes.scales) = hf_kbit::repack(packed.words, packed.scales, packed.bits, shape, true);
     return planes;
 }
 

@@ -76,7 +76,7 @@ Tensor gemm(const Tensor& x, const Tensor& weight, const Tensor& absmax, const T
         refuse("weight", "shape " + to_string(shape_of(weight)), "one matrix, no leading dimensions");
     }
     if (bias) {
-        if (bias->scalar_type() != x.scalar_type()) refuse("bias", "another dtype", "the dtype of x");
+        check_dtype("bias", *bias, x.scalar_type());
         if (shape_of(*bias) != Shape{out_features}) {
             refuse("bias", "shape " + to_string(shape_of(*bias)), to_string({out_features}));
         }

@@ -19,7 +19,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import cases
 
-import hf_kbit  # noqa: F401  loads the libraries
 from hf_kbit import reference
 
 OPS = torch.ops.hf_kbit

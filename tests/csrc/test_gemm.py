@@ -97,7 +97,7 @@ BAD = {
     r"absmax: found shape \[34, 4\]": {"absmax": lambda t: t[1:]},
     "codebook: found dtype float64": {"codebook": lambda t: t.double()},
     r"codebook: found shape \[7\]": {"codebook": lambda t: t[1:]},
-    "bias: found another dtype": {"bias": lambda t: t.double()},
+    "bias: found dtype float64, expected float32": {"bias": lambda t: t.double()},
     r"bias: found shape \[34\], expected \[35\]": {"bias": lambda t: t[1:]},
     "one matrix, no leading dimensions": {"weight": lambda t: t[None], "absmax": lambda t: t[None]},
 }

@@ -80,7 +80,6 @@ def test_layers_on_two_gpus(dense, tmp_path):
     for source, kwargs in ((dense, {"quantization_config": KbitConfig(bits=3)}), (tmp_path / "one", {})):
         spread = load(source, places, **kwargs)
         found = spread(IDS.cuda()).logits
-        assert found.device.index == 0 or found.device.index == 1
         assert torch.equal(found.cpu(), logits.cpu())
         devices = {module.weight.device.index for module in spread.modules() if isinstance(module, KbitLinear)}
         assert devices == {0, 1} and all(m.is_tiled for m in spread.modules() if isinstance(m, KbitLinear))
