@@ -4,7 +4,8 @@
 
 CUDA: replays of a CUDA graph that walks through inputs and outputs of more than 256 MB, so that nothing is in L2. A
 line's ceiling is the time of a kernel that only reads (quantize), only writes (dequantize) or copies (repack) as many
-bytes as the op reads and writes together. CPU: medians of calls that take turns with ``F.linear``.
+bytes as the op reads and writes together. CPU: medians of calls that take turns, gemm with ``F.linear``; the ceiling
+is a copy.
 """
 
 import argparse
@@ -216,8 +217,11 @@ def on_cpu(shapes, report: Report) -> None:
                 ms = medians_ms(calls, 5 if tokens > 32 else 15)
                 for bits in BITS:
                     what = {"op": "gemm", "shape": shape, "bits": bits, "dtype": name_of(dtype), "tokens": tokens}
-                    times = {"us": ms[bits] * 1e3, "torch_us": ms["torch"] * 1e3}
-                    report.line(**what, **times, over_torch=ms[bits] / ms["torch"])
+                    size = sum(tensor.nbytes for tensor in packed[bits]) + x.nbytes + tokens * n * x.itemsize
+                    floor = copy_ms * size / (2 * source.nbytes)
+                    speed = {"us": ms[bits] * 1e3, "GBps": size / ms[bits] / 1e6}
+                    speed |= {"ceiling": "copy", "ceiling_us": floor * 1e3, "fraction": floor / ms[bits]}
+                    report.line(**what, **speed, torch_us=ms["torch"] * 1e3, over_torch=ms[bits] / ms["torch"])
 
 
 @torch.inference_mode()
