@@ -22,7 +22,6 @@ QUANTIZE_SLICE = 1 << 22
 
 # The tiles: a tile is 16 rows x 64 in_features held by 32 lanes, a slab is four tiles along K.
 TILE_ROWS, SLAB_BLOCKS, LANES = 16, 8, 32
-PAIRS_PER_LANE = 16
 
 
 def _look_up(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -154,13 +153,44 @@ def repack(
     The order in which an ``m16n8k16`` matrix instruction of a GPU needs the weights as its A operand, so that a lane's
     loads are 16 bytes wide, coalesced, and need no shuffling. With g = lane // 4 and t = lane % 4, a lane of a 16 x 64
     tile owns rows g and g + 8 and, in each of the tile's two blocks, columns 8 t .. 8 t + 7. Neighbours along K form
-    pairs of ``2 * bits`` bits; pair ``8 * block + 4 * instruction + 2 * half_of_k + half_of_rows`` of the 16 is one
-    register of one instruction. A word holds ``32 // (2 * bits)`` pairs from its low end; at 3 and 5 bits the two bits
-    left at the top of every word together are the last pair. The four tiles of a slab give a lane ``4 * bits`` words,
-    stored as ``bits`` loads of 4. The scales of rows g and g + 8 of a slab are 16 neighbouring bytes, the two rows
-    alternating.
+    pairs; the pair of (block, instruction, half_of_k, half_of_rows), each 0 or 1, is one register of one instruction.
+    The words of a tile, from their low ends, the first neighbour of a pair below the second:
+
+    - 2 bits: byte ``2 * instruction + half_of_k`` of word ``block`` holds the pairs of both rows, whose codes
+      alternate, g below g + 8. So a byte looks up two registers, and ``word & 0x33333333`` makes nibbles of row g.
+    - 3 bits: byte ``2 * half_of_k + half_of_rows`` of word ``2 * block + instruction`` holds a pair in bits 2 to 7.
+      The pairs of a fourth word lie in the lowest two bits of the same bytes of the three others, bits 0 and 1 of a
+      pair in word 2, bits 2 and 3 in word 1, bits 4 and 5 in word 0. So a byte looks up one register, in a table that
+      ignores its lowest two bits.
+    - 4 and 5 bits: a word holds ``32 // (2 * bits)`` pairs, numbered ``8 * block + 4 * instruction + 2 * half_of_k +
+      half_of_rows``; at 5 bits the two bits left at the top of every word together are the sixteenth pair.
+
+    The four tiles of a slab give a lane ``4 * bits`` words, stored as ``bits`` loads of 4. The scales of rows g and
+    g + 8 of a slab are 16 neighbouring bytes, the two rows alternating.
     """
     return (_untile if inverse else _tile)(weight, absmax, bits, shape)
+
+
+@cache
+def _places(bits: int, device: torch.device) -> torch.Tensor:
+    """Where the bits of a lane's 32 codes lie in its words of a tile.
+
+    int64 ``[32 * bits]``, as ``32 * word + bit``, in the order [half of rows, block, bit of the code, instruction,
+    half of k, neighbour].
+    """
+    sizes = 2, 2, bits, 2, 2, 2
+    half_of_rows, block, plane, instruction, half_of_k, neighbour = torch.cartesian_prod(*map(torch.arange, sizes)).T
+    bit = bits * neighbour + plane  # of the pair
+    if bits == 2:
+        places = 32 * block + 16 * instruction + 8 * half_of_k + 4 * neighbour + 2 * half_of_rows + plane
+    elif bits == 3:
+        word, byte = 2 * block + instruction, 16 * half_of_k + 8 * half_of_rows
+        places = torch.where(word < 3, 32 * word + byte + 2 + bit, 32 * (2 - bit // 2) + byte + bit % 2)
+    else:
+        pair, per_word = 8 * block + 4 * instruction + 2 * half_of_k + half_of_rows, 32 // (2 * bits)
+        own, spread = 32 * (pair // per_word) + 2 * bits * (pair % per_word) + bit, 32 * (bit // 2) + 30 + bit % 2
+        places = torch.where(pair < per_word * bits, own, spread)
+    return places.to(device)
 
 
 def _tile(planes, absmax, bits, shape):
@@ -169,22 +199,18 @@ def _tile(planes, absmax, bits, shape):
     pad_rows = row_tiles * TILE_ROWS - shape[0]
     pad_blocks = slabs * SLAB_BLOCKS - absmax.shape[-1]
 
-    codes = F.pad(unpack_codes(planes, bits), (0, 0, 0, pad_blocks, 0, pad_rows)).reshape(
-        -1, row_tiles, 2, 8, slabs, 4, 2, 4, 2, 2, 2
-    )
-    # from [batch, row tile, half of rows, g, slab, tile, block, t, instruction, half of k, neighbour]
-    # to   [batch, row tile, slab, g, t, tile, block, instruction, half of k, half of rows, neighbour]
-    codes = codes.permute(0, 1, 4, 3, 7, 5, 6, 8, 9, 2, 10).long()
-    pairs = (codes[..., 0] | codes[..., 1] << bits).flatten(-4)  # [batch, row tile, slab, g, t, tile, 16]
-
-    per_word = 32 // (2 * bits)
-    held = pairs[..., : per_word * bits].unflatten(-1, (bits, per_word))
-    words = (held << torch.arange(0, 2 * bits * per_word, 2 * bits, device=held.device)).sum(dim=-1)
-    if per_word * bits < PAIRS_PER_LANE:
-        top = (pairs[..., -1:] >> torch.arange(0, 2 * bits, 2, device=pairs.device)) & 3
-        words |= top << 30
+    # A plane is codes of one bit; those of eight columns, 8 t .. 8 t + 7, move together.
+    octets = unpack_codes(planes, 1).view(torch.int64)
+    octets = F.pad(octets, (0, 0, 0, pad_blocks * bits, 0, pad_rows))
+    octets = octets.reshape(-1, row_tiles, 2, 8, slabs, 4, 2, bits, 4)
+    # from [batch, row tile, half of rows, g, slab, tile, block, plane, t]
+    # to   [batch, row tile, slab, g, t, tile, half of rows, block, plane]
+    octets = octets.permute(0, 1, 4, 3, 8, 5, 2, 6, 7).flatten(-3)
+    lane = octets.view(torch.uint8)  # [..., 32 * bits]
+    lane = lane.gather(-1, _places(bits, planes.device).argsort().expand_as(lane))
+    words = pack_codes(lane.unflatten(-1, (bits, 32)), 1)
     # [batch, row tile, slab, g, t, tile, word] -> [batch, row tile, slab, load, lane, 4]
-    words = words.flatten(-2).unflatten(-1, (bits, 4)).flatten(3, 4).transpose(3, 4).to(torch.int32)
+    words = words.flatten(-2).unflatten(-1, (bits, 4)).flatten(3, 4).transpose(3, 4)
 
     scales = F.pad(absmax, (0, pad_blocks, 0, pad_rows)).reshape(-1, row_tiles, 2, 8, slabs, SLAB_BLOCKS)
     scales = scales.permute(0, 1, 4, 3, 5, 2).flatten(-2)
@@ -196,24 +222,19 @@ def _untile(tiles, scales, bits, shape):
     lead = tiles.shape[:-5]
     blocks = num_blocks(shape[1])
 
-    words = tiles.reshape(-1, row_tiles, slabs, bits, LANES, 4).transpose(3, 4).long() & 0xFFFFFFFF
-    words = (
-        words.unflatten(3, (8, 4)).flatten(-2).unflatten(-1, (4, bits))
-    )  # [batch, row tile, slab, g, t, tile, word]
-    per_word = 32 // (2 * bits)
-    shifts = torch.arange(0, 2 * bits * per_word, 2 * bits, device=words.device)
-    pairs = ((words[..., None] >> shifts) & (4**bits - 1)).flatten(-2)
-    if per_word * bits < PAIRS_PER_LANE:
-        last = ((words >> 30) << torch.arange(0, 2 * bits, 2, device=words.device)).sum(dim=-1, keepdim=True)
-        pairs = torch.cat([pairs, last], dim=-1)
-
-    codes = torch.stack([pairs & (2**bits - 1), pairs >> bits], dim=-1).to(torch.uint8)
-    codes = codes.unflatten(-2, (2, 2, 2, 2)).permute(0, 1, 9, 3, 2, 5, 6, 4, 7, 8, 10)
-    codes = codes.reshape(-1, row_tiles * TILE_ROWS, slabs * SLAB_BLOCKS, BLOCK_SIZE)[:, : shape[0], :blocks]
+    # [batch, row tile, slab, load, lane, 4] -> [batch, row tile, slab, g, t, tile, word]
+    words = tiles.reshape(-1, row_tiles, slabs, bits, LANES, 4).transpose(3, 4).flatten(-2)
+    words = words.unflatten(-1, (4, bits)).unflatten(3, (8, 4))
+    lane = unpack_codes(words, 1).flatten(-2)
+    lane = lane.gather(-1, _places(bits, tiles.device).expand_as(lane))
+    # the orders of `_tile`
+    octets = lane.view(torch.int64).unflatten(-1, (2, 2, bits)).permute(0, 1, 6, 3, 2, 5, 7, 8, 4)
+    octets = octets.reshape(-1, row_tiles * TILE_ROWS, slabs * SLAB_BLOCKS * bits, 4)[:, : shape[0], : blocks * bits]
+    planes = pack_codes(octets.contiguous().view(torch.uint8), 1)
 
     absmax = scales.reshape(-1, row_tiles, slabs, 8, SLAB_BLOCKS, 2).permute(0, 1, 5, 3, 2, 4)
     absmax = absmax.reshape(-1, row_tiles * TILE_ROWS, slabs * SLAB_BLOCKS)[:, : shape[0], :blocks]
-    return pack_codes(codes, bits).reshape(*lead, shape[0], -1), absmax.contiguous().reshape(*lead, shape[0], -1)
+    return planes.reshape(*lead, shape[0], -1), absmax.contiguous().reshape(*lead, shape[0], -1)
 
 
 # --- gemm -----------------------------------------------------------------------------------------

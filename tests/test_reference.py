@@ -84,13 +84,25 @@ def test_tiles_hold_each_code_where_the_layout_says(shape, bits):
         slab, tile, block, t = k // 256, k % 256 // 64, k % 64 // 32, k % 32 // 8
         instruction, half_of_k, neighbour = k % 8 // 4, k % 4 // 2, k % 2
         words = tiles[row_tile, slab, :, 4 * g + t].flatten()[tile * bits : (tile + 1) * bits].tolist()
-        pair = 8 * block + 4 * instruction + 2 * half_of_k + half_of_rows
-        per_word = 32 // (2 * bits)
-        if pair < per_word * bits:
-            value = (words[pair // per_word] & 0xFFFFFFFF) >> (2 * bits * (pair % per_word))
+        words = [word & 0xFFFFFFFF for word in words]
+        if bits == 2:
+            byte = words[block] >> 8 * (2 * instruction + half_of_k)
+            code = (byte >> [0, 2, 4, 6][2 * neighbour + half_of_rows]) & 3
+        elif bits == 3:
+            bytes_ = [(word >> 8 * (2 * half_of_k + half_of_rows)) & 0xFF for word in words]
+            if (block, instruction) == (1, 1):
+                pair = (bytes_[2] & 3) | (bytes_[1] & 3) << 2 | (bytes_[0] & 3) << 4
+            else:
+                pair = bytes_[2 * block + instruction] >> 2
+            code = (pair >> 3 * neighbour) & 7
         else:
-            value = sum(((word & 0xFFFFFFFF) >> 30) << (2 * i) for i, word in enumerate(words))
-        assert (value >> (bits * neighbour)) & (2**bits - 1) == codes[n, k]
+            index, per_word = 8 * block + 4 * instruction + 2 * half_of_k + half_of_rows, 32 // (2 * bits)
+            if index < per_word * bits:
+                pair = words[index // per_word] >> (2 * bits * (index % per_word))
+            else:
+                pair = sum((word >> 30) << (2 * i) for i, word in enumerate(words))
+            code = (pair >> (bits * neighbour)) & (2**bits - 1)
+        assert code == codes[n, k]
         assert scales[row_tile, slab, g, 2 * (k % 256 // 32) + half_of_rows] == absmax[n, k // 32]
 
 

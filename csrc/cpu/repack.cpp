@@ -11,18 +11,29 @@ namespace {
 // Calls visit(word, shift, code_bit, width) for each run of a code's bits that lie together in one word of the slab.
 template <typename Visit>
 void visit_code(int bits, int row, int block, int column, const Visit& visit) {
-    const int lane = 4 * (row % 8) + column / 8;
-    const int pair = 8 * (block % 2) + 4 * (column % 8 / 4) + 2 * (column % 4 / 2) + row / 8;
-    const int per_word = 32 / (2 * bits), first = bits * (column % 2);
+    const int lane = 4 * (row % 8) + column / 8, row_half = row / 8;
+    const int instruction = 2 * (block % 2) + column % 8 / 4, k_half = column % 4 / 2, neighbour = column % 2;
     const auto word = [&](int index) {
         return ((block / 2 * bits + index) / 4 * kLanes + lane) * 4 + (block / 2 * bits + index) % 4;
     };
-    if (pair < per_word * bits) {
-        visit(word(pair / per_word), 2 * bits * (pair % per_word) + first, 0, bits);
-        return;
+    const int first = bits * neighbour;  // bit of the pair
+    if (bits == 2) {
+        visit(word(instruction / 2), 8 * (instruction % 2 * 2 + k_half) + 4 * neighbour + 2 * row_half, 0, bits);
+    } else if (bits == 3) {
+        const int shift = 8 * (2 * k_half + row_half);
+        if (instruction < 3) {
+            visit(word(instruction), shift + 2 + first, 0, bits);
+        } else {
+            for (int bit = 0; bit < bits; ++bit) visit(word(2 - (first + bit) / 2), shift + (first + bit) % 2, bit, 1);
+        }
+    } else {
+        const int pair = 4 * instruction + 2 * k_half + row_half, per_word = 32 / (2 * bits);
+        if (pair < per_word * bits) {
+            visit(word(pair / per_word), 2 * bits * (pair % per_word) + first, 0, bits);
+        } else {  // the sixteenth pair of 5 bits: two of its bits at the top of each word
+            for (int bit = 0; bit < bits; ++bit) visit(word((first + bit) / 2), 30 + (first + bit) % 2, bit, 1);
+        }
     }
-    // The sixteenth pair of 3 and 5 bits: two of its bits at the top of each word.
-    for (int bit = 0; bit < bits; ++bit) visit(word((first + bit) / 2), 30 + (first + bit) % 2, bit, 1);
 }
 
 template <typename Visit>

@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kThreads)
         if constexpr (kBits == 2) {
             const uint32_t bytes = two_bit_planes(words[block / 2][block % 2]);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) store(i / 2, i % 2, bytes >> 8 * i);
+            for (int i = 0; i < 4; ++i) store(i % 2, i / 2, bytes >> 8 * i);
         } else {
             uint32_t octets[2], tops[2];
             extract_octets<kBits>(words[block / 2], block % 2, octets, tops);
