@@ -30,4 +30,92 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// --- addresses of shared memory as numbers: for tables whose index is put together bit by bit ---
+
+__device__ __forceinline__ uint32_t shared_address(const void* smem) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(smem));
+}
+
+// As cp_async_16.
+__device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(gmem) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared_16(uint32_t smem) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(smem)
+                 : "memory");
+    return value;
+}
+__device__ __forceinline__ float load_shared_float(uint32_t smem) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(smem) : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_shared_16(uint32_t smem, uint4 value) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(value.x), "r"(value.y), "r"(value.z),
+                 "r"(value.w)
+                 : "memory");
+}
+__device__ __forceinline__ void store_shared_float(uint32_t smem, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem), "f"(value) : "memory");
+}
+
+// Loads from kOffset above the address. Not volatile: for memory that no longer changes.
+template <int kOffset>
+__device__ __forceinline__ uint32_t look_up_4(uint32_t smem) {
+    uint32_t value;
+    asm("ld.shared.u32 %0, [%1+%2];" : "=r"(value) : "r"(smem), "n"(kOffset));
+    return value;
+}
+template <int kOffset>
+__device__ __forceinline__ uint2 look_up_8(uint32_t smem) {
+    uint2 value;
+    asm("ld.shared.v2.u32 {%0, %1}, [%2+%3];" : "=r"(value.x), "=r"(value.y) : "r"(smem), "n"(kOffset));
+    return value;
+}
+
+// --- bulk copies and their barriers, from sm_90 on ---
+
+// One arrival completes a phase of the barrier; this thread's later bulk copies see it.
+__device__ __forceinline__ void init_barrier(uint32_t barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void fence_barriers() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Arrives, and has the phase wait for as many bytes.
+__device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nwait_%=:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra wait_%=;\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+// Copies a multiple of 16 bytes; addresses are multiples of 16.
+__device__ __forceinline__ void bulk_copy(uint32_t smem, const void* gmem, int bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem),
+                 "l"(gmem), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// --- clusters, from sm_90 on ---
+
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// The same variable in shared memory of another CTA of the cluster.
+__device__ __forceinline__ float load_cluster_float(uint32_t smem, int rank) {
+    float value;
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.f32 %0, [there];\n}"
+                 : "=f"(value)
+                 : "r"(smem), "r"(rank)
+                 : "memory");
+    return value;
+}
+
 }  // namespace hf_kbit::cuda

@@ -1,9 +1,11 @@
 // The CUDA backend: the current device and stream, aligned pointers, launches. The kernels are in csrc/kernels.
+#include <array>
 #include <stdexcept>
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "kernels/gemm_plan.h"
 #include "kernels/kernels.h"
 #include "ops/backend.h"
 
@@ -76,9 +78,33 @@ void repack(const Packed& packed, Tensor& words, Tensor& scales) {
               packed.in_features, write<int32_t>(words), write<uint8_t>(scales), launch.stream));
 }
 
-// Decodes the whole weight, then multiplies.
+// Decodes and multiplies in one kernel where it can, else decodes the whole weight first.
 Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias) {
-    return linear(x, decoded(packed, dtype), bias);
+    const int64_t tokens = x.numel() / packed.in_features;
+    const bool fused = packed.form == Form::tiles && (dtype == Dtype::float16 || dtype == Dtype::bfloat16) &&
+                       tokens >= 1 && tokens <= kGemmTokens;
+    if (!fused) return linear(x, decoded(packed, dtype), bias);
+
+    const Launch launch(x);
+    // The kernel reads rows in pieces of 16 bytes.
+    constexpr int64_t kPiece = 8;
+    const int64_t padding = (kPiece - packed.in_features % kPiece) % kPiece;
+    Tensor rows = torch::stable::contiguous(x);
+    if (padding > 0) {
+        const std::array<int64_t, 2> after{0, padding};
+        rows = torch::stable::pad(rows, {after.data(), after.size()});
+    }
+    rows = aligned(rows);
+    const Tensor words = aligned(packed.words), scales = aligned(packed.scales);
+    const Tensor bias_row = bias ? torch::stable::contiguous(*bias) : rows;
+    Shape shape = shape_of(x);
+    shape.back() = packed.out_features;
+    Tensor y = new_tensor(x, shape, scalar_type(dtype));
+    check("gemm",
+          cuda::gemm(rows.const_data_ptr(), dtype, read<int32_t>(words), read<uint8_t>(scales),
+                     read<float>(packed.codebook), packed.bits, bias ? bias_row.const_data_ptr() : nullptr, tokens,
+                     packed.out_features, packed.in_features + padding, y.mutable_data_ptr(), launch.stream));
+    return y;
 }
 
 }  // namespace hf_kbit::backend

@@ -7,6 +7,7 @@
 Inputs are made on the CPU and outputs are compared there: torch's own kernels take no part.
 """
 
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -31,6 +32,12 @@ def same(found, expected) -> None:
     assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
+def product(planes, shape, bits, codebook, x) -> None:
+    tiles = reference.repack(*planes, bits, list(shape))
+    y = OPS.gemm(*(tensor.cuda() for tensor in (x, *tiles, codebook)), None, shape[0])
+    cases.assert_product(y.cpu(), x, reference.dequantize(*planes, codebook, list(shape), torch.float32).T)
+
+
 def main() -> None:
     for shape in SHAPES:
         for bits in cases.BITS:
@@ -49,6 +56,16 @@ def main() -> None:
                 for packed in (planes, tiles):
                     on_gpu = [tensor.cuda() for tensor in (*packed, codebook)]
                     same(OPS.dequantize(*on_gpu, list(shape), dtype), expected)
+            for dtype, tokens in itertools.product((torch.float16, torch.bfloat16), (1, 2, 8, 16)):
+                # Multiples of eight columns: for others torch copies x first.
+                dense = reference.dequantize(*planes, codebook, list(shape), torch.float32)[:, : shape[1] // 8 * 8]
+                if dense.shape[1] > 0:
+                    packed = reference.quantize(dense, codebook)
+                    product(packed, dense.shape, bits, codebook, cases.x((tokens,), dense.shape[1], dtype))
+    # Divided along K among the CTAs of clusters on an H200, and more row tiles than warps.
+    for shape, tokens in ((3072, 2048), 5), ((30_000, 264), 16):
+        planes = cases.random_packed(shape, 3)
+        product(planes, shape, 3, cases.codebook(3), cases.x((tokens,), shape[1], torch.float16) * 2.0**-6)
     print("all kernels ran, with the reference's results")
 
 

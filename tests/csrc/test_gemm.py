@@ -6,12 +6,18 @@ import torch
 
 from hf_kbit import reference
 
-TOKENS = [1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 33, 70]
+TOKENS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 70]
+FORMS = pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
 
 
-def assert_gemm(x, packed, codebook, shape, bias, device):
+def as_tiles(packed, codebook, shape):
+    return reference.repack(*packed, codebook.numel().bit_length() - 1, list(shape))
+
+
+def assert_gemm(x, packed, codebook, shape, bias, device, tiled):
     dense = reference.dequantize(*packed, codebook, list(shape), torch.float32)
-    inputs = [None if tensor is None else tensor.to(device) for tensor in (x, *packed, codebook, bias)]
+    words = as_tiles(packed, codebook, shape) if tiled else packed
+    inputs = [None if tensor is None else tensor.to(device) for tensor in (x, *words, codebook, bias)]
     found = torch.ops.hf_kbit.gemm(*inputs, shape[0])
     assert found.dtype == x.dtype and found.shape == (*x.shape[:-1], shape[0]) and found.is_contiguous()
     cases.assert_product(found.cpu(), x, dense.T, bias)
@@ -28,39 +34,37 @@ def full_precision_sums(device, monkeypatch):
 @pytest.mark.parametrize("bits", cases.BITS)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("dtype", cases.FLOATS)
-def test_every_number_of_tokens(device, tokens, bits, dtype, poison):
+@FORMS
+def test_every_number_of_tokens(device, tokens, bits, dtype, poison, tiled):
     shape = (35, 1000)
     *packed, codebook = cases.quantized(shape, bits)
     x, bias = cases.x((tokens,), shape[1], dtype), cases.x((), shape[0], dtype)
     poison(device, tokens * shape[0] * x.itemsize)
-    assert_gemm(x, packed, codebook, shape, bias, device)
+    assert_gemm(x, packed, codebook, shape, bias, device, tiled)
 
 
 @pytest.mark.parametrize("bits", cases.BITS)
-@pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
+@FORMS
 @pytest.mark.parametrize("shape", [*cases.SHAPES, (48, 2048), (3, 4096 + 40)], ids=str)
 @pytest.mark.parametrize("dtype", cases.FLOATS)
 def test_every_shape(device, shape, bits, dtype, tiled):
     *packed, codebook = cases.quantized(shape, bits)
-    dense = reference.dequantize(*packed, codebook, list(shape), torch.float32)
-    words = reference.repack(*packed, bits, list(shape)) if tiled else packed
-    for tokens in (1, 6):
-        x = cases.x((tokens,), shape[1], dtype)
-        found = torch.ops.hf_kbit.gemm(*(t.to(device) for t in (x, *words, codebook)), None, shape[0])
-        cases.assert_product(found.cpu(), x, dense.T)
+    for tokens in (1, 6, 16):
+        assert_gemm(cases.x((tokens,), shape[1], dtype), packed, codebook, shape, None, device, tiled)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 40])
 @pytest.mark.parametrize("dtype", cases.FLOATS)
+@FORMS
 @pytest.mark.parametrize("kind", ["tiny", "large", "heavy tails", "zeros", "one-hot"])
-def test_kinds_of_input(device, kind, dtype, tokens):
+def test_kinds_of_input(device, kind, dtype, tokens, tiled):
     shape = (64, 512)
     *packed, codebook = cases.quantized(shape, 4)
     x = cases.x((tokens,), 512)
     if kind == "one-hot":
         x = torch.eye(512)[torch.randint(512, (tokens,), generator=cases.generator(tokens))]
     x = {"tiny": x * 1e-3, "large": x * 1e3, "heavy tails": x / (x[:, :1].abs() + 1e-3), "zeros": x * 0}.get(kind, x)
-    assert_gemm(x.to(dtype), packed, codebook, shape, None, device)
+    assert_gemm(x.to(dtype), packed, codebook, shape, None, device, tiled)
 
 
 @pytest.mark.parametrize("tokens", [1, 33])
@@ -77,13 +81,17 @@ def test_large_layer_in_slices(device, tokens):
     """More weights than one slice of the CPU path holds."""
     shape = (1100, 4096)
     *packed, codebook = cases.quantized(shape, 2)
-    assert_gemm(cases.x((tokens,), 4096), packed, codebook, shape, cases.x((), 1100), device)
+    assert_gemm(cases.x((tokens,), 4096), packed, codebook, shape, cases.x((), 1100), device, False)
 
 
-@pytest.mark.parametrize("tokens", [1, 40])
-def test_same_result_every_time(device, tokens):
-    *packed, codebook = (tensor.to(device) for tensor in cases.quantized((300, 1000), 3))
-    x = cases.x((tokens,), 1000).to(device)
+@pytest.mark.parametrize("tokens", [1, 16, 40])
+@FORMS
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_same_result_every_time(device, tokens, tiled, dtype):
+    *packed, codebook = cases.quantized((300, 1000), 3)
+    packed = as_tiles(packed, codebook, (300, 1000)) if tiled else packed
+    packed, codebook = [tensor.to(device) for tensor in packed], codebook.to(device)
+    x = cases.x((tokens,), 1000, dtype).to(device)
     first = torch.ops.hf_kbit.gemm(x, *packed, codebook, None, 300)
     assert all(torch.equal(first, torch.ops.hf_kbit.gemm(x, *packed, codebook, None, 300)) for _ in range(5))
 

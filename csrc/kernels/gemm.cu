@@ -1,0 +1,539 @@
+// y = x @ W.T (+ bias) for 1 to 16 tokens, W in tiles; the weights are decoded in registers on their way to the tensor
+// cores.
+//
+//   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8
+//   words     int32 [N/16, K/256, bits, 32, 4]     scales  uint8 [N/16, K/256, 8, 16]     codebook  float32 [2**bits]
+//   bias      [N] or null                          y       [M, N], row-major, both of x's dtype
+//
+// A warp takes a slab (16 rows x 256 columns) at a time:
+//
+//   words and scales --cp.async or bulk copies--> ring in shared memory, a few slabs ahead
+//     --> registers --one byte permute--> address of a pair of codes --table--> A operand of mma.m16n8k16, tokens are
+//     B
+//     --> sums of a block (32 columns) in float32 --times the block's scale--> sums of the slab
+//     --> shared memory, where the warps' and, in a cluster, the CTAs' sums meet in a fixed order --> y
+//
+// The table holds the pair of levels for every byte of codes (2 bits: two pairs, for both rows of a lane; 5 bits: for
+// every ten bits), once for each lane: no bank conflicts. A permute puts a byte of codes above the lane's byte of an
+// address. Scales are applied after the product: four multiply-adds for 512 weights.
+//
+// What a slab costs a warp, of 128 weights a lane, without the loop around it:
+//
+//   bits   permutes, shifts   look-ups   mma   scales and sums   wavefronts of shared memory: table, ring in and out
+//    2            32             32       16         64             64 + 24        (a look-up of 8 bytes is two)
+//    3            84             64       16         64             64 + 32
+//    4            64             64       16         64             64 + 40
+//    5           144             64       16         64             64 + 48
+//
+// An H200 brings in a slab for each processor in 70, 101, 133 and 163 cycles, so shared memory is the limit at 2 and 3
+// bits and memory at 4 and 5. docs/performance.md has the measured times and what was tried.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <atomic>
+#include <type_traits>
+
+#include "kernels/codes.cuh"
+#include "kernels/gemm_plan.h"
+#include "kernels/kernels.h"
+#include "kernels/ptx.cuh"
+
+namespace hf_kbit::cuda {
+
+namespace {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool kSm90 = true;
+#else
+constexpr bool kSm90 = false;
+#endif
+
+struct Arguments {
+    const void *x, *bias;
+    void* y;
+    const int32_t* words;
+    const uint8_t* scales;
+    const float* codebook;
+    int tokens, out_features, in_features, slabs;
+    int k_warps_log2, split_log2, tokens_log2;
+    int cluster_tiles, more_tiles;  // row tiles of a cluster; this many clusters have one more
+    int pitch, warp_floats;         // of sums
+};
+
+template <typename T>
+struct Half;
+template <>
+struct Half<__half> {
+    static __device__ __forceinline__ uint32_t pack(float a, float b) {
+        const __half2 two = __floats2half2_rn(a, b);
+        return *reinterpret_cast<const uint32_t*>(&two);
+    }
+    static __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+    static __device__ __forceinline__ __half round(float value) { return __float2half_rn(value); }
+    static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+template <>
+struct Half<__nv_bfloat16> {
+    static __device__ __forceinline__ uint32_t pack(float a, float b) {
+        const __nv_bfloat162 two = __floats2bfloat162_rn(a, b);
+        return *reinterpret_cast<const uint32_t*>(&two);
+    }
+    static __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+    static __device__ __forceinline__ __nv_bfloat16 round(float value) { return __float2bfloat16_rn(value); }
+    static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+
+// --- the table -----------------------------------------------------------------------------------
+
+// Lies kSharedReserved above a multiple of 64 KB, so that a lane's address of an entry needs no addition.
+template <int kBits, int kWarps>
+struct Table {
+    static constexpr int kEntries = kBits == 5 ? 1024 : 256;
+    static constexpr int kStride = table_bytes(kBits, kWarps) / kEntries;
+    static constexpr int kLaneBytes = kBits == 2 ? 8 : 4;
+    static constexpr int kCopies = kBits == 5 ? kStride / kLaneBytes : kLanes;  // 16: two lanes share one
+    static constexpr int kPieces = kCopies * kLaneBytes / 16;                   // of an entry
+
+    // level: of the code that is the lane's number.
+    template <typename T>
+    static __device__ __forceinline__ void build(uint32_t window, float level) {
+        const auto at = [&](int code) { return __shfl_sync(0xFFFFFFFF, level, code); };
+#pragma unroll 4
+        for (int turn = 0; turn < kEntries * kPieces / (kWarps * kWarp); ++turn) {
+            const int piece = turn * kWarps * kWarp + static_cast<int>(threadIdx.x), entry = piece / kPieces;
+            uint32_t first, second;
+            if constexpr (kBits == 2) {
+                first = Half<T>::pack(at(entry & 3), at(entry >> 4 & 3));
+                second = Half<T>::pack(at(entry >> 2 & 3), at(entry >> 6));
+            } else if constexpr (kBits == 3) {  // a byte's lowest two bits belong to another pair
+                first = second = Half<T>::pack(at(entry >> 2 & 7), at(entry >> 5));
+            } else {
+                first = second = Half<T>::pack(at(entry & ((1 << kBits) - 1)), at(entry >> kBits));
+            }
+            store_shared_16(window + kSharedReserved + entry * kStride + piece % kPieces * 16,
+                            make_uint4(first, second, first, second));
+        }
+    }
+
+    static __device__ __forceinline__ uint32_t lane_address(uint32_t window, int lane) {
+        return window + lane % kCopies * kLaneBytes;
+    }
+    // Byte `index` of codes: the second byte of the address.
+    static __device__ __forceinline__ uint32_t address(uint32_t codes, int index, uint32_t lane_address) {
+        return __byte_perm(codes, lane_address, 0x7604 | index << 4);
+    }
+};
+
+// The A operands of a tile's four instructions, 2 * block + half of the block.
+template <int kBits, int kWarps>
+__device__ __forceinline__ void decode_tile(const uint32_t (&words)[kBits], uint32_t lane_address,
+                                            uint32_t (&a)[4][4]) {
+    using Table = Table<kBits, kWarps>;
+    if constexpr (kBits == 2) {
+#pragma unroll
+        for (int byte = 0; byte < 8; ++byte) {
+            const uint32_t address = Table::address(words[byte / 4], byte % 4, lane_address);
+            const uint2 rows = look_up_8<kSharedReserved>(address);
+            a[byte / 2][byte % 2 * 2] = rows.x, a[byte / 2][byte % 2 * 2 + 1] = rows.y;
+        }
+    } else if constexpr (kBits < 5) {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            uint32_t codes;
+            if constexpr (kBits == 3) {  // a byte's lowest two bits belong to another pair
+                codes = three_bit_pairs(words, i / 4);
+            } else {
+                codes = words[i / 4];
+            }
+            a[i / 4][i % 4] = look_up_4<kSharedReserved>(Table::address(codes, i % 4, lane_address));
+        }
+    } else {
+        using Word = TileWord<kBits>;
+        constexpr int kShift = Table::kStride == 128 ? 7 : 6;
+#pragma unroll
+        for (int pair = 0; pair < 16; ++pair) {
+            uint32_t address;
+            if (Word::spread(pair)) {
+                uint32_t index = words[kBits - 1] >> 30;
+#pragma unroll
+                for (int i = kBits - 2; i >= 0; --i) index = __funnelshift_l(words[i], index, 2);
+                address = index * Table::kStride + lane_address;
+            } else {
+                address =
+                    (shifted(words[Word::word(pair)], kShift - Word::shift(pair)) & 1023u << kShift) | lane_address;
+            }
+            a[pair / 4][pair % 4] = look_up_4<kSharedReserved>(address);
+        }
+    }
+}
+
+// --- the ring ------------------------------------------------------------------------------------
+
+// A warp's slabs on their way. Bulk copies take the fewest wavefronts, cp.async the fewest instructions, which count
+// for more at 2 bits.
+template <int kBits, int kTokenTiles, int kWarps>
+struct Ring {
+    static constexpr bool kBulk = kSm90 && kBits > 2;
+    static constexpr int kStages = ring_stages(kBits, kWarps, 8 * kTokenTiles);
+    static constexpr int kSlab = slab_bytes(kBits), kWords = kBits * 512, kScales = 128;
+    // What is asked for before the table is there: enough to keep memory busy, little enough not to hold up others'
+    // requests for codebook and activations.
+    static constexpr int kEarly = kBits == 2 && kStages > 1 ? 2 : 1;
+
+    const char *words, *scales;  // the warp's
+    uint32_t begin, stage, barriers, barrier, parity;
+
+    __device__ __forceinline__ Ring(const Arguments& arguments, uint32_t window, int warp)
+        : words(reinterpret_cast<const char*>(arguments.words)),
+          scales(reinterpret_cast<const char*>(arguments.scales)),
+          begin(window + kSharedReserved + table_bytes(kBits, kWarps) + warp * kStages * kSlab),
+          stage(begin),
+          barriers(window + kSharedReserved + table_bytes(kBits, kWarps) + kWarps * kStages * kSlab +
+                   warp * kStages * 8),
+          barrier(barriers),
+          parity(0) {
+        if constexpr (kBulk) {
+            if (threadIdx.x % kWarp == 0) {
+#pragma unroll
+                for (int i = 0; i < kStages; ++i) init_barrier(barriers + 8 * i);
+                fence_barriers();
+            }
+            __syncwarp();
+        }
+    }
+
+    // Asks for a slab, or for none; each call counts.
+    __device__ __forceinline__ void fetch(uint32_t to, uint32_t to_barrier, int64_t slab, bool exists) const {
+        const int lane = threadIdx.x % kWarp;
+        if constexpr (kBulk) {
+            if (exists && lane == 0) {
+                expect_bytes(to_barrier, kSlab);
+                bulk_copy(to, words + slab * kWords, kWords, to_barrier);
+                bulk_copy(to + kWords, scales + slab * kScales, kScales, to_barrier);
+            }
+        } else {
+            if (exists) {
+                const char* from = words + slab * kWords + lane * 16;
+#pragma unroll
+                for (int i = 0; i < kBits; ++i) cp_async_16(to + i * 512 + lane * 16, from + i * 512);
+                if (lane < kScales / 16) cp_async_16(to + kWords + lane * 16, scales + slab * kScales + lane * 16);
+            }
+            cp_async_commit();
+        }
+    }
+
+    // Waits for the oldest slab and brings it into registers, all eight blocks' scales of rows g and g + 8 too.
+    __device__ __forceinline__ void take(uint32_t (&to_words)[4][kBits], uint32_t (&to_scales)[4]) const {
+        const int lane = threadIdx.x % kWarp;
+        if constexpr (kBulk) {
+            wait_barrier(barrier, parity);
+        } else {
+            cp_async_wait<kStages - 1>();
+            __syncwarp();  // lanes copied scales for each other
+        }
+#pragma unroll
+        for (int i = 0; i < kBits; ++i) {
+            const uint4 four = load_shared_16(stage + i * 512 + lane * 16);
+            const uint32_t parts[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) to_words[(4 * i + j) / kBits][(4 * i + j) % kBits] = parts[j];
+        }
+        const uint4 four = load_shared_16(stage + kWords + lane / 4 * 16);
+        to_scales[0] = four.x, to_scales[1] = four.y, to_scales[2] = four.z, to_scales[3] = four.w;
+        __syncwarp();  // before the stage is filled again
+    }
+
+    __device__ __forceinline__ void step() {
+        if constexpr (kStages == 1) {
+            parity ^= 1;
+        } else {
+            stage += kSlab, barrier += 8;
+            if (stage == begin + kStages * kSlab) stage = begin, barrier = barriers, parity ^= 1;
+        }
+    }
+};
+
+// --- the kernel ----------------------------------------------------------------------------------
+
+// kTokenTiles: groups of eight tokens.
+template <int kBits, typename T, int kTokenTiles, int kWarps>
+__global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_constant__ Arguments arguments) {
+    using Table = Table<kBits, kWarps>;
+    using Ring = Ring<kBits, kTokenTiles, kWarps>;
+    extern __shared__ __align__(1024) char smem[];
+    const uint32_t window = shared_address(smem) & ~0xFFFFu;
+    if (shared_address(smem) - window > kSharedReserved) __trap();
+    // The shuffle tells the compiler that all lanes have the same value.
+    const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarp, 0);
+    const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+
+    // The order of the requests to memory matters: codebook and activations are waited for first.
+    float level = 0;
+    if (lane < 1 << kBits) level = __ldg(arguments.codebook + lane);
+
+    const int k_warps_log2 = arguments.k_warps_log2, k_warps = 1 << k_warps_log2;
+    const int row_warps_log2 = (kWarps == 16 ? 4 : 3) - k_warps_log2, row_warps = 1 << row_warps_log2;
+    const int k_warp = warp & (k_warps - 1), row_warp = warp >> k_warps_log2;
+    const int split_log2 = kSm90 ? arguments.split_log2 : 0;
+    const int cluster = blockIdx.x >> split_log2, rank = blockIdx.x - (cluster << split_log2);
+    const auto slabs_before = [&](int a_rank) { return arguments.slabs * a_rank >> split_log2; };
+    const int first_slab = slabs_before(rank), slabs = slabs_before(rank + 1) - first_slab;
+    const int first_tile = cluster * arguments.cluster_tiles + min(cluster, arguments.more_tiles);
+    const int tiles = arguments.cluster_tiles + (cluster < arguments.more_tiles);
+
+    // B operands. A lane has of each block columns 8 t .. 8 t + 7, as the lanes of A, and of the eight columns of B
+    // column g: `tokens` rounded up to a power of two leave room for the activations of several of the warp's slabs,
+    // of which an instruction's results are good for one.
+    const int tokens_log2 = kTokenTiles == 1 ? arguments.tokens_log2 : 3, held_slabs = 8 >> tokens_log2;
+    uint32_t b[kTokenTiles][kSlabBlocks][4];
+    const auto load_activations = [&](int slab) {
+        const int token = g & ((1 << tokens_log2) - 1);
+        const int column = (first_slab + slab + ((g >> tokens_log2) << k_warps_log2)) * kGemmColumns + 8 * t;
+        const T* x = static_cast<const T*>(arguments.x) + token * arguments.in_features + column;
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) {
+            const int columns = token + 8 * n < arguments.tokens ? arguments.in_features - column : 0;
+#pragma unroll
+            for (int block = 0; block < kSlabBlocks; ++block) {
+                uint4 eight = make_uint4(0, 0, 0, 0);
+                if (block * kBlockSize < columns) {
+                    eight =
+                        __ldg(reinterpret_cast<const uint4*>(x + 8 * n * arguments.in_features + block * kBlockSize));
+                }
+                b[n][block][0] = eight.x, b[n][block][1] = eight.y, b[n][block][2] = eight.z, b[n][block][3] = eight.w;
+            }
+        }
+    };
+    load_activations(k_warp);
+
+    // The warp's slabs in order: for slab = k_warp, k_warp + k_warps, ..: for tile = row_warp, row_warp + row_warps,
+    // ..
+    Ring ring(arguments, window, warp);
+    const int warp_tiles = (tiles - row_warp + row_warps - 1) >> row_warps_log2;
+    const int warp_slabs = (slabs - k_warp + k_warps - 1) >> k_warps_log2;
+    const int tile_step = row_warps * arguments.slabs, slab_step = k_warps - (warp_tiles - 1) * tile_step;
+    int ahead = (first_tile + row_warp) * arguments.slabs + first_slab + k_warp;
+    int ahead_tiles = warp_tiles, remaining = warp_tiles * warp_slabs;
+    const auto fetch = [&](uint32_t stage, uint32_t barrier) {
+        ring.fetch(stage, barrier, ahead, remaining > 0);
+        --remaining;
+        if (--ahead_tiles > 0) {
+            ahead += tile_step;
+        } else {
+            ahead += slab_step, ahead_tiles = warp_tiles;
+        }
+    };
+    // float16 levels fill its range; the power of two is taken out of the sums.
+    float unit = 16;  // of the sums: scales are in sixteenths
+    if constexpr (std::is_same_v<T, __half>) {
+        constexpr int kLargest = 14;
+        const uint32_t largest = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(fabsf(level)));
+        const int exponent = min(max(static_cast<int>(largest >> 23), 1 + kLargest), 254 - kLargest);
+        level *= __uint_as_float((254 + kLargest - exponent) << 23);
+        unit *= __uint_as_float((exponent - kLargest) << 23);
+    }
+    const uint32_t unit_at = window + unit_address(kBits, kWarps, 8 * kTokenTiles), sums = unit_at + kUnitBytes;
+    if (threadIdx.x == 0) store_shared_float(unit_at, unit);
+    // A condition on the codebook has these requests wait for it.
+    const int early = __any_sync(0xFFFFFFFF, isnan(level)) ? 0 : Ring::kEarly;
+#pragma unroll 1
+    for (int i = 0; i < early; ++i) fetch(ring.begin + i * Ring::kSlab, ring.barriers + 8 * i);
+    Table::template build<T>(window, level);
+    __syncthreads();
+#pragma unroll 1
+    for (int i = early; i < Ring::kStages; ++i) fetch(ring.begin + i * Ring::kSlab, ring.barriers + 8 * i);
+
+    // Through the asm, so that no look-up moves above the barrier.
+    uint32_t table = Table::lane_address(window, lane);
+    asm volatile("" : "+r"(table)::"memory");
+    const uint32_t lane_sums = sums + 4 * (k_warp * arguments.warp_floats + row_warp * kTileRows + g);
+    int held = 0;  // which of the slabs in b
+#pragma unroll 1
+    for (int slab = k_warp; slab < slabs; slab += k_warps, ++held) {
+        const bool first = slab == k_warp;
+        if (held == held_slabs) {
+            held = 0;
+            load_activations(slab);
+        }
+        const int token = 2 * t - (held << tokens_log2);  // and token + 1, and 8 more for each token tile
+        uint32_t tile_sums = lane_sums + token * arguments.pitch * 4;
+#pragma unroll 1
+        for (int tile = row_warp; tile < tiles; tile += row_warps, tile_sums += row_warps * kTileRows * 4) {
+            uint32_t words[4][kBits], scales[4];
+            ring.take(words, scales);
+            fetch(ring.stage, ring.barrier);
+            ring.step();
+            float slab_sums[kTokenTiles][4] = {};
+#pragma unroll
+            for (int quarter = 0; quarter < 4; ++quarter) {
+                uint32_t a[4][4];
+                decode_tile<kBits, kWarps>(words[quarter], table, a);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int block = 2 * quarter + half;
+                    // E4M4 bytes shifted by six are sixteenths of the scales in float16.
+                    const uint32_t two = __byte_perm(scales[quarter], 0, half ? 0x4342 : 0x4140) << 6;
+                    const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&two));
+#pragma unroll
+                    for (int n = 0; n < kTokenTiles; ++n) {
+                        float d[4] = {};
+                        Half<T>::mma(d, a[2 * half], b[n][block][0], b[n][block][1]);
+                        Half<T>::mma(d, a[2 * half + 1], b[n][block][2], b[n][block][3]);
+                        slab_sums[n][0] += d[0] * scale.x, slab_sums[n][1] += d[1] * scale.x;
+                        slab_sums[n][2] += d[2] * scale.y, slab_sums[n][3] += d[3] * scale.y;
+                    }
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < kTokenTiles; ++n) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    if (kTokenTiles > 1 ||
+                        static_cast<unsigned>(token + i) < static_cast<unsigned>(arguments.tokens)) {
+                        const uint32_t upper = tile_sums + (8 * n + i) * arguments.pitch * 4, lower = upper + 8 * 4;
+                        if (!first) {
+                            slab_sums[n][i] += load_shared_float(upper);
+                            slab_sums[n][i + 2] += load_shared_float(lower);
+                        }
+                        store_shared_float(upper, slab_sums[n][i]);
+                        store_shared_float(lower, slab_sums[n][i + 2]);
+                    }
+                }
+            }
+        }
+    }
+
+    // Four lanes add up the warps' sums of an output, then the CTAs'.
+    if (kSm90 && split_log2 > 0) {
+        cluster_barrier();
+    } else {
+        __syncthreads();
+    }
+    const unsigned rows = tiles * kTileRows >> split_log2, outputs = rows * arguments.tokens;
+    const float per_row = __fdividef(1.0f, static_cast<float>(rows));
+#pragma unroll 1
+    for (unsigned i = threadIdx.x / 4; i < (outputs + 7) / 8 * 8; i += kWarps * kWarp / 4) {
+        const auto out_token = static_cast<unsigned>((i + 0.5f) * per_row);
+        const unsigned row = i - out_token * rows + rank * rows;
+        const uint32_t output_sums = sums + 4 * (out_token * arguments.pitch + row);
+        const bool exists = i < outputs;
+        float total = 0;
+#pragma unroll 1
+        for (int c = 0; c < 1 << split_log2; ++c) {
+            const int parts = min(k_warps, slabs_before(c + 1) - slabs_before(c));
+            float sum = 0;
+#pragma unroll 4
+            for (int part = lane % 4; part < parts; part += 4) {
+                const uint32_t address = output_sums + part * arguments.warp_floats * 4;
+                if (kSm90 && split_log2 > 0) {
+                    sum += exists ? load_cluster_float(address, c) : 0;
+                } else {
+                    sum += exists ? load_shared_float(address) : 0;
+                }
+            }
+            total += sum;
+        }
+        total += __shfl_xor_sync(0xFFFFFFFF, total, 1);
+        total += __shfl_xor_sync(0xFFFFFFFF, total, 2);
+        const int out = first_tile * kTileRows + static_cast<int>(row);
+        if (exists && lane % 4 == 0 && out < arguments.out_features) {
+            const auto* bias = static_cast<const T*>(arguments.bias);
+            total = total * load_shared_float(unit_at) + (bias ? Half<T>::to_float(bias[out]) : 0);
+            static_cast<T*>(arguments.y)[static_cast<int64_t>(out_token) * arguments.out_features + out] =
+                Half<T>::round(total);
+        }
+    }
+    if (kSm90 && split_log2 > 0) cluster_barrier();  // others may still read this CTA's sums
+}
+
+// --- launcher ------------------------------------------------------------------------------------
+
+struct Gpu {
+    int index = 0, processors = 0, shared_limit = 0, major = 0;
+
+    Gpu() {
+        cudaGetDevice(&index);
+        cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, index);
+        cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
+    }
+};
+
+template <int kBits, typename T, int kTokenTiles, int kWarps>
+cudaError_t launch(const Arguments& arguments, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream) {
+    const auto kernel = gemm_kernel<kBits, T, kTokenTiles, kWarps>;
+    static std::atomic<uint64_t> prepared{0};  // a bit for each GPU
+    const uint64_t bit = uint64_t{1} << gpu.index % 64;
+    if (!(prepared.load() & bit)) {
+        const cudaError_t error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, gpu.shared_limit);
+        if (error != cudaSuccess) return error;
+        prepared.fetch_or(bit);
+    }
+    cudaLaunchConfig_t config{};
+    config.gridDim = static_cast<unsigned>(plan.clusters * plan.split);
+    config.blockDim = kWarps * kWarp;
+    config.dynamicSmemBytes = static_cast<size_t>(plan.shared_bytes);
+    config.stream = stream;
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(plan.split), 1, 1};
+    config.attrs = &cluster;
+    config.numAttrs = plan.split > 1;
+    return cudaLaunchKernelEx(&config, kernel, arguments);
+}
+
+template <int kBits, typename T>
+cudaError_t launch_for(const Arguments& arguments, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream) {
+    if (plan.warps == 16) {
+        return arguments.tokens <= 8 ? launch<kBits, T, 1, 16>(arguments, plan, gpu, stream)
+                                     : launch<kBits, T, 2, 16>(arguments, plan, gpu, stream);
+    }
+    return arguments.tokens <= 8 ? launch<kBits, T, 1, 8>(arguments, plan, gpu, stream)
+                                 : launch<kBits, T, 2, 8>(arguments, plan, gpu, stream);
+}
+
+template <int kBits>
+cudaError_t launch_for(Dtype dtype, const Arguments& arguments, const GemmPlan& plan, const Gpu& gpu,
+                       cudaStream_t stream) {
+    return dtype == Dtype::float16 ? launch_for<kBits, __half>(arguments, plan, gpu, stream)
+                                   : launch_for<kBits, __nv_bfloat16>(arguments, plan, gpu, stream);
+}
+
+}  // namespace
+
+cudaError_t gemm(const void* x, Dtype dtype, const int32_t* words, const uint8_t* scales, const float* codebook,
+                 int bits, const void* bias, int64_t tokens, int64_t out_features, int64_t in_features, void* y,
+                 cudaStream_t stream) {
+    const Gpu gpu;
+    const GemmPlan plan = plan_gemm(static_cast<int>(tokens), out_features, in_features, bits, gpu.processors,
+                                    gpu.shared_limit, gpu.major >= 9);
+    if (plan.warps == 0) return cudaErrorInvalidConfiguration;
+    const auto row_tiles = static_cast<int>(ceil_div(out_features, kTileRows));
+    Arguments arguments{};
+    arguments.x = x, arguments.bias = bias, arguments.y = y;
+    arguments.words = words, arguments.scales = scales, arguments.codebook = codebook;
+    arguments.tokens = static_cast<int>(tokens);
+    arguments.out_features = static_cast<int>(out_features), arguments.in_features = static_cast<int>(in_features);
+    arguments.slabs = static_cast<int>(ceil_div(num_blocks(in_features), kSlabBlocks));
+    while (1 << arguments.k_warps_log2 < plan.k_warps) ++arguments.k_warps_log2;
+    while (1 << arguments.tokens_log2 < arguments.tokens) ++arguments.tokens_log2;
+    while (1 << arguments.split_log2 < plan.split) ++arguments.split_log2;
+    arguments.cluster_tiles = row_tiles / plan.clusters, arguments.more_tiles = row_tiles % plan.clusters;
+    const auto most_tiles = arguments.cluster_tiles + (arguments.more_tiles > 0);
+    arguments.pitch = sums_pitch(most_tiles), arguments.warp_floats = sums_floats(arguments.tokens, most_tiles);
+    const auto run = bits == 2 ? launch_for<2> : bits == 3 ? launch_for<3> : bits == 4 ? launch_for<4> : launch_for<5>;
+    return run(dtype, arguments, plan, gpu, stream);
+}
+
+}  // namespace hf_kbit::cuda
