@@ -9,7 +9,6 @@ is a copy.
 """
 
 import argparse
-import json
 import statistics
 import time
 from functools import partial
@@ -17,45 +16,13 @@ from itertools import cycle
 
 import torch
 import torch.nn.functional as F
+from timing import Report, copies, graph_us, name_of, read_kernel
 
 import hf_kbit
 from hf_kbit.format import BITS
 
 OPS = torch.ops.hf_kbit
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-COLD_BYTES = 256 << 20  # several times the L2 of any GPU
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-class Report:
-    """Prints a line for each measurement and keeps it for the file of JSON lines."""
-
-    def __init__(self, device: str, file: str | None):
-        where = (
-            torch.cuda.get_device_name() if device == "cuda" else f"{cpu_name()}, {torch.get_num_threads()} threads"
-        )
-        self.context = {
-            "date": time.strftime("%Y-%m-%d"),
-            "device": where,
-            "torch": torch.__version__,
-            "hf_kbit": hf_kbit.__version__,
-        }
-        self.file = open(file, "a") if file else None
-        print(", ".join(f"{key} {value}" for key, value in self.context.items()))
-
-    def line(self, **entry) -> None:
-        print(
-            "  ".join(
-                f"{key} {value:<9}" if isinstance(value, str) else f"{key} {value:>9.4g}"
-                for key, value in entry.items()
-            ),
-            flush=True,
-        )
-        if self.file:
-            print(json.dumps({**self.context, **entry}), file=self.file, flush=True)
 
 
 def cpu_name() -> str:
@@ -63,47 +30,11 @@ def cpu_name() -> str:
         return next((line.split(":")[1].strip() for line in info if line.startswith("model name")), "CPU")
 
 
+def describe(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else f"{cpu_name()}, {torch.get_num_threads()} threads"
+
+
 # --- CUDA -----------------------------------------------------------------------------------------
-
-
-def graph_us(calls, replays: int = 20) -> float:
-    """Microseconds of one call: ``calls`` are captured in a graph, each with inputs of its own, their outputs kept."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call() for call in calls]
-    times = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    del kept
-    return statistics.median(times)
-
-
-def read_kernel():
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def read(source, sink, size, BLOCK: tl.constexpr):
-        total = tl.zeros((BLOCK,), dtype=tl.int32)
-        for part in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
-            places = part + tl.arange(0, BLOCK)
-            total ^= tl.load(source + places, mask=places < size, other=0)
-        if tl.sum(total) == 0x12345678:  # keeps the loads; never true but by chance
-            tl.store(sink, 1)
-
-    programs = torch.cuda.get_device_properties(0).multi_processor_count * 8
-
-    def run(source, sink):
-        read[(programs,)](source, sink, source.numel(), BLOCK=2048, num_warps=8)
-
-    return run
 
 
 class Ceilings:
@@ -120,10 +51,6 @@ class Ceilings:
             call = {"read": lambda s: self.read(s, self.sink), "write": torch.Tensor.zero_, "copy": torch.clone}[kind]
             self.cache[kind, size] = graph_us([partial(call, source) for source in sources])
         return self.cache[kind, size]
-
-
-def copies(size: int) -> int:
-    return max(2, -(-COLD_BYTES // size))
 
 
 def on_cuda(shapes, report: Report) -> None:
@@ -236,7 +163,7 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     default = "4096x4096,8192x8192" if arguments.device == "cuda" else "4096x4096"
     shapes = [tuple(map(int, shape.split("x"))) for shape in (arguments.shapes or default).split(",")]
-    report = Report(arguments.device, arguments.json)
+    report = Report(arguments.json, device=describe(arguments.device))
     (on_cuda if arguments.device == "cuda" else on_cpu)(shapes, report)
 
 

@@ -1,0 +1,371 @@
+"""Times gemm on tiles beside cuBLAS, the time to read as many bytes, and other libraries, on one CUDA GPU.
+
+    python benchmarks/gemm.py [--quick] [--shapes 4096x4096,8192x8192] [--bits 2,3,4,5] [--tokens 1,16,256]
+                              [--dtypes float16,bfloat16] [--peers humming,bitsandbytes] [--json results.jsonl]
+    python benchmarks/gemm.py --from results.jsonl --plot speedup.png
+
+A time is the median of replays of a CUDA graph that walks through weights of more than 256 MB, so that no weight is in
+L2; x is the same for all calls, as a layer finds it that was just computed. For each shape, dtype and number of tokens
+all sides are timed one after the other. The floor is the time of the best of several kernels that only read, given as
+many bytes as the packed weight, x and the output have together. Peers run where they are installed: bitsandbytes with
+NF4 in blocks of 64, Humming (humming-kernels, compiled for each shape before the first measurement) with intN weights,
+a 16-bit scale for each 32 and the configuration that its own heuristics choose.
+"""
+
+import argparse
+import copy
+import importlib.metadata
+import itertools
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from timing import Report, capture, copies, name_of, read_kernel
+
+import hf_kbit
+from hf_kbit.format import BITS
+
+OPS = torch.ops.hf_kbit
+# The linear layers of Llama-3 8B and 70B as N x K, with q, k and v and with gate and up joined.
+SHAPES = "4096x4096,6144x4096,28672x4096,4096x14336,8192x8192,10240x8192,57344x8192,8192x28672"
+TOKENS = ",".join(str(2**power) for power in range(13))
+QUICK = {"shapes": "4096x4096,8192x8192,57344x8192", "tokens": "1,8,16", "dtypes": "float16"}
+OUTPUT_BYTES = 4 << 30  # a graph keeps the outputs of all its calls
+DISTRIBUTIONS = {"humming": "humming-kernels", "bitsandbytes": "bitsandbytes"}
+GROUP = 32  # weights that share a scale, here and in Humming
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def call_us(calls, budget_ms: float = 30) -> float:
+    """Microseconds of one call. Replays queue up behind each other, so the time to launch a graph is not in it."""
+    graph, kept = capture(calls)
+    graph.replay()
+    count = int(min(50, max(5, budget_ms / replays_ms(graph, 1)[0])))
+    us = statistics.median(replays_ms(graph, count)) * 1e3 / len(calls)
+    del kept
+    return us
+
+
+def replays_ms(graph, count: int) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    events[-1].synchronize()
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
+
+
+class Floor:
+    """Microseconds to read a number of bytes that are not in L2: the best of several grids and blocks."""
+
+    def __init__(self):
+        self.read, self.sink, self.cache = read_kernel(), torch.zeros(1, dtype=torch.int32, device="cuda"), {}
+        self.ways = [
+            {"per_processor": per_processor, "block": block, "warps": warps}
+            for per_processor, block, warps in itertools.product((4, 8, 16), (2048, 4096), (4, 8))
+        ]
+
+    def us(self, size: int) -> float:
+        size = -(-size // 64) * 64  # 16 integers, which lets Triton load 16 bytes at a time
+        if size not in self.cache:
+            sources = [torch.zeros(size // 4, dtype=torch.int32, device="cuda") for _ in range(copies(size))]
+            self.cache[size] = min(
+                call_us([partial(self.read, source, self.sink, **way) for source in sources], budget_ms=2)
+                for way in self.ways
+            )
+        return self.cache[size]
+
+
+def calls_of(kernels, x, n: int) -> list:
+    """As many calls as there are kernels, one for each copy of a weight, fewer where the outputs take too much."""
+    return [partial(kernel, x) for kernel in kernels[: max(2, OUTPUT_BYTES // (x.shape[0] * n * x.itemsize))]]
+
+
+# --- weights: a function of x for each copy -------------------------------------------------------
+
+
+def dense_kernels(weight):
+    others = [weight.clone() for _ in range(copies(weight.nbytes) - 1)]
+    return [lambda x, w=w: F.linear(x, w) for w in (weight, *others)]
+
+
+def packed_kernels(weight, bits: int):
+    """The functions, and the bytes of one packed weight."""
+    n, k = weight.shape
+    codebook = torch.tensor(hf_kbit.codebooks.normal_float(bits), device="cuda")
+    tiles = OPS.repack(*OPS.quantize(weight, codebook), bits, [n, k])
+    size = sum(tensor.nbytes for tensor in tiles)
+    others = [[tensor.clone() for tensor in tiles] for _ in range(copies(size) - 1)]
+    return [lambda x, t=t: OPS.gemm(x, *t, codebook, None, n) for t in (tiles, *others)], size
+
+
+# --- peers ----------------------------------------------------------------------------------------
+
+
+def bitsandbytes_kernels(weight, bits: int, tokens):
+    if bits != 4:
+        return None
+    import bitsandbytes
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(weight, blocksize=64, quant_type="nf4")
+
+    def another():
+        scales = copy.copy(state)
+        scales.absmax = state.absmax.clone()
+        return packed.clone(), scales
+
+    pairs = [another() for _ in range(copies(packed.nbytes + state.absmax.nbytes))]
+    return [lambda x, p=p, s=s: bitsandbytes.matmul_4bit(x, p.t(), quant_state=s) for p, s in pairs]
+
+
+def humming_tuning(config, tokens) -> str:
+    """Of Humming's own choices for ranges of tokens, those needed: it compiles a kernel for each that it is given."""
+    from humming.tune import get_heuristics_config
+
+    needed = {1, *tokens}  # it always looks one up for 1
+    ranges = get_heuristics_config(config)
+    return json.dumps([choice for choice in ranges if any(choice[0] < count <= choice[1] for count in needed)])
+
+
+def humming_kernels(weight, bits: int, tokens):
+    from humming.layer import HummingLayer
+
+    n, k = weight.shape
+    config = {"dtype": f"int{bits}", "group_size": GROUP}
+    layer = HummingLayer(shape_n=n, shape_k=k, weight_config=config, torch_dtype=weight.dtype).cuda()
+    layer.load_from_unquantized(weight)
+    layer.transform()
+    tuning = humming_tuning(layer.humming_config, tokens)
+    size = layer.weight.nbytes + layer.weight_scale.nbytes
+    layers = [layer, *(copy.deepcopy(layer) for _ in range(copies(size) - 1))]
+    return [partial(layer, tuning_config=tuning) for layer in layers]
+
+
+def humming_compile(shape, bits: int, dtype, tokens) -> None:
+    """Puts the kernels of one weight into Humming's cache, under the key that calls of its layer have."""
+    from humming.dtypes import DataType
+    from humming.kernel.humming import HummingKernel
+    from humming.schema import HummingInputSchema, HummingWeightSchema
+    from humming.transform import prepare_layer_config
+
+    config = prepare_layer_config(
+        shape_n=shape[0],
+        shape_k=shape[1],
+        weight_schema=HummingWeightSchema(b_dtype=f"int{bits}", weight_scale_group_size=GROUP),
+        input_schema=HummingInputSchema(a_dtype=DataType.from_torch_dtype(dtype)),
+        torch_dtype=dtype,
+    )
+    HummingKernel.prepare_kernels(config.to_str(), None, humming_tuning(config, tokens))
+
+
+def humming_compile_all(shapes, widths, dtypes, tokens) -> None:
+    """All at once, as there are several kernels for each weight and each takes seconds of one processor.
+
+    A failure comes up again, and is told, where the kernel is used.
+    """
+    start = time.perf_counter()
+    with ThreadPoolExecutor(4) as pool:
+        wait([pool.submit(humming_compile, *what, tokens) for what in itertools.product(shapes, widths, dtypes)])
+    print(f"humming: compiled in {time.perf_counter() - start:.0f} s")
+
+
+PEERS = {"humming": humming_kernels, "bitsandbytes": bitsandbytes_kernels}
+
+
+def skipped(peer: str, where: str, error: Exception) -> None:
+    reason = next(iter(str(error).strip().splitlines()), "")
+    print(f"{peer} skipped{where}: {type(error).__name__}: {reason}", flush=True)
+
+
+def find_peers(names) -> dict[str, str]:
+    """The version of each that can be imported."""
+    found = {}
+    for name in names:
+        try:
+            importlib.import_module(name)
+            found[name] = importlib.metadata.version(DISTRIBUTIONS[name])
+        except Exception as error:  # whatever is wrong with a peer, the others are measured
+            skipped(name, "", error)
+    return found
+
+
+def peer_kernels(peer: str, weight, bits: int, tokens):
+    try:
+        return PEERS[peer](weight, bits, tokens)
+    except Exception as error:
+        skipped(peer, f" at {bits} bits", error)
+        return None
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+def measure(shapes, widths, dtypes, tokens, peers: dict[str, str], emit) -> None:
+    """Calls ``emit`` with each measurement."""
+    floor = Floor()
+    if "humming" in peers:
+        humming_compile_all(shapes, widths, dtypes, tokens)
+    for n, k in shapes:
+        source = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
+        packed = {bits: packed_kernels(source, bits) for bits in widths}
+        for dtype in dtypes:
+            weight = source.to(dtype)
+            dense = dense_kernels(weight)
+            others = {(peer, bits): peer_kernels(peer, weight, bits, tokens) for peer in peers for bits in widths}
+            others = {key: kernels for key, kernels in others.items() if kernels}
+            for count in tokens:
+                x = torch.randn(count, k, device="cuda", dtype=dtype)
+                what = {"shape": f"{n}x{k}", "dtype": name_of(dtype), "tokens": count}
+                row(x, n, dense, packed, others, floor, peers, partial(emit, **what))
+
+
+def row(x, n: int, dense, packed, others, floor: Floor, versions, emit) -> None:
+    """All sides of one shape, dtype and number of tokens."""
+    moved = x.nbytes + x.shape[0] * n * x.itemsize
+    cublas = call_us(calls_of(dense, x, n))
+    floors = {bits: floor.us(size + moved) for bits, (_, size) in packed.items()}
+    for bits, (kernels, size) in packed.items():
+        us = call_us(calls_of(kernels, x, n))
+        speed = {"us": us, "TBps": size / us / 1e6, "floor_us": floors[bits], "floor_fraction": floors[bits] / us}
+        emit(bits=bits, **speed, cublas_us=cublas, speedup=cublas / us)
+    for (peer, bits), kernels in others.items():
+        try:
+            us = call_us(calls_of(kernels, x, n))
+        except Exception as error:
+            skipped(peer, f" at {bits} bits, {x.shape[0]} tokens", error)
+            continue
+        emit(bits=bits, peer=peer, version=versions[peer], us=us, cublas_us=cublas, speedup=cublas / us)
+
+
+def driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+# --- the plot -------------------------------------------------------------------------------------
+
+PANELS = ("4096x4096", "8192x8192", "57344x8192", "8192x28672")
+COLOURS = {2: "#1b9e77", 3: "#d95f02", 4: "#7570b3", 5: "#e7298a"}
+STYLES = {"hf_kbit": "-", "humming": "--", "bitsandbytes": (0, (1, 1))}
+
+
+def plot(lines, file: str) -> None:
+    """Speed-up over cuBLAS against tokens, in the dtype measured first, a panel for each shape of ``PANELS``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    dtype = lines[0]["dtype"]
+    measured = dict.fromkeys(line["shape"] for line in lines if line["dtype"] == dtype)
+    shapes = [shape for shape in PANELS if shape in measured] or list(measured)[:4]
+    columns = min(2, len(shapes))
+    rows = -(-len(shapes) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(6 * columns, 4 * rows + 1), dpi=100, squeeze=False)
+    for shape, axis in itertools.zip_longest(shapes, axes.flat):
+        if shape is None:
+            axis.remove()
+        else:
+            panel(axis, shape, [line for line in lines if (line["shape"], line["dtype"]) == (shape, dtype)])
+    handles = {line.get_label(): line for axis in figure.axes for line in axis.get_legend_handles_labels()[0]}
+    figure.suptitle(f"Speed-up over cuBLAS, {lines[0]['gpu']}, {dtype}, {lines[0]['date']}")
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=max(3, 2 * columns + 1), fontsize=9)
+    figure.tight_layout(rect=(0, 0.07 if rows > 1 else 0.15, 1, 1))
+    figure.savefig(file)
+
+
+def panel(axis, shape: str, lines) -> None:
+    curves = {}
+    for line in lines:  # where a file holds several runs, the last one counts
+        curves.setdefault((line.get("peer", "hf_kbit"), line["bits"]), {})[line["tokens"]] = line["speedup"]
+    for (name, bits), points in sorted(curves.items(), key=lambda item: (list(STYLES).index(item[0][0]), item[0][1])):
+        tokens = sorted(points)
+        style = {"color": COLOURS[bits], "linestyle": STYLES[name], "marker": "o" if name == "hf_kbit" else None}
+        axis.plot(tokens, [points[count] for count in tokens], label=f"{name}, {bits} bits", markersize=4, **style)
+    axis.axhline(1, color="black", linewidth=1)
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.set_ylim(bottom=0)
+    axis.set_title(f"{shape} (N x K)")
+    axis.set_xlabel("tokens")
+    axis.set_ylabel("cuBLAS time / time")
+    axis.grid(alpha=0.3)
+
+
+# --- command line ---------------------------------------------------------------------------------
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", help=f"NxK,...; default {SHAPES}")
+    parser.add_argument("--bits", default=",".join(map(str, BITS)))
+    parser.add_argument("--tokens", help=f"default {TOKENS}")
+    parser.add_argument("--dtypes", help="default float16,bfloat16")
+    parser.add_argument("--peers", default=",".join(PEERS), help="default %(default)s; '' for none")
+    parser.add_argument("--quick", action="store_true", help="defaults are three shapes, 1, 8 and 16 tokens, float16")
+    parser.add_argument("--json", help="file to append a JSON line for each measurement to")
+    parser.add_argument("--plot", help="PNG to draw")
+    parser.add_argument("--from", dest="source", help="measure nothing; plot this file of JSON lines")
+    arguments = parser.parse_args()
+    if arguments.source and not arguments.plot:
+        parser.error("--from needs --plot")
+    if not arguments.source and not torch.cuda.is_available():
+        parser.error("no CUDA device; without one only --plot with --from works")
+    for name, default in {"shapes": SHAPES, "tokens": TOKENS, "dtypes": "float16,bfloat16"}.items():
+        setattr(arguments, name, getattr(arguments, name) or (QUICK if arguments.quick else {}).get(name, default))
+    arguments.shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes.split(",")]
+    arguments.bits = [int(bits) for bits in arguments.bits.split(",")]
+    arguments.tokens = [int(count) for count in arguments.tokens.split(",")]
+    arguments.dtypes = [getattr(torch, dtype) for dtype in arguments.dtypes.split(",")]
+    arguments.peers = [peer for peer in arguments.peers.split(",") if peer]
+    if unknown := set(arguments.peers) - set(PEERS):
+        parser.error(f"--peers: found {', '.join(unknown)}, expected {', '.join(PEERS)}")
+    return arguments
+
+
+def run(arguments) -> list[dict]:
+    report = Report(
+        arguments.json,
+        gpu=torch.cuda.get_device_name(),
+        driver=driver(),
+        cuda=torch.version.cuda,
+        command=shlex.join(["python", *sys.argv]),
+    )
+    lines = []
+
+    def emit(**entry) -> None:
+        report.line(**entry)
+        lines.append({**report.context, **entry})
+
+    measure(arguments.shapes, arguments.bits, arguments.dtypes, arguments.tokens, find_peers(arguments.peers), emit)
+    return lines
+
+
+@torch.inference_mode()
+def main() -> None:
+    arguments = parse()
+    if arguments.source:
+        with open(arguments.source) as file:
+            lines = [json.loads(line) for line in file]
+    else:
+        lines = run(arguments)
+    if arguments.plot:
+        plot(lines, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

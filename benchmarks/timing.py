@@ -1,0 +1,92 @@
+"""What the benchmarks of ops share: the report, and the timing of calls on a GPU whose inputs are not in its L2."""
+
+import json
+import statistics
+import time
+
+import torch
+
+import hf_kbit
+
+COLD_BYTES = 256 << 20  # several times the L2 of any GPU
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def copies(size: int) -> int:
+    """How many inputs of ``size`` bytes to walk through, so that none is still in L2 when its turn comes again."""
+    return max(2, -(-COLD_BYTES // size))
+
+
+class Report:
+    """Prints a line for each measurement and keeps it for the file of JSON lines, with ``context`` in front."""
+
+    def __init__(self, file: str | None, **context):
+        self.context = {
+            "date": time.strftime("%Y-%m-%d"),
+            **context,
+            "torch": torch.__version__,
+            "hf_kbit": hf_kbit.__version__,
+        }
+        self.file = open(file, "a") if file else None
+        print(", ".join(f"{key} {value}" for key, value in self.context.items()))
+
+    def line(self, **entry) -> None:
+        print(
+            "  ".join(
+                f"{key} {value:<9}" if isinstance(value, str) else f"{key} {value:>9.4g}"
+                for key, value in entry.items()
+            ),
+            flush=True,
+        )
+        if self.file:
+            print(json.dumps({**self.context, **entry}), file=self.file, flush=True)
+
+
+def capture(calls):
+    """A CUDA graph of ``calls``, each with inputs of its own, and their outputs, which live as long as it is used."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]
+    return graph, kept
+
+
+def graph_us(calls, replays: int = 20) -> float:
+    """Microseconds of one call: the median of replays of a graph, each waited for."""
+    graph, kept = capture(calls)
+    times = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    del kept
+    return statistics.median(times)
+
+
+def read_kernel():
+    """A function ``(source, sink)`` that reads all of ``source``, int32, by a Triton kernel."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def read(source, sink, size, BLOCK: tl.constexpr):
+        total = tl.zeros((BLOCK,), dtype=tl.int32)
+        for part in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
+            places = part + tl.arange(0, BLOCK)
+            total ^= tl.load(source + places, mask=places < size, other=0)
+        if tl.sum(total) == 0x12345678:  # keeps the loads; never true but by chance
+            tl.store(sink, 1)
+
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+
+    def run(source, sink, per_processor=8, block=2048, warps=8):
+        read[(processors * per_processor,)](source, sink, source.numel(), BLOCK=block, num_warps=warps)
+
+    return run
