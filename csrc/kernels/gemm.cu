@@ -42,11 +42,12 @@ namespace hf_kbit::cuda {
 
 namespace {
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-constexpr bool kSm90 = true;
+#ifdef __CUDA_ARCH__
+constexpr int kArch = __CUDA_ARCH__;
 #else
-constexpr bool kSm90 = false;
+constexpr int kArch = 0;
 #endif
+constexpr bool kSm90 = kArch >= 900;
 
 struct Arguments {
     const void *x, *bias;
@@ -108,7 +109,7 @@ struct Table {
     template <typename T>
     static __device__ __forceinline__ void build(uint32_t window, float level) {
         const auto at = [&](int code) { return __shfl_sync(0xFFFFFFFF, level, code); };
-#pragma unroll 4
+#pragma unroll 1
         for (int turn = 0; turn < kEntries * kPieces / (kWarps * kWarp); ++turn) {
             const int piece = turn * kWarps * kWarp + static_cast<int>(threadIdx.x), entry = piece / kPieces;
             uint32_t first, second;
@@ -268,6 +269,7 @@ struct Ring {
 // kTokenTiles: groups of eight tokens.
 template <int kBits, typename T, int kTokenTiles, int kWarps>
 __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_constant__ Arguments arguments) {
+    if constexpr (kWarps != gemm_warps(kArch)) return;  // the plan asks for the other
     using Table = Table<kBits, kWarps>;
     using Ring = Ring<kBits, kTokenTiles, kWarps>;
     extern __shared__ __align__(1024) char smem[];
@@ -316,22 +318,17 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
     };
     load_activations(k_warp);
 
-    // The warp's slabs in order: for slab = k_warp, k_warp + k_warps, ..: for tile = row_warp, row_warp + row_warps,
-    // ..
+    // The warp's slabs: for slab = k_warp, k_warp + k_warps, ..: for tile = row_warp, row_warp + row_warps, ..
     Ring ring(arguments, window, warp);
     const int warp_tiles = (tiles - row_warp + row_warps - 1) >> row_warps_log2;
     const int warp_slabs = (slabs - k_warp + k_warps - 1) >> k_warps_log2;
-    const int tile_step = row_warps * arguments.slabs, slab_step = k_warps - (warp_tiles - 1) * tile_step;
-    int ahead = (first_tile + row_warp) * arguments.slabs + first_slab + k_warp;
-    int ahead_tiles = warp_tiles, remaining = warp_tiles * warp_slabs;
+    const int tile_step = row_warps * arguments.slabs, rows_end = (first_tile + tiles) * arguments.slabs;
+    int ahead = (first_tile + row_warp) * arguments.slabs + first_slab + k_warp, remaining = warp_tiles * warp_slabs;
     const auto fetch = [&](uint32_t stage, uint32_t barrier) {
         ring.fetch(stage, barrier, ahead, remaining > 0);
         --remaining;
-        if (--ahead_tiles > 0) {
-            ahead += tile_step;
-        } else {
-            ahead += slab_step, ahead_tiles = warp_tiles;
-        }
+        ahead += tile_step;
+        if (ahead >= rows_end) ahead += k_warps - warp_tiles * tile_step;
     };
     // float16 levels fill its range; the power of two is taken out of the sums.
     float unit = 16;  // of the sums: scales are in sixteenths
@@ -344,31 +341,34 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
     }
     const uint32_t unit_at = window + unit_address(kBits, kWarps, 8 * kTokenTiles), sums = unit_at + kUnitBytes;
     if (threadIdx.x == 0) store_shared_float(unit_at, unit);
-    // A condition on the codebook has these requests wait for it.
-    const int early = __any_sync(0xFFFFFFFF, isnan(level)) ? 0 : Ring::kEarly;
 #pragma unroll 1
-    for (int i = 0; i < early; ++i) fetch(ring.begin + i * Ring::kSlab, ring.barriers + 8 * i);
+    for (int i = 0; i < Ring::kEarly; ++i) fetch(ring.begin + i * Ring::kSlab, ring.barriers + 8 * i);
     Table::template build<T>(window, level);
     __syncthreads();
 #pragma unroll 1
-    for (int i = early; i < Ring::kStages; ++i) fetch(ring.begin + i * Ring::kSlab, ring.barriers + 8 * i);
+    for (int i = Ring::kEarly; i < Ring::kStages; ++i) fetch(ring.begin + i * Ring::kSlab, ring.barriers + 8 * i);
 
     // Through the asm, so that no look-up moves above the barrier.
     uint32_t table = Table::lane_address(window, lane);
     asm volatile("" : "+r"(table)::"memory");
-    const uint32_t lane_sums = sums + 4 * (k_warp * arguments.warp_floats + row_warp * kTileRows + g);
+    int token = 2 * t;  // and token + 1, and 8 more for each token tile
+    uint32_t tile_sums =
+        sums + 4 * (k_warp * arguments.warp_floats + token * arguments.pitch + row_warp * kTileRows + g);
     int held = 0;  // which of the slabs in b
 #pragma unroll 1
-    for (int slab = k_warp; slab < slabs; slab += k_warps, ++held) {
+    for (int slab = k_warp; slab < slabs; slab += k_warps) {
         const bool first = slab == k_warp;
-        if (held == held_slabs) {
-            held = 0;
-            load_activations(slab);
+        if (!first) {
+            // Steps, not new sums of everything: beyond eight tokens every register is taken.
+            tile_sums -= warp_tiles * row_warps * kTileRows * 4;
+            token -= 1 << tokens_log2, tile_sums -= arguments.pitch * 4 << tokens_log2;
+            if (++held == held_slabs) {
+                held = 0, token += 8, tile_sums += arguments.pitch * 4 * 8;
+                load_activations(slab);
+            }
         }
-        const int token = 2 * t - (held << tokens_log2);  // and token + 1, and 8 more for each token tile
-        uint32_t tile_sums = lane_sums + token * arguments.pitch * 4;
 #pragma unroll 1
-        for (int tile = row_warp; tile < tiles; tile += row_warps, tile_sums += row_warps * kTileRows * 4) {
+        for (int left = warp_tiles; left > 0; --left, tile_sums += row_warps * kTileRows * 4) {
             uint32_t words[4][kBits], scales[4];
             ring.take(words, scales);
             fetch(ring.stage, ring.barrier);
@@ -459,13 +459,14 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
 // --- launcher ------------------------------------------------------------------------------------
 
 struct Gpu {
-    int index = 0, processors = 0, shared_limit = 0, major = 0;
+    int index = 0, processors = 0, shared_limit = 0, major = 0, minor = 0;
 
     Gpu() {
         cudaGetDevice(&index);
         cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, index);
         cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
     }
 };
 
@@ -517,7 +518,7 @@ cudaError_t gemm(const void* x, Dtype dtype, const int32_t* words, const uint8_t
                  cudaStream_t stream) {
     const Gpu gpu;
     const GemmPlan plan = plan_gemm(static_cast<int>(tokens), out_features, in_features, bits, gpu.processors,
-                                    gpu.shared_limit, gpu.major >= 9);
+                                    gpu.shared_limit, 100 * gpu.major + 10 * gpu.minor);
     if (plan.warps == 0) return cudaErrorInvalidConfiguration;
     const auto row_tiles = static_cast<int>(ceil_div(out_features, kTileRows));
     Arguments arguments{};

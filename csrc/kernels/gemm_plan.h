@@ -31,10 +31,10 @@ constexpr int kSharedReserved = 1024;
 // memory is small, two lanes have one entry at 5 bits.
 constexpr int table_bytes(int bits, int warps) { return bits == 5 && warps == 16 ? 128 << 10 : 64 << 10; }
 constexpr int slab_bytes(int bits) { return bits * 512 + 128; }
-// Slabs under way for each warp. More do not help: their requests only queue up, before those of activations. Beyond
+// Slabs under way for each warp. More do not help: their requests only queue up, before those for activations. Beyond
 // eight tokens sums need the memory.
 constexpr int ring_stages(int bits, int warps, int tokens) {
-    return warps == 8 || tokens > 8 ? (bits == 2 ? 2 : 1) : bits == 5 ? 1 : 6 - bits;
+    return std::max(1, (warps == 16 && tokens <= 8 ? 5 : 4) - bits);
 }
 constexpr int ring_bytes(int bits, int warps, int tokens) {
     return warps * ring_stages(bits, warps, tokens) * (slab_bytes(bits) + 8);
@@ -54,19 +54,25 @@ constexpr int gemm_shared_bytes(int bits, int warps, int k_warps, int tokens, in
     return unit_address(bits, warps, tokens) + kUnitBytes + k_warps * sums_floats(tokens, row_tiles) * 4;
 }
 
-// tokens 1 to 16; a GPU's processors, the shared memory a CTA may have there, and whether it has clusters of CTAs.
+// Warps of a CTA on a GPU of compute capability `arch` (900 for 9.0): 16 on Hopper, which has the shared memory for
+// them. Kernels are compiled for the one or the other.
+constexpr int gemm_warps(int arch) { return arch / 100 == 9 ? 16 : 8; }
+constexpr bool has_clusters(int arch) { return arch >= 900; }
+
+// tokens 1 to 16; a GPU's processors, the shared memory a CTA may have there, and its compute capability. warps == 0
+// where shared memory is too small.
 inline GemmPlan plan_gemm(int tokens, int64_t out_features, int64_t in_features, int bits, int processors,
-                          int shared_limit, bool has_clusters) {
+                          int shared_limit, int arch) {
     // Fitted to one H200 (132 processors), CUDA 13.0, 2026-11-21, in the time that a processor takes for a slab, about
     // 0.06 us: what a CTA takes to start and to finish, what meeting in a cluster costs, and what it costs that
     // several warps read the same columns of activations.
     constexpr double kStart = 40, kCluster = 12, kClusterSlope = 1.03, kRowWarp = 4;
     const int64_t row_tiles = ceil_div(out_features, kTileRows),
                   slabs = ceil_div(num_blocks(in_features), kSlabBlocks);
-    const int warps = shared_limit >= 200 << 10 ? 16 : 8;
+    const int warps = gemm_warps(arch), most_split = has_clusters(arch) && slabs > 1 && processors > 1 ? 2 : 1;
     GemmPlan best{};
     double best_time = 0;
-    for (int split = 1; split <= (has_clusters && slabs > 1 ? 2 : 1); ++split) {
+    for (int split = 1; split <= most_split; ++split) {
         const int64_t cta_slabs = ceil_div(slabs, split);
         for (int k_warps = 1; k_warps <= warps && k_warps <= cta_slabs; k_warps *= 2) {
             // As many CTAs as there are processors, or several times as many where shared memory is too small for the

@@ -1,0 +1,182 @@
+"""Registers, spills, stack and static shared memory of every CUDA kernel, as ``ptxas`` reports them, against
+``resources.json``.
+
+    python tests/csrc/test_resources.py   # records anew, with the nvcc that is found first
+
+The shared memory that gemm is launched with is no part of it: ``plan_gemm`` computes that.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECORD = Path(__file__).with_name("resources.json")
+ARCHS = ("80", "86", "89", "90a", "100", "120")  # those of a release
+FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Werror", "all-warnings")  # those of csrc/CMakeLists.txt
+AGAIN = "if that is meant, record anew with: python tests/csrc/test_resources.py"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not installed"),
+    pytest.mark.skipif(not shutil.which("c++filt"), reason="c++filt is not installed"),
+    pytest.mark.skipif(not (ROOT / "csrc/kernels").is_dir(), reason="the source tree is not there"),
+]
+
+
+def run(*command) -> str:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def nvcc_version() -> str:
+    return re.search(r"\bV([\d.]+)", run("nvcc", "--version"))[1]
+
+
+def compile_all() -> dict:
+    """Of every file and architecture that nvcc knows: its exit status and all it printed."""
+    known = run("nvcc", "--list-gpu-code").split()
+    archs = [arch for arch in ARCHS if f"sm_{arch.rstrip('a')}" in known]
+    files = sorted(ROOT.glob("csrc/kernels/*.cu"), key=lambda file: -file.stat().st_size)  # the longest first
+    jobs = [(file.name, arch) for file in files for arch in archs]
+
+    def compile_one(job):
+        file, arch = job
+        command = ["nvcc", "-cubin", f"-arch=sm_{arch}", *FLAGS, "-Icsrc", "-Xptxas", "-v", f"csrc/kernels/{file}"]
+        command += ["-o", f"{folder}/{file}.{arch}.cubin"]
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+        return ran.returncode, ran.stdout + ran.stderr
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return dict(zip(jobs, pool.map(compile_one, jobs), strict=True))
+
+
+def short_names(mangled: list[str]) -> list[str]:
+    """As in the source, without namespaces and parameters: ``gemm_kernel<4, half, 1, 16>``."""
+    names = []
+    for name in run("c++filt", *mangled).splitlines():
+        name = re.sub(r"^void |\(anonymous namespace\)::|\w+::", "", name)
+        names.append(re.sub(r"(?<![<, ])\(.*", "", name).replace("__nv_", "").replace("__half", "half"))
+    return names
+
+
+def resources(printed: str) -> dict:
+    """``ptxas -v``'s report: a kernel's short name to what it takes."""
+    parts = re.split(r"Compiling entry function '(\w+)' for", printed)
+    found = {}
+    for name, report in zip(short_names(parts[1::2]), parts[2::2], strict=True):
+
+        def number(pattern, report=report):
+            return sum(int(count) for count in re.findall(pattern, report))
+
+        assert name not in found and "Used " in report, f"{name}: {report}"
+        found[name] = {
+            "registers": number(r"Used (\d+) registers"),
+            "shared": number(r"(\d+) bytes smem"),
+            "spill": number(r"(\d+) bytes spill"),  # stores and loads
+            "stack": number(r"(\d+) bytes stack frame"),
+        }
+    assert found, f"ptxas reported no kernel: {printed}"
+    return found
+
+
+def by_kernel(compiled: dict) -> dict:
+    """Kernel to architecture to what it takes there."""
+    table = {}
+    for (file, arch), (status, printed) in compiled.items():
+        assert status == 0, f"{file} for sm_{arch}: {printed}"
+        for name, found in resources(printed).items():
+            assert arch not in table.setdefault(name, {}), f"{name} is in {file} and in another file"
+            table[name][arch] = found
+    return table
+
+
+def dumps(nvcc: str, table: dict) -> str:
+    """One kernel in a line: a number for every architecture, or one where they have the same."""
+    for name, archs in table.items():
+        assert tuple(archs) == ARCHS, f"{name}: found for {', '.join(archs)}, expected for {', '.join(ARCHS)}"
+    lines = []
+    for name, archs in sorted(table.items()):
+        entry = {}
+        for what in ("registers", "shared", "spill", "stack"):
+            numbers = [archs[arch][what] for arch in ARCHS]
+            entry[what] = numbers if len(set(numbers)) > 1 else numbers[0]
+        lines.append(f"    {json.dumps(name)}: {json.dumps(entry)}")
+    kernels = ",\n".join(lines)
+    head = f'  "nvcc": {json.dumps(nvcc)},\n  "archs": {json.dumps(ARCHS)},\n'
+    return f'{{\n{head}  "kernels": {{\n{kernels}\n  }}\n}}\n'
+
+
+def recorded_by_kernel(record: dict) -> dict:
+    def of_arch(entry, i):
+        return {what: numbers[i] if isinstance(numbers, list) else numbers for what, numbers in entry.items()}
+
+    return {
+        name: {arch: of_arch(entry, i) for i, arch in enumerate(record["archs"])}
+        for name, entry in record["kernels"].items()
+    }
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return compile_all()
+
+
+@pytest.fixture(scope="module")
+def table(compiled):
+    return by_kernel(compiled)
+
+
+def test_no_warnings(compiled):
+    """A warning is an error to nvcc and its host compiler; what ptxas says is searched too."""
+    complaints = {
+        f"{file} for sm_{arch}": printed
+        for (file, arch), (status, printed) in compiled.items()
+        if status or re.search(r"\b(warning|error)\b", printed, re.IGNORECASE)
+    }
+    assert not complaints, "\n".join(f"{job}:\n{printed}" for job, printed in complaints.items())
+
+
+def test_gemm_keeps_all_in_registers(table):
+    """Its launch bounds leave hardly a register unused, so that a small change, or a new compiler, may spill."""
+    gemm = {name: archs for name, archs in table.items() if name.startswith("gemm_kernel<")}
+    assert gemm, "no gemm_kernel among the kernels"
+    leaks = [
+        f"{name} for sm_{arch}: {found}"
+        for name, archs in gemm.items()
+        for arch, found in archs.items()
+        if found["spill"] or found["stack"]
+    ]
+    assert not leaks, "\n".join(leaks)
+
+
+def test_as_recorded(table):
+    record = json.loads(RECORD.read_text())
+    if (version := nvcc_version()) != record["nvcc"]:
+        pytest.skip(f"recorded with nvcc {record['nvcc']}, found {version}")
+    expected = recorded_by_kernel(record)
+    changes = [
+        f"{name} for sm_{arch}: found {found}, expected {known}"
+        for name in sorted(table.keys() | expected.keys())
+        for arch in ARCHS
+        if (found := table.get(name, {}).get(arch)) != (known := expected.get(name, {}).get(arch))
+    ]
+    assert not changes, "\n".join([*changes, AGAIN])
+
+
+def test_record_is_as_written():
+    """Edited by hand or merged, it would change with the next recording."""
+    record = json.loads(RECORD.read_text())
+    assert tuple(record["archs"]) == ARCHS, AGAIN
+    assert RECORD.read_text() == dumps(record["nvcc"], recorded_by_kernel(record)), AGAIN
+
+
+if __name__ == "__main__":
+    RECORD.write_text(dumps(nvcc_version(), by_kernel(compile_all())))
+    print(f"wrote {RECORD}")
