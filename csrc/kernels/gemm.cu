@@ -264,6 +264,33 @@ struct Ring {
     }
 };
 
+// --- outputs -------------------------------------------------------------------------------------
+
+// Four rows of y, as many as there are, with the bias.
+template <typename T>
+__device__ __forceinline__ void store_rows(const Arguments& arguments, int token, int row, const float (&sums)[4],
+                                           float unit) {
+    const auto* bias = static_cast<const T*>(arguments.bias) + row;
+    T* y = static_cast<T*>(arguments.y) + static_cast<int64_t>(token) * arguments.out_features + row;
+    float values[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const bool biased = arguments.bias && row + i < arguments.out_features;
+        values[i] = sums[i] * unit + (biased ? Half<T>::to_float(bias[i]) : 0);
+    }
+    if (arguments.out_features % 4 == 0) {  // then rows are all there or none
+        if (row < arguments.out_features) {
+            *reinterpret_cast<uint2*>(y) =
+                make_uint2(Half<T>::pack(values[0], values[1]), Half<T>::pack(values[2], values[3]));
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (row + i < arguments.out_features) y[i] = Half<T>::round(values[i]);
+        }
+    }
+}
+
 // --- the kernel ----------------------------------------------------------------------------------
 
 // kTokenTiles: groups of eight tokens.
@@ -413,45 +440,34 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
         }
     }
 
-    // Four lanes add up the warps' sums of an output, then the CTAs'.
+    // A thread adds up the sums of four rows: of the warps of a CTA, then of the CTAs.
     if (kSm90 && split_log2 > 0) {
         cluster_barrier();
     } else {
         __syncthreads();
     }
-    const unsigned rows = tiles * kTileRows >> split_log2, outputs = rows * arguments.tokens;
-    const float per_row = __fdividef(1.0f, static_cast<float>(rows));
+    constexpr int kRows = 4;
+    const int fours = tiles * kTileRows / kRows >> split_log2;  // of a token
+    const float per_four = __fdividef(1.0f, static_cast<float>(fours));
+    unit = load_shared_float(unit_at);
 #pragma unroll 1
-    for (unsigned i = threadIdx.x / 4; i < (outputs + 7) / 8 * 8; i += kWarps * kWarp / 4) {
-        const auto out_token = static_cast<unsigned>((i + 0.5f) * per_row);
-        const unsigned row = i - out_token * rows + rank * rows;
-        const uint32_t output_sums = sums + 4 * (out_token * arguments.pitch + row);
-        const bool exists = i < outputs;
-        float total = 0;
+    for (int i = threadIdx.x; i < fours * arguments.tokens; i += kWarps * kWarp) {
+        const int out_token = static_cast<int>((i + 0.5f) * per_four);
+        const int row = (i - out_token * fours + rank * fours) * kRows;
+        float total[kRows] = {};
 #pragma unroll 1
-        for (int c = 0; c < 1 << split_log2; ++c) {
-            const int parts = min(k_warps, slabs_before(c + 1) - slabs_before(c));
-            float sum = 0;
+        for (int from = 0; from < 1 << split_log2; ++from) {
+            const int parts = min(k_warps, slabs_before(from + 1) - slabs_before(from));
+            uint32_t address = sums + 4 * (out_token * arguments.pitch + row);
 #pragma unroll 4
-            for (int part = lane % 4; part < parts; part += 4) {
-                const uint32_t address = output_sums + part * arguments.warp_floats * 4;
-                if (kSm90 && split_log2 > 0) {
-                    sum += exists ? load_cluster_float(address, c) : 0;
-                } else {
-                    sum += exists ? load_shared_float(address) : 0;
-                }
+            for (int part = 0; part < parts; ++part, address += arguments.warp_floats * 4) {
+                const uint4 four = kSm90 && split_log2 > 0 ? load_cluster_16(address, from) : load_shared_16(address);
+                total[0] += __uint_as_float(four.x), total[1] += __uint_as_float(four.y);
+                total[2] += __uint_as_float(four.z), total[3] += __uint_as_float(four.w);
             }
-            total += sum;
         }
-        total += __shfl_xor_sync(0xFFFFFFFF, total, 1);
-        total += __shfl_xor_sync(0xFFFFFFFF, total, 2);
-        const int out = first_tile * kTileRows + static_cast<int>(row);
-        if (exists && lane % 4 == 0 && out < arguments.out_features) {
-            const auto* bias = static_cast<const T*>(arguments.bias);
-            total = total * load_shared_float(unit_at) + (bias ? Half<T>::to_float(bias[out]) : 0);
-            static_cast<T*>(arguments.y)[static_cast<int64_t>(out_token) * arguments.out_features + out] =
-                Half<T>::round(total);
-        }
+        const int out = first_tile * kTileRows + row;
+        store_rows<T>(arguments, out_token, out, total, unit);
     }
     if (kSm90 && split_log2 > 0) cluster_barrier();  // others may still read this CTA's sums
 }

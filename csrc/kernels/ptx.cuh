@@ -108,13 +108,15 @@ __device__ __forceinline__ void bulk_copy(uint32_t smem, const void* gmem, int b
 __device__ __forceinline__ void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// The same variable in shared memory of another CTA of the cluster.
-__device__ __forceinline__ float load_cluster_float(uint32_t smem, int rank) {
-    float value;
-    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.f32 %0, [there];\n}"
-                 : "=f"(value)
-                 : "r"(smem), "r"(rank)
-                 : "memory");
+// 16 bytes from the same place in shared memory of another CTA of the cluster.
+__device__ __forceinline__ uint4 load_cluster_16(uint32_t smem, int rank) {
+    uint4 value;
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+        "ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [there];\n}"
+        : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+        : "r"(smem), "r"(rank)
+        : "memory");
     return value;
 }
 
