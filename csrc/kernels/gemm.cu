@@ -135,26 +135,25 @@ struct Table {
     }
 };
 
-// The A operands of a tile's four instructions, 2 * block + half of the block.
+// The A operands of the two instructions of one of a tile's two blocks.
 template <int kBits, int kWarps>
-__device__ __forceinline__ void decode_tile(const uint32_t (&words)[kBits], uint32_t lane_address,
-                                            uint32_t (&a)[4][4]) {
+__device__ __forceinline__ void decode_block(const uint32_t (&words)[kBits], int block, uint32_t lane_address,
+                                             uint32_t (&a)[2][4]) {
     using Table = Table<kBits, kWarps>;
     if constexpr (kBits == 2) {
 #pragma unroll
-        for (int byte = 0; byte < 8; ++byte) {
-            const uint32_t address = Table::address(words[byte / 4], byte % 4, lane_address);
-            const uint2 rows = look_up_8<kSharedReserved>(address);
+        for (int byte = 0; byte < 4; ++byte) {
+            const uint2 rows = look_up_8<kSharedReserved>(Table::address(words[block], byte, lane_address));
             a[byte / 2][byte % 2 * 2] = rows.x, a[byte / 2][byte % 2 * 2 + 1] = rows.y;
         }
     } else if constexpr (kBits < 5) {
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {
+        for (int i = 0; i < 8; ++i) {
             uint32_t codes;
             if constexpr (kBits == 3) {  // a byte's lowest two bits belong to another pair
-                codes = three_bit_pairs(words, i / 4);
+                codes = three_bit_pairs(words, 2 * block + i / 4);
             } else {
-                codes = words[i / 4];
+                codes = words[2 * block + i / 4];
             }
             a[i / 4][i % 4] = look_up_4<kSharedReserved>(Table::address(codes, i % 4, lane_address));
         }
@@ -162,18 +161,19 @@ __device__ __forceinline__ void decode_tile(const uint32_t (&words)[kBits], uint
         using Word = TileWord<kBits>;
         constexpr int kShift = Table::kStride == 128 ? 7 : 6;
 #pragma unroll
-        for (int pair = 0; pair < 16; ++pair) {
+        for (int i = 0; i < 8; ++i) {
+            const int pair = 8 * block + i;
             uint32_t address;
             if (Word::spread(pair)) {
                 uint32_t index = words[kBits - 1] >> 30;
 #pragma unroll
-                for (int i = kBits - 2; i >= 0; --i) index = __funnelshift_l(words[i], index, 2);
+                for (int j = kBits - 2; j >= 0; --j) index = __funnelshift_l(words[j], index, 2);
                 address = index * Table::kStride + lane_address;
             } else {
                 address =
                     (shifted(words[Word::word(pair)], kShift - Word::shift(pair)) & 1023u << kShift) | lane_address;
             }
-            a[pair / 4][pair % 4] = look_up_4<kSharedReserved>(address);
+            a[i / 4][i % 4] = look_up_4<kSharedReserved>(address);
         }
     }
 }
@@ -191,10 +191,15 @@ struct Ring {
     // requests for codebook and activations.
     static constexpr int kEarly = kBits == 2 && kStages > 1 ? 2 : 1;
 
-    const char *words, *scales;  // the warp's
-    uint32_t begin, stage, barriers, barrier, parity;
+    static_assert(!kBulk || kStages <= 2);
 
-    __device__ __forceinline__ Ring(const Arguments& arguments, uint32_t window, int warp)
+    const char *words, *scales;
+    uint32_t begin, stage, barriers, barrier;
+    // The warp goes through every tile_step-th slab below rows_end, then through those k_warps further along K.
+    int ahead, tile_step, rows_end, turn, fetched, all;
+
+    __device__ __forceinline__ Ring(const Arguments& arguments, uint32_t window, int warp, int first_slab,
+                                    int tile_step, int rows_end, int warp_tiles, int warp_slabs, int k_warps)
         : words(reinterpret_cast<const char*>(arguments.words)),
           scales(reinterpret_cast<const char*>(arguments.scales)),
           begin(window + kSharedReserved + table_bytes(kBits, kWarps) + warp * kStages * kSlab),
@@ -202,34 +207,48 @@ struct Ring {
           barriers(window + kSharedReserved + table_bytes(kBits, kWarps) + kWarps * kStages * kSlab +
                    warp * kStages * 8),
           barrier(barriers),
-          parity(0) {
+          ahead(first_slab),
+          tile_step(tile_step),
+          rows_end(rows_end),
+          turn(k_warps - warp_tiles * tile_step),
+          fetched(0),
+          all(warp_tiles * warp_slabs) {
         if constexpr (kBulk) {
             if (threadIdx.x % kWarp == 0) {
 #pragma unroll
                 for (int i = 0; i < kStages; ++i) init_barrier(barriers + 8 * i);
-                fence_barriers();
             }
             __syncwarp();
         }
     }
 
-    // Asks for a slab, or for none; each call counts.
-    __device__ __forceinline__ void fetch(uint32_t to, uint32_t to_barrier, int64_t slab, bool exists) const {
+    // Asks for the next slab, or for none after the last: a call for each stage, then one for each slab taken.
+    __device__ __forceinline__ void fetch() {
         const int lane = threadIdx.x % kWarp;
+        const int64_t slab = ahead;
         if constexpr (kBulk) {
-            if (exists && lane == 0) {
-                expect_bytes(to_barrier, kSlab);
-                bulk_copy(to, words + slab * kWords, kWords, to_barrier);
-                bulk_copy(to + kWords, scales + slab * kScales, kScales, to_barrier);
+            if (fetched < all && lane == 0) {
+                // Reads of the stage may still wait in a queue that bulk copies do not pass through.
+                fence_bulk_copies();
+                expect_bytes(barrier, kSlab);
+                bulk_copy(stage, words + slab * kWords, kWords, barrier);
+                bulk_copy(stage + kWords, scales + slab * kScales, kScales, barrier);
             }
         } else {
-            if (exists) {
+            if (fetched < all) {
                 const char* from = words + slab * kWords + lane * 16;
 #pragma unroll
-                for (int i = 0; i < kBits; ++i) cp_async_16(to + i * 512 + lane * 16, from + i * 512);
-                if (lane < kScales / 16) cp_async_16(to + kWords + lane * 16, scales + slab * kScales + lane * 16);
+                for (int i = 0; i < kBits; ++i) cp_async_16(stage + i * 512 + lane * 16, from + i * 512);
+                if (lane < kScales / 16) cp_async_16(stage + kWords + lane * 16, scales + slab * kScales + lane * 16);
             }
             cp_async_commit();
+        }
+        ++fetched;
+        ahead += tile_step;
+        if (ahead >= rows_end) ahead += turn;
+        if constexpr (kStages > 1) {
+            stage += kSlab, barrier += 8;
+            if (stage == begin + kStages * kSlab) stage = begin, barrier = barriers;
         }
     }
 
@@ -237,7 +256,7 @@ struct Ring {
     __device__ __forceinline__ void take(uint32_t (&to_words)[4][kBits], uint32_t (&to_scales)[4]) const {
         const int lane = threadIdx.x % kWarp;
         if constexpr (kBulk) {
-            wait_barrier(barrier, parity);
+            wait_barrier(barrier, fetched / kStages - 1 & 1);
         } else {
             cp_async_wait<kStages - 1>();
             __syncwarp();  // lanes copied scales for each other
@@ -252,15 +271,6 @@ struct Ring {
         const uint4 four = load_shared_16(stage + kWords + lane / 4 * 16);
         to_scales[0] = four.x, to_scales[1] = four.y, to_scales[2] = four.z, to_scales[3] = four.w;
         __syncwarp();  // before the stage is filled again
-    }
-
-    __device__ __forceinline__ void step() {
-        if constexpr (kStages == 1) {
-            parity ^= 1;
-        } else {
-            stage += kSlab, barrier += 8;
-            if (stage == begin + kStages * kSlab) stage = begin, barrier = barriers, parity ^= 1;
-        }
     }
 };
 
@@ -325,9 +335,10 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
     // of which an instruction's results are good for one.
     const int tokens_log2 = kTokenTiles == 1 ? arguments.tokens_log2 : 3, held_slabs = 8 >> tokens_log2;
     uint32_t b[kTokenTiles][kSlabBlocks][4];
-    const auto load_activations = [&](int slab) {
+    const auto load_activations = [&](int pass) {
         const int token = g & ((1 << tokens_log2) - 1);
-        const int column = (first_slab + slab + ((g >> tokens_log2) << k_warps_log2)) * kGemmColumns + 8 * t;
+        const int slab = k_warp + ((pass + (g >> tokens_log2)) << k_warps_log2);
+        const int column = (first_slab + slab) * kGemmColumns + 8 * t;
         const T* x = static_cast<const T*>(arguments.x) + token * arguments.in_features + column;
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) {
@@ -343,20 +354,12 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
             }
         }
     };
-    load_activations(k_warp);
+    load_activations(0);
 
-    // The warp's slabs: for slab = k_warp, k_warp + k_warps, ..: for tile = row_warp, row_warp + row_warps, ..
-    Ring ring(arguments, window, warp);
     const int warp_tiles = (tiles - row_warp + row_warps - 1) >> row_warps_log2;
     const int warp_slabs = (slabs - k_warp + k_warps - 1) >> k_warps_log2;
-    const int tile_step = row_warps * arguments.slabs, rows_end = (first_tile + tiles) * arguments.slabs;
-    int ahead = (first_tile + row_warp) * arguments.slabs + first_slab + k_warp, remaining = warp_tiles * warp_slabs;
-    const auto fetch = [&](uint32_t stage, uint32_t barrier) {
-        ring.fetch(stage, barrier, ahead, remaining > 0);
-        --remaining;
-        ahead += tile_step;
-        if (ahead >= rows_end) ahead += k_warps - warp_tiles * tile_step;
-    };
+    Ring ring(arguments, window, warp, (first_tile + row_warp) * arguments.slabs + first_slab + k_warp,
+              row_warps * arguments.slabs, (first_tile + tiles) * arguments.slabs, warp_tiles, warp_slabs, k_warps);
     // float16 levels fill its range; the power of two is taken out of the sums.
     float unit = 16;  // of the sums: scales are in sixteenths
     if constexpr (std::is_same_v<T, __half>) {
@@ -369,56 +372,51 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
     const uint32_t unit_at = window + unit_address(kBits, kWarps, 8 * kTokenTiles), sums = unit_at + kUnitBytes;
     if (threadIdx.x == 0) store_shared_float(unit_at, unit);
 #pragma unroll 1
-    for (int i = 0; i < Ring::kEarly; ++i) fetch(ring.begin + i * Ring::kSlab, ring.barriers + 8 * i);
+    for (int i = 0; i < Ring::kEarly; ++i) ring.fetch();
     Table::template build<T>(window, level);
     __syncthreads();
 #pragma unroll 1
-    for (int i = Ring::kEarly; i < Ring::kStages; ++i) fetch(ring.begin + i * Ring::kSlab, ring.barriers + 8 * i);
+    for (int i = Ring::kEarly; i < Ring::kStages; ++i) ring.fetch();
 
-    // Through the asm, so that no look-up moves above the barrier.
-    uint32_t table = Table::lane_address(window, lane);
-    asm volatile("" : "+r"(table)::"memory");
     int token = 2 * t;  // and token + 1, and 8 more for each token tile
     uint32_t tile_sums =
         sums + 4 * (k_warp * arguments.warp_floats + token * arguments.pitch + row_warp * kTileRows + g);
     int held = 0;  // which of the slabs in b
 #pragma unroll 1
-    for (int slab = k_warp; slab < slabs; slab += k_warps) {
-        const bool first = slab == k_warp;
+    for (int pass = 0; pass < warp_slabs; ++pass) {  // along K
+        const bool first = pass == 0;
         if (!first) {
             // Steps, not new sums of everything: beyond eight tokens every register is taken.
             tile_sums -= warp_tiles * row_warps * kTileRows * 4;
             token -= 1 << tokens_log2, tile_sums -= arguments.pitch * 4 << tokens_log2;
             if (++held == held_slabs) {
                 held = 0, token += 8, tile_sums += arguments.pitch * 4 * 8;
-                load_activations(slab);
+                load_activations(pass);
             }
         }
 #pragma unroll 1
         for (int left = warp_tiles; left > 0; --left, tile_sums += row_warps * kTileRows * 4) {
             uint32_t words[4][kBits], scales[4];
             ring.take(words, scales);
-            fetch(ring.stage, ring.barrier);
-            ring.step();
+            // Through the asm, so that no look-up moves above the barrier; here, to keep no register in use for it.
+            uint32_t table = Table::lane_address(window, lane);
+            asm volatile("" : "+r"(table)::"memory");
+            ring.fetch();
             float slab_sums[kTokenTiles][4] = {};
 #pragma unroll
-            for (int quarter = 0; quarter < 4; ++quarter) {
-                uint32_t a[4][4];
-                decode_tile<kBits, kWarps>(words[quarter], table, a);
+            for (int block = 0; block < kSlabBlocks; ++block) {
+                uint32_t a[2][4];
+                decode_block<kBits, kWarps>(words[block / 2], block % 2, table, a);
+                // E4M4 bytes shifted by six are sixteenths of the scales in float16.
+                const uint32_t two = __byte_perm(scales[block / 2], 0, block % 2 ? 0x4342 : 0x4140) << 6;
+                const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&two));
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int block = 2 * quarter + half;
-                    // E4M4 bytes shifted by six are sixteenths of the scales in float16.
-                    const uint32_t two = __byte_perm(scales[quarter], 0, half ? 0x4342 : 0x4140) << 6;
-                    const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&two));
-#pragma unroll
-                    for (int n = 0; n < kTokenTiles; ++n) {
-                        float d[4] = {};
-                        Half<T>::mma(d, a[2 * half], b[n][block][0], b[n][block][1]);
-                        Half<T>::mma(d, a[2 * half + 1], b[n][block][2], b[n][block][3]);
-                        slab_sums[n][0] += d[0] * scale.x, slab_sums[n][1] += d[1] * scale.x;
-                        slab_sums[n][2] += d[2] * scale.y, slab_sums[n][3] += d[3] * scale.y;
-                    }
+                for (int n = 0; n < kTokenTiles; ++n) {
+                    float d[4] = {};
+                    Half<T>::mma(d, a[0], b[n][block][0], b[n][block][1]);
+                    Half<T>::mma(d, a[1], b[n][block][2], b[n][block][3]);
+                    slab_sums[n][0] += d[0] * scale.x, slab_sums[n][1] += d[1] * scale.x;
+                    slab_sums[n][2] += d[2] * scale.y, slab_sums[n][3] += d[3] * scale.y;
                 }
             }
 #pragma unroll

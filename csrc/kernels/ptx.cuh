@@ -79,11 +79,12 @@ __device__ __forceinline__ uint2 look_up_8(uint32_t smem) {
 
 // --- bulk copies and their barriers, from sm_90 on ---
 
-// One arrival completes a phase of the barrier; this thread's later bulk copies see it.
+// One arrival completes a phase of the barrier.
 __device__ __forceinline__ void init_barrier(uint32_t barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void fence_barriers() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What this thread did with shared memory before happens before its bulk copies after.
+__device__ __forceinline__ void fence_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Arrives, and has the phase wait for as many bytes.
 __device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {

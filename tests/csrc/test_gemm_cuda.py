@@ -128,12 +128,14 @@ def test_infinity_and_nan_stay_in_their_token(special):
     assert not found[2].isfinite().any()
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 16])
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16])
 @pytest.mark.parametrize("shape", [(4096, 4096), (3072, 8192)], ids=str)
-def test_streams_at_once_and_again(shape, tokens):
-    """Nothing is shared between calls: eight streams of them give what each gives alone, to the last bit."""
-    tiles, _ = random_tiles(shape, 4)
-    codebook = cases.codebook(4).cuda()
+def test_streams_at_once_and_again(shape, tokens, bits):
+    """Nothing is shared between calls: eight streams of them give what each gives alone, to the last bit. The weight
+    stays in L2, so that copies into the ring arrive as early as they can."""
+    tiles, _ = random_tiles(shape, bits)
+    codebook = cases.codebook(bits).cuda()
     inputs = [cases.x((tokens,), shape[1], torch.float16, seed=i).cuda() for i in range(8)]
     expected = [OPS.gemm(x, *tiles, codebook, None, shape[0]) for x in inputs]
     torch.cuda.synchronize()

