@@ -335,8 +335,9 @@ def gemm(
         out_features: N; needed for tiles, which hide it behind padding.
 
     Returns:
-        dtype of ``x``, ``[*, N]``, contiguous. W is decoded to float32 or to the dtype of ``x``, whichever is faster
-        where it runs; sums are at least in float32 and rounded once.
+        dtype of ``x``, ``[*, N]``, contiguous. W, or only its levels, are decoded to float32 or to the dtype of ``x``,
+        whichever is faster where it runs; sums are at least in float32 and rounded once. A GPU takes one kernel for
+        tiles and up to 16 tokens of float16 or bfloat16, else it decodes the weight first.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit; the message names the tensor.

@@ -25,7 +25,7 @@
 //    4            64             64       16         64             64 + 40
 //    5           144             64       16         64             64 + 48
 //
-// An H200 brings in a slab for each processor in 70, 101, 133 and 163 cycles, so shared memory is the limit at 2 and 3
+// An H200 brings in a slab for each processor in 59, 85, 111 and 137 cycles, so shared memory is the limit at 2 and 3
 // bits and memory at 4 and 5. docs/performance.md has the measured times and what was tried.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
