@@ -7,8 +7,8 @@
 //
 // A warp takes a slab (16 rows x 256 columns) at a time:
 //
-//   words and scales --cp.async or bulk copies--> ring in shared memory, a few slabs ahead
-//     --> registers --one byte permute--> address of a pair of codes --table--> A operand of mma.m16n8k16, tokens are
+//   words and scales --cp.async or bulk copies--> ring in shared memory, one to three slabs ahead
+//     --> registers --one byte permute--> address of a pair of codes --table--> operand A of mma.m16n8k16, tokens are
 //     B
 //     --> sums of a block (32 columns) in float32 --times the block's scale--> sums of the slab
 //     --> shared memory, where the warps' and, in a cluster, the CTAs' sums meet in a fixed order --> y
