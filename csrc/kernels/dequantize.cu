@@ -16,12 +16,10 @@
 // 4096 and 8192 x 8192, 2026-11-21).
 //
 // Over 350 lines: two kernels, from planes and from tiles, share levels, pieces and stores.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 
 #include "kernels/codes.cuh"
+#include "kernels/half.cuh"
 #include "kernels/kernels.h"
 #include "kernels/ptx.cuh"
 
@@ -48,24 +46,15 @@ struct Levels {
     }
 };
 
-__device__ __forceinline__ uint32_t pack_two(float a, float b, const __half*) {
-    const __half2 two = __floats2half2_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&two);
-}
-__device__ __forceinline__ uint32_t pack_two(float a, float b, const __nv_bfloat16*) {
-    const __nv_bfloat162 two = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&two);
-}
-
 // An octet as 16-byte pieces: one of 16-bit values, two of float32.
 __device__ __forceinline__ uint4 as_piece(const float* values, const float*) {
     return make_uint4(__float_as_uint(values[0]), __float_as_uint(values[1]), __float_as_uint(values[2]),
                       __float_as_uint(values[3]));
 }
 template <typename T>
-__device__ __forceinline__ uint4 as_piece(const float* values, const T* type) {
-    return make_uint4(pack_two(values[0], values[1], type), pack_two(values[2], values[3], type),
-                      pack_two(values[4], values[5], type), pack_two(values[6], values[7], type));
+__device__ __forceinline__ uint4 as_piece(const float* values, const T*) {
+    return make_uint4(pack_two<T>(values[0], values[1]), pack_two<T>(values[2], values[3]),
+                      pack_two<T>(values[4], values[5]), pack_two<T>(values[6], values[7]));
 }
 
 // Two lanes that differ in kLaneBit, `second` being the one that has it set, hold two pieces each. Afterwards both

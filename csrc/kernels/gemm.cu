@@ -8,14 +8,13 @@
 // A warp takes a slab (16 rows x 256 columns) at a time:
 //
 //   words and scales --cp.async or bulk copies--> ring in shared memory, one to three slabs ahead
-//     --> registers --one byte permute--> address of a pair of codes --table--> operand A of mma.m16n8k16, tokens are
-//     B
+//     --> registers --one byte permute--> address of a pair of codes --table--> operand A of mma.m16n8k16
 //     --> sums of a block (32 columns) in float32 --times the block's scale--> sums of the slab
 //     --> shared memory, where the warps' and, in a cluster, the CTAs' sums meet in a fixed order --> y
 //
 // The table holds the pair of levels for every byte of codes (2 bits: two pairs, for both rows of a lane; 5 bits: for
 // every ten bits), once for each lane: no bank conflicts. A permute puts a byte of codes above the lane's byte of an
-// address. Scales are applied after the product: four multiply-adds for 512 weights.
+// address. Tokens are operand B. Scales are applied after the product: four multiply-adds for 512 weights.
 //
 // What a slab costs a warp, of 128 weights a lane, without the loop around it:
 //
@@ -27,14 +26,14 @@
 //
 // An H200 brings in a slab for each processor in 59, 85, 111 and 137 cycles, so shared memory is the limit at 2 and 3
 // bits and memory at 4 and 5. docs/performance.md has the measured times and what was tried.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+//
+// Over 350 lines: one kernel, and the table, the ring and the launcher that nothing else uses.
 #include <atomic>
 #include <type_traits>
 
 #include "kernels/codes.cuh"
 #include "kernels/gemm_plan.h"
+#include "kernels/half.cuh"
 #include "kernels/kernels.h"
 #include "kernels/ptx.cuh"
 
@@ -61,39 +60,6 @@ struct Arguments {
     int pitch, warp_floats;         // of sums
 };
 
-template <typename T>
-struct Half;
-template <>
-struct Half<__half> {
-    static __device__ __forceinline__ uint32_t pack(float a, float b) {
-        const __half2 two = __floats2half2_rn(a, b);
-        return *reinterpret_cast<const uint32_t*>(&two);
-    }
-    static __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
-    static __device__ __forceinline__ __half round(float value) { return __float2half_rn(value); }
-    static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
-};
-template <>
-struct Half<__nv_bfloat16> {
-    static __device__ __forceinline__ uint32_t pack(float a, float b) {
-        const __nv_bfloat162 two = __floats2bfloat162_rn(a, b);
-        return *reinterpret_cast<const uint32_t*>(&two);
-    }
-    static __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-    static __device__ __forceinline__ __nv_bfloat16 round(float value) { return __float2bfloat16_rn(value); }
-    static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
-};
-
 // --- the table -----------------------------------------------------------------------------------
 
 // Lies kSharedReserved above a multiple of 64 KB, so that a lane's address of an entry needs no addition.
@@ -114,12 +80,12 @@ struct Table {
             const int piece = turn * kWarps * kWarp + static_cast<int>(threadIdx.x), entry = piece / kPieces;
             uint32_t first, second;
             if constexpr (kBits == 2) {
-                first = Half<T>::pack(at(entry & 3), at(entry >> 4 & 3));
-                second = Half<T>::pack(at(entry >> 2 & 3), at(entry >> 6));
+                first = pack_two<T>(at(entry & 3), at(entry >> 4 & 3));
+                second = pack_two<T>(at(entry >> 2 & 3), at(entry >> 6));
             } else if constexpr (kBits == 3) {  // a byte's lowest two bits belong to another pair
-                first = second = Half<T>::pack(at(entry >> 2 & 7), at(entry >> 5));
+                first = second = pack_two<T>(at(entry >> 2 & 7), at(entry >> 5));
             } else {
-                first = second = Half<T>::pack(at(entry & ((1 << kBits) - 1)), at(entry >> kBits));
+                first = second = pack_two<T>(at(entry & ((1 << kBits) - 1)), at(entry >> kBits));
             }
             store_shared_16(window + kSharedReserved + entry * kStride + piece % kPieces * 16,
                             make_uint4(first, second, first, second));
@@ -191,10 +157,8 @@ struct Ring {
     // requests for codebook and activations.
     static constexpr int kEarly = kBits == 2 && kStages > 1 ? 2 : 1;
 
-    static_assert(!kBulk || kStages <= 2);
-
     const char *words, *scales;
-    uint32_t begin, stage, barriers, barrier;
+    uint32_t begin, stage, barriers, barrier;  // shared memory: the warp's first stage and the next, as their barriers
     // The warp goes through every tile_step-th slab below rows_end, then through those k_warps further along K.
     int ahead, tile_step, rows_end, turn, fetched, all;
 
@@ -202,10 +166,9 @@ struct Ring {
                                     int tile_step, int rows_end, int warp_tiles, int warp_slabs, int k_warps)
         : words(reinterpret_cast<const char*>(arguments.words)),
           scales(reinterpret_cast<const char*>(arguments.scales)),
-          begin(window + kSharedReserved + table_bytes(kBits, kWarps) + warp * kStages * kSlab),
+          begin(window + ring_address(kBits, kWarps) + warp * kStages * kSlab),
           stage(begin),
-          barriers(window + kSharedReserved + table_bytes(kBits, kWarps) + kWarps * kStages * kSlab +
-                   warp * kStages * 8),
+          barriers(window + ring_address(kBits, kWarps) + (kWarps * kSlab + warp * 8) * kStages),
           barrier(barriers),
           ahead(first_slab),
           tile_step(tile_step),
@@ -286,17 +249,17 @@ __device__ __forceinline__ void store_rows(const Arguments& arguments, int token
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const bool biased = arguments.bias && row + i < arguments.out_features;
-        values[i] = sums[i] * unit + (biased ? Half<T>::to_float(bias[i]) : 0);
+        values[i] = sums[i] * unit + (biased ? static_cast<float>(bias[i]) : 0);
     }
     if (arguments.out_features % 4 == 0) {  // then rows are all there or none
         if (row < arguments.out_features) {
             *reinterpret_cast<uint2*>(y) =
-                make_uint2(Half<T>::pack(values[0], values[1]), Half<T>::pack(values[2], values[3]));
+                make_uint2(pack_two<T>(values[0], values[1]), pack_two<T>(values[2], values[3]));
         }
     } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if (row + i < arguments.out_features) y[i] = Half<T>::round(values[i]);
+            if (row + i < arguments.out_features) y[i] = static_cast<T>(values[i]);
         }
     }
 }
@@ -413,8 +376,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
 #pragma unroll
                 for (int n = 0; n < kTokenTiles; ++n) {
                     float d[4] = {};
-                    Half<T>::mma(d, a[0], b[n][block][0], b[n][block][1]);
-                    Half<T>::mma(d, a[1], b[n][block][2], b[n][block][3]);
+                    mma<T>(d, a[0], b[n][block][0], b[n][block][1]);
+                    mma<T>(d, a[1], b[n][block][2], b[n][block][3]);
                     slab_sums[n][0] += d[0] * scale.x, slab_sums[n][1] += d[1] * scale.x;
                     slab_sums[n][2] += d[2] * scale.y, slab_sums[n][3] += d[3] * scale.y;
                 }

@@ -47,8 +47,9 @@ constexpr int sums_floats(int tokens, int row_tiles) {
     return ((tokens > 8 ? 16 : tokens) * sums_pitch(row_tiles) + 31) / 32 * 32 + 8;
 }
 
+constexpr int ring_address(int bits, int warps) { return kSharedReserved + table_bytes(bits, warps); }
 constexpr int unit_address(int bits, int warps, int tokens) {
-    return kSharedReserved + table_bytes(bits, warps) + ring_bytes(bits, warps, tokens);
+    return ring_address(bits, warps) + ring_bytes(bits, warps, tokens);
 }
 constexpr int gemm_shared_bytes(int bits, int warps, int k_warps, int tokens, int row_tiles) {
     return unit_address(bits, warps, tokens) + kUnitBytes + k_warps * sums_floats(tokens, row_tiles) * 4;

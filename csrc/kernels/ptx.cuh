@@ -5,13 +5,15 @@
 
 namespace hf_kbit::cuda {
 
-// Copies 16 bytes from global to shared memory without passing through registers; both addresses are multiples of 16.
-__device__ __forceinline__ void cp_async_16(void* smem, const void* gmem) {
-    asm volatile(
-        "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(smem))),
-        "l"(gmem)
-        : "memory");
+__device__ __forceinline__ uint32_t shared_address(const void* smem) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(smem));
 }
+
+// Copies 16 bytes from global to shared memory without passing through registers; both addresses are multiples of 16.
+__device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(gmem) : "memory");
+}
+__device__ __forceinline__ void cp_async_16(void* smem, const void* gmem) { cp_async_16(shared_address(smem), gmem); }
 
 // Stores 16 bytes at a multiple of 16. The compiler splits a plain store of a uint4 where it has taken the value
 // apart.
@@ -31,15 +33,6 @@ __device__ __forceinline__ void cp_async_wait() {
 }
 
 // --- addresses of shared memory as numbers: for tables whose index is put together bit by bit ---
-
-__device__ __forceinline__ uint32_t shared_address(const void* smem) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(smem));
-}
-
-// As cp_async_16.
-__device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(gmem) : "memory");
-}
 
 __device__ __forceinline__ uint4 load_shared_16(uint32_t smem) {
     uint4 value;

@@ -1,0 +1,43 @@
+// float16 and bfloat16 alike, T being __half or __nv_bfloat16: two of them in a register, and the tensor cores'
+// product.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace hf_kbit::cuda {
+
+// a in the lower half; both rounded to nearest even.
+template <typename T>
+__device__ __forceinline__ uint32_t pack_two(float a, float b) {
+    if constexpr (std::is_same_v<T, __half>) {
+        const __half2 two = __floats2half2_rn(a, b);
+        return *reinterpret_cast<const uint32_t*>(&two);
+    } else {
+        const __nv_bfloat162 two = __floats2bfloat162_rn(a, b);
+        return *reinterpret_cast<const uint32_t*>(&two);
+    }
+}
+
+#define HF_KBIT_MMA(type)                                                      \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
+        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                       \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
+// d [16, 8] += a [16, 16] @ b [16, 8], spread over a warp's lanes as PTX says of mma.m16n8k16.
+template <typename T>
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (std::is_same_v<T, __half>) {
+        HF_KBIT_MMA("f16");
+    } else {
+        HF_KBIT_MMA("bf16");
+    }
+}
+
+#undef HF_KBIT_MMA
+
+}  // namespace hf_kbit::cuda
