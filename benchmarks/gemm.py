@@ -9,7 +9,7 @@ L2; x is the same for all calls, as a layer finds it that was just computed. For
 all sides are timed one after the other. The floor is the time of the best of several kernels that only read, given as
 many bytes as the packed weight, x and the output have together. Peers run where they are installed: bitsandbytes with
 NF4 in blocks of 64, Humming (humming-kernels, compiled for each shape before the first measurement) with intN weights,
-a 16-bit scale for each 32 and the configuration that its own heuristics choose.
+a 16-bit scale for each 32 and the configuration that its own heuristics choose. --plot needs matplotlib.
 """
 
 import argparse

@@ -154,17 +154,16 @@ def test_streams_at_once_and_again(shape, tokens, bits):
 def test_graph_replays_read_new_activations(tokens):
     """Two layers, the second of which reads what the first has just written."""
     (up, _), (down, _) = random_tiles((3072, 8192), 3), random_tiles((64, 3072), 2)
+    up_codebook, down_codebook = cases.codebook(3).cuda(), cases.codebook(2).cuda()
 
     def layers(x):
-        hidden = OPS.gemm(x, *up, cases.codebook(3).cuda(), None, 3072)
-        return OPS.gemm(hidden, *down, cases.codebook(2).cuda(), None, 64)
+        return OPS.gemm(OPS.gemm(x, *up, up_codebook, None, 3072), *down, down_codebook, None, 64)
 
     x = cases.x((tokens,), 8192, torch.bfloat16).cuda()
     expected = layers(x)
     graph = torch.cuda.CUDAGraph()
-    codebooks = cases.codebook(3).cuda(), cases.codebook(2).cuda()
     with torch.cuda.graph(graph):
-        y = OPS.gemm(OPS.gemm(x, *up, codebooks[0], None, 3072), *down, codebooks[1], None, 64)
+        y = layers(x)
     graph.replay()
     assert torch.equal(y, expected)
     for seed in (1, 2, 3):

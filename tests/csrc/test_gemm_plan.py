@@ -125,12 +125,20 @@ def splits(shape, gpu) -> range:
     return range(1, 3 if gpu.arch >= 900 and slabs(shape) > 1 and gpu.processors > 1 else 2)
 
 
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
-def test_plans_are_valid(plan_gemm, library, gpu):
-    for case in all_cases():
-        tokens, shape, bits = case
-        plan = plan_gemm(*case, gpu)
-        told = f"{case}: {plan.values()}"
+@pytest.fixture(params=GPUS.values(), ids=GPUS)
+def gpu(request):
+    return request.param
+
+
+@pytest.fixture
+def plans(plan_gemm, gpu):
+    """Of every case: tokens, shape, bits, its plan, and what to say of it."""
+    found = {case: plan_gemm(*case, gpu) for case in all_cases()}
+    return [(*case, plan, f"{case}: {plan.values()}") for case, plan in found.items()]
+
+
+def test_plans_are_valid(plans, library, gpu):
+    for tokens, shape, bits, plan, told in plans:
         assert plan.warps == (16 if gpu.arch == 900 else 8), told
         assert plan.k_warps in powers_of_two(plan.warps), told
         assert plan.split in splits(shape, gpu), told
@@ -150,13 +158,9 @@ def warp_slabs(shape, plan_warps, k_warps, split, tiles) -> int:
     return ceil_div(ceil_div(slabs(shape), split), k_warps) * ceil_div(tiles, plan_warps // k_warps)
 
 
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
-def test_no_more_waves_than_the_sums_need(plan_gemm, library, gpu):
+def test_no_more_waves_than_the_sums_need(plans, library, gpu):
     """A CTA for each processor, or the smallest multiple of it whose sums fit."""
-    for case in all_cases():
-        tokens, shape, bits = case
-        plan = plan_gemm(*case, gpu)
-        told = f"{case}: {plan.values()}"
+    for tokens, shape, bits, plan, told in plans:
         at_once = gpu.processors // plan.split
         assert plan.clusters == min(at_once * waves(plan, gpu), row_tiles(shape)), told
         if waves(plan, gpu) > 1:
@@ -164,13 +168,10 @@ def test_no_more_waves_than_the_sums_need(plan_gemm, library, gpu):
             assert library.shared_bytes(bits, plan.warps, plan.k_warps, tokens, tiles) > gpu.shared_limit, told
 
 
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
-def test_one_wave_where_its_sums_fit(plan_gemm, library, gpu):
+def test_one_wave_where_its_sums_fit(plans, library, gpu):
     """Several waves only where no division of the warps has room for the sums of one, or where those that have keep
     their slowest warp busy for longer: 8192 x 28672 on an RTX PRO 6000, three row tiles a processor for two warps."""
-    for case in all_cases():
-        tokens, shape, bits = case
-        plan = plan_gemm(*case, gpu)
+    for tokens, shape, bits, plan, told in plans:
         if waves(plan, gpu) == 1:
             continue
         tiles = ceil_div(row_tiles(shape), plan.clusters)
@@ -180,7 +181,7 @@ def test_one_wave_where_its_sums_fit(plan_gemm, library, gpu):
             for k_warps in powers_of_two(min(plan.warps, ceil_div(slabs(shape), split))):
                 fits = library.shared_bytes(bits, plan.warps, k_warps, tokens, tiles) <= gpu.shared_limit
                 theirs = warp_slabs(shape, plan.warps, k_warps, split, tiles)
-                assert not fits or ours < theirs, f"{case}: {plan.values()}; one wave fits with {split=}, {k_warps=}"
+                assert not fits or ours < theirs, f"{told}; one wave fits with {split=}, {k_warps=}"
 
 
 def test_one_wave_and_several_are_among_the_cases(plan_gemm):
