@@ -18,7 +18,6 @@ import importlib.metadata
 import itertools
 import json
 import shlex
-import statistics
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from timing import Report, capture, copies, name_of, read_kernel
+from timing import Report, copies, graph_us, name_of, read_kernel
 
 import hf_kbit
 from hf_kbit.format import BITS
@@ -45,26 +44,6 @@ GROUP = 32  # weights that share a scale, here and in Humming
 # --- measuring ------------------------------------------------------------------------------------
 
 
-def call_us(calls, budget_ms: float = 30) -> float:
-    """Microseconds of one call. Replays queue up behind each other, so the time to launch a graph is not in it."""
-    graph, kept = capture(calls)
-    graph.replay()
-    count = int(min(50, max(5, budget_ms / replays_ms(graph, 1)[0])))
-    us = statistics.median(replays_ms(graph, count)) * 1e3 / len(calls)
-    del kept
-    return us
-
-
-def replays_ms(graph, count: int) -> list[float]:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    events[-1].synchronize()
-    return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
-
-
 class Floor:
     """Microseconds to read a number of bytes that are not in L2: the best of several grids and blocks."""
 
@@ -80,7 +59,7 @@ class Floor:
         if size not in self.cache:
             sources = [torch.zeros(size // 4, dtype=torch.int32, device="cuda") for _ in range(copies(size))]
             self.cache[size] = min(
-                call_us([partial(self.read, source, self.sink, **way) for source in sources], budget_ms=2)
+                graph_us([partial(self.read, source, self.sink, **way) for source in sources], budget_ms=2)
                 for way in self.ways
             )
         return self.cache[size]
@@ -233,15 +212,15 @@ def measure(shapes, widths, dtypes, tokens, peers: dict[str, str], emit) -> None
 def row(x, n: int, dense, packed, others, floor: Floor, versions, emit) -> None:
     """All sides of one shape, dtype and number of tokens."""
     moved = x.nbytes + x.shape[0] * n * x.itemsize
-    cublas = call_us(calls_of(dense, x, n))
+    cublas = graph_us(calls_of(dense, x, n))
     floors = {bits: floor.us(size + moved) for bits, (_, size) in packed.items()}
     for bits, (kernels, size) in packed.items():
-        us = call_us(calls_of(kernels, x, n))
+        us = graph_us(calls_of(kernels, x, n))
         speed = {"us": us, "TBps": size / us / 1e6, "floor_us": floors[bits], "floor_fraction": floors[bits] / us}
         emit(bits=bits, **speed, cublas_us=cublas, speedup=cublas / us)
     for (peer, bits), kernels in others.items():
         try:
-            us = call_us(calls_of(kernels, x, n))
+            us = graph_us(calls_of(kernels, x, n))
         except Exception as error:
             skipped(peer, f" at {bits} bits, {x.shape[0]} tokens", error)
             continue

@@ -1,5 +1,6 @@
 """What the benchmarks of ops share: the report, and the timing of calls on a GPU whose inputs are not in its L2."""
 
+import itertools
 import json
 import statistics
 import time
@@ -55,19 +56,27 @@ def capture(calls):
     return graph, kept
 
 
-def graph_us(calls, replays: int = 20) -> float:
-    """Microseconds of one call: the median of replays of a graph, each waited for."""
+def graph_us(calls, budget_ms: float = 30) -> float:
+    """Microseconds of one call: the median of replays of a graph, 5 to 50 of them, for about ``budget_ms``.
+
+    They queue up behind each other, so the time to launch a graph is not in it.
+    """
     graph, kept = capture(calls)
-    times = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    graph.replay()
+    count = int(min(50, max(5, budget_ms / replays_ms(graph, 1)[0])))
+    us = statistics.median(replays_ms(graph, count)) * 1e3 / len(calls)
     del kept
-    return statistics.median(times)
+    return us
+
+
+def replays_ms(graph, count: int) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    events[-1].synchronize()
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
 
 
 def read_kernel():
