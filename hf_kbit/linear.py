@@ -190,10 +190,13 @@ class KbitLinear(nn.Linear):
                 f"x: found dtype {x.dtype}, expected a floating one. Some models cast to `weight.dtype`, an integer "
                 "type here: name such a layer in `modules_to_not_convert`"
             )
-        bias = None if self.bias is None else self.bias.to(x.dtype)
+        # Each look-up of a parameter, and a conversion to the same dtype, takes the host about a microsecond.
+        weight, bias = self.weight, self.bias
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
         # A shard of tensor parallelism has fewer rows than out_features; it is never tiled.
-        rows = self.out_features if self.is_tiled else self.weight.shape[0]
-        return torch.ops.hf_kbit.gemm(x, self.weight, self.weight_absmax, self.codebook, bias, rows)
+        rows = weight.shape[0] if weight.dim() == 2 else self.out_features
+        return torch.ops.hf_kbit.gemm.default(x, weight, self.weight_absmax, self.codebook, bias, rows)
 
     def reset_parameters(self) -> None:
         """Does nothing: a quantized weight has no random initialisation."""

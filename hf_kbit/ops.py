@@ -14,7 +14,8 @@ import torch
 
 from hf_kbit import _native, reference
 from hf_kbit.codebooks import bits_of
-from hf_kbit.format import absmax_shape, check_bits, num_blocks, weight_shape
+from hf_kbit.format import BLOCK_SIZE, absmax_shape, check_bits, num_blocks, weight_shape
+from hf_kbit.reference import SLAB_BLOCKS
 
 _LIB = torch.library.Library("hf_kbit", "DEF")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -301,11 +302,37 @@ def _gemm_setup_context(ctx, inputs, output):
     ctx.shape = [out_features, x.shape[-1]]
 
 
+# Of a decoded weight in the backward; with a copy of its codes and a part of the gradient less than 64 MB.
+_SLICE_BYTES = 32 << 20
+
+
+def _gradient(grad, weight, absmax, codebook, shape):
+    """``grad @ W``; of a large W as many slabs (256 columns) at a time as ``_SLICE_BYTES`` hold decoded."""
+    rows, columns = shape
+    blocks = max(1, _SLICE_BYTES // (rows * grad.itemsize * SLAB_BLOCKS * BLOCK_SIZE)) * SLAB_BLOCKS
+    if num_blocks(columns) <= blocks:
+        return grad @ torch.ops.hf_kbit.dequantize(weight, absmax, codebook, shape, grad.dtype)
+    grad_x = grad.new_empty((*grad.shape[:-1], columns))
+    for first in range(0, num_blocks(columns), blocks):
+        end = min(first + blocks, num_blocks(columns))
+        if weight.dim() == 2:  # planes
+            bits = bits_of(codebook.shape[0])
+            words, scales = weight[:, first * bits : end * bits], absmax[:, first:end]
+        else:
+            slabs = slice(first // SLAB_BLOCKS, -(-end // SLAB_BLOCKS))
+            words, scales = weight[:, slabs], absmax[:, slabs]
+        part = slice(first * BLOCK_SIZE, min(end * BLOCK_SIZE, columns))
+        packed = words.contiguous(), scales.contiguous(), codebook
+        decoded = torch.ops.hf_kbit.dequantize(*packed, [rows, part.stop - part.start], grad.dtype)
+        grad_x[..., part] = grad @ decoded
+    return grad_x
+
+
 def _gemm_backward(ctx, grad):
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
         # Decoded again rather than saved: between forward and backward only the packed weight stays in memory.
-        grad_x = grad @ torch.ops.hf_kbit.dequantize(*ctx.saved_tensors, ctx.shape, grad.dtype)
+        grad_x = _gradient(grad, *ctx.saved_tensors, ctx.shape)
     if ctx.needs_input_grad[4]:
         grad_bias = grad.reshape(-1, ctx.shape[0]).sum(dim=0)
     return grad_x, None, None, None, grad_bias, None

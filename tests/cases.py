@@ -63,13 +63,14 @@ def x(batch, in_features: int, dtype=torch.float32, seed: int = 0) -> torch.Tens
 EPS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float64: 2.0**-52}
 
 
-def assert_product(found, x, dense, bias=None):
-    """That ``found`` is ``x @ dense + bias`` within rounding; ``dense`` float32 ``[K, N]``."""
+def assert_product(found, x, dense, bias=None, roundings: int = 1):
+    """That ``found`` is ``x @ dense + bias`` within rounding; ``dense`` float32 ``[K, N]``, of which each weight was
+    rounded to the dtype of x so many times at most."""
     x, dense = x.double(), dense.double()
     bias = torch.zeros((), dtype=torch.float64, device=x.device) if bias is None else bias.double()
     expected, magnitude = x @ dense + bias, x.abs() @ dense.abs() + bias.abs()
-    # Weights rounded to the dtype of x or not at all, K + 1 terms added up in float32, the sum rounded once.
-    relative = EPS[found.dtype] / 2 + (len(dense) + 1) * EPS[torch.float32]
+    # Rounded weights, K + 1 terms added up in float32, the sum rounded once.
+    relative = roundings * EPS[found.dtype] / 2 + (len(dense) + 1) * EPS[torch.float32]
     bound = magnitude * relative + expected.abs() * EPS[found.dtype] + 1e-30
     assert ((found.double() - expected).abs() <= bound).all()
 

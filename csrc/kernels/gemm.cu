@@ -28,14 +28,11 @@
 // bits and memory at 4 and 5. docs/performance.md has the measured times and what was tried.
 //
 // Over 350 lines: one kernel, and the table, the ring and the launcher that nothing else uses.
-#include <atomic>
 #include <type_traits>
 
-#include "kernels/codes.cuh"
-#include "kernels/gemm_plan.h"
-#include "kernels/half.cuh"
 #include "kernels/kernels.h"
-#include "kernels/ptx.cuh"
+#include "kernels/launch.h"
+#include "kernels/weights.cuh"
 
 namespace hf_kbit::cuda {
 
@@ -60,90 +57,6 @@ struct Arguments {
     int pitch, warp_floats;         // of sums
 };
 
-// --- the table -----------------------------------------------------------------------------------
-
-// Lies kSharedReserved above a multiple of 64 KB, so that a lane's address of an entry needs no addition.
-template <int kBits, int kWarps>
-struct Table {
-    static constexpr int kEntries = kBits == 5 ? 1024 : 256;
-    static constexpr int kStride = table_bytes(kBits, kWarps) / kEntries;
-    static constexpr int kLaneBytes = kBits == 2 ? 8 : 4;
-    static constexpr int kCopies = kBits == 5 ? kStride / kLaneBytes : kLanes;  // 16: two lanes share one
-    static constexpr int kPieces = kCopies * kLaneBytes / 16;                   // of an entry
-
-    // level: of the code that is the lane's number.
-    template <typename T>
-    static __device__ __forceinline__ void build(uint32_t window, float level) {
-        const auto at = [&](int code) { return __shfl_sync(0xFFFFFFFF, level, code); };
-#pragma unroll 1
-        for (int turn = 0; turn < kEntries * kPieces / (kWarps * kWarp); ++turn) {
-            const int piece = turn * kWarps * kWarp + static_cast<int>(threadIdx.x), entry = piece / kPieces;
-            uint32_t first, second;
-            if constexpr (kBits == 2) {
-                first = pack_two<T>(at(entry & 3), at(entry >> 4 & 3));
-                second = pack_two<T>(at(entry >> 2 & 3), at(entry >> 6));
-            } else if constexpr (kBits == 3) {  // a byte's lowest two bits belong to another pair
-                first = second = pack_two<T>(at(entry >> 2 & 7), at(entry >> 5));
-            } else {
-                first = second = pack_two<T>(at(entry & ((1 << kBits) - 1)), at(entry >> kBits));
-            }
-            store_shared_16(window + kSharedReserved + entry * kStride + piece % kPieces * 16,
-                            make_uint4(first, second, first, second));
-        }
-    }
-
-    static __device__ __forceinline__ uint32_t lane_address(uint32_t window, int lane) {
-        return window + lane % kCopies * kLaneBytes;
-    }
-    // Byte `index` of codes: the second byte of the address.
-    static __device__ __forceinline__ uint32_t address(uint32_t codes, int index, uint32_t lane_address) {
-        return __byte_perm(codes, lane_address, 0x7604 | index << 4);
-    }
-};
-
-// The A operands of the two instructions of one of a tile's two blocks.
-template <int kBits, int kWarps>
-__device__ __forceinline__ void decode_block(const uint32_t (&words)[kBits], int block, uint32_t lane_address,
-                                             uint32_t (&a)[2][4]) {
-    using Table = Table<kBits, kWarps>;
-    if constexpr (kBits == 2) {
-#pragma unroll
-        for (int byte = 0; byte < 4; ++byte) {
-            const uint2 rows = look_up_8<kSharedReserved>(Table::address(words[block], byte, lane_address));
-            a[byte / 2][byte % 2 * 2] = rows.x, a[byte / 2][byte % 2 * 2 + 1] = rows.y;
-        }
-    } else if constexpr (kBits < 5) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            uint32_t codes;
-            if constexpr (kBits == 3) {  // a byte's lowest two bits belong to another pair
-                codes = three_bit_pairs(words, 2 * block + i / 4);
-            } else {
-                codes = words[2 * block + i / 4];
-            }
-            a[i / 4][i % 4] = look_up_4<kSharedReserved>(Table::address(codes, i % 4, lane_address));
-        }
-    } else {
-        using Word = TileWord<kBits>;
-        constexpr int kShift = Table::kStride == 128 ? 7 : 6;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int pair = 8 * block + i;
-            uint32_t address;
-            if (Word::spread(pair)) {
-                uint32_t index = words[kBits - 1] >> 30;
-#pragma unroll
-                for (int j = kBits - 2; j >= 0; --j) index = __funnelshift_l(words[j], index, 2);
-                address = index * Table::kStride + lane_address;
-            } else {
-                address =
-                    (shifted(words[Word::word(pair)], kShift - Word::shift(pair)) & 1023u << kShift) | lane_address;
-            }
-            a[i / 4][i % 4] = look_up_4<kSharedReserved>(address);
-        }
-    }
-}
-
 // --- the ring ------------------------------------------------------------------------------------
 
 // A warp's slabs on their way. Bulk copies take the fewest wavefronts, cp.async the fewest instructions, which count
@@ -152,20 +65,21 @@ template <int kBits, int kTokenTiles, int kWarps>
 struct Ring {
     static constexpr bool kBulk = kSm90 && kBits > 2;
     static constexpr int kStages = ring_stages(kBits, kWarps, 8 * kTokenTiles);
-    static constexpr int kSlab = slab_bytes(kBits), kWords = kBits * 512, kScales = 128;
+    static constexpr int kSlab = slab_bytes(kBits);
     // What is asked for before the table is there: enough to keep memory busy, little enough not to hold up others'
     // requests for codebook and activations.
     static constexpr int kEarly = kBits == 2 && kStages > 1 ? 2 : 1;
 
-    const char *words, *scales;
+    const int32_t* words;
+    const uint8_t* scales;
     uint32_t begin, stage, barriers, barrier;  // shared memory: the warp's first stage and the next, as their barriers
     // The warp goes through every tile_step-th slab below rows_end, then through those k_warps further along K.
     int ahead, tile_step, rows_end, turn, fetched, all;
 
     __device__ __forceinline__ Ring(const Arguments& arguments, uint32_t window, int warp, int first_slab,
                                     int tile_step, int rows_end, int warp_tiles, int warp_slabs, int k_warps)
-        : words(reinterpret_cast<const char*>(arguments.words)),
-          scales(reinterpret_cast<const char*>(arguments.scales)),
+        : words(arguments.words),
+          scales(arguments.scales),
           begin(window + ring_address(kBits, kWarps) + warp * kStages * kSlab),
           stage(begin),
           barriers(window + ring_address(kBits, kWarps) + (kWarps * kSlab + warp * 8) * kStages),
@@ -179,7 +93,7 @@ struct Ring {
         if constexpr (kBulk) {
             if (threadIdx.x % kWarp == 0) {
 #pragma unroll
-                for (int i = 0; i < kStages; ++i) init_barrier(barriers + 8 * i);
+                for (int i = 0; i < kStages; ++i) init_barrier(barriers + 8 * i, 1);
             }
             __syncwarp();
         }
@@ -193,16 +107,16 @@ struct Ring {
             if (fetched < all && lane == 0) {
                 // Reads of the stage may still wait in a queue that bulk copies do not pass through.
                 fence_bulk_copies();
-                expect_bytes(barrier, kSlab);
-                bulk_copy(stage, words + slab * kWords, kWords, barrier);
-                bulk_copy(stage + kWords, scales + slab * kScales, kScales, barrier);
+                bring_slab<kBits>(stage, words, scales, slab, barrier);
             }
         } else {
             if (fetched < all) {
-                const char* from = words + slab * kWords + lane * 16;
+                const char* from = reinterpret_cast<const char*>(words) + slab * word_bytes(kBits) + lane * 16;
 #pragma unroll
                 for (int i = 0; i < kBits; ++i) cp_async_16(stage + i * 512 + lane * 16, from + i * 512);
-                if (lane < kScales / 16) cp_async_16(stage + kWords + lane * 16, scales + slab * kScales + lane * 16);
+                if (lane < kScaleBytes / 16) {
+                    cp_async_16(stage + word_bytes(kBits) + lane * 16, scales + slab * kScaleBytes + lane * 16);
+                }
             }
             cp_async_commit();
         }
@@ -217,22 +131,13 @@ struct Ring {
 
     // Waits for the oldest slab and brings it into registers, all eight blocks' scales of rows g and g + 8 too.
     __device__ __forceinline__ void take(uint32_t (&to_words)[4][kBits], uint32_t (&to_scales)[4]) const {
-        const int lane = threadIdx.x % kWarp;
         if constexpr (kBulk) {
             wait_barrier(barrier, fetched / kStages - 1 & 1);
         } else {
             cp_async_wait<kStages - 1>();
             __syncwarp();  // lanes copied scales for each other
         }
-#pragma unroll
-        for (int i = 0; i < kBits; ++i) {
-            const uint4 four = load_shared_16(stage + i * 512 + lane * 16);
-            const uint32_t parts[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) to_words[(4 * i + j) / kBits][(4 * i + j) % kBits] = parts[j];
-        }
-        const uint4 four = load_shared_16(stage + kWords + lane / 4 * 16);
-        to_scales[0] = four.x, to_scales[1] = four.y, to_scales[2] = four.z, to_scales[3] = four.w;
+        load_slab<kBits, 1>(stage, 0, to_words, to_scales);
         __syncwarp();  // before the stage is filled again
     }
 };
@@ -270,7 +175,7 @@ __device__ __forceinline__ void store_rows(const Arguments& arguments, int token
 template <int kBits, typename T, int kTokenTiles, int kWarps>
 __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_constant__ Arguments arguments) {
     if constexpr (kWarps != gemm_warps(kArch)) return;  // the plan asks for the other
-    using Table = Table<kBits, kWarps>;
+    using Table = Table<kBits, table_bytes(kBits, kWarps)>;
     using Ring = Ring<kBits, kTokenTiles, kWarps>;
     extern __shared__ __align__(1024) char smem[];
     const uint32_t window = shared_address(smem) & ~0xFFFFu;
@@ -326,17 +231,13 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
     // float16 levels fill its range; the power of two is taken out of the sums.
     float unit = 16;  // of the sums: scales are in sixteenths
     if constexpr (std::is_same_v<T, __half>) {
-        constexpr int kLargest = 14;
-        const uint32_t largest = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(fabsf(level)));
-        const int exponent = min(max(static_cast<int>(largest >> 23), 1 + kLargest), 254 - kLargest);
-        level *= __uint_as_float((254 + kLargest - exponent) << 23);
-        unit *= __uint_as_float((exponent - kLargest) << 23);
+        unit *= normalize_levels<14>(level);
     }
     const uint32_t unit_at = window + unit_address(kBits, kWarps, 8 * kTokenTiles), sums = unit_at + kUnitBytes;
     if (threadIdx.x == 0) store_shared_float(unit_at, unit);
 #pragma unroll 1
     for (int i = 0; i < Ring::kEarly; ++i) ring.fetch();
-    Table::template build<T>(window, level);
+    Table::template build<T, kWarps * kWarp>(window, level);
     __syncthreads();
 #pragma unroll 1
     for (int i = Ring::kEarly; i < Ring::kStages; ++i) ring.fetch();
@@ -369,7 +270,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
 #pragma unroll
             for (int block = 0; block < kSlabBlocks; ++block) {
                 uint32_t a[2][4];
-                decode_block<kBits, kWarps>(words[block / 2], block % 2, table, a);
+                decode_block<kBits, table_bytes(kBits, kWarps)>(words[block / 2], block % 2, table, a);
                 // E4M4 bytes shifted by six are sixteenths of the scales in float16.
                 const uint32_t two = __byte_perm(scales[block / 2], 0, block % 2 ? 0x4342 : 0x4140) << 6;
                 const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&two));
@@ -435,40 +336,11 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
 
 // --- launcher ------------------------------------------------------------------------------------
 
-struct Gpu {
-    int index = 0, processors = 0, shared_limit = 0, major = 0, minor = 0;
-
-    Gpu() {
-        cudaGetDevice(&index);
-        cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, index);
-        cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
-        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
-        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
-    }
-};
-
 template <int kBits, typename T, int kTokenTiles, int kWarps>
 cudaError_t launch(const Arguments& arguments, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-    const auto kernel = gemm_kernel<kBits, T, kTokenTiles, kWarps>;
-    static std::atomic<uint64_t> prepared{0};  // a bit for each GPU
-    const uint64_t bit = uint64_t{1} << gpu.index % 64;
-    if (!(prepared.load() & bit)) {
-        const cudaError_t error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, gpu.shared_limit);
-        if (error != cudaSuccess) return error;
-        prepared.fetch_or(bit);
-    }
-    cudaLaunchConfig_t config{};
-    config.gridDim = static_cast<unsigned>(plan.clusters * plan.split);
-    config.blockDim = kWarps * kWarp;
-    config.dynamicSmemBytes = static_cast<size_t>(plan.shared_bytes);
-    config.stream = stream;
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(plan.split), 1, 1};
-    config.attrs = &cluster;
-    config.numAttrs = plan.split > 1;
-    return cudaLaunchKernelEx(&config, kernel, arguments);
+    static Launcher launcher;
+    return launcher.launch(gemm_kernel<kBits, T, kTokenTiles, kWarps>, gpu, plan.clusters * plan.split, kWarps * kWarp,
+                           plan.split, plan.shared_bytes, stream, arguments);
 }
 
 template <int kBits, typename T>
@@ -495,7 +367,7 @@ cudaError_t gemm(const void* x, Dtype dtype, const int32_t* words, const uint8_t
                  cudaStream_t stream) {
     const Gpu gpu;
     const GemmPlan plan = plan_gemm(static_cast<int>(tokens), out_features, in_features, bits, gpu.processors,
-                                    gpu.shared_limit, 100 * gpu.major + 10 * gpu.minor);
+                                    gpu.shared_limit, gpu.arch());
     if (plan.warps == 0) return cudaErrorInvalidConfiguration;
     const auto row_tiles = static_cast<int>(ceil_div(out_features, kTileRows));
     Arguments arguments{};

@@ -35,5 +35,9 @@ cudaError_t repack_inverse(const int32_t* words, const uint8_t* scales, int bits
 cudaError_t gemm(const void* x, Dtype dtype, const int32_t* words, const uint8_t* scales, const float* codebook,
                  int bits, const void* bias, int64_t tokens, int64_t out_features, int64_t in_features, void* y,
                  cudaStream_t stream);
+// The same for any number of tokens, on GPUs of compute capability 9.0.
+cudaError_t gemm_wgmma(const void* x, Dtype dtype, const int32_t* words, const uint8_t* scales, const float* codebook,
+                       int bits, const void* bias, int64_t tokens, int64_t out_features, int64_t in_features, void* y,
+                       cudaStream_t stream);
 
 }  // namespace hf_kbit::cuda

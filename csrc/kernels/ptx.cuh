@@ -9,6 +9,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* smem) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(smem));
 }
 
+// threadIdx.x % 32, read anew: the compiler keeps neither it nor what follows from it in registers.
+__device__ __forceinline__ int lane_id() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane)::"memory");
+    return lane;
+}
+
 // Copies 16 bytes from global to shared memory without passing through registers; both addresses are multiples of 16.
 __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(gmem) : "memory");
@@ -42,6 +49,11 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t smem) {
                  : "memory");
     return value;
 }
+__device__ __forceinline__ uint2 load_shared_8(uint32_t smem) {
+    uint2 value;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(smem) : "memory");
+    return value;
+}
 __device__ __forceinline__ float load_shared_float(uint32_t smem) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(smem) : "memory");
@@ -70,11 +82,16 @@ __device__ __forceinline__ uint2 look_up_8(uint32_t smem) {
     return value;
 }
 
+// Waits for so many threads of the CTA.
+__device__ __forceinline__ void named_barrier(int name, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
 // --- bulk copies and their barriers, from sm_90 on ---
 
-// One arrival completes a phase of the barrier.
-__device__ __forceinline__ void init_barrier(uint32_t barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+// So many arrivals complete a phase of the barrier.
+__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 // What this thread did with shared memory before happens before its bulk copies after.
 __device__ __forceinline__ void fence_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -97,6 +114,23 @@ __device__ __forceinline__ void bulk_copy(uint32_t smem, const void* gmem, int b
                  : "memory");
 }
 
+// Arrives, for this thread alone.
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Copies a box of a tensor map from these coordinates on, zeros where it ends; counts as the bytes of the whole box.
+__device__ __forceinline__ void bulk_copy_box(uint32_t smem, const void* map, int column, int row, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+        "[%4];" ::"r"(smem),
+        "l"(map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
+}
+// Makes initialised barriers visible to the cluster and to bulk copies.
+__device__ __forceinline__ void fence_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // --- clusters, from sm_90 on ---
 
 __device__ __forceinline__ void cluster_barrier() {
@@ -112,6 +146,23 @@ __device__ __forceinline__ uint4 load_cluster_16(uint32_t smem, int rank) {
         : "r"(smem), "r"(rank)
         : "memory");
     return value;
+}
+
+__device__ __forceinline__ uint32_t cluster_address(uint32_t smem, int rank) {
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(smem), "r"(rank));
+    return there;
+}
+__device__ __forceinline__ void store_cluster_16(uint32_t there, float a, float b, float c, float d) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(a), "f"(b), "f"(c), "f"(d)
+                 : "memory");
+}
+// --- a warp's 8 x 8 matrix of 16-bit numbers, a row in four lanes ---
+
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t two) {
+    uint32_t transposed;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(two));
+    return transposed;
 }
 
 }  // namespace hf_kbit::cuda

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "kernels/gemm_plan.h"
+#include "kernels/gpu.h"
 #include "kernels/kernels.h"
 #include "ops/backend.h"
 
@@ -80,13 +81,13 @@ void repack(const Packed& packed, Tensor& words, Tensor& scales) {
 
 // Decodes and multiplies in one kernel where it can, else decodes the whole weight first.
 Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias) {
-    const int64_t tokens = x.numel() / packed.in_features;
-    const bool fused = packed.form == Form::tiles && (dtype == Dtype::float16 || dtype == Dtype::bfloat16) &&
-                       tokens >= 1 && tokens <= kGemmTokens;
-    if (!fused) return linear(x, decoded(packed, dtype), bias);
-
     const Launch launch(x);
-    // The kernel reads rows in pieces of 16 bytes.
+    const int64_t tokens = x.numel() / packed.in_features;
+    const bool fusable = packed.form == Form::tiles && (dtype == Dtype::float16 || dtype == Dtype::bfloat16);
+    const GemmPath path = fusable ? gemm_path(tokens, cuda::Gpu().arch()) : GemmPath::dequantize;
+    if (path == GemmPath::dequantize) return linear(x, decoded(packed, dtype), bias);
+
+    // The kernels read rows in pieces of 16 bytes.
     constexpr int64_t kPiece = 8;
     const int64_t padding = (kPiece - packed.in_features % kPiece) % kPiece;
     Tensor rows = torch::stable::contiguous(x);
@@ -100,10 +101,10 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
     Shape shape = shape_of(x);
     shape.back() = packed.out_features;
     Tensor y = new_tensor(x, shape, scalar_type(dtype));
-    check("gemm",
-          cuda::gemm(rows.const_data_ptr(), dtype, read<int32_t>(words), read<uint8_t>(scales),
-                     read<float>(packed.codebook), packed.bits, bias ? bias_row.const_data_ptr() : nullptr, tokens,
-                     packed.out_features, packed.in_features + padding, y.mutable_data_ptr(), launch.stream));
+    check("gemm", (path == GemmPath::decode ? cuda::gemm : cuda::gemm_wgmma)(
+                      rows.const_data_ptr(), dtype, read<int32_t>(words), read<uint8_t>(scales),
+                      read<float>(packed.codebook), packed.bits, bias ? bias_row.const_data_ptr() : nullptr, tokens,
+                      packed.out_features, packed.in_features + padding, y.mutable_data_ptr(), launch.stream));
     return y;
 }
 

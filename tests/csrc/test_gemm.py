@@ -20,7 +20,8 @@ def assert_gemm(x, packed, codebook, shape, bias, device, tiled):
     inputs = [None if tensor is None else tensor.to(device) for tensor in (x, *words, codebook, bias)]
     found = torch.ops.hf_kbit.gemm(*inputs, shape[0])
     assert found.dtype == x.dtype and found.shape == (*x.shape[:-1], shape[0]) and found.is_contiguous()
-    cases.assert_product(found.cpu(), x, dense.T, bias)
+    many = tiled and device != "cpu" and x.numel() > 16 * shape[1]
+    cases.assert_product(found.cpu(), x, dense.T, bias, roundings=2 if many else 1)  # of a level, of a weight
 
 
 @pytest.fixture(autouse=True)

@@ -138,7 +138,7 @@ def test_no_warnings(compiled):
     complaints = {
         f"{file} for sm_{arch}": printed
         for (file, arch), (status, printed) in compiled.items()
-        if status or re.search(r"\b(warning|error)\b", printed, re.IGNORECASE)
+        if status or re.search(r"\b(warning|error|performance loss)\b", printed, re.IGNORECASE)
     }
     assert not complaints, "\n".join(f"{job}:\n{printed}" for job, printed in complaints.items())
 
@@ -150,8 +150,8 @@ STACK |= {"gemm_kernel<5, half, 2, 16>": 8, "gemm_kernel<5, bfloat16, 2, 16>": 8
 
 def test_gemm_keeps_all_in_registers(table):
     """Its launch bounds leave hardly a register unused, so that a small change, or a new compiler, may spill."""
-    gemm = {name: archs for name, archs in table.items() if name.startswith("gemm_kernel<")}
-    assert gemm, "no gemm_kernel among the kernels"
+    gemm = {name: archs for name, archs in table.items() if re.match("gemm(_wgmma)?_kernel<", name)}
+    assert len(gemm) == 72, "expected 32 of gemm_kernel, 40 of gemm_wgmma_kernel"
     leaks = [
         f"{name} for sm_{arch}: {found}"
         for name, archs in gemm.items()

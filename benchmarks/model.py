@@ -1,0 +1,290 @@
+"""Times whole models of Llama-3-8B's shape with random weights: bf16, hf_kbit and other libraries, on one CUDA GPU.
+
+    python benchmarks/model.py [--model-layers 32] [--bits 2,3,4,5] [--batches 1,4,16] [--prefill 128,512,2048]
+                               [--peers bitsandbytes] [--json results.jsonl] [--plot model.png]
+    python benchmarks/model.py --from results.jsonl --plot model.png
+
+One 16-bit checkpoint is written to a temporary folder, and every model is loaded from it as a user would, quantized on
+the fly. Every number stands beside its ratio to that of bf16 in the same run. The kinds of lines, by ``what``:
+
+- host: microseconds of host time of one call of a 256 x 256 layer with one token, as calls are queued,
+- load: seconds of ``from_pretrained`` with the files in the page cache, GPU memory that stays in use, and its peak,
+- prefill: milliseconds of the eager forward of a prompt, as ``generate`` runs it,
+- decode: milliseconds from token to token in ``generate``, after a prompt of 128 tokens: eager with the cache that
+  ``generate`` takes by default, and compiled with ``cache_implementation="static"``, which replays a CUDA graph.
+  Compiled lines tell the seconds of the first call, graphs, graph breaks, and the graphs that no CUDA graph replays.
+
+bitsandbytes, with NF4 in blocks of 64, runs where it is installed. --plot needs matplotlib.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import math
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+
+import torch
+import transformers
+from gemm import COLOURS, driver, find_peers, skipped
+from load import SHAPES, load
+from timing import Report
+from torch import nn
+from torch._dynamo.utils import counters
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+import hf_kbit
+from hf_kbit.format import BITS
+
+SHAPE = "llama-3-8b"
+PROMPT, NEW_TOKENS = 128, 48
+SETTLED = 8  # tokens after which a call of generate has recorded its CUDA graphs
+PREFILLS = 5
+HOST_SIZE, HOST_CALLS, HOST_RUNS = 256, 200, 5
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def make_checkpoint(layers: int, folder: str) -> None:
+    shape = SHAPES[SHAPE] | {"num_hidden_layers": layers}
+    # Without an end of sequence every generation has the same length.
+    config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="5GB")
+
+
+def prompt(model, batch: int, tokens: int) -> torch.Tensor:
+    return torch.randint(model.config.vocab_size, (batch, tokens), device=model.device)
+
+
+def host_us(layer) -> float:
+    """Microseconds until a call returns, while the GPU follows: the median of several queues of calls."""
+    x = torch.randn(1, HOST_SIZE, device="cuda", dtype=torch.bfloat16)
+    times = []
+    for _ in range(HOST_RUNS):
+        layer(x)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            layer(x)
+        times.append((time.perf_counter() - start) / HOST_CALLS)
+    torch.cuda.synchronize()
+    return statistics.median(times) * 1e6
+
+
+def prefill_ms(model, tokens: int) -> float:
+    ids, times = prompt(model, 1, tokens), []
+    for _ in range(PREFILLS + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        model(ids, use_cache=True, logits_to_keep=1)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:]) * 1e3
+
+
+def decode(model, batch: int, **kwargs) -> tuple[float, float]:
+    """Milliseconds from token to token, the median of one call of ``generate``, and seconds of the call before it."""
+    ids, stamps = prompt(model, batch, PROMPT), []
+
+    def clock(_, scores):  # generate waits for each token before it goes on to the next
+        stamps.append(time.perf_counter())
+        return scores
+
+    kwargs |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    start = time.perf_counter()
+    model.generate(ids, **kwargs)
+    first = time.perf_counter() - start
+    model.generate(ids, logits_processor=[clock], **kwargs)
+    steps = [after - before for before, after in itertools.pairwise(stamps[SETTLED:])]
+    return statistics.median(steps) * 1e3, first
+
+
+def decode_compiled(model, batch: int) -> tuple[float, dict]:
+    # Forgets the graphs of other batches: beside them this one would be compiled for any size.
+    torch._dynamo.reset()
+    counters.clear()
+    ms, first = decode(model, batch, cache_implementation="static")
+    return ms, {
+        "first_call_s": first,
+        "graphs": counters["stats"]["unique_graphs"],
+        "graph_breaks": sum(counters["graph_break"].values()),
+        "cudagraph_skips": counters["inductor"]["cudagraph_skips"],
+    }
+
+
+def measure_model(folder: str, config, batches, lengths, emit) -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    model, seconds, peak = load(folder, "cuda", quantization_config=config)
+    resident = torch.cuda.memory_allocated() - before
+    emit({"what": "load"}, {"seconds": seconds, "resident_GB": resident / 1e9, "peak_GB": peak / 1e9})
+    for tokens in lengths:
+        emit({"what": "prefill", "tokens": tokens}, {"ms": prefill_ms(model, tokens)})
+    for batch in batches:
+        emit({"what": "decode", "mode": "eager", "batch": batch}, {"ms": decode(model, batch)[0]})
+    for batch in batches:
+        ms, compilation = decode_compiled(model, batch)
+        emit({"what": "decode", "mode": "compiled", "batch": batch}, {"ms": ms}, **compilation)
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+DENSE = {"name": "bf16", "bits": 16}
+
+
+def bitsandbytes_config() -> BitsAndBytesConfig:
+    # By itself Transformers leaves it eager with a static cache, though it can be compiled.
+    Bnb4BitHfQuantizer.is_compileable = True
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+
+
+PEERS = {"bitsandbytes": bitsandbytes_config}
+
+
+def measure(layers: int, widths, batches, lengths, peers: dict[str, str], emit) -> None:
+    """Calls ``emit`` with each measurement, those of bf16 first."""
+    linear = nn.Linear(HOST_SIZE, HOST_SIZE, bias=False, device="cuda", dtype=torch.bfloat16)
+    emit(DENSE, {"what": "host"}, {"us": host_us(linear)})
+    for bits in widths:
+        layer = hf_kbit.KbitLinear.from_linear(linear, bits)
+        emit({"name": "hf_kbit", "bits": bits}, {"what": "host"}, {"us": host_us(layer)})
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(layers, folder)
+        measure_model(folder, None, batches, lengths, partial(emit, DENSE))
+        for bits in widths:
+            way = {"name": "hf_kbit", "bits": bits}
+            measure_model(folder, hf_kbit.KbitConfig(bits=bits), batches, lengths, partial(emit, way))
+        for peer, version in peers.items():
+            way = {"name": peer, "bits": 4, "version": version}
+            try:
+                measure_model(folder, PEERS[peer](), batches, lengths, partial(emit, way))
+            except Exception as error:
+                skipped(peer, " from here on", error)
+
+
+# --- the plot -------------------------------------------------------------------------------------
+
+OTHERS = {
+    "bf16": {"color": "#555555", "label": "bf16"},
+    "bitsandbytes": {"color": "#bbbbbb", "label": "bitsandbytes, NF4"},
+}
+
+
+def plot(lines, file: str) -> None:
+    """Milliseconds of a step of compiled decoding for each batch, and of prefill for each length, as bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(14, 5), dpi=100)
+    bars(axes[0], [line for line in lines if line.get("mode") == "compiled"], "batch")
+    axes[0].set(title="Decode, compiled, static cache", xlabel="batch", ylabel="ms per token")
+    bars(axes[1], [line for line in lines if line["what"] == "prefill"], "tokens")
+    axes[1].set(title="Prefill, batch 1", xlabel="tokens", ylabel="ms")
+    what = lines[-1]
+    figure.suptitle(f"{what['shape']}, {what['layers']} layers, bfloat16, {what['gpu']}, {what['date']}")
+    handles, labels = axes[1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=9)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(file)
+
+
+def bars(axis, lines, key: str) -> None:
+    """A group of bars for each value of ``key``, in it a bar for each model."""
+    groups = sorted({line[key] for line in lines})
+    models = {}
+    for line in lines:  # where a file holds several runs, the last one counts
+        models.setdefault((line["name"], line["bits"]), {})[line[key]] = line["ms"]
+    width = 0.85 / len(models)
+    for place, ((name, bits), ms) in enumerate(models.items()):
+        middles = [group + (place - (len(models) - 1) / 2) * width for group in range(len(groups))]
+        style = {"color": COLOURS[bits], "label": f"{name}, {bits} bits"} if name == "hf_kbit" else OTHERS[name]
+        drawn = axis.bar(middles, [ms.get(group, math.nan) for group in groups], width, **style)
+        axis.bar_label(drawn, fmt="%.3g", fontsize=7, rotation=90, padding=2)
+    axis.set_xticks(range(len(groups)), groups)
+    axis.margins(y=0.12)
+    axis.grid(axis="y", alpha=0.3)
+
+
+# --- command line ---------------------------------------------------------------------------------
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--model-layers", type=int, default=SHAPES[SHAPE]["num_hidden_layers"], help="fewer are quicker"
+    )
+    parser.add_argument("--bits", type=numbers, default=list(BITS))
+    parser.add_argument("--batches", type=numbers, default=[1, 4, 16])
+    parser.add_argument("--prefill", type=numbers, default=[128, 512, 2048], help="tokens")
+    parser.add_argument("--peers", default=",".join(PEERS), help="default %(default)s; '' for none")
+    parser.add_argument("--json", help="file to append a JSON line for each measurement to")
+    parser.add_argument("--plot", help="PNG to draw")
+    parser.add_argument("--from", dest="source", help="measure nothing; plot this file of JSON lines")
+    arguments = parser.parse_args()
+    if arguments.source and not arguments.plot:
+        parser.error("--from needs --plot")
+    if not arguments.source and not torch.cuda.is_available():
+        parser.error("no CUDA device; without one only --plot with --from works")
+    arguments.peers = [peer for peer in arguments.peers.split(",") if peer]
+    if unknown := set(arguments.peers) - set(PEERS):
+        parser.error(f"--peers: found {', '.join(unknown)}, expected {', '.join(PEERS)}")
+    return arguments
+
+
+def run(arguments) -> list[dict]:
+    report = Report(
+        arguments.json,
+        gpu=torch.cuda.get_device_name(),
+        driver=driver(),
+        cuda=torch.version.cuda,
+        transformers=transformers.__version__,
+        shape=SHAPE,
+        layers=arguments.model_layers,
+        command=shlex.join(["python", *sys.argv]),
+    )
+    lines, dense = [], {}
+
+    def emit(way, where, measured, **others) -> None:
+        first = dense.setdefault(tuple(where.items()), measured)
+        ratios = {f"{key}_over_bf16": value / first[key] for key, value in measured.items()}
+        entry = {**way, **where, **measured, **ratios, **others}
+        report.line(**entry)
+        lines.append({**report.context, **entry})
+
+    peers = find_peers(arguments.peers)
+    measure(arguments.model_layers, arguments.bits, arguments.batches, arguments.prefill, peers, emit)
+    return lines
+
+
+@torch.no_grad()
+def main() -> None:
+    arguments = parse()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if arguments.source:
+        with open(arguments.source) as file:
+            lines = [json.loads(line) for line in file]
+    else:
+        lines = run(arguments)
+    if arguments.plot:
+        plot(lines, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,448 @@
+// y = x @ W.T (+ bias) for more than 16 tokens on Hopper, W in tiles; the weights are decoded in registers, as operand
+// A of wgmma.
+//
+//   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8
+//   words     int32 [N/16, K/256, bits, 32, 4]     scales  uint8 [N/16, K/256, 8, 16]     codebook  float32 [2**bits]
+//   bias      [N] or null                          y       [M, N], row-major, both of x's dtype
+//
+// A CTA multiplies 128 rows and up to 256 tokens at a time, a warp 16 of the rows:
+//
+//   words and scales --bulk copies--> ring of the warp in shared memory --> registers --exchange among four lanes-->
+//     codes of the columns that operand A wants of the lane --table--> pairs of levels --times scales--> operand A
+//   x --bulk copies of a ninth warp, 64 columns at a time--> shared memory, swizzled: operand B
+//
+// The tensor cores work on 64 columns of a warpgroup while it decodes the next 64. Weights are multiplied by their
+// scales before the product, which costs the same at any number of tokens: eight products of pairs for 512 weights.
+// Where there are fewer tiles than processors, CTAs of a cluster divide K; each then sends its sums of some of the
+// tokens to the CTA that adds them up, in a fixed order, from registers to shared memory of the other.
+#include <cuda.h>
+
+#include <type_traits>
+
+#include "kernels/kernels.h"
+#include "kernels/launch.h"
+#include "kernels/weights.cuh"
+#include "kernels/wgmma.cuh"
+
+namespace hf_kbit::cuda {
+
+namespace {
+
+// wgmma is sm_90a's alone; the plan asks for it there only.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool kHopper = true;
+#else
+constexpr bool kHopper = false;
+#endif
+
+struct Arguments {
+    const void* bias;
+    void* y;
+    const int32_t* words;
+    const uint8_t* scales;
+    const float* codebook;
+    int tokens, out_features, slabs;
+    int row_tiles, token_tiles, tiles;  // row_tiles of 16 rows
+    int clusters, groups_log2, split_log2, x_stages, ring_stages;
+};
+
+// Threads that decode and multiply. Of a further warpgroup one warp brings x, three the weights; it is whole because
+// registers move from it to the others, which need more than their share.
+constexpr int decoders(int token_tile) { return wide_warps(token_tile) * kWarp; }
+constexpr int threads(int token_tile) { return decoders(token_tile) + 128; }
+// --- outputs -------------------------------------------------------------------------------------
+
+// A warp's sums of 16 rows and eight tokens.
+template <typename T>
+__device__ __forceinline__ void store_eight(const Arguments& arguments, const float* sums, float unit,
+                                            const float (&bias)[2], int first_row, int first_token, int lane) {
+    const uint32_t upper = transpose_8x8(pack_two<T>(sums[0] * unit + bias[0], sums[1] * unit + bias[0]));
+    const uint32_t lower = transpose_8x8(pack_two<T>(sums[2] * unit + bias[1], sums[3] * unit + bias[1]));
+    const int token = first_token + lane / 4, row = first_row + lane % 4 * 2;
+    if (token >= arguments.tokens) return;
+    T* y = static_cast<T*>(arguments.y) + static_cast<int64_t>(token) * arguments.out_features + row;
+#pragma unroll
+    for (int half = 0; half < 2; ++half, y += 8) {
+        const uint32_t two = half == 0 ? upper : lower;
+        const int rows = arguments.out_features - row - 8 * half;
+        if (rows >= 2 && arguments.out_features % 2 == 0) {
+            *reinterpret_cast<uint32_t*>(y) = two;
+        } else {
+            const T* each = reinterpret_cast<const T*>(&two);
+            if (rows > 0) y[0] = each[0];
+            if (rows > 1) y[1] = each[1];
+        }
+    }
+}
+
+// --- the kernel ----------------------------------------------------------------------------------
+
+template <int kBits, typename T, int kTokens>
+struct Wide {
+    using Table = Table<kBits, kWideTableBytes>;
+    // In all at most 65536, of which each thread has an equal part, in eights, before they move.
+    static constexpr int kBringers = 32, kDecoderRegisters = wide_warps(kTokens) == 8 ? 232 : 112;
+    static constexpr int kWarps = wide_warps(kTokens), kDecoders = decoders(kTokens);
+    static constexpr int kSlab = slab_bytes(kBits);
+    static constexpr int kPieces = wide_stage_pieces(kTokens), kStageBytes = wide_stage_bytes(kTokens);
+    // Products that a warpgroup leaves to the tensor cores while it decodes, and parts in which a slab comes to
+    // registers: as many, as few, as registers allow.
+    static constexpr int kPending = kTokens == 128 ? 0 : 1, kParts = kTokens == 128 ? 2 : 1;
+
+    const Arguments& arguments;
+    // Groups of all CTAs of a cluster are parties, which divide the slabs.
+    int cluster, rank, groups, parties, group_warps;
+    uint32_t window, x, ring, x_full, x_empty, ring_full, ring_empty;
+
+    __device__ __forceinline__ Wide(const Arguments& arguments, uint32_t window)
+        : arguments(arguments),
+          cluster(blockIdx.x >> arguments.split_log2),
+          rank(blockIdx.x - (cluster << arguments.split_log2)),
+          groups(1 << arguments.groups_log2),
+          parties(groups << arguments.split_log2),
+          group_warps(kWarps >> arguments.groups_log2),
+          window(window),
+          x(window + wide_x_address()),
+          ring(x + groups * arguments.x_stages * kStageBytes),
+          x_full(ring + kWarps * arguments.ring_stages * kSlab),
+          x_empty(x_full + groups * arguments.x_stages * 8),
+          ring_full(x_empty + groups * arguments.x_stages * 8),
+          ring_empty(ring_full + kWarps * arguments.ring_stages * 8) {}
+
+    __device__ __forceinline__ int row_tile(int tile, int warp) const {
+        return tile / arguments.token_tiles * group_warps + warp % group_warps;
+    }
+    __device__ __forceinline__ int slabs_before(int party) const {
+        return arguments.slabs * party >> (arguments.groups_log2 + arguments.split_log2);
+    }
+    __device__ __forceinline__ int slabs_of(int party) const { return slabs_before(party + 1) - slabs_before(party); }
+
+    __device__ __forceinline__ void init_barriers() const {
+        for (int i = 0; i < groups * arguments.x_stages; ++i) {
+            init_barrier(x_full + 8 * i, 1);
+            init_barrier(x_empty + 8 * i, group_warps);
+        }
+        for (int i = 0; i < kWarps * arguments.ring_stages; ++i) {
+            init_barrier(ring_full + 8 * i, 1);
+            init_barrier(ring_empty + 8 * i, 1);
+        }
+        fence_barriers();
+    }
+
+    // All who decode; in a cluster, of all its CTAs. Those who bring have ended.
+    __device__ __forceinline__ void sync_decoders() const {
+        if (arguments.split_log2 > 0) {
+            cluster_barrier();
+        } else {
+            named_barrier(1, kDecoders);
+        }
+    }
+
+    // --- who brings x, a lane for each group, and weights, a lane for each warp ---
+
+    __device__ __forceinline__ void bring_x(const void* map, int group) const {
+        const int party = rank * groups + group, stages = slabs_of(party) * 4 / kPieces;
+        const uint32_t full = x_full + group * arguments.x_stages * 8,
+                       empty = x_empty + group * arguments.x_stages * 8;
+        const uint32_t place = x + group * arguments.x_stages * kStageBytes;
+        int stage = 0, phase = 0;
+        for (int tile = cluster; tile < arguments.tiles; tile += arguments.clusters) {
+            const int token = tile % arguments.token_tiles * kTokens;
+            int column = slabs_before(party) * kGemmColumns;
+            for (int i = 0; i < stages; ++i) {
+                wait_barrier(empty + 8 * stage, phase ^ 1);
+                expect_bytes(full + 8 * stage, kStageBytes);
+#pragma unroll
+                for (int piece = 0; piece < kPieces; ++piece, column += kWideColumns) {
+                    const uint32_t to = place + stage * kStageBytes + piece * (kStageBytes / kPieces);
+                    bulk_copy_box(to, map, column, token, full + 8 * stage);
+                }
+                if (++stage == arguments.x_stages) stage = 0, phase ^= 1;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void bring_weights(int warp) const {
+        const int group = warp / group_warps, party = rank * groups + group, slabs = slabs_of(party);
+        int stage = 0, phase = 0;
+        for (int tile = cluster; tile < arguments.tiles; tile += arguments.clusters) {
+            // Beyond the last row tile the last one again, whose results are not stored.
+            int64_t slab = min(row_tile(tile, warp), arguments.row_tiles - 1);
+            slab = slab * arguments.slabs + slabs_before(party);
+            for (int i = 0; i < slabs; ++i, ++slab) {
+                const int at = warp * arguments.ring_stages + stage;
+                wait_barrier(ring_empty + 8 * at, phase ^ 1);
+                bring_slab<kBits>(ring + at * kSlab, arguments.words, arguments.scales, slab, ring_full + 8 * at);
+                if (++stage == arguments.ring_stages) stage = 0, phase ^= 1;
+            }
+        }
+    }
+
+    // --- who decodes and multiplies ---
+
+    __device__ __forceinline__ void multiply(int warp) const {
+        const int lane = threadIdx.x % kWarp;
+        float level = 0;
+        if (lane < 1 << kBits) level = __ldg(arguments.codebook + lane);
+        const float unit = Weights<T>::kUnit * normalize_levels<Weights<T>::kLargest>(level);
+        Table::template build<T, kDecoders>(window, level);
+        named_barrier(1, kDecoders);
+
+        const int group = warp / group_warps, slabs = slabs_of(rank * groups + group);
+        const uint32_t full = x_full + group * arguments.x_stages * 8,
+                       empty = x_empty + group * arguments.x_stages * 8;
+        const uint64_t columns = swizzled_matrix(x + group * arguments.x_stages * kStageBytes);
+        const Quad quad(lane);
+        const uint32_t table = Table::lane_address(window, lane);
+        int stage = 0, phase = 0, slab_stage = 0, slab_phase = 0;
+#pragma unroll 1
+        for (int tile = cluster; tile < arguments.tiles; tile += arguments.clusters) {
+            float sums[kTokens / 2];
+            int last = -1;  // the stage that the tensor cores may still read
+#pragma unroll 1
+            for (int slab = 0; slab < slabs; ++slab) {
+                uint32_t words[4 / kParts][kBits], scales[4 / kParts];
+                const int at = warp * arguments.ring_stages + slab_stage;
+                wait_barrier(ring_full + 8 * at, slab_phase);
+#pragma unroll
+                for (int piece = 0; piece < 4; ++piece) {
+                    const int tile_of_part = piece % (4 / kParts);
+                    if (tile_of_part == 0)
+                        load_slab<kBits, kParts>(ring + at * kSlab, piece * kParts / 4, words, scales);
+                    if (piece == 4 - 4 / kParts) {
+                        fence_bulk_copies();  // reads may still wait in a queue
+                        __syncwarp();
+                        if (lane == 0) arrive(ring_empty + 8 * at);
+                        if (++slab_stage == arguments.ring_stages) slab_stage = 0, slab_phase ^= 1;
+                    }
+                    uint32_t a[2][2][4];
+                    decode_in_order<kBits>(words[tile_of_part], 0, table, quad, a[0]);
+                    decode_in_order<kBits>(words[tile_of_part], 1, table, quad, a[1]);
+                    multiply_by_scales<T>(a, scales[tile_of_part]);
+                    if (piece % kPieces == 0) wait_barrier(full + 8 * stage, phase);
+                    // In units of 16 bytes; 16 columns are 32 bytes.
+                    const uint64_t from =
+                        columns + (stage * kStageBytes + piece % kPieces * (kStageBytes / kPieces) >> 4);
+                    wgmma_fence();
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        wgmma<T, kTokens>(sums, a[i / 2][i % 2], from + 2 * i, slab + piece + i > 0);
+                    }
+                    wgmma_commit();
+                    wgmma_wait<kPending>();
+                    if (piece % kPieces == kPieces - 1) {
+                        const int done = kPending == 0 ? stage : last;
+                        if (done >= 0 && lane == 0) arrive(empty + 8 * done);
+                        last = stage;
+                        if (++stage == arguments.x_stages) stage = 0, phase ^= 1;
+                    }
+                }
+            }
+            if constexpr (kPending > 0) {
+                wgmma_wait<0>();
+                if (lane == 0) arrive(empty + 8 * last);
+            }
+#pragma unroll
+            for (int i = 0; i < kTokens / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+            finish(sums, unit, tile, warp);
+        }
+    }
+
+    // --- outputs ---
+
+    __device__ __forceinline__ void finish(float (&sums)[kTokens / 2], float unit, int tile, int warp) const {
+        if (parties == 1) {
+            store(sums, 0, kTokens / 8, unit, tile, warp);
+        } else if (parties == 2) {
+            meet<2>(sums, unit, tile, warp);
+        } else if constexpr (wide_most_groups(kTokens) > 1) {
+            if (parties == 4) {
+                meet<wide_owners(4, kTokens)>(sums, unit, tile, warp);
+            } else {
+                meet<wide_owners(8, kTokens)>(sums, unit, tile, warp);
+            }
+        }
+    }
+
+    // Sends the sums of others' tokens, adds up its own. Only after its only tile, as the sums of others lie where x
+    // and weights were; threads that do not multiply come to both syncs too.
+    template <int kOwners>
+    __device__ __forceinline__ void meet(float (&sums)[kTokens / 2], float unit, int tile, int warp) const {
+        constexpr int kEights = kTokens / 8 / kOwners;  // of tokens; a thread has four sums of each
+        const int group = warp / group_warps, party = rank * groups + group;
+        const int group_threads = group_warps * kWarp, thread = warp % group_warps * kWarp + lane_id();
+        const auto place = [&](int of_group, int sender, int eight) {
+            return x + (((of_group * (parties - 1) + sender) * kEights + eight) * group_threads + thread) * 16;
+        };
+        sync_decoders();
+#pragma unroll
+        for (int owner = 0; owner < kOwners; ++owner) {
+            if (owner != party) {
+                const float* of_owner = sums + owner * kEights * 4;
+                const int sender = party - (party > owner);
+#pragma unroll
+                for (int i = 0; i < kEights; ++i) {
+                    store_cluster_16(cluster_address(place(owner % groups, sender, i), owner >> arguments.groups_log2),
+                                     of_owner[4 * i], of_owner[4 * i + 1], of_owner[4 * i + 2], of_owner[4 * i + 3]);
+                }
+            }
+        }
+        sync_decoders();
+#pragma unroll
+        for (int owner = 0; owner < kOwners; ++owner) {
+            if (owner == party) {
+                float* own = sums + owner * kEights * 4;
+#pragma unroll 1
+                for (int sender = 0; sender < parties - 1; ++sender) {
+#pragma unroll
+                    for (int i = 0; i < kEights; ++i) {
+                        const uint4 four = load_shared_16(place(group, sender, i));
+                        own[4 * i] += __uint_as_float(four.x), own[4 * i + 1] += __uint_as_float(four.y);
+                        own[4 * i + 2] += __uint_as_float(four.z), own[4 * i + 3] += __uint_as_float(four.w);
+                    }
+                }
+                store(sums, owner * kEights, kEights, unit, tile, warp);
+            }
+        }
+    }
+
+    // Groups of eight tokens; first and count are known when compiling.
+    __device__ __forceinline__ void store(const float (&sums)[kTokens / 2], int first, int count, float unit, int tile,
+                                          int warp) const {
+        const int lane = lane_id();  // while tiles are multiplied, every register is in use
+        const int row = row_tile(tile, warp) * kTileRows;
+        const int token = tile % arguments.token_tiles * kTokens;
+        float bias[2] = {0, 0};
+        if (arguments.bias) {
+            const T* of_rows = static_cast<const T*>(arguments.bias);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int at = row + lane / 4 + 8 * half;
+                if (at < arguments.out_features) bias[half] = static_cast<float>(of_rows[at]);
+            }
+        }
+#pragma unroll
+        for (int i = first; i < first + count; ++i) {
+            store_eight<T>(arguments, sums + 4 * i, unit, bias, row, token + 8 * i, lane);
+        }
+    }
+};
+
+template <int kBits, typename T, int kTokens>
+__global__ void __launch_bounds__(threads(kTokens), 1)
+    gemm_wgmma_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ Arguments arguments) {
+    if constexpr (kHopper) {
+        extern __shared__ __align__(1024) char smem[];
+        const uint32_t window = shared_address(smem) & ~0xFFFFu;
+        if (shared_address(smem) - window > kSharedReserved) __trap();
+        const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarp, 0);
+        const Wide<kBits, T, kTokens> wide(arguments, window);
+        if (threadIdx.x == 0) wide.init_barriers();
+        __syncwarp();
+        if (arguments.split_log2 > 0) {
+            cluster_barrier();
+        } else {
+            __syncthreads();
+        }
+        constexpr int kWarps = wide_warps(kTokens);
+        if (warp >= kWarps) {
+            give_registers<wide.kBringers>();
+            const int lane = threadIdx.x % kWarp;
+            if (warp == kWarps && lane < wide.groups) wide.bring_x(&x_map, lane);
+            const int of_warp = lane * 3 + warp - kWarps - 1;
+            if (warp > kWarps && of_warp < kWarps) wide.bring_weights(of_warp);
+            __syncwarp();
+        } else {
+            take_registers<wide.kDecoderRegisters>();
+            wide.multiply(warp);
+        }
+    }
+}
+
+// --- launcher ------------------------------------------------------------------------------------
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+Encode find_encode() {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found) : nullptr;
+}
+
+cudaError_t map_of_x(const void* x, Dtype dtype, int64_t tokens, int64_t in_features, int token_tile,
+                     CUtensorMap& map) {
+    static const Encode encode = find_encode();
+    if (!encode) return cudaErrorNotSupported;
+    const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(in_features), static_cast<cuuint64_t>(tokens)};
+    const cuuint64_t row_bytes[1] = {static_cast<cuuint64_t>(in_features) * 2};
+    const cuuint32_t box[2] = {kWideColumns, static_cast<cuuint32_t>(token_tile)}, steps[2] = {1, 1};
+    const CUresult result =
+        encode(&map, dtype == Dtype::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
+               const_cast<void*>(x), sizes, row_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+template <int kBits, typename T, int kTokens>
+cudaError_t launch(const CUtensorMap& map, const Arguments& arguments, const WideGemmPlan& plan, const Gpu& gpu,
+                   cudaStream_t stream) {
+    static Launcher launcher;
+    return launcher.launch(gemm_wgmma_kernel<kBits, T, kTokens>, gpu, plan.clusters * plan.split, threads(kTokens),
+                           plan.split, plan.shared_bytes, stream, map, arguments);
+}
+
+template <int kBits, typename T>
+cudaError_t launch_for(const CUtensorMap& map, const Arguments& arguments, const WideGemmPlan& plan, const Gpu& gpu,
+                       cudaStream_t stream) {
+    switch (plan.token_tile) {
+        case 16:
+            return launch<kBits, T, 16>(map, arguments, plan, gpu, stream);
+        case 32:
+            return launch<kBits, T, 32>(map, arguments, plan, gpu, stream);
+        case 64:
+            return launch<kBits, T, 64>(map, arguments, plan, gpu, stream);
+        case 128:
+            return launch<kBits, T, 128>(map, arguments, plan, gpu, stream);
+        default:
+            return launch<kBits, T, 256>(map, arguments, plan, gpu, stream);
+    }
+}
+
+template <int kBits>
+cudaError_t launch_for(Dtype dtype, const CUtensorMap& map, const Arguments& arguments, const WideGemmPlan& plan,
+                       const Gpu& gpu, cudaStream_t stream) {
+    return dtype == Dtype::float16 ? launch_for<kBits, __half>(map, arguments, plan, gpu, stream)
+                                   : launch_for<kBits, __nv_bfloat16>(map, arguments, plan, gpu, stream);
+}
+
+}  // namespace
+
+cudaError_t gemm_wgmma(const void* x, Dtype dtype, const int32_t* words, const uint8_t* scales, const float* codebook,
+                       int bits, const void* bias, int64_t tokens, int64_t out_features, int64_t in_features, void* y,
+                       cudaStream_t stream) {
+    const Gpu gpu;
+    const WideGemmPlan plan =
+        plan_wide_gemm(tokens, out_features, in_features, bits, gpu.processors, gpu.shared_limit);
+    if (plan.token_tile == 0) return cudaErrorInvalidConfiguration;
+    CUtensorMap map;
+    const cudaError_t error = map_of_x(x, dtype, tokens, in_features, plan.token_tile, map);
+    if (error != cudaSuccess) return error;
+    Arguments arguments{};
+    arguments.bias = bias, arguments.y = y, arguments.words = words, arguments.scales = scales;
+    arguments.codebook = codebook;
+    arguments.tokens = static_cast<int>(tokens), arguments.out_features = static_cast<int>(out_features);
+    arguments.slabs = static_cast<int>(ceil_div(num_blocks(in_features), kSlabBlocks));
+    arguments.row_tiles = static_cast<int>(ceil_div(out_features, kTileRows));
+    arguments.token_tiles = static_cast<int>(ceil_div(tokens, plan.token_tile));
+    arguments.tiles = static_cast<int>(wide_tiles(tokens, out_features, plan.token_tile, plan.groups));
+    arguments.clusters = plan.clusters;
+    arguments.x_stages = plan.x_stages, arguments.ring_stages = plan.ring_stages;
+    while (1 << arguments.split_log2 < plan.split) ++arguments.split_log2;
+    while (1 << arguments.groups_log2 < plan.groups) ++arguments.groups_log2;
+    const auto run = bits == 2 ? launch_for<2> : bits == 3 ? launch_for<3> : bits == 4 ? launch_for<4> : launch_for<5>;
+    return run(dtype, map, arguments, plan, gpu, stream);
+}
+
+}  // namespace hf_kbit::cuda

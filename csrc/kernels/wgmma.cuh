@@ -1,0 +1,98 @@
+// wgmma of m64nNk16 with A in registers and B in shared memory, for each number of columns N in use.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace hf_kbit::cuda {
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// All threads of a warpgroup go down or up to so many registers.
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// B [N, 64], a row of 128 bytes, in the layout of 128-byte swizzling; from a multiple of 1024 on.
+__device__ __forceinline__ uint64_t swizzled_matrix(uint32_t smem) {
+    constexpr uint64_t kRows8 = 1024 >> 4, kSwizzle128 = 1;
+    return (smem & 0x3FFFF) >> 4 | uint64_t{1} << 16 | kRows8 << 32 | kSwizzle128 << 62;
+}
+
+// The names of accumulators in PTX: "%0, ..., %N/2-1".
+#define HF_KBIT_TEN(tens)                                                                                  \
+    ", %" #tens "0, %" #tens "1, %" #tens "2, %" #tens "3, %" #tens "4, %" #tens "5, %" #tens "6, %" #tens \
+    "7, %" #tens "8, %" #tens "9"
+#define HF_KBIT_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define HF_KBIT_16 HF_KBIT_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define HF_KBIT_32 HF_KBIT_16 ", %16, %17, %18, %19" HF_KBIT_TEN(2) ", %30, %31"
+#define HF_KBIT_64 \
+    HF_KBIT_32 ", %32, %33, %34, %35, %36, %37, %38, %39" HF_KBIT_TEN(4) HF_KBIT_TEN(5) ", %60, " \
+                                                                                        "%61, %62, %63"
+#define HF_KBIT_128                                                                                          \
+    HF_KBIT_64 ", %64, %65, %66, %67, %68, %69" HF_KBIT_TEN(7) HF_KBIT_TEN(8) HF_KBIT_TEN(9) HF_KBIT_TEN(10) \
+        HF_KBIT_TEN(11) ", %120, %121, %122, %123, %124, %125, %126, %127"
+// The accumulators themselves.
+#define HF_KBIT_D8(i)                                                                                           \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
+#define HF_KBIT_D16(i) HF_KBIT_D8(i), HF_KBIT_D8(i + 8)
+#define HF_KBIT_D32(i) HF_KBIT_D16(i), HF_KBIT_D16(i + 16)
+#define HF_KBIT_D64(i) HF_KBIT_D32(i), HF_KBIT_D32(i + 32)
+#define HF_KBIT_D128(i) HF_KBIT_D64(i), HF_KBIT_D64(i + 64)
+
+#define HF_KBIT_WGMMA(n, type, count, a0, a1, a2, a3, b, add)                                                      \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n        \
+                 "k16.f32." type "." type " {" HF_KBIT_##count "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b \
+                                                               ", add, 1, 1, 0;\n}"                                \
+                 : HF_KBIT_D##count(0)                                                                             \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(columns), "r"(accumulate))
+
+#define HF_KBIT_WGMMA_OF(n, count, ...)                   \
+    if constexpr (kColumns == n) {                        \
+        if constexpr (std::is_same_v<T, __half>) {        \
+            HF_KBIT_WGMMA(n, "f16", count, __VA_ARGS__);  \
+        } else {                                          \
+            HF_KBIT_WGMMA(n, "bf16", count, __VA_ARGS__); \
+        }                                                 \
+    }
+
+// Begins d [64, kColumns] = a [64, 16] @ b [16, kColumns] (+ d, if accumulate) for a warpgroup: a as of mma.m16n8k16
+// in each of its warps, d a float32 fragment m16n8 of each eight columns.
+template <typename T, int kColumns>
+__device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], const uint32_t (&a)[4], uint64_t columns,
+                                      int accumulate) {
+    HF_KBIT_WGMMA_OF(16, 8, 8, 9, 10, 11, 12, 13)
+    HF_KBIT_WGMMA_OF(32, 16, 16, 17, 18, 19, 20, 21)
+    HF_KBIT_WGMMA_OF(64, 32, 32, 33, 34, 35, 36, 37)
+    HF_KBIT_WGMMA_OF(128, 64, 64, 65, 66, 67, 68, 69)
+    HF_KBIT_WGMMA_OF(256, 128, 128, 129, 130, 131, 132, 133)
+}
+
+#undef HF_KBIT_WGMMA_OF
+#undef HF_KBIT_WGMMA
+#undef HF_KBIT_D128
+#undef HF_KBIT_D64
+#undef HF_KBIT_D32
+#undef HF_KBIT_D16
+#undef HF_KBIT_D8
+#undef HF_KBIT_128
+#undef HF_KBIT_64
+#undef HF_KBIT_32
+#undef HF_KBIT_16
+#undef HF_KBIT_8
+#undef HF_KBIT_TEN
+
+}  // namespace hf_kbit::cuda
