@@ -266,9 +266,13 @@ def repack(
 
 # --- gemm -----------------------------------------------------------------------------------------
 
-_LIB.define(
-    "gemm(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, SymInt out_features) -> Tensor",
-)
+# Two ops, the same but for autograd: where no gradient is wanted, its Python part would cost the host more than the
+# whole of an nn.Linear's call.
+for _name in ("gemm", "gemm_inference"):
+    _LIB.define(
+        f"{_name}(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, SymInt out_features)"
+        " -> Tensor"
+    )
 
 
 def _check_gemm(x, weight, absmax, codebook, bias, out_features):
@@ -284,6 +288,7 @@ def _check_gemm(x, weight, absmax, codebook, bias, out_features):
 
 
 @torch.library.impl(_LIB, "gemm", "CompositeExplicitAutograd")
+@torch.library.impl(_LIB, "gemm_inference", "CompositeExplicitAutograd")
 def _(x, weight, absmax, codebook, bias, out_features):
     _check_gemm(x, weight, absmax, codebook, bias, out_features)
     _native.warn_missing(weight.device.type)
@@ -291,6 +296,7 @@ def _(x, weight, absmax, codebook, bias, out_features):
 
 
 @torch.library.register_fake("hf_kbit::gemm", lib=_LIB)
+@torch.library.register_fake("hf_kbit::gemm_inference", lib=_LIB)
 def _(x, weight, absmax, codebook, bias, out_features):
     _check_gemm(x, weight, absmax, codebook, bias, out_features)
     return x.new_empty((*x.shape[:-1], out_features))
@@ -323,8 +329,8 @@ def _gradient(grad, weight, absmax, codebook, shape):
             words, scales = weight[:, slabs], absmax[:, slabs]
         part = slice(first * BLOCK_SIZE, min(end * BLOCK_SIZE, columns))
         packed = words.contiguous(), scales.contiguous(), codebook
-        decoded = torch.ops.hf_kbit.dequantize(*packed, [rows, part.stop - part.start], grad.dtype)
-        grad_x[..., part] = grad @ decoded
+        # Nothing keeps the decoded slice while the next one is made.
+        grad_x[..., part] = grad @ torch.ops.hf_kbit.dequantize(*packed, [rows, part.stop - part.start], grad.dtype)
     return grad_x
 
 
@@ -339,6 +345,12 @@ def _gemm_backward(ctx, grad):
 
 
 torch.library.register_autograd("hf_kbit::gemm", _gemm_backward, setup_context=_gemm_setup_context, lib=_LIB)
+
+
+def gemm_op(x: torch.Tensor, bias: torch.Tensor | None):
+    """The op for these inputs: that with gradients only where one is wanted."""
+    wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    return torch.ops.hf_kbit.gemm.default if wanted else torch.ops.hf_kbit.gemm_inference.default
 
 
 def gemm(
@@ -378,7 +390,7 @@ def gemm(
     if out_features is None:
         out_features = weight.shape[0]
     _check_gemm(x, weight, absmax, codebook, bias, out_features)
-    return torch.ops.hf_kbit.gemm(x, weight, absmax, codebook, bias, out_features)
+    return gemm_op(x, bias)(x, weight, absmax, codebook, bias, out_features)
 
 
 # --- compiled kernels -----------------------------------------------------------------------------

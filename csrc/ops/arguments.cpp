@@ -65,6 +65,10 @@ Shape shape_of(const Tensor& tensor) {
     return Shape(sizes.begin(), sizes.end());
 }
 
+Tensor as_contiguous(const Tensor& tensor) {
+    return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
 Shape concat(Shape first, const Shape& second) {
     first.insert(first.end(), second.begin(), second.end());
     return first;
@@ -151,13 +155,15 @@ Packed check_packed(const Tensor& weight, const Tensor& absmax, const std::optio
     const Form form = planes ? Form::planes : Form::tiles;
     const Shape expected_words = words_shape(form, out_features, in_features, static_cast<int>(bits));
     const Shape expected_scales = scales_shape(form, out_features, in_features);
-    const std::string what = std::string(" for the ") + (planes ? "planes" : "tiles") + " of a " +
-                             to_string({out_features, in_features}) + " weight in " + std::to_string(bits) + " bits";
+    const auto what = [&] {
+        return std::string(" for the ") + (planes ? "planes" : "tiles") + " of a " +
+               to_string({out_features, in_features}) + " weight in " + std::to_string(bits) + " bits";
+    };
     if (!ends_with(words, expected_words)) {
-        refuse("weight", "shape " + to_string(words), to_string(expected_words) + what);
+        refuse("weight", "shape " + to_string(words), to_string(expected_words) + what());
     }
     if (!ends_with(scales, expected_scales)) {
-        refuse("absmax", "shape " + to_string(scales), to_string(expected_scales) + what);
+        refuse("absmax", "shape " + to_string(scales), to_string(expected_scales) + what());
     }
     const Shape lead(words.begin(), words.end() - static_cast<int64_t>(expected_words.size()));
     if (lead != Shape(scales.begin(), scales.end() - static_cast<int64_t>(expected_scales.size()))) {
@@ -165,9 +171,9 @@ Packed check_packed(const Tensor& weight, const Tensor& absmax, const std::optio
     }
     int64_t count = 1;
     for (const int64_t size : lead) count *= size;
-    return {torch::stable::contiguous(weight),
-            torch::stable::contiguous(absmax),
-            codebook ? torch::stable::contiguous(*codebook) : absmax,
+    return {as_contiguous(weight),
+            as_contiguous(absmax),
+            codebook ? as_contiguous(*codebook) : absmax,
             form,
             static_cast<int>(bits),
             count,

@@ -53,4 +53,7 @@ Shape concat(Shape first, const Shape& second);
 std::string to_string(const Shape& shape);
 Shape shape_of(const Tensor& tensor);
 
+// The tensor itself where it can be: a call of torch costs the host about a microsecond.
+Tensor as_contiguous(const Tensor& tensor);
+
 }  // namespace hf_kbit

@@ -125,8 +125,8 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
     const bool matrix_units = dtype == Dtype::bfloat16 && has_bfloat16_arithmetic();
     if (tokens <= (matrix_units ? kFusedTokens / 2 : kFusedTokens)) {
         std::optional<Tensor> contiguous_bias;
-        if (bias) contiguous_bias = torch::stable::contiguous(*bias);
-        return fused_gemm(torch::stable::contiguous(x), dtype, planes, contiguous_bias, out);
+        if (bias) contiguous_bias = as_contiguous(*bias);
+        return fused_gemm(as_contiguous(x), dtype, planes, contiguous_bias, out);
     }
     // Many tokens: decode a slice of rows, multiply, go on. 16-bit products run in float32 where the CPU has no
     // arithmetic for them, which is several times faster and more accurate.

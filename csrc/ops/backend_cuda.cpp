@@ -90,14 +90,14 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
     // The kernels read rows in pieces of 16 bytes.
     constexpr int64_t kPiece = 8;
     const int64_t padding = (kPiece - packed.in_features % kPiece) % kPiece;
-    Tensor rows = torch::stable::contiguous(x);
+    Tensor rows = as_contiguous(x);
     if (padding > 0) {
         const std::array<int64_t, 2> after{0, padding};
         rows = torch::stable::pad(rows, {after.data(), after.size()});
     }
     rows = aligned(rows);
     const Tensor words = aligned(packed.words), scales = aligned(packed.scales);
-    const Tensor bias_row = bias ? torch::stable::contiguous(*bias) : rows;
+    const Tensor bias_row = bias ? as_contiguous(*bias) : rows;
     Shape shape = shape_of(x);
     shape.back() = packed.out_features;
     Tensor y = new_tensor(x, shape, scalar_type(dtype));

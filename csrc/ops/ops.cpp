@@ -38,8 +38,8 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& weight, const Tensor& codebook
     Tensor planes = new_tensor(weight, shape, ScalarType::Int);
     shape.back() = blocks;
     Tensor absmax = new_tensor(weight, shape, ScalarType::Byte);
-    backend::quantize(torch::stable::contiguous(weight), dtype, torch::stable::contiguous(codebook), bits,
-                      weight.numel() / in_features, in_features, planes, absmax);
+    backend::quantize(as_contiguous(weight), dtype, as_contiguous(codebook), bits, weight.numel() / in_features,
+                      in_features, planes, absmax);
     return {planes, absmax};
 }
 
@@ -90,6 +90,7 @@ STABLE_TORCH_LIBRARY_IMPL(hf_kbit, HF_KBIT_DISPATCH_KEY, library) {
     library.impl("dequantize", TORCH_BOX(&dequantize));
     library.impl("repack", TORCH_BOX(&repack));
     library.impl("gemm", TORCH_BOX(&gemm));
+    library.impl("gemm_inference", TORCH_BOX(&gemm));
 }
 
 }  // namespace hf_kbit
