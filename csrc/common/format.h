@@ -15,6 +15,7 @@ constexpr int kSlabBlocks = 8;  // blocks along K of a slab: four tiles of 64 co
 constexpr int kLanes = 32;
 
 enum class Dtype { float32, float16, bfloat16, float64 };
+constexpr int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2; }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t num_blocks(int64_t in_features) { return ceil_div(in_features, kBlockSize); }

@@ -14,12 +14,14 @@ constexpr int kGemmTokens = 16;  // at most, in gemm.cu
 // For tiles and float16 or bfloat16; everything else is dequantized.
 enum class GemmPath { decode, wide, dequantize };
 
-// On one H200 (CUDA 13.0, 2026-11-21) gemm.cu is the faster one up to 16 tokens at every width and size tried, and
-// gemm_wgmma.cu is from 17 on faster than to dequantize and to multiply by cuBLAS, at any number of tokens.
-inline GemmPath gemm_path(int64_t tokens, int arch) {
+// On one H200 (CUDA 13.0, 2026-11-21) gemm.cu is the fastest up to 16 tokens at every width and size tried. For
+// thousands of tokens it takes so much less time to decode than to multiply that cuBLAS on decoded slices is at least
+// as fast as gemm_wgmma.cu, the sooner the more work decoding is.
+inline GemmPath gemm_path(int64_t tokens, int bits, int arch) {
     if (tokens < 1) return GemmPath::dequantize;
     if (tokens <= kGemmTokens) return GemmPath::decode;
-    return arch == 900 ? GemmPath::wide : GemmPath::dequantize;
+    const int64_t most = bits == 2 ? 8191 : bits < 5 ? 4095 : 2047;
+    return arch == 900 && tokens <= most ? GemmPath::wide : GemmPath::dequantize;
 }
 
 // --- up to 16 tokens: gemm.cu ---------------------------------------------------------------------

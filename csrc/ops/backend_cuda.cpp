@@ -1,4 +1,5 @@
 // The CUDA backend: the current device and stream, aligned pointers, launches. The kernels are in csrc/kernels.
+#include <algorithm>
 #include <array>
 #include <stdexcept>
 
@@ -79,13 +80,60 @@ void repack(const Packed& packed, Tensor& words, Tensor& scales) {
               packed.in_features, write<int32_t>(words), write<uint8_t>(scales), launch.stream));
 }
 
-// Decodes and multiplies in one kernel where it can, else decodes the whole weight first.
+namespace {
+
+Tensor viewed(const Tensor& tensor, int64_t rows, int64_t columns) {
+    const std::array<int64_t, 2> shape{rows, columns};
+    return torch::stable::view(tensor, {shape.data(), shape.size()});
+}
+
+// Decodes a slice of rows at a time, small enough to be in L2 still when it is multiplied.
+Tensor gemm_in_slices(const Tensor& x, Dtype dtype, Packed packed, const std::optional<Tensor>& bias) {
+    constexpr int64_t kSliceBytes = 32 << 20;
+    const int64_t row_bytes = packed.in_features * bytes_of(dtype), out_features = packed.out_features;
+    const int64_t slice_tiles = std::max<int64_t>(1, kSliceBytes / (row_bytes * kTileRows));
+    const int64_t slice = slice_tiles * kTileRows, tokens = x.numel() / packed.in_features;
+    if (slice >= out_features || tokens == 0) return linear(x, decoded(packed, dtype), bias);
+
+    Tensor words = packed.words, scales = packed.scales;
+    const bool tiled = packed.form == Form::tiles;
+    Shape shape = shape_of(x);
+    shape.back() = out_features;
+    Tensor y = new_tensor(x, shape, scalar_type(dtype)), y_rows = viewed(y, tokens, out_features);
+    const Tensor x_rows = viewed(as_contiguous(x), tokens, packed.in_features);
+    for (int64_t first = 0; first < out_features; first += slice) {
+        packed.out_features = std::min(slice, out_features - first);
+        // The first dimension is that of rows or of row tiles.
+        const int64_t at = tiled ? first / kTileRows : first;
+        const int64_t count = tiled ? ceil_div(packed.out_features, kTileRows) : packed.out_features;
+        packed.words = torch::stable::narrow(words, 0, at, count);
+        packed.scales = torch::stable::narrow(scales, 0, at, count);
+        const Tensor weight = decoded(packed, dtype);
+        Tensor part = torch::stable::narrow(y_rows, 1, first, packed.out_features);
+        if (bias) {
+            Tensor all = *bias;
+            torch::stable::copy_(part,
+                                 linear(x_rows, weight, torch::stable::narrow(all, 0, first, packed.out_features)));
+        } else {
+            std::array<StableIValue, 3> stack{torch::stable::detail::from(x_rows),
+                                              torch::stable::detail::from(torch::stable::transpose(weight, 0, 1)),
+                                              torch::stable::detail::from(part)};
+            STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
+            torch::stable::detail::to<Tensor>(stack[0]);  // takes over the reference
+        }
+    }
+    return y;
+}
+
+}  // namespace
+
+// Decodes and multiplies in one kernel where it can, else decodes first.
 Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias) {
     const Launch launch(x);
     const int64_t tokens = x.numel() / packed.in_features;
     const bool fusable = packed.form == Form::tiles && (dtype == Dtype::float16 || dtype == Dtype::bfloat16);
-    const GemmPath path = fusable ? gemm_path(tokens, cuda::Gpu().arch()) : GemmPath::dequantize;
-    if (path == GemmPath::dequantize) return linear(x, decoded(packed, dtype), bias);
+    const GemmPath path = fusable ? gemm_path(tokens, packed.bits, cuda::Gpu().arch()) : GemmPath::dequantize;
+    if (path == GemmPath::dequantize) return gemm_in_slices(x, dtype, packed, bias);
 
     // The kernels read rows in pieces of 16 bytes.
     constexpr int64_t kPiece = 8;
