@@ -14,13 +14,12 @@ constexpr int kGemmTokens = 16;  // at most, in gemm.cu
 // For tiles and float16 or bfloat16; everything else is dequantized.
 enum class GemmPath { decode, wide, dequantize };
 
-// On one H200 (CUDA 13.0, 2026-11-21) gemm.cu is the fastest up to 16 tokens at every width and size tried. For
-// thousands of tokens it takes so much less time to decode than to multiply that cuBLAS on decoded slices is at least
-// as fast as gemm_wgmma.cu, the sooner the more work decoding is.
+// On one H200 (CUDA 13.0, 2026-11-21) gemm.cu is the fastest up to 16 tokens. For thousands of them it takes so much
+// less time to decode than to multiply that cuBLAS on decoded slices is as fast as gemm_wgmma.cu, at 2 bits later.
 inline GemmPath gemm_path(int64_t tokens, int bits, int arch) {
     if (tokens < 1) return GemmPath::dequantize;
     if (tokens <= kGemmTokens) return GemmPath::decode;
-    const int64_t most = bits == 2 ? 8191 : bits < 5 ? 4095 : 2047;
+    const int64_t most = bits == 2 ? 8191 : 4095;
     return arch == 900 && tokens <= most ? GemmPath::wide : GemmPath::dequantize;
 }
 
