@@ -155,6 +155,7 @@ def test_cuda_not_wanted(configure):
         ("9.0\\n8.6\\n7.5\\n9.0\\n", "", "90a-real 86-real"),
         ("10.0\\n", "", "100a-real"),
         ("9.0\\n", "80;90a", "80 90a"),
+        ("", "90;90-real;100", "90a 90a-real 100"),
         ("", "release", RELEASE),
     ],
 )

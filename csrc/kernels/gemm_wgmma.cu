@@ -5,16 +5,17 @@
 //   words     int32 [N/16, K/256, bits, 32, 4]     scales  uint8 [N/16, K/256, 8, 16]     codebook  float32 [2**bits]
 //   bias      [N] or null                          y       [M, N], row-major, both of x's dtype
 //
-// A CTA multiplies 128 rows and up to 256 tokens at a time, a warp 16 of the rows:
+// A CTA multiplies up to 256 rows and 256 tokens at a time, a warp 16 of the rows:
 //
 //   words and scales --bulk copies--> ring of the warp in shared memory --> registers --exchange among four lanes-->
 //     codes of the columns that operand A wants of the lane --table--> pairs of levels --times scales--> operand A
-//   x --bulk copies of a ninth warp, 64 columns at a time--> shared memory, swizzled: operand B
+//   x --bulk copies, 64 or 128 columns at a time--> shared memory, swizzled: operand B
 //
-// The tensor cores work on 64 columns of a warpgroup while it decodes the next 64. Weights are multiplied by their
-// scales before the product, which costs the same at any number of tokens: eight products of pairs for 512 weights.
-// Where there are fewer tiles than processors, CTAs of a cluster divide K; each then sends its sums of some of the
-// tokens to the CTA that adds them up, in a fixed order, from registers to shared memory of the other.
+// The tensor cores work on 64 columns of a warpgroup while it decodes the next 64; with 128 tokens, where registers
+// are short, while others decode. Weights are multiplied by their scales before the product, which costs the same at
+// any number of tokens: eight products of pairs for 512 weights. Where there are fewer tiles than processors, groups
+// of warps, and CTAs of a cluster, divide K; each then sends its sums of some of the tokens to the one that adds them
+// up, in a fixed order, from registers to shared memory.
 #include <cuda.h>
 
 #include <type_traits>
@@ -50,6 +51,7 @@ struct Arguments {
 // registers move from it to the others, which need more than their share.
 constexpr int decoders(int token_tile) { return wide_warps(token_tile) * kWarp; }
 constexpr int threads(int token_tile) { return decoders(token_tile) + 128; }
+
 // --- outputs -------------------------------------------------------------------------------------
 
 // A warp's sums of 16 rows and eight tokens.
@@ -77,6 +79,7 @@ __device__ __forceinline__ void store_eight(const Arguments& arguments, const fl
 
 // --- the kernel ----------------------------------------------------------------------------------
 
+// What a CTA does, in its two roles: bring, and decode and multiply.
 template <int kBits, typename T, int kTokens>
 struct Wide {
     using Table = Table<kBits, kWideTableBytes>;
@@ -265,7 +268,7 @@ struct Wide {
     }
 
     // Sends the sums of others' tokens, adds up its own. Only after its only tile, as the sums of others lie where x
-    // and weights were; threads that do not multiply come to both syncs too.
+    // and weights were.
     template <int kOwners>
     __device__ __forceinline__ void meet(float (&sums)[kTokens / 2], float unit, int tile, int warp) const {
         constexpr int kEights = kTokens / 8 / kOwners;  // of tokens; a thread has four sums of each
@@ -356,6 +359,8 @@ __global__ void __launch_bounds__(threads(kTokens), 1)
             take_registers<wide.kDecoderRegisters>();
             wide.multiply(warp);
         }
+    } else {
+        __trap();
     }
 }
 
