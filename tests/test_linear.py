@@ -3,11 +3,13 @@
 import copy
 import io
 import pickle
+from functools import partial
 
 import cases
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hf_kbit import KbitLinear, _native, codebooks, format, reference
 
@@ -240,6 +242,41 @@ def test_gradients(dtype):
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert layer.weight.grad is None and layer.weight_absmax.grad is None
+
+
+MODES = {
+    "plain": lambda block: block,
+    "checkpoint": lambda block: partial(checkpoint, block, use_reentrant=False),
+    "reentrant checkpoint": lambda block: partial(checkpoint, block, use_reentrant=True),
+    "compile": lambda block: torch.compile(block, backend="aot_eager", fullgraph=True),
+    "compile checkpoint": lambda block: torch.compile(
+        partial(checkpoint, block, use_reentrant=False), backend="aot_eager"
+    ),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("tokens", [5, 40])
+def test_gradients_of_training_modes(device, mode, autocast, tokens):
+    """Those of the same layers with decoded weights in the same mode, and nothing but the packed weight kept."""
+    block = nn.Sequential(linear(130, 300), nn.SiLU(), linear(64, 130)).to(device)
+    packed = nn.Sequential(*(KbitLinear.from_linear(m, 4) if type(m) is nn.Linear else m for m in block)).to(device)
+    dense = nn.Sequential(*(m.to_linear() if type(m) is KbitLinear else m for m in packed))
+    weights = [packed[0].weight.clone(), packed[2].weight.clone()]
+    grads = []
+    for module in (packed, dense):
+        torch._dynamo.reset()
+        x = cases.x((tokens,), 300).to(device).requires_grad_()
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            y = MODES[mode](module)(x)
+        y.float().square().sum().backward()
+        grads.append((x.grad, module[0].bias.grad, module[2].bias.grad))
+    for ours, theirs in zip(*grads, strict=True):
+        tolerance = 3e-2 if autocast else 2e-3 if device == "cuda" else 1e-4
+        assert (ours - theirs).norm() <= tolerance * theirs.norm()
+    assert torch.equal(packed[0].weight, weights[0]) and torch.equal(packed[2].weight, weights[1])
 
 
 def test_compile_fullgraph():
