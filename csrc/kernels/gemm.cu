@@ -27,7 +27,7 @@
 // An H200 brings in a slab for each processor in 59, 85, 111 and 137 cycles, so shared memory is the limit at 2 and 3
 // bits and memory at 4 and 5. docs/performance.md has the measured times and what was tried.
 //
-// Over 350 lines: one kernel, and the table, the ring and the launcher that nothing else uses.
+// Over 350 lines: one kernel, and the ring and the launcher that nothing else uses.
 #include <type_traits>
 
 #include "kernels/kernels.h"
