@@ -15,7 +15,6 @@ import torch
 from hf_kbit import _native, reference
 from hf_kbit.codebooks import bits_of
 from hf_kbit.format import BLOCK_SIZE, absmax_shape, check_bits, num_blocks, weight_shape
-from hf_kbit.reference import SLAB_BLOCKS
 
 _LIB = torch.library.Library("hf_kbit", "DEF")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -266,8 +265,8 @@ def repack(
 
 # --- gemm -----------------------------------------------------------------------------------------
 
-# Two ops, the same but for autograd: where no gradient is wanted, its Python part would cost the host more than the
-# whole of an nn.Linear's call.
+# Two ops, the same but for autograd, whose Python part takes the host several microseconds where no gradient is wanted
+# too.
 for _name in ("gemm", "gemm_inference"):
     _LIB.define(
         f"{_name}(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, SymInt out_features)"
@@ -308,29 +307,30 @@ def _gemm_setup_context(ctx, inputs, output):
     ctx.shape = [out_features, x.shape[-1]]
 
 
-# Of a decoded weight in the backward; with a copy of its codes and a part of the gradient less than 64 MB.
+# In the backward, of a decoded part of the weight and of that part's product together.
 _SLICE_BYTES = 32 << 20
 
 
 def _gradient(grad, weight, absmax, codebook, shape):
-    """``grad @ W``; of a large W as many slabs (256 columns) at a time as ``_SLICE_BYTES`` hold decoded."""
+    """``grad @ W``; of a large W as many slabs (256 columns) at a time as ``_SLICE_BYTES`` allow."""
     rows, columns = shape
-    blocks = max(1, _SLICE_BYTES // (rows * grad.itemsize * SLAB_BLOCKS * BLOCK_SIZE)) * SLAB_BLOCKS
-    if num_blocks(columns) <= blocks:
+    slab = reference.SLAB_BLOCKS * BLOCK_SIZE
+    step = max(1, _SLICE_BYTES // ((rows + grad.numel() // rows) * grad.itemsize * slab))
+    if columns <= step * slab:
         return grad @ torch.ops.hf_kbit.dequantize(weight, absmax, codebook, shape, grad.dtype)
+    bits = bits_of(codebook.shape[0])
+    # What a slab takes along the second dimension of weight and absmax.
+    tiled = reference.is_tiled(weight, absmax, bits)
+    words, scales = (1, 1) if tiled else (reference.SLAB_BLOCKS * bits, reference.SLAB_BLOCKS)
     grad_x = grad.new_empty((*grad.shape[:-1], columns))
-    for first in range(0, num_blocks(columns), blocks):
-        end = min(first + blocks, num_blocks(columns))
-        if weight.dim() == 2:  # planes
-            bits = bits_of(codebook.shape[0])
-            words, scales = weight[:, first * bits : end * bits], absmax[:, first:end]
-        else:
-            slabs = slice(first // SLAB_BLOCKS, -(-end // SLAB_BLOCKS))
-            words, scales = weight[:, slabs], absmax[:, slabs]
-        part = slice(first * BLOCK_SIZE, min(end * BLOCK_SIZE, columns))
-        packed = words.contiguous(), scales.contiguous(), codebook
-        # Nothing keeps the decoded slice while the next one is made.
-        grad_x[..., part] = grad @ torch.ops.hf_kbit.dequantize(*packed, [rows, part.stop - part.start], grad.dtype)
+    for first in range(0, -(-columns // slab), step):
+        end = first + step
+        part = slice(first * slab, min(end * slab, columns))
+        packed = weight[:, first * words : end * words], absmax[:, first * scales : end * scales]
+        packed = [tensor.contiguous() for tensor in packed]
+        # Nothing keeps the decoded part while the next one is made.
+        decoded_shape = [rows, part.stop - part.start]
+        grad_x[..., part] = grad @ torch.ops.hf_kbit.dequantize(*packed, codebook, decoded_shape, grad.dtype)
     return grad_x
 
 
@@ -374,9 +374,10 @@ def gemm(
         out_features: N; needed for tiles, which hide it behind padding.
 
     Returns:
-        dtype of ``x``, ``[*, N]``, contiguous. W, or only its levels, are decoded to float32 or to the dtype of ``x``,
-        whichever is faster where it runs; sums are at least in float32 and rounded once. A GPU takes one kernel for
-        tiles and up to 16 tokens of float16 or bfloat16, else it decodes the weight first.
+        dtype of ``x``, ``[*, N]``, contiguous. W, or first its levels and then W, are rounded to float32 or to the
+        dtype of ``x``, whichever is faster where it runs; sums are at least in float32 and rounded once. A GPU takes
+        one kernel for tiles, float16 or bfloat16, and up to 16 tokens, on Hopper up to thousands; else it decodes W
+        first, a slice at a time.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit; the message names the tensor.

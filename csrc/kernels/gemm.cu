@@ -323,7 +323,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
             uint32_t address = sums + 4 * (out_token * arguments.pitch + row);
 #pragma unroll 4
             for (int part = 0; part < parts; ++part, address += arguments.warp_floats * 4) {
-                const uint4 four = kSm90 && split_log2 > 0 ? load_cluster_16(address, from) : load_shared_16(address);
+                const uint4 four = kSm90 && split_log2 > 0 ? load_cluster_16(cluster_address(address, from))
+                                                           : load_shared_16(address);
                 total[0] += __uint_as_float(four.x), total[1] += __uint_as_float(four.y);
                 total[2] += __uint_as_float(four.z), total[3] += __uint_as_float(four.w);
             }
@@ -364,8 +365,7 @@ cudaError_t launch_for(Dtype dtype, const Arguments& arguments, const GemmPlan& 
 
 cudaError_t gemm(const void* x, Dtype dtype, const int32_t* words, const uint8_t* scales, const float* codebook,
                  int bits, const void* bias, int64_t tokens, int64_t out_features, int64_t in_features, void* y,
-                 cudaStream_t stream) {
-    const Gpu gpu;
+                 const Gpu& gpu, cudaStream_t stream) {
     const GemmPlan plan = plan_gemm(static_cast<int>(tokens), out_features, in_features, bits, gpu.processors,
                                     gpu.shared_limit, gpu.arch());
     if (plan.warps == 0) return cudaErrorInvalidConfiguration;

@@ -12,7 +12,7 @@ namespace hf_kbit {
 constexpr int kGemmTokens = 16;  // at most, in gemm.cu
 
 // For tiles and float16 or bfloat16; everything else is dequantized.
-enum class GemmPath { decode, wide, dequantize };
+enum class GemmPath { decode, wgmma, dequantize };
 
 // On one H200 (CUDA 13.0, 2026-11-21) gemm.cu is the fastest up to 16 tokens. For thousands of them it takes so much
 // less time to decode than to multiply that cuBLAS on decoded slices is as fast as gemm_wgmma.cu, at 2 bits later.
@@ -20,7 +20,7 @@ inline GemmPath gemm_path(int64_t tokens, int bits, int arch) {
     if (tokens < 1) return GemmPath::dequantize;
     if (tokens <= kGemmTokens) return GemmPath::decode;
     const int64_t most = bits == 2 ? 8191 : 4095;
-    return arch == 900 && tokens <= most ? GemmPath::wide : GemmPath::dequantize;
+    return arch == 900 && tokens <= most ? GemmPath::wgmma : GemmPath::dequantize;
 }
 
 // --- up to 16 tokens: gemm.cu ---------------------------------------------------------------------
@@ -119,7 +119,7 @@ inline GemmPlan plan_gemm(int tokens, int64_t out_features, int64_t in_features,
 
 // A CTA has a tile of 16, 32, 64, 128 or 256 tokens and `groups` of warps; a group has a tile of rows, 16 for each of
 // its warps. The groups of a CTA and the CTAs of a cluster of `split` have the same rows and divide the slabs along K.
-struct WideGemmPlan {
+struct WgmmaPlan {
     int token_tile;
     int groups;       // 1, 2 or 4
     int split;        // 1 or 2
@@ -131,42 +131,42 @@ struct WideGemmPlan {
 
 // The sums of 256 tokens leave registers for 8 warps only; fewer tokens need more warps to hide what decoding waits
 // for.
-constexpr int wide_warps(int token_tile) { return token_tile == 256 ? 8 : 16; }
-constexpr int wide_rows(int token_tile, int groups) { return wide_warps(token_tile) * kTileRows / groups; }
-constexpr int wide_most_groups(int token_tile) { return token_tile == 256 ? 1 : 4; }
+constexpr int wgmma_warps(int token_tile) { return token_tile == 256 ? 8 : 16; }
+constexpr int wgmma_rows(int token_tile, int groups) { return wgmma_warps(token_tile) * kTileRows / groups; }
+constexpr int wgmma_most_groups(int token_tile) { return token_tile == 256 ? 1 : 4; }
 
-inline int64_t wide_tiles(int64_t tokens, int64_t out_features, int token_tile, int groups) {
-    return ceil_div(out_features, wide_rows(token_tile, groups)) * ceil_div(tokens, token_tile);
+inline int64_t wgmma_tiles(int64_t tokens, int64_t out_features, int token_tile, int groups) {
+    return ceil_div(out_features, wgmma_rows(token_tile, groups)) * ceil_div(tokens, token_tile);
 }
 
 // A stage of x has 64 columns or twice as many.
-constexpr int kWideColumns = 64;
-constexpr int wide_stage_pieces(int token_tile) { return token_tile > 32 ? 1 : 2; }
-constexpr int wide_stage_bytes(int token_tile) {
-    return wide_stage_pieces(token_tile) * token_tile * kWideColumns * 2;
+constexpr int kWgmmaColumns = 64;
+constexpr int wgmma_stage_pieces(int token_tile) { return token_tile > 32 ? 1 : 2; }
+constexpr int wgmma_stage_bytes(int token_tile) {
+    return wgmma_stage_pieces(token_tile) * token_tile * kWgmmaColumns * 2;
 }
 
 // Of the groups that share rows, those that add up the sums of an equal part of the tokens each.
-constexpr int wide_owners(int parties, int token_tile) { return std::min(parties, token_tile / 8); }
+constexpr int wgmma_owners(int parties, int token_tile) { return std::min(parties, token_tile / 8); }
 // What they are sent, float32.
-constexpr int wide_exchange_bytes(int token_tile, int groups, int split) {
+constexpr int wgmma_exchange_bytes(int token_tile, int groups, int split) {
     const int parties = groups * split;
-    return groups * (parties - 1) * (token_tile / wide_owners(parties, token_tile)) * wide_rows(token_tile, groups) *
+    return groups * (parties - 1) * (token_tile / wgmma_owners(parties, token_tile)) * wgmma_rows(token_tile, groups) *
            4;
 }
 
-constexpr int kWideTableBytes = 64 << 10;
-constexpr int wide_x_address() { return kSharedReserved + kWideTableBytes; }
-// From wide_x_address on: x, words and scales, a pair of barriers for each stage of both; in the end sums of others.
-constexpr int wide_shared_bytes(int bits, int token_tile, int groups, int split, int x_stages, int ring_stages) {
-    const int slabs = wide_warps(token_tile) * ring_stages * (slab_bytes(bits) + 16),
-              x = groups * x_stages * (wide_stage_bytes(token_tile) + 16);
-    return wide_x_address() + std::max(x + slabs, wide_exchange_bytes(token_tile, groups, split));
+constexpr int kWgmmaTableBytes = 64 << 10;
+constexpr int wgmma_x_address() { return kSharedReserved + kWgmmaTableBytes; }
+// From wgmma_x_address on: x, words and scales, a pair of barriers for each stage of both; in the end sums of others.
+constexpr int wgmma_shared_bytes(int bits, int token_tile, int groups, int split, int x_stages, int ring_stages) {
+    const int slabs = wgmma_warps(token_tile) * ring_stages * (slab_bytes(bits) + 16),
+              x = groups * x_stages * (wgmma_stage_bytes(token_tile) + 16);
+    return wgmma_x_address() + std::max(x + slabs, wgmma_exchange_bytes(token_tile, groups, split));
 }
 
 // tokens from 17 on, on a GPU of compute capability 9.0.
-inline WideGemmPlan plan_wide_gemm(int64_t tokens, int64_t out_features, int64_t in_features, int bits, int processors,
-                                   int shared_limit) {
+inline WgmmaPlan plan_wgmma(int64_t tokens, int64_t out_features, int64_t in_features, int bits, int processors,
+                            int shared_limit) {
     // Cycles, fitted to one H200 (132 processors), CUDA 13.0, 2026-11-21: 64 columns of a warp, which decodes and
     // shares the tensor cores and shared memory with the others; a tile; how groups compete for x; and what it costs
     // to meet.
@@ -174,23 +174,23 @@ inline WideGemmPlan plan_wide_gemm(int64_t tokens, int64_t out_features, int64_t
                      kCluster = 1000;
     constexpr int kMostStages = 8;
     const int64_t slabs = ceil_div(num_blocks(in_features), kSlabBlocks);
-    WideGemmPlan best{};
+    WgmmaPlan best{};
     double best_time = 0;
     for (int token_tile = 16; token_tile <= 256; token_tile *= 2) {
-        for (int groups = 1; groups <= wide_most_groups(token_tile); groups *= 2) {
+        for (int groups = 1; groups <= wgmma_most_groups(token_tile); groups *= 2) {
             for (int split = 1; split <= 2 && groups * split <= slabs; ++split) {
-                const int64_t tiles = wide_tiles(tokens, out_features, token_tile, groups);
+                const int64_t tiles = wgmma_tiles(tokens, out_features, token_tile, groups);
                 const int64_t clusters = std::min<int64_t>(processors / split, tiles);
                 if (groups * split > 1 && clusters < tiles) continue;  // parties have one tile
                 const auto bytes = [&](int x_stages, int ring_stages) {
-                    return wide_shared_bytes(bits, token_tile, groups, split, x_stages, ring_stages);
+                    return wgmma_shared_bytes(bits, token_tile, groups, split, x_stages, ring_stages);
                 };
                 const int ring_stages = bytes(4, 2) <= shared_limit ? 2 : 1;
                 int x_stages = kMostStages;
                 while (x_stages > 1 && bytes(x_stages, ring_stages) > shared_limit) --x_stages;
                 if (x_stages < 2 || clusters < 1) continue;
                 const double piece = kPiece + (bits == 5 ? kPieceBits5 : 0) + kPieceToken * token_tile;
-                const double tile = ceil_div(slabs, groups * split) * 4.0 * wide_warps(token_tile) * piece + kTile +
+                const double tile = ceil_div(slabs, groups * split) * 4.0 * wgmma_warps(token_tile) * piece + kTile +
                                     kGroupToken * groups * token_tile + (split > 1 ? kCluster : 0);
                 const double time = kStart + ceil_div(tiles, clusters) * tile;
                 if (best.token_tile == 0 || time < best_time) {

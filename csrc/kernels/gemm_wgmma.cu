@@ -16,6 +16,8 @@
 // any number of tokens: eight products of pairs for 512 weights. Where there are fewer tiles than processors, groups
 // of warps, and CTAs of a cluster, divide K; each then sends its sums of some of the tokens to the one that adds them
 // up, in a fixed order, from registers to shared memory.
+//
+// Over 350 lines: one kernel, whose roles share its barriers and addresses, and its launcher.
 #include <cuda.h>
 
 #include <type_traits>
@@ -49,7 +51,7 @@ struct Arguments {
 
 // Threads that decode and multiply. Of a further warpgroup one warp brings x, three the weights; it is whole because
 // registers move from it to the others, which need more than their share.
-constexpr int decoders(int token_tile) { return wide_warps(token_tile) * kWarp; }
+constexpr int decoders(int token_tile) { return wgmma_warps(token_tile) * kWarp; }
 constexpr int threads(int token_tile) { return decoders(token_tile) + 128; }
 
 // --- outputs -------------------------------------------------------------------------------------
@@ -81,13 +83,13 @@ __device__ __forceinline__ void store_eight(const Arguments& arguments, const fl
 
 // What a CTA does, in its two roles: bring, and decode and multiply.
 template <int kBits, typename T, int kTokens>
-struct Wide {
-    using Table = Table<kBits, kWideTableBytes>;
+struct Cta {
+    using Table = Table<kBits, kWgmmaTableBytes>;
     // In all at most 65536, of which each thread has an equal part, in eights, before they move.
-    static constexpr int kBringers = 32, kDecoderRegisters = wide_warps(kTokens) == 8 ? 232 : 112;
-    static constexpr int kWarps = wide_warps(kTokens), kDecoders = decoders(kTokens);
+    static constexpr int kBringers = 32, kDecoderRegisters = wgmma_warps(kTokens) == 8 ? 232 : 112;
+    static constexpr int kWarps = wgmma_warps(kTokens), kDecoders = decoders(kTokens);
     static constexpr int kSlab = slab_bytes(kBits);
-    static constexpr int kPieces = wide_stage_pieces(kTokens), kStageBytes = wide_stage_bytes(kTokens);
+    static constexpr int kPieces = wgmma_stage_pieces(kTokens), kStageBytes = wgmma_stage_bytes(kTokens);
     // Products that a warpgroup leaves to the tensor cores while it decodes, and parts in which a slab comes to
     // registers: as many, as few, as registers allow.
     static constexpr int kPending = kTokens == 128 ? 0 : 1, kParts = kTokens == 128 ? 2 : 1;
@@ -97,7 +99,7 @@ struct Wide {
     int cluster, rank, groups, parties, group_warps;
     uint32_t window, x, ring, x_full, x_empty, ring_full, ring_empty;
 
-    __device__ __forceinline__ Wide(const Arguments& arguments, uint32_t window)
+    __device__ __forceinline__ Cta(const Arguments& arguments, uint32_t window)
         : arguments(arguments),
           cluster(blockIdx.x >> arguments.split_log2),
           rank(blockIdx.x - (cluster << arguments.split_log2)),
@@ -105,7 +107,7 @@ struct Wide {
           parties(groups << arguments.split_log2),
           group_warps(kWarps >> arguments.groups_log2),
           window(window),
-          x(window + wide_x_address()),
+          x(window + wgmma_x_address()),
           ring(x + groups * arguments.x_stages * kStageBytes),
           x_full(ring + kWarps * arguments.ring_stages * kSlab),
           x_empty(x_full + groups * arguments.x_stages * 8),
@@ -156,7 +158,7 @@ struct Wide {
                 wait_barrier(empty + 8 * stage, phase ^ 1);
                 expect_bytes(full + 8 * stage, kStageBytes);
 #pragma unroll
-                for (int piece = 0; piece < kPieces; ++piece, column += kWideColumns) {
+                for (int piece = 0; piece < kPieces; ++piece, column += kWgmmaColumns) {
                     const uint32_t to = place + stage * kStageBytes + piece * (kStageBytes / kPieces);
                     bulk_copy_box(to, map, column, token, full + 8 * stage);
                 }
@@ -258,11 +260,11 @@ struct Wide {
             store(sums, 0, kTokens / 8, unit, tile, warp);
         } else if (parties == 2) {
             meet<2>(sums, unit, tile, warp);
-        } else if constexpr (wide_most_groups(kTokens) > 1) {
+        } else if constexpr (wgmma_most_groups(kTokens) > 1) {
             if (parties == 4) {
-                meet<wide_owners(4, kTokens)>(sums, unit, tile, warp);
+                meet<wgmma_owners(4, kTokens)>(sums, unit, tile, warp);
             } else {
-                meet<wide_owners(8, kTokens)>(sums, unit, tile, warp);
+                meet<wgmma_owners(8, kTokens)>(sums, unit, tile, warp);
             }
         }
     }
@@ -339,25 +341,25 @@ __global__ void __launch_bounds__(threads(kTokens), 1)
         const uint32_t window = shared_address(smem) & ~0xFFFFu;
         if (shared_address(smem) - window > kSharedReserved) __trap();
         const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarp, 0);
-        const Wide<kBits, T, kTokens> wide(arguments, window);
-        if (threadIdx.x == 0) wide.init_barriers();
+        const Cta<kBits, T, kTokens> cta(arguments, window);
+        if (threadIdx.x == 0) cta.init_barriers();
         __syncwarp();
         if (arguments.split_log2 > 0) {
             cluster_barrier();
         } else {
             __syncthreads();
         }
-        constexpr int kWarps = wide_warps(kTokens);
+        constexpr int kWarps = wgmma_warps(kTokens);
         if (warp >= kWarps) {
-            give_registers<wide.kBringers>();
+            give_registers<cta.kBringers>();
             const int lane = threadIdx.x % kWarp;
-            if (warp == kWarps && lane < wide.groups) wide.bring_x(&x_map, lane);
+            if (warp == kWarps && lane < cta.groups) cta.bring_x(&x_map, lane);
             const int of_warp = lane * 3 + warp - kWarps - 1;
-            if (warp > kWarps && of_warp < kWarps) wide.bring_weights(of_warp);
+            if (warp > kWarps && of_warp < kWarps) cta.bring_weights(of_warp);
             __syncwarp();
         } else {
-            take_registers<wide.kDecoderRegisters>();
-            wide.multiply(warp);
+            take_registers<cta.kDecoderRegisters>();
+            cta.multiply(warp);
         }
     } else {
         __trap();
@@ -382,7 +384,7 @@ cudaError_t map_of_x(const void* x, Dtype dtype, int64_t tokens, int64_t in_feat
     if (!encode) return cudaErrorNotSupported;
     const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(in_features), static_cast<cuuint64_t>(tokens)};
     const cuuint64_t row_bytes[1] = {static_cast<cuuint64_t>(in_features) * 2};
-    const cuuint32_t box[2] = {kWideColumns, static_cast<cuuint32_t>(token_tile)}, steps[2] = {1, 1};
+    const cuuint32_t box[2] = {kWgmmaColumns, static_cast<cuuint32_t>(token_tile)}, steps[2] = {1, 1};
     const CUresult result =
         encode(&map, dtype == Dtype::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
                const_cast<void*>(x), sizes, row_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -391,7 +393,7 @@ cudaError_t map_of_x(const void* x, Dtype dtype, int64_t tokens, int64_t in_feat
 }
 
 template <int kBits, typename T, int kTokens>
-cudaError_t launch(const CUtensorMap& map, const Arguments& arguments, const WideGemmPlan& plan, const Gpu& gpu,
+cudaError_t launch(const CUtensorMap& map, const Arguments& arguments, const WgmmaPlan& plan, const Gpu& gpu,
                    cudaStream_t stream) {
     static Launcher launcher;
     return launcher.launch(gemm_wgmma_kernel<kBits, T, kTokens>, gpu, plan.clusters * plan.split, threads(kTokens),
@@ -399,7 +401,7 @@ cudaError_t launch(const CUtensorMap& map, const Arguments& arguments, const Wid
 }
 
 template <int kBits, typename T>
-cudaError_t launch_for(const CUtensorMap& map, const Arguments& arguments, const WideGemmPlan& plan, const Gpu& gpu,
+cudaError_t launch_for(const CUtensorMap& map, const Arguments& arguments, const WgmmaPlan& plan, const Gpu& gpu,
                        cudaStream_t stream) {
     switch (plan.token_tile) {
         case 16:
@@ -416,7 +418,7 @@ cudaError_t launch_for(const CUtensorMap& map, const Arguments& arguments, const
 }
 
 template <int kBits>
-cudaError_t launch_for(Dtype dtype, const CUtensorMap& map, const Arguments& arguments, const WideGemmPlan& plan,
+cudaError_t launch_for(Dtype dtype, const CUtensorMap& map, const Arguments& arguments, const WgmmaPlan& plan,
                        const Gpu& gpu, cudaStream_t stream) {
     return dtype == Dtype::float16 ? launch_for<kBits, __half>(map, arguments, plan, gpu, stream)
                                    : launch_for<kBits, __nv_bfloat16>(map, arguments, plan, gpu, stream);
@@ -426,10 +428,8 @@ cudaError_t launch_for(Dtype dtype, const CUtensorMap& map, const Arguments& arg
 
 cudaError_t gemm_wgmma(const void* x, Dtype dtype, const int32_t* words, const uint8_t* scales, const float* codebook,
                        int bits, const void* bias, int64_t tokens, int64_t out_features, int64_t in_features, void* y,
-                       cudaStream_t stream) {
-    const Gpu gpu;
-    const WideGemmPlan plan =
-        plan_wide_gemm(tokens, out_features, in_features, bits, gpu.processors, gpu.shared_limit);
+                       const Gpu& gpu, cudaStream_t stream) {
+    const WgmmaPlan plan = plan_wgmma(tokens, out_features, in_features, bits, gpu.processors, gpu.shared_limit);
     if (plan.token_tile == 0) return cudaErrorInvalidConfiguration;
     CUtensorMap map;
     const cudaError_t error = map_of_x(x, dtype, tokens, in_features, plan.token_tile, map);
@@ -441,7 +441,7 @@ cudaError_t gemm_wgmma(const void* x, Dtype dtype, const int32_t* words, const u
     arguments.slabs = static_cast<int>(ceil_div(num_blocks(in_features), kSlabBlocks));
     arguments.row_tiles = static_cast<int>(ceil_div(out_features, kTileRows));
     arguments.token_tiles = static_cast<int>(ceil_div(tokens, plan.token_tile));
-    arguments.tiles = static_cast<int>(wide_tiles(tokens, out_features, plan.token_tile, plan.groups));
+    arguments.tiles = static_cast<int>(wgmma_tiles(tokens, out_features, plan.token_tile, plan.groups));
     arguments.clusters = plan.clusters;
     arguments.x_stages = plan.x_stages, arguments.ring_stages = plan.ring_stages;
     while (1 << arguments.split_log2 < plan.split) ++arguments.split_log2;

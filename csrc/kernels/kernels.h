@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "common/format.h"
+#include "kernels/gpu.h"
 
 namespace hf_kbit::cuda {
 
@@ -31,13 +32,14 @@ cudaError_t repack_inverse(const int32_t* words, const uint8_t* scales, int bits
                            int64_t in_features, int32_t* planes, uint8_t* absmax, cudaStream_t stream);
 
 // y [tokens, N] = x [tokens, K] @ W.T + bias, for W in tiles, 1 to 16 tokens, float16 or bfloat16; K is a multiple of
-// 8 (W may have fewer columns in its last block), bias [N] may be null. codebook float32 [2**bits].
+// 8 (W may have fewer columns in its last block), bias [N] may be null. codebook float32 [2**bits]. gpu is
+// the current one.
 cudaError_t gemm(const void* x, Dtype dtype, const int32_t* words, const uint8_t* scales, const float* codebook,
                  int bits, const void* bias, int64_t tokens, int64_t out_features, int64_t in_features, void* y,
-                 cudaStream_t stream);
+                 const Gpu& gpu, cudaStream_t stream);
 // The same for any number of tokens, on GPUs of compute capability 9.0.
 cudaError_t gemm_wgmma(const void* x, Dtype dtype, const int32_t* words, const uint8_t* scales, const float* codebook,
                        int bits, const void* bias, int64_t tokens, int64_t out_features, int64_t in_features, void* y,
-                       cudaStream_t stream);
+                       const Gpu& gpu, cudaStream_t stream);
 
 }  // namespace hf_kbit::cuda

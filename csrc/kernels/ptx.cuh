@@ -136,27 +136,25 @@ __device__ __forceinline__ void fence_barriers() {
 __device__ __forceinline__ void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// 16 bytes from the same place in shared memory of another CTA of the cluster.
-__device__ __forceinline__ uint4 load_cluster_16(uint32_t smem, int rank) {
-    uint4 value;
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
-        "ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [there];\n}"
-        : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-        : "r"(smem), "r"(rank)
-        : "memory");
-    return value;
-}
-
+// Of the same place in shared memory of a CTA of the cluster.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t smem, int rank) {
     uint32_t there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(smem), "r"(rank));
     return there;
 }
+__device__ __forceinline__ uint4 load_cluster_16(uint32_t there) {
+    uint4 value;
+    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(there)
+                 : "memory");
+    return value;
+}
 __device__ __forceinline__ void store_cluster_16(uint32_t there, float a, float b, float c, float d) {
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(a), "f"(b), "f"(c), "f"(d)
                  : "memory");
 }
+
 // --- a warp's 8 x 8 matrix of 16-bit numbers, a row in four lanes ---
 
 __device__ __forceinline__ uint32_t transpose_8x8(uint32_t two) {

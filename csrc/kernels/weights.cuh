@@ -146,7 +146,7 @@ struct Quad {
 template <int kBits>
 __device__ __forceinline__ void decode_in_order(const uint32_t (&words)[kBits], int block, uint32_t lane_address,
                                                 const Quad& quad, uint32_t (&a)[2][4]) {
-    using Table = Table<kBits, kWideTableBytes>;
+    using Table = Table<kBits, kWgmmaTableBytes>;
     if constexpr (kBits == 2) {
         uint32_t codes[1] = {words[block]};
         quad.transpose(codes);

@@ -53,7 +53,7 @@ Shape concat(Shape first, const Shape& second);
 std::string to_string(const Shape& shape);
 Shape shape_of(const Tensor& tensor);
 
-// The tensor itself where it can be: a call of torch costs the host about a microsecond.
+// The tensor itself where it can be: for small inputs the host's time of a call of torch counts.
 Tensor as_contiguous(const Tensor& tensor);
 
 }  // namespace hf_kbit

@@ -90,9 +90,10 @@ Tensor viewed(const Tensor& tensor, int64_t rows, int64_t columns) {
 // Decodes a slice of rows at a time, small enough to be in L2 still when it is multiplied.
 Tensor gemm_in_slices(const Tensor& x, Dtype dtype, Packed packed, const std::optional<Tensor>& bias) {
     constexpr int64_t kSliceBytes = 32 << 20;
-    const int64_t row_bytes = packed.in_features * bytes_of(dtype), out_features = packed.out_features;
-    const int64_t slice_tiles = std::max<int64_t>(1, kSliceBytes / (row_bytes * kTileRows));
-    const int64_t slice = slice_tiles * kTileRows, tokens = x.numel() / packed.in_features;
+    const int64_t tokens = x.numel() / packed.in_features, out_features = packed.out_features;
+    // Of the weight, and with a bias of the product, which then is copied.
+    const int64_t row_bytes = (packed.in_features + (bias ? tokens : 0)) * bytes_of(dtype);
+    const int64_t slice = std::max<int64_t>(1, kSliceBytes / (row_bytes * kTileRows)) * kTileRows;
     if (slice >= out_features || tokens == 0) return linear(x, decoded(packed, dtype), bias);
 
     Tensor words = packed.words, scales = packed.scales;
@@ -132,7 +133,8 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
     const Launch launch(x);
     const int64_t tokens = x.numel() / packed.in_features;
     const bool fusable = packed.form == Form::tiles && (dtype == Dtype::float16 || dtype == Dtype::bfloat16);
-    const GemmPath path = fusable ? gemm_path(tokens, packed.bits, cuda::Gpu().arch()) : GemmPath::dequantize;
+    const cuda::Gpu gpu;
+    const GemmPath path = fusable ? gemm_path(tokens, packed.bits, gpu.arch()) : GemmPath::dequantize;
     if (path == GemmPath::dequantize) return gemm_in_slices(x, dtype, packed, bias);
 
     // The kernels read rows in pieces of 16 bytes.
@@ -152,7 +154,7 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
     check("gemm", (path == GemmPath::decode ? cuda::gemm : cuda::gemm_wgmma)(
                       rows.const_data_ptr(), dtype, read<int32_t>(words), read<uint8_t>(scales),
                       read<float>(packed.codebook), packed.bits, bias ? bias_row.const_data_ptr() : nullptr, tokens,
-                      packed.out_features, packed.in_features + padding, y.mutable_data_ptr(), launch.stream));
+                      packed.out_features, packed.in_features + padding, y.mutable_data_ptr(), gpu, launch.stream));
     return y;
 }
 

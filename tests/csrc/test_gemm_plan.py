@@ -60,8 +60,8 @@ class Plan(ctypes.Structure):
         return {name: getattr(self, name) for name, _ in self._fields_}
 
 
-class WidePlan(ctypes.Structure):
-    """``WideGemmPlan``, likewise."""
+class WgmmaPlan(ctypes.Structure):
+    """``WgmmaPlan``, likewise."""
 
     _fields_ = [
         (name, ctypes.c_int)
@@ -84,10 +84,10 @@ extern "C" int shared_bytes(int bits, int warps, int k_warps, int tokens, int ro
     return hf_kbit::gemm_shared_bytes(bits, warps, k_warps, tokens, row_tiles);
 }
 extern "C" int ring_stages(int bits, int warps, int tokens) { return hf_kbit::ring_stages(bits, warps, tokens); }
-extern "C" void wide_plan(int64_t tokens, int64_t out_features, int64_t in_features, int bits, int processors,
+extern "C" void wgmma_plan(int64_t tokens, int64_t out_features, int64_t in_features, int bits, int processors,
                           int shared_limit, int* to) {
-    static_assert(sizeof(hf_kbit::WideGemmPlan) == 7 * sizeof(int), "test_gemm_plan.py knows seven fields");
-    const auto plan = hf_kbit::plan_wide_gemm(tokens, out_features, in_features, bits, processors, shared_limit);
+    static_assert(sizeof(hf_kbit::WgmmaPlan) == 7 * sizeof(int), "test_gemm_plan.py knows seven fields");
+    const auto plan = hf_kbit::plan_wgmma(tokens, out_features, in_features, bits, processors, shared_limit);
     to[0] = plan.token_tile, to[1] = plan.groups, to[2] = plan.split, to[3] = plan.clusters, to[4] = plan.x_stages;
     to[5] = plan.ring_stages, to[6] = plan.shared_bytes;
 }
@@ -109,8 +109,8 @@ def library(tmp_path_factory):
     loaded.plan.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, *[ctypes.c_int] * 4]
     loaded.plan.argtypes += [ctypes.POINTER(Plan)]
     loaded.plan.restype = None
-    loaded.wide_plan.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_int] * 3, ctypes.POINTER(WidePlan)]
-    loaded.wide_plan.restype = None
+    loaded.wgmma_plan.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_int] * 3, ctypes.POINTER(WgmmaPlan)]
+    loaded.wgmma_plan.restype = None
     loaded.path.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int]
     return loaded
 
@@ -278,16 +278,16 @@ def test_same_arguments_same_plan(plan_gemm):
 
 # --- more than 16 tokens --------------------------------------------------------------------------
 
-DECODE, WIDE, DEQUANTIZE = range(3)
-WIDE_TOKENS = (17, 32, 33, 48, 64, 65, 100, 128, 129, 200, 256, 300, 512, 1000, 1024, 4096, 100_000)
-WIDE_CASES = list(itertools.product(WIDE_TOKENS, SHAPES, cases.BITS))
+DECODE, WGMMA, DEQUANTIZE = range(3)
+WGMMA_TOKENS = (17, 32, 33, 48, 64, 65, 100, 128, 129, 200, 256, 300, 512, 1000, 1024, 4096, 100_000)
+WGMMA_CASES = list(itertools.product(WGMMA_TOKENS, SHAPES, cases.BITS))
 
 
 @pytest.fixture
-def plan_wide(library):
-    def call(tokens, shape, bits, gpu=H200) -> WidePlan:
-        found = WidePlan()
-        library.wide_plan(tokens, *shape, bits, gpu.processors, gpu.shared_limit, found)
+def plan_wgmma(library):
+    def call(tokens, shape, bits, gpu=H200) -> WgmmaPlan:
+        found = WgmmaPlan()
+        library.wgmma_plan(tokens, *shape, bits, gpu.processors, gpu.shared_limit, found)
         return found
 
     return call
@@ -299,62 +299,62 @@ def test_paths(library, bits, most):
     for gpu in GPUS.values():
         assert library.path(0, bits, gpu.arch) == DEQUANTIZE
         assert [library.path(tokens, bits, gpu.arch) for tokens in TOKENS] == [DECODE] * 16
-        many = WIDE if gpu.arch == 900 else DEQUANTIZE
+        many = WGMMA if gpu.arch == 900 else DEQUANTIZE
         assert [library.path(tokens, bits, gpu.arch) for tokens in (17, 256, most)] == [many] * 3
         assert [library.path(tokens, bits, gpu.arch) for tokens in (most + 1, 10**6)] == [DEQUANTIZE] * 2
 
 
-def wide_rows(plan) -> int:
+def wgmma_rows(plan) -> int:
     """Of a tile: 16 for each of a group's warps, of 8 or 16 in all."""
     return (8 if plan.token_tile == 256 else 16) * 16 // plan.groups
 
 
-def wide_tiles(tokens, shape, plan) -> int:
-    return ceil_div(shape[0], wide_rows(plan)) * ceil_div(tokens, plan.token_tile)
+def wgmma_tiles(tokens, shape, plan) -> int:
+    return ceil_div(shape[0], wgmma_rows(plan)) * ceil_div(tokens, plan.token_tile)
 
 
 @pytest.mark.parametrize("gpu", [H200, GPUS["a seventh of an H200"]], ids=["H200", "a seventh"])
-def test_wide_plans_are_valid(plan_wide, gpu):
-    for tokens, shape, bits in WIDE_CASES:
-        plan = plan_wide(tokens, shape, bits, gpu)
+def test_wgmma_plans_are_valid(plan_wgmma, gpu):
+    for tokens, shape, bits in WGMMA_CASES:
+        plan = plan_wgmma(tokens, shape, bits, gpu)
         told = f"{tokens} tokens, {shape}, {bits} bits: {plan.values()}"
         assert plan.token_tile in (16, 32, 64, 128, 256), told
         assert plan.groups in (1, 2, 4) and plan.split in (1, 2), told
         assert plan.groups * plan.split <= slabs(shape), told
         assert plan.groups == 1 or plan.token_tile < 256, told
-        tiles = wide_tiles(tokens, shape, plan)
+        tiles = wgmma_tiles(tokens, shape, plan)
         assert plan.clusters == min(tiles, gpu.processors // plan.split), told
         assert plan.groups * plan.split == 1 or plan.clusters == tiles, told
         assert plan.x_stages >= 2 and plan.ring_stages >= 1, told
         assert plan.shared_bytes <= gpu.shared_limit, told
 
 
-def test_wide_shared_memory_holds_what_the_kernel_puts_there(plan_wide):
+def test_wgmma_shared_memory_holds_what_the_kernel_puts_there(plan_wgmma):
     """Counted from gemm_wgmma.cu: a table of 64 KB, x, slabs, two barriers for each; or, after them, others' sums."""
-    for tokens, shape, bits in WIDE_CASES:
-        plan = plan_wide(tokens, shape, bits)
-        warps = wide_rows(plan) * plan.groups // 16
+    for tokens, shape, bits in WGMMA_CASES:
+        plan = plan_wgmma(tokens, shape, bits)
+        warps = wgmma_rows(plan) * plan.groups // 16
         columns = 128 if plan.token_tile <= 32 else 64
         x = plan.groups * plan.x_stages * (plan.token_tile * columns * 2 + 16)
         weights = warps * plan.ring_stages * (16 * 256 * bits // 8 + 16 * 8 + 16)
         parties = plan.groups * plan.split
         owned = ceil_div(plan.token_tile, min(parties, plan.token_tile // 8))
-        sums = plan.groups * (parties - 1) * owned * wide_rows(plan) * 4
+        sums = plan.groups * (parties - 1) * owned * wgmma_rows(plan) * 4
         assert plan.shared_bytes == 1024 + 65536 + max(x + weights, sums), plan.values()
 
 
-def test_wide_tiles_fill_an_h200(plan_wide):
+def test_wgmma_tiles_fill_an_h200(plan_wgmma):
     """What a processor does without a tile, or with tokens that are not there, counts as nothing done."""
     for (tokens, least), shape in itertools.product([(32, 0.6), (64, 0.6), (256, 0.6), (4096, 0.8)], LLAMA):
-        plan = plan_wide(tokens, shape, 4)
-        rounds = ceil_div(wide_tiles(tokens, shape, plan), plan.clusters)
+        plan = plan_wgmma(tokens, shape, 4)
+        rounds = ceil_div(wgmma_tiles(tokens, shape, plan), plan.clusters)
         # Parties divide a tile's columns, so that a processor has 1 / split of a tile.
-        spent = rounds * H200.processors / plan.split * wide_rows(plan) * plan.token_tile
+        spent = rounds * H200.processors / plan.split * wgmma_rows(plan) * plan.token_tile
         assert shape[0] * tokens >= least * spent, (tokens, shape, plan.values())
 
 
 # Measured on one H200 on 2026-11-21, CUDA 13.0: the fastest of all plans for the shape.
-FASTEST_WIDE = [
+FASTEST_WGMMA = [
     ((32, (8192, 8192), 4), {"token_tile": 32, "groups": 4, "split": 1}),
     ((64, (8192, 8192), 4), {"token_tile": 64, "groups": 2, "split": 2}),
     ((128, (8192, 8192), 2), {"token_tile": 128, "groups": 2, "split": 2}),
@@ -364,7 +364,7 @@ FASTEST_WIDE = [
 ]
 
 
-@pytest.mark.parametrize(("case", "expected"), FASTEST_WIDE, ids=[str(case) for case, _ in FASTEST_WIDE])
-def test_fastest_wide_plan_of_an_h200(plan_wide, case, expected):
-    found = plan_wide(*case).values()
+@pytest.mark.parametrize(("case", "expected"), FASTEST_WGMMA, ids=[str(case) for case, _ in FASTEST_WGMMA])
+def test_fastest_wgmma_plan_of_an_h200(plan_wgmma, case, expected):
+    found = plan_wgmma(*case).values()
     assert {name: found[name] for name in expected} == expected
