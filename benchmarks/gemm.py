@@ -26,7 +26,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from timing import Report, copies, graph_us, name_of, read_kernel
+from timing import Report, copies, graph_us, name_of, parse, read_kernel, run_and_plot
 
 import hf_kbit
 from hf_kbit.format import BITS
@@ -288,31 +288,20 @@ def panel(axis, shape: str, lines) -> None:
 # --- command line ---------------------------------------------------------------------------------
 
 
-def parse():
+def command_line():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", help=f"NxK,...; default {SHAPES}")
     parser.add_argument("--bits", default=",".join(map(str, BITS)))
     parser.add_argument("--tokens", help=f"default {TOKENS}")
     parser.add_argument("--dtypes", help="default float16,bfloat16")
-    parser.add_argument("--peers", default=",".join(PEERS), help="default %(default)s; '' for none")
     parser.add_argument("--quick", action="store_true", help="defaults are three shapes, 1, 8 and 16 tokens, float16")
-    parser.add_argument("--json", help="file to append a JSON line for each measurement to")
-    parser.add_argument("--plot", help="PNG to draw")
-    parser.add_argument("--from", dest="source", help="measure nothing; plot this file of JSON lines")
-    arguments = parser.parse_args()
-    if arguments.source and not arguments.plot:
-        parser.error("--from needs --plot")
-    if not arguments.source and not torch.cuda.is_available():
-        parser.error("no CUDA device; without one only --plot with --from works")
+    arguments = parse(parser, PEERS)
     for name, default in {"shapes": SHAPES, "tokens": TOKENS, "dtypes": "float16,bfloat16"}.items():
         setattr(arguments, name, getattr(arguments, name) or (QUICK if arguments.quick else {}).get(name, default))
     arguments.shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes.split(",")]
     arguments.bits = [int(bits) for bits in arguments.bits.split(",")]
     arguments.tokens = [int(count) for count in arguments.tokens.split(",")]
     arguments.dtypes = [getattr(torch, dtype) for dtype in arguments.dtypes.split(",")]
-    arguments.peers = [peer for peer in arguments.peers.split(",") if peer]
-    if unknown := set(arguments.peers) - set(PEERS):
-        parser.error(f"--peers: found {', '.join(unknown)}, expected {', '.join(PEERS)}")
     return arguments
 
 
@@ -336,14 +325,8 @@ def run(arguments) -> list[dict]:
 
 @torch.inference_mode()
 def main() -> None:
-    arguments = parse()
-    if arguments.source:
-        with open(arguments.source) as file:
-            lines = [json.loads(line) for line in file]
-    else:
-        lines = run(arguments)
-    if arguments.plot:
-        plot(lines, arguments.plot)
+    arguments = command_line()
+    run_and_plot(arguments, run, plot)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ bitsandbytes, with NF4 in blocks of 64, runs where it is installed. --plot needs
 import argparse
 import gc
 import itertools
-import json
 import math
 import shlex
 import statistics
@@ -33,7 +32,7 @@ import torch
 import transformers
 from gemm import COLOURS, driver, find_peers, skipped
 from load import SHAPES, load
-from timing import Report
+from timing import Report, parse, run_and_plot
 from torch import nn
 from torch._dynamo.utils import counters
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
@@ -224,7 +223,7 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def parse():
+def command_line():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--model-layers", type=int, default=SHAPES[SHAPE]["num_hidden_layers"], help="fewer are quicker"
@@ -232,19 +231,7 @@ def parse():
     parser.add_argument("--bits", type=numbers, default=list(BITS))
     parser.add_argument("--batches", type=numbers, default=[1, 4, 16])
     parser.add_argument("--prefill", type=numbers, default=[128, 512, 2048], help="tokens")
-    parser.add_argument("--peers", default=",".join(PEERS), help="default %(default)s; '' for none")
-    parser.add_argument("--json", help="file to append a JSON line for each measurement to")
-    parser.add_argument("--plot", help="PNG to draw")
-    parser.add_argument("--from", dest="source", help="measure nothing; plot this file of JSON lines")
-    arguments = parser.parse_args()
-    if arguments.source and not arguments.plot:
-        parser.error("--from needs --plot")
-    if not arguments.source and not torch.cuda.is_available():
-        parser.error("no CUDA device; without one only --plot with --from works")
-    arguments.peers = [peer for peer in arguments.peers.split(",") if peer]
-    if unknown := set(arguments.peers) - set(PEERS):
-        parser.error(f"--peers: found {', '.join(unknown)}, expected {', '.join(PEERS)}")
-    return arguments
+    return parse(parser, PEERS)
 
 
 def run(arguments) -> list[dict]:
@@ -274,16 +261,10 @@ def run(arguments) -> list[dict]:
 
 @torch.no_grad()
 def main() -> None:
-    arguments = parse()
+    arguments = command_line()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if arguments.source:
-        with open(arguments.source) as file:
-            lines = [json.loads(line) for line in file]
-    else:
-        lines = run(arguments)
-    if arguments.plot:
-        plot(lines, arguments.plot)
+    run_and_plot(arguments, run, plot)
 
 
 if __name__ == "__main__":

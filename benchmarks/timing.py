@@ -1,5 +1,6 @@
-"""What the benchmarks of ops share: the report, and the timing of calls on a GPU whose inputs are not in its L2."""
+"""What the benchmarks share: command line, report, and the timing of calls on a GPU whose inputs are not in its L2."""
 
+import argparse
 import itertools
 import json
 import statistics
@@ -44,6 +45,34 @@ class Report:
         )
         if self.file:
             print(json.dumps({**self.context, **entry}), file=self.file, flush=True)
+
+
+def parse(parser, peers) -> argparse.Namespace:
+    """The command line of a benchmark that measures, beside ``peers``, on a GPU, or plots what it measured before."""
+    parser.add_argument("--peers", default=",".join(peers), help="default %(default)s; '' for none")
+    parser.add_argument("--json", help="file to append a JSON line for each measurement to")
+    parser.add_argument("--plot", help="PNG to draw")
+    parser.add_argument("--from", dest="source", help="measure nothing; plot this file of JSON lines")
+    arguments = parser.parse_args()
+    if arguments.source and not arguments.plot:
+        parser.error("--from needs --plot")
+    if not arguments.source and not torch.cuda.is_available():
+        parser.error("no CUDA device; without one only --plot with --from works")
+    arguments.peers = [peer for peer in arguments.peers.split(",") if peer]
+    if unknown := set(arguments.peers) - set(peers):
+        parser.error(f"--peers: found {', '.join(unknown)}, expected {', '.join(peers)}")
+    return arguments
+
+
+def run_and_plot(arguments, run, plot) -> None:
+    """``run(arguments)`` gives lines, unless ``--from`` has them; ``plot(lines, file)`` draws them, if asked to."""
+    if arguments.source:
+        with open(arguments.source) as file:
+            lines = [json.loads(line) for line in file]
+    else:
+        lines = run(arguments)
+    if arguments.plot:
+        plot(lines, arguments.plot)
 
 
 def capture(calls):

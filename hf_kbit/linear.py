@@ -191,8 +191,8 @@ class KbitLinear(nn.Linear):
                 f"x: found dtype {x.dtype}, expected a floating one. Some models cast to `weight.dtype`, an integer "
                 "type here: name such a layer in `modules_to_not_convert`"
             )
-        # Straight from the dictionaries, and no conversion to the same dtype: for few tokens the host's time counts, and
-        # nn.Module's look-ups are a good part of it.
+        # Straight from the dictionaries, and no conversion to the same dtype: for few tokens the host's time counts,
+        # and nn.Module's look-ups are a good part of it.
         weight, absmax = self._parameters["weight"], self._parameters["weight_absmax"]
         bias = self.bias
         if bias is not None and bias.dtype != x.dtype:
