@@ -15,7 +15,8 @@ constexpr int kGemmTokens = 16;  // at most, in gemm.cu
 enum class GemmPath { decode, wgmma, dequantize };
 
 // On one H200 (CUDA 13.0, 2026-11-21) gemm.cu is the fastest up to 16 tokens. For thousands of them it takes so much
-// less time to decode than to multiply that cuBLAS on decoded slices is as fast as gemm_wgmma.cu, at 2 bits later.
+// less time to decode than to multiply that cuBLAS on decoded slices is about as fast as gemm_wgmma.cu; at 2 bits not
+// yet at 4096.
 inline GemmPath gemm_path(int64_t tokens, int bits, int arch) {
     if (tokens < 1) return GemmPath::dequantize;
     if (tokens <= kGemmTokens) return GemmPath::decode;
