@@ -4,8 +4,9 @@
         compute-sanitizer --tool $tool --error-exitcode 1 python tests/csrc/sanitize.py
     done
 
-Of gemm_wgmma_kernel racecheck reports the slabs: a warp's lanes read one, then, behind a __syncwarp, which the tool
-does not see, lane 0 tells the barrier that those who bring the next one wait for.
+Of gemm_wgmma_kernel racecheck reports the slabs, most likely without reason: a warp's lanes read one, then, behind a
+fence and a __syncwarp, of which no instruction is left for the tool to see, lane 0 tells the barrier that those who
+bring the next one wait for.
 
 Inputs are made on the CPU and outputs are compared there: torch's own kernels take no part.
 """
