@@ -2,6 +2,7 @@
 
     python benchmarks/gemm.py [--quick] [--shapes 4096x4096,8192x8192] [--bits 2,3,4,5] [--tokens 1,16,256]
                               [--dtypes float16,bfloat16] [--peers humming,bitsandbytes] [--json results.jsonl]
+    python benchmarks/gemm.py --gradient --tokens 256,4096 [...]
     python benchmarks/gemm.py --from results.jsonl --plot speedup.png
 
 A time is the median of replays of a CUDA graph that walks through weights of more than 256 MB, so that no weight is in
@@ -10,6 +11,8 @@ all sides are timed one after the other. The floor is the time of the best of se
 many bytes as the packed weight, x and the output have together. Peers run where they are installed: bitsandbytes with
 NF4 in blocks of 64, Humming (humming-kernels, compiled for each shape before the first measurement) with intN weights,
 a 16-bit scale for each 32 and the configuration that its own heuristics choose. --plot needs matplotlib.
+
+--gradient times the gradient of the activations in place of the product, beside cuBLAS alone; its lines say so.
 """
 
 import argparse
@@ -73,18 +76,20 @@ def calls_of(kernels, x, n: int) -> list:
 # --- weights: a function of x for each copy -------------------------------------------------------
 
 
-def dense_kernels(weight):
-    others = [weight.clone() for _ in range(copies(weight.nbytes) - 1)]
-    return [lambda x, w=w: F.linear(x, w) for w in (weight, *others)]
+def dense_kernels(weight, gradient: bool):
+    weights = [weight, *(weight.clone() for _ in range(copies(weight.nbytes) - 1))]
+    return [partial(torch.matmul, other=w) if gradient else partial(F.linear, weight=w) for w in weights]
 
 
-def packed_kernels(weight, bits: int):
+def packed_kernels(weight, bits: int, gradient: bool):
     """The functions, and the bytes of one packed weight."""
     n, k = weight.shape
     codebook = torch.tensor(hf_kbit.codebooks.normal_float(bits), device="cuda")
     tiles = OPS.repack(*OPS.quantize(weight, codebook), bits, [n, k])
     size = sum(tensor.nbytes for tensor in tiles)
     others = [[tensor.clone() for tensor in tiles] for _ in range(copies(size) - 1)]
+    if gradient:
+        return [lambda g, t=t: hf_kbit.ops.gemm_gradient(g, *t, codebook, [n, k]) for t in (tiles, *others)], size
     return [lambda x, t=t: OPS.gemm(x, *t, codebook, None, n) for t in (tiles, *others)], size
 
 
@@ -190,23 +195,25 @@ def peer_kernels(peer: str, weight, bits: int, tokens):
 # --- the run --------------------------------------------------------------------------------------
 
 
-def measure(shapes, widths, dtypes, tokens, peers: dict[str, str], emit) -> None:
+def measure(shapes, widths, dtypes, tokens, peers: dict[str, str], gradient: bool, emit) -> None:
     """Calls ``emit`` with each measurement."""
     floor = Floor()
     if "humming" in peers:
         humming_compile_all(shapes, widths, dtypes, tokens)
     for n, k in shapes:
         source = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
-        packed = {bits: packed_kernels(source, bits) for bits in widths}
+        packed = {bits: packed_kernels(source, bits, gradient) for bits in widths}
         for dtype in dtypes:
             weight = source.to(dtype)
-            dense = dense_kernels(weight)
+            dense = dense_kernels(weight, gradient)
             others = {(peer, bits): peer_kernels(peer, weight, bits, tokens) for peer in peers for bits in widths}
             others = {key: kernels for key, kernels in others.items() if kernels}
             for count in tokens:
-                x = torch.randn(count, k, device="cuda", dtype=dtype)
+                columns, out_columns = (n, k) if gradient else (k, n)
+                x = torch.randn(count, columns, device="cuda", dtype=dtype)
                 what = {"shape": f"{n}x{k}", "dtype": name_of(dtype), "tokens": count}
-                row(x, n, dense, packed, others, floor, peers, partial(emit, **what))
+                what |= {"of": "gradient"} if gradient else {}
+                row(x, out_columns, dense, packed, others, floor, peers, partial(emit, **what))
 
 
 def row(x, n: int, dense, packed, others, floor: Floor, versions, emit) -> None:
@@ -294,6 +301,7 @@ def command_line():
     parser.add_argument("--bits", default=",".join(map(str, BITS)))
     parser.add_argument("--tokens", help=f"default {TOKENS}")
     parser.add_argument("--dtypes", help="default float16,bfloat16")
+    parser.add_argument("--gradient", action="store_true", help="of the activations, in place of the product")
     parser.add_argument("--quick", action="store_true", help="defaults are three shapes, 1, 8 and 16 tokens, float16")
     arguments = parse(parser, PEERS)
     for name, default in {"shapes": SHAPES, "tokens": TOKENS, "dtypes": "float16,bfloat16"}.items():
@@ -302,6 +310,8 @@ def command_line():
     arguments.bits = [int(bits) for bits in arguments.bits.split(",")]
     arguments.tokens = [int(count) for count in arguments.tokens.split(",")]
     arguments.dtypes = [getattr(torch, dtype) for dtype in arguments.dtypes.split(",")]
+    if arguments.gradient:
+        arguments.peers = []
     return arguments
 
 
@@ -319,7 +329,8 @@ def run(arguments) -> list[dict]:
         report.line(**entry)
         lines.append({**report.context, **entry})
 
-    measure(arguments.shapes, arguments.bits, arguments.dtypes, arguments.tokens, find_peers(arguments.peers), emit)
+    peers = find_peers(arguments.peers)
+    measure(arguments.shapes, arguments.bits, arguments.dtypes, arguments.tokens, peers, arguments.gradient, emit)
     return lines
 
 

@@ -8,6 +8,7 @@ Shapes: N out_features, K in_features, B = ceil(K / 32) blocks a row, ``*`` any 
 call are on one device. The *planes* of a weight are its stored form, its *tiles* a private form for GPUs (``repack``).
 """
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -266,12 +267,16 @@ def repack(
 # --- gemm -----------------------------------------------------------------------------------------
 
 # Two ops, the same but for autograd, whose Python part takes the host several microseconds where no gradient is wanted
-# too.
+# too; and one for several weights, which inductor.py makes of products of one x.
 for _name in ("gemm", "gemm_inference"):
     _LIB.define(
         f"{_name}(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, SymInt out_features)"
         " -> Tensor"
     )
+_LIB.define(
+    "gemm_group(Tensor x, Tensor[] weights, Tensor[] absmaxes, Tensor[] codebooks, Tensor?[] biases,"
+    " SymInt[] out_features) -> Tensor[]"
+)
 
 
 def _check_gemm(x, weight, absmax, codebook, bias, out_features):
@@ -294,11 +299,27 @@ def _(x, weight, absmax, codebook, bias, out_features):
     return reference.gemm(x, weight, absmax, codebook, bias, out_features)
 
 
+@torch.library.impl(_LIB, "gemm_group", "CompositeExplicitAutograd")
+def _(x, *of_each):
+    return [torch.ops.hf_kbit.gemm_inference(x, *product) for product in zip(*of_each, strict=True)]
+
+
 @torch.library.register_fake("hf_kbit::gemm", lib=_LIB)
 @torch.library.register_fake("hf_kbit::gemm_inference", lib=_LIB)
 def _(x, weight, absmax, codebook, bias, out_features):
     _check_gemm(x, weight, absmax, codebook, bias, out_features)
+    if "torch._inductor.config" in sys.modules:  # about to compile; importing it takes over a second
+        from hf_kbit import inductor
+
+        inductor.install()
     return x.new_empty((*x.shape[:-1], out_features))
+
+
+@torch.library.register_fake("hf_kbit::gemm_group", lib=_LIB)
+def _(x, *of_each):
+    for product in zip(*of_each, strict=True):
+        _check_gemm(x, *product)
+    return [x.new_empty((*x.shape[:-1], rows)) for rows in of_each[-1]]
 
 
 def _gemm_setup_context(ctx, inputs, output):
@@ -311,7 +332,7 @@ def _gemm_setup_context(ctx, inputs, output):
 _SLICE_BYTES = 32 << 20
 
 
-def _gradient(grad, weight, absmax, codebook, shape):
+def gemm_gradient(grad, weight, absmax, codebook, shape):
     """``grad @ W``; of a large W as many slabs (256 columns) at a time as ``_SLICE_BYTES`` allow."""
     rows, columns = shape
     slab = reference.SLAB_BLOCKS * BLOCK_SIZE
@@ -338,7 +359,7 @@ def _gemm_backward(ctx, grad):
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
         # Decoded again rather than saved: between forward and backward only the packed weight stays in memory.
-        grad_x = _gradient(grad, *ctx.saved_tensors, ctx.shape)
+        grad_x = gemm_gradient(grad, *ctx.saved_tensors, ctx.shape)
     if ctx.needs_input_grad[4]:
         grad_bias = grad.reshape(-1, ctx.shape[0]).sum(dim=0)
     return grad_x, None, None, None, grad_bias, None

@@ -228,6 +228,8 @@ def test_opcheck(bits):
         opcheck(OPS.dequantize.default, (*words, codebook, list(shape), torch.float16))
         opcheck(OPS.gemm.default, (x, *words, codebook, bias, 17))
         opcheck(OPS.gemm.default, (x.detach().half(), *words, codebook, None, 17))
+        group = [words[0]] * 2, [words[1]] * 2, [codebook] * 2, [bias.detach(), None], [17, 17]
+        opcheck(OPS.gemm_group.default, (x.detach(), *group))
     opcheck(OPS.repack.default, (planes, absmax, bits, list(shape)))
     opcheck(OPS.repack.default, (*tiles, bits, list(shape), True))
 

@@ -28,6 +28,7 @@
 // bits and memory at 4 and 5. docs/performance.md has the measured times and what was tried.
 //
 // Over 350 lines: one kernel, and the ring and the launcher that nothing else uses.
+#include <numeric>
 #include <type_traits>
 
 #include "kernels/kernels.h"
@@ -45,16 +46,24 @@ constexpr int kArch = 0;
 #endif
 constexpr bool kSm90 = kArch >= 900;
 
-struct Arguments {
-    const void *x, *bias;
+struct Part {
+    const void* bias;
     void* y;
     const int32_t* words;
     const uint8_t* scales;
     const float* codebook;
-    int tokens, out_features, in_features, slabs;
-    int k_warps_log2, split_log2, tokens_log2;
+    int out_features;
     int cluster_tiles, more_tiles;  // row tiles of a cluster; this many clusters have one more
+};
+
+// In this order, so that a CTA of the first part reads few lines of constant memory.
+struct Arguments {
+    const void* x;
+    int tokens, in_features, slabs;
+    int k_warps_log2, split_log2, tokens_log2;
     int pitch, warp_floats;         // of sums
+    int first_cluster[kGemmParts];  // of each part; beyond all clusters where there is none
+    Part parts[kGemmParts];
 };
 
 // --- the ring ------------------------------------------------------------------------------------
@@ -76,10 +85,10 @@ struct Ring {
     // The warp goes through every tile_step-th slab below rows_end, then through those k_warps further along K.
     int ahead, tile_step, rows_end, turn, fetched, all;
 
-    __device__ __forceinline__ Ring(const Arguments& arguments, uint32_t window, int warp, int first_slab,
-                                    int tile_step, int rows_end, int warp_tiles, int warp_slabs, int k_warps)
-        : words(arguments.words),
-          scales(arguments.scales),
+    __device__ __forceinline__ Ring(const Part& part, uint32_t window, int warp, int first_slab, int tile_step,
+                                    int rows_end, int warp_tiles, int warp_slabs, int k_warps)
+        : words(part.words),
+          scales(part.scales),
           begin(window + ring_address(kBits, kWarps) + warp * kStages * kSlab),
           stage(begin),
           barriers(window + ring_address(kBits, kWarps) + (kWarps * kSlab + warp * 8) * kStages),
@@ -146,25 +155,24 @@ struct Ring {
 
 // Four rows of y, as many as there are, with the bias.
 template <typename T>
-__device__ __forceinline__ void store_rows(const Arguments& arguments, int token, int row, const float (&sums)[4],
-                                           float unit) {
-    const auto* bias = static_cast<const T*>(arguments.bias) + row;
-    T* y = static_cast<T*>(arguments.y) + static_cast<int64_t>(token) * arguments.out_features + row;
+__device__ __forceinline__ void store_rows(const Part& part, int token, int row, const float (&sums)[4], float unit) {
+    const auto* bias = static_cast<const T*>(part.bias) + row;
+    T* y = static_cast<T*>(part.y) + static_cast<int64_t>(token) * part.out_features + row;
     float values[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const bool biased = arguments.bias && row + i < arguments.out_features;
+        const bool biased = part.bias && row + i < part.out_features;
         values[i] = sums[i] * unit + (biased ? static_cast<float>(bias[i]) : 0);
     }
-    if (arguments.out_features % 4 == 0) {  // then rows are all there or none
-        if (row < arguments.out_features) {
+    if (part.out_features % 4 == 0) {  // then rows are all there or none
+        if (row < part.out_features) {
             *reinterpret_cast<uint2*>(y) =
                 make_uint2(pack_two<T>(values[0], values[1]), pack_two<T>(values[2], values[3]));
         }
     } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if (row + i < arguments.out_features) y[i] = static_cast<T>(values[i]);
+            if (row + i < part.out_features) y[i] = static_cast<T>(values[i]);
         }
     }
 }
@@ -184,19 +192,25 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarp, 0);
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
 
+    const int split_log2 = kSm90 ? arguments.split_log2 : 0;
+    const int of_all = blockIdx.x >> split_log2, rank = blockIdx.x - (of_all << split_log2);
+    int index = 0;
+#pragma unroll
+    for (int i = 1; i < kGemmParts; ++i) index += of_all >= arguments.first_cluster[i];
+    const Part& part = arguments.parts[index];
+    const int cluster = of_all - arguments.first_cluster[index];
+
     // The order of the requests to memory matters: codebook and activations are waited for first.
     float level = 0;
-    if (lane < 1 << kBits) level = __ldg(arguments.codebook + lane);
+    if (lane < 1 << kBits) level = __ldg(part.codebook + lane);
 
     const int k_warps_log2 = arguments.k_warps_log2, k_warps = 1 << k_warps_log2;
     const int row_warps_log2 = (kWarps == 16 ? 4 : 3) - k_warps_log2, row_warps = 1 << row_warps_log2;
     const int k_warp = warp & (k_warps - 1), row_warp = warp >> k_warps_log2;
-    const int split_log2 = kSm90 ? arguments.split_log2 : 0;
-    const int cluster = blockIdx.x >> split_log2, rank = blockIdx.x - (cluster << split_log2);
     const auto slabs_before = [&](int a_rank) { return arguments.slabs * a_rank >> split_log2; };
     const int first_slab = slabs_before(rank), slabs = slabs_before(rank + 1) - first_slab;
-    const int first_tile = cluster * arguments.cluster_tiles + min(cluster, arguments.more_tiles);
-    const int tiles = arguments.cluster_tiles + (cluster < arguments.more_tiles);
+    const int first_tile = cluster * part.cluster_tiles + min(cluster, part.more_tiles);
+    const int tiles = part.cluster_tiles + (cluster < part.more_tiles);
 
     // B operands. A lane has of each block columns 8 t .. 8 t + 7, as the lanes of A, and of the eight columns of B
     // column g: `tokens` rounded up to a power of two leave room for the activations of several of the warp's slabs,
@@ -226,7 +240,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
 
     const int warp_tiles = (tiles - row_warp + row_warps - 1) >> row_warps_log2;
     const int warp_slabs = (slabs - k_warp + k_warps - 1) >> k_warps_log2;
-    Ring ring(arguments, window, warp, (first_tile + row_warp) * arguments.slabs + first_slab + k_warp,
+    Ring ring(part, window, warp, (first_tile + row_warp) * arguments.slabs + first_slab + k_warp,
               row_warps * arguments.slabs, (first_tile + tiles) * arguments.slabs, warp_tiles, warp_slabs, k_warps);
     // float16 levels fill its range; the power of two is taken out of the sums.
     float unit = 16;  // of the sums: scales are in sixteenths
@@ -319,10 +333,10 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
         float total[kRows] = {};
 #pragma unroll 1
         for (int from = 0; from < 1 << split_log2; ++from) {
-            const int parts = min(k_warps, slabs_before(from + 1) - slabs_before(from));
+            const int partial = min(k_warps, slabs_before(from + 1) - slabs_before(from));
             uint32_t address = sums + 4 * (out_token * arguments.pitch + row);
 #pragma unroll 4
-            for (int part = 0; part < parts; ++part, address += arguments.warp_floats * 4) {
+            for (int i = 0; i < partial; ++i, address += arguments.warp_floats * 4) {
                 const uint4 four = kSm90 && split_log2 > 0 ? load_cluster_16(cluster_address(address, from))
                                                            : load_shared_16(address);
                 total[0] += __uint_as_float(four.x), total[1] += __uint_as_float(four.y);
@@ -330,7 +344,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
             }
         }
         const int out = first_tile * kTileRows + row;
-        store_rows<T>(arguments, out_token, out, total, unit);
+        store_rows<T>(part, out_token, out, total, unit);
     }
     if (kSm90 && split_log2 > 0) cluster_barrier();  // others may still read this CTA's sums
 }
@@ -340,7 +354,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
 template <int kBits, typename T, int kTokenTiles, int kWarps>
 cudaError_t launch(const Arguments& arguments, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream) {
     static Launcher launcher;
-    return launcher.launch(gemm_kernel<kBits, T, kTokenTiles, kWarps>, gpu, plan.clusters * plan.split, kWarps * kWarp,
+    const int clusters = std::accumulate(plan.clusters, plan.clusters + kGemmParts, 0);
+    return launcher.launch(gemm_kernel<kBits, T, kTokenTiles, kWarps>, gpu, clusters * plan.split, kWarps * kWarp,
                            plan.split, plan.shared_bytes, stream, arguments);
 }
 
@@ -363,25 +378,34 @@ cudaError_t launch_for(Dtype dtype, const Arguments& arguments, const GemmPlan& 
 
 }  // namespace
 
-cudaError_t gemm(const void* x, Dtype dtype, const int32_t* words, const uint8_t* scales, const float* codebook,
-                 int bits, const void* bias, int64_t tokens, int64_t out_features, int64_t in_features, void* y,
-                 const Gpu& gpu, cudaStream_t stream) {
-    const GemmPlan plan = plan_gemm(static_cast<int>(tokens), out_features, in_features, bits, gpu.processors,
+cudaError_t gemm(const void* x, Dtype dtype, const Product* products, int count, int bits, int64_t tokens,
+                 int64_t in_features, const Gpu& gpu, cudaStream_t stream) {
+    int64_t row_tiles[kGemmParts];
+    for (int i = 0; i < count; ++i) row_tiles[i] = ceil_div(products[i].out_features, kTileRows);
+    const GemmPlan plan = plan_gemm(static_cast<int>(tokens), row_tiles, count, in_features, bits, gpu.processors,
                                     gpu.shared_limit, gpu.arch());
     if (plan.warps == 0) return cudaErrorInvalidConfiguration;
-    const auto row_tiles = static_cast<int>(ceil_div(out_features, kTileRows));
     Arguments arguments{};
-    arguments.x = x, arguments.bias = bias, arguments.y = y;
-    arguments.words = words, arguments.scales = scales, arguments.codebook = codebook;
-    arguments.tokens = static_cast<int>(tokens);
-    arguments.out_features = static_cast<int>(out_features), arguments.in_features = static_cast<int>(in_features);
+    int clusters = 0;
+    for (int i = 0; i < kGemmParts; ++i) {
+        arguments.first_cluster[i] = clusters;
+        if (i >= count) continue;
+        Part& part = arguments.parts[i];
+        const Product& product = products[i];
+        part.bias = product.bias, part.y = product.y, part.codebook = product.codebook;
+        part.words = product.words, part.scales = product.scales;
+        part.out_features = static_cast<int>(product.out_features);
+        part.cluster_tiles = static_cast<int>(row_tiles[i] / plan.clusters[i]);
+        part.more_tiles = static_cast<int>(row_tiles[i] % plan.clusters[i]);
+        clusters += plan.clusters[i];
+    }
+    arguments.x = x;
+    arguments.tokens = static_cast<int>(tokens), arguments.in_features = static_cast<int>(in_features);
     arguments.slabs = static_cast<int>(ceil_div(num_blocks(in_features), kSlabBlocks));
     while (1 << arguments.k_warps_log2 < plan.k_warps) ++arguments.k_warps_log2;
     while (1 << arguments.tokens_log2 < arguments.tokens) ++arguments.tokens_log2;
     while (1 << arguments.split_log2 < plan.split) ++arguments.split_log2;
-    arguments.cluster_tiles = row_tiles / plan.clusters, arguments.more_tiles = row_tiles % plan.clusters;
-    const auto most_tiles = arguments.cluster_tiles + (arguments.more_tiles > 0);
-    arguments.pitch = sums_pitch(most_tiles), arguments.warp_floats = sums_floats(arguments.tokens, most_tiles);
+    arguments.pitch = sums_pitch(plan.tiles), arguments.warp_floats = sums_floats(arguments.tokens, plan.tiles);
     const auto run = bits == 2 ? launch_for<2> : bits == 3 ? launch_for<3> : bits == 4 ? launch_for<4> : launch_for<5>;
     return run(dtype, arguments, plan, gpu, stream);
 }

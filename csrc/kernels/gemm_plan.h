@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 
 #include "common/format.h"
 
@@ -32,12 +33,17 @@ inline GemmPath gemm_path(int64_t tokens, int bits, int arch) {
 // registers, and through its row tiles in the inner one; its sums wait in shared memory until all warps are done.
 constexpr int kGemmColumns = 8 * kBlockSize;
 
+//
+// One launch may multiply the same activations by several weights, its parts. A CTA has row tiles of one of them.
+constexpr int kGemmParts = 4;
+
 struct GemmPlan {
-    int warps;         // of a CTA
-    int k_warps;       // a power of two; the other factor of `warps` divides the row tiles
-    int split;         // CTAs of a cluster
-    int clusters;      // row tiles are divided evenly among these
-    int shared_bytes;  // of a CTA
+    int warps;                 // of a CTA
+    int k_warps;               // a power of two; the other factor of `warps` divides the row tiles
+    int split;                 // CTAs of a cluster
+    int tiles;                 // the most row tiles of a cluster
+    int clusters[kGemmParts];  // of each part, whose row tiles are divided evenly among them
+    int shared_bytes;          // of a CTA
 };
 
 // Shared memory, from address 1024 of its window (below lies what the driver keeps): table, ring and barriers, the
@@ -78,27 +84,55 @@ constexpr int gemm_shared_bytes(int bits, int warps, int k_warps, int tokens, in
 constexpr int gemm_warps(int arch) { return arch / 100 == 9 ? 16 : 8; }
 constexpr bool has_clusters(int arch) { return arch >= 900; }
 
-// tokens 1 to 16; a GPU's processors, the shared memory a CTA may have there, and its compute capability. warps == 0
-// where shared memory is too small.
-inline GemmPlan plan_gemm(int tokens, int64_t out_features, int64_t in_features, int bits, int processors,
-                          int shared_limit, int arch) {
+// The fewest row tiles that the largest share can have where so many clusters divide those of all parts.
+inline int64_t most_tiles(const int64_t* row_tiles, int parts, int64_t clusters) {
+    const auto needed = [&](int64_t tiles) {
+        int64_t sum = 0;
+        for (int i = 0; i < parts; ++i) sum += ceil_div(row_tiles[i], tiles);
+        return sum;
+    };
+    int64_t tiles = ceil_div(std::accumulate(row_tiles, row_tiles + parts, int64_t{0}), clusters);
+    while (needed(tiles) > clusters) ++tiles;
+    return tiles;
+}
+
+// Gives every part the clusters that it needs, those left to the parts with the largest shares.
+inline void share_clusters(const int64_t* row_tiles, int parts, int64_t clusters, GemmPlan& plan) {
+    for (int i = 0; i < parts; ++i) {
+        plan.clusters[i] = static_cast<int>(ceil_div(row_tiles[i], plan.tiles));
+        clusters -= plan.clusters[i];
+    }
+    for (; clusters > 0; --clusters) {
+        int largest = 0;
+        for (int i = 1; i < parts; ++i) {
+            if (row_tiles[i] * plan.clusters[largest] > row_tiles[largest] * plan.clusters[i]) largest = i;
+        }
+        ++plan.clusters[largest];
+    }
+}
+
+// tokens 1 to 16; the row tiles of each of 1 to kGemmParts parts; a GPU's processors, the shared memory a CTA may have
+// there, and its compute capability. warps == 0 where shared memory is too small.
+inline GemmPlan plan_gemm(int tokens, const int64_t* row_tiles, int parts, int64_t in_features, int bits,
+                          int processors, int shared_limit, int arch) {
     // Fitted to one H200 (132 processors), CUDA 13.0, 2026-11-21, in the time that a processor takes for a slab, about
     // 0.06 us: what a CTA takes to start and to finish, what meeting in a cluster costs, and what it costs that
     // several warps read the same columns of activations.
     constexpr double kStart = 40, kCluster = 12, kClusterSlope = 1.03, kRowWarp = 4;
-    const int64_t row_tiles = ceil_div(out_features, kTileRows),
-                  slabs = ceil_div(num_blocks(in_features), kSlabBlocks);
+    const int64_t slabs = ceil_div(num_blocks(in_features), kSlabBlocks),
+                  all_tiles = std::accumulate(row_tiles, row_tiles + parts, int64_t{0});
     const int warps = gemm_warps(arch), most_split = has_clusters(arch) && slabs > 1 && processors > 1 ? 2 : 1;
     GemmPlan best{};
     double best_time = 0;
+    int64_t best_clusters = 0;
     for (int split = 1; split <= most_split; ++split) {
         const int64_t cta_slabs = ceil_div(slabs, split);
         for (int k_warps = 1; k_warps <= warps && k_warps <= cta_slabs; k_warps *= 2) {
             // As many CTAs as there are processors, or several times as many where shared memory is too small for the
             // sums of all row tiles.
-            for (int64_t waves = 1; waves <= row_tiles; ++waves) {
-                const int64_t clusters = std::min(processors / split * waves, row_tiles);
-                const auto tiles = static_cast<int>(ceil_div(row_tiles, clusters));
+            for (int64_t waves = 1; waves <= all_tiles; ++waves) {
+                const int64_t clusters = std::clamp<int64_t>(processors / split * waves, parts, all_tiles);
+                const auto tiles = static_cast<int>(most_tiles(row_tiles, parts, clusters));
                 const int shared = gemm_shared_bytes(bits, warps, k_warps, tokens, tiles);
                 if (shared > shared_limit) continue;
                 const int row_warps = warps / k_warps;
@@ -106,13 +140,14 @@ inline GemmPlan plan_gemm(int tokens, int64_t out_features, int64_t in_features,
                 double time = waves * (kStart + warp_slabs * warps + kRowWarp * (row_warps - 1));
                 if (split > 1) time = time * kClusterSlope + kCluster;
                 if (best.warps == 0 || time < best_time) {
-                    best = {warps, k_warps, split, static_cast<int>(clusters), shared};
-                    best_time = time;
+                    best = {warps, k_warps, split, tiles, {}, shared};
+                    best_time = time, best_clusters = clusters;
                 }
                 break;
             }
         }
     }
+    if (best.warps > 0) share_clusters(row_tiles, parts, best_clusters, best);
     return best;
 }
 

@@ -426,17 +426,17 @@ cudaError_t launch_for(Dtype dtype, const CUtensorMap& map, const Arguments& arg
 
 }  // namespace
 
-cudaError_t gemm_wgmma(const void* x, Dtype dtype, const int32_t* words, const uint8_t* scales, const float* codebook,
-                       int bits, const void* bias, int64_t tokens, int64_t out_features, int64_t in_features, void* y,
-                       const Gpu& gpu, cudaStream_t stream) {
+cudaError_t gemm_wgmma(const void* x, Dtype dtype, const Product& product, int bits, int64_t tokens,
+                       int64_t in_features, const Gpu& gpu, cudaStream_t stream) {
+    const int64_t out_features = product.out_features;
     const WgmmaPlan plan = plan_wgmma(tokens, out_features, in_features, bits, gpu.processors, gpu.shared_limit);
     if (plan.token_tile == 0) return cudaErrorInvalidConfiguration;
     CUtensorMap map;
     const cudaError_t error = map_of_x(x, dtype, tokens, in_features, plan.token_tile, map);
     if (error != cudaSuccess) return error;
     Arguments arguments{};
-    arguments.bias = bias, arguments.y = y, arguments.words = words, arguments.scales = scales;
-    arguments.codebook = codebook;
+    arguments.bias = product.bias, arguments.y = product.y, arguments.words = product.words;
+    arguments.scales = product.scales, arguments.codebook = product.codebook;
     arguments.tokens = static_cast<int>(tokens), arguments.out_features = static_cast<int>(out_features);
     arguments.slabs = static_cast<int>(ceil_div(num_blocks(in_features), kSlabBlocks));
     arguments.row_tiles = static_cast<int>(ceil_div(out_features, kTileRows));

@@ -31,15 +31,23 @@ cudaError_t repack(const int32_t* planes, const uint8_t* absmax, int bits, int64
 cudaError_t repack_inverse(const int32_t* words, const uint8_t* scales, int bits, int64_t count, int64_t out_features,
                            int64_t in_features, int32_t* planes, uint8_t* absmax, cudaStream_t stream);
 
-// y [tokens, N] = x [tokens, K] @ W.T + bias, for W in tiles, 1 to 16 tokens, float16 or bfloat16; K is a multiple of
-// 8 (W may have fewer columns in its last block), bias [N] may be null. codebook float32 [2**bits]. gpu is
-// the current one.
-cudaError_t gemm(const void* x, Dtype dtype, const int32_t* words, const uint8_t* scales, const float* codebook,
-                 int bits, const void* bias, int64_t tokens, int64_t out_features, int64_t in_features, void* y,
-                 const Gpu& gpu, cudaStream_t stream);
-// The same for any number of tokens, on GPUs of compute capability 9.0.
-cudaError_t gemm_wgmma(const void* x, Dtype dtype, const int32_t* words, const uint8_t* scales, const float* codebook,
-                       int bits, const void* bias, int64_t tokens, int64_t out_features, int64_t in_features, void* y,
-                       const Gpu& gpu, cudaStream_t stream);
+// y [tokens, N] = x [tokens, K] @ W.T + bias for W in tiles, float16 or bfloat16; bias [N] may be null, codebook is
+// float32 [2**bits].
+struct Product {
+    const int32_t* words;
+    const uint8_t* scales;
+    const float* codebook;
+    const void* bias;
+    void* y;
+    int64_t out_features;
+};
+
+// `count` products, at most kGemmParts, of the same x, in one launch. 1 to 16 tokens; K is a multiple of 8 (W may have
+// fewer columns in its last block). gpu is the current one.
+cudaError_t gemm(const void* x, Dtype dtype, const Product* products, int count, int bits, int64_t tokens,
+                 int64_t in_features, const Gpu& gpu, cudaStream_t stream);
+// One product with any number of tokens, on GPUs of compute capability 9.0.
+cudaError_t gemm_wgmma(const void* x, Dtype dtype, const Product& product, int bits, int64_t tokens,
+                       int64_t in_features, const Gpu& gpu, cudaStream_t stream);
 
 }  // namespace hf_kbit::cuda

@@ -19,6 +19,10 @@ void repack(const Packed& packed, Tensor& words, Tensor& scales);
 // x [*, in_features] @ W.T + bias, for one matrix.
 Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias);
 
+// The same for each of several matrices.
+std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<Packed>& weights,
+                               const std::vector<std::optional<Tensor>>& biases);
+
 }  // namespace hf_kbit::backend
 
 namespace hf_kbit {

@@ -151,6 +151,13 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
     return out;
 }
 
+std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<Packed>& weights,
+                               const std::vector<std::optional<Tensor>>& biases) {
+    std::vector<Tensor> products;
+    for (size_t i = 0; i < weights.size(); ++i) products.push_back(gemm(x, dtype, weights[i], biases[i]));
+    return products;
+}
+
 }  // namespace hf_kbit::backend
 
 // For hf_kbit/_native.py: "avx512", "avx2" or "portable", or what is wrong with the environment variable HF_KBIT_CPU.

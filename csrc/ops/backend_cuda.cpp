@@ -126,36 +126,87 @@ Tensor gemm_in_slices(const Tensor& x, Dtype dtype, Packed packed, const std::op
     return y;
 }
 
+// As the fused kernels read it: rows in pieces of 16 bytes.
+Tensor in_pieces(const Tensor& x) {
+    constexpr int64_t kPiece = 8;
+    const int64_t padding = (kPiece - x.size(-1) % kPiece) % kPiece;
+    Tensor rows = as_contiguous(x);
+    if (padding > 0) {
+        const std::array<int64_t, 2> after{0, padding};
+        rows = torch::stable::pad(rows, {after.data(), after.size()});
+    }
+    return aligned(rows);
+}
+
+// A product with all that its kernel reads and writes.
+struct Held {
+    Tensor words, scales, codebook, y;
+    std::optional<Tensor> bias;
+
+    Held(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& with_bias)
+        : words(aligned(packed.words)), scales(aligned(packed.scales)), codebook(packed.codebook) {
+        if (with_bias) bias = as_contiguous(*with_bias);
+        Shape shape = shape_of(x);
+        shape.back() = packed.out_features;
+        y = new_tensor(x, shape, scalar_type(dtype));
+    }
+    cuda::Product product() {
+        return {read<int32_t>(words),  read<uint8_t>(scales),
+                read<float>(codebook), bias ? bias->const_data_ptr() : nullptr,
+                y.mutable_data_ptr(),  y.size(-1)};
+    }
+};
+
+GemmPath path_of(const Packed& packed, Dtype dtype, int64_t tokens, const cuda::Gpu& gpu) {
+    const bool fusable = packed.form == Form::tiles && (dtype == Dtype::float16 || dtype == Dtype::bfloat16);
+    return fusable ? gemm_path(tokens, packed.bits, gpu.arch()) : GemmPath::dequantize;
+}
+
 }  // namespace
 
 // Decodes and multiplies in one kernel where it can, else decodes first.
 Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias) {
     const Launch launch(x);
     const int64_t tokens = x.numel() / packed.in_features;
-    const bool fusable = packed.form == Form::tiles && (dtype == Dtype::float16 || dtype == Dtype::bfloat16);
     const cuda::Gpu gpu;
-    const GemmPath path = fusable ? gemm_path(tokens, packed.bits, gpu.arch()) : GemmPath::dequantize;
+    const GemmPath path = path_of(packed, dtype, tokens, gpu);
     if (path == GemmPath::dequantize) return gemm_in_slices(x, dtype, packed, bias);
+    const Tensor rows = in_pieces(x);
+    Held held(x, dtype, packed, bias);
+    const cuda::Product product = held.product();
+    check("gemm", path == GemmPath::decode ? cuda::gemm(rows.const_data_ptr(), dtype, &product, 1, packed.bits, tokens,
+                                                        rows.size(-1), gpu, launch.stream)
+                                           : cuda::gemm_wgmma(rows.const_data_ptr(), dtype, product, packed.bits,
+                                                              tokens, rows.size(-1), gpu, launch.stream));
+    return held.y;
+}
 
-    // The kernels read rows in pieces of 16 bytes.
-    constexpr int64_t kPiece = 8;
-    const int64_t padding = (kPiece - packed.in_features % kPiece) % kPiece;
-    Tensor rows = as_contiguous(x);
-    if (padding > 0) {
-        const std::array<int64_t, 2> after{0, padding};
-        rows = torch::stable::pad(rows, {after.data(), after.size()});
+// For few tokens and weights of the same width one launch, else one for each.
+std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<Packed>& weights,
+                               const std::vector<std::optional<Tensor>>& biases) {
+    const Launch launch(x);
+    const cuda::Gpu gpu;
+    const bool together =
+        weights.size() <= kGemmParts && std::all_of(weights.begin(), weights.end(), [&](const Packed& packed) {
+            const int64_t tokens = x.numel() / packed.in_features;
+            return packed.bits == weights[0].bits && path_of(packed, dtype, tokens, gpu) == GemmPath::decode;
+        });
+    std::vector<Tensor> products;
+    if (weights.empty() || !together) {
+        for (size_t i = 0; i < weights.size(); ++i) products.push_back(gemm(x, dtype, weights[i], biases[i]));
+        return products;
     }
-    rows = aligned(rows);
-    const Tensor words = aligned(packed.words), scales = aligned(packed.scales);
-    const Tensor bias_row = bias ? as_contiguous(*bias) : rows;
-    Shape shape = shape_of(x);
-    shape.back() = packed.out_features;
-    Tensor y = new_tensor(x, shape, scalar_type(dtype));
-    check("gemm", (path == GemmPath::decode ? cuda::gemm : cuda::gemm_wgmma)(
-                      rows.const_data_ptr(), dtype, read<int32_t>(words), read<uint8_t>(scales),
-                      read<float>(packed.codebook), packed.bits, bias ? bias_row.const_data_ptr() : nullptr, tokens,
-                      packed.out_features, packed.in_features + padding, y.mutable_data_ptr(), gpu, launch.stream));
-    return y;
+    const Tensor rows = in_pieces(x);
+    std::vector<Held> held;
+    std::vector<cuda::Product> launched;
+    for (size_t i = 0; i < weights.size(); ++i) {
+        held.emplace_back(x, dtype, weights[i], biases[i]);
+        launched.push_back(held.back().product());
+        products.push_back(held.back().y);
+    }
+    check("gemm", cuda::gemm(rows.const_data_ptr(), dtype, launched.data(), static_cast<int>(launched.size()),
+                             weights[0].bits, x.numel() / weights[0].in_features, rows.size(-1), gpu, launch.stream));
+    return products;
 }
 
 }  // namespace hf_kbit::backend

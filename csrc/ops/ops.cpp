@@ -1,4 +1,4 @@
-// The four ops: check the arguments, make the outputs, call the backend. Registered for the backend's dispatch key,
+// The ops: check the arguments, make the outputs, call the backend. Registered for the backend's dispatch key,
 // they take precedence over hf_kbit/reference.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -66,12 +66,12 @@ std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, in
     return {words, scales};
 }
 
-Tensor gemm(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
-            const std::optional<Tensor>& bias, int64_t out_features) {
-    const Dtype dtype = float_dtype("x", x.scalar_type(), true);
+// The weight of a product.
+Packed check_product(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
+                     const std::optional<Tensor>& bias, int64_t out_features) {
     if (x.dim() < 1) refuse("x", "a scalar", "[*, in_features]");
     check_same_device("x", x, "weight", weight);
-    const Packed packed = check_packed(weight, absmax, codebook, check_codebook(codebook), out_features, x.size(-1));
+    Packed packed = check_packed(weight, absmax, codebook, check_codebook(codebook), out_features, x.size(-1));
     if (!packed.lead.empty()) {
         refuse("weight", "shape " + to_string(shape_of(weight)), "one matrix, no leading dimensions");
     }
@@ -82,7 +82,28 @@ Tensor gemm(const Tensor& x, const Tensor& weight, const Tensor& absmax, const T
         }
         check_same_device("bias", *bias, "x", x);
     }
-    return backend::gemm(x, dtype, packed, bias);
+    return packed;
+}
+
+Tensor gemm(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
+            const std::optional<Tensor>& bias, int64_t out_features) {
+    const Dtype dtype = float_dtype("x", x.scalar_type(), true);
+    return backend::gemm(x, dtype, check_product(x, weight, absmax, codebook, bias, out_features), bias);
+}
+
+std::vector<Tensor> gemm_group(const Tensor& x, std::vector<Tensor> weights, std::vector<Tensor> absmaxes,
+                               std::vector<Tensor> codebooks, std::vector<std::optional<Tensor>> biases,
+                               std::vector<int64_t> out_features) {
+    const Dtype dtype = float_dtype("x", x.scalar_type(), true);
+    const size_t count = weights.size();
+    for (const size_t size : {absmaxes.size(), codebooks.size(), biases.size(), out_features.size()}) {
+        if (size != count) refuse("weights", std::to_string(count), "as many of each argument but x");
+    }
+    std::vector<Packed> products;
+    for (size_t i = 0; i < count; ++i) {
+        products.push_back(check_product(x, weights[i], absmaxes[i], codebooks[i], biases[i], out_features[i]));
+    }
+    return backend::gemm_group(x, dtype, products, biases);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hf_kbit, HF_KBIT_DISPATCH_KEY, library) {
@@ -91,6 +112,7 @@ STABLE_TORCH_LIBRARY_IMPL(hf_kbit, HF_KBIT_DISPATCH_KEY, library) {
     library.impl("repack", TORCH_BOX(&repack));
     library.impl("gemm", TORCH_BOX(&gemm));
     library.impl("gemm_inference", TORCH_BOX(&gemm));
+    library.impl("gemm_group", TORCH_BOX(&gemm_group));
 }
 
 }  // namespace hf_kbit

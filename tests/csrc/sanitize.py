@@ -43,6 +43,19 @@ def product(planes, shape, bits, codebook, x) -> None:
     cases.assert_product(y.cpu(), x, dense.T, roundings=1 if len(x) <= 16 else 2)
 
 
+def group() -> None:
+    """Several weights in one launch."""
+    rows, columns, codebook = [40, 700, 17], 520, cases.codebook(4)
+    planes = [cases.random_packed((part, columns), 4) for part in rows]
+    tiles = [reference.repack(*packed, 4, [part, columns]) for packed, part in zip(planes, rows, strict=True)]
+    x = cases.x((3,), columns, torch.bfloat16)
+    words, scales = ([tensor.cuda() for tensor in column] for column in zip(*tiles, strict=True))
+    products = OPS.gemm_group(x.cuda(), words, scales, [codebook.cuda()] * 3, [None] * 3, rows)
+    for found, packed, part in zip(products, planes, rows, strict=True):
+        dense = reference.dequantize(*packed, codebook, [part, columns], torch.float32)
+        cases.assert_product(found.cpu(), x, dense.T)
+
+
 def main() -> None:
     for shape in SHAPES:
         for bits in cases.BITS:
@@ -76,6 +89,7 @@ def main() -> None:
     ):
         planes = cases.random_packed(shape, 3)
         product(planes, shape, 3, cases.codebook(3), cases.x((tokens,), shape[1], torch.float16) * 2.0**-6)
+    group()
     print("all kernels ran, with the reference's results")
 
 

@@ -109,6 +109,58 @@ def test_every_way_to_divide_the_work(shape, bits, dtype, poison):
         cases.assert_product(found, x, dense.T, bias, roundings(tokens))
 
 
+@pytest.mark.parametrize("bits", cases.BITS)
+@HALVES
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [((4096, 1024, 1024), 4096), ((14336, 14336), 4096), ((35, 3, 2000, 16), 1111), ((300, 90_000), 264)],
+    ids=str,
+)
+def test_group_gives_what_each_gives_alone(rows, columns, bits, dtype, poison):
+    weights = [random_tiles((part, columns), bits)[0] for part in rows]
+    codebooks = [random_levels(bits) * 2.0**i for i in range(len(rows))]
+    biases = [cases.x((), part, dtype).cuda() if i % 2 else None for i, part in enumerate(rows)]
+    dense = [
+        reference.dequantize(*tiles, codebook, [part, columns], torch.float32)
+        for tiles, codebook, part in zip(weights, codebooks, rows, strict=True)
+    ]
+    for tokens in (1, 6, 16, 40):
+        x = cases.x((tokens,), columns, dtype).cuda() * 2.0**-6
+        poison("cuda", *(tokens * part * 2 for part in rows))
+        found = OPS.gemm_group(x, *map(list, zip(*weights, strict=True)), codebooks, biases, list(rows))
+        for product, weight, bias in zip(found, dense, biases, strict=True):
+            cases.assert_product(product, x, weight.T, bias, roundings(tokens))
+
+
+def group_kernels(x, layers) -> int:
+    """Of one launch of the group of these layers, all of whose products are right."""
+    columns = [[getattr(layer, name) for layer in layers] for name in ("weight", "weight_absmax", "codebook", "bias")]
+    rows = [layer.out_features for layer in layers]
+    expected = [layer(x) for layer in layers]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        found = OPS.gemm_group(x, *columns, rows)
+        torch.cuda.synchronize()
+    assert len(found) == len(layers)
+    for ours, alone in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, alone)
+    return sum(event.count for event in profile.key_averages() if event.self_device_time_total > 0)
+
+
+@torch.no_grad()
+def test_launches_of_a_group():
+    """One for up to four weights of one width and up to 16 tokens, else one for each."""
+    linear = torch.nn.Linear(512, 256, dtype=torch.bfloat16)
+    three, four = [[hf_kbit.KbitLinear.from_linear(linear, bits).cuda() for _ in range(5)] for bits in (3, 4)]
+    x = cases.x((16,), 512, torch.bfloat16).cuda()
+    assert group_kernels(x, four[:4]) == 1
+    assert group_kernels(x, four[:1]) == 1
+    assert group_kernels(x, four) == 5
+    assert group_kernels(x, [three[0], four[0]]) == 2
+    assert OPS.gemm_group(x, [], [], [], [], []) == []
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert group_kernels(x.repeat(2, 1), four[:2]) == 2
+
+
 @HALVES
 def test_activations_and_bias_anywhere_in_memory(dtype):
     """Views that start at odd addresses, strided rows, leading dimensions, a length that is no multiple of eight."""

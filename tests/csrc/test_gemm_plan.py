@@ -19,6 +19,7 @@ pytestmark = [
 ]
 
 TILE_ROWS, SLAB_COLUMNS = 16, 256
+MOST_PARTS = 4
 TOKENS = range(1, 17)
 LLAMA = [
     (4096, 4096),
@@ -54,10 +55,16 @@ GPUS = {
 class Plan(ctypes.Structure):
     """``GemmPlan``, in its order; the wrapper refuses to compile when the header's has other fields."""
 
-    _fields_ = [(name, ctypes.c_int) for name in ("warps", "k_warps", "split", "clusters", "shared_bytes")]
+    _fields_ = [(name, ctypes.c_int) for name in ("warps", "k_warps", "split", "tiles")]
+    _fields_ += [("of_parts", ctypes.c_int * MOST_PARTS), ("shared_bytes", ctypes.c_int)]
+
+    @property
+    def clusters(self) -> int:
+        return sum(self.of_parts)
 
     def values(self) -> dict:
-        return {name: getattr(self, name) for name, _ in self._fields_}
+        values = {name: getattr(self, name) for name, _ in self._fields_}
+        return values | {"of_parts": [*self.of_parts], "clusters": self.clusters}
 
 
 class WgmmaPlan(ctypes.Structure):
@@ -67,18 +74,22 @@ class WgmmaPlan(ctypes.Structure):
         (name, ctypes.c_int)
         for name in ("token_tile", "groups", "split", "clusters", "x_stages", "ring_stages", "shared_bytes")
     ]
-    values = Plan.values
+
+    def values(self) -> dict:
+        return {name: getattr(self, name) for name, _ in self._fields_}
 
 
 WRAPPER = """
 #include "kernels/gemm_plan.h"
 
-extern "C" void plan(int tokens, int64_t out_features, int64_t in_features, int bits, int processors, int shared_limit,
-                     int arch, int* to) {
-    static_assert(sizeof(hf_kbit::GemmPlan) == 5 * sizeof(int), "test_gemm_plan.py knows five fields");
+extern "C" void plan(int tokens, const int64_t* row_tiles, int parts, int64_t in_features, int bits, int processors,
+                     int shared_limit, int arch, int* to) {
+    static_assert(sizeof(hf_kbit::GemmPlan) == 9 * sizeof(int) && hf_kbit::kGemmParts == 4, "test_gemm_plan.py knows");
     const auto plan =
-        hf_kbit::plan_gemm(tokens, out_features, in_features, bits, processors, shared_limit, arch);
-    to[0] = plan.warps, to[1] = plan.k_warps, to[2] = plan.split, to[3] = plan.clusters, to[4] = plan.shared_bytes;
+        hf_kbit::plan_gemm(tokens, row_tiles, parts, in_features, bits, processors, shared_limit, arch);
+    to[0] = plan.warps, to[1] = plan.k_warps, to[2] = plan.split, to[3] = plan.tiles;
+    for (int i = 0; i < hf_kbit::kGemmParts; ++i) to[4 + i] = plan.clusters[i];
+    to[8] = plan.shared_bytes;
 }
 extern "C" int shared_bytes(int bits, int warps, int k_warps, int tokens, int row_tiles) {
     return hf_kbit::gemm_shared_bytes(bits, warps, k_warps, tokens, row_tiles);
@@ -106,8 +117,8 @@ def library(tmp_path_factory):
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     loaded = ctypes.CDLL(str(folder / "plan.so"))
-    loaded.plan.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, *[ctypes.c_int] * 4]
-    loaded.plan.argtypes += [ctypes.POINTER(Plan)]
+    loaded.plan.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_int, ctypes.c_int64]
+    loaded.plan.argtypes += [*[ctypes.c_int] * 4, ctypes.POINTER(Plan)]
     loaded.plan.restype = None
     loaded.wgmma_plan.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_int] * 3, ctypes.POINTER(WgmmaPlan)]
     loaded.wgmma_plan.restype = None
@@ -118,8 +129,12 @@ def library(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plan_gemm(library):
     def call(tokens, shape, bits, gpu) -> Plan:
+        """``shape`` of one part, or with the rows of several: ``((rows, rows), columns)``."""
+        rows, columns = shape
+        parts = rows if isinstance(rows, tuple) else (rows,)
+        tiles = [ceil_div(rows, TILE_ROWS) for rows in parts]
         found = Plan()
-        library.plan(tokens, *shape, bits, *gpu, found)
+        library.plan(tokens, (ctypes.c_int64 * len(tiles))(*tiles), len(tiles), columns, bits, *gpu, found)
         return found
 
     return call
@@ -169,6 +184,7 @@ def test_plans_are_valid(plans, library, gpu):
         assert plan.k_warps <= ceil_div(slabs(shape), plan.split), told
         assert 1 <= plan.clusters <= row_tiles(shape), told
         most_tiles = ceil_div(row_tiles(shape), plan.clusters)
+        assert plan.tiles == most_tiles and [*plan.of_parts] == [plan.clusters, 0, 0, 0], told
         assert plan.shared_bytes == library.shared_bytes(bits, plan.warps, plan.k_warps, tokens, most_tiles), told
         assert plan.shared_bytes <= gpu.shared_limit, told
 
@@ -249,6 +265,30 @@ def test_shared_memory_holds_what_the_kernel_puts_there(library, warps, bits):
 
 def test_no_plan_where_not_even_one_row_tile_fits(plan_gemm):
     assert plan_gemm(1, (4096, 4096), 4, Gpu(40, 48 << 10, 750)).warps == 0
+
+
+# Rows of each part: q, k and v of Llama-3-8B, its gate and up, of very different size, fewer than clusters.
+PARTS = [(4096, 1024, 1024), (14336, 14336), (16, 200_000, 3000, 16), (40, 17), (256_000, 1), (1,) * 4]
+
+
+@pytest.mark.parametrize("rows", PARTS, ids=str)
+def test_parts_share_the_clusters(plan_gemm, library, gpu, rows):
+    """Every row tile is somebody's, no share is larger than the plan says, and none could be smaller."""
+    tiles = [ceil_div(part, TILE_ROWS) for part in rows]
+    for tokens, columns, bits in itertools.product((1, 5, 16), (200, 4096, 14336), cases.BITS):
+        plan = plan_gemm(tokens, (rows, columns), bits, gpu)
+        told = f"{tokens} {columns} {bits}: {plan.values()}"
+        shares = [ceil_div(*pair) for pair in zip(tiles, plan.of_parts, strict=False)]
+        assert all(1 <= clusters <= part for clusters, part in zip(plan.of_parts, tiles, strict=False)), told
+        assert not any(plan.of_parts[len(rows) :]), told
+        assert max(shares) == plan.tiles, told
+        smaller = plan.tiles - 1
+        assert smaller == 0 or sum(ceil_div(part, smaller) for part in tiles) > plan.clusters, told
+        if plan.clusters > len(rows):
+            at_once = gpu.processors // plan.split
+            assert plan.clusters == sum(tiles) or plan.clusters % at_once == 0, told
+        assert plan.shared_bytes == library.shared_bytes(bits, plan.warps, plan.k_warps, tokens, plan.tiles), told
+        assert plan.shared_bytes <= gpu.shared_limit, told
 
 
 # Measured on one H200 on 2026-11-21, CUDA 13.0: the fastest of all plans for the shape.

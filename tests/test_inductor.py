@@ -1,0 +1,125 @@
+"""Products of one input, joined where Inductor compiles. Tiles on the CPU pass for tiles on a GPU."""
+
+import cases
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+
+from hf_kbit import KbitLinear, inductor
+
+OPS = torch.ops.hf_kbit
+
+
+def tiled(rows: int, columns: int = 100, bits: int = 3, bias: bool = True) -> KbitLinear:
+    layer = KbitLinear.from_linear(nn.Linear(columns, rows, bias=bias, dtype=torch.float16), bits).requires_grad_(
+        False
+    )
+    packed = OPS.repack(layer.weight, layer.weight_absmax, bits, [rows, columns])
+    layer.weight.data, layer.weight_absmax.data = packed
+    return layer
+
+
+def joined(run, *inputs) -> list[list[int]]:
+    """The rows of the products of each launch in what is left of ``run``, which still gives the same."""
+    launches = []
+
+    def compiler(module, _):
+        inductor.JoinProducts()(module.graph)
+        module.graph.lint()
+        module.recompile()
+        for node in module.graph.nodes:
+            if node.target == OPS.gemm_group.default:
+                launches.append(list(node.args[-1]))
+            elif node.target == OPS.gemm_inference.default:
+                launches.append([node.args[-1]])
+        return make_boxed_func(module.forward)
+
+    found = torch.compile(run, fullgraph=True, backend=aot_autograd(fw_compiler=compiler))(*inputs)
+    for ours, expected in zip(found, run(*inputs), strict=True):
+        assert torch.equal(ours, expected)
+    return launches
+
+
+X = cases.x((2, 3), 100, torch.float16)
+
+
+@torch.no_grad()
+def test_products_of_one_input_are_joined():
+    q, k, v = tiled(48), tiled(16, bias=False), tiled(33)
+    assert joined(lambda x: (q(x) * 2, k(x), v(x)), X) == [[48, 16, 33]]
+
+
+@torch.no_grad()
+def test_other_inputs_and_widths_stay_apart():
+    q, k, wide, other = tiled(48), tiled(16), tiled(33, bits=4), tiled(20)
+    assert joined(lambda x: (q(x), k(x), wide(x), other(x + 1)), X) == [[48, 16], [33], [20]]
+
+
+@torch.no_grad()
+def test_most_products_of_a_launch():
+    layers = [tiled(rows) for rows in (16, 17, 18, 19, 20, 21, 22, 23, 24)]
+    launches = joined(lambda x: [layer(x) for layer in layers], X)
+    assert sorted(launches) == [[16, 17, 18, 19], [20, 21, 22, 23], [24]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "x",
+    [cases.x((17,), 100, torch.float16), cases.x((0,), 100, torch.float16), cases.x((3,), 100)],
+    ids=["too many tokens", "none", "float32"],
+)
+def test_what_no_launch_takes_stays_apart(x):
+    q, k = tiled(48, bias=False), tiled(16, bias=False)
+    assert joined(lambda x: (q(x), k(x)), x) == [[48], [16]]
+
+
+@torch.no_grad()
+def test_planes_stay_apart():
+    q, k = (KbitLinear.from_linear(nn.Linear(100, rows, bias=False)) for rows in (48, 16))
+    assert joined(lambda x: (q(x), k(x)), X) == [[48], [16]]
+
+
+@torch.no_grad()
+def test_a_bias_made_of_another_product_comes_after_it():
+    q, k, v = tiled(48), tiled(48, bias=False), tiled(16)
+
+    def run(x):
+        first = q(x)
+        return first, OPS.gemm_inference(x, k.weight, k.weight_absmax, k.codebook, first[0, 0], 48), v(x)
+
+    assert joined(run, X) == [[48, 16], [48]]
+
+
+@torch.no_grad()
+@config.patch(post_grad_custom_pre_pass=None, force_disable_caches=True)
+def test_compiled_with_inductor():
+    q, k, v = tiled(48), tiled(16, bias=False), tiled(33)
+
+    def run(x):
+        return q(x) + 1, k(x).sum(-1), v(x)
+
+    found, (code,) = run_and_get_code(torch.compile(run, fullgraph=True), X)
+    for ours, expected in zip(found, run(X), strict=True):
+        torch.testing.assert_close(ours, expected)
+    assert code.count("gemm_group.default(") == 1 and "gemm_inference.default(" not in code
+
+
+@config.patch(post_grad_custom_pre_pass=print)
+def test_a_pass_of_somebody_else_stays():
+    inductor.install()
+    assert config.post_grad_custom_pre_pass is print
+
+
+def test_gradients_are_not_joined():
+    """They need the op with autograd."""
+    q, k = tiled(48), tiled(16)
+    x = X.clone().requires_grad_()
+    compiled = torch.compile(lambda x: q(x).sum() + k(x).sum(), fullgraph=True, backend="aot_eager")
+    compiled(x).backward()
+    found, x.grad = x.grad, None
+    (q(x).sum() + k(x).sum()).backward()
+    torch.testing.assert_close(found, x.grad)
