@@ -89,7 +89,7 @@ def packed_kernels(weight, bits: int, gradient: bool):
     size = sum(tensor.nbytes for tensor in tiles)
     others = [[tensor.clone() for tensor in tiles] for _ in range(copies(size) - 1)]
     if gradient:
-        return [lambda g, t=t: hf_kbit.ops.gemm_gradient(g, *t, codebook, [n, k]) for t in (tiles, *others)], size
+        return [lambda g, t=t: OPS.gemm_gradient(g, *t, codebook, [n, k]) for t in (tiles, *others)], size
     return [lambda x, t=t: OPS.gemm(x, *t, codebook, None, n) for t in (tiles, *others)], size
 
 

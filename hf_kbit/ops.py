@@ -15,7 +15,7 @@ import torch
 
 from hf_kbit import _native, reference
 from hf_kbit.codebooks import bits_of
-from hf_kbit.format import BLOCK_SIZE, absmax_shape, check_bits, num_blocks, weight_shape
+from hf_kbit.format import absmax_shape, check_bits, num_blocks, weight_shape
 
 _LIB = torch.library.Library("hf_kbit", "DEF")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -328,44 +328,55 @@ def _gemm_setup_context(ctx, inputs, output):
     ctx.shape = [out_features, x.shape[-1]]
 
 
-# In the backward, of a decoded part of the weight and of that part's product together.
-_SLICE_BYTES = 32 << 20
-
-
-def gemm_gradient(grad, weight, absmax, codebook, shape):
-    """``grad @ W``; of a large W as many slabs (256 columns) at a time as ``_SLICE_BYTES`` allow."""
-    rows, columns = shape
-    slab = reference.SLAB_BLOCKS * BLOCK_SIZE
-    step = max(1, _SLICE_BYTES // ((rows + grad.numel() // rows) * grad.itemsize * slab))
-    if columns <= step * slab:
-        return grad @ torch.ops.hf_kbit.dequantize(weight, absmax, codebook, shape, grad.dtype)
-    bits = bits_of(codebook.shape[0])
-    # What a slab takes along the second dimension of weight and absmax.
-    tiled = reference.is_tiled(weight, absmax, bits)
-    words, scales = (1, 1) if tiled else (reference.SLAB_BLOCKS * bits, reference.SLAB_BLOCKS)
-    grad_x = grad.new_empty((*grad.shape[:-1], columns))
-    for first in range(0, -(-columns // slab), step):
-        end = first + step
-        part = slice(first * slab, min(end * slab, columns))
-        packed = weight[:, first * words : end * words], absmax[:, first * scales : end * scales]
-        packed = [tensor.contiguous() for tensor in packed]
-        # Nothing keeps the decoded part while the next one is made.
-        decoded_shape = [rows, part.stop - part.start]
-        grad_x[..., part] = grad @ torch.ops.hf_kbit.dequantize(*packed, codebook, decoded_shape, grad.dtype)
-    return grad_x
-
-
 def _gemm_backward(ctx, grad):
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
         # Decoded again rather than saved: between forward and backward only the packed weight stays in memory.
-        grad_x = gemm_gradient(grad, *ctx.saved_tensors, ctx.shape)
+        grad_x = torch.ops.hf_kbit.gemm_gradient(grad, *ctx.saved_tensors, ctx.shape)
     if ctx.needs_input_grad[4]:
         grad_bias = grad.reshape(-1, ctx.shape[0]).sum(dim=0)
     return grad_x, None, None, None, grad_bias, None
 
 
 torch.library.register_autograd("hf_kbit::gemm", _gemm_backward, setup_context=_gemm_setup_context, lib=_LIB)
+
+# ``grad @ W``, the gradient of x; with a gradient of its own, for those who need second derivatives.
+_LIB.define("gemm_gradient(Tensor grad, Tensor weight, Tensor absmax, Tensor codebook, SymInt[] shape) -> Tensor")
+
+
+@torch.library.impl(_LIB, "gemm_gradient", "CompositeExplicitAutograd")
+def _(grad, weight, absmax, codebook, shape):
+    _check_gemm_gradient(grad, weight, absmax, codebook, shape)
+    _native.warn_missing(weight.device.type)
+    return grad @ reference.dequantize(weight, absmax, codebook, shape, grad.dtype)
+
+
+@torch.library.register_fake("hf_kbit::gemm_gradient", lib=_LIB)
+def _(grad, weight, absmax, codebook, shape):
+    _check_gemm_gradient(grad, weight, absmax, codebook, shape)
+    return grad.new_empty((*grad.shape[:-1], shape[1]))
+
+
+def _check_gemm_gradient(grad, weight, absmax, codebook, shape):
+    _check_dtype("grad", grad, _GEMM_FLOATS)
+    _check_dequantize(weight, absmax, codebook, shape, grad.dtype)
+    _check_device(grad=grad, weight=weight)
+    if grad.dim() < 1 or grad.shape[-1] != shape[0]:
+        raise ValueError(f"grad: found shape {list(grad.shape)}, expected [*, {shape[0]}]")
+
+
+def _gradient_setup_context(ctx, inputs, output):
+    _, *packed, ctx.shape = inputs
+    ctx.save_for_backward(*packed)
+
+
+def _gradient_backward(ctx, grad):
+    return torch.ops.hf_kbit.gemm(grad, *ctx.saved_tensors, None, ctx.shape[0]), None, None, None, None
+
+
+torch.library.register_autograd(
+    "hf_kbit::gemm_gradient", _gradient_backward, setup_context=_gradient_setup_context, lib=_LIB
+)
 
 
 def gemm_op(x: torch.Tensor, bias: torch.Tensor | None):

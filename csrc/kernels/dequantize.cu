@@ -218,15 +218,15 @@ __device__ __forceinline__ void decode_octet(const uint32_t (&words)[kPartTiles]
 template <typename T, int kBits, bool kWide>
 __global__ void __launch_bounds__(kThreads)
     dequantize_tiles_kernel(const int32_t* gmem_words, const uint8_t* gmem_scales, const float* gmem_codebook,
-                            unsigned row_tiles, unsigned slabs, int64_t out_features, int64_t in_features,
-                            T* gmem_out) {
+                            unsigned row_tiles, unsigned slabs, int64_t row_slabs, int64_t out_features,
+                            int64_t in_features, T* gmem_out) {
     __shared__ Levels<kBits> levels;
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
     constexpr unsigned kWarps = kThreads / kWarp;
     const unsigned parts = slabs * kParts, row_ctas = (parts + kWarps - 1) / kWarps, tile_row = blockIdx.x / row_ctas;
     const unsigned index = (blockIdx.x - tile_row * row_ctas) * kWarps + threadIdx.x / kWarp;  // in the row tile
     const unsigned part = index % kParts;
-    const int64_t slab = int64_t{tile_row} * slabs + min(index / kParts, slabs - 1);
+    const int64_t slab = tile_row * row_slabs + min(index / kParts, slabs - 1);
     uint32_t words[kPartTiles][kBits];
     load_part<kBits>(reinterpret_cast<const uint4*>(gmem_words) + slab * kBits * kWarp + lane, part, words);
     const uint2 scales = reinterpret_cast<const uint2*>(gmem_scales)[(slab * kTileRows / 2 + g) * kParts + part];
@@ -309,14 +309,15 @@ cudaError_t launch_planes(const int32_t* planes, const uint8_t* absmax, const fl
 
 template <typename T, int kBits>
 cudaError_t launch_tiles(const int32_t* words, const uint8_t* scales, const float* codebook, int64_t count,
-                         int64_t out_features, int64_t in_features, void* out, cudaStream_t stream) {
+                         int64_t out_features, int64_t in_features, int64_t row_slabs, void* out,
+                         cudaStream_t stream) {
     const auto row_tiles = static_cast<unsigned>(ceil_div(out_features, kTileRows));
     const auto slabs = static_cast<unsigned>(ceil_div(num_blocks(in_features), kSlabBlocks));
     const auto grid = static_cast<unsigned>(count * row_tiles * ceil_div(slabs * kParts, kThreads / kWarp));
     const auto kernel = in_features % kBlockSize == 0 ? dequantize_tiles_kernel<T, kBits, kCanBeWide<T>>
                                                       : dequantize_tiles_kernel<T, kBits, false>;
-    kernel<<<grid, kThreads, 0, stream>>>(words, scales, codebook, row_tiles, slabs, out_features, in_features,
-                                          static_cast<T*>(out));
+    kernel<<<grid, kThreads, 0, stream>>>(words, scales, codebook, row_tiles, slabs, row_slabs, out_features,
+                                          in_features, static_cast<T*>(out));
     return cudaGetLastError();
 }
 
@@ -332,12 +333,12 @@ cudaError_t planes_to(Dtype dtype, const int32_t* planes, const uint8_t* absmax,
 
 template <int kBits>
 cudaError_t tiles_to(Dtype dtype, const int32_t* words, const uint8_t* scales, const float* codebook, int64_t count,
-                     int64_t out_features, int64_t in_features, void* out, cudaStream_t stream) {
+                     int64_t out_features, int64_t in_features, int64_t row_slabs, void* out, cudaStream_t stream) {
     const auto run = dtype == Dtype::float32    ? launch_tiles<float, kBits>
                      : dtype == Dtype::float16  ? launch_tiles<__half, kBits>
                      : dtype == Dtype::bfloat16 ? launch_tiles<__nv_bfloat16, kBits>
                                                 : launch_tiles<double, kBits>;
-    return run(words, scales, codebook, count, out_features, in_features, out, stream);
+    return run(words, scales, codebook, count, out_features, in_features, row_slabs, out, stream);
 }
 
 }  // namespace
@@ -349,10 +350,11 @@ cudaError_t dequantize_planes(const int32_t* planes, const uint8_t* absmax, cons
 }
 
 cudaError_t dequantize_tiles(const int32_t* words, const uint8_t* scales, const float* codebook, int bits,
-                             int64_t count, int64_t out_features, int64_t in_features, void* out, Dtype dtype,
-                             cudaStream_t stream) {
+                             int64_t count, int64_t out_features, int64_t in_features, int64_t row_slabs, void* out,
+                             Dtype dtype, cudaStream_t stream) {
     constexpr decltype(&tiles_to<2>) kInstances[] = {tiles_to<2>, tiles_to<3>, tiles_to<4>, tiles_to<5>};
-    return kInstances[bits - kMinBits](dtype, words, scales, codebook, count, out_features, in_features, out, stream);
+    return kInstances[bits - kMinBits](dtype, words, scales, codebook, count, out_features, in_features, row_slabs,
+                                       out, stream);
 }
 
 }  // namespace hf_kbit::cuda

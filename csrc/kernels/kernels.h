@@ -18,12 +18,13 @@ namespace hf_kbit::cuda {
 cudaError_t quantize(const void* weight, Dtype dtype, const float* codebook, int bits, int64_t rows,
                      int64_t in_features, int32_t* planes, uint8_t* absmax, cudaStream_t stream);
 
-// The decoded weight, out [rows, K]: the float32 product level * scale, rounded once to dtype.
+// The decoded weight, out [rows, K]: the float32 product level * scale, rounded once to dtype. Of tiles, which may be
+// the first of longer rows, row_slabs are in memory for 16 rows.
 cudaError_t dequantize_planes(const int32_t* planes, const uint8_t* absmax, const float* codebook, int bits,
                               int64_t rows, int64_t in_features, void* out, Dtype dtype, cudaStream_t stream);
 cudaError_t dequantize_tiles(const int32_t* words, const uint8_t* scales, const float* codebook, int bits,
-                             int64_t count, int64_t out_features, int64_t in_features, void* out, Dtype dtype,
-                             cudaStream_t stream);
+                             int64_t count, int64_t out_features, int64_t in_features, int64_t row_slabs, void* out,
+                             Dtype dtype, cudaStream_t stream);
 
 // Planes to tiles (zeros where they pad) and tiles to planes.
 cudaError_t repack(const int32_t* planes, const uint8_t* absmax, int bits, int64_t count, int64_t out_features,

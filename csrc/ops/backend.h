@@ -13,6 +13,9 @@ void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bit
 // out [count, out_features, in_features], contiguous.
 void dequantize(const Packed& packed, Tensor& out, Dtype dtype);
 
+// out [out_features, columns]: the columns of one matrix from `first` on, a multiple of 256.
+void dequantize_columns(const Packed& packed, int64_t first, Tensor& out, Dtype dtype);
+
 // From packed.form to the other one.
 void repack(const Packed& packed, Tensor& words, Tensor& scales);
 
@@ -27,11 +30,14 @@ std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<P
 
 namespace hf_kbit {
 
-// For the backends: the op `repack`, a new tensor on the device of `like`, decoded weights, aten::linear.
+// For the backends: the op `repack`, a new tensor on the device of `like`, decoded weights, a view, aten::linear,
+// aten::mm and aten::addmm into `out`.
 std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, int64_t bits,
                                   torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, bool inverse);
 Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype);
 Tensor decoded(const Packed& packed, Dtype dtype);
+Tensor viewed(const Tensor& tensor, int64_t rows, int64_t columns);
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias);
+void multiply_into(Tensor& out, const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias);
 
 }  // namespace hf_kbit

@@ -98,6 +98,10 @@ void dequantize(const Packed& packed, Tensor& out, Dtype dtype) {
     dequantize_rows(as_planes(packed), 0, packed.count * packed.out_features, out.mutable_data_ptr(), dtype);
 }
 
+void dequantize_columns(const Packed& packed, int64_t first, Tensor& out, Dtype dtype) {
+    dequantize(columns_of(as_planes(packed), first, out.size(1)), out, dtype);
+}
+
 void repack(const Packed& packed, Tensor& words, Tensor& scales) {
     const int64_t row_tiles = ceil_div(packed.out_features, kTileRows);
     const int64_t words_from = packed.words.numel() / packed.count, scales_from = packed.scales.numel() / packed.count;

@@ -57,18 +57,39 @@ void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bit
                                      write<int32_t>(planes), write<uint8_t>(absmax), launch.stream));
 }
 
-void dequantize(const Packed& packed, Tensor& out, Dtype dtype) {
+namespace {
+
+// From a number of slabs on, where there are more columns than the output has.
+void dequantize_tiles(const Packed& packed, int64_t first_slab, int64_t columns, Tensor& out, Dtype dtype) {
     const Launch launch(packed.words);
     const Tensor words = aligned(packed.words), scales = aligned(packed.scales);
-    const auto* codebook = read<float>(packed.codebook);
+    const int64_t row_slabs = ceil_div(num_blocks(packed.in_features), kSlabBlocks);
+    const int64_t slab_words = packed.bits * kLanes * 4, slab_scales = kTileRows * kSlabBlocks;
     check("dequantize",
-          packed.form == Form::planes
-              ? cuda::dequantize_planes(read<int32_t>(words), read<uint8_t>(scales), codebook, packed.bits,
-                                        packed.count * packed.out_features, packed.in_features, out.mutable_data_ptr(),
-                                        dtype, launch.stream)
-              : cuda::dequantize_tiles(read<int32_t>(words), read<uint8_t>(scales), codebook, packed.bits,
-                                       packed.count, packed.out_features, packed.in_features, out.mutable_data_ptr(),
-                                       dtype, launch.stream));
+          cuda::dequantize_tiles(read<int32_t>(words) + first_slab * slab_words,
+                                 read<uint8_t>(scales) + first_slab * slab_scales, read<float>(packed.codebook),
+                                 packed.bits, packed.count, packed.out_features, columns, row_slabs,
+                                 out.mutable_data_ptr(), dtype, launch.stream));
+}
+
+}  // namespace
+
+void dequantize(const Packed& packed, Tensor& out, Dtype dtype) {
+    if (packed.form == Form::tiles) return dequantize_tiles(packed, 0, packed.in_features, out, dtype);
+    const Launch launch(packed.words);
+    const Tensor words = aligned(packed.words), scales = aligned(packed.scales);
+    check("dequantize",
+          cuda::dequantize_planes(read<int32_t>(words), read<uint8_t>(scales), read<float>(packed.codebook),
+                                  packed.bits, packed.count * packed.out_features, packed.in_features,
+                                  out.mutable_data_ptr(), dtype, launch.stream));
+}
+
+void dequantize_columns(const Packed& packed, int64_t first, Tensor& out, Dtype dtype) {
+    if (packed.form == Form::tiles) {
+        dequantize_tiles(packed, first / (kSlabBlocks * kBlockSize), out.size(1), out, dtype);
+    } else {
+        dequantize(columns_of(packed, first, out.size(1)), out, dtype);
+    }
 }
 
 void repack(const Packed& packed, Tensor& words, Tensor& scales) {
@@ -82,18 +103,10 @@ void repack(const Packed& packed, Tensor& words, Tensor& scales) {
 
 namespace {
 
-Tensor viewed(const Tensor& tensor, int64_t rows, int64_t columns) {
-    const std::array<int64_t, 2> shape{rows, columns};
-    return torch::stable::view(tensor, {shape.data(), shape.size()});
-}
-
-// Decodes a slice of rows at a time, small enough to be in L2 still when it is multiplied.
+// Decodes some rows at a time.
 Tensor gemm_in_slices(const Tensor& x, Dtype dtype, Packed packed, const std::optional<Tensor>& bias) {
-    constexpr int64_t kSliceBytes = 32 << 20;
     const int64_t tokens = x.numel() / packed.in_features, out_features = packed.out_features;
-    // Of the weight, and with a bias of the product, which then is copied.
-    const int64_t row_bytes = (packed.in_features + (bias ? tokens : 0)) * bytes_of(dtype);
-    const int64_t slice = std::max<int64_t>(1, kSliceBytes / (row_bytes * kTileRows)) * kTileRows;
+    const int64_t slice = slice_size(packed.in_features * bytes_of(dtype));
     if (slice >= out_features || tokens == 0) return linear(x, decoded(packed, dtype), bias);
 
     Tensor words = packed.words, scales = packed.scales;
@@ -109,19 +122,10 @@ Tensor gemm_in_slices(const Tensor& x, Dtype dtype, Packed packed, const std::op
         const int64_t count = tiled ? ceil_div(packed.out_features, kTileRows) : packed.out_features;
         packed.words = torch::stable::narrow(words, 0, at, count);
         packed.scales = torch::stable::narrow(scales, 0, at, count);
-        const Tensor weight = decoded(packed, dtype);
+        std::optional<Tensor> part_bias = bias;
+        if (bias) part_bias = torch::stable::narrow(*part_bias, 0, first, packed.out_features);
         Tensor part = torch::stable::narrow(y_rows, 1, first, packed.out_features);
-        if (bias) {
-            Tensor all = *bias;
-            torch::stable::copy_(part,
-                                 linear(x_rows, weight, torch::stable::narrow(all, 0, first, packed.out_features)));
-        } else {
-            std::array<StableIValue, 3> stack{torch::stable::detail::from(x_rows),
-                                              torch::stable::detail::from(torch::stable::transpose(weight, 0, 1)),
-                                              torch::stable::detail::from(part)};
-            STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
-            torch::stable::detail::to<Tensor>(stack[0]);  // takes over the reference
-        }
+        multiply_into(part, x_rows, torch::stable::transpose(decoded(packed, dtype), 0, 1), part_bias);
     }
     return y;
 }

@@ -1,5 +1,8 @@
 // The ops: check the arguments, make the outputs, call the backend. Registered for the backend's dispatch key,
 // they take precedence over hf_kbit/reference.py.
+#include <algorithm>
+#include <array>
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -23,6 +26,25 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
                                       torch::stable::detail::from(bias)};
     STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
     return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+Tensor viewed(const Tensor& tensor, int64_t rows, int64_t columns) {
+    const std::array<int64_t, 2> shape{rows, columns};
+    return torch::stable::view(tensor, {shape.data(), shape.size()});
+}
+
+void multiply_into(Tensor& out, const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
+    using torch::stable::detail::from;
+    Tensor result;
+    if (bias) {
+        std::array<StableIValue, 6> stack{from(*bias), from(a), from(b), from(1.0), from(1.0), from(out)};
+        STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::addmm", "out", stack.data(), TORCH_ABI_VERSION));
+        result = torch::stable::detail::to<Tensor>(stack[0]);
+    } else {
+        std::array<StableIValue, 3> stack{from(a), from(b), from(out)};
+        STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
+        result = torch::stable::detail::to<Tensor>(stack[0]);
+    }
 }
 
 std::tuple<Tensor, Tensor> quantize(const Tensor& weight, const Tensor& codebook) {
@@ -106,12 +128,44 @@ std::vector<Tensor> gemm_group(const Tensor& x, std::vector<Tensor> weights, std
     return backend::gemm_group(x, dtype, products, biases);
 }
 
+// grad @ W, of a large W some columns at a time.
+Tensor gemm_gradient(const Tensor& grad, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
+                     torch::headeronly::HeaderOnlyArrayRef<int64_t> shape) {
+    const Dtype dtype = float_dtype("grad", grad.scalar_type(), true);
+    if (shape.size() != 2) refuse("shape", to_string(shape.vec()), "[out_features, in_features]");
+    const Packed packed = check_packed(weight, absmax, codebook, check_codebook(codebook), shape[0], shape[1]);
+    if (!packed.lead.empty()) refuse("weight", "shape " + to_string(shape_of(weight)), "one matrix");
+    if (grad.dim() < 1 || grad.size(-1) != packed.out_features) {
+        refuse("grad", "shape " + to_string(shape_of(grad)), "[*, out_features], with " + to_string(shape.vec()));
+    }
+    check_same_device("grad", grad, "weight", weight);
+    Shape grad_shape = shape_of(grad);
+    grad_shape.back() = packed.in_features;
+    Tensor grad_x = new_tensor(grad, grad_shape, grad.scalar_type());
+    if (grad_x.numel() == 0) return grad_x;
+    const int64_t tokens = grad.numel() / packed.out_features;
+    const Tensor grad_rows = viewed(as_contiguous(grad), tokens, packed.out_features);
+    Tensor grad_x_rows = viewed(grad_x, tokens, packed.in_features);
+    // Of planes the columns are copied before they are decoded.
+    const int64_t bytes = packed.out_features * (bytes_of(dtype) + (packed.form == Form::planes));
+    const int64_t slice = slice_size(bytes);
+    for (int64_t first = 0; first < packed.in_features; first += slice) {
+        const int64_t columns = std::min(slice, packed.in_features - first);
+        Tensor dense = new_tensor(grad, {packed.out_features, columns}, grad.scalar_type());
+        backend::dequantize_columns(packed, first, dense, dtype);
+        Tensor part = torch::stable::narrow(grad_x_rows, 1, first, columns);
+        multiply_into(part, grad_rows, dense, std::nullopt);
+    }
+    return grad_x;
+}
+
 STABLE_TORCH_LIBRARY_IMPL(hf_kbit, HF_KBIT_DISPATCH_KEY, library) {
     library.impl("quantize", TORCH_BOX(&quantize));
     library.impl("dequantize", TORCH_BOX(&dequantize));
     library.impl("repack", TORCH_BOX(&repack));
     library.impl("gemm", TORCH_BOX(&gemm));
     library.impl("gemm_inference", TORCH_BOX(&gemm));
+    library.impl("gemm_gradient", TORCH_BOX(&gemm_gradient));
     library.impl("gemm_group", TORCH_BOX(&gemm_group));
 }
 

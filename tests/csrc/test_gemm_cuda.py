@@ -284,6 +284,22 @@ def test_gradient_of_the_activations(tokens):
     cases.assert_product(x.grad, grad, reference.dequantize(*planes, codebook, list(shape), torch.float32))
 
 
+@pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
+@HALVES
+def test_gradient_in_slices(dtype, tiled, monkeypatch):
+    """Of columns, the last of which are fewer."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+    shape = (70_000, 1100)
+    tiles, planes = random_tiles(shape, 3)
+    codebook = cases.codebook(3).cuda()
+    grad = cases.x((2, 30), shape[0], dtype).cuda()[:, ::2] * 2.0**-8
+    found = OPS.gemm_gradient(grad, *(tiles if tiled else planes), codebook, list(shape))
+    assert found.shape == (2, 15, 1100)
+    dense = reference.dequantize(*planes, codebook, list(shape), torch.float32)
+    cases.assert_product(found.flatten(0, 1), grad.flatten(0, 1), dense)
+
+
 @pytest.mark.parametrize("tokens", [20, 300, 4096])
 def test_memory_of_a_large_layer(tokens):
     """Beside inputs and outputs: nothing forward while one kernel does all, else, and backward, at most 64 MiB of the
