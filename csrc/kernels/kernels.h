@@ -43,11 +43,11 @@ struct Product {
     int64_t out_features;
 };
 
-// `count` products, at most kGemmParts, of the same x, in one launch. 1 to 16 tokens; K is a multiple of 8 (W may have
-// fewer columns in its last block). gpu is the current one.
+// `count` products, at most kGemmParts, of the same x, in one launch for up to 16 tokens, more in several; K is a
+// multiple of 8 (W may have fewer columns in its last block). gpu is the current one.
 cudaError_t gemm(const void* x, Dtype dtype, const Product* products, int count, int bits, int64_t tokens,
                  int64_t in_features, const Gpu& gpu, cudaStream_t stream);
-// One product with any number of tokens, on GPUs of compute capability 9.0.
+// One product in one launch, on GPUs of compute capability 9.0.
 cudaError_t gemm_wgmma(const void* x, Dtype dtype, const Product& product, int bits, int64_t tokens,
                        int64_t in_features, const Gpu& gpu, cudaStream_t stream);
 
