@@ -408,7 +408,7 @@ def gemm(
     Returns:
         dtype of ``x``, ``[*, N]``, contiguous. W, or first its levels and then W, are rounded to float32 or to the
         dtype of ``x``, whichever is faster where it runs; sums are at least in float32 and rounded once. For tiles,
-        float16 or bfloat16, and up to 64 tokens, on Hopper up to thousands, a GPU decodes W on its way to the tensor
+        float16 or bfloat16, and up to 32 tokens, on Hopper up to thousands, a GPU decodes W on its way to the tensor
         cores; else it decodes W first, a slice at a time.
 
     Raises:

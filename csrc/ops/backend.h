@@ -31,13 +31,13 @@ std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<P
 namespace hf_kbit {
 
 // For the backends: the op `repack`, a new tensor on the device of `like`, decoded weights, a view, aten::linear,
-// aten::mm and aten::addmm into `out`.
+// aten::mm into `out`.
 std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, int64_t bits,
                                   torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, bool inverse);
 Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype);
 Tensor decoded(const Packed& packed, Dtype dtype);
 Tensor viewed(const Tensor& tensor, int64_t rows, int64_t columns);
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias);
-void multiply_into(Tensor& out, const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias);
+void multiply_into(Tensor& out, const Tensor& a, const Tensor& b);
 
 }  // namespace hf_kbit

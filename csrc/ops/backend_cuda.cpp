@@ -106,7 +106,8 @@ namespace {
 // Decodes some rows at a time.
 Tensor gemm_in_slices(const Tensor& x, Dtype dtype, Packed packed, const std::optional<Tensor>& bias) {
     const int64_t tokens = x.numel() / packed.in_features, out_features = packed.out_features;
-    const int64_t slice = slice_size(packed.in_features * bytes_of(dtype));
+    // With a bias the product of a slice is made, then copied.
+    const int64_t slice = slice_size((packed.in_features + (bias ? tokens : 0)) * bytes_of(dtype));
     if (slice >= out_features || tokens == 0) return linear(x, decoded(packed, dtype), bias);
 
     Tensor words = packed.words, scales = packed.scales;
@@ -122,10 +123,15 @@ Tensor gemm_in_slices(const Tensor& x, Dtype dtype, Packed packed, const std::op
         const int64_t count = tiled ? ceil_div(packed.out_features, kTileRows) : packed.out_features;
         packed.words = torch::stable::narrow(words, 0, at, count);
         packed.scales = torch::stable::narrow(scales, 0, at, count);
-        std::optional<Tensor> part_bias = bias;
-        if (bias) part_bias = torch::stable::narrow(*part_bias, 0, first, packed.out_features);
+        const Tensor weight = decoded(packed, dtype);
         Tensor part = torch::stable::narrow(y_rows, 1, first, packed.out_features);
-        multiply_into(part, x_rows, torch::stable::transpose(decoded(packed, dtype), 0, 1), part_bias);
+        if (bias) {
+            Tensor all = *bias;
+            torch::stable::copy_(part,
+                                 linear(x_rows, weight, torch::stable::narrow(all, 0, first, packed.out_features)));
+        } else {
+            multiply_into(part, x_rows, torch::stable::transpose(weight, 0, 1));
+        }
     }
     return y;
 }

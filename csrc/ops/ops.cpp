@@ -33,18 +33,11 @@ Tensor viewed(const Tensor& tensor, int64_t rows, int64_t columns) {
     return torch::stable::view(tensor, {shape.data(), shape.size()});
 }
 
-void multiply_into(Tensor& out, const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
-    using torch::stable::detail::from;
-    Tensor result;
-    if (bias) {
-        std::array<StableIValue, 6> stack{from(*bias), from(a), from(b), from(1.0), from(1.0), from(out)};
-        STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::addmm", "out", stack.data(), TORCH_ABI_VERSION));
-        result = torch::stable::detail::to<Tensor>(stack[0]);
-    } else {
-        std::array<StableIValue, 3> stack{from(a), from(b), from(out)};
-        STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
-        result = torch::stable::detail::to<Tensor>(stack[0]);
-    }
+void multiply_into(Tensor& out, const Tensor& a, const Tensor& b) {
+    std::array<StableIValue, 3> stack{torch::stable::detail::from(a), torch::stable::detail::from(b),
+                                      torch::stable::detail::from(out)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
+    torch::stable::detail::to<Tensor>(stack[0]);  // takes over the reference
 }
 
 std::tuple<Tensor, Tensor> quantize(const Tensor& weight, const Tensor& codebook) {
@@ -154,7 +147,7 @@ Tensor gemm_gradient(const Tensor& grad, const Tensor& weight, const Tensor& abs
         Tensor dense = new_tensor(grad, {packed.out_features, columns}, grad.scalar_type());
         backend::dequantize_columns(packed, first, dense, dtype);
         Tensor part = torch::stable::narrow(grad_x_rows, 1, first, columns);
-        multiply_into(part, grad_rows, dense, std::nullopt);
+        multiply_into(part, grad_rows, dense);
     }
     return grad_x;
 }

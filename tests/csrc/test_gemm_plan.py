@@ -340,8 +340,8 @@ def test_paths(library, bits, most):
         assert library.path(0, bits, gpu.arch) == DEQUANTIZE
         assert [library.path(tokens, bits, gpu.arch) for tokens in TOKENS] == [DECODE] * 16
         some, many = (WGMMA, WGMMA) if gpu.arch == 900 else (DECODE, DEQUANTIZE)
-        assert [library.path(tokens, bits, gpu.arch) for tokens in (17, 64)] == [some] * 2
-        assert [library.path(tokens, bits, gpu.arch) for tokens in (65, 256, most)] == [many] * 3
+        assert [library.path(tokens, bits, gpu.arch) for tokens in (17, 32)] == [some] * 2
+        assert [library.path(tokens, bits, gpu.arch) for tokens in (33, 256, most)] == [many] * 3
         assert [library.path(tokens, bits, gpu.arch) for tokens in (most + 1, 10**6)] == [DEQUANTIZE] * 2
 
 
