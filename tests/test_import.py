@@ -32,12 +32,24 @@ def test_format_needs_the_standard_library_only():
     assert {name.split(".")[0] for name in imported} <= sys.stdlib_module_names
 
 
-ORDER = ["format", "codebooks", "reference", "_native", "ops", "linear", "config", "hub", "integrations", "cli"]
+ORDER = [
+    "format",
+    "codebooks",
+    "reference",
+    "_native",
+    "inductor",
+    "ops",
+    "linear",
+    "config",
+    "hub",
+    "integrations",
+    "cli",
+]
 
 
 @pytest.mark.parametrize("module", ORDER)
 def test_imports_run_one_way(module):
-    """format -> codebooks -> reference -> _native -> ops -> linear -> config -> integrations -> cli."""
+    """format -> codebooks -> reference -> _native -> inductor -> ops -> linear -> config -> integrations -> cli."""
     files = [PACKAGE / f"{module}.py"] if module != "integrations" else sorted((PACKAGE / module).glob("*.py"))
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
