@@ -1,0 +1,568 @@
+"""Adapters of PEFT on quantized layers: loaded when the program imports PEFT.
+
+PEFT knows no registry of quantizers. So three methods of its ``BaseTuner`` are wrapped, and each time its own code gets
+a plain ``nn.Linear`` to work on, in place of the ``KbitLinear``:
+
+- ``inject_adapter``: while an adapter is created, the layer has its decoded weight, so that initialisations that read
+  it (PiSSA, OLoRA, DoRA) work, and those that change it have the rest quantized again. Afterwards the adapter stands
+  over the ``KbitLinear``, and its class is derived from ``KbitTunerLayer``. Methods not known to work are refused.
+- ``merge_adapter`` and ``merge_and_unload``: what requantizing the merged weights changed is reported in one warning.
+
+``KbitTunerLayer.merge`` has PEFT merge into the decoded weight in float32 and quantizes the result, with the bits and
+levels of the layer.
+"""
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import peft
+import torch
+from huggingface_hub import snapshot_download
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
+from peft.utils.integrations import skip_init_on_device
+from safetensors import safe_open
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_kbit.integrations import selection
+from hf_kbit.integrations.transformers import to_dense
+from hf_kbit.linear import KbitLinear
+
+# Their layers call the base layer, and read its weight only where we hand them a decoded one.
+METHODS = ("ADALORA", "BOFT", "IA3", "LOHA", "LOKR", "LORA", "MISS", "OFT", "VERA")
+
+# Initialisations of LoRA that do not look at the weight; for others it is decoded.
+BLIND_INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
+
+# Initialisations of LoRA that need what a quantized layer cannot give: {name: what, and what to do instead}.
+IMPOSSIBLE_INITIALISATIONS = {
+    "corda": "needs covariances times the 16-bit weight: use 'pissa' or 'eva'",
+    "loftq": "needs the weight before it was quantized: keep the default and call "
+    "hf_kbit.replace_lora_weights_loftq(model, path_of_the_16_bit_model)",
+    "lora_ga": "needs gradients of the weight, and it is frozen: use 'pissa' or 'eva'",
+}
+
+# Below this part of what adapters add, a merge that requantizes is said to have lost them.
+LOST = 0.5
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+class KbitTunerLayer:
+    """Put before PEFT's class of a layer whose base layer is a ``KbitLinear``: merges by requantizing.
+
+    ``name`` is the layer's in the model; ``merge_dtype``, unless None, has ``merge`` leave a dense layer of that dtype.
+    While adapters are merged, ``unmerged`` keeps what was there before, packed, to restore the very same bytes.
+    """
+
+    name: str
+    merge_dtype: torch.dtype | None = None
+    unmerged: tuple[KbitLinear] | tuple[()] = ()  # a tuple, for nn.Module would register the layer
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Adds adapters to the weight, and quantizes it again.
+
+        Args:
+            safe_merge: has PEFT look for NaN; a weight that is not finite is refused without it too.
+            adapter_names: None for the active ones.
+
+        Raises:
+            ValueError: a merged weight holds NaN or infinity. The layer is then what it was before.
+        """
+        base = self.base_layer
+        if not isinstance(base, KbitLinear):  # PEFT's code, at work on the decoded weight, calls back
+            return super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+        adapter_names = check_adapters_to_merge(self, adapter_names)
+        if not adapter_names and self.merge_dtype is None:
+            return
+        # All of them anew on what was there before any: rounded once, not once for each.
+        merged, (original,) = self.merged_adapters, self.unmerged or (_twin(base),)
+        exact = _dense(original)
+        self.base_layer, self.merged_adapters = exact, []
+        try:
+            super().merge(safe_merge=safe_merge, adapter_names=merged + adapter_names)
+            if self.merge_dtype is not None:
+                self.base_layer = to_dense(base, self.merge_dtype, exact)
+            else:
+                self.base_layer = base
+                if self.merged_adapters != merged:  # this layer has at least one of the adapters
+                    self._take(original, exact)
+        except Exception:
+            self.base_layer, self.merged_adapters = base, merged
+            raise
+
+    def _take(self, original: KbitLinear, exact: nn.Linear) -> None:
+        """Quantizes the merged layer, and reports what that changed."""
+        base, before = self.base_layer, original.dequantize(torch.float32)
+        if torch.equal(before, exact.weight):
+            _restore(base, original)
+        else:
+            _requantize(base, exact.weight, f"{self.name}.weight with {', '.join(self.merged_adapters)} merged")
+        if base.bias is not None:
+            base.bias = nn.Parameter(exact.bias.data.to(base.bias.dtype), base.bias.requires_grad)
+        self.unmerged = (original,)
+        _report(MergedLayer.measure(self.name, before, exact.weight, base))
+
+    def unmerge(self) -> None:
+        """Restores the weight from before ``merge``, byte for byte."""
+        base = self.base_layer
+        if not isinstance(base, KbitLinear) or not self.unmerged:
+            return super().unmerge()
+        _restore(base, self.unmerged[0])
+        self.merged_adapters, self.unmerged = [], ()
+
+    def get_delta_weight(self, *args, **kwargs):
+        """What an adapter adds to the weight; PEFT looks at the shape of the base layer's for it."""
+        base = self.base_layer
+        if not isinstance(base, KbitLinear):
+            return super().get_delta_weight(*args, **kwargs)
+        self.base_layer = _stand_in(base)
+        try:
+            return super().get_delta_weight(*args, **kwargs)
+        finally:
+            self.base_layer = base
+
+    def __reduce_ex__(self, protocol):
+        return _new_tuner_layer, (type(self).__mro__[2],), self.__dict__
+
+
+@functools.cache
+def _tuner_class(plain: type[BaseTunerLayer]) -> type[KbitTunerLayer]:
+    method = plain.__module__.split(".")[-2].capitalize()
+    # No slots, that is nothing in memory that the plain class has not: so Python lets an object change to this class.
+    return type(f"Kbit{method}{plain.__name__}", (KbitTunerLayer, plain), {"__module__": __name__, "__slots__": ()})
+
+
+def _new_tuner_layer(plain: type[BaseTunerLayer]) -> KbitTunerLayer:
+    """An empty one, for copies and pickles: the derived classes are in no module, where pickle would look."""
+    layer_class = _tuner_class(plain)
+    return layer_class.__new__(layer_class)
+
+
+# --- a KbitLinear as PEFT sees it -----------------------------------------------------------------
+
+
+def _linear(layer: KbitLinear, weight: torch.Tensor) -> nn.Linear:
+    """An ``nn.Linear`` with a weight of the layer's size, frozen, and a copy of its bias."""
+    linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta").train(layer.training)
+    # By the dictionary, for PEFT's low_cpu_mem_usage turns every parameter that is set into a meta tensor.
+    linear._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+    if layer.bias is not None:
+        linear._parameters["bias"] = nn.Parameter(layer.bias.data.to(weight.dtype, copy=True), requires_grad=False)
+    return linear
+
+
+def _dense(layer: KbitLinear) -> nn.Linear:
+    """The decoded layer, in float32."""
+    return _linear(layer, layer.dequantize(torch.float32))
+
+
+def _stand_in(layer: KbitLinear) -> nn.Linear:
+    """Shape, dtype and device of the decoded layer without its memory: NaN, so that reading it goes unnoticed nowhere."""
+    dtype = getattr(layer, "dense_dtype", torch.float32)
+    nan = torch.full((), torch.nan, dtype=dtype, device=layer.weight.device)
+    return _linear(layer, nan.expand(layer.out_features, layer.in_features))
+
+
+def _twin(layer: KbitLinear) -> KbitLinear:
+    """Another layer with the same tensors, to keep them when the layer gets others."""
+    twin = KbitLinear.__new__(KbitLinear)
+    own = {"_parameters": dict(layer._parameters), "_buffers": dict(layer._buffers)}
+    twin.__dict__.update(layer.__dict__ | own)
+    return twin
+
+
+def _restore(layer: KbitLinear, twin: KbitLinear) -> None:
+    """Gives the layer the tensors of its twin, where and in the form that the layer's are."""
+    tiled, device = layer.is_tiled, layer.weight.device
+    twin.to(device)
+    layer._parameters.update(twin._parameters)
+    layer.set_codebook(twin.levels, twin.exponent, device)
+    layer.to_tiles() if tiled else layer.to_planes()
+
+
+@skip_init_on_device
+def _requantize(layer: KbitLinear, weight: torch.Tensor, name: str) -> None:
+    """Quantizes another weight into the layer, in the form in which its own is: one that is offloaded has planes."""
+    tiled = layer.is_tiled
+    layer.load_dense(weight.data, name)
+    if not tiled:
+        layer.to_planes()
+
+
+# --- creating adapters ----------------------------------------------------------------------------
+
+
+def _base_layer(module: nn.Module) -> nn.Module:
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+
+
+def _innermost(module: BaseTunerLayer) -> BaseTunerLayer:
+    """Of adapters over adapters the one that stands over the base layer itself."""
+    while isinstance(module.base_layer, BaseTunerLayer):
+        module = module.base_layer
+    return module
+
+
+def _check_method(config, name: str, layer: KbitLinear, parameter_name: str | None) -> None:
+    """Refuses what would read packed words as weights."""
+    what = f"{name}: a KbitLinear of {layer.bits} bits, whose weight is frozen and packed"
+    method, init = getattr(config.peft_type, "value", config.peft_type), getattr(config, "init_lora_weights", True)
+    if method not in METHODS:
+        known = ", ".join(METHODS)
+        raise ValueError(
+            f"{what}: found the PEFT method {method}, expected one of {known}. For {method} call model.dequantize() "
+            "first, or leave the layer in 16 bits (modules_to_not_convert)"
+        )
+    if parameter_name is not None:
+        raise ValueError(
+            f"{what}: found {parameter_name!r} of it in target_parameters; name the layer in target_modules instead"
+        )
+    if method == "MISS" and config.init_weights == "bat":
+        raise ValueError(f"{what}: MiSS with init_weights='bat' reads the weight in every step; use True or 'mini'")
+    for impossible, why in IMPOSSIBLE_INITIALISATIONS.items():
+        if isinstance(init, str) and init.lower().startswith(impossible):
+            raise ValueError(f"{what}: init_lora_weights={init!r} {why}")
+
+
+def _reads_weight(config) -> bool:
+    """Whether creating the adapter takes more of the base layer than its shape."""
+    return (
+        getattr(config, "init_lora_weights", None) not in BLIND_INITIALISATIONS
+        or config.use_dora
+        or getattr(config, "kasa_config", None) is not None
+    )
+
+
+def _create_and_replace(create, config, adapter_name, target, target_name, parent, *, current_key, **kwargs):
+    """``BaseTuner._create_and_replace``, with an ``nn.Linear`` in place of the ``KbitLinear`` while it runs."""
+    base = _base_layer(target)
+    if not isinstance(base, KbitLinear):
+        return create(config, adapter_name, target, target_name, parent, current_key=current_key, **kwargs)
+    _check_method(config, current_key, base, kwargs.get("parameter_name"))
+    reads = _reads_weight(config)
+    if reads and base.weight.is_meta:
+        raise ValueError(
+            f"{current_key}.weight: found it offloaded, expected it on a device: the adapter's initialisation reads it"
+        )
+    linear = _dense(base) if reads else _stand_in(base)
+    if target is base:
+        target = linear
+    else:
+        _innermost(target).base_layer = linear
+    try:
+        create(config, adapter_name, target, target_name, parent, current_key=current_key, **kwargs)
+        if reads and not torch.equal(linear.weight, base.dequantize(torch.float32)):
+            _requantize(base, linear.weight, f"{current_key}.weight less what {adapter_name} starts with")
+    finally:
+        created = getattr(parent, target_name)
+        if isinstance(created, BaseTunerLayer):
+            layer = _innermost(created)
+            layer.base_layer = base
+            if not isinstance(layer, KbitTunerLayer):
+                layer.__class__ = _tuner_class(type(layer))
+            layer.name = current_key
+
+
+def _check_modules_to_save(model: nn.Module, config) -> None:
+    for ending in getattr(config, "modules_to_save", None) or ():
+        for name, module in model.named_modules():
+            if name.endswith(ending) and any(isinstance(_base_layer(part), KbitLinear) for part in module.modules()):
+                raise ValueError(
+                    f"{name}: found it in modules_to_save, expected modules that can be trained, and its weight is "
+                    "frozen: leave it in 16 bits (modules_to_not_convert), or name it in target_modules"
+                )
+
+
+def _wrap_inject_adapter(inject_adapter):
+    @functools.wraps(inject_adapter)
+    def wrapped(self, model, adapter_name, *args, **kwargs):
+        _check_modules_to_save(model, self.peft_config[adapter_name])
+        self._create_and_replace = functools.partial(_create_and_replace, self._create_and_replace)
+        try:
+            return inject_adapter(self, model, adapter_name, *args, **kwargs)
+        finally:
+            del self._create_and_replace
+
+    return wrapped
+
+
+# --- merging --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MergedLayer:
+    """Sums of squares over a layer's weights in float32: what requantizing, and what the adapters, changed."""
+
+    name: str
+    bits: int
+    exact: float
+    error: float
+    added: float
+    kept: float  # of what was added, the part that the stored weight has: <stored - before, added>
+    changed: int  # stored weights that are not what they were
+    weights: int
+
+    @classmethod
+    def measure(cls, name: str, before: torch.Tensor, exact: torch.Tensor, layer: KbitLinear) -> "MergedLayer":
+        """Compares the weight before merging, the exact sum, and what the layer stores; float32 ``[N, K]``."""
+        stored, added = layer.dequantize(torch.float32), exact - before
+        return cls(
+            name,
+            layer.bits,
+            exact.square().sum().item(),
+            (stored - exact).square().sum().item(),
+            added.square().sum().item(),
+            ((stored - before) * added).sum().item(),
+            int((stored != before).sum()),
+            exact.numel(),
+        )
+
+    @property
+    def relative_error(self) -> float:
+        return (self.error / self.exact) ** 0.5 if self.exact else 0.0
+
+
+def _summary(layers: list[MergedLayer]) -> str:
+    exact, error, added, kept, changed, weights = (
+        sum(getattr(layer, field) for layer in layers)
+        for field in ("exact", "error", "added", "kept", "changed", "weights")
+    )
+    widths = "/".join(str(bits) for bits in sorted({layer.bits for layer in layers}))
+    worst = max(layers, key=lambda layer: layer.relative_error)
+    text = (
+        f"hf_kbit: merged into {len(layers)} layers of {widths} bits. Requantizing changed the merged weights by "
+        f"{(error / exact) ** 0.5 if exact else 0:.2%} (relative error; {worst.relative_error:.2%} at most, in "
+        f"{worst.name})"
+    )
+    if added:
+        text += (
+            f" and kept {kept / added:.0%} of what the adapters add; {changed / weights:.2%} of the stored weights are "
+            "not what they were"
+        )
+        if kept < LOST * added:
+            text += ". So the merge rounds most of the adapters away: keep them unmerged, or merge into 16 bits"
+    return text + ". Without this loss, into 16 bits: hf_kbit.merge_and_unload(model, dequantize=True)"
+
+
+_collected: list[MergedLayer] | None = None
+
+
+def _report(layer: MergedLayer) -> None:
+    if _collected is None:
+        warnings.warn(_summary([layer]), stacklevel=4)
+    else:
+        _collected.append(layer)
+
+
+@contextmanager
+def _one_report() -> Iterator[None]:
+    """Gathers the reports of all layers that are merged inside into one warning."""
+    global _collected
+    outer, _collected = _collected, []
+    try:
+        yield
+    finally:
+        layers, _collected = _collected, outer
+    if layers:
+        warnings.warn(_summary(layers), stacklevel=5)
+
+
+def _wrap_merging(method):
+    @functools.wraps(method)
+    def wrapped(self, *args, **kwargs):
+        with _one_report():
+            return method(self, *args, **kwargs)
+
+    return wrapped
+
+
+def merge_and_unload(
+    model: nn.Module,
+    dequantize: bool = False,
+    dtype: torch.dtype | None = None,
+    progressbar: bool = False,
+    safe_merge: bool = False,
+    adapter_names: list[str] | None = None,
+) -> nn.Module:
+    """Merges adapters into a quantized model and takes them off, as ``model.merge_and_unload()`` does, or exactly.
+
+    Requantizing the merged weights rounds them, and adapters that change them little are mostly lost; PEFT's own
+    method, which this function calls, warns with figures. With ``dequantize`` the merged weights, and all others, are
+    left in 16 bits: a plain model, without this package, of the size it had before it was quantized.
+
+    Args:
+        model: ``PeftModel``.
+        dequantize: into ``dtype`` rather than into the bits of each layer.
+        dtype: of the model that ``dequantize`` gives; None for that of its config.
+        progressbar, safe_merge, adapter_names: those of PEFT's ``merge_and_unload``.
+
+    Returns:
+        The base model; use it in place of ``model``.
+
+    Raises:
+        ValueError: a merged weight holds NaN or infinity, or ``dtype`` is given without ``dequantize``.
+
+    >>> import hf_kbit
+    >>> from peft import LoraConfig, get_peft_model
+    >>> model = nn.Sequential(hf_kbit.KbitLinear.from_linear(nn.Linear(64, 64), bits=3))
+    >>> model = get_peft_model(model, LoraConfig(target_modules=["0"], init_lora_weights=False))
+    >>> merge_and_unload(model, dequantize=True)
+    Sequential(
+      (0): Linear(in_features=64, out_features=64, bias=True)
+    )
+    """
+    if not dequantize and dtype is not None:
+        raise ValueError(f"dtype: found {dtype}, expected None without dequantize=True")
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model.model
+    if dequantize:
+        dtype = dtype or getattr(getattr(base, "config", None), "dtype", None) or torch.float32
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        for module in model.modules():
+            if isinstance(module, KbitTunerLayer):
+                module.merge_dtype = dtype
+    base = model.merge_and_unload(progressbar=progressbar, safe_merge=safe_merge, adapter_names=adapter_names)
+    if dequantize and getattr(base, "hf_quantizer", None) is not None:
+        return base.dequantize(dtype)
+    if dequantize:
+        layers = {name: layer for name, layer in base.named_modules() if isinstance(layer, KbitLinear)}
+        for name, layer in layers.items():
+            selection.replace_modules(base, {name: to_dense(layer, dtype)})
+    return base
+
+
+# --- before and after ------------------------------------------------------------------------------
+
+_peft_prepare = peft.prepare_model_for_kbit_training
+
+
+@functools.wraps(_peft_prepare)
+def prepare_model_for_kbit_training(model, *args, **kwargs):
+    """PEFT's function of that name, with what it does for bitsandbytes done for ``KbitLinear`` too.
+
+    The base model is frozen, what is in 16 bits (norms, embeddings, the head, biases) is cast to float32, gradient
+    checkpointing is switched on, and inputs require gradients; what is packed stays as it is. PEFT's own name is this
+    function once both packages are imported.
+
+    Args:
+        model: a Transformers model, before it gets adapters.
+        use_gradient_checkpointing: whether to switch it on; True by default.
+        gradient_checkpointing_kwargs: of ``torch.utils.checkpoint.checkpoint``, such as ``use_reentrant``.
+
+    Returns:
+        The same model.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+    >>> model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **shape)).to(torch.bfloat16)
+    >>> model.model.layers[0].mlp.up_proj = KbitLinear.from_linear(model.model.layers[0].mlp.up_proj, bits=4)
+    >>> model = prepare_model_for_kbit_training(model)
+    >>> model.is_gradient_checkpointing, model.model.norm.weight.dtype, model.model.layers[0].mlp.up_proj.weight.dtype
+    (True, torch.float32, torch.int32)
+    """
+    if not any(isinstance(module, KbitLinear) for module in model.modules()):
+        return _peft_prepare(model, *args, **kwargs)
+    # For the time of this call only: other libraries take the flag for a reason to import bitsandbytes.
+    model.is_loaded_in_4bit = True
+    try:
+        return _peft_prepare(model, *args, **kwargs)
+    finally:
+        del model.is_loaded_in_4bit
+
+
+def replace_lora_weights_loftq(
+    peft_model: nn.Module,
+    model_path: str | Path | None = None,
+    adapter_name: str = "default",
+    callback: Callable[[nn.Module, str], bool] | None = None,
+) -> None:
+    """Starts LoRA at the quantization error: ``scaling * B @ A`` becomes the best approximation of it of that rank.
+
+    PEFT has a function of that name for bitsandbytes. The quantized weights stay as they are, so the adapter fits the
+    quantized model that was saved.
+
+    Args:
+        peft_model: ``PeftModel`` with LoRA on quantized layers.
+        model_path: the 16-bit model, in safetensors: a folder, a file or a name on the Hub; None for the one that the
+            base model was loaded from. Weights are read one at a time.
+        adapter_name: of which adapter.
+        callback: called with the model and the name of a layer after each; False takes that one back.
+
+    Raises:
+        ValueError: a weight is not there or has another shape, or no layer is a quantized one with that adapter.
+
+    Source: LoftQ (arXiv:2310.08659), one step, without changing the quantized weight.
+    """
+    base, stored = peft_model.get_base_model(), None
+    layers = [
+        module
+        for module in peft_model.modules()
+        if isinstance(module, KbitTunerLayer) and adapter_name in getattr(module, "lora_A", ())
+    ]
+    if not layers:
+        raise ValueError(f"{adapter_name}: found no quantized layer with LoRA of that name")
+    stored = _stored_weights(Path(model_path or base.name_or_path))
+    for layer in layers:
+        error = _original_weight(base, layer, stored) - layer.base_layer.dequantize(torch.float32)
+        u, s, v = torch.linalg.svd(error, full_matrices=False)
+        rank = layer.r[adapter_name]
+        root = (s[:rank] / layer.scaling[adapter_name]).sqrt()
+        weights = layer.lora_A[adapter_name].weight, layer.lora_B[adapter_name].weight
+        before = [weight.data for weight in weights]
+        for weight, factor in zip(weights, (root[:, None] * v[:rank], u[:, :rank] * root), strict=True):
+            weight.data = factor.to(weight).contiguous()
+        if callback is not None and not callback(peft_model, layer.name):
+            for weight, data in zip(weights, before, strict=True):
+                weight.data = data
+
+
+def _stored_weights(path: Path) -> dict[str, Path]:
+    """``{tensor name: file}`` of a checkpoint in safetensors."""
+    if not path.exists():
+        path = Path(snapshot_download(str(path), allow_patterns="*.safetensors"))
+    names = {}
+    for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            names |= dict.fromkeys(tensors.keys(), file)
+    return names
+
+
+def _original_weight(base: nn.Module, layer: KbitTunerLayer, stored: dict[str, Path]) -> torch.Tensor:
+    """The 16-bit weight of a layer, float32 ``[N, K]`` on the layer's device."""
+    kbit, prefix = layer.base_layer, f"{getattr(base, 'base_model_prefix', '')}."
+    name = next((n for n in (layer.name, layer.name.removeprefix(prefix), prefix + layer.name) if f"{n}.weight" in stored), None)
+    if name is None:
+        raise ValueError(f"{layer.name}.weight: not in the checkpoint, expected [{kbit.out_features}, {kbit.in_features}]")
+    with safe_open(stored[f"{name}.weight"], framework="pt") as tensors:
+        weight = tensors.get_tensor(f"{name}.weight")
+    if getattr(kbit, "dense_class", None) is Conv1D:
+        weight = weight.T
+    if not weight.is_floating_point() or tuple(weight.shape) != (kbit.out_features, kbit.in_features):
+        raise ValueError(
+            f"{layer.name}.weight: found {weight.dtype} {list(weight.shape)}, expected floats "
+            f"[{kbit.out_features}, {kbit.in_features}] of the model before it was quantized"
+        )
+    return weight.to(kbit.weight.device, torch.float32)
+
+
+# --- hooking in -----------------------------------------------------------------------------------
+
+
+def _replace_everywhere(old, new) -> None:
+    """Puts a function in place of another in every module that has it by name: ``from peft import ...`` copies it."""
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is old and module is not sys.modules[__name__]:
+                setattr(module, name, new)
+
+
+BaseTuner.inject_adapter = _wrap_inject_adapter(BaseTuner.inject_adapter)
+BaseTuner.merge_adapter = _wrap_merging(BaseTuner.merge_adapter)
+BaseTuner.merge_and_unload = _wrap_merging(BaseTuner.merge_and_unload)
+_replace_everywhere(_peft_prepare, prepare_model_for_kbit_training)
