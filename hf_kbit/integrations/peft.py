@@ -203,13 +203,6 @@ def _base_layer(module: nn.Module) -> nn.Module:
     return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
 
-def _innermost(module: BaseTunerLayer) -> BaseTunerLayer:
-    """Of adapters over adapters the one that stands over the base layer itself."""
-    while isinstance(module.base_layer, BaseTunerLayer):
-        module = module.base_layer
-    return module
-
-
 def _check_method(config, name: str, layer: KbitLinear, parameter_name: str | None) -> None:
     """Refuses what would read packed words as weights."""
     what = f"{name}: a KbitLinear of {layer.bits} bits, whose weight is frozen and packed"
@@ -252,22 +245,27 @@ def _create_and_replace(create, config, adapter_name, target, target_name, paren
             f"{current_key}.weight: found it offloaded, expected it on a device: the adapter's initialisation reads it"
         )
     linear = _dense(base) if reads else _stand_in(base)
-    if target is base:
-        target = linear
-    else:
-        _innermost(target).base_layer = linear
+    further = isinstance(target, KbitTunerLayer)  # adapter on a layer that has some
+    if further:
+        target.base_layer = linear
     try:
-        create(config, adapter_name, target, target_name, parent, current_key=current_key, **kwargs)
+        create(
+            config, adapter_name, target if further else linear, target_name, parent, current_key=current_key, **kwargs
+        )
+        if further and getattr(parent, target_name) is not target:
+            setattr(parent, target_name, target)
+            raise ValueError(
+                f"{current_key}: found a {config.peft_type.value} adapter over a {type(target).__name__}, expected "
+                "adapters of one method on a quantized layer"
+            )
         if reads and not torch.equal(linear.weight, base.dequantize(torch.float32)):
             _requantize(base, linear.weight, f"{current_key}.weight less what {adapter_name} starts with")
     finally:
-        created = getattr(parent, target_name)
-        if isinstance(created, BaseTunerLayer):
-            layer = _innermost(created)
+        layer = getattr(parent, target_name)
+        if isinstance(layer, BaseTunerLayer):
             layer.base_layer = base
-            if not isinstance(layer, KbitTunerLayer):
-                layer.__class__ = _tuner_class(type(layer))
-            layer.name = current_key
+            if not further:
+                layer.__class__, layer.name = _tuner_class(type(layer)), current_key
 
 
 def _check_modules_to_save(model: nn.Module, config) -> None:
