@@ -1,7 +1,7 @@
 """Adapters of PEFT on quantized layers: loaded when the program imports PEFT.
 
-PEFT knows no registry of quantizers. So three methods of its ``BaseTuner`` are wrapped, and each time its own code gets
-a plain ``nn.Linear`` to work on, in place of the ``KbitLinear``:
+PEFT has no registry of quantizers. So three methods of its ``BaseTuner`` are wrapped, and each time its own code gets
+an ``nn.Linear`` to work on, in place of the ``KbitLinear``:
 
 - ``inject_adapter``: while an adapter is created, the layer has its decoded weight, so that initialisations that read
   it (PiSSA, OLoRA, DoRA) work, and those that change it have the rest quantized again. Afterwards the adapter stands
@@ -14,24 +14,21 @@ levels of the layer.
 
 import functools
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 import peft
 import torch
-from huggingface_hub import snapshot_download
+from packaging.version import Version
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from peft.utils.integrations import skip_init_on_device
-from safetensors import safe_open
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.integrations import selection
+from hf_kbit.integrations.merge_report import MergedLayer, one_report, report
 from hf_kbit.integrations.transformers import to_dense
 from hf_kbit.linear import KbitLinear
+
+if Version(peft.__version__) < Version("0.20"):
+    raise ImportError(f"peft: found {peft.__version__}, expected 0.20 or newer beside hf_kbit: pip install -U peft")
 
 # Their layers call the base layer, and read its weight only where we hand them a decoded one.
 METHODS = ("ADALORA", "BOFT", "IA3", "LOHA", "LOKR", "LORA", "MISS", "OFT", "VERA")
@@ -47,18 +44,14 @@ IMPOSSIBLE_INITIALISATIONS = {
     "lora_ga": "needs gradients of the weight, and it is frozen: use 'pissa' or 'eva'",
 }
 
-# Below this part of what adapters add, a merge that requantizes is said to have lost them.
-LOST = 0.5
-
-
 # --- layers ---------------------------------------------------------------------------------------
 
 
 class KbitTunerLayer:
     """Put before PEFT's class of a layer whose base layer is a ``KbitLinear``: merges by requantizing.
 
-    ``name`` is the layer's in the model; ``merge_dtype``, unless None, has ``merge`` leave a dense layer of that dtype.
-    While adapters are merged, ``unmerged`` keeps what was there before, packed, to restore the very same bytes.
+    ``name`` is the layer's in the model; ``merge_dtype`` other than None has ``merge`` leave a dense layer of it. While
+    adapters are merged, ``unmerged`` keeps what was there before, packed, to restore the very same bytes.
     """
 
     name: str
@@ -107,7 +100,7 @@ class KbitTunerLayer:
         if base.bias is not None:
             base.bias = nn.Parameter(exact.bias.data.to(base.bias.dtype), base.bias.requires_grad)
         self.unmerged = (original,)
-        _report(MergedLayer.measure(self.name, before, exact.weight, base))
+        report(MergedLayer.measure(self.name, before, exact.weight, base))
 
     def unmerge(self) -> None:
         """Restores the weight from before ``merge``, byte for byte."""
@@ -164,7 +157,7 @@ def _dense(layer: KbitLinear) -> nn.Linear:
 
 
 def _stand_in(layer: KbitLinear) -> nn.Linear:
-    """Shape, dtype and device of the decoded layer without its memory: NaN, so that reading it goes unnoticed nowhere."""
+    """Shape, dtype and device of the decoded layer without its memory: NaN, so that no reading goes unnoticed."""
     dtype = getattr(layer, "dense_dtype", torch.float32)
     nan = torch.full((), torch.nan, dtype=dtype, device=layer.weight.device)
     return _linear(layer, nan.expand(layer.out_features, layer.in_features))
@@ -294,88 +287,10 @@ def _wrap_inject_adapter(inject_adapter):
 # --- merging --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class MergedLayer:
-    """Sums of squares over a layer's weights in float32: what requantizing, and what the adapters, changed."""
-
-    name: str
-    bits: int
-    exact: float
-    error: float
-    added: float
-    kept: float  # of what was added, the part that the stored weight has: <stored - before, added>
-    changed: int  # stored weights that are not what they were
-    weights: int
-
-    @classmethod
-    def measure(cls, name: str, before: torch.Tensor, exact: torch.Tensor, layer: KbitLinear) -> "MergedLayer":
-        """Compares the weight before merging, the exact sum, and what the layer stores; float32 ``[N, K]``."""
-        stored, added = layer.dequantize(torch.float32), exact - before
-        return cls(
-            name,
-            layer.bits,
-            exact.square().sum().item(),
-            (stored - exact).square().sum().item(),
-            added.square().sum().item(),
-            ((stored - before) * added).sum().item(),
-            int((stored != before).sum()),
-            exact.numel(),
-        )
-
-    @property
-    def relative_error(self) -> float:
-        return (self.error / self.exact) ** 0.5 if self.exact else 0.0
-
-
-def _summary(layers: list[MergedLayer]) -> str:
-    exact, error, added, kept, changed, weights = (
-        sum(getattr(layer, field) for layer in layers)
-        for field in ("exact", "error", "added", "kept", "changed", "weights")
-    )
-    widths = "/".join(str(bits) for bits in sorted({layer.bits for layer in layers}))
-    worst = max(layers, key=lambda layer: layer.relative_error)
-    text = (
-        f"hf_kbit: merged into {len(layers)} layers of {widths} bits. Requantizing changed the merged weights by "
-        f"{(error / exact) ** 0.5 if exact else 0:.2%} (relative error; {worst.relative_error:.2%} at most, in "
-        f"{worst.name})"
-    )
-    if added:
-        text += (
-            f" and kept {kept / added:.0%} of what the adapters add; {changed / weights:.2%} of the stored weights are "
-            "not what they were"
-        )
-        if kept < LOST * added:
-            text += ". So the merge rounds most of the adapters away: keep them unmerged, or merge into 16 bits"
-    return text + ". Without this loss, into 16 bits: hf_kbit.merge_and_unload(model, dequantize=True)"
-
-
-_collected: list[MergedLayer] | None = None
-
-
-def _report(layer: MergedLayer) -> None:
-    if _collected is None:
-        warnings.warn(_summary([layer]), stacklevel=4)
-    else:
-        _collected.append(layer)
-
-
-@contextmanager
-def _one_report() -> Iterator[None]:
-    """Gathers the reports of all layers that are merged inside into one warning."""
-    global _collected
-    outer, _collected = _collected, []
-    try:
-        yield
-    finally:
-        layers, _collected = _collected, outer
-    if layers:
-        warnings.warn(_summary(layers), stacklevel=5)
-
-
 def _wrap_merging(method):
     @functools.wraps(method)
     def wrapped(self, *args, **kwargs):
-        with _one_report():
+        with one_report():
             return method(self, *args, **kwargs)
 
     return wrapped
@@ -472,81 +387,6 @@ def prepare_model_for_kbit_training(model, *args, **kwargs):
         return _peft_prepare(model, *args, **kwargs)
     finally:
         del model.is_loaded_in_4bit
-
-
-def replace_lora_weights_loftq(
-    peft_model: nn.Module,
-    model_path: str | Path | None = None,
-    adapter_name: str = "default",
-    callback: Callable[[nn.Module, str], bool] | None = None,
-) -> None:
-    """Starts LoRA at the quantization error: ``scaling * B @ A`` becomes the best approximation of it of that rank.
-
-    PEFT has a function of that name for bitsandbytes. The quantized weights stay as they are, so the adapter fits the
-    quantized model that was saved.
-
-    Args:
-        peft_model: ``PeftModel`` with LoRA on quantized layers.
-        model_path: the 16-bit model, in safetensors: a folder, a file or a name on the Hub; None for the one that the
-            base model was loaded from. Weights are read one at a time.
-        adapter_name: of which adapter.
-        callback: called with the model and the name of a layer after each; False takes that one back.
-
-    Raises:
-        ValueError: a weight is not there or has another shape, or no layer is a quantized one with that adapter.
-
-    Source: LoftQ (arXiv:2310.08659), one step, without changing the quantized weight.
-    """
-    base, stored = peft_model.get_base_model(), None
-    layers = [
-        module
-        for module in peft_model.modules()
-        if isinstance(module, KbitTunerLayer) and adapter_name in getattr(module, "lora_A", ())
-    ]
-    if not layers:
-        raise ValueError(f"{adapter_name}: found no quantized layer with LoRA of that name")
-    stored = _stored_weights(Path(model_path or base.name_or_path))
-    for layer in layers:
-        error = _original_weight(base, layer, stored) - layer.base_layer.dequantize(torch.float32)
-        u, s, v = torch.linalg.svd(error, full_matrices=False)
-        rank = layer.r[adapter_name]
-        root = (s[:rank] / layer.scaling[adapter_name]).sqrt()
-        weights = layer.lora_A[adapter_name].weight, layer.lora_B[adapter_name].weight
-        before = [weight.data for weight in weights]
-        for weight, factor in zip(weights, (root[:, None] * v[:rank], u[:, :rank] * root), strict=True):
-            weight.data = factor.to(weight).contiguous()
-        if callback is not None and not callback(peft_model, layer.name):
-            for weight, data in zip(weights, before, strict=True):
-                weight.data = data
-
-
-def _stored_weights(path: Path) -> dict[str, Path]:
-    """``{tensor name: file}`` of a checkpoint in safetensors."""
-    if not path.exists():
-        path = Path(snapshot_download(str(path), allow_patterns="*.safetensors"))
-    names = {}
-    for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            names |= dict.fromkeys(tensors.keys(), file)
-    return names
-
-
-def _original_weight(base: nn.Module, layer: KbitTunerLayer, stored: dict[str, Path]) -> torch.Tensor:
-    """The 16-bit weight of a layer, float32 ``[N, K]`` on the layer's device."""
-    kbit, prefix = layer.base_layer, f"{getattr(base, 'base_model_prefix', '')}."
-    name = next((n for n in (layer.name, layer.name.removeprefix(prefix), prefix + layer.name) if f"{n}.weight" in stored), None)
-    if name is None:
-        raise ValueError(f"{layer.name}.weight: not in the checkpoint, expected [{kbit.out_features}, {kbit.in_features}]")
-    with safe_open(stored[f"{name}.weight"], framework="pt") as tensors:
-        weight = tensors.get_tensor(f"{name}.weight")
-    if getattr(kbit, "dense_class", None) is Conv1D:
-        weight = weight.T
-    if not weight.is_floating_point() or tuple(weight.shape) != (kbit.out_features, kbit.in_features):
-        raise ValueError(
-            f"{layer.name}.weight: found {weight.dtype} {list(weight.shape)}, expected floats "
-            f"[{kbit.out_features}, {kbit.in_features}] of the model before it was quantized"
-        )
-    return weight.to(kbit.weight.device, torch.float32)
 
 
 # --- hooking in -----------------------------------------------------------------------------------
