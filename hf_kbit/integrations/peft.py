@@ -50,7 +50,7 @@ IMPOSSIBLE_INITIALISATIONS = {
 class KbitTunerLayer:
     """Put before PEFT's class of a layer whose base layer is a ``KbitLinear``: merges by requantizing.
 
-    ``name`` is the layer's in the model; ``merge_dtype`` other than None has ``merge`` leave a dense layer of it. While
+    ``name`` is that in the model; ``merge_dtype`` other than None has ``merge`` leave a dense layer of it. While
     adapters are merged, ``unmerged`` keeps what was there before, packed, to restore the very same bytes.
     """
 
