@@ -31,7 +31,8 @@ from hf_kbit.integrations.peft import KbitTunerLayer
 SETTINGS = {"bits": 3, "module_bits": {"v_proj": 5, "down_proj": 2}}
 FIGURES = re.compile(
     r"merged into (\d+) layers of (\S+) bits. Requantizing changed the merged weights by (\S+)% "
-    r"\(relative error; (\S+)% at most, in (\S+)\)(?: and kept (\S+)% of what the adapters add; (\S+)% of the stored weights)?"
+    r"\(relative error; (\S+)% at most, in (\S+)\)"
+    r"(?: and kept (\S+)% of what the adapters add; (\S+)% of the stored weights)?"
 )
 
 
