@@ -19,7 +19,6 @@ import peft
 import torch
 from packaging.version import Version
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
-from peft.utils.integrations import skip_init_on_device
 from torch import nn
 
 from hf_kbit.integrations import selection
@@ -180,7 +179,6 @@ def _restore(layer: KbitLinear, twin: KbitLinear) -> None:
     layer.to_tiles() if tiled else layer.to_planes()
 
 
-@skip_init_on_device
 def _requantize(layer: KbitLinear, weight: torch.Tensor, name: str) -> None:
     """Quantizes another weight into the layer, in the form in which its own is: one that is offloaded has planes."""
     tiled = layer.is_tiled
@@ -212,6 +210,10 @@ def _check_method(config, name: str, layer: KbitLinear, parameter_name: str | No
         )
     if method == "MISS" and config.init_weights == "bat":
         raise ValueError(f"{what}: MiSS with init_weights='bat' reads the weight in every step; use True or 'mini'")
+    if getattr(config, "kasa_config", None) is not None:
+        raise ValueError(
+            f"{what}: KaSA changes the weight for good, also while it runs; use init_lora_weights='pissa'"
+        )
     for impossible, why in IMPOSSIBLE_INITIALISATIONS.items():
         if isinstance(init, str) and init.lower().startswith(impossible):
             raise ValueError(f"{what}: init_lora_weights={init!r} {why}")
@@ -219,11 +221,7 @@ def _check_method(config, name: str, layer: KbitLinear, parameter_name: str | No
 
 def _reads_weight(config) -> bool:
     """Whether creating the adapter takes more of the base layer than its shape."""
-    return (
-        getattr(config, "init_lora_weights", None) not in BLIND_INITIALISATIONS
-        or config.use_dora
-        or getattr(config, "kasa_config", None) is not None
-    )
+    return getattr(config, "init_lora_weights", None) not in BLIND_INITIALISATIONS or config.use_dora
 
 
 def _create_and_replace(create, config, adapter_name, target, target_name, parent, *, current_key, **kwargs):

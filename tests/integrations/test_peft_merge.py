@@ -127,6 +127,21 @@ def test_disabling_merged_adapters_unmerges():
         assert torch.equal(model(IDS).logits, plain)
 
 
+def test_unmerging_brings_the_exponent_back():
+    model = adapted(quantized(), lora())
+    before, logits = packed_state(model), model(IDS).logits
+    layer = model.base_model.model.model.layers[0].self_attn.v_proj
+    layer.lora_B["default"].weight.data *= 1e4
+    expected = model(IDS).logits
+    merge(model)
+    assert layer.base_layer.exponent > 0 and relative(model(IDS).logits, expected) < 0.3
+    model.unmerge_adapter()
+    assert layer.base_layer.exponent == 0
+    assert_same_state(packed_state(model), before)
+    layer.lora_B["default"].weight.data /= 1e4
+    torch.testing.assert_close(model(IDS).logits, logits)
+
+
 # --- what is told ---
 
 
