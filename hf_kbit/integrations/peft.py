@@ -235,6 +235,11 @@ def _create_and_replace(create, config, adapter_name, target, target_name, paren
         raise ValueError(
             f"{current_key}.weight: found it offloaded, expected it on a device: the adapter's initialisation reads it"
         )
+    if reads and getattr(target, "merged", False):
+        raise ValueError(
+            f"{current_key}: found {', '.join(target.merged_adapters)} merged, expected the layer as it was: the "
+            "adapter's initialisation reads the weight. Call unmerge_adapter() first"
+        )
     linear = _dense(base) if reads else _stand_in(base)
     further = isinstance(target, KbitTunerLayer)  # adapter on a layer that has some
     if further:
@@ -264,8 +269,8 @@ def _check_modules_to_save(model: nn.Module, config) -> None:
         for name, module in model.named_modules():
             if name.endswith(ending) and any(isinstance(_base_layer(part), KbitLinear) for part in module.modules()):
                 raise ValueError(
-                    f"{name}: found it in modules_to_save, expected modules that can be trained, and its weight is "
-                    "frozen: leave it in 16 bits (modules_to_not_convert), or name it in target_modules"
+                    f"{name}: found it in modules_to_save, expected a module that can be trained, and quantized layers "
+                    "cannot: leave them in 16 bits (modules_to_not_convert), or name them in target_modules"
                 )
 
 

@@ -142,6 +142,16 @@ def test_unmerging_brings_the_exponent_back():
     torch.testing.assert_close(model(IDS).logits, logits)
 
 
+def test_no_initialisation_reads_a_merged_weight():
+    model = adapted(quantized(), lora())
+    merge(model)
+    before = packed_state(model)
+    for config in ({"init_lora_weights": "pissa"}, {"use_dora": True}):
+        with pytest.raises(ValueError, match="q_proj: found default merged, expected the layer as it was"):
+            model.add_adapter("other", lora(**config))
+    assert_same_state(packed_state(model), before)
+
+
 # --- what is told ---
 
 
@@ -220,9 +230,10 @@ def test_a_bias_that_cannot_be_merged_is_refused():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_merged_model_is_saved_and_reloaded(device, tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_model_is_saved_and_reloaded(dtype, device, tmp_path):
     """Also when merging moved a layer's scales out of the range they had: its exponent is in config.json."""
-    model, ids = adapted(quantized(device), lora()), IDS.to(device)
+    model, ids = adapted(quantized(device, dtype), lora()), IDS.to(device)
     for name, parameter in model.named_parameters():
         if "layers.1" in name and "v_proj.lora_B" in name:
             parameter.data *= 1e4
