@@ -269,7 +269,7 @@ def _check_modules_to_save(model: nn.Module, config) -> None:
         for name, module in model.named_modules():
             if name.endswith(ending) and any(isinstance(_base_layer(part), KbitLinear) for part in module.modules()):
                 raise ValueError(
-                    f"{name}: found it in modules_to_save, expected a module that can be trained, and quantized layers "
+                    f"{name}: found it in modules_to_save, expected what can be trained, and quantized layers "
                     "cannot: leave them in 16 bits (modules_to_not_convert), or name them in target_modules"
                 )
 
