@@ -199,8 +199,18 @@ def test_an_adapter_that_adds_nothing_changes_nothing():
 
 def test_a_layer_merged_alone_reports_itself():
     model = adapted(quantized(), lora())
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
     with pytest.warns(UserWarning, match=r"merged into 1 layers of 3 bits.*in model.layers.0.mlp.down_proj\)"):
-        model.base_model.model.model.layers[0].mlp.down_proj.merge()
+        layer.merge()
+    layer.unmerge()
+    before = packed_state(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="merged into 1 layers"):
+            layer.merge()
+    assert layer.merged, "the warning is an error to this program, and yet the merge is done"
+    layer.unmerge()
+    assert_same_state(packed_state(model), before)
 
 
 @pytest.mark.parametrize("safe", [False, True])
@@ -320,16 +330,18 @@ def test_layers_offloaded_to_the_cpu(device):
 
 @pytest.mark.gpu
 def test_gpu_to_cpu_and_back_while_merged():
-    model = adapted(quantized("cuda"), lora())
+    model = adapted(quantized("cuda"), lora(), lora(r=2))
     before = packed_state(model)
     merge(model)
     merged = packed_state(model)
     model.cpu()
     assert_same_state(packed_state(model), merged)
+    merge(model, adapter_names=["1"])
     model.unmerge_adapter()
     assert_same_state(packed_state(model), before)
     merge(model)
     model.cuda()
+    merge(model, adapter_names=["1"])
     model.unmerge_adapter()
     assert_same_state(packed_state(model), before)
     assert all(layer.weight.is_cuda and layer.codebook.is_cuda for layer in kbit_layers(model).values())
