@@ -29,6 +29,7 @@ from hf_kbit.integrations.peft import KbitTunerLayer
 
 # Adapters on all of these widths and levels at once.
 SETTINGS = {"bits": 3, "module_bits": {"v_proj": 5, "down_proj": 2}}
+LOPSIDED = [-1, -0.7, -0.2, 0.1, 0.2, 0.3, 0.6, 0.9]
 FIGURES = re.compile(
     r"merged into (\d+) layers of (\S+) bits. Requantizing changed the merged weights by (\S+)% "
     r"\(relative error; (\S+)% at most, in (\S+)\)"
@@ -92,8 +93,7 @@ def test_merge_and_unmerge(name, safe, device):
 
 
 def test_merge_keeps_any_levels_and_what_is_not_adapted():
-    config = {"bits": 3, "codebook": [-1, -0.7, -0.2, 0.1, 0.2, 0.3, 0.6, 0.9]}
-    model = adapted(quantized(**config), lora())
+    model = adapted(quantized(codebook=LOPSIDED), lora())
     before, levels = packed_state(model), {name: layer.levels for name, layer in kbit_layers(model).items()}
     merge(model)
     after = packed_state(model)
@@ -188,7 +188,8 @@ def test_an_adapter_that_is_rounded_away_is_reported(bits):
 
 
 def test_an_adapter_that_adds_nothing_changes_nothing():
-    model = peft.get_peft_model(quantized(), lora())
+    """Not even where quantizing decoded weights again gives others, as with levels that reach less far up than down."""
+    model = peft.get_peft_model(quantized(codebook=LOPSIDED), lora())
     before = packed_state(model)
     (text,) = merge(model)
     assert FIGURES.search(text)[6] is None
