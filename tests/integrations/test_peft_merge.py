@@ -188,7 +188,7 @@ def test_an_adapter_that_is_rounded_away_is_reported(bits):
 
 
 def test_an_adapter_that_adds_nothing_changes_nothing():
-    """Not even where quantizing decoded weights again gives others, as with levels that reach less far up than down."""
+    """Not even where decoded weights, quantized again, are others, as with levels that reach less far up than down."""
     model = peft.get_peft_model(quantized(codebook=LOPSIDED), lora())
     before = packed_state(model)
     (text,) = merge(model)
