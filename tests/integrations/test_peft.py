@@ -173,6 +173,7 @@ def test_loftq(tmp_path):
     original = dense.model.layers[0].self_attn.v_proj.weight.float()
     decoded_weight = layer.base_layer.dequantize(torch.float32)
     torch.testing.assert_close(decoded_weight + layer.get_delta_weight("wide"), original)
+    assert layer.lora_A["wide"].weight.shape == (60, 72) and layer.lora_B["wide"].weight.shape == (36, 60)
 
     with pytest.raises(ValueError, match="other: found no quantized layer with LoRA of that name"):
         hf_kbit.replace_lora_weights_loftq(model, adapter_name="other")
@@ -297,13 +298,14 @@ def test_adapters_are_saved_alone_and_load_everywhere(device, tmp_path):
 
 def test_adapters_through_transformers(tmp_path):
     """``add_adapter``, ``save_pretrained`` and ``load_adapter`` of the model itself."""
-    model = quantized()
+    model = quantized(module_bits={"v_proj": 4})
     model.add_adapter(lora(init_lora_weights=False))
-    logits = model.eval()(IDS).logits
+    logits, layers = model.eval()(IDS).logits, dict(model.config.quantization_config.layers)
     model.save_pretrained(tmp_path)
+    assert model.config.quantization_config.layers == layers and len(layers) == 2
     assert {file.name for file in tmp_path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     assert not (tmp_path / "model.safetensors").exists()
-    other = quantized().eval()
+    other = quantized(module_bits={"v_proj": 4}).eval()
     other.load_adapter(tmp_path)
     assert torch.equal(other(IDS).logits, logits)
 
