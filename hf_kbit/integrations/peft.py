@@ -51,7 +51,8 @@ class KbitTunerLayer:
     """Put before PEFT's class of a layer whose base layer is a ``KbitLinear``: merges by requantizing.
 
     ``name`` is that in the model; ``merge_dtype`` other than None has ``merge`` leave a dense layer of it. While
-    adapters are merged, ``unmerged`` keeps what was there before, packed, to restore the very same bytes.
+    adapters are merged, ``unmerged`` keeps what was there before, to restore the very same bytes: the memory of the packed
+    weight a second time.
     """
 
     name: str
@@ -59,7 +60,7 @@ class KbitTunerLayer:
     unmerged: tuple[KbitLinear] | tuple[()] = ()  # a tuple, for nn.Module would register the layer
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds adapters to the weight, and quantizes it again.
+        """Adds adapters to the weight, and quantizes it again; takes some float32 copies of the weight meanwhile.
 
         Args:
             safe_merge: has PEFT look for NaN; a weight that is not finite is refused without it too.
@@ -107,10 +108,19 @@ class KbitTunerLayer:
         return MergedLayer.measure(self.name, before, exact.weight, base)
 
     def unmerge(self) -> None:
-        """Restores the weight from before ``merge``, byte for byte."""
+        """Restores the weight from before ``merge``, byte for byte.
+
+        Raises:
+            ValueError: the weight is offloaded; ``unmerge_adapter()`` of the model brings it in.
+        """
         base = self.base_layer
         if not isinstance(base, KbitLinear) or not self.unmerged:
             return super().unmerge()
+        if base.weight.is_meta:
+            raise ValueError(
+                f"{self.name}.weight: found it offloaded, expected it on a device to unmerge: call unmerge_adapter() "
+                "of the model before disabling adapters"
+            )
         _restore(base, self.unmerged[0])
         self.merged_adapters, self.unmerged = [], ()
 

@@ -82,7 +82,7 @@ def test_merge_and_unmerge(name, safe, device):
         if tensor.is_floating_point():
             torch.testing.assert_close(merged[key], tensor, rtol=1e-5, atol=1e-6)
         else:  # sums in another order may fall on the other side of a border between two codes
-            assert (merged[key] != tensor).float().mean() < (0 if device == "cpu" else 0.002) + 1e-12, key
+            assert (merged[key] != tensor).float().mean() <= (0 if device == "cpu" else 0.01), key
     assert_same_state(
         {k: v for k, v in merged.items() if k not in expected}, {k: before[k] for k in before if k not in expected}
     )
@@ -319,6 +319,11 @@ def test_layers_offloaded_to_the_cpu(device):
     torch.testing.assert_close(model(ids).logits, logits)
     merge(model)
     torch.testing.assert_close(model(ids).logits, merged)
+    with (
+        model.disable_adapter(),
+        pytest.raises(ValueError, match="found it offloaded, expected it on a device to unm"),
+    ):
+        model(ids)
     model.unmerge_adapter()
     torch.testing.assert_close(model(ids).logits, logits)
     merge(model)
