@@ -287,6 +287,22 @@ def test_dtype_of_the_exact_merge():
         hf_kbit.merge_and_unload(adapted(quantized(), lora()), dtype=torch.float16)
 
 
+@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.float32), (1e5, torch.float16)])
+def test_exact_merge_refuses_what_is_not_finite(value, dtype):
+    """And leaves nothing of the attempt: the next merge is quantized."""
+    model = adapted(quantized(), lora())
+    before = packed_state(model)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj  # the first to be merged
+    layer.lora_B["default"].weight.data[:, 0] = value
+    layer.lora_A["default"].weight.data[0] = 1
+    with pytest.raises(ValueError, match=f"q_proj.weight with default merged: found NaN or infinite .* in {dtype}"):
+        hf_kbit.merge_and_unload(model, dequantize=True, dtype=dtype)
+    assert_same_state(packed_state(model), before)
+    layer.lora_B["default"].weight.data[:, 0] = 0
+    merge(model)
+    assert len(kbit_layers(model)) == 14
+
+
 def test_only_the_named_adapters_are_merged():
     model, reference = (adapted(make(), lora(), lora(target_modules=["up_proj"])) for make in (quantized, decoded))
     merged = hf_kbit.merge_and_unload(model, dequantize=True, adapter_names=["1"])

@@ -53,6 +53,7 @@ def test_prepare_takes_what_that_of_peft_takes():
     assert list(inspect.signature(ours).parameters)[:3] == [
         "model", "use_gradient_checkpointing", "gradient_checkpointing_kwargs"
     ]  # fmt: skip
+    assert "KbitLinear" in ours.__doc__
     model = ours(quantized(), use_gradient_checkpointing=False)
     assert not any(block.gradient_checkpointing for block in model.model.layers)
     model = ours(quantized(), gradient_checkpointing_kwargs={"use_reentrant": False})
