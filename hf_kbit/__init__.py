@@ -3,11 +3,30 @@
 Importing the package registers the quantization method ``"kbit"`` with Transformers.
 """
 
+from importlib import import_module as _import_module
+
 from hf_kbit import codebooks
 from hf_kbit.config import KbitConfig
 from hf_kbit.integrations import transformers as _transformers  # noqa: F401  registers the quantizer
+from hf_kbit.integrations.after_import import after_import as _after_import
 from hf_kbit.linear import KbitLinear
 from hf_kbit.ops import dequantize, gemm, quantize, repack
 
 __version__ = "0.1.0.dev0"
 __all__ = ["KbitConfig", "KbitLinear", "codebooks", "dequantize", "gemm", "quantize", "repack"]
+
+# What needs PEFT, and is no part of __all__ because of that: an import of * works without it.
+_WITH_PEFT = {
+    "merge_and_unload": "peft",
+    "prepare_model_for_kbit_training": "peft",
+    "replace_lora_weights_loftq": "loftq",
+}
+
+# Not imported here: that takes seconds.
+_after_import("peft", "hf_kbit.integrations.peft")
+
+
+def __getattr__(name: str):
+    if name in _WITH_PEFT:
+        return getattr(_import_module(f"hf_kbit.integrations.{_WITH_PEFT[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -174,6 +174,11 @@ class KbitLinear(nn.Linear):
         shape = [self.out_features, self.in_features]
         return torch.ops.hf_kbit.dequantize(self.weight, self.weight_absmax, self.codebook, shape, dtype)
 
+    @property
+    def W_q(self) -> torch.Tensor:
+        """The packed weight. Where a layer has this name, PEFT takes ``dequantize()`` for its weight (DoRA)."""
+        return self.weight
+
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """A plain ``nn.Linear`` with the decoded weight and the same bias, on the same device."""
         weight = self.dequantize(dtype)

@@ -12,6 +12,7 @@ import platform
 import shutil
 import sysconfig
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -68,6 +69,14 @@ def _loss(model, sequences: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
 
 
+def batches(number: int) -> Iterator[torch.Tensor]:
+    """int64 [8, 128], so many times: pieces from anywhere in the files to train on, the same each time."""
+    text, generator = _text()[0], torch.Generator().manual_seed(0)
+    for _ in range(number):
+        start = torch.randint(len(text) - LENGTH, (BATCH, 1), generator=generator)
+        yield text[start + torch.arange(LENGTH)].long()
+
+
 @torch.inference_mode()
 def mean_loss(model, sequences: torch.Tensor) -> float:
     """Mean cross entropy of the next byte, in nats."""
@@ -78,7 +87,6 @@ def mean_loss(model, sequences: torch.Tensor) -> float:
 def _train() -> LlamaForCausalLM:
     shape = {"hidden_size": 160, "intermediate_size": 424, "num_attention_heads": 5, "num_key_value_heads": 5}
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(
@@ -94,10 +102,8 @@ def _train() -> LlamaForCausalLM:
         return min((step + 1) / warmup, 0.51 + 0.49 * math.cos(math.pi * max(0, step - warmup) / (STEPS - warmup)))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    text = _text()[0]
-    for _ in range(STEPS):
-        start = torch.randint(len(text) - LENGTH, (BATCH, 1), generator=generator)
-        _loss(model, text[start + torch.arange(LENGTH)].long()).backward()
+    for sequences in batches(STEPS):
+        _loss(model, sequences).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

@@ -308,6 +308,12 @@ class KbitHfQuantizer(HfQuantizer):
 
     # --- saving, undoing ---
 
+    def get_state_dict_and_metadata(self, model):
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
+        if not getattr(model, "_hf_peft_config_loaded", False):  # else only adapters are saved
+            self._record(model, layers)  # merging adapters may have changed exponents
+        return super().get_state_dict_and_metadata(model)
+
     def _dequantize(self, model, dtype=None):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
@@ -319,7 +325,7 @@ class KbitHfQuantizer(HfQuantizer):
         previous = model.dtype
         while layers:  # one at a time, so that each packed weight is freed before the next dense one is made
             name, layer = layers.popitem()
-            selection.replace_modules(model, {name: _to_dense(layer, dtype)})
+            selection.replace_modules(model, {name: to_dense(layer, dtype)})
         if dtype != previous:
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensor.dtype == previous:  # what is kept in float32 stays there
@@ -334,9 +340,10 @@ def _would_revert(conversion: WeightConverter, layers) -> bool:
     return any(reverse.rename_source_key(f"{name}.weight")[1] is not None for name in layers)
 
 
-def _to_dense(layer: KbitLinear, dtype: torch.dtype) -> nn.Module:
-    linear = layer.to_linear(dtype)
-    if layer.dense_class is not Conv1D:
+def to_dense(layer: KbitLinear, dtype: torch.dtype, decoded: nn.Linear | None = None) -> nn.Module:
+    """What the layer was before it was quantized, of the decoded weight: an ``nn.Linear``, or GPT-2's Conv1D."""
+    linear = (decoded or layer.to_linear(dtype)).to(dtype)
+    if getattr(layer, "dense_class", None) is not Conv1D:
         return linear
     conv = Conv1D(layer.out_features, layer.in_features)
     conv.weight, conv.bias = nn.Parameter(linear.weight.T.contiguous()), linear.bias

@@ -1,0 +1,91 @@
+"""What merging adapters into quantized layers changed, measured and told in one warning."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from hf_kbit.linear import KbitLinear
+
+# Below this part of what adapters add, a merge that requantizes is said to have lost them.
+LOST = 0.5
+
+
+@dataclass(frozen=True)
+class MergedLayer:
+    """Sums of squares over a layer's weights in float32: what requantizing, and what the adapters, changed."""
+
+    name: str
+    bits: int
+    exact: float
+    error: float
+    added: float
+    kept: float  # of what was added, the part that the stored weight has: <stored - before, added>
+    changed: int  # stored weights that are not what they were
+    weights: int
+
+    @classmethod
+    def measure(cls, name: str, before: torch.Tensor, exact: torch.Tensor, layer: KbitLinear) -> "MergedLayer":
+        """Compares the weight before merging, the exact sum, and what the layer stores; float32 ``[N, K]``."""
+        stored, added = layer.dequantize(torch.float32), exact - before
+        return cls(
+            name,
+            layer.bits,
+            exact.square().sum().item(),
+            (stored - exact).square().sum().item(),
+            added.square().sum().item(),
+            ((stored - before) * added).sum().item(),
+            int((stored != before).sum()),
+            exact.numel(),
+        )
+
+    @property
+    def relative_error(self) -> float:
+        return (self.error / self.exact) ** 0.5 if self.exact else 0.0
+
+
+def _summary(layers: list[MergedLayer]) -> str:
+    exact, error, added, kept, changed, weights = (
+        sum(getattr(layer, field) for layer in layers)
+        for field in ("exact", "error", "added", "kept", "changed", "weights")
+    )
+    widths = "/".join(str(bits) for bits in sorted({layer.bits for layer in layers}))
+    worst = max(layers, key=lambda layer: layer.relative_error)
+    text = (
+        f"hf_kbit: merged into {len(layers)} layers of {widths} bits. Requantizing changed the merged weights by "
+        f"{(error / exact) ** 0.5 if exact else 0:.2%} (relative error; {worst.relative_error:.2%} at most, in "
+        f"{worst.name})"
+    )
+    if added:
+        text += (
+            f" and kept {kept / added:.0%} of what the adapters add; {changed / weights:.2%} of the stored weights "
+            "are not what they were"
+        )
+        if kept < LOST * added:
+            text += ". So the merge rounds most of the adapters away: keep them unmerged, or merge into 16 bits"
+    return text + ". Without this loss, into 16 bits: hf_kbit.merge_and_unload(model, dequantize=True)"
+
+
+_collected: list[MergedLayer] | None = None
+
+
+def report(layer: MergedLayer) -> None:
+    if _collected is None:
+        warnings.warn(_summary([layer]), stacklevel=4)
+    else:
+        _collected.append(layer)
+
+
+@contextmanager
+def one_report() -> Iterator[None]:
+    """Gathers the reports of all layers that are merged inside into one warning."""
+    global _collected
+    outer, _collected = _collected, []
+    try:
+        yield
+    finally:
+        layers, _collected = _collected, outer
+    if layers:
+        warnings.warn(_summary(layers), stacklevel=5)

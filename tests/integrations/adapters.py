@@ -1,0 +1,106 @@
+"""A tiny quantized model to put adapters on, the same with decoded weights to compare it with, and what to put on."""
+
+import tempfile
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from hf_kbit import KbitConfig, KbitLinear
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TARGETS = ["q_proj", "v_proj", "down_proj"]  # [72, 72], [36, 72] and [72, 100]: no block of 32 fits
+IDS = torch.arange(2 * 9).reshape(2, 9)
+
+
+def load(dense: PreTrainedModel, device="cpu", **settings) -> PreTrainedModel:
+    """The model, quantized while loading with these settings of KbitConfig."""
+    with tempfile.TemporaryDirectory() as folder:
+        dense.save_pretrained(folder)
+        config = KbitConfig(**settings)
+        model = type(dense).from_pretrained(folder, dtype=dense.dtype, device_map=device, quantization_config=config)
+    model.name_or_path = ""  # PEFT would look for the folder when it saves adapters, and then on the Hub
+    return model
+
+
+def quantized(device="cpu", dtype=torch.float32, bits=3, **settings) -> LlamaForCausalLM:
+    """Two layers of random weights, the same ones each time, with biases in attention."""
+    shape = {"hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        dense = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=128, attention_bias=True, **shape))
+        for name, parameter in dense.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.02)
+    return load(dense.to(dtype), device, bits=bits, **settings)
+
+
+def decoded(device="cpu", **kwargs) -> LlamaForCausalLM:
+    """The model with plain layers that have the decoded weights."""
+    return quantized(device, **kwargs).dequantize()
+
+
+def adapted(model, *configs, seed: int = 0) -> peft.PeftModel:
+    """The model with adapters "default", "1", "2" ..., all trainable tensors moved away from where they start."""
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(model, configs[0])
+    for number, config in enumerate(configs[1:], start=1):
+        model.add_adapter(str(number), config)
+    prefix = model.base_model.prefix
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if prefix in name:
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    return model.eval()
+
+
+def packed_state(model) -> dict[str, torch.Tensor]:
+    """Copies of all that is no adapter, in the stored form, by names without what PEFT puts into them."""
+    layers = {name.replace(".base_layer", ""): tensor for name, tensor in model.state_dict().items()}
+    prefix = getattr(getattr(model, "base_model", None), "prefix", None)
+    return {
+        name.removeprefix("base_model.model."): tensor.cpu().clone()
+        for name, tensor in layers.items()
+        if not (prefix and prefix in name)
+    }
+
+
+def assert_same_state(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def kbit_layers(model) -> dict[str, KbitLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm."""
+    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+def lora(**kwargs) -> LoraConfig:
+    return LoraConfig(**{"target_modules": TARGETS, "r": 4, "task_type": "CAUSAL_LM"} | kwargs)
+
+
+# A configuration of each method that is supported, and of LoRA's that are code of their own in PEFT.
+CONFIGS = {
+    "LoRA": lora,
+    "LoRA, rank-stabilized, patterns": lambda: lora(
+        use_rslora=True, rank_pattern={"down_proj": 6}, alpha_pattern={"v_proj": 3}
+    ),
+    "LoRA, bias": lambda: lora(target_modules=["q_proj", "v_proj"], lora_bias=True, bias="lora_only"),
+    "DoRA": lambda: lora(use_dora=True),
+    "orthogonal": lambda: lora(init_lora_weights="orthogonal"),
+    "gaussian": lambda: lora(init_lora_weights="gaussian"),
+    "AdaLoRA": lambda: peft.AdaLoraConfig(target_modules=TARGETS, total_step=10),
+    "BOFT": lambda: peft.BOFTConfig(target_modules=["q_proj", "v_proj"], boft_block_size=4),
+    "IA3": lambda: peft.IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"]),
+    "LoHa": lambda: peft.LoHaConfig(target_modules=TARGETS, r=4),
+    "LoKr": lambda: peft.LoKrConfig(target_modules=TARGETS, r=4),
+    "MiSS": lambda: peft.MissConfig(target_modules=TARGETS, r=4),
+    "OFT": lambda: peft.OFTConfig(target_modules=TARGETS, oft_block_size=4),
+    "VeRA": lambda: peft.VeraConfig(target_modules=["q_proj"], r=4),
+}

@@ -1,0 +1,369 @@
+"""Merging adapters into quantized layers: exact until the sum is quantized, undone to the byte, never in silence."""
+
+import re
+import warnings
+
+import peft
+import pytest
+import torch
+from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodules
+from integrations.adapters import (
+    CONFIGS,
+    DEVICES,
+    IDS,
+    adapted,
+    assert_same_state,
+    decoded,
+    kbit_layers,
+    lora,
+    packed_state,
+    quantized,
+    relative,
+)
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import hf_kbit
+from hf_kbit import KbitLinear
+from hf_kbit.integrations.peft import KbitTunerLayer
+
+# Adapters on all of these widths and levels at once.
+SETTINGS = {"bits": 3, "module_bits": {"v_proj": 5, "down_proj": 2}}
+LOPSIDED = [-1, -0.7, -0.2, 0.1, 0.2, 0.3, 0.6, 0.9]
+FIGURES = re.compile(
+    r"merged into (\d+) layers of (\S+) bits. Requantizing changed the merged weights by (\S+)% "
+    r"\(relative error; (\S+)% at most, in (\S+)\)"
+    r"(?: and kept (\S+)% of what the adapters add; (\S+)% of the stored weights)?"
+)
+
+
+def merge(model, **kwargs) -> list[str]:
+    """Merges, and returns what this package warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.merge_adapter(**kwargs)
+    return [str(warning.message) for warning in caught if str(warning.message).startswith("hf_kbit")]
+
+
+def tuner_layers(model) -> dict[str, KbitTunerLayer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, KbitTunerLayer)}
+
+
+def offload(layer: nn.Module, device: str) -> None:
+    """Leaves the layer's tensors in CPU memory and has them brought to the device for each call."""
+    attach_align_device_hook(
+        layer, device, offload=True, weights_map={k: v.cpu() for k, v in layer.state_dict().items()}
+    )
+
+
+def expected_state(reference, model) -> dict[str, torch.Tensor]:
+    """What quantizing the weights of the merged reference gives, with the bits and levels of the model's layers."""
+    state = {}
+    for name, layer in tuner_layers(model).items():
+        merged, own = reference.get_submodule(name).base_layer, layer.base_layer
+        other = KbitLinear.from_linear(merged.cpu(), own.bits, own.levels)
+        state |= {f"{name}.{key}": tensor for key, tensor in other.state_dict().items()}
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_merge_and_unmerge(name, safe, device):
+    """The bytes of quantizing what PEFT merges into the decoded model; afterwards those from before."""
+    model, reference = (adapted(make(device, **SETTINGS), CONFIGS[name]()) for make in (quantized, decoded))
+    before, ids = packed_state(model), IDS.to(device)
+    logits = model(ids).logits
+    assert len(merge(model, safe_merge=safe)) == 1 and not merge(reference, safe_merge=safe)
+    merged = packed_state(model)
+    expected = expected_state(reference, model)
+    assert len(expected) > len(tuner_layers(model))
+    for key, tensor in expected.items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(merged[key], tensor, rtol=1e-5, atol=1e-6)
+        else:  # sums in another order may fall on the other side of a border between two codes
+            assert (merged[key] != tensor).float().mean() <= (0 if device == "cpu" else 0.01), key
+    assert_same_state(
+        {k: v for k, v in merged.items() if k not in expected}, {k: before[k] for k in before if k not in expected}
+    )
+    assert 1e-4 < relative(model(ids).logits, logits) < 0.3
+    model.unmerge_adapter()
+    assert_same_state(packed_state(model), before)
+    assert torch.equal(model(ids).logits, logits)
+
+
+def test_merge_keeps_any_levels_and_what_is_not_adapted():
+    model = adapted(quantized(codebook=LOPSIDED), lora())
+    before, levels = packed_state(model), {name: layer.levels for name, layer in kbit_layers(model).items()}
+    merge(model)
+    after = packed_state(model)
+    changed = {name.split(".")[-2] for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {"q_proj", "v_proj", "down_proj"}
+    assert {name: layer.levels for name, layer in kbit_layers(model).items()} == levels
+
+
+def test_adapters_merged_one_by_one_are_rounded_once():
+    configs = lora(), lora(use_dora=True, r=2), lora(target_modules=["v_proj", "up_proj"])
+    at_once, one_by_one = (adapted(quantized(), *configs) for _ in range(2))
+    before = packed_state(at_once)
+    merge(at_once, adapter_names=["default", "1", "2"])
+    for name in ("default", "1", "2"):
+        merge(one_by_one, adapter_names=[name])
+    assert_same_state(packed_state(one_by_one), packed_state(at_once))
+    layer = one_by_one.base_model.model.model.layers[0].self_attn.v_proj
+    assert layer.merged_adapters == ["default", "1", "2"]
+    with pytest.warns(UserWarning, match="All adapters are already merged"):
+        one_by_one.merge_adapter(adapter_names=["default", "1", "2"])
+    one_by_one.unmerge_adapter()
+    assert_same_state(packed_state(one_by_one), before)
+    assert layer.merged_adapters == [] and layer.unmerged == ()
+
+
+def test_disabling_merged_adapters_unmerges():
+    model = adapted(quantized(), lora())
+    plain = quantized().eval()(IDS).logits
+    merge(model)
+    with model.disable_adapter():
+        assert torch.equal(model(IDS).logits, plain)
+
+
+def test_unmerging_brings_the_exponent_back():
+    model = adapted(quantized(), lora())
+    before, logits = packed_state(model), model(IDS).logits
+    layer = model.base_model.model.model.layers[0].self_attn.v_proj
+    layer.lora_B["default"].weight.data *= 1e4
+    expected = model(IDS).logits
+    merge(model)
+    assert layer.base_layer.exponent > 0 and relative(model(IDS).logits, expected) < 0.3
+    model.unmerge_adapter()
+    assert layer.base_layer.exponent == 0
+    assert_same_state(packed_state(model), before)
+    layer.lora_B["default"].weight.data /= 1e4
+    torch.testing.assert_close(model(IDS).logits, logits)
+
+
+def test_no_initialisation_reads_a_merged_weight():
+    model = adapted(quantized(), lora())
+    merge(model)
+    before = packed_state(model)
+    for config in ({"init_lora_weights": "pissa"}, {"use_dora": True}):
+        with pytest.raises(ValueError, match="q_proj: found default merged, expected the layer as it was"):
+            model.add_adapter("other", lora(**config))
+    assert_same_state(packed_state(model), before)
+
+
+# --- what is told ---
+
+
+def test_the_warning_has_the_measured_figures():
+    model = adapted(quantized(**SETTINGS), lora())
+    exact, stored, before = [], [], []
+    for layer in tuner_layers(model).values():
+        before.append(layer.base_layer.dequantize().flatten())
+        exact.append(before[-1] + layer.get_delta_weight("default").detach().flatten())
+    (text,) = merge(model)
+    stored = [layer.base_layer.dequantize().flatten() for layer in tuner_layers(model).values()]
+    number, bits, error, most, worst, kept, changed = FIGURES.search(text).groups()
+    assert (number, bits) == ("6", "2/3/5")
+    errors = [relative(s, e) for s, e in zip(stored, exact, strict=True)]
+    assert float(most) == pytest.approx(100 * max(errors), abs=0.01)
+    assert worst == list(tuner_layers(model))[errors.index(max(errors))].removeprefix("base_model.model.")
+    exact, stored, before = (torch.cat(parts) for parts in (exact, stored, before))
+    assert float(error) == pytest.approx(100 * relative(stored, exact), abs=0.01)
+    added = exact - before
+    assert float(kept) == pytest.approx(100 * ((stored - before) @ added / (added @ added)).item(), abs=1)
+    assert float(changed) == pytest.approx(100 * (stored != before).float().mean().item(), abs=0.01)
+    assert "hf_kbit.merge_and_unload(model, dequantize=True)" in text and "away" not in text
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+def test_an_adapter_that_is_rounded_away_is_reported(bits):
+    model = adapted(quantized(bits=bits), lora())
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data *= 1e-3
+    (text,) = merge(model)
+    assert "the merge rounds most of the adapters away" in text
+    assert float(FIGURES.search(text)[6]) < 50 and float(FIGURES.search(text)[7]) < 5
+
+
+def test_an_adapter_that_adds_nothing_changes_nothing():
+    """Not even where decoded weights, quantized again, are others, as with levels that reach less far up than down."""
+    model = peft.get_peft_model(quantized(codebook=LOPSIDED), lora())
+    before = packed_state(model)
+    (text,) = merge(model)
+    assert FIGURES.search(text)[6] is None
+    assert_same_state(packed_state(model), before)
+    model.unmerge_adapter()
+    assert_same_state(packed_state(model), before)
+
+
+def test_a_layer_merged_alone_reports_itself():
+    model = adapted(quantized(), lora())
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
+    with pytest.warns(UserWarning, match=r"merged into 1 layers of 3 bits.*in model.layers.0.mlp.down_proj\)"):
+        layer.merge()
+    layer.unmerge()
+    before = packed_state(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="merged into 1 layers"):
+            layer.merge()
+    assert layer.merged, "the warning is an error to this program, and yet the merge is done"
+    layer.unmerge()
+    assert_same_state(packed_state(model), before)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_nan_is_refused_and_leaves_the_layer_as_it_was(safe):
+    model = adapted(quantized(), lora(), lora())
+    merge(model, adapter_names=["default"])
+    before = packed_state(model)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj  # the first to be merged
+    layer.lora_B["1"].weight.data[2, 1] = float("nan")
+    message = "NaNs detected in the merged weights" if safe else "q_proj.weight with default, 1 merged: found NaN"
+    with pytest.raises(ValueError, match=message):
+        model.merge_adapter(adapter_names=["1"], safe_merge=safe)
+    assert_same_state(packed_state(model), before)
+    assert layer.merged_adapters == ["default"] and type(layer.base_layer) is KbitLinear
+
+
+def test_a_bias_that_cannot_be_merged_is_refused():
+    model = adapted(quantized(), lora(target_modules=["up_proj"], lora_bias=True))
+    before = packed_state(model)
+    with pytest.raises(RuntimeError, match="base layer has no bias"):
+        model.merge_adapter()
+    assert_same_state(packed_state(model), before)
+    assert not model.base_model.model.model.layers[0].mlp.up_proj.merged
+
+
+# --- unloading ---
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_model_is_saved_and_reloaded(dtype, device, tmp_path):
+    """Also when merging moved a layer's scales out of the range they had: its exponent is in config.json."""
+    model, ids = adapted(quantized(device, dtype), lora()), IDS.to(device)
+    for name, parameter in model.named_parameters():
+        if "layers.1" in name and "v_proj.lora_B" in name:
+            parameter.data *= 1e4
+    with pytest.warns(UserWarning, match="merged into 6 layers of 3 bits"):
+        merged = model.merge_and_unload()
+    assert not tuner_layers(merged) and len(kbit_layers(merged)) == 14
+    assert merged.model.layers[1].self_attn.v_proj.exponent > 0
+    merged.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device)
+    assert torch.equal(loaded(ids).logits, merged(ids).logits)
+    assert_same_state(packed_state(loaded), packed_state(merged))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("merged_before", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_exact_merge_into_16_bits(name, merged_before, device, tmp_path):
+    """Nothing quantized is left, nothing was rounded but to the dtype, and the config knows nothing of it."""
+    model, ids = adapted(quantized(device), CONFIGS[name]()), IDS.to(device)
+    logits = model(ids).logits
+    if merged_before:
+        merge(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="hf_kbit")
+        merged = hf_kbit.merge_and_unload(model, dequantize=True, safe_merge=True)
+    assert not kbit_layers(merged) and not tuner_layers(merged)
+    assert relative(merged(ids).logits, logits) < 1e-5
+    merged.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device)
+    assert not hasattr(loaded.config, "quantization_config")
+    assert torch.equal(loaded(ids).logits, merged(ids).logits)
+
+
+def test_dtype_of_the_exact_merge():
+    for dtype, kwargs in [(torch.bfloat16, {}), (torch.float16, {"dtype": torch.float16})]:
+        model = peft.prepare_model_for_kbit_training(quantized(dtype=torch.bfloat16))
+        merged = hf_kbit.merge_and_unload(adapted(model, lora()), dequantize=True, **kwargs)
+        assert {parameter.dtype for parameter in merged.parameters()} == {dtype}
+    with pytest.raises(ValueError, match=r"dtype: found torch.float16, expected None without dequantize=True"):
+        hf_kbit.merge_and_unload(adapted(quantized(), lora()), dtype=torch.float16)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.float32), (1e5, torch.float16)])
+def test_exact_merge_refuses_what_is_not_finite(value, dtype):
+    """And leaves nothing of the attempt: the next merge is quantized."""
+    model = adapted(quantized(), lora())
+    before = packed_state(model)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj  # the first to be merged
+    layer.lora_B["default"].weight.data[:, 0] = value
+    layer.lora_A["default"].weight.data[0] = 1
+    with pytest.raises(ValueError, match=f"q_proj.weight with default merged: found NaN or infinite .* in {dtype}"):
+        hf_kbit.merge_and_unload(model, dequantize=True, dtype=dtype)
+    assert_same_state(packed_state(model), before)
+    layer.lora_B["default"].weight.data[:, 0] = 0
+    merge(model)
+    assert len(kbit_layers(model)) == 14
+
+
+def test_only_the_named_adapters_are_merged():
+    model, reference = (adapted(make(), lora(), lora(target_modules=["up_proj"])) for make in (quantized, decoded))
+    merged = hf_kbit.merge_and_unload(model, dequantize=True, adapter_names=["1"])
+    assert relative(merged(IDS).logits, reference.merge_and_unload(adapter_names=["1"])(IDS).logits) < 1e-5
+
+
+def test_a_model_that_transformers_did_not_quantize():
+    torch.manual_seed(0)
+    layers = [KbitLinear.from_linear(nn.Linear(40, 40), bits=bits) for bits in (2, 4)]
+    x = torch.randn(3, 40)
+    model = adapted(nn.Sequential(*layers), peft.LoraConfig(target_modules=["0"]))
+    y = model(x)
+    merged = hf_kbit.merge_and_unload(model, dequantize=True)
+    assert [type(layer) for layer in merged] == [nn.Linear, nn.Linear]
+    torch.testing.assert_close(merged(x), y)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_layers_offloaded_to_the_cpu(device):
+    """PEFT brings such a layer in, has it merged and takes it out again, in the stored form."""
+    model, ids = adapted(quantized(device), lora()), IDS.to(device)
+    logits = model(ids).logits
+    merge(model)
+    expected, merged = packed_state(model), model(ids).logits
+    model.unmerge_adapter()
+    for layer in tuner_layers(model).values():
+        layer.base_layer.to_planes()  # as a layer is that was offloaded while it was loaded
+        offload(layer.base_layer, device)
+    assert all(layer.base_layer.weight.is_meta for layer in tuner_layers(model).values())
+    torch.testing.assert_close(model(ids).logits, logits)
+    merge(model)
+    torch.testing.assert_close(model(ids).logits, merged)
+    with (
+        model.disable_adapter(),
+        pytest.raises(ValueError, match="found it offloaded, expected it on a device to unm"),
+    ):
+        model(ids)
+    model.unmerge_adapter()
+    torch.testing.assert_close(model(ids).logits, logits)
+    merge(model)
+    remove_hook_from_submodules(model)
+    assert_same_state(packed_state(model), expected)
+    offload(model.base_model.model.model.layers[0].self_attn.k_proj, device)
+    with pytest.raises(ValueError, match="found it offloaded, expected it on a device"):
+        model.add_adapter("reads", lora(target_modules=["k_proj"], init_lora_weights="pissa"))
+
+
+@pytest.mark.gpu
+def test_gpu_to_cpu_and_back_while_merged():
+    model = adapted(quantized("cuda"), lora(), lora(r=2))
+    before = packed_state(model)
+    merge(model)
+    merged = packed_state(model)
+    model.cpu()
+    assert_same_state(packed_state(model), merged)
+    merge(model, adapter_names=["1"])
+    model.unmerge_adapter()
+    assert_same_state(packed_state(model), before)
+    merge(model)
+    model.cuda()
+    merge(model, adapter_names=["1"])
+    model.unmerge_adapter()
+    assert_same_state(packed_state(model), before)
+    assert all(layer.weight.is_cuda and layer.codebook.is_cuda for layer in kbit_layers(model).values())
