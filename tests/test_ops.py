@@ -6,7 +6,7 @@ import torch
 from torch.library import opcheck
 
 import hf_kbit
-from hf_kbit import format
+from hf_kbit import format, reference
 
 OPS = torch.ops.hf_kbit
 
@@ -180,6 +180,23 @@ def test_gemm_gradients_equal_those_of_a_dense_layer(dtype):
     torch.nn.functional.linear(theirs[0], dense, theirs[1]).backward(grad)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3), (40,), (2, 30)], ids=str)
+@pytest.mark.parametrize("dtype", [*cases.FLOATS, torch.float64])
+def test_products_can_be_changed_in_place(dtype, batch, biased, device):
+    """As a residual or an adapter is added; a view that an op made could not."""
+    packed = [tensor.to(device) for tensor in cases.quantized((48, 300), 3)]
+    x = cases.x(batch, 300, dtype).to(device).requires_grad_()
+    bias = cases.x((), 48, dtype).to(device).requires_grad_() if biased else None
+    y = hf_kbit.gemm(x, *packed, bias)
+    y += 1
+    y.sum().backward()
+    assert x.grad is not None
+    for without in (OPS.gemm_inference, reference.gemm):
+        assert not without(x.detach(), *packed, bias, 48)._is_view()
 
 
 def test_gemm_computes_only_the_gradients_needed():

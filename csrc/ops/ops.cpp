@@ -21,16 +21,26 @@ Tensor decoded(const Packed& packed, Dtype dtype) {
     return out;
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-    std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(weight),
-                                      torch::stable::detail::from(bias)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
 Tensor viewed(const Tensor& tensor, int64_t rows, int64_t columns) {
     const std::array<int64_t, 2> shape{rows, columns};
     return torch::stable::view(tensor, {shape.data(), shape.size()});
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+    using torch::stable::detail::from;
+    if (x.dim() != 2) {  // else the result may be a view, which nobody may change in place when it comes from our op
+        Shape shape = shape_of(x);
+        const int64_t columns = shape.back();
+        shape.back() = weight.size(0);
+        const Tensor rows = linear(viewed(as_contiguous(x), x.numel() / columns, columns), weight, bias);
+        std::array<StableIValue, 2> stack{from(rows), from(shape)};
+        STABLE_TORCH_ERROR_CODE_CHECK(
+            torch_call_dispatcher("aten::_unsafe_view", "", stack.data(), TORCH_ABI_VERSION));
+        return torch::stable::detail::to<Tensor>(stack[0]);
+    }
+    std::array<StableIValue, 3> stack{from(x), from(weight), from(bias)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
 void multiply_into(Tensor& out, const Tensor& a, const Tensor& b) {
