@@ -43,6 +43,7 @@ IMPOSSIBLE_INITIALISATIONS = {
     "lora_ga": "needs gradients of the weight, and it is frozen: use 'pissa' or 'eva'",
 }
 
+
 # --- layers ---------------------------------------------------------------------------------------
 
 
@@ -75,7 +76,9 @@ class KbitTunerLayer:
             return
         # All of them anew on what was there before any: rounded once, not once for each.
         merged, (original,) = self.merged_adapters, self.unmerged or (_twin(base),)
-        exact = _dense(original)
+        if original.weight.device != base.weight.device:  # the model was moved meanwhile
+            original.to(base.weight.device)
+        exact, measured = _dense(original), None
         self.base_layer, self.merged_adapters = exact, []
         try:
             super().merge(safe_merge=safe_merge, adapter_names=merged + adapter_names)
@@ -84,13 +87,15 @@ class KbitTunerLayer:
             else:
                 self.base_layer = base
                 if self.merged_adapters != merged:  # this layer has at least one of the adapters
-                    self._take(original, exact)
+                    measured = self._take(original, exact)
         except Exception:
             self.base_layer, self.merged_adapters = base, merged
             raise
+        if measured is not None:
+            report(measured)
 
-    def _take(self, original: KbitLinear, exact: nn.Linear) -> None:
-        """Quantizes the merged layer, and reports what that changed."""
+    def _take(self, original: KbitLinear, exact: nn.Linear) -> MergedLayer:
+        """Quantizes the merged layer, and measures what that changed."""
         base, before = self.base_layer, original.dequantize(torch.float32)
         if torch.equal(before, exact.weight):
             _restore(base, original)
@@ -99,7 +104,7 @@ class KbitTunerLayer:
         if base.bias is not None:
             base.bias = nn.Parameter(exact.bias.data.to(base.bias.dtype), base.bias.requires_grad)
         self.unmerged = (original,)
-        report(MergedLayer.measure(self.name, before, exact.weight, base))
+        return MergedLayer.measure(self.name, before, exact.weight, base)
 
     def unmerge(self) -> None:
         """Restores the weight from before ``merge``, byte for byte."""
@@ -235,6 +240,11 @@ def _create_and_replace(create, config, adapter_name, target, target_name, paren
         raise ValueError(
             f"{current_key}.weight: found it offloaded, expected it on a device: the adapter's initialisation reads it"
         )
+    if reads and getattr(target, "merged", False):
+        raise ValueError(
+            f"{current_key}: found {', '.join(target.merged_adapters)} merged, expected the layer as it was: the "
+            "adapter's initialisation reads the weight. Call unmerge_adapter() first"
+        )
     linear = _dense(base) if reads else _stand_in(base)
     further = isinstance(target, KbitTunerLayer)  # adapter on a layer that has some
     if further:
@@ -264,8 +274,8 @@ def _check_modules_to_save(model: nn.Module, config) -> None:
         for name, module in model.named_modules():
             if name.endswith(ending) and any(isinstance(_base_layer(part), KbitLinear) for part in module.modules()):
                 raise ValueError(
-                    f"{name}: found it in modules_to_save, expected modules that can be trained, and its weight is "
-                    "frozen: leave it in 16 bits (modules_to_not_convert), or name it in target_modules"
+                    f"{name}: found it in modules_to_save, expected what can be trained, and quantized layers "
+                    "cannot: leave them in 16 bits (modules_to_not_convert), or name them in target_modules"
                 )
 
 
@@ -374,7 +384,8 @@ def prepare_model_for_kbit_training(model, *args, **kwargs):
     >>> model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **shape)).to(torch.bfloat16)
     >>> model.model.layers[0].mlp.up_proj = KbitLinear.from_linear(model.model.layers[0].mlp.up_proj, bits=4)
     >>> model = prepare_model_for_kbit_training(model)
-    >>> model.is_gradient_checkpointing, model.model.norm.weight.dtype, model.model.layers[0].mlp.up_proj.weight.dtype
+    >>> block = model.model.layers[0]
+    >>> block.gradient_checkpointing, block.input_layernorm.weight.dtype, block.mlp.up_proj.weight.dtype
     (True, torch.float32, torch.int32)
     """
     if not any(isinstance(module, KbitLinear) for module in model.modules()):

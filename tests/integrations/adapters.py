@@ -1,10 +1,12 @@
 """A tiny quantized model to put adapters on, the same with decoded weights to compare it with, and what to put on."""
 
+import tempfile
+
 import peft
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_kbit import KbitConfig, KbitLinear
 
@@ -13,19 +15,26 @@ TARGETS = ["q_proj", "v_proj", "down_proj"]  # [72, 72], [36, 72] and [72, 100]:
 IDS = torch.arange(2 * 9).reshape(2, 9)
 
 
+def load(dense: PreTrainedModel, device="cpu", **settings) -> PreTrainedModel:
+    """The model, quantized while loading with these settings of KbitConfig."""
+    with tempfile.TemporaryDirectory() as folder:
+        dense.save_pretrained(folder)
+        config = KbitConfig(**settings)
+        model = type(dense).from_pretrained(folder, dtype=dense.dtype, device_map=device, quantization_config=config)
+    model.name_or_path = ""  # PEFT would look for the folder when it saves adapters, and then on the Hub
+    return model
+
+
 def quantized(device="cpu", dtype=torch.float32, bits=3, **settings) -> LlamaForCausalLM:
-    """Two layers of random weights, the same ones each time, with biases in attention; ``settings`` of KbitConfig."""
+    """Two layers of random weights, the same ones each time, with biases in attention."""
     shape = {"hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(num_hidden_layers=2, vocab_size=128, attention_bias=True, **shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        state = LlamaForCausalLM(config).to(dtype).state_dict()
-        state = {name: torch.randn_like(x) * 0.02 if name.endswith("bias") else x for name, x in state.items()}
-    config.dtype = dtype
-    return LlamaForCausalLM.from_pretrained(
-        None, config=config, state_dict=state, dtype=dtype, device_map=device,
-        quantization_config=KbitConfig(bits=bits, **settings),
-    )  # fmt: skip
+        dense = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=128, attention_bias=True, **shape))
+        for name, parameter in dense.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.02)
+    return load(dense.to(dtype), device, bits=bits, **settings)
 
 
 def decoded(device="cpu", **kwargs) -> LlamaForCausalLM:

@@ -17,6 +17,7 @@ from integrations.adapters import (
     assert_same_state,
     decoded,
     kbit_layers,
+    load,
     lora,
     packed_state,
     quantized,
@@ -278,19 +279,19 @@ def test_adapters_are_saved_alone_and_load_everywhere(device, tmp_path):
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert len(tensors) == 13 and all("lora_" in name or "lm_head" in name for name in tensors)
 
-    def load():
+    def reload():
         return AutoModelForCausalLM.from_pretrained(tmp_path / "base", device_map=device)
 
     ways = {
-        "PeftModel": lambda: PeftModel.from_pretrained(load(), tmp_path / "adapter"),
-        "low memory": lambda: PeftModel.from_pretrained(load(), tmp_path / "adapter", low_cpu_mem_usage=True),
+        "PeftModel": lambda: PeftModel.from_pretrained(reload(), tmp_path / "adapter"),
+        "low memory": lambda: PeftModel.from_pretrained(reload(), tmp_path / "adapter", low_cpu_mem_usage=True),
         "AutoPeftModel": lambda: AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", device_map=device),
     }
     for name, way in ways.items():
         loaded = way().eval()
         assert sum(isinstance(module, KbitTunerLayer) for module in loaded.modules()) == 6
         assert torch.equal(loaded(ids).logits, logits), name
-    onto_decoded = PeftModel.from_pretrained(load().dequantize(), tmp_path / "adapter").eval()
+    onto_decoded = PeftModel.from_pretrained(reload().dequantize(), tmp_path / "adapter").eval()
     assert relative(onto_decoded(ids).logits, logits) < TOLERANCE
 
 
@@ -329,15 +330,9 @@ def test_conv1d(fan_in_fan_out):
     """GPT-2's layers are stored as ``[in, out]`` and quantized as ``[out, in]``, whatever the config says."""
     config = GPT2Config(n_embd=40, n_layer=1, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0)
     dense = GPT2LMHeadModel(config)
-    state = dense.state_dict()
     settings = {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": fan_in_fan_out}
-
-    def load():
-        return GPT2LMHeadModel.from_pretrained(
-            None, config=copy.deepcopy(config), state_dict=state, quantization_config=KbitConfig(bits=3)
-        )
-
-    model, reference = (adapted(m, lora(**settings)) for m in (load(), load().dequantize()))
+    models = load(dense, bits=3), load(dense, bits=3).dequantize()
+    model, reference = (adapted(m, lora(**settings)) for m in models)
     assert len(kbit_layers(model)) == 4
     logits = reference(IDS).logits
     assert relative(model(IDS).logits, logits) < TOLERANCE
@@ -351,16 +346,11 @@ def test_experts_left_in_16_bits():
     shape = {"hidden_size": 40, "intermediate_size": 72, "num_attention_heads": 4, "num_key_value_heads": 2}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
     config = Qwen3MoeConfig(num_hidden_layers=1, vocab_size=64, **shape, **experts)
-    state = Qwen3MoeForCausalLM(config).state_dict()
+    dense = Qwen3MoeForCausalLM(config)
     names = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
-
-    def load():
-        return Qwen3MoeForCausalLM.from_pretrained(
-            None, config=copy.deepcopy(config), state_dict=state, quantization_config=KbitConfig(bits=3)
-        )
-
     settings = {"target_modules": ["q_proj"], "target_parameters": names}
-    model, reference = (adapted(m, lora(**settings)) for m in (load(), load().dequantize()))
+    models = load(dense, bits=3), load(dense, bits=3).dequantize()
+    model, reference = (adapted(m, lora(**settings)) for m in models)
     found = [m(IDS, labels=IDS) for m in (model, reference)]
     assert relative(found[0].logits, found[1].logits) < TOLERANCE
     for output in found:

@@ -29,6 +29,7 @@ from hf_kbit.integrations.peft import KbitTunerLayer
 
 # Adapters on all of these widths and levels at once.
 SETTINGS = {"bits": 3, "module_bits": {"v_proj": 5, "down_proj": 2}}
+LOPSIDED = [-1, -0.7, -0.2, 0.1, 0.2, 0.3, 0.6, 0.9]
 FIGURES = re.compile(
     r"merged into (\d+) layers of (\S+) bits. Requantizing changed the merged weights by (\S+)% "
     r"\(relative error; (\S+)% at most, in (\S+)\)"
@@ -92,8 +93,7 @@ def test_merge_and_unmerge(name, safe, device):
 
 
 def test_merge_keeps_any_levels_and_what_is_not_adapted():
-    config = {"bits": 3, "codebook": [-1, -0.7, -0.2, 0.1, 0.2, 0.3, 0.6, 0.9]}
-    model = adapted(quantized(**config), lora())
+    model = adapted(quantized(codebook=LOPSIDED), lora())
     before, levels = packed_state(model), {name: layer.levels for name, layer in kbit_layers(model).items()}
     merge(model)
     after = packed_state(model)
@@ -142,6 +142,16 @@ def test_unmerging_brings_the_exponent_back():
     torch.testing.assert_close(model(IDS).logits, logits)
 
 
+def test_no_initialisation_reads_a_merged_weight():
+    model = adapted(quantized(), lora())
+    merge(model)
+    before = packed_state(model)
+    for config in ({"init_lora_weights": "pissa"}, {"use_dora": True}):
+        with pytest.raises(ValueError, match="q_proj: found default merged, expected the layer as it was"):
+            model.add_adapter("other", lora(**config))
+    assert_same_state(packed_state(model), before)
+
+
 # --- what is told ---
 
 
@@ -178,7 +188,8 @@ def test_an_adapter_that_is_rounded_away_is_reported(bits):
 
 
 def test_an_adapter_that_adds_nothing_changes_nothing():
-    model = peft.get_peft_model(quantized(), lora())
+    """Not even where decoded weights, quantized again, are others, as with levels that reach less far up than down."""
+    model = peft.get_peft_model(quantized(codebook=LOPSIDED), lora())
     before = packed_state(model)
     (text,) = merge(model)
     assert FIGURES.search(text)[6] is None
@@ -189,8 +200,18 @@ def test_an_adapter_that_adds_nothing_changes_nothing():
 
 def test_a_layer_merged_alone_reports_itself():
     model = adapted(quantized(), lora())
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
     with pytest.warns(UserWarning, match=r"merged into 1 layers of 3 bits.*in model.layers.0.mlp.down_proj\)"):
-        model.base_model.model.model.layers[0].mlp.down_proj.merge()
+        layer.merge()
+    layer.unmerge()
+    before = packed_state(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="merged into 1 layers"):
+            layer.merge()
+    assert layer.merged, "the warning is an error to this program, and yet the merge is done"
+    layer.unmerge()
+    assert_same_state(packed_state(model), before)
 
 
 @pytest.mark.parametrize("safe", [False, True])
@@ -220,9 +241,10 @@ def test_a_bias_that_cannot_be_merged_is_refused():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_merged_model_is_saved_and_reloaded(device, tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_model_is_saved_and_reloaded(dtype, device, tmp_path):
     """Also when merging moved a layer's scales out of the range they had: its exponent is in config.json."""
-    model, ids = adapted(quantized(device), lora()), IDS.to(device)
+    model, ids = adapted(quantized(device, dtype), lora()), IDS.to(device)
     for name, parameter in model.named_parameters():
         if "layers.1" in name and "v_proj.lora_B" in name:
             parameter.data *= 1e4
@@ -309,16 +331,18 @@ def test_layers_offloaded_to_the_cpu(device):
 
 @pytest.mark.gpu
 def test_gpu_to_cpu_and_back_while_merged():
-    model = adapted(quantized("cuda"), lora())
+    model = adapted(quantized("cuda"), lora(), lora(r=2))
     before = packed_state(model)
     merge(model)
     merged = packed_state(model)
     model.cpu()
     assert_same_state(packed_state(model), merged)
+    merge(model, adapter_names=["1"])
     model.unmerge_adapter()
     assert_same_state(packed_state(model), before)
     merge(model)
     model.cuda()
+    merge(model, adapter_names=["1"])
     model.unmerge_adapter()
     assert_same_state(packed_state(model), before)
     assert all(layer.weight.is_cuda and layer.codebook.is_cuda for layer in kbit_layers(model).values())
