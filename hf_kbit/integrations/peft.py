@@ -51,7 +51,8 @@ class KbitTunerLayer:
     """Put before PEFT's class of a layer whose base layer is a ``KbitLinear``: merges by requantizing.
 
     ``name`` is that in the model; ``merge_dtype`` other than None has ``merge`` leave a dense layer of it. While
-    adapters are merged, ``unmerged`` keeps what was there before, packed, to restore the very same bytes.
+    adapters are merged, ``unmerged`` keeps what was there before, to restore the very same bytes: that takes the
+    memory of the packed weight a second time.
     """
 
     name: str
@@ -59,7 +60,7 @@ class KbitTunerLayer:
     unmerged: tuple[KbitLinear] | tuple[()] = ()  # a tuple, for nn.Module would register the layer
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds adapters to the weight, and quantizes it again.
+        """Adds adapters to the weight, and quantizes it again; takes some float32 copies of the weight meanwhile.
 
         Args:
             safe_merge: has PEFT look for NaN; a weight that is not finite is refused without it too.
@@ -84,6 +85,10 @@ class KbitTunerLayer:
             super().merge(safe_merge=safe_merge, adapter_names=merged + adapter_names)
             if self.merge_dtype is not None:
                 self.base_layer = to_dense(base, self.merge_dtype, exact)
+                if not self.base_layer.weight.isfinite().all():
+                    raise ValueError(
+                        f"{self._what()}: found NaN or infinite values, expected finite ones in {self.merge_dtype}"
+                    )
             else:
                 self.base_layer = base
                 if self.merged_adapters != merged:  # this layer has at least one of the adapters
@@ -100,17 +105,29 @@ class KbitTunerLayer:
         if torch.equal(before, exact.weight):
             _restore(base, original)
         else:
-            _requantize(base, exact.weight, f"{self.name}.weight with {', '.join(self.merged_adapters)} merged")
+            _requantize(base, exact.weight, self._what())
         if base.bias is not None:
             base.bias = nn.Parameter(exact.bias.data.to(base.bias.dtype), base.bias.requires_grad)
         self.unmerged = (original,)
         return MergedLayer.measure(self.name, before, exact.weight, base)
 
+    def _what(self) -> str:
+        return f"{self.name}.weight with {', '.join(self.merged_adapters)} merged"
+
     def unmerge(self) -> None:
-        """Restores the weight from before ``merge``, byte for byte."""
+        """Restores the weight from before ``merge``, byte for byte.
+
+        Raises:
+            ValueError: the weight is offloaded; ``unmerge_adapter()`` of the model brings it in.
+        """
         base = self.base_layer
         if not isinstance(base, KbitLinear) or not self.unmerged:
             return super().unmerge()
+        if base.weight.is_meta:
+            raise ValueError(
+                f"{self.name}.weight: found it offloaded, expected it on a device to unmerge: call unmerge_adapter() "
+                "of the model before disabling adapters"
+            )
         _restore(base, self.unmerged[0])
         self.merged_adapters, self.unmerged = [], ()
 
@@ -345,15 +362,19 @@ def merge_and_unload(
     if dequantize:
         dtype = dtype or getattr(getattr(base, "config", None), "dtype", None) or torch.float32
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        for module in model.modules():
-            if isinstance(module, KbitTunerLayer):
-                module.merge_dtype = dtype
-    base = model.merge_and_unload(progressbar=progressbar, safe_merge=safe_merge, adapter_names=adapter_names)
+    layers = [module for module in model.modules() if isinstance(module, KbitTunerLayer)]
+    try:
+        for layer in layers:
+            layer.merge_dtype = dtype
+        base = model.merge_and_unload(progressbar=progressbar, safe_merge=safe_merge, adapter_names=adapter_names)
+    finally:
+        for layer in layers:
+            layer.merge_dtype = None
     if dequantize and getattr(base, "hf_quantizer", None) is not None:
         return base.dequantize(dtype)
     if dequantize:
-        layers = {name: layer for name, layer in base.named_modules() if isinstance(layer, KbitLinear)}
-        for name, layer in layers.items():
+        rest = {name: layer for name, layer in base.named_modules() if isinstance(layer, KbitLinear)}
+        for name, layer in rest.items():
             selection.replace_modules(base, {name: to_dense(layer, dtype)})
     return base
 
@@ -363,7 +384,7 @@ def merge_and_unload(
 _peft_prepare = peft.prepare_model_for_kbit_training
 
 
-@functools.wraps(_peft_prepare)
+@functools.wraps(_peft_prepare, assigned=())  # its signature, our docstring
 def prepare_model_for_kbit_training(model, *args, **kwargs):
     """PEFT's function of that name, with what it does for bitsandbytes done for ``KbitLinear`` too.
 

@@ -39,8 +39,8 @@ import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear
 from hf_kbit.integrations.peft import KbitTunerLayer
 
-# Sums in float32 in another order, through two layers: 1e-6 was found.
-TOLERANCE = 1e-5
+# Sums in float32 in another order, through two layers: 1e-6 was found on a CPU.
+TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 
 
 def run(code: str) -> str:
@@ -97,9 +97,9 @@ def test_outputs_and_gradients_of_methods(name, device):
     before = packed_state(quantized())
     ids = IDS.to(device)
     outputs = [m(ids, labels=ids) for m in (model, reference)]
-    assert relative(outputs[0].logits, outputs[1].logits) < TOLERANCE
+    assert relative(outputs[0].logits, outputs[1].logits) < TOLERANCE[device]
     with reference.disable_adapter():
-        assert relative(outputs[0].logits, reference(ids).logits) > 20 * TOLERANCE, "the adapters do nothing"
+        assert relative(outputs[0].logits, reference(ids).logits) > 3e-4, "the adapters do nothing"
     for output in outputs:
         output.loss.backward()
     expected = {name: parameter.grad for name, parameter in trainable(reference).items()}
@@ -108,7 +108,7 @@ def test_outputs_and_gradients_of_methods(name, device):
         if expected[name] is None or not expected[name].any():
             assert parameter.grad is None or not parameter.grad.any()
         else:
-            assert relative(parameter.grad, expected[name]) < TOLERANCE, name
+            assert relative(parameter.grad, expected[name]) < TOLERANCE[device], name
     state = packed_state(model)
     assert_same_state({name: state[name] for name in before}, before)
 
@@ -173,6 +173,7 @@ def test_loftq(tmp_path):
     original = dense.model.layers[0].self_attn.v_proj.weight.float()
     decoded_weight = layer.base_layer.dequantize(torch.float32)
     torch.testing.assert_close(decoded_weight + layer.get_delta_weight("wide"), original)
+    assert layer.lora_A["wide"].weight.shape == (60, 72) and layer.lora_B["wide"].weight.shape == (36, 60)
 
     with pytest.raises(ValueError, match="other: found no quantized layer with LoRA of that name"):
         hf_kbit.replace_lora_weights_loftq(model, adapter_name="other")
@@ -246,7 +247,7 @@ def test_several_adapters(device):
         for m in (model, reference):
             m.set_adapter(name)
         found[name] = model(ids).logits
-        assert relative(found[name], reference(ids).logits) < TOLERANCE, name
+        assert relative(found[name], reference(ids).logits) < TOLERANCE[device], name
         with model.disable_adapter():
             assert torch.equal(model(ids).logits, plain)
     assert all(relative(found[name], plain) > 1e-3 for name in found)
@@ -292,18 +293,19 @@ def test_adapters_are_saved_alone_and_load_everywhere(device, tmp_path):
         assert sum(isinstance(module, KbitTunerLayer) for module in loaded.modules()) == 6
         assert torch.equal(loaded(ids).logits, logits), name
     onto_decoded = PeftModel.from_pretrained(reload().dequantize(), tmp_path / "adapter").eval()
-    assert relative(onto_decoded(ids).logits, logits) < TOLERANCE
+    assert relative(onto_decoded(ids).logits, logits) < TOLERANCE[device]
 
 
 def test_adapters_through_transformers(tmp_path):
     """``add_adapter``, ``save_pretrained`` and ``load_adapter`` of the model itself."""
-    model = quantized()
+    model = quantized(module_bits={"v_proj": 4})
     model.add_adapter(lora(init_lora_weights=False))
-    logits = model.eval()(IDS).logits
+    logits, layers = model.eval()(IDS).logits, dict(model.config.quantization_config.layers)
     model.save_pretrained(tmp_path)
+    assert model.config.quantization_config.layers == layers and len(layers) == 2
     assert {file.name for file in tmp_path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     assert not (tmp_path / "model.safetensors").exists()
-    other = quantized().eval()
+    other = quantized(module_bits={"v_proj": 4}).eval()
     other.load_adapter(tmp_path)
     assert torch.equal(other(IDS).logits, logits)
 
@@ -335,10 +337,10 @@ def test_conv1d(fan_in_fan_out):
     model, reference = (adapted(m, lora(**settings)) for m in models)
     assert len(kbit_layers(model)) == 4
     logits = reference(IDS).logits
-    assert relative(model(IDS).logits, logits) < TOLERANCE
+    assert relative(model(IDS).logits, logits) < TOLERANCE["cpu"]
     merged = hf_kbit.merge_and_unload(model, dequantize=True)
     assert type(merged.transformer.h[0].attn.c_attn) is type(dense.transformer.h[0].attn.c_attn)
-    assert relative(merged(IDS).logits, logits) < TOLERANCE
+    assert relative(merged(IDS).logits, logits) < TOLERANCE["cpu"]
 
 
 def test_experts_left_in_16_bits():
@@ -352,11 +354,11 @@ def test_experts_left_in_16_bits():
     models = load(dense, bits=3), load(dense, bits=3).dequantize()
     model, reference = (adapted(m, lora(**settings)) for m in models)
     found = [m(IDS, labels=IDS) for m in (model, reference)]
-    assert relative(found[0].logits, found[1].logits) < TOLERANCE
+    assert relative(found[0].logits, found[1].logits) < TOLERANCE["cpu"]
     for output in found:
         output.loss.backward()
     for name, parameter in trainable(reference).items():
-        assert relative(trainable(model)[name].grad, parameter.grad) < 10 * TOLERANCE, name
+        assert relative(trainable(model)[name].grad, parameter.grad) < 10 * TOLERANCE["cpu"], name
 
 
 # --- importing ---

@@ -82,7 +82,7 @@ def test_merge_and_unmerge(name, safe, device):
         if tensor.is_floating_point():
             torch.testing.assert_close(merged[key], tensor, rtol=1e-5, atol=1e-6)
         else:  # sums in another order may fall on the other side of a border between two codes
-            assert (merged[key] != tensor).float().mean() < (0 if device == "cpu" else 0.002) + 1e-12, key
+            assert (merged[key] != tensor).float().mean() <= (0 if device == "cpu" else 0.01), key
     assert_same_state(
         {k: v for k, v in merged.items() if k not in expected}, {k: before[k] for k in before if k not in expected}
     )
@@ -287,6 +287,22 @@ def test_dtype_of_the_exact_merge():
         hf_kbit.merge_and_unload(adapted(quantized(), lora()), dtype=torch.float16)
 
 
+@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.float32), (1e5, torch.float16)])
+def test_exact_merge_refuses_what_is_not_finite(value, dtype):
+    """And leaves nothing of the attempt: the next merge is quantized."""
+    model = adapted(quantized(), lora())
+    before = packed_state(model)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj  # the first to be merged
+    layer.lora_B["default"].weight.data[:, 0] = value
+    layer.lora_A["default"].weight.data[0] = 1
+    with pytest.raises(ValueError, match=f"q_proj.weight with default merged: found NaN or infinite .* in {dtype}"):
+        hf_kbit.merge_and_unload(model, dequantize=True, dtype=dtype)
+    assert_same_state(packed_state(model), before)
+    layer.lora_B["default"].weight.data[:, 0] = 0
+    merge(model)
+    assert len(kbit_layers(model)) == 14
+
+
 def test_only_the_named_adapters_are_merged():
     model, reference = (adapted(make(), lora(), lora(target_modules=["up_proj"])) for make in (quantized, decoded))
     merged = hf_kbit.merge_and_unload(model, dequantize=True, adapter_names=["1"])
@@ -319,6 +335,11 @@ def test_layers_offloaded_to_the_cpu(device):
     torch.testing.assert_close(model(ids).logits, logits)
     merge(model)
     torch.testing.assert_close(model(ids).logits, merged)
+    with (
+        model.disable_adapter(),
+        pytest.raises(ValueError, match="found it offloaded, expected it on a device to unm"),
+    ):
+        model(ids)
     model.unmerge_adapter()
     torch.testing.assert_close(model(ids).logits, logits)
     merge(model)

@@ -53,6 +53,7 @@ def test_prepare_takes_what_that_of_peft_takes():
     assert list(inspect.signature(ours).parameters)[:3] == [
         "model", "use_gradient_checkpointing", "gradient_checkpointing_kwargs"
     ]  # fmt: skip
+    assert "KbitLinear" in ours.__doc__
     model = ours(quantized(), use_gradient_checkpointing=False)
     assert not any(block.gradient_checkpointing for block in model.model.layers)
     model = ours(quantized(), gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -88,7 +89,7 @@ def test_gradients_of_training_modes(settings, mode, autocast, device):
         loss.backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
     # Weights rounded to bfloat16 once or twice, see hf_kbit.gemm; 2e-6 and 6e-3 were found.
-    tolerance = 3e-2 if autocast else 1e-5
+    tolerance = 3e-2 if autocast else 1e-5 if device == "cpu" else 1e-4
     assert grads[0].keys() == grads[1].keys() and len(grads[0]) == (18 if settings else 12)
     for name, grad in grads[0].items():
         assert relative(grad, grads[1][name]) < tolerance, name
@@ -153,7 +154,9 @@ def test_trainer_and_resume(device, tmp_path):
     assert resumed.state.global_step == 6
     weights = [{n: p for n, p in t.model.named_parameters() if p.requires_grad} for t in (whole, resumed)]
     for name, parameter in weights[0].items():
-        torch.testing.assert_close(weights[1][name], parameter, rtol=1e-5, atol=1e-6)
+        # A GPU may add up gradients in another order each time, and Adam makes large steps of small gradients.
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if device == "cpu" else {"rtol": 1e-2, "atol": 1e-3}
+        torch.testing.assert_close(weights[1][name], parameter, **tolerance)
 
 
 def test_trainer_refuses_a_model_without_adapters(tmp_path):
