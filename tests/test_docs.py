@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
+from integrations.adapters import kbit_layers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -174,6 +175,18 @@ def test_code_of_the_finetuning_page(run_code, hub):
     model(ids, labels=ids).loss.backward()
     assert all(layer.lora_B["default"].weight.grad.any() for layer in tuner_layers(model))
     assert all(layer.base_layer.weight.grad is None for layer in tuner_layers(model))
+
+
+def test_code_of_the_readme(run_code):
+    load, finetune = code_blocks("../README.md", "python")
+    names = run_code(load, {})
+    packed = {name: layer.weight.clone() for name, layer in kbit_layers(names["model"]).items()}
+    assert len(packed) == 14 and all(layer.bits == 3 for layer in kbit_layers(names["model"]).values())
+    loaded = Qwen3ForCausalLM.from_pretrained("qwen3-0.6b-3bit")
+    assert all(torch.equal(layer.weight, packed[name]) for name, layer in kbit_layers(loaded).items())
+    run_code(finetune, names)
+    assert Path("adapter/adapter_model.safetensors").exists()
+    assert kinds_of_layers(names["merged"]) == {nn.Linear}
 
 
 def test_memory_of_the_finetuning_page():

@@ -114,7 +114,8 @@ def test_resume(trained):
     """From the checkpoint in the middle to the same adapter; merged and quantized again this time."""
     folder, output = trained
     shutil.copytree(folder / "out" / f"checkpoint-{SAVE_STEPS}", folder / "half" / f"checkpoint-{SAVE_STEPS}")
-    again = launch(folder, "--out", "half", "--resume", "--merge", "merged-kbit", "--merge-kbit")
+    again = launch(folder, "--out", "half", "--resume", "--save-steps", 2, "--merge", "merged-kbit", "--merge-kbit")
+    assert {path.name for path in (folder / "half").glob("checkpoint-*")} == {f"checkpoint-{n}" for n in (3, 4, 6)}
     assert printed_losses(again) == printed_losses(output)
     whole, resumed = adapter(folder / "out"), adapter(folder / "half")
     assert whole.keys() == resumed.keys() and len(whole) == 28
