@@ -114,8 +114,9 @@ def test_resume(trained):
     """From the checkpoint in the middle to the same adapter; merged and quantized again this time."""
     folder, output = trained
     shutil.copytree(folder / "out" / f"checkpoint-{SAVE_STEPS}", folder / "half" / f"checkpoint-{SAVE_STEPS}")
+    # A run that goes on saves as often as the checkpoint says; one that starts anew would save after 2 steps.
     again = launch(folder, "--out", "half", "--resume", "--save-steps", 2, "--merge", "merged-kbit", "--merge-kbit")
-    assert {path.name for path in (folder / "half").glob("checkpoint-*")} == {f"checkpoint-{n}" for n in (3, 4, 6)}
+    assert {path.name for path in (folder / "half").glob("checkpoint-*")} == {f"checkpoint-{n}" for n in (3, 6)}
     assert printed_losses(again) == printed_losses(output)
     whole, resumed = adapter(folder / "out"), adapter(folder / "half")
     assert whole.keys() == resumed.keys() and len(whole) == 28
