@@ -76,12 +76,15 @@ def read_texts(file: Path) -> list[str]:
     texts = []
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
-            entry = json.loads(line)
-            if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
+            try:
+                text = json.loads(line)["text"]
+            except (ValueError, TypeError, KeyError):
+                text = None
+            if not isinstance(text, str):
                 sys.exit(
-                    f"{file}, line {number}: expected an object with a string in 'text', found {line[:80].strip()}"
+                    f"{file}, line {number}: found {line[:80].strip()}, expected an object with a string in 'text'"
                 )
-            texts.append(entry["text"])
+            texts.append(text)
     return texts
 
 

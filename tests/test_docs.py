@@ -128,7 +128,7 @@ def tuner_layers(model) -> list[KbitTunerLayer]:
 @pytest.mark.slow
 def test_code_of_the_finetuning_page(run_code, hub):
     """Every block, one after the other, each with what the text says of it."""
-    screen, use, save, exact, requantized, more_bits, loftq, resume, processes, lean = code_blocks(
+    screen, use, save, exact, requantized, more_bits, loftq, eva, resume, processes, lean = code_blocks(
         "finetuning.md", "python"
     )
     names = run_code(screen, {})
@@ -161,6 +161,10 @@ def test_code_of_the_finetuning_page(run_code, hub):
 
     run_code(loftq, names)
     assert all(layer.lora_B["default"].weight.any() for layer in tuner_layers(names["model"]))
+    run_code(eva, names)
+    for layer in tuner_layers(names["model"]):
+        a = layer.lora_A["default"].weight.detach().float()
+        torch.testing.assert_close(a @ a.T, torch.eye(len(a), device=a.device), rtol=0, atol=1e-3)
     steps = names["trainer"].state.global_step
     run_code(resume, names)
     assert names["trainer"].state.global_step >= steps
