@@ -14,7 +14,7 @@ import torch
 from byte_tokenizer import byte_tokenizer
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import hf_kbit
 
@@ -46,7 +46,7 @@ spec.loader.exec_module(example)
 
 
 def launch(folder: Path, *options, launcher=(SCRIPT,), batch: int = 4, gpus: str = "") -> str:
-    """Runs the script in ``folder``, which has ``model`` and ``data.jsonl``, by default on the CPU; what it printed."""
+    """Runs the script in ``folder``, which has ``model`` and ``data.jsonl``; without ``gpus`` on the CPU."""
     command = [sys.executable, *launcher, "--model", "model", "--data", "data.jsonl", "--block", BLOCK]
     command += ["--steps", STEPS, "--save-steps", SAVE_STEPS, "--held-out", HELD_OUT, "--batch", batch]
     command += ["--bits", 3, "--lr", 1e-2, "--seed", 1, *options]
@@ -217,6 +217,7 @@ def test_bits_are_those_of_the_model_where_it_has_some(tmp_path, monkeypatch):
 
     def load(*options):
         options = ["--data", str(tmp_path / "data.txt"), "--out", str(tmp_path / "out"), *options]
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         monkeypatch.setattr(sys, "argv", ["qlora.py", *options])
         arguments = example.command_line()
         model, _ = example.load(arguments, example.training_arguments(arguments))
@@ -226,3 +227,12 @@ def test_bits_are_those_of_the_model_where_it_has_some(tmp_path, monkeypatch):
     assert load("--model", str(tmp_path / "packed")) == {3}
     with pytest.raises(SystemExit, match=r"--bits: found 4, expected none, for .*packed is quantized already"):
         load("--model", str(tmp_path / "packed"), "--bits", "4")
+
+
+def test_one_process_for_several_gpus_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "data.txt").write_text("text")
+    options = ["--model", "model", "--data", str(tmp_path / "data.txt"), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["qlora.py", *options])
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(SystemExit, match="found 2 GPUs and one process: .*accelerate launch --num_processes 2"):
+        example.training_arguments(example.command_line())
