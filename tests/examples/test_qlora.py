@@ -234,5 +234,5 @@ def test_one_process_for_several_gpus_is_refused(tmp_path, monkeypatch):
     options = ["--model", "model", "--data", str(tmp_path / "data.txt"), "--out", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["qlora.py", *options])
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
-    with pytest.raises(SystemExit, match="found 2 GPUs and one process: .*accelerate launch --num_processes 2"):
+    with pytest.raises(SystemExit, match=r"found 2 GPUs and one process: .*accelerate launch --num_processes 2"):
         example.training_arguments(example.command_line())
