@@ -10,6 +10,8 @@ an ``nn.Linear`` to work on, in place of the ``KbitLinear``:
 
 ``KbitTunerLayer.merge`` has PEFT merge into the decoded weight in float32 and quantizes the result, with the bits and
 levels of the layer.
+
+Past 400 lines, many of them documentation: creating and merging share how a ``KbitLinear`` looks to PEFT.
 """
 
 import functools

@@ -195,10 +195,10 @@ def test_trl(tmp_path):
 
 @pytest.mark.slow
 def test_lora_recovers_what_quantization_lost():
-    """A trained model in 3 bits, 150 batches of the text it was trained on, measured on text held out.
+    """A trained model in 3 bits, 110 batches of the text it was trained on, measured on text held out.
 
-    On 2026-11-21 (torch 2.13 CPU): 1.5386 nats per byte unquantized, 1.5454 in 3 bits, 1.5317 after training. More
-    than was lost comes back because the model was not trained to the end: the unquantized one gets to 1.5294 so.
+    On 2026-11-21 (torch 2.13 CPU): 1.5386 nats per byte unquantized, 1.5454 in 3 bits, 1.5366 after training, so 128%.
+    More than was lost comes back because the model was not trained to its end: the unquantized one gets to 1.5335 so.
     """
     folder, sequences = trained_lm(), held_out()
     unquantized = mean_loss(AutoModelForCausalLM.from_pretrained(folder), sequences)
@@ -207,8 +207,8 @@ def test_lora_recovers_what_quantization_lost():
     torch.manual_seed(0)
     model = get_peft_model(model, lora(r=16, lora_alpha=32, target_modules="all-linear")).train()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 10) * (1 - step / 150))
-    for ids in batches(150):
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 10) * (1 - step / 110))
+    for ids in batches(110):
         model(ids, labels=ids).loss.backward()
         optimizer.step()
         schedule.step()
