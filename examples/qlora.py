@@ -148,7 +148,7 @@ def load(arguments: argparse.Namespace, training: TrainingArguments):
     model = AutoModelForCausalLM.from_pretrained(
         arguments.model, dtype=dtype, device_map={"": training.device}, **quantization
     )
-    # Checkpointing that is not reentrant works under DistributedDataParallel, which the other kind does not.
+    # Not reentrant: that other kind of checkpointing works under DistributedDataParallel with restrictions only.
     model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
     lora = LoraConfig(r=arguments.rank, lora_alpha=arguments.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(model, lora), dtype
