@@ -34,9 +34,10 @@ SHAPES = {
 }
 
 
-def make_checkpoint(shape: str, folder: Path, device: str) -> None:
+def make_checkpoint(shape: str, folder: Path, device: str, **changes) -> None:
+    """Random weights in bfloat16; ``changes`` of the shape's configuration."""
     with torch.device(device):
-        model = LlamaForCausalLM._from_config(LlamaConfig(**SHAPES[shape]), dtype=torch.bfloat16)
+        model = LlamaForCausalLM._from_config(LlamaConfig(**SHAPES[shape] | changes), dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="5GB")
 
 

@@ -31,11 +31,11 @@ from functools import partial
 import torch
 import transformers
 from gemm import COLOURS, driver, find_peers, skipped
-from load import SHAPES, load
+from load import SHAPES, load, make_checkpoint
 from timing import Report, parse, run_and_plot
 from torch import nn
 from torch._dynamo.utils import counters
-from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import BitsAndBytesConfig
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 import hf_kbit
@@ -49,15 +49,6 @@ HOST_SIZE, HOST_CALLS, HOST_RUNS = 256, 200, 5
 
 
 # --- measuring ------------------------------------------------------------------------------------
-
-
-def make_checkpoint(layers: int, folder: str) -> None:
-    shape = SHAPES[SHAPE] | {"num_hidden_layers": layers}
-    # Without an end of sequence every generation has the same length.
-    config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder, max_shard_size="5GB")
 
 
 def prompt(model, batch: int, tokens: int) -> torch.Tensor:
@@ -158,7 +149,8 @@ def measure(layers: int, widths, batches, lengths, peers: dict[str, str], emit) 
         layer = hf_kbit.KbitLinear.from_linear(linear, bits)
         emit({"name": "hf_kbit", "bits": bits}, {"what": "host"}, {"us": host_us(layer)})
     with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(layers, folder)
+        # Without an end of sequence every generation has the same length.
+        make_checkpoint(SHAPE, folder, "cuda", num_hidden_layers=layers, bos_token_id=None, eos_token_id=None)
         measure_model(folder, None, batches, lengths, partial(emit, DENSE))
         for bits in widths:
             way = {"name": "hf_kbit", "bits": bits}

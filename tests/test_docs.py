@@ -1,15 +1,20 @@
-"""The documentation is true where it can be run: the reader in docs/format.md reads what the library writes."""
+"""The documentation is true where it can be run: the reader in docs/format.md, the code of docs/finetuning.md."""
 
 import re
 from pathlib import Path
 
 import cases
+import peft
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from byte_tokenizer import byte_tokenizer
+from integrations.adapters import kbit_layers
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import hf_kbit
-from hf_kbit import codebooks
+from hf_kbit import KbitLinear, codebooks
+from hf_kbit.integrations.peft import IMPOSSIBLE_INITIALISATIONS, METHODS, KbitTunerLayer
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -67,3 +72,154 @@ def test_example_of_the_format_page():
 def test_named_codebooks_are_documented():
     for name in codebooks.NAMED:
         assert name in (DOCS / "index.md").read_text()
+
+
+# --- docs/finetuning.md ---
+
+NOTES = "A model learns what it reads, block by block.\n" * 300
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A folder in which the pages' name of a model is a folder, with a small one of random weights."""
+    folder = tmp_path_factory.mktemp("hub")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen3Config(num_hidden_layers=2, vocab_size=256, head_dim=32, **shape)
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "Qwen" / "Qwen3-0.6B")
+    byte_tokenizer().save_pretrained(folder / "Qwen" / "Qwen3-0.6B")
+    (folder / "notes.txt").write_text(NOTES)
+    return folder
+
+
+@pytest.fixture
+def run_code(hub, monkeypatch):
+    """Runs a page's code as it stands; returns the names it defines."""
+    monkeypatch.chdir(hub)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+
+    def run(code: str, names: dict) -> dict:
+        exec(compile(code, "documentation", "exec"), names)
+        return names
+
+    return run
+
+
+@torch.inference_mode()
+def loss_of_notes(model) -> float:
+    ids = torch.tensor([list(NOTES[:512].encode())]).to(model.device)
+    return model(ids, labels=ids).loss.item()
+
+
+def kinds_of_layers(model) -> set[type]:
+    """Of the linear layers in the blocks of a model, without adapters."""
+    blocks = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    return {
+        type(module)
+        for name, module in blocks.named_modules()
+        if isinstance(module, nn.Linear) and ".layers." in name and "lora_" not in name
+    }
+
+
+def tuner_layers(model) -> list[KbitTunerLayer]:
+    return [module for module in model.modules() if isinstance(module, KbitTunerLayer)]
+
+
+@pytest.mark.slow
+def test_code_of_the_finetuning_page(run_code, hub):
+    """Every block, one after the other, each with what the text says of it."""
+    screen, use, save, exact, requantized, more_bits, loftq, eva, resume, processes, lean = code_blocks(
+        "finetuning.md", "python"
+    )
+    names = run_code(screen, {})
+    trained = names["model"]
+    with trained.disable_adapter():
+        before = loss_of_notes(trained)
+    assert loss_of_notes(trained) < before - 0.03
+    assert trained.is_gradient_checkpointing and trained.lm_head.weight.dtype == torch.float32
+    assert kinds_of_layers(trained) == {KbitLinear} and not isinstance(trained.lm_head, KbitTunerLayer)
+    assert {file.name for file in (hub / "adapter").glob("*.safetensors")} == {"adapter_model.safetensors"}
+
+    run_code(use, names)
+    after = loss_of_notes(names["model"])
+    assert after == pytest.approx(loss_of_notes(trained), abs=0.02)
+    base = peft.AutoPeftModelForCausalLM.from_pretrained("adapter")
+    assert kinds_of_layers(base) == {nn.Linear}, "the adapter's files name the base without its KbitConfig"
+    run_code(save, names)
+    adapted = peft.get_peft_model(names["base"], peft.LoraConfig(target_modules="all-linear"))
+    assert adapted.peft_config["default"].base_model_name_or_path == "qwen3-0.6b-4bit"
+    names["base"] = adapted.unload()
+
+    run_code(exact, names)
+    assert kinds_of_layers(names["merged"]) == {nn.Linear}
+    assert loss_of_notes(names["merged"]) == pytest.approx(after, abs=0.02)
+    with pytest.warns(UserWarning, match="Requantizing changed the merged weights"):
+        run_code(requantized, names)
+    assert kinds_of_layers(names["merged"]) == {KbitLinear}
+    run_code(more_bits, names)
+    assert {module.bits for module in names["model"].modules() if isinstance(module, KbitLinear)} == {5}
+
+    run_code(loftq, names)
+    assert all(layer.lora_B["default"].weight.any() for layer in tuner_layers(names["model"]))
+    run_code(eva, names)
+    for layer in tuner_layers(names["model"]):
+        a = layer.lora_A["default"].weight.detach().float()
+        torch.testing.assert_close(a @ a.T, torch.eye(len(a), device=a.device), rtol=0, atol=1e-3)
+    steps = names["trainer"].state.global_step
+    run_code(resume, names)
+    assert names["trainer"].state.global_step >= steps
+    run_code(processes, names)
+    assert not any(
+        layer._gradient_checkpointing_func.keywords["use_reentrant"] for layer in names["model"].model.layers
+    )
+    run_code(lean, names)
+    model, data = names["model"].train(), names["data"]
+    assert model.lm_head.weight.dtype == torch.bfloat16 and model.is_gradient_checkpointing
+    ids = torch.tensor([data[0]["input_ids"]], device=model.device)
+    model(ids, labels=ids).loss.backward()
+    assert all(layer.lora_B["default"].weight.grad.any() for layer in tuner_layers(model))
+    assert all(layer.base_layer.weight.grad is None for layer in tuner_layers(model))
+
+
+def test_code_of_the_readme(run_code):
+    load, finetune = code_blocks("../README.md", "python")
+    names = run_code(load, {})
+    packed = {name: layer.weight.clone() for name, layer in kbit_layers(names["model"]).items()}
+    assert len(packed) == 14 and all(layer.bits == 3 for layer in kbit_layers(names["model"]).values())
+    loaded = Qwen3ForCausalLM.from_pretrained("qwen3-0.6b-3bit")
+    assert all(torch.equal(layer.weight, packed[name]) for name, layer in kbit_layers(loaded).items())
+    run_code(finetune, names)
+    assert Path("adapter/adapter_model.safetensors").exists()
+    assert kinds_of_layers(names["merged"]) == {nn.Linear}
+
+
+def test_memory_of_the_finetuning_page():
+    """Its table, from the shape of the model."""
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=128256, num_hidden_layers=32, **shape))
+    layers = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
+    weights = sum(layer.weight.numel() for layer in layers)
+    others = 2 * model.lm_head.weight.numel()
+    adapters = sum(16 * (layer.in_features + layer.out_features) for layer in layers)
+    tokens = 4 * 1024
+    expected = {
+        "weights of linear layers": [weights * size for size in (3.25 / 8, 4.25 / 8, 2)],
+        "embedding and head": [4 * others, 4 * others, 2 * others],
+        "adapters, gradients": [16 * adapters] * 3,
+        "inputs of layers": [32 * tokens * 4096 * size for size in (4, 4, 2)],
+        "logits": [tokens * 128256 * 4] * 3,
+    }
+    page = (DOCS / "finetuning.md").read_text()
+    for row, sizes in expected.items():
+        cells = re.search(rf"^\| {row}[^|]*\|.*\|", page, flags=re.MULTILINE)[0].split("|")[-4:-1]
+        assert [float(cell) for cell in cells] == pytest.approx([size / 1e9 for size in sizes], abs=0.005), row
+    for number in (f"{weights / 1e6:.0f} million", f"{others / 1e6:.0f} million", f"{adapters / 1e6:.1f} million"):
+        assert number in page
+
+
+def test_methods_and_refusals_are_on_the_finetuning_page():
+    page = (DOCS / "finetuning.md").read_text()
+    (methods,) = re.findall(r"^\| methods \| (.*) \|$", page, flags=re.MULTILINE)
+    assert tuple(sorted(method.upper() for method in methods.split(", "))) == METHODS
+    assert all(f'init_lora_weights="{name}"' in page for name in IMPOSSIBLE_INITIALISATIONS)

@@ -1,0 +1,238 @@
+"""examples/qlora.py on a CPU: trains, saves, resumes, merges, and does the same in two processes as in one."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from byte_tokenizer import byte_tokenizer
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+import hf_kbit
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "qlora.py"
+LINES = [f"for n in range({n}):\n    total += n * {n % 7}\n" for n in range(100, 180)]
+BLOCK, STEPS, SAVE_STEPS, HELD_OUT = 64, 6, 3, 0.2
+# Saves what this process has trained, to compare it with the other's; the script itself saves that of the first.
+RECORDER = """
+import os, runpy, sys
+import torch
+from transformers import Trainer
+
+save_model = Trainer.save_model
+
+def record(trainer, *arguments, **kwargs):
+    if not arguments:  # the last time, into --out
+        trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+        torch.save(trained, f"rank-{os.environ['RANK']}.pt")
+    save_model(trainer, *arguments, **kwargs)
+
+Trainer.save_model = record
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+spec = importlib.util.spec_from_file_location("qlora_example", SCRIPT)
+example = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(example)
+
+
+def launch(folder: Path, *options, launcher=(SCRIPT,), batch: int = 4, gpus: str = "") -> str:
+    """Runs the script in ``folder``, which has ``model`` and ``data.jsonl``; without ``gpus`` on the CPU."""
+    command = [sys.executable, *launcher, "--model", "model", "--data", "data.jsonl", "--block", BLOCK]
+    command += ["--steps", STEPS, "--save-steps", SAVE_STEPS, "--held-out", HELD_OUT, "--batch", batch]
+    command += ["--bits", 3, "--lr", 1e-2, "--seed", 1, *options]
+    path = os.pathsep.join([str(Path(hf_kbit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(
+        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def printed_losses(output: str) -> list[float]:
+    """On the held-out blocks, before and after training."""
+    ((before, after),) = re.findall(r"held-out loss: (\S+) before training, (\S+) after it", output)
+    return [float(before), float(after)]
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@torch.inference_mode()
+def held_out_loss(model) -> float:
+    """Mean over the blocks that the script is to hold out: the last fifth of all bytes, each text followed by a 0."""
+    text = b"".join(line.encode() + b"\0" for line in LINES)
+    number = len(text) // BLOCK
+    blocks = torch.tensor(list(text[: number * BLOCK])).view(number, BLOCK)[number - -(-number // 5) :]
+    return sum(model(block[None], labels=block[None]).loss.item() for block in blocks) / len(blocks)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a model, data, and what the script made of it in ``out``; and what it printed."""
+    folder = tmp_path_factory.mktemp("qlora")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=256, **shape)).save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    (folder / "data.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES))
+    return folder, launch(folder, "--out", "out", "--merge", "merged")
+
+
+def quantized(folder: Path):
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=hf_kbit.KbitConfig(bits=3))
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_the_models(trained):
+    """Before, of the quantized model; after, of the saved adapter over it, and of the merged model without it."""
+    folder, output = trained
+    before, after = printed_losses(output)
+    assert after < before - 0.3
+    base = quantized(folder / "model")
+    assert held_out_loss(base) == pytest.approx(before, abs=1e-4)
+    assert held_out_loss(PeftModel.from_pretrained(base, folder / "out")) == pytest.approx(after, abs=1e-4)
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    assert not any(isinstance(module, hf_kbit.KbitLinear) for module in merged.modules())
+    assert held_out_loss(merged) == pytest.approx(after, abs=1e-4)
+    assert (folder / "merged" / "tokenizer.json").exists()
+
+
+@pytest.mark.slow
+def test_resume(trained):
+    """From the checkpoint in the middle to the same adapter; merged and quantized again this time."""
+    folder, output = trained
+    shutil.copytree(folder / "out" / f"checkpoint-{SAVE_STEPS}", folder / "half" / f"checkpoint-{SAVE_STEPS}")
+    # A run that goes on saves as often as the checkpoint says; one that starts anew would save after 2 steps.
+    again = launch(folder, "--out", "half", "--resume", "--save-steps", 2, "--merge", "merged-kbit", "--merge-kbit")
+    assert {path.name for path in (folder / "half").glob("checkpoint-*")} == {f"checkpoint-{n}" for n in (3, 6)}
+    assert printed_losses(again) == printed_losses(output)
+    whole, resumed = adapter(folder / "out"), adapter(folder / "half")
+    assert whole.keys() == resumed.keys() and len(whole) == 28
+    for name, weight in whole.items():
+        torch.testing.assert_close(resumed[name], weight, rtol=1e-4, atol=1e-6)
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged-kbit")
+    assert sum(isinstance(module, hf_kbit.KbitLinear) for module in merged.modules()) == 14
+    assert held_out_loss(merged) < held_out_loss(quantized(folder / "model")) - 0.1
+
+
+def launch_two(folder: Path, out: str, gpus: str = "") -> tuple[str, list[dict]]:
+    """The script in two processes: what it printed, and what each process has trained."""
+    (folder / "recorder.py").write_text(RECORDER)
+    # --multi_gpu has accelerate start several processes; without a GPU they talk through gloo.
+    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1]
+    launcher += ["--main_process_port", 0, "--mixed_precision", "no", "--dynamo_backend", "no", "recorder.py", SCRIPT]
+    output = launch(folder, "--out", out, launcher=launcher, batch=2, gpus=gpus)
+    return output, [torch.load(folder / f"rank-{rank}.pt", map_location="cpu") for rank in range(2)]
+
+
+def differing(ranks: list[dict]) -> list[str]:
+    assert len(ranks[0]) == 28 and ranks[0].keys() == ranks[1].keys()
+    return [name for name in ranks[0] if not torch.equal(ranks[0][name], ranks[1][name])]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
+def test_two_processes_train_one_adapter(trained):
+    """Both hold the same at the end: what one process learns from batches twice the size."""
+    folder, output = trained
+    both, ranks = launch_two(folder, "both")
+    assert differing(ranks) == []
+    assert printed_losses(both)[0] == printed_losses(output)[0]
+    alone, together = adapter(folder / "out"), adapter(folder / "both")
+    for name, weight in alone.items():
+        torch.testing.assert_close(together[name], weight, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_two_gpus_train_one_adapter(trained):
+    folder, output = trained
+    both, ranks = launch_two(folder, "gpus", gpus="0,1")
+    assert differing(ranks) == []
+    # In bfloat16, which rounds to 1 in 256, beside float32 on a CPU.
+    assert printed_losses(both) == pytest.approx(printed_losses(output), rel=1 / 256)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "none.txt"], "--data: found no file none.txt"),
+        (["--held-out", "1"], "--held-out: found 1.0, expected more than 0 and less than 1"),
+        (["--merge-kbit"], "--merge-kbit needs --merge"),
+        (["--resume"], "--resume: found no checkpoint in out"),
+        (["--out", "done"], "--out: found done/checkpoint-6 of an earlier run; go on with --resume"),
+        (
+            ["--out", "done", "--resume", "--steps", "6"],
+            "--resume: found done/checkpoint-6, which has all of --steps 6",
+        ),
+    ],
+)
+def test_command_lines_that_are_refused(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("data.txt").write_text("text")
+    Path("done/checkpoint-6").mkdir(parents=True)
+    monkeypatch.setattr(sys, "argv", ["qlora.py", "--model", "model", "--data", "data.txt", "--out", "out", *options])
+    with pytest.raises(SystemExit):
+        example.command_line()
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ['{"content": "two"}', '{"text": 2}', '["text"]', "two", '{"text": "two"'])
+def test_lines_that_are_refused(line, tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "one"}\n' + line)
+    message = f"line 2: found {line}, expected an object with a string in 'text'"
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        example.read_texts(file)
+
+
+def test_too_few_tokens_are_refused():
+    with pytest.raises(SystemExit, match="found 4 tokens, expected two blocks of 3 or more"):
+        example.make_blocks(["one"], byte_tokenizer(), 3, 0.5)
+
+
+def test_blocks_hold_every_token_in_order():
+    train, held_out = example.make_blocks(["abcd", "efg"], byte_tokenizer(), 3, 0.01)
+    assert [bytes(block["input_ids"]) for block in train + held_out] == [b"abc", b"d\0e", b"fg\0"]
+    assert len(held_out) == 1 and all(block["labels"] == block["input_ids"] for block in train + held_out)
+
+
+def test_bits_are_those_of_the_model_where_it_has_some(tmp_path, monkeypatch):
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 256}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **shape)).save_pretrained(tmp_path / "dense")
+    quantized(tmp_path / "dense").save_pretrained(tmp_path / "packed")
+    (tmp_path / "data.txt").write_text("text")
+
+    def load(*options):
+        options = ["--data", str(tmp_path / "data.txt"), "--out", str(tmp_path / "out"), *options]
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        monkeypatch.setattr(sys, "argv", ["qlora.py", *options])
+        arguments = example.command_line()
+        model, _ = example.load(arguments, example.training_arguments(arguments))
+        return {module.bits for module in model.modules() if isinstance(module, hf_kbit.KbitLinear)}
+
+    assert load("--model", str(tmp_path / "dense")) == {4}
+    assert load("--model", str(tmp_path / "packed")) == {3}
+    with pytest.raises(SystemExit, match=r"--bits: found 4, expected none, for .*packed is quantized already"):
+        load("--model", str(tmp_path / "packed"), "--bits", "4")
+
+
+def test_one_process_for_several_gpus_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "data.txt").write_text("text")
+    options = ["--model", "model", "--data", str(tmp_path / "data.txt"), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["qlora.py", *options])
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(SystemExit, match=r"found 2 GPUs and one process: .*accelerate launch --num_processes 2"):
+        example.training_arguments(example.command_line())
