@@ -144,6 +144,13 @@ class KbitTunerLayer:
         finally:
             self.base_layer = base
 
+    def _cast_input_dtype(self, x, dtype):
+        """PEFT's cast to the adapter's float32, but where autocast would undo it in the next product."""
+        if x is not None and torch.is_autocast_enabled(x.device.type):
+            if x.dtype == torch.get_autocast_dtype(x.device.type):
+                return x
+        return super()._cast_input_dtype(x, dtype)
+
     def __reduce_ex__(self, protocol):
         return _new_tuner_layer, (type(self).__mro__[2],), self.__dict__
 
@@ -341,7 +348,9 @@ def merge_and_unload(
         model: ``PeftModel``.
         dequantize: into ``dtype`` rather than into the bits of each layer.
         dtype: of the model that ``dequantize`` gives; None for that of its config.
-        progressbar, safe_merge, adapter_names: those of PEFT's ``merge_and_unload``.
+        progressbar: whether to show one.
+        safe_merge: as in PEFT's ``merge_and_unload``; NaN is refused without it too.
+        adapter_names: which to merge; None for the active ones.
 
     Returns:
         The base model; use it in place of ``model``.
@@ -394,13 +403,9 @@ def prepare_model_for_kbit_training(model, *args, **kwargs):
     checkpointing is switched on, and inputs require gradients; what is packed stays as it is. PEFT's own name is this
     function once both packages are imported.
 
-    Args:
-        model: a Transformers model, before it gets adapters.
-        use_gradient_checkpointing: whether to switch it on; True by default.
-        gradient_checkpointing_kwargs: of ``torch.utils.checkpoint.checkpoint``, such as ``use_reentrant``.
-
-    Returns:
-        The same model.
+    It takes what PEFT's takes: ``model``, of Transformers, before it gets adapters; ``use_gradient_checkpointing``,
+    True by default; ``gradient_checkpointing_kwargs`` of ``torch.utils.checkpoint.checkpoint``, such as
+    ``use_reentrant``. It returns the same model.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}

@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def qlora(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     spec = importlib.util.spec_from_file_location("qlora_benchmark", BENCHMARKS / "qlora.py")
     module = importlib.util.module_from_spec(spec)
@@ -20,21 +20,26 @@ def benchmark(monkeypatch):
     return module
 
 
-@pytest.mark.parametrize(("make", "prepared"), [(decoded, False), (quantized, False), (quantized, True)])
-def test_a_step_trains(make, prepared, benchmark):
-    """Losses of the ways are alike and fall; all 14 layers have adapters, blocks are checkpointed."""
+def losses(qlora, make, prepared: bool) -> list[float]:
+    """Of steps of a model whose 14 layers all have adapters, and whose blocks are checkpointed."""
     torch.manual_seed(0)
-    model = benchmark.adapted(make(dtype=torch.bfloat16), prepared)
+    model = qlora.adapted(make(dtype=torch.bfloat16), prepared)
     assert model.is_gradient_checkpointing and model.training
     assert sum(parameter.requires_grad for parameter in model.parameters()) == 2 * 14
     assert model.lm_head.weight.dtype == (torch.float32 if prepared else torch.bfloat16)
-    optimizer = benchmark.optimizer_of(model)
-    losses = [benchmark.step(model, optimizer, IDS) for _ in range(20)]
-    assert losses[0] == pytest.approx(4.8825, abs=0.001)
-    assert losses[-1] == pytest.approx(4.625, abs=0.01)
+    optimizer = qlora.optimizer_of(model)
+    return [qlora.step(model, optimizer, IDS) for _ in range(20)]
 
 
-def test_plot(benchmark, tmp_path):
+@pytest.mark.parametrize(("make", "prepared"), [(decoded, False), (quantized, False), (quantized, True)])
+def test_a_step_trains(make, prepared, qlora):
+    """Losses fall, and are those of the decoded model in bfloat16 but for rounding."""
+    found = losses(qlora, make, prepared)
+    assert found[-1] < found[0] - 0.1
+    assert found == pytest.approx(losses(qlora, decoded, False), abs=0.02)
+
+
+def test_plot(qlora, tmp_path):
     pytest.importorskip("matplotlib")
     ways = [("bf16", 16, "no"), ("bitsandbytes", 4, "yes"), ("hf_kbit", 3, "no"), ("hf_kbit", 3, "yes")]
     context = {"shape": "llama-3-8b", "layers": 2, "sequences": 4, "tokens": 8, "gpu": "G", "date": "2026-11-21"}
@@ -42,5 +47,5 @@ def test_plot(benchmark, tmp_path):
         context | {"name": name, "bits": bits, "prepared": prepared, "ms": 1.0, "peak_GB": 2.0}
         for name, bits, prepared in ways
     ]
-    benchmark.plot(json.loads(json.dumps(lines)), tmp_path / "plot.png")
+    qlora.plot(json.loads(json.dumps(lines)), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000

@@ -18,12 +18,14 @@ from integrations.adapters import (
     relative,
 )
 from peft import get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch.utils.data import Dataset
 from trained_lm import batches, held_out, mean_loss, trained_lm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 import hf_kbit
 from hf_kbit import KbitConfig
+from hf_kbit.integrations.peft import KbitTunerLayer
 
 CHECKPOINTING = {"without": None, "reentrant": True, "not reentrant": False}
 
@@ -68,6 +70,25 @@ def test_prepare_leaves_other_models_to_peft():
 
 
 # --- gradients ---
+
+
+@torch.no_grad()
+def test_autocast_casts_activations_once(monkeypatch):
+    """PEFT would take them to float32 first, to the same result."""
+    model = get_peft_model(quantized(dtype=torch.bfloat16), lora(init_lora_weights=False))
+    seen = []
+    layer = next(module for module in model.modules() if isinstance(module, LoraLayer))
+    layer.lora_A["default"].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(input_ids=IDS).logits
+        monkeypatch.delattr(KbitTunerLayer, "_cast_input_dtype")
+        expected = model(input_ids=IDS).logits
+    assert torch.equal(found, expected)
+    assert seen == [torch.bfloat16, torch.float32]
+    monkeypatch.undo()
+    with torch.autocast("cpu", torch.float16):  # another dtype, and without autocast: as PEFT does
+        assert layer._cast_input_dtype(torch.ones(1, dtype=torch.bfloat16), torch.float32).dtype == torch.float32
+    assert layer._cast_input_dtype(torch.ones(1, dtype=torch.bfloat16), torch.float32).dtype == torch.float32
 
 
 @pytest.mark.parametrize("device", DEVICES)
