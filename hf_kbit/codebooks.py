@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from functools import cache
 from statistics import NormalDist
 
+import torch
+
 from hf_kbit.format import BITS, BLOCK_SIZE, check_bits
 
 Levels = tuple[float, ...]
@@ -73,13 +75,43 @@ def normal_float(bits: int) -> Levels:
 
 def _gaussian_blocks(count: int):
     """float32 ``[count, 32]``: numbers of N(0, 1) without order, the same on every machine (hashes of their index)."""
-    import torch
-
     hashed = torch.arange(1, count * BLOCK_SIZE + 1) * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
         hashed = (hashed ^ (hashed >> shift & (1 << 64 - shift) - 1)) * factor
     uniform = ((hashed >> 12 & (1 << 52) - 1).double() + 0.5) / 2**52
     return torch.special.ndtri(uniform).float().view(count, BLOCK_SIZE)
+
+
+def _lloyd(bits: int) -> torch.Tensor:
+    """Of ``optimal``, float64, the largest 1."""
+    weights = _gaussian_blocks(8192)
+    # Those of E4M4 from 1 to 3.875.
+    scales = torch.tensor([i / step for step in (16, 8) for i in range(16, 32)], dtype=torch.float32)
+    levels = torch.special.ndtri((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits)
+    levels = levels / levels[-1]
+    chosen = torch.zeros(len(weights), dtype=torch.int64)
+    for turn in range(28):
+        table = levels.float()
+        halfway = (table[1:] + table[:-1]) / 2
+        # Every fourth time all scales, else those near the last best one.
+        around, steps = (0 * chosen, range(len(scales))) if turn % 4 == 0 else (chosen, range(-2, 3))
+        least = torch.full((len(weights),), torch.inf, dtype=torch.float32)
+        for step in steps:
+            index = (around + step).clamp(0, len(scales) - 1)
+            scale = scales[index][:, None]
+            ratio = weights / scale
+            error = ((ratio - table[torch.bucketize(ratio, halfway)]) * scale).square().sum(dim=1)
+            chosen, least = torch.where(error < least, index, chosen), torch.minimum(error, least)
+        scale = scales[chosen].double()[:, None].expand_as(weights).flatten()
+        codes = torch.bucketize(weights / scales[chosen][:, None], halfway).flatten()
+        added, counted = (torch.zeros(2**bits, dtype=torch.float64) for _ in range(2))
+        added.index_add_(0, codes, weights.flatten() * scale)
+        counted.index_add_(0, codes, scale.square())
+        mean = added / counted
+        mean = (mean - mean.flip(0)) / 2  # of both signs
+        levels = levels + 1.8 * (mean / mean[-1] - levels)
+        levels = levels / levels[-1]
+    return levels
 
 
 @cache
@@ -97,34 +129,8 @@ def optimal(bits: int) -> Levels:
     >>> [round(level, 2) for level in optimal(2)]
     [-1.0, -0.29, 0.29, 1.0]
     """
-    import torch
-
-    weights = _gaussian_blocks(8192)
-    scales = torch.tensor([i / step for step in (16, 8) for i in range(16, 32)])  # those of E4M4 from 1 to 3.875
-    levels = torch.special.ndtri((torch.arange(2 ** check_bits(bits), dtype=torch.float64) + 0.5) / 2**bits)
-    levels = levels / levels[-1]
-    chosen = torch.zeros(len(weights), dtype=torch.int64)
-    for turn in range(28):
-        table = levels.float()
-        halfway = (table[1:] + table[:-1]) / 2
-        # Every fourth time all scales, else those near the last best one.
-        around, steps = (0 * chosen, range(len(scales))) if turn % 4 == 0 else (chosen, range(-2, 3))
-        least = torch.full((len(weights),), torch.inf)
-        for step in steps:
-            index = (around + step).clamp(0, len(scales) - 1)
-            scale = scales[index][:, None]
-            ratio = weights / scale
-            error = ((ratio - table[torch.bucketize(ratio, halfway)]) * scale).square().sum(dim=1)
-            chosen, least = torch.where(error < least, index, chosen), torch.minimum(error, least)
-        scale = scales[chosen].double()[:, None].expand_as(weights).flatten()
-        codes = torch.bucketize(weights / scales[chosen][:, None], halfway).flatten()
-        added, counted = (torch.zeros(2**bits, dtype=torch.float64) for _ in range(2))
-        added.index_add_(0, codes, weights.flatten() * scale)
-        counted.index_add_(0, codes, scale.square())
-        mean = added / counted
-        mean = (mean - mean.flip(0)) / 2  # of both signs
-        levels = levels + 1.8 * (mean / mean[-1] - levels)
-        levels = levels / levels[-1]
+    with torch.device("cpu"):  # whatever the default is: meta while a model is loaded
+        levels = _lloyd(check_bits(bits))
     return canonical([round(level * 2**13) / 2**13 for level in levels.tolist()], bits)
 
 

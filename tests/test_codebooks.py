@@ -114,15 +114,18 @@ def test_optimal_levels_cannot_be_bettered_by_one_of_them():
             assert squared_error(moved, search=True) > best
 
 
-def test_optimal_is_the_same_with_any_number_of_threads():
-    threads = torch.get_num_threads()
-    found = []
-    for count in (1, 3):
-        torch.set_num_threads(count)
-        codebooks.optimal.cache_clear()
-        found.append(codebooks.optimal(4))
-    torch.set_num_threads(threads)
-    assert found[0] == found[1]
+def test_optimal_is_the_same_under_any_settings():
+    expected, threads = codebooks.optimal(4), torch.get_num_threads()
+    codebooks.optimal.cache_clear()
+    torch.set_num_threads(3)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            found = codebooks.optimal(4)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(torch.float32)
+    assert found == expected
 
 
 def test_int_and_fp4():
