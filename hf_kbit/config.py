@@ -10,6 +10,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_kbit import codebooks
 from hf_kbit.format import BITS, FORMAT_VERSION, MAX_EXPONENT, check_bits
+from hf_kbit.linear import check_scale
 
 
 def matches(module_name: str, pattern: str) -> bool:
@@ -48,8 +49,10 @@ class KbitConfig(QuantizationConfigMixin):
 
     Args:
         bits: 2, 3, 4 or 5: the width of every layer that ``module_bits`` does not name.
-        codebook: the levels. A name (``"normal_float"``), a table of ``2**bits`` numbers in any order, or, for several
-            widths, ``{bits: table}``.
+        codebook: the levels. A name (``"normal_float"``, ``"optimal"``, ``"int"``, ``"fp4"``), a table of ``2**bits``
+            numbers in any order, or, for several widths, ``{bits: table}``.
+        scale: how the scale of a block is found: ``"absmax"``, from its largest magnitude, or ``"search"``, the one
+            with the least squared error: slower to quantize, more accurate. ``"optimal"`` levels are made for it.
         modules_to_not_convert: patterns of modules to leave in 16 bits besides those left by default: the output
             embedding (``lm_head``), a head at the end of the model, tied weights, what the model keeps in float32, and
             layers whose weight the model's code reads instead of calling them.
@@ -77,6 +80,7 @@ class KbitConfig(QuantizationConfigMixin):
 
     bits: int = 4
     codebook: str | Sequence[float] | Mapping[int, Sequence[float]] = "normal_float"
+    scale: str = "absmax"
     modules_to_not_convert: Sequence[str] | None = field(default_factory=list)
     skip_default_modules: bool = True
     module_bits: Mapping[str, int | None] | None = field(default_factory=dict)
@@ -96,6 +100,7 @@ class KbitConfig(QuantizationConfigMixin):
         check_bits(self.bits)
         if not isinstance(self.skip_default_modules, bool):
             raise ValueError(f"skip_default_modules: found {self.skip_default_modules!r}, expected True or False")
+        check_scale(self.scale)
         self.modules_to_not_convert = self._patterns(self.modules_to_not_convert)
         self.module_bits = self._module_bits(self.module_bits)
         self.codebook = self._codebook(self.codebook)

@@ -9,9 +9,11 @@ from hf_kbit import _native, codebooks
 from hf_kbit.format import absmax_shape, check_bits, layer_exponent, weight_shape
 from hf_kbit.ops import gemm_op
 
+SCALES = ("absmax", "search")
+
 
 def quantize_weight(
-    weight: torch.Tensor, levels: codebooks.Levels, name: str = "weight"
+    weight: torch.Tensor, levels: codebooks.Levels, name: str = "weight", scale: str = "absmax"
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Quantizes one layer's weight on its own device, choosing the exponent that keeps its scales inside E4M4.
 
@@ -19,6 +21,7 @@ def quantize_weight(
         weight: float32, float16 or bfloat16 ``[N, K]``.
         levels: canonical codebook of ``2**bits`` levels.
         name: what errors call the weight.
+        scale: how scales are found, one of ``SCALES``.
 
     Returns:
         planes, absmax (see ``hf_kbit.quantize``) and the exponent.
@@ -32,8 +35,20 @@ def quantize_weight(
     if not largest < float("inf"):
         raise ValueError(f"{name}: found NaN or infinite values, expected finite ones")
     exponent = layer_exponent(largest)
-    planes, absmax = torch.ops.hf_kbit.quantize(weight.detach(), _codebook_tensor(levels, exponent, weight.device))
+    codebook = _codebook_tensor(levels, exponent, weight.device)
+    planes, absmax = torch.ops.hf_kbit.quantize(weight.detach(), codebook, scale == "search")
     return planes, absmax, exponent
+
+
+def check_scale(scale: object) -> str:
+    """Returns ``scale`` if it is one of ``SCALES``.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if scale not in SCALES:
+        raise ValueError(f"scale: found {scale!r}, expected one of {list(SCALES)}")
+    return scale
 
 
 def _codebook_tensor(levels: codebooks.Levels, exponent: int, device: torch.device) -> torch.Tensor:
@@ -65,6 +80,8 @@ class KbitLinear(nn.Linear):
         exponent: power of two that multiplies the levels.
         device: of the parameters and the codebook.
         dtype: of the bias.
+        scale: how ``load_dense`` finds the scale of a block: ``"absmax"``, from its largest magnitude, or
+            ``"search"``, by the squared error (``hf_kbit.quantize``).
 
     A new layer holds zeros in ``weight`` and ``weight_absmax`` and so computes its bias; load a state dict, or use
     ``from_linear``.
@@ -92,13 +109,14 @@ class KbitLinear(nn.Linear):
         exponent: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        scale: str = "absmax",
     ):
         nn.Module.__init__(self)  # nn.Linear's would allocate the dense weight
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if size < 1:
                 raise ValueError(f"{name}: found {size}, expected 1 or more")
         self.in_features, self.out_features = in_features, out_features
-        self.bits = check_bits(bits)
+        self.bits, self.scale = check_bits(bits), check_scale(scale)
         planes = torch.zeros(weight_shape(out_features, in_features, bits), dtype=torch.int32, device=device)
         absmax = torch.zeros(absmax_shape(out_features, in_features), dtype=torch.uint8, device=device)
         self.weight = nn.Parameter(planes, requires_grad=False)
@@ -114,7 +132,11 @@ class KbitLinear(nn.Linear):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, bits: int = 4, codebook: str | Iterable[float] = "normal_float"
+        cls,
+        linear: nn.Linear,
+        bits: int = 4,
+        codebook: str | Iterable[float] = "normal_float",
+        scale: str = "absmax",
     ) -> "KbitLinear":
         """Quantizes an ``nn.Linear`` where it is; ``linear`` stays as it was, and its bias is shared.
 
@@ -122,6 +144,7 @@ class KbitLinear(nn.Linear):
             linear: weight float32, float16 or bfloat16 ``[N, K]``.
             bits: 2 to 5.
             codebook: name or table of ``2**bits`` numbers.
+            scale: ``"absmax"`` or ``"search"``.
 
         Raises:
             TypeError: the weight has another dtype.
@@ -130,14 +153,14 @@ class KbitLinear(nn.Linear):
         >>> KbitLinear.from_linear(nn.Linear(64, 64, bias=False), bits=2).weight.shape
         torch.Size([64, 4])
         """
-        layer = cls(linear.in_features, linear.out_features, False, bits, codebook, device="meta")
+        layer = cls(linear.in_features, linear.out_features, False, bits, codebook, device="meta", scale=scale)
         layer.load_dense(linear.weight)
         layer.bias = linear.bias
         return layer.train(linear.training)
 
     def load_dense(self, weight: torch.Tensor, name: str = "weight") -> None:
         """Replaces the weight by the quantized ``weight`` ``[N, K]``, which also decides device and exponent."""
-        planes, absmax, exponent = quantize_weight(weight, self.levels, name)
+        planes, absmax, exponent = quantize_weight(weight, self.levels, name, self.scale)
         self.weight = nn.Parameter(planes, requires_grad=False)
         self.weight_absmax = nn.Parameter(absmax, requires_grad=False)
         self.set_codebook(self.levels, exponent, planes.device)

@@ -69,7 +69,7 @@ def _check_weight(weight: torch.Tensor, absmax: torch.Tensor, bits: int, shape: 
 
 # --- quantize -------------------------------------------------------------------------------------
 
-_LIB.define("quantize(Tensor weight, Tensor codebook) -> (Tensor, Tensor)")
+_LIB.define("quantize(Tensor weight, Tensor codebook, bool search=False) -> (Tensor, Tensor)")
 
 
 def _check_quantize(weight, codebook):
@@ -81,14 +81,14 @@ def _check_quantize(weight, codebook):
 
 
 @torch.library.impl(_LIB, "quantize", "CompositeExplicitAutograd")
-def _(weight, codebook):
+def _(weight, codebook, search=False):
     _check_quantize(weight, codebook)
     _native.warn_missing(weight.device.type)
-    return reference.quantize(weight, codebook)
+    return reference.quantize(weight, codebook, search)
 
 
 @torch.library.register_fake("hf_kbit::quantize", lib=_LIB)
-def _(weight, codebook):
+def _(weight, codebook, search=False):
     bits = _check_quantize(weight, codebook)
     *rows, in_features = weight.shape
     blocks = num_blocks(in_features)
@@ -98,7 +98,7 @@ def _(weight, codebook):
     )
 
 
-def quantize(weight: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(weight: torch.Tensor, codebook: torch.Tensor, search: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes a weight to the stored form: for each block of 32 in_features one scale and 32 codes.
 
     The scale is ``max|block| / max|codebook|`` rounded to E4M4; the code of w is the index of the level nearest to
@@ -109,6 +109,8 @@ def quantize(weight: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor
     Args:
         weight: float32, float16 or bfloat16 ``[*, N, K]``, any strides, N and K at least 1.
         codebook: float32 ``[2**bits]``, ascending, bits 2 to 5.
+        search: takes for each block, of the scales from about half to 1.3 times that one, the one with the least
+            squared error of the decoded block.
 
     Returns:
         planes, int32 ``[*, N, B * bits]``, and absmax, uint8 ``[*, N, B]``, both contiguous; see ``format``.
@@ -135,7 +137,7 @@ def quantize(weight: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor
         if wrong := weight.numel() - int(torch.isfinite(weight).sum()):
             raise ValueError(f"weight: found {wrong} NaN or infinite values, expected finite ones")
     _check_quantize(weight, codebook)
-    return torch.ops.hf_kbit.quantize(weight, codebook)
+    return torch.ops.hf_kbit.quantize(weight, codebook, search)
 
 
 # --- dequantize -----------------------------------------------------------------------------------

@@ -90,7 +90,11 @@ def unpack_codes(planes: torch.Tensor, bits: int) -> torch.Tensor:
 # --- quantize, dequantize -------------------------------------------------------------------------
 
 
-def quantize(weight: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+# Steps between E4M4 bytes, down and up from that of absmax, in which a scale is searched: about half to 1.3 times it.
+SEARCH_BELOW, SEARCH_ABOVE = 16, 6
+
+
+def quantize(weight: torch.Tensor, codebook: torch.Tensor, search: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kbit.quantize``."""
     in_features, bits = weight.shape[-1], bits_of(codebook.numel())
     rows = weight.reshape(-1, in_features)
@@ -99,20 +103,56 @@ def quantize(weight: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor
     step = max(QUANTIZE_SLICE // in_features, 1)
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
-        planes[part], absmax[part] = _quantize_rows(rows[part], codebook, bits)
+        planes[part], absmax[part] = _quantize_rows(rows[part], codebook, bits, search)
     return planes.unflatten(0, weight.shape[:-1]), absmax.unflatten(0, weight.shape[:-1])
 
 
-def _quantize_rows(rows: torch.Tensor, codebook: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_rows(rows: torch.Tensor, codebook: torch.Tensor, bits: int, search: bool):
     padding = -rows.shape[-1] % BLOCK_SIZE
     blocks = F.pad(rows.float(), (0, padding)).unflatten(-1, (-1, BLOCK_SIZE))
-    absmax = encode_e4m4(blocks.abs().amax(dim=-1) / codebook.abs().amax())
+    largest = codebook.abs().amax()
+    if search:  # in units of a power of two, so that no square leaves the range of float32
+        unit = torch.ldexp(torch.ones_like(largest), -torch.frexp(largest).exponent.add(-1).clamp(-126, 126))
+        blocks, codebook, largest = blocks * unit, codebook * unit, largest * unit
+    absmax = encode_e4m4(blocks.abs().amax(dim=-1) / largest)
+    if search:
+        kept = F.pad(rows.new_ones(rows.shape[-1], dtype=torch.float32), (0, padding)).unflatten(-1, (-1, BLOCK_SIZE))
+        absmax = _least_error(blocks, kept, codebook, absmax)
+    ratios = _ratios(blocks, absmax)
+    return pack_codes(_nearest(ratios, codebook).to(torch.uint8), bits), absmax
+
+
+def _ratios(blocks: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
+    """The weights as the levels see them: over the scale that a reader will decode."""
     scale = decode_e4m4(absmax)
-    inverse = torch.where(scale > 0, 1 / scale, 0)
-    # The code of the nearest level, seen from the scale that a reader will decode; halfway goes to the lower level.
-    halfway = (codebook[1:] + codebook[:-1]) / 2
-    codes = torch.bucketize(blocks * inverse[..., None], halfway, out_int32=True)
-    return pack_codes(codes.to(torch.uint8), bits), absmax
+    return blocks * torch.where(scale > 0, 1 / scale, 0)[..., None]
+
+
+def _nearest(ratios: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
+    """The code of the nearest level; halfway goes to the lower one."""
+    return torch.bucketize(ratios, (codebook[1:] + codebook[:-1]) / 2, out_int32=True)
+
+
+def _least_error(blocks, kept, codebook, absmax) -> torch.Tensor:
+    """Of the bytes around ``absmax`` that with the least squared error of what is ``kept``, not padding; if several,
+    ``absmax``, else the lowest. Every operation is one of float32, and a sum has one order: all devices agree."""
+
+    def squared_error(byte):
+        ratios = _ratios(blocks, byte)
+        difference = (ratios - _look_up(codebook, _nearest(ratios, codebook))) * kept
+        squares = difference * difference
+        while squares.shape[-1] > 1:
+            squares = squares[..., : squares.shape[-1] // 2] + squares[..., squares.shape[-1] // 2 :]
+        scale = decode_e4m4(byte)
+        return squares[..., 0] * scale * scale
+
+    best, least = absmax, squared_error(absmax)
+    for step in range(-SEARCH_BELOW, SEARCH_ABOVE + 1):
+        byte = (absmax.int() + step).clamp(1, 255).to(torch.uint8)
+        error = squared_error(byte)
+        better = (error < least) & (absmax > 0)
+        best, least = torch.where(better, byte, best), torch.where(better, error, least)
+    return best
 
 
 def dequantize(

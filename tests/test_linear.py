@@ -425,3 +425,14 @@ def test_quantized_on_a_gpu_gives_the_same_bytes():
     on_cpu = KbitLinear.from_linear(dense, bits=3).state_dict()
     on_gpu = KbitLinear.from_linear(dense.cuda(), bits=3).state_dict()
     assert all(torch.equal(value.cpu(), on_cpu[name].cpu()) for name, value in on_gpu.items())
+
+
+def test_searched_scales_of_a_layer():
+    linear = nn.Linear(100, 64)
+    absmax, search = (KbitLinear.from_linear(linear, 3, "optimal", scale) for scale in ("absmax", "search"))
+    errors = [(layer.dequantize(torch.float32) - linear.weight).square().sum() for layer in (absmax, search)]
+    assert errors[1] < 0.9 * errors[0]
+    search.load_dense(linear.weight * 2)
+    torch.testing.assert_close((search.dequantize(torch.float32) - linear.weight * 2).square().sum(), 4 * errors[1])
+    with pytest.raises(ValueError, match="scale: found 'best', expected one of"):
+        KbitLinear.from_linear(linear, scale="best")

@@ -123,3 +123,30 @@ def test_results_do_not_depend_on_strides():
         reference.dequantize(planes, expected[1], codebook, [64, 100], torch.float32),
         reference.dequantize(*expected, codebook, [64, 100], torch.float32),
     )
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+def test_searched_scales_have_the_least_error(bits):
+    """Of all bytes in reach, by errors in float64; padding counts for nothing."""
+    weight, codebook = cases.weight((40, 100)), cases.codebook(bits)
+    planes, absmax = reference.quantize(weight, codebook, search=True)
+    around = reference.quantize(weight, codebook)[1].int()
+    blocks = torch.nn.functional.pad(weight, (0, 28)).unflatten(-1, (-1, 32)).double()
+
+    def errors(scales):
+        ratios = blocks / scales[..., None].clamp(min=1e-30)
+        nearest = (ratios[..., None] - codebook.double()).abs().argmin(dim=-1)
+        squares = (blocks - codebook.double()[nearest] * scales[..., None]).square().flatten(-2)
+        squares[:, 100:] = 0
+        return squares.unflatten(-1, (-1, 32)).sum(dim=-1)
+
+    chosen = errors(reference.decode_e4m4(absmax).double())
+    assert torch.equal(absmax[around == 0], torch.zeros_like(absmax[around == 0]))
+    for step in range(-reference.SEARCH_BELOW, reference.SEARCH_ABOVE + 1):
+        byte = (around + step).clamp(1, 255).to(torch.uint8)
+        others = errors(reference.decode_e4m4(byte).double())
+        assert (chosen <= others * (1 + 1e-5) + 1e-12)[around > 0].all()
+    before = errors(reference.decode_e4m4(around.to(torch.uint8)).double())
+    assert chosen.sum() < 0.95 * before.sum()
+    dense = reference.dequantize(planes, absmax, codebook, [40, 100], torch.float64)
+    torch.testing.assert_close((dense - weight).square().sum(), chosen.sum(), rtol=1e-4, atol=0)

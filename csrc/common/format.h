@@ -10,6 +10,10 @@ constexpr int kBlockSize = 32;  // in_features that share one scale
 constexpr int kMinBits = 2;
 constexpr int kMaxBits = 5;
 
+// Steps between E4M4 bytes, down and up from that of absmax, in which a scale is searched.
+constexpr int kSearchBelow = 16;
+constexpr int kSearchAbove = 6;
+
 constexpr int kTileRows = 16;   // out_features of a tile
 constexpr int kSlabBlocks = 8;  // blocks along K of a slab: four tiles of 64 columns
 constexpr int kLanes = 32;

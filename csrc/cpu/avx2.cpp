@@ -20,6 +20,8 @@ struct Avx2 {
     static F load(const float* data) { return _mm256_loadu_ps(data); }
     static void store(float* data, F a) { _mm256_storeu_ps(data, a); }
     static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+    static F add(F a, F b) { return _mm256_add_ps(a, b); }
+    static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
     static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
     static F max(F a, F b) { return _mm256_max_ps(a, b); }
     static F abs(F a) { return _mm256_and_ps(a, _mm256_castsi256_ps(splat(0x7FFFFFFF))); }
@@ -79,7 +81,9 @@ struct Avx2 {
         const F low = _mm256_permutevar8x32_ps(load(table), index);
         if constexpr (entries <= 8) return low;
         const F high = _mm256_permutevar8x32_ps(load(table + 8), index);
-        return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(shift_left(index, 28)));
+        const F sixteen = _mm256_blendv_ps(low, high, _mm256_castsi256_ps(shift_left(index, 28)));
+        if constexpr (entries <= 16) return sixteen;
+        return _mm256_blendv_ps(sixteen, lookup<16>(table + 16, index), _mm256_castsi256_ps(shift_left(index, 27)));
     }
 
     static F less(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }

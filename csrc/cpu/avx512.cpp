@@ -23,6 +23,8 @@ struct Avx512 {
     static F load(const float* data) { return _mm512_loadu_ps(data); }
     static void store(float* data, F a) { _mm512_storeu_ps(data, a); }
     static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+    static F add(F a, F b) { return _mm512_add_ps(a, b); }
+    static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
     static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
     static F max(F a, F b) { return _mm512_max_ps(a, b); }
     static F abs(F a) { return _mm512_abs_ps(a); }
@@ -69,7 +71,8 @@ struct Avx512 {
     template <int entries>
     static F lookup(const float* table, I index) {
         if constexpr (entries == 1) return broadcast(*table);
-        return _mm512_permutexvar_ps(index, load(table));
+        if constexpr (entries <= 16) return _mm512_permutexvar_ps(index, load(table));
+        return _mm512_permutex2var_ps(load(table), index, load(table + 16));
     }
 
     static __mmask16 less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }

@@ -48,9 +48,9 @@ const Implementation& chosen() {
 
 const char* instruction_set() { return chosen().name; }
 
-void quantize(const void* weight, Dtype dtype, const float* codebook, int bits, int64_t in_features, int32_t* planes,
-              uint8_t* absmax, int64_t begin, int64_t end) {
-    chosen().quantize(weight, dtype, codebook, bits, in_features, planes, absmax, begin, end);
+void quantize(const void* weight, Dtype dtype, const float* codebook, int bits, bool searched, int64_t in_features,
+              int32_t* planes, uint8_t* absmax, int64_t begin, int64_t end) {
+    chosen().quantize(weight, dtype, codebook, bits, searched, in_features, planes, absmax, begin, end);
 }
 
 void dequantize(const int32_t* planes, const uint8_t* absmax, const float* codebook, int bits, int64_t in_features,

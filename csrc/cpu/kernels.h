@@ -15,10 +15,10 @@ namespace hf_kbit::cpu {
 // The instruction set in use: "avx512", "avx2" or "portable". Throws std::runtime_error for another HF_KBIT_CPU.
 const char* instruction_set();
 
-// Rows [begin, end) of weight [N, K] (float32, float16 or bfloat16) to planes and absmax. Bit-identical to
-// hf_kbit.reference.quantize.
-void quantize(const void* weight, Dtype dtype, const float* codebook, int bits, int64_t in_features, int32_t* planes,
-              uint8_t* absmax, int64_t begin, int64_t end);
+// Rows [begin, end) of weight [N, K] (float32, float16 or bfloat16) to planes and absmax, whose scales are searched or
+// not. Bit-identical to hf_kbit.reference.quantize.
+void quantize(const void* weight, Dtype dtype, const float* codebook, int bits, bool searched, int64_t in_features,
+              int32_t* planes, uint8_t* absmax, int64_t begin, int64_t end);
 
 // Rows [begin, end) of the decoded weight, out [N, K]: the float32 product level * scale, rounded once to dtype.
 void dequantize(const int32_t* planes, const uint8_t* absmax, const float* codebook, int bits, int64_t in_features,

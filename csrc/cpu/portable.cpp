@@ -33,6 +33,12 @@ struct Portable {
     static F mul(F a, F b) {
         return each<F>([&](int i) { return a.lane[i] * b.lane[i]; });
     }
+    static F add(F a, F b) {
+        return each<F>([&](int i) { return a.lane[i] + b.lane[i]; });
+    }
+    static F sub(F a, F b) {
+        return each<F>([&](int i) { return a.lane[i] - b.lane[i]; });
+    }
     static F fma(F a, F b, F c) {
         return each<F>([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
     }
@@ -42,7 +48,7 @@ struct Portable {
     static F abs(F a) {
         return each<F>([&](int i) { return float_of(bits_of(a.lane[i]) & 0x7FFFFFFF); });
     }
-    static float sum(F a) { return (a.lane[0] + a.lane[1]) + (a.lane[2] + a.lane[3]); }
+    static float sum(F a) { return (a.lane[0] + a.lane[2]) + (a.lane[1] + a.lane[3]); }
     static float largest(F a) {
         float found = a.lane[0];
         for (int i = 1; i < kWidth; ++i) found = a.lane[i] > found ? a.lane[i] : found;

@@ -14,8 +14,9 @@
 
 namespace hf_kbit::cuda {
 
-// weight [rows, K] (float32, float16, bfloat16) to planes and absmax; codebook float32 [2**bits], ascending.
-cudaError_t quantize(const void* weight, Dtype dtype, const float* codebook, int bits, int64_t rows,
+// weight [rows, K] (float32, float16, bfloat16) to planes and absmax, whose scales are searched or not; codebook
+// float32 [2**bits], ascending.
+cudaError_t quantize(const void* weight, Dtype dtype, const float* codebook, int bits, bool searched, int64_t rows,
                      int64_t in_features, int32_t* planes, uint8_t* absmax, cudaStream_t stream);
 
 // The decoded weight, out [rows, K]: the float32 product level * scale, rounded once to dtype. Of tiles, which may be

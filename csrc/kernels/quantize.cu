@@ -180,11 +180,14 @@ struct Chunk {
     }
 };
 
-// A block of a weight whose rows are not whole blocks, or not aligned, straight from global memory.
+// A block of a weight whose rows are not whole blocks, or not aligned, straight from global memory; and how many of
+// its columns there are.
 template <typename T>
-__device__ float read_ragged(const T* gmem_weight, int64_t block, int64_t in_features, float (&values)[kBlockSize]) {
+__device__ float read_ragged(const T* gmem_weight, int64_t block, int64_t in_features, float (&values)[kBlockSize],
+                             int& columns) {
     const int64_t row_blocks = num_blocks(in_features), row = block / row_blocks;
     const int64_t column = (block - row * row_blocks) * kBlockSize;
+    columns = static_cast<int>(min(in_features - column, int64_t{kBlockSize}));
     float largest = 0;
 #pragma unroll
     for (int j = 0; j < kBlockSize; ++j) {
@@ -198,6 +201,47 @@ __device__ float read_ragged(const T* gmem_weight, int64_t block, int64_t in_fea
 __device__ __forceinline__ void clamp(float (&values)[kBlockSize], float largest) {
 #pragma unroll
     for (int j = 0; j < kBlockSize; ++j) values[j] = fminf(fmaxf(values[j], -largest), largest);
+}
+
+// 2^-e of a number m 2^e, 1 <= m < 2.
+__device__ __forceinline__ float unit_of(float largest) {
+    return __uint_as_float((254 - min(max(__float_as_uint(largest) >> 23, 1u), 253u)) << 23);
+}
+
+// Of the bytes around `around` that with the least squared error of the block's first `columns` weights; if several,
+// `around`, else the lowest. `find` gives the code of r, lanes have the levels of the codes that are their numbers. As
+// in hf_kbit/reference.py every operation is rounded by itself, and halves are added to each other.
+template <typename Find>
+__device__ __forceinline__ uint32_t search_scale(const float (&values)[kBlockSize], int columns, uint32_t around,
+                                                 const float* smem_inverse, float level, float reach,
+                                                 const Find& find) {
+    uint32_t best = around;
+    float least = 0;
+#pragma unroll 1
+    for (int step = -kSearchBelow - 1; step <= kSearchAbove; ++step) {
+        const bool first = step < -kSearchBelow;
+        const uint32_t byte =
+            first ? around : static_cast<uint32_t>(min(max(static_cast<int>(around) + step, 1), 255));
+        const float inverse = smem_inverse[byte], scale = decode_e4m4(byte);
+        const auto square = [&](int j) {
+            const float ratio = __fmul_rn(values[j], inverse);
+            const uint32_t code = find(0, fminf(fmaxf(ratio, -reach), reach));
+            const float difference = __fsub_rn(ratio, __shfl_sync(0xFFFFFFFF, level, code));
+            return j < columns ? __fmul_rn(difference, difference) : 0.0f;
+        };
+        float eighths[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            eighths[j] = __fadd_rn(__fadd_rn(square(j), square(j + 16)), __fadd_rn(square(j + 8), square(j + 24)));
+        }
+        float fourths[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) fourths[j] = __fadd_rn(eighths[j], eighths[j + 4]);
+        const float sum = __fadd_rn(__fadd_rn(fourths[0], fourths[2]), __fadd_rn(fourths[1], fourths[3]));
+        const float error = __fmul_rn(__fmul_rn(sum, scale), scale);
+        if (first || error < least) least = error, best = byte;
+    }
+    return around == 0 ? 0 : best;
 }
 
 // The codes of a block, code 8 m + i in byte m of bytes[i]; `find` adds the code of r to a number.
@@ -269,8 +313,8 @@ __device__ __forceinline__ void store_planes(const uint32_t (&planes)[kBits], in
     }
 }
 
-template <typename T, int kBits, bool kWhole>
-__global__ void __launch_bounds__(kThreads, 3)
+template <typename T, int kBits, bool kWhole, bool kSearch>
+__global__ void __launch_bounds__(kThreads, kSearch ? 2 : 3)
     quantize_kernel(const T* gmem_weight, const float* gmem_codebook, int64_t blocks, int64_t in_features,
                     int32_t* gmem_planes, uint8_t* gmem_absmax) {
     extern __shared__ __align__(128) char smem[];                   // the cells, then kStages chunks for each warp
@@ -286,44 +330,61 @@ __global__ void __launch_bounds__(kThreads, 3)
     static_assert(kThreads == 256);
     smem_inverse[threadIdx.x] = threadIdx.x ? __frcp_rn(decode_e4m4(threadIdx.x)) : 0.0f;
     __syncthreads();
-    const float largest = fmaxf(fabsf(smem_codebook[0]), fabsf(smem_codebook[(1 << kBits) - 1]));
+    float largest = fmaxf(fabsf(smem_codebook[0]), fabsf(smem_codebook[(1 << kBits) - 1])), unit = 1;
+    if constexpr (kSearch) {
+        // In units of a power of two no square leaves the range of float32.
+        unit = unit_of(largest), largest *= unit;
+        __syncthreads();  // all have read the largest
+        if (threadIdx.x < 1 << kBits) smem_codebook[threadIdx.x] *= unit;
+        __syncthreads();
+    }
     const Search search = build_cells<kBits>(smem_codebook, largest, reinterpret_cast<float2*>(smem));
 
     for (int stage = 0; first < blocks; first += step, stage ^= 1) {
         float values[kBlockSize], magnitude;
+        int columns = kBlockSize;
         if (kWhole) {
             Chunk<T>::prefetch(gmem_weight, first + step, blocks, stage_at(stage ^ 1), lane);
             cp_async_wait<1>();
             __syncwarp();
             magnitude = Chunk<T>::read(stage_at(stage), lane, values);
         } else {
-            magnitude = read_ragged(gmem_weight, min(first + lane, blocks - 1), in_features, values);
+            magnitude = read_ragged(gmem_weight, min(first + lane, blocks - 1), in_features, values, columns);
         }
-        const uint32_t scale = encode_e4m4(__fdiv_rn(magnitude, largest));
-        const float inverse = smem_inverse[scale];
-        if (scale == 255) clamp(values, 32.0f * largest);
+        if constexpr (kSearch) {
+#pragma unroll
+            for (int j = 0; j < kBlockSize; ++j) values[j] *= unit;
+            magnitude *= unit;
+        }
+        uint32_t scale = encode_e4m4(__fdiv_rn(magnitude, largest));
         uint32_t bytes[8], planes[kBits];
+        const auto quantize = [&](const auto& find) {
+            if constexpr (kSearch) {
+                // Beyond the largest level, which is below this, codes do not change.
+                constexpr float kBeyond = 1.5f;
+                scale = search_scale(values, columns, scale, smem_inverse, smem_codebook[lane % (1 << kBits)],
+                                     kBeyond * largest, find);
+                const float most = kBeyond * largest * decode_e4m4(scale);
+                clamp(values, most);
+            } else if (scale == 255) {
+                clamp(values, 32.0f * largest);
+            }
+            find_codes(values, smem_inverse[scale], find, bytes);
+        };
         if (search.exact) {
             const char* cells = smem + lane * sizeof(float2);
-            find_codes(
-                values, inverse,
-                [&](uint32_t number, float r) {
-                    const float2 cell = *reinterpret_cast<const float2*>(cells + cell_offset<kBits>(r, search.scale));
-                    number += __float_as_uint(cell.y);
-                    if (r > cell.x) ++number;
-                    return number;
-                },
-                bytes);
+            quantize([&](uint32_t number, float r) {
+                const float2 cell = *reinterpret_cast<const float2*>(cells + cell_offset<kBits>(r, search.scale));
+                number += __float_as_uint(cell.y);
+                if (r > cell.x) ++number;
+                return number;
+            });
         } else {
-            find_codes(
-                values, inverse,
-                [&](uint32_t number, float r) {
+            quantize([&](uint32_t number, float r) {
 #pragma unroll 1
-                    for (int level = 0; level < (1 << kBits) - 1; ++level)
-                        number += r > midpoint(smem_codebook, level);
-                    return number;
-                },
-                bytes);
+                for (int level = 0; level < (1 << kBits) - 1; ++level) number += r > midpoint(smem_codebook, level);
+                return number;
+            });
         }
         transpose_codes<kBits>(bytes, planes);
         if (first + lane < blocks) gmem_absmax[first + lane] = static_cast<uint8_t>(scale);
@@ -332,10 +393,10 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
 }
 
-template <typename T, int kBits, bool kWhole>
+template <typename T, int kBits, bool kWhole, bool kSearch>
 cudaError_t launch(const void* weight, const float* codebook, int64_t blocks, int64_t in_features, int32_t* planes,
                    uint8_t* absmax, cudaStream_t stream) {
-    const auto kernel = quantize_kernel<T, kBits, kWhole>;
+    const auto kernel = quantize_kernel<T, kBits, kWhole, kSearch>;
     constexpr int kSharedBytes = Cells<kBits>::kBytes + kWarps * kStages * Chunk<T>::kBytes;
     int device = 0, processors = 0, resident = 0;
     cudaGetDevice(&device);
@@ -349,30 +410,31 @@ cudaError_t launch(const void* weight, const float* codebook, int64_t blocks, in
 }
 
 template <typename T, int kBits>
-cudaError_t choose_read(const void* weight, const float* codebook, int64_t rows, int64_t in_features, int32_t* planes,
-                        uint8_t* absmax, cudaStream_t stream) {
+cudaError_t choose_read(const void* weight, const float* codebook, bool searched, int64_t rows, int64_t in_features,
+                        int32_t* planes, uint8_t* absmax, cudaStream_t stream) {
     const int64_t blocks = rows * num_blocks(in_features);
     const bool whole = in_features % kBlockSize == 0 && reinterpret_cast<uintptr_t>(weight) % 16 == 0;
-    const auto run = whole ? launch<T, kBits, true> : launch<T, kBits, false>;
+    const auto run = searched ? (whole ? launch<T, kBits, true, true> : launch<T, kBits, false, true>)
+                              : (whole ? launch<T, kBits, true, false> : launch<T, kBits, false, false>);
     return run(weight, codebook, blocks, in_features, planes, absmax, stream);
 }
 
 template <typename T>
-cudaError_t choose_bits(int bits, const void* weight, const float* codebook, int64_t rows, int64_t in_features,
-                        int32_t* planes, uint8_t* absmax, cudaStream_t stream) {
+cudaError_t choose_bits(int bits, const void* weight, const float* codebook, bool searched, int64_t rows,
+                        int64_t in_features, int32_t* planes, uint8_t* absmax, cudaStream_t stream) {
     constexpr decltype(&choose_read<T, 2>) kInstances[] = {choose_read<T, 2>, choose_read<T, 3>, choose_read<T, 4>,
                                                            choose_read<T, 5>};
-    return kInstances[bits - kMinBits](weight, codebook, rows, in_features, planes, absmax, stream);
+    return kInstances[bits - kMinBits](weight, codebook, searched, rows, in_features, planes, absmax, stream);
 }
 
 }  // namespace
 
-cudaError_t quantize(const void* weight, Dtype dtype, const float* codebook, int bits, int64_t rows,
+cudaError_t quantize(const void* weight, Dtype dtype, const float* codebook, int bits, bool searched, int64_t rows,
                      int64_t in_features, int32_t* planes, uint8_t* absmax, cudaStream_t stream) {
     const auto run = dtype == Dtype::float32   ? choose_bits<float>
                      : dtype == Dtype::float16 ? choose_bits<__half>
                                                : choose_bits<__nv_bfloat16>;
-    return run(bits, weight, codebook, rows, in_features, planes, absmax, stream);
+    return run(bits, weight, codebook, searched, rows, in_features, planes, absmax, stream);
 }
 
 }  // namespace hf_kbit::cuda

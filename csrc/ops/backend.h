@@ -6,9 +6,9 @@
 
 namespace hf_kbit::backend {
 
-// weight [rows, in_features], contiguous, to planes and absmax.
-void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bits, int64_t rows, int64_t in_features,
-              Tensor& planes, Tensor& absmax);
+// weight [rows, in_features], contiguous, to planes and absmax, whose scales are searched or not.
+void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bits, bool searched, int64_t rows,
+              int64_t in_features, Tensor& planes, Tensor& absmax);
 
 // out [count, out_features, in_features], contiguous.
 void dequantize(const Packed& packed, Tensor& out, Dtype dtype);

@@ -83,14 +83,14 @@ Tensor fused_gemm(const Tensor& x, Dtype dtype, const Packed& planes, const std:
 
 }  // namespace
 
-void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bits, int64_t rows, int64_t in_features,
-              Tensor& planes, Tensor& absmax) {
+void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bits, bool searched, int64_t rows,
+              int64_t in_features, Tensor& planes, Tensor& absmax) {
     const void* weight_data = weight.const_data_ptr();
     const auto* levels = static_cast<const float*>(codebook.const_data_ptr());
     auto* words = static_cast<int32_t*>(planes.mutable_data_ptr());
     auto* scales = static_cast<uint8_t*>(absmax.mutable_data_ptr());
     torch::stable::parallel_for(0, rows, row_grain(in_features), [&](int64_t begin, int64_t end) {
-        cpu::quantize(weight_data, dtype, levels, bits, in_features, words, scales, begin, end);
+        cpu::quantize(weight_data, dtype, levels, bits, searched, in_features, words, scales, begin, end);
     });
 }
 

@@ -50,11 +50,11 @@ T* write(Tensor& tensor) {
 
 }  // namespace
 
-void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bits, int64_t rows, int64_t in_features,
-              Tensor& planes, Tensor& absmax) {
+void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bits, bool searched, int64_t rows,
+              int64_t in_features, Tensor& planes, Tensor& absmax) {
     const Launch launch(weight);
-    check("quantize", cuda::quantize(weight.const_data_ptr(), dtype, read<float>(codebook), bits, rows, in_features,
-                                     write<int32_t>(planes), write<uint8_t>(absmax), launch.stream));
+    check("quantize", cuda::quantize(weight.const_data_ptr(), dtype, read<float>(codebook), bits, searched, rows,
+                                     in_features, write<int32_t>(planes), write<uint8_t>(absmax), launch.stream));
 }
 
 namespace {

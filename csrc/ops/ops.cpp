@@ -50,7 +50,7 @@ void multiply_into(Tensor& out, const Tensor& a, const Tensor& b) {
     torch::stable::detail::to<Tensor>(stack[0]);  // takes over the reference
 }
 
-std::tuple<Tensor, Tensor> quantize(const Tensor& weight, const Tensor& codebook) {
+std::tuple<Tensor, Tensor> quantize(const Tensor& weight, const Tensor& codebook, bool search) {
     const Dtype dtype = float_dtype("weight", weight.scalar_type(), false);
     Shape shape = shape_of(weight);
     if (shape.size() < 2 || weight.numel() == 0) {
@@ -63,8 +63,8 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& weight, const Tensor& codebook
     Tensor planes = new_tensor(weight, shape, ScalarType::Int);
     shape.back() = blocks;
     Tensor absmax = new_tensor(weight, shape, ScalarType::Byte);
-    backend::quantize(as_contiguous(weight), dtype, as_contiguous(codebook), bits, weight.numel() / in_features,
-                      in_features, planes, absmax);
+    backend::quantize(as_contiguous(weight), dtype, as_contiguous(codebook), bits, search,
+                      weight.numel() / in_features, in_features, planes, absmax);
     return {planes, absmax};
 }
 

@@ -70,7 +70,7 @@ class KbitQuantize(ConversionOps):
             if tuple(tensor.shape) != (layer.out_features, layer.in_features):
                 expected = [layer.out_features, layer.in_features]
                 raise ValueError(f"{name}: found shape {list(tensor.shape)}, expected {expected}")
-            planes, absmax, layer.exponent = quantize_weight(tensor, layer.levels, name)
+            planes, absmax, layer.exponent = quantize_weight(tensor, layer.levels, name, layer.scale)
         except (TypeError, ValueError) as error:
             # Transformers would swallow it here; it is raised when all weights have been seen.
             self.hf_quantizer.problems.append(str(error))
@@ -178,8 +178,9 @@ class KbitHfQuantizer(HfQuantizer):
         in_features, out_features = (
             (dense.nx, dense.nf) if isinstance(dense, Conv1D) else (dense.in_features, dense.out_features)
         )
-        levels = levels or self.quantization_config.levels_for(bits)
-        layer = KbitLinear(in_features, out_features, False, bits, levels, device="meta")
+        config = self.quantization_config
+        levels = levels or config.levels_for(bits)
+        layer = KbitLinear(in_features, out_features, False, bits, levels, device="meta", scale=config.scale)
         layer.bias = dense.bias
         layer.dense_class = Conv1D if isinstance(dense, Conv1D) else nn.Linear
         layer.dense_dtype = dense.weight.dtype

@@ -27,11 +27,13 @@ def codebooks(bits: int) -> dict[str, torch.Tensor]:
 
 
 def assert_same_bytes(weight, codebook, device):
-    expected = reference.quantize(weight, codebook)
-    found = torch.ops.hf_kbit.quantize(weight.to(device), codebook.to(device))
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.is_contiguous()
-        assert torch.equal(ours.cpu(), theirs)
+    """With scales as they come, and searched."""
+    for search in (False, True):
+        expected = reference.quantize(weight, codebook, search)
+        found = torch.ops.hf_kbit.quantize(weight.to(device), codebook.to(device), search)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.is_contiguous()
+            assert torch.equal(ours.cpu(), theirs), f"{search=}"
 
 
 @pytest.mark.parametrize("bits", cases.BITS)

@@ -432,6 +432,27 @@ def test_codebooks_of_the_user(load, tmp_path):
             assert torch.equal(layer.dequantize(), model.get_submodule(name).dequantize()), name
 
 
+def test_searched_scales(load, tmp_path):
+    """Chosen while loading, kept, and used again when a layer that was loaded gets another weight."""
+    config = KbitConfig(bits=3, codebook="optimal", scale="search")
+    model, plain = load("llama", config), load("llama", KbitConfig(bits=3, codebook="optimal"))
+    reference = BY_NAME["llama"].cls.from_pretrained(tmp_path / "float-llama")
+    for name, layer in quantized(model).items():
+        weight = reference.get_submodule(name).weight.detach()
+        assert torch.equal(
+            layer.dequantize(),
+            KbitLinear.from_linear(reference.get_submodule(name), 3, "optimal", "search").dequantize(),
+        ), name
+        error, before = ((found.get_submodule(name).dequantize() - weight).square().sum() for found in (model, plain))
+        assert error < 0.95 * before, name
+    reloaded = AutoModelForCausalLM.from_pretrained(save(model, tmp_path / "saved"))
+    assert_same_tensors(reloaded, model, "reload")
+    assert reloaded.config.quantization_config.scale == "search"
+    for name, layer in quantized(reloaded).items():
+        layer.load_dense(reference.get_submodule(name).weight)
+        assert torch.equal(layer.dequantize(), model.get_submodule(name).dequantize()), name
+
+
 def test_a_config_can_be_used_again(load):
     """What belongs to one model, such as exponents, is written into a copy."""
     config = KbitConfig(bits=3, module_bits={"0": 2})
