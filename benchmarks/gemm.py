@@ -20,16 +20,13 @@ import copy
 import importlib.metadata
 import itertools
 import json
-import shlex
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from timing import Report, copies, graph_us, name_of, parse, read_kernel, run_and_plot
+from timing import Report, copies, gpu_and_command, graph_us, name_of, parse, read_kernel, run_and_plot
 
 import hf_kbit
 from hf_kbit.format import BITS
@@ -234,14 +231,6 @@ def row(x, n: int, dense, packed, others, floor: Floor, versions, emit) -> None:
         emit(bits=bits, peer=peer, version=versions[peer], us=us, cublas_us=cublas, speedup=cublas / us)
 
 
-def driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 # --- the plot -------------------------------------------------------------------------------------
 
 PANELS = ("4096x4096", "8192x8192", "57344x8192", "8192x28672")
@@ -316,13 +305,7 @@ def command_line():
 
 
 def run(arguments) -> list[dict]:
-    report = Report(
-        arguments.json,
-        gpu=torch.cuda.get_device_name(),
-        driver=driver(),
-        cuda=torch.version.cuda,
-        command=shlex.join(["python", *sys.argv]),
-    )
+    report = Report(arguments.json, **gpu_and_command())
     lines = []
 
     def emit(**entry) -> None:

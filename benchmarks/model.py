@@ -21,18 +21,16 @@ import argparse
 import gc
 import itertools
 import math
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from functools import partial
 
 import torch
 import transformers
-from gemm import COLOURS, driver, find_peers, skipped
+from gemm import COLOURS, find_peers, skipped
 from load import SHAPES, load, make_checkpoint
-from timing import Report, parse, run_and_plot
+from timing import Report, gpu_and_command, parse, run_and_plot
 from torch import nn
 from torch._dynamo.utils import counters
 from transformers import BitsAndBytesConfig
@@ -229,13 +227,10 @@ def command_line():
 def run(arguments) -> list[dict]:
     report = Report(
         arguments.json,
-        gpu=torch.cuda.get_device_name(),
-        driver=driver(),
-        cuda=torch.version.cuda,
+        **gpu_and_command(),
         transformers=transformers.__version__,
         shape=SHAPE,
         layers=arguments.model_layers,
-        command=shlex.join(["python", *sys.argv]),
     )
     lines, dense = [], {}
 

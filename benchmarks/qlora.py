@@ -18,20 +18,18 @@ blocks of 64, runs where it is installed, and before hf_kbit. --plot needs matpl
 
 import argparse
 import gc
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 
 import peft
 import torch
 import transformers
-from gemm import COLOURS, driver, find_peers, skipped
+from gemm import COLOURS, find_peers, skipped
 from load import SHAPES, load, make_checkpoint
 from model import DENSE, OTHERS, PEERS, SHAPE, numbers
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from timing import Report, parse, run_and_plot
+from timing import Report, gpu_and_command, parse, run_and_plot
 
 import hf_kbit
 from hf_kbit.format import BITS
@@ -145,16 +143,13 @@ def command_line():
 def run(arguments) -> list[dict]:
     report = Report(
         arguments.json,
-        gpu=torch.cuda.get_device_name(),
-        driver=driver(),
-        cuda=torch.version.cuda,
+        **gpu_and_command(),
         transformers=transformers.__version__,
         peft=peft.__version__,
         shape=SHAPE,
         layers=arguments.layers,
         sequences=arguments.sequences,
         tokens=arguments.tokens,
-        command=shlex.join(["python", *sys.argv]),
     )
     lines, measured = [], {}
 

@@ -3,7 +3,10 @@
 import argparse
 import itertools
 import json
+import shlex
 import statistics
+import subprocess
+import sys
 import time
 
 import torch
@@ -62,6 +65,24 @@ def parse(parser, peers) -> argparse.Namespace:
     if unknown := set(arguments.peers) - set(peers):
         parser.error(f"--peers: found {', '.join(unknown)}, expected {', '.join(peers)}")
     return arguments
+
+
+def driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def gpu_and_command() -> dict[str, str]:
+    """Of a report: what it was measured on, and how to measure it again."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+        "command": shlex.join(["python", *sys.argv]),
+    }
 
 
 def run_and_plot(arguments, run, plot) -> None:
