@@ -46,6 +46,7 @@ constexpr int kArch = 0;
 #endif
 constexpr bool kSm90 = kArch >= 900;
 
+// One of the weights, and what becomes of it.
 struct Part {
     const void* bias;
     void* y;
