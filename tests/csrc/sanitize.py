@@ -62,7 +62,9 @@ def main() -> None:
             codebook = cases.codebook(bits)
             for dtype in cases.FLOATS:
                 weight = cases.weight(shape, dtype)
-                same(OPS.quantize(weight.cuda(), codebook.cuda()), reference.quantize(weight, codebook))
+                for search in (False, True):
+                    found = OPS.quantize(weight.cuda(), codebook.cuda(), search)
+                    same(found, reference.quantize(weight, codebook, search))
             crowded = torch.cat([torch.linspace(0.5, 0.5001, 2**bits - 1), torch.tensor([-1.0])]).sort().values
             same(OPS.quantize(weight.cuda(), crowded.cuda()), reference.quantize(weight, crowded))
             planes = cases.random_packed(shape, bits)
