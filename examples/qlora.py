@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import (
     AutoConfig,
@@ -187,8 +188,10 @@ def main() -> None:
         merged.save_pretrained(arguments.merge)
         tokenizer.save_pretrained(arguments.merge)
         say(f"merged model: {arguments.merge}")
-    trainer.accelerator.end_training()
+    trainer.accelerator.wait_for_everyone()
 
 
 if __name__ == "__main__":
     main()
+    # Only now: while something of main() still holds the group, ending it may wait forever.
+    PartialState().destroy_process_group()
