@@ -30,13 +30,16 @@ class JoinProducts(CustomGraphPass):
             if _takes_one_launch(node):
                 x, _, _, codebook, *_ = node.args
                 groups.setdefault((x, codebook.meta["val"].shape[0]), []).append(node)
+        replaced = []
         for first, *others in groups.values():
             # All happen where the first one does; what they read must be there by then.
             nodes = [first, *(node for node in others if _before(order, node.args[1:5], first))]
             for start in range(0, len(nodes), MOST_PRODUCTS):
                 if len(joined := nodes[start : start + MOST_PRODUCTS]) > 1:
                     _join(graph, first, joined)
-        graph.eliminate_dead_code()
+                    replaced += joined
+        for node in replaced:  # only now: what is joined later still goes before the first
+            graph.erase_node(node)
 
     def uuid(self):
         return get_hash_for_files((__file__,))
