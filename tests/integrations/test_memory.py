@@ -103,10 +103,11 @@ watcher.start()
 model = load(large)
 done.set()
 watcher.join()
+samples.append(anonymous())  # the watcher may have missed the last page
 print(json.dumps({
     "samples": len(samples),
     "peak": max(samples) - samples[0],
-    "end": anonymous() - samples[0],
+    "end": samples[-1] - samples[0],
     "size": sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
 }))
 """
