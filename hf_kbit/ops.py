@@ -1,4 +1,6 @@
-"""The ops: of each its schema, argument checks, fake, autograd and documented wrapper, in that order.
+"""The ops: of each its schema, argument checks, fake, autograd and, of public ones, documented wrapper, in that order.
+
+Past 400 lines, half of them documentation: what belongs to an op stands in one place.
 
 ``reference`` implements all of them on every device; a compiled library (``_native``) takes over a device by
 registering its kernels for that dispatch key. ``bits`` is never an argument where a codebook is one: a codebook has
@@ -342,44 +344,6 @@ def _gemm_backward(ctx, grad):
 
 torch.library.register_autograd("hf_kbit::gemm", _gemm_backward, setup_context=_gemm_setup_context, lib=_LIB)
 
-# ``grad @ W``, the gradient of x; with a gradient of its own, for those who need second derivatives.
-_LIB.define("gemm_gradient(Tensor grad, Tensor weight, Tensor absmax, Tensor codebook, SymInt[] shape) -> Tensor")
-
-
-@torch.library.impl(_LIB, "gemm_gradient", "CompositeExplicitAutograd")
-def _(grad, weight, absmax, codebook, shape):
-    _check_gemm_gradient(grad, weight, absmax, codebook, shape)
-    _native.warn_missing(weight.device.type)
-    return grad @ reference.dequantize(weight, absmax, codebook, shape, grad.dtype)
-
-
-@torch.library.register_fake("hf_kbit::gemm_gradient", lib=_LIB)
-def _(grad, weight, absmax, codebook, shape):
-    _check_gemm_gradient(grad, weight, absmax, codebook, shape)
-    return grad.new_empty((*grad.shape[:-1], shape[1]))
-
-
-def _check_gemm_gradient(grad, weight, absmax, codebook, shape):
-    _check_dtype("grad", grad, _GEMM_FLOATS)
-    _check_dequantize(weight, absmax, codebook, shape, grad.dtype)
-    _check_device(grad=grad, weight=weight)
-    if grad.dim() < 1 or grad.shape[-1] != shape[0]:
-        raise ValueError(f"grad: found shape {list(grad.shape)}, expected [*, {shape[0]}]")
-
-
-def _gradient_setup_context(ctx, inputs, output):
-    _, *packed, ctx.shape = inputs
-    ctx.save_for_backward(*packed)
-
-
-def _gradient_backward(ctx, grad):
-    return torch.ops.hf_kbit.gemm(grad, *ctx.saved_tensors, None, ctx.shape[0]), None, None, None, None
-
-
-torch.library.register_autograd(
-    "hf_kbit::gemm_gradient", _gradient_backward, setup_context=_gradient_setup_context, lib=_LIB
-)
-
 
 def gemm_op(x: torch.Tensor, bias: torch.Tensor | None):
     """The op for these inputs: that with gradients only where one is wanted."""
@@ -426,6 +390,47 @@ def gemm(
         out_features = weight.shape[0]
     _check_gemm(x, weight, absmax, codebook, bias, out_features)
     return gemm_op(x, bias)(x, weight, absmax, codebook, bias, out_features)
+
+
+# --- gemm_gradient --------------------------------------------------------------------------------
+
+# ``grad @ W``, the gradient of x; with a gradient of its own, for those who need second derivatives.
+_LIB.define("gemm_gradient(Tensor grad, Tensor weight, Tensor absmax, Tensor codebook, SymInt[] shape) -> Tensor")
+
+
+def _check_gemm_gradient(grad, weight, absmax, codebook, shape):
+    _check_dtype("grad", grad, _GEMM_FLOATS)
+    _check_dequantize(weight, absmax, codebook, shape, grad.dtype)
+    _check_device(grad=grad, weight=weight)
+    if grad.dim() < 1 or grad.shape[-1] != shape[0]:
+        raise ValueError(f"grad: found shape {list(grad.shape)}, expected [*, {shape[0]}]")
+
+
+@torch.library.impl(_LIB, "gemm_gradient", "CompositeExplicitAutograd")
+def _(grad, weight, absmax, codebook, shape):
+    _check_gemm_gradient(grad, weight, absmax, codebook, shape)
+    _native.warn_missing(weight.device.type)
+    return grad @ reference.dequantize(weight, absmax, codebook, shape, grad.dtype)
+
+
+@torch.library.register_fake("hf_kbit::gemm_gradient", lib=_LIB)
+def _(grad, weight, absmax, codebook, shape):
+    _check_gemm_gradient(grad, weight, absmax, codebook, shape)
+    return grad.new_empty((*grad.shape[:-1], shape[1]))
+
+
+def _gradient_setup_context(ctx, inputs, output):
+    _, *packed, ctx.shape = inputs
+    ctx.save_for_backward(*packed)
+
+
+def _gradient_backward(ctx, grad):
+    return torch.ops.hf_kbit.gemm(grad, *ctx.saved_tensors, None, ctx.shape[0]), None, None, None, None
+
+
+torch.library.register_autograd(
+    "hf_kbit::gemm_gradient", _gradient_backward, setup_context=_gradient_setup_context, lib=_LIB
+)
 
 
 # --- compiled kernels -----------------------------------------------------------------------------

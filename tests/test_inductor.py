@@ -114,12 +114,24 @@ def test_a_pass_of_somebody_else_stays():
     assert config.post_grad_custom_pre_pass is print
 
 
-def test_gradients_are_not_joined():
-    """They need the op with autograd."""
+def test_products_that_need_gradients_are_not_joined():
+    """They are another op, with autograd."""
     q, k = tiled(48), tiled(16)
+    targets = []
+
+    def compiler(module, _):
+        inductor.JoinProducts()(module.graph)
+        module.recompile()
+        targets.extend(node.target for node in module.graph.nodes)
+        return make_boxed_func(module.forward)
+
+    def run(x):
+        return q(x).sum() + k(x).sum()
+
     x = X.clone().requires_grad_()
-    compiled = torch.compile(lambda x: q(x).sum() + k(x).sum(), fullgraph=True, backend="aot_eager")
-    compiled(x).backward()
+    torch.compile(run, fullgraph=True, backend=aot_autograd(fw_compiler=compiler))(x).backward()
     found, x.grad = x.grad, None
-    (q(x).sum() + k(x).sum()).backward()
+    run(x).backward()
     torch.testing.assert_close(found, x.grad)
+    assert targets.count(OPS.gemm.default) == targets.count(OPS.gemm_gradient.default) == 2
+    assert OPS.gemm_group.default not in targets

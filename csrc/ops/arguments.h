@@ -45,13 +45,6 @@ void check_same_device(std::string_view name, const Tensor& tensor, std::string_
 Packed check_packed(const Tensor& weight, const Tensor& absmax, const std::optional<Tensor>& codebook, int64_t bits,
                     int64_t out_features, int64_t in_features);
 
-// Planes of `count` columns from `first` on, a multiple of 32, of one matrix in planes.
-Packed columns_of(const Packed& planes, int64_t first, int64_t count);
-
-// How many rows or columns of a weight, of so many bytes each, to decode at a time: beside a layer of any size this is
-// the memory that a product takes. A power of two, so that slices keep all processors busy.
-int64_t slice_size(int64_t bytes);
-
 Shape words_shape(Form form, int64_t out_features, int64_t in_features, int bits);
 Shape scales_shape(Form form, int64_t out_features, int64_t in_features);
 

@@ -40,4 +40,11 @@ Tensor viewed(const Tensor& tensor, int64_t rows, int64_t columns);
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias);
 void multiply_into(Tensor& out, const Tensor& a, const Tensor& b);
 
+// Planes of `count` columns from `first` on, a multiple of 32, of one matrix in planes.
+Packed columns_of(const Packed& planes, int64_t first, int64_t count);
+
+// How many rows or columns of a weight, of so many bytes each, to decode at a time: beside a layer of any size this is
+// the memory that a product takes. A power of two, so that slices keep all processors busy.
+int64_t slice_size(int64_t bytes);
+
 }  // namespace hf_kbit

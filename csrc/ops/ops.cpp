@@ -50,6 +50,24 @@ void multiply_into(Tensor& out, const Tensor& a, const Tensor& b) {
     torch::stable::detail::to<Tensor>(stack[0]);  // takes over the reference
 }
 
+Packed columns_of(const Packed& planes, int64_t first, int64_t count) {
+    Packed columns = planes;
+    const auto narrowed = [&](Tensor tensor, int64_t of_block) {
+        return as_contiguous(
+            torch::stable::narrow(tensor, 1, first / kBlockSize * of_block, num_blocks(count) * of_block));
+    };
+    columns.words = narrowed(planes.words, planes.bits), columns.scales = narrowed(planes.scales, 1);
+    columns.in_features = count;
+    return columns;
+}
+
+int64_t slice_size(int64_t bytes) {
+    constexpr int64_t kSliceBytes = 64 << 20, kLeast = kSlabBlocks * kBlockSize;
+    int64_t size = kLeast;
+    while (2 * size * bytes <= kSliceBytes) size *= 2;
+    return size;
+}
+
 std::tuple<Tensor, Tensor> quantize(const Tensor& weight, const Tensor& codebook, bool search) {
     const Dtype dtype = float_dtype("weight", weight.scalar_type(), false);
     Shape shape = shape_of(weight);
