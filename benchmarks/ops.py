@@ -81,7 +81,9 @@ def on_cuda(shapes, report: Report) -> None:
             for dtype in FLOATS:
                 what = {"shape": shape, "bits": bits, "dtype": name_of(dtype)}
                 dense = partial(torch.randn, n, k, device="cuda", dtype=dtype)
-                measure("quantize", "read", lambda d=dense: (d(),), lambda w: OPS.quantize(*w, codebook), **what)
+                for op, search in (("quantize", False), ("quantize searched", True)):
+                    quantize = partial(OPS.quantize, codebook=codebook, search=search)
+                    measure(op, "read", lambda d=dense: (d(),), lambda w, q=quantize: q(*w), **what)
                 for form, make in (("planes", planes), ("tiles", tiles)):
                     measure(
                         f"dequantize {form}",
@@ -123,6 +125,7 @@ def on_cpu(shapes, report: Report) -> None:
                 dense = source.to(dtype)
                 calls = {
                     "quantize": lambda: OPS.quantize(dense, codebooks[bits]),
+                    "quantize searched": lambda: OPS.quantize(dense, codebooks[bits], True),
                     "dequantize planes": lambda: OPS.dequantize(*packed[bits], codebooks[bits], [n, k], dtype),
                 }
                 stored = sum(tensor.nbytes for tensor in packed[bits])

@@ -8,8 +8,8 @@ an ``nn.Linear`` to work on, in place of the ``KbitLinear``:
   over the ``KbitLinear``, and its class is derived from ``KbitTunerLayer``. Methods not known to work are refused.
 - ``merge_adapter`` and ``merge_and_unload``: what requantizing the merged weights changed is reported in one warning.
 
-``KbitTunerLayer.merge`` has PEFT merge into the decoded weight in float32 and quantizes the result, with the bits and
-levels of the layer.
+``KbitTunerLayer.merge`` has PEFT merge into the decoded weight in float32 and quantizes the result with the layer's
+bits, levels and way to find scales.
 
 Past 400 lines, many of them documentation: creating and merging share how a ``KbitLinear`` looks to PEFT.
 """
