@@ -159,7 +159,7 @@ def _check_fits(model, name: str, tokens: torch.Tensor, window: int) -> None:
         )
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest
     if longest > positions:
-        raise ValueError(f"window: found {longest} tokens, expected at most {positions}, the positions of the {name}")
+        raise ValueError(f"window: found {longest} tokens, expected at most {positions}, the positions of {name}")
 
 
 @contextmanager
