@@ -8,10 +8,10 @@ from the 16-bit checkpoint and evaluated on the held-out text beside it (``hf_kb
 windows of the length it was trained with. A library that is not installed is skipped, with a line that says why.
 
 A line has the perplexity, its gap (what it has above that of fp16) with the standard error of that, from ``PARTS``
-parts of the text, KL divergence and agreement with fp16, and sizes: ``bits_per_weight`` of the quantized layers counts
-each code at its width, and scales, zeros and levels as they are stored; ``stored_bits_per_weight`` counts codes as the
-library keeps them, some in whole bytes; ``model_MB`` is that and the rest in 16 bits. ``report`` makes tables and a
-plot of the lines.
+parts of the text, KL divergence and agreement with fp16, the squared error of the weights over their squares, and
+sizes: ``bits_per_weight`` of the quantized layers counts each code at its width, and scales, zeros and levels as they
+are stored; ``stored_bits_per_weight`` counts codes as the library keeps them, some in whole bytes; ``model_MB`` is
+that and the rest in 16 bits. ``report`` makes tables and a plot of the lines.
 """
 
 import argparse
@@ -25,13 +25,15 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
 from safetensors.torch import load_file
 
-from benchmarks.quality.methods import Method, load, methods
+from benchmarks.quality.methods import Method, load, methods, squared_error
 from benchmarks.timing import Report, gpu_and_command
 from hf_kbit.evaluation import evaluate
 
@@ -54,54 +56,45 @@ def compare(model, reference, tokens: torch.Tensor) -> dict[str, float]:
     }
 
 
-def measure(method: Method, folder: Path, device: str, reference, tokens: torch.Tensor) -> dict:
-    start = time.perf_counter()
-    model = method.load(folder, device)
-    seconds = time.perf_counter() - start
-    storage = method.storage(model)
-    stored, others = 8 * (storage.code_bytes + storage.other_bytes), 8 * storage.other_bytes
-    rest = sum(parameter.numel() for parameter in reference.parameters()) - storage.weights
-    return {
-        **compare(model, reference, tokens),
-        "bits_per_weight": method.bits + others / storage.weights,
-        "stored_bits_per_weight": stored / storage.weights,
-        "model_MB": (stored / 8 + 2 * rest) / 1e6,
-        "load_seconds": seconds,
-    }
+# --- for every model that is quantized ------------------------------------------------------------
 
 
-def context_of(arguments, training: dict, tokens: int) -> dict:
-    where = gpu_and_command() if arguments.device == "cuda" else {"gpu": "none"}
-    return where | {
-        "command": shlex.join(["python", "-m", "benchmarks.quality.measure", *sys.argv[1:]]),
-        "transformers": transformers.__version__,
-        "parameters": training["parameters"],
-        "text_sha256": training["text_sha256"],
-        "tokens": tokens,
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="that train filled")
+def command_line(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--methods", default="", help="regular expression that labels of methods contain")
-    parser.add_argument("--tokens", type=int, default=None, help="of the held-out ones; default all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", help="file to append a JSON line for each method to")
-    arguments = parser.parse_args()
+    return parser
+
+
+def sizes(method: Method, model, reference) -> dict[str, float]:
+    storage = method.storage(model)
+    stored = storage.code_bytes + storage.other_bytes
+    rest = sum(parameter.numel() for parameter in reference.parameters()) - storage.weights
+    return {
+        "bits_per_weight": method.bits + 8 * storage.other_bytes / storage.weights,
+        "stored_bits_per_weight": 8 * stored / storage.weights,
+        "model_MB": (stored + 2 * rest) / 1e6,
+    }
+
+
+def measure_all(arguments, folder: Path, compare: Callable[..., dict], **context) -> None:
+    """Reports, for each method asked for, ``compare(model, reference)`` and the sizes of the model in ``folder``."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("hf_kbit").setLevel(logging.ERROR)  # it tells of each model what was quantized
-
-    tokens = load_file(arguments.folder / "held_out.safetensors")["tokens"].long()[: arguments.tokens]
-    training = json.loads((arguments.folder / "training.json").read_text())
-    report = Report(arguments.json, **context_of(arguments, training, len(tokens)))
-    reference = load(arguments.folder, arguments.device)
+    where = gpu_and_command() if arguments.device == "cuda" else {"gpu": "none"}
+    where["command"] = shlex.join(["python", "-m", f"benchmarks.quality.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    report = Report(arguments.json, **where, transformers=transformers.__version__, **context)
+    reference = load(folder, arguments.device)
     for method in methods():
         if not re.search(arguments.methods, method.label):
             continue
+        start = time.perf_counter()
         try:
-            entry = measure(method, arguments.folder, arguments.device, reference, tokens)
+            model = method.load(folder, arguments.device)
+            entry = {"load_seconds": time.perf_counter() - start, **sizes(method, model, reference)}
+            entry |= {**compare(model, reference), "squared_error": squared_error(model, reference)}
         except Exception as error:  # whatever is wrong with one, the others are measured
             reason = next(iter(str(error).strip().splitlines()), "")
             print(f"{method.label} skipped: {type(error).__name__}: {reason}", flush=True)
@@ -110,7 +103,26 @@ def main() -> None:
         if method.library not in ("fp16", "hf_kbit"):  # whose versions are in every line
             named["version"] = importlib.metadata.version(method.library)
         report.line(**named, **entry)
+        del model
         gc.collect()
+
+
+def main() -> None:
+    parser = command_line(__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="that train filled")
+    parser.add_argument("--tokens", type=int, default=None, help="of the held-out ones; default all")
+    arguments = parser.parse_args()
+    tokens = load_file(arguments.folder / "held_out.safetensors")["tokens"].long()[: arguments.tokens]
+    training = json.loads((arguments.folder / "training.json").read_text())
+    measure_all(
+        arguments,
+        arguments.folder,
+        partial(compare, tokens=tokens),
+        model="trained",
+        parameters=training["parameters"],
+        text_sha256=training["text_sha256"],
+        tokens=len(tokens),
+    )
 
 
 if __name__ == "__main__":

@@ -10,12 +10,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, BitsAndBytesConfig
 
 import hf_kbit
 from hf_kbit.format import BITS
 
+HEADS = ("lm_head", "pooler.dense")  # of a Llama and of all-MiniLM-L6-v2, whose own is of no use to it
 # Scales are searched for all but the first, which is the plain one that others are compared with.
 KBIT = (
     ("normal_float", "absmax"),
@@ -57,11 +59,31 @@ class Method:
 
 
 def load(folder: Path, device: str, dtype: torch.dtype = torch.float16, **kwargs) -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device, **kwargs)
+    """The model in a folder, of the class that its configuration names."""
+    kind = getattr(transformers, AutoConfig.from_pretrained(folder).architectures[0])
+    return kind.from_pretrained(folder, dtype=dtype, device_map=device, **kwargs)
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"}
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in HEADS}
+
+
+@torch.no_grad()
+def squared_error(model: nn.Module, reference: nn.Module) -> float:
+    """Of the weights of all quantized layers, over the sum of their squares.
+
+    A layer's weights are what it makes of unit vectors, which is how every library can be asked for them.
+    """
+    error = square = 0.0
+    for name, layer in linears(reference).items():
+        units = torch.eye(layer.in_features, device=reference.device, dtype=model.dtype)
+        found = model.get_submodule(name)(units).float()
+        if layer.bias is not None:
+            found -= layer.bias.float()
+        weight = layer.weight.float().T
+        error += (found - weight).square().sum(dtype=torch.float64).item()
+        square += weight.square().sum(dtype=torch.float64).item()
+    return error / square
 
 
 def dense_storage(model: nn.Module) -> Storage:
@@ -112,6 +134,7 @@ def load_bitsandbytes(folder: Path, device: str, kind: str, double: bool) -> nn.
         bnb_4bit_quant_type=kind,
         bnb_4bit_use_double_quant=double,
         bnb_4bit_compute_dtype=torch.float16,
+        llm_int8_skip_modules=list(HEADS),
     )
     return load(folder, device, quantization_config=config)
 

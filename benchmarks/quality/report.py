@@ -1,10 +1,10 @@
-"""Tables and a plot of what ``measure`` measured, put into the page about it.
+"""Tables and a plot of what ``measure`` and ``minilm`` measured, put into the page about it.
 
-    python -m benchmarks.quality.report benchmarks/results/quality-h200-2026-11-21.jsonl
-                                        [--page docs/quality.md] [--plot docs/images/quality.png]
+    python -m benchmarks.quality.report benchmarks/results/quality-*.jsonl [--page docs/quality.md]
+                                        [--plot docs/images/quality.png]
 
-prints the tables, and with ``--page`` also writes them between the two marks there. Where a file holds several runs,
-the last line of each method counts. The plot has the relative gap of perplexity and the KL divergence against bits per
+prints the tables, and with ``--page`` also writes them between the two marks there. Where files hold several runs, the
+last line of each method counts. The plot has the relative gap of perplexity and the KL divergence against bits per
 weight; it needs matplotlib.
 """
 
@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+TRAINED, MINILM = "trained", "all-MiniLM-L6-v2"
 MARKS = "<!-- results -->\n", "<!-- end of results -->\n"
 # For each width: the most that the best method of hf_kbit may have of a plain method's gap, and that method.
 NF4 = ("bitsandbytes", 4, "NF4, block 64")
@@ -22,10 +23,12 @@ PLAIN = "normal_float, absmax"
 TARGETS = {4: (0.6, NF4), 3: (0.7, ("hf_kbit", 3, PLAIN)), 2: (0.35, ("hf_kbit", 2, PLAIN))}
 
 
-def read(file: Path) -> dict[tuple, dict]:
-    """The last line of each method, by library, bits and way."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    return {(line["library"], line["bits"], line["way"]): line for line in lines}
+def read(files: Iterable[Path]) -> dict[str, dict[tuple, dict]]:
+    """For each model the last line of each method, by library, bits and way."""
+    found = {}
+    for line in (json.loads(line) for file in files for line in file.read_text().splitlines()):
+        found.setdefault(line["model"], {})[line["library"], line["bits"], line["way"]] = line
+    return found
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -35,26 +38,57 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def methods_table(methods: dict[tuple, dict]) -> str:
-    """All methods, by width, those of one width by their size."""
-    rows = []
-    for line in sorted(methods.values(), key=lambda line: (-line["bits"], line["bits_per_weight"])):
-        plain = methods.get(TARGETS[line["bits"]][1]) if line["bits"] in TARGETS else None
-        rows.append(
-            (
-                f"{line['library']}, {line['bits']} bits: {line['way']}",
-                f"{line['bits_per_weight']:.2f}",
-                f"{line['stored_bits_per_weight']:.2f}",
-                f"{line['model_MB']:.0f}",
-                f"{line['perplexity']:.3f}",
-                f"{line['gap']:.3f} ± {line['gap_error']:.3f}",
-                f"{line['gap'] / plain['gap']:.2f}" if plain else "",
-                f"{line['kl_divergence']:.5f}",
-                f"{line['kl_divergence'] / plain['kl_divergence']:.2f}" if plain else "",
-                f"{100 * line['top1_agreement']:.1f}%",
-            )
+def ordered(methods: dict[tuple, dict]) -> list[dict]:
+    """By width, those of one width by their size."""
+    return sorted(methods.values(), key=lambda line: (-line["bits"], line["bits_per_weight"]))
+
+
+def of_plain(line: dict, methods: dict[tuple, dict], key: str) -> str:
+    """Over what the plain method of the same width has."""
+    plain = methods.get(TARGETS[line["bits"]][1]) if line["bits"] in TARGETS else None
+    return f"{line[key] / plain[key]:.2f}" if plain else ""
+
+
+def label_of(line: dict) -> str:
+    return f"{line['library']}, {line['bits']} bits: {line['way']}"
+
+
+def trained_table(methods: dict[tuple, dict]) -> str:
+    header = ("", "bits", "stored", "MB", "perplexity", "gap", "of plain", "KL", "of plain", "same token", "error")
+    rows = (
+        (
+            label_of(line),
+            f"{line['bits_per_weight']:.2f}",
+            f"{line['stored_bits_per_weight']:.2f}",
+            f"{line['model_MB']:.0f}",
+            f"{line['perplexity']:.3f}",
+            f"{line['gap']:.3f} ± {line['gap_error']:.3f}",
+            of_plain(line, methods, "gap"),
+            f"{line['kl_divergence']:.5f}",
+            of_plain(line, methods, "kl_divergence"),
+            f"{100 * line['top1_agreement']:.1f}%",
+            f"{line['squared_error']:.5f}",
         )
-    header = ("", "bits", "stored", "MB", "perplexity", "gap", "of plain", "KL", "of plain", "same token")
+        for line in ordered(methods)
+    )
+    return table(header, rows)
+
+
+def minilm_table(methods: dict[tuple, dict]) -> str:
+    header = ("", "bits", "stored", "MB", "1 - cosine", "of plain", "error", "of plain")
+    rows = (
+        (
+            label_of(line),
+            f"{line['bits_per_weight']:.2f}",
+            f"{line['stored_bits_per_weight']:.2f}",
+            f"{line['model_MB']:.1f}",
+            f"{line['cosine_error']:.4f}",
+            of_plain(line, methods, "cosine_error"),
+            f"{line['squared_error']:.5f}",
+            of_plain(line, methods, "squared_error"),
+        )
+        for line in ordered(methods)
+    )
     return table(header, rows)
 
 
@@ -78,15 +112,25 @@ def verdict(ratio: float, target: float) -> str:
     return "reached" if ratio <= target else "missed"
 
 
-def text_of(methods: dict[tuple, dict]) -> str:
+def where_from(methods: dict[tuple, dict]) -> str:
     line = next(reversed(methods.values()))
     versions = {name: line[name] for name in ("torch", "transformers", "hf_kbit")}
     versions |= {line["library"]: line["version"] for line in methods.values() if "version" in line}
-    about = (
-        f"{line['parameters'] / 1e6:.0f}M parameters, text {line['text_sha256'][:12]}, {line['tokens']} held-out "
-        f"tokens, {line['gpu']}, {line['date']}; {', '.join(map(' '.join, versions.items()))}:\n\n    {line['command']}"
-    )
-    return f"{about}\n\n{targets_table(methods)}\n{methods_table(methods)}"
+    where = "a CPU" if line["gpu"] == "none" else line["gpu"]
+    return f"{where}, {line['date']}, {', '.join(map(' '.join, versions.items()))}: `{line['command']}`"
+
+
+def text_of(models: dict[str, dict[tuple, dict]]) -> str:
+    parts = []
+    if methods := models.get(TRAINED):
+        line = next(reversed(methods.values()))
+        text = f"{line['tokens']} held-out tokens of the text with SHA-256 {line['text_sha256'][:12]}..."
+        parts.append(f"{line['parameters'] / 1e6:.1f}M parameters, {text}; {where_from(methods)}")
+        parts += [targets_table(methods), trained_table(methods)]
+    if methods := models.get(MINILM):
+        line = next(reversed(methods.values()))
+        parts += [f"{MINILM}, {line['sentences']} sentences; {where_from(methods)}", minilm_table(methods)]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 def fill(page: Path, text: str, image: Path | None) -> None:
@@ -155,17 +199,17 @@ def plot(methods: dict[tuple, dict], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, help="file of JSON lines")
+    parser.add_argument("results", type=Path, nargs="+", help="files of JSON lines")
     parser.add_argument("--page", type=Path, help="Markdown file to put the tables into")
     parser.add_argument("--plot", type=Path, help="PNG to draw")
     arguments = parser.parse_args()
-    methods = read(arguments.results)
-    text = text_of(methods)
+    models = read(arguments.results)
+    text = text_of(models)
     print(text)
     if arguments.page:
         fill(arguments.page, text, arguments.plot)
     if arguments.plot:
-        plot(methods, arguments.plot)
+        plot(models[TRAINED], arguments.plot)
 
 
 if __name__ == "__main__":
