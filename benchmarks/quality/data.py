@@ -120,7 +120,7 @@ def without_top(text: str, suffix: str) -> str:
     if suffix == ".gz":
         section = re.search(r"^\.S[Hh] ", text, flags=re.MULTILINE)
         return text[section.start() :] if section else text
-    comment = re.match(r"(#.*\n)*", text)[0]
+    comment = re.match(r"(#.*\n)*", text)[0] if suffix == ".py" else ""
     return text.removeprefix(comment) if re.search("copyright|licen[cs]e", comment, flags=re.IGNORECASE) else text
 
 
