@@ -13,7 +13,9 @@ namespace hf_kbit {
 constexpr int kGemmTokens = 16;  // at most, at a time, in gemm.cu
 
 // For tiles and float16 or bfloat16; everything else is dequantized.
-enum class GemmPath { decode, wgmma, dequantize };
+enum class GemmPath { decode, wgmma, mma, dequantize };
+constexpr int kMmaMostTokens = 256;
+constexpr bool has_mma_path(int arch) { return arch != 900; }
 
 // On one H200 (CUDA 13.0, 2026-11-21) gemm.cu is the fastest up to 16 tokens. For thousands of them it takes so much
 // less time to decode than to multiply that cuBLAS on decoded slices is about as fast as gemm_wgmma.cu; at 2 bits not
@@ -21,9 +23,9 @@ enum class GemmPath { decode, wgmma, dequantize };
 // as fast, on that H200, as to dequantize, for 64 not always.
 inline GemmPath gemm_path(int64_t tokens, int bits, int arch) {
     if (tokens < 1) return GemmPath::dequantize;
-    if (tokens <= (arch == 900 ? 1 : 2) * kGemmTokens) return GemmPath::decode;
-    const int64_t most = bits == 2 ? 8191 : 4095;
-    return arch == 900 && tokens <= most ? GemmPath::wgmma : GemmPath::dequantize;
+    if (tokens <= kGemmTokens) return GemmPath::decode;
+    if (has_mma_path(arch)) return tokens <= kMmaMostTokens ? GemmPath::mma : GemmPath::dequantize;
+    return tokens <= (bits == 2 ? 8191 : 4095) ? GemmPath::wgmma : GemmPath::dequantize;
 }
 
 // --- up to 16 tokens: gemm.cu ---------------------------------------------------------------------
@@ -240,6 +242,48 @@ inline WgmmaPlan plan_wgmma(int64_t tokens, int64_t out_features, int64_t in_fea
                             bytes(x_stages, ring_stages)};
                     best_time = time;
                 }
+            }
+        }
+    }
+    return best;
+}
+
+// --- more tokens, elsewhere: gemm_mma.cu ------------------------------------------------------------
+
+// A CTA has a tile of 128 rows and 32, 64 or 128 tokens, or with `split` > 1 a part of its slabs.
+struct MmaPlan {
+    int token_tile;
+    int tiles;
+    int split;
+};
+
+constexpr int kMmaWarps = 8, kMmaTableBytes = 64 << 10;
+constexpr int mma_stages(int token_tile) { return token_tile == 128 ? 2 : 4; }
+constexpr int mma_stage_bytes(int token_tile) { return token_tile * 2 * kBlockSize * 2; }
+constexpr int mma_shared_bytes(int token_tile) {
+    return kSharedReserved + kMmaTableBytes + mma_stages(token_tile) * mma_stage_bytes(token_tile);
+}
+// The floats of a plan's sums in memory.
+constexpr int64_t mma_partial_floats(const MmaPlan& plan) {
+    return plan.split == 1 ? 0 : int64_t{plan.tiles} * plan.split * kMmaWarps * kTileRows * plan.token_tile;
+}
+
+// tokens from 17 on.
+inline MmaPlan plan_mma(int64_t tokens, int64_t out_features, int64_t in_features, int processors) {
+    // Cycles: 64 columns of a tile, whatever its tokens, and of each; a CTA's start and end; the second kernel.
+    constexpr double kPiece = 250, kPieceToken = 10, kStart = 5000, kAdd = 6000, kAddPart = 1;
+    const int64_t slabs = ceil_div(num_blocks(in_features), kSlabBlocks);
+    MmaPlan best{};
+    double best_time = 0;
+    for (int token_tile = 32; token_tile <= 128; token_tile *= 2) {
+        const int64_t tiles = ceil_div(out_features, kMmaWarps * kTileRows) * ceil_div(tokens, token_tile);
+        for (int64_t split = 1; split <= slabs && (split == 1 || tiles * split <= processors); ++split) {
+            const double cta = kStart + ceil_div(slabs, split) * 4 * (kPiece + kPieceToken * token_tile);
+            const double add = split == 1 ? 0 : kAdd + kAddPart * split * token_tile;
+            const double time = ceil_div(tiles * split, processors) * cta + add;
+            if (best.tiles == 0 || time < best_time) {
+                best = {token_tile, static_cast<int>(tiles), static_cast<int>(split)};
+                best_time = time;
             }
         }
     }
