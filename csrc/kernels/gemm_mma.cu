@@ -5,7 +5,7 @@
 //   words     int32 [N/16, K/256, bits, 32, 4]     scales  uint8 [N/16, K/256, 8, 16]     codebook  float32 [2**bits]
 //   bias      [N] or null                          y       [M, N], row-major, both of x's dtype
 //
-// A CTA of eight warps multiplies 128 rows and 32, 64 or 128 tokens, a warp 16 of the rows and all of the tokens:
+// A CTA of eight warps multiplies 256 rows and 32 or 64 tokens, a warp two row tiles and all of the tokens:
 //
 //   words and scales --a slab ahead--> registers --table--> pairs of levels --times scales--> operand A
 //   x --cp.async, 64 columns at a time--> ring in shared memory, [block of 32 columns][token][32] --16 bytes a lane-->
@@ -16,10 +16,10 @@
 // as in gemm_wgmma.cu. Where there are fewer tiles than processors, several CTAs divide a tile's slabs; their sums, in
 // float32, go to memory, and a second kernel adds them up in a fixed order.
 //
-// A warp's 64 columns and 64 tokens cost 32 mma and 64 wavefronts of shared memory for x, 16 for levels: on an A100,
-// whose tensor cores take 64 cycles for that of each of a processor's warps, 80 to 64; on GPUs whose tensor cores are
-// slower, such as the RTX 4090's (128 cycles), these are the limit. 99 KB of shared memory are enough: the table, two
-// to four stages of x.
+// For 64 columns and 64 tokens of all eight warps, shared memory needs 900 cycles (of 104 wavefronts a warp 64 are for
+// x, 40 for levels), the tensor cores of an A100 1024, those of an RTX 4090 2048. 97 KB of shared memory are enough on
+// all GPUs. With one row tile a warp, which reads x twice as often, products of 32 to 256 tokens took 1.1 to 1.3 times
+// as long on one H200 (CUDA 13.0, 2026-11-21), where this kernel can be made to run.
 #include <type_traits>
 
 #include "kernels/kernels.h"
@@ -44,11 +44,12 @@ struct Arguments {
     const int32_t* words;
     const uint8_t* scales;
     const float* codebook;
-    float* partial;  // [tiles, split, warps, kTokens / 8, 32, 4] where split > 1
+    float* partial;  // [tiles, split, kRowTiles, kTokens / 8, 32, 4] where split > 1
     int in_features, slabs, row_tiles, token_tiles, split;
 };
 
 constexpr int kThreads = kMmaWarps * kWarp;
+constexpr int kRowTiles = kMmaRows / kTileRows, kWarpTiles = kRowTiles / kMmaWarps;
 
 // --- x -------------------------------------------------------------------------------------------
 
@@ -73,14 +74,15 @@ __device__ __forceinline__ void bring_x(const Arguments& arguments, uint32_t sta
 
 // The tile and the part of its slabs that a CTA has; the parts of a tile and the tiles of the same rows are
 // neighbours.
+template <int kTokens>
 struct Place {
-    int tile, part, row_tile, token;
+    int tile, part, row_tile, token;  // the first of a warp's row tiles
 
-    template <int kTokens>
-    static __device__ __forceinline__ Place of(const Arguments& arguments, int cta, int warp) {
-        const int tile = cta / arguments.split, rows = tile / arguments.token_tiles;
-        return {tile, cta - tile * arguments.split, rows * kMmaWarps + warp,
-                (tile - rows * arguments.token_tiles) * kTokens};
+    __device__ __forceinline__ Place(const Arguments& arguments, int cta, int warp) {
+        tile = cta / arguments.split, part = cta - tile * arguments.split;
+        const int rows = tile / arguments.token_tiles;
+        row_tile = rows * kRowTiles + warp * kWarpTiles;
+        token = (tile - rows * arguments.token_tiles) * kTokens;
     }
 };
 
@@ -88,25 +90,29 @@ template <int kBits, typename T, int kTokens>
 __global__ void __launch_bounds__(kThreads, 1) gemm_mma_kernel(const __grid_constant__ Arguments arguments) {
     if constexpr (kUsed) {
         using Table = Table<kBits, kMmaTableBytes>;
-        constexpr int kStages = mma_stages(kTokens), kStageBytes = mma_stage_bytes(kTokens);
-        static_assert(4 % kStages == 0, "a slab's pieces have fixed stages");
+        constexpr int kStages = kMmaStages, kStageBytes = mma_stage_bytes(kTokens);
+        static_assert(kStages == 4, "a stage for each of a slab's pieces");
         extern __shared__ __align__(1024) char smem[];
         const uint32_t window = shared_address(smem) & ~0xFFFFu;
         if (shared_address(smem) - window > kSharedReserved) __trap();
         const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
-        const auto place = Place::of<kTokens>(arguments, blockIdx.x, warp);
+        const Place<kTokens> place(arguments, blockIdx.x, warp);
         const int first_slab = arguments.slabs * place.part / arguments.split;
         const int end_slab = arguments.slabs * (place.part + 1) / arguments.split;
 
-        uint32_t next_words[4 * kBits], next_scales[4];
+        uint32_t next_words[kWarpTiles][4 * kBits], next_scales[kWarpTiles][4];
         const auto load_weights = [&](int slab) {
-            // Beyond the last row tile the last one again, whose results are not stored.
-            const int64_t at =
-                static_cast<int64_t>(min(place.row_tile, arguments.row_tiles - 1)) * arguments.slabs + slab;
-            const auto* words = reinterpret_cast<const char*>(arguments.words) + at * word_bytes(kBits) + lane * 16;
 #pragma unroll
-            for (int i = 0; i < kBits; ++i) load_16_once(words + i * 512, &next_words[4 * i]);
-            load_16_once(arguments.scales + at * kScaleBytes + lane / 4 * 16, next_scales);
+            for (int r = 0; r < kWarpTiles; ++r) {
+                // Beyond the last row tile the last one again, whose results are not stored.
+                const int64_t row_tile = min(place.row_tile + r, arguments.row_tiles - 1);
+                const int64_t at = row_tile * arguments.slabs + slab;
+                const auto* words =
+                    reinterpret_cast<const char*>(arguments.words) + at * word_bytes(kBits) + lane * 16;
+#pragma unroll
+                for (int i = 0; i < kBits; ++i) load_16_once(words + i * 512, &next_words[r][4 * i]);
+                load_16_once(arguments.scales + at * kScaleBytes + lane / 4 * 16, next_scales[r]);
+            }
         };
         load_weights(first_slab);
         const uint32_t x = window + kSharedReserved + kMmaTableBytes;
@@ -123,56 +129,68 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_mma_kernel(const __grid_cons
         Table::template build<T, kThreads>(window, level);
         __syncthreads();
 
-        float sums[kTokens / 8][4] = {};
+        float sums[kWarpTiles][kTokens / 8][4] = {};
         uint32_t table = Table::lane_address(window, lane);
 #pragma unroll 1
         for (int slab = first_slab; slab < end_slab; ++slab) {
-            uint32_t words[4][kBits], scales[4];
+            uint32_t words[kWarpTiles][4][kBits], scales[kWarpTiles][4];
 #pragma unroll
-            for (int i = 0; i < 4 * kBits; ++i) words[i / kBits][i % kBits] = next_words[i];
+            for (int r = 0; r < kWarpTiles; ++r) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) scales[i] = next_scales[i];
+                for (int i = 0; i < 4 * kBits; ++i) words[r][i / kBits][i % kBits] = next_words[r][i];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) scales[r][i] = next_scales[r][i];
+            }
             if (slab + 1 < end_slab) load_weights(slab + 1);
 #pragma unroll
             for (int piece = 0; piece < 4; ++piece) {
                 // No look-up moves above: not above the barrier, nor to where registers are short.
                 asm volatile("" : "+r"(table)::"memory");
-                uint32_t a[2][2][4];
-                decode_block<kBits, kMmaTableBytes>(words[piece], 0, table, a[0]);
-                decode_block<kBits, kMmaTableBytes>(words[piece], 1, table, a[1]);
-                multiply_by_scales<T>(a, scales[piece]);
+                uint32_t a[kWarpTiles][2][2][4];
+#pragma unroll
+                for (int r = 0; r < kWarpTiles; ++r) {
+                    decode_block<kBits, kMmaTableBytes>(words[r][piece], 0, table, a[r][0]);
+                    decode_block<kBits, kMmaTableBytes>(words[r][piece], 1, table, a[r][1]);
+                    multiply_by_scales<T>(a[r], scales[r][piece]);
+                }
                 cp_async_wait<kStages - 2>();
                 __syncthreads();  // the piece is there for all, and all are done with the one before
-                bring_next((piece + kStages - 1) % kStages);  // at the end, zeros
-                const uint32_t from = x + piece % kStages * kStageBytes + lane * 16;
+                bring_next((piece + kStages - 1) % kStages);  // in the end what nobody waits for
+                const uint32_t from = x + piece * kStageBytes + lane * 16;
 #pragma unroll
                 for (int n = 0; n < kTokens / 8; ++n) {
 #pragma unroll
                     for (int block = 0; block < 2; ++block) {
                         const uint4 b = load_shared_16(from + (block * kTokens + n * 8) * kBlockSize * 2);
-                        mma<T>(sums[n], a[block][0], b.x, b.y);
-                        mma<T>(sums[n], a[block][1], b.z, b.w);
+#pragma unroll
+                        for (int r = 0; r < kWarpTiles; ++r) {
+                            mma<T>(sums[r][n], a[r][block][0], b.x, b.y);
+                            mma<T>(sums[r][n], a[r][block][1], b.z, b.w);
+                        }
                     }
                 }
             }
         }
         cp_async_wait<0>();
 
-        if (arguments.split == 1) {
-            const int row = place.row_tile * kTileRows;
-            float bias[2];
-            load_bias<T>(arguments.output, row, lane, bias);
 #pragma unroll
-            for (int n = 0; n < kTokens / 8; ++n) {
-                store_eight<T>(arguments.output, sums[n], unit, bias, row, place.token + 8 * n, lane);
-            }
-        } else {
-            auto* to = reinterpret_cast<float4*>(arguments.partial) +
-                       (static_cast<int64_t>(blockIdx.x) * kMmaWarps + warp) * (kTokens / 8) * kWarp + lane;
+        for (int r = 0; r < kWarpTiles; ++r) {
+            if (arguments.split == 1) {
+                const int row = (place.row_tile + r) * kTileRows;
+                float bias[2];
+                load_bias<T>(arguments.output, row, lane, bias);
 #pragma unroll
-            for (int n = 0; n < kTokens / 8; ++n) {
-                to[n * kWarp] =
-                    make_float4(sums[n][0] * unit, sums[n][1] * unit, sums[n][2] * unit, sums[n][3] * unit);
+                for (int n = 0; n < kTokens / 8; ++n) {
+                    store_eight<T>(arguments.output, sums[r][n], unit, bias, row, place.token + 8 * n, lane);
+                }
+            } else {
+                const int64_t of_cta = static_cast<int64_t>(blockIdx.x) * kRowTiles + warp * kWarpTiles + r;
+                auto* to = reinterpret_cast<float4*>(arguments.partial) + of_cta * (kTokens / 8) * kWarp + lane;
+#pragma unroll
+                for (int n = 0; n < kTokens / 8; ++n) {
+                    const float (&four)[4] = sums[r][n];
+                    to[n * kWarp] = make_float4(four[0] * unit, four[1] * unit, four[2] * unit, four[3] * unit);
+                }
             }
         }
     } else {
@@ -183,22 +201,19 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_mma_kernel(const __grid_cons
 // The parts of a tile's sums to y; a warp has 16 rows and eight tokens.
 template <typename T, int kTokens>
 __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_constant__ Arguments arguments) {
-    constexpr int kEights = kTokens / 8;
+    constexpr int kEights = kTokens / 8;  // of a tile
     const int warp = (blockIdx.x * kThreads + threadIdx.x) / kWarp, lane = threadIdx.x % kWarp;
-    const int eight = warp % kEights, of_tile = warp / kEights;
-    const auto place = Place::of<kTokens>(arguments, of_tile / kMmaWarps * arguments.split, of_tile % kMmaWarps);
-    const auto* from =
-        reinterpret_cast<const float4*>(arguments.partial) +
-        ((static_cast<int64_t>(place.tile) * arguments.split * kMmaWarps + of_tile % kMmaWarps) * kEights + eight) *
-            kWarp +
-        lane;
+    const int eight = warp % kEights, row_tile = warp / kEights % kRowTiles, tile = warp / kEights / kRowTiles;
+    const int64_t first = static_cast<int64_t>(tile) * arguments.split * kRowTiles + row_tile;
+    const auto* from = reinterpret_cast<const float4*>(arguments.partial) + (first * kEights + eight) * kWarp + lane;
     float sums[4] = {};
 #pragma unroll 4
-    for (int part = 0; part < arguments.split; ++part, from += kMmaWarps * kEights * kWarp) {
+    for (int part = 0; part < arguments.split; ++part, from += kRowTiles * kEights * kWarp) {
         const float4 four = *from;
         sums[0] += four.x, sums[1] += four.y, sums[2] += four.z, sums[3] += four.w;
     }
-    const int row = place.row_tile * kTileRows;
+    const Place<kTokens> place(arguments, tile * arguments.split, 0);
+    const int row = (place.row_tile + row_tile) * kTileRows;
     float bias[2];
     load_bias<T>(arguments.output, row, lane, bias);
     store_eight<T>(arguments.output, sums, 1, bias, row, place.token + 8 * eight, lane);
@@ -212,20 +227,15 @@ cudaError_t launch(const Arguments& arguments, const MmaPlan& plan, const Gpu& g
     const cudaError_t error = launcher.launch(gemm_mma_kernel<kBits, T, kTokens>, gpu, plan.tiles * plan.split,
                                               kThreads, 1, mma_shared_bytes(kTokens), stream, arguments);
     if (error != cudaSuccess || plan.split == 1) return error;
-    add_parts_kernel<T, kTokens><<<plan.tiles*(kTokens / 8), kThreads, 0, stream>>>(arguments);
+    const int ctas = plan.tiles * kWarpTiles * (kTokens / 8);
+    add_parts_kernel<T, kTokens><<<ctas, kThreads, 0, stream>>>(arguments);
     return cudaGetLastError();
 }
 
 template <int kBits, typename T>
 cudaError_t launch_for(const Arguments& arguments, const MmaPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-    switch (plan.token_tile) {
-        case 32:
-            return launch<kBits, T, 32>(arguments, plan, gpu, stream);
-        case 64:
-            return launch<kBits, T, 64>(arguments, plan, gpu, stream);
-        default:
-            return launch<kBits, T, 128>(arguments, plan, gpu, stream);
-    }
+    return plan.token_tile == 32 ? launch<kBits, T, 32>(arguments, plan, gpu, stream)
+                                 : launch<kBits, T, 64>(arguments, plan, gpu, stream);
 }
 
 template <int kBits>

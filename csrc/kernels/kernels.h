@@ -50,7 +50,7 @@ struct Product {
 cudaError_t gemm(const void* x, Dtype dtype, const Product* products, int count, int bits, int64_t tokens,
                  int64_t in_features, const Gpu& gpu, cudaStream_t stream);
 // One product, on GPUs of another compute capability than 9.0, as plan_mma says; partial: as many floats as
-// mma_partial_floats says.
+// mma_partial_sums says.
 cudaError_t gemm_mma(const void* x, Dtype dtype, const Product& product, int bits, int64_t tokens, int64_t in_features,
                      const MmaPlan& plan, float* partial, const Gpu& gpu, cudaStream_t stream);
 // One product in one launch, on GPUs of compute capability 9.0.

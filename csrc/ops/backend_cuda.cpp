@@ -193,7 +193,7 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
               cuda::gemm_wgmma(from, dtype, product, packed.bits, tokens, in_features, gpu, launch.stream));
     } else {
         const MmaPlan plan = plan_mma(tokens, packed.out_features, in_features, gpu.processors);
-        Tensor partial = new_tensor(x, {mma_partial_floats(plan)}, ScalarType::Float);
+        Tensor partial = new_tensor(x, {mma_partial_sums(plan)}, ScalarType::Float);
         check("gemm_mma", cuda::gemm_mma(from, dtype, product, packed.bits, tokens, in_features, plan,
                                          write<float>(partial), gpu, launch.stream));
     }
