@@ -343,6 +343,7 @@ def test_many_tokens_by_decoded_slices(dtype, biased, tiled, monkeypatch):
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 3000])
 def test_a_layer_is_one_kernel(tokens):
+    """Where mma.sync divides K, another adds up the parts."""
     if tokens > 256 and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("dequantized there")
     layer = hf_kbit.KbitLinear.from_linear(torch.nn.Linear(512, 256, dtype=torch.bfloat16), bits=4).cuda()
@@ -352,4 +353,5 @@ def test_a_layer_is_one_kernel(tokens):
         layer(x)
         torch.cuda.synchronize()
     kernels = [event.key for event in profile.key_averages() if event.self_device_time_total > 0]
-    assert len(kernels) == 1 and re.search("gemm(_wgmma)?_kernel", kernels[0]), kernels
+    names = {re.search(r"\w+_kernel", kernel)[0] for kernel in kernels}
+    assert names in ({"gemm_kernel"}, {"gemm_wgmma_kernel"}, {"gemm_mma_kernel", "add_parts_kernel"}), names
