@@ -255,7 +255,6 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("tokens", [5, 40])
