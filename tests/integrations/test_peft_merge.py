@@ -57,11 +57,11 @@ def offload(layer: nn.Module, device: str) -> None:
 
 
 def expected_state(reference, model) -> dict[str, torch.Tensor]:
-    """What quantizing the weights of the merged reference gives, with the bits and levels of the model's layers."""
+    """What quantizing the weights of the merged reference gives, as the layers of the model are quantized."""
     state = {}
     for name, layer in tuner_layers(model).items():
         merged, own = reference.get_submodule(name).base_layer, layer.base_layer
-        other = KbitLinear.from_linear(merged.cpu(), own.bits, own.levels)
+        other = KbitLinear.from_linear(merged.cpu(), own.bits, own.levels, own.scale)
         state |= {f"{name}.{key}": tensor for key, tensor in other.state_dict().items()}
     return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
 
@@ -92,11 +92,15 @@ def test_merge_and_unmerge(name, safe, device):
     assert torch.equal(model(ids).logits, logits)
 
 
-def test_merge_keeps_any_levels_and_what_is_not_adapted():
-    model = adapted(quantized(codebook=LOPSIDED), lora())
+@pytest.mark.parametrize("scale", ["absmax", "search"])
+def test_merge_keeps_any_levels_and_scales_and_what_is_not_adapted(scale):
+    model, reference = (adapted(make(codebook=LOPSIDED, scale=scale), lora()) for make in (quantized, decoded))
     before, levels = packed_state(model), {name: layer.levels for name, layer in kbit_layers(model).items()}
-    merge(model)
+    merge(model), merge(reference)
     after = packed_state(model)
+    assert {layer.scale for layer in kbit_layers(model).values()} == {scale}
+    for name, tensor in expected_state(reference, model).items():
+        assert tensor.is_floating_point() or torch.equal(after[name], tensor), name
     changed = {name.split(".")[-2] for name in after if not torch.equal(after[name], before[name])}
     assert changed == {"q_proj", "v_proj", "down_proj"}
     assert {name: layer.levels for name, layer in kbit_layers(model).items()} == levels
