@@ -10,10 +10,11 @@ from hf_kbit.format import absmax_shape, check_bits, layer_exponent, weight_shap
 from hf_kbit.ops import gemm_op
 
 SCALES = ("absmax", "search")
+DEFAULT_CODEBOOK, DEFAULT_SCALE = "optimal", "search"  # made for each other
 
 
 def quantize_weight(
-    weight: torch.Tensor, levels: codebooks.Levels, name: str = "weight", scale: str = "absmax"
+    weight: torch.Tensor, levels: codebooks.Levels, name: str, scale: str
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Quantizes one layer's weight on its own device, choosing the exponent that keeps its scales inside E4M4.
 
@@ -80,8 +81,8 @@ class KbitLinear(nn.Linear):
         exponent: power of two that multiplies the levels.
         device: of the parameters and the codebook.
         dtype: of the bias.
-        scale: how ``load_dense`` finds the scale of a block: ``"absmax"``, from its largest magnitude, or
-            ``"search"``, by the squared error (``hf_kbit.quantize``).
+        scale: how ``load_dense`` finds the scale of a block: ``"search"``, by the squared error, or ``"absmax"``, from
+            its largest magnitude (``hf_kbit.quantize``).
 
     A new layer holds zeros in ``weight`` and ``weight_absmax`` and so computes its bias; load a state dict, or use
     ``from_linear``.
@@ -105,11 +106,11 @@ class KbitLinear(nn.Linear):
         out_features: int,
         bias: bool = True,
         bits: int = 4,
-        codebook: str | Iterable[float] = "normal_float",
+        codebook: str | Iterable[float] = DEFAULT_CODEBOOK,
         exponent: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        scale: str = "absmax",
+        scale: str = DEFAULT_SCALE,
     ):
         nn.Module.__init__(self)  # nn.Linear's would allocate the dense weight
         for name, size in (("in_features", in_features), ("out_features", out_features)):
@@ -135,8 +136,8 @@ class KbitLinear(nn.Linear):
         cls,
         linear: nn.Linear,
         bits: int = 4,
-        codebook: str | Iterable[float] = "normal_float",
-        scale: str = "absmax",
+        codebook: str | Iterable[float] = DEFAULT_CODEBOOK,
+        scale: str = DEFAULT_SCALE,
     ) -> "KbitLinear":
         """Quantizes an ``nn.Linear`` where it is; ``linear`` stays as it was, and its bias is shared.
 
@@ -144,7 +145,7 @@ class KbitLinear(nn.Linear):
             linear: weight float32, float16 or bfloat16 ``[N, K]``.
             bits: 2 to 5.
             codebook: name or table of ``2**bits`` numbers.
-            scale: ``"absmax"`` or ``"search"``.
+            scale: ``"search"`` or ``"absmax"``.
 
         Raises:
             TypeError: the weight has another dtype.

@@ -1,6 +1,8 @@
 """The documentation is true where it can be run: the reader in docs/format.md, the code of docs/finetuning.md."""
 
+import importlib.util
 import re
+from itertools import product
 from pathlib import Path
 
 import cases
@@ -15,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 import hf_kbit
 from hf_kbit import KbitLinear, codebooks
 from hf_kbit.integrations.peft import IMPOSSIBLE_INITIALISATIONS, METHODS, KbitTunerLayer
+from hf_kbit.linear import SCALES
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -69,9 +72,19 @@ def test_example_of_the_format_page():
     assert decoded.tolist() == [[value] * 32]
 
 
-def test_named_codebooks_are_documented():
-    for name in codebooks.NAMED:
-        assert name in (DOCS / "index.md").read_text()
+def test_errors_of_codebooks_on_the_quickstart_page():
+    """Each row of its table, and a row for each codebook, from the benchmark that is named there."""
+    spec = importlib.util.spec_from_file_location("codebooks_benchmark", DOCS.parent / "benchmarks" / "codebooks.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    page = (DOCS / "quickstart.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|(.*)\|.*\|$", page, flags=re.MULTILINE)
+    assert {(codebook, scale) for codebook, scale, _ in rows} == set(product(codebooks.NAMED, SCALES))
+    for codebook, scale, cells in rows:
+        for bits, cell in zip(cases.BITS, cells.split("|"), strict=True):
+            if cell.strip():
+                error = benchmark.gaussian_error(codebook, scale, bits)
+                assert float(cell) == pytest.approx(error, rel=0.01), (codebook, scale, bits)
 
 
 # --- docs/finetuning.md ---

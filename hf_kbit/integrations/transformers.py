@@ -74,7 +74,8 @@ class KbitQuantize(ConversionOps):
         except (TypeError, ValueError) as error:
             # Transformers would swallow it here; it is raised when all weights have been seen.
             self.hf_quantizer.problems.append(str(error))
-            empty = KbitLinear(layer.in_features, layer.out_features, False, layer.bits, device=tensor.device)
+            shape = (layer.in_features, layer.out_features)
+            empty = KbitLinear(*shape, False, layer.bits, layer.levels, device=tensor.device)
             planes, absmax = empty.weight.data, empty.weight_absmax.data
         return {name: planes, name + ABSMAX_SUFFIX: absmax}
 

@@ -56,13 +56,21 @@ def offload(layer: nn.Module, device: str) -> None:
 
 
 def expected_state(reference, model) -> dict[str, torch.Tensor]:
-    """What quantizing the weights of the merged reference gives, with the bits and levels of the model's layers."""
+    """What quantizing the weights of the merged reference gives, as the layers of the model are quantized."""
     state = {}
     for name, layer in tuner_layers(model).items():
         merged, own = reference.get_submodule(name).base_layer, layer.base_layer
-        other = KbitLinear.from_linear(merged.cpu(), own.bits, own.levels)
+        other = KbitLinear.from_linear(merged.cpu(), own.bits, own.levels, own.scale)
         state |= {f"{name}.{key}": tensor for key, tensor in other.state_dict().items()}
     return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+
+
+def assert_merged(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], device: str) -> None:
+    for key, tensor in expected.items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-6)
+        else:  # sums in another order may fall on the other side of a border between two codes
+            assert (found[key] != tensor).float().mean() <= (0 if device == "cpu" else 0.01), key
 
 
 @pytest.mark.parametrize("safe", [False, True])
@@ -76,11 +84,7 @@ def test_merge_and_unmerge(name, safe, device):
     merged = packed_state(model)
     expected = expected_state(reference, model)
     assert len(expected) > len(tuner_layers(model))
-    for key, tensor in expected.items():
-        if tensor.is_floating_point():
-            torch.testing.assert_close(merged[key], tensor, rtol=1e-5, atol=1e-6)
-        else:  # sums in another order may fall on the other side of a border between two codes
-            assert (merged[key] != tensor).float().mean() <= (0 if device == "cpu" else 0.01), key
+    assert_merged(merged, expected, device)
     assert_same_state(
         {k: v for k, v in merged.items() if k not in expected}, {k: before[k] for k in before if k not in expected}
     )
@@ -90,11 +94,15 @@ def test_merge_and_unmerge(name, safe, device):
     assert torch.equal(model(ids).logits, logits)
 
 
-def test_merge_keeps_any_levels_and_what_is_not_adapted(device):
-    model = adapted(quantized(device, codebook=LOPSIDED), lora())
+@pytest.mark.parametrize("scale", ["absmax", "search"])
+def test_merge_keeps_any_levels_and_scales_and_what_is_not_adapted(scale, device):
+    settings = {"codebook": LOPSIDED, "scale": scale}
+    model, reference = (adapted(make(device, **settings), lora()) for make in (quantized, decoded))
     before, levels = packed_state(model), {name: layer.levels for name, layer in kbit_layers(model).items()}
-    merge(model)
+    merge(model), merge(reference)
     after = packed_state(model)
+    assert {layer.scale for layer in kbit_layers(model).values()} == {scale}
+    assert_merged(after, expected_state(reference, model), device)
     changed = {name.split(".")[-2] for name in after if not torch.equal(after[name], before[name])}
     assert changed == {"q_proj", "v_proj", "down_proj"}
     assert {name: layer.levels for name, layer in kbit_layers(model).items()} == levels
