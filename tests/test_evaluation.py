@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaModel, T5Config, T5Model
 
+import hf_kbit
 from hf_kbit import KbitConfig, evaluation
 from hf_kbit.evaluation import evaluate
 
@@ -132,6 +133,16 @@ def test_models_on_two_devices(reference, quantized):
         evaluate(copy.deepcopy(quantized).to("cuda"), TOKENS.to("cuda"), reference=reference, window=32),
     ):
         assert figures(found) == pytest.approx(figures(expected), rel=1e-3)
+
+
+def test_adapters_count(reference, quantized):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(copy.deepcopy(quantized), config)
+    found = evaluate(adapted, TOKENS, reference=reference, window=32)
+    merged = hf_kbit.merge_and_unload(adapted, dequantize=True)
+    assert figures(found) == pytest.approx(figures(evaluate(merged, TOKENS, reference=reference, window=32)), rel=1e-3)
+    assert found.perplexity != pytest.approx(evaluate(quantized, TOKENS, window=32).perplexity, rel=0.01)
 
 
 def test_modes_are_restored(reference):
