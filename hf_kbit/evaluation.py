@@ -62,7 +62,7 @@ def evaluate(
     with GPTQ's script drop it; for their figure cut the text: ``tokens[: len(tokens) // window * window]``.
 
     Logarithms of probabilities are float32, their sums float64. In memory at a time: the logits of one window from
-    each model, in the model's dtype, and some hundred MiB. Models may be on different devices. Those in training mode
+    each model, in the model's dtype, and up to half a GiB. Models may be on different devices. Those in training mode
     return to it.
 
     Args:
@@ -104,9 +104,9 @@ def evaluate(
             stack.enter_context(_evaluating(each))
         for begin, end, first in tqdm(pieces, desc="evaluating", unit="window", disable=not progress):
             ids = tokens[begin:end]
-            # The logits after a token are those of the next one.
-            logits = {name: _logits(each, ids)[first - begin - 1 : -1] for name, each in models.items()}
-            sums += _sums(logits, tokens[first:end], first)
+            rows = slice(first - begin - 1, -1)  # the logits after a token are those of the next one
+            # Without a name for the logits, which would keep them while those of the next window are made.
+            sums += _sums({name: _logits(each, ids)[rows] for name, each in models.items()}, tokens[first:end], first)
             predicted += end - first
     nll, reference_nll, divergence, agreed = (sums / predicted).tolist()
     found = Evaluation(_exp(nll), predicted, window, stride)

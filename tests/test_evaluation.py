@@ -18,12 +18,12 @@ TOKENS = torch.randint(VOCABULARY, (120,), generator=torch.Generator().manual_se
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def llama(vocabulary: int = VOCABULARY) -> LlamaForCausalLM:
+def llama(vocabulary: int = VOCABULARY, positions: int = POSITIONS) -> LlamaForCausalLM:
     """Weights so large that its distributions, and those of its quantized copy, are far from uniform and differ."""
     torch.manual_seed(1)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
     config = LlamaConfig(
-        vocab_size=vocabulary, max_position_embeddings=POSITIONS, initializer_range=0.3, attention_dropout=0.5, **shape
+        vocab_size=vocabulary, max_position_embeddings=positions, initializer_range=0.3, attention_dropout=0.5, **shape
     )
     return LlamaForCausalLM(config).eval()
 
@@ -122,6 +122,17 @@ def test_sums_are_float64(reference):
     sums = evaluation._sums({"model": logits}, torch.ones(100_000, dtype=torch.int64), 1)
     one = -logits[:1].log_softmax(-1)[0, 1].double()
     assert sums[0].item() == pytest.approx(100_000 * one.item(), rel=1e-9)
+
+
+@pytest.mark.gpu
+def test_memory():
+    """The logits of one window from each model, and half a GiB."""
+    model, reference = (llama(128_256, 2048).to("cuda", torch.bfloat16) for _ in range(2))
+    tokens = torch.randint(128_256, (6144,))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    evaluate(model, tokens, reference=reference)
+    assert torch.cuda.max_memory_allocated() - before < 2 * 2 * 2048 * 128_256 + (1 << 29)
 
 
 @pytest.mark.gpu
