@@ -10,8 +10,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-# Logits that are looked at together: 64 MiB in float32, of which a handful of copies are alive at a time.
-CHUNK = 1 << 24
+# Logits that are looked at together: 32 MiB in float32, of which up to ten copies are alive at a time.
+CHUNK = 1 << 23
 
 
 @dataclass(frozen=True)
