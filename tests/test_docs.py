@@ -1,7 +1,8 @@
-"""The documentation is true where it can be run: the reader in docs/format.md, the code of docs/finetuning.md."""
+"""The documentation is true where it can be run: the reader in docs/format.md, the code of other pages."""
 
 import importlib.util
 import re
+import shlex
 from itertools import product
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from byte_tokenizer import byte_tokenizer
 from integrations.adapters import kbit_layers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
 
 import hf_kbit
-from hf_kbit import KbitLinear, codebooks
+from hf_kbit import KbitLinear, cli, codebooks
 from hf_kbit.integrations.peft import IMPOSSIBLE_INITIALISATIONS, METHODS, KbitTunerLayer
 from hf_kbit.linear import SCALES
 
@@ -236,3 +238,33 @@ def test_methods_and_refusals_are_on_the_finetuning_page():
     (methods,) = re.findall(r"^\| methods \| (.*) \|$", page, flags=re.MULTILINE)
     assert tuple(sorted(method.upper() for method in methods.split(", "))) == METHODS
     assert all(f'init_lora_weights="{name}"' in page for name in IMPOSSIBLE_INITIALISATIONS)
+
+
+# --- docs/evaluation.md ---
+
+
+def test_commands_of_the_evaluation_page(run_code):
+    """Those that need no network, on the CPU. The first quantizes while loading what the second has loaded packed."""
+    model = Qwen3ForCausalLM.from_pretrained(
+        "Qwen/Qwen3-0.6B", dtype=torch.bfloat16, quantization_config=hf_kbit.KbitConfig(bits=3)
+    )
+    model.save_pretrained("qwen3-0.6b-3bit")
+    commands = re.findall(r"^hf-kbit (eval .*notes\.txt.*)$", (DOCS / "evaluation.md").read_text(), flags=re.MULTILINE)
+    shown = []
+    for command in commands:
+        result = CliRunner().invoke(cli.app, [*shlex.split(command), "--device", "cpu", "--limit-tokens", "300"])
+        assert result.exit_code == 0, result.output
+        shown.append(result.stdout)
+    assert len(commands) == 2 and shown[0] == shown[1]
+    labels = re.findall(r"^\| `(.*)` \|", (DOCS / "evaluation.md").read_text(), flags=re.MULTILINE)
+    assert [line[:14].strip() for line in shown[0].splitlines()] == labels
+
+
+def test_code_of_the_evaluation_page(run_code, monkeypatch):
+    evaluation, harness = code_blocks("evaluation.md", "python")
+    names = run_code(evaluation, {})
+    assert names["found"].kl_divergence > 0 and names["found"].tokens > 10_000
+    lm_eval = pytest.importorskip("lm_eval")
+    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda harness, tasks: {"results": (harness.model, tasks)})
+    names = run_code(harness, names)
+    assert names["results"]["results"] == (names["quantized"], ["arc_easy"])

@@ -1,0 +1,234 @@
+"""What quantization costs a causal language model: perplexity, and divergence from the model it was made of."""
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+# Logits that are looked at together: 32 MiB in float32, of which up to ten copies are alive at a time.
+CHUNK = 1 << 23
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What ``evaluate`` measured. Without a reference model the last three are None.
+
+    Attributes:
+        perplexity: ``exp`` of the mean negative log-likelihood of a predicted token; 1 or more, lower is better.
+        tokens: number of predicted tokens, which all means are over.
+        window: tokens that a model sees at once, at most.
+        stride: tokens from the start of a window to the start of the next.
+        reference_perplexity: that of the reference model.
+        kl_divergence: mean of KL(reference || model) over the predicted tokens, in nats; 0 for equal distributions.
+        top1_agreement: fraction of the predicted tokens for which both models find the same token most probable.
+    """
+
+    perplexity: float
+    tokens: int
+    window: int
+    stride: int
+    reference_perplexity: float | None = None
+    kl_divergence: float | None = None
+    top1_agreement: float | None = None
+
+
+def evaluate(
+    model,
+    tokens: torch.Tensor,
+    *,
+    reference=None,
+    window: int = 2048,
+    stride: int | None = None,
+    progress: bool = False,
+) -> Evaluation:
+    """Perplexity of a causal language model on a text and, with a reference model, its divergence from that one.
+
+    A window of tokens at a time goes through the model. With p(t | before) the probability of token t after those
+    before it in its window, q that of the reference, and means over all predicted tokens,
+
+        perplexity     = exp(-mean log p(t | before))
+        kl_divergence  = mean sum_v q(v | before) * (log q(v | before) - log p(v | before))
+        top1_agreement = mean [argmax_v q(v | before) = argmax_v p(v | before)]
+
+    Without ``stride``, windows are disjoint, as in published tables: the first token of each window is not predicted.
+    With a smaller stride they overlap, and each but the first predicts only what the one before did not reach: every
+    token but the first of the text is predicted once, with at least ``window - stride`` tokens before it, or all that
+    there are. The last window may be shorter, and each of its predictions counts as much as any other. The tables made
+    with GPTQ's script drop it; for their figure cut the text: ``tokens[: len(tokens) // window * window]``.
+
+    Logarithms of probabilities are float32, their sums float64. In memory at a time: the logits of one window from
+    each model, in the model's dtype, and up to half a GiB. Models may be on different devices. Those in training mode
+    return to it.
+
+    Args:
+        model: a causal language model of Transformers, quantized or not, or one with PEFT adapters.
+        tokens: int64 ``[length]``, 2 or more: the ids of the whole text.
+        reference: the model to compare with, of the same vocabulary; usually the 16-bit one.
+        window: 2 or more, at most the positions that the models have.
+        stride: 1 to ``window``; None is ``window``.
+        progress: shows a bar on stderr.
+
+    Raises:
+        TypeError: ``tokens`` is no int64 tensor.
+        ValueError: an argument is out of range, a model is no causal language model, the vocabularies differ, or a
+            model's logits hold NaN or infinity.
+
+    Source: https://huggingface.co/docs/transformers/perplexity (overlapping windows),
+    https://github.com/IST-DASLab/gptq (disjoint ones).
+
+    >>> import hf_kbit
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    >>> reference = LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape)).to(torch.bfloat16)
+    >>> weights, config = reference.state_dict(), hf_kbit.KbitConfig(bits=4)
+    >>> quantized = LlamaForCausalLM.from_pretrained(
+    ...     None, config=reference.config, state_dict=weights, quantization_config=config
+    ... )
+    >>> tokens = torch.tensor(list("Any text, as the ids of its tokens.".encode()))
+    >>> found = evaluate(quantized, tokens, reference=reference, window=16)
+    >>> found.tokens, found.kl_divergence > 0, 0 < found.top1_agreement <= 1
+    (32, True, True)
+    """
+    models = {"model": model} if reference is None else {"model": model, "reference": reference}
+    stride = window if stride is None else stride
+    check({name: each.config for name, each in models.items()}, tokens, window, stride)
+    pieces = list(_windows(len(tokens), window, stride))
+    sums, predicted = torch.zeros(4, dtype=torch.float64), 0
+    with ExitStack() as stack, torch.no_grad():
+        for each in models.values():
+            stack.enter_context(_evaluating(each))
+        for begin, end, first in tqdm(pieces, desc="evaluating", unit="window", disable=not progress):
+            ids = tokens[begin:end]
+            rows = slice(first - begin - 1, -1)  # the logits after a token are those of the next one
+            # Without a name for the logits, which would keep them while those of the next window are made.
+            sums += _sums({name: _logits(each, ids)[rows] for name, each in models.items()}, tokens[first:end], first)
+            predicted += end - first
+    nll, reference_nll, divergence, agreed = (sums / predicted).tolist()
+    found = Evaluation(_exp(nll), predicted, window, stride)
+    if reference is None:
+        return found
+    return Evaluation(_exp(nll), predicted, window, stride, _exp(reference_nll), divergence, agreed)
+
+
+def check(configs: dict[str, PreTrainedConfig], tokens: torch.Tensor, window: int, stride: int) -> None:
+    """Refuses what ``evaluate`` cannot do as far as the configs of models tell, by the names that errors give them.
+
+    Raises:
+        TypeError, ValueError: as ``evaluate``.
+    """
+    if not isinstance(tokens, torch.Tensor) or tokens.dtype != torch.int64:
+        found = tokens.dtype if isinstance(tokens, torch.Tensor) else type(tokens).__name__
+        raise TypeError(f"tokens: found {found}, expected a tensor of int64")
+    if tokens.dim() != 1 or len(tokens) < 2:
+        raise ValueError(f"tokens: found shape {list(tokens.shape)}, expected one dimension of 2 or more")
+    if window < 2:
+        raise ValueError(f"window: found {window}, expected 2 or more")
+    if not 1 <= stride <= window:
+        raise ValueError(f"stride: found {stride}, expected 1 to {window}, the window")
+    for name, config in configs.items():
+        _check_causal(config, name)
+        _check_fits(config.get_text_config(), name, tokens, min(window, len(tokens)))
+
+
+def _check_causal(config: PreTrainedConfig, name: str) -> None:
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name}: found {kind}, which has an encoder and a decoder, expected a causal language model")
+    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        raise ValueError(
+            f"{name}: found {kind}, an encoder, expected a causal language model: an encoder reads the tokens after a "
+            "token too, so that its perplexity is not defined"
+        )
+
+
+def _check_fits(config: PreTrainedConfig, name: str, tokens: torch.Tensor, window: int) -> None:
+    lowest, highest = (extreme.item() for extreme in tokens.aminmax())
+    if lowest < 0 or highest >= config.vocab_size:
+        raise ValueError(
+            f"tokens: found ids from {lowest} to {highest}, expected 0 to {config.vocab_size - 1}, as {name} has"
+        )
+    positions = getattr(config, "max_position_embeddings", None) or window  # where there is no such number, no limit
+    if window > positions:
+        raise ValueError(f"window: found {window} tokens, expected at most {positions}, the positions of {name}")
+
+
+@contextmanager
+def _evaluating(model) -> Iterator[None]:
+    """Dropout is off inside, and afterwards each module is in the mode that it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """For each window: where it begins and ends, and the first token that it predicts.
+
+    >>> list(_windows(10, 4, 4)), list(_windows(9, 4, 2))
+    ([(0, 4, 1), (4, 8, 5), (8, 10, 9)], [(0, 4, 1), (2, 6, 4), (4, 8, 6), (6, 9, 8)])
+    """
+    end = 0
+    for begin in range(0, length, stride):
+        first, end = max(end, begin + 1), min(begin + window, length)
+        if first < end:
+            yield begin, end, first
+        if end == length:
+            return
+
+
+def _logits(model, ids: torch.Tensor) -> torch.Tensor:
+    """``[length, vocabulary]`` on the model's device, in its dtype."""
+    output = model(input_ids=ids[None].to(model.device), use_cache=False)
+    if getattr(output, "logits", None) is None:
+        raise ValueError(f"{type(model).__name__}: found an output without logits, expected a causal language model")
+    return output.logits[0]
+
+
+def _sums(logits: dict[str, torch.Tensor], targets: torch.Tensor, first: int) -> torch.Tensor:
+    """float64 ``[4]``: sums over predictions of both negative log-likelihoods, the divergence and the agreement.
+
+    Args:
+        logits: of the model and, if there is one, of the reference: ``[predictions, vocabulary]``.
+        targets: int64 ``[predictions]``: the tokens that were to be predicted.
+        first: where in the text the first of them stands.
+    """
+    vocabulary, device = logits["model"].shape[-1], logits["model"].device
+    if (found := logits.get("reference", logits["model"]).shape[-1]) != vocabulary:
+        raise ValueError(f"reference: found a vocabulary of {found} tokens, expected {vocabulary}, as the model has")
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    rows = max(1, CHUNK // vocabulary)
+    for start in range(0, len(targets), rows):
+        chunk = slice(start, start + rows)
+        logs = []
+        for name, each in logits.items():
+            values = each[chunk].to(device, torch.float32)
+            _check_finite(values, name, first + start)
+            logs.append(values.log_softmax(-1))
+        target = targets[chunk, None].to(device)
+        for n, log in enumerate(logs):
+            sums[n] -= log.gather(-1, target).sum(dtype=torch.float64)
+        if len(logs) == 2:
+            p, q = logs
+            sums[2] += (q.exp() * (q - p)).sum(dtype=torch.float64)
+            sums[3] += (q.argmax(-1) == p.argmax(-1)).sum()
+    return sums.cpu()
+
+
+def _check_finite(logits: torch.Tensor, name: str, first: int) -> None:
+    finite = logits.isfinite().all(-1)
+    if not finite.all():
+        token = first + int(finite.logical_not().nonzero()[0])
+        raise ValueError(f"{name}: found NaN or infinite logits where it predicts token {token}, expected finite ones")
+
+
+def _exp(mean: float) -> float:
+    """``exp``, infinite where a float64 cannot hold it: a broken model may have a mean of thousands of nats."""
+    return math.exp(mean) if mean < 709 else math.inf

@@ -1,0 +1,242 @@
+"""evaluate() against its definition, spelt out in float64 one predicted token at a time."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaModel, T5Config, T5Model
+
+import hf_kbit
+from hf_kbit import KbitConfig, evaluation
+from hf_kbit.evaluation import evaluate
+
+VOCABULARY, POSITIONS = 67, 64
+TOKENS = torch.randint(VOCABULARY, (120,), generator=torch.Generator().manual_seed(0))
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def llama(vocabulary: int = VOCABULARY, positions: int = POSITIONS) -> LlamaForCausalLM:
+    """Weights so large that its distributions, and those of its quantized copy, are far from uniform and differ."""
+    torch.manual_seed(1)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = LlamaConfig(
+        vocab_size=vocabulary, max_position_embeddings=positions, initializer_range=0.3, attention_dropout=0.5, **shape
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return llama()
+
+
+@pytest.fixture(scope="module")
+def quantized(reference):
+    return LlamaForCausalLM.from_pretrained(
+        None,
+        config=reference.config,
+        state_dict=reference.state_dict(),
+        quantization_config=KbitConfig(bits=2),
+    )
+
+
+@torch.no_grad()
+def by_definition(model, reference, tokens, window, stride):
+    """Each token's window is the first that reaches it; nothing but what stands before the token goes in."""
+    model, reference = copy.deepcopy(model).dequantize().double(), copy.deepcopy(reference).double()
+    rows = []
+    for token in range(1, len(tokens)):
+        begin = stride * max(0, math.ceil((token - window + 1) / stride))
+        if begin == token:
+            continue  # the first of a disjoint window
+        p, q = (each(tokens[None, begin:token]).logits[0, -1].softmax(-1) for each in (model, reference))
+        rows.append(
+            [-p[tokens[token]].log(), -q[tokens[token]].log(), (q * (q / p).log()).sum(), p.argmax() == q.argmax()]
+        )
+    nll, reference_nll, divergence, agreement = torch.tensor(rows).double().mean(0).tolist()
+    return math.exp(nll), len(rows), math.exp(reference_nll), divergence, agreement
+
+
+def figures(found):
+    return found.perplexity, found.tokens, found.reference_perplexity, found.kl_divergence, found.top1_agreement
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_definition(reference, quantized, data):
+    tokens = TOKENS[: data.draw(st.integers(2, 40), "length")]
+    window = data.draw(st.integers(2, 24), "window")
+    stride = data.draw(st.none() | st.integers(1, window), "stride")
+    found = evaluate(quantized, tokens, reference=reference, window=window, stride=stride)
+    expected = by_definition(quantized, reference, tokens, window, stride or window)
+    # float32 against float64: logits of some 10 are off by 1e-6 or so, the two lose up to 5e-6 together.
+    assert figures(found) == pytest.approx(expected, rel=5e-5, abs=5e-6)
+
+
+@pytest.mark.parametrize("stride", [1, 7, 15])
+def test_overlapping_windows_predict_every_token_but_the_first(reference, stride):
+    assert evaluate(reference, TOKENS, window=16, stride=stride).tokens == len(TOKENS) - 1
+
+
+def test_disjoint_windows_are_those_of_published_tables(reference):
+    """GPTQ's script: whole windows alone, the mean of the loss that Transformers computes."""
+    whole = TOKENS[: len(TOKENS) // 32 * 32]
+    with torch.no_grad():
+        losses = [reference(piece[None], labels=piece[None]).loss for piece in whole.split(32)]
+    assert len(whole) < len(TOKENS)
+    found = evaluate(reference, whole, window=32)
+    assert found.perplexity == pytest.approx(torch.stack(losses).mean().exp().item(), rel=1e-5)
+    assert (found.tokens, found.window, found.stride) == (3 * 31, 32, 32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_model_against_itself(reference, device):
+    model = copy.deepcopy(reference).to(device)
+    found = evaluate(model, TOKENS, reference=copy.deepcopy(model), window=32)
+    assert (found.kl_divergence, found.top1_agreement) == (0, 1)
+    assert found.perplexity == found.reference_perplexity
+
+
+def test_without_a_reference(reference, quantized):
+    compared = evaluate(quantized, TOKENS, reference=reference, window=32)
+    assert figures(evaluate(quantized, TOKENS, window=32)) == (compared.perplexity, compared.tokens, None, None, None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [1, 5, 31, 1000])
+def test_chunks_change_nothing(reference, quantized, monkeypatch, device, rows):
+    models = {"model": copy.deepcopy(quantized).to(device), "reference": copy.deepcopy(reference).to(device)}
+    whole = evaluate(tokens=TOKENS, window=32, **models)
+    monkeypatch.setattr(evaluation, "CHUNK", rows * VOCABULARY + 1)
+    chunked = evaluate(tokens=TOKENS, window=32, **models)
+    assert figures(chunked) == pytest.approx(figures(whole), rel=1e-6)
+
+
+def test_sums_are_float64(reference):
+    """100,000 predictions of 10 nats each, with which float32 sums would be off by 1e-5 and more."""
+    logits = torch.zeros(100_000, 3)
+    logits[:, 0] = 10.1
+    sums = evaluation._sums({"model": logits}, torch.ones(100_000, dtype=torch.int64), 1)
+    one = -logits[:1].log_softmax(-1)[0, 1].double()
+    assert sums[0].item() == pytest.approx(100_000 * one.item(), rel=1e-9)
+
+
+@pytest.mark.gpu
+def test_memory():
+    """The logits of one window from each model, and half a GiB."""
+    model, reference = (llama(128_256, 2048).to("cuda", torch.bfloat16) for _ in range(2))
+    tokens = torch.randint(128_256, (6144,))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    evaluate(model, tokens, reference=reference)
+    assert torch.cuda.max_memory_allocated() - before < 2 * 2 * 2048 * 128_256 + (1 << 29)
+
+
+@pytest.mark.gpu
+def test_models_on_two_devices(reference, quantized):
+    there = copy.deepcopy(reference).to("cuda")
+    expected = evaluate(quantized, TOKENS, reference=reference, window=32)
+    for found in (
+        evaluate(quantized, TOKENS, reference=there, window=32),
+        evaluate(copy.deepcopy(quantized).to("cuda"), TOKENS.to("cuda"), reference=reference, window=32),
+    ):
+        assert figures(found) == pytest.approx(figures(expected), rel=1e-3)
+
+
+def test_adapters_count(reference, quantized):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(copy.deepcopy(quantized), config)
+    found = evaluate(adapted, TOKENS, reference=reference, window=32)
+    merged = hf_kbit.merge_and_unload(adapted, dequantize=True)
+    assert figures(found) == pytest.approx(figures(evaluate(merged, TOKENS, reference=reference, window=32)), rel=1e-3)
+    assert found.perplexity != pytest.approx(evaluate(quantized, TOKENS, window=32).perplexity, rel=0.01)
+
+
+def test_modes_are_restored(reference):
+    model = copy.deepcopy(reference).train()
+    model.model.norm.eval()
+    before = [module.training for module in model.modules()]
+    assert evaluate(model, TOKENS, window=32) == evaluate(reference, TOKENS, window=32), "dropout was on"
+    assert [module.training for module in model.modules()] == before
+    with torch.no_grad():
+        model.lm_head.weight.fill_(math.inf)
+    with pytest.raises(ValueError, match="infinite"):
+        evaluate(model, TOKENS, window=32)
+    assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["model", "reference"])
+@pytest.mark.parametrize("rows", [2, 1000])
+def test_logits_that_are_not_finite(reference, monkeypatch, value, name, rows):
+    """One logit of the third window, before its tenth token."""
+    broken, windows = copy.deepcopy(reference), iter(range(9))
+
+    def spoil(module, inputs, logits):
+        if next(windows) == 2:
+            logits[0, 8, 5] = value
+
+    broken.lm_head.register_forward_hook(spoil)
+    models = {"model": reference, "reference": reference, name: broken}
+    monkeypatch.setattr(evaluation, "CHUNK", rows * VOCABULARY)
+    with pytest.raises(ValueError, match=rf"^{name}: found NaN or infinite logits where it predicts token 41,"):
+        evaluate(tokens=TOKENS, window=16, **models)
+
+
+def test_a_perplexity_beyond_float64(reference):
+    model = copy.deepcopy(reference)
+    with torch.no_grad():
+        model.lm_head.weight *= 1e5
+    assert evaluate(model, TOKENS, window=32).perplexity == math.inf
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"tokens": [1, 2]}, TypeError, "tokens: found list, expected a tensor of int64"),
+        ({"tokens": TOKENS.int()}, TypeError, "tokens: found torch.int32, expected a tensor of int64"),
+        ({"tokens": TOKENS[:1]}, ValueError, r"tokens: found shape \[1\], expected one dimension of 2 or more"),
+        ({"tokens": TOKENS[None]}, ValueError, r"tokens: found shape \[1, 120\], expected one dimension"),
+        ({"tokens": TOKENS + 1}, ValueError, "tokens: found ids from 1 to 67, expected 0 to 66, as model has"),
+        ({"tokens": TOKENS - 1}, ValueError, "tokens: found ids from -1 to 65, expected 0 to 66"),
+        ({"window": 1}, ValueError, "window: found 1, expected 2 or more"),
+        ({"window": 65}, ValueError, "window: found 65 tokens, expected at most 64, the positions of model"),
+        ({"stride": 0}, ValueError, "stride: found 0, expected 1 to 32"),
+        ({"stride": 33}, ValueError, "stride: found 33, expected 1 to 32"),
+        ({"reference": llama(80)}, ValueError, "reference: found a vocabulary of 80 tokens, expected 67"),
+    ],
+)
+def test_arguments_out_of_range(reference, arguments, error, message):
+    with pytest.raises(error, match=message):
+        evaluate(reference, **{"tokens": TOKENS, "window": 32, **arguments})
+
+
+def test_a_window_beyond_the_text_is_fine(reference):
+    assert evaluate(reference, TOKENS[:POSITIONS], window=2048).tokens == POSITIONS - 1
+
+
+def test_models_that_predict_no_next_token(reference):
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
+    bert = BertLMHeadModel(BertConfig(vocab_size=VOCABULARY, **shape))
+    with pytest.raises(ValueError, match="reference: found bert, an encoder, expected a causal language model"):
+        evaluate(reference, TOKENS, reference=bert, window=32)
+    bert.config.is_decoder = True
+    assert evaluate(bert, TOKENS, window=32).tokens > 0
+    t5 = T5Model(T5Config(vocab_size=VOCABULARY, d_model=32, d_ff=32, d_kv=16, num_layers=1, num_heads=2))
+    with pytest.raises(ValueError, match="model: found t5, which has an encoder and a decoder"):
+        evaluate(t5, TOKENS)
+    headless = LlamaModel(reference.config)
+    with pytest.raises(ValueError, match="LlamaModel: found an output without logits"):
+        evaluate(headless, TOKENS, window=32)
+
+
+def test_progress_goes_to_stderr(reference, capsys):
+    evaluate(reference, TOKENS, window=32, progress=True)
+    shown = capsys.readouterr()
+    assert "4/4" in shown.err and not shown.out
+    evaluate(reference, TOKENS, window=32)
+    assert not capsys.readouterr().err
