@@ -161,7 +161,8 @@ def fp4(bits: int = 4) -> Levels:
     return canonical([*magnitudes, *(-magnitude for magnitude in magnitudes)], bits)
 
 
-NAMED = {"fp4": fp4, "int": integer, "normal_float": normal_float, "optimal": optimal}
+# "layer" starts at these levels; each layer has its own when it has been quantized (refine.py).
+NAMED = {"fp4": fp4, "int": integer, "layer": optimal, "normal_float": normal_float, "optimal": optimal}
 
 
 def named(name: str, bits: int) -> Levels:
@@ -200,3 +201,8 @@ def bits_of(num_levels: int) -> int:
         if num_levels == 2**bits:
             return bits
     raise ValueError(f"codebook: found {num_levels} levels, expected one of {[2**bits for bits in BITS]}")
+
+
+def scaled(levels: Levels, exponent: int, device: torch.device) -> torch.Tensor:
+    """The codebook that ops take, float32 ``[2**bits]``: the levels times ``2**exponent``."""
+    return torch.tensor(levels, dtype=torch.float32, device=device) * 2.0**exponent

@@ -49,8 +49,9 @@ class KbitConfig(QuantizationConfigMixin):
 
     Args:
         bits: 2, 3, 4 or 5: the width of every layer that ``module_bits`` does not name.
-        codebook: the levels. A name (``"optimal"``, ``"normal_float"``, ``"int"``, ``"fp4"``), a table of ``2**bits``
-            numbers in any order, or, for several widths, ``{bits: table}``.
+        codebook: the levels. A name (``"optimal"``, ``"normal_float"``, ``"int"``, ``"fp4"``, or ``"layer"``: those of
+            ``"optimal"``, refined on the weights of each layer), a table of ``2**bits`` numbers in any order, or, for
+            several widths, ``{bits: table}``.
         scale: how the scale of a block is found: ``"search"``, the one with the least squared error, for which
             ``"optimal"`` levels are made, or ``"absmax"``, from its largest magnitude: quicker, less accurate.
         modules_to_not_convert: patterns of modules to leave in 16 bits besides those left by default: the output

@@ -8,37 +8,10 @@ from torch import nn
 from hf_kbit import _native, codebooks
 from hf_kbit.format import absmax_shape, check_bits, layer_exponent, weight_shape
 from hf_kbit.ops import gemm_op
+from hf_kbit.refine import refine
 
 SCALES = ("absmax", "search")
 DEFAULT_CODEBOOK, DEFAULT_SCALE = "optimal", "search"  # made for each other
-
-
-def quantize_weight(
-    weight: torch.Tensor, levels: codebooks.Levels, name: str, scale: str
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Quantizes one layer's weight on its own device, choosing the exponent that keeps its scales inside E4M4.
-
-    Args:
-        weight: float32, float16 or bfloat16 ``[N, K]``.
-        levels: canonical codebook of ``2**bits`` levels.
-        name: what errors call the weight.
-        scale: how scales are found, one of ``SCALES``.
-
-    Returns:
-        planes, absmax (see ``hf_kbit.quantize``) and the exponent.
-
-    Raises:
-        ValueError: the weight holds NaN or infinity.
-    """
-    # NaN and infinity survive the extremes, so one value read back serves the check and the exponent.
-    lowest, highest = torch.aminmax(weight.detach())
-    largest = torch.maximum(-lowest, highest).item()
-    if not largest < float("inf"):
-        raise ValueError(f"{name}: found NaN or infinite values, expected finite ones")
-    exponent = layer_exponent(largest)
-    codebook = _codebook_tensor(levels, exponent, weight.device)
-    planes, absmax = torch.ops.hf_kbit.quantize(weight.detach(), codebook, scale == "search")
-    return planes, absmax, exponent
 
 
 def check_scale(scale: object) -> str:
@@ -50,10 +23,6 @@ def check_scale(scale: object) -> str:
     if scale not in SCALES:
         raise ValueError(f"scale: found {scale!r}, expected one of {list(SCALES)}")
     return scale
-
-
-def _codebook_tensor(levels: codebooks.Levels, exponent: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor(levels, dtype=torch.float32, device=device) * 2.0**exponent
 
 
 class KbitLinear(nn.Linear):
@@ -77,7 +46,8 @@ class KbitLinear(nn.Linear):
         out_features: N, any size of 1 or more.
         bias: whether there is a bias.
         bits: 2 to 5.
-        codebook: name or table of ``2**bits`` numbers (``codebooks.resolve``).
+        codebook: name or table of ``2**bits`` numbers (``codebooks.resolve``). With ``"layer"`` the levels become the
+            layer's own with the first weight that it quantizes; later ones take them as they are.
         exponent: power of two that multiplies the levels.
         device: of the parameters and the codebook.
         dtype: of the bias.
@@ -118,6 +88,7 @@ class KbitLinear(nn.Linear):
                 raise ValueError(f"{name}: found {size}, expected 1 or more")
         self.in_features, self.out_features = in_features, out_features
         self.bits, self.scale = check_bits(bits), check_scale(scale)
+        self.refine_levels = isinstance(codebook, str) and codebook == "layer"
         planes = torch.zeros(weight_shape(out_features, in_features, bits), dtype=torch.int32, device=device)
         absmax = torch.zeros(absmax_shape(out_features, in_features), dtype=torch.uint8, device=device)
         self.weight = nn.Parameter(planes, requires_grad=False)
@@ -129,7 +100,7 @@ class KbitLinear(nn.Linear):
     def set_codebook(self, codebook: str | Iterable[float], exponent: int, device: torch.device) -> None:
         """Sets ``levels``, ``exponent`` and, on ``device``, the ``codebook`` buffer made of them."""
         self.levels, self.exponent = codebooks.resolve(codebook, self.bits), exponent
-        self.codebook = _codebook_tensor(self.levels, exponent, device)
+        self.codebook = codebooks.scaled(self.levels, exponent, device)
 
     @classmethod
     def from_linear(
@@ -159,12 +130,39 @@ class KbitLinear(nn.Linear):
         layer.bias = linear.bias
         return layer.train(linear.training)
 
+    def quantize(self, weight: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantizes a weight on its own device, as this layer has it, and sets what it takes to decode it.
+
+        That is ``exponent``, which keeps the scales inside E4M4, and, with the codebook ``"layer"`` and the first
+        weight, ``levels``; the ``codebook`` buffer is left to ``set_codebook``.
+
+        Args:
+            weight: float32, float16 or bfloat16 ``[N, K]``.
+            name: what errors call the weight.
+
+        Returns:
+            planes and absmax (see ``hf_kbit.quantize``).
+
+        Raises:
+            ValueError: the weight holds NaN or infinity.
+        """
+        weight = weight.detach()
+        # NaN and infinity survive the extremes, so one value read back serves the check and the exponent.
+        lowest, highest = torch.aminmax(weight)
+        largest = torch.maximum(-lowest, highest).item()
+        if not largest < float("inf"):
+            raise ValueError(f"{name}: found NaN or infinite values, expected finite ones")
+        self.exponent, search = layer_exponent(largest), self.scale == "search"
+        if self.refine_levels:
+            self.levels, self.refine_levels = refine(weight, self.levels, self.exponent, search), False
+        return torch.ops.hf_kbit.quantize(weight, codebooks.scaled(self.levels, self.exponent, weight.device), search)
+
     def load_dense(self, weight: torch.Tensor, name: str = "weight") -> None:
         """Replaces the weight by the quantized ``weight`` ``[N, K]``, which also decides device and exponent."""
-        planes, absmax, exponent = quantize_weight(weight, self.levels, name, self.scale)
+        planes, absmax = self.quantize(weight, name)
         self.weight = nn.Parameter(planes, requires_grad=False)
         self.weight_absmax = nn.Parameter(absmax, requires_grad=False)
-        self.set_codebook(self.levels, exponent, planes.device)
+        self.set_codebook(self.levels, self.exponent, planes.device)
         self.to_tiles()
 
     # --- the form of the weight ---

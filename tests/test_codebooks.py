@@ -102,7 +102,7 @@ def squared_error(levels, search: bool) -> float:
 
 @pytest.mark.parametrize(("bits", "bound"), [(2, 0.1055), (3, 0.0258), (4, 0.0060), (5, 0.00145)])
 def test_optimal_levels_with_searched_scales(bits, bound):
-    """The bounds are just above what was reached; NF4 in blocks of 64 has an error of 0.0084 (4.5 bits a weight)."""
+    """The bounds are just above what was reached; NF4 in blocks of 64 has 0.0084 (with 4.5 bits a weight)."""
     levels = codebooks.optimal(bits)
     error = squared_error(levels, search=True)
     assert error < bound
@@ -188,7 +188,7 @@ def test_canonical_refuses(table, message):
 
 def test_named_refuses():
     with pytest.raises(
-        ValueError, match=r"codebook: found 'nf', expected one of \['fp4', 'int', 'normal_float', 'optimal'\]"
+        ValueError, match=r"codebook: found 'nf', expected one of \['fp4', 'int', 'layer', 'normal_float', 'optimal'\]"
     ):
         codebooks.named("nf", 4)
     with pytest.raises(ValueError, match="found 7 levels"):

@@ -37,8 +37,9 @@ def reader():
     return namespace
 
 
+@pytest.mark.parametrize("codebook", ["optimal", "layer"])
 @pytest.mark.parametrize("bits", cases.BITS)
-def test_reader_of_the_format_page(reader, bits, tmp_path):
+def test_reader_of_the_format_page(reader, bits, codebook, tmp_path):
     torch.manual_seed(bits)
     shape = {"hidden_size": 40, "intermediate_size": 72, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=64, **shape))
@@ -46,7 +47,7 @@ def test_reader_of_the_format_page(reader, bits, tmp_path):
         model.model.layers[1].mlp.up_proj.weight *= 1e-4
     model.save_pretrained(tmp_path / "dense")
     other = 2 if bits == 5 else bits + 1
-    config = hf_kbit.KbitConfig(bits=bits, module_bits={"down_proj": other})
+    config = hf_kbit.KbitConfig(bits=bits, module_bits={"down_proj": other}, codebook=codebook)
     model = LlamaForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
     model.save_pretrained(tmp_path / "packed", max_shard_size="20KB")
     assert len(list((tmp_path / "packed").glob("*.safetensors"))) > 1
@@ -85,7 +86,7 @@ def test_errors_of_codebooks_on_the_quickstart_page():
     for codebook, scale, cells in rows:
         for bits, cell in zip(cases.BITS, cells.split("|"), strict=True):
             if cell.strip():
-                error = benchmark.gaussian_error(codebook, scale, bits)
+                error = benchmark.relative_error(benchmark.gaussian(), codebook, scale, bits)
                 assert float(cell) == pytest.approx(error, rel=0.01), (codebook, scale, bits)
 
 

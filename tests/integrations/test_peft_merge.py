@@ -94,9 +94,10 @@ def test_merge_and_unmerge(name, safe, device):
     assert torch.equal(model(ids).logits, logits)
 
 
+@pytest.mark.parametrize("codebook", [LOPSIDED, "layer"])
 @pytest.mark.parametrize("scale", ["absmax", "search"])
-def test_merge_keeps_any_levels_and_scales_and_what_is_not_adapted(scale, device):
-    settings = {"codebook": LOPSIDED, "scale": scale}
+def test_merge_keeps_any_levels_and_scales_and_what_is_not_adapted(scale, codebook, device):
+    settings = {"codebook": codebook, "scale": scale}
     model, reference = (adapted(make(device, **settings), lora()) for make in (quantized, decoded))
     before, levels = packed_state(model), {name: layer.levels for name, layer in kbit_layers(model).items()}
     merge(model), merge(reference)
