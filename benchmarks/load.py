@@ -75,6 +75,7 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "shape": arguments.shape,
+        "scale": hf_kbit.KbitConfig().scale,
     }
     print(", ".join(f"{key} {value}" for key, value in context.items()), flush=True)
 

@@ -37,9 +37,9 @@ def seconds(call, device: str) -> float:
     return time.perf_counter() - start
 
 
-def quantize_all(layers, codebook) -> None:
+def quantize_all(layers, codebook, search: bool) -> None:
     for layer in layers:
-        hf_kbit.quantize(layer.weight, codebook)
+        hf_kbit.quantize(layer.weight, codebook, search)
 
 
 @torch.inference_mode()
@@ -61,14 +61,17 @@ def main() -> None:
     dense = AutoModel.from_pretrained(get_model_path(), device_map=device)
     layers = [module for module in dense.modules() if isinstance(module, torch.nn.Linear)]
     weights = sum(layer.weight.numel() for layer in layers)
-    print(f"{'':7}{'quantizing':>20}{'forward: times float32, at sentences x tokens':>50}")
-    print(f"{'bits':7}{'seconds':>9}{'M/s':>11}" + "".join(f"{f'{b} x {t}':>12}" for b, t in SHAPES))
+    print(f"{'':7}{'quantizing, M/s':>20}{'forward: times float32, at sentences x tokens':>50}")
+    print(f"{'bits':7}{'search':>9}{'absmax':>11}" + "".join(f"{f'{b} x {t}':>12}" for b, t in SHAPES))
     for bits in BITS:
-        codebook = torch.tensor(hf_kbit.codebooks.normal_float(bits), device=device)
-        quantizing = statistics.median(seconds(partial(quantize_all, layers, codebook), device) for _ in range(5))
+        codebook = torch.tensor(hf_kbit.codebooks.optimal(bits), device=device)
+        search, absmax = (
+            statistics.median(seconds(partial(quantize_all, layers, codebook, way), device) for _ in range(5))
+            for way in (True, False)
+        )
         config = hf_kbit.KbitConfig(bits=bits, skip_default_modules=False)
         packed = AutoModel.from_pretrained(get_model_path(), quantization_config=config, device_map=device)
-        row = f"{bits:<7}{quantizing:>9.2f}{weights / quantizing / 1e6:>11.0f}"
+        row = f"{bits:<7}{weights / search / 1e6:>9.0f}{weights / absmax / 1e6:>11.0f}"
         for shape in SHAPES:
             ids = torch.randint(1000, 20000, shape, device=device)
             calls = partial(packed, ids), partial(dense, ids)

@@ -1,14 +1,21 @@
 """The command ``hf-kbit``."""
 
+import json
 import os
 import platform
+import sys
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, NoReturn
 
 import torch
 import typer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_kbit
 from hf_kbit import _native
+from hf_kbit.evaluation import Evaluation, check, evaluate
 
 app = typer.Typer(help="Low-bit weights for Transformers.", no_args_is_help=True, add_completion=False)
 
@@ -27,6 +34,11 @@ def _version(package: str) -> str:
 
 def _line(label: str, text: str) -> None:
     typer.echo(f"{label:<13} {text}")
+
+
+def _fail(command: str, reason: object) -> NoReturn:
+    typer.echo(f"hf-kbit {command}: {reason}", err=True)
+    raise typer.Exit(1) from None
 
 
 @app.command()
@@ -56,6 +68,150 @@ def info() -> None:
     usable = ["cpu"] + (["cuda"] if torch.version.cuda else [])
     if not all(_native.library(name).loaded for name in usable):
         _line("", f"to install hf_kbit again, add {_native.REINSTALL_OPTIONS} to the command that installed it")
+
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+# How datasets reads a file, by the end of its name.
+READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+
+
+@app.command("eval")
+def eval_(
+    model: Annotated[str, typer.Argument(help="Folder, or name on the Hub: a quantized model or one in 16 bits.")],
+    reference: Annotated[str | None, typer.Option(help="The 16-bit model; with --bits it is MODEL itself.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Where the tokenizer is, if not with MODEL.")] = None,
+    text: Annotated[list[Path] | None, typer.Option(help="A file of text; may be given several times.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(metavar="NAME[:CONFIG]", help="A dataset of the Hub, a folder or a file of rows.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Of the dataset.")] = "test",
+    column: Annotated[str, typer.Option(help="Of the dataset: the one with the text.")] = "text",
+    window: Annotated[int, typer.Option(help="Tokens that the model sees at once.")] = 2048,
+    stride: Annotated[int | None, typer.Option(help="Tokens from window to window; default: --window.")] = None,
+    limit_tokens: Annotated[int | None, typer.Option(min=2, help="So many, from the start of the text.")] = None,
+    bits: Annotated[int | None, typer.Option(help="Quantize MODEL while loading it: 2, 3, 4 or 5.")] = None,
+    codebook: Annotated[str | None, typer.Option(help="With --bits: name of the levels.")] = None,
+    scale: Annotated[str | None, typer.Option(help="With --bits: how scales are found, absmax or search.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, auto (all GPUs); default: GPU, if any.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16, or auto: that of the checkpoint.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+) -> None:
+    """Measures perplexity, and KL divergence and top-1 agreement against the 16-bit model."""
+    try:
+        load = _load_arguments(device, dtype)
+        quantization = _quantization(model, bits, codebook, scale)
+        if bits is not None and reference is None:
+            reference = model
+        tokens = _tokenize(_read(text, dataset, split, column), tokenizer or model)[:limit_tokens]
+        configs = {name: AutoConfig.from_pretrained(name) for name in (model, reference) if name}
+        check(configs, tokens, window, window if stride is None else stride)  # before anything large is loaded
+        evaluated = AutoModelForCausalLM.from_pretrained(model, **load, **quantization)
+        compared = AutoModelForCausalLM.from_pretrained(reference, **load) if reference else None
+        found = evaluate(evaluated, tokens, reference=compared, window=window, stride=stride, progress=True)
+    except (ImportError, OSError, ValueError) as error:
+        _fail("eval", error)
+    if as_json:
+        width = getattr(getattr(evaluated.config, "quantization_config", None), "bits", None)
+        typer.echo(json.dumps({"model": model, "bits": width, "reference": reference} | asdict(found)))
+    else:
+        _show(found)
+
+
+def _load_arguments(device: str | None, dtype: str) -> dict:
+    """Arguments of ``from_pretrained``, for both models."""
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype: found {dtype!r}, expected one of {list(DTYPES)}")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device: found {device}, but torch can use no GPU; see hf-kbit info")
+    return {"device_map": device, "dtype": dtype}
+
+
+def _quantization(model: str, bits: int | None, codebook: str | None, scale: str | None) -> dict:
+    """Arguments of ``from_pretrained``, for the model that is to be quantized."""
+    given = {name: value for name, value in (("codebook", codebook), ("scale", scale)) if value is not None}
+    if bits is None:
+        if given:
+            raise ValueError(f"--{min(given)}: found it without --bits, expected both")
+        return {}
+    if getattr(AutoConfig.from_pretrained(model), "quantization_config", None) is not None:
+        raise ValueError(f"--bits: found {bits}, expected none, for {model} is quantized already")
+    return {"quantization_config": hf_kbit.KbitConfig(bits=bits, **given)}
+
+
+def _read(files: list[Path] | None, dataset: str | None, split: str, column: str) -> str:
+    """The files, or the rows of the dataset, with an empty line between two."""
+    if bool(files) == bool(dataset):
+        raise ValueError(f"found {'both' if files else 'neither'} of --text and --dataset, expected one")
+    if dataset:
+        return "\n\n".join(_rows(dataset, split, column))
+    texts = []
+    for file in files:
+        try:
+            texts.append(file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}: found bytes that are no UTF-8, expected text ({error})") from None
+    return "\n\n".join(texts)
+
+
+def _rows(dataset: str, split: str, column: str) -> list[str]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ImportError("--dataset: found no package datasets, expected it: pip install datasets") from None
+    if (file := Path(dataset)).is_file():
+        if file.suffix not in READERS:
+            raise ValueError(f"{file}: found {file.suffix!r}, expected a name with one of {sorted(READERS)}")
+        rows = load_dataset(READERS[file.suffix], data_files={split: dataset}, split=split)
+    else:
+        name, _, config = dataset.partition(":")
+        rows = load_dataset(name, config or None, split=split)
+    if column not in rows.column_names:
+        raise ValueError(f"--column: found {column!r}, expected one of {rows.column_names}, which {dataset} has")
+    texts = list(rows[column])
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"--column: found values in {column!r} that are no text, expected text in each row")
+    return texts
+
+
+def _tokenize(text: str, name: str) -> torch.Tensor:
+    """int64 ``[length]``: the whole text at once, with the special tokens that the tokenizer adds to any text."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name}: found no tokenizer, expected one; name another with --tokenizer ({error})"
+        ) from None
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _show(found: Evaluation) -> None:
+    stride = "" if found.stride == found.window else f", {found.stride} apart"
+    rows = {"tokens": f"{found.tokens:,} predicted, in windows of {found.window:,}{stride}"}
+    rows["perplexity"] = f"{found.perplexity:.4f}"
+    if found.reference_perplexity is not None:
+        rows["reference"] = f"{found.reference_perplexity:.4f}"
+        rows["KL divergence"] = f"{found.kl_divergence:.5f} nats"
+        rows["same top-1"] = f"{found.top1_agreement:.2%}"
+    for label, value in rows.items():
+        _line(label, value)
+
+
+@app.command(
+    "lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False
+)
+def lm_eval(context: typer.Context) -> None:
+    """Runs lm-eval's own command, with its own arguments, where quantized models are known."""
+    try:
+        from lm_eval.__main__ import cli_evaluate
+    except ImportError as error:
+        _fail("lm-eval", f"found no package lm_eval, expected it: pip install lm_eval ({error})")
+    sys.argv = ["lm-eval", *context.args]
+    cli_evaluate()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from functools import cache
 from statistics import NormalDist
 
 import torch
+import torch.nn.functional as F
 
 from hf_kbit.format import BITS, BLOCK_SIZE, check_bits
 
@@ -73,42 +74,39 @@ def normal_float(bits: int) -> Levels:
     return canonical(lower + [-level for level in lower], bits)
 
 
-def _gaussian_blocks(count: int):
-    """float32 ``[count, 32]``: numbers of N(0, 1) without order, the same on every machine (hashes of their index)."""
+def _gaussian_blocks(count: int) -> torch.Tensor:
+    """float64 ``[count, 32]``: numbers of N(0, 1) without order, the same on every machine (hashes of their index)."""
     hashed = torch.arange(1, count * BLOCK_SIZE + 1) * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
         hashed = (hashed ^ (hashed >> shift & (1 << 64 - shift) - 1)) * factor
     uniform = ((hashed >> 12 & (1 << 52) - 1).double() + 0.5) / 2**52
-    return torch.special.ndtri(uniform).float().view(count, BLOCK_SIZE)
+    return torch.special.ndtri(uniform).view(count, BLOCK_SIZE)
 
 
 def _lloyd(bits: int) -> torch.Tensor:
-    """Of ``optimal``, float64, the largest 1."""
-    weights = _gaussian_blocks(8192)
-    # Those of E4M4 from 1 to 3.875.
-    scales = torch.tensor([i / step for step in (16, 8) for i in range(16, 32)], dtype=torch.float32)
-    levels = torch.special.ndtri((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits)
+    """The positive levels of ``optimal``, float64 ``[2**bits / 2]``, the largest 1.
+
+    Weights are magnitudes in steps of 1/128, scales those of E4M4 from 1 to 3.875, in steps of 1/16. So errors come
+    from a table of both, and all sums are of whole numbers that float64 holds: no order of adding changes them.
+    """
+    half = 2 ** (bits - 1)
+    weights = (_gaussian_blocks(4096).abs() * 128).round().long()
+    scales = torch.tensor([step * i for step in (1, 2) for i in range(16, 32)])
+    magnitudes = torch.arange(int(weights.max()) + 1)[:, None]
+    ratios = magnitudes.double() / (128 * scales.double() / 16)
+    products, squares = (magnitudes * scales).double(), scales.square().expand_as(ratios).double()
+    # Quantiles of N(0, 3): as dense as fine levels are best, by the cube root of the density of weights (Panter and
+    # Dite 1951); its tails are cut, for a block ends at its scale.
+    levels = torch.special.ndtri(0.5 + 0.45 * (torch.arange(half, dtype=torch.float64) + 0.5) / half)
     levels = levels / levels[-1]
-    chosen = torch.zeros(len(weights), dtype=torch.int64)
-    for turn in range(28):
-        table = levels.float()
-        halfway = (table[1:] + table[:-1]) / 2
-        # Every fourth time all scales, else those near the last best one.
-        around, steps = (0 * chosen, range(len(scales))) if turn % 4 == 0 else (chosen, range(-2, 3))
-        least = torch.full((len(weights),), torch.inf, dtype=torch.float32)
-        for step in steps:
-            index = (around + step).clamp(0, len(scales) - 1)
-            scale = scales[index][:, None]
-            ratio = weights / scale
-            error = ((ratio - table[torch.bucketize(ratio, halfway)]) * scale).square().sum(dim=1)
-            chosen, least = torch.where(error < least, index, chosen), torch.minimum(error, least)
-        scale = scales[chosen].double()[:, None].expand_as(weights).flatten()
-        codes = torch.bucketize(weights / scales[chosen][:, None], halfway).flatten()
-        added, counted = (torch.zeros(2**bits, dtype=torch.float64) for _ in range(2))
-        added.index_add_(0, codes, weights.flatten() * scale)
-        counted.index_add_(0, codes, scale.square())
-        mean = added / counted
-        mean = (mean - mean.flip(0)) / 2  # of both signs
+    for _ in range(12):
+        codes = torch.bucketize(ratios, (levels[1:] + levels[:-1]) / 2)
+        errors = ((ratios - levels[codes]) * scales).square().mul(2**20).round()
+        chosen = F.embedding_bag(weights, errors, mode="sum").argmin(dim=1, keepdim=True)
+        pairs = (weights * len(scales) + chosen).flatten()
+        counts = torch.bincount(pairs, minlength=ratios.numel()).view_as(ratios)
+        sums = (torch.bincount(codes.flatten(), (part * counts).flatten(), half) for part in (products, squares))
+        mean = next(sums) / next(sums)
         levels = levels + 1.8 * (mean / mean[-1] - levels)
         levels = levels / levels[-1]
     return levels
@@ -118,11 +116,11 @@ def _lloyd(bits: int) -> torch.Tensor:
 def optimal(bits: int) -> Levels:
     """The levels with the least squared error for blocks of Gaussian weights whose scales are searched.
 
-    Lloyd's iteration on 8192 blocks: with these levels each block takes the best of the scales that E4M4 has, each
+    Lloyd's iteration on 4096 blocks: with these levels each block takes the best of the scales that E4M4 has, each
     weight the nearest level; then each level becomes the mean of its weights over their scales, weighted by the
     squares of the scales, as far as the error of a weight counts. Steps are taken 1.8 times as far, which needs half
-    as many. It starts at quantiles of N(0, 1), and takes a second or two, once in a process. Levels are rounded to
-    multiples of 2**-13, so that the order in which a machine adds cannot be seen.
+    as many. It takes about a tenth of a second, once in a process. The levels are multiples of 2**-13, the same on
+    every machine.
 
     Source: Lloyd 1982 (Least squares quantization in PCM), with the choice of a block's scale inside the iteration.
 
@@ -130,8 +128,8 @@ def optimal(bits: int) -> Levels:
     [-1.0, -0.29, 0.29, 1.0]
     """
     with torch.device("cpu"):  # whatever the default is: meta while a model is loaded
-        levels = _lloyd(check_bits(bits))
-    return canonical([round(level * 2**13) / 2**13 for level in levels.tolist()], bits)
+        upper = [round(level * 2**13) / 2**13 for level in _lloyd(check_bits(bits)).tolist()]
+    return canonical([*upper, *(-level for level in upper)], bits)
 
 
 @cache
@@ -163,7 +161,8 @@ def fp4(bits: int = 4) -> Levels:
     return canonical([*magnitudes, *(-magnitude for magnitude in magnitudes)], bits)
 
 
-NAMED = {"fp4": fp4, "int": integer, "normal_float": normal_float, "optimal": optimal}
+# "layer" starts at these levels; each layer has its own when it has been quantized (refine.py).
+NAMED = {"fp4": fp4, "int": integer, "layer": optimal, "normal_float": normal_float, "optimal": optimal}
 
 
 def named(name: str, bits: int) -> Levels:
@@ -202,3 +201,8 @@ def bits_of(num_levels: int) -> int:
         if num_levels == 2**bits:
             return bits
     raise ValueError(f"codebook: found {num_levels} levels, expected one of {[2**bits for bits in BITS]}")
+
+
+def scaled(levels: Levels, exponent: int, device: torch.device) -> torch.Tensor:
+    """The codebook that ops take, float32 ``[2**bits]``: the levels times ``2**exponent``."""
+    return torch.tensor(levels, dtype=torch.float32, device=device) * 2.0**exponent

@@ -10,7 +10,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_kbit import codebooks
 from hf_kbit.format import BITS, FORMAT_VERSION, MAX_EXPONENT, check_bits
-from hf_kbit.linear import check_scale
+from hf_kbit.linear import DEFAULT_CODEBOOK, DEFAULT_SCALE, check_scale
 
 
 def matches(module_name: str, pattern: str) -> bool:
@@ -49,10 +49,11 @@ class KbitConfig(QuantizationConfigMixin):
 
     Args:
         bits: 2, 3, 4 or 5: the width of every layer that ``module_bits`` does not name.
-        codebook: the levels. A name (``"normal_float"``, ``"optimal"``, ``"int"``, ``"fp4"``), a table of ``2**bits``
-            numbers in any order, or, for several widths, ``{bits: table}``.
-        scale: how the scale of a block is found: ``"absmax"``, from its largest magnitude, or ``"search"``, the one
-            with the least squared error: slower to quantize, more accurate. ``"optimal"`` levels are made for it.
+        codebook: the levels. A name (``"optimal"``, ``"normal_float"``, ``"int"``, ``"fp4"``, or ``"layer"``: those of
+            ``"optimal"``, refined on the weights of each layer), a table of ``2**bits`` numbers in any order, or, for
+            several widths, ``{bits: table}``.
+        scale: how the scale of a block is found: ``"search"``, the one with the least squared error, for which
+            ``"optimal"`` levels are made, or ``"absmax"``, from its largest magnitude: quicker, less accurate.
         modules_to_not_convert: patterns of modules to leave in 16 bits besides those left by default: the output
             embedding (``lm_head``), a head at the end of the model, tied weights, what the model keeps in float32, and
             layers whose weight the model's code reads instead of calling them.
@@ -79,8 +80,8 @@ class KbitConfig(QuantizationConfigMixin):
     """
 
     bits: int = 4
-    codebook: str | Sequence[float] | Mapping[int, Sequence[float]] = "normal_float"
-    scale: str = "absmax"
+    codebook: str | Sequence[float] | Mapping[int, Sequence[float]] = DEFAULT_CODEBOOK
+    scale: str = DEFAULT_SCALE
     modules_to_not_convert: Sequence[str] | None = field(default_factory=list)
     skip_default_modules: bool = True
     module_bits: Mapping[str, int | None] | None = field(default_factory=dict)
@@ -103,8 +104,8 @@ class KbitConfig(QuantizationConfigMixin):
         check_scale(self.scale)
         self.modules_to_not_convert = self._patterns(self.modules_to_not_convert)
         self.module_bits = self._module_bits(self.module_bits)
-        self.codebook = self._codebook(self.codebook)
         self.levels = self._levels(self.levels)
+        self.codebook = self._codebook(self.codebook)
         self.layers = self._layers(self.layers)
 
     @staticmethod
@@ -130,7 +131,7 @@ class KbitConfig(QuantizationConfigMixin):
     def _codebook(self, codebook):
         widths = {self.bits, *(bits for bits in self.module_bits.values() if bits is not None)}
         if isinstance(codebook, str):
-            for bits in widths:
+            for bits in widths - set(self.levels):  # of a quantized model nothing need be derived
                 codebooks.named(codebook, bits)
             return codebook
         if isinstance(codebook, Mapping):
@@ -179,10 +180,16 @@ class KbitConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict, return_unused_kwargs=False, **kwargs):
-        """As in the base class; an entry that is no argument of ``KbitConfig`` is a ValueError."""
+        """As in the base class; an entry that is no argument of ``KbitConfig`` is a ValueError.
+
+        A quantized model's config that does not say how it was made was written before there was a choice: it was made
+        with ``normal_float`` and ``absmax``.
+        """
         expected = [f.name for f in fields(cls)]
         if unknown := [key for key in config_dict if key not in expected]:
             raise ValueError(f"quantization_config: found {unknown}, expected none but {expected}")
+        if config_dict.get("levels"):
+            config_dict = {"codebook": "normal_float", "scale": "absmax", **config_dict}
         return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
 
     def bits_for(self, module_name: str) -> int | None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from tqdm.auto import tqdm
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-# Logits that are looked at together: 64 MiB in float32, of which a handful of copies are alive at a time.
-CHUNK = 1 << 24
+# Logits that are looked at together: 32 MiB in float32, of which up to ten copies are alive at a time.
+CHUNK = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def evaluate(
     with GPTQ's script drop it; for their figure cut the text: ``tokens[: len(tokens) // window * window]``.
 
     Logarithms of probabilities are float32, their sums float64. In memory at a time: the logits of one window from
-    each model, in the model's dtype, and some hundred MiB. Models may be on different devices. Those in training mode
+    each model, in the model's dtype, and up to half a GiB. Models may be on different devices. Those in training mode
     return to it.
 
     Args:
@@ -93,24 +94,19 @@ def evaluate(
     >>> found.tokens, found.kl_divergence > 0, 0 < found.top1_agreement <= 1
     (32, True, True)
     """
-    models = [model] if reference is None else [model, reference]
+    models = {"model": model} if reference is None else {"model": model, "reference": reference}
     stride = window if stride is None else stride
-    _check_tokens(tokens)
-    _check_windows(window, stride)
-    for name, each in zip(("model", "reference"), models, strict=False):
-        check_causal(each.config, name)
-        _check_fits(each, name, tokens, window)
-
+    check({name: each.config for name, each in models.items()}, tokens, window, stride)
     pieces = list(_windows(len(tokens), window, stride))
     sums, predicted = torch.zeros(4, dtype=torch.float64), 0
     with ExitStack() as stack, torch.no_grad():
-        for each in models:
+        for each in models.values():
             stack.enter_context(_evaluating(each))
         for begin, end, first in tqdm(pieces, desc="evaluating", unit="window", disable=not progress):
             ids = tokens[begin:end]
-            # The logits after a token are those of the next one.
-            logits = [_logits(each, ids)[first - begin - 1 : -1] for each in models]
-            sums += _sums(logits, tokens[first:end], first)
+            rows = slice(first - begin - 1, -1)  # the logits after a token are those of the next one
+            # Without a name for the logits, which would keep them while those of the next window are made.
+            sums += _sums({name: _logits(each, ids)[rows] for name, each in models.items()}, tokens[first:end], first)
             predicted += end - first
     nll, reference_nll, divergence, agreed = (sums / predicted).tolist()
     found = Evaluation(_exp(nll), predicted, window, stride)
@@ -119,12 +115,27 @@ def evaluate(
     return Evaluation(_exp(nll), predicted, window, stride, _exp(reference_nll), divergence, agreed)
 
 
-def check_causal(config, name: str = "model") -> None:
-    """Tells by a model's config whether it predicts each token from those before it.
+def check(configs: dict[str, PreTrainedConfig], tokens: torch.Tensor, window: int, stride: int) -> None:
+    """Refuses what ``evaluate`` cannot do as far as the configs of models tell, by the names that errors give them.
 
     Raises:
-        ValueError: it is an encoder, or has an encoder that wants an input of its own.
+        TypeError, ValueError: as ``evaluate``.
     """
+    if not isinstance(tokens, torch.Tensor) or tokens.dtype != torch.int64:
+        found = tokens.dtype if isinstance(tokens, torch.Tensor) else type(tokens).__name__
+        raise TypeError(f"tokens: found {found}, expected a tensor of int64")
+    if tokens.dim() != 1 or len(tokens) < 2:
+        raise ValueError(f"tokens: found shape {list(tokens.shape)}, expected one dimension of 2 or more")
+    if window < 2:
+        raise ValueError(f"window: found {window}, expected 2 or more")
+    if not 1 <= stride <= window:
+        raise ValueError(f"stride: found {stride}, expected 1 to {window}, the window")
+    for name, config in configs.items():
+        _check_causal(config, name)
+        _check_fits(config.get_text_config(), name, tokens, min(window, len(tokens)))
+
+
+def _check_causal(config: PreTrainedConfig, name: str) -> None:
     kind = config.model_type
     if config.is_encoder_decoder:
         raise ValueError(f"{name}: found {kind}, which has an encoder and a decoder, expected a causal language model")
@@ -135,31 +146,15 @@ def check_causal(config, name: str = "model") -> None:
         )
 
 
-def _check_tokens(tokens: torch.Tensor) -> None:
-    if not isinstance(tokens, torch.Tensor) or tokens.dtype != torch.int64:
-        found = tokens.dtype if isinstance(tokens, torch.Tensor) else type(tokens).__name__
-        raise TypeError(f"tokens: found {found}, expected a tensor of int64")
-    if tokens.dim() != 1 or len(tokens) < 2:
-        raise ValueError(f"tokens: found shape {list(tokens.shape)}, expected one dimension of 2 or more")
-
-
-def _check_windows(window: int, stride: int) -> None:
-    if window < 2:
-        raise ValueError(f"window: found {window}, expected 2 or more")
-    if not 1 <= stride <= window:
-        raise ValueError(f"stride: found {stride}, expected 1 to {window}, the window")
-
-
-def _check_fits(model, name: str, tokens: torch.Tensor, window: int) -> None:
-    vocabulary, longest = model.get_input_embeddings().weight.shape[0], min(window, len(tokens))
+def _check_fits(config: PreTrainedConfig, name: str, tokens: torch.Tensor, window: int) -> None:
     lowest, highest = (extreme.item() for extreme in tokens.aminmax())
-    if lowest < 0 or highest >= vocabulary:
+    if lowest < 0 or highest >= config.vocab_size:
         raise ValueError(
-            f"tokens: found ids from {lowest} to {highest}, expected 0 to {vocabulary - 1}, the embeddings of {name}"
+            f"tokens: found ids from {lowest} to {highest}, expected 0 to {config.vocab_size - 1}, as {name} has"
         )
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest
-    if longest > positions:
-        raise ValueError(f"window: found {longest} tokens, expected at most {positions}, the positions of {name}")
+    positions = getattr(config, "max_position_embeddings", None) or window  # where there is no such number, no limit
+    if window > positions:
+        raise ValueError(f"window: found {window} tokens, expected at most {positions}, the positions of {name}")
 
 
 @contextmanager
@@ -197,7 +192,7 @@ def _logits(model, ids: torch.Tensor) -> torch.Tensor:
     return output.logits[0]
 
 
-def _sums(logits: list[torch.Tensor], targets: torch.Tensor, first: int) -> torch.Tensor:
+def _sums(logits: dict[str, torch.Tensor], targets: torch.Tensor, first: int) -> torch.Tensor:
     """float64 ``[4]``: sums over predictions of both negative log-likelihoods, the divergence and the agreement.
 
     Args:
@@ -205,21 +200,21 @@ def _sums(logits: list[torch.Tensor], targets: torch.Tensor, first: int) -> torc
         targets: int64 ``[predictions]``: the tokens that were to be predicted.
         first: where in the text the first of them stands.
     """
-    vocabularies = [each.shape[-1] for each in logits]
-    if len(set(vocabularies)) > 1:
-        found, expected = vocabularies[1], vocabularies[0]
-        raise ValueError(f"reference: found a vocabulary of {found} tokens, expected {expected}, as the model has")
-    device, rows = logits[0].device, max(1, CHUNK // vocabularies[0])
+    vocabulary, device = logits["model"].shape[-1], logits["model"].device
+    if (found := logits.get("reference", logits["model"]).shape[-1]) != vocabulary:
+        raise ValueError(f"reference: found a vocabulary of {found} tokens, expected {vocabulary}, as the model has")
     sums = torch.zeros(4, dtype=torch.float64, device=device)
+    rows = max(1, CHUNK // vocabulary)
     for start in range(0, len(targets), rows):
         chunk = slice(start, start + rows)
-        target = targets[chunk, None].to(device)
         logs = []
-        for name, each in zip(("model", "reference"), logits, strict=False):
+        for name, each in logits.items():
             values = each[chunk].to(device, torch.float32)
             _check_finite(values, name, first + start)
             logs.append(values.log_softmax(-1))
-            sums[len(logs) - 1] -= logs[-1].gather(-1, target).sum(dtype=torch.float64)
+        target = targets[chunk, None].to(device)
+        for n, log in enumerate(logs):
+            sums[n] -= log.gather(-1, target).sum(dtype=torch.float64)
         if len(logs) == 2:
             p, q = logs
             sums[2] += (q.exp() * (q - p)).sum(dtype=torch.float64)

@@ -8,36 +8,10 @@ from torch import nn
 from hf_kbit import _native, codebooks
 from hf_kbit.format import absmax_shape, check_bits, layer_exponent, weight_shape
 from hf_kbit.ops import gemm_op
+from hf_kbit.refine import refine
 
 SCALES = ("absmax", "search")
-
-
-def quantize_weight(
-    weight: torch.Tensor, levels: codebooks.Levels, name: str = "weight", scale: str = "absmax"
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Quantizes one layer's weight on its own device, choosing the exponent that keeps its scales inside E4M4.
-
-    Args:
-        weight: float32, float16 or bfloat16 ``[N, K]``.
-        levels: canonical codebook of ``2**bits`` levels.
-        name: what errors call the weight.
-        scale: how scales are found, one of ``SCALES``.
-
-    Returns:
-        planes, absmax (see ``hf_kbit.quantize``) and the exponent.
-
-    Raises:
-        ValueError: the weight holds NaN or infinity.
-    """
-    # NaN and infinity survive the extremes, so one value read back serves the check and the exponent.
-    lowest, highest = torch.aminmax(weight.detach())
-    largest = torch.maximum(-lowest, highest).item()
-    if not largest < float("inf"):
-        raise ValueError(f"{name}: found NaN or infinite values, expected finite ones")
-    exponent = layer_exponent(largest)
-    codebook = _codebook_tensor(levels, exponent, weight.device)
-    planes, absmax = torch.ops.hf_kbit.quantize(weight.detach(), codebook, scale == "search")
-    return planes, absmax, exponent
+DEFAULT_CODEBOOK, DEFAULT_SCALE = "optimal", "search"  # made for each other
 
 
 def check_scale(scale: object) -> str:
@@ -49,10 +23,6 @@ def check_scale(scale: object) -> str:
     if scale not in SCALES:
         raise ValueError(f"scale: found {scale!r}, expected one of {list(SCALES)}")
     return scale
-
-
-def _codebook_tensor(levels: codebooks.Levels, exponent: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor(levels, dtype=torch.float32, device=device) * 2.0**exponent
 
 
 class KbitLinear(nn.Linear):
@@ -76,12 +46,13 @@ class KbitLinear(nn.Linear):
         out_features: N, any size of 1 or more.
         bias: whether there is a bias.
         bits: 2 to 5.
-        codebook: name or table of ``2**bits`` numbers (``codebooks.resolve``).
+        codebook: name or table of ``2**bits`` numbers (``codebooks.resolve``). With ``"layer"`` the levels become the
+            layer's own with the first weight that it quantizes; later ones take them as they are.
         exponent: power of two that multiplies the levels.
         device: of the parameters and the codebook.
         dtype: of the bias.
-        scale: how ``load_dense`` finds the scale of a block: ``"absmax"``, from its largest magnitude, or
-            ``"search"``, by the squared error (``hf_kbit.quantize``).
+        scale: how ``load_dense`` finds the scale of a block: ``"search"``, by the squared error, or ``"absmax"``, from
+            its largest magnitude (``hf_kbit.quantize``).
 
     A new layer holds zeros in ``weight`` and ``weight_absmax`` and so computes its bias; load a state dict, or use
     ``from_linear``.
@@ -105,11 +76,11 @@ class KbitLinear(nn.Linear):
         out_features: int,
         bias: bool = True,
         bits: int = 4,
-        codebook: str | Iterable[float] = "normal_float",
+        codebook: str | Iterable[float] = DEFAULT_CODEBOOK,
         exponent: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        scale: str = "absmax",
+        scale: str = DEFAULT_SCALE,
     ):
         nn.Module.__init__(self)  # nn.Linear's would allocate the dense weight
         for name, size in (("in_features", in_features), ("out_features", out_features)):
@@ -117,6 +88,7 @@ class KbitLinear(nn.Linear):
                 raise ValueError(f"{name}: found {size}, expected 1 or more")
         self.in_features, self.out_features = in_features, out_features
         self.bits, self.scale = check_bits(bits), check_scale(scale)
+        self.refine_levels = isinstance(codebook, str) and codebook == "layer"
         planes = torch.zeros(weight_shape(out_features, in_features, bits), dtype=torch.int32, device=device)
         absmax = torch.zeros(absmax_shape(out_features, in_features), dtype=torch.uint8, device=device)
         self.weight = nn.Parameter(planes, requires_grad=False)
@@ -128,15 +100,15 @@ class KbitLinear(nn.Linear):
     def set_codebook(self, codebook: str | Iterable[float], exponent: int, device: torch.device) -> None:
         """Sets ``levels``, ``exponent`` and, on ``device``, the ``codebook`` buffer made of them."""
         self.levels, self.exponent = codebooks.resolve(codebook, self.bits), exponent
-        self.codebook = _codebook_tensor(self.levels, exponent, device)
+        self.codebook = codebooks.scaled(self.levels, exponent, device)
 
     @classmethod
     def from_linear(
         cls,
         linear: nn.Linear,
         bits: int = 4,
-        codebook: str | Iterable[float] = "normal_float",
-        scale: str = "absmax",
+        codebook: str | Iterable[float] = DEFAULT_CODEBOOK,
+        scale: str = DEFAULT_SCALE,
     ) -> "KbitLinear":
         """Quantizes an ``nn.Linear`` where it is; ``linear`` stays as it was, and its bias is shared.
 
@@ -144,7 +116,7 @@ class KbitLinear(nn.Linear):
             linear: weight float32, float16 or bfloat16 ``[N, K]``.
             bits: 2 to 5.
             codebook: name or table of ``2**bits`` numbers.
-            scale: ``"absmax"`` or ``"search"``.
+            scale: ``"search"`` or ``"absmax"``.
 
         Raises:
             TypeError: the weight has another dtype.
@@ -158,12 +130,39 @@ class KbitLinear(nn.Linear):
         layer.bias = linear.bias
         return layer.train(linear.training)
 
+    def quantize(self, weight: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantizes a weight on its own device, as this layer has it, and sets what it takes to decode it.
+
+        That is ``exponent``, which keeps the scales inside E4M4, and, with the codebook ``"layer"`` and the first
+        weight, ``levels``; the ``codebook`` buffer is left to ``set_codebook``.
+
+        Args:
+            weight: float32, float16 or bfloat16 ``[N, K]``.
+            name: what errors call the weight.
+
+        Returns:
+            planes and absmax (see ``hf_kbit.quantize``).
+
+        Raises:
+            ValueError: the weight holds NaN or infinity.
+        """
+        weight = weight.detach()
+        # NaN and infinity survive the extremes, so one value read back serves the check and the exponent.
+        lowest, highest = torch.aminmax(weight)
+        largest = torch.maximum(-lowest, highest).item()
+        if not largest < float("inf"):
+            raise ValueError(f"{name}: found NaN or infinite values, expected finite ones")
+        self.exponent, search = layer_exponent(largest), self.scale == "search"
+        if self.refine_levels:
+            self.levels, self.refine_levels = refine(weight, self.levels, self.exponent, search), False
+        return torch.ops.hf_kbit.quantize(weight, codebooks.scaled(self.levels, self.exponent, weight.device), search)
+
     def load_dense(self, weight: torch.Tensor, name: str = "weight") -> None:
         """Replaces the weight by the quantized ``weight`` ``[N, K]``, which also decides device and exponent."""
-        planes, absmax, exponent = quantize_weight(weight, self.levels, name, self.scale)
+        planes, absmax = self.quantize(weight, name)
         self.weight = nn.Parameter(planes, requires_grad=False)
         self.weight_absmax = nn.Parameter(absmax, requires_grad=False)
-        self.set_codebook(self.levels, exponent, planes.device)
+        self.set_codebook(self.levels, self.exponent, planes.device)
         self.to_tiles()
 
     # --- the form of the weight ---

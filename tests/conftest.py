@@ -1,7 +1,13 @@
-"""What all tests share: GPU tests are skipped, with the reason, where there is no GPU."""
+"""What all tests share: the devices, and that GPU tests are skipped, with the reason, where there is no GPU."""
 
 import pytest
 import torch
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    """A test that takes it runs on a CPU and, marked ``gpu``, on a GPU."""
+    return request.param
 
 
 def pytest_collection_modifyitems(items):

@@ -15,7 +15,7 @@ CONFIGS = [
     KbitConfig(bits=2, modules_to_not_convert=["mlp"], skip_default_modules=False),
     KbitConfig(bits=3, module_bits={"down_proj": 5, "vision_tower": None}),
     KbitConfig(bits=2, codebook=[3, -1, 0.5, 7]),
-    KbitConfig(bits=4, codebook="optimal", scale="search"),
+    KbitConfig(bits=4, codebook="normal_float", scale="absmax"),
     KbitConfig(bits=2, codebook={2: [1, 2, 3, 4], 3: range(8)}, module_bits={"down_proj": 3}),
     KbitConfig(bits=3, levels={3: codebooks.normal_float(3)}, layers={"a.b": {"bits": 4, "exponent": -7}}),
 ]
@@ -144,7 +144,7 @@ def test_matches(pattern, matching):
 
 
 def test_levels_for():
-    assert KbitConfig(bits=3).levels_for(3) == codebooks.normal_float(3)
+    assert KbitConfig(bits=3).levels_for(3) == codebooks.optimal(3)
     table = torch.tensor([4.0, 1.0, -4.0, 0.0])
     assert KbitConfig(bits=2, codebook=table).levels_for(2) == (-1.0, 0.0, 0.25, 1.0)
     recorded = (-1.0, -0.5, 0.5, 1.0)

@@ -1,6 +1,9 @@
-"""The documentation is true where it can be run: the reader in docs/format.md, the code of docs/finetuning.md."""
+"""The documentation is true where it can be run: the reader in docs/format.md, the code of other pages."""
 
+import importlib.util
 import re
+import shlex
+from itertools import product
 from pathlib import Path
 
 import cases
@@ -11,10 +14,12 @@ from byte_tokenizer import byte_tokenizer
 from integrations.adapters import kbit_layers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
 
 import hf_kbit
-from hf_kbit import KbitLinear, codebooks
+from hf_kbit import KbitLinear, cli, codebooks
 from hf_kbit.integrations.peft import IMPOSSIBLE_INITIALISATIONS, METHODS, KbitTunerLayer
+from hf_kbit.linear import SCALES
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -32,8 +37,9 @@ def reader():
     return namespace
 
 
+@pytest.mark.parametrize("codebook", ["optimal", "layer"])
 @pytest.mark.parametrize("bits", cases.BITS)
-def test_reader_of_the_format_page(reader, bits, tmp_path):
+def test_reader_of_the_format_page(reader, bits, codebook, tmp_path):
     torch.manual_seed(bits)
     shape = {"hidden_size": 40, "intermediate_size": 72, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=64, **shape))
@@ -41,7 +47,7 @@ def test_reader_of_the_format_page(reader, bits, tmp_path):
         model.model.layers[1].mlp.up_proj.weight *= 1e-4
     model.save_pretrained(tmp_path / "dense")
     other = 2 if bits == 5 else bits + 1
-    config = hf_kbit.KbitConfig(bits=bits, module_bits={"down_proj": other})
+    config = hf_kbit.KbitConfig(bits=bits, module_bits={"down_proj": other}, codebook=codebook)
     model = LlamaForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
     model.save_pretrained(tmp_path / "packed", max_shard_size="20KB")
     assert len(list((tmp_path / "packed").glob("*.safetensors"))) > 1
@@ -69,9 +75,19 @@ def test_example_of_the_format_page():
     assert decoded.tolist() == [[value] * 32]
 
 
-def test_named_codebooks_are_documented():
-    for name in codebooks.NAMED:
-        assert name in (DOCS / "index.md").read_text()
+def test_errors_of_codebooks_on_the_quickstart_page():
+    """Each row of its table, and a row for each codebook, from the benchmark that is named there."""
+    spec = importlib.util.spec_from_file_location("codebooks_benchmark", DOCS.parent / "benchmarks" / "codebooks.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    page = (DOCS / "quickstart.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|(.*)\|.*\|$", page, flags=re.MULTILINE)
+    assert {(codebook, scale) for codebook, scale, _ in rows} == set(product(codebooks.NAMED, SCALES))
+    for codebook, scale, cells in rows:
+        for bits, cell in zip(cases.BITS, cells.split("|"), strict=True):
+            if cell.strip():
+                error = benchmark.relative_error(benchmark.gaussian(), codebook, scale, bits)
+                assert float(cell) == pytest.approx(error, rel=0.01), (codebook, scale, bits)
 
 
 # --- docs/finetuning.md ---
@@ -223,3 +239,33 @@ def test_methods_and_refusals_are_on_the_finetuning_page():
     (methods,) = re.findall(r"^\| methods \| (.*) \|$", page, flags=re.MULTILINE)
     assert tuple(sorted(method.upper() for method in methods.split(", "))) == METHODS
     assert all(f'init_lora_weights="{name}"' in page for name in IMPOSSIBLE_INITIALISATIONS)
+
+
+# --- docs/evaluation.md ---
+
+
+def test_commands_of_the_evaluation_page(run_code):
+    """Those that need no network, on the CPU. The first quantizes while loading what the second has loaded packed."""
+    model = Qwen3ForCausalLM.from_pretrained(
+        "Qwen/Qwen3-0.6B", dtype=torch.bfloat16, quantization_config=hf_kbit.KbitConfig(bits=3)
+    )
+    model.save_pretrained("qwen3-0.6b-3bit")
+    commands = re.findall(r"^hf-kbit (eval .*notes\.txt.*)$", (DOCS / "evaluation.md").read_text(), flags=re.MULTILINE)
+    shown = []
+    for command in commands:
+        result = CliRunner().invoke(cli.app, [*shlex.split(command), "--device", "cpu", "--limit-tokens", "300"])
+        assert result.exit_code == 0, result.output
+        shown.append(result.stdout)
+    assert len(commands) == 2 and shown[0] == shown[1]
+    labels = re.findall(r"^\| `(.*)` \|", (DOCS / "evaluation.md").read_text(), flags=re.MULTILINE)
+    assert [line[:14].strip() for line in shown[0].splitlines()] == labels
+
+
+def test_code_of_the_evaluation_page(run_code, monkeypatch):
+    evaluation, harness = code_blocks("evaluation.md", "python")
+    names = run_code(evaluation, {})
+    assert names["found"].kl_divergence > 0 and names["found"].tokens > 10_000
+    lm_eval = pytest.importorskip("lm_eval")
+    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda harness, tasks: {"results": (harness.model, tasks)})
+    names = run_code(harness, names)
+    assert names["results"]["results"] == (names["quantized"], ["arc_easy"])

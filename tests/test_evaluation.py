@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaModel, T5Config, T5Model
 
+import hf_kbit
 from hf_kbit import KbitConfig, evaluation
 from hf_kbit.evaluation import evaluate
 
@@ -17,12 +18,12 @@ TOKENS = torch.randint(VOCABULARY, (120,), generator=torch.Generator().manual_se
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def llama(vocabulary: int = VOCABULARY) -> LlamaForCausalLM:
+def llama(vocabulary: int = VOCABULARY, positions: int = POSITIONS) -> LlamaForCausalLM:
     """Weights so large that its distributions, and those of its quantized copy, are far from uniform and differ."""
     torch.manual_seed(1)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
     config = LlamaConfig(
-        vocab_size=vocabulary, max_position_embeddings=POSITIONS, initializer_range=0.3, attention_dropout=0.5, **shape
+        vocab_size=vocabulary, max_position_embeddings=positions, initializer_range=0.3, attention_dropout=0.5, **shape
     )
     return LlamaForCausalLM(config).eval()
 
@@ -118,9 +119,20 @@ def test_sums_are_float64(reference):
     """100,000 predictions of 10 nats each, with which float32 sums would be off by 1e-5 and more."""
     logits = torch.zeros(100_000, 3)
     logits[:, 0] = 10.1
-    sums = evaluation._sums([logits], torch.ones(100_000, dtype=torch.int64), 1)
+    sums = evaluation._sums({"model": logits}, torch.ones(100_000, dtype=torch.int64), 1)
     one = -logits[:1].log_softmax(-1)[0, 1].double()
     assert sums[0].item() == pytest.approx(100_000 * one.item(), rel=1e-9)
+
+
+@pytest.mark.gpu
+def test_memory():
+    """The logits of one window from each model, and half a GiB."""
+    model, reference = (llama(128_256, 2048).to("cuda", torch.bfloat16) for _ in range(2))
+    tokens = torch.randint(128_256, (6144,))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    evaluate(model, tokens, reference=reference)
+    assert torch.cuda.max_memory_allocated() - before < 2 * 2 * 2048 * 128_256 + (1 << 29)
 
 
 @pytest.mark.gpu
@@ -132,6 +144,16 @@ def test_models_on_two_devices(reference, quantized):
         evaluate(copy.deepcopy(quantized).to("cuda"), TOKENS.to("cuda"), reference=reference, window=32),
     ):
         assert figures(found) == pytest.approx(figures(expected), rel=1e-3)
+
+
+def test_adapters_count(reference, quantized):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(copy.deepcopy(quantized), config)
+    found = evaluate(adapted, TOKENS, reference=reference, window=32)
+    merged = hf_kbit.merge_and_unload(adapted, dequantize=True)
+    assert figures(found) == pytest.approx(figures(evaluate(merged, TOKENS, reference=reference, window=32)), rel=1e-3)
+    assert found.perplexity != pytest.approx(evaluate(quantized, TOKENS, window=32).perplexity, rel=0.01)
 
 
 def test_modes_are_restored(reference):
@@ -179,7 +201,7 @@ def test_a_perplexity_beyond_float64(reference):
         ({"tokens": TOKENS.int()}, TypeError, "tokens: found torch.int32, expected a tensor of int64"),
         ({"tokens": TOKENS[:1]}, ValueError, r"tokens: found shape \[1\], expected one dimension of 2 or more"),
         ({"tokens": TOKENS[None]}, ValueError, r"tokens: found shape \[1, 120\], expected one dimension"),
-        ({"tokens": TOKENS + 1}, ValueError, "tokens: found ids from 1 to 67, expected 0 to 66, .* of model"),
+        ({"tokens": TOKENS + 1}, ValueError, "tokens: found ids from 1 to 67, expected 0 to 66, as model has"),
         ({"tokens": TOKENS - 1}, ValueError, "tokens: found ids from -1 to 65, expected 0 to 66"),
         ({"window": 1}, ValueError, "window: found 1, expected 2 or more"),
         ({"window": 65}, ValueError, "window: found 65 tokens, expected at most 64, the positions of model"),

@@ -255,7 +255,6 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("tokens", [5, 40])
@@ -436,3 +435,17 @@ def test_searched_scales_of_a_layer():
     torch.testing.assert_close((search.dequantize(torch.float32) - linear.weight * 2).square().sum(), 4 * errors[1])
     with pytest.raises(ValueError, match="scale: found 'best', expected one of"):
         KbitLinear.from_linear(linear, scale="best")
+
+
+def test_levels_of_a_layer_are_refined_once():
+    linear = nn.Linear(100, 64)
+    linear.weight.data = torch.rand(64, 100) - 0.3
+    optimal, layer = (KbitLinear.from_linear(linear, 2, codebook) for codebook in ("optimal", "layer"))
+    errors = [(found.dequantize(torch.float32) - linear.weight).square().sum() for found in (optimal, layer)]
+    assert errors[1] < 0.8 * errors[0] and layer.levels != optimal.levels
+    assert torch.equal(layer.codebook, torch.tensor(layer.levels) * 2.0**layer.exponent)
+    levels, again = layer.levels, copy.deepcopy(layer)
+    again.load_dense(linear.weight)
+    assert torch.equal(again.weight, layer.weight)
+    again.load_dense(linear.weight - 0.6)
+    assert again.levels == layer.levels == levels

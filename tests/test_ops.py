@@ -182,7 +182,6 @@ def test_gemm_gradients_equal_those_of_a_dense_layer(dtype):
         torch.testing.assert_close(mine.grad, other.grad)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3), (40,), (2, 30)], ids=str)
 @pytest.mark.parametrize("dtype", [*cases.FLOATS, torch.float64])

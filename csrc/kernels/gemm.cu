@@ -1,4 +1,4 @@
-// y = x @ W.T (+ bias) for few tokens, 16 at a time, W in tiles; the weights are decoded in registers on their way to
+// y = x @ W.T (+ bias) for up to 16 tokens, W in tiles; the weights are decoded in registers on their way to
 // the tensor cores. One launch may take several weights, for the same x.
 //
 //   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8
@@ -377,13 +377,14 @@ cudaError_t launch_for(Dtype dtype, const Arguments& arguments, const GemmPlan& 
                                    : launch_for<kBits, __nv_bfloat16>(arguments, plan, gpu, stream);
 }
 
-// Up to 16 tokens from `first` on.
-cudaError_t launch_once(const void* x, Dtype dtype, const Product* products, int count, int bits, int64_t first,
-                        int tokens, int64_t in_features, const Gpu& gpu, cudaStream_t stream) {
+}  // namespace
+
+cudaError_t gemm(const void* x, Dtype dtype, const Product* products, int count, int bits, int64_t tokens,
+                 int64_t in_features, const Gpu& gpu, cudaStream_t stream) {
     int64_t row_tiles[kGemmParts];
     for (int i = 0; i < count; ++i) row_tiles[i] = ceil_div(products[i].out_features, kTileRows);
-    const GemmPlan plan =
-        plan_gemm(tokens, row_tiles, count, in_features, bits, gpu.processors, gpu.shared_limit, gpu.arch());
+    const GemmPlan plan = plan_gemm(static_cast<int>(tokens), row_tiles, count, in_features, bits, gpu.processors,
+                                    gpu.shared_limit, gpu.arch());
     if (plan.warps == 0) return cudaErrorInvalidConfiguration;
     Arguments arguments{};
     int clusters = 0;
@@ -393,15 +394,15 @@ cudaError_t launch_once(const void* x, Dtype dtype, const Product* products, int
         Part& part = arguments.parts[i];
         const Product& product = products[i];
         part.bias = product.bias, part.codebook = product.codebook;
-        part.y = static_cast<char*>(product.y) + first * product.out_features * bytes_of(dtype);
+        part.y = product.y;
         part.words = product.words, part.scales = product.scales;
         part.out_features = static_cast<int>(product.out_features);
         part.cluster_tiles = static_cast<int>(row_tiles[i] / plan.clusters[i]);
         part.more_tiles = static_cast<int>(row_tiles[i] % plan.clusters[i]);
         clusters += plan.clusters[i];
     }
-    arguments.x = static_cast<const char*>(x) + first * in_features * bytes_of(dtype);
-    arguments.tokens = tokens, arguments.in_features = static_cast<int>(in_features);
+    arguments.x = x;
+    arguments.tokens = static_cast<int>(tokens), arguments.in_features = static_cast<int>(in_features);
     arguments.slabs = static_cast<int>(ceil_div(num_blocks(in_features), kSlabBlocks));
     while (1 << arguments.k_warps_log2 < plan.k_warps) ++arguments.k_warps_log2;
     while (1 << arguments.tokens_log2 < arguments.tokens) ++arguments.tokens_log2;
@@ -409,18 +410,6 @@ cudaError_t launch_once(const void* x, Dtype dtype, const Product* products, int
     arguments.pitch = sums_pitch(plan.tiles), arguments.warp_floats = sums_floats(arguments.tokens, plan.tiles);
     const auto run = bits == 2 ? launch_for<2> : bits == 3 ? launch_for<3> : bits == 4 ? launch_for<4> : launch_for<5>;
     return run(dtype, arguments, plan, gpu, stream);
-}
-
-}  // namespace
-
-cudaError_t gemm(const void* x, Dtype dtype, const Product* products, int count, int bits, int64_t tokens,
-                 int64_t in_features, const Gpu& gpu, cudaStream_t stream) {
-    cudaError_t error = cudaSuccess;
-    for (int64_t first = 0; first < tokens && error == cudaSuccess; first += kGemmTokens) {
-        const auto some = static_cast<int>(std::min<int64_t>(kGemmTokens, tokens - first));
-        error = launch_once(x, dtype, products, count, bits, first, some, in_features, gpu, stream);
-    }
-    return error;
 }
 
 }  // namespace hf_kbit::cuda

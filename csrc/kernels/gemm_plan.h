@@ -13,17 +13,20 @@ namespace hf_kbit {
 constexpr int kGemmTokens = 16;  // at most, at a time, in gemm.cu
 
 // For tiles and float16 or bfloat16; everything else is dequantized.
-enum class GemmPath { decode, wgmma, dequantize };
+enum class GemmPath { decode, wgmma, mma, dequantize };
+constexpr int kMmaMostTokens = 256;
+constexpr bool has_mma_path(int arch) { return arch != 900; }
 
 // On one H200 (CUDA 13.0, 2026-11-21) gemm.cu is the fastest up to 16 tokens. For thousands of them it takes so much
 // less time to decode than to multiply that cuBLAS on decoded slices is about as fast as gemm_wgmma.cu; at 2 bits not
-// yet at 4096. Where gemm_wgmma.cu cannot run, gemm.cu takes 16 tokens at a time: for 17 to 32 tokens 1.2 to 3.4 times
-// as fast, on that H200, as to dequantize, for 64 not always.
+// yet at 4096. gemm_mma.cu, made to run there, is 2.1 to 3.9 times as fast as to decode first for 32 tokens, 1.2
+// to 1.6 times for 128, and 0.8 to 0.9 times for 256, but cuBLAS there has tensor cores twice as fast as mma.sync's,
+// which no GPU has that takes this path.
 inline GemmPath gemm_path(int64_t tokens, int bits, int arch) {
     if (tokens < 1) return GemmPath::dequantize;
-    if (tokens <= (arch == 900 ? 1 : 2) * kGemmTokens) return GemmPath::decode;
-    const int64_t most = bits == 2 ? 8191 : 4095;
-    return arch == 900 && tokens <= most ? GemmPath::wgmma : GemmPath::dequantize;
+    if (tokens <= kGemmTokens) return GemmPath::decode;
+    if (has_mma_path(arch)) return tokens <= kMmaMostTokens ? GemmPath::mma : GemmPath::dequantize;
+    return tokens <= (bits == 2 ? 8191 : 4095) ? GemmPath::wgmma : GemmPath::dequantize;
 }
 
 // --- up to 16 tokens: gemm.cu ---------------------------------------------------------------------
@@ -240,6 +243,48 @@ inline WgmmaPlan plan_wgmma(int64_t tokens, int64_t out_features, int64_t in_fea
                             bytes(x_stages, ring_stages)};
                     best_time = time;
                 }
+            }
+        }
+    }
+    return best;
+}
+
+// --- more tokens, elsewhere: gemm_mma.cu ------------------------------------------------------------
+
+// A CTA has a tile of 256 rows and 32 or 64 tokens, or with `split` > 1 a part of its slabs.
+struct MmaPlan {
+    int token_tile;
+    int tiles;
+    int split;
+};
+
+constexpr int kMmaWarps = 8, kMmaRows = 256, kMmaTableBytes = 64 << 10, kMmaStages = 4;
+constexpr int mma_stage_bytes(int token_tile) { return token_tile * 2 * kBlockSize * 2; }  // 64 columns
+constexpr int mma_shared_bytes(int token_tile) {
+    return kSharedReserved + kMmaTableBytes + kMmaStages * mma_stage_bytes(token_tile);
+}
+// What the parts of tiles have in memory, float32.
+constexpr int64_t mma_partial_sums(const MmaPlan& plan) {
+    return plan.split == 1 ? 0 : int64_t{plan.tiles} * plan.split * kMmaRows * plan.token_tile;
+}
+
+// tokens from 17 on.
+inline MmaPlan plan_mma(int64_t tokens, int64_t out_features, int64_t in_features, int processors) {
+    // Cycles, fitted to one H200 (132 processors) that was made to take this path, CUDA 13.0, 2026-11-21: 64 columns
+    // of a tile and of each of its tokens; a CTA's start and end; the second kernel, and what it reads.
+    constexpr double kPiece = 425, kPieceToken = 15, kStart = 3000, kAdd = 5000, kAddToken = 55;
+    const int64_t slabs = ceil_div(num_blocks(in_features), kSlabBlocks);
+    MmaPlan best{};
+    double best_time = 0;
+    for (const int token_tile : {32, 64}) {
+        const int64_t tiles = ceil_div(out_features, kMmaRows) * ceil_div(tokens, token_tile);
+        for (int64_t split = 1; split <= slabs && (split == 1 || tiles * split <= processors); ++split) {
+            const double cta = kStart + ceil_div(slabs, split) * 4 * (kPiece + kPieceToken * token_tile);
+            const double add = split == 1 ? 0 : kAdd + kAddToken * token_tile;
+            const double time = ceil_div(tiles * split, processors) * cta + add;
+            if (best.tiles == 0 || time < best_time) {
+                best = {token_tile, static_cast<int>(tiles), static_cast<int>(split)};
+                best_time = time;
             }
         }
     }

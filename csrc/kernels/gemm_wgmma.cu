@@ -24,6 +24,7 @@
 
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
+#include "kernels/outputs.cuh"
 #include "kernels/weights.cuh"
 #include "kernels/wgmma.cuh"
 
@@ -39,12 +40,11 @@ constexpr bool kHopper = false;
 #endif
 
 struct Arguments {
-    const void* bias;
-    void* y;
+    Output output;
     const int32_t* words;
     const uint8_t* scales;
     const float* codebook;
-    int tokens, out_features, slabs;
+    int slabs;
     int row_tiles, token_tiles, tiles;  // row_tiles of 16 rows
     int clusters, groups_log2, split_log2, x_stages, ring_stages;
 };
@@ -53,31 +53,6 @@ struct Arguments {
 // registers move from it to the others, which need more than their share.
 constexpr int decoders(int token_tile) { return wgmma_warps(token_tile) * kWarp; }
 constexpr int threads(int token_tile) { return decoders(token_tile) + 128; }
-
-// --- outputs -------------------------------------------------------------------------------------
-
-// A warp's sums of 16 rows and eight tokens.
-template <typename T>
-__device__ __forceinline__ void store_eight(const Arguments& arguments, const float* sums, float unit,
-                                            const float (&bias)[2], int first_row, int first_token, int lane) {
-    const uint32_t upper = transpose_8x8(pack_two<T>(sums[0] * unit + bias[0], sums[1] * unit + bias[0]));
-    const uint32_t lower = transpose_8x8(pack_two<T>(sums[2] * unit + bias[1], sums[3] * unit + bias[1]));
-    const int token = first_token + lane / 4, row = first_row + lane % 4 * 2;
-    if (token >= arguments.tokens) return;
-    T* y = static_cast<T*>(arguments.y) + static_cast<int64_t>(token) * arguments.out_features + row;
-#pragma unroll
-    for (int half = 0; half < 2; ++half, y += 8) {
-        const uint32_t two = half == 0 ? upper : lower;
-        const int rows = arguments.out_features - row - 8 * half;
-        if (rows >= 2 && arguments.out_features % 2 == 0) {
-            *reinterpret_cast<uint32_t*>(y) = two;
-        } else {
-            const T* each = reinterpret_cast<const T*>(&two);
-            if (rows > 0) y[0] = each[0];
-            if (rows > 1) y[1] = each[1];
-        }
-    }
-}
 
 // --- the kernel ----------------------------------------------------------------------------------
 
@@ -317,18 +292,11 @@ struct Cta {
         const int lane = lane_id();  // while tiles are multiplied, every register is in use
         const int row = row_tile(tile, warp) * kTileRows;
         const int token = tile % arguments.token_tiles * kTokens;
-        float bias[2] = {0, 0};
-        if (arguments.bias) {
-            const T* of_rows = static_cast<const T*>(arguments.bias);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int at = row + lane / 4 + 8 * half;
-                if (at < arguments.out_features) bias[half] = static_cast<float>(of_rows[at]);
-            }
-        }
+        float bias[2];
+        load_bias<T>(arguments.output, row, lane, bias);
 #pragma unroll
         for (int i = first; i < first + count; ++i) {
-            store_eight<T>(arguments, sums + 4 * i, unit, bias, row, token + 8 * i, lane);
+            store_eight<T>(arguments.output, sums + 4 * i, unit, bias, row, token + 8 * i, lane);
         }
     }
 };
@@ -435,9 +403,8 @@ cudaError_t gemm_wgmma(const void* x, Dtype dtype, const Product& product, int b
     const cudaError_t error = map_of_x(x, dtype, tokens, in_features, plan.token_tile, map);
     if (error != cudaSuccess) return error;
     Arguments arguments{};
-    arguments.bias = product.bias, arguments.y = product.y, arguments.words = product.words;
-    arguments.scales = product.scales, arguments.codebook = product.codebook;
-    arguments.tokens = static_cast<int>(tokens), arguments.out_features = static_cast<int>(out_features);
+    arguments.output = {product.bias, product.y, static_cast<int>(tokens), static_cast<int>(out_features)};
+    arguments.words = product.words, arguments.scales = product.scales, arguments.codebook = product.codebook;
     arguments.slabs = static_cast<int>(ceil_div(num_blocks(in_features), kSlabBlocks));
     arguments.row_tiles = static_cast<int>(ceil_div(out_features, kTileRows));
     arguments.token_tiles = static_cast<int>(ceil_div(tokens, plan.token_tile));

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "common/format.h"
+#include "kernels/gemm_plan.h"
 #include "kernels/gpu.h"
 
 namespace hf_kbit::cuda {
@@ -44,10 +45,14 @@ struct Product {
     int64_t out_features;
 };
 
-// `count` products, at most kGemmParts, of the same x, in one launch for up to 16 tokens, more in several; K is a
-// multiple of 8 (W may have fewer columns in its last block). gpu is the current one.
+// `count` products, at most kGemmParts, of the same x of up to 16 tokens, in one launch; K is a multiple of 8 (W may
+// have fewer columns in its last block). gpu is the current one.
 cudaError_t gemm(const void* x, Dtype dtype, const Product* products, int count, int bits, int64_t tokens,
                  int64_t in_features, const Gpu& gpu, cudaStream_t stream);
+// One product, on GPUs of another compute capability than 9.0, as plan_mma says; partial: as many floats as
+// mma_partial_sums says.
+cudaError_t gemm_mma(const void* x, Dtype dtype, const Product& product, int bits, int64_t tokens, int64_t in_features,
+                     const MmaPlan& plan, float* partial, const Gpu& gpu, cudaStream_t stream);
 // One product in one launch, on GPUs of compute capability 9.0.
 cudaError_t gemm_wgmma(const void* x, Dtype dtype, const Product& product, int bits, int64_t tokens,
                        int64_t in_features, const Gpu& gpu, cudaStream_t stream);

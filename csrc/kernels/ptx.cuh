@@ -21,6 +21,18 @@ __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(gmem) : "memory");
 }
 __device__ __forceinline__ void cp_async_16(void* smem, const void* gmem) { cp_async_16(shared_address(smem), gmem); }
+// Writes zeros instead, and reads nothing, where there is nothing to copy.
+__device__ __forceinline__ void cp_async_16_or_zeros(uint32_t smem, const void* gmem, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem), "r"(there ? 16 : 0)
+                 : "memory");
+}
+
+// Loads 16 bytes that are read once. Volatile: a load ahead of its use stays there.
+__device__ __forceinline__ void load_16_once(const void* gmem, uint32_t* to) {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "l"(gmem));
+}
 
 // Stores 16 bytes at a multiple of 16. The compiler splits a plain store of a uint4 where it has taken the value
 // apart.

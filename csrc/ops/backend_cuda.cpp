@@ -184,10 +184,19 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
     const Tensor rows = in_pieces(x);
     Held held(x, dtype, packed, bias);
     const cuda::Product product = held.product();
-    check("gemm", path == GemmPath::decode ? cuda::gemm(rows.const_data_ptr(), dtype, &product, 1, packed.bits, tokens,
-                                                        rows.size(-1), gpu, launch.stream)
-                                           : cuda::gemm_wgmma(rows.const_data_ptr(), dtype, product, packed.bits,
-                                                              tokens, rows.size(-1), gpu, launch.stream));
+    const int64_t in_features = rows.size(-1);
+    const void* from = rows.const_data_ptr();
+    if (path == GemmPath::decode) {
+        check("gemm", cuda::gemm(from, dtype, &product, 1, packed.bits, tokens, in_features, gpu, launch.stream));
+    } else if (path == GemmPath::wgmma) {
+        check("gemm_wgmma",
+              cuda::gemm_wgmma(from, dtype, product, packed.bits, tokens, in_features, gpu, launch.stream));
+    } else {
+        const MmaPlan plan = plan_mma(tokens, packed.out_features, in_features, gpu.processors);
+        Tensor partial = new_tensor(x, {mma_partial_sums(plan)}, ScalarType::Float);
+        check("gemm_mma", cuda::gemm_mma(from, dtype, product, packed.bits, tokens, in_features, plan,
+                                         write<float>(partial), gpu, launch.stream));
+    }
     return held.y;
 }
 

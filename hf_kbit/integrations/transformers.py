@@ -27,7 +27,7 @@ from hf_kbit import hub
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, weight_shape
 from hf_kbit.integrations import checkpoint, selection
-from hf_kbit.linear import KbitLinear, quantize_weight
+from hf_kbit.linear import KbitLinear
 
 logger = logging.getLogger(__name__)
 hub.add_model_cards()
@@ -70,11 +70,12 @@ class KbitQuantize(ConversionOps):
             if tuple(tensor.shape) != (layer.out_features, layer.in_features):
                 expected = [layer.out_features, layer.in_features]
                 raise ValueError(f"{name}: found shape {list(tensor.shape)}, expected {expected}")
-            planes, absmax, layer.exponent = quantize_weight(tensor, layer.levels, name, layer.scale)
+            planes, absmax = layer.quantize(tensor, name)
         except (TypeError, ValueError) as error:
             # Transformers would swallow it here; it is raised when all weights have been seen.
             self.hf_quantizer.problems.append(str(error))
-            empty = KbitLinear(layer.in_features, layer.out_features, False, layer.bits, device=tensor.device)
+            shape = (layer.in_features, layer.out_features)
+            empty = KbitLinear(*shape, False, layer.bits, layer.levels, device=tensor.device)
             planes, absmax = empty.weight.data, empty.weight_absmax.data
         return {name: planes, name + ABSMAX_SUFFIX: absmax}
 
@@ -181,6 +182,7 @@ class KbitHfQuantizer(HfQuantizer):
         config = self.quantization_config
         levels = levels or config.levels_for(bits)
         layer = KbitLinear(in_features, out_features, False, bits, levels, device="meta", scale=config.scale)
+        layer.refine_levels = config.codebook == "layer" and not self.pre_quantized
         layer.bias = dense.bias
         layer.dense_class = Conv1D if isinstance(dense, Conv1D) else nn.Linear
         layer.dense_dtype = dense.weight.dtype

@@ -20,23 +20,23 @@ def qlora(monkeypatch):
     return module
 
 
-def losses(qlora, make, prepared: bool) -> list[float]:
+def losses(qlora, make, prepared: bool, device: str) -> list[float]:
     """Of steps of a model whose 14 layers all have adapters, and whose blocks are checkpointed."""
     torch.manual_seed(0)
-    model = qlora.adapted(make(dtype=torch.bfloat16), prepared)
+    model = qlora.adapted(make(device, dtype=torch.bfloat16), prepared)
     assert model.is_gradient_checkpointing and model.training
     assert sum(parameter.requires_grad for parameter in model.parameters()) == 2 * 14
     assert model.lm_head.weight.dtype == (torch.float32 if prepared else torch.bfloat16)
     optimizer = qlora.optimizer_of(model)
-    return [qlora.step(model, optimizer, IDS) for _ in range(20)]
+    return [qlora.step(model, optimizer, IDS.to(device)) for _ in range(20)]
 
 
 @pytest.mark.parametrize(("make", "prepared"), [(decoded, False), (quantized, False), (quantized, True)])
-def test_a_step_trains(make, prepared, qlora):
+def test_a_step_trains(make, prepared, device, qlora):
     """Losses fall, and are those of the decoded model in bfloat16 but for rounding."""
-    found = losses(qlora, make, prepared)
+    found = losses(qlora, make, prepared, device)
     assert found[-1] < found[0] - 0.1
-    assert found == pytest.approx(losses(qlora, decoded, False), abs=0.02)
+    assert found == pytest.approx(losses(qlora, decoded, False, device), abs=0.02)
 
 
 def test_plot(qlora, tmp_path):

@@ -72,10 +72,12 @@ def test_copies_are_left_out(quality, folders):
     root = folders["packages0"][0]
     (where,) = {file.parent for file in root.rglob("*.py") if file.read_text() == text.held_out[0]}
     (where / "copy.py").write_text(text.train[0])
-    (where / "near_copy.py").write_text(text.train[1] + "It has one more line than the one it was copied from.\n")
+    (other,) = {file.parent for file in root.rglob("*.py") if file.read_text() == text.train[1]}
+    (other / "copy.py").write_text(text.train[1])
+    (where / "near_copy.py").write_text(text.train[2] + "It has one more line than the one it was copied from.\n")
     (where / "new.py").write_text(text.train[1].splitlines()[0] + "\n" + prose(1000))
     again = quality.data.collect(folders)
-    assert again.train == text.train
+    assert sorted(again.train) == sorted(text.train)
     assert len(again.held_out) == len(text.held_out) + 1
     assert any(prose(1000) in document for document in again.held_out)
 
@@ -147,6 +149,13 @@ def test_training(quality, trained):
     assert tokens.dtype == torch.int32 and len(tokens) % 64 == 0 and 0 <= tokens.min() <= tokens.max() < 512
     model = LlamaForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.float16 and model.num_parameters() == record["parameters"]
+
+
+def test_loss_is_of_the_next_token(quality):
+    ids = torch.tensor([[3, 0, 2, 1]])
+    logits = 100 * torch.nn.functional.one_hot(torch.tensor([[0, 2, 1, 3]]), 4).float()  # of the last: anything
+    assert quality.train.next_token_loss(logits, ids) == 0
+    assert quality.train.next_token_loss(logits.roll(1, dims=1), ids) > 50
 
 
 def test_batches(quality):

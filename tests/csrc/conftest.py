@@ -6,12 +6,12 @@ import torch
 from hf_kbit import _native
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    library = _native.library(request.param)
+@pytest.fixture
+def device(device):
+    library = _native.library(device)
     if not library.loaded:
-        pytest.skip(f"no compiled kernels for {request.param}: {library.missing}")
-    return request.param
+        pytest.skip(f"no compiled kernels for {device}: {library.missing}")
+    return device
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The fused CUDA gemm, for tiles: exact values, any codebook, graphs, streams, compilation.
 
-Up to 16 tokens it is one kernel, beyond, on Hopper, another."""
+Up to 16 tokens it is one kernel, beyond, on Hopper, another; on other GPUs, up to 256, a third."""
 
 import re
 
@@ -46,7 +46,7 @@ def test_one_hot_tokens_read_the_weight(shape, bits, dtype, tokens):
     codebook = random_levels(bits)
     rounded = codebook.to(dtype).float()
     expected = reference.dequantize(*planes, rounded, list(shape), torch.float32).to(dtype)
-    if tokens > FEW and torch.cuda.get_device_capability() != (9, 0):
+    if tokens > 256 and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("dequantized there: float32 levels, not rounded ones")
     for start in range(0, shape[1], tokens):
         x = torch.zeros(tokens, shape[1], dtype=dtype, device="cuda")  # as many tokens in the last turn too
@@ -157,7 +157,10 @@ def test_launches_of_a_group():
     assert group_kernels(x, four) == 5
     assert group_kernels(x, [three[0], four[0]]) == 2
     assert OPS.gemm_group(x, [], [], [], [], []) == []
-    if torch.cuda.get_device_capability() == (9, 0):
+    if torch.cuda.get_device_capability() == (
+        9,
+        0,
+    ):  # elsewhere a product may take a second kernel to add up its parts
         assert group_kernels(x.repeat(2, 1), four[:2]) == 2
 
 
@@ -340,7 +343,8 @@ def test_many_tokens_by_decoded_slices(dtype, biased, tiled, monkeypatch):
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 3000])
 def test_a_layer_is_one_kernel(tokens):
-    if tokens > FEW and torch.cuda.get_device_capability() != (9, 0):
+    """Where mma.sync divides K, another adds up the parts."""
+    if tokens > 256 and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("dequantized there")
     layer = hf_kbit.KbitLinear.from_linear(torch.nn.Linear(512, 256, dtype=torch.bfloat16), bits=4).cuda()
     x = cases.x((tokens,), 512, torch.bfloat16).cuda()
@@ -349,4 +353,5 @@ def test_a_layer_is_one_kernel(tokens):
         layer(x)
         torch.cuda.synchronize()
     kernels = [event.key for event in profile.key_averages() if event.self_device_time_total > 0]
-    assert len(kernels) == 1 and re.search("gemm(_wgmma)?_kernel", kernels[0]), kernels
+    names = {re.search(r"\w+_kernel", kernel)[0] for kernel in kernels}
+    assert names in ({"gemm_kernel"}, {"gemm_wgmma_kernel"}, {"gemm_mma_kernel", "add_parts_kernel"}), names

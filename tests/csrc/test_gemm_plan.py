@@ -79,6 +79,15 @@ class WgmmaPlan(ctypes.Structure):
         return {name: getattr(self, name) for name, _ in self._fields_}
 
 
+class MmaPlan(ctypes.Structure):
+    """``MmaPlan``, likewise."""
+
+    _fields_ = [(name, ctypes.c_int) for name in ("token_tile", "tiles", "split")]
+
+    def values(self) -> dict:
+        return {name: getattr(self, name) for name, _ in self._fields_}
+
+
 WRAPPER = """
 #include "kernels/gemm_plan.h"
 
@@ -102,6 +111,15 @@ extern "C" void wgmma_plan(int64_t tokens, int64_t out_features, int64_t in_feat
     to[0] = plan.token_tile, to[1] = plan.groups, to[2] = plan.split, to[3] = plan.clusters, to[4] = plan.x_stages;
     to[5] = plan.ring_stages, to[6] = plan.shared_bytes;
 }
+extern "C" void mma_plan(int64_t tokens, int64_t out_features, int64_t in_features, int processors, int* to) {
+    static_assert(sizeof(hf_kbit::MmaPlan) == 3 * sizeof(int), "test_gemm_plan.py knows three fields");
+    const auto plan = hf_kbit::plan_mma(tokens, out_features, in_features, processors);
+    to[0] = plan.token_tile, to[1] = plan.tiles, to[2] = plan.split;
+}
+extern "C" int mma_shared_bytes(int token_tile) { return hf_kbit::mma_shared_bytes(token_tile); }
+extern "C" int64_t mma_partial_sums(const int* plan) {
+    return hf_kbit::mma_partial_sums({plan[0], plan[1], plan[2]});
+}
 extern "C" int path(int64_t tokens, int bits, int arch) {
     return static_cast<int>(hf_kbit::gemm_path(tokens, bits, arch));
 }
@@ -122,6 +140,9 @@ def library(tmp_path_factory):
     loaded.plan.restype = None
     loaded.wgmma_plan.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_int] * 3, ctypes.POINTER(WgmmaPlan)]
     loaded.wgmma_plan.restype = None
+    loaded.mma_plan.argtypes = [*[ctypes.c_int64] * 3, ctypes.c_int, ctypes.POINTER(MmaPlan)]
+    loaded.mma_plan.restype = None
+    loaded.mma_partial_sums.argtypes, loaded.mma_partial_sums.restype = [ctypes.POINTER(MmaPlan)], ctypes.c_int64
     loaded.path.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int]
     return loaded
 
@@ -318,7 +339,7 @@ def test_same_arguments_same_plan(plan_gemm):
 
 # --- more than 16 tokens --------------------------------------------------------------------------
 
-DECODE, WGMMA, DEQUANTIZE = range(3)
+DECODE, WGMMA, MMA, DEQUANTIZE = range(4)
 WGMMA_TOKENS = (17, 32, 33, 48, 64, 65, 100, 128, 129, 200, 256, 300, 512, 1000, 1024, 4096, 100_000)
 WGMMA_CASES = list(itertools.product(WGMMA_TOKENS, SHAPES, cases.BITS))
 
@@ -337,12 +358,14 @@ def plan_wgmma(library):
 def test_paths(library, bits, most):
     """``most`` as measured on one H200 on 2026-11-21: with more tokens decoded slices and cuBLAS are as fast."""
     for gpu in GPUS.values():
-        assert library.path(0, bits, gpu.arch) == DEQUANTIZE
-        assert [library.path(tokens, bits, gpu.arch) for tokens in TOKENS] == [DECODE] * 16
-        some, many = (WGMMA, WGMMA) if gpu.arch == 900 else (DECODE, DEQUANTIZE)
-        assert [library.path(tokens, bits, gpu.arch) for tokens in (17, 32)] == [some] * 2
-        assert [library.path(tokens, bits, gpu.arch) for tokens in (33, 256, most)] == [many] * 3
-        assert [library.path(tokens, bits, gpu.arch) for tokens in (most + 1, 10**6)] == [DEQUANTIZE] * 2
+        path, most_of_gpu = (WGMMA, most) if gpu.arch == 900 else (MMA, 256)
+        for tokens, expected in [
+            (0, DEQUANTIZE),
+            *[(few, DECODE) for few in TOKENS],
+            *[(some, path) for some in (17, 32, 33, 64, 255, 256, most_of_gpu)],
+            *[(many, DEQUANTIZE) for many in (most_of_gpu + 1, 10**6)],
+        ]:
+            assert library.path(tokens, bits, gpu.arch) == expected, (tokens, gpu)
 
 
 def wgmma_rows(plan) -> int:
@@ -408,4 +431,59 @@ FASTEST_WGMMA = [
 @pytest.mark.parametrize(("case", "expected"), FASTEST_WGMMA, ids=[str(case) for case, _ in FASTEST_WGMMA])
 def test_fastest_wgmma_plan_of_an_h200(plan_wgmma, case, expected):
     found = plan_wgmma(*case).values()
+    assert {name: found[name] for name in expected} == expected
+
+
+# --- more tokens, on other GPUs -------------------------------------------------------------------
+
+MMA_CASES = list(itertools.product((17, 32, 33, 64, 65, 100, 128, 200, 256), SHAPES))
+
+
+@pytest.fixture
+def plan_mma(library):
+    def call(tokens, shape, gpu) -> MmaPlan:
+        found = MmaPlan()
+        library.mma_plan(tokens, *shape, gpu.processors, found)
+        return found
+
+    return call
+
+
+def test_mma_plans_are_valid(plan_mma, library, gpu):
+    """All rows and tokens are somebody's; no part of a tile is without a slab, nor divided where one wave is full."""
+    for tokens, shape in MMA_CASES:
+        plan = plan_mma(tokens, shape, gpu)
+        told = f"{tokens} tokens, {shape}: {plan.values()}"
+        assert plan.token_tile in (32, 64), told
+        assert plan.tiles == ceil_div(shape[0], 256) * ceil_div(tokens, plan.token_tile), told
+        assert 1 <= plan.split <= slabs(shape), told
+        assert plan.split == 1 or plan.tiles * plan.split <= gpu.processors, told
+        parts = plan.tiles * plan.split if plan.split > 1 else 0
+        assert library.mma_partial_sums(plan) == parts * 256 * plan.token_tile, told
+        assert library.mma_shared_bytes(plan.token_tile) <= gpu.shared_limit, told
+
+
+@pytest.mark.parametrize("token_tile", [32, 64])
+def test_mma_shared_memory_holds_what_the_kernel_puts_there(library, token_tile):
+    """Counted from gemm_mma.cu: a table of 64 KB, four times 64 columns of x."""
+    assert library.mma_shared_bytes(token_tile) == 1024 + 65536 + 4 * 64 * token_tile * 2
+
+
+def test_memory_of_parts_stays_below_64_mib(plan_mma, library, gpu):
+    assert max(library.mma_partial_sums(plan_mma(*case, gpu)) for case in MMA_CASES) * 4 <= 64 << 20
+
+
+# Measured on one H200 that was made to take this path, on 2026-11-21, CUDA 13.0: the fastest of all plans.
+FASTEST_MMA = [
+    ((32, (8192, 8192)), {"token_tile": 32, "split": 4}),
+    ((64, (8192, 8192)), {"token_tile": 64, "split": 4}),
+    ((256, (8192, 8192)), {"token_tile": 64, "split": 1}),
+    ((128, (4096, 14336)), {"token_tile": 64, "split": 4}),
+    ((32, (28672, 4096)), {"token_tile": 32, "split": 1}),
+]
+
+
+@pytest.mark.parametrize(("case", "expected"), FASTEST_MMA, ids=[str(case) for case, _ in FASTEST_MMA])
+def test_fastest_mma_plan_of_an_h200(plan_mma, case, expected):
+    found = plan_mma(*case, H200).values()
     assert {name: found[name] for name in expected} == expected

@@ -1,4 +1,4 @@
-"""examples/qlora.py on a CPU: trains, saves, resumes, merges, and does the same in two processes as in one."""
+"""examples/qlora.py: trains, saves, resumes, merges, and does the same in two processes as in one."""
 
 import importlib.util
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
+from integrations.adapters import relative
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
@@ -21,6 +22,9 @@ import hf_kbit
 SCRIPT = Path(__file__).parents[2] / "examples" / "qlora.py"
 LINES = [f"for n in range({n}):\n    total += n * {n % 7}\n" for n in range(100, 180)]
 BLOCK, STEPS, SAVE_STEPS, HELD_OUT = 64, 6, 3, 0.2
+# On a GPU the script computes in bfloat16; with that on a CPU losses differed by 6e-4, adapters by 7e-3 of their norm.
+LOSS = {"cpu": 6e-5, "cuda": 5e-3}  # printed with 4 digits
+ADAPTER = {"cpu": 1e-4, "cuda": 3e-2}  # the second half of the steps moves every tensor by 5e-2 or more
 # Saves what this process has trained, to compare it with the other's; the script itself saves that of the first.
 RECORDER = """
 import os, runpy, sys
@@ -45,13 +49,14 @@ example = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(example)
 
 
-def launch(folder: Path, *options, launcher=(SCRIPT,), batch: int = 4, gpus: str = "") -> str:
-    """Runs the script in ``folder``, which has ``model`` and ``data.jsonl``; without ``gpus`` on the CPU."""
+def launch(folder: Path, device: str, *options, launcher=(SCRIPT,), batch: int = 4, gpus: str = "0") -> str:
+    """Runs the script in ``folder``, which has ``model`` and ``data.jsonl``, on the CPU or these GPUs."""
     command = [sys.executable, *launcher, "--model", "model", "--data", "data.jsonl", "--block", BLOCK]
     command += ["--steps", STEPS, "--save-steps", SAVE_STEPS, "--held-out", HELD_OUT, "--batch", batch]
     command += ["--bits", 3, "--lr", 1e-2, "--seed", 1, *options]
     path = os.pathsep.join([str(Path(hf_kbit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    visible = gpus if device == "cuda" else ""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(
         list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
@@ -65,8 +70,11 @@ def printed_losses(output: str) -> list[float]:
     return [float(before), float(after)]
 
 
-def adapter(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter_model.safetensors")
+def assert_same_adapter(found: Path, expected: Path, device: str) -> None:
+    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (found, expected))
+    assert ours.keys() == theirs.keys() and len(ours) == 28
+    for name, weight in theirs.items():
+        assert relative(ours[name], weight) < ADAPTER[device], name
 
 
 @torch.inference_mode()
@@ -79,7 +87,7 @@ def held_out_loss(model) -> float:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, device):
     """A folder with a model, data, and what the script made of it in ``out``; and what it printed."""
     folder = tmp_path_factory.mktemp("qlora")
     torch.manual_seed(0)
@@ -87,7 +95,7 @@ def trained(tmp_path_factory):
     LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=256, **shape)).save_pretrained(folder / "model")
     byte_tokenizer().save_pretrained(folder / "model")
     (folder / "data.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES))
-    return folder, launch(folder, "--out", "out", "--merge", "merged")
+    return folder, launch(folder, device, "--out", "out", "--merge", "merged")
 
 
 def quantized(folder: Path):
@@ -95,45 +103,43 @@ def quantized(folder: Path):
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_the_models(trained):
+def test_losses_are_those_of_the_models(trained, device):
     """Before, of the quantized model; after, of the saved adapter over it, and of the merged model without it."""
     folder, output = trained
     before, after = printed_losses(output)
     assert after < before - 0.3
     base = quantized(folder / "model")
-    assert held_out_loss(base) == pytest.approx(before, abs=1e-4)
-    assert held_out_loss(PeftModel.from_pretrained(base, folder / "out")) == pytest.approx(after, abs=1e-4)
+    assert held_out_loss(base) == pytest.approx(before, abs=LOSS[device])
+    assert held_out_loss(PeftModel.from_pretrained(base, folder / "out")) == pytest.approx(after, abs=LOSS[device])
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
     assert not any(isinstance(module, hf_kbit.KbitLinear) for module in merged.modules())
-    assert held_out_loss(merged) == pytest.approx(after, abs=1e-4)
+    assert held_out_loss(merged) == pytest.approx(after, abs=LOSS[device])
     assert (folder / "merged" / "tokenizer.json").exists()
 
 
 @pytest.mark.slow
-def test_resume(trained):
+def test_resume(trained, device):
     """From the checkpoint in the middle to the same adapter; merged and quantized again this time."""
     folder, output = trained
     shutil.copytree(folder / "out" / f"checkpoint-{SAVE_STEPS}", folder / "half" / f"checkpoint-{SAVE_STEPS}")
     # A run that goes on saves as often as the checkpoint says; one that starts anew would save after 2 steps.
-    again = launch(folder, "--out", "half", "--resume", "--save-steps", 2, "--merge", "merged-kbit", "--merge-kbit")
+    options = ["--out", "half", "--resume", "--save-steps", 2, "--merge", "merged-kbit", "--merge-kbit"]
+    again = launch(folder, device, *options)
     assert {path.name for path in (folder / "half").glob("checkpoint-*")} == {f"checkpoint-{n}" for n in (3, 6)}
-    assert printed_losses(again) == printed_losses(output)
-    whole, resumed = adapter(folder / "out"), adapter(folder / "half")
-    assert whole.keys() == resumed.keys() and len(whole) == 28
-    for name, weight in whole.items():
-        torch.testing.assert_close(resumed[name], weight, rtol=1e-4, atol=1e-6)
+    assert printed_losses(again) == pytest.approx(printed_losses(output), abs=LOSS[device])
+    assert_same_adapter(folder / "half", folder / "out", device)
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged-kbit")
     assert sum(isinstance(module, hf_kbit.KbitLinear) for module in merged.modules()) == 14
     assert held_out_loss(merged) < held_out_loss(quantized(folder / "model")) - 0.1
 
 
-def launch_two(folder: Path, out: str, gpus: str = "") -> tuple[str, list[dict]]:
+def launch_two(folder: Path, device: str, out: str) -> tuple[str, list[dict]]:
     """The script in two processes: what it printed, and what each process has trained."""
     (folder / "recorder.py").write_text(RECORDER)
     # --multi_gpu has accelerate start several processes; without a GPU they talk through gloo.
     launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1]
     launcher += ["--main_process_port", 0, "--mixed_precision", "no", "--dynamo_backend", "no", "recorder.py", SCRIPT]
-    output = launch(folder, "--out", out, launcher=launcher, batch=2, gpus=gpus)
+    output = launch(folder, device, "--out", out, launcher=launcher, batch=2, gpus="0,1")
     return output, [torch.load(folder / f"rank-{rank}.pt", map_location="cpu") for rank in range(2)]
 
 
@@ -144,25 +150,15 @@ def differing(ranks: list[dict]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
-def test_two_processes_train_one_adapter(trained):
-    """Both hold the same at the end: what one process learns from batches twice the size."""
+def test_two_processes_train_one_adapter(trained, device):
+    """With a GPU each, if any. Both hold the same at the end: what one process learns from batches twice the size."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two GPUs")
     folder, output = trained
-    both, ranks = launch_two(folder, "both")
+    both, ranks = launch_two(folder, device, "both")
     assert differing(ranks) == []
-    assert printed_losses(both)[0] == printed_losses(output)[0]
-    alone, together = adapter(folder / "out"), adapter(folder / "both")
-    for name, weight in alone.items():
-        torch.testing.assert_close(together[name], weight, rtol=1e-2, atol=1e-4)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
-def test_two_gpus_train_one_adapter(trained):
-    folder, output = trained
-    both, ranks = launch_two(folder, "gpus", gpus="0,1")
-    assert differing(ranks) == []
-    # In bfloat16, which rounds to 1 in 256, beside float32 on a CPU.
-    assert printed_losses(both) == pytest.approx(printed_losses(output), rel=1 / 256)
+    assert printed_losses(both) == pytest.approx(printed_losses(output), abs=LOSS[device])
+    assert_same_adapter(folder / "both", folder / "out", device)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,12 @@
 import tempfile
 
 import peft
-import pytest
 import torch
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_kbit import KbitConfig, KbitLinear
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TARGETS = ["q_proj", "v_proj", "down_proj"]  # [72, 72], [36, 72] and [72, 100]: no block of 32 fits
 IDS = torch.arange(2 * 9).reshape(2, 9)
 

@@ -23,9 +23,10 @@ from integrations.architectures import ARCHITECTURES, BY_NAME, Architecture, tex
 from safetensors import safe_open
 from torch import nn
 from torch._dynamo.utils import counters
-from transformers import AutoModel, AutoModelForCausalLM, CompileConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear, codebooks
 
 NEW_TOKENS = 5
@@ -34,21 +35,37 @@ NEW_TOKENS = 5
 # --- helpers --------------------------------------------------------------------------------------
 
 
+E4M4 = torch.tensor(
+    [0.0, *(2.0**-14 * m for m in range(1, 16))] + [2.0**e * (1 + m / 16) for e in range(-10, 5) for m in range(16)]
+)
+
+
 def rounded(weight: torch.Tensor, bits: int, levels=None) -> torch.Tensor:
     """What a weight ``[N, K]`` becomes, in float32, straight from the definition of the format.
 
     Of hf_kbit it takes the named levels alone; there are no bit-planes and no bytes here.
     """
-    levels = torch.tensor(levels or codebooks.normal_float(bits))
+    levels = torch.tensor(levels or codebooks.optimal(bits))
+    columns = F.pad(torch.ones(weight.shape[1]), (0, -weight.shape[1] % 32)).unflatten(0, (-1, 32))
     blocks = F.pad(weight.float(), (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
     largest = blocks.abs().max().item()
     exponent = 0 if 2.0**-6 <= largest <= 31 else math.frexp(largest)[1] - 4
-    absmax = blocks.abs().amax(dim=2, keepdim=True) / 2.0**exponent
+    blocks = blocks / 2.0**exponent
+    absmax = blocks.abs().amax(dim=2)
     step = torch.exp2(torch.frexp(absmax).exponent.clamp(min=-9) - 5.0)  # four bits of mantissa, lowest normal 2**-10
-    scale = ((absmax / step).round() * step).clamp(max=31)
-    position = blocks * (1 / (scale * 2.0**exponent)).nan_to_num(posinf=0)
-    codes = (position[..., None] > (levels[1:] + levels[:-1]) / 2).sum(dim=-1)
-    return (levels[codes] * 2.0**exponent * scale).flatten(1)[:, : weight.shape[1]]
+    start = torch.searchsorted(E4M4, ((absmax / step).round() * step).clamp(max=31))
+    best, least = torch.zeros_like(blocks), torch.full_like(absmax, torch.inf)
+    for move in (0, *range(-16, 7)):
+        scale = E4M4[torch.where(start > 0, (start + move).clamp(1, 255), 0)]
+        position = blocks * (1 / scale).nan_to_num(posinf=0)[..., None]
+        decoded = levels[(position[..., None] > (levels[1:] + levels[:-1]) / 2).sum(dim=-1)]
+        error = ((position - decoded) * columns).square()
+        for half in (16, 8, 4, 2, 1):  # pairs, pairs of pairs: the order of the format's page
+            error = error[..., :half] + error[..., half:]
+        error = error[..., 0] * scale * scale
+        best = torch.where((error < least)[..., None], decoded * scale[..., None], best)
+        least = torch.minimum(error, least)
+    return (best * 2.0**exponent).flatten(1)[:, : weight.shape[1]]
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -432,25 +449,65 @@ def test_codebooks_of_the_user(load, tmp_path):
             assert torch.equal(layer.dequantize(), model.get_submodule(name).dequantize()), name
 
 
-def test_searched_scales(load, tmp_path):
-    """Chosen while loading, kept, and used again when a layer that was loaded gets another weight."""
-    config = KbitConfig(bits=3, codebook="optimal", scale="search")
-    model, plain = load("llama", config), load("llama", KbitConfig(bits=3, codebook="optimal"))
+@pytest.mark.parametrize("recorded", [True, False])
+def test_scales_of_the_largest_magnitudes(load, recorded, tmp_path):
+    """``scale="absmax"``: chosen while loading, kept, and used again when a layer that was loaded gets another weight.
+
+    So it is where a config does not say how its model was made: the first ones did not, there was no other way.
+    """
+    model = load("llama", KbitConfig(bits=3, codebook="normal_float", scale="absmax"))
     reference = BY_NAME["llama"].cls.from_pretrained(tmp_path / "float-llama")
-    for name, layer in quantized(model).items():
-        weight = reference.get_submodule(name).weight.detach()
-        assert torch.equal(
-            layer.dequantize(),
-            KbitLinear.from_linear(reference.get_submodule(name), 3, "optimal", "search").dequantize(),
-        ), name
-        error, before = ((found.get_submodule(name).dequantize() - weight).square().sum() for found in (model, plain))
-        assert error < 0.95 * before, name
-    reloaded = AutoModelForCausalLM.from_pretrained(save(model, tmp_path / "saved"))
+    path = save(model, tmp_path / "saved")
+    if not recorded:
+        config = json.loads((path / "config.json").read_text())
+        del config["quantization_config"]["codebook"], config["quantization_config"]["scale"]
+        (path / "config.json").write_text(json.dumps(config))
+    reloaded = AutoModelForCausalLM.from_pretrained(path)
     assert_same_tensors(reloaded, model, "reload")
-    assert reloaded.config.quantization_config.scale == "search"
+    again = json.loads((save(reloaded, tmp_path / "again") / "config.json").read_text())["quantization_config"]
+    assert (again["codebook"], again["scale"]) == ("normal_float", "absmax")
     for name, layer in quantized(reloaded).items():
-        layer.load_dense(reference.get_submodule(name).weight)
-        assert torch.equal(layer.dequantize(), model.get_submodule(name).dequantize()), name
+        weight = reference.get_submodule(name).weight.detach()
+        codebook = torch.tensor(codebooks.normal_float(3)) * 2.0**layer.exponent
+        planes, absmax = hf_kbit.quantize(weight, codebook)
+        assert torch.equal(layer.weight, planes) and torch.equal(layer.weight_absmax, absmax), name
+        layer.load_dense(weight)
+        assert torch.equal(layer.weight, planes) and torch.equal(layer.weight_absmax, absmax), name
+
+
+def test_levels_are_not_derived_to_load_them(load, monkeypatch, tmp_path):
+    path = save(load("llama", KbitConfig(bits=3, module_bits={"down_proj": 2})), tmp_path / "saved")
+    monkeypatch.setattr(codebooks, "NAMED", {})
+    assert AutoModelForCausalLM.from_pretrained(path).config.quantization_config.codebook == "optimal"
+
+
+@pytest.mark.parametrize(("name", "other"), [("llama", "down_proj"), ("gpt2", "mlp.c_proj")])
+def test_levels_of_each_layer(load, name, other, tmp_path):
+    """Refined while loading, recorded, loaded again, kept by a layer that gets another weight; of two widths."""
+    model, optimal = (
+        load(name, KbitConfig(bits=3, codebook=codebook, module_bits={other: 2})) for codebook in ("layer", "optimal")
+    )
+    reference = BY_NAME[name].cls.from_pretrained(tmp_path / f"float-{name}")
+    for layer_name, layer in quantized(model).items():
+        source = reference.get_submodule(layer_name)
+        weight = source.weight.detach().T if isinstance(source, Conv1D) else source.weight.detach()
+        error, before = ((x.get_submodule(layer_name).dequantize() - weight).square().sum() for x in (model, optimal))
+        assert layer.levels != codebooks.optimal(layer.bits) and error < before, layer_name
+        assert torch.equal(layer.dequantize(), rounded(weight, layer.bits, layer.levels)), layer_name
+    saved = save(model, tmp_path / "saved")
+    config = json.loads((saved / "config.json").read_text())["quantization_config"]
+    assert config["codebook"] == "layer" and set(config["levels"]) == {"2", "3"}
+    assert sorted(tuple(entry["levels"]) for entry in config["layers"].values()) == sorted(
+        layer.levels for layer in quantized(model).values()
+    )
+    without_files = {"config": AutoConfig.from_pretrained(saved), "state_dict": model.state_dict()}
+    for path, kwargs in ((saved, {}), (None, without_files)):
+        reloaded = BY_NAME[name].cls.from_pretrained(path, **kwargs)
+        assert_same_tensors(reloaded, model, "reload")
+        assert_same_outputs(run(reloaded, text()), run(model, text()), "reload")
+        for layer_name, layer in quantized(reloaded).items():
+            layer.load_dense(torch.randn(layer.out_features, layer.in_features))
+            assert layer.levels == model.get_submodule(layer_name).levels, layer_name
 
 
 def test_a_config_can_be_used_again(load):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from integrations.adapters import (
     CONFIGS,
-    DEVICES,
     IDS,
     TARGETS,
     adapted,
@@ -64,8 +63,8 @@ def trainable(model) -> dict[str, nn.Parameter]:
         (r".*\.(k|o)_proj", ["k_proj", "o_proj"]),
     ],
 )
-def test_targets(targets, endings):
-    model = get_peft_model(quantized(), lora(target_modules=targets))
+def test_targets(targets, endings, device):
+    model = get_peft_model(quantized(device), lora(target_modules=targets))
     found = {name for name, module in model.named_modules() if isinstance(module, KbitTunerLayer)}
     assert {name.rpartition(".")[2] for name in found} == set(endings) and len(found) == 2 * len(endings)
     assert all(isinstance(model.get_submodule(name), peft.tuners.lora.Linear) for name in found)
@@ -73,8 +72,8 @@ def test_targets(targets, endings):
     assert all("lora_" in name for name in trainable(model))
 
 
-def test_ranks_and_scalings():
-    model = get_peft_model(quantized(), CONFIGS["LoRA, rank-stabilized, patterns"]())
+def test_ranks_and_scalings(device):
+    model = get_peft_model(quantized(device), CONFIGS["LoRA, rank-stabilized, patterns"]())
     block = model.base_model.model.model.layers[1]
     layers = block.self_attn.q_proj, block.self_attn.v_proj, block.mlp.down_proj
     assert [layer.r["default"] for layer in layers] == [4, 4, 6]
@@ -82,14 +81,13 @@ def test_ranks_and_scalings():
     assert layers[2].lora_A["default"].weight.shape == (6, 100)
 
 
-def test_creating_lora_decodes_nothing(monkeypatch):
+def test_creating_lora_decodes_nothing(device, monkeypatch):
     monkeypatch.setattr(KbitLinear, "dequantize", None)
-    model = get_peft_model(quantized(dtype=torch.bfloat16), lora(), autocast_adapter_dtype=False)
+    model = get_peft_model(quantized(device, torch.bfloat16), lora(), autocast_adapter_dtype=False)
     assert {parameter.dtype for parameter in trainable(model).values()} == {torch.bfloat16}
     assert all(parameter.isfinite().all() for parameter in trainable(model).values())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_outputs_and_gradients_of_methods(name, device):
     """Also that the layer decodes for methods that look at its weight, and that no packed tensor changes."""
@@ -114,7 +112,6 @@ def test_outputs_and_gradients_of_methods(name, device):
 
 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "mica"])
-@pytest.mark.parametrize("device", DEVICES)
 def test_initialisations_that_read_the_weight(init, device):
     """PEFT's, on the decoded weight; what they leave of it is quantized again, with the bits of each layer."""
     models = []
@@ -132,22 +129,22 @@ def test_initialisations_that_read_the_weight(init, device):
             assert relative(layer.base_layer.dequantize(), residual.dequantize()) < (0.03 if "niter" in init else 0.01)
 
 
-def test_initialisation_under_low_memory():
+def test_initialisation_under_low_memory(device):
     """PEFT makes what is created a meta tensor then; the base layer must not become one."""
-    before = packed_state(quantized())
-    model = peft.PeftModelForCausalLM(quantized(), lora(use_dora=True), low_cpu_mem_usage=True)
+    before = packed_state(quantized(device))
+    model = peft.PeftModelForCausalLM(quantized(device), lora(use_dora=True), low_cpu_mem_usage=True)
     assert any(parameter.is_meta for parameter in trainable(model).values())
     assert_same_state(packed_state(model), before)
 
 
-def test_loftq(tmp_path):
+def test_loftq(device, tmp_path):
     """The adapter takes the quantization error, as well as any of its rank can, and a callback may refuse."""
-    dense = decoded().to(torch.bfloat16)
+    dense = decoded(device).to(torch.bfloat16)
     for parameter in dense.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     dense.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    base = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=KbitConfig(bits=3))
+    base = LlamaForCausalLM.from_pretrained(tmp_path, device_map=device, quantization_config=KbitConfig(bits=3))
     before = packed_state(base)
     model = get_peft_model(base, lora(lora_alpha=3))
     start = {name: parameter.clone() for name, parameter in trainable(model).items()}
@@ -177,7 +174,7 @@ def test_loftq(tmp_path):
 
     with pytest.raises(ValueError, match="other: found no quantized layer with LoRA of that name"):
         hf_kbit.replace_lora_weights_loftq(model, adapter_name="other")
-    quantized().save_pretrained(tmp_path / "packed")
+    quantized(device).save_pretrained(tmp_path / "packed")
     with pytest.raises(ValueError, match=r"q_proj.weight: found torch.int32 \[72, 9\], expected floats \[72, 72\]"):
         hf_kbit.replace_lora_weights_loftq(model, tmp_path / "packed")
     save_file({"other": torch.ones(1)}, tmp_path / "other.safetensors")
@@ -203,37 +200,36 @@ def test_loftq(tmp_path):
         (lambda: lora(modules_to_save=["mlp"]), "mlp: found it in modules_to_save"),
     ],
 )
-def test_what_cannot_work_is_refused(config, message):
-    model = quantized()
-    before, logits = packed_state(model), model(IDS).logits
+def test_what_cannot_work_is_refused(config, message, device):
+    model, ids = quantized(device), IDS.to(device)
+    before, logits = packed_state(model), model(ids).logits
     with pytest.raises(ValueError, match=message) as error:
         get_peft_model(model, config())
     assert "model.layers.0." in str(error.value)
-    assert torch.equal(model(IDS).logits, logits)
+    assert torch.equal(model(ids).logits, logits)
     assert_same_state(packed_state(model), before)
 
 
-def test_methods_may_not_stand_on_one_another():
-    model = get_peft_model(quantized(), lora(init_lora_weights=False), mixed=True).eval()
-    logits = model(IDS).logits
+def test_methods_may_not_stand_on_one_another(device):
+    model, ids = get_peft_model(quantized(device), lora(init_lora_weights=False), mixed=True).eval(), IDS.to(device)
+    logits = model(ids).logits
     with pytest.raises(
         ValueError, match="found a LOHA adapter over a KbitLoraLinear, expected adapters of one method"
     ):
         model.add_adapter("other", CONFIGS["LoHa"]())
-    assert torch.equal(model(IDS).logits, logits)
+    assert torch.equal(model(ids).logits, logits)
 
 
-def test_unquantized_layers_take_any_method():
-    model = quantized(modules_to_not_convert=["q_proj"])
+def test_unquantized_layers_take_any_method(device):
+    model, ids = quantized(device, modules_to_not_convert=["q_proj"]), IDS.to(device)
     model = get_peft_model(model, peft.HRAConfig(target_modules=["q_proj"], r=4))
-    model(IDS, labels=IDS).loss.backward()
+    model(ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for parameter in trainable(model).values())
 
 
 # --- several adapters ---
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_several_adapters(device):
     """Switching, disabling, weighing and a batch of several, as on the decoded model."""
     configs = lora(), lora(r=8, target_modules=["q_proj", "up_proj"]), lora(use_rslora=True)
@@ -258,11 +254,11 @@ def test_several_adapters(device):
         model(ids, adapter_names=["1", "__base__"])
 
 
-def test_modules_to_save_and_dropout():
+def test_modules_to_save_and_dropout(device):
     config = lora(lora_dropout=0.5, modules_to_save=["lm_head", "embed_tokens"], init_lora_weights=False)
-    model = get_peft_model(quantized(), config).train()
-    assert not torch.equal(model(IDS).logits, model(IDS).logits)
-    model(IDS, labels=IDS).loss.backward()
+    model, ids = get_peft_model(quantized(device), config).train(), IDS.to(device)
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    model(ids, labels=ids).loss.backward()
     parts = {name.split(".")[-4] for name, p in trainable(model).items() if "modules_to_save" in name}
     assert len(parts) == 2 and all(parameter.grad.any() for parameter in trainable(model).values())
 
@@ -270,7 +266,6 @@ def test_modules_to_save_and_dropout():
 # --- saving ---
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_adapters_are_saved_alone_and_load_everywhere(device, tmp_path):
     quantized(device).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", device_map=device)
@@ -296,21 +291,20 @@ def test_adapters_are_saved_alone_and_load_everywhere(device, tmp_path):
     assert relative(onto_decoded(ids).logits, logits) < TOLERANCE[device]
 
 
-def test_adapters_through_transformers(tmp_path):
+def test_adapters_through_transformers(device, tmp_path):
     """``add_adapter``, ``save_pretrained`` and ``load_adapter`` of the model itself."""
-    model = quantized(module_bits={"v_proj": 4})
+    model, ids = quantized(device, module_bits={"v_proj": 4}), IDS.to(device)
     model.add_adapter(lora(init_lora_weights=False))
-    logits, layers = model.eval()(IDS).logits, dict(model.config.quantization_config.layers)
+    logits, layers = model.eval()(ids).logits, dict(model.config.quantization_config.layers)
     model.save_pretrained(tmp_path)
     assert model.config.quantization_config.layers == layers and len(layers) == 2
     assert {file.name for file in tmp_path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     assert not (tmp_path / "model.safetensors").exists()
-    other = quantized(module_bits={"v_proj": 4}).eval()
+    other = quantized(device, module_bits={"v_proj": 4}).eval()
     other.load_adapter(tmp_path)
-    assert torch.equal(other(IDS).logits, logits)
+    assert torch.equal(other(ids).logits, logits)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_copies(way, device):
     model, ids = adapted(quantized(device), lora()), IDS.to(device)
@@ -328,22 +322,22 @@ def test_copies(way, device):
 
 
 @pytest.mark.parametrize("fan_in_fan_out", [False, True])
-def test_conv1d(fan_in_fan_out):
+def test_conv1d(fan_in_fan_out, device):
     """GPT-2's layers are stored as ``[in, out]`` and quantized as ``[out, in]``, whatever the config says."""
     config = GPT2Config(n_embd=40, n_layer=1, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0)
     dense = GPT2LMHeadModel(config)
     settings = {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": fan_in_fan_out}
-    models = load(dense, bits=3), load(dense, bits=3).dequantize()
-    model, reference = (adapted(m, lora(**settings)) for m in models)
+    models = load(dense, device, bits=3), load(dense, device, bits=3).dequantize()
+    (model, reference), ids = (adapted(m, lora(**settings)) for m in models), IDS.to(device)
     assert len(kbit_layers(model)) == 4
-    logits = reference(IDS).logits
-    assert relative(model(IDS).logits, logits) < TOLERANCE["cpu"]
+    logits = reference(ids).logits
+    assert relative(model(ids).logits, logits) < TOLERANCE[device]
     merged = hf_kbit.merge_and_unload(model, dequantize=True)
     assert type(merged.transformer.h[0].attn.c_attn) is type(dense.transformer.h[0].attn.c_attn)
-    assert relative(merged(IDS).logits, logits) < TOLERANCE["cpu"]
+    assert relative(merged(ids).logits, logits) < TOLERANCE[device]
 
 
-def test_experts_left_in_16_bits():
+def test_experts_left_in_16_bits(device):
     """``target_parameters`` on fused experts, which are not quantized, beside adapters on quantized attention."""
     shape = {"hidden_size": 40, "intermediate_size": 72, "num_attention_heads": 4, "num_key_value_heads": 2}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
@@ -351,14 +345,14 @@ def test_experts_left_in_16_bits():
     dense = Qwen3MoeForCausalLM(config)
     names = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
     settings = {"target_modules": ["q_proj"], "target_parameters": names}
-    models = load(dense, bits=3), load(dense, bits=3).dequantize()
-    model, reference = (adapted(m, lora(**settings)) for m in models)
-    found = [m(IDS, labels=IDS) for m in (model, reference)]
-    assert relative(found[0].logits, found[1].logits) < TOLERANCE["cpu"]
+    models = load(dense, device, bits=3), load(dense, device, bits=3).dequantize()
+    (model, reference), ids = (adapted(m, lora(**settings)) for m in models), IDS.to(device)
+    found = [m(ids, labels=ids) for m in (model, reference)]
+    assert relative(found[0].logits, found[1].logits) < TOLERANCE[device]
     for output in found:
         output.loss.backward()
     for name, parameter in trainable(reference).items():
-        assert relative(trainable(model)[name].grad, parameter.grad) < 10 * TOLERANCE["cpu"], name
+        assert relative(trainable(model)[name].grad, parameter.grad) < 10 * TOLERANCE[device], name
 
 
 # --- importing ---

@@ -9,7 +9,6 @@ import torch
 from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodules
 from integrations.adapters import (
     CONFIGS,
-    DEVICES,
     IDS,
     adapted,
     assert_same_state,
@@ -57,16 +56,23 @@ def offload(layer: nn.Module, device: str) -> None:
 
 
 def expected_state(reference, model) -> dict[str, torch.Tensor]:
-    """What quantizing the weights of the merged reference gives, with the bits and levels of the model's layers."""
+    """What quantizing the weights of the merged reference gives, as the layers of the model are quantized."""
     state = {}
     for name, layer in tuner_layers(model).items():
         merged, own = reference.get_submodule(name).base_layer, layer.base_layer
-        other = KbitLinear.from_linear(merged.cpu(), own.bits, own.levels)
+        other = KbitLinear.from_linear(merged.cpu(), own.bits, own.levels, own.scale)
         state |= {f"{name}.{key}": tensor for key, tensor in other.state_dict().items()}
     return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize("device", DEVICES)
+def assert_merged(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], device: str) -> None:
+    for key, tensor in expected.items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-6)
+        else:  # sums in another order may fall on the other side of a border between two codes
+            assert (found[key] != tensor).float().mean() <= (0 if device == "cpu" else 0.01), key
+
+
 @pytest.mark.parametrize("safe", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_merge_and_unmerge(name, safe, device):
@@ -78,11 +84,7 @@ def test_merge_and_unmerge(name, safe, device):
     merged = packed_state(model)
     expected = expected_state(reference, model)
     assert len(expected) > len(tuner_layers(model))
-    for key, tensor in expected.items():
-        if tensor.is_floating_point():
-            torch.testing.assert_close(merged[key], tensor, rtol=1e-5, atol=1e-6)
-        else:  # sums in another order may fall on the other side of a border between two codes
-            assert (merged[key] != tensor).float().mean() <= (0 if device == "cpu" else 0.01), key
+    assert_merged(merged, expected, device)
     assert_same_state(
         {k: v for k, v in merged.items() if k not in expected}, {k: before[k] for k in before if k not in expected}
     )
@@ -92,19 +94,24 @@ def test_merge_and_unmerge(name, safe, device):
     assert torch.equal(model(ids).logits, logits)
 
 
-def test_merge_keeps_any_levels_and_what_is_not_adapted():
-    model = adapted(quantized(codebook=LOPSIDED), lora())
+@pytest.mark.parametrize("codebook", [LOPSIDED, "layer"])
+@pytest.mark.parametrize("scale", ["absmax", "search"])
+def test_merge_keeps_any_levels_and_scales_and_what_is_not_adapted(scale, codebook, device):
+    settings = {"codebook": codebook, "scale": scale}
+    model, reference = (adapted(make(device, **settings), lora()) for make in (quantized, decoded))
     before, levels = packed_state(model), {name: layer.levels for name, layer in kbit_layers(model).items()}
-    merge(model)
+    merge(model), merge(reference)
     after = packed_state(model)
+    assert {layer.scale for layer in kbit_layers(model).values()} == {scale}
+    assert_merged(after, expected_state(reference, model), device)
     changed = {name.split(".")[-2] for name in after if not torch.equal(after[name], before[name])}
     assert changed == {"q_proj", "v_proj", "down_proj"}
     assert {name: layer.levels for name, layer in kbit_layers(model).items()} == levels
 
 
-def test_adapters_merged_one_by_one_are_rounded_once():
+def test_adapters_merged_one_by_one_are_rounded_once(device):
     configs = lora(), lora(use_dora=True, r=2), lora(target_modules=["v_proj", "up_proj"])
-    at_once, one_by_one = (adapted(quantized(), *configs) for _ in range(2))
+    at_once, one_by_one = (adapted(quantized(device), *configs) for _ in range(2))
     before = packed_state(at_once)
     merge(at_once, adapter_names=["default", "1", "2"])
     for name in ("default", "1", "2"):
@@ -119,31 +126,31 @@ def test_adapters_merged_one_by_one_are_rounded_once():
     assert layer.merged_adapters == [] and layer.unmerged == ()
 
 
-def test_disabling_merged_adapters_unmerges():
-    model = adapted(quantized(), lora())
-    plain = quantized().eval()(IDS).logits
+def test_disabling_merged_adapters_unmerges(device):
+    model, ids = adapted(quantized(device), lora()), IDS.to(device)
+    plain = quantized(device).eval()(ids).logits
     merge(model)
     with model.disable_adapter():
-        assert torch.equal(model(IDS).logits, plain)
+        assert torch.equal(model(ids).logits, plain)
 
 
-def test_unmerging_brings_the_exponent_back():
-    model = adapted(quantized(), lora())
-    before, logits = packed_state(model), model(IDS).logits
+def test_unmerging_brings_the_exponent_back(device):
+    model, ids = adapted(quantized(device), lora()), IDS.to(device)
+    before, logits = packed_state(model), model(ids).logits
     layer = model.base_model.model.model.layers[0].self_attn.v_proj
     layer.lora_B["default"].weight.data *= 1e4
-    expected = model(IDS).logits
+    expected = model(ids).logits
     merge(model)
-    assert layer.base_layer.exponent > 0 and relative(model(IDS).logits, expected) < 0.3
+    assert layer.base_layer.exponent > 0 and relative(model(ids).logits, expected) < 0.3
     model.unmerge_adapter()
     assert layer.base_layer.exponent == 0
     assert_same_state(packed_state(model), before)
     layer.lora_B["default"].weight.data /= 1e4
-    torch.testing.assert_close(model(IDS).logits, logits)
+    torch.testing.assert_close(model(ids).logits, logits)
 
 
-def test_no_initialisation_reads_a_merged_weight():
-    model = adapted(quantized(), lora())
+def test_no_initialisation_reads_a_merged_weight(device):
+    model = adapted(quantized(device), lora())
     merge(model)
     before = packed_state(model)
     for config in ({"init_lora_weights": "pissa"}, {"use_dora": True}):
@@ -155,8 +162,8 @@ def test_no_initialisation_reads_a_merged_weight():
 # --- what is told ---
 
 
-def test_the_warning_has_the_measured_figures():
-    model = adapted(quantized(**SETTINGS), lora())
+def test_the_warning_has_the_measured_figures(device):
+    model = adapted(quantized(device, **SETTINGS), lora())
     exact, stored, before = [], [], []
     for layer in tuner_layers(model).values():
         before.append(layer.base_layer.dequantize().flatten())
@@ -177,8 +184,8 @@ def test_the_warning_has_the_measured_figures():
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5])
-def test_an_adapter_that_is_rounded_away_is_reported(bits):
-    model = adapted(quantized(bits=bits), lora())
+def test_an_adapter_that_is_rounded_away_is_reported(bits, device):
+    model = adapted(quantized(device, bits=bits), lora())
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data *= 1e-3
@@ -187,9 +194,9 @@ def test_an_adapter_that_is_rounded_away_is_reported(bits):
     assert float(FIGURES.search(text)[6]) < 50 and float(FIGURES.search(text)[7]) < 5
 
 
-def test_an_adapter_that_adds_nothing_changes_nothing():
+def test_an_adapter_that_adds_nothing_changes_nothing(device):
     """Not even where decoded weights, quantized again, are others, as with levels that reach less far up than down."""
-    model = peft.get_peft_model(quantized(codebook=LOPSIDED), lora())
+    model = peft.get_peft_model(quantized(device, codebook=LOPSIDED), lora())
     before = packed_state(model)
     (text,) = merge(model)
     assert FIGURES.search(text)[6] is None
@@ -198,8 +205,8 @@ def test_an_adapter_that_adds_nothing_changes_nothing():
     assert_same_state(packed_state(model), before)
 
 
-def test_a_layer_merged_alone_reports_itself():
-    model = adapted(quantized(), lora())
+def test_a_layer_merged_alone_reports_itself(device):
+    model = adapted(quantized(device), lora())
     layer = model.base_model.model.model.layers[0].mlp.down_proj
     with pytest.warns(UserWarning, match=r"merged into 1 layers of 3 bits.*in model.layers.0.mlp.down_proj\)"):
         layer.merge()
@@ -215,8 +222,8 @@ def test_a_layer_merged_alone_reports_itself():
 
 
 @pytest.mark.parametrize("safe", [False, True])
-def test_nan_is_refused_and_leaves_the_layer_as_it_was(safe):
-    model = adapted(quantized(), lora(), lora())
+def test_nan_is_refused_and_leaves_the_layer_as_it_was(safe, device):
+    model = adapted(quantized(device), lora(), lora())
     merge(model, adapter_names=["default"])
     before = packed_state(model)
     layer = model.base_model.model.model.layers[0].self_attn.q_proj  # the first to be merged
@@ -228,8 +235,8 @@ def test_nan_is_refused_and_leaves_the_layer_as_it_was(safe):
     assert layer.merged_adapters == ["default"] and type(layer.base_layer) is KbitLinear
 
 
-def test_a_bias_that_cannot_be_merged_is_refused():
-    model = adapted(quantized(), lora(target_modules=["up_proj"], lora_bias=True))
+def test_a_bias_that_cannot_be_merged_is_refused(device):
+    model = adapted(quantized(device), lora(target_modules=["up_proj"], lora_bias=True))
     before = packed_state(model)
     with pytest.raises(RuntimeError, match="base layer has no bias"):
         model.merge_adapter()
@@ -240,7 +247,6 @@ def test_a_bias_that_cannot_be_merged_is_refused():
 # --- unloading ---
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merged_model_is_saved_and_reloaded(dtype, device, tmp_path):
     """Also when merging moved a layer's scales out of the range they had: its exponent is in config.json."""
@@ -258,7 +264,6 @@ def test_merged_model_is_saved_and_reloaded(dtype, device, tmp_path):
     assert_same_state(packed_state(loaded), packed_state(merged))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("merged_before", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_exact_merge_into_16_bits(name, merged_before, device, tmp_path):
@@ -278,19 +283,19 @@ def test_exact_merge_into_16_bits(name, merged_before, device, tmp_path):
     assert torch.equal(loaded(ids).logits, merged(ids).logits)
 
 
-def test_dtype_of_the_exact_merge():
+def test_dtype_of_the_exact_merge(device):
     for dtype, kwargs in [(torch.bfloat16, {}), (torch.float16, {"dtype": torch.float16})]:
-        model = peft.prepare_model_for_kbit_training(quantized(dtype=torch.bfloat16))
+        model = peft.prepare_model_for_kbit_training(quantized(device, torch.bfloat16))
         merged = hf_kbit.merge_and_unload(adapted(model, lora()), dequantize=True, **kwargs)
         assert {parameter.dtype for parameter in merged.parameters()} == {dtype}
     with pytest.raises(ValueError, match=r"dtype: found torch.float16, expected None without dequantize=True"):
-        hf_kbit.merge_and_unload(adapted(quantized(), lora()), dtype=torch.float16)
+        hf_kbit.merge_and_unload(adapted(quantized(device), lora()), dtype=torch.float16)
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(float("nan"), torch.float32), (1e5, torch.float16)])
-def test_exact_merge_refuses_what_is_not_finite(value, dtype):
+def test_exact_merge_refuses_what_is_not_finite(value, dtype, device):
     """And leaves nothing of the attempt: the next merge is quantized."""
-    model = adapted(quantized(), lora())
+    model = adapted(quantized(device), lora())
     before = packed_state(model)
     layer = model.base_model.model.model.layers[0].self_attn.q_proj  # the first to be merged
     layer.lora_B["default"].weight.data[:, 0] = value
@@ -303,24 +308,24 @@ def test_exact_merge_refuses_what_is_not_finite(value, dtype):
     assert len(kbit_layers(model)) == 14
 
 
-def test_only_the_named_adapters_are_merged():
-    model, reference = (adapted(make(), lora(), lora(target_modules=["up_proj"])) for make in (quantized, decoded))
+def test_only_the_named_adapters_are_merged(device):
+    configs, ids = (lora(), lora(target_modules=["up_proj"])), IDS.to(device)
+    model, reference = (adapted(make(device), *configs) for make in (quantized, decoded))
     merged = hf_kbit.merge_and_unload(model, dequantize=True, adapter_names=["1"])
-    assert relative(merged(IDS).logits, reference.merge_and_unload(adapter_names=["1"])(IDS).logits) < 1e-5
+    assert relative(merged(ids).logits, reference.merge_and_unload(adapter_names=["1"])(ids).logits) < 1e-5
 
 
-def test_a_model_that_transformers_did_not_quantize():
+def test_a_model_that_transformers_did_not_quantize(device):
     torch.manual_seed(0)
     layers = [KbitLinear.from_linear(nn.Linear(40, 40), bits=bits) for bits in (2, 4)]
-    x = torch.randn(3, 40)
-    model = adapted(nn.Sequential(*layers), peft.LoraConfig(target_modules=["0"]))
+    x = torch.randn(3, 40).to(device)
+    model = adapted(nn.Sequential(*layers).to(device), peft.LoraConfig(target_modules=["0"]))
     y = model(x)
     merged = hf_kbit.merge_and_unload(model, dequantize=True)
     assert [type(layer) for layer in merged] == [nn.Linear, nn.Linear]
     torch.testing.assert_close(merged(x), y)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_layers_offloaded_to_the_cpu(device):
     """PEFT brings such a layer in, has it merged and takes it out again, in the stored form."""
     model, ids = adapted(quantized(device), lora()), IDS.to(device)

@@ -1,0 +1,52 @@
+// From the tensor cores' sums to y. Shared by gemm_wgmma.cu and gemm_mma.cu.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/half.cuh"
+#include "kernels/ptx.cuh"
+
+namespace hf_kbit::cuda {
+
+// bias [out_features] or null, y [tokens, out_features], row-major, both of one 16-bit dtype.
+struct Output {
+    const void* bias;
+    void* y;
+    int tokens, out_features;
+};
+
+// What to add to a lane's rows of 16: g and g + 8 of first_row on.
+template <typename T>
+__device__ __forceinline__ void load_bias(const Output& output, int first_row, int lane, float (&bias)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = first_row + lane / 4 + 8 * half;
+        const bool biased = output.bias && row < output.out_features;
+        bias[half] = biased ? static_cast<float>(static_cast<const T*>(output.bias)[row]) : 0;
+    }
+}
+
+// A warp's sums of 16 rows and eight tokens, as an instruction of 16 rows and eight columns leaves them.
+template <typename T>
+__device__ __forceinline__ void store_eight(const Output& output, const float* sums, float unit,
+                                            const float (&bias)[2], int first_row, int first_token, int lane) {
+    const uint32_t upper = transpose_8x8(pack_two<T>(sums[0] * unit + bias[0], sums[1] * unit + bias[0]));
+    const uint32_t lower = transpose_8x8(pack_two<T>(sums[2] * unit + bias[1], sums[3] * unit + bias[1]));
+    const int token = first_token + lane / 4, row = first_row + lane % 4 * 2;
+    if (token >= output.tokens) return;
+    T* y = static_cast<T*>(output.y) + static_cast<int64_t>(token) * output.out_features + row;
+#pragma unroll
+    for (int half = 0; half < 2; ++half, y += 8) {
+        const uint32_t two = half == 0 ? upper : lower;
+        const int rows = output.out_features - row - 8 * half;
+        if (rows >= 2 && output.out_features % 2 == 0) {
+            *reinterpret_cast<uint32_t*>(y) = two;
+        } else {
+            const T* each = reinterpret_cast<const T*>(&two);
+            if (rows > 0) y[0] = each[0];
+            if (rows > 1) y[1] = each[1];
+        }
+    }
+}
+
+}  // namespace hf_kbit::cuda
