@@ -1,0 +1,1 @@
+"""A package, so that ``python -m benchmarks.quality.train`` means this folder, whatever else is installed."""

@@ -1,0 +1,287 @@
+"""The ways to quantize a model that ``measure`` compares: hf_kbit's, and those of other libraries by their own code.
+
+All quantize the same layers: every ``nn.Linear`` but the head. To add one, write a function that loads the model and
+one that counts what is stored, and put a ``Method`` into ``methods``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, BitsAndBytesConfig
+
+import hf_kbit
+from hf_kbit.format import BITS
+
+HEADS = ("lm_head", "pooler.dense")  # of a Llama and of all-MiniLM-L6-v2, whose own is of no use to it
+# Scales are searched for all but the first, which is the plain one that others are compared with.
+KBIT = (
+    ("normal_float", "absmax"),
+    ("normal_float", "search"),
+    ("optimal", "search"),
+    ("int", "search"),
+    ("fp4", "search"),
+    ("layer", "search"),
+)
+# Half-precision scale and zero for so many weights: 0.5 bits, the 0.25 of hf_kbit, and more than either.
+HQQ_GROUPS = (64, 128, 32)
+# Symmetric with a half-precision scale: 0.5 bits, and 0.25.
+TORCHAO_GROUPS = (32, 64)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What the quantized layers of a model take."""
+
+    weights: int
+    code_bytes: int
+    other_bytes: int  # of scales, zeros and levels
+
+
+@dataclass(frozen=True)
+class Method:
+    """A library, its width, what it does in words, and how to get the model from a folder onto a device."""
+
+    library: str
+    bits: int
+    way: str
+    load: Callable[[Path, str], nn.Module]
+    storage: Callable[[nn.Module], Storage]
+    runs: str = "own kernels"  # or what computes the products instead
+
+    @property
+    def label(self) -> str:
+        return f"{self.library} {self.bits} {self.way}"
+
+
+def load(folder: Path, device: str, dtype: torch.dtype = torch.float16, **kwargs) -> nn.Module:
+    """The model in a folder, of the class that its configuration names."""
+    kind = getattr(transformers, AutoConfig.from_pretrained(folder).architectures[0])
+    return kind.from_pretrained(folder, dtype=dtype, device_map=device, **kwargs)
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in HEADS}
+
+
+@torch.no_grad()
+def squared_error(model: nn.Module, reference: nn.Module) -> float:
+    """Of the weights of all quantized layers, over the sum of their squares.
+
+    A layer's weights are what it makes of unit vectors, which is how every library can be asked for them.
+    """
+    error = square = 0.0
+    for name, layer in linears(reference).items():
+        units = torch.eye(layer.in_features, device=reference.device, dtype=model.dtype)
+        found = model.get_submodule(name)(units).float()
+        if layer.bias is not None:
+            found -= layer.bias.float()
+        weight = layer.weight.float().T
+        error += (found - weight).square().sum(dtype=torch.float64).item()
+        square += weight.square().sum(dtype=torch.float64).item()
+    return error / square
+
+
+def dense_storage(model: nn.Module) -> Storage:
+    weights = [layer.weight for layer in linears(model).values()]
+    return Storage(sum(weight.numel() for weight in weights), sum(weight.nbytes for weight in weights), 0)
+
+
+# --- hf_kbit --------------------------------------------------------------------------------------
+
+
+def load_kbit(folder: Path, device: str, bits: int, codebook: str, scale: str) -> nn.Module:
+    return load(folder, device, quantization_config=hf_kbit.KbitConfig(bits=bits, codebook=codebook, scale=scale))
+
+
+def kbit_storage(model: nn.Module) -> Storage:
+    """Of the stored form; a table of levels, in float32, counts once however many layers share it."""
+    layers = [layer for layer in model.modules() if isinstance(layer, hf_kbit.KbitLinear)]
+    stored = [layer.state_dict() for layer in layers]
+    tables = {layer.levels for layer in layers}
+    return Storage(
+        sum(layer.in_features * layer.out_features for layer in layers),
+        sum(state["weight"].nbytes for state in stored),
+        sum(state["weight_absmax"].nbytes for state in stored) + sum(4 * len(table) for table in tables),
+    )
+
+
+def kbit_methods() -> list[Method]:
+    return [
+        Method(
+            "hf_kbit",
+            bits,
+            f"{codebook}, {scale}",
+            partial(load_kbit, bits=bits, codebook=codebook, scale=scale),
+            kbit_storage,
+        )
+        for bits in BITS
+        for codebook, scale in KBIT
+        if codebook != "fp4" or bits == 4
+    ]
+
+
+# --- bitsandbytes ---------------------------------------------------------------------------------
+
+
+def load_bitsandbytes(folder: Path, device: str, kind: str, double: bool) -> nn.Module:
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype=torch.float16,
+        llm_int8_skip_modules=list(HEADS),
+    )
+    return load(folder, device, quantization_config=config)
+
+
+def bitsandbytes_storage(model: nn.Module) -> Storage:
+    """Its tables of codes are the same for all layers, and count once."""
+    from bitsandbytes.nn import Linear4bit
+
+    weights = [layer.weight for layer in model.modules() if isinstance(layer, Linear4bit)]
+    states = [weight.quant_state for weight in weights]
+    scales, tables = sum(state.absmax.nbytes for state in states), states[0].code.nbytes
+    if states[0].nested:
+        scales += sum(state.state2.absmax.nbytes + state.offset.nbytes for state in states)
+        tables += states[0].state2.code.nbytes
+    return Storage(
+        sum(state.shape.numel() for state in states), sum(weight.nbytes for weight in weights), scales + tables
+    )
+
+
+def bitsandbytes_methods() -> list[Method]:
+    return [
+        Method(
+            "bitsandbytes",
+            4,
+            f"{kind.upper()}, block 64{', double' if double else ''}",
+            partial(load_bitsandbytes, kind=kind, double=double),
+            bitsandbytes_storage,
+        )
+        for kind in ("nf4", "fp4")
+        for double in (False, True)
+    ]
+
+
+# --- HQQ ------------------------------------------------------------------------------------------
+
+
+def load_hqq(folder: Path, device: str, bits: int, group: int) -> nn.Module:
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+
+    model = load(folder, device)
+    for name, layer in linears(model).items():
+        config = BaseQuantizeConfig(nbits=bits, group_size=group, axis=1)
+        model.set_submodule(name, HQQLinear(layer, config, compute_dtype=torch.float16, device=device))
+    return model
+
+
+def hqq_storage(model: nn.Module) -> Storage:
+    from hqq.core.quantize import HQQLinear
+
+    layers = [layer for layer in model.modules() if isinstance(layer, HQQLinear)]
+    return Storage(
+        sum(layer.meta["shape"].numel() for layer in layers),
+        sum(layer.W_q.nbytes for layer in layers),
+        sum(layer.meta[key].nbytes for layer in layers for key in ("scale", "zero")),
+    )
+
+
+def hqq_methods() -> list[Method]:
+    return [
+        Method(
+            "hqq",
+            bits,
+            f"group {group}",
+            partial(load_hqq, bits=bits, group=group),
+            hqq_storage,
+            "its dequantize, then torch",
+        )
+        for bits in (2, 3, 4)
+        for group in HQQ_GROUPS
+    ]
+
+
+# --- torchao --------------------------------------------------------------------------------------
+
+
+def quantize_torchao(model: nn.Module, config) -> nn.Module:
+    from torchao.quantization import quantize_
+
+    names = set(linears(model))
+    quantize_(model, config, filter_fn=lambda module, name: name in names)
+    return model
+
+
+def load_intx(folder: Path, device: str, bits: int, group: int) -> nn.Module:
+    from torchao.quantization import IntxWeightOnlyConfig, PerGroup
+
+    config = IntxWeightOnlyConfig(weight_dtype=getattr(torch, f"int{bits}"), granularity=PerGroup(group))
+    return quantize_torchao(load(folder, device), config)
+
+
+def intx_storage(model: nn.Module) -> Storage:
+    """Symmetric: its zeros are all 0 and need not be stored."""
+    weights = [layer.weight for layer in linears(model).values()]
+    return Storage(
+        sum(weight.numel() for weight in weights),
+        sum(weight.qdata.nbytes for weight in weights),
+        sum(weight.scale.nbytes for weight in weights),
+    )
+
+
+def load_int4(folder: Path, device: str, group: int) -> nn.Module:
+    from torchao.quantization import Int4WeightOnlyConfig
+
+    # Of its forms the one that needs no further library; it takes bfloat16 alone.
+    config = Int4WeightOnlyConfig(group_size=group, int4_packing_format="tile_packed_to_4d")
+    return quantize_torchao(load(folder, device, dtype=torch.bfloat16), config)
+
+
+def int4_storage(model: nn.Module, group: int) -> Storage:
+    """A bfloat16 scale and zero for each group; those of columns added to reach a multiple of 1024 do not count."""
+    weights = [layer.weight for layer in linears(model).values()]
+    count = sum(weight.numel() for weight in weights)
+    return Storage(count, sum(weight.qdata.nbytes for weight in weights), 4 * count // group)
+
+
+def torchao_methods() -> list[Method]:
+    intx = [
+        Method(
+            "torchao",
+            bits,
+            f"intx, symmetric, group {group}",
+            partial(load_intx, bits=bits, group=group),
+            intx_storage,
+            "its dequantize, then torch",
+        )
+        for bits in (2, 3, 4)
+        for group in TORCHAO_GROUPS
+    ]
+    int4 = [
+        Method(
+            "torchao",
+            4,
+            f"int4, group {group}",
+            partial(load_int4, group=group),
+            partial(int4_storage, group=group),
+            "own kernels, bfloat16",
+        )
+        for group in (32, 128)
+    ]
+    return intx + int4
+
+
+def methods() -> list[Method]:
+    return [
+        Method("fp16", 16, "as trained", load, dense_storage, "torch"),
+        *kbit_methods(),
+        *bitsandbytes_methods(),
+        *hqq_methods(),
+        *torchao_methods(),
+    ]

@@ -1,0 +1,216 @@
+"""Tables and a plot of what ``measure`` and ``minilm`` measured, put into the page about it.
+
+    python -m benchmarks.quality.report benchmarks/results/quality-*.jsonl [--page docs/quality.md]
+                                        [--plot docs/images/quality.png]
+
+prints the tables, and with ``--page`` also writes them between the two marks there. Where files hold several runs, the
+last line of each method counts. The plot has the relative gap of perplexity and the KL divergence against bits per
+weight; it needs matplotlib.
+"""
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+TRAINED, MINILM = "trained", "all-MiniLM-L6-v2"
+MARKS = "<!-- results -->\n", "<!-- end of results -->\n"
+# For each width: the most that the best method of hf_kbit may have of a plain method's gap, and that method.
+NF4 = ("bitsandbytes", 4, "NF4, block 64")
+PLAIN = "normal_float, absmax"
+TARGETS = {4: (0.6, NF4), 3: (0.7, ("hf_kbit", 3, PLAIN)), 2: (0.35, ("hf_kbit", 2, PLAIN))}
+
+
+def read(files: Iterable[Path]) -> dict[str, dict[tuple, dict]]:
+    """For each model the last line of each method, by library, bits and way."""
+    found = {}
+    for line in (json.loads(line) for file in files for line in file.read_text().splitlines()):
+        found.setdefault(line["model"], {})[line["library"], line["bits"], line["way"]] = line
+    return found
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Markdown: the first column to the left, the others to the right."""
+    header = list(header)
+    lines = [header, ["---", *(["---:"] * (len(header) - 1))], *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def ordered(methods: dict[tuple, dict]) -> list[dict]:
+    """By width, those of one width by their size."""
+    return sorted(methods.values(), key=lambda line: (-line["bits"], line["bits_per_weight"]))
+
+
+def of_plain(line: dict, methods: dict[tuple, dict], key: str) -> str:
+    """Over what the plain method of the same width has."""
+    plain = methods.get(TARGETS[line["bits"]][1]) if line["bits"] in TARGETS else None
+    return f"{line[key] / plain[key]:.2f}" if plain else ""
+
+
+def label_of(line: dict) -> str:
+    return f"{line['library']}, {line['bits']} bits: {line['way']}"
+
+
+def trained_table(methods: dict[tuple, dict]) -> str:
+    header = ("", "bits", "stored", "MB", "perplexity", "gap", "of plain", "KL", "of plain", "same token", "error")
+    rows = (
+        (
+            label_of(line),
+            f"{line['bits_per_weight']:.2f}",
+            f"{line['stored_bits_per_weight']:.2f}",
+            f"{line['model_MB']:.0f}",
+            f"{line['perplexity']:.3f}",
+            f"{line['gap']:.3f} ± {line['gap_error']:.3f}",
+            of_plain(line, methods, "gap"),
+            f"{line['kl_divergence']:.5f}",
+            of_plain(line, methods, "kl_divergence"),
+            f"{100 * line['top1_agreement']:.1f}%",
+            f"{line['squared_error']:.5f}",
+        )
+        for line in ordered(methods)
+    )
+    return table(header, rows)
+
+
+def minilm_table(methods: dict[tuple, dict]) -> str:
+    header = ("", "bits", "stored", "MB", "1 - cosine", "of plain", "error", "of plain")
+    rows = (
+        (
+            label_of(line),
+            f"{line['bits_per_weight']:.2f}",
+            f"{line['stored_bits_per_weight']:.2f}",
+            f"{line['model_MB']:.1f}",
+            f"{line['cosine_error']:.4f}",
+            of_plain(line, methods, "cosine_error"),
+            f"{line['squared_error']:.5f}",
+            of_plain(line, methods, "squared_error"),
+        )
+        for line in ordered(methods)
+    )
+    return table(header, rows)
+
+
+def targets_table(methods: dict[tuple, dict]) -> str:
+    """For each width with a target: the method of hf_kbit with the least divergence, and its gap over the plain one's.
+
+    To take the least gap would be to take the luckiest method: gaps have more noise than divergences.
+    """
+    rows = []
+    for bits, (target, key) in TARGETS.items():
+        ours = [line for (library, width, _), line in methods.items() if (library, width) == ("hf_kbit", bits)]
+        if key in methods and ours:
+            best = min(ours, key=lambda line: line["kl_divergence"])
+            ratio = best["gap"] / methods[key]["gap"]
+            against = f"{key[0]}, {key[2]}"
+            rows.append((f"{bits} bits: {best['way']}", against, f"{ratio:.2f}", f"{target}", verdict(ratio, target)))
+    return table(("", "against", "gap, of its gap", "target", ""), rows)
+
+
+def verdict(ratio: float, target: float) -> str:
+    return "reached" if ratio <= target else "missed"
+
+
+def where_from(methods: dict[tuple, dict]) -> str:
+    line = next(reversed(methods.values()))
+    versions = {name: line[name] for name in ("torch", "transformers", "hf_kbit")}
+    versions |= {line["library"]: line["version"] for line in methods.values() if "version" in line}
+    where = "a CPU" if line["gpu"] == "none" else line["gpu"]
+    return f"{where}, {line['date']}, {', '.join(map(' '.join, versions.items()))}: `{line['command']}`"
+
+
+def text_of(models: dict[str, dict[tuple, dict]]) -> str:
+    parts = []
+    if methods := models.get(TRAINED):
+        line = next(reversed(methods.values()))
+        text = f"{line['tokens']} held-out tokens of the text with SHA-256 {line['text_sha256'][:12]}..."
+        parts.append(f"{line['parameters'] / 1e6:.1f}M parameters, {text}; {where_from(methods)}")
+        parts += [targets_table(methods), trained_table(methods)]
+    if methods := models.get(MINILM):
+        line = next(reversed(methods.values()))
+        parts += [f"{MINILM}, {line['sentences']} sentences; {where_from(methods)}", minilm_table(methods)]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def fill(page: Path, text: str, image: Path | None) -> None:
+    """Replaces what is between the marks of the page."""
+    start, end = (re.escape(mark) for mark in MARKS)
+    content = page.read_text()
+    if not re.search(f"{start}.*{end}", content, flags=re.DOTALL):
+        raise ValueError(f"{page}: found no marks {MARKS[0].strip()} and {MARKS[1].strip()}, expected both")
+    if image:
+        text = f"![Perplexity and divergence against bits per weight]({image.relative_to(page.parent)})\n\n{text}"
+    content = re.sub(f"({start}).*({end})", lambda marks: f"{marks[1]}\n{text}\n{marks[2]}", content, flags=re.DOTALL)
+    page.write_text(content)
+
+
+# --- the plot -------------------------------------------------------------------------------------
+
+COLOURS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d")
+MARKERS = {"hf_kbit": "o", "bitsandbytes": "s", "hqq": "^", "torchao": "v"}
+
+
+def curves(methods: dict[tuple, dict]) -> dict[tuple[str, str], list[dict]]:
+    """The lines of each way that takes several widths, by library and way; fp16 has no place among them."""
+    found = {}
+    for (library, _, way), line in methods.items():
+        if library != "fp16":
+            found.setdefault((library, way), []).append(line)
+    return {key: sorted(lines, key=lambda line: line["bits_per_weight"]) for key, lines in found.items()}
+
+
+def plot(methods: dict[tuple, dict], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    dense = next(line["perplexity"] - line["gap"] for line in methods.values())
+    values = {
+        "perplexity above fp16, %": lambda line: 100 * line["gap"] / dense,
+        "KL divergence from fp16, nats": lambda line: line["kl_divergence"],
+    }
+    figure, axes = plt.subplots(1, 2, figsize=(14, 5.5), dpi=100)
+    colours = {}
+    for (library, way), lines in curves(methods).items():
+        index = colours.setdefault(library, [])
+        index.append(way)
+        colour = COLOURS[(len(index) - 1) % len(COLOURS)] if library == "hf_kbit" else None
+        style = {"color": colour, "linestyle": "-"} if library == "hf_kbit" else {"linestyle": ":", "alpha": 0.6}
+        for axis, value in zip(axes, values.values(), strict=True):
+            axis.plot(
+                [line["bits_per_weight"] for line in lines],
+                [value(line) if value(line) > 0 else math.nan for line in lines],
+                marker=MARKERS.get(library, "x"),
+                markersize=5,
+                label=f"{library}: {way}",
+                **style,
+            )
+    for axis, title in zip(axes, values, strict=True):
+        axis.set(xlabel="bits per weight, with scales, zeros and levels", title=title, yscale="log")
+        axis.grid(which="both", alpha=0.2)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=7)
+    last = next(reversed(methods.values()))
+    figure.suptitle(f"{last['parameters'] / 1e6:.0f}M parameters, {last['gpu']}, {last['date']}")
+    figure.tight_layout(rect=(0, 0, 0.84, 1))
+    figure.savefig(file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="+", help="files of JSON lines")
+    parser.add_argument("--page", type=Path, help="Markdown file to put the tables into")
+    parser.add_argument("--plot", type=Path, help="PNG to draw")
+    arguments = parser.parse_args()
+    models = read(arguments.results)
+    text = text_of(models)
+    print(text)
+    if arguments.page:
+        fill(arguments.page, text, arguments.plot)
+    if arguments.plot:
+        plot(models[TRAINED], arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

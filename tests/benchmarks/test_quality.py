@@ -1,0 +1,363 @@
+"""benchmarks/quality/: the same text each time, a model that learns, bits that are counted, tables and a plot."""
+
+import gzip
+import importlib
+import json
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_kbit.format import BITS
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("data", "methods", "measure", "report", "train")
+WIDTH, INNER, LAYERS = 64, 128, 2
+
+
+@pytest.fixture(scope="module")
+def quality():
+    """The modules, by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT)
+        yield SimpleNamespace(**{name: importlib.import_module(f"benchmarks.quality.{name}") for name in NAMES})
+
+
+# --- the text -------------------------------------------------------------------------------------
+
+
+def prose(seed: int) -> str:
+    """Ten lines, of which no other seed has one."""
+    return "".join(f"Sentence {line} of text number {seed}: nobody has written this before.\n" for line in range(10))
+
+
+@pytest.fixture
+def folders(quality, tmp_path):
+    """Of three packages with 40 folders each, two files in a folder; what ``collect`` takes."""
+    for number in range(240):
+        file = tmp_path / "site" / f"package{number % 3}" / f"part{number // 6}" / f"file{number}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(prose(number))
+    return {"packages0": (tmp_path / "site", quality.data.SUFFIXES)}
+
+
+def test_text_is_the_same_each_time(quality, folders):
+    text, again = quality.data.collect(folders), quality.data.collect(folders)
+    assert text == again and text.sha256 == again.sha256
+    assert set(text.sources) == {"package0", "package1", "package2"}
+    assert len(text.train) + len(text.held_out) == 240 and len(text.held_out) > 0
+    taken = sum(map(len, text.train)), sum(map(len, text.held_out))
+    assert tuple(map(sum, zip(*text.sources.values(), strict=True))) == taken
+    (folders["packages0"][0] / "package0" / "part0" / "file0.py").write_text(prose(1000))
+    assert quality.data.collect(folders).sha256 != text.sha256
+
+
+def test_whole_folders_are_held_out(quality, folders):
+    held_out = quality.data.collect(folders).held_out
+    (root, _) = folders["packages0"]
+    for folder in root.glob("*/*"):
+        parts = {file.read_text() in held_out for file in folder.iterdir()}
+        assert len(parts) == 1, folder
+
+
+def test_copies_are_left_out(quality, folders):
+    """Exact ones everywhere; of what is held out also those that share most lines with what is trained on."""
+    text = quality.data.collect(folders)
+    root = folders["packages0"][0]
+    (where,) = {file.parent for file in root.rglob("*.py") if file.read_text() == text.held_out[0]}
+    (where / "copy.py").write_text(text.train[0])
+    (other,) = {file.parent for file in root.rglob("*.py") if file.read_text() == text.train[1]}
+    (other / "copy.py").write_text(text.train[1])
+    (where / "near_copy.py").write_text(text.train[2] + "It has one more line than the one it was copied from.\n")
+    (where / "new.py").write_text(text.train[1].splitlines()[0] + "\n" + prose(1000))
+    again = quality.data.collect(folders)
+    assert sorted(again.train) == sorted(text.train)
+    assert len(again.held_out) == len(text.held_out) + 1
+    assert any(prose(1000) in document for document in again.held_out)
+
+
+def test_a_large_package_is_cut(quality, folders):
+    size = len(prose(100)) * 20
+    for source in quality.data.collect(folders, cap=size).sources.values():
+        assert size - len(prose(100)) < source[0] <= size
+        assert source[1] <= size / quality.data.HELD_OUT_ONE_IN
+
+
+def test_what_is_read_of_a_file(quality, tmp_path):
+    licence = "# Copyright A. Author\n# Licensed to all\n"
+    cases = {
+        "licensed.py": (licence + prose(1), prose(1)),
+        "commented.py": ("# What it does\n" + prose(1), "# What it does\n" + prose(1)),
+        "licence.md": (licence + prose(1), licence + prose(1)),
+        "short.py": ("import os\n", None),
+        "numbers.txt": ("1.0 2.0 3.0\n" * 100, None),
+        "one_line.txt": (prose(1).replace("\n", " "), None),
+        "binary.txt": (prose(1) + "\0", None),
+    }
+    for name, (content, expected) in cases.items():
+        (tmp_path / name).write_text(content)
+        assert quality.data.read(tmp_path / name) == expected, name
+    page = '.\\" Copyright\n.de Sp\n..\n.SH NAME\n' + prose(1)
+    (tmp_path / "page.1.gz").write_bytes(gzip.compress(page.encode()))
+    assert quality.data.read(tmp_path / "page.1.gz") == ".SH NAME\n" + prose(1)
+    (tmp_path / "latin.py").write_bytes(b"\xff" * 1000)
+    assert quality.data.read(tmp_path / "latin.py") is None
+
+
+def test_roots(quality):
+    roots = quality.data.roots()
+    assert roots["python"][0].joinpath("json").is_dir()
+    assert any(path.joinpath("torch").is_dir() for name, (path, _) in roots.items() if name.startswith("packages"))
+
+
+# --- the model and its figures --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(quality, tmp_path_factory):
+    """A folder as ``train`` fills it, and the losses on the way."""
+    folder = tmp_path_factory.mktemp("trained")
+    text = quality.data.collect({"python": (Path(json.__file__).parents[1], (".py",))}, cap=1 << 20)
+    recipe = quality.train.Recipe(
+        vocabulary=512,
+        hidden=WIDTH,
+        intermediate=INNER,
+        layers=LAYERS,
+        heads=4,
+        kv_heads=2,
+        context=64,
+        sequences=8,
+        tokens=60 * 8 * 64,
+        warm_up=5,
+        rate=5e-3,
+    )
+    return folder, quality.train.train(folder, text, recipe, "cpu")
+
+
+def test_training(quality, trained):
+    folder, record = trained
+    (first, before), (last, after) = record["losses"][0], record["losses"][-1]
+    assert (first, last) == (0, 59) and after < before - 1
+    assert json.loads((folder / "training.json").read_text())["text_sha256"] == record["text_sha256"]
+    tokens = load_file(folder / "held_out.safetensors")["tokens"]
+    assert tokens.dtype == torch.int32 and len(tokens) % 64 == 0 and 0 <= tokens.min() <= tokens.max() < 512
+    model = LlamaForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float16 and model.num_parameters() == record["parameters"]
+
+
+def test_loss_is_of_the_next_token(quality):
+    ids = torch.tensor([[3, 0, 2, 1]])
+    logits = 100 * torch.nn.functional.one_hot(torch.tensor([[0, 2, 1, 3]]), 4).float()  # of the last: anything
+    assert quality.train.next_token_loss(logits, ids) == 0
+    assert quality.train.next_token_loss(logits.roll(1, dims=1), ids) > 50
+
+
+def test_batches(quality):
+    """Each sequence once in a turn, in another order in the next, the same each time."""
+    recipe = quality.train.Recipe(context=4, sequences=2)
+    tokens = torch.arange(27)
+
+    def turns():
+        batches = quality.train.batches(tokens, recipe)
+        return [torch.cat([next(batches) for _ in range(3)]) for _ in range(2)]
+
+    first, second = turns()
+    assert sorted(first.flatten().tolist()) == sorted(second.flatten().tolist()) == list(range(24))
+    assert not torch.equal(first, second)
+    assert all(torch.equal(*both) for both in zip((first, second), turns(), strict=True))
+    with pytest.raises(ValueError, match="found 6 sequences, expected 64"):
+        next(quality.train.batches(tokens, quality.train.Recipe(context=4)))
+
+
+def test_spread(quality):
+    pieces = quality.train.spread(torch.arange(1001), 10, 50).view(-1, 10)
+    assert pieces[:, 0].tolist() == [0, 240, 490, 740, 990]
+    assert torch.equal(pieces - pieces[:, :1], torch.arange(10).expand(5, 10))
+    assert len(quality.train.spread(torch.arange(1001), 10, 10**6)) == 1000
+
+
+@pytest.fixture
+def logs():
+    """Puts back what a run silences."""
+    logger, verbosity = logging.getLogger("hf_kbit"), transformers.logging.get_verbosity()
+    level = logger.level
+    yield
+    logger.setLevel(level)
+    transformers.logging.set_verbosity(verbosity)
+    transformers.logging.enable_progress_bar()
+
+
+def test_a_run(quality, trained, tmp_path, monkeypatch, capsys, logs):
+    folder, record = trained
+    results, page = tmp_path / "results.jsonl", tmp_path / "page.md"
+    options = ["--folder", str(folder), "--device", "cpu", "--tokens", "4096", "--json", str(results)]
+    monkeypatch.setattr(sys, "argv", ["measure", *options, "--methods", "fp16|hf_kbit . (normal_float|int)|hqq"])
+    monkeypatch.setattr(quality.methods, "BITS", (2, 4))
+    monkeypatch.setitem(sys.modules, "hqq.core.quantize", None)  # as if not installed
+    quality.measure.main()
+    assert "hqq 4 group 64 skipped: ModuleNotFoundError" in capsys.readouterr().out
+
+    methods = quality.report.read([results])["trained"]
+    dense, kbit = methods.pop(("fp16", 16, "as trained")), {key[1:]: line for key, line in methods.items()}
+    assert set(kbit) == {
+        (bits, way) for bits in (2, 4) for way in ("normal_float, absmax", "normal_float, search", "int, search")
+    }
+    assert dense["gap"] == dense["gap_error"] == dense["kl_divergence"] == 0 and dense["top1_agreement"] == 1
+    assert dense["model_MB"] == pytest.approx(2 * record["parameters"] / 1e6)
+    for line in kbit.values():
+        assert line["perplexity"] == pytest.approx(dense["perplexity"] + line["gap"])
+        assert line["text_sha256"] == record["text_sha256"] and line["tokens"] == 4096
+    for way in ("normal_float, absmax", "int, search"):
+        for key in ("kl_divergence", "squared_error"):
+            assert kbit[4, way][key] < kbit[2, way][key] / 4, (way, key)
+    assert kbit[2, "normal_float, search"]["squared_error"] < kbit[2, "normal_float, absmax"]["squared_error"]
+
+    page.write_text("Before\n" + "".join(quality.report.MARKS) + "After\n")
+    for _ in range(2):  # and again, in place of what the first time wrote
+        monkeypatch.setattr(sys, "argv", ["report", str(results), "--page", str(page)])
+        quality.report.main()
+    content = page.read_text()
+    assert content.startswith("Before\n") and content.endswith("After\n")
+    assert content.count("| hf_kbit, 4 bits: int, search | ") == 1 and f"{dense['perplexity']:.3f}" in content
+
+
+def test_error_of_a_mean_over_parts(quality, monkeypatch):
+    """The gap's: against the definition, for parts whose figures are known."""
+    window, found = 8, iter([(2.0, 1.0), (8.0, 2.0), (2.0, 1.0), (8.0, 2.0)])
+
+    def evaluate(model, part, **kwargs):
+        assert len(part) == 2 * window
+        perplexity, reference = next(found)
+        figures = {"perplexity": perplexity, "reference_perplexity": reference}
+        return SimpleNamespace(**figures, kl_divergence=perplexity, top1_agreement=reference / 4)
+
+    monkeypatch.setattr(quality.measure, "evaluate", evaluate)
+    monkeypatch.setattr(quality.measure, "PARTS", 4)
+    reference = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=window))
+    # Logarithms of ratios, in bits: 1, 2, 1, 2, with a deviation of sqrt(1 / 3) and so an error of sqrt(1 / 12).
+    error = 4 * torch.log(torch.tensor(2.0)).item() / 12**0.5
+    assert quality.measure.compare(None, reference, torch.arange(70)) == pytest.approx(
+        {"perplexity": 4, "gap": 4 - 2**0.5, "gap_error": error, "kl_divergence": 5, "top1_agreement": 0.375}
+    )
+
+
+# --- bits -----------------------------------------------------------------------------------------
+
+# Weights of a layer of attention with half as many heads for keys, and of its three projections.
+WEIGHTS = LAYERS * (3 * WIDTH * WIDTH + 3 * WIDTH * INNER)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("random")
+    shape = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=LAYERS, **shape)).half().save_pretrained(folder)
+    return folder
+
+
+def figures(quality, folder, method) -> tuple[dict[str, float], float]:
+    """Sizes, and the error of the weights."""
+    model, reference = method.load(folder, "cpu"), quality.methods.load(folder, "cpu")
+    return quality.measure.sizes(method, model, reference), quality.methods.squared_error(model, reference)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_bits_per_weight(quality, folder, bits):
+    (method,) = [m for m in quality.methods.kbit_methods() if m.label == f"hf_kbit {bits} int, search"]
+    found, error = figures(quality, folder, method)
+    # A byte for 32 weights, and 2**bits float32 for all layers together.
+    expected = bits + 8 / 32 + 32 * 2**bits / WEIGHTS
+    assert found["bits_per_weight"] == found["stored_bits_per_weight"] == pytest.approx(expected)
+    embeddings_and_norms = 2 * 64 * WIDTH + (2 * LAYERS + 1) * WIDTH
+    assert found["model_MB"] == pytest.approx((expected * WEIGHTS / 8 + 2 * embeddings_and_norms) / 1e6)
+    assert 0.05 * 4.0**-bits < error < 3 * 4.0**-bits
+
+
+@pytest.mark.parametrize(
+    ("label", "bits", "stored"),
+    [
+        ("bitsandbytes 4 NF4, block 64", 4 + 32 / 64 + 32 * 16 / WEIGHTS, 4 + 32 / 64 + 32 * 16 / WEIGHTS),
+        ("hqq 4 group 64", 4 + 32 / 64, 4 + 32 / 64),
+        ("hqq 2 group 128", 2 + 32 / 128, 2 + 32 / 128),
+        ("torchao 3 intx, symmetric, group 32", 3 + 16 / 32, 8 + 16 / 32),
+    ],
+)
+def test_bits_per_weight_of_peers(quality, folder, label, bits, stored):
+    pytest.importorskip(label.split()[0])
+    (method,) = [method for method in quality.methods.methods() if method.label == label]
+    found, error = figures(quality, folder, method)
+    assert (found["bits_per_weight"], found["stored_bits_per_weight"]) == pytest.approx((bits, stored))
+    assert 0.05 * 4.0**-method.bits < error < 5 * 4.0**-method.bits
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Lines of made-up figures: gaps of 1 and 0.5 at 4 bits, 10 and 6 at 3 bits."""
+    common = {"gpu": "none", "date": "2026-11-21", "torch": "2", "transformers": "5", "hf_kbit": "0.1", "command": "c"}
+    lines = [
+        {"library": library, "bits": bits, "way": way, "gap": gap, "kl_divergence": gap / 10}
+        | {"perplexity": 20 + gap, "gap_error": 0.1, "top1_agreement": 0.5, "squared_error": 0.25}
+        | {"bits_per_weight": bits + 0.25, "stored_bits_per_weight": 8.25, "model_MB": 100.0, "cosine_error": gap / 4}
+        for library, bits, way, gap in [
+            ("fp16", 16, "as trained", 0.0),
+            ("hf_kbit", 4, "optimal, search", 9.0),
+            ("bitsandbytes", 4, "NF4, block 64", 1.0),
+            ("hf_kbit", 4, "optimal, search", 0.5),
+            ("hf_kbit", 4, "int, search", 0.8),
+            ("hf_kbit", 3, "normal_float, absmax", 10.0),
+            ("hf_kbit", 3, "optimal, search", 7.2),
+        ]
+    ]
+    models = [
+        {"model": "trained", "parameters": 75_000_000, "text_sha256": "a" * 64, "tokens": 4096},
+        {"model": "all-MiniLM-L6-v2", "sentences": 148},
+    ]
+    file = tmp_path / "results.jsonl"
+    file.write_text("".join(json.dumps(model | common | line) + "\n" for model in models for line in lines))
+    return file
+
+
+def test_tables(quality, results):
+    models = quality.report.read([results])
+    targets = quality.report.targets_table(models["trained"]).splitlines()
+    assert targets[2:] == [
+        "| 4 bits: optimal, search | bitsandbytes, NF4, block 64 | 0.50 | 0.6 | reached |",
+        "| 3 bits: optimal, search | hf_kbit, normal_float, absmax | 0.72 | 0.7 | missed |",
+    ]
+    text = quality.report.text_of(models)
+    rows = [line for line in text.splitlines() if line.startswith("| hf_kbit, 4 bits: optimal, search ")]
+    assert rows == [
+        "| hf_kbit, 4 bits: optimal, search | 4.25 | 8.25 | 100 | 20.500 | 0.500 ± 0.100 | 0.50 | 0.05000 | 0.50 "
+        "| 50.0% | 0.25000 |",
+        "| hf_kbit, 4 bits: optimal, search | 4.25 | 8.25 | 100.0 | 0.1250 | 0.50 | 0.25000 | 1.00 |",
+    ]
+
+
+def test_a_page_without_marks_is_refused(quality, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("No marks\n")
+    with pytest.raises(ValueError, match="found no marks"):
+        quality.report.fill(page, "text", None)
+    assert page.read_text() == "No marks\n"
+
+
+def test_plot(quality, results, tmp_path):
+    pytest.importorskip("matplotlib")
+    methods = quality.report.read([results])["trained"]
+    assert {key: [line["bits"] for line in lines] for key, lines in quality.report.curves(methods).items()} == {
+        ("hf_kbit", "optimal, search"): [3, 4],
+        ("bitsandbytes", "NF4, block 64"): [4],
+        ("hf_kbit", "int, search"): [4],
+        ("hf_kbit", "normal_float, absmax"): [3],
+    }
+    quality.report.plot(methods, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
