@@ -154,7 +154,7 @@ def capped(documents: Iterable[tuple[File, str | None]], cap: int) -> Iterator[t
         content, part = text.encode(), (file.source, file.held_out)
         limit = cap // HELD_OUT_ONE_IN if file.held_out else cap
         digest = hashlib.sha256(content).digest()
-        if taken[part] + len(content) <= limit:
+        if digest not in seen and taken[part] + len(content) <= limit:
             seen.add(digest)
             taken[part] += len(content)
             yield file, text
