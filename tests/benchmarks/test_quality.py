@@ -267,12 +267,13 @@ def figures(quality, folder, method) -> tuple[dict[str, float], float]:
     return quality.measure.sizes(method, model, reference), quality.methods.squared_error(model, reference)
 
 
+@pytest.mark.parametrize(("codebook", "tables"), [("int", 1), ("layer", 7 * LAYERS)])
 @pytest.mark.parametrize("bits", BITS)
-def test_bits_per_weight(quality, folder, bits):
-    (method,) = [m for m in quality.methods.kbit_methods() if m.label == f"hf_kbit {bits} int, search"]
+def test_bits_per_weight(quality, folder, bits, codebook, tables):
+    (method,) = [m for m in quality.methods.kbit_methods() if m.label == f"hf_kbit {bits} {codebook}, search"]
     found, error = figures(quality, folder, method)
-    # A byte for 32 weights, and 2**bits float32 for all layers together.
-    expected = bits + 8 / 32 + 32 * 2**bits / WEIGHTS
+    # A byte for 32 weights, and 2**bits float32 for all layers together or for each.
+    expected = bits + 8 / 32 + tables * 32 * 2**bits / WEIGHTS
     assert found["bits_per_weight"] == found["stored_bits_per_weight"] == pytest.approx(expected)
     embeddings_and_norms = 2 * 64 * WIDTH + (2 * LAYERS + 1) * WIDTH
     assert found["model_MB"] == pytest.approx((expected * WEIGHTS / 8 + 2 * embeddings_and_norms) / 1e6)
