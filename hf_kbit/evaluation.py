@@ -38,10 +38,10 @@ class Evaluation:
 
 
 def evaluate(
-    model,
+    model: torch.nn.Module,
     tokens: torch.Tensor,
     *,
-    reference=None,
+    reference: torch.nn.Module | None = None,
     window: int = 2048,
     stride: int | None = None,
     progress: bool = False,

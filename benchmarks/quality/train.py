@@ -1,6 +1,6 @@
 """Trains the language model that ``measure`` quantizes: a Llama on text of this machine, in some minutes on one GPU.
 
-    python -m benchmarks.quality.train --folder /tmp/quality [--layers 8] [--tokens 120000000] [...]
+    python -m benchmarks.quality.train --folder /tmp/quality [--layers 6] [--tokens 400000000] [...]
 
 Every field of ``Recipe`` is an option. The folder gets a float16 checkpoint with a BPE tokenizer of its own, as
 ``from_pretrained`` reads them, ``held_out.safetensors`` (int32 ``tokens`` [n]: pieces of ``context`` tokens that lie
@@ -40,12 +40,12 @@ class Recipe:
     vocabulary: int = 16384
     hidden: int = 768
     intermediate: int = 2048
-    layers: int = 8
+    layers: int = 6
     heads: int = 12
     kv_heads: int = 4
     context: int = 1024
     sequences: int = 64  # of a step
-    tokens: int = 120_000_000  # to train on, over again where there are fewer
+    tokens: int = 400_000_000  # to train on, over again where there are fewer
     rate: float = 1.5e-3
     warm_up: int = 100  # steps
     decay: float = 0.1  # of matrices
