@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import hf_kbit
+
 TRAINED, MINILM = "trained", "all-MiniLM-L6-v2"
 MARKS = "<!-- results -->\n", "<!-- end of results -->\n"
 # For each width: the most that the best method of hf_kbit may have of a plain method's gap, and that method.
@@ -93,18 +95,15 @@ def minilm_table(methods: dict[tuple, dict]) -> str:
 
 
 def targets_table(methods: dict[tuple, dict]) -> str:
-    """For each width with a target: the method of hf_kbit with the least divergence, and its gap over the plain one's.
-
-    To take the least gap would be to take the luckiest method: gaps have more noise than divergences.
-    """
-    rows = []
+    """For each width with a target: the gap of hf_kbit's default over the plain method's."""
+    config = hf_kbit.KbitConfig()
+    way, rows = f"{config.codebook}, {config.scale}", []
     for bits, (target, key) in TARGETS.items():
-        ours = [line for (library, width, _), line in methods.items() if (library, width) == ("hf_kbit", bits)]
-        if key in methods and ours:
-            best = min(ours, key=lambda line: line["kl_divergence"])
-            ratio = best["gap"] / methods[key]["gap"]
-            against = f"{key[0]}, {key[2]}"
-            rows.append((f"{bits} bits: {best['way']}", against, f"{ratio:.2f}", f"{target}", verdict(ratio, target)))
+        if key in methods and ("hf_kbit", bits, way) in methods:
+            ratio = methods["hf_kbit", bits, way]["gap"] / methods[key]["gap"]
+            rows.append(
+                (f"{bits} bits: {way}", f"{key[0]}, {key[2]}", f"{ratio:.2f}", f"{target}", verdict(ratio, target))
+            )
     return table(("", "against", "gap, of its gap", "target", ""), rows)
 
 
@@ -117,7 +116,8 @@ def where_from(methods: dict[tuple, dict]) -> str:
     versions = {name: line[name] for name in ("torch", "transformers", "hf_kbit")}
     versions |= {line["library"]: line["version"] for line in methods.values() if "version" in line}
     where = "a CPU" if line["gpu"] == "none" else line["gpu"]
-    return f"{where}, {line['date']}, {', '.join(map(' '.join, versions.items()))}: `{line['command']}`"
+    commands = dict.fromkeys(f"`{line['command']}`" for line in methods.values())
+    return f"{where}, {line['date']}, {', '.join(map(' '.join, versions.items()))}: {', '.join(commands)}"
 
 
 def text_of(models: dict[str, dict[tuple, dict]]) -> str:
