@@ -9,9 +9,7 @@ from hf_kbit.reference import QUANTIZE_SLICE, decode_e4m4, unpack_codes
 
 SAMPLE = 1 << 18  # about so many weights, of rows evenly spaced, decide on the levels
 TURNS = 8
-_UNIT = (
-    2.0**40
-)  # sums are of integers, in units of 1 / _UNIT of a weight as large as the largest: no order changes them
+_UNIT = 2.0**40  # sums are of integers, in this part of the largest weight: no order of adding changes them
 
 
 def refine(weight: torch.Tensor, levels: Levels, exponent: int, search: bool) -> Levels:
