@@ -76,6 +76,13 @@ def test_nothing_that_fits_is_left(bits):
     assert all(chosen[name] == 5 or layer.weights > left for name, layer in layers.items())
 
 
+def test_bits_go_where_a_weight_gains_most():
+    """To ten small layers rather than to the one large layer that gains more than any of them."""
+    layers = {f"small {n}": Layer(100, convex(4, (0.25, 0.25, 0.25))) for n in range(10)}
+    layers |= {"large": Layer(1000, convex(10, (0.25, 0.25, 0.25)))}
+    assert spend(layers, 2 * 2000 + 1000) == {name: 2 if name == "large" else 3 for name in layers}
+
+
 def test_costs_are_divergences_of_one_layer():
     """At 2 bits as measured by hand; at others less by the squared error. The model is as before."""
     model = llama().train()
