@@ -101,12 +101,14 @@ def evaluate(
     sums, predicted = torch.zeros(4, dtype=torch.float64), 0
     with ExitStack() as stack, torch.no_grad():
         for each in models.values():
-            stack.enter_context(_evaluating(each))
+            stack.enter_context(evaluating(each))
         for begin, end, first in tqdm(pieces, desc="evaluating", unit="window", disable=not progress):
             ids = tokens[begin:end]
             rows = slice(first - begin - 1, -1)  # the logits after a token are those of the next one
             # Without a name for the logits, which would keep them while those of the next window are made.
-            sums += _sums({name: _logits(each, ids)[rows] for name, each in models.items()}, tokens[first:end], first)
+            sums += _sums(
+                {name: logits_of(each, ids)[rows] for name, each in models.items()}, tokens[first:end], first
+            )
             predicted += end - first
     nll, reference_nll, divergence, agreed = (sums / predicted).tolist()
     found = Evaluation(_exp(nll), predicted, window, stride)
@@ -158,7 +160,7 @@ def _check_fits(config: PreTrainedConfig, name: str, tokens: torch.Tensor, windo
 
 
 @contextmanager
-def _evaluating(model) -> Iterator[None]:
+def evaluating(model) -> Iterator[None]:
     """Dropout is off inside, and afterwards each module is in the mode that it was in."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -184,7 +186,7 @@ def _windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, 
             return
 
 
-def _logits(model, ids: torch.Tensor) -> torch.Tensor:
+def logits_of(model, ids: torch.Tensor) -> torch.Tensor:
     """``[length, vocabulary]`` on the model's device, in its dtype."""
     output = model(input_ids=ids[None].to(model.device), use_cache=False)
     if getattr(output, "logits", None) is None:

@@ -45,6 +45,7 @@ ORDER = [
     "hub",
     "integrations",
     "evaluation",
+    "widths",
     "cli",
 ]
 

@@ -1,0 +1,214 @@
+"""Mixed widths: which layers get more bits and which fewer, so that all together take a given size."""
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from hf_kbit.config import KbitConfig
+from hf_kbit.evaluation import check, evaluating, logits_of
+from hf_kbit.format import BITS, BLOCK_SIZE
+from hf_kbit.integrations import selection
+from hf_kbit.linear import KbitLinear
+
+SCALE_BITS = 8 / BLOCK_SIZE  # of a weight
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's number of weights, and what each width of ``BITS`` costs the model, in any unit that adds up."""
+
+    weights: int
+    costs: Mapping[int, float]
+
+
+def choose_widths(
+    model: PreTrainedModel,
+    tokens: torch.Tensor,
+    bits: float,
+    *,
+    config: KbitConfig | None = None,
+    window: int = 512,
+    progress: bool = False,
+) -> KbitConfig:
+    """A config that gives each layer a width of its own, ``bits`` on average, so that the model loses least.
+
+    Each layer by itself is quantized to 2 bits, which changes what the model predicts on ``tokens``: the KL divergence
+    from the model as it is is what 2 bits cost there. Other widths cost as much less as their squared error is
+    less. Costs of layers are taken to add up. Bits go where one for each weight lowers the cost most, until none are
+    left. The model is as before when this returns.
+
+    Args:
+        model: a causal language model that is not quantized, in eval mode or not.
+        tokens: int64 ``[length]``, 2 or more: ids of a text like what the model is for; some hundred will do.
+        bits: mean width of the weights of the layers to quantize, 2 to 5; their scales take 0.25 more.
+        config: which layers, levels and scales; widths that it gives are not kept. Default: ``KbitConfig()``.
+        window: tokens that the model sees at once.
+        progress: shows a bar on stderr.
+
+    Returns:
+        A copy of ``config`` with other ``bits`` and ``module_bits``.
+
+    Raises:
+        TypeError: ``tokens`` is no int64 tensor.
+        ValueError: an argument is out of range, the model is quantized or no causal language model, or has no layer to
+            quantize.
+
+    Source: the greedy solution of a knapsack whose costs fall ever less (Fox 1966, Discrete optimization via marginal
+    analysis); the sensitivity of a layer by itself as in HAWQ (Dong et al. 2019), measured instead of estimated.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape))
+    >>> config = choose_widths(model, torch.arange(64), bits=3.5)
+    >>> sorted({config.bits, *config.module_bits.values()})[0] >= 2
+    True
+    """
+    if not BITS[0] <= bits <= BITS[-1]:
+        raise ValueError(f"bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
+    config = replace(config or KbitConfig(), bits=BITS[0], module_bits={})
+    layers = measure(model, tokens, config, window, progress)
+    chosen = spend(layers, bits * sum(layer.weights for layer in layers.values()))
+    common = Counter(chosen.values()).most_common(1)[0][0]
+    return replace(config, bits=common, module_bits={name: own for name, own in chosen.items() if own != common})
+
+
+def spend(layers: Mapping[str, Layer], budget: float) -> dict[str, int]:
+    """The width of each layer for which the sum of costs is least, with at most ``budget`` bits for all weights.
+
+    Exact, but for the last step, where each width lowers a layer's cost by less than the one before.
+
+    >>> costs = {2: 8.0, 3: 2.0, 4: 0.5, 5: 0.1}
+    >>> layers = {"a": Layer(100, costs), "b": Layer(100, {width: cost / 10 for width, cost in costs.items()})}
+    >>> spend(layers, 600)
+    {'a': 4, 'b': 2}
+    """
+    chosen = dict.fromkeys(layers, BITS[0])
+    left = budget - sum(layer.weights for layer in layers.values()) * BITS[0]
+    steps: list[tuple[float, str]] = []
+
+    def offer(name: str) -> None:
+        """What the next width of a layer gains for each weight; the layer's name makes equal gains a fixed order."""
+        layer, width = layers[name], chosen[name]
+        if width < BITS[-1]:
+            heapq.heappush(steps, ((layer.costs[width + 1] - layer.costs[width]) / layer.weights, name))
+
+    for name in layers:
+        offer(name)
+    while steps:
+        _, name = heapq.heappop(steps)
+        if layers[name].weights <= left:
+            left -= layers[name].weights
+            chosen[name] += 1
+            offer(name)
+    return chosen
+
+
+@torch.no_grad()
+def measure(model, tokens: torch.Tensor, config: KbitConfig, window: int, progress: bool) -> dict[str, Layer]:
+    """What each width costs each layer that ``config`` would quantize, by name (see ``choose_widths``)."""
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError("model: found a quantized one, expected one that is not")
+    window = min(window, len(tokens))
+    check({"model": model.config}, tokens, window, window)
+    names = selection.choose(model, config)
+    if not names:
+        raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
+    pieces = [piece for piece in tokens.split(window) if len(piece) > 1]
+    with evaluating(model):
+        before = [logits_of(model, piece) for piece in pieces]
+        return {
+            name: _measure_layer(model, model.get_submodule(name), config, pieces, before)
+            for name in tqdm(names, desc="measuring layers", unit="layer", disable=not progress)
+        }
+
+
+def _measure_layer(model, module: nn.Module, config: KbitConfig, pieces: list, before: list) -> Layer:
+    """``before``: the logits for each piece of the text, from the model as it is."""
+    dense, errors = module.weight.data, {}
+    for width in reversed(BITS):
+        decoded = _decoded(module, width, config)
+        errors[width] = (decoded - dense.float()).square().sum(dtype=torch.float64).item()
+    narrowest = errors[BITS[0]]
+    if narrowest == 0.0:
+        return Layer(dense.numel(), errors)
+    try:
+        module.weight.data = decoded.to(dense.dtype)
+        cost = sum(_divergence(own, logits_of(model, piece)) for own, piece in zip(before, pieces, strict=True))
+    finally:
+        module.weight.data = dense
+    return Layer(dense.numel(), {width: cost * error / narrowest for width, error in errors.items()})
+
+
+def _decoded(module: nn.Module, width: int, config: KbitConfig) -> torch.Tensor:
+    """float32: the module's weight after quantizing, in its own orientation."""
+    weight = module.weight.data.T if isinstance(module, Conv1D) else module.weight.data
+    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    decoded = KbitLinear.from_linear(linear, width, config.levels_for(width), config.scale).dequantize(torch.float32)
+    return decoded.T if isinstance(module, Conv1D) else decoded
+
+
+def _divergence(before: torch.Tensor, after: torch.Tensor) -> float:
+    """KL(before || after) of logits ``[tokens, vocabulary]``, summed over tokens, in nats."""
+    p, q = before.float().log_softmax(-1), after.float().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(dtype=torch.float64).item()
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def bits_for_memory(
+    model: PreTrainedModel, memory: int, *, context: int = 0, config: KbitConfig | None = None
+) -> float:
+    """The mean width with which a model and its KV cache take ``memory`` bytes.
+
+    Counted are the weights of the layers to quantize with their scales, everything else in 16 bits, and keys and
+    values of ``context`` tokens in 16 bits. What computing takes comes on top: about the activations of one layer.
+
+    Args:
+        model: on any device, also meta.
+        memory: bytes.
+        context: tokens that the KV cache has room for, all sequences together.
+        config: which layers are quantized. Default: ``KbitConfig()``.
+
+    Returns:
+        2 to 5, for ``choose_widths``; 5 where there is memory to spare.
+
+    Raises:
+        ValueError: not even 2 bits fit; the message says what is needed.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
+    >>> with torch.device("meta"):
+    ...     model = LlamaForCausalLM(LlamaConfig(vocab_size=1000, **shape))
+    >>> round(bits_for_memory(model, 1_600_000, context=64), 2)
+    2.45
+    """
+    chosen = selection.choose(model, config or KbitConfig())
+    weights = sum(model.get_submodule(name).weight.numel() for name in chosen)
+    if not weights:
+        raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
+    rest = 2 * (sum(parameter.numel() for parameter in model.parameters()) - weights) + cache_bytes(model, context)
+    bits = (memory - rest) * 8 / weights - SCALE_BITS
+    if bits < BITS[0]:
+        least = rest + weights * (BITS[0] + SCALE_BITS) / 8
+        raise ValueError(
+            f"memory: found {memory:,} bytes, expected {least:,.0f} or more: {rest:,} for what stays in 16 bits and "
+            f"the cache of {context:,} tokens, the rest for {weights:,} weights of {BITS[0]} bits"
+        )
+    return min(bits, float(BITS[-1]))
+
+
+def cache_bytes(model: PreTrainedModel, context: int) -> int:
+    """Of keys and values of so many tokens, in 16 bits, if all layers attend to all of them."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * size * context * 2

@@ -1,0 +1,218 @@
+"""Mixed widths: the best for a budget, by costs that are measured, and the bits that a memory allows."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from integrations.adapters import kbit_layers
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from hf_kbit import KbitConfig
+from hf_kbit.format import BITS
+from hf_kbit.widths import Layer, bits_for_memory, choose_widths, measure, spend
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
+TOKENS = torch.arange(200) * 7 % 256
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, num_key_value_heads=2, initializer_range=0.2, **SHAPE))
+
+
+def total(layers, chosen) -> float:
+    return sum(layer.costs[chosen[name]] for name, layer in layers.items())
+
+
+def used(layers, chosen) -> int:
+    return sum(layer.weights * chosen[name] for name, layer in layers.items())
+
+
+def convex(first: float, ratios) -> dict[int, float]:
+    """Costs of which each is at most a third of the one before, as squared errors are."""
+    return dict(zip(BITS, itertools.accumulate(ratios, lambda cost, ratio: cost * ratio, initial=first), strict=True))
+
+
+LAYERS = st.lists(
+    st.builds(
+        Layer,
+        st.just(10),
+        st.builds(convex, st.floats(0.01, 100), st.tuples(*[st.floats(0.05, 0.33)] * 3)),
+    ),
+    min_size=1,
+    max_size=4,
+).map(lambda layers: {f"layer {number}": layer for number, layer in enumerate(layers)})
+
+
+@given(LAYERS, st.floats(2, 5))
+@settings(deadline=None, max_examples=60)
+def test_best_for_layers_of_one_size(layers, bits):
+    """No other choice that fits is better."""
+    budget = bits * sum(layer.weights for layer in layers.values())
+    chosen = spend(layers, budget)
+    assert used(layers, chosen) <= budget
+    others = (dict(zip(layers, widths, strict=True)) for widths in itertools.product(BITS, repeat=len(layers)))
+    best = min(total(layers, other) for other in others if used(layers, other) <= budget)
+    assert total(layers, chosen) <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("bits", [2, 2.3, 3, 3.99, 5])
+def test_nothing_that_fits_is_left(bits):
+    layers = {f"{n}": Layer(n * 100, convex(1 / n, (0.25, 0.25, 0.25))) for n in (1, 2, 5, 17, 40)}
+    budget = bits * sum(layer.weights for layer in layers.values())
+    chosen = spend(layers, budget)
+    left = budget - used(layers, chosen)
+    assert 0 <= left
+    assert all(chosen[name] == 5 or layer.weights > left for name, layer in layers.items())
+
+
+def test_bits_go_where_a_weight_gains_most():
+    """To ten small layers rather than to the one large layer that gains more than any of them."""
+    layers = {f"small {n}": Layer(100, convex(4, (0.25, 0.25, 0.25))) for n in range(10)}
+    layers |= {"large": Layer(1000, convex(10, (0.25, 0.25, 0.25)))}
+    assert spend(layers, 2 * 2000 + 1000) == {name: 2 if name == "large" else 3 for name in layers}
+
+
+def test_costs_are_divergences_of_one_layer():
+    """At 2 bits as measured by hand; at others less by the squared error. The model is as before."""
+    model = llama().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    name, config = "model.layers.1.mlp.down_proj", KbitConfig(bits=2)
+    found = measure(model, TOKENS, config, 64, False)
+    assert model.training and all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    assert len(found) == 14 and all(len(layer.costs) == 4 for layer in found.values())
+
+    model.eval()
+    layer, errors, logits = model.get_submodule(name), {}, []
+    dense = layer.weight.data
+    for bits in (None, *BITS):
+        if bits is not None:
+            codebook = torch.tensor(config.levels_for(bits))
+            planes = torch.ops.hf_kbit.quantize(dense, codebook, True)
+            layer.weight.data = torch.ops.hf_kbit.dequantize(*planes, codebook, list(dense.shape), torch.float32)
+            errors[bits] = (layer.weight.data - dense).square().sum().item()
+        with torch.no_grad():
+            logits.append(torch.cat([model(piece[None]).logits[0] for piece in TOKENS.split(64)]).double())
+    p, q = logits[0].log_softmax(-1), logits[1].log_softmax(-1)
+    cost = (p.exp() * (p - q)).sum().item()
+    expected = {bits: cost * error / errors[2] for bits, error in errors.items()}
+    assert found[name].weights == dense.numel()
+    assert found[name].costs == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("bits", [2, 2.7, 3.5, 5])
+def test_models_load_with_what_was_chosen(device, bits, tmp_path):
+    model = llama().to(device)
+    model.save_pretrained(tmp_path)
+    config = choose_widths(model, TOKENS, bits, config=KbitConfig(modules_to_not_convert=["k_proj"]), window=64)
+    assert config.modules_to_not_convert == ["k_proj"]
+    quantized = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map=device)
+    layers = kbit_layers(quantized)
+    assert len(layers) == 12
+    weights = sum(layer.in_features * layer.out_features for layer in layers.values())
+    mean = sum(layer.in_features * layer.out_features * layer.bits for layer in layers.values()) / weights
+    assert bits - 0.3 < mean <= bits
+    assert len({layer.bits for layer in layers.values()}) == (
+        1 if bits in (2, 5) else len(set(config.module_bits.values())) + 1
+    )
+
+
+def test_bits_go_to_the_layers_that_matter():
+    """Of two layers of one size the one that the output depends on gets more."""
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1e-3)
+    config = choose_widths(model, TOKENS, 3.5)
+    widths = [config.bits_for(f"model.layers.{number}.mlp.down_proj") for number in (0, 1)]
+    assert widths[0] == 2 < widths[1]
+
+
+def test_conv1d():
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=64, n_layer=1, n_head=2, initializer_range=0.2))
+    found = measure(model, TOKENS, KbitConfig(bits=2), 64, False)
+    assert all(layer.costs[2] > 3 * layer.costs[3] > 9 * layer.costs[4] > 0 for layer in found.values())
+
+
+def test_a_layer_of_zeros_costs_nothing():
+    model = llama()
+    torch.nn.init.zeros_(model.model.layers[0].self_attn.o_proj.weight)
+    found = measure(model, TOKENS, KbitConfig(bits=2), 64, False)
+    assert set(found["model.layers.0.self_attn.o_proj"].costs.values()) == {0.0}
+
+
+def test_the_model_is_as_before_after_an_error(monkeypatch):
+    model = llama()
+    before, calls = {name: tensor.clone() for name, tensor in model.state_dict().items()}, itertools.count()
+    forward = model.forward
+
+    def broken(*arguments, **kwargs):
+        if next(calls) == 9:
+            raise RuntimeError("out of memory")
+        return forward(*arguments, **kwargs)
+
+    monkeypatch.setattr(model, "forward", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        choose_widths(model, TOKENS, 3, window=64)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize("context", [0, 1000])
+def test_memory(context):
+    """What is returned takes what was given; a quantized model of that width is as large as was counted."""
+    model = llama()
+    chosen = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96)
+    rest = 2 * (sum(p.numel() for p in model.parameters()) - chosen) + context * 2 * 2 * 2 * 16 * 2
+    for bits in (2.0, 2.5, 4.0):
+        memory = rest + chosen * (bits + 0.25) / 8
+        assert bits_for_memory(model, memory, context=context) == pytest.approx(bits)
+    assert bits_for_memory(model, 10 * rest, context=context) == 5
+    with pytest.raises(ValueError, match=f"memory: found {rest:,} bytes, expected .* {context:,} tokens"):
+        bits_for_memory(model, rest, context=context)
+
+
+def test_memory_counts_what_a_saved_model_has():
+    model = llama().half()
+    config = KbitConfig(bits=3)
+    quantized = LlamaForCausalLM.from_pretrained(
+        None, config=model.config, state_dict=model.state_dict(), quantization_config=config, dtype=torch.float16
+    )
+    size = sum(p.nbytes for p in quantized.parameters())
+    assert bits_for_memory(model, size) == pytest.approx(3, abs=1e-6)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize("bits", [1.9, 5.1, float("nan")])
+def test_widths_out_of_range(bits):
+    with pytest.raises(ValueError, match=f"bits: found {bits}, expected 2 to 5"):
+        choose_widths(llama(), TOKENS, bits)
+
+
+def test_quantized_models_encoders_and_models_without_layers_are_refused():
+    model = llama()
+    with pytest.raises(ValueError, match="found no linear layer to quantize in Llama"):
+        choose_widths(model, TOKENS, 3, config=KbitConfig(modules_to_not_convert=["proj"]))
+    with pytest.raises(ValueError, match="found no linear layer to quantize in Llama"):
+        bits_for_memory(model, 10**9, config=KbitConfig(modules_to_not_convert=["proj"]))
+    with pytest.raises(ValueError, match="an encoder"):
+        choose_widths(BertForMaskedLM(BertConfig(vocab_size=256, **SHAPE)), TOKENS, 3)
+    quantized = LlamaForCausalLM.from_pretrained(
+        None, config=model.config, state_dict=model.state_dict(), quantization_config=KbitConfig(bits=3)
+    )
+    with pytest.raises(ValueError, match="found a quantized one"):
+        choose_widths(quantized, TOKENS, 3)
