@@ -101,7 +101,7 @@ def evaluate(
     sums, predicted = torch.zeros(4, dtype=torch.float64), 0
     with ExitStack() as stack, torch.no_grad():
         for each in models.values():
-            stack.enter_context(_evaluating(each))
+            stack.enter_context(evaluating(each))
         for begin, end, first in tqdm(pieces, desc="evaluating", unit="window", disable=not progress):
             ids = tokens[begin:end]
             rows = slice(first - begin - 1, -1)  # the logits after a token are those of the next one
@@ -158,7 +158,7 @@ def _check_fits(config: PreTrainedConfig, name: str, tokens: torch.Tensor, windo
 
 
 @contextmanager
-def _evaluating(model) -> Iterator[None]:
+def evaluating(model) -> Iterator[None]:
     """Dropout is off inside, and afterwards each module is in the mode that it was in."""
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -1,0 +1,162 @@
+"""Leads data through a model one layer at a time, and adds up what the linear layers of each are given."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+
+class _Finished(Exception):  # noqa: N818  no error: what comes after the last layer need not be computed
+    pass
+
+
+def units(model: nn.Module, names: list[str]) -> dict[str, list[str]]:
+    """``{module: names in it}``: linear layers by the layer of the model that they are in, the outermost element of a
+    ``ModuleList``; one that is in none stands for itself."""
+    found = {}
+    for name in names:
+        parts = name.split(".")
+        paths = (".".join(parts[:end]) for end in range(1, len(parts)))
+        lists = (path for path in paths if isinstance(model.get_submodule(path), nn.ModuleList))
+        outermost = next(lists, None)
+        unit = name if outermost is None else ".".join(parts[: outermost.count(".") + 2])
+        found.setdefault(unit, []).append(name)
+    return found
+
+
+def run(model: nn.Module, ids: torch.Tensor) -> None:
+    """A forward pass; an encoder-decoder reads the same tokens on both sides."""
+    accepted = inspect.signature(model.forward).parameters
+    inputs = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    if "use_cache" in accepted:
+        inputs["use_cache"] = False
+    model(**inputs)
+
+
+def check(model: nn.Module, layers: dict[str, list[str]], ids: torch.Tensor) -> None:
+    """Runs two short sequences, and refuses the model if a layer that is to be quantized reads nothing of them.
+
+    Raises:
+        ValueError: the model reads no tokens, or a layer none of them.
+    """
+    if "input_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"model: found {type(model).__name__}, expected a model that reads token ids (input_ids)")
+    called = set()
+    hooked = {*layers, *(name for names in layers.values() for name in names)}
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.add(name)) for name in hooked
+    ]
+    try:
+        run(model, ids[:2, :16])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if missed := sorted(hooked - called):
+        raise ValueError(
+            f"{missed[0]}: found that tokens do not go through it ({len(missed)} such modules), so it cannot be "
+            "calibrated; name what stays in 16 bits in modules_to_not_convert, or quantize while loading, without data"
+        )
+
+
+def stream(
+    model: nn.Module,
+    layers: dict[str, list[str]],
+    ids: torch.Tensor,
+    batch: int,
+    visit: Callable[[str, Callable[[], None]], None],
+) -> None:
+    """One forward pass of all sequences, which stops at each layer.
+
+    In place of a layer's forward, ``visit(name, forward)`` is called, where ``forward()`` runs the layer as it is on
+    its inputs; after that the layer, as ``visit`` has left it, computes what the next one is given. So the model's own
+    code prepares the inputs of every layer, whatever they are, and each sees the ones before it quantized. A layer
+    takes ``batch`` sequences at a time.
+    """
+    waiting, running = set(layers), set()
+    modules = {name: model.get_submodule(name) for name in layers}
+    own = {name: vars(module).get("forward") for name, module in modules.items()}  # of the instance, if it has one
+    originals = {name: module.forward for name, module in modules.items()}
+
+    def forward(name, *args, **kwargs):
+        if name in running:  # a part, from the inside of a call for all
+            return originals[name](*args, **kwargs)
+        running.add(name)
+        if name in waiting:
+            visit(name, lambda: _in_parts(model.get_submodule(name), len(ids), batch, args, kwargs, join=False))
+            waiting.remove(name)
+        if not waiting:
+            raise _Finished
+        output = _in_parts(model.get_submodule(name), len(ids), batch, args, kwargs)
+        running.remove(name)
+        return output
+
+    for name, module in modules.items():
+        module.forward = partial(forward, name)
+    try:
+        run(model, ids)
+    except _Finished:
+        pass
+    finally:
+        for name, module in modules.items():
+            del module.forward
+            if own[name] is not None:
+                module.forward = own[name]
+
+
+def _in_parts(module, sequences: int, batch: int, args, kwargs, join: bool = True):
+    """What ``module`` makes of all sequences, ``batch`` at a time.
+
+    Tensors of two or more dimensions whose first is the number of sequences are cut, others passed as they are; of the
+    outputs those with a part's number of sequences are joined.
+    """
+    leaves, form = tree_flatten((args, kwargs))
+    parts = []
+    for start in range(0, sequences, batch):
+        part = slice(start, start + batch)
+        given = [x[part] if _of_all(x, sequences) else x for x in leaves]
+        part_args, part_kwargs = tree_unflatten(given, form)
+        output = module(*part_args, **part_kwargs)
+        if join:
+            parts.append(output)
+    if join:
+        size = min(batch, sequences)
+        return tree_map(lambda *same: torch.cat(same) if _of_all(same[0], size) else same[0], *parts)
+    return None
+
+
+def _of_all(value, sequences: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 1 and len(value) == sequences
+
+
+@contextmanager
+def moments(linears: dict[str, nn.Module], diagonal: bool) -> Iterator[dict[str, torch.Tensor]]:
+    """Adds up what goes into linear layers while it is open: float32 ``{name: sum of x @ x.T}``, ``[K, K]``, or only
+    its diagonal, ``[K]``. Layers that are given the same tensor share one sum."""
+    sums, last = {}, (None, None)
+
+    def add(name, x):
+        nonlocal last
+        previous, leader = last
+        if x is previous and sums.get(name, sums[leader]) is sums[leader]:
+            sums[name] = sums[leader]
+            return
+        rows = x.flatten(0, -2).float()
+        new = rows.square().sum(0) if diagonal else rows.T @ rows
+        sums[name] = sums[name].add_(new) if name in sums else new
+        last = x, name
+
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: add(name, args[0]))
+        for name, module in linears.items()
+    ]
+    try:
+        yield sums
+    finally:
+        for hook in hooks:
+            hook.remove()
