@@ -28,6 +28,10 @@ def units(model: nn.Module, names: list[str]) -> dict[str, list[str]]:
     return found
 
 
+def reads_tokens(model: nn.Module) -> bool:
+    return "input_ids" in inspect.signature(model.forward).parameters
+
+
 def run(model: nn.Module, ids: torch.Tensor) -> None:
     """A forward pass; an encoder-decoder reads the same tokens on both sides."""
     accepted = inspect.signature(model.forward).parameters
@@ -43,10 +47,8 @@ def check(model: nn.Module, layers: dict[str, list[str]], ids: torch.Tensor) -> 
     """Runs two short sequences, and refuses the model if a layer that is to be quantized reads nothing of them.
 
     Raises:
-        ValueError: the model reads no tokens, or a layer none of them.
+        ValueError: the model needs more than tokens, or a layer reads none of them.
     """
-    if "input_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"model: found {type(model).__name__}, expected a model that reads token ids (input_ids)")
     called = set()
     hooked = {*layers, *(name for names in layers.values() for name in names)}
     hooks = [
@@ -54,6 +56,11 @@ def check(model: nn.Module, layers: dict[str, list[str]], ids: torch.Tensor) -> 
     ]
     try:
         run(model, ids[:2, :16])
+    except Exception as error:  # whatever a forward does without what it needs, such as pixels
+        raise ValueError(
+            f"model: found that {type(model).__name__} does not run on token ids alone "
+            f"({type(error).__name__}: {error}), so it cannot be calibrated; quantize it while loading, without data"
+        ) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -137,19 +144,13 @@ def _of_all(value, sequences: int) -> bool:
 @contextmanager
 def moments(linears: dict[str, nn.Module], diagonal: bool) -> Iterator[dict[str, torch.Tensor]]:
     """Adds up what goes into linear layers while it is open: float32 ``{name: sum of x @ x.T}``, ``[K, K]``, or only
-    its diagonal, ``[K]``. Layers that are given the same tensor share one sum."""
-    sums, last = {}, (None, None)
+    its diagonal, ``[K]``."""
+    sums = {}
 
     def add(name, x):
-        nonlocal last
-        previous, leader = last
-        if x is previous and sums.get(name, sums[leader]) is sums[leader]:
-            sums[name] = sums[leader]
-            return
         rows = x.flatten(0, -2).float()
         new = rows.square().sum(0) if diagonal else rows.T @ rows
         sums[name] = sums[name].add_(new) if name in sums else new
-        last = x, name
 
     hooks = [
         module.register_forward_pre_hook(lambda _, args, name=name: add(name, args[0]))

@@ -37,11 +37,13 @@ def solve(weight: torch.Tensor, hessian: torch.Tensor, codebook: torch.Tensor) -
     (torch.Size([4, 4]), torch.Size([4, 2]))
     """
     bits, padding = bits_of(len(codebook)), -weight.shape[1] % BLOCK_SIZE
+    mean = hessian.diagonal().mean()
+    damping = torch.where(mean > 0, DAMPING * mean, 1.0)
     kept = F.pad(torch.ones_like(weight[0]), (0, padding))
     columns, hessian = F.pad(weight, (0, padding)), F.pad(hessian, (0, padding, 0, padding))
     order = _order(hessian.diagonal())
     columns, hessian, kept = columns.T[order].contiguous(), hessian[order][:, order], kept[order]
-    root = _inverse_root(hessian)
+    root = _inverse_root(hessian, damping)
     codes = torch.empty_like(columns, dtype=torch.uint8)
     absmax = torch.empty((len(columns) // BLOCK_SIZE, len(weight)), dtype=torch.uint8, device=weight.device)
     for block, start in enumerate(range(0, len(columns), BLOCK_SIZE)):
@@ -59,19 +61,17 @@ def _order(moments: torch.Tensor) -> torch.Tensor:
     return (inside[blocks] + blocks[:, None] * BLOCK_SIZE).flatten()
 
 
-def _inverse_root(hessian: torch.Tensor) -> torch.Tensor:
-    """float32 upper triangular U with ``U.T @ U`` the inverse of the damped Hessian.
+def _inverse_root(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
+    """float32 upper triangular U with ``U.T @ U`` the inverse of the Hessian with ``damping`` on its diagonal.
 
     Raises:
         ValueError: the Hessian is not positive semidefinite.
     """
-    mean = hessian.diagonal().mean()
-    damped = hessian + torch.where(mean > 0, DAMPING * mean, 1.0) * torch.eye(len(hessian), device=hessian.device)
     for dtype in (torch.float32, torch.float64):
+        unit = torch.eye(len(hessian), dtype=dtype, device=hessian.device)
         # Cholesky from the last column to the first: the inverse of this factor is U.
-        lower, failed = torch.linalg.cholesky_ex(damped.to(dtype).flip(0, 1))
+        lower, failed = torch.linalg.cholesky_ex((hessian + damping * unit).flip(0, 1))
         if not failed:
-            unit = torch.eye(len(hessian), dtype=dtype, device=hessian.device)
             return torch.linalg.solve_triangular(lower.flip(0, 1), unit, upper=True).float()
     raise ValueError("hessian: found a matrix that is not positive semidefinite, expected sums of x @ x.T")
 

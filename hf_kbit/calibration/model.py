@@ -106,6 +106,8 @@ def _check_model(model, config: KbitConfig) -> dict[str, int]:
     """``{module name: bits}`` of the layers to quantize, of a model that can be calibrated."""
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError("model: found it quantized already, expected one in 16 or 32 bits")
+    if not capture.reads_tokens(model):
+        raise ValueError(f"model: found {type(model).__name__}, expected a model that reads token ids (input_ids)")
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1 or devices == {"meta"}:
         raise ValueError(f"model: found it on {sorted(devices)}, expected one device")
