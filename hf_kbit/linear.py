@@ -131,8 +131,10 @@ class KbitLinear(nn.Linear):
         return layer.train(linear.training)
 
     def choose_levels(self, weight: torch.Tensor, name: str = "weight") -> None:
-        """Sets what it takes to decode a weight once it is quantized: ``exponent``, which keeps the scales inside E4M4,
-        and, with the codebook ``"layer"`` and the first weight, ``levels``. The ``codebook`` buffer stays.
+        """Sets what it takes to decode a weight once it is quantized.
+
+        That is ``exponent``, which keeps the scales inside E4M4, and, with the codebook ``"layer"`` and the first
+        weight, ``levels``; the ``codebook`` buffer is left to ``set_codebook``.
 
         Args:
             weight: float32, float16 or bfloat16 ``[N, K]``.

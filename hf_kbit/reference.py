@@ -108,8 +108,8 @@ def quantize(weight: torch.Tensor, codebook: torch.Tensor, search: bool = False)
 
 
 def quantize_rows(rows: torch.Tensor, codebook: torch.Tensor, bits: int, search: bool, importance=None):
-    """``quantize`` of rows at once. ``importance``, float32 ``[K]``, weights the squared errors that a search compares:
-    all alike if None."""
+    """``quantize`` of rows at once; ``importance``, float32 ``[K]``, weights the squared errors that a search
+    compares, all alike if None."""
     padding = -rows.shape[-1] % BLOCK_SIZE
     blocks = F.pad(rows.float(), (0, padding)).unflatten(-1, (-1, BLOCK_SIZE))
     largest = codebook.abs().amax()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 
-class _Finished(Exception):  # noqa: N818  no error: what comes after the last layer need not be computed
+class _Finished(Exception):
     pass
 
 
@@ -33,14 +33,16 @@ def reads_tokens(model: nn.Module) -> bool:
 
 
 def run(model: nn.Module, ids: torch.Tensor) -> None:
-    """A forward pass; an encoder-decoder reads the same tokens on both sides."""
-    accepted = inspect.signature(model.forward).parameters
-    inputs = {"input_ids": ids}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids
-    if "use_cache" in accepted:
-        inputs["use_cache"] = False
-    model(**inputs)
+    """A forward pass without a cache; an encoder-decoder reads the same tokens on both sides."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    caching = [config for config in configs if getattr(config, "use_cache", False)]
+    for config in caching:
+        config.use_cache = False
+    try:
+        model(input_ids=ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}))
+    finally:
+        for config in caching:
+            config.use_cache = True
 
 
 def check(model: nn.Module, layers: dict[str, list[str]], ids: torch.Tensor) -> None:

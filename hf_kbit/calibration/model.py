@@ -17,8 +17,8 @@ from hf_kbit.integrations import selection
 from hf_kbit.integrations.transformers import KbitHfQuantizer
 from hf_kbit.linear import KbitLinear
 
-# A solver is a module with ``solve(weight, moments, codebook) -> planes, absmax`` and ``DIAGONAL``: whether moments are
-# the diagonal of the sum of x @ x.T, or all of it.
+# A solver is a module with ``solve(weight, moments, codebook) -> planes, absmax`` and ``DIAGONAL``: whether moments
+# are the diagonal of the sum of x @ x.T, or all of it.
 METHODS: dict[str, ModuleType] = {"feedback": feedback, "weighted": weighted}
 
 
@@ -43,8 +43,8 @@ def calibrate(
     Args:
         model: float32, float16 or bfloat16, on one device. It is changed, and needs memory for itself, one layer's
             statistics and, a few times over, the activations between two layers.
-        data: int64 ``[sequences, tokens]``, none of them padding, or a text, which is cut into sequences of 2048 tokens
-            or what the model has positions for. Some 64,000 tokens of the kind of text that the model is for.
+        data: int64 ``[sequences, tokens]``, none of them padding, or a text, which is cut into sequences of 2048
+            tokens or what the model has positions for. Some 64,000 tokens of the kind that the model is for.
         tokenizer: for a text.
         method: ``"feedback"``: the weights not yet rounded make up for the errors of those that are; needs K * K
             float32 for a layer of K in_features. ``"weighted"``: only scales are chosen, by errors weighted by the
@@ -79,6 +79,7 @@ def calibrate(
         raise ValueError(f"scale: found {quantizer.quantization_config.scale!r}, expected 'search' or none")
     widths = _check_model(model, quantizer.quantization_config)
     ids = token_ids(data, tokenizer, model)
+    training = {name: model.get_submodule(name).training for name in widths}
     with evaluating(model):
         layers = capture.units(model, list(widths))
         capture.check(model, layers, ids)
@@ -91,12 +92,13 @@ def calibrate(
                 with capture.moments(dense, solver.DIAGONAL) as moments:
                     forward()
                 for name, module in dense.items():
-                    layer = _solve(name, quantizer.new_layer(model, name, widths[name]), module, moments[name], solver)
+                    layer = quantizer.new_layer(model, name, widths[name]).train(training[name])
+                    _solve(name, layer, module, moments[name], solver)
                     selection.replace_modules(model, {name: layer})
                     bar.update()
 
             capture.stream(model, layers, ids, batch, visit)
-    model.hf_quantizer = quantizer
+    model.hf_quantizer, model.is_quantized = quantizer, True
     model.quantization_method = quantizer.quantization_config.quant_method
     quantizer.postprocess_model(model)
     return model
@@ -120,8 +122,8 @@ def _check_model(model, config: KbitConfig) -> dict[str, int]:
     return widths
 
 
-def _solve(name: str, layer: KbitLinear, dense: nn.Module, moments: torch.Tensor, solver: ModuleType) -> KbitLinear:
-    """``layer`` with the weight of ``dense``, as the solver quantizes it."""
+def _solve(name: str, layer: KbitLinear, dense: nn.Module, moments: torch.Tensor, solver: ModuleType) -> None:
+    """Gives ``layer`` the weight of ``dense``, as the solver quantizes it."""
     if not moments.isfinite().all():
         raise ValueError(f"{name}: found NaN or infinite inputs, expected finite ones")
     weight = dense.weight.T if isinstance(dense, Conv1D) else dense.weight
@@ -130,4 +132,3 @@ def _solve(name: str, layer: KbitLinear, dense: nn.Module, moments: torch.Tensor
     layer.load_planes(*solver.solve(weight.float() * 2.0**-layer.exponent, moments, codebook))
     # As weights are marked that Transformers has loaded.
     layer.weight._is_hf_initialized = layer.weight_absmax._is_hf_initialized = True
-    return layer.train(dense.training)

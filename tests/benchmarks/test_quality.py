@@ -89,6 +89,16 @@ def test_a_large_package_is_cut(quality, folders):
         assert source[1] <= size / quality.data.HELD_OUT_ONE_IN
 
 
+def test_text_to_calibrate_on_is_not_held_out(quality, folders):
+    text = quality.data.training_text(20_000, folders)
+    assert len(text) == 20_000 and text == quality.data.training_text(20_000, folders)
+    (root, _) = folders["packages0"]
+    files = list(quality.data.files("packages0", root, quality.data.SUFFIXES))
+    held_out = {file.path.read_text() for file in files if file.held_out}
+    assert held_out and not any(document.splitlines()[0] in text for document in held_out)
+    assert len(quality.data.training_text(1 << 30, folders)) < sum(file.path.stat().st_size for file in files)
+
+
 def test_what_is_read_of_a_file(quality, tmp_path):
     licence = "# Copyright A. Author\n# Licensed to all\n"
     cases = {
@@ -265,6 +275,19 @@ def figures(quality, folder, method) -> tuple[dict[str, float], float]:
     """Sizes, and the error of the weights."""
     model, reference = method.load(folder, "cpu"), quality.methods.load(folder, "cpu")
     return quality.measure.sizes(method, model, reference), quality.methods.squared_error(model, reference)
+
+
+@pytest.mark.parametrize("method", ["weighted", "feedback"])
+def test_a_calibrated_method(quality, trained, method, monkeypatch):
+    """It takes what the one without data takes, and has another error."""
+    folder, _ = trained
+    monkeypatch.setattr(quality.methods, "CALIBRATION_SEQUENCES", 8)
+    found, error = {}, {}
+    for way in (f"optimal, {method}", "optimal, search"):
+        (one,) = [m for m in quality.methods.kbit_methods() if m.label == f"hf_kbit 2 {way}"]
+        found[way], error[way] = figures(quality, folder, one)
+    calibrated, free = found
+    assert found[calibrated] == found[free] and error[calibrated] > error[free]
 
 
 @pytest.mark.parametrize(("codebook", "tables"), [("int", 1), ("layer", 7 * LAYERS)])

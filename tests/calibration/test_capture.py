@@ -11,7 +11,9 @@ import hf_kbit
 from hf_kbit.calibration import capture, weighted
 from hf_kbit.calibration.model import METHODS
 
-READS_TOKENS = [row for row in ARCHITECTURES if row.name not in ("vit", "whisper", "llava", "wav2vec2", "hubert", "clip")]
+READS_TOKENS = [
+    row for row in ARCHITECTURES if row.name not in ("vit", "whisper", "llava", "wav2vec2", "hubert", "clip")
+]
 IDS = torch.randint(5, 90, (5, 9), generator=torch.Generator().manual_seed(3))
 
 
@@ -28,7 +30,7 @@ class Recorder:
 
 @torch.no_grad()
 def moments_by_whole_passes(dense, quantized, units, ids) -> list[torch.Tensor]:
-    """For each unit a pass of all sequences, one at a time, with the units before it quantized; in the order of use."""
+    """For each unit, in the order of use, a pass of one sequence at a time, with the units before it quantized."""
     order, found = [], []
     hooks = [dense.get_submodule(u).register_forward_pre_hook(lambda *_, u=u: order.append(u)) for u in units]
     capture.run(dense, ids)
