@@ -12,10 +12,10 @@ from hf_kbit.reference import unpack_codes
 
 
 def problem(rows: int, columns: int, tokens: int, seed: int = 0):
-    """A weight, and moments of inputs of different sizes that depend on each other; some columns have none."""
+    """A weight, and moments of inputs that depend on each other, later ones larger; some columns have none."""
     rng = cases.generator(rows, columns, tokens, seed)
     mix = torch.randn(columns, columns, generator=rng) * torch.rand(columns, generator=rng) ** 2
-    inputs = torch.randn(tokens, columns, generator=rng) @ mix
+    inputs = torch.randn(tokens, columns, generator=rng) @ mix * torch.linspace(0.2, 2, columns)
     inputs[:, 3::17] = 0
     return 0.1 * torch.randn(rows, columns, generator=rng), inputs.T @ inputs
 
@@ -67,6 +67,7 @@ def solve_by_definition(weight, hessian, codebook):
 def test_is_what_the_definition_gives(columns, bits):
     weight, hessian = problem(2, columns, tokens=200)
     codebook = torch.tensor(codebooks.optimal(bits))
+    assert columns == 32 or hessian.diagonal()[:32].sum() < hessian.diagonal()[32:64].sum()  # the second block first
     planes, absmax = feedback.solve(weight, hessian, codebook)
     codes = unpack_codes(planes, bits).flatten(1)
     for row in range(2):

@@ -61,6 +61,9 @@ def test_like_a_model_quantized_while_loading(name, method, device, tmp_path):
         assert getattr(model, attribute) == getattr(loaded, attribute)
     assert model.config.quantization_config.to_dict() == loaded.config.quantization_config.to_dict()
     assert not same(tensors(model), tensors(loaded))
+    for name in found:
+        ours, theirs = (each.get_submodule(name).dequantize(torch.float32) for each in (model, loaded))
+        assert (ours - theirs).norm() < 0.6 * theirs.norm(), name
 
     model.save_pretrained(tmp_path / "packed")
     again = type(model).from_pretrained(tmp_path / "packed").to(device)
@@ -154,7 +157,7 @@ def test_bad_arguments_leave_the_model(message):
 
 @pytest.mark.parametrize("data", [None, IDS.float()])
 def test_data_of_another_type(data):
-    with pytest.raises(TypeError, match="data: found .*, expected token ids"):
+    with pytest.raises(TypeError, match=r"data: found .*, expected token ids"):
         hf_kbit.calibrate(llama(), data)
 
 
@@ -204,9 +207,12 @@ def test_the_rest_of_such_a_model_can_be_calibrated():
 # --- quality --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("bits", "weighted", "feedback"), [(2, 1.0, 0.6), (3, 1.0, 0.6)])
+@pytest.mark.parametrize(("bits", "weighted", "feedback"), [(2, 1.0, 0.4), (3, 1.0, 0.5)])
 def test_loses_less_than_without_data(bits, weighted, feedback):
-    """Of trained weights, on held-out text: bounds of the loss above the float model's, over that without data."""
+    """Of trained weights, on held-out text: bounds of the loss above the float model's, over that without data.
+
+    Measured on 2026-11-21 (torch 2.13 CPU, Transformers 5.23): 0.95 and 0.20 at 2 bits, 0.94 and 0.29 at 3 bits.
+    """
     data = torch.cat(list(batches(16)))
     dense = mean_loss(AutoModelForCausalLM.from_pretrained(trained_lm()), held_out())
     config = KbitConfig(bits=bits)
@@ -214,5 +220,4 @@ def test_loses_less_than_without_data(bits, weighted, feedback):
     for method, bound in (("weighted", weighted), ("feedback", feedback)):
         model = AutoModelForCausalLM.from_pretrained(trained_lm())
         loss = mean_loss(hf_kbit.calibrate(model, data, bits=bits, method=method, batch=32), held_out())
-        print(method, bits, (loss - dense) / (free - dense))
         assert loss - dense < bound * (free - dense)
