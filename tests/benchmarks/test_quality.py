@@ -337,6 +337,7 @@ def results(tmp_path):
             ("bitsandbytes", 4, "NF4, block 64", 1.0),
             ("hf_kbit", 4, "optimal, search", 0.5),
             ("hf_kbit", 4, "int, search", 0.8),
+            ("hf_kbit", 4, "optimal, feedback", 0.2),
             ("hf_kbit", 3, "normal_float, absmax", 10.0),
             ("hf_kbit", 3, "optimal, search", 7.2),
         ]
@@ -356,6 +357,7 @@ def test_tables(quality, results):
     assert targets[2:] == [
         "| 4 bits: optimal, search | bitsandbytes, NF4, block 64 | 0.50 | 0.6 | reached |",
         "| 3 bits: optimal, search | hf_kbit, normal_float, absmax | 0.72 | 0.7 | missed |",
+        "| 4 bits: optimal, feedback | hf_kbit, optimal, search | 0.40 | 0.6 | reached |",
     ]
     text = quality.report.text_of(models)
     rows = [line for line in text.splitlines() if line.startswith("| hf_kbit, 4 bits: optimal, search ")]
@@ -381,6 +383,7 @@ def test_plot(quality, results, tmp_path):
         ("hf_kbit", "optimal, search"): [3, 4],
         ("bitsandbytes", "NF4, block 64"): [4],
         ("hf_kbit", "int, search"): [4],
+        ("hf_kbit", "optimal, feedback"): [4],
         ("hf_kbit", "normal_float, absmax"): [3],
     }
     quality.report.plot(methods, tmp_path / "plot.png")
