@@ -6,6 +6,7 @@ Importing the package registers the quantization method ``"kbit"`` with Transfor
 from importlib import import_module as _import_module
 
 from hf_kbit import codebooks
+from hf_kbit.calibration import calibrate
 from hf_kbit.config import KbitConfig
 from hf_kbit.integrations import transformers as _transformers  # noqa: F401  registers the quantizer
 from hf_kbit.integrations.after_import import after_import as _after_import
@@ -13,7 +14,7 @@ from hf_kbit.linear import KbitLinear
 from hf_kbit.ops import dequantize, gemm, quantize, repack
 
 __version__ = "0.1.0.dev0"
-__all__ = ["KbitConfig", "KbitLinear", "codebooks", "dequantize", "gemm", "quantize", "repack"]
+__all__ = ["KbitConfig", "KbitLinear", "calibrate", "codebooks", "dequantize", "gemm", "quantize", "repack"]
 
 # What needs PEFT, and is no part of __all__ because of that: an import of * works without it.
 _WITH_PEFT = {

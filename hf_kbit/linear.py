@@ -130,8 +130,8 @@ class KbitLinear(nn.Linear):
         layer.bias = linear.bias
         return layer.train(linear.training)
 
-    def quantize(self, weight: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantizes a weight on its own device, as this layer has it, and sets what it takes to decode it.
+    def choose_levels(self, weight: torch.Tensor, name: str = "weight") -> None:
+        """Sets what it takes to decode a weight once it is quantized.
 
         That is ``exponent``, which keeps the scales inside E4M4, and, with the codebook ``"layer"`` and the first
         weight, ``levels``; the ``codebook`` buffer is left to ``set_codebook``.
@@ -140,26 +140,32 @@ class KbitLinear(nn.Linear):
             weight: float32, float16 or bfloat16 ``[N, K]``.
             name: what errors call the weight.
 
-        Returns:
-            planes and absmax (see ``hf_kbit.quantize``).
-
         Raises:
             ValueError: the weight holds NaN or infinity.
         """
-        weight = weight.detach()
         # NaN and infinity survive the extremes, so one value read back serves the check and the exponent.
         lowest, highest = torch.aminmax(weight)
         largest = torch.maximum(-lowest, highest).item()
         if not largest < float("inf"):
             raise ValueError(f"{name}: found NaN or infinite values, expected finite ones")
-        self.exponent, search = layer_exponent(largest), self.scale == "search"
+        self.exponent = layer_exponent(largest)
         if self.refine_levels:
-            self.levels, self.refine_levels = refine(weight, self.levels, self.exponent, search), False
-        return torch.ops.hf_kbit.quantize(weight, codebooks.scaled(self.levels, self.exponent, weight.device), search)
+            self.levels = refine(weight, self.levels, self.exponent, self.scale == "search")
+            self.refine_levels = False
+
+    def quantize(self, weight: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
+        """planes and absmax (see ``hf_kbit.quantize``) of a weight, on its own device, after ``choose_levels``."""
+        weight = weight.detach()
+        self.choose_levels(weight, name)
+        codebook = codebooks.scaled(self.levels, self.exponent, weight.device)
+        return torch.ops.hf_kbit.quantize(weight, codebook, self.scale == "search")
 
     def load_dense(self, weight: torch.Tensor, name: str = "weight") -> None:
         """Replaces the weight by the quantized ``weight`` ``[N, K]``, which also decides device and exponent."""
-        planes, absmax = self.quantize(weight, name)
+        self.load_planes(*self.quantize(weight, name))
+
+    def load_planes(self, planes: torch.Tensor, absmax: torch.Tensor) -> None:
+        """Replaces the weight by one in the stored form, which also decides the device, for the levels chosen."""
         self.weight = nn.Parameter(planes, requires_grad=False)
         self.weight_absmax = nn.Parameter(absmax, requires_grad=False)
         self.set_codebook(self.levels, self.exponent, planes.device)

@@ -103,11 +103,13 @@ def quantize(weight: torch.Tensor, codebook: torch.Tensor, search: bool = False)
     step = max(QUANTIZE_SLICE // in_features, 1)
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
-        planes[part], absmax[part] = _quantize_rows(rows[part], codebook, bits, search)
+        planes[part], absmax[part] = quantize_rows(rows[part], codebook, bits, search)
     return planes.unflatten(0, weight.shape[:-1]), absmax.unflatten(0, weight.shape[:-1])
 
 
-def _quantize_rows(rows: torch.Tensor, codebook: torch.Tensor, bits: int, search: bool):
+def quantize_rows(rows: torch.Tensor, codebook: torch.Tensor, bits: int, search: bool, importance=None):
+    """``quantize`` of rows at once; ``importance``, float32 ``[K]``, weights the squared errors that a search
+    compares, all alike if None."""
     padding = -rows.shape[-1] % BLOCK_SIZE
     blocks = F.pad(rows.float(), (0, padding)).unflatten(-1, (-1, BLOCK_SIZE))
     largest = codebook.abs().amax()
@@ -116,10 +118,11 @@ def _quantize_rows(rows: torch.Tensor, codebook: torch.Tensor, bits: int, search
         blocks, codebook, largest = blocks * unit, codebook * unit, largest * unit
     absmax = encode_e4m4(blocks.abs().amax(dim=-1) / largest)
     if search:
-        kept = F.pad(rows.new_ones(rows.shape[-1], dtype=torch.float32), (0, padding)).unflatten(-1, (-1, BLOCK_SIZE))
-        absmax = _least_error(blocks, kept, codebook, absmax)
+        factors = rows.new_ones(rows.shape[-1], dtype=torch.float32) if importance is None else importance.sqrt()
+        factors = F.pad(factors, (0, padding)).unflatten(-1, (-1, BLOCK_SIZE))
+        absmax = _least_error(blocks, factors, codebook, absmax)
     ratios = _ratios(blocks, absmax)
-    return pack_codes(_nearest(ratios, codebook).to(torch.uint8), bits), absmax
+    return pack_codes(nearest(ratios, codebook).to(torch.uint8), bits), absmax
 
 
 def _ratios(blocks: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
@@ -128,18 +131,19 @@ def _ratios(blocks: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
     return blocks * torch.where(scale > 0, 1 / scale, 0)[..., None]
 
 
-def _nearest(ratios: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
+def nearest(ratios: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
     """The code of the nearest level; halfway goes to the lower one."""
     return torch.bucketize(ratios, (codebook[1:] + codebook[:-1]) / 2, out_int32=True)
 
 
-def _least_error(blocks, kept, codebook, absmax) -> torch.Tensor:
-    """Of the bytes around ``absmax`` that with the least squared error of what is ``kept``, not padding; if several,
-    ``absmax``, else the lowest. Every operation is one of float32, and a sum has one order: all devices agree."""
+def _least_error(blocks, factors, codebook, absmax) -> torch.Tensor:
+    """Of the bytes around ``absmax`` that with the least squared error; if several, ``absmax``, else the lowest.
+    ``factors`` multiply the errors: 0 where there is padding. Every operation is one of float32, and a sum has one
+    order: all devices agree."""
 
     def squared_error(byte):
         ratios = _ratios(blocks, byte)
-        difference = (ratios - _look_up(codebook, _nearest(ratios, codebook))) * kept
+        difference = (ratios - _look_up(codebook, nearest(ratios, codebook))) * factors
         squares = difference * difference
         while squares.shape[-1] > 1:
             squares = squares[..., : squares.shape[-1] // 2] + squares[..., squares.shape[-1] // 2 :]

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import hf_kbit
 from hf_kbit import KbitLinear, cli, codebooks
+from hf_kbit.calibration.model import METHODS as CALIBRATION_METHODS
 from hf_kbit.integrations.peft import IMPOSSIBLE_INITIALISATIONS, METHODS, KbitTunerLayer
 from hf_kbit.linear import SCALES
 
@@ -239,6 +240,23 @@ def test_methods_and_refusals_are_on_the_finetuning_page():
     (methods,) = re.findall(r"^\| methods \| (.*) \|$", page, flags=re.MULTILINE)
     assert tuple(sorted(method.upper() for method in methods.split(", "))) == METHODS
     assert all(f'init_lora_weights="{name}"' in page for name in IMPOSSIBLE_INITIALISATIONS)
+
+
+# --- docs/calibration.md ---
+
+
+def test_code_of_the_calibration_page(run_code):
+    """On the CPU, and on less text: what it saves is a quantized model."""
+    (code,) = code_blocks("calibration.md", "python")
+    names = run_code(code.replace(", device_map=0", "").replace(".read()", ".read()[:3000]"), {})
+    loaded = Qwen3ForCausalLM.from_pretrained("qwen3-0.6b-3bit")
+    assert kinds_of_layers(loaded) == {KbitLinear}
+    assert loss_of_notes(loaded) == pytest.approx(loss_of_notes(names["model"]), abs=1e-6)
+
+
+def test_methods_of_the_calibration_page():
+    rows = re.findall(r'^\| `"(\w+)"`', (DOCS / "calibration.md").read_text(), flags=re.MULTILINE)
+    assert set(rows) == set(CALIBRATION_METHODS)
 
 
 # --- docs/evaluation.md ---

@@ -35,6 +35,7 @@ LONGEST_LINES = 120  # characters, on average
 FEWEST_LETTERS = 0.5  # of the characters that are not space
 CAP = 32 << 20
 HELD_OUT_ONE_IN = 16
+BEGINNING = 4096  # characters of a file to calibrate on
 LONG_LINE = 40  # characters: shorter ones are in many files
 
 
@@ -143,6 +144,20 @@ def collect(folders: dict[str, tuple[Path, tuple[str, ...]]] | None = None, cap:
         for file, text in documents:
             sources[file.source][part] += len(text.encode())
     return Text([text for _, text in train], [text for _, text in held_out], sources)
+
+
+def training_text(characters: int, folders: dict[str, tuple[Path, tuple[str, ...]]] | None = None) -> str:
+    """So many characters from folders that are not held out: the beginnings of files in the order of a hash of their
+    names, at most ``BEGINNING`` of each."""
+    found = [file for root, where in (folders or roots()).items() for file in files(root, *where) if not file.held_out]
+    parts, taken = [], 0
+    for file in sorted(found, key=lambda file: file.order):
+        if taken >= characters:
+            break
+        text = (read(file.path) or "")[:BEGINNING]
+        parts.append(text)
+        taken += len(text)
+    return "\n\n".join(filter(None, parts))[:characters]
 
 
 def capped(documents: Iterable[tuple[File, str | None]], cap: int) -> Iterator[tuple[File, str]]:

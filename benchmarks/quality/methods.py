@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, BitsAndBytesConfig
+from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig
 
 import hf_kbit
+from benchmarks.quality.data import training_text
 from hf_kbit.format import BITS
 
 HEADS = ("lm_head", "pooler.dense")  # of a Llama and of all-MiniLM-L6-v2, whose own is of no use to it
@@ -27,6 +28,8 @@ KBIT = (
     ("fp4", "search"),
     ("layer", "search"),
 )
+# Of 1024 tokens, or as long as the model reads, of the first of so many characters.
+CALIBRATION_SEQUENCES, CALIBRATION_CHARACTERS = 128, 1 << 20
 # Half-precision scale and zero for so many weights: 0.5 bits, the 0.25 of hf_kbit, and more than either.
 HQQ_GROUPS = (64, 128, 32)
 # Symmetric with a half-precision scale: 0.5 bits, and 0.25.
@@ -110,8 +113,17 @@ def kbit_storage(model: nn.Module) -> Storage:
     )
 
 
+def load_calibrated(folder: Path, device: str, bits: int, method: str) -> nn.Module:
+    """Calibrated on text of the kind that the model was trained on, of no folder that is held out."""
+    model, tokenizer = load(folder, device), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(training_text(CALIBRATION_CHARACTERS), return_tensors="pt", verbose=False)["input_ids"]
+    length = min(1024, model.config.max_position_embeddings)
+    rows = ids[0, : ids.shape[1] // length * length].view(-1, length)
+    return hf_kbit.calibrate(model, rows[:CALIBRATION_SEQUENCES], bits=bits, method=method)
+
+
 def kbit_methods() -> list[Method]:
-    return [
+    free = [
         Method(
             "hf_kbit",
             bits,
@@ -123,6 +135,12 @@ def kbit_methods() -> list[Method]:
         for codebook, scale in KBIT
         if codebook != "fp4" or bits == 4
     ]
+    calibrated = [
+        Method("hf_kbit", bits, f"optimal, {method}", partial(load_calibrated, bits=bits, method=method), kbit_storage)
+        for bits in BITS
+        for method in ("weighted", "feedback")
+    ]
+    return free + calibrated
 
 
 # --- bitsandbytes ---------------------------------------------------------------------------------

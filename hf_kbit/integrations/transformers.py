@@ -119,7 +119,7 @@ class KbitHfQuantizer(HfQuantizer):
 
     def _prepare_on_the_fly(self, model) -> None:
         layers = {
-            name: self._new_layer(model, name, bits)
+            name: self.new_layer(model, name, bits)
             for name, bits in selection.choose(model, self.quantization_config).items()
         }
         if not layers:
@@ -169,11 +169,11 @@ class KbitHfQuantizer(HfQuantizer):
         for name, stored_name in packed.items():
             if name in linears and selection.is_linear(linears[name]):
                 own = config.layers.get(stored_name, {})
-                layers[name] = self._new_layer(model, name, own.get("bits", config.bits), own.get("levels"))
+                layers[name] = self.new_layer(model, name, own.get("bits", config.bits), own.get("levels"))
                 layers[name].exponent = own.get("exponent", 0)
         selection.replace_modules(model, layers)
 
-    def _new_layer(self, model, name: str, bits: int, levels=None) -> KbitLinear:
+    def new_layer(self, model, name: str, bits: int, levels=None) -> KbitLinear:
         """An empty stand-in on the meta device that knows what it stands for."""
         dense = model.get_submodule(name)
         in_features, out_features = (

@@ -89,6 +89,16 @@ def test_a_large_package_is_cut(quality, folders):
         assert source[1] <= size / quality.data.HELD_OUT_ONE_IN
 
 
+def test_text_to_calibrate_on_is_not_held_out(quality, folders):
+    text = quality.data.training_text(20_000, folders)
+    assert len(text) == 20_000 and text == quality.data.training_text(20_000, folders)
+    (root, _) = folders["packages0"]
+    files = list(quality.data.files("packages0", root, quality.data.SUFFIXES))
+    held_out = {file.path.read_text() for file in files if file.held_out}
+    assert held_out and not any(document.splitlines()[0] in text for document in held_out)
+    assert len(quality.data.training_text(1 << 30, folders)) < sum(file.path.stat().st_size for file in files)
+
+
 def test_what_is_read_of_a_file(quality, tmp_path):
     licence = "# Copyright A. Author\n# Licensed to all\n"
     cases = {
@@ -267,6 +277,19 @@ def figures(quality, folder, method) -> tuple[dict[str, float], float]:
     return quality.measure.sizes(method, model, reference), quality.methods.squared_error(model, reference)
 
 
+@pytest.mark.parametrize("method", ["weighted", "feedback"])
+def test_a_calibrated_method(quality, trained, method, monkeypatch):
+    """It takes what the one without data takes, and has another error."""
+    folder, _ = trained
+    monkeypatch.setattr(quality.methods, "CALIBRATION_SEQUENCES", 8)
+    found, error = {}, {}
+    for way in (f"optimal, {method}", "optimal, search"):
+        (one,) = [m for m in quality.methods.kbit_methods() if m.label == f"hf_kbit 2 {way}"]
+        found[way], error[way] = figures(quality, folder, one)
+    calibrated, free = found
+    assert found[calibrated] == found[free] and error[calibrated] > error[free]
+
+
 @pytest.mark.parametrize(("codebook", "tables"), [("int", 1), ("layer", 7 * LAYERS)])
 @pytest.mark.parametrize("bits", BITS)
 def test_bits_per_weight(quality, folder, bits, codebook, tables):
@@ -314,6 +337,7 @@ def results(tmp_path):
             ("bitsandbytes", 4, "NF4, block 64", 1.0),
             ("hf_kbit", 4, "optimal, search", 0.5),
             ("hf_kbit", 4, "int, search", 0.8),
+            ("hf_kbit", 4, "optimal, feedback", 0.2),
             ("hf_kbit", 3, "normal_float, absmax", 10.0),
             ("hf_kbit", 3, "optimal, search", 7.2),
         ]
@@ -333,6 +357,7 @@ def test_tables(quality, results):
     assert targets[2:] == [
         "| 4 bits: optimal, search | bitsandbytes, NF4, block 64 | 0.50 | 0.6 | reached |",
         "| 3 bits: optimal, search | hf_kbit, normal_float, absmax | 0.72 | 0.7 | missed |",
+        "| 4 bits: optimal, feedback | hf_kbit, optimal, search | 0.40 | 0.6 | reached |",
     ]
     text = quality.report.text_of(models)
     rows = [line for line in text.splitlines() if line.startswith("| hf_kbit, 4 bits: optimal, search ")]
@@ -358,6 +383,7 @@ def test_plot(quality, results, tmp_path):
         ("hf_kbit", "optimal, search"): [3, 4],
         ("bitsandbytes", "NF4, block 64"): [4],
         ("hf_kbit", "int, search"): [4],
+        ("hf_kbit", "optimal, feedback"): [4],
         ("hf_kbit", "normal_float, absmax"): [3],
     }
     quality.report.plot(methods, tmp_path / "plot.png")

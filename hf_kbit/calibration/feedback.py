@@ -1,0 +1,105 @@
+"""Error feedback: what rounding a weight does to a layer's outputs, the weights not yet rounded make up for."""
+
+import torch
+import torch.nn.functional as F
+
+from hf_kbit.codebooks import bits_of
+from hf_kbit.format import BLOCK_SIZE
+from hf_kbit.reference import SEARCH_ABOVE, SEARCH_BELOW, decode_e4m4, encode_e4m4, nearest, pack_codes
+
+DIAGONAL = False
+DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to it
+
+
+def solve(weight: torch.Tensor, hessian: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Planes and scales with a small squared error of the layer's outputs, ``trace(D @ hessian @ D.T)`` for the
+    difference D of the decoded weight and ``weight``.
+
+    Columns are rounded one after another, and the error of each is spread over those to come as the least squares
+    say. A block's scale is the one for which its columns, rounded so, add least to the error. Blocks go in descending
+    order of their inputs' moments, and so do the columns within each: the largest errors are made while many columns
+    are left. Nothing of that order is stored.
+
+    Args:
+        weight: float32 ``[N, K]``, finite, its largest magnitude within the range of E4M4.
+        hessian: float32 ``[K, K]``: the sum of ``x @ x.T`` over tokens.
+        codebook: float32 ``[2**bits]``, ascending, the largest magnitude 1.
+
+    Returns:
+        planes, int32 ``[N, B * bits]``, and absmax, uint8 ``[N, B]``.
+
+    Source: GPTQ (arXiv:2210.17323), which is LDLQ of QuIP (arXiv:2307.13304); here with scales of blocks that are
+    searched by the error after the feedback.
+
+    >>> weight, inputs = torch.rand(4, 64), torch.rand(1000, 64)
+    >>> planes, absmax = solve(weight, inputs.T @ inputs, torch.tensor([-1.0, -0.3, 0.3, 1.0]))
+    >>> planes.shape, absmax.shape
+    (torch.Size([4, 4]), torch.Size([4, 2]))
+    """
+    bits, padding = bits_of(len(codebook)), -weight.shape[1] % BLOCK_SIZE
+    mean = hessian.diagonal().mean()
+    damping = torch.where(mean > 0, DAMPING * mean, 1.0)
+    kept = F.pad(torch.ones_like(weight[0]), (0, padding))
+    columns, hessian = F.pad(weight, (0, padding)), F.pad(hessian, (0, padding, 0, padding))
+    order = _order(hessian.diagonal())
+    columns, hessian, kept = columns.T[order].contiguous(), hessian[order][:, order], kept[order]
+    root = _inverse_root(hessian, damping)
+    codes = torch.empty_like(columns, dtype=torch.uint8)
+    absmax = torch.empty((len(columns) // BLOCK_SIZE, len(weight)), dtype=torch.uint8, device=weight.device)
+    for block, start in enumerate(range(0, len(columns), BLOCK_SIZE)):
+        own = slice(start, start + BLOCK_SIZE)
+        codes[own], absmax[block], errors = _block(columns[own], root[own, own], kept[own], codebook)
+        columns[own.stop :] -= root[own, own.stop :].T @ errors
+    codes[order], absmax[order[::BLOCK_SIZE] // BLOCK_SIZE] = codes.clone(), absmax.clone()
+    return pack_codes(codes.T.unflatten(1, (-1, BLOCK_SIZE)).contiguous(), bits), absmax.T.contiguous()
+
+
+def _order(moments: torch.Tensor) -> torch.Tensor:
+    """int64 ``[K]``: descending blocks of descending columns; equal ones stay in their order."""
+    inside = moments.view(-1, BLOCK_SIZE).sort(descending=True, stable=True).indices
+    blocks = moments.view(-1, BLOCK_SIZE).sum(1).sort(descending=True, stable=True).indices
+    return (inside[blocks] + blocks[:, None] * BLOCK_SIZE).flatten()
+
+
+def _inverse_root(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
+    """float32 upper triangular U with ``U.T @ U`` the inverse of the Hessian with ``damping`` on its diagonal.
+
+    Raises:
+        ValueError: the Hessian is not positive semidefinite.
+    """
+    for dtype in (torch.float32, torch.float64):
+        unit = torch.eye(len(hessian), dtype=dtype, device=hessian.device)
+        # Cholesky from the last column to the first: the inverse of this factor is U.
+        lower, failed = torch.linalg.cholesky_ex((hessian + damping * unit).flip(0, 1))
+        if not failed:
+            return torch.linalg.solve_triangular(lower.flip(0, 1), unit, upper=True).float()
+    raise ValueError("hessian: found a matrix that is not positive semidefinite, expected sums of x @ x.T")
+
+
+def _block(columns: torch.Tensor, root: torch.Tensor, kept: torch.Tensor, codebook: torch.Tensor):
+    """Rounds one block of all rows, with each scale of the search; returns what the best one of each row gives.
+
+    Args:
+        columns: float32 ``[32, N]``.
+        root: float32 ``[32, 32]``, the block's own part of U.
+        kept: float32 ``[32]``, 0 for padding.
+        codebook: float32 ``[2**bits]``.
+
+    Returns:
+        codes, uint8 ``[32, N]``; absmax, uint8 ``[N]``; and errors, float32 ``[32, N]``, over the diagonal of U.
+    """
+    steps = torch.arange(-SEARCH_BELOW, SEARCH_ABOVE + 1, device=columns.device)
+    largest = encode_e4m4(columns.abs().amax(0)).int()
+    absmax = torch.where(largest > 0, (largest + steps[:, None]).clamp(1, 255), 0).to(torch.uint8)
+    scale = decode_e4m4(absmax)
+    inverse = torch.where(scale > 0, 1 / scale, 0)
+    left = columns[:, None].expand(-1, *scale.shape).contiguous()  # [32, scales, N]
+    codes = torch.empty_like(left, dtype=torch.uint8)
+    for j in range(BLOCK_SIZE):
+        codes[j] = nearest(left[j] * inverse, codebook)
+        left[j] -= codebook[codes[j].int()] * scale
+        left[j] /= root[j, j]
+        left[j + 1 :].addcmul_(root[j, j + 1 :, None, None], left[j][None], value=-1)
+    best = (left.square() * kept[:, None, None]).sum(0).argmin(0)
+    index = best.expand(BLOCK_SIZE, 1, -1)
+    return codes.gather(1, index)[:, 0], absmax.gather(0, best[None])[0], left.gather(1, index)[:, 0]

@@ -1,0 +1,44 @@
+"""Weighted scales against a loop over all of them in float64."""
+
+import cases
+import pytest
+import torch
+
+from hf_kbit import codebooks, quantize
+from hf_kbit.calibration import weighted
+from hf_kbit.format import decode_e4m4, encode_e4m4
+from hf_kbit.reference import unpack_codes
+
+
+def problem(shape):
+    rng = cases.generator(*shape)
+    return torch.randn(shape, generator=rng), torch.rand(shape[1], generator=rng) ** 8 * 1000
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("shape", [(4, 64), (3, 41)])
+def test_scale_has_the_least_weighted_error(shape, bits):
+    weight, moments = problem(shape)
+    codebook = torch.tensor(codebooks.optimal(bits))
+    planes, absmax = weighted.solve(weight, moments, codebook)
+    codes = unpack_codes(planes, bits).flatten(1)
+    for row in range(shape[0]):
+        for block in range(-(-shape[1] // 32)):
+            own = slice(32 * block, min(32 * block + 32, shape[1]))
+            values, importance = weight[row, own].double(), moments[own].double()
+            first = encode_e4m4(values.abs().max().item())
+            errors = {}
+            for byte in range(first - 16, first + 7):
+                ratios = values / decode_e4m4(byte)
+                nearest = (ratios[:, None] - codebook.double()).abs().argmin(1)
+                differences = (ratios - codebook.double()[nearest]) * decode_e4m4(byte)
+                errors[byte] = (float((differences.square() * importance).sum()), nearest.tolist())
+            byte = absmax[row, block].item()
+            assert errors[byte][0] <= min(errors.values())[0] * (1 + 1e-5)
+            assert codes[row, own].tolist() == errors[byte][1]
+
+
+def test_equal_moments_change_nothing():
+    weight, codebook = problem((8, 100))[0], torch.tensor(codebooks.optimal(3))
+    for moments in (torch.full((100,), 1e-9), torch.full((100,), 1e9), torch.zeros(100)):
+        assert all(map(torch.equal, weighted.solve(weight, moments, codebook), quantize(weight, codebook, True)))
