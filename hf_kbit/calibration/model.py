@@ -1,6 +1,7 @@
 """``calibrate``: quantizes a model that is in memory, with solvers that know what goes through its layers."""
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ def calibrate(
     method: str = "feedback",
     batch: int = 4,
     progress: bool = False,
-    **config,
+    **config: Any,
 ) -> PreTrainedModel:
     """Quantizes a model in place, so that on text like ``data`` its layers compute nearly what they did.
 
