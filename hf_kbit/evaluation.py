@@ -219,9 +219,14 @@ def _sums(logits: dict[str, torch.Tensor], targets: torch.Tensor, first: int) ->
             sums[n] -= log.gather(-1, target).sum(dtype=torch.float64)
         if len(logs) == 2:
             p, q = logs
-            sums[2] += (q.exp() * (q - p)).sum(dtype=torch.float64)
+            sums[2] += divergence(q, p)
             sums[3] += (q.argmax(-1) == p.argmax(-1)).sum()
     return sums.cpu()
+
+
+def divergence(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """float64: KL(before || after) of logarithms of probabilities ``[*, vocabulary]``, summed, in nats."""
+    return (before.exp() * (before - after)).sum(dtype=torch.float64)
 
 
 def _check_finite(logits: torch.Tensor, name: str, first: int) -> None:

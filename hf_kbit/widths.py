@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.config import KbitConfig
-from hf_kbit.evaluation import check, evaluating, logits_of
+from hf_kbit.evaluation import check, divergence, evaluating, logits_of
 from hf_kbit.format import BITS, BLOCK_SIZE
 from hf_kbit.integrations import selection
 from hf_kbit.linear import KbitLinear
@@ -82,7 +82,7 @@ def choose_widths(
 def spend(layers: Mapping[str, Layer], budget: float) -> dict[str, int]:
     """The width of each layer for which the sum of costs is least, with at most ``budget`` bits for all weights.
 
-    Exact, but for the last step, where each width lowers a layer's cost by less than the one before.
+    Exact for layers of one size if each width lowers a cost by less than the one before; near to it for others.
 
     >>> costs = {2: 8.0, 3: 2.0, 4: 0.5, 5: 0.1}
     >>> layers = {"a": Layer(100, costs), "b": Layer(100, {width: cost / 10 for width, cost in costs.items()})}
@@ -122,7 +122,7 @@ def measure(model, tokens: torch.Tensor, config: KbitConfig, window: int, progre
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     pieces = [piece for piece in tokens.split(window) if len(piece) > 1]
     with evaluating(model):
-        before = [logits_of(model, piece) for piece in pieces]
+        before = [_log_probabilities(model, piece) for piece in pieces]
         return {
             name: _measure_layer(model, model.get_submodule(name), config, pieces, before)
             for name in tqdm(names, desc="measuring layers", unit="layer", disable=not progress)
@@ -130,7 +130,7 @@ def measure(model, tokens: torch.Tensor, config: KbitConfig, window: int, progre
 
 
 def _measure_layer(model, module: nn.Module, config: KbitConfig, pieces: list, before: list) -> Layer:
-    """``before``: the logits for each piece of the text, from the model as it is."""
+    """``before``: for each piece of the text the logarithms of probabilities, from the model as it is."""
     dense, errors = module.weight.data, {}
     for width in reversed(BITS):
         decoded = _decoded(module, width, config)
@@ -140,10 +140,15 @@ def _measure_layer(model, module: nn.Module, config: KbitConfig, pieces: list, b
         return Layer(dense.numel(), errors)
     try:
         module.weight.data = decoded.to(dense.dtype)
-        cost = sum(_divergence(own, logits_of(model, piece)) for own, piece in zip(before, pieces, strict=True))
+        after = (_log_probabilities(model, piece) for piece in pieces)
+        cost = sum(divergence(*logs).item() for logs in zip(before, after, strict=True))
     finally:
         module.weight.data = dense
     return Layer(dense.numel(), {width: cost * error / narrowest for width, error in errors.items()})
+
+
+def _log_probabilities(model, piece: torch.Tensor) -> torch.Tensor:
+    return logits_of(model, piece).float().log_softmax(-1)
 
 
 def _decoded(module: nn.Module, width: int, config: KbitConfig) -> torch.Tensor:
@@ -153,12 +158,6 @@ def _decoded(module: nn.Module, width: int, config: KbitConfig) -> torch.Tensor:
     linear.weight = nn.Parameter(weight, requires_grad=False)
     decoded = KbitLinear.from_linear(linear, width, config.levels_for(width), config.scale).dequantize(torch.float32)
     return decoded.T if isinstance(module, Conv1D) else decoded
-
-
-def _divergence(before: torch.Tensor, after: torch.Tensor) -> float:
-    """KL(before || after) of logits ``[tokens, vocabulary]``, summed over tokens, in nats."""
-    p, q = before.float().log_softmax(-1), after.float().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(dtype=torch.float64).item()
 
 
 # --- memory ---------------------------------------------------------------------------------------
