@@ -10,18 +10,19 @@
 
 namespace hf_kbit {
 
-constexpr int kGemmTokens = 16;  // at most, at a time, in gemm.cu
+constexpr int kGemmTokens = 16;  // at most, in gemm.cu
 
 // For tiles and float16 or bfloat16; everything else is dequantized.
 enum class GemmPath { decode, wgmma, mma, dequantize };
 constexpr int kMmaMostTokens = 256;
+// gemm_mma.cu is compiled and chosen for all GPUs but Hopper's.
 constexpr bool has_mma_path(int arch) { return arch != 900; }
 
 // On one H200 (CUDA 13.0, 2026-11-21) gemm.cu is the fastest up to 16 tokens. For thousands of them it takes so much
 // less time to decode than to multiply that cuBLAS on decoded slices is about as fast as gemm_wgmma.cu; at 2 bits not
 // yet at 4096. gemm_mma.cu, made to run there, is 2.1 to 3.9 times as fast as to decode first for 32 tokens, 1.2
-// to 1.6 times for 128, and 0.8 to 0.9 times for 256, but cuBLAS there has tensor cores twice as fast as mma.sync's,
-// which no GPU has that takes this path.
+// to 1.6 times for 128, and 0.8 to 1.0 times for 256, where cuBLAS has wgmma, twice as fast as mma.sync; of the GPUs
+// that take this path only those of capability 10.0 have such an instruction.
 inline GemmPath gemm_path(int64_t tokens, int bits, int arch) {
     if (tokens < 1) return GemmPath::dequantize;
     if (tokens <= kGemmTokens) return GemmPath::decode;
