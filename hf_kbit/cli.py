@@ -3,8 +3,12 @@
 import json
 import os
 import platform
+import re
+import shutil
 import sys
-from dataclasses import asdict
+import time
+from collections import Counter
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -14,8 +18,13 @@ import typer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_kbit
-from hf_kbit import _native
+from hf_kbit import _native, widths
+from hf_kbit.calibration.data import token_ids
+from hf_kbit.calibration.model import METHODS, load
+from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import Evaluation, check, evaluate
+from hf_kbit.format import BITS
+from hf_kbit.integrations import selection
 
 app = typer.Typer(help="Low-bit weights for Transformers.", no_args_is_help=True, add_completion=False)
 
@@ -123,11 +132,15 @@ def _load_arguments(device: str | None, dtype: str) -> dict:
     """Arguments of ``from_pretrained``, for both models."""
     if dtype not in DTYPES:
         raise ValueError(f"--dtype: found {dtype!r}, expected one of {list(DTYPES)}")
+    return {"device_map": _device(device), "dtype": dtype}
+
+
+def _device(device: str | None) -> str:
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device.startswith("cuda") and not torch.cuda.is_available():
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device: found {device}, but torch can use no GPU; see hf-kbit info")
-    return {"device_map": device, "dtype": dtype}
+    return device
 
 
 def _quantization(model: str, bits: int | None, codebook: str | None, scale: str | None) -> dict:
@@ -199,6 +212,158 @@ def _show(found: Evaluation) -> None:
         rows["same top-1"] = f"{found.top1_agreement:.2%}"
     for label, value in rows.items():
         _line(label, value)
+
+
+UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+MEASURED = (2, 512)  # sequences, and tokens of each, on which widths are chosen
+UNFINISHED = "unfinished"
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="Folder, or name on the Hub, of a model in 16 or 32 bits.")],
+    out: Annotated[Path, typer.Argument(help="Folder to save the quantized model in; a killed run goes on there.")],
+    bits: Annotated[
+        float | None, typer.Option(help="2 to 5; 3.4, say, is a mean, with widths chosen for each layer. Default: 4.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Instead of --bits: as many as fit, such as 20GB or 800MiB.")
+    ] = None,
+    context: Annotated[int, typer.Option(min=0, help="With --memory: tokens that a KV cache has room for.")] = 8192,
+    calibrate: Annotated[bool, typer.Option(help="Quantize with data: better, and slower.")] = False,
+    method: Annotated[str, typer.Option(help=f"Of calibrating: {', '.join(METHODS)}.")] = "feedback",
+    text: Annotated[list[Path] | None, typer.Option(help="A file of text; may be given several times.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(metavar="NAME[:CONFIG]", help="A dataset of the Hub, a folder or a file of rows.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Of the dataset.")] = "train",
+    column: Annotated[str, typer.Option(help="Of the dataset: the one with the text.")] = "text",
+    sequences: Annotated[int, typer.Option(min=1, help="Of 2048 tokens, for calibrating, at most.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that go through a layer at a time.")] = 4,
+    codebook: Annotated[str | None, typer.Option(help="Name of the levels.")] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave in 16 bits; repeatable.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: GPU, if any.")] = None,
+) -> None:
+    """Quantizes a model and saves it, to a width or to a memory, with a little data or none.
+
+    Without --text and --dataset, what needs data takes the built-in text.
+    """
+    start = time.monotonic()
+    try:
+        device = _device(device)
+        _check_folder(out)
+        if bits is not None and memory is not None:
+            raise ValueError("--memory: found it and --bits, expected one")
+        choices = {"codebook": codebook} if codebook else {}
+        config = KbitConfig(modules_to_not_convert=skip or [], **choices)
+        dense = load(model)
+        if getattr(dense.config, "quantization_config", None) is not None:
+            raise ValueError(f"{model}: found it quantized already, expected a model in 16 or 32 bits")
+        mean = 4.0 if bits is None else bits
+        if memory is not None:
+            mean = _describe_memory(dense, memory, context, config)
+        if not BITS[0] <= mean <= BITS[-1]:
+            raise ValueError(f"--bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
+        mixed = mean != int(mean)
+        if not (calibrate or mixed) and (text or dataset):
+            raise ValueError("--text: found data, but neither --calibrate nor mixed widths need it")
+        ids, source = None, ""
+        if calibrate or mixed:
+            source = ", ".join(map(str, text or ())) or dataset or "the built-in text"
+            data = _read(text, dataset, split, column) if text or dataset else None
+            ids = token_ids(data, AutoTokenizer.from_pretrained(model), dense, sequences)
+        config = _choose(dense, mean, ids, source, config, device) if mixed else replace(config, bits=int(mean))
+        if calibrate:
+            _line("calibrating", f"{method}, {len(ids):,} x {ids.shape[1]:,} tokens of {source}, on {device}")
+            quantized = hf_kbit.calibrate(
+                dense,
+                ids,
+                method=method,
+                batch=batch,
+                device=device,
+                resume=out / UNFINISHED,
+                progress=True,
+                bits=config.bits,
+                module_bits=config.module_bits,
+                modules_to_not_convert=config.modules_to_not_convert,
+                **choices,
+            )
+        else:
+            kind = type(dense)
+            del dense
+            quantized = kind.from_pretrained(model, dtype="auto", device_map=device, quantization_config=config)
+        quantized.save_pretrained(out)
+        _save_tokenizer(model, out)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        _fail("quantize", error)
+    shutil.rmtree(out / UNFINISHED, ignore_errors=True)
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    _line("saved", f"{out}: {size / 1e9:,.3g} GB, after {time.monotonic() - start:,.0f} s")
+
+
+def _check_folder(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or {file.name for file in out.iterdir()} - {UNFINISHED}):
+        raise ValueError(f"{out}: found files, expected a new folder, or that of a killed run")
+
+
+def _bytes(size: str) -> int:
+    """
+    >>> _bytes("20GB"), _bytes("1.5 MiB")
+    (20000000000, 1572864)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]|[KMGT]i)?B", size)
+    if not match:
+        raise ValueError(f"--memory: found {size!r}, expected a size such as 20GB or 800MiB")
+    return int(float(match[1]) * UNITS[match[2] or ""])
+
+
+def _describe_memory(model, memory: str, context: int, config: KbitConfig) -> float:
+    """The mean width for a memory, and what it is made of."""
+    size = _bytes(memory)
+    bits = widths.bits_for_memory(model, size, context=context, config=config)
+    chosen = selection.choose(model, config)
+    weights = sum(model.get_submodule(name).weight.numel() for name in chosen)
+    cache = widths.cache_bytes(model, context)
+    rest = 2 * (sum(parameter.numel() for parameter in model.parameters()) - weights)
+    _line("memory", f"{size / 1e9:,.3f} GB, of which {rest / 1e9:,.3f} for what stays in 16 bits,")
+    _line("", f"{cache / 1e9:,.3f} for keys and values of {context:,} tokens,")
+    used = weights * (bits + widths.SCALE_BITS) / 8
+    spare = f"; {(size - rest - cache - used) / 1e9:,.3f} are left" if bits == BITS[-1] else ""
+    _line("", f"{used / 1e9:,.3f} for {weights:,} weights: {bits:.2f} bits and {widths.SCALE_BITS} for scales{spare}")
+    return bits
+
+
+def _choose(model, mean: float, ids: torch.Tensor, source: str, config: KbitConfig, device: str) -> KbitConfig:
+    """Widths for a mean, by what each layer loses; says which layers get how many, and why."""
+    sample = ids[:: max(len(ids) // MEASURED[0], 1), : MEASURED[1]][: MEASURED[0]]
+    tokens = sample.numel()
+    _line("measuring", f"what 2 bits in each layer cost on {tokens:,} tokens of {source}, on {device}")
+    config = replace(config, bits=BITS[0])
+    layers = widths.measure(model, sample.flatten(), config, window=sample.shape[1], device=device, progress=True)
+    chosen = widths.spend(layers, mean * sum(layer.weights for layer in layers.values()))
+    counts = ", ".join(f"{count} in {width} bits" for width, count in sorted(Counter(chosen.values()).items()))
+    weights, used = Counter(), Counter()
+    for name, layer in layers.items():
+        for key in ("", name.rpartition(".")[2]):
+            weights[key] += layer.weights
+            used[key] += layer.weights * chosen[name]
+    means = {key: used[key] / weights[key] for key in weights}
+    _line("widths", f"{means.pop(''):.2f} bits for a weight: {counts}")
+    _line("", ", ".join(f"{kind} {width:.2f}" for kind, width in means.items()))
+    costs = sorted(layers, key=lambda name: layers[name].costs[BITS[0]] / layers[name].weights)
+    for label, name in (("most", costs[-1]), ("least", costs[0])):
+        cost = layers[name].costs[BITS[0]] / tokens
+        _line(label, f"{name} loses {cost:.2g} nats a token at {BITS[0]} bits for its size, and gets {chosen[name]}")
+    return widths.config_of(config, chosen)
+
+
+def _save_tokenizer(model: str, out: Path) -> None:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError):
+        _line("tokenizer", f"none in {model}")
+    else:
+        tokenizer.save_pretrained(out)
 
 
 @app.command(

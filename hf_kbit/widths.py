@@ -11,13 +11,15 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from hf_kbit.calibration import capture
 from hf_kbit.config import KbitConfig
-from hf_kbit.evaluation import check, divergence, evaluating, logits_of
+from hf_kbit.evaluation import check, divergence, evaluating
 from hf_kbit.format import BITS, BLOCK_SIZE
 from hf_kbit.integrations import selection
 from hf_kbit.linear import KbitLinear
 
 SCALE_BITS = 8 / BLOCK_SIZE  # of a weight
+TOGETHER = 16  # layers that are measured in one pass through the model, each with logits of its own
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ def choose_widths(
     *,
     config: KbitConfig | None = None,
     window: int = 512,
+    device: torch.device | str | None = None,
     progress: bool = False,
 ) -> KbitConfig:
     """A config that gives each layer a width of its own, ``bits`` on average, so that the model loses least.
@@ -50,6 +53,7 @@ def choose_widths(
         bits: mean width of the weights of the layers to quantize, 2 to 5; their scales take 0.25 more.
         config: which layers, levels and scales; widths that it gives are not kept. Default: ``KbitConfig()``.
         window: tokens that the model sees at once.
+        device: where each layer computes, as for ``calibrate``: a model on a CPU can be larger than the GPU.
         progress: shows a bar on stderr.
 
     Returns:
@@ -73,8 +77,12 @@ def choose_widths(
     if not BITS[0] <= bits <= BITS[-1]:
         raise ValueError(f"bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
     config = replace(config or KbitConfig(), bits=BITS[0], module_bits={})
-    layers = measure(model, tokens, config, window, progress)
-    chosen = spend(layers, bits * sum(layer.weights for layer in layers.values()))
+    layers = measure(model, tokens, config, window=window, device=device, progress=progress)
+    return config_of(config, spend(layers, bits * sum(layer.weights for layer in layers.values())))
+
+
+def config_of(config: KbitConfig, chosen: Mapping[str, int]) -> KbitConfig:
+    """A copy of ``config`` with the widths chosen."""
     common = Counter(chosen.values()).most_common(1)[0][0]
     return replace(config, bits=common, module_bits={name: own for name, own in chosen.items() if own != common})
 
@@ -111,44 +119,93 @@ def spend(layers: Mapping[str, Layer], budget: float) -> dict[str, int]:
 
 
 @torch.no_grad()
-def measure(model, tokens: torch.Tensor, config: KbitConfig, window: int, progress: bool) -> dict[str, Layer]:
-    """What each width costs each layer that ``config`` would quantize, by name (see ``choose_widths``)."""
+def measure(
+    model: PreTrainedModel,
+    tokens: torch.Tensor,
+    config: KbitConfig,
+    *,
+    window: int = 512,
+    device: torch.device | str | None = None,
+    progress: bool = False,
+) -> dict[str, Layer]:
+    """What each width costs each layer that ``config`` would quantize, by name, in nats for all of ``tokens``.
+
+    Arguments and errors are those of ``choose_widths``. In one pass through the model go the text as it is and, for
+    each of some layers, another one that reads it from that layer on as 2 bits would have it.
+    """
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("model: found a quantized one, expected one that is not")
     window = min(window, len(tokens))
     check({"model": model.config}, tokens, window, window)
-    names = selection.choose(model, config)
+    names = list(selection.choose(model, config))
     if not names:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
-    pieces = [piece for piece in tokens.split(window) if len(piece) > 1]
-    with evaluating(model):
-        before = [_log_probabilities(model, piece) for piece in pieces]
-        return {
-            name: _measure_layer(model, model.get_submodule(name), config, pieces, before)
-            for name in tqdm(names, desc="measuring layers", unit="layer", disable=not progress)
-        }
+    device, ids = capture.resolve(device, model), tokens.to(model.device)
+    pieces = [piece for piece in ids.split(window) if len(piece) > 1]
+    errors, costs = {}, dict.fromkeys(names, 0.0)
+    with evaluating(model), tqdm(total=len(names), desc="measuring", unit="layer", disable=not progress) as bar:
+        capture.check(model, capture.units(model, names), ids[None], device)
+        for start in range(0, len(names), TOGETHER):
+            group = names[start : start + TOGETHER]
+            for piece in pieces:
+                logits = _logits(model, group, piece, config, device, errors)
+                before = _log_probabilities(logits[0], device)
+                for name, changed in zip(group, logits[1:], strict=True):
+                    costs[name] += divergence(before, _log_probabilities(changed, device)).item()
+            bar.update(len(group))
+    return {name: _layer(model.get_submodule(name).weight.numel(), costs[name], errors[name]) for name in names}
 
 
-def _measure_layer(model, module: nn.Module, config: KbitConfig, pieces: list, before: list) -> Layer:
-    """``before``: for each piece of the text the logarithms of probabilities, from the model as it is."""
-    dense, errors = module.weight.data, {}
+def _layer(weights: int, cost: float, errors: dict[int, float]) -> Layer:
+    """``cost``: of the narrowest width; those of others are in proportion to their errors."""
+    narrowest = errors[BITS[0]]
+    return Layer(weights, {width: cost * error / narrowest if narrowest else 0.0 for width, error in errors.items()})
+
+
+def _log_probabilities(logits: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return logits.to(device).float().log_softmax(-1)
+
+
+def _logits(model, group: list[str], piece: torch.Tensor, config: KbitConfig, device, errors: dict) -> torch.Tensor:
+    """``[1 + len(group), length, vocabulary]``: of the model as it is, and with each layer in turn of 2 bits.
+
+    ``errors`` gets the squared errors of the layers' widths.
+    """
+    head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
+    units = {name: unit for unit, inside in capture.units(model, group).items() for name in inside}
+    passed = set()
+
+    def visit(unit: str, run):
+        passed.add(unit)
+        unchanged = run(slice(0, 1))
+        yield slice(0, 1), unchanged
+        for row, name in enumerate(group, start=1):
+            rows, output = slice(row, row + 1), unchanged
+            if units[name] == unit:
+                module = model.get_submodule(name)
+                dense = module.weight.data
+                decoded, errors[name] = _narrowest(module, config)
+                try:
+                    module.weight.data = decoded.to(dense.dtype)
+                    output = run(rows)
+                finally:
+                    module.weight.data = dense
+            elif units[name] in passed:
+                output = run(rows)
+            yield rows, output
+
+    ids = piece.expand(1 + len(group), -1)
+    names = dict.fromkeys((*units.values(), *([head] if head else [])))
+    return capture.stream(model, names, ids, device, visit, to_end=True).logits
+
+
+def _narrowest(module: nn.Module, config: KbitConfig) -> tuple[torch.Tensor, dict[int, float]]:
+    """The weight as 2 bits have it, and what each width has as squared error."""
+    errors = {}
     for width in reversed(BITS):
         decoded = _decoded(module, width, config)
-        errors[width] = (decoded - dense.float()).square().sum(dtype=torch.float64).item()
-    narrowest = errors[BITS[0]]
-    if narrowest == 0.0:
-        return Layer(dense.numel(), errors)
-    try:
-        module.weight.data = decoded.to(dense.dtype)
-        after = (_log_probabilities(model, piece) for piece in pieces)
-        cost = sum(divergence(*logs).item() for logs in zip(before, after, strict=True))
-    finally:
-        module.weight.data = dense
-    return Layer(dense.numel(), {width: cost * error / narrowest for width, error in errors.items()})
-
-
-def _log_probabilities(model, piece: torch.Tensor) -> torch.Tensor:
-    return logits_of(model, piece).float().log_softmax(-1)
+        errors[width] = (decoded - module.weight.float()).square().sum(dtype=torch.float64).item()
+    return decoded, errors
 
 
 def _decoded(module: nn.Module, width: int, config: KbitConfig) -> torch.Tensor:

@@ -45,8 +45,8 @@ ORDER = [
     "hub",
     "integrations",
     "evaluation",
-    "widths",
     "calibration",
+    "widths",
     "cli",
 ]
 

@@ -17,7 +17,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from hf_kbit import KbitConfig
+from hf_kbit import KbitConfig, widths
 from hf_kbit.format import BITS
 from hf_kbit.widths import Layer, bits_for_memory, choose_widths, measure, spend
 
@@ -88,7 +88,7 @@ def test_costs_are_divergences_of_one_layer():
     model = llama().train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     name, config = "model.layers.1.mlp.down_proj", KbitConfig(bits=2)
-    found = measure(model, TOKENS, config, 64, False)
+    found = measure(model, TOKENS, config, window=64)
     assert model.training and all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
     assert len(found) == 14 and all(len(layer.costs) == 4 for layer in found.values())
 
@@ -140,31 +140,60 @@ def test_bits_go_to_the_layers_that_matter():
 def test_conv1d():
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=64, n_layer=1, n_head=2, initializer_range=0.2))
-    found = measure(model, TOKENS, KbitConfig(bits=2), 64, False)
+    found = measure(model, TOKENS, KbitConfig(bits=2), window=64)
     assert all(layer.costs[2] > 3 * layer.costs[3] > 9 * layer.costs[4] > 0 for layer in found.values())
 
 
 def test_a_layer_of_zeros_costs_nothing():
     model = llama()
     torch.nn.init.zeros_(model.model.layers[0].self_attn.o_proj.weight)
-    found = measure(model, TOKENS, KbitConfig(bits=2), 64, False)
+    found = measure(model, TOKENS, KbitConfig(bits=2), window=64)
     assert set(found["model.layers.0.self_attn.o_proj"].costs.values()) == {0.0}
 
 
 def test_the_model_is_as_before_after_an_error(monkeypatch):
+    """One in the middle of a pass, while a layer has another weight."""
     model = llama()
     before, calls = {name: tensor.clone() for name, tensor in model.state_dict().items()}, itertools.count()
-    forward = model.forward
+    layer = model.model.layers[1].mlp.down_proj
+    forward, dense = layer.forward, layer.weight.data
 
     def broken(*arguments, **kwargs):
-        if next(calls) == 9:
+        if layer.weight.data is not dense and not torch.equal(layer.weight, dense):
+            next(calls)
             raise RuntimeError("out of memory")
         return forward(*arguments, **kwargs)
 
-    monkeypatch.setattr(model, "forward", broken)
+    monkeypatch.setattr(layer, "forward", broken)
     with pytest.raises(RuntimeError, match="out of memory"):
         choose_widths(model, TOKENS, 3, window=64)
+    assert next(calls) == 1
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("together", [1, 5])
+def test_costs_do_not_depend_on_what_is_measured_together(together, monkeypatch):
+    expected = measure(llama(), TOKENS, KbitConfig(bits=2), window=64)
+    monkeypatch.setattr(widths, "TOGETHER", together)
+    assert measure(llama(), TOKENS, KbitConfig(bits=2), window=64) == expected
+
+
+@pytest.mark.gpu
+def test_a_model_on_the_cpu_goes_through_the_gpu():
+    model = llama()
+    weights = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+    found = measure(model, TOKENS, KbitConfig(bits=2), window=64, device="cuda")
+    assert {name: tensor.data_ptr() for name, tensor in model.named_parameters()} == weights  # put back, not copied
+    expected = measure(model, TOKENS, KbitConfig(bits=2), window=64, device="cpu")
+    for name, layer in found.items():
+        assert layer.costs == pytest.approx(expected[name].costs, rel=1e-2, abs=1e-4), name
+
+
+def test_a_layer_that_no_token_reaches():
+    model = llama()
+    model.model.layers[1].forward = lambda hidden, *_, **__: hidden
+    with pytest.raises(ValueError, match=r"layers\.1\.\S+: found that tokens do not go through it"):
+        measure(model, TOKENS, KbitConfig(bits=2), window=64)
 
 
 # --- memory ---

@@ -1,9 +1,10 @@
 """Leads data through a model one layer at a time, and adds up what the linear layers of each are given."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,99 +19,101 @@ def units(model: nn.Module, names: list[str]) -> dict[str, list[str]]:
     """``{module: names in it}``: linear layers by the layer of the model that they are in, the outermost element of a
     ``ModuleList``; one that is in none stands for itself."""
     found = {}
+    elements = list(_elements(model))
     for name in names:
-        parts = name.split(".")
-        paths = (".".join(parts[:end]) for end in range(1, len(parts)))
-        lists = (path for path in paths if isinstance(model.get_submodule(path), nn.ModuleList))
-        outermost = next(lists, None)
-        unit = name if outermost is None else ".".join(parts[: outermost.count(".") + 2])
+        unit = next((element for element in elements if name == element or name.startswith(f"{element}.")), name)
         found.setdefault(unit, []).append(name)
     return found
+
+
+def resolve(device: torch.device | str | None, model) -> torch.device:
+    """Where layers compute: ``device``, or where the model is; if that is a CPU, the GPU, where there is one."""
+    if device is None:
+        device = "cuda" if model.device.type == "cpu" and torch.cuda.is_available() else model.device
+    return torch.empty(0, device=device).device  # with the number of a GPU
 
 
 def reads_tokens(model: nn.Module) -> bool:
     return "input_ids" in inspect.signature(model.forward).parameters
 
 
-def run(model: nn.Module, ids: torch.Tensor) -> None:
-    """A forward pass without a cache; an encoder-decoder reads the same tokens on both sides."""
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    caching = [config for config in configs if getattr(config, "use_cache", False)]
-    for config in caching:
-        config.use_cache = False
-    try:
-        model(input_ids=ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}))
-    finally:
-        for config in caching:
-            config.use_cache = True
-
-
-def check(model: nn.Module, layers: dict[str, list[str]], ids: torch.Tensor) -> None:
+def check(model: nn.Module, layers: dict[str, list[str]], ids: torch.Tensor, device: torch.device) -> None:
     """Runs two short sequences, and refuses the model if a layer that is to be quantized reads nothing of them.
 
     Raises:
         ValueError: the model needs more than tokens, or a layer reads none of them.
     """
-    called = set()
+    called, ids = set(), ids[:2, :16]
     hooked = {*layers, *(name for names in layers.values() for name in names)}
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.add(name)) for name in hooked
     ]
     try:
-        run(model, ids[:2, :16])
+        stream(model, layers, ids, device, lambda _, run: [(slice(None), run(slice(None)))], to_end=True)
     except Exception as error:  # whatever a forward does without what it needs, such as pixels
         raise ValueError(
             f"model: found that {type(model).__name__} does not run on token ids alone "
-            f"({type(error).__name__}: {error}), so it cannot be calibrated; quantize it while loading, without data"
+            f"({type(error).__name__}: {error}), so nothing can be measured of its layers; quantize it while loading, without data"
         ) from error
     finally:
         for hook in hooks:
             hook.remove()
     if missed := sorted(hooked - called):
         raise ValueError(
-            f"{missed[0]}: found that tokens do not go through it ({len(missed)} such modules), so it cannot be "
-            "calibrated; name what stays in 16 bits in modules_to_not_convert, or quantize while loading, without data"
+            f"{missed[0]}: found that tokens do not go through it ({len(missed)} such modules), so nothing can "
+            "be measured of it; name what stays in 16 bits in modules_to_not_convert, or quantize while loading, "
+            "without data"
         )
 
 
 def stream(
     model: nn.Module,
-    layers: dict[str, list[str]],
+    names: Iterable[str],
     ids: torch.Tensor,
-    batch: int,
-    visit: Callable[[str, Callable[[], None]], None],
-) -> None:
-    """One forward pass of all sequences, which stops at each layer.
+    device: torch.device,
+    visit: Callable[[str, Callable[[slice], Any]], Iterable[tuple[slice, Any]]],
+    to_end: bool = False,
+) -> Any:
+    """One forward pass of all sequences, which stops at each layer of the model; returns the model's output.
 
-    In place of a layer's forward, ``visit(name, forward)`` is called, where ``forward()`` runs the layer as it is on
-    its inputs; after that the layer, as ``visit`` has left it, computes what the next one is given. So the model's own
-    code prepares the inputs of every layer, whatever they are, and each sees the ones before it quantized. A layer
-    takes ``batch`` sequences at a time.
+    In place of a layer's forward, ``visit(name, run)`` is called, where ``run(rows)`` computes the layer, as it is by
+    then, on a part of the sequences; the outputs of all parts in their order, which ``visit`` returns, are what the
+    next layer is given. So the model's own code prepares the inputs of every layer, whatever they are. Layers are
+    ``names`` and the other elements of module lists; each is on ``device`` while it is visited, and its inputs and
+    outputs where the model is. After the last of ``names`` the pass ends, before its outputs are computed, and None is
+    returned, unless ``to_end``.
     """
-    waiting, running = set(layers), set()
-    modules = {name: model.get_submodule(name) for name in layers}
+    waiting, running = set(names), set()
+    modules = {name: model.get_submodule(name) for name in dict.fromkeys((*names, *_elements(model)))}
     own = {name: vars(module).get("forward") for name, module in modules.items()}  # of the instance, if it has one
     originals = {name: module.forward for name, module in modules.items()}
 
     def forward(name, *args, **kwargs):
         if name in running:  # a part, from the inside of a call for all
             return originals[name](*args, **kwargs)
+        leaves, form = tree_flatten((args, kwargs))
+
+        def run(rows: slice):
+            given = [x[rows] if _of_all(x, len(ids)) else x for x in leaves]
+            part_args, part_kwargs = tree_unflatten(_on(given, device), form)
+            return model.get_submodule(name)(*part_args, **part_kwargs)
+
         running.add(name)
-        if name in waiting:
-            visit(name, lambda: _in_parts(model.get_submodule(name), len(ids), batch, args, kwargs, join=False))
-            waiting.remove(name)
-        if not waiting:
-            raise _Finished
-        output = _in_parts(model.get_submodule(name), len(ids), batch, args, kwargs)
+        with _placed(model, name, device):
+            outputs = visit(name, run)
+            waiting.discard(name)
+            if not waiting and not to_end:
+                raise _Finished
+            output = _join(outputs, len(ids), ids.device)
         running.remove(name)
         return output
 
     for name, module in modules.items():
         module.forward = partial(forward, name)
     try:
-        run(model, ids)
+        return forward_pass(model, ids)
     except _Finished:
-        pass
+        return None
     finally:
         for name, module in modules.items():
             del module.forward
@@ -118,25 +121,78 @@ def stream(
                 module.forward = own[name]
 
 
-def _in_parts(module, sequences: int, batch: int, args, kwargs, join: bool = True):
-    """What ``module`` makes of all sequences, ``batch`` at a time.
+def parts(sequences: int, size: int) -> Iterator[slice]:
+    """Rows of all sequences, at most ``size`` at a time."""
+    return (slice(start, start + size) for start in range(0, sequences, size))
 
-    Tensors of two or more dimensions whose first is the number of sequences are cut, others passed as they are; of the
-    outputs those with a part's number of sequences are joined.
+
+def forward_pass(model: nn.Module, ids: torch.Tensor) -> Any:
+    """A forward pass without a cache; an encoder-decoder reads the same tokens on both sides."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    caching = [config for config in configs if getattr(config, "use_cache", False)]
+    for config in caching:
+        config.use_cache = False
+    try:
+        return model(input_ids=ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}))
+    finally:
+        for config in caching:
+            config.use_cache = True
+
+
+def _elements(model: nn.Module) -> Iterator[str]:
+    """Names of the elements of the outermost module lists."""
+    lists = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists.append(name)
+            yield from (f"{name}.{child}" for child in module._modules)
+
+
+@contextmanager
+def _placed(model: nn.Module, name: str, device: torch.device) -> Iterator[None]:
+    """The module of that name is on ``device`` inside, and afterwards where it was, also if another has its name.
+
+    What was there is put back rather than copied: the weights of a checkpoint are mapped from its file until they are
+    changed, and take no memory.
     """
-    leaves, form = tree_flatten((args, kwargs))
-    parts = []
-    for start in range(0, sequences, batch):
-        part = slice(start, start + batch)
-        given = [x[part] if _of_all(x, sequences) else x for x in leaves]
-        part_args, part_kwargs = tree_unflatten(given, form)
-        output = module(*part_args, **part_kwargs)
-        if join:
-            parts.append(output)
-    if join:
-        size = min(batch, sequences)
-        return tree_map(lambda *same: torch.cat(same) if _of_all(same[0], size) else same[0], *parts)
-    return None
+    module = model.get_submodule(name)
+    before = [(parameter, parameter.data) for parameter in module.parameters()]
+    home = before[0][1].device if before else device
+    if home == device:
+        yield
+        return
+    module.to(device)
+    try:
+        yield
+    finally:
+        for parameter, data in before:
+            parameter.data = data
+        model.get_submodule(name).to(home)
+
+
+def _on(tree, device: torch.device):
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def _join(outputs: Iterable[tuple[slice, Any]], sequences: int, device: torch.device):
+    """On ``device`` what a module makes of all sequences, from ``rows, output`` of all their parts.
+
+    Tensors of two or more dimensions whose first is the number of sequences of the first part, the largest, are
+    joined; of others, and of what is no tensor, that of the last part is taken.
+    """
+    joined = None
+    for rows, output in outputs:
+        leaves, form = tree_flatten(output)
+        if joined is None:
+            size = len(range(*rows.indices(sequences)))
+            joined = {
+                index: leaf.new_empty((sequences, *leaf.shape[1:]), device=device)
+                for index, leaf in enumerate(leaves)
+                if _of_all(leaf, size)
+            }
+        for index, whole in joined.items():
+            whole[rows] = leaves[index]
+    return tree_unflatten([joined.get(index, _on(leaf, device)) for index, leaf in enumerate(leaves)], form)
 
 
 def _of_all(value, sequences: int) -> bool:

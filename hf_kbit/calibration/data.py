@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 LENGTH = 2048  # tokens of a sequence that is cut from a text, at most
 
 
-def token_ids(data: torch.Tensor | str, tokenizer, model: PreTrainedModel) -> torch.Tensor:
+def token_ids(data: torch.Tensor | str, tokenizer, model: PreTrainedModel, sequences: int) -> torch.Tensor:
     """int64 ``[n, length]`` on the model's device: ids as they are given, or a text cut into sequences.
 
     Raises:

@@ -1,17 +1,28 @@
-"""``calibrate``: quantizes a model that is in memory, with solvers that know what goes through its layers."""
+"""``calibrate``: quantizes a model one layer at a time, with solvers that know what goes through its layers."""
 
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.pytorch_utils import Conv1D
 
+import hf_kbit
 from hf_kbit import codebooks
 from hf_kbit.calibration import capture, feedback, weighted
 from hf_kbit.calibration.data import token_ids
+from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import evaluating
 from hf_kbit.integrations import selection
@@ -25,12 +36,15 @@ METHODS: dict[str, ModuleType] = {"feedback": feedback, "weighted": weighted}
 
 @torch.no_grad()
 def calibrate(
-    model: PreTrainedModel,
-    data: torch.Tensor | str,
+    model: PreTrainedModel | str | Path,
+    data: torch.Tensor | str | Path | Iterable[str] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     method: str = "feedback",
+    sequences: int = 128,
     batch: int = 4,
+    device: torch.device | str | None = None,
+    resume: str | Path | None = None,
     progress: bool = False,
     **config: Any,
 ) -> PreTrainedModel:
@@ -42,15 +56,20 @@ def calibrate(
     latter read the same tokens on both sides.
 
     Args:
-        model: float32, float16 or bfloat16, on one device. It is changed, and needs memory for itself, one layer's
-            statistics and, a few times over, the activations between two layers.
+        model: float32, float16 or bfloat16, on one device, and it is changed; or a folder or a name on the Hub, to
+            load it from into CPU memory, or rather to map its safetensors files there. Needs memory for what is
+            quantized and, a few times over, the activations between two layers.
         data: int64 ``[sequences, tokens]``, none of them padding, or a text, which is cut into sequences of 2048
             tokens or what the model has positions for. Some 64,000 tokens of the kind that the model is for.
-        tokenizer: for a text.
+        tokenizer: for a text. Default: that of the model's folder or name.
         method: ``"feedback"``: the weights not yet rounded make up for the errors of those that are; needs K * K
             float32 for a layer of K in_features. ``"weighted"``: only scales are chosen, by errors weighted by the
             inputs' squares; quicker.
         batch: sequences that go through a layer at a time.
+        device: where a layer is while it is calibrated: a GPU then has room for one of them, with its statistics, a
+            few times over. Default: where the model is; if that is a CPU, the GPU, where there is one.
+        resume: a folder, which gets a file for each finished layer; the same call with it goes on where one was
+            killed, and gives the same bytes. Remove it once the model is saved.
         progress: shows a bar.
         config: arguments of ``KbitConfig``, such as ``bits=3``; ``scale`` is always searched.
 
@@ -58,10 +77,10 @@ def calibrate(
         ``model``.
 
     Raises:
-        TypeError: ``data`` is neither token ids nor text, or an argument is unknown.
+        TypeError: ``data`` is of no kind listed, or an argument is unknown.
         ValueError: an argument is out of range, the model is quantized already, is spread over devices, or has layers
-            that tokens do not go through, or a weight is NaN or infinite: the model is as it was. Or the inputs of a
-            layer are: then the model is unusable.
+            that tokens do not go through, a weight is NaN or infinite, or ``resume`` is of another run: the model is
+            as it was. Or the inputs of a layer are: then the model is unusable.
 
     Source: layer by layer as GPTQ (arXiv:2210.17323); the solvers' files name their own.
 
@@ -73,36 +92,75 @@ def calibrate(
     """
     if method not in METHODS:
         raise ValueError(f"method: found {method!r}, expected one of {sorted(METHODS)}")
-    if batch < 1:
-        raise ValueError(f"batch: found {batch}, expected 1 or more")
+    for name, value in (("batch", batch), ("sequences", sequences)):
+        if value < 1:
+            raise ValueError(f"{name}: found {value}, expected 1 or more")
     quantizer = KbitHfQuantizer(KbitConfig(**config), pre_quantized=False)
     if quantizer.quantization_config.scale != "search":
         raise ValueError(f"scale: found {quantizer.quantization_config.scale!r}, expected 'search' or none")
+    if not isinstance(model, nn.Module):
+        model = load(model)
     widths = _check_model(model, quantizer.quantization_config)
-    ids = token_ids(data, tokenizer, model)
+    if tokenizer is None and not isinstance(data, torch.Tensor):
+        tokenizer = _tokenizer_of(model)
+    ids = token_ids(data, tokenizer, model, sequences)
+    device = capture.resolve(device, model)
     training = {name: model.get_submodule(name).training for name in widths}
     with evaluating(model):
         layers = capture.units(model, list(widths))
-        capture.check(model, layers, ids)
+        capture.check(model, layers, ids, device)
         solver = METHODS[method]
+        finished = None
+        if resume is not None:
+            run = (hf_kbit.__version__, torch.__version__, device.type, method, batch, quantizer.quantization_config)
+            finished = Finished(Path(resume), digest([("ids", ids), *model.state_dict().items()], *run))
 
-        with tqdm(total=len(widths), desc="calibrating", disable=not progress) as bar:
+        with tqdm(total=len(widths), desc="calibrating", unit="layer", disable=not progress) as bar:
 
-            def visit(unit, forward):
-                dense = {name: model.get_submodule(name) for name in layers[unit]}
-                with capture.moments(dense, solver.DIAGONAL) as moments:
-                    forward()
-                for name, module in dense.items():
-                    layer = quantizer.new_layer(model, name, widths[name]).train(training[name])
-                    _solve(name, layer, module, moments[name], solver)
-                    selection.replace_modules(model, {name: layer})
-                    bar.update()
+            def visit(unit: str, run: Callable[[slice], Any]):
+                parts = list(capture.parts(len(ids), batch))
+                dense = {name: model.get_submodule(name) for name in layers.pop(unit, ())}  # once, if it is shared
+                new = {name: quantizer.new_layer(model, name, widths[name]).train(training[name]) for name in dense}
+                if not (finished and finished.load(unit, new, device)):
+                    with capture.moments(dense, solver.DIAGONAL) as moments:
+                        for rows in parts if dense else ():
+                            run(rows)
+                    for name, layer in new.items():
+                        _solve(name, layer, dense[name], moments.pop(name), solver)
+                        bar.update()
+                    if finished:
+                        finished.save(unit, new)
+                else:
+                    bar.update(len(new))
+                selection.replace_modules(model, new)
+                return ((rows, run(rows)) for rows in parts)
 
-            capture.stream(model, layers, ids, batch, visit)
+            capture.stream(model, list(layers), ids, device, visit)
+    for name in widths:  # as weights are marked that Transformers has loaded
+        layer = model.get_submodule(name)
+        layer.weight._is_hf_initialized = layer.weight_absmax._is_hf_initialized = True
     model.hf_quantizer, model.is_quantized = quantizer, True
     model.quantization_method = quantizer.quantization_config.quant_method
     quantizer.postprocess_model(model)
     return model
+
+
+def load(name: str | Path) -> PreTrainedModel:
+    """The model of a folder or of a name on the Hub, of the class that was saved, in the dtype that it has there.
+
+    Its weights are on the CPU, mapped from the files: memory takes what is read of them, until it is short.
+    """
+    config = AutoConfig.from_pretrained(name)
+    saved_class = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
+    return saved_class.from_pretrained(name, dtype="auto")
+
+
+def _tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+    """What lies where the model is from, if that is known."""
+    try:
+        return AutoTokenizer.from_pretrained(model.name_or_path)
+    except (OSError, ValueError):
+        return None
 
 
 def _check_model(model, config: KbitConfig) -> dict[str, int]:
@@ -131,5 +189,3 @@ def _solve(name: str, layer: KbitLinear, dense: nn.Module, moments: torch.Tensor
     layer.choose_levels(weight, f"{name}.weight")
     codebook = codebooks.scaled(layer.levels, 0, weight.device)
     layer.load_planes(*solver.solve(weight.float() * 2.0**-layer.exponent, moments, codebook))
-    # As weights are marked that Transformers has loaded.
-    layer.weight._is_hf_initialized = layer.weight_absmax._is_hf_initialized = True

@@ -33,7 +33,7 @@ def moments_by_whole_passes(dense, quantized, units, ids) -> list[torch.Tensor]:
     """For each unit, in the order of use, a pass of one sequence at a time, with the units before it quantized."""
     order, found = [], []
     hooks = [dense.get_submodule(u).register_forward_pre_hook(lambda *_, u=u: order.append(u)) for u in units]
-    capture.run(dense, ids)
+    capture.forward_pass(dense, ids)
     for hook in hooks:
         hook.remove()
     for names in map(units.get, dict.fromkeys(order)):
@@ -46,7 +46,7 @@ def moments_by_whole_passes(dense, quantized, units, ids) -> list[torch.Tensor]:
         layers = [dense.get_submodule(name) for name in names]
         hooks = [layer.register_forward_pre_hook(add) for layer in layers]
         for sequence in ids:
-            capture.run(dense, sequence[None])
+            capture.forward_pass(dense, sequence[None])
         for hook in hooks:
             hook.remove()
         found += [sums[layer] for layer in layers]

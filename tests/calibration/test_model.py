@@ -2,6 +2,8 @@
 
 import copy
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -129,6 +131,51 @@ def test_a_text_is_cut_into_sequences():
     hf_kbit.calibrate(llama(max_position_embeddings=64), "short", tokenizer=byte_tokenizer(), bits=2)
 
 
+@pytest.mark.parametrize("name", ["llama", "bert-masked", "t5"])
+def test_from_a_folder(name, tmp_path):
+    model = architecture(name)
+    model.save_pretrained(tmp_path)
+    assert same(
+        tensors(hf_kbit.calibrate(tmp_path, IDS, bits=2)), tensors(hf_kbit.calibrate(str(tmp_path), IDS, bits=2))
+    )
+    loaded = hf_kbit.calibrate(tmp_path, IDS, bits=2)
+    assert type(loaded) is type(model) and loaded.dtype == model.dtype
+    assert same(tensors(loaded), tensors(hf_kbit.calibrate(model, IDS, bits=2)))
+
+
+def test_the_tokenizer_of_a_folder(tmp_path):
+    text = "What a model reads while it is calibrated. " * 20
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tokenizer: found none"):
+        hf_kbit.calibrate(tmp_path, text)
+    byte_tokenizer().save_pretrained(tmp_path)
+    model = hf_kbit.calibrate(tmp_path, text, bits=2)
+    assert same(tensors(model), tensors(hf_kbit.calibrate(llama(), text, tokenizer=byte_tokenizer(), bits=2)))
+
+
+OWN_MEMORY = """
+import re, sys, torch
+from hf_kbit.calibration.model import load
+
+def own():  # MiB of memory that is no file's
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+
+before = own()
+model = load(sys.argv[1])
+assert all(parameter.isfinite().all() for parameter in model.parameters())
+print(own() - before, sum(parameter.nbytes for parameter in model.parameters()) / 2**20)
+"""
+
+
+def test_weights_stay_mapped_from_their_file(tmp_path):
+    """A model that is loaded and read takes little memory besides its files' pages, which the kernel may drop."""
+    shape = {"hidden_size": 512, "intermediate_size": 8192, "num_attention_heads": 4, "vocab_size": 256}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=8, **shape)).bfloat16().save_pretrained(tmp_path)
+    run = subprocess.run([sys.executable, "-c", OWN_MEMORY, tmp_path], capture_output=True, text=True, timeout=300)
+    taken, weights = map(float, run.stdout.split())
+    assert weights > 200 and taken < 0.25 * weights
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 BAD = {
@@ -156,7 +203,7 @@ def test_bad_arguments_leave_the_model(message):
     assert same(tensors(model), before) and not hasattr(model.config, "quantization_config")
 
 
-@pytest.mark.parametrize("data", [None, IDS.float()])
+@pytest.mark.parametrize("data", [3, IDS.float()])
 def test_data_of_another_type(data):
     with pytest.raises(TypeError, match=r"data: found .*, expected token ids"):
         hf_kbit.calibrate(llama(), data)

@@ -1,0 +1,90 @@
+"""What a calibration has finished, on disk: a run that was killed goes on from there."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from hf_kbit.format import ABSMAX_SUFFIX
+from hf_kbit.linear import KbitLinear
+
+RUN = "run.json"
+PART = ".part"  # ends the name of a file that is being written
+STORED = ("weight", "weight" + ABSMAX_SUFFIX)
+
+
+class Finished:
+    """A folder with a file for each finished layer of the model, all of one run.
+
+    Args:
+        folder: made where it is missing.
+        digest: of all that the run's result depends on (``digest``).
+
+    Raises:
+        ValueError: the folder holds what a run with another digest has finished, or is no folder of a run.
+    """
+
+    def __init__(self, folder: Path, digest: str):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        record = folder / RUN
+        if record.exists():
+            found = json.loads(record.read_text())["digest"]
+            if found != digest:
+                raise ValueError(
+                    f"{folder}: found what a run with another model, data, device or setting has finished, expected "
+                    "this run's; take the same arguments to go on with it, or remove the folder"
+                )
+        elif any(file.suffix != PART for file in folder.iterdir()):
+            raise ValueError(f"{folder}: found other files, expected an empty folder, or that of a killed run")
+        else:
+            _write(record, lambda file: file.write_text(json.dumps({"digest": digest})))
+
+    def save(self, unit: str, layers: dict[str, KbitLinear]) -> None:
+        """Keeps the quantized layers, by their names, of one layer of the model."""
+        tensors, described = {}, {}
+        for name, layer in layers.items():
+            stored = layer.state_dict()
+            tensors |= {f"{name}.{key}": stored[key].cpu() for key in STORED}
+            described[name] = {"exponent": layer.exponent, "levels": layer.levels}
+        _write(self._file(unit), lambda file: save_file(tensors, file, {"layers": json.dumps(described)}))
+
+    def load(self, unit: str, layers: dict[str, KbitLinear], device: torch.device) -> bool:
+        """Fills the layers with what was saved, on ``device``; False if nothing was."""
+        if not self._file(unit).exists():
+            return False
+        with safe_open(self._file(unit), "pt", device=str(device)) as stored:
+            described = json.loads(stored.metadata()["layers"])
+            for name, layer in layers.items():
+                layer.levels, layer.exponent = tuple(described[name]["levels"]), described[name]["exponent"]
+                layer.refine_levels = False
+                layer.load_planes(*(stored.get_tensor(f"{name}.{key}") for key in STORED))
+        return True
+
+    def _file(self, unit: str) -> Path:
+        return self.folder / f"{unit}.safetensors"
+
+
+def _write(file: Path, write) -> None:
+    """All of the file or nothing, whenever the process is killed."""
+    unfinished = file.with_name(file.name + PART)
+    write(unfinished)
+    os.replace(unfinished, file)
+
+
+def digest(tensors: Iterable[tuple[str, torch.Tensor]], *others: object) -> str:
+    """SHA-256 of named tensors with their dtypes and shapes, and of the ``repr`` of others.
+
+    >>> digest([("w", torch.zeros(2))], 3) == digest([("w", torch.zeros(2))], 3) != digest([("w", torch.ones(2))], 3)
+    True
+    """
+    found = hashlib.sha256(repr(others).encode())
+    for name, tensor in tensors:
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().flatten().contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()
