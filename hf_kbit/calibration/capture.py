@@ -53,7 +53,8 @@ def check(model: nn.Module, layers: dict[str, list[str]], ids: torch.Tensor, dev
     except Exception as error:  # whatever a forward does without what it needs, such as pixels
         raise ValueError(
             f"model: found that {type(model).__name__} does not run on token ids alone "
-            f"({type(error).__name__}: {error}), so nothing can be measured of its layers; quantize it while loading, without data"
+            f"({type(error).__name__}: {error}), so nothing can be measured of its layers; quantize it while loading, "
+            "without data"
         ) from error
     finally:
         for hook in hooks:
