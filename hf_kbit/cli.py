@@ -298,7 +298,7 @@ def quantize(
         _fail("quantize", error)
     shutil.rmtree(out / UNFINISHED, ignore_errors=True)
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    _line("saved", f"{out}: {size / 1e9:,.3g} GB, after {time.monotonic() - start:,.0f} s")
+    _line("saved", f"{out}: {size / 1e6:,.3g} MB, after {time.monotonic() - start:,.0f} s")
 
 
 def _check_folder(out: Path) -> None:
@@ -351,9 +351,9 @@ def _choose(model, mean: float, ids: torch.Tensor, source: str, config: KbitConf
     _line("widths", f"{means.pop(''):.2f} bits for a weight: {counts}")
     _line("", ", ".join(f"{kind} {width:.2f}" for kind, width in means.items()))
     costs = sorted(layers, key=lambda name: layers[name].costs[BITS[0]] / layers[name].weights)
-    for label, name in (("most", costs[-1]), ("least", costs[0])):
+    for extreme, name in (("most", costs[-1]), ("least", costs[0])):
         cost = layers[name].costs[BITS[0]] / tokens
-        _line(label, f"{name} loses {cost:.2g} nats a token at {BITS[0]} bits for its size, and gets {chosen[name]}")
+        _line("", f"{name}: {chosen[name]} bits, for {BITS[0]} cost {cost:.2g} nats a token, the {extreme} for its size")
     return widths.config_of(config, chosen)
 
 
