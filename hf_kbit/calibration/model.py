@@ -1,5 +1,7 @@
 """``calibrate``: quantizes a model that is in memory, with solvers that know what goes through its layers."""
 
+from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,9 +28,10 @@ METHODS: dict[str, ModuleType] = {"feedback": feedback, "weighted": weighted}
 @torch.no_grad()
 def calibrate(
     model: PreTrainedModel,
-    data: torch.Tensor | str,
+    data: torch.Tensor | str | Path | Iterable[str] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    sequences: int = 128,
     method: str = "feedback",
     batch: int = 4,
     progress: bool = False,
@@ -44,9 +47,12 @@ def calibrate(
     Args:
         model: float32, float16 or bfloat16, on one device. It is changed, and needs memory for itself, one layer's
             statistics and, a few times over, the activations between two layers.
-        data: int64 ``[sequences, tokens]``, none of them padding, or a text, which is cut into sequences of 2048
-            tokens or what the model has positions for. Some 64,000 tokens of the kind that the model is for.
-        tokenizer: for a text.
+        data: what the model is for, some 64,000 tokens of it. A text; a ``pathlib.Path``, of a file in UTF-8; rows of
+            text, such as ``load_dataset(...)["text"]``, all of which are read, with an empty line between two; or
+            int64 ``[sequences, tokens]``, none of them padding. None: a small set of texts of many kinds.
+        tokenizer: for all but token ids.
+        sequences: so many of a text at most, evenly spread over it, of 2048 tokens each or what the model or the
+            tokenizer has positions for. Token ids are taken as they are.
         method: ``"feedback"``: the weights not yet rounded make up for the errors of those that are; needs K * K
             float32 for a layer of K in_features. ``"weighted"``: only scales are chosen, by errors weighted by the
             inputs' squares; quicker.
@@ -58,7 +64,7 @@ def calibrate(
         ``model``.
 
     Raises:
-        TypeError: ``data`` is neither token ids nor text, or an argument is unknown.
+        TypeError: ``data`` is neither token ids nor text nor rows of text, or an argument is unknown.
         ValueError: an argument is out of range, the model is quantized already, is spread over devices, or has layers
             that tokens do not go through, or a weight is NaN or infinite: the model is as it was. Or the inputs of a
             layer are: then the model is unusable.
@@ -79,7 +85,7 @@ def calibrate(
     if quantizer.quantization_config.scale != "search":
         raise ValueError(f"scale: found {quantizer.quantization_config.scale!r}, expected 'search' or none")
     widths = _check_model(model, quantizer.quantization_config)
-    ids = token_ids(data, tokenizer, model)
+    ids = token_ids(data, tokenizer, model, sequences)
     training = {name: model.get_submodule(name).training for name in widths}
     with evaluating(model):
         layers = capture.units(model, list(widths))
