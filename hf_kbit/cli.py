@@ -353,7 +353,9 @@ def _choose(model, mean: float, ids: torch.Tensor, source: str, config: KbitConf
     costs = sorted(layers, key=lambda name: layers[name].costs[BITS[0]] / layers[name].weights)
     for extreme, name in (("most", costs[-1]), ("least", costs[0])):
         cost = layers[name].costs[BITS[0]] / tokens
-        _line("", f"{name}: {chosen[name]} bits, for {BITS[0]} cost {cost:.2g} nats a token, the {extreme} for its size")
+        _line(
+            "", f"{name}: {chosen[name]} bits, for {BITS[0]} cost {cost:.2g} nats a token, the {extreme} for its size"
+        )
     return widths.config_of(config, chosen)
 
 

@@ -380,7 +380,9 @@ def same(first: dict, second: dict) -> bool:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_quantize_without_data(run_quantize, device, tmp_path):
-    result = run_quantize("dense", tmp_path / "out", "--bits", 2, "--codebook", "int", "--skip", "k_proj", device=device)
+    result = run_quantize(
+        "dense", tmp_path / "out", "--bits", 2, "--codebook", "int", "--skip", "k_proj", device=device
+    )
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1].startswith(f"saved         {tmp_path / 'out'}: ")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -435,7 +437,9 @@ def test_quantize_to_a_mean_width(run_quantize, calibrate, tmp_path):
     assert lines[start + 1] == f"widths        {mean:.2f} bits for a weight: {said}"
     assert f"down_proj {config.bits_for('model.layers.0.mlp.down_proj'):.2f}" in lines[start + 2]
     for line, extreme in zip(lines[start + 3 : start + 5], ("most", "least"), strict=True):
-        name, width = re.match(rf"(\S+): (\d) bits, for 2 cost \S+ nats a token, the {extreme} for its size", line).groups()
+        name, width = re.match(
+            rf"(\S+): (\d) bits, for 2 cost \S+ nats a token, the {extreme} for its size", line
+        ).groups()
         assert config.bits_for(name) == int(width)
 
 
@@ -484,7 +488,9 @@ def test_quantize_goes_on_where_it_was_killed(run_quantize, folder, monkeypatch,
 
 def test_quantize_an_encoder(run_quantize, tmp_path):
     assert run_quantize("bert", tmp_path / "bert", "--calibrate", "--sequences", 2).exit_code == 0
-    assert isinstance(BertForMaskedLM.from_pretrained(tmp_path / "bert").bert.encoder.layer[0].output.dense, KbitLinear)
+    assert isinstance(
+        BertForMaskedLM.from_pretrained(tmp_path / "bert").bert.encoder.layer[0].output.dense, KbitLinear
+    )
     result = run_quantize("bert", tmp_path / "mixed", "--bits", 2.5)
     assert result.exit_code == 1 and "expected a causal language model" in result.stderr
 
@@ -529,5 +535,3 @@ def test_quantize_overwrites_nothing(run_quantize, tmp_path):
     result = run_quantize("dense", tmp_path)
     assert result.exit_code == 1 and f"{tmp_path}: found files, expected a new folder" in result.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["notes"]
-
-

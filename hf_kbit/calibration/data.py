@@ -1,28 +1,39 @@
 """Calibration data: the token ids that a model reads while it is calibrated."""
 
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LENGTH = 2048  # tokens of a sequence that is cut from a text, at most
+CHARACTERS = 16  # of a text for each token that is read: more than any usual text has for one
+PROMPTS = Path(__file__).with_name("prompts.txt")  # the built-in set
 
 
-def token_ids(data: torch.Tensor | str, tokenizer, model: PreTrainedModel, sequences: int) -> torch.Tensor:
-    """int64 ``[n, length]`` on the model's device: ids as they are given, or a text cut into sequences.
+def token_ids(
+    data: torch.Tensor | str | Path | Iterable[str] | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    model: PreTrainedModel,
+    sequences: int = 128,
+) -> torch.Tensor:
+    """int64 ``[n, length]`` on the model's device: ids as they are given, or at most ``sequences`` of a text.
 
     Raises:
         TypeError, ValueError: as ``calibrate``.
     """
+    if sequences < 1:
+        raise ValueError(f"sequences: found {sequences}, expected 1 or more")
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)  # where there is no such number, no limit
-    if isinstance(data, str):
+    if not isinstance(data, torch.Tensor):
+        text = _text(data)
         if tokenizer is None:
             raise ValueError("tokenizer: found none, expected one, for the data is a text")
-        ids = torch.tensor(tokenizer(data, verbose=False)["input_ids"], dtype=torch.int64)
-        length = min(LENGTH, limit or LENGTH, len(ids))
-        data = ids[: len(ids) // max(length, 1) * length].view(-1, length)
-    if not isinstance(data, torch.Tensor) or data.dtype != torch.int64:
-        found = data.dtype if isinstance(data, torch.Tensor) else type(data).__name__
-        raise TypeError(f"data: found {found}, expected token ids, a tensor of int64, or a text")
+        data = _cut(text, tokenizer, min(LENGTH, limit or LENGTH, tokenizer.model_max_length), sequences)
+    if data.dtype != torch.int64:
+        raise TypeError(f"data: found {data.dtype}, expected token ids, a tensor of int64, or a text")
     if data.dim() != 2 or data.numel() == 0:
         raise ValueError(f"data: found shape {list(data.shape)}, expected [sequences, tokens], 1 or more of each")
     if limit is not None and data.shape[1] > limit:
@@ -31,3 +42,54 @@ def token_ids(data: torch.Tensor | str, tokenizer, model: PreTrainedModel, seque
     if lowest < 0 or highest >= config.vocab_size:
         raise ValueError(f"data: found ids from {lowest} to {highest}, expected 0 to {config.vocab_size - 1}")
     return data.to(model.device)
+
+
+def _text(data: str | Path | Iterable[str] | None) -> str:
+    """The text itself, of a file, of the built-in set if there is none, or rows with an empty line between two."""
+    if data is None:
+        data = PROMPTS
+    if isinstance(data, str):
+        if os.path.isfile(data):
+            raise ValueError(f"data: found the name of a file, {data!r}, expected a text, or pathlib.Path({data!r})")
+        return data
+    if isinstance(data, Path):
+        try:
+            return data.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{data}: found bytes that are no UTF-8, expected text ({error})") from None
+    columns = getattr(data, "column_names", None)  # a datasets.Dataset, told without a need for the package
+    if columns is not None and not isinstance(data, Mapping):
+        if "text" not in columns:
+            raise ValueError(
+                f"data: found a dataset with the columns {columns}, expected one named 'text'; pass a column, as in "
+                f"dataset[{columns[0]!r}]"
+            )
+        data = data["text"]
+    if isinstance(data, Mapping) or not isinstance(data, Iterable):  # of a mapping, its keys would be read
+        raise TypeError(f"data: found {type(data).__name__}, expected token ids, a tensor of int64, or a text")
+    rows = []
+    for number, row in enumerate(data):
+        if not isinstance(row, str):
+            raise TypeError(f"data: found {type(row).__name__} as row {number}, expected text in each")
+        if row.strip():
+            rows.append(row)
+    return "\n\n".join(rows)
+
+
+def _cut(text: str, tokenizer: PreTrainedTokenizerBase, length: int, sequences: int) -> torch.Tensor:
+    """int64 ``[n, length]``, at most ``sequences`` of them; a text shorter than one is one shorter sequence."""
+    # Spread over all of it, since the beginning of a long text may be about one thing. What is not needed of a very
+    # long one is left out before it is tokenized, which takes longest.
+    piece = length * CHARACTERS
+    if len(text) > sequences * piece:
+        text = "".join(text[start : start + piece] for start in _spread(len(text) - piece, sequences))
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+    if len(ids) < length:
+        return ids[None]
+    rows = ids[: len(ids) // length * length].view(-1, length)
+    return rows[_spread(len(rows) - 1, sequences)] if len(rows) > sequences else rows
+
+
+def _spread(last: int, count: int) -> list[int]:
+    """``count`` whole numbers from 0 to ``last``, evenly apart; the middle if it is one."""
+    return [last // 2] if count == 1 else [index * last // (count - 1) for index in range(count)]

@@ -40,6 +40,7 @@ def calibrate(
     data: torch.Tensor | str | Path | Iterable[str] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    sequences: int = 128,
     method: str = "feedback",
     sequences: int = 128,
     batch: int = 4,
@@ -59,9 +60,12 @@ def calibrate(
         model: float32, float16 or bfloat16, on one device, and it is changed; or a folder or a name on the Hub, to
             load it from into CPU memory, or rather to map its safetensors files there. Needs memory for what is
             quantized and, a few times over, the activations between two layers.
-        data: int64 ``[sequences, tokens]``, none of them padding, or a text, which is cut into sequences of 2048
-            tokens or what the model has positions for. Some 64,000 tokens of the kind that the model is for.
-        tokenizer: for a text. Default: that of the model's folder or name.
+        data: what the model is for, some 64,000 tokens of it. A text; a ``pathlib.Path``, of a file in UTF-8; rows of
+            text, such as ``load_dataset(...)["text"]``, all of which are read, with an empty line between two; or
+            int64 ``[sequences, tokens]``, none of them padding. None: a small set of texts of many kinds.
+        tokenizer: for all but token ids. Default: that of the model's folder or name.
+        sequences: so many of a text at most, evenly spread over it, of 2048 tokens each or what the model or the
+            tokenizer has positions for. Token ids are taken as they are.
         method: ``"feedback"``: the weights not yet rounded make up for the errors of those that are; needs K * K
             float32 for a layer of K in_features. ``"weighted"``: only scales are chosen, by errors weighted by the
             inputs' squares; quicker.
@@ -77,7 +81,7 @@ def calibrate(
         ``model``.
 
     Raises:
-        TypeError: ``data`` is of no kind listed, or an argument is unknown.
+        TypeError: ``data`` is neither token ids nor text nor rows of text, or an argument is unknown.
         ValueError: an argument is out of range, the model is quantized already, is spread over devices, or has layers
             that tokens do not go through, a weight is NaN or infinite, or ``resume`` is of another run: the model is
             as it was. Or the inputs of a layer are: then the model is unusable.
@@ -92,9 +96,8 @@ def calibrate(
     """
     if method not in METHODS:
         raise ValueError(f"method: found {method!r}, expected one of {sorted(METHODS)}")
-    for name, value in (("batch", batch), ("sequences", sequences)):
-        if value < 1:
-            raise ValueError(f"{name}: found {value}, expected 1 or more")
+    if batch < 1:
+        raise ValueError(f"batch: found {batch}, expected 1 or more")
     quantizer = KbitHfQuantizer(KbitConfig(**config), pre_quantized=False)
     if quantizer.quantization_config.scale != "search":
         raise ValueError(f"scale: found {quantizer.quantization_config.scale!r}, expected 'search' or none")

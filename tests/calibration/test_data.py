@@ -1,0 +1,221 @@
+"""The token ids that are made of each kind of data, and the built-in set of texts."""
+
+from pathlib import Path
+from unittest.mock import Mock
+
+import datasets
+import pytest
+import torch
+from byte_tokenizer import byte_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_kbit
+from hf_kbit.calibration.data import CHARACTERS, LENGTH, PROMPTS, token_ids
+
+ROWS = ["The first row,\nof two lines.", "Ein zweiter: größer!", "第三行"]
+TEXT = "\n\n".join(ROWS)
+
+
+def llama(positions: int = 4096) -> LlamaForCausalLM:
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 256}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, max_position_embeddings=positions, **shape))
+
+
+def cut(data, positions: int = 4096, **choices) -> torch.Tensor:
+    return token_ids(data, byte_tokenizer(), llama(positions), **choices)
+
+
+def read(ids: torch.Tensor) -> list[str]:
+    return [bytes(row).decode() for row in ids.tolist()]
+
+
+# --- kinds of data --------------------------------------------------------------------------------
+
+
+def as_file(tmp_path):
+    path = tmp_path / "rows.txt"
+    path.write_bytes(TEXT.encode())
+    return path
+
+
+KINDS = {
+    "text": lambda _: TEXT,
+    "file": as_file,
+    "list": lambda _: ROWS,
+    "generator": lambda _: (row for row in ROWS),
+    "empty rows": lambda _: ["", *ROWS[:2], " \n", ROWS[2], ""],
+    "dataset": lambda _: datasets.Dataset.from_dict({"id": [1, 2, 3], "text": ROWS}),
+    "streamed dataset": lambda _: datasets.Dataset.from_dict({"text": ROWS}).to_iterable_dataset(),
+    "column": lambda _: datasets.Dataset.from_dict({"text": ["no"] * 3, "body": ROWS})["body"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_text_is_the_same_text(kind, tmp_path):
+    ids = cut(KINDS[kind](tmp_path))
+    assert ids.dtype == torch.int64 and read(ids) == [TEXT]
+
+
+def test_without_data_it_is_the_built_in_set():
+    assert torch.equal(cut(None), cut(PROMPTS))
+
+
+def test_token_ids_are_taken_as_they_are():
+    ids = torch.randint(256, (150, 3))
+    assert torch.equal(token_ids(ids, None, llama(), sequences=2), ids)
+
+
+def test_calibrate_passes_them_on(monkeypatch):
+    monkeypatch.setattr("hf_kbit.calibration.model.token_ids", token := Mock(side_effect=token_ids))
+    model, tokenizer = llama(16), byte_tokenizer()
+    hf_kbit.calibrate(model, tokenizer=tokenizer, sequences=3, method="weighted")
+    token.assert_called_once_with(None, tokenizer, model, 3)
+
+
+# --- cutting --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("positions", "length"), [(64, 64), (LENGTH - 1, LENGTH - 1), (LENGTH + 1, LENGTH)])
+def test_length_of_sequences(positions, length):
+    text = "0123456789abc" * 400
+    rows = read(cut(text, positions))
+    assert set(map(len, rows)) == {length} and "".join(rows) == text[: 5200 // length * length]
+
+
+def test_the_tokenizer_may_know_a_shorter_length():
+    """As for RoBERTa, two of whose position embeddings are no positions."""
+    tokenizer = byte_tokenizer()
+    tokenizer.model_max_length = 62
+    assert token_ids("x" * 500, tokenizer, llama(64)).shape == (8, 62)
+
+
+@pytest.mark.parametrize("length", [1, 63])
+def test_a_shorter_text_is_one_shorter_sequence(length):
+    assert read(cut("y" * length, 64)) == ["y" * length]
+
+
+@pytest.mark.parametrize(("sequences", "places"), [(1, [4]), (2, [0, 9]), (3, [0, 4, 9]), (10, range(10))])
+def test_sequences_are_spread_over_the_text(sequences, places):
+    rows = [f"{place}" * 64 for place in range(10)]
+    found = read(cut("".join(rows) + "rest", 64, sequences=sequences))
+    assert found == [rows[place] for place in places]
+
+
+@pytest.mark.parametrize("sequences", [1, 5])
+def test_of_a_very_long_text_only_what_is_needed_is_tokenized(sequences):
+    pieces = 1000
+    text = "".join(f"{place:03d}," * (64 * CHARACTERS // 4) for place in range(pieces))
+    tokenizer = Mock(side_effect=byte_tokenizer(), model_max_length=64)
+    found = [int(row.split(",")[1]) for row in read(token_ids(text, tokenizer, llama(), sequences))]
+    assert len(tokenizer.call_args[0][0]) == sequences * 64 * CHARACTERS
+    expected = [pieces // 2] if sequences == 1 else [0, 250, 500, 750, 999]
+    assert len(found) == sequences and all(abs(f - e) <= 1 for f, e in zip(found, expected, strict=True))
+
+
+def test_same_ids_each_time():
+    assert torch.equal(cut(None, 64, sequences=7), cut(None, 64, sequences=7))
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+WRONG_TYPE = {
+    "data: found int, expected token ids": 5,
+    "data: found torch.float32, expected token ids": torch.zeros(2, 3),
+    "data: found DatasetDict, expected": datasets.DatasetDict(text=datasets.Dataset.from_dict({"text": ROWS})),
+    "data: found dict, expected": {"text": ROWS},
+    "data: found int as row 1, expected text": ["text", 7],
+    "data: found int as row 0, expected text": b"bytes",
+    "data: found NoneType as row 1, expected text": ["text", None],
+}
+
+
+@pytest.mark.parametrize("message", WRONG_TYPE)
+def test_data_of_another_type(message):
+    with pytest.raises(TypeError, match=message):
+        cut(WRONG_TYPE[message])
+
+
+WRONG = {
+    r"found a dataset with the columns \['id', 'body'\], .*dataset\['id'\]": datasets.Dataset.from_dict(
+        {"id": [1], "body": ["a"]}
+    ),
+    r"data: found the name of a file, '.*test_data.py', expected a text, or pathlib.Path\(": __file__,
+    r"data: found shape \[1, 0\]": "",
+    r"data: found shape \[1, 0\], expected \[sequences": [" ", ""],
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_data_that_is_wrong(message):
+    with pytest.raises(ValueError, match=message):
+        cut(WRONG[message])
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    (path := tmp_path / "photo.jpg").write_bytes(b"\xff\xd8\xff")
+    with pytest.raises(ValueError, match=r"photo.jpg: found bytes that are no UTF-8, expected text"):
+        cut(path)
+    with pytest.raises(FileNotFoundError, match=r"none.txt"):
+        cut(Path("none.txt"))
+
+
+@pytest.mark.parametrize("data", [None, "text", ["row"]])
+def test_a_text_needs_a_tokenizer(data):
+    with pytest.raises(ValueError, match="tokenizer: found none, expected one"):
+        token_ids(data, None, llama())
+
+
+def test_no_sequences():
+    with pytest.raises(ValueError, match="sequences: found 0, expected 1 or more"):
+        cut("text", sequences=0)
+
+
+# --- the built-in set -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prompts() -> str:
+    return PROMPTS.read_bytes().decode("utf-8")
+
+
+def test_size_of_the_built_in_set(prompts):
+    assert len(prompts.encode()) >= 80_000 and len(set(prompts)) >= 800
+    assert "\r" not in prompts and "\ufffd" not in prompts
+
+
+def test_no_paragraph_twice(prompts):
+    paragraphs = [paragraph.strip() for paragraph in prompts.split("\n\n")]
+    assert len(paragraphs) >= 170 and len(set(paragraphs)) == len(paragraphs) and all(paragraphs)
+    words = [tuple(paragraph.split()[:4]) for paragraph in paragraphs]
+    assert len(set(words)) > 0.95 * len(words), "none by a template"
+
+
+SCRIPTS = {
+    "Cyrillic": "а-я",
+    "Greek": "α-ω",
+    "Hebrew": "א-ת",
+    "Arabic": "ء-ي",
+    "Devanagari": "क-ह",
+    "Bengali": "ক-হ",
+    "Thai": "ก-ฮ",
+    "kana": "ぁ-ん",
+    "Hangul": "가-힣",
+    "Chinese": "一-龥",
+    "Vietnamese": "ạ-ỹ",
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_of_the_built_in_set(script, prompts):
+    first, last = SCRIPTS[script].split("-")
+    assert sum(first <= character <= last for character in prompts) >= 50
+
+
+def test_a_beginning_of_it_is_diverse(prompts):
+    """Code, figures, talk, and letters of other alphabets within each tenth."""
+    tenth = len(prompts) // 10
+    for start in range(0, len(prompts) - tenth + 1, tenth):
+        part = prompts[start : start + tenth]
+        assert sum(map(part.count, "{};=")) > 30
+        assert sum(map(str.isdigit, part)) > 50
+        assert sum(character > "\u00bf" for character in part) > 50
