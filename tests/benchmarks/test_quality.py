@@ -209,7 +209,9 @@ def test_a_run(quality, trained, tmp_path, monkeypatch, capsys, logs):
     folder, record = trained
     results, page = tmp_path / "results.jsonl", tmp_path / "page.md"
     options = ["--folder", str(folder), "--device", "cpu", "--tokens", "4096", "--json", str(results)]
-    monkeypatch.setattr(sys, "argv", ["measure", *options, "--methods", "fp16|hf_kbit . (normal_float|int)|hqq"])
+    wanted = "fp16|hf_kbit . (normal_float|int)|hqq|hf_kbit 2.5 .* search, mixed"
+    monkeypatch.setattr(sys, "argv", ["measure", *options, "--methods", wanted])
+    monkeypatch.setattr(quality.methods, "CALIBRATION_SEQUENCES", 8)
     monkeypatch.setattr(quality.methods, "BITS", (2, 4))
     monkeypatch.setitem(sys.modules, "hqq.core.quantize", None)  # as if not installed
     quality.measure.main()
@@ -217,9 +219,10 @@ def test_a_run(quality, trained, tmp_path, monkeypatch, capsys, logs):
 
     methods = quality.report.read([results])["trained"]
     dense, kbit = methods.pop(("fp16", 16, "as trained")), {key[1:]: line for key, line in methods.items()}
+    mixed = 2.5, "optimal, search, mixed"
     assert set(kbit) == {
         (bits, way) for bits in (2, 4) for way in ("normal_float, absmax", "normal_float, search", "int, search")
-    }
+    } | {mixed}
     assert dense["gap"] == dense["gap_error"] == dense["kl_divergence"] == 0 and dense["top1_agreement"] == 1
     assert dense["model_MB"] == pytest.approx(2 * record["parameters"] / 1e6)
     for line in kbit.values():
@@ -230,6 +233,8 @@ def test_a_run(quality, trained, tmp_path, monkeypatch, capsys, logs):
             assert kbit[4, way][key] < kbit[2, way][key] / 4, (way, key)
     assert kbit[2, "normal_float, search"]["squared_error"] < kbit[2, "normal_float, absmax"]["squared_error"]
 
+    assert kbit[4, "int, search"]["model_MB"] > kbit[mixed]["model_MB"] > kbit[2, "int, search"]["model_MB"]
+
     page.write_text("Before\n" + "".join(quality.report.MARKS) + "After\n")
     for _ in range(2):  # and again, in place of what the first time wrote
         monkeypatch.setattr(sys, "argv", ["report", str(results), "--page", str(page)])
@@ -237,6 +242,8 @@ def test_a_run(quality, trained, tmp_path, monkeypatch, capsys, logs):
     content = page.read_text()
     assert content.startswith("Before\n") and content.endswith("After\n")
     assert content.count("| hf_kbit, 4 bits: int, search | ") == 1 and f"{dense['perplexity']:.3f}" in content
+    rows = [content.index(f"| hf_kbit, {bits} bits: ") for bits in ("4", "2.5", "2")]
+    assert rows == sorted(rows)
 
 
 def test_error_of_a_mean_over_parts(quality, monkeypatch):
