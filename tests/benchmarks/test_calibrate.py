@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -28,9 +29,11 @@ def benchmark(monkeypatch, tmp_path):
         module.main()
         return [json.loads(line) for line in file.read_text().splitlines()]
 
-    verbosity = transformers.logging.get_verbosity()
+    logger, verbosity = logging.getLogger("hf_kbit"), transformers.logging.get_verbosity()
+    level = logger.level
     run.module = module
     yield run
+    logger.setLevel(level)
     transformers.logging.set_verbosity(verbosity)
 
 
