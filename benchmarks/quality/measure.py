@@ -72,7 +72,7 @@ def sizes(method: Method, model, reference) -> dict[str, float]:
     stored = storage.code_bytes + storage.other_bytes
     rest = sum(parameter.numel() for parameter in reference.parameters()) - storage.weights
     return {
-        "bits_per_weight": method.bits + 8 * storage.other_bytes / storage.weights,
+        "bits_per_weight": (storage.bits or method.bits) + 8 * storage.other_bytes / storage.weights,
         "stored_bits_per_weight": 8 * stored / storage.weights,
         "model_MB": (stored + 2 * rest) / 1e6,
     }

@@ -6,7 +6,7 @@ one that counts what is stored, and put a ``Method`` into ``methods``.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -16,7 +16,9 @@ from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig
 
 import hf_kbit
 from benchmarks.quality.data import training_text
+from hf_kbit.calibration.model import METHODS
 from hf_kbit.format import BITS
+from hf_kbit.widths import choose_widths
 
 HEADS = ("lm_head", "pooler.dense")  # of a Llama and of all-MiniLM-L6-v2, whose own is of no use to it
 # Scales are searched for all but the first, which is the plain one that others are compared with.
@@ -30,6 +32,10 @@ KBIT = (
 )
 # Of 1024 tokens, or as long as the model reads, of the first of so many characters.
 CALIBRATION_SEQUENCES, CALIBRATION_CHARACTERS = 128, 1 << 20
+# Mean widths of models whose layers differ, without data and calibrated; measured on one of so many of the sequences.
+MIXED_BITS, CALIBRATED_MIXED_BITS, WIDTHS_ONE_IN = (2.5, 3, 3.5, 4.5), (2.5, 3.5), 32
+MIXED = ", mixed"  # ends the words for one, whose layers are quantized as the words before it say
+PROMPTS_BITS = (2, 3, 4)  # calibrated on the text that hf_kbit brings along
 # Half-precision scale and zero for so many weights: 0.5 bits, the 0.25 of hf_kbit, and more than either.
 HQQ_GROUPS = (64, 128, 32)
 # Symmetric with a half-precision scale: 0.5 bits, and 0.25.
@@ -43,14 +49,15 @@ class Storage:
     weights: int
     code_bytes: int
     other_bytes: int  # of scales, zeros and levels
+    bits: float | None = None  # of a code, on average, where that may differ from the method's
 
 
 @dataclass(frozen=True)
 class Method:
-    """A library, its width, what it does in words, and how to get the model from a folder onto a device."""
+    """A library, its (mean) width, what it does in words, and how to get the model from a folder onto a device."""
 
     library: str
-    bits: int
+    bits: float
     way: str
     load: Callable[[Path, str], nn.Module]
     storage: Callable[[nn.Module], Storage]
@@ -106,20 +113,50 @@ def kbit_storage(model: nn.Module) -> Storage:
     layers = [layer for layer in model.modules() if isinstance(layer, hf_kbit.KbitLinear)]
     stored = [layer.state_dict() for layer in layers]
     tables = {layer.levels for layer in layers}
+    weights = [layer.in_features * layer.out_features for layer in layers]
     return Storage(
-        sum(layer.in_features * layer.out_features for layer in layers),
+        sum(weights),
         sum(state["weight"].nbytes for state in stored),
         sum(state["weight_absmax"].nbytes for state in stored) + sum(4 * len(table) for table in tables),
+        sum(layer.bits * count for layer, count in zip(layers, weights, strict=True)) / sum(weights),
     )
 
 
+@cache
+def training_ids(folder: Path) -> torch.Tensor:
+    """int64 ``[n]``: text of the kind that the model was trained on, of no folder that is held out."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return tokenizer(training_text(CALIBRATION_CHARACTERS), return_tensors="pt", verbose=False)["input_ids"][0]
+
+
+def training_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
+    ids, length = training_ids(folder), min(1024, model.config.max_position_embeddings)
+    return ids[: len(ids) // length * length].view(-1, length)[:CALIBRATION_SEQUENCES]
+
+
 def load_calibrated(folder: Path, device: str, bits: int, method: str) -> nn.Module:
-    """Calibrated on text of the kind that the model was trained on, of no folder that is held out."""
-    model, tokenizer = load(folder, device), AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer(training_text(CALIBRATION_CHARACTERS), return_tensors="pt", verbose=False)["input_ids"]
-    length = min(1024, model.config.max_position_embeddings)
-    rows = ids[0, : ids.shape[1] // length * length].view(-1, length)
-    return hf_kbit.calibrate(model, rows[:CALIBRATION_SEQUENCES], bits=bits, method=method)
+    model = load(folder, device)
+    return hf_kbit.calibrate(model, training_sequences(folder, model), bits=bits, method=method)
+
+
+def load_calibrated_on_prompts(folder: Path, device: str, bits: int, method: str) -> nn.Module:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return hf_kbit.calibrate(load(folder, device), None, tokenizer=tokenizer, bits=bits, method=method)
+
+
+def mixed_config(folder: Path, model: nn.Module, bits: float) -> hf_kbit.KbitConfig:
+    return choose_widths(model, training_sequences(folder, model)[::WIDTHS_ONE_IN].flatten(), bits)
+
+
+def load_mixed(folder: Path, device: str, bits: float) -> nn.Module:
+    return load(folder, device, quantization_config=mixed_config(folder, load(folder, device), bits))
+
+
+def load_mixed_calibrated(folder: Path, device: str, bits: float, method: str) -> nn.Module:
+    model = load(folder, device)
+    config = mixed_config(folder, model, bits)
+    widths = {"bits": config.bits, "module_bits": config.module_bits}
+    return hf_kbit.calibrate(model, training_sequences(folder, model), method=method, **widths)
 
 
 def kbit_methods() -> list[Method]:
@@ -138,9 +175,33 @@ def kbit_methods() -> list[Method]:
     calibrated = [
         Method("hf_kbit", bits, f"optimal, {method}", partial(load_calibrated, bits=bits, method=method), kbit_storage)
         for bits in BITS
-        for method in ("weighted", "feedback")
+        for method in METHODS
     ]
-    return free + calibrated
+    on_prompts = [
+        Method(
+            "hf_kbit",
+            bits,
+            "optimal, feedback, built-in text",
+            partial(load_calibrated_on_prompts, bits=bits, method="feedback"),
+            kbit_storage,
+        )
+        for bits in PROMPTS_BITS
+    ]
+    mixed = [
+        Method("hf_kbit", bits, f"optimal, search{MIXED}", partial(load_mixed, bits=bits), kbit_storage)
+        for bits in MIXED_BITS
+    ]
+    mixed_calibrated = [
+        Method(
+            "hf_kbit",
+            bits,
+            f"optimal, feedback{MIXED}",
+            partial(load_mixed_calibrated, bits=bits, method="feedback"),
+            kbit_storage,
+        )
+        for bits in CALIBRATED_MIXED_BITS
+    ]
+    return free + calibrated + on_prompts + mixed + mixed_calibrated
 
 
 # --- bitsandbytes ---------------------------------------------------------------------------------

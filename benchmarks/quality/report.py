@@ -5,27 +5,34 @@
 
 prints the tables, and with ``--page`` also writes them between the two marks there. Where files hold several runs, the
 last line of each method counts. The plot has the relative gap of perplexity and the KL divergence against bits per
-weight; it needs matplotlib.
+weight: calibrated models bold, mixed widths dashed in the colour of what is one width for all, peers dotted, hf_kbit's
+codebooks other than the default pale. It needs matplotlib.
 """
 
 import argparse
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import hf_kbit
+from benchmarks.quality.methods import MIXED
+from hf_kbit.calibration.model import METHODS
 
 TRAINED, MINILM = "trained", "all-MiniLM-L6-v2"
 MARKS = "<!-- results -->\n", "<!-- end of results -->\n"
+DEFAULT = f"{hf_kbit.KbitConfig().codebook}, {hf_kbit.KbitConfig().scale}"
 FEEDBACK = "optimal, feedback"
 # For each width: the most that the default of hf_kbit may have of a plain method's gap, and that method.
 NF4 = ("bitsandbytes", 4, "NF4, block 64")
 PLAIN = "normal_float, absmax"
 TARGETS = {4: (0.6, NF4), 3: (0.7, ("hf_kbit", 3, PLAIN)), 2: (0.35, ("hf_kbit", 2, PLAIN))}
-# The same for error feedback, against the default without data.
-CALIBRATED_TARGETS = {4: (0.6, ("hf_kbit", 4, "optimal, search")), 3: (0.5, ("hf_kbit", 3, "optimal, search"))}
+# The same for error feedback, against the default without data; and the most that its gap may be of fp16's perplexity.
+CALIBRATED_TARGETS = {4: (0.6, ("hf_kbit", 4, DEFAULT)), 3: (0.5, ("hf_kbit", 3, DEFAULT))}
+RELATIVE_TARGETS = {2: 0.25}
+# The most that a mean width may have of what a straight line between two widths gives a model of its size.
+MIXED_TARGETS = {3.5: (1.0, 3, 4)}
 
 
 def read(files: Iterable[Path]) -> dict[str, dict[tuple, dict]]:
@@ -98,15 +105,49 @@ def minilm_table(methods: dict[tuple, dict]) -> str:
 
 
 def targets_table(methods: dict[tuple, dict]) -> str:
-    """The gaps of hf_kbit's default and of error feedback over those of the methods that their targets name."""
-    config, rows = hf_kbit.KbitConfig(), []
-    for way, targets in ((f"{config.codebook}, {config.scale}", TARGETS), (FEEDBACK, CALIBRATED_TARGETS)):
-        for bits, (target, key) in targets.items():
-            if key in methods and ("hf_kbit", bits, way) in methods:
-                ratio = methods["hf_kbit", bits, way]["gap"] / methods[key]["gap"]
-                against = f"{key[0]}, {key[2]}"
-                rows.append((f"{bits} bits: {way}", against, f"{ratio:.2f}", f"{target}", verdict(ratio, target)))
-    return table(("", "against", "gap, of its gap", "target", ""), rows)
+    """What hf_kbit's default, error feedback and mixed widths have of what their targets name."""
+    rows = (
+        (f"{bits} bits: {way}", measured, f"{found:.2f}", f"{target}", verdict(found, target))
+        for bits, way, measured, found, target in targets(methods)
+    )
+    return table(("", "measured", "found", "target", ""), rows)
+
+
+def targets(methods: dict[tuple, dict]) -> Iterator[tuple[float, str, str, float, float]]:
+    """Width, way, what is measured, what was found and the most it may be, of targets whose lines are all there."""
+    ours = {(bits, way): line for (library, bits, way), line in methods.items() if library == "hf_kbit"}
+    for way, most in ((DEFAULT, TARGETS), (FEEDBACK, CALIBRATED_TARGETS)):
+        for bits, (target, key) in most.items():
+            if key in methods and (bits, way) in ours:
+                found = ours[bits, way]["gap"] / methods[key]["gap"]
+                yield bits, way, f"gap, of that of {key[0]}, {key[2]}", found, target
+    for bits, target in RELATIVE_TARGETS.items():
+        if (bits, FEEDBACK) in ours:
+            yield bits, FEEDBACK, "gap, of fp16's perplexity", relative_gap(ours[bits, FEEDBACK]), target
+    for way in (DEFAULT, FEEDBACK):
+        for bits, (target, *ends) in MIXED_TARGETS.items():
+            needed = [(bits, way + MIXED), *((end, way) for end in ends)]
+            if all(key in ours for key in needed):
+                mixed, *line = (ours[key] for key in needed)
+                for name, key in (("gap", "gap"), ("KL", "kl_divergence")):
+                    measured = f"{name}, of that on the line from {ends[0]} to {ends[1]} bits"
+                    yield (
+                        bits,
+                        way + MIXED,
+                        measured,
+                        mixed[key] / on_line(*line, mixed["bits_per_weight"], key),
+                        target,
+                    )
+
+
+def relative_gap(line: dict) -> float:
+    return line["gap"] / (line["perplexity"] - line["gap"])
+
+
+def on_line(start: dict, end: dict, bits_per_weight: float, key: str) -> float:
+    """What the straight line through two methods' figures has at ``bits_per_weight``, those of all layers counted."""
+    sizes = start["bits_per_weight"], end["bits_per_weight"]
+    return start[key] + (end[key] - start[key]) * (bits_per_weight - sizes[0]) / (sizes[1] - sizes[0])
 
 
 def verdict(ratio: float, target: float) -> str:
@@ -149,7 +190,18 @@ def fill(page: Path, text: str, image: Path | None) -> None:
 
 # --- the plot -------------------------------------------------------------------------------------
 
-COLOURS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d")
+COLOURS = (
+    "#000000",
+    "#1b9e77",
+    "#d95f02",
+    "#7570b3",
+    "#e7298a",
+    "#66a61e",
+    "#e6ab02",
+    "#a6761d",
+    "#1f78b4",
+    "#e31a1c",
+)
 MARKERS = {"hf_kbit": "o", "bitsandbytes": "s", "hqq": "^", "torchao": "v"}
 
 
@@ -162,30 +214,47 @@ def curves(methods: dict[tuple, dict]) -> dict[tuple[str, str], list[dict]]:
     return {key: sorted(lines, key=lambda line: line["bits_per_weight"]) for key, lines in found.items()}
 
 
+def styles(ways: Iterable[tuple[str, str]]) -> dict[tuple[str, str], dict]:
+    """How the curves look, those that matter most at first, for that is the order of the legend."""
+    found, colours = {}, {}
+    for library, way in sorted(ways, key=lambda key: (key[0] != "hf_kbit", not is_calibrated(key[1]))):
+        style = {"marker": MARKERS.get(library, "x"), "markersize": 5, "linewidth": 1.2}
+        if library != "hf_kbit":
+            style |= {"linestyle": ":", "alpha": 0.5}
+        else:
+            alike = way.removesuffix(MIXED)
+            style["color"] = colours.setdefault(alike, COLOURS[len(colours) % len(COLOURS)])
+            if is_calibrated(way):
+                style["linewidth"] = 2.5
+            elif alike != DEFAULT:
+                style["alpha"] = 0.4
+            if way.endswith(MIXED):
+                style |= {"linestyle": "--", "fillstyle": "none", "markersize": 9}
+        found[library, way] = style
+    return found
+
+
+def is_calibrated(way: str) -> bool:
+    return not METHODS.keys().isdisjoint(way.split(", "))
+
+
 def plot(methods: dict[tuple, dict], file: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    dense = next(line["perplexity"] - line["gap"] for line in methods.values())
     values = {
-        "perplexity above fp16, %": lambda line: 100 * line["gap"] / dense,
+        "perplexity above fp16, %": lambda line: 100 * relative_gap(line),
         "KL divergence from fp16, nats": lambda line: line["kl_divergence"],
     }
-    figure, axes = plt.subplots(1, 2, figsize=(14, 5.5), dpi=100)
-    colours = {}
-    for (library, way), lines in curves(methods).items():
-        index = colours.setdefault(library, [])
-        index.append(way)
-        colour = COLOURS[(len(index) - 1) % len(COLOURS)] if library == "hf_kbit" else None
-        style = {"color": colour, "linestyle": "-"} if library == "hf_kbit" else {"linestyle": ":", "alpha": 0.6}
+    figure, axes = plt.subplots(1, 2, figsize=(15, 7), dpi=100)
+    for (library, way), style in styles(curves(methods)).items():
+        lines = curves(methods)[library, way]
         for axis, value in zip(axes, values.values(), strict=True):
             axis.plot(
                 [line["bits_per_weight"] for line in lines],
                 [value(line) if value(line) > 0 else math.nan for line in lines],
-                marker=MARKERS.get(library, "x"),
-                markersize=5,
                 label=f"{library}: {way}",
                 **style,
             )

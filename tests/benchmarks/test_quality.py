@@ -14,6 +14,8 @@ import transformers
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import hf_kbit
+from hf_kbit.calibration.model import METHODS
 from hf_kbit.format import BITS
 
 ROOT = Path(__file__).parents[2]
@@ -207,7 +209,9 @@ def test_a_run(quality, trained, tmp_path, monkeypatch, capsys, logs):
     folder, record = trained
     results, page = tmp_path / "results.jsonl", tmp_path / "page.md"
     options = ["--folder", str(folder), "--device", "cpu", "--tokens", "4096", "--json", str(results)]
-    monkeypatch.setattr(sys, "argv", ["measure", *options, "--methods", "fp16|hf_kbit . (normal_float|int)|hqq"])
+    wanted = "fp16|hf_kbit . (normal_float|int)|hqq|hf_kbit 2.5 .* search, mixed"
+    monkeypatch.setattr(sys, "argv", ["measure", *options, "--methods", wanted])
+    monkeypatch.setattr(quality.methods, "CALIBRATION_SEQUENCES", 8)
     monkeypatch.setattr(quality.methods, "BITS", (2, 4))
     monkeypatch.setitem(sys.modules, "hqq.core.quantize", None)  # as if not installed
     quality.measure.main()
@@ -215,9 +219,10 @@ def test_a_run(quality, trained, tmp_path, monkeypatch, capsys, logs):
 
     methods = quality.report.read([results])["trained"]
     dense, kbit = methods.pop(("fp16", 16, "as trained")), {key[1:]: line for key, line in methods.items()}
+    mixed = 2.5, "optimal, search, mixed"
     assert set(kbit) == {
         (bits, way) for bits in (2, 4) for way in ("normal_float, absmax", "normal_float, search", "int, search")
-    }
+    } | {mixed}
     assert dense["gap"] == dense["gap_error"] == dense["kl_divergence"] == 0 and dense["top1_agreement"] == 1
     assert dense["model_MB"] == pytest.approx(2 * record["parameters"] / 1e6)
     for line in kbit.values():
@@ -228,6 +233,8 @@ def test_a_run(quality, trained, tmp_path, monkeypatch, capsys, logs):
             assert kbit[4, way][key] < kbit[2, way][key] / 4, (way, key)
     assert kbit[2, "normal_float, search"]["squared_error"] < kbit[2, "normal_float, absmax"]["squared_error"]
 
+    assert kbit[4, "int, search"]["model_MB"] > kbit[mixed]["model_MB"] > kbit[2, "int, search"]["model_MB"]
+
     page.write_text("Before\n" + "".join(quality.report.MARKS) + "After\n")
     for _ in range(2):  # and again, in place of what the first time wrote
         monkeypatch.setattr(sys, "argv", ["report", str(results), "--page", str(page)])
@@ -235,6 +242,8 @@ def test_a_run(quality, trained, tmp_path, monkeypatch, capsys, logs):
     content = page.read_text()
     assert content.startswith("Before\n") and content.endswith("After\n")
     assert content.count("| hf_kbit, 4 bits: int, search | ") == 1 and f"{dense['perplexity']:.3f}" in content
+    rows = [content.index(f"| hf_kbit, {bits} bits: ") for bits in ("4", "2.5", "2")]
+    assert rows == sorted(rows)
 
 
 def test_error_of_a_mean_over_parts(quality, monkeypatch):
@@ -277,17 +286,42 @@ def figures(quality, folder, method) -> tuple[dict[str, float], float]:
     return quality.measure.sizes(method, model, reference), quality.methods.squared_error(model, reference)
 
 
-@pytest.mark.parametrize("method", ["weighted", "feedback"])
-def test_a_calibrated_method(quality, trained, method, monkeypatch):
-    """It takes what the one without data takes, and has another error."""
+def kbit_method(quality, label: str):
+    (method,) = [method for method in quality.methods.kbit_methods() if method.label == f"hf_kbit {label}"]
+    return method
+
+
+def test_calibrated_methods(quality, trained, monkeypatch):
+    """Each takes what the one without data takes, and has an error of its own, which is larger."""
     folder, _ = trained
     monkeypatch.setattr(quality.methods, "CALIBRATION_SEQUENCES", 8)
-    found, error = {}, {}
-    for way in (f"optimal, {method}", "optimal, search"):
-        (one,) = [m for m in quality.methods.kbit_methods() if m.label == f"hf_kbit 2 {way}"]
-        found[way], error[way] = figures(quality, folder, one)
-    calibrated, free = found
-    assert found[calibrated] == found[free] and error[calibrated] > error[free]
+    free, least = figures(quality, folder, kbit_method(quality, "2 optimal, search"))
+    errors = set()
+    for way in (*METHODS, "feedback, built-in text"):
+        calibrated, error = figures(quality, folder, kbit_method(quality, f"2 optimal, {way}"))
+        assert calibrated == free and error > least and error not in errors, way
+        errors.add(error)
+
+
+@pytest.mark.parametrize(("way", "bits"), [("search", "MIXED_BITS"), ("feedback", "CALIBRATED_MIXED_BITS")])
+def test_a_mixed_method(quality, trained, way, bits, monkeypatch):
+    """Layers differ, and counted is what they have, which is less than the mean asked for by less than a layer."""
+    folder, _ = trained
+    monkeypatch.setattr(quality.methods, "CALIBRATION_SEQUENCES", 8)
+    monkeypatch.setattr(quality.methods, bits, (3.3,))
+    method = kbit_method(quality, f"3.3 optimal, {way}, mixed")
+    model, reference = method.load(folder, "cpu"), quality.methods.load(folder, "cpu")
+    layers = [module for module in model.modules() if isinstance(module, hf_kbit.KbitLinear)]
+    widths = {layer.bits for layer in layers}
+    assert len(layers) == 7 * LAYERS and len(widths) > 1
+    found = quality.measure.sizes(method, model, reference)
+    assert found["bits_per_weight"] == pytest.approx(found["stored_bits_per_weight"])
+    scales_and_levels = 8 / 32 + sum(32 * 2**width for width in widths) / WEIGHTS
+    assert 3.3 - WIDTH * INNER / WEIGHTS < found["bits_per_weight"] - scales_and_levels < 3.3
+    (_, widest), (_, narrowest) = (
+        figures(quality, folder, kbit_method(quality, f"{width} optimal, {way}")) for width in (5, 2)
+    )
+    assert widest < quality.methods.squared_error(model, reference) < narrowest
 
 
 @pytest.mark.parametrize(("codebook", "tables"), [("int", 1), ("layer", 7 * LAYERS)])
@@ -325,10 +359,10 @@ def test_bits_per_weight_of_peers(quality, folder, label, bits, stored):
 
 @pytest.fixture
 def results(tmp_path):
-    """Lines of made-up figures: gaps of 1 and 0.5 at 4 bits, 10 and 6 at 3 bits."""
+    """Lines of made-up figures: gaps of 1 and 0.5 at 4 bits, 10 and 7.2 at 3 bits, and so on."""
     common = {"gpu": "none", "date": "2026-11-21", "torch": "2", "transformers": "5", "hf_kbit": "0.1", "command": "c"}
     lines = [
-        {"library": library, "bits": bits, "way": way, "gap": gap, "kl_divergence": gap / 10}
+        {"library": library, "bits": bits, "way": way, "gap": gap, "kl_divergence": gap**2 / 5}
         | {"perplexity": 20 + gap, "gap_error": 0.1, "top1_agreement": 0.5, "squared_error": 0.25}
         | {"bits_per_weight": bits + 0.25, "stored_bits_per_weight": 8.25, "model_MB": 100.0, "cosine_error": gap / 4}
         for library, bits, way, gap in [
@@ -340,8 +374,14 @@ def results(tmp_path):
             ("hf_kbit", 4, "optimal, feedback", 0.2),
             ("hf_kbit", 3, "normal_float, absmax", 10.0),
             ("hf_kbit", 3, "optimal, search", 7.2),
+            ("hf_kbit", 3.5, "optimal, search, mixed", 2.21),
+            ("hf_kbit", 3.5, "optimal, feedback, mixed", 0.1),  # without one at 3 bits there is no line
+            ("hf_kbit", 2, "optimal, feedback", 5.0),
         ]
     ]
+    for line in lines:
+        if line["way"].endswith("mixed"):
+            line["bits_per_weight"] -= 0.25  # the mean width is what it was to be, or less
     models = [
         {"model": "trained", "parameters": 75_000_000, "text_sha256": "a" * 64, "tokens": 4096},
         {"model": "all-MiniLM-L6-v2", "sentences": 148},
@@ -355,14 +395,19 @@ def test_tables(quality, results):
     models = quality.report.read([results])
     targets = quality.report.targets_table(models["trained"]).splitlines()
     assert targets[2:] == [
-        "| 4 bits: optimal, search | bitsandbytes, NF4, block 64 | 0.50 | 0.6 | reached |",
-        "| 3 bits: optimal, search | hf_kbit, normal_float, absmax | 0.72 | 0.7 | missed |",
-        "| 4 bits: optimal, feedback | hf_kbit, optimal, search | 0.40 | 0.6 | reached |",
+        "| 4 bits: optimal, search | gap, of that of bitsandbytes, NF4, block 64 | 0.50 | 0.6 | reached |",
+        "| 3 bits: optimal, search | gap, of that of hf_kbit, normal_float, absmax | 0.72 | 0.7 | missed |",
+        "| 4 bits: optimal, feedback | gap, of that of hf_kbit, optimal, search | 0.40 | 0.6 | reached |",
+        "| 2 bits: optimal, feedback | gap, of fp16's perplexity | 0.25 | 0.25 | reached |",
+        # It takes 3.5 bits a weight, a quarter of the way from 3.25 to 4.25:
+        # 2.21 of 7.2 - 6.7 / 4, 0.98 of 10.37 - 10.32 / 4.
+        "| 3.5 bits: optimal, search, mixed | gap, of that on the line from 3 to 4 bits | 0.40 | 1.0 | reached |",
+        "| 3.5 bits: optimal, search, mixed | KL, of that on the line from 3 to 4 bits | 0.13 | 1.0 | reached |",
     ]
     text = quality.report.text_of(models)
     rows = [line for line in text.splitlines() if line.startswith("| hf_kbit, 4 bits: optimal, search ")]
     assert rows == [
-        "| hf_kbit, 4 bits: optimal, search | 4.25 | 8.25 | 100 | 20.500 | 0.500 ± 0.100 | 0.50 | 0.05000 | 0.50 "
+        "| hf_kbit, 4 bits: optimal, search | 4.25 | 8.25 | 100 | 20.500 | 0.500 ± 0.100 | 0.50 | 0.05000 | 0.25 "
         "| 50.0% | 0.25000 |",
         "| hf_kbit, 4 bits: optimal, search | 4.25 | 8.25 | 100.0 | 0.1250 | 0.50 | 0.25000 | 1.00 |",
     ]
@@ -383,8 +428,20 @@ def test_plot(quality, results, tmp_path):
         ("hf_kbit", "optimal, search"): [3, 4],
         ("bitsandbytes", "NF4, block 64"): [4],
         ("hf_kbit", "int, search"): [4],
-        ("hf_kbit", "optimal, feedback"): [4],
+        ("hf_kbit", "optimal, feedback"): [2, 4],
         ("hf_kbit", "normal_float, absmax"): [3],
+        ("hf_kbit", "optimal, search, mixed"): [3.5],
+        ("hf_kbit", "optimal, feedback, mixed"): [3.5],
     }
     quality.report.plot(methods, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_curves_can_be_told_apart(quality):
+    styles = quality.report.styles({(method.library, method.way) for method in quality.methods.methods()})
+    ours = {way: style for (library, way), style in styles.items() if library == "hf_kbit"}
+    assert len({(style["color"], style.get("linestyle")) for style in ours.values()}) == len(ours)
+    for way in ("optimal, search", "optimal, feedback"):
+        assert ours[way]["color"] == ours[way + ", mixed"]["color"]
+    bold = {way for way, style in ours.items() if style["linewidth"] > 2}
+    assert bold == {way for way in ours if any(method in way for method in METHODS)}
