@@ -121,11 +121,11 @@ def quantize_rows(rows: torch.Tensor, codebook: torch.Tensor, bits: int, search:
         factors = rows.new_ones(rows.shape[-1], dtype=torch.float32) if importance is None else importance.sqrt()
         factors = F.pad(factors, (0, padding)).unflatten(-1, (-1, BLOCK_SIZE))
         absmax = _least_error(blocks, factors, codebook, absmax)
-    ratios = _ratios(blocks, absmax)
+    ratios = over_scales(blocks, absmax)
     return pack_codes(nearest(ratios, codebook).to(torch.uint8), bits), absmax
 
 
-def _ratios(blocks: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
+def over_scales(blocks: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
     """The weights as the levels see them: over the scale that a reader will decode."""
     scale = decode_e4m4(absmax)
     return blocks * torch.where(scale > 0, 1 / scale, 0)[..., None]
@@ -142,7 +142,7 @@ def _least_error(blocks, factors, codebook, absmax) -> torch.Tensor:
     order: all devices agree."""
 
     def squared_error(byte):
-        ratios = _ratios(blocks, byte)
+        ratios = over_scales(blocks, byte)
         difference = (ratios - _look_up(codebook, nearest(ratios, codebook))) * factors
         squares = difference * difference
         while squares.shape[-1] > 1:

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_kbit
 from hf_kbit import codebooks
-from hf_kbit.calibration import capture, feedback, weighted
+from hf_kbit.calibration import capture, feedback, learned, weighted
 from hf_kbit.calibration.data import token_ids
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.config import KbitConfig
@@ -31,7 +31,7 @@ from hf_kbit.linear import KbitLinear
 
 # A solver is a module with ``solve(weight, moments, codebook) -> planes, absmax`` and ``DIAGONAL``: whether moments
 # are the diagonal of the sum of x @ x.T, or all of it.
-METHODS: dict[str, ModuleType] = {"feedback": feedback, "weighted": weighted}
+METHODS: dict[str, ModuleType] = {"feedback": feedback, "learned": learned, "weighted": weighted}
 
 
 @torch.no_grad()

@@ -179,7 +179,7 @@ def test_weights_stay_mapped_from_their_file(tmp_path):
 # --- refusals -------------------------------------------------------------------------------------
 
 BAD = {
-    "method: found 'gptq', expected one of \\['feedback', 'weighted'\\]": {"method": "gptq"},
+    "method: found 'gptq', expected one of \\['feedback', 'learned', 'weighted'\\]": {"method": "gptq"},
     "batch: found 0": {"batch": 0},
     "bits: found 7": {"bits": 7},
     "scale: found 'absmax', expected 'search'": {"scale": "absmax"},
@@ -255,8 +255,8 @@ def test_the_rest_of_such_a_model_can_be_calibrated():
 # --- quality --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("bits", "weighted", "feedback"), [(2, 1.0, 0.4), (3, 1.0, 0.5)])
-def test_loses_less_than_without_data(bits, weighted, feedback):
+@pytest.mark.parametrize(("bits", "weighted", "learned", "feedback"), [(2, 1.0, 1.0, 0.4), (3, 1.0, 1.0, 0.5)])
+def test_loses_less_than_without_data(bits, weighted, learned, feedback):
     """Of trained weights, on held-out text: bounds of the loss above the float model's, over that without data.
 
     Measured on 2026-11-21 (torch 2.13 CPU, Transformers 5.23): 0.95 and 0.20 at 2 bits, 0.94 and 0.29 at 3 bits.
@@ -265,7 +265,7 @@ def test_loses_less_than_without_data(bits, weighted, feedback):
     dense = mean_loss(AutoModelForCausalLM.from_pretrained(trained_lm()), held_out())
     config = KbitConfig(bits=bits)
     free = mean_loss(AutoModelForCausalLM.from_pretrained(trained_lm(), quantization_config=config), held_out())
-    for method, bound in (("weighted", weighted), ("feedback", feedback)):
+    for method, bound in (("weighted", weighted), ("learned", learned), ("feedback", feedback)):
         model = AutoModelForCausalLM.from_pretrained(trained_lm())
         loss = mean_loss(hf_kbit.calibrate(model, data, bits=bits, method=method, batch=32), held_out())
         assert loss - dense < bound * (free - dense)
