@@ -42,7 +42,6 @@ def calibrate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     sequences: int = 128,
     method: str = "feedback",
-    sequences: int = 128,
     batch: int = 4,
     device: torch.device | str | None = None,
     resume: str | Path | None = None,
