@@ -250,29 +250,22 @@ def quantize(
     """
     start = time.monotonic()
     try:
-        device = _device(device)
-        _check_folder(out)
-        if bits is not None and memory is not None:
-            raise ValueError("--memory: found it and --bits, expected one")
+        device, size = _device(device), None if memory is None else _bytes(memory)
+        _check_quantize(model, out, bits, size, method)
         choices = {"codebook": codebook} if codebook else {}
         config = KbitConfig(modules_to_not_convert=skip or [], **choices)
-        dense = load(model)
-        if getattr(dense.config, "quantization_config", None) is not None:
-            raise ValueError(f"{model}: found it quantized already, expected a model in 16 or 32 bits")
-        mean = 4.0 if bits is None else bits
-        if memory is not None:
-            mean = _describe_memory(dense, memory, context, config)
-        if not BITS[0] <= mean <= BITS[-1]:
-            raise ValueError(f"--bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
-        mixed = mean != int(mean)
-        if not (calibrate or mixed) and (text or dataset):
+        if not (calibrate or size or (bits and bits % 1)) and (text or dataset):
             raise ValueError("--text: found data, but neither --calibrate nor mixed widths need it")
-        ids, source = None, ""
-        if calibrate or mixed:
+        data = _read(text, dataset, split, column) if text or dataset else None
+        dense = load(model)
+        mean = (bits or KbitConfig().bits) if size is None else _fit(dense, size, context, config)
+        if calibrate or mean % 1:
             source = ", ".join(map(str, text or ())) or dataset or "the built-in text"
-            data = _read(text, dataset, split, column) if text or dataset else None
             ids = token_ids(data, AutoTokenizer.from_pretrained(model), dense, sequences)
-        config = _choose(dense, mean, ids, source, config, device) if mixed else replace(config, bits=int(mean))
+        if mean % 1:
+            config = _mix(dense, mean, ids, source, config, device)
+        else:
+            config = replace(config, bits=int(mean))
         if calibrate:
             _line("calibrating", f"{method}, {len(ids):,} x {ids.shape[1]:,} tokens of {source}, on {device}")
             quantized = hf_kbit.calibrate(
@@ -301,7 +294,16 @@ def quantize(
     _line("saved", f"{out}: {size / 1e6:,.3g} MB, after {time.monotonic() - start:,.0f} s")
 
 
-def _check_folder(out: Path) -> None:
+def _check_quantize(model: str, out: Path, bits: float | None, size: int | None, method: str) -> None:
+    """Refuses what can be refused before anything large is loaded."""
+    if bits is not None and size is not None:
+        raise ValueError("--memory: found it and --bits, expected one")
+    if bits is not None and not BITS[0] <= bits <= BITS[-1]:
+        raise ValueError(f"--bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
+    if method not in METHODS:
+        raise ValueError(f"--method: found {method!r}, expected one of {sorted(METHODS)}")
+    if getattr(AutoConfig.from_pretrained(model), "quantization_config", None) is not None:
+        raise ValueError(f"{model}: found it quantized already, expected a model in 16 or 32 bits")
     if out.exists() and (not out.is_dir() or {file.name for file in out.iterdir()} - {UNFINISHED}):
         raise ValueError(f"{out}: found files, expected a new folder, or that of a killed run")
 
@@ -317,23 +319,26 @@ def _bytes(size: str) -> int:
     return int(float(match[1]) * UNITS[match[2] or ""])
 
 
-def _describe_memory(model, memory: str, context: int, config: KbitConfig) -> float:
-    """The mean width for a memory, and what it is made of."""
-    size = _bytes(memory)
+def _fit(model, size: int, context: int, config: KbitConfig) -> float:
+    """The mean width with which the model takes so many bytes; says what they are for."""
     bits = widths.bits_for_memory(model, size, context=context, config=config)
     chosen = selection.choose(model, config)
-    weights = sum(model.get_submodule(name).weight.numel() for name in chosen)
-    cache = widths.cache_bytes(model, context)
-    rest = 2 * (sum(parameter.numel() for parameter in model.parameters()) - weights)
-    _line("memory", f"{size / 1e9:,.3f} GB, of which {rest / 1e9:,.3f} for what stays in 16 bits,")
-    _line("", f"{cache / 1e9:,.3f} for keys and values of {context:,} tokens,")
-    used = weights * (bits + widths.SCALE_BITS) / 8
-    spare = f"; {(size - rest - cache - used) / 1e9:,.3f} are left" if bits == BITS[-1] else ""
-    _line("", f"{used / 1e9:,.3f} for {weights:,} weights: {bits:.2f} bits and {widths.SCALE_BITS} for scales{spare}")
+    weights = widths.stored_weights(model, chosen)
+    parts = {
+        "what stays in 16 bits": widths.rest_bytes(model, chosen),
+        f"keys and values of {context:,} tokens": widths.cache_bytes(model, context),
+        f"{weights:,} weights, {bits:.2f} bits and {widths.SCALE_BITS} for scales": int(
+            weights * (bits + widths.SCALE_BITS) / 8
+        ),
+    }
+    _line("memory", f"{size:,} bytes")
+    for what, taken in parts.items():
+        _line("", f"{taken:,} for {what}")
+    _line("", f"{size - sum(parts.values()):,} left over")
     return bits
 
 
-def _choose(model, mean: float, ids: torch.Tensor, source: str, config: KbitConfig, device: str) -> KbitConfig:
+def _mix(model, mean: float, ids: torch.Tensor, source: str, config: KbitConfig, device: str) -> KbitConfig:
     """Widths for a mean, by what each layer loses; says which layers get how many, and why."""
     sample = ids[:: max(len(ids) // MEASURED[0], 1), : MEASURED[1]][: MEASURED[0]]
     tokens = sample.numel()

@@ -1,8 +1,9 @@
 """Mixed widths: which layers get more bits and which fewer, so that all together take a given size."""
 
 import heapq
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_kbit.calibration import capture
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import check, divergence, evaluating
-from hf_kbit.format import BITS, BLOCK_SIZE
+from hf_kbit.format import BITS, BLOCK_SIZE, absmax_shape
 from hf_kbit.integrations import selection
 from hf_kbit.linear import KbitLinear
 
@@ -24,7 +25,7 @@ TOGETHER = 16  # layers that are measured in one pass through the model, each wi
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's number of weights, and what each width of ``BITS`` costs the model, in any unit that adds up."""
+    """A layer's number of weights as stored, and what each width costs the model, in any unit that adds up."""
 
     weights: int
     costs: Mapping[int, float]
@@ -50,7 +51,7 @@ def choose_widths(
     Args:
         model: a causal language model that is not quantized, in eval mode or not.
         tokens: int64 ``[length]``, 2 or more: ids of a text like what the model is for; some hundred will do.
-        bits: mean width of the weights of the layers to quantize, 2 to 5; their scales take 0.25 more.
+        bits: mean width of the weights of the layers to quantize, 2 to 5, with padding; their scales take 0.25 more.
         config: which layers, levels and scales; widths that it gives are not kept. Default: ``KbitConfig()``.
         window: tokens that the model sees at once.
         device: where each layer computes, as for ``calibrate``: a model on a CPU can be larger than the GPU.
@@ -153,7 +154,7 @@ def measure(
                 for name, changed in zip(group, logits[1:], strict=True):
                     costs[name] += divergence(before, _log_probabilities(changed, device)).item()
             bar.update(len(group))
-    return {name: _layer(model.get_submodule(name).weight.numel(), costs[name], errors[name]) for name in names}
+    return {name: _layer(stored_weights(model, [name]), costs[name], errors[name]) for name in names}
 
 
 def _layer(weights: int, cost: float, errors: dict[int, float]) -> Layer:
@@ -217,6 +218,15 @@ def _decoded(module: nn.Module, width: int, config: KbitConfig) -> torch.Tensor:
     return decoded.T if isinstance(module, Conv1D) else decoded
 
 
+def stored_weights(model, names: Iterable[str]) -> int:
+    """Number of weights of these layers as they are stored: with what pads the last block of a row."""
+    shapes = []
+    for name in names:
+        module = model.get_submodule(name)
+        shapes.append(reversed(module.weight.shape) if isinstance(module, Conv1D) else module.weight.shape)
+    return sum(math.prod(absmax_shape(*shape)) * BLOCK_SIZE for shape in shapes)
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 
@@ -248,10 +258,10 @@ def bits_for_memory(
     2.45
     """
     chosen = selection.choose(model, config or KbitConfig())
-    weights = sum(model.get_submodule(name).weight.numel() for name in chosen)
-    if not weights:
+    if not chosen:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
-    rest = 2 * (sum(parameter.numel() for parameter in model.parameters()) - weights) + cache_bytes(model, context)
+    weights = stored_weights(model, chosen)
+    rest = rest_bytes(model, chosen) + cache_bytes(model, context)
     bits = (memory - rest) * 8 / weights - SCALE_BITS
     if bits < BITS[0]:
         least = rest + weights * (BITS[0] + SCALE_BITS) / 8
@@ -260,6 +270,12 @@ def bits_for_memory(
             f"the cache of {context:,} tokens, the rest for {weights:,} weights of {BITS[0]} bits"
         )
     return min(bits, float(BITS[-1]))
+
+
+def rest_bytes(model: PreTrainedModel, chosen: Iterable[str]) -> int:
+    """Of all parameters but the weights of these layers, in 16 bits."""
+    weights = sum(model.get_submodule(name).weight.numel() for name in chosen)
+    return 2 * (sum(parameter.numel() for parameter in model.parameters()) - weights)
 
 
 def cache_bytes(model: PreTrainedModel, context: int) -> int:
