@@ -54,7 +54,7 @@ def test_like_a_model_quantized_while_loading(name, method, device, tmp_path):
         {"bits": 3, "module_bits": {r"\w+\.0.*(q|k|query|key|c_attn)(_proj)?": 5}, "codebook": "layer"},
     )
     model.save_pretrained(tmp_path / "dense")
-    loaded = type(model).from_pretrained(tmp_path / "dense", quantization_config=KbitConfig(**choices))
+    loaded = type(model).from_pretrained(tmp_path / "dense", quantization_config=KbitConfig(**choices)).to(device)
     assert hf_kbit.calibrate(model, IDS, method=method, batch=4, **choices) is model
     layers = {n: (m.bits, m.exponent, m.levels) for n, m in loaded.named_modules() if isinstance(m, KbitLinear)}
     found = {n: (m.bits, m.exponent, m.levels) for n, m in model.named_modules() if isinstance(m, KbitLinear)}
