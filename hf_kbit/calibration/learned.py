@@ -42,9 +42,9 @@ def solve(weight: torch.Tensor, hessian: torch.Tensor, codebook: torch.Tensor) -
     >>> planes.shape, absmax.shape
     (torch.Size([4, 4]), torch.Size([4, 2]))
     """
-    padding, mean = -weight.shape[1] % BLOCK_SIZE, hessian.diagonal().mean()
+    padding = -weight.shape[1] % BLOCK_SIZE
     start = weighted.solve(weight, hessian.diagonal(), codebook)[1]
-    hessian = F.pad(hessian / torch.where(mean > 0, mean, 1.0), (0, padding, 0, padding))
+    hessian = F.pad(hessian, (0, padding, 0, padding))
     planes, absmax = [], []
     rows = max(QUANTIZE_SLICE // weight.shape[1], 1)
     for part, first in zip(weight.split(rows), start.split(rows), strict=True):
