@@ -66,8 +66,9 @@ def calibrate(
         sequences: so many of a text at most, evenly spread over it, of 2048 tokens each or what the model or the
             tokenizer has positions for. Token ids are taken as they are.
         method: ``"feedback"``: the weights not yet rounded make up for the errors of those that are; needs K * K
-            float32 for a layer of K in_features. ``"weighted"``: only scales are chosen, by errors weighted by the
-            inputs' squares; quicker.
+            float32, a few times over, for a layer of K in_features. ``"weighted"``: only scales are chosen, by errors
+            weighted by the inputs' squares; quicker. ``"learned"``: scales by gradient descent on the error of the
+            layer's outputs.
         batch: sequences that go through a layer at a time.
         device: where a layer is while it is calibrated: a GPU then has room for one of them, with its statistics, a
             few times over. Default: where the model is; if that is a CPU, the GPU, where there is one.

@@ -153,6 +153,37 @@ def test_the_tokenizer_of_a_folder(tmp_path):
     assert same(tensors(model), tensors(hf_kbit.calibrate(llama(), text, tokenizer=byte_tokenizer(), bits=2)))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_a_model_on_the_cpu_goes_through_the_gpu(name, method):
+    """Layer by layer, also without being told to; what is not quantized is where it was, and not copied."""
+    model = architecture(name)
+    places = {key: tensor.data_ptr() for key, tensor in model.named_parameters()}
+    torch.cuda.reset_peak_memory_stats()
+    hf_kbit.calibrate(model, IDS, method=method, bits=5, batch=4)
+    assert torch.cuda.max_memory_allocated() > 0
+    for key, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert tensor.device.type == "cpu", key
+        assert places.get(key) == tensor.data_ptr() or ".weight" in key or "codebook" in key
+    kept = [key for key, tensor in model.named_parameters() if places.get(key) == tensor.data_ptr()]
+    assert {key.rpartition(".")[2] for key in kept} >= {"weight"} and any("norm" in key or "ln" in key for key in kept)
+    there = tensors(hf_kbit.calibrate(architecture(name).to("cuda"), IDS, method=method, bits=5, batch=4))
+    assert same(tensors(model), there)
+    on_the_cpu = hf_kbit.calibrate(architecture(name), IDS, method=method, bits=5, batch=4, device="cpu")
+    torch.testing.assert_close(outputs(model), outputs(on_the_cpu), rtol=0.1, atol=0.1 * outputs(model).std().item())
+
+
+@pytest.mark.gpu
+def test_a_killed_run_on_the_gpu_goes_on(monkeypatch, tmp_path):
+    whole = tensors(hf_kbit.calibrate(llama(), IDS, bits=3))
+    hf_kbit.calibrate(llama(), IDS, bits=3, resume=tmp_path)
+    (tmp_path / "model.layers.1.safetensors").unlink()
+    assert same(tensors(hf_kbit.calibrate(llama(), IDS, bits=3, resume=tmp_path)), whole)
+    with pytest.raises(ValueError, match="found what a run with another model, data, device"):
+        hf_kbit.calibrate(llama(), IDS, bits=3, resume=tmp_path, device="cpu")
+
+
 OWN_MEMORY = """
 import re, sys, torch
 from hf_kbit.calibration.model import load
