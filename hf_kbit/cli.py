@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_kbit
 from hf_kbit import _native, widths
-from hf_kbit.calibration.data import token_ids
+from hf_kbit.calibration.data import read, token_ids
 from hf_kbit.calibration.model import METHODS, load
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import Evaluation, check, evaluate
@@ -161,13 +161,7 @@ def _read(files: list[Path] | None, dataset: str | None, split: str, column: str
         raise ValueError(f"found {'both' if files else 'neither'} of --text and --dataset, expected one")
     if dataset:
         return "\n\n".join(_rows(dataset, split, column))
-    texts = []
-    for file in files:
-        try:
-            texts.append(file.read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file}: found bytes that are no UTF-8, expected text ({error})") from None
-    return "\n\n".join(texts)
+    return "\n\n".join(map(read, files))
 
 
 def _rows(dataset: str, split: str, column: str) -> list[str]:
@@ -216,7 +210,7 @@ def _show(found: Evaluation) -> None:
 
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 MEASURED = (2, 512)  # sequences, and tokens of each, on which widths are chosen
-UNFINISHED = "unfinished"
+UNFINISHED = "unfinished"  # folder in a model's that is not all there yet
 
 
 @app.command()
@@ -266,6 +260,7 @@ def quantize(
             config = _mix(dense, mean, ids, source, config, device)
         else:
             config = replace(config, bits=int(mean))
+        (out / UNFINISHED).mkdir(parents=True, exist_ok=True)
         if calibrate:
             _line("calibrating", f"{method}, {len(ids):,} x {ids.shape[1]:,} tokens of {source}, on {device}")
             quantized = hf_kbit.calibrate(
@@ -290,8 +285,8 @@ def quantize(
     except (ImportError, OSError, TypeError, ValueError) as error:
         _fail("quantize", error)
     shutil.rmtree(out / UNFINISHED, ignore_errors=True)
-    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    _line("saved", f"{out}: {size / 1e6:,.3g} MB, after {time.monotonic() - start:,.0f} s")
+    saved = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    _line("saved", f"{out}: {saved / 1e6:,.3g} MB, after {time.monotonic() - start:,.0f} s")
 
 
 def _check_quantize(model: str, out: Path, bits: float | None, size: int | None, method: str) -> None:
@@ -304,7 +299,7 @@ def _check_quantize(model: str, out: Path, bits: float | None, size: int | None,
         raise ValueError(f"--method: found {method!r}, expected one of {sorted(METHODS)}")
     if getattr(AutoConfig.from_pretrained(model), "quantization_config", None) is not None:
         raise ValueError(f"{model}: found it quantized already, expected a model in 16 or 32 bits")
-    if out.exists() and (not out.is_dir() or {file.name for file in out.iterdir()} - {UNFINISHED}):
+    if out.exists() and not (out / UNFINISHED).is_dir() and (out.is_file() or any(out.iterdir())):
         raise ValueError(f"{out}: found files, expected a new folder, or that of a killed run")
 
 

@@ -478,8 +478,12 @@ def test_quantize_goes_on_where_it_was_killed(run_quantize, folder, monkeypatch,
     def killed(*_, **__):
         raise Killed
 
+    def killed_while_saving(model, folder):
+        (folder / "model.safetensors").write_bytes(b"half of it")
+        raise Killed
+
     with monkeypatch.context() as patch:
-        patch.setattr(LlamaForCausalLM, "save_pretrained", killed)
+        patch.setattr(LlamaForCausalLM, "save_pretrained", killed_while_saving)
         with pytest.raises(Killed):
             run_quantize(*arguments)
     kept = [file.name for file in (tmp_path / "out" / cli.UNFINISHED).iterdir()]

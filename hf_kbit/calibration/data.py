@@ -44,6 +44,14 @@ def token_ids(
     return data.to(model.device)
 
 
+def read(file: Path) -> str:
+    """The text of a file in UTF-8; a ValueError that names it if it is none."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: found bytes that are no UTF-8, expected text ({error})") from None
+
+
 def _text(data: str | Path | Iterable[str] | None) -> str:
     """The text itself, of a file, of the built-in set if there is none, or rows with an empty line between two."""
     if data is None:
@@ -53,10 +61,7 @@ def _text(data: str | Path | Iterable[str] | None) -> str:
             raise ValueError(f"data: found the name of a file, {data!r}, expected a text, or pathlib.Path({data!r})")
         return data
     if isinstance(data, Path):
-        try:
-            return data.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{data}: found bytes that are no UTF-8, expected text ({error})") from None
+        return read(data)
     columns = getattr(data, "column_names", None)  # a datasets.Dataset, told without a need for the package
     if columns is not None and not isinstance(data, Mapping):
         if "text" not in columns:

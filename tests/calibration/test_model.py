@@ -168,7 +168,7 @@ def test_a_model_on_the_cpu_goes_through_the_gpu(name, method):
         assert places.get(key) == tensor.data_ptr() or ".weight" in key or "codebook" in key
     kept = [key for key, tensor in model.named_parameters() if places.get(key) == tensor.data_ptr()]
     assert {key.rpartition(".")[2] for key in kept} >= {"weight"} and any("norm" in key or "ln" in key for key in kept)
-    # Not the same bytes: a CPU computes what comes before the first layer, such as sines of positions, a bit otherwise.
+    # Not the same bytes: a CPU computes what precedes the first layer, such as sines of positions, a bit otherwise.
     dense = outputs(architecture(name))
     there = hf_kbit.calibrate(architecture(name).to("cuda"), IDS, method=method, bits=5, batch=4)
     errors = [(outputs(each).cpu() - dense).norm() for each in (model, there)]

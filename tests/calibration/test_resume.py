@@ -12,6 +12,7 @@ from calibration.test_model import IDS, architecture, llama, same, tensors
 import hf_kbit
 from hf_kbit.calibration import feedback
 from hf_kbit.calibration.model import METHODS
+from hf_kbit.integrations import selection
 
 
 class Killed(BaseException):
@@ -36,7 +37,13 @@ class Counting:
 @pytest.mark.parametrize(("name", "stop", "kept"), [("llama", 10, 7), ("gpt2", 4, 4), ("t5", 17, 12)])
 def test_goes_on_with_the_layer_that_was_not_finished(name, stop, kept, device, monkeypatch, tmp_path):
     choices = {"bits": 3, "codebook": "layer", "method": "feedback", "batch": 4}
-    build = lambda: architecture(name).to(device)  # noqa: E731
+
+    def build():
+        model = architecture(name).to(device)
+        first = next(iter(selection.choose(model, hf_kbit.KbitConfig())))
+        model.get_submodule(first).weight.data *= 2.0**-16  # so that it has an exponent
+        return model
+
     whole = tensors(hf_kbit.calibrate(build(), IDS, **choices))
     config = hf_kbit.calibrate(build(), IDS, **choices).config.quantization_config.to_dict()
     for stop_at in (stop, None):
