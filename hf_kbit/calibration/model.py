@@ -119,24 +119,26 @@ def calibrate(
             finished = Finished(Path(resume), digest([("ids", ids), *model.state_dict().items()], *run))
 
         with tqdm(total=len(widths), desc="calibrating", unit="layer", disable=not progress) as bar:
+            parts = list(capture.parts(len(ids), batch))
 
             def visit(unit: str, run: Callable[[slice], Any]):
-                parts = list(capture.parts(len(ids), batch))
-                dense = {name: model.get_submodule(name) for name in layers.pop(unit, ())}  # once, if it is shared
-                new = {name: quantizer.new_layer(model, name, widths[name]).train(training[name]) for name in dense}
-                if not (finished and finished.load(unit, new, device)):
+                if names := layers.pop(unit, ()):  # none if it has been here, as layers that a model shares
+                    quantize(unit, names, run)
+                    bar.update(len(names))
+                return ((rows, run(rows)) for rows in parts)
+
+            def quantize(unit: str, names: list[str], run: Callable[[slice], Any]) -> None:
+                new = {name: quantizer.new_layer(model, name, widths[name]).train(training[name]) for name in names}
+                if finished is None or not finished.load(unit, new, device):
+                    dense = {name: model.get_submodule(name) for name in names}
                     with capture.moments(dense, solver.DIAGONAL) as moments:
-                        for rows in parts if dense else ():
+                        for rows in parts:
                             run(rows)
                     for name, layer in new.items():
                         _solve(name, layer, dense[name], moments.pop(name), solver)
-                        bar.update()
-                    if finished:
+                    if finished is not None:
                         finished.save(unit, new)
-                else:
-                    bar.update(len(new))
                 selection.replace_modules(model, new)
-                return ((rows, run(rows)) for rows in parts)
 
             capture.stream(model, list(layers), ids, device, visit)
     for name in widths:  # as weights are marked that Transformers has loaded

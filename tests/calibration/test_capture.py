@@ -99,3 +99,12 @@ def test_a_forward_of_an_instance_is_put_back():
     hf_kbit.calibrate(model, IDS, batch=5, method="weighted")
     assert first.forward is own and len(calls) == 3  # the check, the sums, the outputs
     assert "forward" not in vars(second)
+
+
+def test_the_pass_ends_after_the_last_layer():
+    """Logits of all the data would take more memory than the model; those of the check are few."""
+    model = next(row for row in ARCHITECTURES if row.name == "llama").build()
+    seen = []
+    model.lm_head.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    hf_kbit.calibrate(model, IDS, batch=5, method="weighted")
+    assert seen == [2]
