@@ -108,3 +108,12 @@ def test_the_pass_ends_after_the_last_layer():
     model.lm_head.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     hf_kbit.calibrate(model, IDS, batch=5, method="weighted")
     assert seen == [2]
+
+
+def test_a_layer_without_anything_to_quantize_takes_parts_too():
+    model = next(row for row in ARCHITECTURES if row.name == "llama").build()
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(len(args[0])), prepend=True)
+    model.model.layers[0].input_layernorm.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    hf_kbit.calibrate(model, IDS, batch=2, method="weighted", modules_to_not_convert=["layers.0"])
+    assert seen == [2, 2, 2, 5, 2, 2, 2, 2, 1, 1]
