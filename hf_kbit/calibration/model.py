@@ -64,7 +64,8 @@ def calibrate(
             int64 ``[sequences, tokens]``, none of them padding. None: a small set of texts of many kinds.
         tokenizer: for all but token ids. Default: that of the model's folder or name.
         sequences: so many of a text at most, evenly spread over it, of 2048 tokens each or what the model or the
-            tokenizer has positions for. Token ids are taken as they are.
+            tokenizer has positions for. Token ids are taken as they are. Of a model that reads a sentence at a time
+            set ``tokenizer.model_max_length`` to a sentence's length.
         method: ``"feedback"``: the weights not yet rounded make up for the errors of those that are; needs K * K
             float32, a few times over, for a layer of K in_features. ``"weighted"``: only scales are chosen, by errors
             weighted by the inputs' squares; quicker. ``"learned"``: scales by gradient descent on the error of the
