@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_kbit
 from hf_kbit import _native, widths
-from hf_kbit.calibration.data import read, token_ids
+from hf_kbit.calibration.data import LENGTH, SEQUENCES, read, token_ids
 from hf_kbit.calibration.model import METHODS, load
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import Evaluation, check, evaluate
@@ -232,7 +232,8 @@ def quantize(
     ] = None,
     split: Annotated[str, typer.Option(help="Of the dataset.")] = "train",
     column: Annotated[str, typer.Option(help="Of the dataset: the one with the text.")] = "text",
-    sequences: Annotated[int, typer.Option(min=1, help="Of 2048 tokens, for calibrating, at most.")] = 128,
+    sequences: Annotated[int, typer.Option(min=1, help="Of the text, for calibrating, at most.")] = SEQUENCES,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence; as many as the model will read.")] = LENGTH,
     batch: Annotated[int, typer.Option(min=1, help="Sequences that go through a layer at a time.")] = 4,
     codebook: Annotated[str | None, typer.Option(help="Name of the levels.")] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave in 16 bits; repeatable.")] = None,
@@ -255,7 +256,7 @@ def quantize(
         mean = (bits or KbitConfig().bits) if size is None else _fit(dense, size, context, config)
         if calibrate or mean % 1:
             source = ", ".join(map(str, text or ())) or dataset or "the built-in text"
-            ids = token_ids(data, AutoTokenizer.from_pretrained(model), dense, sequences)
+            ids = token_ids(data, AutoTokenizer.from_pretrained(model), dense, sequences, length)
         if mean % 1:
             config = _mix(dense, mean, ids, source, config, device)
         else:

@@ -402,15 +402,28 @@ def test_quantize_to_4_bits_if_nothing_is_said(run_quantize, tmp_path):
 def test_quantize_with_data(run_quantize, data, tmp_path):
     """As ``calibrate`` does it, with the same text; nothing of the run is left in the folder."""
     source = () if data == "built-in" else (data, "rows.txt")
-    choices = ("--bits", 3, "--codebook", "layer", "--method", "weighted", "--sequences", 3, "--batch", 2)
+    choices = (
+        "--bits",
+        3,
+        "--codebook",
+        "layer",
+        "--method",
+        "weighted",
+        "--sequences",
+        3,
+        "--length",
+        70,
+        "--batch",
+        2,
+    )
     result = run_quantize("dense", tmp_path, "--calibrate", *source, *choices)
     assert result.exit_code == 0, result.output
     name = "the built-in text" if data == "built-in" else "rows.txt"
-    assert f"calibrating   weighted, 3 x 96 tokens of {name}, on cpu" in result.stdout.splitlines()
+    assert f"calibrating   weighted, 3 x 70 tokens of {name}, on cpu" in result.stdout.splitlines()
     assert "calibrating: 100%" in result.stderr
     text = {"--text": TEXT, "--dataset": "\n\n".join(TEXT.splitlines()), "built-in": None}[data]
-    keywords = {"method": "weighted", "bits": 3, "codebook": "layer", "sequences": 3, "batch": 2, "device": "cpu"}
-    hf_kbit.calibrate("dense", text, **keywords).save_pretrained(tmp_path / "expected")
+    keywords = {"method": "weighted", "bits": 3, "codebook": "layer", "sequences": 3, "length": 70, "batch": 2}
+    hf_kbit.calibrate("dense", text, device="cpu", **keywords).save_pretrained(tmp_path / "expected")
     assert same(stored(tmp_path), stored(tmp_path / "expected"))
     assert not (tmp_path / cli.UNFINISHED).exists()
 

@@ -30,8 +30,9 @@ KBIT = (
     ("fp4", "search"),
     ("layer", "search"),
 )
-# Of 1024 tokens, or as long as the model reads, of the first of so many characters.
-CALIBRATION_SEQUENCES, CALIBRATION_CHARACTERS = 128, 1 << 20
+# Sequences of 1024 tokens, or of what the model reads, from the first of so many characters; those go through a layer
+# so many tokens at a time. all-MiniLM-L6-v2 reads sentences, of 8 to 18 tokens here.
+CALIBRATION_SEQUENCES, CALIBRATION_CHARACTERS, BATCH_TOKENS, SENTENCE = 128, 1 << 20, 4096, 16
 # Mean widths of models whose layers differ, without data and calibrated; measured on one of so many of the sequences.
 MIXED_BITS, CALIBRATED_MIXED_BITS, WIDTHS_ONE_IN = (2.5, 3, 3.5, 4.5), (2.5, 3.5), 32
 MIXED = ", mixed"  # ends the words for one, whose layers are quantized as the words before it say
@@ -129,19 +130,31 @@ def training_ids(folder: Path) -> torch.Tensor:
     return tokenizer(training_text(CALIBRATION_CHARACTERS), return_tensors="pt", verbose=False)["input_ids"][0]
 
 
+def amount(model: nn.Module) -> dict[str, int]:
+    """Of calibration data: sequences as long as those that the model reads when it is measured, and as many tokens
+    however long they are."""
+    window = min(1024, model.config.max_position_embeddings)
+    length = min(window, SENTENCE if model.get_output_embeddings() is None else window)
+    return {"sequences": CALIBRATION_SEQUENCES * (window // length), "length": length}
+
+
 def training_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
-    ids, length = training_ids(folder), min(1024, model.config.max_position_embeddings)
-    return ids[: len(ids) // length * length].view(-1, length)[:CALIBRATION_SEQUENCES]
+    ids, size = training_ids(folder), amount(model)
+    return ids[: len(ids) // size["length"] * size["length"]].view(-1, size["length"])[: size["sequences"]]
+
+
+def calibrate(model: nn.Module, data: torch.Tensor | None, **choices) -> nn.Module:
+    return hf_kbit.calibrate(model, data, batch=max(BATCH_TOKENS // amount(model)["length"], 1), **choices)
 
 
 def load_calibrated(folder: Path, device: str, bits: int, method: str) -> nn.Module:
     model = load(folder, device)
-    return hf_kbit.calibrate(model, training_sequences(folder, model), bits=bits, method=method)
+    return calibrate(model, training_sequences(folder, model), bits=bits, method=method)
 
 
 def load_calibrated_on_prompts(folder: Path, device: str, bits: int, method: str) -> nn.Module:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return hf_kbit.calibrate(load(folder, device), None, tokenizer=tokenizer, bits=bits, method=method)
+    model, tokenizer = load(folder, device), AutoTokenizer.from_pretrained(folder)
+    return calibrate(model, None, tokenizer=tokenizer, bits=bits, method=method, **amount(model))
 
 
 def mixed_config(folder: Path, model: nn.Module, bits: float) -> hf_kbit.KbitConfig:
@@ -156,7 +169,7 @@ def load_mixed_calibrated(folder: Path, device: str, bits: float, method: str) -
     model = load(folder, device)
     config = mixed_config(folder, model, bits)
     widths = {"bits": config.bits, "module_bits": config.module_bits}
-    return hf_kbit.calibrate(model, training_sequences(folder, model), method=method, **widths)
+    return calibrate(model, training_sequences(folder, model), method=method, **widths)
 
 
 def kbit_methods() -> list[Method]:

@@ -155,12 +155,18 @@ def verdict(ratio: float, target: float) -> str:
 
 
 def where_from(methods: dict[tuple, dict]) -> str:
-    line = next(reversed(methods.values()))
-    versions = {name: line[name] for name in ("torch", "transformers", "hf_kbit")}
-    versions |= {line["library"]: line["version"] for line in methods.values() if "version" in line}
-    where = "a CPU" if line["gpu"] == "none" else line["gpu"]
-    commands = dict.fromkeys(f"`{line['command']}`" for line in methods.values())
-    return f"{where}, {line['date']}, {', '.join(map(' '.join, versions.items()))}: {', '.join(commands)}"
+    """For each machine and day the versions and the commands."""
+    found = {}
+    for line in methods.values():
+        where = "a CPU" if line["gpu"] == "none" else line["gpu"]
+        versions, commands = found.setdefault((where, line["date"]), ({}, {}))
+        versions |= {name: line[name] for name in ("torch", "transformers", "hf_kbit")}
+        versions |= {line["library"]: line["version"]} if "version" in line else {}
+        commands[f"`{line['command']}`"] = None
+    return "; ".join(
+        f"{where}, {date}, {', '.join(map(' '.join, versions.items()))}: {', '.join(commands)}"
+        for (where, date), (versions, commands) in found.items()
+    )
 
 
 def text_of(models: dict[str, dict[tuple, dict]]) -> str:

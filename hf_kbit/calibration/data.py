@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-LENGTH = 2048  # tokens of a sequence that is cut from a text, at most
+SEQUENCES, LENGTH = 128, 2048  # of a text, and tokens of each, unless others are asked for
 CHARACTERS = 16  # of a text for each token that is read: more than any usual text has for one
 PROMPTS = Path(__file__).with_name("prompts.txt")  # the built-in set
 
@@ -16,22 +16,24 @@ def token_ids(
     data: torch.Tensor | str | Path | Iterable[str] | None,
     tokenizer: PreTrainedTokenizerBase | None,
     model: PreTrainedModel,
-    sequences: int = 128,
+    sequences: int = SEQUENCES,
+    length: int = LENGTH,
 ) -> torch.Tensor:
     """int64 ``[n, length]`` on the model's device: ids as they are given, or at most ``sequences`` of a text.
 
     Raises:
         TypeError, ValueError: as ``calibrate``.
     """
-    if sequences < 1:
-        raise ValueError(f"sequences: found {sequences}, expected 1 or more")
+    for name, value in (("sequences", sequences), ("length", length)):
+        if value < 1:
+            raise ValueError(f"{name}: found {value}, expected 1 or more")
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)  # where there is no such number, no limit
     if not isinstance(data, torch.Tensor):
         text = _text(data)
         if tokenizer is None:
             raise ValueError("tokenizer: found none, expected one, for the data is a text")
-        data = _cut(text, tokenizer, min(LENGTH, limit or LENGTH, tokenizer.model_max_length), sequences)
+        data = _cut(text, tokenizer, min(length, limit or length, tokenizer.model_max_length), sequences)
     if data.dtype != torch.int64:
         raise TypeError(f"data: found {data.dtype}, expected token ids, a tensor of int64, or a text")
     if data.dim() != 2 or data.numel() == 0:

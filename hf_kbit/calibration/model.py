@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 import hf_kbit
 from hf_kbit import codebooks
 from hf_kbit.calibration import capture, feedback, learned, weighted
-from hf_kbit.calibration.data import token_ids
+from hf_kbit.calibration.data import LENGTH, SEQUENCES, token_ids
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import evaluating
@@ -40,7 +40,8 @@ def calibrate(
     data: torch.Tensor | str | Path | Iterable[str] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    sequences: int = 128,
+    sequences: int = SEQUENCES,
+    length: int = LENGTH,
     method: str = "feedback",
     batch: int = 4,
     device: torch.device | str | None = None,
@@ -63,9 +64,9 @@ def calibrate(
             text, such as ``load_dataset(...)["text"]``, all of which are read, with an empty line between two; or
             int64 ``[sequences, tokens]``, none of them padding. None: a small set of texts of many kinds.
         tokenizer: for all but token ids. Default: that of the model's folder or name.
-        sequences: so many of a text at most, evenly spread over it, of 2048 tokens each or what the model or the
-            tokenizer has positions for. Token ids are taken as they are. Of a model that reads a sentence at a time
-            set ``tokenizer.model_max_length`` to a sentence's length.
+        sequences: so many of a text at most, evenly spread over it. Token ids are taken as they are.
+        length: tokens of each, or what the model or the tokenizer has positions for. Best as many as the model will
+            read at once: some ten if it reads sentences.
         method: ``"feedback"``: the weights not yet rounded make up for the errors of those that are; needs K * K
             float32, a few times over, for a layer of K in_features. ``"weighted"``: only scales are chosen, by errors
             weighted by the inputs' squares; quicker. ``"learned"``: scales by gradient descent on the error of the
@@ -107,7 +108,7 @@ def calibrate(
     widths = _check_model(model, quantizer.quantization_config)
     if tokenizer is None and not isinstance(data, torch.Tensor):
         tokenizer = _tokenizer_of(model)
-    ids = token_ids(data, tokenizer, model, sequences)
+    ids = token_ids(data, tokenizer, model, sequences, length)
     device = capture.resolve(device, model)
     training = {name: model.get_submodule(name).training for name in widths}
     with evaluating(model):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
 from hf_kbit.calibration.model import METHODS
@@ -301,6 +301,16 @@ def test_calibrated_methods(quality, trained, monkeypatch):
         calibrated, error = figures(quality, folder, kbit_method(quality, f"2 optimal, {way}"))
         assert calibrated == free and error > least and error not in errors, way
         errors.add(error)
+
+
+def test_sequences_are_as_long_as_what_is_read(quality):
+    """Windows of a language model; sentences of an encoder, and as many tokens in all."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    long, short = (LlamaForCausalLM(LlamaConfig(max_position_embeddings=n, **shape)) for n in (4096, 64))
+    encoder = BertModel(BertConfig(max_position_embeddings=512, **shape))
+    found = [quality.methods.amount(model) for model in (long, short, encoder)]
+    assert [size["length"] for size in found] == [1024, 64, 16]
+    assert [size["sequences"] for size in found] == [128, 128, 128 * 512 // 16]
 
 
 @pytest.mark.parametrize(("way", "bits"), [("search", "MIXED_BITS"), ("feedback", "CALIBRATED_MIXED_BITS")])

@@ -68,8 +68,8 @@ def test_token_ids_are_taken_as_they_are():
 def test_calibrate_passes_them_on(monkeypatch):
     monkeypatch.setattr("hf_kbit.calibration.model.token_ids", token := Mock(side_effect=token_ids))
     model, tokenizer = llama(16), byte_tokenizer()
-    hf_kbit.calibrate(model, tokenizer=tokenizer, sequences=3, method="weighted")
-    token.assert_called_once_with(None, tokenizer, model, 3)
+    hf_kbit.calibrate(model, tokenizer=tokenizer, sequences=3, length=9, method="weighted")
+    token.assert_called_once_with(None, tokenizer, model, 3, 9)
 
 
 # --- cutting --------------------------------------------------------------------------------------
@@ -165,9 +165,14 @@ def test_a_text_needs_a_tokenizer(data):
         token_ids(data, None, llama())
 
 
-def test_no_sequences():
-    with pytest.raises(ValueError, match="sequences: found 0, expected 1 or more"):
-        cut("text", sequences=0)
+@pytest.mark.parametrize("name", ["sequences", "length"])
+def test_no_sequences(name):
+    with pytest.raises(ValueError, match=f"{name}: found 0, expected 1 or more"):
+        cut("text", **{name: 0})
+
+
+def test_shorter_sequences_that_are_asked_for():
+    assert read(cut("0123456789abc", length=5)) == ["01234", "56789"]
 
 
 # --- the built-in set -----------------------------------------------------------------------------
