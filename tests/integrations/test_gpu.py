@@ -9,6 +9,8 @@ from hf_kbit import KbitConfig, KbitLinear, _native
 
 pytestmark = pytest.mark.gpu
 IDS = torch.arange(2 * 9).reshape(2, 9)
+# Of logits in bfloat16, by other kernels: what is not on the GPU in tiles is decoded and multiplied by cuBLAS.
+AS_DECODED = {"rtol": 0.05, "atol": 0.01}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def test_reload_on_the_same_and_on_another_device(dense, tmp_path):
     model.save_pretrained(tmp_path)
     assert torch.equal(load(tmp_path, "cuda")(IDS.cuda()).logits, logits)
     on_cpu = load(tmp_path, "cpu")
-    torch.testing.assert_close(on_cpu(IDS).logits, logits.cpu(), rtol=0.05, atol=0.05)  # bfloat16, other kernels
+    torch.testing.assert_close(on_cpu(IDS).logits, logits.cpu(), **AS_DECODED)
     assert torch.equal(on_cpu.to("cuda")(IDS.cuda()).logits, logits)
 
 
@@ -65,9 +67,9 @@ def test_layers_on_gpu_cpu_and_disk(dense, tmp_path):
     places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": "cpu", "model.norm": 0}
     places |= {"model.rotary_emb": 0, "lm_head": 0}
     offloaded = load(tmp_path / "packed", places)
-    assert torch.equal(offloaded(IDS.cuda()).logits, logits)
+    torch.testing.assert_close(offloaded(IDS.cuda()).logits, logits, **AS_DECODED)
     offloaded = load(tmp_path / "packed", places | {"model.layers.1": "disk"}, offload_folder=tmp_path / "offload")
-    assert torch.equal(offloaded(IDS.cuda()).logits, logits)
+    torch.testing.assert_close(offloaded(IDS.cuda()).logits, logits, **AS_DECODED)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -107,7 +109,7 @@ def test_dequantize(dense):
     logits = model(IDS.cuda()).logits
     model.dequantize()
     assert not any(isinstance(module, KbitLinear) for module in model.modules())
-    assert torch.equal(model(IDS.cuda()).logits, logits)
+    torch.testing.assert_close(model(IDS.cuda()).logits, logits, **AS_DECODED)
 
 
 def test_training_reaches_what_is_not_frozen(dense):
