@@ -2,12 +2,15 @@
 
 import os
 import re
+from collections import Counter
 from functools import wraps
 
 from huggingface_hub import ModelCard, ModelCardData
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.hub import PushToHubMixin
 from yaml import YAMLError
+
+from hf_kbit.linear import KbitLinear
 
 HEADING = "## How to load"
 TAGS = ["kbit"]
@@ -17,10 +20,9 @@ def loading_section(model, name: str) -> str:
     """The part of a model card that says how the model is loaded; ``name`` is its directory or Hub repository."""
     architecture = type(model).__name__
     auto_class = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else architecture
-    bits = model.config.quantization_config.bits
     return f"""{HEADING}
 
-The linear layers are quantized to {bits} bits with [hf_kbit](https://pypi.org/project/hf_kbit). After
+The linear layers are quantized to {_widths(model)} with [hf_kbit](https://pypi.org/project/hf_kbit). After
 `pip install hf_kbit`:
 
 ```python
@@ -31,6 +33,18 @@ model = {auto_class}.from_pretrained("{name}")
 
 Without the import, Transformers warns of an unknown quantization type and stops with mismatched sizes.
 """
+
+
+def _widths(model) -> str:
+    """``3 bits``, or ``2 to 5 bits (3.40 on average)`` where layers differ."""
+    weights = Counter()
+    for layer in model.modules():
+        if isinstance(layer, KbitLinear):
+            weights[layer.bits] += layer.in_features * layer.out_features
+    if len(weights) < 2:
+        return f"{next(iter(weights), model.config.quantization_config.bits)} bits"
+    mean = sum(bits * count for bits, count in weights.items()) / weights.total()
+    return f"{min(weights)} to {max(weights)} bits ({mean:.2f} on average)"
 
 
 def write_model_card(model, directory: str | os.PathLike, name: str) -> None:

@@ -57,6 +57,14 @@ def code(directory) -> str:
     return block
 
 
+def test_widths_of_a_mixed_model(dense, tmp_path):
+    """The mean is over weights, not over layers."""
+    config = KbitConfig(bits=3, module_bits={"down_proj": 5, "q_proj": 2})
+    AutoModelForCausalLM.from_pretrained(dense, quantization_config=config).save_pretrained(tmp_path)
+    mean = (3 * 3 + 2 + 2 * 2 * 3 + 2 * 5) / 10  # in units of 32 x 32 weights
+    assert f"quantized to 2 to 5 bits ({mean:.2f} on average) with" in (tmp_path / "README.md").read_text()
+
+
 def test_the_three_lines_of_the_card_load_the_model(model, tmp_path):
     directory = tmp_path / "my-model"
     model.save_pretrained(directory)
