@@ -361,10 +361,10 @@ def test_packages_to_install(monkeypatch, package, arguments):
 
 
 @pytest.fixture
-def run_quantize(folder, monkeypatch):
+def run_quantize(folder, device, monkeypatch):
     monkeypatch.chdir(folder)
 
-    def run(*arguments, device="cpu"):
+    def run(*arguments):
         return CliRunner().invoke(cli.app, list(map(str, ["quantize", *arguments, "--device", device])))
 
     return run
@@ -378,11 +378,8 @@ def same(first: dict, second: dict) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_quantize_without_data(run_quantize, device, tmp_path):
-    result = run_quantize(
-        "dense", tmp_path / "out", "--bits", 2, "--codebook", "int", "--skip", "k_proj", device=device
-    )
+def test_quantize_without_data(run_quantize, tmp_path):
+    result = run_quantize("dense", tmp_path / "out", "--bits", 2, "--codebook", "int", "--skip", "k_proj")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1].startswith(f"saved         {tmp_path / 'out'}: ")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -399,7 +396,7 @@ def test_quantize_to_4_bits_if_nothing_is_said(run_quantize, tmp_path):
 
 
 @pytest.mark.parametrize("data", ["--text", "--dataset", "built-in"])
-def test_quantize_with_data(run_quantize, data, tmp_path):
+def test_quantize_with_data(run_quantize, data, device, tmp_path):
     """As ``calibrate`` does it, with the same text; nothing of the run is left in the folder."""
     source = () if data == "built-in" else (data, "rows.txt")
     choices = (
@@ -419,17 +416,17 @@ def test_quantize_with_data(run_quantize, data, tmp_path):
     result = run_quantize("dense", tmp_path, "--calibrate", *source, *choices)
     assert result.exit_code == 0, result.output
     name = "the built-in text" if data == "built-in" else "rows.txt"
-    assert f"calibrating   weighted, 3 x 70 tokens of {name}, on cpu" in result.stdout.splitlines()
+    assert f"calibrating   weighted, 3 x 70 tokens of {name}, on {device}" in result.stdout.splitlines()
     assert "calibrating: 100%" in result.stderr
     text = {"--text": TEXT, "--dataset": "\n\n".join(TEXT.splitlines()), "built-in": None}[data]
     keywords = {"method": "weighted", "bits": 3, "codebook": "layer", "sequences": 3, "length": 70, "batch": 2}
-    hf_kbit.calibrate("dense", text, device="cpu", **keywords).save_pretrained(tmp_path / "expected")
+    hf_kbit.calibrate("dense", text, device=device, **keywords).save_pretrained(tmp_path / "expected")
     assert same(stored(tmp_path), stored(tmp_path / "expected"))
     assert not (tmp_path / cli.UNFINISHED).exists()
 
 
 @pytest.mark.parametrize("calibrate", [False, True])
-def test_quantize_to_a_mean_width(run_quantize, calibrate, tmp_path):
+def test_quantize_to_a_mean_width(run_quantize, calibrate, device, tmp_path):
     """The widths are those that are chosen on the sequences evenly spread, and what is said of them is true."""
     choices = ("--bits", 3.4, "--text", "rows.txt", "--text", "rows.txt", *(["--calibrate"] if calibrate else []))
     result = run_quantize("dense", tmp_path, *choices)
@@ -438,8 +435,8 @@ def test_quantize_to_a_mean_width(run_quantize, calibrate, tmp_path):
     dense = AutoModelForCausalLM.from_pretrained("dense")
     text = torch.tensor(list(f"{TEXT}\n\n{TEXT}".encode()))
     tokens = torch.cat([text[:96], text[len(text) // 96 // 2 * 96 :][:96]])
-    expected = widths.choose_widths(dense, tokens, 3.4, window=96, device="cpu")
-    measured = widths.measure(dense, tokens, hf_kbit.KbitConfig(bits=2), window=96, device="cpu")
+    expected = widths.choose_widths(dense, tokens, 3.4, window=96, device=device)
+    measured = widths.measure(dense, tokens, hf_kbit.KbitConfig(bits=2), window=96, device=device)
     costs = sorted(measured, key=lambda name: measured[name].costs[2] / measured[name].weights)
     assert config.module_bits == expected.module_bits and config.bits == expected.bits
     layers = {name: m for name, m in dense.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"}
@@ -448,7 +445,9 @@ def test_quantize_to_a_mean_width(run_quantize, calibrate, tmp_path):
     mean = sum(config.bits_for(name) * size for name, size in sizes.items()) / sum(sizes.values())
     said = ", ".join(f"{count} in {width} bits" for width, count in sorted(counts.items()))
     lines = [line.strip() for line in result.stdout.splitlines()]
-    start = lines.index("measuring     what 2 bits in each layer cost on 192 tokens of rows.txt, rows.txt, on cpu")
+    start = lines.index(
+        f"measuring     what 2 bits in each layer cost on 192 tokens of rows.txt, rows.txt, on {device}"
+    )
     assert lines[start + 1] == f"widths        {mean:.2f} bits for a weight: {said}"
     assert f"down_proj {config.bits_for('model.layers.0.mlp.down_proj'):.2f}" in lines[start + 2]
     for line, extreme, expected in zip(lines[start + 3 :], ("most", "least"), (costs[-1], costs[0]), strict=False):
