@@ -321,7 +321,7 @@ def _fit(model, size: int, context: int, config: KbitConfig) -> float:
     chosen = selection.choose(model, config)
     weights = widths.stored_weights(model, chosen)
     parts = {
-        "what stays in 16 bits": widths.rest_bytes(model, chosen),
+        "what is not quantized": widths.rest_bytes(model, chosen),
         f"keys and values of {context:,} tokens": widths.cache_bytes(model, context),
         f"{weights:,} weights, {bits:.2f} bits and {widths.SCALE_BITS} for scales": int(
             weights * (bits + widths.SCALE_BITS) / 8

@@ -235,11 +235,11 @@ def bits_for_memory(
 ) -> float:
     """The mean width with which a model and its KV cache take ``memory`` bytes.
 
-    Counted are the weights of the layers to quantize with their scales, everything else in 16 bits, and keys and
-    values of ``context`` tokens in 16 bits. What computing takes comes on top: about the activations of one layer.
+    Counted are the weights of the layers to quantize with their scales, everything else as the model has it, and keys
+    and values of ``context`` tokens in its dtype. What computing takes comes on top: about one layer's activations.
 
     Args:
-        model: on any device, also meta.
+        model: on any device, also meta, in the dtype that it will have: float16 or bfloat16, as a rule.
         memory: bytes.
         context: tokens that the KV cache has room for, all sequences together.
         config: which layers are quantized. Default: ``KbitConfig()``.
@@ -253,7 +253,7 @@ def bits_for_memory(
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
     >>> with torch.device("meta"):
-    ...     model = LlamaForCausalLM(LlamaConfig(vocab_size=1000, **shape))
+    ...     model = LlamaForCausalLM(LlamaConfig(vocab_size=1000, **shape)).bfloat16()
     >>> round(bits_for_memory(model, 1_600_000, context=64), 2)
     2.45
     """
@@ -266,21 +266,24 @@ def bits_for_memory(
     if bits < BITS[0]:
         least = rest + weights * (BITS[0] + SCALE_BITS) / 8
         raise ValueError(
-            f"memory: found {memory:,} bytes, expected {least:,.0f} or more: {rest:,} for what stays in 16 bits and "
+            f"memory: found {memory:,} bytes, expected {least:,.0f} or more: {rest:,} for what is not quantized and "
             f"the cache of {context:,} tokens, the rest for {weights:,} weights of {BITS[0]} bits"
         )
     return min(bits, float(BITS[-1]))
 
 
 def rest_bytes(model: PreTrainedModel, chosen: Iterable[str]) -> int:
-    """Of all parameters but the weights of these layers, in 16 bits."""
-    weights = sum(model.get_submodule(name).weight.numel() for name in chosen)
-    return 2 * (sum(parameter.numel() for parameter in model.parameters()) - weights)
+    """Of all parameters but the weights of these layers."""
+    weights = sum(model.get_submodule(name).weight.nbytes for name in chosen)
+    return sum(parameter.nbytes for parameter in model.parameters()) - weights
 
 
 def cache_bytes(model: PreTrainedModel, context: int) -> int:
-    """Of keys and values of so many tokens, in 16 bits, if all layers attend to all of them."""
+    """Of keys and values of so many tokens, in the model's dtype, if all layers attend to all of them; 0 for a model
+    that does not generate."""
+    if not model.can_generate():
+        return 0
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * size * context * 2
+    return 2 * config.num_hidden_layers * heads * size * context * model.dtype.itemsize

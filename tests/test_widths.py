@@ -199,12 +199,13 @@ def test_a_layer_that_no_token_reaches():
 # --- memory ---
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("context", [0, 1000])
-def test_memory(context):
+def test_memory(context, dtype):
     """What is returned takes what was given; a quantized model of that width is as large as was counted."""
-    model = llama()
+    model = llama().to(dtype)
     chosen = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96)
-    rest = 2 * (sum(p.numel() for p in model.parameters()) - chosen) + context * 2 * 2 * 2 * 16 * 2
+    rest = dtype.itemsize * (sum(p.numel() for p in model.parameters()) - chosen + context * 2 * 2 * 2 * 16)
     for bits in (2.0, 2.5, 4.0):
         memory = rest + chosen * (bits + 0.25) / 8
         assert bits_for_memory(model, memory, context=context) == pytest.approx(bits)
@@ -213,14 +214,20 @@ def test_memory(context):
         bits_for_memory(model, rest, context=context)
 
 
-def test_memory_counts_what_a_saved_model_has():
-    model = llama().half()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_memory_counts_what_a_saved_model_has(dtype):
+    model = llama().to(dtype)
     config = KbitConfig(bits=3)
     quantized = LlamaForCausalLM.from_pretrained(
-        None, config=model.config, state_dict=model.state_dict(), quantization_config=config, dtype=torch.float16
+        None, config=model.config, state_dict=model.state_dict(), quantization_config=config, dtype=dtype
     )
     size = sum(p.nbytes for p in quantized.parameters())
     assert bits_for_memory(model, size) == pytest.approx(3, abs=1e-6)
+
+
+def test_an_encoder_has_no_cache():
+    model = BertForMaskedLM(BertConfig(vocab_size=256, **SHAPE))
+    assert bits_for_memory(model, 230_000, context=10**6) == bits_for_memory(model, 230_000) < 5
 
 
 # --- what is refused ---
