@@ -122,11 +122,6 @@ def stream(
                 module.forward = own[name]
 
 
-def parts(sequences: int, size: int) -> Iterator[slice]:
-    """Rows of all sequences, at most ``size`` at a time."""
-    return (slice(start, start + size) for start in range(0, sequences, size))
-
-
 def forward_pass(model: nn.Module, ids: torch.Tensor) -> Any:
     """A forward pass without a cache; an encoder-decoder reads the same tokens on both sides."""
     configs = [getattr(module, "config", None) for module in model.modules()]

@@ -121,7 +121,7 @@ def calibrate(
             finished = Finished(Path(resume), digest([("ids", ids), *model.state_dict().items()], *run))
 
         with tqdm(total=len(widths), desc="calibrating", unit="layer", disable=not progress) as bar:
-            parts = list(capture.parts(len(ids), batch))
+            parts = [slice(start, start + batch) for start in range(0, len(ids), batch)]
 
             def visit(unit: str, run: Callable[[slice], Any]):
                 if names := layers.pop(unit, ()):  # none if it has been here, as layers that a model shares
