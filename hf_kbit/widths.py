@@ -77,7 +77,7 @@ def choose_widths(
     """
     if not BITS[0] <= bits <= BITS[-1]:
         raise ValueError(f"bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
-    config = replace(config or KbitConfig(), bits=BITS[0], module_bits={})
+    config = config or KbitConfig()
     layers = measure(model, tokens, config, window=window, device=device, progress=progress)
     return config_of(config, spend(layers, bits * sum(layer.weights for layer in layers.values())))
 
@@ -131,12 +131,13 @@ def measure(
 ) -> dict[str, Layer]:
     """What each width costs each layer that ``config`` would quantize, by name, in nats for all of ``tokens``.
 
-    Arguments and errors are those of ``choose_widths``. In one pass through the model go the text as it is and, for
-    each of some layers, another one that reads it from that layer on as 2 bits would have it.
+    Widths that ``config`` gives do not matter. Arguments and errors are those of ``choose_widths``. In one pass through
+    the model go the text as it is and, for each of some layers, another one that reads it from that layer on as 2 bits
+    would have it.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("model: found a quantized one, expected one that is not")
-    window = min(window, len(tokens))
+    config, window = replace(config, bits=BITS[0], module_bits={}), min(window, len(tokens))
     check({"model": model.config}, tokens, window, window)
     names = list(selection.choose(model, config))
     if not names:
