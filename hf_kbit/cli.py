@@ -79,6 +79,13 @@ def info() -> None:
         _line("", f"to install hf_kbit again, add {_native.REINSTALL_OPTIONS} to the command that installed it")
 
 
+# Options of commands that read text.
+Text = Annotated[list[Path] | None, typer.Option(help="A file of text; may be given several times.")]
+Dataset = Annotated[
+    str | None, typer.Option(metavar="NAME[:CONFIG]", help="A dataset of the Hub, a folder or a file of rows.")
+]
+Split = Annotated[str, typer.Option(help="Of the dataset.")]
+Column = Annotated[str, typer.Option(help="Of the dataset: the one with the text.")]
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 # How datasets reads a file, by the end of its name.
 READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
@@ -89,12 +96,10 @@ def eval_(
     model: Annotated[str, typer.Argument(help="Folder, or name on the Hub: a quantized model or one in 16 bits.")],
     reference: Annotated[str | None, typer.Option(help="The 16-bit model; with --bits it is MODEL itself.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Where the tokenizer is, if not with MODEL.")] = None,
-    text: Annotated[list[Path] | None, typer.Option(help="A file of text; may be given several times.")] = None,
-    dataset: Annotated[
-        str | None, typer.Option(metavar="NAME[:CONFIG]", help="A dataset of the Hub, a folder or a file of rows.")
-    ] = None,
-    split: Annotated[str, typer.Option(help="Of the dataset.")] = "test",
-    column: Annotated[str, typer.Option(help="Of the dataset: the one with the text.")] = "text",
+    text: Text = None,
+    dataset: Dataset = None,
+    split: Split = "test",
+    column: Column = "text",
     window: Annotated[int, typer.Option(help="Tokens that the model sees at once.")] = 2048,
     stride: Annotated[int | None, typer.Option(help="Tokens from window to window; default: --window.")] = None,
     limit_tokens: Annotated[int | None, typer.Option(min=2, help="So many, from the start of the text.")] = None,
@@ -226,12 +231,10 @@ def quantize(
     context: Annotated[int, typer.Option(min=0, help="With --memory: tokens that a KV cache has room for.")] = 8192,
     calibrate: Annotated[bool, typer.Option(help="Quantize with data: better, and slower.")] = False,
     method: Annotated[str, typer.Option(help=f"Of calibrating: {', '.join(METHODS)}.")] = "feedback",
-    text: Annotated[list[Path] | None, typer.Option(help="A file of text; may be given several times.")] = None,
-    dataset: Annotated[
-        str | None, typer.Option(metavar="NAME[:CONFIG]", help="A dataset of the Hub, a folder or a file of rows.")
-    ] = None,
-    split: Annotated[str, typer.Option(help="Of the dataset.")] = "train",
-    column: Annotated[str, typer.Option(help="Of the dataset: the one with the text.")] = "text",
+    text: Text = None,
+    dataset: Dataset = None,
+    split: Split = "train",
+    column: Column = "text",
     sequences: Annotated[int, typer.Option(min=1, help="Of the text, for calibrating, at most.")] = SEQUENCES,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence; as many as the model will read.")] = LENGTH,
     batch: Annotated[int, typer.Option(min=1, help="Sequences that go through a layer at a time.")] = 4,
@@ -339,7 +342,6 @@ def _mix(model, mean: float, ids: torch.Tensor, source: str, config: KbitConfig,
     sample = ids[:: max(len(ids) // MEASURED[0], 1), : MEASURED[1]][: MEASURED[0]]
     tokens = sample.numel()
     _line("measuring", f"what 2 bits in each layer cost on {tokens:,} tokens of {source}, on {device}")
-    config = replace(config, bits=BITS[0])
     layers = widths.measure(model, sample.flatten(), config, window=sample.shape[1], device=device, progress=True)
     chosen = widths.spend(layers, mean * sum(layer.weights for layer in layers.values()))
     counts = ", ".join(f"{count} in {width} bits" for width, count in sorted(Counter(chosen.values()).items()))
