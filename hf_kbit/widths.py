@@ -131,9 +131,9 @@ def measure(
 ) -> dict[str, Layer]:
     """What each width costs each layer that ``config`` would quantize, by name, in nats for all of ``tokens``.
 
-    Widths that ``config`` gives do not matter. Arguments and errors are those of ``choose_widths``. In one pass through
-    the model go the text as it is and, for each of some layers, another one that reads it from that layer on as 2 bits
-    would have it.
+    Widths that ``config`` gives do not matter. Arguments and errors are those of ``choose_widths``. In one pass go
+    through the model the text as it is and, for each of some layers, another one that reads it from that layer on as
+    2 bits would have it.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("model: found a quantized one, expected one that is not")
