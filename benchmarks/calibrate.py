@@ -26,7 +26,7 @@ from timing import Report, gpu_and_command
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
-from hf_kbit.calibration.model import METHODS
+from hf_kbit.calibration.layerwise import METHODS
 
 
 def config_of(arguments, **changes) -> LlamaConfig:

@@ -8,9 +8,9 @@ from importlib import import_module as _import_module
 from hf_kbit import codebooks
 from hf_kbit.calibration import calibrate
 from hf_kbit.config import KbitConfig
-from hf_kbit.integrations import transformers as _transformers  # noqa: F401  registers the quantizer
-from hf_kbit.integrations.after_import import after_import as _after_import
-from hf_kbit.linear import KbitLinear
+from hf_kbit.integrations import hooks as _hooks
+from hf_kbit.integrations.transformers import quantizer as _quantizer  # noqa: F401  registers itself
+from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.ops import dequantize, gemm, quantize, repack
 
 __version__ = "0.1.0.dev0"
@@ -18,16 +18,16 @@ __all__ = ["KbitConfig", "KbitLinear", "calibrate", "codebooks", "dequantize", "
 
 # What needs PEFT, and is no part of __all__ because of that: an import of * works without it.
 _WITH_PEFT = {
-    "merge_and_unload": "peft",
-    "prepare_model_for_kbit_training": "peft",
+    "merge_and_unload": "merge",
+    "prepare_model_for_kbit_training": "prepare",
     "replace_lora_weights_loftq": "loftq",
 }
 
-# Not imported here: that takes seconds.
-_after_import("peft", "hf_kbit.integrations.peft")
+_hooks.install_transformers()
+_hooks.after_import("peft", _hooks.install_peft)  # not imported here: that takes seconds
 
 
 def __getattr__(name: str):
     if name in _WITH_PEFT:
-        return getattr(_import_module(f"hf_kbit.integrations.{_WITH_PEFT[name]}"), name)
+        return getattr(_import_module(f"hf_kbit.integrations.peft.{_WITH_PEFT[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_kbit import codebooks
 from hf_kbit.format import BITS, FORMAT_VERSION, MAX_EXPONENT, check_bits
-from hf_kbit.linear import DEFAULT_CODEBOOK, DEFAULT_SCALE, check_scale
+from hf_kbit.nn.linear import DEFAULT_CODEBOOK, DEFAULT_SCALE, check_scale
 
 
 def matches(module_name: str, pattern: str) -> bool:

@@ -16,8 +16,8 @@ from hf_kbit.calibration import capture
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import check, divergence, evaluating
 from hf_kbit.format import BITS, BLOCK_SIZE, absmax_shape
-from hf_kbit.integrations import selection
-from hf_kbit.linear import KbitLinear
+from hf_kbit.integrations.transformers import selection
+from hf_kbit.nn.linear import KbitLinear
 
 SCALE_BITS = 8 / BLOCK_SIZE  # of a weight
 TOGETHER = 16  # layers that are measured in one pass through the model, each with logits of its own

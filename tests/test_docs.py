@@ -10,17 +10,18 @@ import cases
 import peft
 import pytest
 import torch
+from adapters import kbit_layers
 from byte_tokenizer import byte_tokenizer
-from integrations.adapters import kbit_layers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 import hf_kbit
 from hf_kbit import KbitLinear, cli, codebooks
-from hf_kbit.calibration.model import METHODS as CALIBRATION_METHODS
-from hf_kbit.integrations.peft import IMPOSSIBLE_INITIALISATIONS, METHODS, KbitTunerLayer
-from hf_kbit.linear import SCALES
+from hf_kbit.calibration.layerwise import METHODS as CALIBRATION_METHODS
+from hf_kbit.integrations.peft.create import IMPOSSIBLE_INITIALISATIONS, METHODS
+from hf_kbit.integrations.peft.layer import KbitTunerLayer
+from hf_kbit.nn.linear import SCALES
 
 DOCS = Path(__file__).parents[1] / "docs"
 

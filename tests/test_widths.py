@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
+from adapters import kbit_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from integrations.adapters import kbit_layers
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig
 
 import hf_kbit
 from benchmarks.quality.data import training_text
-from hf_kbit.calibration.model import METHODS
+from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.format import BITS
 from hf_kbit.widths import choose_widths
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import hf_kbit
 from benchmarks.quality.methods import MIXED
-from hf_kbit.calibration.model import METHODS
+from hf_kbit.calibration.layerwise import METHODS
 
 TRAINED, MINILM = "trained", "all-MiniLM-L6-v2"
 MARKS = "<!-- results -->\n", "<!-- end of results -->\n"

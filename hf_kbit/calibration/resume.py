@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_kbit.format import ABSMAX_SUFFIX
-from hf_kbit.linear import KbitLinear
+from hf_kbit.nn.linear import KbitLinear
 
 RUN = "run.json"
 PART = ".part"  # ends the name of a file that is being written

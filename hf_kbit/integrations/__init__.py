@@ -1,1 +1,1 @@
-"""Glue to other libraries, a file each."""
+"""What connects the package to other libraries: a folder for each; ``hooks.py`` lists all that is hooked into."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from hf_kbit.calibration.model import METHODS
+from hf_kbit.calibration.layerwise import METHODS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 OPTIONS = ["--shape", "tiny", "--device", "cpu", "--sequences", "4", "--length", "32", "--batch", "2"]

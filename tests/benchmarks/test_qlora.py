@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from integrations.adapters import IDS, decoded, quantized
+from adapters import IDS, decoded, quantized
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

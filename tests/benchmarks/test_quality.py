@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
-from hf_kbit.calibration.model import METHODS
+from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.format import BITS
 
 ROOT = Path(__file__).parents[2]

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from integrations.architectures import ARCHITECTURES
+from architectures import ARCHITECTURES
 from torch import nn
 
 import hf_kbit
 from hf_kbit.calibration import capture, weighted
-from hf_kbit.calibration.model import METHODS
+from hf_kbit.calibration.layerwise import METHODS
 
 READS_TOKENS = [
     row for row in ARCHITECTURES if row.name not in ("vit", "whisper", "llava", "wav2vec2", "hubert", "clip")
@@ -51,7 +51,7 @@ def moments_by_whole_passes(dense, quantized, units, ids) -> list[torch.Tensor]:
             hook.remove()
         found += [sums[layer] for layer in layers]
         for name in names:
-            hf_kbit.integrations.selection.replace_modules(dense, {name: quantized.get_submodule(name)})
+            hf_kbit.integrations.transformers.selection.replace_modules(dense, {name: quantized.get_submodule(name)})
     return found
 
 
@@ -65,7 +65,7 @@ def test_moments(row, batch, diagonal, length, monkeypatch):
     monkeypatch.setitem(METHODS, "recorder", solver)
     hf_kbit.calibrate(model, ids, method="recorder", batch=batch, bits=4)
     names = [name for name, layer in model.named_modules() if isinstance(layer, hf_kbit.KbitLinear)]
-    units = capture.units(dense, list(hf_kbit.integrations.selection.choose(dense, hf_kbit.KbitConfig())))
+    units = capture.units(dense, list(hf_kbit.integrations.transformers.selection.choose(dense, hf_kbit.KbitConfig())))
     assert sorted(names) == sorted(name for unit in units.values() for name in unit)
     expected = moments_by_whole_passes(dense, model, units, ids)
     assert len(solver.moments) == len(expected) == len(names)

@@ -11,8 +11,8 @@ from calibration.test_model import IDS, architecture, llama, same, tensors
 
 import hf_kbit
 from hf_kbit.calibration import feedback
-from hf_kbit.calibration.model import METHODS
-from hf_kbit.integrations import selection
+from hf_kbit.calibration.layerwise import METHODS
+from hf_kbit.integrations.transformers import selection
 
 
 class Killed(BaseException):

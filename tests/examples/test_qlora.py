@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import relative
 from byte_tokenizer import byte_tokenizer
-from integrations.adapters import relative
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments

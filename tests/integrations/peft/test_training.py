@@ -5,7 +5,7 @@ import inspect
 import peft
 import pytest
 import torch
-from integrations.adapters import (
+from adapters import (
     IDS,
     adapted,
     assert_same_state,
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer,
 
 import hf_kbit
 from hf_kbit import KbitConfig
-from hf_kbit.integrations.peft import KbitTunerLayer
+from hf_kbit.integrations.peft.layer import KbitTunerLayer
 
 CHECKPOINTING = {"without": None, "reentrant": True, "not reentrant": False}
 

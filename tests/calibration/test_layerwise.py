@@ -7,15 +7,15 @@ import sys
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from byte_tokenizer import byte_tokenizer
-from integrations.architectures import ARCHITECTURES
 from torch import nn
 from trained_lm import batches, held_out, mean_loss, trained_lm
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear
-from hf_kbit.calibration.model import METHODS
+from hf_kbit.calibration.layerwise import METHODS
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4, "vocab_size": 256}
 IDS = torch.randint(5, 90, (6, 12), generator=torch.Generator().manual_seed(1))
@@ -187,7 +187,7 @@ def test_a_killed_run_on_the_gpu_goes_on(monkeypatch, tmp_path):
 
 OWN_MEMORY = """
 import re, sys, torch
-from hf_kbit.calibration.model import load
+from hf_kbit.calibration.layerwise import load
 
 def own():  # MiB of memory that is no file's
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024

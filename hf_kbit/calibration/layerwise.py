@@ -25,9 +25,9 @@ from hf_kbit.calibration.data import LENGTH, SEQUENCES, token_ids
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import evaluating
-from hf_kbit.integrations import selection
-from hf_kbit.integrations.transformers import KbitHfQuantizer
-from hf_kbit.linear import KbitLinear
+from hf_kbit.integrations.transformers import selection
+from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
+from hf_kbit.nn.linear import KbitLinear
 
 # A solver is a module with ``solve(weight, moments, codebook) -> planes, absmax`` and ``DIAGONAL``: whether moments
 # are the diagonal of the sum of x @ x.T, or all of it.

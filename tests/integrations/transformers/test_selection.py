@@ -7,7 +7,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit import KbitConfig, KbitLinear
-from hf_kbit.integrations import selection
+from hf_kbit.integrations.transformers import selection
 
 
 class Reader(nn.Module):

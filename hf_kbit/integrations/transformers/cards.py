@@ -6,11 +6,9 @@ from collections import Counter
 from functools import wraps
 
 from huggingface_hub import ModelCard, ModelCardData
-from transformers.modeling_utils import PreTrainedModel
-from transformers.utils.hub import PushToHubMixin
 from yaml import YAMLError
 
-from hf_kbit.linear import KbitLinear
+from hf_kbit.nn.linear import KbitLinear
 
 HEADING = "## How to load"
 TAGS = ["kbit"]
@@ -69,28 +67,29 @@ def write_model_card(model, directory: str | os.PathLike, name: str) -> None:
     card.save(path)
 
 
-def add_model_cards() -> None:
-    """Makes ``save_pretrained`` and ``push_to_hub`` write the card of quantized models.
-
-    Transformers has no hook for it, so two methods of its base classes are wrapped. Wrapping those of one model
-    instead would tie the model to itself, and its memory would wait for the garbage collector.
-    """
-    save_pretrained, upload = PreTrainedModel.save_pretrained, PushToHubMixin._upload_modified_files
+def card_after_saving(save_pretrained):
+    """``save_pretrained`` that writes the card of quantized models."""
 
     @wraps(save_pretrained)
-    def save_with_card(self, save_directory, is_main_process=True, *args, **kwargs):
+    def wrapped(self, save_directory, is_main_process=True, *args, **kwargs):
         result = save_pretrained(self, save_directory, is_main_process, *args, **kwargs)
         if _is_kbit(self) and is_main_process and os.path.isdir(save_directory):
             write_model_card(self, save_directory, os.path.basename(os.path.abspath(save_directory)))
         return result
 
+    return wrapped
+
+
+def card_before_upload(upload):
+    """``push_to_hub``'s upload that writes the card of quantized models, with the name that they have there."""
+
     @wraps(upload)
-    def upload_with_card(self, working_dir, repo_id, *args, **kwargs):
+    def wrapped(self, working_dir, repo_id, *args, **kwargs):
         if _is_kbit(self):  # Transformers has put its own card over ours by now
             write_model_card(self, working_dir, repo_id)
         return upload(self, working_dir, repo_id, *args, **kwargs)
 
-    PreTrainedModel.save_pretrained, PushToHubMixin._upload_modified_files = save_with_card, upload_with_card
+    return wrapped
 
 
 def _is_kbit(model) -> bool:

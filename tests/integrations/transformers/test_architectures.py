@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from integrations.architectures import ARCHITECTURES, BY_NAME, Architecture, text
+from architectures import ARCHITECTURES, BY_NAME, Architecture, text
 from safetensors import safe_open
 from torch import nn
 from torch._dynamo.utils import counters

@@ -23,14 +23,12 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
-from hf_kbit import hub
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, weight_shape
-from hf_kbit.integrations import checkpoint, selection
-from hf_kbit.linear import KbitLinear
+from hf_kbit.integrations.transformers import checkpoint, selection
+from hf_kbit.nn.linear import KbitLinear
 
 logger = logging.getLogger(__name__)
-hub.add_model_cards()
 
 
 def _saved_model(model):

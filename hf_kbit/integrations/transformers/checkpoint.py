@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 )
 
 from hf_kbit.format import ABSMAX_SUFFIX, absmax_shape, weight_shape
-from hf_kbit.linear import KbitLinear
+from hf_kbit.nn.linear import KbitLinear
 
 WEIGHT_SUFFIX = ".weight"
 PACKED_SUFFIXES = (WEIGHT_SUFFIX, WEIGHT_SUFFIX + ABSMAX_SUFFIX)

@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodules
-from integrations.adapters import (
+from adapters import (
     CONFIGS,
     IDS,
     adapted,
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_kbit
 from hf_kbit import KbitLinear
-from hf_kbit.integrations.peft import KbitTunerLayer
+from hf_kbit.integrations.peft.layer import KbitTunerLayer
 
 # Adapters on all of these widths and levels at once.
 SETTINGS = {"bits": 3, "module_bits": {"v_proj": 5, "down_proj": 2}}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kbit.linear import KbitLinear
+from hf_kbit.nn.linear import KbitLinear
 
 # Below this part of what adapters add, a merge that requantizes is said to have lost them.
 LOST = 0.5

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_kbit.integrations.peft import KbitTunerLayer
+from hf_kbit.integrations.peft.layer import KbitTunerLayer
 
 
 def replace_lora_weights_loftq(

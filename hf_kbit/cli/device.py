@@ -1,0 +1,12 @@
+"""The device that commands compute on."""
+
+import torch
+
+
+def resolve_device(device: str | None) -> str:
+    """What ``--device`` says, or a GPU where there is one; a ValueError where torch cannot use the one named."""
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device: found {device}, but torch can use no GPU; see hf-kbit info")
+    return device

@@ -1,0 +1,46 @@
+"""``hf-kbit info``: what is installed."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+import hf_kbit
+from hf_kbit import _native
+from hf_kbit.cli.output import line
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def command() -> None:
+    """Shows what is loaded, what is missing, why, and what to do about it."""
+    build = _native.build_info()
+    line("hf_kbit", f"{hf_kbit.__version__}, Python {platform.python_version()}, {platform.platform()}")
+    line("torch", f"{torch.__version__} in {torch.__path__[0]}")
+    for package in ("transformers", "accelerate", "peft"):
+        line(package, _version(package))
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    line("GPUs", ", ".join(gpus) or "none that torch can use")
+    for name in ("cpu", "cuda"):
+        library, built = _native.library(name), build.get(name, {})
+        if not library.loaded:
+            line(f"{name} kernels", f"missing: {library.missing}")
+            continue
+        line(f"{name} kernels", str(library.path))
+        if built:
+            line("", f"built by {built['compiler']} with the headers of torch {build['torch']}")
+        if archs := built.get("archs", "").split():
+            newer = ["newer ones"] if any(arch.isdigit() for arch in archs) else []  # the others are without PTX
+            line("", "for " + ", ".join([f"sm_{arch.removesuffix('-real')}" for arch in archs] + newer))
+        if name == "cpu":
+            set_by = ", set by HF_KBIT_CPU" if os.environ.get("HF_KBIT_CPU") else ""
+            line("", f"uses {_native.instruction_set(library.path)} instructions{set_by}")
+    usable = ["cpu"] + (["cuda"] if torch.version.cuda else [])
+    if not all(_native.library(name).loaded for name in usable):
+        line("", f"to install hf_kbit again, add {_native.REINSTALL_OPTIONS} to the command that installed it")

@@ -1,0 +1,180 @@
+"""``hf-kbit quantize``: quantizes a model and saves it."""
+
+import re
+import shutil
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers import AutoConfig, AutoTokenizer
+
+import hf_kbit
+from hf_kbit import widths
+from hf_kbit.calibration.data import LENGTH, SEQUENCES, token_ids
+from hf_kbit.calibration.layerwise import METHODS, load
+from hf_kbit.cli.device import resolve_device
+from hf_kbit.cli.output import fail, line
+from hf_kbit.cli.text import Column, Dataset, Split, Text, read_text
+from hf_kbit.config import KbitConfig
+from hf_kbit.format import BITS
+from hf_kbit.integrations.transformers import selection
+
+UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+MEASURED = (2, 512)  # sequences, and tokens of each, on which widths are chosen
+UNFINISHED = "unfinished"  # folder in a model's that is not all there yet
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="Folder, or name on the Hub, of a model in 16 or 32 bits.")],
+    out: Annotated[Path, typer.Argument(help="Folder to save the quantized model in; a killed run goes on there.")],
+    bits: Annotated[
+        float | None, typer.Option(help="2 to 5; 3.4, say, is a mean, with widths chosen for each layer. Default: 4.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Instead of --bits: as many as fit, such as 20GB or 800MiB.")
+    ] = None,
+    context: Annotated[int, typer.Option(min=0, help="With --memory: tokens that a KV cache has room for.")] = 8192,
+    calibrate: Annotated[bool, typer.Option(help="Quantize with data: better, and slower.")] = False,
+    method: Annotated[str, typer.Option(help=f"Of calibrating: {', '.join(METHODS)}.")] = "feedback",
+    text: Text = None,
+    dataset: Dataset = None,
+    split: Split = "train",
+    column: Column = "text",
+    sequences: Annotated[int, typer.Option(min=1, help="Of the text, for calibrating, at most.")] = SEQUENCES,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence; as many as the model will read.")] = LENGTH,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that go through a layer at a time.")] = 4,
+    codebook: Annotated[str | None, typer.Option(help="Name of the levels.")] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave in 16 bits; repeatable.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: GPU, if any.")] = None,
+) -> None:
+    """Quantizes a model and saves it, to a width or to a memory, with a little data or none.
+
+    Without --text and --dataset, what needs data takes the built-in text.
+    """
+    start = time.monotonic()
+    try:
+        device, size = resolve_device(device), None if memory is None else _bytes(memory)
+        _check_quantize(model, out, bits, size, method)
+        choices = {"codebook": codebook} if codebook else {}
+        config = KbitConfig(modules_to_not_convert=skip or [], **choices)
+        if not (calibrate or size or (bits and bits % 1)) and (text or dataset):
+            raise ValueError("--text: found data, but neither --calibrate nor mixed widths need it")
+        data = read_text(text, dataset, split, column) if text or dataset else None
+        dense = load(model)
+        mean = (bits or KbitConfig().bits) if size is None else _fit(dense, size, context, config)
+        if calibrate or mean % 1:
+            source = ", ".join(map(str, text or ())) or dataset or "the built-in text"
+            ids = token_ids(data, AutoTokenizer.from_pretrained(model), dense, sequences, length)
+        if mean % 1:
+            config = _mix(dense, mean, ids, source, config, device)
+        else:
+            config = replace(config, bits=int(mean))
+        (out / UNFINISHED).mkdir(parents=True, exist_ok=True)
+        if calibrate:
+            line("calibrating", f"{method}, {len(ids):,} x {ids.shape[1]:,} tokens of {source}, on {device}")
+            quantized = hf_kbit.calibrate(
+                dense,
+                ids,
+                method=method,
+                batch=batch,
+                device=device,
+                resume=out / UNFINISHED,
+                progress=True,
+                bits=config.bits,
+                module_bits=config.module_bits,
+                modules_to_not_convert=config.modules_to_not_convert,
+                **choices,
+            )
+        else:
+            kind = type(dense)
+            del dense
+            quantized = kind.from_pretrained(model, dtype="auto", device_map=device, quantization_config=config)
+        quantized.save_pretrained(out)
+        _save_tokenizer(model, out)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        fail("quantize", error)
+    shutil.rmtree(out / UNFINISHED, ignore_errors=True)
+    saved = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    line("saved", f"{out}: {saved / 1e6:,.3g} MB, after {time.monotonic() - start:,.0f} s")
+
+
+def _check_quantize(model: str, out: Path, bits: float | None, size: int | None, method: str) -> None:
+    """Refuses what can be refused before anything large is loaded."""
+    if bits is not None and size is not None:
+        raise ValueError("--memory: found it and --bits, expected one")
+    if bits is not None and not BITS[0] <= bits <= BITS[-1]:
+        raise ValueError(f"--bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
+    if method not in METHODS:
+        raise ValueError(f"--method: found {method!r}, expected one of {sorted(METHODS)}")
+    if getattr(AutoConfig.from_pretrained(model), "quantization_config", None) is not None:
+        raise ValueError(f"{model}: found it quantized already, expected a model in 16 or 32 bits")
+    if out.exists() and not (out / UNFINISHED).is_dir() and (out.is_file() or any(out.iterdir())):
+        raise ValueError(f"{out}: found files, expected a new folder, or that of a killed run")
+
+
+def _bytes(size: str) -> int:
+    """
+    >>> _bytes("20GB"), _bytes("1.5 MiB")
+    (20000000000, 1572864)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]|[KMGT]i)?B", size)
+    if not match:
+        raise ValueError(f"--memory: found {size!r}, expected a size such as 20GB or 800MiB")
+    return int(float(match[1]) * UNITS[match[2] or ""])
+
+
+def _fit(model, size: int, context: int, config: KbitConfig) -> float:
+    """The mean width with which the model takes so many bytes; says what they are for."""
+    bits = widths.bits_for_memory(model, size, context=context, config=config)
+    chosen = selection.choose(model, config)
+    weights = widths.stored_weights(model, chosen)
+    parts = {
+        "what is not quantized": widths.rest_bytes(model, chosen),
+        f"keys and values of {context:,} tokens": widths.cache_bytes(model, context),
+        f"{weights:,} weights, {bits:.2f} bits and {widths.SCALE_BITS} for scales": int(
+            weights * (bits + widths.SCALE_BITS) / 8
+        ),
+    }
+    line("memory", f"{size:,} bytes")
+    for what, taken in parts.items():
+        line("", f"{taken:,} for {what}")
+    line("", f"{size - sum(parts.values()):,} left over")
+    return bits
+
+
+def _mix(model, mean: float, ids: torch.Tensor, source: str, config: KbitConfig, device: str) -> KbitConfig:
+    """Widths for a mean, by what each layer loses; says which layers get how many, and why."""
+    sample = ids[:: max(len(ids) // MEASURED[0], 1), : MEASURED[1]][: MEASURED[0]]
+    tokens = sample.numel()
+    line("measuring", f"what 2 bits in each layer cost on {tokens:,} tokens of {source}, on {device}")
+    layers = widths.measure(model, sample.flatten(), config, window=sample.shape[1], device=device, progress=True)
+    chosen = widths.spend(layers, mean * sum(layer.weights for layer in layers.values()))
+    counts = ", ".join(f"{count} in {width} bits" for width, count in sorted(Counter(chosen.values()).items()))
+    weights, used = Counter(), Counter()
+    for name, layer in layers.items():
+        for key in ("", name.rpartition(".")[2]):
+            weights[key] += layer.weights
+            used[key] += layer.weights * chosen[name]
+    means = {key: used[key] / weights[key] for key in weights}
+    line("widths", f"{means.pop(''):.2f} bits for a weight: {counts}")
+    line("", ", ".join(f"{kind} {width:.2f}" for kind, width in means.items()))
+    costs = sorted(layers, key=lambda name: layers[name].costs[BITS[0]] / layers[name].weights)
+    for extreme, name in (("most", costs[-1]), ("least", costs[0])):
+        cost = layers[name].costs[BITS[0]] / tokens
+        line(
+            "", f"{name}: {chosen[name]} bits, for {BITS[0]} cost {cost:.2g} nats a token, the {extreme} for its size"
+        )
+    return widths.config_of(config, chosen)
+
+
+def _save_tokenizer(model: str, out: Path) -> None:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError):
+        line("tokenizer", f"none in {model}")
+    else:
+        tokenizer.save_pretrained(out)

@@ -1,0 +1,255 @@
+"""Every hook into another library: what it is, the parameters it is expected to have, what is lost where it moved.
+
+There are two tables for each library. ``..._NAMES`` are private names that our code imports or overrides: without
+them nothing of it works. ``..._HOOKS`` are functions and methods that we replace, each by what a *wrapper* makes of
+it. A hook holds if the thing is there and its first parameters have the expected names; a version of a library in
+which one moved is met with one message that says which, and what to do.
+
+Besides these tables there are four agreements with other code, none of which can be checked by a signature:
+``KbitLinear.W_q``, a name by which PEFT takes the layer for one that decodes its own weight; the attributes
+``_is_hf_initialized`` and ``_weight_conversions`` of Transformers; ``is_loaded_in_4bit``, set for the time of a call
+of PEFT (``peft/prepare.py``); and the pass of Inductor that ``inductor.py`` installs where no other is.
+"""
+
+import importlib
+import inspect
+import pkgutil
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import wraps
+from importlib.abc import MetaPathFinder
+
+OLDEST_PEFT = "0.20"
+
+
+@dataclass(frozen=True)
+class Name:
+    """A private name that our code imports, calls or overrides, and its first parameters; None if it has none."""
+
+    place: str
+    parameters: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A function or method that we replace.
+
+    Attributes:
+        place: ``module:name`` or ``module:Class.name``.
+        parameters: names of its first ones.
+        wrapper: ``module:name`` of what is called with the original, and returns what takes its place.
+        everywhere: whether it is replaced in each module that has it by name, not only where it is defined.
+    """
+
+    place: str
+    parameters: tuple[str, ...]
+    wrapper: str
+    everywhere: bool = False
+
+
+_LOADING, _QUANTIZER = "transformers.core_model_loading", "transformers.quantizers.base:HfQuantizer"
+TRANSFORMERS_NAMES = (
+    Name(f"{_LOADING}:ConversionOps.convert", ("self", "input_dict")),
+    Name(f"{_LOADING}:WeightConverter"),
+    Name(f"{_LOADING}:WeightConverter.reverse_transform", ("self",)),
+    Name(f"{_LOADING}:WeightRenaming"),
+    Name(f"{_LOADING}:dot_natural_key", ("s",)),
+    Name(f"{_LOADING}:rename_source_key", ("source_key", "weight_renamings", "weight_converters")),
+    Name(f"{_LOADING}:revert_weight_conversion", ("model", "state_dict")),
+    Name("transformers.conversion_mapping:get_model_conversion_mapping", ("model",)),
+    Name("transformers.pytorch_utils:Conv1D"),
+    Name("transformers.quantizers.auto:register_quantization_config", ("method",)),
+    Name("transformers.quantizers.auto:register_quantizer", ("name",)),
+    Name("transformers.quantizers.quantizers_utils:get_module_from_name", ("module", "tensor_name")),
+    Name(f"{_QUANTIZER}._dequantize", ("self", "model")),
+    Name(f"{_QUANTIZER}._process_model_after_weight_loading", ("self", "model")),
+    Name(f"{_QUANTIZER}._process_model_before_weight_loading", ("self", "model")),
+    Name(f"{_QUANTIZER}.get_quantize_ops", ("self",)),
+    Name(f"{_QUANTIZER}.get_state_dict_and_metadata", ("self", "model")),
+    Name(f"{_QUANTIZER}.param_element_size", ("self", "model", "param_name", "param")),
+    Name(f"{_QUANTIZER}.param_needs_quantization", ("self", "model", "param_name")),
+    Name(f"{_QUANTIZER}.postprocess_model", ("self", "model")),
+    Name(f"{_QUANTIZER}.update_weight_conversions", ("self", "weight_conversions")),
+    Name(f"{_QUANTIZER}.validate_environment", ("self",)),
+)
+
+_CARDS = "hf_kbit.integrations.transformers.cards"
+TRANSFORMERS_HOOKS = (
+    Hook(
+        "transformers.modeling_utils:PreTrainedModel.save_pretrained",
+        ("self", "save_directory", "is_main_process"),
+        f"{_CARDS}:card_after_saving",
+    ),
+    Hook(
+        "transformers.utils.hub:PushToHubMixin._upload_modified_files",
+        ("self", "working_dir", "repo_id"),
+        f"{_CARDS}:card_before_upload",
+    ),
+)
+
+_TUNER, _GLUE = "peft.tuners.tuners_utils:BaseTuner", "hf_kbit.integrations.peft"
+PEFT_NAMES = (
+    Name("peft.tuners.tuners_utils:BaseTunerLayer.get_base_layer", ("self",)),
+    Name("peft.tuners.tuners_utils:check_adapters_to_merge", ("module", "adapter_names")),
+    Name(f"{_TUNER}._create_and_replace", ("self",)),
+)
+PEFT_HOOKS = (
+    Hook(f"{_TUNER}.inject_adapter", ("self", "model", "adapter_name"), f"{_GLUE}.create:wrap_inject_adapter"),
+    Hook(f"{_TUNER}.merge_adapter", ("self",), f"{_GLUE}.merge:report_once"),
+    Hook(f"{_TUNER}.merge_and_unload", ("self",), f"{_GLUE}.merge:report_once"),
+    Hook(
+        "peft.utils.other:prepare_model_for_kbit_training",
+        ("model", "use_gradient_checkpointing", "gradient_checkpointing_kwargs"),
+        f"{_GLUE}.prepare:wrap_prepare",
+        everywhere=True,
+    ),
+)
+
+
+# --- checking -------------------------------------------------------------------------------------
+
+
+def moved(entries: Iterable[Name | Hook]) -> list[str]:
+    """What of these is not as expected, a phrase for each; only libraries that are imported are looked at.
+
+    >>> moved([Name("inspect:getsource", ("object",)), Name("inspect:getsauce")])
+    ['inspect:getsauce (found none)']
+    """
+    problems = []
+    for entry in entries:
+        try:
+            found = pkgutil.resolve_name(entry.place)
+        except (ImportError, AttributeError):
+            problems.append(f"{entry.place} (found none)")
+            continue
+        if entry.parameters is None:
+            continue
+        parameters = tuple(inspect.signature(found).parameters)
+        if parameters[: len(entry.parameters)] != entry.parameters:
+            expected = ", ".join(entry.parameters)
+            problems.append(f"{entry.place} (found parameters {', '.join(parameters)}, expected {expected} first)")
+    return problems
+
+
+def require(library: str, names: Iterable[Name]) -> None:
+    """Raises one ImportError that lists all private names of a library that moved."""
+    if problems := moved(names):
+        raise ImportError(
+            f"{library} {sys.modules[library].__version__}: found names moved that this hf_kbit relies on: "
+            f"{'; '.join(problems)}. Take a newer hf_kbit, or an older {library}"
+        )
+
+
+# --- hooking in -----------------------------------------------------------------------------------
+
+
+def install(hooks: Iterable[Hook]) -> None:
+    for hook in hooks:
+        original = pkgutil.resolve_name(hook.place)
+        replacement = pkgutil.resolve_name(hook.wrapper)(original)
+        if hook.everywhere:
+            _replace_everywhere(original, replacement)
+        else:
+            parent, _, name = hook.place.rpartition(".")
+            setattr(pkgutil.resolve_name(parent), name, replacement)
+
+
+def _replace_everywhere(old: Callable, new: Callable) -> None:
+    """``from library import function`` copies a name, so every module that has it by then gets the new one."""
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is old and not module.__name__.startswith("hf_kbit."):
+                setattr(module, name, new)
+
+
+def install_transformers() -> None:
+    """Has saving and uploading write model cards; where that moved, a warning says that there will be none."""
+    if problems := moved(TRANSFORMERS_HOOKS):
+        version = sys.modules["transformers"].__version__
+        warnings.warn(
+            f"hf_kbit: saved models get no model card, for in transformers {version} this moved: "
+            f"{'; '.join(problems)}. Take a newer hf_kbit",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    else:
+        install(TRANSFORMERS_HOOKS)
+
+
+def install_peft() -> None:
+    """Makes adapters work on quantized layers. Where that fails, PEFT stays as it is, but is refused quantized layers:
+    the program may well use it for models that have none."""
+    if problem := _why_not_peft():
+        warnings.warn(f"hf_kbit: adapters on quantized layers are refused: {problem}", RuntimeWarning, stacklevel=2)
+        _refuse_adapters(problem)
+    else:
+        install(PEFT_HOOKS)
+
+
+def _why_not_peft() -> str:
+    from packaging.version import Version
+
+    version = sys.modules["peft"].__version__
+    if Version(version) < Version(OLDEST_PEFT):
+        return f"found peft {version}, expected {OLDEST_PEFT} or newer: pip install -U peft"
+    if problems := moved((*PEFT_NAMES, *PEFT_HOOKS)):
+        return f"found that in peft {version} this moved: {'; '.join(problems)}. Take a newer hf_kbit"
+    try:
+        for hook in PEFT_HOOKS:
+            pkgutil.resolve_name(hook.wrapper)
+    except ImportError as error:
+        return f"found that our glue does not work with peft {version} ({error}). Take a newer hf_kbit"
+    return ""
+
+
+def _refuse_adapters(problem: str) -> None:
+    from hf_kbit.nn.linear import KbitLinear
+
+    tuner = pkgutil.resolve_name(_TUNER)
+    inject = tuner.inject_adapter
+
+    @wraps(inject)
+    def refusing(self, model, *args, **kwargs):
+        for name, module in model.named_modules():
+            if isinstance(module, KbitLinear):
+                raise ImportError(f"{name}: found a quantized layer, to which this peft can add no adapter: {problem}")
+        return inject(self, model, *args, **kwargs)
+
+    tuner.inject_adapter = refusing
+
+
+# --- a library that may be imported later ---------------------------------------------------------
+
+
+class _Finder(MetaPathFinder):
+    """Finds a library as the other finders do, and calls ``then`` as soon as it is imported."""
+
+    def __init__(self, library: str, then: Callable[[], None]):
+        self.library, self.then = library, then
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.library:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module):
+                execute(module)  # where this fails, the next import comes here again
+                sys.meta_path.remove(self)
+                self.then()
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+def after_import(library: str, then: Callable[[], None]) -> None:
+    """Calls ``then`` after the import of ``library``: now if that was, never if it is not imported."""
+    if sys.modules.get(library) is not None:
+        importlib.import_module(library)  # waits where another thread is importing it
+        then()
+    else:
+        sys.meta_path.insert(0, _Finder(library, then))

@@ -1,0 +1,123 @@
+"""Creating adapters: what PEFT sees of a ``KbitLinear`` while it does, and what is refused."""
+
+import functools
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from hf_kbit.integrations.peft.layer import KbitTunerLayer, dense, requantize, stand_in, tuner_class
+from hf_kbit.nn.linear import KbitLinear
+
+# Their layers call the base layer, and read its weight only where we hand them a decoded one.
+METHODS = ("ADALORA", "BOFT", "IA3", "LOHA", "LOKR", "LORA", "MISS", "OFT", "VERA")
+
+# Initialisations of LoRA that do not look at the weight; for others it is decoded.
+BLIND_INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
+
+# Initialisations of LoRA that need what a quantized layer cannot give: {name: what, and what to do instead}.
+IMPOSSIBLE_INITIALISATIONS = {
+    "corda": "needs covariances times the 16-bit weight: use 'pissa' or 'eva'",
+    "loftq": "needs the weight before it was quantized: keep the default and call "
+    "hf_kbit.replace_lora_weights_loftq(model, path_of_the_16_bit_model)",
+    "lora_ga": "needs gradients of the weight, and it is frozen: use 'pissa' or 'eva'",
+}
+
+
+def _base_layer(module: nn.Module) -> nn.Module:
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+
+
+def _check_method(config, name: str, layer: KbitLinear, parameter_name: str | None) -> None:
+    """Refuses what would read packed words as weights."""
+    what = f"{name}: a KbitLinear of {layer.bits} bits, whose weight is frozen and packed"
+    method, init = getattr(config.peft_type, "value", config.peft_type), getattr(config, "init_lora_weights", True)
+    if method not in METHODS:
+        known = ", ".join(METHODS)
+        raise ValueError(
+            f"{what}: found the PEFT method {method}, expected one of {known}. For {method} call model.dequantize() "
+            "first, or leave the layer in 16 bits (modules_to_not_convert)"
+        )
+    if parameter_name is not None:
+        raise ValueError(
+            f"{what}: found {parameter_name!r} of it in target_parameters; name the layer in target_modules instead"
+        )
+    if method == "MISS" and config.init_weights == "bat":
+        raise ValueError(f"{what}: MiSS with init_weights='bat' reads the weight in every step; use True or 'mini'")
+    if getattr(config, "kasa_config", None) is not None:
+        raise ValueError(
+            f"{what}: KaSA changes the weight for good, also while it runs; use init_lora_weights='pissa'"
+        )
+    for impossible, why in IMPOSSIBLE_INITIALISATIONS.items():
+        if isinstance(init, str) and init.lower().startswith(impossible):
+            raise ValueError(f"{what}: init_lora_weights={init!r} {why}")
+
+
+def _reads_weight(config) -> bool:
+    """Whether creating the adapter takes more of the base layer than its shape."""
+    return getattr(config, "init_lora_weights", None) not in BLIND_INITIALISATIONS or config.use_dora
+
+
+def _create_and_replace(create, config, adapter_name, target, target_name, parent, *, current_key, **kwargs):
+    """``BaseTuner._create_and_replace``, with an ``nn.Linear`` in place of the ``KbitLinear`` while it runs."""
+    base = _base_layer(target)
+    if not isinstance(base, KbitLinear):
+        return create(config, adapter_name, target, target_name, parent, current_key=current_key, **kwargs)
+    _check_method(config, current_key, base, kwargs.get("parameter_name"))
+    reads = _reads_weight(config)
+    if reads and base.weight.is_meta:
+        raise ValueError(
+            f"{current_key}.weight: found it offloaded, expected it on a device: the adapter's initialisation reads it"
+        )
+    if reads and getattr(target, "merged", False):
+        raise ValueError(
+            f"{current_key}: found {', '.join(target.merged_adapters)} merged, expected the layer as it was: the "
+            "adapter's initialisation reads the weight. Call unmerge_adapter() first"
+        )
+    linear = dense(base) if reads else stand_in(base)
+    further = isinstance(target, KbitTunerLayer)  # adapter on a layer that has some
+    if further:
+        target.base_layer = linear
+    try:
+        create(
+            config, adapter_name, target if further else linear, target_name, parent, current_key=current_key, **kwargs
+        )
+        if further and getattr(parent, target_name) is not target:
+            setattr(parent, target_name, target)
+            raise ValueError(
+                f"{current_key}: found a {config.peft_type.value} adapter over a {type(target).__name__}, expected "
+                "adapters of one method on a quantized layer"
+            )
+        if reads and not torch.equal(linear.weight, base.dequantize(torch.float32)):
+            requantize(base, linear.weight, f"{current_key}.weight less what {adapter_name} starts with")
+    finally:
+        layer = getattr(parent, target_name)
+        if isinstance(layer, BaseTunerLayer):
+            layer.base_layer = base
+            if not further:
+                layer.__class__, layer.name = tuner_class(type(layer)), current_key
+
+
+def _check_modules_to_save(model: nn.Module, config) -> None:
+    for ending in getattr(config, "modules_to_save", None) or ():
+        for name, module in model.named_modules():
+            if name.endswith(ending) and any(isinstance(_base_layer(part), KbitLinear) for part in module.modules()):
+                raise ValueError(
+                    f"{name}: found it in modules_to_save, expected what can be trained, and quantized layers "
+                    "cannot: leave them in 16 bits (modules_to_not_convert), or name them in target_modules"
+                )
+
+
+def wrap_inject_adapter(inject_adapter):
+    """``BaseTuner.inject_adapter`` that has PEFT work on an ``nn.Linear`` where there is a ``KbitLinear``."""
+
+    @functools.wraps(inject_adapter)
+    def wrapped(self, model, adapter_name, *args, **kwargs):
+        _check_modules_to_save(model, self.peft_config[adapter_name])
+        self._create_and_replace = functools.partial(_create_and_replace, self._create_and_replace)
+        try:
+            return inject_adapter(self, model, adapter_name, *args, **kwargs)
+        finally:
+            del self._create_and_replace
+
+    return wrapped

@@ -1,0 +1,7 @@
+"""The quantizer that Transformers calls, and what it needs of Transformers."""
+
+import transformers  # noqa: F401  what is checked next
+
+from hf_kbit.integrations import hooks
+
+hooks.require("transformers", hooks.TRANSFORMERS_NAMES)

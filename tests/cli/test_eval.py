@@ -1,0 +1,212 @@
+"""``hf-kbit eval``: what it prints, what it refuses, and that it measures what ``evaluate`` does."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cli.texts import ROWS, TEXT
+from transformers import (
+    AutoModelForCausalLM,
+)
+from typer.testing import CliRunner
+
+import hf_kbit
+from hf_kbit import cli
+from hf_kbit.evaluation import evaluate
+
+
+@pytest.fixture
+def run_eval(folder, monkeypatch):
+    """Runs ``hf-kbit eval`` in the folder with these arguments; where they name no text, on ``rows.txt``."""
+    monkeypatch.chdir(folder)
+
+    def run(*arguments, device="cpu"):
+        source = () if {"--text", "--dataset"} & set(arguments) else ("--text", "rows.txt")
+        return CliRunner().invoke(cli.app, list(map(str, ["eval", *arguments, *source, "--device", device])))
+
+    return run
+
+
+@pytest.fixture
+def figures(run_eval):
+    """The same with ``--json``: what it printed, which is one line."""
+
+    def run(*arguments, **keywords):
+        result = run_eval(*arguments, "--json", **keywords)
+        assert result.exit_code == 0, result.output
+        (line,) = result.stdout.splitlines()
+        return json.loads(line)
+
+    return run
+
+
+def expected_figures(text=TEXT, limit=None, dtype="auto", reference=True, window=64, stride=None, **config):
+    dense, packed = (
+        AutoModelForCausalLM.from_pretrained("dense", dtype=dtype, **given)
+        for given in ({}, {"quantization_config": hf_kbit.KbitConfig(**config)})
+    )
+    tokens = torch.tensor(list(text.encode()))[:limit]
+    return vars(evaluate(packed, tokens, reference=dense if reference else None, window=window, stride=stride))
+
+
+def test_eval_quantizes_while_loading(figures):
+    found = figures("dense", "--bits", 2, "--codebook", "optimal", "--scale", "search", "--window", 64)
+    names = {"model": "dense", "bits": 2, "reference": "dense"}
+    assert found == names | expected_figures(bits=2, codebook="optimal", scale="search")
+    assert 0 < found["top1_agreement"] < 1 and found["kl_divergence"] > 0.01
+
+
+def test_eval_of_a_saved_model(figures):
+    found = figures("packed", "--reference", "dense", "--tokenizer", "dense", "--window", 64, "--stride", 32)
+    assert found == {"model": "packed", "bits": 3, "reference": "dense"} | expected_figures(bits=3, stride=32)
+    alone = figures("packed", "--tokenizer", "dense", "--window", 64, "--dtype", "float32")
+    expected = expected_figures(bits=3, dtype="float32", reference=False)
+    assert alone == {"model": "packed", "bits": 3, "reference": None} | expected
+    assert alone["kl_divergence"] is None
+
+
+def test_eval_of_a_model_in_16_bits(figures):
+    found = figures("dense", "--reference", "dense", "--window", 64)
+    assert (found["bits"], found["kl_divergence"], found["top1_agreement"]) == (None, 0, 1)
+
+
+@pytest.mark.gpu
+def test_eval_on_a_gpu(figures):
+    arguments = ["dense", "--bits", 3, "--window", 64, "--dtype", "float32"]
+    assert figures(*arguments, device="cuda") == pytest.approx(figures(*arguments), rel=1e-3)
+
+
+def test_eval_for_people(run_eval, folder):
+    result = run_eval("dense", "--bits", 3, "--window", 64, "--stride", 16)
+    found = expected_figures(bits=3, stride=16)
+    assert result.stdout.splitlines() == [
+        f"tokens        {found['tokens']} predicted, in windows of 64, 16 apart",
+        f"perplexity    {found['perplexity']:.4f}",
+        f"reference     {found['reference_perplexity']:.4f}",
+        f"KL divergence {found['kl_divergence']:.5f} nats",
+        f"same top-1    {100 * found['top1_agreement']:.2f}%",
+    ]
+    assert "evaluating: 100%" in result.stderr
+    alone = run_eval("dense", "--window", 64).stdout.splitlines()
+    assert [line.split()[0] for line in alone] == ["tokens", "perplexity"] and "apart" not in alone[0]
+
+
+def test_eval_of_several_files(figures, tmp_path):
+    (tmp_path / "a").write_text("First, an é.")
+    (tmp_path / "b").write_text("Then more of it.")
+    found = figures("dense", "--text", tmp_path / "a", "--text", tmp_path / "b", "--bits", 3, "--limit-tokens", 20)
+    assert found["tokens"] == 19
+    expected = expected_figures("First, an é.\n\nThen more of it.", limit=20, bits=3, window=2048)
+    assert found == {"model": "dense", "bits": 3, "reference": "dense"} | expected
+
+
+def write(rows: list[str], file: Path) -> None:
+    """With a second column, where the kind of file has columns."""
+    if file.suffix == ".txt":
+        file.write_text("".join(rows))
+    elif file.suffix == ".jsonl":
+        file.write_text("".join(json.dumps({"n": n, "body": row}) + "\n" for n, row in enumerate(rows)))
+    elif file.suffix == ".csv":
+        with file.open("w", newline="") as out:
+            csv.writer(out).writerows([("n", "body"), *enumerate(rows)])
+    else:
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pytest.importorskip("pyarrow").table({"n": range(len(rows)), "body": rows}), file)
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl", "rows.csv", "data/test.jsonl", "lines.txt"])
+def test_eval_of_a_dataset(figures, folder, name):
+    pytest.importorskip("datasets")
+    (folder / "data").mkdir(exist_ok=True)
+    write(ROWS, folder / name)
+    source, column = ("data" if "/" in name else name), ("text" if name == "lines.txt" else "body")
+    found = figures("dense", "--dataset", source, "--column", column, "--window", 64)
+    rows = [row.removesuffix("\n") for row in ROWS] if name == "lines.txt" else ROWS
+    expected = expected_figures("\n\n".join(rows), bits=3)
+    assert (found["perplexity"], found["tokens"]) == (expected["reference_perplexity"], expected["tokens"])
+
+
+def test_eval_of_a_dataset_of_the_hub(figures, folder, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    load_dataset, asked = datasets.load_dataset, []
+
+    def local(*arguments, **keywords):
+        asked.append((*arguments, keywords))
+        return load_dataset("json", data_files=str(folder / "hub.jsonl"), split="train")
+
+    write(ROWS, folder / "hub.jsonl")
+    monkeypatch.setattr(datasets, "load_dataset", local)
+    options = ["--column", "body", "--window", 64]
+    found = figures("dense", "--dataset", "Salesforce/wikitext:wikitext-2-raw-v1", "--split", "validation", *options)
+    assert found == figures("dense", "--window", 64)
+    figures("dense", "--dataset", "org/name", *options)
+    config = "wikitext-2-raw-v1"
+    assert asked == [("Salesforce/wikitext", config, {"split": "validation"}), ("org/name", None, {"split": "test"})]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["packed"], "packed: found no tokenizer, expected one; name another with --tokenizer"),
+        (["dense", "--text", "none.txt"], "No such file or directory: 'none.txt'"),
+        (["dense", "--text", "empty.txt"], "tokens: found shape [0], expected one dimension of 2 or more"),
+        (["dense", "--text", "bytes.txt"], "bytes.txt: found bytes that are no UTF-8"),
+        (["dense", "--text", "rows.txt", "--dataset", "x"], "found both of --text and --dataset, expected one"),
+        (["dense"], "window: found 358 tokens, expected at most 96, the positions of dense"),
+        (["dense", "--window", "64", "--stride", "65"], "stride: found 65, expected 1 to 64"),
+        (["dense", "--dtype", "int8"], "--dtype: found 'int8', expected one of ['auto', 'float32'"),
+        (["dense", "--bits", "7"], "bits: found 7"),
+        (["dense", "--scale", "search"], "--scale: found it without --bits"),
+        (["packed", "--bits", "3"], "--bits: found 3, expected none, for packed is quantized already"),
+        (["bert", "--window", "64"], "bert: found bert, an encoder, expected a causal language model"),
+        (["dense", "--reference", "bert", "--window", "64"], "bert: found bert, an encoder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_eval_refuses(run_eval, folder, monkeypatch, arguments, message):
+    (folder / "empty.txt").write_text("")
+    (folder / "bytes.txt").write_bytes(b"\xff\xfe text")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded a model"))
+    result = run_eval(*arguments)
+    assert result.exit_code == 1 and not result.stdout
+    assert result.stderr.startswith("hf-kbit eval: ") and message in result.stderr
+
+
+def test_eval_refuses_a_gpu_that_is_not_there(run_eval, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run_eval("dense", device="cuda:1")
+    assert result.exit_code == 1 and "--device: found cuda:1, but torch can use no GPU" in result.stderr
+
+
+def test_eval_refuses_no_text(folder):
+    result = CliRunner().invoke(cli.app, ["eval", str(folder / "dense")])
+    assert result.exit_code == 1 and "found neither of --text and --dataset, expected one" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["rows.txt", "--column", "words"], "--column: found 'words', expected one of ['text'], which rows.txt has"),
+        (["numbers.jsonl", "--column", "n"], "--column: found values in 'n' that are no text"),
+        (["rows.xyz"], "rows.xyz: found '.xyz', expected a name with one of"),
+    ],
+)
+def test_eval_refuses_datasets(run_eval, folder, arguments, message):
+    pytest.importorskip("datasets")
+    (folder / "numbers.jsonl").write_text('{"n": 1}\n')
+    (folder / "rows.xyz").write_text("")
+    result = run_eval("dense", "--dataset", *arguments)
+    assert result.exit_code == 1 and message in result.stderr
+
+
+@pytest.mark.parametrize(
+    "package, arguments",
+    [("datasets", ["eval", "dense", "--dataset", "rows.txt"]), ("lm_eval", ["lm-eval", "--tasks", "arc_easy"])],
+)
+def test_packages_to_install(monkeypatch, package, arguments):
+    monkeypatch.setitem(sys.modules, package, None)
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 1 and f"pip install {package}" in result.stderr

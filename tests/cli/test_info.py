@@ -1,0 +1,124 @@
+"""``hf-kbit info``: what it says is installed, and missing."""
+
+import importlib.metadata
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import hf_kbit
+from hf_kbit import _native, cli
+
+REINSTALL = "to install hf_kbit again, add --force-reinstall --no-deps --no-cache-dir to the command that installed it"
+BUILD = {
+    "torch": "2.13",
+    "cpu": {"missing": "", "compiler": "GNU 12.2.0"},
+    "cuda": {"missing": "", "compiler": "nvcc 13.0.88", "archs": "80-real 90a-real 120"},
+}
+
+
+def info():
+    result = CliRunner().invoke(cli.app, ["info"])
+    assert result.exit_code == 0, result.output
+    return result.output.splitlines()
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretends that libraries are loaded, or missing for a reason, and what the build recorded."""
+
+    def pretend(cpu="", cuda="", build=BUILD, torch_cuda="13.0"):
+        missing = {"cpu": cpu, "cuda": cuda}
+        monkeypatch.setattr(_native, "build_info", lambda: build)
+        monkeypatch.setattr(_native, "instruction_set", lambda path: "avx2")
+        monkeypatch.setattr(
+            _native, "library", lambda name: _native.Library(name, f"/p/{name}.so", missing=missing[name])
+        )
+        monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+        monkeypatch.delenv("HF_KBIT_CPU", raising=False)
+
+    return pretend
+
+
+def test_this_installation():
+    lines = info()
+    assert lines[0].startswith(f"hf_kbit       {hf_kbit.__version__}, Python {sys.version.split()[0]}, ")
+    assert lines[1] == f"torch         {torch.__version__} in {torch.__path__[0]}"
+    assert f"transformers  {importlib.metadata.version('transformers')}" in lines
+    found = _native.library("cpu")
+    assert f"cpu kernels   {found.path if found.loaded else f'missing: {found.missing}'}" in lines
+
+
+def test_all_loaded(installed):
+    installed()
+    assert info()[6:] == [
+        "cpu kernels   /p/cpu.so",
+        "              built by GNU 12.2.0 with the headers of torch 2.13",
+        "              uses avx2 instructions",
+        "cuda kernels  /p/cuda.so",
+        "              built by nvcc 13.0.88 with the headers of torch 2.13",
+        "              for sm_80, sm_90a, sm_120, newer ones",
+    ]
+
+
+def test_gpus_without_ptx(installed):
+    installed(build={**BUILD, "cuda": {**BUILD["cuda"], "archs": "90a-real"}})
+    assert info()[-1] == "              for sm_90a"
+
+
+def test_chosen_instruction_set(installed, monkeypatch):
+    installed()
+    monkeypatch.setenv("HF_KBIT_CPU", "avx2")
+    assert "              uses avx2 instructions, set by HF_KBIT_CPU" in info()
+
+
+def test_library_without_record(installed):
+    installed(build={})
+    assert info()[6:] == [
+        "cpu kernels   /p/cpu.so",
+        "              uses avx2 instructions",
+        "cuda kernels  /p/cuda.so",
+    ]
+
+
+def test_all_missing(installed):
+    installed(cpu="no C++ compiler; install one", cuda="no nvcc; install the CUDA toolkit")
+    assert info()[6:] == [
+        "cpu kernels   missing: no C++ compiler; install one",
+        "cuda kernels  missing: no nvcc; install the CUDA toolkit",
+        f"              {REINSTALL}",
+    ]
+
+
+def test_installing_again_is_no_remedy_for_a_torch_without_cuda(installed):
+    installed(cuda="torch was built without CUDA", torch_cuda=None)
+    lines = info()
+    assert lines[-1] == "cuda kernels  missing: torch was built without CUDA"
+    assert not any(REINSTALL in line for line in lines)
+
+
+def test_missing_package(monkeypatch):
+    monkeypatch.setattr(cli.info, "version", lambda name: importlib.metadata.version("no-such-package"))
+    assert "peft          not installed" in info()
+
+
+def test_gpus_are_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"GPU {i}")
+    assert "GPUs          GPU 0, GPU 1" in info()
+
+
+def test_command_is_declared():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    (target,) = re.findall(r'^hf-kbit = "(.+)"$', text, flags=re.MULTILINE)
+    assert pkgutil.resolve_name(target) is cli.app
+
+
+def test_runs_as_a_module():
+    ran = subprocess.run([sys.executable, "-m", "hf_kbit.cli", "info"], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0 and ran.stdout.startswith("hf_kbit       "), ran.stderr
