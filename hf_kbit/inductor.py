@@ -11,6 +11,9 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
+from hf_kbit.codebooks import bits_of
+from hf_kbit.reference import is_tiled
+
 MOST_TOKENS, MOST_PRODUCTS = 16, 4  # of one launch: kGemmTokens and kGemmParts in csrc/kernels/gemm_plan.h
 
 
@@ -46,8 +49,8 @@ class JoinProducts(CustomGraphPass):
 
 
 def _takes_one_launch(node: Node) -> bool:
-    x, weight = (argument.meta["val"] for argument in node.args[:2])
-    tiled = weight.dim() == 5  # so on a GPU
+    x, weight, absmax, codebook = (argument.meta["val"] for argument in node.args[:4])
+    tiled = is_tiled(weight, absmax, bits_of(len(codebook)))  # so on a GPU
     known = all(isinstance(size, int) for size in x.shape)
     return tiled and known and x.dtype.itemsize == 2 and 0 < x.numel() <= MOST_TOKENS * x.shape[-1]
 

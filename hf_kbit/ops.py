@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from torch.autograd import forward_ad
 
 from hf_kbit import _native, reference
 from hf_kbit.codebooks import bits_of
@@ -131,6 +132,11 @@ def quantize(weight: torch.Tensor, codebook: torch.Tensor, search: bool = False)
     >>> planes.shape, absmax.shape
     (torch.Size([64, 12]), torch.Size([64, 4]))
     """
+    if not isinstance(weight, torch.Tensor):
+        raise TypeError(
+            f"weight: found {type(weight).__name__}, expected a tensor. A model is quantized while it is loaded, by "
+            "from_pretrained(name, quantization_config=hf_kbit.KbitConfig(bits=3)), or in memory by hf_kbit.calibrate"
+        )
     if not (
         weight.is_meta
         or torch.compiler.is_compiling()
@@ -336,7 +342,7 @@ def _gemm_backward(ctx, grad):
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
         # Decoded again rather than saved: between forward and backward only the packed weight stays in memory.
-        grad_x = torch.ops.hf_kbit.gemm_gradient(grad, *ctx.saved_tensors, ctx.shape)
+        grad_x = gradient(grad, *ctx.saved_tensors, ctx.shape)
     if ctx.needs_input_grad[4]:
         grad_bias = grad.reshape(-1, ctx.shape[0]).sum(dim=0)
     return grad_x, None, None, None, grad_bias, None
@@ -345,10 +351,27 @@ def _gemm_backward(ctx, grad):
 torch.library.register_autograd("hf_kbit::gemm", _gemm_backward, setup_context=_gemm_setup_context, lib=_LIB)
 
 
-def gemm_op(x: torch.Tensor, bias: torch.Tensor | None):
-    """The op for these inputs: that with gradients only where one is wanted."""
+def product(x, weight, absmax, codebook, bias, out_features):
+    """``gemm`` without its checks, by the op for these inputs: that with gradients only where one is wanted."""
+    if forward_ad._current_level >= 0:  # the ops know no tangents, and would drop them
+        return _with_tangents(x, weight, absmax, codebook, bias, out_features)
     wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-    return torch.ops.hf_kbit.gemm.default if wanted else torch.ops.hf_kbit.gemm_inference.default
+    op = torch.ops.hf_kbit.gemm.default if wanted else torch.ops.hf_kbit.gemm_inference.default
+    return op(x, weight, absmax, codebook, bias, out_features)
+
+
+def _with_tangents(x, weight, absmax, codebook, bias, out_features):
+    """Forward mode: the tangent of a product is the product of the tangent, and that of the bias is added."""
+    (x, along_x), (bias, along_bias) = (
+        (tensor, None) if tensor is None else forward_ad.unpack_dual(tensor) for tensor in (x, bias)
+    )
+    y = torch.ops.hf_kbit.gemm(x, weight, absmax, codebook, bias, out_features)
+    if along_x is None and along_bias is None:
+        return y
+    along_y = torch.zeros_like(y)
+    if along_x is not None:
+        along_y = torch.ops.hf_kbit.gemm(along_x, weight, absmax, codebook, None, out_features)
+    return forward_ad.make_dual(y, along_y if along_bias is None else along_y + along_bias)
 
 
 def gemm(
@@ -389,7 +412,7 @@ def gemm(
     if out_features is None:
         out_features = weight.shape[0]
     _check_gemm(x, weight, absmax, codebook, bias, out_features)
-    return gemm_op(x, bias)(x, weight, absmax, codebook, bias, out_features)
+    return product(x, weight, absmax, codebook, bias, out_features)
 
 
 # --- gemm_gradient --------------------------------------------------------------------------------
@@ -419,13 +442,24 @@ def _(grad, weight, absmax, codebook, shape):
     return grad.new_empty((*grad.shape[:-1], shape[1]))
 
 
+def gradient(grad, weight, absmax, codebook, shape):
+    """The op, in forward mode too, which second derivatives may be in."""
+    if forward_ad._current_level < 0:
+        return torch.ops.hf_kbit.gemm_gradient(grad, weight, absmax, codebook, shape)
+    grad, along = forward_ad.unpack_dual(grad)
+    grad_x = torch.ops.hf_kbit.gemm_gradient(grad, weight, absmax, codebook, shape)
+    if along is None:
+        return grad_x
+    return forward_ad.make_dual(grad_x, torch.ops.hf_kbit.gemm_gradient(along, weight, absmax, codebook, shape))
+
+
 def _gradient_setup_context(ctx, inputs, output):
     _, *packed, ctx.shape = inputs
     ctx.save_for_backward(*packed)
 
 
 def _gradient_backward(ctx, grad):
-    return torch.ops.hf_kbit.gemm(grad, *ctx.saved_tensors, None, ctx.shape[0]), None, None, None, None
+    return product(grad, *ctx.saved_tensors, None, ctx.shape[0]), None, None, None, None
 
 
 torch.library.register_autograd(

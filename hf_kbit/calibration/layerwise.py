@@ -28,6 +28,7 @@ from hf_kbit.evaluation import evaluating
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.packed import Packed, choose_decoding
 
 # A solver is a module with ``solve(weight, moments, codebook) -> planes, absmax`` and ``DIAGONAL``: whether moments
 # are the diagonal of the sum of x @ x.T, or all of it.
@@ -193,6 +194,7 @@ def _solve(name: str, layer: KbitLinear, dense: nn.Module, moments: torch.Tensor
     if not moments.isfinite().all():
         raise ValueError(f"{name}: found NaN or infinite inputs, expected finite ones")
     weight = dense.weight.T if isinstance(dense, Conv1D) else dense.weight
-    layer.choose_levels(weight, f"{name}.weight")
-    codebook = codebooks.scaled(layer.levels, 0, weight.device)
-    layer.load_planes(*solver.solve(weight.float() * 2.0**-layer.exponent, moments, codebook))
+    decoding = choose_decoding(weight, layer.levels, True, layer.refines_levels, f"{name}.weight")
+    codebook = codebooks.scaled(decoding.levels, 0, weight.device)
+    planes, absmax = solver.solve(weight.float() * 2.0**-decoding.exponent, moments, codebook)
+    layer.load(Packed(planes, absmax, decoding))

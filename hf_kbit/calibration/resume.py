@@ -10,12 +10,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hf_kbit.format import ABSMAX_SUFFIX
-from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.linear import PACKED, KbitLinear
+from hf_kbit.nn.packed import Decoding, Packed
 
 RUN = "run.json"
 PART = ".part"  # ends the name of a file that is being written
-STORED = ("weight", "weight" + ABSMAX_SUFFIX)
 
 
 class Finished:
@@ -50,8 +49,8 @@ class Finished:
         tensors, described = {}, {}
         for name, layer in layers.items():
             stored = layer.state_dict()
-            tensors |= {f"{name}.{key}": stored[key].cpu() for key in STORED}
-            described[name] = {"exponent": layer.exponent, "levels": layer.levels}
+            tensors |= {f"{name}.{key}": stored[key].cpu() for key in PACKED}
+            described[name] = layer.decoding.to_dict()
         _write(self._file(unit), lambda file: save_file(tensors, file, {"layers": json.dumps(described)}))
 
     def load(self, unit: str, layers: dict[str, KbitLinear], device: torch.device) -> bool:
@@ -61,9 +60,8 @@ class Finished:
         with safe_open(self._file(unit), "pt", device=str(device)) as stored:
             described = json.loads(stored.metadata()["layers"])
             for name, layer in layers.items():
-                layer.levels, layer.exponent = tuple(described[name]["levels"]), described[name]["exponent"]
-                layer.refine_levels = False
-                layer.load_planes(*(stored.get_tensor(f"{name}.{key}") for key in STORED))
+                decoding = Decoding.from_dict(described[name], layer.bits, f"{self._file(unit)}: {name}")
+                layer.load(Packed(*(stored.get_tensor(f"{name}.{key}") for key in PACKED), decoding))
         return True
 
     def _file(self, unit: str) -> Path:

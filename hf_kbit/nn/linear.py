@@ -5,13 +5,15 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from hf_kbit import _native, codebooks
-from hf_kbit.format import absmax_shape, check_bits, layer_exponent, weight_shape
-from hf_kbit.ops import gemm_op
-from hf_kbit.refine import refine
+from hf_kbit import _native, codebooks, reference
+from hf_kbit.format import BLOCK_SIZE, absmax_shape, check_bits, weight_shape
+from hf_kbit.nn.packed import Decoding, Packed, quantize_weight
+from hf_kbit.ops import product
 
 SCALES = ("absmax", "search")
 DEFAULT_CODEBOOK, DEFAULT_SCALE = "optimal", "search"  # made for each other
+PACKED = ("weight", "weight_absmax")
+DECODING = "kbit"  # in the metadata of a state dict
 
 
 def check_scale(scale: object) -> str:
@@ -34,12 +36,16 @@ class KbitLinear(nn.Linear):
     - ``weight_absmax``: uint8 E4M4 scales ``[N, B]``, no gradient,
     - ``bias``: floating ``[N]`` or None; trainable.
 
+    How they decode is one value, ``decoding``: levels and exponent (``nn.packed.Decoding``). ``load`` sets all three.
+
     On a GPU the two hold the tiles that kernels read (``repack``): made once when the layer arrives there by ``to``,
     ``cuda``, quantizing or loading, and turned back when it moves away. What others see is in the stored form: its
-    state dict (in CPU memory, so that saving takes no second copy on the GPU), pickles and copies.
+    state dict (in CPU memory, so that saving takes no second copy on the GPU), pickles and copies. The metadata of a
+    state dict has the decoding, so that ``load_state_dict`` of another layer takes it over; a state dict that lost
+    its metadata, such as a plain dict of its tensors, fits layers of the same levels and exponent alone.
 
     The float32 buffer ``codebook`` ``[2**bits]``, ``levels * 2**exponent``, is in no state dict; it is made again from
-    ``levels`` and ``exponent`` whenever the module moves, so a cast to another dtype cannot round it.
+    ``decoding`` whenever the module moves, so a cast to another dtype cannot round it.
 
     Args:
         in_features: K, any size of 1 or more.
@@ -50,7 +56,7 @@ class KbitLinear(nn.Linear):
             layer's own with the first weight that it quantizes; later ones take them as they are.
         exponent: power of two that multiplies the levels.
         device: of the parameters and the codebook.
-        dtype: of the bias.
+        dtype: of the bias, and of the weight that the layer stands for: what ``dequantize`` gives.
         scale: how ``load_dense`` finds the scale of a block: ``"search"``, by the squared error, or ``"absmax"``, from
             its largest magnitude (``hf_kbit.quantize``).
 
@@ -87,20 +93,27 @@ class KbitLinear(nn.Linear):
             if size < 1:
                 raise ValueError(f"{name}: found {size}, expected 1 or more")
         self.in_features, self.out_features = in_features, out_features
-        self.bits, self.scale = check_bits(bits), check_scale(scale)
-        self.refine_levels = isinstance(codebook, str) and codebook == "layer"
+        self.scale = check_scale(scale)
+        self.decode_as(Decoding(codebooks.resolve(codebook, check_bits(bits)), exponent))
+        self.refines_levels = isinstance(codebook, str) and codebook == "layer"
+        self.dense_dtype = dtype or torch.get_default_dtype()
+        self.transposed = False  # whether the layer stands for one whose weight is [K, N] (GPT-2's Conv1D)
         planes = torch.zeros(weight_shape(out_features, in_features, bits), dtype=torch.int32, device=device)
         absmax = torch.zeros(absmax_shape(out_features, in_features), dtype=torch.uint8, device=device)
         self.weight = nn.Parameter(planes, requires_grad=False)
         self.weight_absmax = nn.Parameter(absmax, requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
-        self.register_buffer("codebook", None, persistent=False)
-        self.set_codebook(codebook, exponent, planes.device)
+        self.register_buffer("codebook", self.decoding.codebook(planes.device), persistent=False)
 
-    def set_codebook(self, codebook: str | Iterable[float], exponent: int, device: torch.device) -> None:
-        """Sets ``levels``, ``exponent`` and, on ``device``, the ``codebook`` buffer made of them."""
-        self.levels, self.exponent = codebooks.resolve(codebook, self.bits), exponent
-        self.codebook = codebooks.scaled(self.levels, exponent, device)
+    @property
+    def levels(self) -> codebooks.Levels:
+        return self.decoding.levels
+
+    @property
+    def exponent(self) -> int:
+        return self.decoding.exponent
+
+    # --- a weight comes in ---
 
     @classmethod
     def from_linear(
@@ -125,50 +138,43 @@ class KbitLinear(nn.Linear):
         >>> KbitLinear.from_linear(nn.Linear(64, 64, bias=False), bits=2).weight.shape
         torch.Size([64, 4])
         """
-        layer = cls(linear.in_features, linear.out_features, False, bits, codebook, device="meta", scale=scale)
+        shape = linear.in_features, linear.out_features
+        layer = cls(*shape, False, bits, codebook, device="meta", dtype=linear.weight.dtype, scale=scale)
         layer.load_dense(linear.weight)
         layer.bias = linear.bias
         return layer.train(linear.training)
 
-    def choose_levels(self, weight: torch.Tensor, name: str = "weight") -> None:
-        """Sets what it takes to decode a weight once it is quantized.
-
-        That is ``exponent``, which keeps the scales inside E4M4, and, with the codebook ``"layer"`` and the first
-        weight, ``levels``; the ``codebook`` buffer is left to ``set_codebook``.
+    def quantize(self, weight: torch.Tensor, name: str = "weight") -> Packed:
+        """What ``load_dense`` would load, on the weight's own device; the layer stays as it is.
 
         Args:
             weight: float32, float16 or bfloat16 ``[N, K]``.
             name: what errors call the weight.
 
         Raises:
-            ValueError: the weight holds NaN or infinity.
+            ValueError: the weight holds NaN or infinity, or magnitudes that float32 cannot decode.
         """
-        # NaN and infinity survive the extremes, so one value read back serves the check and the exponent.
-        lowest, highest = torch.aminmax(weight)
-        largest = torch.maximum(-lowest, highest).item()
-        if not largest < float("inf"):
-            raise ValueError(f"{name}: found NaN or infinite values, expected finite ones")
-        self.exponent = layer_exponent(largest)
-        if self.refine_levels:
-            self.levels = refine(weight, self.levels, self.exponent, self.scale == "search")
-            self.refine_levels = False
-
-    def quantize(self, weight: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
-        """planes and absmax (see ``hf_kbit.quantize``) of a weight, on its own device, after ``choose_levels``."""
-        weight = weight.detach()
-        self.choose_levels(weight, name)
-        codebook = codebooks.scaled(self.levels, self.exponent, weight.device)
-        return torch.ops.hf_kbit.quantize(weight, codebook, self.scale == "search")
+        return quantize_weight(weight, self.levels, self.scale == "search", self.refines_levels, name)
 
     def load_dense(self, weight: torch.Tensor, name: str = "weight") -> None:
         """Replaces the weight by the quantized ``weight`` ``[N, K]``, which also decides device and exponent."""
-        self.load_planes(*self.quantize(weight, name))
+        self.load(self.quantize(weight, name))
 
-    def load_planes(self, planes: torch.Tensor, absmax: torch.Tensor) -> None:
-        """Replaces the weight by one in the stored form, which also decides the device, for the levels chosen."""
-        self.weight = nn.Parameter(planes, requires_grad=False)
-        self.weight_absmax = nn.Parameter(absmax, requires_grad=False)
-        self.set_codebook(self.levels, self.exponent, planes.device)
+    def load(self, packed: Packed) -> None:
+        """Replaces the weight by a packed one, which also decides the device."""
+        self.weight = nn.Parameter(packed.planes, requires_grad=False)
+        self.weight_absmax = nn.Parameter(packed.absmax, requires_grad=False)
+        self.decode_as(packed.decoding)
+        self.settle(packed.planes.device)
+
+    def decode_as(self, decoding: Decoding) -> None:
+        """Takes over how the weight decodes that is loaded, or that Transformers is about to put here."""
+        self.decoding, self.bits, self.refines_levels = decoding, decoding.bits, False
+
+    def settle(self, device: torch.device) -> None:
+        """Makes what is not stored: the codebook, on ``device``, and tiles on a GPU. Whatever has put tensors into
+        the layer calls it last."""
+        self.codebook = self.decoding.codebook(device)
         self.to_tiles()
 
     # --- the form of the weight ---
@@ -176,7 +182,7 @@ class KbitLinear(nn.Linear):
     @property
     def is_tiled(self) -> bool:
         """Whether ``weight`` and ``weight_absmax`` hold tiles rather than the stored planes."""
-        return self.weight.dim() != 2
+        return reference.is_tiled(self.weight, self.weight_absmax, self.bits)
 
     def to_tiles(self) -> None:
         """Repacks the weight in place into what GPU kernels read; does nothing if it is not on a GPU, or sharded."""
@@ -190,16 +196,15 @@ class KbitLinear(nn.Linear):
             self.weight.data, self.weight_absmax.data = self._repacked(inverse=True)
 
     def _repacked(self, inverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = [self.out_features, self.in_features]
-        return torch.ops.hf_kbit.repack(self.weight.data, self.weight_absmax.data, self.bits, shape, inverse)
+        # Tiles that FSDP2 has sharded are gathered: its shards are of row tiles, and no shards of rows.
+        whole = [getattr(t, "full_tensor", lambda t=t: t)() for t in (self.weight.data, self.weight_absmax.data)]
+        return torch.ops.hf_kbit.repack(*whole, self.bits, [self.out_features, self.in_features], inverse)
 
     # --- use ---
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The decoded weight ``[N, K]``; in the dtype of the bias, or float32 without one, unless ``dtype`` says."""
-        if dtype is None:
-            dtype = torch.float32 if self.bias is None else self.bias.dtype
-        shape = [self.out_features, self.in_features]
+        """The decoded weight ``[N, K]``, in ``dtype``, or in that of the weight that was quantized."""
+        shape, dtype = [self.out_features, self.in_features], dtype or self.dense_dtype
         return torch.ops.hf_kbit.dequantize(self.weight, self.weight_absmax, self.codebook, shape, dtype)
 
     @property
@@ -216,9 +221,12 @@ class KbitLinear(nn.Linear):
         return linear.train(self.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` floating ``[*, K]`` to ``[*, N]`` of the same dtype, or of autocast's where it is on."""
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        """``x`` floating ``[*, K]`` to ``[*, N]`` of the same dtype, or of autocast's where it is on.
+
+        Raises:
+            TypeError: ``x`` is no floating tensor.
+            ValueError: its last size is not K.
+        """
         if not x.is_floating_point():
             raise TypeError(
                 f"x: found dtype {x.dtype}, expected a floating one. Some models cast to `weight.dtype`, an integer "
@@ -227,12 +235,24 @@ class KbitLinear(nn.Linear):
         # Straight from the dictionaries, and no conversion to the same dtype: for few tokens the host's time counts,
         # and nn.Module's look-ups are a good part of it.
         weight, absmax = self._parameters["weight"], self._parameters["weight_absmax"]
+        if x.shape[-1:] != (self.in_features,):
+            self._check_shard_width(x, weight, absmax)
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = self.bias
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
         # A shard of tensor parallelism has fewer rows than out_features; it is never tiled.
-        rows = weight.shape[0] if weight.dim() == 2 else self.out_features
-        return gemm_op(x, bias)(x, weight, absmax, self._buffers["codebook"], bias, rows)
+        rows = self.out_features if reference.is_tiled(weight, absmax, self.bits) else weight.shape[0]
+        return product(x, weight, absmax, self._buffers["codebook"], bias, rows)
+
+    def _check_shard_width(self, x: torch.Tensor, weight: torch.Tensor, absmax: torch.Tensor) -> None:
+        """Refuses x of another width, but where tensor parallelism gives each process whole blocks of the columns."""
+        width = absmax.shape[-1] * BLOCK_SIZE
+        sharded = not self.is_tiled and width < self.in_features
+        expected = width if sharded else self.in_features
+        if x.shape[-1:] != (expected,):
+            raise ValueError(f"x: found shape {list(x.shape)}, expected [*, {expected}], the in_features of the layer")
 
     def reset_parameters(self) -> None:
         """Does nothing: a quantized weight has no random initialisation."""
@@ -243,36 +263,60 @@ class KbitLinear(nn.Linear):
     # --- nn.Module's ways in and out: always in the stored form ---
 
     def _apply(self, fn, recurse=True):
+        def packed_kept(tensor):
+            moved = fn(tensor)
+            if tensor.dtype == moved.dtype or tensor.is_floating_point():
+                return moved
+            return tensor.to(moved.device)  # model.type() would cast packed words too
+
         self.to_planes()
-        super()._apply(fn, recurse)
-        self.set_codebook(self.levels, self.exponent, self.codebook.device)
-        self.to_tiles()
+        if self.codebook.is_meta and not self.weight.is_meta:  # weights were put into a skeleton
+            self.codebook = self.decoding.codebook(self.weight.device)
+        super()._apply(packed_kept, recurse)
+        self.dense_dtype = fn(torch.empty(0, dtype=self.dense_dtype, device=self.codebook.device)).dtype
+        self.settle(self.codebook.device)
         return self
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]][DECODING] = self.decoding.to_dict()
         if self.is_tiled:
-            planes = self._repacked(inverse=True)
-            for name, tensor in zip(("weight", "weight_absmax"), planes, strict=True):
+            for name, tensor in zip(PACKED, self._repacked(inverse=True), strict=True):
                 destination[prefix + name] = tensor.cpu()
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        given = [name for name in PACKED if prefix + name in state_dict]
         # nn.Module would copy any dtype into ours: floats cut to integers, without a word.
-        for name in ("weight", "weight_absmax"):
-            found, expected = state_dict.get(prefix + name), getattr(self, name)
-            if found is not None and found.dtype != expected.dtype:
+        for name in given:
+            found, expected = state_dict[prefix + name], getattr(self, name)
+            if found.dtype != expected.dtype:
                 errors.append(f"{prefix + name}: found dtype {found.dtype}, expected {expected.dtype}")
+                return
+        if not given:  # of adapters, say: what is packed need not be turned around
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+            return
+        if self.is_tiled and type(self.weight.data) is not torch.Tensor:
+            errors.append(f"{prefix}weight: found it sharded as tiles, expected a layer to load before it is sharded")
+            return
+        decoding, faults = self.decoding, len(errors)
+        if DECODING in local_metadata:
+            try:
+                decoding = Decoding.from_dict(local_metadata[DECODING], self.bits, f"{prefix}weight")
+            except ValueError as error:
+                errors.append(str(error))
                 return
         self.to_planes()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-        self.to_tiles()
+        if decoding != self.decoding and len(errors) == faults:
+            self.decode_as(decoding)
+        self.settle(self.codebook.device if self.weight.is_meta else self.weight.device)
 
     def __getstate__(self):
         if not self.is_tiled:
             return self.__dict__
-        names = ("weight", "weight_absmax")
         planes = (nn.Parameter(tensor, requires_grad=False) for tensor in self._repacked(inverse=True))
-        return {**self.__dict__, "_parameters": {**self._parameters, **dict(zip(names, planes, strict=True))}}
+        return {**self.__dict__, "_parameters": {**self._parameters, **dict(zip(PACKED, planes, strict=True))}}
 
     def __setstate__(self, state):
         super().__setstate__(state)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from calibration.test_model import IDS, architecture, llama, same, tensors
+from calibration.test_layerwise import IDS, architecture, llama, same, tensors
 
 import hf_kbit
 from hf_kbit.calibration import feedback
@@ -64,7 +64,7 @@ def test_goes_on_with_the_layer_that_was_not_finished(name, stop, kept, device, 
 SCRIPT = """
 import os, signal, sys
 import torch
-from calibration.test_model import IDS, llama
+from calibration.test_layerwise import IDS, llama
 import hf_kbit
 from hf_kbit.calibration import resume
 

@@ -3,14 +3,18 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from functools import partial
 
 import cases
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
+import hf_kbit
 from hf_kbit import KbitLinear, _native, codebooks, format, reference
 
 
@@ -180,8 +184,116 @@ def test_state_dict_round_trip():
     assert torch.equal(other(x), layer(x))
     assigned = KbitLinear(33, 7, bits=3, device="meta")
     assigned.load_state_dict(layer.state_dict(), assign=True)
-    assigned.set_codebook(assigned.levels, 0, "cpu")
     assert torch.equal(assigned(x), layer(x))
+
+
+def tiled(layer: KbitLinear) -> KbitLinear:
+    """The layer with tiles, as it is on a GPU, on whatever device it is."""
+    layer.weight.data, layer.weight_absmax.data = layer._repacked(inverse=False)
+    assert layer.is_tiled
+    return layer
+
+
+@pytest.mark.parametrize("way", ["state dict", "saved state dict", "assigned to a skeleton"])
+@pytest.mark.parametrize("codebook, size", [("layer", 1.0), ("int", 1.0), ("optimal", 1e4), ("optimal", 1e-5)])
+def test_a_state_dict_has_levels_and_exponent(codebook, size, way):
+    dense = linear()
+    with torch.no_grad():
+        dense.weight.copy_((dense.weight - 0.1) * size)
+    layer, x = KbitLinear.from_linear(dense, bits=2, codebook=codebook), cases.x((2,), 33)
+    state = nn.Sequential(layer).state_dict()
+    if way == "saved state dict":
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+    with torch.device("meta" if way == "assigned to a skeleton" else "cpu"):
+        other = nn.Sequential(KbitLinear(33, 7, bits=2))
+    assert not other.load_state_dict(state, assign=way == "assigned to a skeleton").missing_keys
+    assert torch.equal(other(x), layer(x)) and other[0].decoding == layer.decoding
+    other[0].load_dense(dense.weight)
+    assert other[0].levels == layer.levels  # refined once, and not again
+
+
+def test_a_state_dict_without_metadata_keeps_the_levels_of_the_layer():
+    layer = KbitLinear.from_linear(linear(), bits=2, codebook="int")
+    other = KbitLinear(33, 7, bits=2, codebook="int")
+    other.load_state_dict(dict(layer.state_dict()))
+    x = cases.x((2,), 33)
+    assert torch.equal(other(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    "stored, message",
+    [
+        (None, "0.weight: found None, expected levels and exponent"),
+        ({"levels": [1.0]}, "0.weight: found .*, expected levels and exponent"),
+        ({"levels": [-1.0, 0.0, 1.0], "exponent": 0}, "0.weight.levels: found 3 levels"),
+        ({"levels": [1.0, 0.5, 0.0, -1.0], "exponent": 0}, "0.weight.levels: found .*, expected them ascending"),
+        ({"levels": [-1.0, 0.0, 0.5, 1.0], "exponent": 0.5}, "0.weight.exponent: found 0.5"),
+        ({"levels": [-1.0, 0.0, 0.5, 1.0], "exponent": 500}, "0.weight.exponent: found 500"),
+        ({"levels": [-1.0, 0.0, 0.5, float("nan")], "exponent": 0}, "0.weight.levels: found"),
+        ({"levels": "abcd", "exponent": 0}, "0.weight.levels: found 'abcd'"),
+    ],
+)
+def test_damaged_metadata_of_a_state_dict_is_refused(stored, message):
+    layer = nn.Sequential(KbitLinear.from_linear(linear(), bits=2))
+    state, decoding = layer.state_dict(), layer[0].decoding
+    state._metadata["0"]["kbit"] = stored
+    with pytest.raises(RuntimeError, match=message):
+        layer.load_state_dict(state)
+    assert layer[0].decoding == decoding
+
+
+def test_a_state_dict_that_does_not_fit_leaves_the_levels_alone():
+    layer = KbitLinear(33, 7, bits=2)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        layer.load_state_dict(KbitLinear(65, 7, bits=2, codebook="int").state_dict())
+    assert layer.levels == codebooks.optimal(2)
+
+
+def test_loading_others_leaves_tiles_where_they_are(monkeypatch):
+    layer = tiled(KbitLinear.from_linear(linear(), bits=3))
+    monkeypatch.setattr(layer, "_repacked", None)
+    nn.ModuleDict({"base": layer, "adapter": nn.Linear(1, 1)}).load_state_dict({"adapter.bias": torch.ones(1)}, False)
+    assert layer.is_tiled
+
+
+def test_weights_put_into_a_skeleton_one_by_one():
+    """As accelerate's ``load_checkpoint_and_dispatch`` does."""
+    layer, x = KbitLinear.from_linear(linear(), bits=3), cases.x((2,), 33)
+    with torch.device("meta"):
+        other = KbitLinear(33, 7, bits=3)
+    for name, parameter in layer.named_parameters():
+        other._parameters[name] = parameter
+    assert torch.equal(other.to("cpu")(x), layer(x))
+
+
+@pytest.mark.parametrize("sharded", ["planes", "tiles"])
+def test_state_dict_under_fsdp2(sharded, tmp_path):
+    """Of one process, which shards into one part; tiles are what a GPU holds."""
+    layer, x = KbitLinear.from_linear(nn.Linear(300, 64), bits=3), torch.randn(2, 300, requires_grad=True)
+    before, expected = layer.state_dict(), layer(x)
+    code = f"""
+import sys; sys.path[:0] = {sys.path!r}
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from hf_kbit import KbitLinear
+net = torch.nn.Sequential(KbitLinear(300, 64, bits=3))
+state, x, expected = torch.load({str(tmp_path / "layer.pt")!r})
+net.load_state_dict({{"0." + name: tensor for name, tensor in state.items()}})
+if {sharded!r} == "tiles":
+    net[0].weight.data, net[0].weight_absmax.data = net[0]._repacked(False)
+dist.init_process_group("gloo", rank=0, world_size=1, init_method="file://{tmp_path}/group")
+fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+torch.testing.assert_close(net(x), expected)
+for name, tensor in net.state_dict().items():
+    assert torch.equal(getattr(tensor, "full_tensor", lambda: tensor)(), state[name.removeprefix("0.")]), name
+"""
+    torch.save((dict(before), x.detach(), expected.detach()), tmp_path / "layer.pt")
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize("name", ["weight", "weight_absmax"])
@@ -449,3 +561,118 @@ def test_levels_of_a_layer_are_refined_once():
     assert torch.equal(again.weight, layer.weight)
     again.load_dense(linear.weight - 0.6)
     assert again.levels == layer.levels == levels
+
+
+# --- inputs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["planes", "tiles"])
+@pytest.mark.parametrize("width", [1, 97, 99, 101, 128, 129, 256])
+@pytest.mark.parametrize("context", ["eager", "autocast", "compiled"])
+def test_another_width_of_x_is_refused(form, width, context):
+    """As ``nn.Linear`` does; the ops alone cannot tell it from padding."""
+    layer = KbitLinear.from_linear(nn.Linear(100, 16), bits=4)
+    call = tiled(layer) if form == "tiles" else layer
+    if context == "compiled":
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="eager")
+    with torch.autocast("cpu", torch.bfloat16, enabled=context == "autocast"):
+        assert call(torch.ones(2, 100)).shape == (2, 16)
+        with pytest.raises(Exception, match=rf"x: found shape \[2, {width}\], expected \[\*, 100\]"):
+            call(torch.ones(2, width))
+
+
+def test_a_scalar_is_refused():
+    with pytest.raises(ValueError, match=r"x: found shape \[\], expected \[\*, 33\]"):
+        KbitLinear(33, 7)(torch.ones(()))
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.complex64])
+def test_no_floats_are_refused(dtype, enabled):
+    """Under autocast too: a model that casts its inputs to ``weight.dtype`` has truncated them."""
+    layer = KbitLinear.from_linear(nn.Linear(64, 8), bits=4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        with pytest.raises(TypeError, match=f"x: found dtype {dtype}, expected a floating one"):
+            layer(torch.ones(2, 64).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_autocast_casts_what_it_casts_for_a_linear(dtype):
+    dense = nn.Linear(64, 8).to(dtype)
+    layer, x = KbitLinear.from_linear(dense.float(), bits=4), torch.ones(2, 64, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == dense.to(dtype)(x).dtype
+
+
+def test_forward_on_meta():
+    assert KbitLinear(64, 8, device="meta")(torch.empty(2, 64, device="meta")).shape == (2, 8)
+
+
+# --- forward-mode derivatives -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_tangents(bias):
+    layer = KbitLinear.from_linear(nn.Linear(64, 8, bias=bias), bits=4)
+    dense, x, along = layer.to_linear(), torch.randn(2, 64), torch.randn(2, 64)
+    for function in (torch.func.jvp(layer, (x,), (along,)), torch.func.jvp(torch.no_grad()(layer), (x,), (along,))):
+        torch.testing.assert_close(function, torch.func.jvp(dense, (x,), (along,)))
+    torch.testing.assert_close(torch.func.jacfwd(layer)(x), torch.func.jacfwd(dense)(x))
+
+
+def test_tangent_of_the_bias():
+    layer = KbitLinear.from_linear(nn.Linear(64, 8), bits=4)
+    x, along = torch.randn(2, 64), torch.randn(8)
+
+    def of_bias(bias):
+        return hf_kbit.gemm(x, layer.weight, layer.weight_absmax, layer.codebook, bias)
+
+    torch.testing.assert_close(torch.func.jvp(of_bias, (layer.bias.data,), (along,))[1], along.expand(2, 8))
+
+
+def test_tangents_of_gradients():
+    """Forward over reverse, of a function whose gradient is not constant."""
+    layer, x, along = KbitLinear.from_linear(nn.Linear(64, 8), bits=4), torch.randn(2, 64), torch.randn(2, 64)
+
+    def tangent(linear):
+        with forward_ad.dual_level():
+            point = forward_ad.make_dual(x.clone().requires_grad_(), along)
+            (grad,) = torch.autograd.grad(linear(point).tanh().sum(), point, create_graph=True)
+            return forward_ad.unpack_dual(grad).tangent
+
+    torch.testing.assert_close(tangent(layer), tangent(layer.to_linear()))
+
+
+# --- what the layer stands for ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["from_linear", "cast", "back and forth", "state dict"])
+def test_dense_dtype(way):
+    """A layer without a bias, which would tell, still decodes to the dtype that its weight had."""
+    layer = KbitLinear.from_linear(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16), bits=4)
+    expected = torch.bfloat16
+    if way == "cast":
+        layer, expected = layer.half(), torch.float16
+    elif way == "back and forth":
+        layer = layer.float().to(torch.bfloat16)
+    elif way == "state dict":
+        layer.load_state_dict(layer.state_dict())
+    assert layer.dequantize().dtype == layer.to_linear().weight.dtype == expected
+    x = torch.randn(2, 64, dtype=expected)
+    assert nn.Sequential(layer.to_linear())(x).dtype == layer(x).dtype == expected
+
+
+@pytest.mark.parametrize("cast", [torch.float16, torch.float64])
+def test_type_leaves_packed_words(cast):
+    """``nn.Module.type`` casts integers too."""
+    layer = KbitLinear.from_linear(linear(), bits=3)
+    before = {name: layer.get_parameter(name).clone() for name in ("weight", "weight_absmax")}
+    assert layer.type(cast).bias.dtype == cast
+    assert all(torch.equal(layer.get_parameter(name), tensor) for name, tensor in before.items())
+    assert layer(cases.x((2,), 33).to(cast)).isfinite().all()
+
+
+def test_a_model_is_no_weight():
+    with pytest.raises(TypeError, match=r"weight: found Linear, expected a tensor.*from_pretrained"):
+        hf_kbit.quantize(nn.Linear(2, 2), hf_kbit.KbitConfig())

@@ -150,8 +150,7 @@ def dense(layer: KbitLinear) -> nn.Linear:
 
 def stand_in(layer: KbitLinear) -> nn.Linear:
     """Shape, dtype and device of the decoded layer without its memory: NaN, so that no reading goes unnoticed."""
-    dtype = getattr(layer, "dense_dtype", torch.float32)
-    nan = torch.full((), torch.nan, dtype=dtype, device=layer.weight.device)
+    nan = torch.full((), torch.nan, dtype=layer.dense_dtype, device=layer.weight.device)
     return _linear(layer, nan.expand(layer.out_features, layer.in_features))
 
 
@@ -168,8 +167,10 @@ def _restore(layer: KbitLinear, twin: KbitLinear) -> None:
     tiled, device = layer.is_tiled, layer.weight.device
     twin.to(device)
     layer._parameters.update(twin._parameters)
-    layer.set_codebook(twin.levels, twin.exponent, device)
-    layer.to_tiles() if tiled else layer.to_planes()
+    layer.decode_as(twin.decoding)
+    layer.settle(device)
+    if not tiled:
+        layer.to_planes()
 
 
 def requantize(layer: KbitLinear, weight: torch.Tensor, name: str) -> None:

@@ -7,7 +7,6 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
 
@@ -92,7 +91,7 @@ def _original_weight(base: nn.Module, layer: KbitTunerLayer, stored: dict[str, P
         raise ValueError(f"{layer.name}.weight: not in the checkpoint, expected shape {shape}")
     with safe_open(stored[f"{name}.weight"], framework="pt") as tensors:
         weight = tensors.get_tensor(f"{name}.weight")
-    if getattr(kbit, "dense_class", None) is Conv1D:
+    if kbit.transposed:
         weight = weight.T
     if not weight.is_floating_point() or list(weight.shape) != shape:
         raise ValueError(

@@ -27,6 +27,7 @@ from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, weight_shape
 from hf_kbit.integrations.transformers import checkpoint, selection
 from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.packed import Decoding, Packed
 
 logger = logging.getLogger(__name__)
 
@@ -62,20 +63,21 @@ class KbitQuantize(ConversionOps):
         return converted
 
     def _quantize(self, name: str, tensor: torch.Tensor, layer: KbitLinear) -> dict[str, torch.Tensor]:
-        if layer.dense_class is Conv1D:
+        if layer.transposed:
             tensor = tensor.T
         try:
             if tuple(tensor.shape) != (layer.out_features, layer.in_features):
                 expected = [layer.out_features, layer.in_features]
                 raise ValueError(f"{name}: found shape {list(tensor.shape)}, expected {expected}")
-            planes, absmax = layer.quantize(tensor, name)
+            packed = layer.quantize(tensor, name)
         except (TypeError, ValueError) as error:
             # Transformers would swallow it here; it is raised when all weights have been seen.
             self.hf_quantizer.problems.append(str(error))
             shape = (layer.in_features, layer.out_features)
             empty = KbitLinear(*shape, False, layer.bits, layer.levels, device=tensor.device)
-            planes, absmax = empty.weight.data, empty.weight_absmax.data
-        return {name: planes, name + ABSMAX_SUFFIX: absmax}
+            packed = Packed(empty.weight.data, empty.weight_absmax.data, layer.decoding)
+        layer.decode_as(packed.decoding)
+        return {name: packed.planes, name + ABSMAX_SUFFIX: packed.absmax}
 
 
 @register_quantizer("kbit")
@@ -167,23 +169,23 @@ class KbitHfQuantizer(HfQuantizer):
         for name, stored_name in packed.items():
             if name in linears and selection.is_linear(linears[name]):
                 own = config.layers.get(stored_name, {})
-                layers[name] = self.new_layer(model, name, own.get("bits", config.bits), own.get("levels"))
-                layers[name].exponent = own.get("exponent", 0)
+                bits = own.get("bits", config.bits)
+                levels = tuple(own.get("levels") or config.levels_for(bits))
+                layers[name] = self.new_layer(model, name, bits)
+                layers[name].decode_as(Decoding(levels, own.get("exponent", 0)))
         selection.replace_modules(model, layers)
 
-    def new_layer(self, model, name: str, bits: int, levels=None) -> KbitLinear:
+    def new_layer(self, model, name: str, bits: int) -> KbitLinear:
         """An empty stand-in on the meta device that knows what it stands for."""
         dense = model.get_submodule(name)
         in_features, out_features = (
             (dense.nx, dense.nf) if isinstance(dense, Conv1D) else (dense.in_features, dense.out_features)
         )
         config = self.quantization_config
-        levels = levels or config.levels_for(bits)
-        layer = KbitLinear(in_features, out_features, False, bits, levels, device="meta", scale=config.scale)
-        layer.refine_levels = config.codebook == "layer" and not self.pre_quantized
-        layer.bias = dense.bias
-        layer.dense_class = Conv1D if isinstance(dense, Conv1D) else nn.Linear
-        layer.dense_dtype = dense.weight.dtype
+        codebook = "layer" if config.codebook == "layer" and not self.pre_quantized else config.levels_for(bits)
+        shape, dtype = (in_features, out_features), dense.weight.dtype
+        layer = KbitLinear(*shape, False, bits, codebook, device="meta", dtype=dtype, scale=config.scale)
+        layer.bias, layer.transposed = dense.bias, isinstance(dense, Conv1D)
         return layer
 
     # --- while loading ---
@@ -225,8 +227,7 @@ class KbitHfQuantizer(HfQuantizer):
         )
         for layer in layers.values():
             # Loading fills buffers that no checkpoint holds with whatever memory held.
-            layer.set_codebook(layer.levels, layer.exponent, layer.codebook.device)
-            layer.to_tiles()
+            layer.settle(layer.codebook.device)
         self._keep_packed_names(model, layers)
         self._record(model, layers)
         self._report(model, layers)
@@ -237,7 +238,7 @@ class KbitHfQuantizer(HfQuantizer):
         weight = layer.weight
         if not getattr(weight, "_is_hf_initialized", False):
             return False
-        layer.load_dense(weight.T if layer.dense_class is Conv1D else weight, f"{name}.weight")
+        layer.load_dense(weight.T if layer.transposed else weight, f"{name}.weight")
         layer.weight._is_hf_initialized = layer.weight_absmax._is_hf_initialized = True
         return True
 
@@ -246,7 +247,7 @@ class KbitHfQuantizer(HfQuantizer):
         """Puts back the 16-bit layer where the checkpoint had no weight: a new head, to be trained."""
         device = layer.weight.device
         with device:
-            if layer.dense_class is Conv1D:
+            if layer.transposed:
                 dense = Conv1D(layer.out_features, layer.in_features)
             else:
                 dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
@@ -344,7 +345,7 @@ def _would_revert(conversion: WeightConverter, layers) -> bool:
 def to_dense(layer: KbitLinear, dtype: torch.dtype, decoded: nn.Linear | None = None) -> nn.Module:
     """What the layer was before it was quantized, of the decoded weight: an ``nn.Linear``, or GPT-2's Conv1D."""
     linear = (decoded or layer.to_linear(dtype)).to(dtype)
-    if getattr(layer, "dense_class", None) is not Conv1D:
+    if not layer.transposed:
         return linear
     conv = Conv1D(layer.out_features, layer.in_features)
     conv.weight, conv.bias = nn.Parameter(linear.weight.T.contiguous()), linear.bias
