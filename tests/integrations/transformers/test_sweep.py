@@ -1,0 +1,142 @@
+"""Every type of model in Transformers that a small random configuration can build: quantized, run, saved, reloaded.
+
+``test_architectures.py`` asks more of a chosen few; here nobody chose. What cannot be built small is skipped with its
+reason, so a newer Transformers adds its models by itself.
+"""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING,
+    MODEL_MAPPING_NAMES,
+)
+
+from hf_kbit import KbitConfig, KbitLinear
+
+pytestmark = pytest.mark.slow
+
+# Small values for the names that configurations have for sizes; each takes those that it knows.
+EIGHT = ("rotary_dim", "state_size", "patch_size")
+SIXTEEN = (
+    "head_dim",
+    "d_kv",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "qk_nope_head_dim",
+    "v_head_dim",
+    "hidden_size_per_layer_input",
+)
+SIZES = {
+    **dict.fromkeys(EIGHT, 8),
+    **dict.fromkeys(SIXTEEN, 16),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "d_inner"), 64),
+    **dict.fromkeys(("n_inner", "hidden_dim", "lru_width", "max_position_embeddings", "n_positions"), 64),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("decoder_layers", "num_decoder_layers", "num_key_value_heads", "num_kv_heads"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "num_experts", "n_routed_experts", "num_local_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "image_size"), 32),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 96),
+    "num_experts_per_tok": 2,
+    **dict.fromkeys(("n_group", "topk_group"), 1),
+}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MOST_PARAMETERS = 8_000_000
+
+WRONG = {
+    "rwkv": "its code reads weights of layers in a way that is not found",
+    "vit_mae": "it masks at random",
+}
+BUILT = ("bert", "gemma3_text", "gpt2", "llama", "mamba", "mixtral", "opt", "qwen3", "t5", "vit")  # never skipped
+CASES = [
+    *(("causal", kind) for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    *(("base", kind) for kind in MODEL_MAPPING_NAMES),
+]
+
+
+def build(mapping, kind: str):
+    """A small float32 model of that type with random weights, and arguments of a forward pass."""
+    config_class = CONFIG_MAPPING[kind]
+    default = config_class()
+    if hasattr(default, "text_config") or (
+        mapping is MODEL_FOR_CAUSAL_LM_MAPPING and hasattr(default, "vision_config")
+    ):
+        pytest.skip("it is made of several configurations")
+    sizes = {name: size for name, size in SIZES.items() if type(getattr(default, name, None)) is int}
+    config = config_class(**sizes, **{name: token for name, token in TOKENS.items() if hasattr(default, name)})
+    model_class = mapping[config_class]
+    model_class = model_class[0] if isinstance(model_class, (tuple, list)) else model_class
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in model_class(config_class(**config.to_diff_dict())).parameters())
+    if size > MOST_PARAMETERS:
+        pytest.skip(f"it has {size:,} parameters")
+    torch.manual_seed(0)
+    model = model_class(config).float().eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and parameter.is_floating_point():
+            nn.init.normal_(parameter, 0, 0.1)
+    known = inspect.signature(model.forward).parameters
+    if "input_ids" in known:
+        inputs = {"input_ids": torch.randint(3, 90, (1, 12))}
+    elif "pixel_values" in known:
+        inputs = {"pixel_values": torch.randn(1, getattr(config, "num_channels", 3), 32, 32)}
+    else:
+        pytest.skip(f"it takes neither token ids nor pixels but {list(known)[:3]}")
+    if config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    return model, inputs
+
+
+@torch.no_grad()
+def run(model, inputs) -> torch.Tensor:
+    """The first floating tensor of the output."""
+    return next(x for x in model(**inputs).values() if isinstance(x, torch.Tensor) and x.is_floating_point())
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((found - expected).norm() <= 1e-3 * expected.norm())
+
+
+def unchanged(found: dict, expected: dict) -> list[str]:
+    return [name for name in found.keys() & expected.keys() if not torch.equal(found[name], expected[name])]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("task, kind", CASES, ids=map("-".join, CASES))
+def test_whole_life(task, kind, tmp_path):
+    if kind in WRONG:
+        pytest.skip(WRONG[kind])
+    try:
+        model, inputs = build(MODEL_FOR_CAUSAL_LM_MAPPING if task == "causal" else MODEL_MAPPING, kind)
+        run(model, inputs)
+        model.save_pretrained(tmp_path / "dense")
+        dense = type(model).from_pretrained(tmp_path / "dense")
+        run(dense, inputs)
+    except Exception as error:  # whatever a model does to a configuration that does not suit it
+        if kind in BUILT:
+            raise
+        pytest.skip(f"it cannot be built small: {type(error).__name__}: {str(error)[:80]}")
+
+    quantized = type(model).from_pretrained(tmp_path / "dense", quantization_config=KbitConfig(bits=4))
+    layers = [module for module in quantized.modules() if isinstance(module, KbitLinear)]
+    if not any(isinstance(module, nn.Linear) for module in dense.modules()):
+        pytest.skip("it has no linear layer")
+    assert layers
+    packed = {id(tensor) for layer in layers for tensor in (layer.weight, layer.weight_absmax)}
+    left = {name: tensor for name, tensor in quantized.named_parameters() if id(tensor) not in packed}
+    assert not unchanged(left, dict(dense.named_parameters()))
+    assert not unchanged(dict(quantized.named_buffers()), dict(dense.named_buffers()))
+
+    output = run(quantized, inputs)
+    quantized.save_pretrained(tmp_path / "quantized")
+    assert torch.equal(run(type(model).from_pretrained(tmp_path / "quantized"), inputs), output)
+    quantized.dequantize()
+    assert close(output, run(quantized, inputs))
