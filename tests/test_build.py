@@ -216,12 +216,14 @@ def test_library_that_does_not_compile(configure, install, tmp_path):
     if older := _native.library("cpu").path:
         shutil.copy2(older, tmp_path / "hf_kbit")
     folder = fake_torch(tmp_path / "torch", "2.10")
+    (tmp_path / "torch/lib").mkdir()
+    (tmp_path / "torch/lib/libtorch_cpu.so").touch()  # which Ninja asks for first
     header = tmp_path / "torch/include/torch/csrc/stable/tensor.h"
     header.parent.mkdir(parents=True)
     header.write_text('#error "a \\ planted\terror"; [')
     configure(HF_KBIT_TORCH=folder)
     build, printed = install()
-    error = f'{header}:1:2: error: #error "a \\ planted error"; ['
+    error = f'{header}:1:2: error: #error "a \\ planted\terror"; ['
     missing = (
         f"the cpu library did not compile when hf_kbit was installed ({error}); install hf_kbit again with another "
         "C++ compiler, named in CXX, or another torch"

@@ -28,7 +28,7 @@ Tensor viewed(const Tensor& tensor, int64_t rows, int64_t columns) {
 }
 
 void check_torch(const char* function, int32_t error) {
-    if (error != 0) throw std::runtime_error(std::string("hf_kbit: torch's ") + function + " failed; it says why above");
+    if (error != 0) throw std::runtime_error(std::string("torch's ") + function + " failed, and says why above");
 }
 
 namespace {
