@@ -1,12 +1,15 @@
 # `make` lists the targets. Override with: make test PYTHON=python3.12 TORCH=2.12.0 PYTEST_ARGS="-x -k format"
 PYTHON ?= python3
 TORCH ?= 2.13.0
+OLDEST_TORCH ?= 2.10.0
 OLDEST_TRANSFORMERS ?= 5.17.0
 PYTEST_ARGS ?=
 
 VENV := .venv
 OLDEST := .venv-oldest
+HEADERS := .cache/torch-$(OLDEST_TORCH)
 PIP_INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
+PIP_DOWNLOAD := bin/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all:
 NATIVE := $(shell find csrc -type f)
 CXX_FILES := $(filter %.h %.cpp %.cuh %.cu,$(NATIVE))
 # A process per core and a thread per process; tests of a file share its fixtures.
@@ -14,10 +17,10 @@ PYTEST := bin/python -m pytest --timeout=900 --numprocesses=auto --dist=loadfile
 test test-oldest: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest docs wheel lint format clean
+.PHONY: help demo test test-oldest test-oldest-torch docs wheel lint format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## quantize all-MiniLM-L6-v2 to 5, 4, 3 and 2 bits, compare, save and reload
 	$(VENV)/bin/python examples/demo.py
@@ -28,6 +31,11 @@ test: $(VENV)/.test lint ## ruff, then the whole test suite with doctests and no
 test-oldest: $(OLDEST)/.test ## the test suite on the oldest supported Transformers, without slow tests and notebooks
 	$(OLDEST)/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
+test-oldest-torch: $(HEADERS)/.unpacked ## compile what sees torch in csrc with the headers of the oldest supported torch
+	$(CXX) -std=c++17 -fsyntax-only -fvisibility=hidden -Wall -Wextra -Wno-unknown-pragmas -Icsrc \
+	    -isystem $(HEADERS)/torch/include -isystem $(HEADERS)/nvidia/cu13/include \
+	    -DUSE_CUDA -DHF_KBIT_DISPATCH_KEY=CUDA csrc/ops/*.cpp
+
 docs: $(VENV)/.docs ## build the documentation into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
@@ -36,8 +44,11 @@ wheel: $(VENV)/.torch-$(TORCH) ## build the release wheel into dist/, with CUDA 
 	@start=$$(date +%s); \
 	HF_KBIT_CUDA_ARCHS=release $(VENV)/bin/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist . && \
 	echo "$$(ls dist/*.whl): $$(stat --format=%s dist/*.whl) bytes, built in $$(($$(date +%s) - start)) s"
-	@$(VENV)/bin/python -m zipfile --list dist/*.whl | grep --quiet libhf_kbit_cuda.so || { rm -rf dist; \
-	    echo "the wheel has no CUDA library; see why with: cmake -S csrc -B build -D HF_KBIT_CUDA_ARCHS=release" >&2; exit 1; }
+	@for half in cpu cuda; do \
+	    $(VENV)/bin/python -m zipfile --list dist/*.whl | grep --quiet libhf_kbit_$$half.so || { rm -rf dist; \
+	        echo "the wheel has no $$half library; see why with: cmake -S csrc -B build -D HF_KBIT_CUDA_ARCHS=release" \
+	            "&& cmake --build build --target hf_kbit_$$half" >&2; exit 1; }; \
+	done
 
 lint: $(VENV)/.test ## ruff check, ruff format --check and clang-format --dry-run
 	$(VENV)/bin/ruff check .
@@ -50,7 +61,7 @@ format: $(VENV)/.test ## let ruff and clang-format mend what they can
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
 
 clean: ## remove the virtual environments and everything built or cached
-	rm -rf $(VENV) $(OLDEST) site build dist hf_kbit/*.so hf_kbit/_build.json .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) site build dist hf_kbit/*.so hf_kbit/_build* .cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An empty stamp file in the environment says what is installed in it; a change of pyproject.toml or csrc installs again.
@@ -72,4 +83,17 @@ $(VENV)/.torch-$(TORCH) $(OLDEST)/.torch-$(TORCH):
 	$(PYTHON) -m venv $(@D)
 	@echo "Installing torch $(TORCH) into $(@D) ..."
 	@$(@D)/$(PIP_INSTALL) --retries 1 --no-deps "torch==$(TORCH)" --extra-index-url https://download.pytorch.org/whl/cpu
+	@touch $@
+
+# A wheel for macOS has the same headers as one for Linux, which is ten times as large; CUDA's are those of NVIDIA's wheels.
+$(HEADERS)/.unpacked: | $(VENV)/.torch-$(TORCH)
+	@echo "Downloading the headers of torch $(OLDEST_TORCH) and of CUDA into $(HEADERS) ..."
+	@rm -rf $(HEADERS)
+	@$(VENV)/$(PIP_DOWNLOAD) --dest $(HEADERS) --python-version 3.11 \
+	    --platform macosx_11_0_arm64 --platform macosx_14_0_arm64 torch==$(OLDEST_TORCH)
+	@$(VENV)/$(PIP_DOWNLOAD) --dest $(HEADERS) "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-crt==13.0.*"
+	@$(VENV)/bin/python -c "from pathlib import Path; from zipfile import ZipFile; \
+	    [wheel.extractall('$(HEADERS)', [name for name in wheel.namelist() if '/include/' in name]) \
+	     for wheel in map(ZipFile, Path('$(HEADERS)').glob('*.whl'))]"
+	@rm $(HEADERS)/*.whl
 	@touch $@

@@ -47,8 +47,10 @@ def build_info() -> dict:
 def _load(name: str) -> Library:
     path = _folder() / f"libhf_kbit_{name}.so"
     # The record comes first: a library that the newest build left out may lie there from an older one.
-    if missing := build_info().get(name, {}).get("missing"):
-        return Library(name, None, missing)
+    record = build_info().get(name, {})
+    if missing := record.get("missing"):
+        output = f"; {_folder() / record['log']} has what the compiler said" if "log" in record else ""
+        return Library(name, None, missing + output)
     if not path.exists():
         return Library(name, None, f"{path} does not exist; install hf_kbit again")
     try:

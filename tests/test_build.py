@@ -1,6 +1,8 @@
-"""csrc/CMakeLists.txt with tools, torch or GPUs missing: what it would build, and the reasons in ``_build.json``.
+"""csrc/CMakeLists.txt with tools, torch or GPUs missing, and csrc/install.cmake with code that does not compile.
 
-CMake only configures here; ``tests/test_native.py`` says whether the library of this installation was built.
+Both say what is built, and why the rest is not, in ``_build.json``.
+
+``tests/test_native.py`` says whether the library of this installation was built.
 """
 
 import fnmatch
@@ -15,7 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
-SOURCE = Path(__file__).parents[1] / "csrc"
+import hf_kbit
+from hf_kbit import _native
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "csrc"
 COMPILERS = ("cc", "gcc*", "c++*", "g++*", "clang*", "*-gcc*", "*-g++*", "*-c++*", "icpx")
 ANY_CUDA_COMPILER = "-DCMAKE_CUDA_COMPILER=nvcc"  # believed, and not run unless there is a GPU to build for
 RELEASE = "80-real 86-real 89-real 90a-real 100-real 120"
@@ -53,6 +59,39 @@ def configure(tmp_path):
         return json.loads((tmp_path / "build/_build.json").read_text()), " ".join(ran.stderr.split())
 
     return run
+
+
+@pytest.fixture
+def install(tmp_path):
+    """Builds and installs, a file at a time; returns ``_build.json`` and all that was printed."""
+
+    def run():
+        commands = (["--build", tmp_path / "build"], ["--install", tmp_path / "build", "--prefix", tmp_path])
+        env = os.environ | {"CMAKE_BUILD_PARALLEL_LEVEL": "1"}
+        ran = [subprocess.run(["cmake", *c], env=env, capture_output=True, text=True, timeout=120) for c in commands]
+        printed = "".join(each.stdout + each.stderr for each in ran)
+        assert not any(each.returncode for each in ran), printed
+        return json.loads((tmp_path / "hf_kbit/_build.json").read_text()), printed
+
+    return run
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    """An option that compiles empty files in place of the sources.
+
+    It fails for those that the file ``broken`` names, and adds the others' names to the file ``compiled``.
+    """
+    (tmp_path / "launcher").write_text(f"""#!{sys.executable} -IS
+import subprocess, sys
+*command, path = sys.argv[1:]
+if path.split("/")[-1] in open({str(tmp_path / "broken")!r}).read().split():
+    sys.exit(f"{{path}}:1:2: error: planted")
+print(path.split("/")[-1], file=open({str(tmp_path / "compiled")!r}, "a"))
+sys.exit(subprocess.call([*command, "-x", "c++", "/dev/null"]))
+""")
+    (tmp_path / "launcher").chmod(0o755)
+    return f"-DCMAKE_CXX_COMPILER_LAUNCHER={tmp_path / 'launcher'}"
 
 
 def fake_torch(folder, version):
@@ -163,3 +202,95 @@ def test_gpus_to_build_for(configure, gpus, wanted, archs):
     build, _ = configure(hide=("nvidia-smi",), gpus=gpus, HF_KBIT_CUDA_ARCHS=wanted)
     assert build["cuda"]["missing"] == "" and build["cuda"]["archs"] == archs
     assert re.fullmatch(r"nvcc [\d.]+", build["cuda"]["compiler"])
+
+
+# --- code that does not compile -------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_library_that_does_not_compile(configure, install, tmp_path):
+    """The package goes on in plain PyTorch and says why, even where an older build left a library that loads."""
+    ignored = shutil.ignore_patterns("_build*", "__pycache__")
+    shutil.copytree(Path(hf_kbit.__file__).parent, tmp_path / "hf_kbit", ignore=ignored)
+    if older := _native.library("cpu").path:
+        shutil.copy2(older, tmp_path / "hf_kbit")
+    folder = fake_torch(tmp_path / "torch", "2.10")
+    (tmp_path / "torch/lib").mkdir()
+    (tmp_path / "torch/lib/libtorch_cpu.so").touch()  # which Ninja asks for first
+    header = tmp_path / "torch/include/torch/csrc/stable/tensor.h"
+    header.parent.mkdir(parents=True)
+    header.write_text('#error "a \\ planted\terror"; [')
+    configure(HF_KBIT_TORCH=folder)
+    build, printed = install()
+    error = f'{header}:1:2: error: #error "a \\ planted\terror"; ['
+    missing = (
+        f"the cpu library did not compile when hf_kbit was installed ({error}); install hf_kbit again with another "
+        "C++ compiler, named in CXX, or another torch"
+    )
+    assert build["cpu"]["missing"] == missing and build["torch"] == "2.10"
+    assert "hf_kbit: no cpu library: the cpu library did not compile" in " ".join(printed.split())
+    log = tmp_path / "hf_kbit/_build_cpu.log"
+    assert log.read_text() in printed and 'error: #error "a \\ planted\terror"; [' in log.read_text()
+
+    code = f"""
+import importlib.machinery as m, sys
+sys.meta_path[:] = [m.BuiltinImporter, m.FrozenImporter, m.PathFinder]
+sys.path.insert(0, {str(tmp_path)!r})
+import torch, hf_kbit
+from hf_kbit.cli import info
+planes, absmax = hf_kbit.quantize(torch.ones(4, 32), torch.arange(4.0) / 3)
+assert hf_kbit.dequantize(planes, absmax, torch.arange(4.0) / 3, [4, 32], torch.float32).equal(torch.ones(4, 32))
+assert not torch._C._dispatch_has_kernel_for_dispatch_key("hf_kbit::quantize", "CPU")
+info()
+"""
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    reason = f"{missing}; {log} has what the compiler said"
+    assert f"RuntimeWarning: hf_kbit: the ops run in plain PyTorch on cpu, correct but slower: {reason}" in ran.stderr
+    assert f"cpu kernels   missing: {reason}\n" in ran.stdout
+
+
+@needs_compiler
+def test_error_that_was_mended(configure, install, launcher, tmp_path):
+    """What had compiled is not compiled again, and nothing is left of the failure."""
+    (tmp_path / "broken").write_text("portable.cpp")
+    configure(launcher)
+    build, _ = install()
+    assert "(cpu/portable.cpp:1:2: error: planted); install hf_kbit again" in build["cpu"]["missing"]
+    assert build["cpu"]["log"] == "_build_cpu.log"
+    assert {path.name for path in tmp_path.glob("hf_kbit/*")} == {"_build.json", "_build_cpu.log"}
+
+    (tmp_path / "broken").write_text("")
+    build, _ = install()
+    assert build["cpu"]["missing"] == "" and "log" not in build["cpu"]
+    assert {path.name for path in tmp_path.glob("hf_kbit/*")} == {"_build.json", "libhf_kbit_cpu.so"}
+    compiled = (tmp_path / "compiled").read_text().split()
+    assert sorted(compiled) == sorted({path.name for path in SOURCE.glob("[co]p[us]/*.cpp")} - {"backend_cuda.cpp"})
+
+
+@needs_compiler
+@needs_nvcc
+@pytest.mark.slow
+def test_only_the_cuda_library_fails(configure, install, launcher, tmp_path):
+    (tmp_path / "broken").write_text("backend_cuda.cpp")
+    configure(launcher, hide=("nvidia-smi",), HF_KBIT_CUDA_ARCHS="80")
+    build, _ = install()
+    assert build["cpu"]["missing"] == "" and (tmp_path / "hf_kbit/libhf_kbit_cpu.so").exists()
+    assert re.match(r"the cuda library .*backend_cuda.cpp:1:2: error: planted.*CUDACXX", build["cuda"]["missing"])
+    assert (tmp_path / "hf_kbit/_build_cuda.log").exists()
+
+
+# --- the oldest torch -----------------------------------------------------------------------------
+
+
+def test_oldest_torch_is_the_same_everywhere():
+    def found(file, pattern):
+        (version,) = re.findall(pattern, (ROOT / file).read_text(), re.MULTILINE)
+        return version
+
+    oldest = found("pyproject.toml", r'"torch>=([\d.]+)"')
+    assert found("Makefile", r"^OLDEST_TORCH \?= ([\d.]+)\.0$") == oldest
+    assert found("csrc/CMakeLists.txt", r"VERSION_LESS (2\.[\d.]+)\)") == oldest
+    target = found("csrc/CMakeLists.txt", r"TORCH_TARGET_VERSION=0x([0-9a-f]{4})0{12}ULL")
+    assert f"{int(target[:2], 16)}.{int(target[2:], 16)}" == oldest

@@ -20,7 +20,10 @@ static inline void dequantize_block(const int32_t* words, uint8_t absmax,
 template <class V, int bits, Dtype dtype>
 static void dequantize_rows(const int32_t* planes, const uint8_t* absmax, const float* codebook, int64_t in_features,
                             void* out, int64_t begin, int64_t end) {
-    const typename V::template Levels<bits> levels(codebook);
+    // Every NaN becomes the usual one: store_as may round it like a number, and 0x7FFFFFFF would carry over to zero.
+    float numbers[1 << bits];
+    for (int i = 0; i < 1 << bits; ++i) numbers[i] = codebook[i] == codebook[i] ? codebook[i] : float_of(0x7FC00000);
+    const typename V::template Levels<bits> levels(numbers);
     const int64_t blocks = num_blocks(in_features), whole = in_features / kBlockSize;
     constexpr int64_t kBlockBytes = kBlockSize * size_of(dtype);
     for (int64_t row = begin; row < end; ++row) {

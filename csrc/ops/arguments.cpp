@@ -1,5 +1,6 @@
 #include "ops/arguments.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include <torch/csrc/stable/ops.h>
@@ -43,6 +44,9 @@ std::string device_name(const Tensor& tensor) {
     }
 }
 
+// More than any memory holds; what is computed from sizes up to here does not overflow.
+constexpr int64_t kMostFeatures = int64_t{1} << 48;
+
 // Whether the last dimensions of `shape` are `expected`.
 bool ends_with(const Shape& shape, const Shape& expected) {
     return shape.size() >= expected.size() && std::equal(expected.rbegin(), expected.rend(), shape.rbegin());
@@ -66,7 +70,9 @@ Shape shape_of(const Tensor& tensor) {
 }
 
 Tensor as_contiguous(const Tensor& tensor) {
-    return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+    if (!tensor.is_contiguous()) return torch::stable::contiguous(tensor);
+    const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+    return address % tensor.element_size() == 0 ? tensor : torch::stable::clone(tensor);
 }
 
 Shape concat(Shape first, const Shape& second) {
@@ -142,8 +148,8 @@ Shape scales_shape(Form form, int64_t out_features, int64_t in_features) {
 Packed check_packed(const Tensor& weight, const Tensor& absmax, const std::optional<Tensor>& codebook, int64_t bits,
                     int64_t out_features, int64_t in_features) {
     if (bits < kMinBits || bits > kMaxBits) refuse("bits", std::to_string(bits), "2, 3, 4 or 5");
-    if (out_features < 1 || in_features < 1) {
-        refuse("shape", to_string({out_features, in_features}), "[out_features, in_features], both 1 or more");
+    if (std::min(out_features, in_features) < 1 || std::max(out_features, in_features) > kMostFeatures) {
+        refuse("shape", to_string({out_features, in_features}), "[out_features, in_features], both from 1 to 2**48");
     }
     check_dtype("weight", weight, ScalarType::Int);
     check_dtype("absmax", absmax, ScalarType::Byte);

@@ -53,6 +53,7 @@ Shape concat(Shape first, const Shape& second);
 std::string to_string(const Shape& shape);
 Shape shape_of(const Tensor& tensor);
 
+// As kernels read it: contiguous, from a multiple of its numbers' size on, which torch.frombuffer does not ask for.
 // The tensor itself where it can be: for small inputs the host's time of a call of torch counts.
 Tensor as_contiguous(const Tensor& tensor);
 

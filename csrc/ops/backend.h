@@ -30,6 +30,9 @@ std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<P
 
 namespace hf_kbit {
 
+// Throws unless a function of torch's C interface returned 0. Our own: torch's macros for it differ between versions.
+void check_torch(const char* function, int32_t error);
+
 // For the backends: the op `repack`, a new tensor on the device of `like`, decoded weights, a view, aten::linear,
 // aten::mm into `out`.
 std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, int64_t bits,

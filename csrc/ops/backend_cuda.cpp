@@ -22,7 +22,8 @@ struct Launch {
 
     explicit Launch(const Tensor& tensor) : guard(tensor.get_device_index()), stream(nullptr) {
         void* current = nullptr;
-        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &current));
+        check_torch("aoti_torch_get_current_cuda_stream",
+                    aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &current));
         stream = static_cast<cudaStream_t>(current);
     }
 };

@@ -2,6 +2,7 @@
 // they take precedence over hf_kbit/reference.py.
 #include <algorithm>
 #include <array>
+#include <stdexcept>
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -26,6 +27,21 @@ Tensor viewed(const Tensor& tensor, int64_t rows, int64_t columns) {
     return torch::stable::view(tensor, {shape.data(), shape.size()});
 }
 
+void check_torch(const char* function, int32_t error) {
+    if (error != 0) throw std::runtime_error(std::string("torch's ") + function + " failed, and says why above");
+}
+
+namespace {
+
+// The result of an op of torch for the arguments on the stack, whose first one it replaces.
+template <size_t count>
+Tensor call(const char* op, const char* overload, std::array<StableIValue, count> stack) {
+    check_torch(op, torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+}  // namespace
+
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
     using torch::stable::detail::from;
     if (x.dim() != 2) {  // else the result may be a view, which nobody may change in place when it comes from our op
@@ -33,21 +49,14 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
         const int64_t columns = shape.back();
         shape.back() = weight.size(0);
         const Tensor rows = linear(viewed(as_contiguous(x), x.numel() / columns, columns), weight, bias);
-        std::array<StableIValue, 2> stack{from(rows), from(shape)};
-        STABLE_TORCH_ERROR_CODE_CHECK(
-            torch_call_dispatcher("aten::_unsafe_view", "", stack.data(), TORCH_ABI_VERSION));
-        return torch::stable::detail::to<Tensor>(stack[0]);
+        return call<2>("aten::_unsafe_view", "", {from(rows), from(shape)});
     }
-    std::array<StableIValue, 3> stack{from(x), from(weight), from(bias)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::detail::to<Tensor>(stack[0]);
+    return call<3>("aten::linear", "", {from(x), from(weight), from(bias)});
 }
 
 void multiply_into(Tensor& out, const Tensor& a, const Tensor& b) {
-    std::array<StableIValue, 3> stack{torch::stable::detail::from(a), torch::stable::detail::from(b),
-                                      torch::stable::detail::from(out)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
-    torch::stable::detail::to<Tensor>(stack[0]);  // takes over the reference
+    using torch::stable::detail::from;
+    call<3>("aten::mm", "out", {from(a), from(b), from(out)});
 }
 
 Packed columns_of(const Packed& planes, int64_t first, int64_t count) {

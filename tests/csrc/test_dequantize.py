@@ -34,6 +34,19 @@ def test_overflow_in_float16_is_infinite(device, bits):
     assert torch.equal(found.cpu(), expected)
 
 
+@pytest.mark.parametrize("nan", [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001])
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_levels_stay_nan(device, dtype, bits, nan):
+    """Whatever its bits are: rounded to bfloat16 like a number, a NaN may carry over into zero."""
+    packed, codebook = cases.random_packed((3, 45), bits), cases.codebook(bits)
+    codebook.view(torch.int32)[1] = nan - (nan >> 31 << 32)
+    expected = reference.dequantize(*packed, codebook, [3, 45], dtype)
+    assert expected.isnan().any()
+    found = torch.ops.hf_kbit.dequantize(*(t.to(device) for t in (*packed, codebook)), [3, 45], dtype)
+    assert torch.allclose(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
 @pytest.mark.parametrize("bits", cases.BITS)
 def test_words_that_start_anywhere(device, bits, tiled):

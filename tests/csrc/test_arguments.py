@@ -1,0 +1,67 @@
+"""What the compiled ops make of their arguments before a kernel sees them."""
+
+import cases
+import pytest
+import torch
+
+from hf_kbit import reference
+
+OPS = torch.ops.hf_kbit
+
+
+def shifted(tensor):
+    """The same numbers where none is at a multiple of its size, as in a file that is mapped into memory."""
+    data = bytearray(b"?") + tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    moved = torch.frombuffer(data, dtype=tensor.dtype, offset=1).view(tensor.shape)
+    assert tensor.element_size() == 1 or moved.data_ptr() % tensor.element_size()
+    return moved
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_numbers_that_start_at_any_byte(dtype, bits):
+    """Right on x86 in any case; built with ``-fsanitize=alignment``, it reports where a kernel reads such a number."""
+    codebook, shape = cases.codebook(bits), [17, 257]
+    weight, packed = cases.weight(shape, dtype), cases.random_packed(shape, bits)
+    tiles = reference.repack(*packed, bits, shape)
+    moved, moved_tiles, levels = [*map(shifted, packed)], [*map(shifted, tiles)], shifted(codebook)
+
+    def assert_same(found, expected):
+        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+    assert_same(OPS.quantize(shifted(weight), levels, False), reference.quantize(weight, codebook))
+    assert_same(OPS.repack(*moved, bits, shape), tiles)
+    assert_same(OPS.repack(*moved_tiles, bits, shape, True), packed)
+    decoded = reference.dequantize(*packed, codebook, shape, dtype)
+    assert_same([OPS.dequantize(*moved, levels, shape, dtype)], [decoded])
+    assert_same([OPS.dequantize(*moved_tiles, levels, shape, dtype)], [decoded])
+    bias = cases.x((), 17, dtype)
+    for batch in ((1,), (3,), (40,)):
+        x = cases.x(batch, 257, dtype)
+        assert_same(
+            [OPS.gemm(shifted(x), *moved, levels, shifted(bias), 17)], [OPS.gemm(x, *packed, codebook, bias, 17)]
+        )
+        grad = cases.x(batch, 17, dtype)
+        assert_same(
+            [OPS.gemm_gradient(shifted(grad), *moved, levels, shape)],
+            [OPS.gemm_gradient(grad, *packed, codebook, shape)],
+        )
+
+
+@pytest.mark.parametrize("shape", [[2**63 - 1, 32], [2, 2**63 - 1], [2, 2**48 + 1]], ids=str)
+def test_sizes_beyond_any_memory(device, shape):
+    """They are refused before anything is computed from them, which would overflow."""
+    rows, columns = shape
+    packed = [tensor.to(device) for tensor in (*cases.random_packed([2, 32], 4), cases.codebook(4))]
+    calls = [
+        lambda: OPS.dequantize(*packed, shape, torch.float32),
+        lambda: OPS.repack(*packed[:2], 4, shape),
+        lambda: OPS.gemm_gradient(torch.ones(1, 2, device=device), *packed, shape),
+    ]
+    if columns == 32:
+        calls.append(lambda: OPS.gemm(torch.ones(1, 32, device=device), *packed, None, rows))
+    for call in calls:
+        with pytest.raises(ValueError) as caught:
+            call()
+        expected = "[out_features, in_features], both from 1 to 2**48"
+        assert str(caught.value) == f"shape: found {shape}, expected {expected}"
