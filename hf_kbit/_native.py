@@ -67,6 +67,24 @@ def instruction_set(path: Path) -> str:
     return function().decode()
 
 
+def _cuda_number(name: str) -> int:
+    """What a function of the CUDA library returns; 0 where the library is not loaded."""
+    found = library("cuda")
+    return getattr(ctypes.CDLL(str(found.path)), f"hf_kbit_cuda_{name}")() if found.loaded else 0
+
+
+@functools.cache
+def group_limits() -> tuple[int, int]:
+    """The most tokens and the most products of one launch of ``gemm_group`` on a GPU; zeros without CUDA library."""
+    return _cuda_number("group_tokens"), _cuda_number("group_products")
+
+
+def cuda_arch() -> int:
+    """The architecture, 800 for compute capability 8.0, of the code that runs on the current GPU, which is what products
+    are planned for; 0 without a GPU or library. A library built for an older GPU than this runs its code here too."""
+    return _cuda_number("arch")
+
+
 @functools.cache
 def library(name: str) -> Library:
     """The library of a device type, ``cpu`` or ``cuda``, loaded at the first call."""

@@ -31,10 +31,12 @@ constexpr bool has_mma_path(int arch) { return has_gemm(arch) && arch != 900; }
 // (sm_75: none); were it more, the table had to move.
 constexpr int kSharedReserved = 1024;
 
-// The fused kernels count features, row tiles and slabs in 32 bits, and add a few times 16 rows of x to an address at
-// a time. (Addresses of words, scales and y have 64 bits.) A weight beyond is one of terabytes, or has rows of 134
-// million columns or as many rows.
+// The fused kernels count features, row tiles and slabs in 32 bits; only addresses of words, scales and y have 64. A
+// weight beyond these sizes has trillions of elements, or more than 134 million rows or columns.
 constexpr int64_t kMostFeatures = int64_t{1} << 27, kMostSlabs = int64_t{1} << 30;
+static_assert(8 * kMostFeatures < INT32_MAX, "eight tokens' columns");
+static_assert(kMostSlabs + 16 * num_slabs(kMostFeatures) < INT32_MAX,
+              "a step of a CTA's 16 warps beyond the last slab");
 constexpr bool fits_gemm(int64_t out_features, int64_t in_features) {
     if (out_features > kMostFeatures || in_features > kMostFeatures) return false;
     const TileLayout layout(out_features, in_features);

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <mutex>
-#include <stdexcept>
-#include <string>
 
 #include "kernels/arch.h"
 
@@ -51,12 +49,6 @@ const Gpu& current_gpu() {
     }
     std::call_once(found[index], [index] { gpus[index] = find_gpu(index); });
     return gpus[index];
-}
-
-void check(const char* what, cudaError_t error) {
-    if (error == cudaSuccess) return;
-    static_cast<void>(cudaGetLastError());
-    throw std::runtime_error(std::string("hf_kbit: ") + what + ": " + cudaGetErrorString(error));
 }
 
 }  // namespace hf_kbit::cuda

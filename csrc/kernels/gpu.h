@@ -3,6 +3,9 @@
 
 #include <cuda_runtime.h>
 
+#include <stdexcept>
+#include <string>
+
 namespace hf_kbit::cuda {
 
 struct Gpu {
@@ -23,6 +26,10 @@ const Gpu& current_gpu();
 
 // Throws std::runtime_error for an error, and takes it from where CUDA keeps the last one: the next launch, whose
 // error is looked for there, is not to blame.
-void check(const char* what, cudaError_t error);
+inline void check(const char* what, cudaError_t error) {
+    if (error == cudaSuccess) return;
+    static_cast<void>(cudaGetLastError());
+    throw std::runtime_error(std::string("hf_kbit: ") + what + ": " + cudaGetErrorString(error));
+}
 
 }  // namespace hf_kbit::cuda
