@@ -80,8 +80,8 @@ def group_limits() -> tuple[int, int]:
 
 
 def cuda_arch() -> int:
-    """The architecture, 800 for compute capability 8.0, of the code that runs on the current GPU, which is what products
-    are planned for; 0 without a GPU or library. A library built for an older GPU than this runs its code here too."""
+    """The architecture (800 for compute capability 8.0) that products are planned for: of the code that runs on the
+    current GPU, which may have been built for an older one. 0 without a GPU or library."""
     return _cuda_number("arch")
 
 
