@@ -69,6 +69,24 @@ def instruction_set(path: Path) -> str:
     return function().decode()
 
 
+def _cuda_number(name: str) -> int:
+    """What a function of the CUDA library returns; 0 where the library is not loaded."""
+    found = library("cuda")
+    return getattr(ctypes.CDLL(str(found.path)), f"hf_kbit_cuda_{name}")() if found.loaded else 0
+
+
+@functools.cache
+def group_limits() -> tuple[int, int]:
+    """The most tokens and the most products of one launch of ``gemm_group`` on a GPU; zeros without CUDA library."""
+    return _cuda_number("group_tokens"), _cuda_number("group_products")
+
+
+def cuda_arch() -> int:
+    """The architecture (800 for compute capability 8.0) that products are planned for: of the code that runs on the
+    current GPU, which may have been built for an older one. 0 without a GPU or library."""
+    return _cuda_number("arch")
+
+
 @functools.cache
 def library(name: str) -> Library:
     """The library of a device type, ``cpu`` or ``cuda``, loaded at the first call."""

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "csrc"
 COMPILERS = ("cc", "gcc*", "c++*", "g++*", "clang*", "*-gcc*", "*-g++*", "*-c++*", "icpx")
 ANY_CUDA_COMPILER = "-DCMAKE_CUDA_COMPILER=nvcc"  # believed, and not run unless there is a GPU to build for
-RELEASE = "80-real 86-real 89-real 90a-real 100-real 120"
+RELEASE = "75-real 80-real 86-real 89-real 90a-real 100-real 120"
 
 pytestmark = pytest.mark.skipif(not shutil.which("cmake"), reason="cmake is not installed")
 needs_compiler = pytest.mark.skipif(
@@ -174,9 +174,9 @@ def test_gpu_driver_does_not_answer(configure):
 
 @needs_compiler
 def test_gpu_too_old(configure):
-    build, _ = configure(ANY_CUDA_COMPILER, gpus="7.5\\n6.1\\n")
-    assert build["cuda"]["missing"].startswith("expected a GPU of compute capability 8.0 or newer")
-    assert build["cuda"]["missing"].endswith("found 7.5, 6.1")
+    build, _ = configure(ANY_CUDA_COMPILER, gpus="7.2\\n6.1\\n")
+    assert build["cuda"]["missing"].startswith("expected a GPU of compute capability 7.5 or newer")
+    assert build["cuda"]["missing"].endswith("found 7.2, 6.1")
 
 
 @needs_compiler
@@ -191,7 +191,7 @@ def test_cuda_not_wanted(configure):
 @pytest.mark.parametrize(
     "gpus, wanted, archs",
     [
-        ("9.0\\n8.6\\n7.5\\n9.0\\n", "", "90a-real 86-real"),
+        ("9.0\\n8.6\\n7.5\\n9.0\\n7.0\\n", "", "90a-real 86-real 75-real"),
         ("10.0\\n", "", "100a-real"),
         ("9.0\\n", "80;90a", "80 90a"),
         ("", "90;90-real;100", "90a 90a-real 100"),

@@ -9,9 +9,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
-from hf_kbit import KbitLinear, inductor
+from hf_kbit import KbitLinear, _native, inductor
 
 OPS = torch.ops.hf_kbit
+LIMITS = 16, 4  # tokens and products of a launch, as the CUDA library says
 
 
 def tiled(rows: int, columns: int = 100, bits: int = 3, bias: bool = True) -> KbitLinear:
@@ -23,12 +24,12 @@ def tiled(rows: int, columns: int = 100, bits: int = 3, bias: bool = True) -> Kb
     return layer
 
 
-def joined(run, *inputs) -> list[list[int]]:
+def joined(run, *inputs, limits=LIMITS) -> list[list[int]]:
     """The rows of the products of each launch in what is left of ``run``, which still gives the same."""
     launches = []
 
     def compiler(module, _):
-        inductor.JoinProducts()(module.graph)
+        inductor.JoinProducts(*limits)(module.graph)
         module.graph.lint()
         module.recompile()
         for node in module.graph.nodes:
@@ -96,7 +97,8 @@ def test_a_bias_made_of_another_product_comes_after_it():
 
 @torch.no_grad()
 @config.patch(post_grad_custom_pre_pass=None, force_disable_caches=True)
-def test_compiled_with_inductor():
+def test_compiled_with_inductor(monkeypatch):
+    monkeypatch.setattr(_native, "group_limits", lambda: LIMITS)
     q, k, v = tiled(48), tiled(16, bias=False), tiled(33)
 
     def run(x):
@@ -109,9 +111,33 @@ def test_compiled_with_inductor():
 
 
 @config.patch(post_grad_custom_pre_pass=print)
-def test_a_pass_of_somebody_else_stays():
+def test_a_pass_of_somebody_else_stays(monkeypatch):
+    monkeypatch.setattr(_native, "group_limits", lambda: LIMITS)
     inductor.install()
     assert config.post_grad_custom_pre_pass is print
+
+
+@config.patch(post_grad_custom_pre_pass=None)
+def test_installed_where_a_library_joins_products(monkeypatch):
+    monkeypatch.setattr(_native, "group_limits", lambda: (0, 0))
+    inductor.install()
+    assert config.post_grad_custom_pre_pass is None
+    monkeypatch.setattr(_native, "group_limits", lambda: (5, 3))
+    inductor.install()
+    found = config.post_grad_custom_pre_pass
+    assert (found.most_tokens, found.most_products) == (5, 3)
+    assert found.uuid() != inductor.JoinProducts(5, 4).uuid()  # Inductor's cache tells them apart
+
+
+@torch.no_grad()
+def test_as_many_as_the_library_says():
+    layers = [tiled(rows) for rows in (16, 17, 18)]
+    assert joined(lambda x: [layer(x) for layer in layers], X, limits=(6, 2)) == [[16, 17], [18]]
+    assert joined(lambda x: [layer(x) for layer in layers], X, limits=(5, 2)) == [[16], [17], [18]]
+
+
+def test_limits_are_the_librarys():
+    assert _native.group_limits() == (LIMITS if _native.library("cuda").loaded else (0, 0))
 
 
 def test_products_that_need_gradients_are_not_joined():
@@ -120,7 +146,7 @@ def test_products_that_need_gradients_are_not_joined():
     targets = []
 
     def compiler(module, _):
-        inductor.JoinProducts()(module.graph)
+        inductor.JoinProducts(*LIMITS)(module.graph)
         module.recompile()
         targets.extend(node.target for node in module.graph.nodes)
         return make_boxed_func(module.forward)

@@ -119,6 +119,12 @@ def test_device_without_kernels():
     assert library("mps").missing == "hf_kbit has no compiled kernels for mps devices"
 
 
+def test_numbers_without_cuda_library(monkeypatch):
+    """Nothing is joined, no architecture planned for."""
+    monkeypatch.setattr(_native, "library", lambda name: _native.Library(name, None, "not built"))
+    assert _native.group_limits.__wrapped__() == (0, 0) and _native.cuda_arch() == 0
+
+
 # --- HF_KBIT_CPU ----------------------------------------------------------------------------------
 
 

@@ -16,12 +16,28 @@ constexpr int kSearchAbove = 6;
 
 constexpr int kTileRows = 16;   // out_features of a tile
 constexpr int kSlabBlocks = 8;  // blocks along K of a slab: four tiles of 64 columns
-constexpr int kLanes = 32;
+constexpr int kSlabColumns = kSlabBlocks * kBlockSize;
+constexpr int kLanes = 32;  // of a warp, among which the words of a slab are divided
 
 enum class Dtype { float32, float16, bfloat16, float64 };
 constexpr int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2; }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t num_blocks(int64_t in_features) { return ceil_div(in_features, kBlockSize); }
+
+constexpr int64_t num_slabs(int64_t in_features) { return ceil_div(num_blocks(in_features), kSlabBlocks); }
+
+// How the tiles of a weight lie in memory: slab after slab, along K first. All slabs are whole.
+struct TileLayout {
+    int64_t row_tiles;  // of kTileRows rows
+    int64_t slabs;      // of a row tile
+
+    constexpr TileLayout(int64_t out_features, int64_t in_features)
+        : row_tiles(ceil_div(out_features, kTileRows)), slabs(num_slabs(in_features)) {}
+
+    // Of a slab: its 32-bit words, in `bits` turns of four for each lane, and its scales, a byte each.
+    static constexpr int slab_words(int bits) { return bits * kLanes * 4; }
+    static constexpr int kSlabScales = kTileRows * kSlabBlocks;
+};
 
 }  // namespace hf_kbit

@@ -8,7 +8,7 @@
 
 namespace hf_kbit::cuda {
 
-constexpr int kWarp = 32;
+constexpr int kWarp = kLanes;
 
 // The float32 value of an E4M4 byte, subnormals included: the byte is the top of a float's bits, 116 powers of two
 // low.

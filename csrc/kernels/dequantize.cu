@@ -16,11 +16,11 @@
 // 4096 and 8192 x 8192, 2026-11-21).
 //
 // Over 350 lines: two kernels, from planes and from tiles, share levels, pieces and stores.
-#include <algorithm>
-
 #include "kernels/codes.cuh"
+#include "kernels/dispatch.h"
 #include "kernels/half.cuh"
 #include "kernels/kernels.h"
+#include "kernels/launch.h"
 #include "kernels/ptx.cuh"
 
 namespace hf_kbit::cuda {
@@ -282,79 +282,54 @@ __global__ void __launch_bounds__(kThreads)
 
 // --- launchers -----------------------------------------------------------------------------------
 
-// Block numbers stay below 2**32 with a few turns of the largest grid to spare: 123 billion weights.
-constexpr int64_t kMostBlocks = int64_t{15} << 28;
-
 // float64 serves numerical checks of gradients, not speed.
 template <typename T>
 constexpr bool kCanBeWide = sizeof(T) < 8;
 
-template <typename T, int kBits>
+template <typename T, int kBits, bool kWide>
 cudaError_t launch_planes(const int32_t* planes, const uint8_t* absmax, const float* codebook, int64_t rows,
-                          int64_t in_features, void* out, cudaStream_t stream) {
+                          int64_t in_features, void* out, const Gpu& gpu, cudaStream_t stream) {
+    static Launcher launcher(dequantize_planes_kernel<T, kBits, kWide>, kThreads, 0);
     const int64_t blocks = rows * num_blocks(in_features);
-    if (blocks > kMostBlocks) return cudaErrorInvalidValue;
-    const auto kernel = in_features % kBlockSize == 0 ? dequantize_planes_kernel<T, kBits, kCanBeWide<T>>
-                                                      : dequantize_planes_kernel<T, kBits, false>;
-    int device = 0, processors = 0, resident = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, 0);
-    const int64_t needed = ceil_div(blocks, kThreads / 4 * Blocks<kBits>::kUnroll),
-                  most = int64_t{processors} * std::max(resident, 1);
-    kernel<<<static_cast<unsigned>(std::min(needed, most)), kThreads, 0, stream>>>(
-        planes, absmax, codebook, static_cast<unsigned>(blocks), in_features, static_cast<T*>(out));
-    return cudaGetLastError();
+    return launcher.launch_resident(gpu, ceil_div(blocks, kThreads / 4 * Blocks<kBits>::kUnroll), stream, planes,
+                                    absmax, codebook, static_cast<unsigned>(blocks), in_features,
+                                    static_cast<T*>(out));
 }
 
-template <typename T, int kBits>
+template <typename T, int kBits, bool kWide>
 cudaError_t launch_tiles(const int32_t* words, const uint8_t* scales, const float* codebook, int64_t count,
-                         int64_t out_features, int64_t in_features, int64_t row_slabs, void* out,
+                         int64_t out_features, int64_t in_features, int64_t row_slabs, void* out, const Gpu& gpu,
                          cudaStream_t stream) {
-    const auto row_tiles = static_cast<unsigned>(ceil_div(out_features, kTileRows));
-    const auto slabs = static_cast<unsigned>(ceil_div(num_blocks(in_features), kSlabBlocks));
-    const auto grid = static_cast<unsigned>(count * row_tiles * ceil_div(slabs * kParts, kThreads / kWarp));
-    const auto kernel = in_features % kBlockSize == 0 ? dequantize_tiles_kernel<T, kBits, kCanBeWide<T>>
-                                                      : dequantize_tiles_kernel<T, kBits, false>;
-    kernel<<<grid, kThreads, 0, stream>>>(words, scales, codebook, row_tiles, slabs, row_slabs, out_features,
-                                          in_features, static_cast<T*>(out));
-    return cudaGetLastError();
-}
-
-template <int kBits>
-cudaError_t planes_to(Dtype dtype, const int32_t* planes, const uint8_t* absmax, const float* codebook, int64_t rows,
-                      int64_t in_features, void* out, cudaStream_t stream) {
-    const auto run = dtype == Dtype::float32    ? launch_planes<float, kBits>
-                     : dtype == Dtype::float16  ? launch_planes<__half, kBits>
-                     : dtype == Dtype::bfloat16 ? launch_planes<__nv_bfloat16, kBits>
-                                                : launch_planes<double, kBits>;
-    return run(planes, absmax, codebook, rows, in_features, out, stream);
-}
-
-template <int kBits>
-cudaError_t tiles_to(Dtype dtype, const int32_t* words, const uint8_t* scales, const float* codebook, int64_t count,
-                     int64_t out_features, int64_t in_features, int64_t row_slabs, void* out, cudaStream_t stream) {
-    const auto run = dtype == Dtype::float32    ? launch_tiles<float, kBits>
-                     : dtype == Dtype::float16  ? launch_tiles<__half, kBits>
-                     : dtype == Dtype::bfloat16 ? launch_tiles<__nv_bfloat16, kBits>
-                                                : launch_tiles<double, kBits>;
-    return run(words, scales, codebook, count, out_features, in_features, row_slabs, out, stream);
+    static Launcher launcher(dequantize_tiles_kernel<T, kBits, kWide>, kThreads, 0);
+    const TileLayout layout(out_features, in_features);
+    const int64_t ctas = count * layout.row_tiles * ceil_div(layout.slabs * kParts, kThreads / kWarp);
+    return launcher.launch(gpu, ctas, 1, 0, stream, words, scales, codebook, static_cast<unsigned>(layout.row_tiles),
+                           static_cast<unsigned>(layout.slabs), row_slabs, out_features, in_features,
+                           static_cast<T*>(out));
 }
 
 }  // namespace
 
 cudaError_t dequantize_planes(const int32_t* planes, const uint8_t* absmax, const float* codebook, int bits,
-                              int64_t rows, int64_t in_features, void* out, Dtype dtype, cudaStream_t stream) {
-    constexpr decltype(&planes_to<2>) kInstances[] = {planes_to<2>, planes_to<3>, planes_to<4>, planes_to<5>};
-    return kInstances[bits - kMinBits](dtype, planes, absmax, codebook, rows, in_features, out, stream);
+                              int64_t rows, int64_t in_features, void* out, Dtype dtype, const Gpu& gpu,
+                              cudaStream_t stream) {
+    const bool wide = in_features % kBlockSize == 0;
+    return dispatch<float, __half, __nv_bfloat16, double>(bits, dtype, [&](auto width, auto value) {
+        using T = decltype(value);
+        const auto run = wide ? launch_planes<T, width(), kCanBeWide<T>> : launch_planes<T, width(), false>;
+        return run(planes, absmax, codebook, rows, in_features, out, gpu, stream);
+    });
 }
 
 cudaError_t dequantize_tiles(const int32_t* words, const uint8_t* scales, const float* codebook, int bits,
                              int64_t count, int64_t out_features, int64_t in_features, int64_t row_slabs, void* out,
-                             Dtype dtype, cudaStream_t stream) {
-    constexpr decltype(&tiles_to<2>) kInstances[] = {tiles_to<2>, tiles_to<3>, tiles_to<4>, tiles_to<5>};
-    return kInstances[bits - kMinBits](dtype, words, scales, codebook, count, out_features, in_features, row_slabs,
-                                       out, stream);
+                             Dtype dtype, const Gpu& gpu, cudaStream_t stream) {
+    const bool wide = in_features % kBlockSize == 0;
+    return dispatch<float, __half, __nv_bfloat16, double>(bits, dtype, [&](auto width, auto value) {
+        using T = decltype(value);
+        const auto run = wide ? launch_tiles<T, width(), kCanBeWide<T>> : launch_tiles<T, width(), false>;
+        return run(words, scales, codebook, count, out_features, in_features, row_slabs, out, gpu, stream);
+    });
 }
 
 }  // namespace hf_kbit::cuda

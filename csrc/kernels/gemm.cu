@@ -31,6 +31,7 @@
 #include <numeric>
 #include <type_traits>
 
+#include "kernels/dispatch.h"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
 #include "kernels/weights.cuh"
@@ -46,7 +47,8 @@ constexpr int kArch = 0;
 #endif
 constexpr bool kSm90 = kArch >= 900;
 
-// One of the weights, and what becomes of it.
+// One of the weights that a launch multiplies x by, where its product goes, and which CTAs see to it: the clusters
+// that follow those of the parts before.
 struct Part {
     const void* bias;
     void* y;
@@ -83,8 +85,10 @@ struct Ring {
     const int32_t* words;
     const uint8_t* scales;
     uint32_t begin, stage, barriers, barrier;  // shared memory: the warp's first stage and the next, as their barriers
-    // The warp goes through every tile_step-th slab below rows_end, then through those k_warps further along K.
-    int ahead, tile_step, rows_end, turn, fetched, all;
+    // The slab to ask for next. The warp goes through every tile_step-th slab below rows_end, the same columns of all
+    // its row tiles; a turn takes it from there to its first row tile again, k_warps slabs further along K.
+    int ahead, tile_step, rows_end, turn;
+    int fetched, all;  // slabs asked for, and those that there are for the warp
 
     __device__ __forceinline__ Ring(const Part& part, uint32_t window, int warp, int first_slab, int tile_step,
                                     int rows_end, int warp_tiles, int warp_slabs, int k_warps)
@@ -115,8 +119,7 @@ struct Ring {
         const int64_t slab = ahead;
         if constexpr (kBulk) {
             if (fetched < all && lane == 0) {
-                // Reads of the stage may still wait in a queue that bulk copies do not pass through.
-                fence_bulk_copies();
+                release_to_bulk_copies();  // all lanes have read the stage: take() ends with __syncwarp
                 bring_slab<kBits>(stage, words, scales, slab, barrier);
             }
         } else {
@@ -134,8 +137,12 @@ struct Ring {
         ahead += tile_step;
         if (ahead >= rows_end) ahead += turn;
         if constexpr (kStages > 1) {
-            stage += kSlab, barrier += 8;
-            if (stage == begin + kStages * kSlab) stage = begin, barrier = barriers;
+            stage += kSlab;
+            barrier += 8;
+            if (stage == begin + kStages * kSlab) {
+                stage = begin;
+                barrier = barriers;
+            }
         }
     }
 
@@ -183,12 +190,14 @@ __device__ __forceinline__ void store_rows(const Part& part, int token, int row,
 // kTokenTiles: groups of eight tokens.
 template <int kBits, typename T, int kTokenTiles, int kWarps>
 __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_constant__ Arguments arguments) {
-    if constexpr (kWarps != gemm_warps(kArch)) return;  // the plan asks for the other
-    using Table = Table<kBits, table_bytes(kBits, kWarps)>;
+    if constexpr (!has_gemm(kArch) || kWarps != gemm_warps(kArch)) {
+        __trap();  // the plan asks for the other, or for none
+        return;
+    }
+    using Table = LevelTable<kBits, table_bytes(kBits, kWarps)>;
     using Ring = Ring<kBits, kTokenTiles, kWarps>;
     extern __shared__ __align__(1024) char smem[];
-    const uint32_t window = shared_address(smem) & ~0xFFFFu;
-    if (shared_address(smem) - window > kSharedReserved) __trap();
+    const uint32_t window = shared_window(smem);
     // The shuffle tells the compiler that all lanes have the same value.
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarp, 0);
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
@@ -202,8 +211,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
     const int cluster = of_all - arguments.first_cluster[index];
 
     // The order of the requests to memory matters: codebook and activations are waited for first.
-    float level = 0;
-    if (lane < 1 << kBits) level = __ldg(part.codebook + lane);
+    Table table;
+    table.begin(window, part.codebook, lane);
 
     const int k_warps_log2 = arguments.k_warps_log2, k_warps = 1 << k_warps_log2;
     const int row_warps_log2 = (kWarps == 16 ? 4 : 3) - k_warps_log2, row_warps = 1 << row_warps_log2;
@@ -221,7 +230,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
     const auto load_activations = [&](int pass) {
         const int token = g & ((1 << tokens_log2) - 1);
         const int slab = k_warp + ((pass + (g >> tokens_log2)) << k_warps_log2);
-        const int column = (first_slab + slab) * kGemmColumns + 8 * t;
+        const int column = (first_slab + slab) * kSlabColumns + 8 * t;
         const T* x = static_cast<const T*>(arguments.x) + token * arguments.in_features + column;
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) {
@@ -233,7 +242,10 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
                     eight =
                         __ldg(reinterpret_cast<const uint4*>(x + 8 * n * arguments.in_features + block * kBlockSize));
                 }
-                b[n][block][0] = eight.x, b[n][block][1] = eight.y, b[n][block][2] = eight.z, b[n][block][3] = eight.w;
+                b[n][block][0] = eight.x;
+                b[n][block][1] = eight.y;
+                b[n][block][2] = eight.z;
+                b[n][block][3] = eight.w;
             }
         }
     };
@@ -246,13 +258,13 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
     // float16 levels fill its range; the power of two is taken out of the sums.
     float unit = 16;  // of the sums: scales are in sixteenths
     if constexpr (std::is_same_v<T, __half>) {
-        unit *= normalize_levels<14>(level);
+        unit *= table.template normalize<Weights<T>::kLargest>();
     }
     const uint32_t unit_at = window + unit_address(kBits, kWarps, 8 * kTokenTiles), sums = unit_at + kUnitBytes;
     if (threadIdx.x == 0) store_shared_float(unit_at, unit);
 #pragma unroll 1
     for (int i = 0; i < Ring::kEarly; ++i) ring.fetch();
-    Table::template build<T, kWarps * kWarp>(window, level);
+    table.template build<T, kWarps * kWarp>();
     __syncthreads();
 #pragma unroll 1
     for (int i = Ring::kEarly; i < Ring::kStages; ++i) ring.fetch();
@@ -260,16 +272,20 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
     int token = 2 * t;  // and token + 1, and 8 more for each token tile
     uint32_t tile_sums =
         sums + 4 * (k_warp * arguments.warp_floats + token * arguments.pitch + row_warp * kTileRows + g);
-    int held = 0;  // which of the slabs in b
+    int held = 0;  // of the slabs whose activations b holds side by side, the one that the pass multiplies
 #pragma unroll 1
     for (int pass = 0; pass < warp_slabs; ++pass) {  // along K
         const bool first = pass == 0;
         if (!first) {
             // Steps, not new sums of everything: beyond eight tokens every register is taken.
             tile_sums -= warp_tiles * row_warps * kTileRows * 4;
-            token -= 1 << tokens_log2, tile_sums -= arguments.pitch * 4 << tokens_log2;
-            if (++held == held_slabs) {
-                held = 0, token += 8, tile_sums += arguments.pitch * 4 * 8;
+            token -= 1 << tokens_log2;
+            tile_sums -= arguments.pitch * 4 << tokens_log2;
+            ++held;
+            if (held == held_slabs) {
+                held = 0;
+                token += 8;
+                tile_sums += arguments.pitch * 4 * 8;
                 load_activations(pass);
             }
         }
@@ -278,14 +294,14 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
             uint32_t words[4][kBits], scales[4];
             ring.take(words, scales);
             // Through the asm, so that no look-up moves above the barrier; here, to keep no register in use for it.
-            uint32_t table = Table::lane_address(window, lane);
-            asm volatile("" : "+r"(table)::"memory");
+            uint32_t lane_table = Table::lane_address(window, lane);
+            asm volatile("" : "+r"(lane_table)::"memory");
             ring.fetch();
             float slab_sums[kTokenTiles][4] = {};
 #pragma unroll
             for (int block = 0; block < kSlabBlocks; ++block) {
                 uint32_t a[2][4];
-                decode_block<kBits, table_bytes(kBits, kWarps)>(words[block / 2], block % 2, table, a);
+                decode_block<kBits, table_bytes(kBits, kWarps)>(words[block / 2], block % 2, lane_table, a);
                 // E4M4 bytes shifted by six are sixteenths of the scales in float16.
                 const uint32_t two = __byte_perm(scales[block / 2], 0, block % 2 ? 0x4342 : 0x4140) << 6;
                 const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&two));
@@ -294,8 +310,10 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
                     float d[4] = {};
                     mma<T>(d, a[0], b[n][block][0], b[n][block][1]);
                     mma<T>(d, a[1], b[n][block][2], b[n][block][3]);
-                    slab_sums[n][0] += d[0] * scale.x, slab_sums[n][1] += d[1] * scale.x;
-                    slab_sums[n][2] += d[2] * scale.y, slab_sums[n][3] += d[3] * scale.y;
+                    slab_sums[n][0] += d[0] * scale.x;
+                    slab_sums[n][1] += d[1] * scale.x;
+                    slab_sums[n][2] += d[2] * scale.y;
+                    slab_sums[n][3] += d[3] * scale.y;
                 }
             }
 #pragma unroll
@@ -324,7 +342,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
         __syncthreads();
     }
     constexpr int kRows = 4;
-    const int fours = tiles * kTileRows / kRows >> split_log2;  // of a token
+    static_assert(kTileRows / kRows % kGemmMostSplit == 0, "the CTAs of a cluster have equally many rows to finish");
+    const int fours = tiles * kTileRows / kRows >> split_log2;  // groups of four rows of a token that the CTA adds up
     const float per_four = __fdividef(1.0f, static_cast<float>(fours));
     unit = load_shared_float(unit_at);
 #pragma unroll 1
@@ -340,8 +359,10 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
             for (int i = 0; i < partial; ++i, address += arguments.warp_floats * 4) {
                 const uint4 four = kSm90 && split_log2 > 0 ? load_cluster_16(cluster_address(address, from))
                                                            : load_shared_16(address);
-                total[0] += __uint_as_float(four.x), total[1] += __uint_as_float(four.y);
-                total[2] += __uint_as_float(four.z), total[3] += __uint_as_float(four.w);
+                total[0] += __uint_as_float(four.x);
+                total[1] += __uint_as_float(four.y);
+                total[2] += __uint_as_float(four.z);
+                total[3] += __uint_as_float(four.w);
             }
         }
         const int out = first_tile * kTileRows + row;
@@ -354,27 +375,17 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
 
 template <int kBits, typename T, int kTokenTiles, int kWarps>
 cudaError_t launch(const Arguments& arguments, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-    static Launcher launcher;
+    static Launcher launcher(gemm_kernel<kBits, T, kTokenTiles, kWarps>, kWarps * kWarp, kAllShared);
     const int clusters = std::accumulate(plan.clusters, plan.clusters + kGemmParts, 0);
-    return launcher.launch(gemm_kernel<kBits, T, kTokenTiles, kWarps>, gpu, clusters * plan.split, kWarps * kWarp,
-                           plan.split, plan.shared_bytes, stream, arguments);
+    return launcher.launch(gpu, clusters * plan.split, plan.split, plan.shared_bytes, stream, arguments);
 }
 
 template <int kBits, typename T>
-cudaError_t launch_for(const Arguments& arguments, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-    if (plan.warps == 16) {
-        return arguments.tokens <= 8 ? launch<kBits, T, 1, 16>(arguments, plan, gpu, stream)
-                                     : launch<kBits, T, 2, 16>(arguments, plan, gpu, stream);
-    }
-    return arguments.tokens <= 8 ? launch<kBits, T, 1, 8>(arguments, plan, gpu, stream)
-                                 : launch<kBits, T, 2, 8>(arguments, plan, gpu, stream);
-}
-
-template <int kBits>
-cudaError_t launch_for(Dtype dtype, const Arguments& arguments, const GemmPlan& plan, const Gpu& gpu,
-                       cudaStream_t stream) {
-    return dtype == Dtype::float16 ? launch_for<kBits, __half>(arguments, plan, gpu, stream)
-                                   : launch_for<kBits, __nv_bfloat16>(arguments, plan, gpu, stream);
+cudaError_t launch(const Arguments& arguments, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream) {
+    const bool one_tile = arguments.tokens <= 8;
+    const auto run = plan.warps == 16 ? (one_tile ? launch<kBits, T, 1, 16> : launch<kBits, T, 2, 16>)
+                                      : (one_tile ? launch<kBits, T, 1, 8> : launch<kBits, T, 2, 8>);
+    return run(arguments, plan, gpu, stream);
 }
 
 }  // namespace
@@ -382,9 +393,9 @@ cudaError_t launch_for(Dtype dtype, const Arguments& arguments, const GemmPlan& 
 cudaError_t gemm(const void* x, Dtype dtype, const Product* products, int count, int bits, int64_t tokens,
                  int64_t in_features, const Gpu& gpu, cudaStream_t stream) {
     int64_t row_tiles[kGemmParts];
-    for (int i = 0; i < count; ++i) row_tiles[i] = ceil_div(products[i].out_features, kTileRows);
+    for (int i = 0; i < count; ++i) row_tiles[i] = TileLayout(products[i].out_features, in_features).row_tiles;
     const GemmPlan plan = plan_gemm(static_cast<int>(tokens), row_tiles, count, in_features, bits, gpu.processors,
-                                    gpu.shared_limit, gpu.arch());
+                                    gpu.shared_limit, gpu.arch);
     if (plan.warps == 0) return cudaErrorInvalidConfiguration;
     Arguments arguments{};
     int clusters = 0;
@@ -393,23 +404,28 @@ cudaError_t gemm(const void* x, Dtype dtype, const Product* products, int count,
         if (i >= count) continue;
         Part& part = arguments.parts[i];
         const Product& product = products[i];
-        part.bias = product.bias, part.codebook = product.codebook;
+        part.bias = product.bias;
         part.y = product.y;
-        part.words = product.words, part.scales = product.scales;
+        part.words = product.words;
+        part.scales = product.scales;
+        part.codebook = product.codebook;
         part.out_features = static_cast<int>(product.out_features);
         part.cluster_tiles = static_cast<int>(row_tiles[i] / plan.clusters[i]);
         part.more_tiles = static_cast<int>(row_tiles[i] % plan.clusters[i]);
         clusters += plan.clusters[i];
     }
     arguments.x = x;
-    arguments.tokens = static_cast<int>(tokens), arguments.in_features = static_cast<int>(in_features);
-    arguments.slabs = static_cast<int>(ceil_div(num_blocks(in_features), kSlabBlocks));
-    while (1 << arguments.k_warps_log2 < plan.k_warps) ++arguments.k_warps_log2;
-    while (1 << arguments.tokens_log2 < arguments.tokens) ++arguments.tokens_log2;
-    while (1 << arguments.split_log2 < plan.split) ++arguments.split_log2;
-    arguments.pitch = sums_pitch(plan.tiles), arguments.warp_floats = sums_floats(arguments.tokens, plan.tiles);
-    const auto run = bits == 2 ? launch_for<2> : bits == 3 ? launch_for<3> : bits == 4 ? launch_for<4> : launch_for<5>;
-    return run(dtype, arguments, plan, gpu, stream);
+    arguments.tokens = static_cast<int>(tokens);
+    arguments.in_features = static_cast<int>(in_features);
+    arguments.slabs = static_cast<int>(num_slabs(in_features));
+    arguments.k_warps_log2 = log2_ceil(plan.k_warps);
+    arguments.split_log2 = log2_ceil(plan.split);
+    arguments.tokens_log2 = log2_ceil(tokens);
+    arguments.pitch = sums_pitch(plan.tiles);
+    arguments.warp_floats = sums_floats(arguments.tokens, plan.tiles);
+    return dispatch<__half, __nv_bfloat16>(bits, dtype, [&](auto width, auto value) {
+        return launch<width(), decltype(value)>(arguments, plan, gpu, stream);
+    });
 }
 
 }  // namespace hf_kbit::cuda

@@ -20,8 +20,7 @@
 // x, 40 for levels), the tensor cores of an A100 1024, those of an RTX 4090 2048. 97 KB of shared memory are enough on
 // all GPUs. With one row tile a warp, which reads x twice as often, products of 32 to 256 tokens took 1.1 to 1.3 times
 // as long on one H200 (CUDA 13.0, 2026-11-21), where this kernel can be made to run.
-#include <type_traits>
-
+#include "kernels/dispatch.h"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
 #include "kernels/outputs.cuh"
@@ -79,7 +78,8 @@ struct Place {
     int tile, part, row_tile, token;  // the first of a warp's row tiles
 
     __device__ __forceinline__ Place(const Arguments& arguments, int cta, int warp) {
-        tile = cta / arguments.split, part = cta - tile * arguments.split;
+        tile = cta / arguments.split;
+        part = cta - tile * arguments.split;
         const int rows = tile / arguments.token_tiles;
         row_tile = rows * kRowTiles + warp * kWarpTiles;
         token = (tile - rows * arguments.token_tiles) * kTokens;
@@ -89,12 +89,11 @@ struct Place {
 template <int kBits, typename T, int kTokens>
 __global__ void __launch_bounds__(kThreads, 1) gemm_mma_kernel(const __grid_constant__ Arguments arguments) {
     if constexpr (kUsed) {
-        using Table = Table<kBits, kMmaTableBytes>;
+        using Table = LevelTable<kBits, kMmaTableBytes>;
         constexpr int kStages = kMmaStages, kStageBytes = mma_stage_bytes(kTokens);
         static_assert(kStages == 4, "a stage for each of a slab's pieces");
         extern __shared__ __align__(1024) char smem[];
-        const uint32_t window = shared_address(smem) & ~0xFFFFu;
-        if (shared_address(smem) - window > kSharedReserved) __trap();
+        const uint32_t window = shared_window(smem);
         const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
         const Place<kTokens> place(arguments, blockIdx.x, warp);
         const int first_slab = arguments.slabs * place.part / arguments.split;
@@ -116,21 +115,20 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_mma_kernel(const __grid_cons
         };
         load_weights(first_slab);
         const uint32_t x = window + kSharedReserved + kMmaTableBytes;
-        int column = first_slab * kGemmColumns;  // of the next piece to bring
+        int column = first_slab * kSlabColumns;  // of the next piece to bring
         const auto bring_next = [&](int stage) {
             bring_x<T, kTokens>(arguments, x + stage * kStageBytes, place.token, column);
             column += 2 * kBlockSize;
         };
 #pragma unroll
         for (int i = 0; i < kStages - 1; ++i) bring_next(i);
-        float level = 0;
-        if (lane < 1 << kBits) level = __ldg(arguments.codebook + lane);
-        const float unit = Weights<T>::kUnit * normalize_levels<Weights<T>::kLargest>(level);
-        Table::template build<T, kThreads>(window, level);
+        Table table;
+        table.begin(window, arguments.codebook, lane);
+        const float unit = table.template finish<T, kThreads>();
         __syncthreads();
 
         float sums[kWarpTiles][kTokens / 8][4] = {};
-        uint32_t table = Table::lane_address(window, lane);
+        uint32_t lane_table = Table::lane_address(window, lane);
 #pragma unroll 1
         for (int slab = first_slab; slab < end_slab; ++slab) {
             uint32_t words[kWarpTiles][4][kBits], scales[kWarpTiles][4];
@@ -145,12 +143,12 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_mma_kernel(const __grid_cons
 #pragma unroll
             for (int piece = 0; piece < 4; ++piece) {
                 // No look-up moves above: not above the barrier, nor to where registers are short.
-                asm volatile("" : "+r"(table)::"memory");
+                asm volatile("" : "+r"(lane_table)::"memory");
                 uint32_t a[kWarpTiles][2][2][4];
 #pragma unroll
                 for (int r = 0; r < kWarpTiles; ++r) {
-                    decode_block<kBits, kMmaTableBytes>(words[r][piece], 0, table, a[r][0]);
-                    decode_block<kBits, kMmaTableBytes>(words[r][piece], 1, table, a[r][1]);
+                    decode_block<kBits, kMmaTableBytes>(words[r][piece], 0, lane_table, a[r][0]);
+                    decode_block<kBits, kMmaTableBytes>(words[r][piece], 1, lane_table, a[r][1]);
                     multiply_by_scales<T>(a[r], scales[r][piece]);
                 }
                 cp_async_wait<kStages - 2>();
@@ -210,7 +208,10 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_consta
 #pragma unroll 4
     for (int part = 0; part < arguments.split; ++part, from += kRowTiles * kEights * kWarp) {
         const float4 four = *from;
-        sums[0] += four.x, sums[1] += four.y, sums[2] += four.z, sums[3] += four.w;
+        sums[0] += four.x;
+        sums[1] += four.y;
+        sums[2] += four.z;
+        sums[3] += four.w;
     }
     const Place<kTokens> place(arguments, tile * arguments.split, 0);
     const int row = (place.row_tile + row_tile) * kTileRows;
@@ -223,43 +224,37 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_consta
 
 template <int kBits, typename T, int kTokens>
 cudaError_t launch(const Arguments& arguments, const MmaPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-    static Launcher launcher;
-    const cudaError_t error = launcher.launch(gemm_mma_kernel<kBits, T, kTokens>, gpu, plan.tiles * plan.split,
-                                              kThreads, 1, mma_shared_bytes(kTokens), stream, arguments);
+    constexpr int kSharedBytes = mma_shared_bytes(kTokens);
+    static Launcher launcher(gemm_mma_kernel<kBits, T, kTokens>, kThreads, kSharedBytes);
+    const int64_t ctas = int64_t{plan.tiles} * plan.split;
+    const cudaError_t error = launcher.launch(gpu, ctas, 1, kSharedBytes, stream, arguments);
     if (error != cudaSuccess || plan.split == 1) return error;
-    const int ctas = plan.tiles * kWarpTiles * (kTokens / 8);
-    add_parts_kernel<T, kTokens><<<ctas, kThreads, 0, stream>>>(arguments);
-    return cudaGetLastError();
-}
-
-template <int kBits, typename T>
-cudaError_t launch_for(const Arguments& arguments, const MmaPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-    return plan.token_tile == 32 ? launch<kBits, T, 32>(arguments, plan, gpu, stream)
-                                 : launch<kBits, T, 64>(arguments, plan, gpu, stream);
-}
-
-template <int kBits>
-cudaError_t launch_for(Dtype dtype, const Arguments& arguments, const MmaPlan& plan, const Gpu& gpu,
-                       cudaStream_t stream) {
-    return dtype == Dtype::float16 ? launch_for<kBits, __half>(arguments, plan, gpu, stream)
-                                   : launch_for<kBits, __nv_bfloat16>(arguments, plan, gpu, stream);
+    static Launcher add(add_parts_kernel<T, kTokens>, kThreads, 0);
+    return add.launch(gpu, int64_t{plan.tiles} * kWarpTiles * (kTokens / 8), 1, 0, stream, arguments);
 }
 
 }  // namespace
 
 cudaError_t gemm_mma(const void* x, Dtype dtype, const Product& product, int bits, int64_t tokens, int64_t in_features,
                      const MmaPlan& plan, float* partial, const Gpu& gpu, cudaStream_t stream) {
+    const TileLayout layout(product.out_features, in_features);
     Arguments arguments{};
     arguments.output = {product.bias, product.y, static_cast<int>(tokens), static_cast<int>(product.out_features)};
-    arguments.x = x, arguments.words = product.words, arguments.scales = product.scales;
-    arguments.codebook = product.codebook, arguments.partial = partial;
+    arguments.x = x;
+    arguments.words = product.words;
+    arguments.scales = product.scales;
+    arguments.codebook = product.codebook;
+    arguments.partial = partial;
     arguments.in_features = static_cast<int>(in_features);
-    arguments.slabs = static_cast<int>(ceil_div(num_blocks(in_features), kSlabBlocks));
-    arguments.row_tiles = static_cast<int>(ceil_div(product.out_features, kTileRows));
+    arguments.slabs = static_cast<int>(layout.slabs);
+    arguments.row_tiles = static_cast<int>(layout.row_tiles);
     arguments.token_tiles = static_cast<int>(ceil_div(tokens, plan.token_tile));
     arguments.split = plan.split;
-    const auto run = bits == 2 ? launch_for<2> : bits == 3 ? launch_for<3> : bits == 4 ? launch_for<4> : launch_for<5>;
-    return run(dtype, arguments, plan, gpu, stream);
+    return dispatch<__half, __nv_bfloat16>(bits, dtype, [&](auto width, auto value) {
+        using T = decltype(value);
+        const auto run = plan.token_tile == 32 ? launch<width(), T, 32> : launch<width(), T, 64>;
+        return run(arguments, plan, gpu, stream);
+    });
 }
 
 }  // namespace hf_kbit::cuda

@@ -12,19 +12,51 @@ namespace hf_kbit {
 
 constexpr int kGemmTokens = 16;  // at most, in gemm.cu
 
+// The smallest i with 2^i >= n.
+constexpr int log2_ceil(int64_t n) {
+    int log2 = 0;
+    while (int64_t{1} << log2 < n) ++log2;
+    return log2;
+}
+
 // For tiles and float16 or bfloat16; everything else is dequantized.
 enum class GemmPath { decode, wgmma, mma, dequantize };
 constexpr int kMmaMostTokens = 256;
+// What the fused kernels need: asynchronous copies, and bfloat16 on tensor cores.
+constexpr bool has_gemm(int arch) { return arch >= 800; }
 // gemm_mma.cu is compiled and chosen for all GPUs but Hopper's.
-constexpr bool has_mma_path(int arch) { return arch != 900; }
+constexpr bool has_mma_path(int arch) { return has_gemm(arch) && arch != 900; }
+
+// Kernels put a table where it begins this far into shared memory. Below lies what the driver keeps, 1024 bytes now
+// (sm_75: none); were it more, the table had to move.
+constexpr int kSharedReserved = 1024;
+
+// The fused kernels count features, row tiles and slabs in 32 bits; only addresses of words, scales and y have 64. A
+// weight beyond these sizes has trillions of elements, or more than 134 million rows or columns.
+constexpr int64_t kMostFeatures = int64_t{1} << 27, kMostSlabs = int64_t{1} << 30;
+static_assert(8 * kMostFeatures < INT32_MAX, "eight tokens' columns");
+static_assert(kMostSlabs + 16 * num_slabs(kMostFeatures) < INT32_MAX,
+              "a step of a CTA's 16 warps beyond the last slab");
+constexpr bool fits_gemm(int64_t out_features, int64_t in_features) {
+    if (out_features > kMostFeatures || in_features > kMostFeatures) return false;
+    const TileLayout layout(out_features, in_features);
+    return layout.row_tiles * layout.slabs <= kMostSlabs;
+}
+
+// The kernels that go through any weight, in either form, count its blocks in 32 bits, with a few turns of the largest
+// grid to spare: 129 billion weights.
+constexpr int64_t kMostBlocks = int64_t{15} << 28;
 
 // On one H200 (CUDA 13.0, 2026-11-21) gemm.cu is the fastest up to 16 tokens. For thousands of them it takes so much
 // less time to decode than to multiply that cuBLAS on decoded slices is about as fast as gemm_wgmma.cu; at 2 bits not
 // yet at 4096. gemm_mma.cu, made to run there, is 2.1 to 3.9 times as fast as to decode first for 32 tokens, 1.2
 // to 1.6 times for 128, and 0.8 to 1.0 times for 256, where cuBLAS has wgmma, twice as fast as mma.sync; of the GPUs
 // that take this path only those of capability 10.0 have such an instruction.
-inline GemmPath gemm_path(int64_t tokens, int bits, int arch) {
-    if (tokens < 1) return GemmPath::dequantize;
+inline GemmPath gemm_path(int64_t tokens, int64_t out_features, int64_t in_features, int bits, int arch,
+                          int shared_reserved) {
+    if (tokens < 1 || !has_gemm(arch) || shared_reserved > kSharedReserved || !fits_gemm(out_features, in_features)) {
+        return GemmPath::dequantize;
+    }
     if (tokens <= kGemmTokens) return GemmPath::decode;
     if (has_mma_path(arch)) return tokens <= kMmaMostTokens ? GemmPath::mma : GemmPath::dequantize;
     return tokens <= (bits == 2 ? 8191 : 4095) ? GemmPath::wgmma : GemmPath::dequantize;
@@ -35,10 +67,7 @@ inline GemmPath gemm_path(int64_t tokens, int bits, int arch) {
 // The unit of work is a slab (16 rows x 256 columns). A CTA owns consecutive row tiles; with `split` > 1 the CTAs of a
 // cluster share their row tiles and divide the slabs along K. Of a CTA's warps `k_warps` divide the slabs and the
 // others the row tiles. A warp goes through its slabs along K in the outer loop, so that its activations stay in
-// registers, and through its row tiles in the inner one; its sums wait in shared memory until all warps are done.
-constexpr int kGemmColumns = 8 * kBlockSize;
-
-//
+// registers, and through its row tiles in the inner one; its sums wait in shared memory until all warps are done.//
 // One launch may multiply the same activations by several weights, its parts. A CTA has row tiles of one of them.
 constexpr int kGemmParts = 4;
 
@@ -51,14 +80,12 @@ struct GemmPlan {
     int shared_bytes;          // of a CTA
 };
 
-// Shared memory, from address 1024 of its window (below lies what the driver keeps): table, ring and barriers, the
-// unit of the sums, sums.
-constexpr int kSharedReserved = 1024;
+// Shared memory, from kSharedReserved on: table, ring and barriers, the unit of the sums, sums.
 // A byte of codes selects 256 bytes of the table, a pair of 5-bit codes 128: an entry for each lane. Where shared
 // memory is small, two lanes have one entry at 5 bits.
 constexpr int table_bytes(int bits, int warps) { return bits == 5 && warps == 16 ? 128 << 10 : 64 << 10; }
-constexpr int kScaleBytes = 128;  // of a slab
-constexpr int word_bytes(int bits) { return bits * 512; }
+constexpr int kScaleBytes = TileLayout::kSlabScales;  // of a slab
+constexpr int word_bytes(int bits) { return TileLayout::slab_words(bits) * 4; }
 constexpr int slab_bytes(int bits) { return word_bytes(bits) + kScaleBytes; }
 // Slabs under way for each warp. More do not help: their requests only queue up, before those for activations. Beyond
 // eight tokens sums need the memory.
@@ -88,6 +115,7 @@ constexpr int gemm_shared_bytes(int bits, int warps, int k_warps, int tokens, in
 // them. Kernels are compiled for the one or the other.
 constexpr int gemm_warps(int arch) { return arch / 100 == 9 ? 16 : 8; }
 constexpr bool has_clusters(int arch) { return arch >= 900; }
+constexpr int kGemmMostSplit = 2;
 
 // The fewest row tiles that the largest share can have where so many clusters divide those of all parts.
 inline int64_t most_tiles(const int64_t* row_tiles, int parts, int64_t clusters) {
@@ -116,17 +144,19 @@ inline void share_clusters(const int64_t* row_tiles, int parts, int64_t clusters
     }
 }
 
-// tokens 1 to 16; the row tiles of each of 1 to kGemmParts parts; a GPU's processors, the shared memory a CTA may have
-// there, and its compute capability. warps == 0 where shared memory is too small.
+// tokens 1 to 16; the row tiles of each of 1 to kGemmParts parts; a GPU's processors, 1 or more, the shared memory a
+// CTA may have there, and its architecture. It takes 0.02 to 0.2 us (one thread of the EPYC, 2026-11-22), as long as
+// to look up what it found before, which is why nothing is kept. warps == 0 where shared memory is too small.
 inline GemmPlan plan_gemm(int tokens, const int64_t* row_tiles, int parts, int64_t in_features, int bits,
                           int processors, int shared_limit, int arch) {
     // Fitted to one H200 (132 processors), CUDA 13.0, 2026-11-21, in the time that a processor takes for a slab, about
     // 0.06 us: what a CTA takes to start and to finish, what meeting in a cluster costs, and what it costs that
     // several warps read the same columns of activations.
     constexpr double kStart = 40, kCluster = 12, kClusterSlope = 1.03, kRowWarp = 4;
-    const int64_t slabs = ceil_div(num_blocks(in_features), kSlabBlocks),
+    const int64_t slabs = num_slabs(in_features),
                   all_tiles = std::accumulate(row_tiles, row_tiles + parts, int64_t{0});
-    const int warps = gemm_warps(arch), most_split = has_clusters(arch) && slabs > 1 && processors > 1 ? 2 : 1;
+    const int warps = gemm_warps(arch);
+    const int most_split = has_clusters(arch) && slabs > 1 && processors > 1 ? kGemmMostSplit : 1;
     GemmPlan best{};
     double best_time = 0;
     int64_t best_clusters = 0;
@@ -205,7 +235,7 @@ constexpr int wgmma_shared_bytes(int bits, int token_tile, int groups, int split
     return wgmma_x_address() + std::max(x + slabs, wgmma_exchange_bytes(token_tile, groups, split));
 }
 
-// tokens from 17 on, on a GPU of compute capability 9.0.
+// tokens from 17 on, on a GPU of compute capability 9.0; processors: 1 or more.
 inline WgmmaPlan plan_wgmma(int64_t tokens, int64_t out_features, int64_t in_features, int bits, int processors,
                             int shared_limit) {
     // Cycles, fitted to one H200 (132 processors), CUDA 13.0, 2026-11-21: 64 columns of a warp, which decodes and
@@ -214,7 +244,7 @@ inline WgmmaPlan plan_wgmma(int64_t tokens, int64_t out_features, int64_t in_fea
     constexpr double kPiece = 40, kPieceBits5 = 25, kPieceToken = 0.45, kStart = 4000, kTile = 2000, kGroupToken = 10,
                      kCluster = 1000;
     constexpr int kMostStages = 8;
-    const int64_t slabs = ceil_div(num_blocks(in_features), kSlabBlocks);
+    const int64_t slabs = num_slabs(in_features);
     WgmmaPlan best{};
     double best_time = 0;
     for (int token_tile = 16; token_tile <= 256; token_tile *= 2) {
@@ -269,12 +299,12 @@ constexpr int64_t mma_partial_sums(const MmaPlan& plan) {
     return plan.split == 1 ? 0 : int64_t{plan.tiles} * plan.split * kMmaRows * plan.token_tile;
 }
 
-// tokens from 17 on.
+// tokens from 17 on; processors: 1 or more.
 inline MmaPlan plan_mma(int64_t tokens, int64_t out_features, int64_t in_features, int processors) {
     // Cycles, fitted to one H200 (132 processors) that was made to take this path, CUDA 13.0, 2026-11-21: 64 columns
     // of a tile and of each of its tokens; a CTA's start and end; the second kernel, and what it reads.
     constexpr double kPiece = 425, kPieceToken = 15, kStart = 3000, kAdd = 5000, kAddToken = 55;
-    const int64_t slabs = ceil_div(num_blocks(in_features), kSlabBlocks);
+    const int64_t slabs = num_slabs(in_features);
     MmaPlan best{};
     double best_time = 0;
     for (const int token_tile : {32, 64}) {

@@ -20,8 +20,7 @@
 // Over 350 lines: one kernel, whose roles share its barriers and addresses, and its launcher.
 #include <cuda.h>
 
-#include <type_traits>
-
+#include "kernels/dispatch.h"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
 #include "kernels/outputs.cuh"
@@ -59,7 +58,7 @@ constexpr int threads(int token_tile) { return decoders(token_tile) + 128; }
 // What a CTA does, in its two roles: bring, and decode and multiply.
 template <int kBits, typename T, int kTokens>
 struct Cta {
-    using Table = Table<kBits, kWgmmaTableBytes>;
+    using Table = LevelTable<kBits, kWgmmaTableBytes>;
     // In all at most 65536, of which each thread has an equal part, in eights, before they move.
     static constexpr int kBringers = 32, kDecoderRegisters = wgmma_warps(kTokens) == 8 ? 232 : 112;
     static constexpr int kWarps = wgmma_warps(kTokens), kDecoders = decoders(kTokens);
@@ -118,6 +117,15 @@ struct Cta {
         }
     }
 
+    // To the next stage of a ring, whose barriers' phases alternate.
+    static __device__ __forceinline__ void step(int& stage, int& phase, int stages) {
+        ++stage;
+        if (stage == stages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+
     // --- who brings x, a lane for each group, and weights, a lane for each warp ---
 
     __device__ __forceinline__ void bring_x(const void* map, int group) const {
@@ -128,7 +136,7 @@ struct Cta {
         int stage = 0, phase = 0;
         for (int tile = cluster; tile < arguments.tiles; tile += arguments.clusters) {
             const int token = tile % arguments.token_tiles * kTokens;
-            int column = slabs_before(party) * kGemmColumns;
+            int column = slabs_before(party) * kSlabColumns;
             for (int i = 0; i < stages; ++i) {
                 wait_barrier(empty + 8 * stage, phase ^ 1);
                 expect_bytes(full + 8 * stage, kStageBytes);
@@ -137,7 +145,7 @@ struct Cta {
                     const uint32_t to = place + stage * kStageBytes + piece * (kStageBytes / kPieces);
                     bulk_copy_box(to, map, column, token, full + 8 * stage);
                 }
-                if (++stage == arguments.x_stages) stage = 0, phase ^= 1;
+                step(stage, phase, arguments.x_stages);
             }
         }
     }
@@ -153,7 +161,7 @@ struct Cta {
                 const int at = warp * arguments.ring_stages + stage;
                 wait_barrier(ring_empty + 8 * at, phase ^ 1);
                 bring_slab<kBits>(ring + at * kSlab, arguments.words, arguments.scales, slab, ring_full + 8 * at);
-                if (++stage == arguments.ring_stages) stage = 0, phase ^= 1;
+                step(stage, phase, arguments.ring_stages);
             }
         }
     }
@@ -162,10 +170,9 @@ struct Cta {
 
     __device__ __forceinline__ void multiply(int warp) const {
         const int lane = threadIdx.x % kWarp;
-        float level = 0;
-        if (lane < 1 << kBits) level = __ldg(arguments.codebook + lane);
-        const float unit = Weights<T>::kUnit * normalize_levels<Weights<T>::kLargest>(level);
-        Table::template build<T, kDecoders>(window, level);
+        Table table;
+        table.begin(window, arguments.codebook, lane);
+        const float unit = table.template finish<T, kDecoders>();
         named_barrier(1, kDecoders);
 
         const int group = warp / group_warps, slabs = slabs_of(rank * groups + group);
@@ -173,7 +180,7 @@ struct Cta {
                        empty = x_empty + group * arguments.x_stages * 8;
         const uint64_t columns = swizzled_matrix(x + group * arguments.x_stages * kStageBytes);
         const Quad quad(lane);
-        const uint32_t table = Table::lane_address(window, lane);
+        const uint32_t lane_table = Table::lane_address(window, lane);
         int stage = 0, phase = 0, slab_stage = 0, slab_phase = 0;
 #pragma unroll 1
         for (int tile = cluster; tile < arguments.tiles; tile += arguments.clusters) {
@@ -190,14 +197,14 @@ struct Cta {
                     if (tile_of_part == 0)
                         load_slab<kBits, kParts>(ring + at * kSlab, piece * kParts / 4, words, scales);
                     if (piece == 4 - 4 / kParts) {
-                        fence_bulk_copies();  // reads may still wait in a queue
+                        release_to_bulk_copies();  // each lane for its own reads, as another warp copies
                         __syncwarp();
                         if (lane == 0) arrive(ring_empty + 8 * at);
-                        if (++slab_stage == arguments.ring_stages) slab_stage = 0, slab_phase ^= 1;
+                        step(slab_stage, slab_phase, arguments.ring_stages);
                     }
                     uint32_t a[2][2][4];
-                    decode_in_order<kBits>(words[tile_of_part], 0, table, quad, a[0]);
-                    decode_in_order<kBits>(words[tile_of_part], 1, table, quad, a[1]);
+                    decode_in_order<kBits>(words[tile_of_part], 0, lane_table, quad, a[0]);
+                    decode_in_order<kBits>(words[tile_of_part], 1, lane_table, quad, a[1]);
                     multiply_by_scales<T>(a, scales[tile_of_part]);
                     if (piece % kPieces == 0) wait_barrier(full + 8 * stage, phase);
                     // In units of 16 bytes; 16 columns are 32 bytes.
@@ -214,7 +221,7 @@ struct Cta {
                         const int done = kPending == 0 ? stage : last;
                         if (done >= 0 && lane == 0) arrive(empty + 8 * done);
                         last = stage;
-                        if (++stage == arguments.x_stages) stage = 0, phase ^= 1;
+                        step(stage, phase, arguments.x_stages);
                     }
                 }
             }
@@ -277,8 +284,10 @@ struct Cta {
 #pragma unroll
                     for (int i = 0; i < kEights; ++i) {
                         const uint4 four = load_shared_16(place(group, sender, i));
-                        own[4 * i] += __uint_as_float(four.x), own[4 * i + 1] += __uint_as_float(four.y);
-                        own[4 * i + 2] += __uint_as_float(four.z), own[4 * i + 3] += __uint_as_float(four.w);
+                        own[4 * i] += __uint_as_float(four.x);
+                        own[4 * i + 1] += __uint_as_float(four.y);
+                        own[4 * i + 2] += __uint_as_float(four.z);
+                        own[4 * i + 3] += __uint_as_float(four.w);
                     }
                 }
                 store(sums, owner * kEights, kEights, unit, tile, warp);
@@ -306,8 +315,7 @@ __global__ void __launch_bounds__(threads(kTokens), 1)
     gemm_wgmma_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ Arguments arguments) {
     if constexpr (kHopper) {
         extern __shared__ __align__(1024) char smem[];
-        const uint32_t window = shared_address(smem) & ~0xFFFFu;
-        if (shared_address(smem) - window > kSharedReserved) __trap();
+        const uint32_t window = shared_window(smem);
         const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarp, 0);
         const Cta<kBits, T, kTokens> cta(arguments, window);
         if (threadIdx.x == 0) cta.init_barriers();
@@ -363,14 +371,13 @@ cudaError_t map_of_x(const void* x, Dtype dtype, int64_t tokens, int64_t in_feat
 template <int kBits, typename T, int kTokens>
 cudaError_t launch(const CUtensorMap& map, const Arguments& arguments, const WgmmaPlan& plan, const Gpu& gpu,
                    cudaStream_t stream) {
-    static Launcher launcher;
-    return launcher.launch(gemm_wgmma_kernel<kBits, T, kTokens>, gpu, plan.clusters * plan.split, threads(kTokens),
-                           plan.split, plan.shared_bytes, stream, map, arguments);
+    static Launcher launcher(gemm_wgmma_kernel<kBits, T, kTokens>, threads(kTokens), kAllShared);
+    return launcher.launch(gpu, plan.clusters * plan.split, plan.split, plan.shared_bytes, stream, map, arguments);
 }
 
 template <int kBits, typename T>
-cudaError_t launch_for(const CUtensorMap& map, const Arguments& arguments, const WgmmaPlan& plan, const Gpu& gpu,
-                       cudaStream_t stream) {
+cudaError_t launch(const CUtensorMap& map, const Arguments& arguments, const WgmmaPlan& plan, const Gpu& gpu,
+                   cudaStream_t stream) {
     switch (plan.token_tile) {
         case 16:
             return launch<kBits, T, 16>(map, arguments, plan, gpu, stream);
@@ -385,13 +392,6 @@ cudaError_t launch_for(const CUtensorMap& map, const Arguments& arguments, const
     }
 }
 
-template <int kBits>
-cudaError_t launch_for(Dtype dtype, const CUtensorMap& map, const Arguments& arguments, const WgmmaPlan& plan,
-                       const Gpu& gpu, cudaStream_t stream) {
-    return dtype == Dtype::float16 ? launch_for<kBits, __half>(map, arguments, plan, gpu, stream)
-                                   : launch_for<kBits, __nv_bfloat16>(map, arguments, plan, gpu, stream);
-}
-
 }  // namespace
 
 cudaError_t gemm_wgmma(const void* x, Dtype dtype, const Product& product, int bits, int64_t tokens,
@@ -402,19 +402,24 @@ cudaError_t gemm_wgmma(const void* x, Dtype dtype, const Product& product, int b
     CUtensorMap map;
     const cudaError_t error = map_of_x(x, dtype, tokens, in_features, plan.token_tile, map);
     if (error != cudaSuccess) return error;
+    const TileLayout layout(out_features, in_features);
     Arguments arguments{};
     arguments.output = {product.bias, product.y, static_cast<int>(tokens), static_cast<int>(out_features)};
-    arguments.words = product.words, arguments.scales = product.scales, arguments.codebook = product.codebook;
-    arguments.slabs = static_cast<int>(ceil_div(num_blocks(in_features), kSlabBlocks));
-    arguments.row_tiles = static_cast<int>(ceil_div(out_features, kTileRows));
+    arguments.words = product.words;
+    arguments.scales = product.scales;
+    arguments.codebook = product.codebook;
+    arguments.slabs = static_cast<int>(layout.slabs);
+    arguments.row_tiles = static_cast<int>(layout.row_tiles);
     arguments.token_tiles = static_cast<int>(ceil_div(tokens, plan.token_tile));
     arguments.tiles = static_cast<int>(wgmma_tiles(tokens, out_features, plan.token_tile, plan.groups));
     arguments.clusters = plan.clusters;
-    arguments.x_stages = plan.x_stages, arguments.ring_stages = plan.ring_stages;
-    while (1 << arguments.split_log2 < plan.split) ++arguments.split_log2;
-    while (1 << arguments.groups_log2 < plan.groups) ++arguments.groups_log2;
-    const auto run = bits == 2 ? launch_for<2> : bits == 3 ? launch_for<3> : bits == 4 ? launch_for<4> : launch_for<5>;
-    return run(dtype, map, arguments, plan, gpu, stream);
+    arguments.x_stages = plan.x_stages;
+    arguments.ring_stages = plan.ring_stages;
+    arguments.split_log2 = log2_ceil(plan.split);
+    arguments.groups_log2 = log2_ceil(plan.groups);
+    return dispatch<__half, __nv_bfloat16>(bits, dtype, [&](auto width, auto value) {
+        return launch<width(), decltype(value)>(map, arguments, plan, gpu, stream);
+    });
 }
 
 }  // namespace hf_kbit::cuda

@@ -1,8 +1,9 @@
-// Launches of kernels that take all of a GPU's shared memory.
+// Launches of kernels, and what is asked of the driver once for each of them.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -10,21 +11,38 @@
 
 namespace hf_kbit::cuda {
 
-// One for each kernel: a kernel is told once, on each GPU, that it may have more shared memory than usual.
+constexpr int kAllShared = 1 << 30;  // as much as the GPU has: for kernels without static shared memory
+
+// One for each kernel, static: on each GPU the driver is told at the first launch how much shared memory the kernel
+// may have, and asked at most once how many of its CTAs are at work at a time.
+template <typename... Arguments>
 class Launcher {
-    std::atomic<uint64_t> prepared{0};  // a bit for each GPU
+    using Kernel = void (*)(Arguments...);
+
+    const Kernel kernel;
+    const int threads, most_shared;
+    std::atomic<bool> prepared[kMostGpus] = {};
+    std::atomic<int> resident[kMostGpus] = {};  // CTAs of a processor; 0: not known
+
+    cudaError_t prepare(const Gpu& gpu) {
+        constexpr int kUnasked = 48 << 10;  // is allowed to every kernel
+        if (most_shared <= kUnasked || prepared[gpu.index].load()) return cudaSuccess;
+        const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                       std::min(most_shared, gpu.shared_limit));
+        if (error == cudaSuccess) prepared[gpu.index].store(true);
+        return error;
+    }
 
 public:
-    template <typename... Arguments>
-    cudaError_t launch(void (*kernel)(Arguments...), const Gpu& gpu, int ctas, int threads, int cluster,
-                       int shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
-        const uint64_t bit = uint64_t{1} << gpu.index % 64;
-        if (!(prepared.load() & bit)) {
-            const cudaError_t error =
-                cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, gpu.shared_limit);
-            if (error != cudaSuccess) return error;
-            prepared.fetch_or(bit);
-        }
+    // Dynamic shared memory of a launch is at most most_shared.
+    constexpr Launcher(Kernel kernel, int threads, int most_shared)
+        : kernel(kernel), threads(threads), most_shared(most_shared) {}
+
+    cudaError_t launch(const Gpu& gpu, int64_t ctas, int cluster, int shared_bytes, cudaStream_t stream,
+                       const Arguments&... arguments) {
+        if (ctas < 1 || ctas > INT32_MAX) return cudaErrorInvalidConfiguration;
+        const cudaError_t error = prepare(gpu);
+        if (error != cudaSuccess) return error;
         cudaLaunchConfig_t config{};
         config.gridDim = static_cast<unsigned>(ctas);
         config.blockDim = static_cast<unsigned>(threads);
@@ -36,6 +54,21 @@ public:
         config.attrs = &attribute;
         config.numAttrs = cluster > 1;
         return cudaLaunchKernelEx(&config, kernel, arguments...);
+    }
+
+    // As many CTAs as are needed, with most_shared bytes each; where the GPU has room for fewer, these, which go
+    // through the work in turns.
+    cudaError_t launch_resident(const Gpu& gpu, int64_t needed, cudaStream_t stream, const Arguments&... arguments) {
+        int ctas = resident[gpu.index].load();
+        if (ctas == 0) {
+            cudaError_t error = prepare(gpu);
+            if (error != cudaSuccess) return error;
+            error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel, threads, most_shared);
+            if (error != cudaSuccess) return error;
+            resident[gpu.index].store(ctas);
+        }
+        // None fit: launch() says so.
+        return launch(gpu, std::min(needed, int64_t{gpu.processors} * ctas), 1, most_shared, stream, arguments...);
     }
 };
 

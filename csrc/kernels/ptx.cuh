@@ -16,17 +16,6 @@ __device__ __forceinline__ int lane_id() {
     return lane;
 }
 
-// Copies 16 bytes from global to shared memory without passing through registers; both addresses are multiples of 16.
-__device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(gmem) : "memory");
-}
-__device__ __forceinline__ void cp_async_16(void* smem, const void* gmem) { cp_async_16(shared_address(smem), gmem); }
-// Writes zeros instead, and reads nothing, where there is nothing to copy.
-__device__ __forceinline__ void cp_async_16_or_zeros(uint32_t smem, const void* gmem, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem), "r"(there ? 16 : 0)
-                 : "memory");
-}
-
 // Loads 16 bytes that are read once. Volatile: a load ahead of its use stays there.
 __device__ __forceinline__ void load_16_once(const void* gmem, uint32_t* to) {
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -40,15 +29,6 @@ __device__ __forceinline__ void store_16(void* gmem, uint4 value) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(gmem), "r"(value.x), "r"(value.y), "r"(value.z),
                  "r"(value.w)
                  : "memory");
-}
-
-// Closes a group of copies.
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until at most kPending of this thread's groups are under way.
-template <int kPending>
-__device__ __forceinline__ void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // --- addresses of shared memory as numbers: for tables whose index is put together bit by bit ---
@@ -94,6 +74,41 @@ __device__ __forceinline__ uint2 look_up_8(uint32_t smem) {
     return value;
 }
 
+// --- asynchronous copies ---
+
+// Copies 16 bytes from global to shared memory without passing through registers; both addresses are multiples of 16.
+// GPUs before sm_80 copy at once.
+__device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(gmem) : "memory");
+#else
+    store_shared_16(smem, *static_cast<const uint4*>(gmem));
+#endif
+}
+__device__ __forceinline__ void cp_async_16(void* smem, const void* gmem) { cp_async_16(shared_address(smem), gmem); }
+// Writes zeros instead, and reads nothing, where there is nothing to copy; from sm_80 on.
+__device__ __forceinline__ void cp_async_16_or_zeros(uint32_t smem, const void* gmem, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem), "r"(there ? 16 : 0)
+                 : "memory");
+}
+
+// Closes a group of copies.
+__device__ __forceinline__ void cp_async_commit() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most kPending of this thread's groups are under way.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+// --- barriers ---
+
 // Waits for so many threads of the CTA.
 __device__ __forceinline__ void named_barrier(int name, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
@@ -105,8 +120,12 @@ __device__ __forceinline__ void named_barrier(int name, int threads) {
 __device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// What this thread did with shared memory before happens before its bulk copies after.
-__device__ __forceinline__ void fence_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// For a thread whose reads of shared memory, or those of threads that it has synchronised with, must be done before
+// bulk copies write there: its own after this, or those of a thread that it tells so by a barrier. Reads may wait in a
+// queue that bulk copies do not pass through.
+__device__ __forceinline__ void release_to_bulk_copies() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // Arrives, and has the phase wait for as many bytes.
 __device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
@@ -165,6 +184,15 @@ __device__ __forceinline__ uint4 load_cluster_16(uint32_t there) {
 __device__ __forceinline__ void store_cluster_16(uint32_t there, float a, float b, float c, float d) {
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(a), "f"(b), "f"(c), "f"(d)
                  : "memory");
+}
+
+// --- a warp ---
+
+// The largest number of all lanes, from sm_80 on.
+__device__ __forceinline__ uint32_t largest_of_warp(uint32_t number) {
+    uint32_t largest;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xFFFFFFFF;" : "=r"(largest) : "r"(number));
+    return largest;
 }
 
 // --- a warp's 8 x 8 matrix of 16-bit numbers, a row in four lanes ---

@@ -25,10 +25,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <algorithm>
-
 #include "kernels/codes.cuh"
+#include "kernels/dispatch.h"
 #include "kernels/kernels.h"
+#include "kernels/launch.h"
 #include "kernels/ptx.cuh"
 
 namespace hf_kbit::cuda {
@@ -315,15 +315,34 @@ __device__ __forceinline__ void store_planes(const uint32_t (&planes)[kBits], in
     }
 }
 
+// A stage has a chunk of the weight, if it is whole, then the chunk's planes on their way out.
+template <typename T>
+constexpr int stage_bytes(bool whole) {
+    constexpr int kPlanes = 1024;  // a power of two: simple addresses
+    static_assert(kPlanes >= kWarp * kMaxBits * 4 && Chunk<T>::kBytes >= kPlanes);
+    return whole ? Chunk<T>::kBytes : kPlanes;
+}
+
+template <typename T, int kBits>
+constexpr int shared_bytes(bool whole) {
+    return Cells<kBits>::kBytes + kWarps * kStages * stage_bytes<T>(whole);
+}
+
+// What the kernel has besides: levels and inverses of scales.
+template <int kBits>
+constexpr int kStaticBytes = ((1 << kBits) + 256) * 4;
+
+// kWhole: blocks lie one after another and are aligned.
 template <typename T, int kBits, bool kWhole, bool kSearched>
 __global__ void __launch_bounds__(kThreads, kSearched ? 2 : 3)
     quantize_kernel(const T* gmem_weight, const float* gmem_codebook, int64_t blocks, int64_t in_features,
                     int32_t* gmem_planes, uint8_t* gmem_absmax) {
-    extern __shared__ __align__(128) char smem[];                   // the cells, then kStages chunks for each warp
+    extern __shared__ __align__(128) char smem[];                   // the cells, then kStages stages for each warp
     __shared__ float smem_codebook[1 << kBits], smem_inverse[256];  // of a scale: 1 / scale, of zero: 0
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    char* smem_chunks = smem + Cells<kBits>::kBytes + warp * kStages * Chunk<T>::kBytes;
-    const auto stage_at = [&](int stage) { return reinterpret_cast<uint4*>(smem_chunks + stage * Chunk<T>::kBytes); };
+    constexpr int kStageBytes = stage_bytes<T>(kWhole);
+    char* smem_stages = smem + Cells<kBits>::kBytes + warp * kStages * kStageBytes;
+    const auto stage_at = [&](int stage) { return reinterpret_cast<uint4*>(smem_stages + stage * kStageBytes); };
     const int64_t step = int64_t{gridDim.x} * kWarps * kWarp;
     int64_t first = (int64_t{blockIdx.x} * kWarps + warp) * kWarp;
 
@@ -396,47 +415,28 @@ __global__ void __launch_bounds__(kThreads, kSearched ? 2 : 3)
 }
 
 template <typename T, int kBits, bool kWhole, bool kSearched>
-cudaError_t launch(const void* weight, const float* codebook, int64_t blocks, int64_t in_features, int32_t* planes,
-                   uint8_t* absmax, cudaStream_t stream) {
-    const auto kernel = quantize_kernel<T, kBits, kWhole, kSearched>;
-    constexpr int kSharedBytes = Cells<kBits>::kBytes + kWarps * kStages * Chunk<T>::kBytes;
-    int device = 0, processors = 0, resident = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, kSharedBytes);
-    const int64_t needed = ceil_div(blocks, kThreads), most = int64_t{processors} * std::max(resident, 1);
-    kernel<<<static_cast<unsigned>(std::min(needed, most)), kThreads, kSharedBytes, stream>>>(
-        static_cast<const T*>(weight), codebook, blocks, in_features, planes, absmax);
-    return cudaGetLastError();
-}
-
-template <typename T, int kBits>
-cudaError_t choose_read(const void* weight, const float* codebook, bool searched, int64_t rows, int64_t in_features,
-                        int32_t* planes, uint8_t* absmax, cudaStream_t stream) {
+cudaError_t launch(const void* weight, const float* codebook, int64_t rows, int64_t in_features, int32_t* planes,
+                   uint8_t* absmax, const Gpu& gpu, cudaStream_t stream) {
+    static Launcher launcher(quantize_kernel<T, kBits, kWhole, kSearched>, kThreads, shared_bytes<T, kBits>(kWhole));
     const int64_t blocks = rows * num_blocks(in_features);
-    const bool whole = in_features % kBlockSize == 0 && reinterpret_cast<uintptr_t>(weight) % 16 == 0;
-    const auto run = searched ? (whole ? launch<T, kBits, true, true> : launch<T, kBits, false, true>)
-                              : (whole ? launch<T, kBits, true, false> : launch<T, kBits, false, false>);
-    return run(weight, codebook, blocks, in_features, planes, absmax, stream);
-}
-
-template <typename T>
-cudaError_t choose_bits(int bits, const void* weight, const float* codebook, bool searched, int64_t rows,
-                        int64_t in_features, int32_t* planes, uint8_t* absmax, cudaStream_t stream) {
-    constexpr decltype(&choose_read<T, 2>) kInstances[] = {choose_read<T, 2>, choose_read<T, 3>, choose_read<T, 4>,
-                                                           choose_read<T, 5>};
-    return kInstances[bits - kMinBits](weight, codebook, searched, rows, in_features, planes, absmax, stream);
+    return launcher.launch_resident(gpu, ceil_div(blocks, kThreads), stream, static_cast<const T*>(weight), codebook,
+                                    blocks, in_features, planes, absmax);
 }
 
 }  // namespace
 
 cudaError_t quantize(const void* weight, Dtype dtype, const float* codebook, int bits, bool searched, int64_t rows,
-                     int64_t in_features, int32_t* planes, uint8_t* absmax, cudaStream_t stream) {
-    const auto run = dtype == Dtype::float32   ? choose_bits<float>
-                     : dtype == Dtype::float16 ? choose_bits<__half>
-                                               : choose_bits<__nv_bfloat16>;
-    return run(bits, weight, codebook, searched, rows, in_features, planes, absmax, stream);
+                     int64_t in_features, int32_t* planes, uint8_t* absmax, const Gpu& gpu, cudaStream_t stream) {
+    const bool aligned = in_features % kBlockSize == 0 && reinterpret_cast<uintptr_t>(weight) % 16 == 0;
+    return dispatch<float, __half, __nv_bfloat16>(bits, dtype, [&](auto width, auto value) {
+        using T = decltype(value);
+        constexpr int kBits = width();
+        // 64 KB, which GPUs before sm_80 have, are too few for some chunks.
+        const bool whole = aligned && shared_bytes<T, kBits>(true) + kStaticBytes<kBits> <= gpu.shared_limit;
+        const auto run = searched ? (whole ? launch<T, kBits, true, true> : launch<T, kBits, false, true>)
+                                  : (whole ? launch<T, kBits, true, false> : launch<T, kBits, false, false>);
+        return run(weight, codebook, rows, in_features, planes, absmax, gpu, stream);
+    });
 }
 
 }  // namespace hf_kbit::cuda

@@ -13,10 +13,10 @@
 // 2 * (bits / 8 + 1/32) bytes a weight. At 70% of an H200's copy bandwidth there is time for 5.5, 8, 10 and 13
 // instructions a weight at 2, 3, 4 and 5 bits, so the bits of eight or sixteen codes move at once, by swaps of whole
 // fields (codes.cuh).
-#include <algorithm>
-
 #include "kernels/codes.cuh"
+#include "kernels/dispatch.h"
 #include "kernels/kernels.h"
+#include "kernels/launch.h"
 
 namespace hf_kbit::cuda {
 
@@ -30,7 +30,6 @@ struct Slab {
     static constexpr int kRowWords = kSlabBlocks * kBits;
     static constexpr int kPitch = kRowWords + 4;
     static constexpr int kWords = kTileRows * kPitch;
-    static constexpr int kScales = kTileRows * kSlabBlocks;
 };
 
 // Which slab a warp works on, and how much of it lies inside the matrix. A CTA takes neighbouring slabs of a row tile;
@@ -130,7 +129,8 @@ __global__ void __launch_bounds__(kThreads)
     const Place place(row_tiles, slabs, out_features, row_blocks);
     if (!place.exists) return;
     move_planes<kBits, kWide, true>(const_cast<int32_t*>(gmem_planes), place, smem[warp], lane);
-    move_scales<kWide, true>(const_cast<uint8_t*>(gmem_absmax), place, gmem_scales + place.slab * S::kScales, lane);
+    move_scales<kWide, true>(const_cast<uint8_t*>(gmem_absmax), place,
+                             gmem_scales + place.slab * TileLayout::kSlabScales, lane);
     __syncwarp();
 
     uint32_t words[4][kBits] = {};
@@ -178,7 +178,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int i = 0; i < 4; ++i) words[(4 * load + i) / kBits][(4 * load + i) % kBits] = parts[i];
     }
-    move_scales<kWide, false>(gmem_absmax, place, const_cast<uint8_t*>(gmem_scales) + place.slab * S::kScales, lane);
+    move_scales<kWide, false>(gmem_absmax, place,
+                              const_cast<uint8_t*>(gmem_scales) + place.slab * TileLayout::kSlabScales, lane);
 #pragma unroll
     for (int block = 0; block < kSlabBlocks; ++block) {
         const auto store = [&](int half, int p, uint32_t byte) {
@@ -204,35 +205,40 @@ __global__ void __launch_bounds__(kThreads)
     move_planes<kBits, kWide, false>(gmem_planes, place, smem[warp], lane);
 }
 
-template <int kBits>
-cudaError_t launch(bool inverse, const int32_t* from_words, const uint8_t* from_scales, int64_t count,
-                   int64_t out_features, int64_t in_features, int32_t* to_words, uint8_t* to_scales,
-                   cudaStream_t stream) {
-    const auto row_tiles = static_cast<unsigned>(ceil_div(out_features, kTileRows));
-    const int64_t row_blocks = num_blocks(in_features);
-    const auto slabs = static_cast<unsigned>(ceil_div(row_blocks, kSlabBlocks));
-    const auto grid = static_cast<unsigned>(count * row_tiles * ceil_div(slabs, kWarps));
-    const bool wide = row_blocks % kSlabBlocks == 0;
-    const auto kernel = inverse ? (wide ? repack_inverse_kernel<kBits, true> : repack_inverse_kernel<kBits, false>)
-                                : (wide ? repack_kernel<kBits, true> : repack_kernel<kBits, false>);
-    kernel<<<grid, kThreads, 0, stream>>>(from_words, from_scales, row_tiles, slabs, out_features, row_blocks,
-                                          to_words, to_scales);
-    return cudaGetLastError();
+template <int kBits, bool kWide, bool kInverse>
+cudaError_t launch(const int32_t* from_words, const uint8_t* from_scales, int64_t count, int64_t out_features,
+                   int64_t in_features, int32_t* to_words, uint8_t* to_scales, const Gpu& gpu, cudaStream_t stream) {
+    static Launcher launcher(kInverse ? repack_inverse_kernel<kBits, kWide> : repack_kernel<kBits, kWide>, kThreads,
+                             0);
+    const TileLayout layout(out_features, in_features);
+    const int64_t ctas = count * layout.row_tiles * ceil_div(layout.slabs, kWarps);
+    return launcher.launch(gpu, ctas, 1, 0, stream, from_words, from_scales, static_cast<unsigned>(layout.row_tiles),
+                           static_cast<unsigned>(layout.slabs), out_features, num_blocks(in_features), to_words,
+                           to_scales);
 }
 
-using Launch = decltype(&launch<2>);
-constexpr Launch kInstances[] = {launch<2>, launch<3>, launch<4>, launch<5>};
+template <bool kInverse>
+cudaError_t launch(int bits, const int32_t* from_words, const uint8_t* from_scales, int64_t count,
+                   int64_t out_features, int64_t in_features, int32_t* to_words, uint8_t* to_scales, const Gpu& gpu,
+                   cudaStream_t stream) {
+    const bool wide = num_blocks(in_features) % kSlabBlocks == 0;
+    return dispatch(bits, [&](auto width) {
+        const auto run = wide ? launch<width(), true, kInverse> : launch<width(), false, kInverse>;
+        return run(from_words, from_scales, count, out_features, in_features, to_words, to_scales, gpu, stream);
+    });
+}
 
 }  // namespace
 
 cudaError_t repack(const int32_t* planes, const uint8_t* absmax, int bits, int64_t count, int64_t out_features,
-                   int64_t in_features, int32_t* words, uint8_t* scales, cudaStream_t stream) {
-    return kInstances[bits - kMinBits](false, planes, absmax, count, out_features, in_features, words, scales, stream);
+                   int64_t in_features, int32_t* words, uint8_t* scales, const Gpu& gpu, cudaStream_t stream) {
+    return launch<false>(bits, planes, absmax, count, out_features, in_features, words, scales, gpu, stream);
 }
 
 cudaError_t repack_inverse(const int32_t* words, const uint8_t* scales, int bits, int64_t count, int64_t out_features,
-                           int64_t in_features, int32_t* planes, uint8_t* absmax, cudaStream_t stream) {
-    return kInstances[bits - kMinBits](true, words, scales, count, out_features, in_features, planes, absmax, stream);
+                           int64_t in_features, int32_t* planes, uint8_t* absmax, const Gpu& gpu,
+                           cudaStream_t stream) {
+    return launch<true>(bits, words, scales, count, out_features, in_features, planes, absmax, gpu, stream);
 }
 
 }  // namespace hf_kbit::cuda

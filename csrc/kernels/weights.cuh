@@ -13,18 +13,61 @@ namespace hf_kbit::cuda {
 
 // --- the table -----------------------------------------------------------------------------------
 
-// Lies kSharedReserved above a multiple of 64 KB, so that a lane's address of an entry needs no addition.
+// The multiple of 64 KB below a kernel's shared memory, which the plan knows to begin at most kSharedReserved above.
+__device__ __forceinline__ uint32_t shared_window(const void* smem) {
+    const uint32_t window = shared_address(smem) & ~0xFFFFu;
+    if (shared_address(smem) - window > kSharedReserved) __trap();
+    return window;
+}
+
+// Numbers in which weights are multiplied by scales: sixteenths in float16, 2^-116 in bfloat16, as the bits of E4M4
+// are then those of a scale. The largest level times the largest scale, 31, is still in range.
+template <typename T>
+struct Weights;
+template <>
+struct Weights<__half> {
+    using Two = __half2;
+    static constexpr int kLargest = 14, kShift = 6;
+    static constexpr float kUnit = 16;
+};
+template <>
+struct Weights<__nv_bfloat16> {
+    using Two = __nv_bfloat162;
+    static constexpr int kLargest = 116, kShift = 3;
+    static constexpr float kUnit = 0x1p116f;
+};
+
+// The levels of all pairs of codes. Lies kSharedReserved above a multiple of 64 KB, so that a lane's address of an
+// entry needs no addition. All warps that build it begin, with a request to memory, and finish when they need it.
 template <int kBits, int kBytes>
-struct Table {
+struct LevelTable {
     static constexpr int kEntries = kBits == 5 ? 1024 : 256;
     static constexpr int kStride = kBytes / kEntries;
     static constexpr int kLaneBytes = kBits == 2 ? 8 : 4;
     static constexpr int kCopies = kBits == 5 ? kStride / kLaneBytes : kLanes;  // 16: two lanes share one
     static constexpr int kPieces = kCopies * kLaneBytes / 16;                   // of an entry
 
-    // By the first kThreads of a CTA. level: of the code that is the lane's number.
+    uint32_t window;
+    float level;  // of the code that is the lane's number
+
+    __device__ __forceinline__ void begin(uint32_t its_window, const float* codebook, int lane) {
+        window = its_window;
+        level = lane < 1 << kBits ? __ldg(codebook + lane) : 0;
+    }
+
+    // Multiplies the levels by the power of two that puts the largest magnitude between 2^kLargest and twice that;
+    // returns its inverse.
+    template <int kLargest>
+    __device__ __forceinline__ float normalize() {
+        const uint32_t largest = largest_of_warp(__float_as_uint(fabsf(level)));
+        const int exponent = min(max(static_cast<int>(largest >> 23), 1 + kLargest), 254);
+        level *= __uint_as_float((254 + kLargest - exponent) << 23);
+        return __uint_as_float((exponent - kLargest) << 23);
+    }
+
+    // By the first kThreads of a CTA, who then wait for each other.
     template <typename T, int kThreads>
-    static __device__ __forceinline__ void build(uint32_t window, float level) {
+    __device__ __forceinline__ void build() const {
         const auto at = [&](int code) { return __shfl_sync(0xFFFFFFFF, level, code); };
 #pragma unroll 1
         for (int turn = 0; turn < kEntries * kPieces / kThreads; ++turn) {
@@ -43,6 +86,14 @@ struct Table {
         }
     }
 
+    // Both, for weights that are multiplied by their scales before the product; returns the unit of the sums.
+    template <typename T, int kThreads>
+    __device__ __forceinline__ float finish() {
+        const float unit = Weights<T>::kUnit * normalize<Weights<T>::kLargest>();
+        build<T, kThreads>();
+        return unit;
+    }
+
     static __device__ __forceinline__ uint32_t lane_address(uint32_t window, int lane) {
         return window + lane % kCopies * kLaneBytes;
     }
@@ -52,21 +103,11 @@ struct Table {
     }
 };
 
-// Multiplies the levels, one in each lane, by the power of two that puts the largest magnitude between 2^kLargest and
-// twice that; returns its inverse.
-template <int kLargest>
-__device__ __forceinline__ float normalize_levels(float& level) {
-    const uint32_t largest = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(fabsf(level)));
-    const int exponent = min(max(static_cast<int>(largest >> 23), 1 + kLargest), 254);
-    level *= __uint_as_float((254 + kLargest - exponent) << 23);
-    return __uint_as_float((exponent - kLargest) << 23);
-}
-
 // The A operands of the two instructions of one of a tile's two blocks.
 template <int kBits, int kTableBytes>
 __device__ __forceinline__ void decode_block(const uint32_t (&words)[kBits], int block, uint32_t lane_address,
                                              uint32_t (&a)[2][4]) {
-    using Table = Table<kBits, kTableBytes>;
+    using Table = LevelTable<kBits, kTableBytes>;
     if constexpr (kBits == 2) {
 #pragma unroll
         for (int byte = 0; byte < 4; ++byte) {
@@ -146,7 +187,7 @@ struct Quad {
 template <int kBits>
 __device__ __forceinline__ void decode_in_order(const uint32_t (&words)[kBits], int block, uint32_t lane_address,
                                                 const Quad& quad, uint32_t (&a)[2][4]) {
-    using Table = Table<kBits, kWgmmaTableBytes>;
+    using Table = LevelTable<kBits, kWgmmaTableBytes>;
     if constexpr (kBits == 2) {
         uint32_t codes[1] = {words[block]};
         quad.transpose(codes);
@@ -202,23 +243,6 @@ __device__ __forceinline__ void decode_in_order(const uint32_t (&words)[kBits], 
         }
     }
 }
-
-// Numbers in which weights are multiplied by scales: sixteenths in float16, 2^-116 in bfloat16, as the bits of E4M4
-// are then those of a scale. The largest level times the largest scale, 31, is still in range.
-template <typename T>
-struct Weights;
-template <>
-struct Weights<__half> {
-    using Two = __half2;
-    static constexpr int kLargest = 14, kShift = 6;
-    static constexpr float kUnit = 16;
-};
-template <>
-struct Weights<__nv_bfloat16> {
-    using Two = __nv_bfloat162;
-    static constexpr int kLargest = 116, kShift = 3;
-    static constexpr float kUnit = 0x1p116f;
-};
 
 // scales: the bytes of both blocks of a tile, of row g and g + 8 each.
 template <typename T>

@@ -134,15 +134,15 @@ void check_same_device(std::string_view name, const Tensor& tensor, std::string_
 }
 
 Shape words_shape(Form form, int64_t out_features, int64_t in_features, int bits) {
-    const int64_t blocks = num_blocks(in_features);
-    if (form == Form::planes) return {out_features, blocks * bits};
-    return {ceil_div(out_features, kTileRows), ceil_div(blocks, kSlabBlocks), bits, kLanes, 4};
+    if (form == Form::planes) return {out_features, num_blocks(in_features) * bits};
+    const TileLayout layout(out_features, in_features);
+    return {layout.row_tiles, layout.slabs, bits, kLanes, 4};
 }
 
 Shape scales_shape(Form form, int64_t out_features, int64_t in_features) {
-    const int64_t blocks = num_blocks(in_features);
-    if (form == Form::planes) return {out_features, blocks};
-    return {ceil_div(out_features, kTileRows), ceil_div(blocks, kSlabBlocks), kTileRows / 2, 2 * kSlabBlocks};
+    if (form == Form::planes) return {out_features, num_blocks(in_features)};
+    const TileLayout layout(out_features, in_features);
+    return {layout.row_tiles, layout.slabs, kTileRows / 2, 2 * kSlabBlocks};
 }
 
 Packed check_packed(const Tensor& weight, const Tensor& absmax, const std::optional<Tensor>& codebook, int64_t bits,

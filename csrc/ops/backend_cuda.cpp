@@ -15,24 +15,22 @@ namespace hf_kbit::backend {
 
 namespace {
 
+using cuda::check;
+
 // Makes the device of a tensor the current one; kernels go to torch's current stream there.
 struct Launch {
     torch::stable::accelerator::DeviceGuard guard;
+    const cuda::Gpu& gpu;
     cudaStream_t stream;
 
-    explicit Launch(const Tensor& tensor) : guard(tensor.get_device_index()), stream(nullptr) {
+    explicit Launch(const Tensor& tensor)
+        : guard(tensor.get_device_index()), gpu(cuda::current_gpu()), stream(nullptr) {
         void* current = nullptr;
         check_torch("aoti_torch_get_current_cuda_stream",
                     aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &current));
         stream = static_cast<cudaStream_t>(current);
     }
 };
-
-void check(const char* kernel, cudaError_t error) {
-    if (error != cudaSuccess) {
-        throw std::runtime_error(std::string("hf_kbit: ") + kernel + ": " + cudaGetErrorString(error));
-    }
-}
 
 // Kernels read 16 bytes at a time; a view may start anywhere.
 Tensor aligned(const Tensor& tensor) {
@@ -49,57 +47,70 @@ T* write(Tensor& tensor) {
     return static_cast<T*>(tensor.mutable_data_ptr());
 }
 
+// Tiles are padded to whole slabs.
+void check_size(const Packed& packed) {
+    const TileLayout layout(packed.out_features, packed.in_features);
+    const int64_t blocks = packed.form == Form::planes ? packed.out_features * num_blocks(packed.in_features)
+                                                       : layout.row_tiles * kTileRows * layout.slabs * kSlabBlocks;
+    if (packed.count > kMostBlocks / blocks) {
+        refuse("weight", std::to_string(packed.count) + " times " + std::to_string(blocks) + " blocks of 32 weights",
+               "at most " + std::to_string(kMostBlocks) + " blocks on a GPU");
+    }
+}
+
 }  // namespace
 
 void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bits, bool searched, int64_t rows,
               int64_t in_features, Tensor& planes, Tensor& absmax) {
     const Launch launch(weight);
-    check("quantize", cuda::quantize(weight.const_data_ptr(), dtype, read<float>(codebook), bits, searched, rows,
-                                     in_features, write<int32_t>(planes), write<uint8_t>(absmax), launch.stream));
+    check("quantize",
+          cuda::quantize(weight.const_data_ptr(), dtype, read<float>(codebook), bits, searched, rows, in_features,
+                         write<int32_t>(planes), write<uint8_t>(absmax), launch.gpu, launch.stream));
 }
 
 namespace {
 
 // From a number of slabs on, where there are more columns than the output has.
 void dequantize_tiles(const Packed& packed, int64_t first_slab, int64_t columns, Tensor& out, Dtype dtype) {
+    check_size(packed);
     const Launch launch(packed.words);
     const Tensor words = aligned(packed.words), scales = aligned(packed.scales);
-    const int64_t row_slabs = ceil_div(num_blocks(packed.in_features), kSlabBlocks);
-    const int64_t slab_words = packed.bits * kLanes * 4, slab_scales = kTileRows * kSlabBlocks;
-    check("dequantize",
-          cuda::dequantize_tiles(read<int32_t>(words) + first_slab * slab_words,
-                                 read<uint8_t>(scales) + first_slab * slab_scales, read<float>(packed.codebook),
-                                 packed.bits, packed.count, packed.out_features, columns, row_slabs,
-                                 out.mutable_data_ptr(), dtype, launch.stream));
+    check("dequantize", cuda::dequantize_tiles(read<int32_t>(words) + first_slab * TileLayout::slab_words(packed.bits),
+                                               read<uint8_t>(scales) + first_slab * TileLayout::kSlabScales,
+                                               read<float>(packed.codebook), packed.bits, packed.count,
+                                               packed.out_features, columns, num_slabs(packed.in_features),
+                                               out.mutable_data_ptr(), dtype, launch.gpu, launch.stream));
 }
 
 }  // namespace
 
 void dequantize(const Packed& packed, Tensor& out, Dtype dtype) {
     if (packed.form == Form::tiles) return dequantize_tiles(packed, 0, packed.in_features, out, dtype);
+    check_size(packed);
     const Launch launch(packed.words);
     const Tensor words = aligned(packed.words), scales = aligned(packed.scales);
     check("dequantize",
           cuda::dequantize_planes(read<int32_t>(words), read<uint8_t>(scales), read<float>(packed.codebook),
                                   packed.bits, packed.count * packed.out_features, packed.in_features,
-                                  out.mutable_data_ptr(), dtype, launch.stream));
+                                  out.mutable_data_ptr(), dtype, launch.gpu, launch.stream));
 }
 
 void dequantize_columns(const Packed& packed, int64_t first, Tensor& out, Dtype dtype) {
     if (packed.form == Form::tiles) {
-        dequantize_tiles(packed, first / (kSlabBlocks * kBlockSize), out.size(1), out, dtype);
+        dequantize_tiles(packed, first / kSlabColumns, out.size(1), out, dtype);
     } else {
         dequantize(columns_of(packed, first, out.size(1)), out, dtype);
     }
 }
 
 void repack(const Packed& packed, Tensor& words, Tensor& scales) {
+    check_size(packed);
     const Launch launch(packed.words);
     const Tensor from = aligned(packed.words), scales_from = aligned(packed.scales);
     const auto run = packed.form == Form::planes ? cuda::repack : cuda::repack_inverse;
     check("repack",
           run(read<int32_t>(from), read<uint8_t>(scales_from), packed.bits, packed.count, packed.out_features,
-              packed.in_features, write<int32_t>(words), write<uint8_t>(scales), launch.stream));
+              packed.in_features, write<int32_t>(words), write<uint8_t>(scales), launch.gpu, launch.stream));
 }
 
 namespace {
@@ -149,7 +160,7 @@ Tensor in_pieces(const Tensor& x) {
     return aligned(rows);
 }
 
-// A product with all that its kernel reads and writes.
+// What a product's kernel reads and writes, with tensors that own the copies among it until the launch, and the new y.
 struct Held {
     Tensor words, scales, codebook, y;
     std::optional<Tensor> bias;
@@ -170,7 +181,9 @@ struct Held {
 
 GemmPath path_of(const Packed& packed, Dtype dtype, int64_t tokens, const cuda::Gpu& gpu) {
     const bool fusable = packed.form == Form::tiles && (dtype == Dtype::float16 || dtype == Dtype::bfloat16);
-    return fusable ? gemm_path(tokens, packed.bits, gpu.arch()) : GemmPath::dequantize;
+    return fusable
+               ? gemm_path(tokens, packed.out_features, packed.in_features, packed.bits, gpu.arch, gpu.shared_reserved)
+               : GemmPath::dequantize;
 }
 
 }  // namespace
@@ -178,8 +191,8 @@ GemmPath path_of(const Packed& packed, Dtype dtype, int64_t tokens, const cuda::
 // Decodes and multiplies in one kernel where it can, else decodes first.
 Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias) {
     const Launch launch(x);
+    const cuda::Gpu& gpu = launch.gpu;
     const int64_t tokens = x.numel() / packed.in_features;
-    const cuda::Gpu gpu;
     const GemmPath path = path_of(packed, dtype, tokens, gpu);
     if (path == GemmPath::dequantize) return gemm_in_slices(x, dtype, packed, bias);
     const Tensor rows = in_pieces(x);
@@ -205,11 +218,10 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
 std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<Packed>& weights,
                                const std::vector<std::optional<Tensor>>& biases) {
     const Launch launch(x);
-    const cuda::Gpu gpu;
     const bool together =
         weights.size() <= kGemmParts && std::all_of(weights.begin(), weights.end(), [&](const Packed& packed) {
             const int64_t tokens = x.numel() / packed.in_features;
-            return packed.bits == weights[0].bits && path_of(packed, dtype, tokens, gpu) == GemmPath::decode;
+            return packed.bits == weights[0].bits && path_of(packed, dtype, tokens, launch.gpu) == GemmPath::decode;
         });
     std::vector<Tensor> products;
     if (weights.empty() || !together) {
@@ -224,9 +236,23 @@ std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<P
         launched.push_back(held.back().product());
         products.push_back(held.back().y);
     }
-    check("gemm", cuda::gemm(rows.const_data_ptr(), dtype, launched.data(), static_cast<int>(launched.size()),
-                             weights[0].bits, x.numel() / weights[0].in_features, rows.size(-1), gpu, launch.stream));
+    check("gemm",
+          cuda::gemm(rows.const_data_ptr(), dtype, launched.data(), static_cast<int>(launched.size()), weights[0].bits,
+                     x.numel() / weights[0].in_features, rows.size(-1), launch.gpu, launch.stream));
     return products;
 }
 
 }  // namespace hf_kbit::backend
+
+// For hf_kbit/_native.py: the most tokens and products of a launch of gemm_group, and the architecture of the code
+// that runs on the current GPU, or 0 without one.
+#define HF_KBIT_EXPORT extern "C" __attribute__((visibility("default")))
+HF_KBIT_EXPORT int hf_kbit_cuda_group_tokens() { return hf_kbit::kGemmTokens; }
+HF_KBIT_EXPORT int hf_kbit_cuda_group_products() { return hf_kbit::kGemmParts; }
+HF_KBIT_EXPORT int hf_kbit_cuda_arch() {
+    try {
+        return hf_kbit::cuda::current_gpu().arch;
+    } catch (const std::exception&) {
+        return 0;
+    }
+}

@@ -1,6 +1,9 @@
 """What only a GPU can get wrong: streams, devices, graphs, indices beyond 32 bits."""
 
 import gc
+import os
+import subprocess
+import sys
 
 import cases
 import pytest
@@ -97,13 +100,37 @@ def test_two_devices_in_one_call_are_refused():
         OPS.quantize(cases.weight((16, 256)).cuda(0), codebook.cuda(1))
 
 
-@pytest.fixture
-def free_memory():
-    """What the large tests need, given back afterwards."""
+def test_planned_for_the_code_that_runs():
+    """The newest that the GPU runs, not the GPU's own: a library built for 80 alone has no code for Hopper's plans."""
+    major, minor = torch.cuda.get_device_capability()
+    gpu = 10 * major + minor
+    built = [arch.partition("-")[0].rstrip("af") for arch in _native.build_info()["cuda"]["archs"].split()]
+    assert _native.cuda_arch() == 10 * max(int(arch) for arch in built if int(arch) <= gpu)
+
+
+def run_gemm(**variables) -> subprocess.CompletedProcess:
+    code = "import torch, hf_kbit; linear = torch.nn.Linear(512, 256, dtype=torch.float16)\n"
+    code += "print(hf_kbit.KbitLinear.from_linear(linear).cuda()(torch.ones(3, 512).half().cuda()).isfinite().all())"
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **variables})
+
+
+def test_architecture_of_the_environment():
+    ran = run_gemm(HF_KBIT_CUDA_ARCH="sm_90")
+    assert (
+        ran.stderr.strip().splitlines()[-1].startswith("ValueError: HF_KBIT_CUDA_ARCH: found sm_90, expected a number")
+    )
+    ran = run_gemm(HF_KBIT_CUDA_ARCH=str(_native.cuda_arch() // 10))
+    assert "True" in ran.stdout, ran.stderr
+
+
+@pytest.fixture(params=[40])
+def free_memory(request):
+    """What the large tests need, GiB, given back afterwards."""
     gc.collect()
     torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < 40 << 30:
-        pytest.skip("needs 40 GiB of free GPU memory")
+    if torch.cuda.mem_get_info()[0] < request.param << 30:
+        pytest.skip(f"needs {request.param} GiB of free GPU memory")
     yield
     gc.collect()
     torch.cuda.empty_cache()
@@ -135,6 +162,30 @@ def test_more_than_4_gib(bits, free_memory):
             part = reference.dequantize(*expected, codebook, [len(weight[spot]), columns], torch.bfloat16)
             assert torch.equal(decoded[spot], part)
         del decoded
+
+
+@pytest.mark.parametrize("tokens", [16, 40])
+def test_rows_too_long_for_32_bits(tokens, free_memory):
+    """More columns than a fused kernel counts; the tokens are one-hot, so that the product is some columns."""
+    rows, columns = 16, 150_000_128
+    words, scales = [(rows // 16, -(-columns // 256), *shape) for shape in ((2, 32, 4), (8, 16))]
+    words = torch.randint(-(2**31), 2**31, words, dtype=torch.int32, device="cuda")
+    scales = torch.randint(0, 256, scales, dtype=torch.uint8, device="cuda")
+    codebook = cases.codebook(2).cuda()
+    x = torch.zeros(tokens, columns, dtype=torch.float16, device="cuda")
+    ones = torch.linspace(0, columns - 1, tokens, dtype=torch.float64).long().cuda()
+    x[torch.arange(tokens, device="cuda"), ones] = 1
+    expected = OPS.dequantize(words, scales, codebook, [rows, columns], torch.float16)[:, ones].T
+    assert torch.equal(OPS.gemm(x, words, scales, codebook, None, rows), expected)
+
+
+@pytest.mark.parametrize("free_memory", [90], indirect=True)
+def test_more_blocks_than_are_counted_are_refused(free_memory):
+    rows = (15 << 25) + 1
+    planes = torch.empty(rows, 16, dtype=torch.int32, device="cuda")
+    absmax = torch.empty(rows, 8, dtype=torch.uint8, device="cuda")
+    with pytest.raises(ValueError, match=f"weight: found 1 times {8 * rows} blocks of 32 weights, expected at most"):
+        OPS.repack(planes, absmax, 2, [rows, 256])
 
 
 def test_no_memory_is_held():

@@ -2,21 +2,10 @@
 
 import ctypes
 import itertools
-import shutil
-import subprocess
-from pathlib import Path
 from typing import NamedTuple
 
 import cases
 import pytest
-
-SOURCE = Path(__file__).parents[2] / "csrc"
-COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-
-pytestmark = [
-    pytest.mark.skipif(not COMPILER, reason="no C++ compiler is installed"),
-    pytest.mark.skipif(not (SOURCE / "kernels/gemm_plan.h").is_file(), reason="the source tree is not there"),
-]
 
 TILE_ROWS, SLAB_COLUMNS = 16, 256
 MOST_PARTS = 4
@@ -120,21 +109,17 @@ extern "C" int mma_shared_bytes(int token_tile) { return hf_kbit::mma_shared_byt
 extern "C" int64_t mma_partial_sums(const int* plan) {
     return hf_kbit::mma_partial_sums({plan[0], plan[1], plan[2]});
 }
-extern "C" int path(int64_t tokens, int bits, int arch) {
-    return static_cast<int>(hf_kbit::gemm_path(tokens, bits, arch));
+extern "C" int path(int64_t tokens, int64_t out_features, int64_t in_features, int bits, int arch,
+                    int shared_reserved) {
+    return static_cast<int>(hf_kbit::gemm_path(tokens, out_features, in_features, bits, arch, shared_reserved));
 }
+extern "C" int log2_ceil(int64_t n) { return hf_kbit::log2_ceil(n); }
 """
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gemm_plan")
-    (folder / "plan.cpp").write_text(WRAPPER)
-    flags = ["-std=c++17", "-shared", "-fPIC", f"-I{SOURCE}", "-Wall", "-Wextra", "-Werror"]
-    command = [COMPILER, *flags, "-o", folder / "plan.so", folder / "plan.cpp"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    loaded = ctypes.CDLL(str(folder / "plan.so"))
+def library(compile_for_cpu):
+    loaded = compile_for_cpu(WRAPPER)
     loaded.plan.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_int, ctypes.c_int64]
     loaded.plan.argtypes += [*[ctypes.c_int] * 4, ctypes.POINTER(Plan)]
     loaded.plan.restype = None
@@ -143,7 +128,8 @@ def library(tmp_path_factory):
     loaded.mma_plan.argtypes = [*[ctypes.c_int64] * 3, ctypes.c_int, ctypes.POINTER(MmaPlan)]
     loaded.mma_plan.restype = None
     loaded.mma_partial_sums.argtypes, loaded.mma_partial_sums.restype = [ctypes.POINTER(MmaPlan)], ctypes.c_int64
-    loaded.path.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int]
+    loaded.path.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_int] * 3]
+    loaded.log2_ceil.argtypes = [ctypes.c_int64]
     return loaded
 
 
@@ -365,7 +351,43 @@ def test_paths(library, bits, most):
             *[(some, path) for some in (17, 32, 33, 64, 255, 256, most_of_gpu)],
             *[(many, DEQUANTIZE) for many in (most_of_gpu + 1, 10**6)],
         ]:
-            assert library.path(tokens, bits, gpu.arch) == expected, (tokens, gpu)
+            assert library.path(tokens, 4096, 4096, bits, gpu.arch, 1024) == expected, (tokens, gpu)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 200])
+def test_no_fused_path_before_sm_80(library, tokens):
+    assert library.path(tokens, 4096, 4096, 4, 750, 0) == DEQUANTIZE
+    assert library.path(tokens, 4096, 4096, 4, 800, 1024) != DEQUANTIZE
+
+
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_no_fused_path_where_the_driver_keeps_more_shared_memory_than_kernels_leave_it(library, tokens):
+    """They would trap, which ends the process's CUDA context."""
+    for gpu in GPUS.values():
+        assert library.path(tokens, 4096, 4096, 4, gpu.arch, 0) != DEQUANTIZE
+        assert library.path(tokens, 4096, 4096, 4, gpu.arch, 1025) == DEQUANTIZE
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 200])
+def test_no_fused_path_beyond_32_bits(library, tokens):
+    """Sizes at which an index of a kernel would not fit any more, and those just below."""
+    sizes = {
+        (16, 2**27): True,
+        (16, 2**27 + 1): False,
+        (2**27, 256): True,
+        (2**27 + 1, 256): False,
+        (2**24, 2**18): True,  # 2**30 slabs
+        (2**24, 2**18 + 1): False,
+        (16, 143_165_577): False,
+        (2**62, 2**62): False,
+    }
+    for gpu in GPUS.values():
+        for shape, fits in sizes.items():
+            assert (library.path(tokens, *shape, 4, gpu.arch, 1024) != DEQUANTIZE) == fits, (shape, gpu)
+
+
+def test_log2(library):
+    assert [library.log2_ceil(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 2**40)] == [0, 1, 2, 2, 3, 3, 4, 4, 40]
 
 
 def wgmma_rows(plan) -> int:

@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("resources.json")
-ARCHS = ("80", "86", "89", "90a", "100", "120")  # those of a release
+ARCHS = ("75", "80", "86", "89", "90a", "100", "120")  # those of a release
 FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Werror", "all-warnings")  # those of csrc/CMakeLists.txt
 AGAIN = "if that is meant, record anew with: python tests/csrc/test_resources.py"
 
