@@ -16,7 +16,7 @@ def refuse_quantized_head(resize_token_embeddings):
         if isinstance(head, KbitLinear) and changes and not same:
             name = next(name for name, module in self.named_modules() if module is head)
             raise ValueError(
-                f"{name}: found a head quantized to {head.bits} bits with {head.out_features} rows, expected one in 16 "
+                f"{name}: found a head of {head.out_features} rows quantized to {head.bits} bits, expected one in 16 "
                 f"bits to resize it to {new_num_tokens}: resize the model before it is quantized, or quantize it "
                 "without its head"
             )

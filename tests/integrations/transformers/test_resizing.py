@@ -19,9 +19,7 @@ def folder(tmp_path_factory):
 def test_a_quantized_head_is_refused_before_anything_changes(folder, arguments):
     config = KbitConfig(bits=3, module_bits={"lm_head": 5})
     model = LlamaForCausalLM.from_pretrained(folder, quantization_config=config)
-    with pytest.raises(
-        ValueError, match=r"lm_head: found a head quantized to 5 bits with 64 rows, expected one in 16"
-    ):
+    with pytest.raises(ValueError, match="lm_head: found a head of 64 rows quantized to 5 bits, expected"):
         model.resize_token_embeddings(**arguments)
     assert model.get_input_embeddings().num_embeddings == model.config.vocab_size == 64
     assert model.resize_token_embeddings(64).num_embeddings == model.resize_token_embeddings().num_embeddings == 64
