@@ -91,14 +91,24 @@ TRANSFORMERS_HOOKS = (
 
 _TUNER, _GLUE = "peft.tuners.tuners_utils:BaseTuner", "hf_kbit.integrations.peft"
 PEFT_NAMES = (
-    Name("peft.tuners.tuners_utils:BaseTunerLayer.get_base_layer", ("self",)),
+    Name(f"{_TUNER}Layer._cast_input_dtype", ("self", "x", "dtype")),
+    Name(f"{_TUNER}Layer._move_adapter_to_device_of_base_layer", ("self", "adapter_name")),
+    Name(f"{_TUNER}Layer.delete_adapter", ("self", "adapter_name")),
+    Name(f"{_TUNER}Layer.get_base_layer", ("self",)),
+    Name(f"{_TUNER}Layer.quantization_backend"),
     Name("peft.tuners.tuners_utils:check_adapters_to_merge", ("module", "adapter_names")),
     Name(f"{_TUNER}._create_and_replace", ("self",)),
+    Name("peft.utils.quantization_utils:QuantizationBackend"),
 )
 PEFT_HOOKS = (
     Hook(f"{_TUNER}.inject_adapter", ("self", "model", "adapter_name"), f"{_GLUE}.create:wrap_inject_adapter"),
     Hook(f"{_TUNER}.merge_adapter", ("self",), f"{_GLUE}.merge:report_once"),
     Hook(f"{_TUNER}.merge_and_unload", ("self",), f"{_GLUE}.merge:report_once"),
+    Hook(
+        "peft.tuners.adaption_prompt.layer:_BaseAdaptedAttention.__init__",
+        ("self", "model_type", "adapter_len", "model", "target_dtype"),
+        f"{_GLUE}.create:wrap_adapted_attention",
+    ),
     Hook(
         "peft.utils.other:prepare_model_for_kbit_training",
         ("model", "use_gradient_checkpointing", "gradient_checkpointing_kwargs"),
