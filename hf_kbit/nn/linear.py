@@ -1,6 +1,8 @@
 """KbitLinear: an ``nn.Linear`` whose weight is quantized and frozen."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import nn
@@ -12,6 +14,19 @@ from hf_kbit.refine import refine
 
 SCALES = ("absmax", "search")
 DEFAULT_CODEBOOK, DEFAULT_SCALE = "optimal", "search"  # made for each other
+
+
+_LEFT_OUT = ContextVar("packed weights are left out of state dicts", default=False)
+
+
+@contextmanager
+def without_packed_weights() -> Iterator[None]:
+    """State dicts made inside have no packed weights: for saving what a model has besides."""
+    token = _LEFT_OUT.set(True)
+    try:
+        yield
+    finally:
+        _LEFT_OUT.reset(token)
 
 
 def check_scale(scale: object) -> str:
@@ -251,7 +266,9 @@ class KbitLinear(nn.Linear):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.is_tiled:
+        if _LEFT_OUT.get():
+            del destination[prefix + "weight"], destination[prefix + "weight_absmax"]
+        elif self.is_tiled:
             planes = self._repacked(inverse=True)
             for name, tensor in zip(("weight", "weight_absmax"), planes, strict=True):
                 destination[prefix + name] = tensor.cpu()

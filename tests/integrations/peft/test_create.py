@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import peft
 import pytest
@@ -40,12 +38,6 @@ from hf_kbit.integrations.peft.layer import KbitTunerLayer
 
 # Sums in float32 in another order, through two layers: 1e-6 was found on a CPU.
 TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
-
-
-def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def trainable(model) -> dict[str, nn.Parameter]:
@@ -353,27 +345,3 @@ def test_experts_left_in_16_bits(device):
         output.loss.backward()
     for name, parameter in trainable(reference).items():
         assert relative(trainable(model)[name].grad, parameter.grad) < 10 * TOLERANCE[device], name
-
-
-# --- importing ---
-
-
-@pytest.mark.parametrize("first", ["hf_kbit", "peft"])
-def test_either_import_may_come_first(first):
-    """Also a function that was imported by name before is ours."""
-    imports = ["import hf_kbit", "import peft; from peft import prepare_model_for_kbit_training as prepare"]
-    code = "; ".join(imports if first == "hf_kbit" else reversed(imports))
-    code += """
-from torch import nn
-assert prepare is peft.prepare_model_for_kbit_training is peft.utils.other.prepare_model_for_kbit_training
-assert prepare is hf_kbit.prepare_model_for_kbit_training
-model = nn.Sequential(hf_kbit.KbitLinear(32, 32, bits=3))
-print(type(peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"])).base_model.model[0]).__name__)
-"""
-    assert run(code) == "KbitLoraLinear"
-
-
-def test_peft_is_not_imported_until_the_program_does():
-    code = "import importlib.util, sys, hf_kbit; importlib.util.find_spec('peft'); print('peft' in sys.modules)"
-    assert run(code) == "False"
-    assert run("import hf_kbit; hf_kbit.merge_and_unload; import sys; print('peft' in sys.modules)") == "True"

@@ -6,7 +6,7 @@ import warnings
 import peft
 import pytest
 import torch
-from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodules
+from accelerate.hooks import remove_hook_from_submodules
 from adapters import (
     CONFIGS,
     IDS,
@@ -15,6 +15,7 @@ from adapters import (
     decoded,
     kbit_layers,
     lora,
+    offload,
     packed_state,
     quantized,
     relative,
@@ -46,13 +47,6 @@ def merge(model, **kwargs) -> list[str]:
 
 def tuner_layers(model) -> dict[str, KbitTunerLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, KbitTunerLayer)}
-
-
-def offload(layer: nn.Module, device: str) -> None:
-    """Leaves the layer's tensors in CPU memory and has them brought to the device for each call."""
-    attach_align_device_hook(
-        layer, device, offload=True, weights_map={k: v.cpu() for k, v in layer.state_dict().items()}
-    )
 
 
 def expected_state(reference, model) -> dict[str, torch.Tensor]:
