@@ -219,24 +219,31 @@ for module in (hf_kbit, peft, hf_kbit.integrations.hooks, hf_kbit):
     fresh.run(code)
 
 
-def test_threads_that_import_at_once_all_get_hooks(fresh):
+@pytest.mark.parametrize("first", ["library", "hf_kbit"])
+def test_threads_get_a_library_with_its_hooks(fresh, first, tmp_path):
+    """Whether its import is under way when ours comes, or begins in two threads after it."""
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(0.2)\nhooked = False\n")
     code = f"""
-import importlib, sys, threading, warnings
-sys.setswitchinterval(1e-5)
-names, errors = ["hf_kbit", "peft", "hf_kbit.integrations.peft.merge", "peft", "hf_kbit"], []
-def load(name):
-    try:
-        importlib.import_module(name)
-    except BaseException as error:
-        errors.append(repr(error))
-threads = [threading.Thread(target=load, args=[name]) for name in names]
-[thread.start() for thread in threads], [thread.join() for thread in threads]
-assert not errors, errors
-import hf_kbit, peft
-from torch import nn
-{RELOADED}
+import importlib, sys, threading; sys.path.insert(0, {str(tmp_path)!r})
+from hf_kbit.integrations.hooks import after_import
+def hook():
+    assert not sys.modules["slow"].hooked
+    sys.modules["slow"].hooked = True
+def use():
+    print(importlib.import_module("slow").hooked)
+if {first!r} == "library":
+    thread = threading.Thread(target=importlib.import_module, args=["slow"])
+    thread.start()
+    while "slow" not in sys.modules:
+        pass
+    after_import("slow", hook)
+    use()
+else:
+    after_import("slow", hook)
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
 """
-    fresh.run(code)
+    assert fresh.run(code).split() == ["True"] * (1 if first == "library" else 2)
 
 
 def test_a_warning_that_is_an_error_leaves_no_peft_without_hooks(fresh, old_peft):

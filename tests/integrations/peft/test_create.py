@@ -294,7 +294,8 @@ def test_a_class_for_quantized_layers_gets_the_layer_itself(device):
 def test_the_first_class_that_fits_is_used(device):
     config = custom(nn.Linear, OwnLora)
     config._register_custom_module({KbitLinear: NoTunerLayer})
-    assert isinstance(get_peft_model(one_layer(device), config).base_model.model[0], OwnLora)
+    layer = get_peft_model(one_layer(device), config).base_model.model[0]
+    assert isinstance(layer, OwnLora) and isinstance(layer, KbitTunerLayer)
 
 
 @pytest.mark.parametrize("key", [nn.Linear, KbitLinear])
