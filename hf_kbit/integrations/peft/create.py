@@ -122,7 +122,7 @@ def _create_and_replace(create, config, adapter_name, target, target_name, paren
                 layer._move_adapter_to_device_of_base_layer(adapter_name)
             if not torch.equal(linear.weight, base.dequantize(torch.float32)):
                 requantize(base, linear.weight, f"{current_key}.weight less what {adapter_name} starts with")
-    except Exception:
+    except BaseException:  # an interrupt too must leave no stand-in behind
         setattr(parent, target_name, target)
         if not first:
             target.delete_adapter(adapter_name)
