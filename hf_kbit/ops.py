@@ -10,11 +10,13 @@ Shapes: N out_features, K in_features, B = ceil(K / 32) blocks a row, ``*`` any 
 call are on one device. The *planes* of a weight are its stored form, its *tiles* a private form for GPUs (``repack``).
 """
 
+import math
 import sys
 from collections.abc import Sequence
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
 from hf_kbit import _native, reference
 from hf_kbit.codebooks import bits_of
@@ -465,6 +467,26 @@ def _gradient_backward(ctx, grad):
 torch.library.register_autograd(
     "hf_kbit::gemm_gradient", _gradient_backward, setup_context=_gradient_setup_context, lib=_LIB
 )
+
+
+# --- what products cost ---------------------------------------------------------------------------
+
+# ``FlopCounterMode`` counts two operations for each weight and token, as of ``nn.Linear``; it hands over shapes.
+
+
+@register_flop_formula([torch.ops.hf_kbit.gemm, torch.ops.hf_kbit.gemm_inference])
+def _(x, weight, absmax, codebook, bias, out_features, out_shape=None):
+    return 2 * math.prod(x) * out_features
+
+
+@register_flop_formula(torch.ops.hf_kbit.gemm_group)
+def _(x, weights, absmaxes, codebooks, biases, out_features, out_shape=None):
+    return 2 * math.prod(x) * sum(out_features)
+
+
+@register_flop_formula(torch.ops.hf_kbit.gemm_gradient)
+def _(grad, weight, absmax, codebook, shape, out_shape=None):
+    return 2 * math.prod(grad) * shape[1]
 
 
 # --- compiled kernels -----------------------------------------------------------------------------

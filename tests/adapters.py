@@ -1,10 +1,14 @@
 """A tiny quantized model to put adapters on, the same with decoded weights to compare it with, and what to put on."""
 
+import copy
+import functools
 import tempfile
 
 import peft
 import torch
+from accelerate.hooks import attach_align_device_hook
 from peft import LoraConfig
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_kbit import KbitConfig, KbitLinear
@@ -23,16 +27,27 @@ def load(dense: PreTrainedModel, device="cpu", **settings) -> PreTrainedModel:
     return model
 
 
-def quantized(device="cpu", dtype=torch.float32, bits=3, **settings) -> LlamaForCausalLM:
-    """Two layers of random weights, the same ones each time, with biases in attention."""
+@functools.cache
+def _dense(dtype: torch.dtype) -> LlamaForCausalLM:
     shape = {"hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         dense = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=128, attention_bias=True, **shape))
         for name, parameter in dense.named_parameters():
             if name.endswith("bias"):
-                torch.nn.init.normal_(parameter, std=0.02)
-    return load(dense.to(dtype), device, bits=bits, **settings)
+                nn.init.normal_(parameter, std=0.02)
+    return dense.to(dtype)
+
+
+_loaded: dict[str, LlamaForCausalLM] = {}  # loading takes many times what copying does
+
+
+def quantized(device="cpu", dtype=torch.float32, bits=3, **settings) -> LlamaForCausalLM:
+    """Two layers of random weights, the same ones each time, with biases in attention."""
+    key = repr((device, dtype, bits, settings))
+    if key not in _loaded:
+        _loaded[key] = load(_dense(dtype), device, bits=bits, **settings)
+    return copy.deepcopy(_loaded[key])
 
 
 def decoded(device="cpu", **kwargs) -> LlamaForCausalLM:
@@ -72,6 +87,12 @@ def assert_same_state(found: dict[str, torch.Tensor], expected: dict[str, torch.
 
 def kbit_layers(model) -> dict[str, KbitLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
+
+
+def offload(layer: nn.Module, device: str) -> None:
+    """Leaves the layer's tensors in CPU memory and has them brought to the device for each call."""
+    tensors = {name: tensor.cpu() for name, tensor in layer.state_dict().items()}
+    attach_align_device_hook(layer, device, offload=True, weights_map=tensors)
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,13 +1,24 @@
 """What all tests share: the devices, and that GPU tests are skipped, with the reason, where there is no GPU."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from fresh import Fresh
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request) -> str:
     """A test that takes it runs on a CPU and, marked ``gpu``, on a GPU."""
     return request.param
+
+
+@pytest.fixture(scope="session")
+def fresh() -> Iterator[Fresh]:
+    """Runs code where neither hf_kbit nor PEFT was imported before."""
+    process = Fresh()
+    yield process
+    process.close()
 
 
 def pytest_collection_modifyitems(items):

@@ -146,7 +146,7 @@ def tuner_layers(model) -> list[KbitTunerLayer]:
 @pytest.mark.slow
 def test_code_of_the_finetuning_page(run_code, hub):
     """Every block, one after the other, each with what the text says of it."""
-    screen, use, save, exact, requantized, more_bits, loftq, eva, resume, processes, lean = code_blocks(
+    screen, use, save, exact, requantized, more_bits, loftq, eva, resume, average, processes, lean = code_blocks(
         "finetuning.md", "python"
     )
     names = run_code(screen, {})
@@ -186,6 +186,10 @@ def test_code_of_the_finetuning_page(run_code, hub):
     steps = names["trainer"].state.global_step
     run_code(resume, names)
     assert names["trainer"].state.global_step >= steps
+    run_code(average, names)
+    packed = {name: layer.weight for name, layer in kbit_layers(names["model"]).items()}
+    assert all(torch.equal(names["averaged"].module.get_submodule(n).weight, packed[n]) for n in packed)
+    assert (hub / "averaged-adapter" / "adapter_model.safetensors").exists()
     run_code(processes, names)
     assert not any(
         layer._gradient_checkpointing_func.keywords["use_reentrant"] for layer in names["model"].model.layers

@@ -4,6 +4,7 @@ import cases
 import pytest
 import torch
 from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 import hf_kbit
 from hf_kbit import format, reference
@@ -454,3 +455,17 @@ def test_refused(case):
     call, error, message = REFUSED[case]
     with pytest.raises(error, match=message):
         call()
+
+
+def test_operations_are_counted_as_of_linear_layers():
+    x, weight, codebook = torch.randn(2, 7, 100, requires_grad=True), torch.randn(64, 100), cases.codebook(3)
+    packed = (*hf_kbit.quantize(weight, codebook), codebook)
+    with FlopCounterMode(display=False) as dense:
+        torch.nn.functional.linear(x, weight).sum().backward()
+    with FlopCounterMode(display=False) as quantized:
+        hf_kbit.gemm(x, *packed).sum().backward()
+    assert quantized.get_total_flops() == dense.get_total_flops() == 2 * (2 * 14 * 100 * 64)
+    with FlopCounterMode(display=False) as inference:
+        hf_kbit.gemm(x.detach(), *packed)
+        OPS.gemm_group(x.detach(), *([tensor] * 2 for tensor in packed), [None] * 2, [64, 64])
+    assert inference.get_total_flops() == 3 * (2 * 14 * 100 * 64)

@@ -3,7 +3,9 @@
 There are two tables for each library. ``..._NAMES`` are private names that our code imports or overrides: without
 them nothing of it works. ``..._HOOKS`` are functions and methods that we replace, each by what a *wrapper* makes of
 it. A hook holds if the thing is there and its first parameters have the expected names; a version of a library in
-which one moved is met with one message that says which, and what to do.
+which one moved is met with one message that says which, what is lost by it, and what to do.
+
+A function is replaced once, however often a library or this package is imported or reloaded.
 
 Besides these tables there are four agreements with other code, none of which can be checked by a signature:
 ``KbitLinear.W_q``, a name by which PEFT takes the layer for one that decodes its own weight; the attributes
@@ -41,12 +43,14 @@ class Hook:
         parameters: names of its first ones.
         wrapper: ``module:name`` of what is called with the original, and returns what takes its place.
         everywhere: whether it is replaced in each module that has it by name, not only where it is defined.
+        lost: what there is not without the hook, as the rest of a sentence; empty if nothing works without it.
     """
 
     place: str
     parameters: tuple[str, ...]
     wrapper: str
     everywhere: bool = False
+    lost: str = ""
 
 
 _LOADING, _QUANTIZER = "transformers.core_model_loading", "transformers.quantizers.base:HfQuantizer"
@@ -81,24 +85,65 @@ TRANSFORMERS_HOOKS = (
         "transformers.modeling_utils:PreTrainedModel.save_pretrained",
         ("self", "save_directory", "is_main_process"),
         f"{_CARDS}:card_after_saving",
+        lost="saved models get no model card",
     ),
     Hook(
         "transformers.utils.hub:PushToHubMixin._upload_modified_files",
         ("self", "working_dir", "repo_id"),
         f"{_CARDS}:card_before_upload",
+        lost="models pushed to the Hub get no model card",
+    ),
+    Hook(
+        "transformers.modeling_utils:PreTrainedModel.num_parameters",
+        ("self", "only_trainable", "exclude_embeddings"),
+        "hf_kbit.integrations.counts:wrap_num_parameters",
+        lost="num_parameters() counts packed words as weights",
+    ),
+    Hook(
+        "transformers.modeling_utils:PreTrainedModel.resize_token_embeddings",
+        ("self", "new_num_tokens", "pad_to_multiple_of"),
+        "hf_kbit.integrations.transformers.resizing:refuse_quantized_head",
+        lost="resizing a quantized head fails in Transformers' words",
     ),
 )
 
 _TUNER, _GLUE = "peft.tuners.tuners_utils:BaseTuner", "hf_kbit.integrations.peft"
 PEFT_NAMES = (
-    Name("peft.tuners.tuners_utils:BaseTunerLayer.get_base_layer", ("self",)),
+    Name(f"{_TUNER}Layer._cast_input_dtype", ("self", "x", "dtype")),
+    Name(f"{_TUNER}Layer._move_adapter_to_device_of_base_layer", ("self", "adapter_name")),
+    Name(f"{_TUNER}Layer.delete_adapter", ("self", "adapter_name")),
+    Name(f"{_TUNER}Layer.get_base_layer", ("self",)),
+    Name(f"{_TUNER}Layer.quantization_backend"),
     Name("peft.tuners.tuners_utils:check_adapters_to_merge", ("module", "adapter_names")),
     Name(f"{_TUNER}._create_and_replace", ("self",)),
+    Name("peft.utils.quantization_utils:QuantizationBackend"),
 )
 PEFT_HOOKS = (
     Hook(f"{_TUNER}.inject_adapter", ("self", "model", "adapter_name"), f"{_GLUE}.create:wrap_inject_adapter"),
     Hook(f"{_TUNER}.merge_adapter", ("self",), f"{_GLUE}.merge:report_once"),
     Hook(f"{_TUNER}.merge_and_unload", ("self",), f"{_GLUE}.merge:report_once"),
+    *(
+        Hook(
+            f"{place}.get_nb_trainable_parameters",
+            ("self",),
+            "hf_kbit.integrations.counts:wrap_nb_trainable_parameters",
+            lost="print_trainable_parameters() counts packed words as weights",
+        )
+        for place in ("peft.peft_model:PeftModel", "peft.mixed_model:PeftMixedModel")
+    ),
+    Hook(
+        "peft.utils.save_and_load:get_peft_model_state_dict",
+        ("model", "state_dict", "adapter_name"),
+        f"{_GLUE}.save:wrap_get_state_dict",
+        everywhere=True,
+        lost="saving adapters copies the quantized weights of the base",
+    ),
+    Hook(
+        "peft.tuners.adaption_prompt.layer:_BaseAdaptedAttention.__init__",
+        ("self", "model_type", "adapter_len", "model", "target_dtype"),
+        f"{_GLUE}.create:wrap_adapted_attention",
+        lost="adaption prompts fail on quantized layers",
+    ),
     Hook(
         "peft.utils.other:prepare_model_for_kbit_training",
         ("model", "use_gradient_checkpointing", "gradient_checkpointing_kwargs"),
@@ -145,15 +190,34 @@ def require(library: str, names: Iterable[Name]) -> None:
 # --- hooking in -----------------------------------------------------------------------------------
 
 
-def install(hooks: Iterable[Hook]) -> None:
+def install(library: str, hooks: Iterable[Hook]) -> None:
+    """Replaces what the hooks name. Those that moved are left out, with one warning that says what is lost by that."""
+    gone = [hook for hook in hooks if moved([hook])]
     for hook in hooks:
-        original = pkgutil.resolve_name(hook.place)
-        replacement = pkgutil.resolve_name(hook.wrapper)(original)
-        if hook.everywhere:
-            _replace_everywhere(original, replacement)
-        else:
-            parent, _, name = hook.place.rpartition(".")
-            setattr(pkgutil.resolve_name(parent), name, replacement)
+        if hook not in gone:
+            _install(hook)
+    if gone:
+        found = "; ".join(moved(gone))
+        lost = "; ".join(dict.fromkeys(hook.lost for hook in gone))
+        version = sys.modules[library].__version__
+        warnings.warn(
+            f"hf_kbit: {lost}, for in {library} {version} this moved: {found}. Take a newer hf_kbit",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _install(hook: Hook) -> None:
+    original = pkgutil.resolve_name(hook.place)
+    if getattr(original, "_is_hook_of_hf_kbit", False):
+        return
+    replacement = pkgutil.resolve_name(hook.wrapper)(original)
+    replacement._is_hook_of_hf_kbit = True
+    if hook.everywhere:
+        _replace_everywhere(original, replacement)
+    else:
+        parent, _, name = hook.place.rpartition(".")
+        setattr(pkgutil.resolve_name(parent), name, replacement)
 
 
 def _replace_everywhere(old: Callable, new: Callable) -> None:
@@ -165,27 +229,17 @@ def _replace_everywhere(old: Callable, new: Callable) -> None:
 
 
 def install_transformers() -> None:
-    """Has saving and uploading write model cards; where that moved, a warning says that there will be none."""
-    if problems := moved(TRANSFORMERS_HOOKS):
-        version = sys.modules["transformers"].__version__
-        warnings.warn(
-            f"hf_kbit: saved models get no model card, for in transformers {version} this moved: "
-            f"{'; '.join(problems)}. Take a newer hf_kbit",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    else:
-        install(TRANSFORMERS_HOOKS)
+    install("transformers", TRANSFORMERS_HOOKS)
 
 
 def install_peft() -> None:
     """Makes adapters work on quantized layers. Where that fails, PEFT stays as it is, but is refused quantized layers:
     the program may well use it for models that have none."""
     if problem := _why_not_peft():
+        _refuse_adapters(problem)  # before the warning, which may be an error to the program
         warnings.warn(f"hf_kbit: adapters on quantized layers are refused: {problem}", RuntimeWarning, stacklevel=2)
-        _refuse_adapters(problem)
     else:
-        install(PEFT_HOOKS)
+        install("peft", PEFT_HOOKS)
 
 
 def _why_not_peft() -> str:
@@ -194,13 +248,13 @@ def _why_not_peft() -> str:
     version = sys.modules["peft"].__version__
     if Version(version) < Version(OLDEST_PEFT):
         return f"found peft {version}, expected {OLDEST_PEFT} or newer: pip install -U peft"
-    if problems := moved((*PEFT_NAMES, *PEFT_HOOKS)):
+    if problems := moved((*PEFT_NAMES, *(hook for hook in PEFT_HOOKS if not hook.lost))):
         return f"found that in peft {version} this moved: {'; '.join(problems)}. Take a newer hf_kbit"
     try:
         for hook in PEFT_HOOKS:
             pkgutil.resolve_name(hook.wrapper)
-    except ImportError as error:
-        return f"found that our glue does not work with peft {version} ({error}). Take a newer hf_kbit"
+    except Exception as error:  # whatever our files say of this peft, importing it goes on
+        return f"found that our glue does not work with peft {version} ({error!r}). Take a newer hf_kbit"
     return ""
 
 
@@ -209,6 +263,8 @@ def _refuse_adapters(problem: str) -> None:
 
     tuner = pkgutil.resolve_name(_TUNER)
     inject = tuner.inject_adapter
+    if getattr(inject, "_is_hook_of_hf_kbit", False):
+        return
 
     @wraps(inject)
     def refusing(self, model, *args, **kwargs):
@@ -217,6 +273,7 @@ def _refuse_adapters(problem: str) -> None:
                 raise ImportError(f"{name}: found a quantized layer, to which this peft can add no adapter: {problem}")
         return inject(self, model, *args, **kwargs)
 
+    refusing._is_hook_of_hf_kbit = True
     tuner.inject_adapter = refusing
 
 
@@ -224,7 +281,10 @@ def _refuse_adapters(problem: str) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds a library as the other finders do, and calls ``then`` as soon as it is imported."""
+    """Finds a library as the finders after it do, and calls ``then`` each time it has been imported or reloaded.
+
+    It is never taken out of ``sys.meta_path``: another thread may be going through that list.
+    """
 
     def __init__(self, library: str, then: Callable[[], None]):
         self.library, self.then = library, then
@@ -232,24 +292,22 @@ class _Finder(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != self.library:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in later)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module):
-                execute(module)  # where this fails, the next import comes here again
-                sys.meta_path.remove(self)
-                self.then()
+                execute(module)
+                self.then()  # still under the lock of this import: no thread gets the library without hooks
 
             spec.loader.exec_module = exec_module
         return spec
 
 
 def after_import(library: str, then: Callable[[], None]) -> None:
-    """Calls ``then`` after the import of ``library``: now if that was, never if it is not imported."""
+    """Calls ``then`` after each import of ``library``, and now if there was one; ``then`` may find its work done."""
+    sys.meta_path.insert(0, _Finder(library, then))  # first of all, for another thread may be about to import it
     if sys.modules.get(library) is not None:
         importlib.import_module(library)  # waits where another thread is importing it
         then()
-    else:
-        sys.meta_path.insert(0, _Finder(library, then))

@@ -1,6 +1,8 @@
 """KbitLinear: an ``nn.Linear`` whose weight is quantized and frozen."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import nn
@@ -14,6 +16,19 @@ SCALES = ("absmax", "search")
 DEFAULT_CODEBOOK, DEFAULT_SCALE = "optimal", "search"  # made for each other
 PACKED = ("weight", "weight_absmax")
 DECODING = "kbit"  # in the metadata of a state dict
+
+
+_LEFT_OUT = ContextVar("packed weights are left out of state dicts", default=False)
+
+
+@contextmanager
+def without_packed_weights() -> Iterator[None]:
+    """State dicts made inside have no packed weights: for saving what a model has besides."""
+    token = _LEFT_OUT.set(True)
+    try:
+        yield
+    finally:
+        _LEFT_OUT.reset(token)
 
 
 def check_scale(scale: object) -> str:
@@ -279,6 +294,10 @@ class KbitLinear(nn.Linear):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if _LEFT_OUT.get():
+            for name in PACKED:
+                del destination[prefix + name]
+            return
         if hasattr(destination, "_metadata"):
             destination._metadata[prefix[:-1]][DECODING] = self.decoding.to_dict()
         if self.is_tiled:

@@ -1,20 +1,12 @@
 """The hooks into other libraries: that they hold, and what happens where a library is too old or has moved one."""
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import peft
 import pytest
 
 from hf_kbit.integrations import hooks
-
-
-def run(code: str) -> str:
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.strip()
 
 
 @pytest.mark.parametrize(
@@ -39,7 +31,7 @@ def test_what_moved_is_found(entry, found):
     assert hooks.moved([entry]) == [found]
 
 
-def test_a_moved_name_of_transformers_is_one_import_error():
+def test_a_moved_name_of_transformers_is_one_import_error(fresh):
     code = """
 import transformers.core_model_loading as loading, transformers.quantizers.base as base
 del loading.dot_natural_key
@@ -49,13 +41,13 @@ try:
 except ImportError as error:
     print(error)
 """
-    message = run(code)
+    message = fresh.run(code)
     assert message.startswith("transformers ") and "newer hf_kbit, or an older transformers" in message
     assert "core_model_loading:dot_natural_key (found none)" in message
     assert "HfQuantizer.param_element_size (found none)" in message
 
 
-def test_a_moved_hook_of_transformers_costs_the_model_card_alone(tmp_path):
+def test_a_moved_hook_of_transformers_costs_what_it_is_for(fresh, tmp_path):
     code = f"""
 import warnings
 import transformers.utils.hub as hub
@@ -63,17 +55,17 @@ del hub.PushToHubMixin._upload_modified_files
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import hf_kbit
-print([str(w.message) for w in caught if "hf_kbit" in str(w.message)])
+print(*(w.message for w in caught if "hf_kbit" in str(w.message)))
 from transformers import LlamaConfig, LlamaForCausalLM
 shape = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1, vocab_size=64)
 LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained({str(tmp_path / "dense")!r})
 model = LlamaForCausalLM.from_pretrained({str(tmp_path / "dense")!r}, quantization_config=hf_kbit.KbitConfig())
 model.save_pretrained({str(tmp_path / "kbit")!r})
 """
-    printed = run(code)
-    assert "saved models get no model card" in printed and "_upload_modified_files (found none)" in printed
-    saved = {file.name for file in (tmp_path / "kbit").iterdir()}
-    assert "model.safetensors" in saved and "README.md" not in saved
+    printed = fresh.run(code)
+    assert printed.startswith("hf_kbit: models pushed to the Hub get no model card, for in transformers ")
+    assert "_upload_modified_files (found none)" in printed and len(printed.splitlines()) == 1
+    assert {file.name for file in (tmp_path / "kbit").iterdir()} >= {"model.safetensors", "README.md"}
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +98,7 @@ adapt(nn.Sequential(hf_kbit.KbitLinear.from_linear(nn.Linear(64, 64))))
 
 
 @pytest.mark.parametrize("first, second", [("hf_kbit", "peft"), ("peft", "hf_kbit")])
-def test_an_older_peft_serves_models_without_quantized_layers(old_peft, first, second):
+def test_an_older_peft_serves_models_without_quantized_layers(fresh, old_peft, first, second):
     code = f"""
 import sys; sys.path.insert(0, {old_peft!r})
 import {first}
@@ -114,12 +106,12 @@ import {second}
 from transformers import Trainer
 assert peft.__version__ == "0.19.1"
 {ADAPT}"""
-    adapted, refused = run(code).splitlines()
+    adapted, refused = fresh.run(code).splitlines()
     assert adapted == "adapted"
     assert refused.startswith("0: found a quantized layer") and "found peft 0.19.1, expected 0.20 or newer" in refused
 
 
-def test_a_moved_hook_of_peft_serves_models_without_quantized_layers():
+def test_a_moved_hook_of_peft_serves_models_without_quantized_layers(fresh):
     code = f"""
 import sys, warnings
 import hf_kbit
@@ -130,12 +122,12 @@ with warnings.catch_warnings(record=True) as caught:
     import peft
 print(*(w.message for w in caught if "hf_kbit" in str(w.message)))
 {ADAPT}"""
-    warned, adapted, refused = run(code).splitlines()
+    warned, adapted, refused = fresh.run(code).splitlines()
     assert warned.startswith("hf_kbit: adapters on quantized layers are refused") and "get_peft_mode (" in warned
     assert adapted == "adapted" and "get_peft_mode (found none)" in refused
 
 
-def test_an_import_that_fails_is_tried_again_with_hooks(tmp_path):
+def test_an_import_that_fails_is_tried_again_with_hooks(fresh, tmp_path):
     """A library whose import fails at first is hooked into when it succeeds."""
     (tmp_path / "fickle.py").write_text("import sys\nif not hasattr(sys, 'ready'): raise ImportError('not ready')\n")
     code = f"""
@@ -149,4 +141,140 @@ except ImportError as error:
 sys.ready = True
 import fickle
 """
-    assert run(code).splitlines() == ["not ready", "hooked"]
+    assert fresh.run(code).splitlines() == ["not ready", "hooked"]
+
+
+def test_a_hook_of_peft_that_little_needs_is_left_out(fresh):
+    """Adapters work, and one warning says what does not."""
+    code = f"""
+import dataclasses, warnings
+import hf_kbit
+from hf_kbit.integrations import hooks
+hooks.PEFT_HOOKS = tuple(
+    dataclasses.replace(hook, parameters=("model", "moved")) if "get_nb" in hook.place else hook
+    for hook in hooks.PEFT_HOOKS
+)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import peft
+print(*(w.message for w in caught if "hf_kbit" in str(w.message)))
+{ADAPT}
+print(hf_kbit.prepare_model_for_kbit_training is peft.prepare_model_for_kbit_training)
+"""
+    warned, *rest = fresh.run(code).splitlines()
+    assert warned.startswith("hf_kbit: print_trainable_parameters() counts packed words as weights, for in peft ")
+    assert warned.count("expected model, moved first") == 2
+    assert rest == ["adapted", "adapted", "True"]
+
+
+@pytest.mark.parametrize("first", ["hf_kbit", "peft"])
+def test_either_import_may_come_first(fresh, first):
+    """Also a function that was imported by name before is ours; and PEFT is imported by nobody but the program."""
+    imports = ["import hf_kbit", "import peft; from peft import prepare_model_for_kbit_training as prepare"]
+    if first == "hf_kbit":
+        imports.insert(
+            1, "import importlib.util, sys; importlib.util.find_spec('peft'); assert 'peft' not in sys.modules"
+        )
+    else:
+        imports.reverse()
+    code = "; ".join(imports)
+    code += """
+from torch import nn
+assert prepare is peft.prepare_model_for_kbit_training is peft.utils.other.prepare_model_for_kbit_training
+assert prepare is hf_kbit.prepare_model_for_kbit_training
+model = nn.Sequential(hf_kbit.KbitLinear(32, 32, bits=3))
+print(type(peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"])).base_model.model[0]).__name__)
+"""
+    assert fresh.run(code) == "KbitLoraLinear"
+
+
+def test_our_names_that_need_peft_import_it(fresh):
+    assert fresh.run("import hf_kbit, sys; hf_kbit.merge_and_unload; print('peft' in sys.modules)") == "True"
+
+
+RELOADED = """
+model = peft.get_peft_model(
+    nn.Sequential(hf_kbit.KbitLinear.from_linear(nn.Linear(64, 64, bias=False)), nn.Linear(64, 64)),
+    peft.LoraConfig(target_modules=["0"], init_lora_weights=False),
+)
+assert type(model.base_model.model[0]).__name__ == "KbitLoraLinear"
+assert model.get_nb_trainable_parameters() == (2 * 8 * 64, 2 * 8 * 64 + 64 * 64 + 64 * 64 + 64)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    model.merge_and_unload()
+assert len([w for w in caught if "hf_kbit: merged" in str(w.message)]) == 1
+assert peft.prepare_model_for_kbit_training is hf_kbit.prepare_model_for_kbit_training
+"""
+
+
+def test_hooks_are_installed_once_whatever_is_reloaded(fresh):
+    code = f"""
+import importlib, warnings
+import hf_kbit, peft
+from torch import nn
+for module in (hf_kbit, peft, hf_kbit.integrations.hooks, hf_kbit):
+    importlib.reload(module)
+{RELOADED}
+"""
+    fresh.run(code)
+
+
+@pytest.mark.parametrize("first", ["library", "hf_kbit"])
+def test_threads_get_a_library_with_its_hooks(fresh, first, tmp_path):
+    """Whether its import is under way when ours comes, or begins in two threads after it."""
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(0.2)\nhooked = False\n")
+    code = f"""
+import importlib, sys, threading; sys.path.insert(0, {str(tmp_path)!r})
+from hf_kbit.integrations.hooks import after_import
+def hook():
+    assert not sys.modules["slow"].hooked
+    sys.modules["slow"].hooked = True
+def use():
+    print(importlib.import_module("slow").hooked)
+if {first!r} == "library":
+    thread = threading.Thread(target=importlib.import_module, args=["slow"])
+    thread.start()
+    while "slow" not in sys.modules:
+        pass
+    after_import("slow", hook)
+    use()
+else:
+    after_import("slow", hook)
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+"""
+    assert fresh.run(code).split() == ["True"] * (1 if first == "library" else 2)
+
+
+def test_a_warning_that_is_an_error_leaves_no_peft_without_hooks(fresh, old_peft):
+    """The import fails, as the program wants; where it goes on regardless, quantized layers are refused."""
+    code = f"""
+import sys; sys.path.insert(0, {old_peft!r})
+import warnings
+import hf_kbit
+with warnings.catch_warnings():
+    warnings.simplefilter("error", RuntimeWarning)
+    try:
+        import peft
+    except RuntimeWarning as error:
+        print(error)
+warnings.simplefilter("ignore")
+import peft
+{ADAPT}"""
+    warned, adapted, refused = fresh.run(code).splitlines()
+    assert warned.startswith("hf_kbit: adapters on quantized layers are refused")
+    assert adapted == "adapted" and refused.startswith("0: found a quantized layer")
+
+
+def test_glue_that_fails_does_not_fail_the_import(fresh):
+    """Whatever the error is: here PEFT lacks a name that our files take from it."""
+    code = f"""
+import sys, types, warnings
+warnings.simplefilter("ignore")
+import hf_kbit
+broken = types.ModuleType("hf_kbit.integrations.peft.merge")
+sys.modules["hf_kbit.integrations.peft.merge"] = broken
+import peft
+{ADAPT}"""
+    adapted, refused = fresh.run(code).splitlines()
+    assert adapted == "adapted" and "our glue does not work with peft" in refused and "report_once" in refused

@@ -6,13 +6,21 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from hf_kbit.integrations.peft.layer import KbitTunerLayer, dense, requantize, stand_in, tuner_class
+from hf_kbit.integrations.peft.layer import (
+    KbitTunerLayer,
+    base_layer_as,
+    dense,
+    requantize,
+    stand_in,
+    tuner_class,
+)
 from hf_kbit.nn.linear import KbitLinear
 
 # Their layers call the base layer, and read its weight only where we hand them a decoded one.
 METHODS = ("ADALORA", "BOFT", "IA3", "LOHA", "LOKR", "LORA", "MISS", "OFT", "VERA")
 
-# Initialisations of LoRA that do not look at the weight; for others it is decoded.
+# Initialisations of LoRA that do not look at the weight; for its others, and for DoRA, it is decoded. No other one of
+# the METHODS looks at it, however it is initialised: with NaN for a weight PEFT makes the same adapters.
 BLIND_INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
 
 # Initialisations of LoRA that need what a quantized layer cannot give: {name: what, and what to do instead}.
@@ -28,10 +36,14 @@ def _base_layer(module: nn.Module) -> nn.Module:
     return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
 
+def _method(config) -> str:
+    return getattr(config.peft_type, "value", config.peft_type)
+
+
 def _check_method(config, name: str, layer: KbitLinear, parameter_name: str | None) -> None:
     """Refuses what would read packed words as weights."""
     what = f"{name}: a KbitLinear of {layer.bits} bits, whose weight is frozen and packed"
-    method, init = getattr(config.peft_type, "value", config.peft_type), getattr(config, "init_lora_weights", True)
+    method, init = _method(config), getattr(config, "init_lora_weights", True)
     if method not in METHODS:
         known = ", ".join(METHODS)
         raise ValueError(
@@ -54,16 +66,32 @@ def _check_method(config, name: str, layer: KbitLinear, parameter_name: str | No
 
 
 def _reads_weight(config) -> bool:
-    """Whether creating the adapter takes more of the base layer than its shape."""
-    return getattr(config, "init_lora_weights", None) not in BLIND_INITIALISATIONS or config.use_dora
+    """Whether creating the adapter takes more of the base layer than its shape, dtype and device."""
+    return _method(config) == "LORA" and (config.init_lora_weights not in BLIND_INITIALISATIONS or config.use_dora)
+
+
+def _has_class_for(config, base: KbitLinear) -> bool:
+    """Whether ``config._register_custom_module`` gave a class for ``KbitLinear`` itself: that gets the layer as it is.
+
+    A class for ``nn.Linear`` gets what PEFT's own get.
+    """
+    custom = getattr(config, "_custom_modules", None) or {}
+    first = next((key for key in custom if isinstance(base, key)), nn.Linear)
+    return issubclass(first, KbitLinear)
 
 
 def _create_and_replace(create, config, adapter_name, target, target_name, parent, *, current_key, **kwargs):
-    """``BaseTuner._create_and_replace``, with an ``nn.Linear`` in place of the ``KbitLinear`` while it runs."""
+    """``BaseTuner._create_and_replace``, with an ``nn.Linear`` in place of the ``KbitLinear`` while it runs.
+
+    Whatever fails, the layer is what it was.
+    """
     base = _base_layer(target)
     if not isinstance(base, KbitLinear):
         return create(config, adapter_name, target, target_name, parent, current_key=current_key, **kwargs)
     _check_method(config, current_key, base, kwargs.get("parameter_name"))
+    first = target is base  # or the layer has adapters
+    if _has_class_for(config, base) if first else not isinstance(target, KbitTunerLayer):
+        return create(config, adapter_name, target, target_name, parent, current_key=current_key, **kwargs)
     reads = _reads_weight(config)
     if reads and base.weight.is_meta:
         raise ValueError(
@@ -75,27 +103,41 @@ def _create_and_replace(create, config, adapter_name, target, target_name, paren
             "adapter's initialisation reads the weight. Call unmerge_adapter() first"
         )
     linear = dense(base) if reads else stand_in(base)
-    further = isinstance(target, KbitTunerLayer)  # adapter on a layer that has some
-    if further:
-        target.base_layer = linear
     try:
-        create(
-            config, adapter_name, target if further else linear, target_name, parent, current_key=current_key, **kwargs
+        if first:
+            create(config, adapter_name, linear, target_name, parent, current_key=current_key, **kwargs)
+            layer = _over_quantized(getattr(parent, target_name), linear, base, current_key)
+        else:
+            with base_layer_as(target, linear):
+                create(config, adapter_name, target, target_name, parent, current_key=current_key, **kwargs)
+            layer = target
+            if getattr(parent, target_name) is not target:
+                raise ValueError(
+                    f"{current_key}: found a {_method(config)} adapter over a {type(target).__name__}, expected "
+                    "adapters of one method on a quantized layer"
+                )
+        if reads:
+            with base_layer_as(layer, stand_in(base)):  # its dtype is that of adapters on a model in 16 bits
+                layer._move_adapter_to_device_of_base_layer(adapter_name)
+            if not torch.equal(linear.weight, base.dequantize(torch.float32)):
+                requantize(base, linear.weight, f"{current_key}.weight less what {adapter_name} starts with")
+    except BaseException:  # an interrupt too must leave no stand-in behind
+        setattr(parent, target_name, target)
+        if not first:
+            target.delete_adapter(adapter_name)
+        raise
+
+
+def _over_quantized(layer: nn.Module, linear: nn.Linear, base: KbitLinear, name: str) -> KbitTunerLayer:
+    """The adapter layer that PEFT made over ``linear``, over ``base``."""
+    if not isinstance(layer, BaseTunerLayer) or getattr(layer, "base_layer", None) is not linear:
+        raise TypeError(
+            f"{name}: found a {type(layer).__name__} made for a quantized layer, expected a BaseTunerLayer of PEFT "
+            "with that layer as its base_layer"
         )
-        if further and getattr(parent, target_name) is not target:
-            setattr(parent, target_name, target)
-            raise ValueError(
-                f"{current_key}: found a {config.peft_type.value} adapter over a {type(target).__name__}, expected "
-                "adapters of one method on a quantized layer"
-            )
-        if reads and not torch.equal(linear.weight, base.dequantize(torch.float32)):
-            requantize(base, linear.weight, f"{current_key}.weight less what {adapter_name} starts with")
-    finally:
-        layer = getattr(parent, target_name)
-        if isinstance(layer, BaseTunerLayer):
-            layer.base_layer = base
-            if not further:
-                layer.__class__, layer.name = tuner_class(type(layer)), current_key
+    layer.base_layer = base
+    layer.__class__, layer.name = tuner_class(type(layer)), name
+    return layer
 
 
 def _check_modules_to_save(model: nn.Module, config) -> None:
@@ -119,5 +161,18 @@ def wrap_inject_adapter(inject_adapter):
             return inject_adapter(self, model, adapter_name, *args, **kwargs)
         finally:
             del self._create_and_replace
+
+    return wrapped
+
+
+def wrap_adapted_attention(init):
+    """Gives adaption prompts the dtype they have in 16 bits; PEFT takes that of ``q_proj.weight``: packed integers."""
+
+    @functools.wraps(init)
+    def wrapped(self, model_type, adapter_len, model, target_dtype=torch.float32):
+        quantized = next((module for module in model.modules() if isinstance(module, KbitLinear)), None)
+        if quantized is not None and not target_dtype.is_floating_point:
+            target_dtype = quantized.dense_dtype
+        init(self, model_type, adapter_len, model, target_dtype)
 
     return wrapped

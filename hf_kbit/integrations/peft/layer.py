@@ -1,9 +1,12 @@
 """PEFT's adapter layers over a ``KbitLinear``: how they see it, and how they merge into it."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.utils.quantization_utils import QuantizationBackend
 from torch import nn
 
 from hf_kbit.integrations.peft.merge_report import MergedLayer, report
@@ -44,21 +47,21 @@ class KbitTunerLayer:
         if original.weight.device != base.weight.device:  # the model was moved meanwhile
             original.to(base.weight.device)
         exact, measured = dense(original), None
-        self.base_layer, self.merged_adapters = exact, []
         try:
-            super().merge(safe_merge=safe_merge, adapter_names=merged + adapter_names)
+            self.merged_adapters = []
+            with base_layer_as(self, exact):
+                super().merge(safe_merge=safe_merge, adapter_names=merged + adapter_names)
             if self.merge_dtype is not None:
-                self.base_layer = to_dense(base, self.merge_dtype, exact)
-                if not self.base_layer.weight.isfinite().all():
+                plain = to_dense(base, self.merge_dtype, exact)
+                if not plain.weight.isfinite().all():
                     raise ValueError(
                         f"{self._what()}: found NaN or infinite values, expected finite ones in {self.merge_dtype}"
                     )
-            else:
-                self.base_layer = base
-                if self.merged_adapters != merged:  # this layer has at least one of the adapters
-                    measured = self._take(original, exact)
+                self.base_layer = plain
+            elif self.merged_adapters != merged:  # this layer has at least one of the adapters
+                measured = self._take(original, exact)
         except Exception:
-            self.base_layer, self.merged_adapters = base, merged
+            self.merged_adapters = merged
             raise
         if measured is not None:
             report(measured)
@@ -98,13 +101,13 @@ class KbitTunerLayer:
     def get_delta_weight(self, *args, **kwargs):
         """What an adapter adds to the weight; PEFT looks at the shape of the base layer's for it."""
         base = self.base_layer
-        if not isinstance(base, KbitLinear):
+        with base_layer_as(self, stand_in(base) if isinstance(base, KbitLinear) else base):
             return super().get_delta_weight(*args, **kwargs)
-        self.base_layer = stand_in(base)
-        try:
-            return super().get_delta_weight(*args, **kwargs)
-        finally:
-            self.base_layer = base
+
+    @property
+    def quantization_backend(self) -> QuantizationBackend | None:
+        """What PEFT knows the base layer's format by, as in ``model.get_model_status()``."""
+        return BACKEND if isinstance(self.base_layer, KbitLinear) else None
 
     def _cast_input_dtype(self, x, dtype):
         """PEFT's cast to the adapter's float32, but where autocast would undo it in the next product."""
@@ -119,7 +122,7 @@ class KbitTunerLayer:
 
 @functools.cache
 def tuner_class(plain: type[BaseTunerLayer]) -> type[KbitTunerLayer]:
-    method = plain.__module__.split(".")[-2].capitalize()
+    method = "".join(plain.__module__.split(".")[-2:-1]).capitalize()  # a class of a script is in no package
     # No slots, that is nothing in memory that the plain class has not: so Python lets an object change to this class.
     return type(f"Kbit{method}{plain.__name__}", (KbitTunerLayer, plain), {"__module__": __name__, "__slots__": ()})
 
@@ -131,6 +134,31 @@ def _new_tuner_layer(plain: type[BaseTunerLayer]) -> KbitTunerLayer:
 
 
 # --- a KbitLinear as PEFT sees it -----------------------------------------------------------------
+
+
+class KbitBackend(QuantizationBackend):
+    """PEFT's view of the format. ``KbitTunerLayer.merge`` needs none of it: PEFT merges into a dense layer there."""
+
+    layer_type, supports_merge, backend_name = "linear", True, "kbit"
+
+    def get_base_weight(self, base_layer: KbitLinear) -> torch.Tensor:
+        return base_layer.dequantize(torch.float32)
+
+    def set_base_weight(self, peft_layer: KbitTunerLayer, weight_data: torch.Tensor) -> None:
+        requantize(peft_layer.base_layer, weight_data, f"{peft_layer.name}.weight")
+
+
+BACKEND = KbitBackend()
+
+
+@contextmanager
+def base_layer_as(layer: BaseTunerLayer, base: nn.Module) -> Iterator[None]:
+    """Has an adapter layer stand over another base layer for a while."""
+    own, layer.base_layer = layer.base_layer, base
+    try:
+        yield
+    finally:
+        layer.base_layer = own
 
 
 def _linear(layer: KbitLinear, weight: torch.Tensor) -> nn.Linear:
@@ -149,8 +177,14 @@ def dense(layer: KbitLinear) -> nn.Linear:
 
 
 def stand_in(layer: KbitLinear) -> nn.Linear:
-    """Shape, dtype and device of the decoded layer without its memory: NaN, so that no reading goes unnoticed."""
-    nan = torch.full((), torch.nan, dtype=layer.dense_dtype, device=layer.weight.device)
+    """Shape, dtype and device of the decoded layer without its memory: NaN, so that no reading goes unnoticed.
+
+    The device is the one that the layer computes on: adapters of a layer whose weight is offloaded are not.
+    """
+    device = layer.weight.device
+    if layer.weight.is_meta and getattr(getattr(layer, "_hf_hook", None), "execution_device", None) is not None:
+        device = layer._hf_hook.execution_device
+    nan = torch.full((), torch.nan, dtype=layer.dense_dtype, device=device)
     return _linear(layer, nan.expand(layer.out_features, layer.in_features))
 
 

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -68,24 +69,24 @@ def _summary(layers: list[MergedLayer]) -> str:
     return text + ". Without this loss, into 16 bits: hf_kbit.merge_and_unload(model, dequantize=True)"
 
 
-_collected: list[MergedLayer] | None = None
+_collected: ContextVar[list[MergedLayer] | None] = ContextVar("layers merged in one call", default=None)
 
 
 def report(layer: MergedLayer) -> None:
-    if _collected is None:
+    if (layers := _collected.get()) is None:
         warnings.warn(_summary([layer]), stacklevel=4)
     else:
-        _collected.append(layer)
+        layers.append(layer)
 
 
 @contextmanager
 def one_report() -> Iterator[None]:
-    """Gathers the reports of all layers that are merged inside into one warning."""
-    global _collected
-    outer, _collected = _collected, []
+    """Gathers the reports of all layers that are merged inside, and in this thread, into one warning."""
+    layers: list[MergedLayer] = []
+    token = _collected.set(layers)
     try:
         yield
     finally:
-        layers, _collected = _collected, outer
+        _collected.reset(token)
     if layers:
         warnings.warn(_summary(layers), stacklevel=5)

@@ -1,12 +1,13 @@
 """Merging adapters into quantized layers: exact until the sum is quantized, undone to the byte, never in silence."""
 
 import re
+import threading
 import warnings
 
 import peft
 import pytest
 import torch
-from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodules
+from accelerate.hooks import remove_hook_from_submodules
 from adapters import (
     CONFIGS,
     IDS,
@@ -15,6 +16,7 @@ from adapters import (
     decoded,
     kbit_layers,
     lora,
+    offload,
     packed_state,
     quantized,
     relative,
@@ -25,6 +27,7 @@ from transformers import AutoModelForCausalLM
 import hf_kbit
 from hf_kbit import KbitLinear
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
+from hf_kbit.integrations.peft.merge_report import one_report
 
 # Adapters on all of these widths and levels at once.
 SETTINGS = {"bits": 3, "module_bits": {"v_proj": 5, "down_proj": 2}}
@@ -46,13 +49,6 @@ def merge(model, **kwargs) -> list[str]:
 
 def tuner_layers(model) -> dict[str, KbitTunerLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, KbitTunerLayer)}
-
-
-def offload(layer: nn.Module, device: str) -> None:
-    """Leaves the layer's tensors in CPU memory and has them brought to the device for each call."""
-    attach_align_device_hook(
-        layer, device, offload=True, weights_map={k: v.cpu() for k, v in layer.state_dict().items()}
-    )
 
 
 def expected_state(reference, model) -> dict[str, torch.Tensor]:
@@ -219,6 +215,17 @@ def test_a_layer_merged_alone_reports_itself(device):
     assert layer.merged, "the warning is an error to this program, and yet the merge is done"
     layer.unmerge()
     assert_same_state(packed_state(model), before)
+
+
+def test_threads_that_merge_report_their_own_layers(device):
+    model = adapted(quantized(device), lora())
+    layers = [block.mlp.down_proj for block in model.base_model.model.model.layers]
+    with pytest.warns(UserWarning) as caught, one_report():
+        thread = threading.Thread(target=layers[0].merge)
+        thread.start(), thread.join()
+        layers[1].merge()
+    texts = [str(warning.message) for warning in caught if "hf_kbit" in str(warning.message)]
+    assert [FIGURES.search(text)[5] for text in texts] == [f"model.layers.{number}.mlp.down_proj" for number in (0, 1)]
 
 
 @pytest.mark.parametrize("safe", [False, True])
