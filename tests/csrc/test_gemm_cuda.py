@@ -1,7 +1,7 @@
 """The fused CUDA gemm, for tiles: exact values, any codebook, graphs, streams, compilation.
 
-Up to 16 tokens it is one kernel, beyond, on Hopper, another; on other GPUs, up to 256, a third; before sm_80 none. What
-counts is not the GPU but the architecture that the code was built for."""
+Up to 16 tokens it is one kernel, beyond, on Hopper, another; on other GPUs, up to 256, a third; before sm_80 none.
+What counts is not the GPU but the architecture that the code was built for."""
 
 import re
 
