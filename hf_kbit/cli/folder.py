@@ -59,9 +59,10 @@ class Output:
             )
 
     def _moved(self) -> list[str]:
-        """Files that a run had begun to move out when it was killed."""
-        with suppress(FileNotFoundError, ValueError):
-            return json.loads(self._moving.read_text())
+        """Files in the folder that a run had begun to move out when it was killed."""
+        with suppress(FileNotFoundError, ValueError, TypeError):
+            names = json.loads(self._moving.read_text())
+            return [name for name in names if not Path(name).is_absolute() and ".." not in Path(name).parts]
         return []
 
     def _clean(self) -> None:

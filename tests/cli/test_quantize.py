@@ -404,6 +404,17 @@ def test_killed_while_the_model_moves_out(tmp_path, moved):
     assert files_of(tmp_path) == {"config.json"}
 
 
+@pytest.mark.parametrize("names", ['["../mine"]', '["{}/mine"]', "5", "[5]", "[", ""])
+def test_a_list_of_moved_files_that_is_not_ours(tmp_path, names):
+    (tmp_path / "mine").write_text("mine")
+    unfinished = tmp_path / "out" / UNFINISHED
+    unfinished.mkdir(parents=True)
+    (unfinished / "moving.json").write_text(names.replace("{}", str(tmp_path)))
+    with claim(tmp_path / "out"):
+        pass
+    assert files_of(tmp_path) == {"mine"}
+
+
 # --- faults of the machine ------------------------------------------------------------------------
 
 
