@@ -1,7 +1,10 @@
 """Mixed widths: which layers get more bits and which fewer, so that all together take a given size."""
 
+import copy
 import heapq
+import inspect
 import math
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -9,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.calibration import capture
@@ -20,6 +24,8 @@ from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.linear import KbitLinear
 
 SCALE_BITS = 8 / BLOCK_SIZE  # of a weight
+ASKED = 8  # tokens that a model reads to tell what it keeps of them
+CACHES = ("past_key_values", "cache_params", "state", "mems")  # names of the cache among a model's outputs
 TOGETHER = 16  # layers that are measured in one pass through the model, each with logits of its own
 
 
@@ -236,20 +242,22 @@ def bits_for_memory(
 ) -> float:
     """The mean width with which a model and its KV cache take ``memory`` bytes.
 
-    Counted are the weights of the layers to quantize with their scales, everything else as the model has it, and keys
-    and values of ``context`` tokens in its dtype. What computing takes comes on top: about one layer's activations.
+    Counted are the weights of the layers to quantize with their scales, everything else as the model has it, and what
+    it keeps of ``context`` tokens, which it is asked for: keys and values, in the window of layers that have one, or
+    states. What computing takes comes on top: about one layer's activations.
 
     Args:
         model: on any device, also meta, in the dtype that it will have: float16 or bfloat16, as a rule.
         memory: bytes.
-        context: tokens that the KV cache has room for, all sequences together.
+        context: tokens of the sequence that the cache has room for. Several sequences of so many tokens together take
+            as much; more, where layers keep a window or a state of each.
         config: which layers are quantized. Default: ``KbitConfig()``.
 
     Returns:
         2 to 5, for ``choose_widths``; 5 where there is memory to spare.
 
     Raises:
-        ValueError: not even 2 bits fit; the message says what is needed.
+        ValueError: not even 2 bits fit; the message says what is needed. Or the model cannot be asked what it keeps.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -280,11 +288,107 @@ def rest_bytes(model: PreTrainedModel, chosen: Iterable[str]) -> int:
 
 
 def cache_bytes(model: PreTrainedModel, context: int) -> int:
-    """Of keys and values of so many tokens, in the model's dtype, if all layers attend to all of them; 0 for a model
-    that does not generate."""
-    if not model.can_generate():
+    """What the model keeps of one sequence of ``context`` tokens while it generates; 0 if it does not generate.
+
+    The model is asked: one of its configuration, on the meta device, reads a few tokens, and each layer of the cache
+    takes in the others by its own ``update``. So sliding windows, latent attention, recurrent states and layers
+    without a cache count as what they keep. An encoder-decoder reads ``context`` tokens on both sides, or as much as
+    its encoder has positions for, where that reads no tokens.
+
+    Raises:
+        ValueError: the model does not run on the meta device, or not on tokens alone.
+    """
+    if not context or not model.can_generate():
         return 0
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * size * context * model.dtype.itemsize
+    try:
+        cache, states = _cache(model, min(context, ASKED), context)
+        growing = getattr(cache, "self_attention_cache", cache)
+        layers = getattr(growing, "layers", [])
+        if all(type(part).__module__ == Cache.__module__ for part in (growing, *layers)):
+            for layer in layers:
+                _grow(layer, context - min(context, ASKED))
+        else:  # a kind of its own, so all of the tokens are read: recurrent models do that one after another
+            cache, states = _cache(model, context, context)
+    except Exception as error:  # whatever a forward does on the meta device, or without what it needs
+        raise ValueError(
+            f"context: found {context:,}, but {type(model).__name__} cannot be asked what it keeps of so many tokens "
+            f"({type(error).__name__}: {error}); expected 0, and a memory without what its cache takes"
+        ) from error
+    return _bytes_held([cache, states])
+
+
+def _cache(model: PreTrainedModel, tokens: int, encoded: int) -> tuple[object, list[torch.Tensor]]:
+    """The cache of a model like this one after so many tokens, and the states that its modules keep themselves; all
+    on the meta device."""
+    with torch.device("meta"):
+        twin = type(model)(copy.deepcopy(model.config)).to(model.dtype).eval()
+        decoded = torch.zeros(1, tokens, dtype=torch.int64)
+        given = {"input_ids": decoded}
+        if twin.config.is_encoder_decoder:
+            given = {"decoder_input_ids": decoded, "input_ids": torch.zeros(1, encoded, dtype=torch.int64)}
+            if not capture.reads_tokens(model):
+                states = torch.zeros(1, twin.config.max_source_positions, twin.config.hidden_size, dtype=model.dtype)
+                given = {"decoder_input_ids": decoded, "encoder_outputs": BaseModelOutput(states)}
+    twin.set_attn_implementation("eager")  # others need a GPU, or values
+    for module in twin.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = lambda *_: None  # it looks at values
+    before = {id(state) for state in _own_states(twin)}
+    while True:
+        try:
+            with torch.no_grad():
+                outputs = twin(**given, use_cache=True)
+        except (NotImplementedError, RuntimeError) as error:
+            _pass_by(twin, error)
+        else:
+            break
+    cache = next((outputs[name] for name in CACHES if outputs.get(name) is not None), None)
+    return cache, [state for state in _own_states(twin) if id(state) not in before]
+
+
+def _own_states(model: nn.Module) -> list[torch.Tensor]:
+    """Tensors that modules have as plain attributes."""
+    return [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
+
+
+def _pass_by(model: nn.Module, error: Exception) -> None:
+    """Has modules of the class in which ``error`` arose return their input: routed experts, say, need values to run.
+    Raises the error again if they have to do with the cache."""
+    own = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    failed = [module for module in own if isinstance(module, nn.Module)]
+    if not failed or {*CACHES, "past_key_value"} & set(inspect.signature(failed[-1].forward).parameters):
+        raise error
+    for module in model.modules():
+        if type(module) is type(failed[-1]):
+            module.forward = lambda *args, **kwargs: next(iter((*args, *kwargs.values())))
+
+
+def _grow(layer: object, tokens: int) -> None:
+    """Has a layer of a cache take in so many tokens more, if it keeps any."""
+
+    def more(kept: torch.Tensor) -> torch.Tensor:
+        return kept.new_empty(*kept.shape[:-2], tokens, kept.shape[-1])
+
+    if getattr(layer, "keys", None) is not None:
+        layer.update(more(layer.keys), more(layer.values))
+    if getattr(layer, "indexer_keys", None) is not None:
+        layer.update_indexer(more(layer.indexer_keys))
+
+
+def _bytes_held(whole: object) -> int:
+    """Of all tensors but single numbers that an object holds, however deep, each once."""
+    waiting, seen, size = [whole], {}, 0
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen[id(part)] = part
+        if isinstance(part, torch.Tensor):
+            size += part.nbytes if part.dim() else 0
+        elif isinstance(part, Mapping):
+            waiting += part.values()
+        elif isinstance(part, list | tuple):
+            waiting += part
+        elif isinstance(part, Cache) or type(part).__module__.startswith(Cache.__module__.partition(".")[0]):
+            waiting += vars(part).values()
+    return size

@@ -22,6 +22,7 @@ from hf_kbit.calibration.layerwise import METHODS as CALIBRATION_METHODS
 from hf_kbit.integrations.peft.create import IMPOSSIBLE_INITIALISATIONS, METHODS
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
 from hf_kbit.nn.linear import SCALES
+from hf_kbit.widths import bits_for_memory, cache_bytes
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -263,15 +264,42 @@ def test_code_of_the_calibration_page(run_code):
     assert loss_of_notes(loaded) == pytest.approx(loss_of_notes(names["model"].to("cpu")), abs=1e-6)
 
 
-def test_commands_of_the_calibration_page(run_code, tmp_path):
+def test_commands_of_the_calibration_page(run_code):
     """Each makes a model that loads; the memory is smaller, for the model that stands in is."""
     (commands,) = code_blocks("calibration.md", "bash")
     for command in commands.splitlines():
-        name, *arguments = shlex.split(command.replace("300MB", "1.2MB"))
+        if "--memory" in command:
+            command = re.sub(r"(--memory) \S+", r"\1 1.2MB", command)
+        name, *arguments = shlex.split(command)
         sequences = ["--sequences", "2"] if "--calibrate" in arguments else []
         result = CliRunner().invoke(cli.app, [*arguments, *sequences, "--device", "cpu"])
         assert name == "hf-kbit" and result.exit_code == 0, result.output
         assert kinds_of_layers(Qwen3ForCausalLM.from_pretrained(arguments[2])) == {KbitLinear}
+
+
+def test_memory_in_the_commands_is_enough():
+    """For the model that they name, of the shape that it has on the Hub; and the figures beside them are true."""
+    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+    config = Qwen3Config(
+        vocab_size=151936, num_hidden_layers=28, head_dim=128, tie_word_embeddings=True, dtype=torch.bfloat16, **shape
+    )
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config).bfloat16()
+    page, readme = ((DOCS / name).read_text() for name in ("calibration.md", "../README.md"))
+    commands = re.findall(r"^hf-kbit quantize Qwen/Qwen3-0\.6B .*--memory.*$", page + readme, flags=re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        size, tokens = re.search(r"--memory (\d+)MB --context (\d+)", command).groups()
+        memory, tokens = int(size) * 10**6, int(tokens)
+        assert f"qwen3-{memory // 10**6}mb" in command
+        bits = bits_for_memory(model, memory, context=tokens)
+    prose = " ".join(page.split())
+    assert f"{memory // 10**6} MB give {bits:.2f} bits" in prose
+    embedding, kept = model.model.embed_tokens.weight.nbytes, cache_bytes(model, tokens)
+    assert f"the embedding takes {embedding / 1e6:.0f} MB and {tokens:,} tokens take {kept / 1e6:.0f} MB" in prose
+    with pytest.raises(ValueError, match=r"expected 552,[0-9,]* or more"):
+        bits_for_memory(model, 10**6, context=tokens)
+    assert "it needs 553 MB" in prose
 
 
 def test_methods_of_the_calibration_page():

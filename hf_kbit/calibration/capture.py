@@ -207,7 +207,11 @@ def moments(linears: dict[str, nn.Module], diagonal: bool) -> Iterator[dict[str,
         sums[name] = sums[name].add_(new) if name in sums else new
 
     hooks = [
-        module.register_forward_pre_hook(lambda _, args, name=name: add(name, args[0]))
+        # Some models call their layers by keyword.
+        module.register_forward_pre_hook(
+            lambda _, args, keywords, name=name: add(name, args[0] if args else next(iter(keywords.values()))),
+            with_kwargs=True,
+        )
         for name, module in linears.items()
     ]
     try:

@@ -6,12 +6,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -25,7 +23,7 @@ from hf_kbit.calibration.data import LENGTH, SEQUENCES, token_ids
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import evaluating
-from hf_kbit.integrations.transformers import selection
+from hf_kbit.integrations.transformers import checkpoint, selection
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Packed, choose_decoding
@@ -48,7 +46,10 @@ def calibrate(
     device: torch.device | str | None = None,
     resume: str | Path | None = None,
     progress: bool = False,
-    **config: Any,
+    config: KbitConfig | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **arguments: Any,
 ) -> PreTrainedModel:
     """Quantizes a model in place, so that on text like ``data`` its layers compute nearly what they did.
 
@@ -77,14 +78,18 @@ def calibrate(
             few times over. Default: where the model is; if that is a CPU, the GPU, where there is one.
         resume: a folder, which gets a file for each finished layer; the same call with it goes on where one was
             killed, and gives the same bytes. Remove it once the model is saved.
-        progress: shows a bar.
-        config: arguments of ``KbitConfig``, such as ``bits=3``; ``scale`` is always searched.
+        progress: shows a bar on stderr. Off unless asked for, as everywhere in Python; the command shows one.
+        config: which layers, widths and levels, as ``choose_widths`` returns; ``scale`` is always searched.
+        revision: branch, tag or commit of a model on the Hub.
+        trust_remote_code: whether Python code that comes with the model may run.
+        arguments: of ``KbitConfig``, such as ``bits=3``, instead of ``config``.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: ``data`` is neither token ids nor text nor rows of text, or an argument is unknown.
+        TypeError: ``data`` is neither token ids nor text nor rows of text, ``config`` is no ``KbitConfig`` or stands
+            beside arguments of one, or an argument is unknown.
         ValueError: an argument is out of range, the model is quantized already, is spread over devices, or has layers
             that tokens do not go through, a weight is NaN or infinite, or ``resume`` is of another run: the model is
             as it was. Or the inputs of a layer are: then the model is unusable.
@@ -101,14 +106,19 @@ def calibrate(
         raise ValueError(f"method: found {method!r}, expected one of {sorted(METHODS)}")
     if batch < 1:
         raise ValueError(f"batch: found {batch}, expected 1 or more")
-    quantizer = KbitHfQuantizer(KbitConfig(**config), pre_quantized=False)
+    if config is not None and arguments:
+        raise TypeError(f"config: found it and {sorted(arguments)}, expected one; put these into the config")
+    if not isinstance(config, KbitConfig | None):
+        raise TypeError(f"config: found {type(config).__name__}, expected a KbitConfig")
+    quantizer = KbitHfQuantizer(config or KbitConfig(**arguments), pre_quantized=False)
     if quantizer.quantization_config.scale != "search":
         raise ValueError(f"scale: found {quantizer.quantization_config.scale!r}, expected 'search' or none")
+    source = {"revision": revision, "trust_remote_code": trust_remote_code}
     if not isinstance(model, nn.Module):
-        model = load(model)
+        model = load(model, **source)
     widths = _check_model(model, quantizer.quantization_config)
     if tokenizer is None and not isinstance(data, torch.Tensor):
-        tokenizer = _tokenizer_of(model)
+        tokenizer = _tokenizer_of(model, **source)
     ids = token_ids(data, tokenizer, model, sequences, length)
     device = capture.resolve(device, model)
     training = {name: model.get_submodule(name).training for name in widths}
@@ -153,20 +163,34 @@ def calibrate(
     return model
 
 
-def load(name: str | Path) -> PreTrainedModel:
-    """The model of a folder or of a name on the Hub, of the class that was saved, in the dtype that it has there.
+def load(
+    name: str | Path,
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The model of a folder or of a name on the Hub, of the class that was saved, in ``dtype``: ``"auto"`` is the one
+    that it has there.
 
     Its weights are on the CPU, mapped from the files: memory takes what is read of them, until it is short.
+
+    Raises:
+        ValueError: Transformers has no model of the class that the config names.
     """
-    config = AutoConfig.from_pretrained(name)
-    saved_class = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
-    return saved_class.from_pretrained(name, dtype="auto")
+    source = {"revision": revision, "trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(name, **source)
+    try:
+        model_class = checkpoint.saved_class(config)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return model_class.from_pretrained(name, dtype=dtype, **source)
 
 
-def _tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+def _tokenizer_of(model: PreTrainedModel, **source: Any) -> PreTrainedTokenizerBase | None:
     """What lies where the model is from, if that is known."""
     try:
-        return AutoTokenizer.from_pretrained(model.name_or_path)
+        return AutoTokenizer.from_pretrained(model.name_or_path, **source)
     except (OSError, ValueError):
         return None
 

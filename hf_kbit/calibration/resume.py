@@ -4,10 +4,11 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hf_kbit.nn.linear import PACKED, KbitLinear
@@ -33,8 +34,7 @@ class Finished:
         folder.mkdir(parents=True, exist_ok=True)
         record = folder / RUN
         if record.exists():
-            found = json.loads(record.read_text())["digest"]
-            if found != digest:
+            if self._recorded(record) != digest:
                 raise ValueError(
                     f"{folder}: found what a run with another model, data, device or setting has finished, expected "
                     "this run's; take the same arguments to go on with it, or remove the folder"
@@ -51,12 +51,19 @@ class Finished:
             stored = layer.state_dict()
             tensors |= {f"{name}.{key}": stored[key].cpu() for key in PACKED}
             described[name] = layer.decoding.to_dict()
-        _write(self._file(unit), lambda file: save_file(tensors, file, {"layers": json.dumps(described)}))
+        metadata = {"layers": json.dumps(described)}
+        metadata["digest"] = digest(sorted(tensors.items()), metadata["layers"])
+        _write(self._file(unit), lambda file: save_file(tensors, file, metadata))
 
     def load(self, unit: str, layers: dict[str, KbitLinear], device: torch.device) -> bool:
-        """Fills the layers with what was saved, on ``device``; False if nothing was."""
+        """Fills the layers with what was saved, on ``device``; False if nothing was.
+
+        Raises:
+            ValueError: the file is damaged, or holds other layers; the message names it.
+        """
         if not self._file(unit).exists():
             return False
+        self._check(unit, layers)
         with safe_open(self._file(unit), "pt", device=str(device)) as stored:
             described = json.loads(stored.metadata()["layers"])
             for name, layer in layers.items():
@@ -64,15 +71,59 @@ class Finished:
                 layer.load(Packed(*(stored.get_tensor(f"{name}.{key}") for key in PACKED), decoding))
         return True
 
+    @staticmethod
+    def _recorded(record: Path) -> str:
+        """The digest of the run that a folder is of."""
+        try:
+            found = json.loads(record.read_text())["digest"]
+            if not isinstance(found, str):
+                raise TypeError(f"digest: found {found!r}, expected text")
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(
+                f"{record}: found it damaged ({type(error).__name__}: {error}), expected the record of a run; remove "
+                f"the folder {record.parent} to start anew"
+            ) from error
+        return found
+
+    def _check(self, unit: str, layers: Iterable[str]) -> None:
+        """Refuses the file of a unit if it is not, byte for byte, what was written for these layers."""
+        file, expected = self._file(unit), {f"{name}.{key}" for name in layers for key in PACKED}
+        try:
+            with safe_open(file, "pt") as stored:
+                metadata, tensors = stored.metadata() or {}, {name: stored.get_tensor(name) for name in stored.keys()}
+        except (OSError, SafetensorError) as error:
+            problem = str(error)
+        else:
+            whole = digest(sorted(tensors.items()), metadata.get("layers")) == metadata.get("digest")
+            problem = "its tensors are not those that were written" if not whole else ""
+            if not problem and tensors.keys() != expected:
+                problem = f"it holds other layers, {min(tensors, default='none')} for one"
+        if problem:
+            raise ValueError(
+                f"{file}: found it damaged ({problem}), expected what this run has written; remove this file, and its "
+                "layers are calibrated again"
+            )
+
     def _file(self, unit: str) -> Path:
         return self.folder / f"{unit}.safetensors"
 
 
 def _write(file: Path, write) -> None:
-    """All of the file or nothing, whenever the process is killed."""
+    """All of the file or nothing, whenever the process is killed or the power fails."""
     unfinished = file.with_name(file.name + PART)
     write(unfinished)
+    with unfinished.open("rb") as written:
+        os.fsync(written.fileno())
     os.replace(unfinished, file)
+
+
+def remove(folder: Path) -> None:
+    """Removes what a run has written into its folder, and the folder, if nothing else is in it."""
+    if (folder / RUN).is_file():
+        for file in (*folder.glob("*.safetensors"), *folder.glob(f"*{PART}"), folder / RUN):
+            file.unlink()
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor]], *others: object) -> str:

@@ -1,8 +1,18 @@
 """How commands print what they found, and how they end."""
 
-from typing import NoReturn
+import errno
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from functools import wraps
 
+import torch
 import typer
+from safetensors import SafetensorError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MEMORY = ("can't allocate memory", "cannot allocate memory")  # torch's words, and the system's
+INTERRUPTED = 130  # what a shell expects of a command that Ctrl-C ended
 
 
 def line(label: str, text: str) -> None:
@@ -10,7 +20,55 @@ def line(label: str, text: str) -> None:
     typer.echo(f"{label:<13} {text}")
 
 
-def fail(command: str, reason: object) -> NoReturn:
-    """Ends the command with its one line of what is wrong."""
-    typer.echo(f"hf-kbit {command}: {reason}", err=True)
-    raise typer.Exit(1) from None
+def in_one_line(name: str, command: Callable[..., None], interrupted: str = "") -> Callable[..., None]:
+    """The command, which ends with one line of what is wrong, on stderr, instead of a traceback.
+
+    An error that none of our checks is known to raise keeps its traceback, and the line says that it is a bug.
+
+    Args:
+        name: of the command, as the user typed it.
+        interrupted: what is to be said of a run that Ctrl-C ended.
+    """
+
+    @wraps(command)
+    def run(*arguments, **keywords):
+        try:
+            command(*arguments, **keywords)
+        except KeyboardInterrupt:
+            typer.echo(f"hf-kbit {name}: {interrupted or 'interrupted'}", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        except typer.Exit:
+            raise
+        except Exception as error:
+            typer.echo(f"hf-kbit {name}: {_reason(error)}", err=True)
+            raise typer.Exit(1) from None
+
+    return run
+
+
+def _reason(error: Exception) -> str:
+    for cause in _causes(error):
+        text = str(cause)
+        if getattr(cause, "errno", None) in FULL or any(f"(os error {code})" in text for code in FULL):
+            return f"the disk is full, or a file must not be so large ({text}); make room, then give the command again"
+        if isinstance(cause, torch.OutOfMemoryError):
+            first = text.partition("\n")[0]
+            return f"the GPU's memory is too small ({first}); free some, or compute with --device cpu"
+        short = isinstance(cause, MemoryError) or getattr(cause, "errno", None) == errno.ENOMEM
+        if short or any(words in text.lower() for words in MEMORY):
+            return f"memory is too small ({text or 'MemoryError'}); free some, or take a machine with more"
+    if isinstance(error, SafetensorError):
+        return f"found a damaged safetensors file ({error}), expected a whole one; fetch or write it again"
+    if isinstance(error, ImportError | OSError | TypeError | ValueError):
+        return str(error)
+    traceback.print_exception(error, file=sys.stderr)
+    return (
+        f"found an error that is not expected, {type(error).__name__}: {error}. Unless the files that were read are "
+        "damaged, it is a bug of hf_kbit: please report the lines above, and what `hf-kbit info` prints"
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import torch
 import typer
+from huggingface_hub import snapshot_download, upload_folder
 from transformers import AutoConfig, AutoTokenizer
 
 import hf_kbit
@@ -17,7 +18,9 @@ from hf_kbit import widths
 from hf_kbit.calibration.data import LENGTH, SEQUENCES, token_ids
 from hf_kbit.calibration.layerwise import METHODS, load
 from hf_kbit.cli.device import resolve_device
-from hf_kbit.cli.output import fail, line
+from hf_kbit.cli.folder import claim
+from hf_kbit.cli.model import Dtype, Revision, TrustRemoteCode, check_dtype
+from hf_kbit.cli.output import line
 from hf_kbit.cli.text import Column, Dataset, Split, Text, read_text
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import BITS
@@ -25,84 +28,111 @@ from hf_kbit.integrations.transformers import selection
 
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 MEASURED = (2, 512)  # sequences, and tokens of each, on which widths are chosen
-UNFINISHED = "unfinished"  # folder in a model's that is not all there yet
+INTERRUPTED = "interrupted; the same command goes on after the last layer that was calibrated, if any was"
+# What lies beside a model and is copied as it is: tokenizers, processors, chat templates.
+BESIDE = (
+    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "normalizer.json"),
+    *("*.model", "*.tiktoken", "*.spm", "*processor_config.json", "chat_template*", "additional_chat_templates/*"),
+)
 
 
 def command(
     model: Annotated[str, typer.Argument(help="Folder, or name on the Hub, of a model in 16 or 32 bits.")],
-    out: Annotated[Path, typer.Argument(help="Folder to save the quantized model in; a killed run goes on there.")],
+    out: Annotated[Path, typer.Argument(help="Folder to save the quantized model in: a new one, or an empty one.")],
     bits: Annotated[
-        float | None, typer.Option(help="2 to 5; 3.4, say, is a mean, with widths chosen for each layer. Default: 4.")
+        float | None,
+        typer.Option(
+            help="Bits for each weight: 2, 3, 4 or 5, or a mean such as 3.4, for which each layer gets its own width. "
+            "Default: 4."
+        ),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Instead of --bits: as many as fit, such as 20GB or 800MiB.")
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Instead of --bits: the memory, such as 20GB or 800MiB, that the model may take."
+        ),
     ] = None,
-    context: Annotated[int, typer.Option(min=0, help="With --memory: tokens that a KV cache has room for.")] = 8192,
-    calibrate: Annotated[bool, typer.Option(help="Quantize with data: better, and slower.")] = False,
-    method: Annotated[str, typer.Option(help=f"Of calibrating: {', '.join(METHODS)}.")] = "feedback",
+    context: Annotated[
+        int,
+        typer.Option(min=0, help="With --memory: tokens of a sequence that there must be room for."),
+    ] = 8192,
+    calibrate: Annotated[bool, typer.Option(help="Quantize with data, which is better and takes longer.")] = False,
+    method: Annotated[
+        str, typer.Option(help=f"With --calibrate: how weights are chosen, one of {', '.join(METHODS)}.")
+    ] = "feedback",
     text: Text = None,
     dataset: Dataset = None,
     split: Split = "train",
     column: Column = "text",
-    sequences: Annotated[int, typer.Option(min=1, help="Of the text, for calibrating, at most.")] = SEQUENCES,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence; as many as the model will read.")] = LENGTH,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences that go through a layer at a time.")] = 4,
-    codebook: Annotated[str | None, typer.Option(help="Name of the levels.")] = None,
-    skip: Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave in 16 bits; repeatable.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: GPU, if any.")] = None,
+    sequences: Annotated[
+        int, typer.Option(min=1, help="With --calibrate: number of sequences to take of the text, at most.")
+    ] = SEQUENCES,
+    length: Annotated[
+        int, typer.Option(min=1, help="Tokens in a sequence. Best as many as the model will read at once.")
+    ] = LENGTH,
+    batch: Annotated[int, typer.Option(min=1, help="Number of sequences that go through a layer at a time.")] = 4,
+    codebook: Annotated[str | None, typer.Option(help="Name of the codebook: the levels of a weight.")] = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(help="Name or pattern of layers to leave in 16 bits. Can be given several times."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where to compute: cpu, cuda or cuda:1. Default: a GPU, if there is one.")
+    ] = None,
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    push_to_hub: Annotated[
+        str | None, typer.Option(metavar="REPOSITORY", help="Name on the Hub to upload the saved model to as well.")
+    ] = None,
 ) -> None:
     """Quantizes a model and saves it, to a width or to a memory, with a little data or none.
 
-    Without --text and --dataset, what needs data takes the built-in text.
+    Without --text and --dataset, what needs data takes the built-in text. Given again, the command goes on where
+    calibrating was interrupted or killed.
     """
     start = time.monotonic()
-    try:
-        device, size = resolve_device(device), None if memory is None else _bytes(memory)
-        _check_quantize(model, out, bits, size, method)
-        choices = {"codebook": codebook} if codebook else {}
-        config = KbitConfig(modules_to_not_convert=skip or [], **choices)
-        if not (calibrate or size or (bits and bits % 1)) and (text or dataset):
-            raise ValueError("--text: found data, but neither --calibrate nor mixed widths need it")
-        data = read_text(text, dataset, split, column) if text or dataset else None
-        dense = load(model)
+    device, size = resolve_device(device), None if memory is None else _bytes(memory)
+    source = {"revision": revision, "trust_remote_code": trust_remote_code}
+    _check(model, bits, size, method, source)
+    dtype = check_dtype(dtype)
+    choices = {"codebook": codebook} if codebook else {}
+    config = KbitConfig(modules_to_not_convert=skip or [], **choices)
+    if not (calibrate or size or (bits and bits % 1)) and (text or dataset):
+        raise ValueError("--text: found data, but neither --calibrate nor mixed widths need it")
+    data = read_text(text, dataset, split, column) if text or dataset else None
+    with claim(out) as output:
+        dense = load(model, dtype=dtype, **source)
         mean = (bits or KbitConfig().bits) if size is None else _fit(dense, size, context, config)
         if calibrate or mean % 1:
-            source = ", ".join(map(str, text or ())) or dataset or "the built-in text"
-            ids = token_ids(data, AutoTokenizer.from_pretrained(model), dense, sequences, length)
+            named = ", ".join(map(str, text or ())) or dataset or "the built-in text"
+            ids = token_ids(data, AutoTokenizer.from_pretrained(model, **source), dense, sequences, length)
         if mean % 1:
-            config = _mix(dense, mean, ids, source, config, device)
+            config = _mix(dense, mean, ids, named, config, device)
         else:
             config = replace(config, bits=int(mean))
-        (out / UNFINISHED).mkdir(parents=True, exist_ok=True)
         if calibrate:
-            line("calibrating", f"{method}, {len(ids):,} x {ids.shape[1]:,} tokens of {source}, on {device}")
-            quantized = hf_kbit.calibrate(
-                dense,
-                ids,
-                method=method,
-                batch=batch,
-                device=device,
-                resume=out / UNFINISHED,
-                progress=True,
-                bits=config.bits,
-                module_bits=config.module_bits,
-                modules_to_not_convert=config.modules_to_not_convert,
-                **choices,
-            )
+            line("calibrating", f"{method}, {len(ids):,} x {ids.shape[1]:,} tokens of {named}, on {device}")
+            options = {"method": method, "batch": batch, "device": device}
+            quantized = hf_kbit.calibrate(dense, ids, config=config, resume=output.layers, progress=True, **options)
         else:
             kind = type(dense)
             del dense
-            quantized = kind.from_pretrained(model, dtype="auto", device_map=device, quantization_config=config)
-        quantized.save_pretrained(out)
-        _save_tokenizer(model, out)
-    except (ImportError, OSError, TypeError, ValueError) as error:
-        fail("quantize", error)
-    shutil.rmtree(out / UNFINISHED, ignore_errors=True)
+            quantized = kind.from_pretrained(
+                model, dtype=dtype, device_map=device, quantization_config=config, **source
+            )
+        quantized.save_pretrained(output.model)
+        _copy_beside(model, revision, output.model)
+        output.publish()
     saved = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     line("saved", f"{out}: {saved / 1e6:,.3g} MB, after {time.monotonic() - start:,.0f} s")
+    if push_to_hub is not None:
+        quantized.push_to_hub(push_to_hub)
+        upload_folder(repo_id=push_to_hub, folder_path=out, allow_patterns=list(BESIDE))
+        line("uploaded", push_to_hub)
 
 
-def _check_quantize(model: str, out: Path, bits: float | None, size: int | None, method: str) -> None:
+def _check(model: str, bits: float | None, size: int | None, method: str, source: dict) -> None:
     """Refuses what can be refused before anything large is loaded."""
     if bits is not None and size is not None:
         raise ValueError("--memory: found it and --bits, expected one")
@@ -110,10 +140,8 @@ def _check_quantize(model: str, out: Path, bits: float | None, size: int | None,
         raise ValueError(f"--bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
     if method not in METHODS:
         raise ValueError(f"--method: found {method!r}, expected one of {sorted(METHODS)}")
-    if getattr(AutoConfig.from_pretrained(model), "quantization_config", None) is not None:
+    if getattr(AutoConfig.from_pretrained(model, **source), "quantization_config", None) is not None:
         raise ValueError(f"{model}: found it quantized already, expected a model in 16 or 32 bits")
-    if out.exists() and not (out / UNFINISHED).is_dir() and (out.is_file() or any(out.iterdir())):
-        raise ValueError(f"{out}: found files, expected a new folder, or that of a killed run")
 
 
 def _bytes(size: str) -> int:
@@ -134,7 +162,7 @@ def _fit(model, size: int, context: int, config: KbitConfig) -> float:
     weights = widths.stored_weights(model, chosen)
     parts = {
         "what is not quantized": widths.rest_bytes(model, chosen),
-        f"keys and values of {context:,} tokens": widths.cache_bytes(model, context),
+        f"what is kept of {context:,} tokens": widths.cache_bytes(model, context),
         f"{weights:,} weights, {bits:.2f} bits and {widths.SCALE_BITS} for scales": int(
             weights * (bits + widths.SCALE_BITS) / 8
         ),
@@ -171,10 +199,16 @@ def _mix(model, mean: float, ids: torch.Tensor, source: str, config: KbitConfig,
     return widths.config_of(config, chosen)
 
 
-def _save_tokenizer(model: str, out: Path) -> None:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError):
-        line("tokenizer", f"none in {model}")
+def _copy_beside(model: str, revision: str | None, out: Path) -> None:
+    """Copies the tokenizer, processors and chat templates that the model has, and makes up none."""
+    if Path(model).is_dir():
+        folder = Path(model)
     else:
-        tokenizer.save_pretrained(out)
+        folder = Path(snapshot_download(model, revision=revision, allow_patterns=list(BESIDE)))
+    files = [file for pattern in BESIDE for file in folder.glob(pattern) if file.is_file()]
+    for file in files:
+        target = out / file.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+    if not any(file.name.startswith("tokenizer") or "processor" in file.name for file in files):
+        line("tokenizer", f"none in {model}")

@@ -8,12 +8,13 @@ import typer
 from hf_kbit.calibration.data import read
 
 # Options of commands that read text.
-Text = Annotated[list[Path] | None, typer.Option(help="A file of text; may be given several times.")]
+Text = Annotated[list[Path] | None, typer.Option(help="File of text in UTF-8. Can be given several times.")]
 Dataset = Annotated[
-    str | None, typer.Option(metavar="NAME[:CONFIG]", help="A dataset of the Hub, a folder or a file of rows.")
+    str | None,
+    typer.Option(metavar="NAME[:CONFIG]", help="Instead of --text: a dataset of the Hub, a folder or a file of rows."),
 ]
-Split = Annotated[str, typer.Option(help="Of the dataset.")]
-Column = Annotated[str, typer.Option(help="Of the dataset: the one with the text.")]
+Split = Annotated[str, typer.Option(help="Name of the dataset's split to read.")]
+Column = Annotated[str, typer.Option(help="Name of the dataset's column that has the text.")]
 
 # How datasets reads a file, by the end of its name.
 READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
@@ -25,6 +26,8 @@ def read_text(files: list[Path] | None, dataset: str | None, split: str, column:
         raise ValueError(f"found {'both' if files else 'neither'} of --text and --dataset, expected one")
     if dataset:
         return "\n\n".join(_rows(dataset, split, column))
+    if missing := [file for file in files if not file.is_file()]:
+        raise ValueError(f"--text: found no file {missing[0]}, expected one of text in UTF-8")
     return "\n\n".join(map(read, files))
 
 

@@ -101,6 +101,16 @@ def test_a_forward_of_an_instance_is_put_back():
     assert "forward" not in vars(second)
 
 
+@pytest.mark.parametrize("diagonal", [True, False])
+def test_layers_that_are_called_by_keyword(diagonal):
+    linear, x = nn.Linear(6, 3), torch.randn(2, 5, 6)
+    with capture.moments({"positional": linear}, diagonal) as expected:
+        linear(x)
+    with capture.moments({"keyword": linear}, diagonal) as found:
+        linear(input=x)
+    assert torch.equal(found["keyword"], expected["positional"])
+
+
 def test_the_pass_ends_after_the_last_layer():
     """Logits of all the data would take more memory than the model; those of the check are few."""
     model = next(row for row in ARCHITECTURES if row.name == "llama").build()

@@ -1,6 +1,7 @@
 """Calibrated models: like those quantized while loading, better than they are, the same each time."""
 
 import copy
+import json
 import math
 import subprocess
 import sys
@@ -11,11 +12,22 @@ from architectures import ARCHITECTURES
 from byte_tokenizer import byte_tokenizer
 from torch import nn
 from trained_lm import batches, held_out, mean_loss, trained_lm
-from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear
 from hf_kbit.calibration.layerwise import METHODS
+from hf_kbit.integrations.transformers.checkpoint import saved_class
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4, "vocab_size": 256}
 IDS = torch.randint(5, 90, (6, 12), generator=torch.Generator().manual_seed(1))
@@ -141,6 +153,81 @@ def test_from_a_folder(name, tmp_path):
     loaded = hf_kbit.calibrate(tmp_path, IDS, bits=2)
     assert type(loaded) is type(model) and loaded.dtype == model.dtype
     assert same(tensors(loaded), tensors(hf_kbit.calibrate(model, IDS, bits=2)))
+
+
+def test_a_config_is_what_its_arguments_are():
+    arguments = {"bits": 2, "module_bits": {"k_proj": 4}, "codebook": "int"}
+    config = KbitConfig(**arguments)
+    found = hf_kbit.calibrate(llama(), IDS, method="weighted", config=config)
+    assert same(tensors(found), tensors(hf_kbit.calibrate(llama(), IDS, method="weighted", **arguments)))
+    assert config.to_dict() == KbitConfig(**arguments).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": KbitConfig(), "bits": 3}, r"config: found it and \['bits'\], expected one"),
+        ({"config": {"bits": 3}}, "config: found dict, expected a KbitConfig"),
+    ],
+)
+def test_a_config_beside_arguments_and_one_of_another_type(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        hf_kbit.calibrate(llama(), IDS, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "message"),
+    [
+        (["pipeline"], "found 'pipeline', expected the name of a model class"),
+        (["LlamaConfig"], "found 'LlamaConfig', expected the name of a model class"),
+        (["PreTrainedModel"], "found 'PreTrainedModel', expected the name of a model class"),
+        (["BertForMaskedLM"], "found BertForMaskedLM, expected a model class for a LlamaConfig"),
+        ([5], r"found \[5\], expected a list with the name"),
+        (5, "found 5, expected a list with the name"),
+        ({"a": 1}, r"found \{'a': 1\}, expected a list with the name"),
+        ("LlamaForCausalLM", "found 'LlamaForCausalLM', expected a list with the name"),
+    ],
+)
+def test_only_model_classes_are_loaded(architectures, message):
+    config = LlamaConfig(num_hidden_layers=1, **SHAPE)
+    object.__setattr__(config, "architectures", architectures)
+    with pytest.raises(ValueError, match=f"^architectures: {message}"):
+        saved_class(config)
+
+
+def test_the_class_that_was_saved():
+    config = LlamaConfig(architectures=["LlamaForSequenceClassification"])
+    assert saved_class(config) is LlamaForSequenceClassification
+    for name in (None, [], ["LLaMAForCausalLM"]):  # the last was the class's name once
+        assert saved_class(LlamaConfig(architectures=name)) is AutoModelForCausalLM
+    config = LlamaConfig(
+        architectures=["Own"], auto_map={"AutoConfig": "a.OwnConfig", "AutoModelForMaskedLM": "a.Own"}
+    )
+    assert saved_class(config) is AutoModelForMaskedLM
+
+
+def test_a_folder_whose_class_is_no_model(tmp_path):
+    llama().save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"architectures": ["pipeline"]}))
+    with pytest.raises(ValueError, match=f"{tmp_path}: architectures: found 'pipeline'"):
+        hf_kbit.calibrate(tmp_path, IDS)
+
+
+def test_revision_and_code_reach_all_that_is_loaded(monkeypatch, tmp_path):
+    llama().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    asked = []
+    for loader in (AutoConfig, LlamaForCausalLM, AutoTokenizer):
+
+        def recorded(*arguments, loader=loader, load=loader.from_pretrained, **keywords):
+            asked.append((loader.__name__, keywords["revision"], keywords["trust_remote_code"]))
+            return load(*arguments, **keywords)
+
+        monkeypatch.setattr(loader, "from_pretrained", recorded)
+    text = "What a model reads while it is calibrated. " * 5
+    hf_kbit.calibrate(tmp_path, text, method="weighted", revision="v1", trust_remote_code=True)
+    assert set(asked) == {(name, "v1", True) for name in ("AutoConfig", "LlamaForCausalLM", "AutoTokenizer")}
 
 
 def test_the_tokenizer_of_a_folder(tmp_path):

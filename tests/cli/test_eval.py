@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cli.texts import ROWS, TEXT
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import hf_kbit
@@ -151,7 +149,7 @@ def test_eval_of_a_dataset_of_the_hub(figures, folder, monkeypatch):
     "arguments, message",
     [
         (["packed"], "packed: found no tokenizer, expected one; name another with --tokenizer"),
-        (["dense", "--text", "none.txt"], "No such file or directory: 'none.txt'"),
+        (["dense", "--text", "none.txt"], "--text: found no file none.txt, expected one of text in UTF-8"),
         (["dense", "--text", "empty.txt"], "tokens: found shape [0], expected one dimension of 2 or more"),
         (["dense", "--text", "bytes.txt"], "bytes.txt: found bytes that are no UTF-8"),
         (["dense", "--text", "rows.txt", "--dataset", "x"], "found both of --text and --dataset, expected one"),
@@ -202,11 +200,25 @@ def test_eval_refuses_datasets(run_eval, folder, arguments, message):
     assert result.exit_code == 1 and message in result.stderr
 
 
-@pytest.mark.parametrize(
-    "package, arguments",
-    [("datasets", ["eval", "dense", "--dataset", "rows.txt"]), ("lm_eval", ["lm-eval", "--tasks", "arc_easy"])],
-)
-def test_packages_to_install(monkeypatch, package, arguments):
-    monkeypatch.setitem(sys.modules, package, None)
-    result = CliRunner().invoke(cli.app, arguments)
-    assert result.exit_code == 1 and f"pip install {package}" in result.stderr
+def test_a_package_to_install(run_eval, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    result = run_eval("dense", "--dataset", "rows.txt")
+    assert result.exit_code == 1 and "pip install datasets" in result.stderr
+
+
+def test_which_model_a_revision_is_of(run_eval, monkeypatch):
+    """The model, also where it is the reference and the tokenizer; of others the newest is taken."""
+    asked = []
+    for loader in (AutoConfig, AutoModelForCausalLM, AutoTokenizer):
+
+        def recorded(name, load=loader.from_pretrained, **keywords):
+            asked.append((str(name), keywords.get("revision"), keywords.get("trust_remote_code")))
+            return load(name, **keywords)
+
+        monkeypatch.setattr(loader, "from_pretrained", recorded)
+    code = ["--revision", "v1", "--trust-remote-code", "--window", 64, "--limit-tokens", 70]
+    assert run_eval("dense", "--bits", 3, *code).exit_code == 0
+    assert set(asked) == {("dense", "v1", True)}
+    asked.clear()
+    assert run_eval("packed", "--reference", "dense", "--tokenizer", "dense", *code).exit_code == 0
+    assert set(asked) == {("packed", "v1", True), ("dense", None, True)}

@@ -1,14 +1,22 @@
 """``hf-kbit quantize``: what it saves, what it says, what it refuses, and that it goes on where it was killed."""
 
+import json
+import multiprocessing
+import os
 import re
 import shutil
+import signal
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
+from architectures import BY_NAME
 from cli.texts import TEXT
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BertForMaskedLM,
@@ -19,7 +27,8 @@ from typer.testing import CliRunner
 import hf_kbit
 from hf_kbit import KbitLinear, cli, widths
 from hf_kbit.calibration.layerwise import METHODS
-from hf_kbit.cli.quantize import UNFINISHED
+from hf_kbit.calibration.resume import Finished
+from hf_kbit.cli.folder import UNFINISHED, claim
 
 
 @pytest.fixture
@@ -135,7 +144,7 @@ def test_quantize_to_a_memory(run_quantize, calibrate, tmp_path):
         said = re.findall(r"([0-9][0-9,]*) (for .*|left over|bytes)$", result.stdout, flags=re.MULTILINE)
         said = {what: int(number.replace(",", "")) for number, what in said}
         assert said.pop("bytes") == size == sum(said.values())
-        assert said["for keys and values of 64 tokens"] == cache and said["left over"] <= 1
+        assert said["for what is kept of 64 tokens"] == cache and said["left over"] <= 1
         assert any(what.endswith(f" weights, {bits:.2f} bits and 0.25 for scales") for what in said)
 
 
@@ -156,6 +165,7 @@ def test_quantize_goes_on_where_it_was_killed(run_quantize, folder, monkeypatch,
         raise Killed
 
     def killed_while_saving(model, folder):
+        folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(b"half of it")
         raise Killed
 
@@ -163,7 +173,8 @@ def test_quantize_goes_on_where_it_was_killed(run_quantize, folder, monkeypatch,
         patch.setattr(LlamaForCausalLM, "save_pretrained", killed_while_saving)
         with pytest.raises(Killed):
             run_quantize(*arguments)
-    kept = [file.name for file in (tmp_path / "out" / UNFINISHED).iterdir()]
+    assert [file.name for file in (tmp_path / "out").iterdir()] == [UNFINISHED]
+    kept = [file.name for file in (tmp_path / "out" / UNFINISHED / "layers").iterdir()]
     assert sorted(kept) == ["model.layers.0.safetensors", "run.json"]
     refused = run_quantize(*arguments[:-1], 3.5)
     assert refused.exit_code == 1 and "expected this run's; take the same arguments" in refused.stderr
@@ -184,12 +195,90 @@ def test_quantize_an_encoder(run_quantize, tmp_path):
     assert result.exit_code == 1 and "expected a causal language model" in result.stderr
 
 
-def test_quantize_without_a_tokenizer(run_quantize, folder, tmp_path):
+# --- what lies beside a model ---------------------------------------------------------------------
+
+BESIDE = {  # made up, but for their names: they are copied as they are
+    "preprocessor_config.json": "{}",
+    "processor_config.json": "{}",
+    "chat_template.jinja": "{{ messages }}",
+    "additional_chat_templates/tools.jinja": "{{ tools }}",
+    "vocab.json": "{}",
+    "merges.txt": "a b",
+    "spiece.model": "pieces",
+}
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory):
+    """A folder with a model, what belongs to it, and what does not."""
+    folder = tmp_path_factory.mktemp("whisper")
+    model = BY_NAME["whisper"].build()
+    model.generation_config.max_new_tokens = 17
+    model.save_pretrained(folder)
+    others = {"notes.txt": "mine", "pytorch_model.bin": "", "README.md": "# A card"}
+    for name, text in (BESIDE | others).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def files_of(folder) -> set[str]:
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+
+
+OF_A_MODEL = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+
+
+def test_quantize_keeps_processors_and_templates(run_quantize, whisper, tmp_path):
+    result = run_quantize(whisper, tmp_path)
+    assert result.exit_code == 0 and "tokenizer" not in result.stdout, result.output
+    assert files_of(tmp_path) == OF_A_MODEL | {*BESIDE}
+    assert all((tmp_path / name).read_text() == text for name, text in BESIDE.items())
+    assert json.loads((tmp_path / "generation_config.json").read_text())["max_new_tokens"] == 17
+
+
+def test_quantize_makes_up_no_tokenizer(run_quantize, folder, tmp_path):
     shutil.copytree(folder / "dense", tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     result = run_quantize(tmp_path / "bare", tmp_path / "out")
     assert result.exit_code == 0 and f"tokenizer     none in {tmp_path / 'bare'}" in result.stdout
+    assert files_of(tmp_path / "out") == OF_A_MODEL
     result = run_quantize(tmp_path / "bare", tmp_path / "calibrated", "--calibrate")
     assert result.exit_code == 1 and not (tmp_path / "calibrated").exists()
+
+
+def test_what_lies_beside_a_model_of_the_hub(run_quantize, folder, monkeypatch, tmp_path):
+    """As much of it as is wanted, and of the revision that the model is of; and what is uploaded."""
+    asked, uploaded = [], []
+
+    def snapshot(name, *, revision, allow_patterns):
+        asked.append((name, revision))
+        assert "tokenizer*" in allow_patterns and "*.safetensors" not in allow_patterns
+        return str(folder / "dense")
+
+    monkeypatch.setattr(cli.quantize, "snapshot_download", snapshot)
+    monkeypatch.setattr(cli.quantize, "upload_folder", lambda **keywords: uploaded.append(keywords))
+    monkeypatch.setattr(
+        LlamaForCausalLM, "push_to_hub", lambda self, name: uploaded.append((self.config.model_type, name))
+    )
+    for loader in (AutoConfig, LlamaForCausalLM):  # as if the name was one on the Hub
+        load = loader.from_pretrained
+
+        def from_the_hub(name, *arguments, load=load, **keywords):
+            asked.append((name, keywords.pop("revision")))
+            return load(folder / "dense", *arguments, **keywords)
+
+        monkeypatch.setattr(loader, "from_pretrained", from_the_hub)
+    options = ["--revision", "v1", "--push-to-hub", "me/packed", "--dtype", "float32"]
+    result = run_quantize("org/name", tmp_path / "out", *options)
+    assert result.exit_code == 0, result.output
+    assert set(asked) == {("org/name", "v1")} and "uploaded      me/packed" in result.stdout
+    assert uploaded[0] == ("llama", "me/packed")
+    assert (uploaded[1]["repo_id"], uploaded[1]["folder_path"]) == ("me/packed", tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert stored(tmp_path / "out")["lm_head.weight"].dtype == torch.float32
+
+
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -202,9 +291,13 @@ def test_quantize_without_a_tokenizer(run_quantize, folder, tmp_path):
         (["dense", "--memory", "10kB"], "memory: found 10,000 bytes, expected 1,0"),
         (["dense", "--text", "rows.txt"], "--text: found data, but neither --calibrate nor mixed widths need it"),
         (["dense", "--calibrate", "--method", "gptq"], "--method: found 'gptq', expected one of ['feedback', "),
-        (["dense", "--calibrate", "--text", "none.txt"], "No such file or directory: 'none.txt'"),
+        (
+            ["dense", "--calibrate", "--text", "none.txt"],
+            "--text: found no file none.txt, expected one of text",
+        ),
         (["dense", "--codebook", "best"], "codebook: found 'best'"),
         (["dense", "--skip", "("], "modules_to_not_convert: found pattern '('"),
+        (["dense", "--dtype", "int8"], "--dtype: found 'int8', expected one of ['auto', 'float32'"),
         (["dense", "--device", "cuda:1"], "--device: found cuda:1, but torch can use no GPU"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
@@ -218,8 +311,132 @@ def test_quantize_refuses(folder, monkeypatch, arguments, message, tmp_path):
     assert not out.exists()
 
 
-def test_quantize_overwrites_nothing(run_quantize, tmp_path):
-    (tmp_path / "notes").write_text("mine")
+@pytest.mark.parametrize("name", ["notes", "unfinished/thesis.txt", f"{UNFINISHED}.txt"])
+@pytest.mark.parametrize("before", [False, True])
+def test_quantize_touches_nothing_of_others(run_quantize, tmp_path, name, before):
+    """In a new folder, and in that of a run that was killed."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    if before:
+        (tmp_path / UNFINISHED / "model" / "x").mkdir(parents=True)
     result = run_quantize("dense", tmp_path)
-    assert result.exit_code == 1 and f"{tmp_path}: found files, expected a new folder" in result.stderr
-    assert [file.name for file in tmp_path.iterdir()] == ["notes"]
+    assert result.exit_code == 1
+    assert f"{tmp_path}: found files, {Path(name).parts[0]} for one, expected a new folder" in result.stderr
+    assert files_of(tmp_path) == {name} and (tmp_path / name).read_text() == "mine"
+
+
+def test_quantize_into_what_is_no_folder(run_quantize, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "link"):
+        result = run_quantize("dense", tmp_path / name)
+        assert result.exit_code == 1 and "found something else, expected a folder" in result.stderr
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_one_process_writes_a_folder(run_quantize, tmp_path):
+    out = tmp_path / "out"
+    with claim(out):
+        result = run_quantize("dense", out)
+        assert result.exit_code == 1
+        assert result.stderr.strip().endswith(
+            f"{out}: found another process that writes there, expected none; wait until it ends"
+        )
+    assert not out.exists()
+    with claim(out) as output, pytest.raises(ValueError, match="another process"), claim(out):
+        pass
+    assert not out.exists() and output.folder == out
+
+
+def test_a_claim_ends_with_its_process(tmp_path):
+    """However it ends; and what it was saving is gone, while what it had calibrated stays."""
+
+    def killed():
+        with claim(tmp_path) as output:
+            output.model.mkdir(parents=True)
+            (output.model / "half").write_text("")
+            Finished(output.layers, "of a run")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=killed)
+    process.start()
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGKILL and f"{UNFINISHED}/model/{tmp_path.name}/half" in files_of(tmp_path)
+    with claim(tmp_path) as output:
+        assert files_of(tmp_path) == {f"{UNFINISHED}/lock", f"{UNFINISHED}/layers/run.json"}
+    output.layers.joinpath("run.json").unlink()
+    with claim(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("moved", [0, 1, 2])
+def test_killed_while_the_model_moves_out(tmp_path, moved):
+    """What has moved is no model without config.json, is known as ours, and goes when the command is given again."""
+    files = ["config.json", "model.safetensors", "tokenizer.json"]
+
+    replace, calls = os.replace, []
+
+    def killed(*paths):
+        calls.append(paths)
+        if len(calls) > moved:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(*paths)
+
+    def save():
+        os.replace = killed
+        with claim(tmp_path) as output:
+            output.model.mkdir(parents=True)
+            for name in files:
+                (output.model / name).write_text(name)
+            output.publish()
+
+    process = multiprocessing.get_context("fork").Process(target=save)
+    process.start()
+    process.join(timeout=60)
+    found = {file.name for file in tmp_path.iterdir()} - {UNFINISHED}
+    assert found == set(["model.safetensors", "tokenizer.json"][:moved])
+    with claim(tmp_path) as output:
+        assert [file.name for file in tmp_path.iterdir()] == [UNFINISHED]
+        output.model.mkdir(parents=True)
+        (output.model / "config.json").write_text("new")
+        output.publish()
+    assert files_of(tmp_path) == {"config.json"}
+
+
+@pytest.mark.parametrize("names", ['["../mine"]', '["{}/mine"]', "5", "[5]", "[", ""])
+def test_a_list_of_moved_files_that_is_not_ours(tmp_path, names):
+    (tmp_path / "mine").write_text("mine")
+    unfinished = tmp_path / "out" / UNFINISHED
+    unfinished.mkdir(parents=True)
+    (unfinished / "moving.json").write_text(names.replace("{}", str(tmp_path)))
+    with claim(tmp_path / "out"):
+        pass
+    assert files_of(tmp_path) == {"mine"}
+
+
+# --- faults of the machine ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("calibrate", [False, True])
+def test_a_full_disk(run_quantize, monkeypatch, tmp_path, calibrate):
+    """One line, nothing that looks like a model, and the same command goes on."""
+    arguments = [
+        "dense",
+        tmp_path / "out",
+        *(["--calibrate", "--method", "weighted", "--sequences", 2] if calibrate else []),
+    ]
+
+    def full(tensors, file, *_, **__):
+        Path(file).write_bytes(b"half of it")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.modeling_utils.safe_save_file", full)
+        result = run_quantize(*arguments)
+    assert result.exit_code == 1 and "hf-kbit quantize: the disk is full" in result.stderr
+    assert "Traceback" not in result.stderr
+    left = {f"{UNFINISHED}/{name}" for name in ("lock", "layers/run.json", "layers/model.layers.0.safetensors")}
+    assert files_of(tmp_path) == ({f"out/{name}" for name in left} if calibrate else set())
+    assert run_quantize(*arguments).exit_code == 0
+    assert files_of(tmp_path / "out") == OF_A_MODEL | {"tokenizer.json", "tokenizer_config.json"}

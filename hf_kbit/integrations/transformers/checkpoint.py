@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -117,6 +119,30 @@ def stored_names(model, modules: Iterable[str]) -> dict[str, str]:
         name.removesuffix(WEIGHT_SUFFIX): stored[id(tensor)].removesuffix(WEIGHT_SUFFIX)
         for name, tensor in tensors.items()
     }
+
+
+def saved_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that a config says was saved, or the Auto class that finds it: for a class that came as code with the
+    model the one that its ``auto_map`` names, for one that Transformers does not have that of causal language models.
+
+    Raises:
+        ValueError: ``architectures`` is no list of names, or names what is no model for such a config.
+    """
+    named = config.architectures or [""]
+    if not isinstance(named, list | tuple) or not isinstance(named[0], str):
+        raise ValueError(f"architectures: found {named!r}, expected a list with the name of a model class")
+    name = named[0]
+    for auto_class, place in (getattr(config, "auto_map", None) or {}).items():
+        if name and str(place).endswith(f".{name}"):
+            return getattr(transformers, auto_class)
+    if not name or not hasattr(transformers, name):
+        return AutoModelForCausalLM
+    found = getattr(transformers, name)
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is not None):
+        raise ValueError(f"architectures: found {name!r}, expected the name of a model class")
+    if not isinstance(config, found.config_class):
+        raise ValueError(f"architectures: found {name}, expected a model class for a {type(config).__name__}")
+    return found
 
 
 def packed_modules(model, tensors: dict[str, StoredTensor]) -> dict[str, str]:

@@ -1,17 +1,17 @@
-"""lm-eval's harness on quantized models: a task of one's own, without a network."""
+"""``hf-kbit run``: other programs on quantized models, lm-eval's harness above all, with a task of its own."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
 import hf_kbit
+from hf_kbit import cli
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -77,21 +77,31 @@ def test_task_from_python(folder, monkeypatch, device):
     assert results["results"]["sums"]["acc,none"] == right / len(ROWS)
 
 
-def test_command(folder):
-    """As docs/evaluation.md has it, on a saved model; its own command alone would not know the format."""
+def test_lm_eval(folder, monkeypatch):
+    """As docs/evaluation.md has it, on a saved model."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [])  # put back afterwards
     arguments = "--model hf --model_args pretrained=packed --device cpu --include_path tasks --tasks sums"
-    path = os.pathsep.join([str(Path(hf_kbit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_kbit.cli", "lm-eval", *arguments.split(), "--output_path", "results"],
-        cwd=folder,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(cli.app, ["run", "lm-eval", *arguments.split(), "--output_path", "results"])
+    assert done.exit_code == 0, done.output
     (file,) = (folder / "results").rglob("results_*.json")
     found = json.loads(file.read_text())["results"]["sums"]
     model = AutoModelForCausalLM.from_pretrained(folder / "packed")
     right = sum(max(logs) == logs[0] for logs in (log_likelihoods(model, row) for row in ROWS))
     assert found["acc,none"] == right / len(ROWS)
+
+
+def test_a_program_and_its_arguments(monkeypatch):
+    """Options too, also those that are our own; the program's result is the command's."""
+    seen = []
+    main = SimpleNamespace(load=lambda: lambda: seen.append(sys.argv) or 7)
+    monkeypatch.setattr(cli.run, "entry_points", lambda group, name: [main] if name == "program" else [])
+    monkeypatch.setattr(sys, "argv", [])
+    result = CliRunner().invoke(cli.app, ["run", "program", "--help", "-x", "3", "file", "--version"])
+    assert result.exit_code == 7 and seen == [["program", "--help", "-x", "3", "file", "--version"]]
+
+
+def test_a_program_that_is_not_there():
+    result = CliRunner().invoke(cli.app, ["run", "no-such-program"])
+    assert result.exit_code == 1 and "hf-kbit run: found no program 'no-such-program'" in result.stderr
+    assert "Usage" in CliRunner().invoke(cli.app, ["run", "--help"]).stdout

@@ -1,0 +1,25 @@
+"""The model that commands load: options that say which, and in which dtype."""
+
+from typing import Annotated
+
+import typer
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+Dtype = Annotated[
+    str,
+    typer.Option(help="Dtype of what is not quantized: float32, float16, bfloat16, or auto for the checkpoint's."),
+]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of MODEL on the Hub. Default: its main branch.")
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with MODEL, if it needs any.")
+]
+
+
+def check_dtype(dtype: str) -> str:
+    """``dtype``; a ValueError where it is none of ``DTYPES``."""
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype: found {dtype!r}, expected one of {list(DTYPES)}")
+    return dtype
