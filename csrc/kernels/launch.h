@@ -25,8 +25,7 @@ class Launcher {
     std::atomic<int> resident[kMostGpus] = {};  // CTAs of a processor; 0: not known
 
     cudaError_t prepare(const Gpu& gpu) {
-        constexpr int kUnasked = 48 << 10;  // is allowed to every kernel
-        if (most_shared <= kUnasked || prepared[gpu.index].load()) return cudaSuccess;
+        if (prepared[gpu.index].load()) return cudaSuccess;
         const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                        std::min(most_shared, gpu.shared_limit));
         if (error == cudaSuccess) prepared[gpu.index].store(true);
