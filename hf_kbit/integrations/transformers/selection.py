@@ -12,8 +12,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.core_model_loading import dot_natural_key
 from transformers.pytorch_utils import Conv1D
 
-from hf_kbit.config import KbitConfig, matches
+from hf_kbit.config import KbitConfig
 from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.patterns import matches
 
 # Subclasses of nn.Linear whose own forward computes what nn.Linear's does.
 PLAIN_LINEAR_CLASSES = ("FalconLinear",)
