@@ -6,7 +6,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import (
@@ -26,6 +25,7 @@ from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import evaluating
 from hf_kbit.integrations.transformers import selection
+from hf_kbit.integrations.transformers.checkpoint import saved_class
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Packed, choose_decoding
@@ -159,8 +159,7 @@ def load(name: str | Path) -> PreTrainedModel:
     Its weights are on the CPU, mapped from the files: memory takes what is read of them, until it is short.
     """
     config = AutoConfig.from_pretrained(name)
-    saved_class = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
-    return saved_class.from_pretrained(name, dtype="auto")
+    return (saved_class(config) or AutoModelForCausalLM).from_pretrained(name, dtype="auto")
 
 
 def _tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
