@@ -81,6 +81,7 @@ class KbitHfQuantizer(HfQuantizer):
         # No quantizer has written a config without levels: somebody has put it into the config of a 16-bit model.
         self.pre_quantized = self.pre_quantized and bool(quantization_config.levels)
         self.problems: list[str] = []
+        self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
 
     def validate_environment(self, *args, device_map=None, **kwargs):
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
@@ -109,6 +110,8 @@ class KbitHfQuantizer(HfQuantizer):
             checkpoint.refuse_packed(checkpoint_files or ())
             _refuse_sharding(model.config)
             self._prepare_on_the_fly(model)
+        if getattr(model.config, "distributed_config", None) is None:  # else there will be shards
+            self.shapes = {name: parameter.shape for name, parameter in _unpacked(model)}
 
     def _prepare_on_the_fly(self, model) -> None:
         layers = {
@@ -214,6 +217,7 @@ class KbitHfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         checkpoint.refuse(self.problems, "cannot quantize the checkpoint")
+        self._check_shapes(model)
         layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
         if not self.pre_quantized:
             for name in [name for name, layer in layers.items() if layer.weight.is_floating_point()]:
@@ -234,6 +238,17 @@ class KbitHfQuantizer(HfQuantizer):
         self._keep_packed_names(model, layers)
         self._record(model, layers)
         self._report(model, layers)
+
+    def _check_shapes(self, model) -> None:
+        """Transformers 5.17 puts tensors of any shape into a quantized model, whatever ``ignore_mismatched_sizes``."""
+        checkpoint.refuse(
+            [
+                f"{name}: found shape {list(parameter.shape)}, expected {list(self.shapes[name])}"
+                for name, parameter in _unpacked(model)
+                if parameter.shape != self.shapes.get(name, parameter.shape)
+            ],
+            "the checkpoint does not fit the model, and this Transformers takes no notice of ignore_mismatched_sizes",
+        )
 
     @staticmethod
     def _quantize_late(name: str, layer: KbitLinear) -> bool:
@@ -344,6 +359,13 @@ class KbitHfQuantizer(HfQuantizer):
             model.config.dtype = dtype
         model._weight_conversions = self._all_weight_conversions
         return model
+
+
+def _unpacked(model):
+    """Names and parameters of all but quantized layers."""
+    for module_name, module in model.named_modules():
+        if not isinstance(module, KbitLinear):
+            yield from module.named_parameters(module_name, recurse=False)
 
 
 def with_quantizer(model):
