@@ -107,8 +107,8 @@ class KbitHfQuantizer(HfQuantizer):
         if self.pre_quantized:
             self._prepare_quantized(model, checkpoint_files)
         else:
-            checkpoint.refuse_packed(checkpoint_files or ())
             _refuse_sharding(model.config)
+            checkpoint.refuse_packed(checkpoint_files or ())
             self._prepare_on_the_fly(model)
         if getattr(model.config, "distributed_config", None) is None:  # else there will be shards
             self.shapes = {name: parameter.shape for name, parameter in _unpacked(model)}
