@@ -13,7 +13,6 @@ process so far. That of the host grows with the layers, for the model is in it; 
 
 import argparse
 import gc
-import logging
 import resource
 import shlex
 import sys
@@ -63,7 +62,6 @@ def measure(arguments, layers: int, ids: torch.Tensor, **options) -> dict[str, f
 
 def run(arguments) -> None:
     transformers.logging.set_verbosity_error()
-    logging.getLogger("hf_kbit").setLevel(logging.ERROR)  # it tells of each model what was quantized
     where = gpu_and_command() if arguments.device == "cuda" else {"gpu": "none"}
     where["command"] = shlex.join(["python", *sys.argv])
     names = ("shape", "layers", "sequences", "length", "batch")

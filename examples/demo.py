@@ -11,7 +11,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is import
 
 import argparse
 import csv
-import logging
 import subprocess
 import sys
 import tempfile
@@ -84,9 +83,8 @@ def print_row(name: str, model: PreTrainedModel, seconds: float, ours: torch.Ten
 
 def compare(sentences: list[str]) -> None:
     """Prints the table: the unquantized model and each width."""
-    # Once for nothing: the first load also pays for imports and disk reads, and logs what is not quantized.
+    # Once for nothing: the first load also pays for imports and disk reads.
     load(quantization_config=hf_kbit.KbitConfig(bits=5))
-    logging.getLogger("hf_kbit").setLevel(logging.ERROR)
 
     model, seconds = load()
     reference = embed(model, sentences)
@@ -128,7 +126,6 @@ def main() -> int:
     transformers.logging.disable_progress_bar()
     sentences = read_sentences()
     if folder:
-        logging.getLogger("hf_kbit").setLevel(logging.ERROR)
         model = AutoModel.from_pretrained(folder)
         save_file({"embeddings": embed(model, sentences)}, Path(folder) / OUTPUT)
         return 0

@@ -41,8 +41,10 @@ def canonical(levels: Iterable[float], bits: int, name: str = "codebook") -> Lev
     (-1.0, 0.0, 0.5, 1.0)
     """
     try:
+        if isinstance(levels, str):  # "0123" is iterable too
+            raise TypeError
         values = sorted(_float32(float(level)) for level in levels)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         raise ValueError(f"{name}: found {levels!r}, expected a table of numbers") from None
     if len(values) != 2 ** check_bits(bits):
         raise ValueError(f"{name}: found {len(values)} levels, expected 2**bits = {2**bits} for {bits} bits")

@@ -1,6 +1,7 @@
 """KbitConfig: what to quantize, to how many bits, with which levels; also what ``config.json`` keeps of it."""
 
-import re
+import hashlib
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -11,27 +12,31 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from hf_kbit import codebooks
 from hf_kbit.format import BITS, FORMAT_VERSION, MAX_EXPONENT, check_bits
 from hf_kbit.nn.linear import DEFAULT_CODEBOOK, DEFAULT_SCALE, check_scale
+from hf_kbit.patterns import check_pattern, matches
 
 
-def matches(module_name: str, pattern: str) -> bool:
-    """Whether a pattern names a module, or a part of the model that the module is in.
+def _mapping(value: object, name: str, expected: str) -> Mapping:
+    """``value``, or an empty one for None; nothing else that is empty will do, as 0, false and "" in a damaged file.
 
-    A pattern is a regular expression for one or more whole components of a dotted name, or the end of a name. What the
-    patterns of other Transformers quantizers match from the start of a name, these match anywhere in it.
-
-    >>> matches("model.layers.0.mlp.down_proj", "down_proj"), matches("model.layers.10.mlp", "model.layers.1")
-    (True, False)
-    >>> matches("model.vision_tower.layers.3.fc1", "vision_tower"), matches("model.layers.2.mlp", r"layers\\.[0-3]")
-    (True, True)
+    Raises:
+        ValueError: it is something else.
     """
-    return re.search(rf"(^|\.)(?:{pattern})(\.|$)", module_name) is not None or module_name.endswith(pattern)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{name}: found {value!r}, expected {expected}")
+    return value or {}
 
 
-def _check_pattern(pattern: object, name: str) -> None:
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise ValueError(f"{name}: found pattern {pattern!r}, expected a regular expression ({error})") from None
+def _hex(levels: Sequence[float]) -> str:
+    """The bytes of levels as little-endian float32, in hexadecimal digits."""
+    return struct.pack(f"<{len(levels)}f", *levels).hex()
+
+
+def _by_width(tables: Mapping, name: str) -> dict[int, Any]:
+    """Tables of levels with integers for keys: JSON has string keys only."""
+    widths = {str(bits): bits for bits in BITS}
+    if unknown := [key for key in tables if str(key) not in widths]:
+        raise ValueError(f"{name}: found tables for {unknown} bits, expected widths of {list(BITS)}")
+    return {widths[str(key)]: table for key, table in tables.items()}
 
 
 def _recorded(table, bits: int, name: str) -> list[float]:
@@ -55,19 +60,20 @@ class KbitConfig(QuantizationConfigMixin):
         scale: how the scale of a block is found: ``"search"``, the one with the least squared error, for which
             ``"optimal"`` levels are made, or ``"absmax"``, from its largest magnitude: quicker, less accurate.
         modules_to_not_convert: patterns of modules to leave in 16 bits besides those left by default: the output
-            embedding (``lm_head``), a head at the end of the model, tied weights, what the model keeps in float32, and
-            layers whose weight the model's code reads instead of calling them.
+            embedding (``lm_head``), a head at the end of the model, routers of mixtures of experts, tied weights, what
+            the model keeps in float32, and layers whose weight the model's code reads instead of calling them.
         skip_default_modules: False quantizes the output embedding and the head too.
         module_bits: ``{pattern: bits}`` for layers that get another width, or None to leave them in 16 bits; the first
             pattern that matches decides. It overrides the default skips, so ``{"lm_head": 5}`` quantizes the head;
-            weights that are tied or kept in float32 cannot be quantized.
+            weights that are tied or kept in float32 cannot be quantized. A list of pairs will do too.
         format_version: version of the stored format; 1.
         levels: ``{bits: levels}`` that a quantized model was quantized with; written by the quantizer.
         layers: ``{module name in the checkpoint: {"bits", "exponent", "levels"}}``, only what differs from the model's
             ``bits``, 0 and ``levels``; written by the quantizer.
         quant_method: ``"kbit"``.
 
-    A pattern is a regular expression for whole components of a module's name, or the end of a name.
+    A pattern is a regular expression for whole components of a module's name, or the end of a name; one without
+    backreferences, flags and looks behind, so that none can take long.
 
     Raises:
         TypeError: an unknown argument.
@@ -84,7 +90,7 @@ class KbitConfig(QuantizationConfigMixin):
     scale: str = DEFAULT_SCALE
     modules_to_not_convert: Sequence[str] | None = field(default_factory=list)
     skip_default_modules: bool = True
-    module_bits: Mapping[str, int | None] | None = field(default_factory=dict)
+    module_bits: Mapping[str, int | None] | list | None = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
     levels: Mapping[int, Sequence[float]] | None = field(default_factory=dict)
     layers: Mapping[str, Mapping[str, Any]] | None = field(default_factory=dict)
@@ -110,23 +116,30 @@ class KbitConfig(QuantizationConfigMixin):
 
     @staticmethod
     def _patterns(patterns) -> list[str]:
-        if isinstance(patterns, str) or not isinstance(patterns or (), Iterable):
+        patterns = () if patterns is None else patterns
+        if isinstance(patterns, (str, Mapping)) or not isinstance(patterns, Iterable):
             raise ValueError(f"modules_to_not_convert: found {patterns!r}, expected a list of patterns")
-        for pattern in patterns or ():
-            _check_pattern(pattern, "modules_to_not_convert")
-        return list(patterns or ())
+        patterns = list(patterns)
+        for pattern in patterns:
+            check_pattern(pattern, "modules_to_not_convert")
+        return patterns
 
     def _module_bits(self, module_bits) -> dict[str, int | None]:
-        if not isinstance(module_bits or {}, Mapping):
-            raise ValueError(f"module_bits: found {module_bits!r}, expected {{pattern: bits or None}}")
-        for pattern, bits in (module_bits or {}).items():
-            _check_pattern(pattern, "module_bits")
+        if isinstance(module_bits, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in module_bits):
+            for pattern, _ in module_bits:
+                check_pattern(pattern, "module_bits")
+            if len(pairs := dict(module_bits)) < len(module_bits):
+                raise ValueError(f"module_bits: found {module_bits!r}, expected each pattern once")
+            module_bits = pairs
+        module_bits = _mapping(module_bits, "module_bits", "{pattern: bits or None}")
+        for pattern, bits in module_bits.items():
+            check_pattern(pattern, "module_bits")
             if bits is None:
                 continue
             check_bits(bits, f"module_bits[{pattern!r}]")
             if pattern in self.modules_to_not_convert:
                 raise ValueError(f"{pattern!r}: found in modules_to_not_convert and in module_bits: choose one")
-        return dict(module_bits or {})
+        return dict(module_bits)
 
     def _codebook(self, codebook):
         widths = {self.bits, *(bits for bits in self.module_bits.values() if bits is not None)}
@@ -135,7 +148,10 @@ class KbitConfig(QuantizationConfigMixin):
                 codebooks.named(codebook, bits)
             return codebook
         if isinstance(codebook, Mapping):
-            tables = {int(bits): list(codebooks.canonical(table, int(bits))) for bits, table in codebook.items()}
+            tables = {
+                bits: list(codebooks.canonical(table, bits, f"codebook[{bits}]"))
+                for bits, table in _by_width(codebook, "codebook").items()
+            }
             if missing := widths - set(tables):
                 raise ValueError(
                     f"codebook: found tables for {sorted(tables)} bits, expected one for {sorted(missing)} too"
@@ -150,20 +166,12 @@ class KbitConfig(QuantizationConfigMixin):
 
     @staticmethod
     def _levels(levels) -> dict[int, list[float]]:
-        levels = levels or {}
-        if not isinstance(levels, Mapping):
-            raise ValueError(f"levels: found {levels!r}, expected {{bits: table}}")
-        widths = {str(bits): bits for bits in BITS}  # JSON has string keys only
-        if unknown := [key for key in levels if str(key) not in widths]:
-            raise ValueError(f"levels: found tables for {unknown} bits, expected widths of {list(BITS)}")
-        return {
-            widths[str(key)]: _recorded(table, widths[str(key)], f"levels[{key}]") for key, table in levels.items()
-        }
+        tables = _by_width(_mapping(levels, "levels", "{bits: table}"), "levels")
+        return {bits: _recorded(table, bits, f"levels[{bits}]") for bits, table in tables.items()}
 
     def _layers(self, layers) -> dict[str, dict[str, Any]]:
-        if not isinstance(layers or {}, Mapping):
-            raise ValueError(f"layers: found {layers!r}, expected {{name: {{'bits', 'exponent', 'levels'}}}}")
-        return {name: self._layer(entry, f"layers[{name!r}]") for name, entry in (layers or {}).items()}
+        layers = _mapping(layers, "layers", "{name: {'bits', 'exponent', 'levels'}}")
+        return {name: self._layer(entry, f"layers[{name!r}]") for name, entry in layers.items()}
 
     def _layer(self, entry: Mapping[str, Any], name: str) -> dict[str, Any]:
         if not isinstance(entry, Mapping):
@@ -218,6 +226,40 @@ class KbitConfig(QuantizationConfigMixin):
         if bits in self.levels:
             return tuple(self.levels[bits])
         return codebooks.resolve(self.codebook[bits] if isinstance(self.codebook, Mapping) else self.codebook, bits)
+
+    def digest(self) -> str:
+        """SHA-256 of what decides how the tensors decode: ``bits``, ``levels`` and ``layers``, as hexadecimal digits.
+
+        It is stored beside the tensors (docs/format.md says of what text), so that those of one model are not decoded
+        with the config of another.
+
+        >>> KbitConfig(bits=3).digest() == KbitConfig(bits=3, scale="absmax").digest()
+        True
+        >>> KbitConfig(bits=3).digest() == KbitConfig(bits=3, layers={"lm_head": {"exponent": 1}}).digest()
+        False
+        """
+        lines = [f"bits {self.bits}"]
+        lines += [f"levels {bits} {_hex(self.levels[bits])}" for bits in sorted(self.levels)]
+        for name, entry in sorted(self.layers.items()):
+            bits = entry.get("bits", self.bits)
+            levels = entry.get("levels", self.levels.get(bits, ()))
+            lines.append(f"layer {name} {bits} {entry.get('exponent', 0)} {_hex(levels)}")
+        return hashlib.sha256("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass")).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the base class; ``module_bits`` becomes a list of pairs where a dict would lose the order.
+
+        JSON is written with sorted keys, and the first pattern that matches decides.
+
+        >>> KbitConfig(module_bits={"down_proj": 5, "layers.0": None}).to_dict()["module_bits"]
+        {'down_proj': 5, 'layers.0': None}
+        >>> KbitConfig(module_bits={"layers.0": None, "down_proj": 5}).to_dict()["module_bits"]
+        [['layers.0', None], ['down_proj', 5]]
+        """
+        entries = super().to_dict()
+        if list(self.module_bits) != sorted(self.module_bits):
+            entries["module_bits"] = [[pattern, bits] for pattern, bits in self.module_bits.items()]
+        return entries
 
     def get(self, name: str, default: Any = None) -> Any:
         """Transformers asks a quantization config for its entries as if it were the dict in ``config.json``."""

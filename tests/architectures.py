@@ -112,6 +112,9 @@ TOKENS = dict(vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_i
 ENCODER = dict(hidden_size=40, intermediate_size=72, num_hidden_layers=2, num_attention_heads=4)
 DECODER = dict(**ENCODER, **TOKENS, num_key_value_heads=2, max_position_embeddings=64)
 VISION = dict(ENCODER, hidden_size=36, intermediate_size=50, image_size=16, patch_size=8)
+SWIN = dict(image_size=16, patch_size=2, embed_dim=20, depths=[2, 1], num_heads=[2, 4], window_size=4)
+POSITIONS = "attention.self.continuous_position_bias_mlp"
+LOGIT_SCALE = "attention.self.logit_scale"
 SPEECH = dict(
     **ENCODER,
     vocab_size=19,
@@ -370,6 +373,42 @@ ARCHITECTURES = [
         ),
         bits=4,
         dtypes=BOTH,
+    ),
+    Architecture(
+        "swinv2",  # reads the dtype of a perceptron's first parameter, so its first layer stays
+        "Swinv2ForImageClassification",
+        "swinv2",
+        dict(SWIN, num_labels=3),
+        image,
+        dense=(f"swinv2.encoder.layers.*.blocks.*.{POSITIONS}.0", "classifier"),
+        left=(
+            "swinv2.embeddings.patch_embeddings.projection",
+            f"swinv2.encoder.layers.*.blocks.*.{LOGIT_SCALE}",
+            f"swinv2.encoder.layers.*.blocks.*.{POSITIONS}.0",
+            "classifier",
+        ),
+        bits=5,
+    ),
+    Architecture(
+        "swin2sr",
+        "Swin2SRForImageSuperResolution",
+        "swin2sr",
+        dict(SWIN, patch_size=1, upscale=2),
+        image,
+        dense=(f"swin2sr.encoder.stages.*.layers.*.{POSITIONS}.0",),
+        left=(
+            "swin2sr.first_convolution",
+            "swin2sr.embeddings.patch_embeddings.projection",
+            f"swin2sr.encoder.stages.*.layers.*.{LOGIT_SCALE}",
+            f"swin2sr.encoder.stages.*.layers.*.{POSITIONS}.0",
+            "swin2sr.encoder.stages.*.conv",
+            "swin2sr.encoder.stages.*.patch_embed.projection",
+            "swin2sr.conv_after_body",
+            "upsample.conv_before_upsample",
+            "upsample.upsample.convolution_0",
+            "upsample.final_convolution",
+        ),
+        bits=3,
     ),
     Architecture(
         "whisper",

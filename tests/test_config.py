@@ -1,4 +1,5 @@
 import copy
+import hashlib
 import json
 import re
 
@@ -8,7 +9,7 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from hf_kbit import KbitConfig, codebooks
-from hf_kbit.config import matches
+from hf_kbit.patterns import matches
 
 CONFIGS = [
     KbitConfig(),
@@ -17,6 +18,7 @@ CONFIGS = [
     KbitConfig(bits=2, codebook=[3, -1, 0.5, 7]),
     KbitConfig(bits=4, codebook="normal_float", scale="absmax"),
     KbitConfig(bits=2, codebook={2: [1, 2, 3, 4], 3: range(8)}, module_bits={"down_proj": 3}),
+    KbitConfig(bits=3, module_bits={"layers.0": None, "down_proj": 4}),
     KbitConfig(bits=3, levels={3: codebooks.normal_float(3)}, layers={"a.b": {"bits": 4, "exponent": -7}}),
 ]
 
@@ -26,6 +28,9 @@ def test_json_round_trip(config, tmp_path):
     text = config.to_json_string()
     again = KbitConfig.from_dict(json.loads(text))
     assert again == config and again.to_json_string() == text
+    assert list(again.module_bits.items()) == list(config.module_bits.items()), (
+        "the first pattern that matches decides"
+    )
     config.to_json_file(tmp_path / "q.json")
     assert AutoQuantizationConfig.from_dict(json.loads((tmp_path / "q.json").read_text())) == config
     assert copy.deepcopy(config) == config and KbitConfig(**dict(config)) == config
@@ -35,7 +40,55 @@ def test_json_round_trip(config, tmp_path):
 def test_round_trip_inside_a_model_config(config, tmp_path):
     LlamaConfig(num_hidden_layers=1, quantization_config=config.to_dict()).save_pretrained(tmp_path)
     stored = AutoConfig.from_pretrained(tmp_path).quantization_config
-    assert AutoQuantizationConfig.from_dict(stored) == config
+    again = AutoQuantizationConfig.from_dict(stored)
+    assert again == config and list(again.module_bits.items()) == list(config.module_bits.items())
+
+
+def test_patterns_in_order_are_saved_as_ever():
+    """What an hf_kbit that knows no pairs can read stays as it was; pairs it refuses, by name."""
+    assert json.loads(KbitConfig(module_bits={"a": 3, "b": None}).to_json_string())["module_bits"] == {
+        "a": 3,
+        "b": None,
+    }
+
+
+@pytest.mark.parametrize("name", ["modules_to_not_convert", "module_bits", "levels", "layers"])
+@pytest.mark.parametrize("empty", [False, 0, 0.0, ""], ids=repr)
+def test_only_none_stands_for_nothing(name, empty):
+    assert KbitConfig(**{name: None}) == KbitConfig()
+    with pytest.raises(ValueError, match=f"{name}: found {empty!r}, expected"):
+        KbitConfig(**{name: empty})
+
+
+def test_digest_tells_what_decodes_differently():
+    levels = codebooks.normal_float(3)
+    configs = [
+        KbitConfig(bits=3),
+        KbitConfig(bits=4),
+        KbitConfig(bits=3, levels={3: levels}),
+        KbitConfig(bits=3, levels={3: codebooks.integer(3)}),
+        KbitConfig(bits=3, levels={3: levels}, layers={"a": {"exponent": 1}}),
+        KbitConfig(bits=3, levels={3: levels}, layers={"b": {"exponent": 1}}),
+        KbitConfig(bits=3, levels={3: levels}, layers={"a": {"exponent": -1}}),
+        KbitConfig(bits=3, levels={3: levels}, layers={"a": {"bits": 4}}),
+        KbitConfig(bits=3, levels={3: levels}, layers={"a": {"levels": codebooks.integer(3)}}),
+    ]
+    assert len({config.digest() for config in configs}) == len(configs)
+    options = {
+        "scale": "absmax",
+        "module_bits": {"a": None},
+        "codebook": "normal_float",
+        "skip_default_modules": False,
+    }
+    again = KbitConfig.from_dict(json.loads(KbitConfig(bits=3, levels={3: levels}, **options).to_json_string()))
+    assert again.digest() == configs[2].digest()
+
+
+def test_digest_is_what_the_documentation_says():
+    config = KbitConfig(bits=2, levels={2: [-1, -0.5, 0.5, 1]}, layers={"b": {"exponent": -7}, "a": {"bits": 3}})
+    levels = "000080bf000000bf0000003f0000803f"
+    text = f"bits 2\nlevels 2 {levels}\nlayer a 3 0 \nlayer b 2 -7 {levels}\n"
+    assert config.digest() == hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_levels_survive_json_exactly():
@@ -74,6 +127,14 @@ def test_repr():
             "modules_to_not_convert: found 'lm_head', expected a list",
         ),
         ({"modules_to_not_convert": [3]}, ValueError, "modules_to_not_convert: found"),
+        ({"modules_to_not_convert": ["(?i)q"]}, ValueError, "modules_to_not_convert: found pattern '\\(\\?i\\)q'"),
+        ({"module_bits": {"": 3}}, ValueError, "module_bits: found pattern '', expected"),
+        ({"module_bits": [["a", 3], ["a", 4]]}, ValueError, "module_bits: found .*, expected each pattern once"),
+        ({"module_bits": [["a", 3], ["b"]]}, ValueError, "module_bits: found"),
+        ({"bits": 2, "codebook": [10**400, 1, 0, 2]}, ValueError, "codebook: found .*, expected a table of numbers"),
+        ({"codebook": {"x": [1, 2]}}, ValueError, r"codebook: found tables for \['x'\] bits"),
+        ({"codebook": {"99": [1, 2]}}, ValueError, r"codebook: found tables for \['99'\] bits"),
+        ({"codebook": {"4": "0123456789012345"}}, ValueError, r"codebook\[4\]: found .*, expected a table of numbers"),
         (
             {"modules_to_not_convert": ["(a"]},
             ValueError,

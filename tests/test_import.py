@@ -35,6 +35,7 @@ def test_format_needs_the_standard_library_only():
 ORDER = [
     "format",
     "codebooks",
+    "patterns",
     "reference",
     "_native",
     "inductor",

@@ -18,7 +18,6 @@ import argparse
 import gc
 import importlib.metadata
 import json
-import logging
 import math
 import re
 import shlex
@@ -82,7 +81,6 @@ def measure_all(arguments, folder: Path, compare: Callable[..., dict], **context
     """Reports, for each method asked for, ``compare(model, reference)`` and the sizes of the model in ``folder``."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    logging.getLogger("hf_kbit").setLevel(logging.ERROR)  # it tells of each model what was quantized
     where = gpu_and_command() if arguments.device == "cuda" else {"gpu": "none"}
     where["command"] = shlex.join(["python", "-m", f"benchmarks.quality.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     report = Report(arguments.json, **where, transformers=transformers.__version__, **context)

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 from transformers import (
     AutoConfig,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -23,7 +24,8 @@ from hf_kbit.calibration.data import LENGTH, SEQUENCES, token_ids
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import evaluating
-from hf_kbit.integrations.transformers import checkpoint, selection
+from hf_kbit.integrations.transformers import selection
+from hf_kbit.integrations.transformers.checkpoint import saved_class
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Packed, choose_decoding
@@ -181,10 +183,30 @@ def load(
     source = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = AutoConfig.from_pretrained(name, **source)
     try:
-        model_class = checkpoint.saved_class(config)
+        model_class = class_to_load(config)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     return model_class.from_pretrained(name, dtype=dtype, **source)
+
+
+def class_to_load(config: PreTrainedConfig) -> type:
+    """The class that a config says was saved, or the Auto class that finds it: for a class that came as code with the
+    model the one that its ``auto_map`` names, for one that Transformers does not have that of causal language models.
+
+    Raises:
+        ValueError: ``architectures`` is no list of names, or names what is no model for such a config.
+    """
+    found, name = saved_class(config), (config.architectures or [""])[0]
+    for auto_class, place in (getattr(config, "auto_map", None) or {}).items():
+        if name and str(place).endswith(f".{name}"):
+            return getattr(transformers, auto_class)
+    if not name or not hasattr(transformers, name):
+        return AutoModelForCausalLM
+    if found is None or found.config_class is None:
+        raise ValueError(f"architectures: found {name!r}, expected the name of a model class")
+    if not isinstance(config, found.config_class):
+        raise ValueError(f"architectures: found {name}, expected a model class for a {type(config).__name__}")
+    return found
 
 
 def _tokenizer_of(model: PreTrainedModel, **source: Any) -> PreTrainedTokenizerBase | None:

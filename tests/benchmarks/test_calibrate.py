@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import logging
 import sys
 from pathlib import Path
 
@@ -29,11 +28,9 @@ def benchmark(monkeypatch, tmp_path):
         module.main()
         return [json.loads(line) for line in file.read_text().splitlines()]
 
-    logger, verbosity = logging.getLogger("hf_kbit"), transformers.logging.get_verbosity()
-    level = logger.level
+    verbosity = transformers.logging.get_verbosity()
     run.module = module
     yield run
-    logger.setLevel(level)
     transformers.logging.set_verbosity(verbosity)
 
 

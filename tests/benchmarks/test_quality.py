@@ -3,7 +3,6 @@
 import gzip
 import importlib
 import json
-import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,10 +196,8 @@ def test_spread(quality):
 @pytest.fixture
 def logs():
     """Puts back what a run silences."""
-    logger, verbosity = logging.getLogger("hf_kbit"), transformers.logging.get_verbosity()
-    level = logger.level
+    verbosity = transformers.logging.get_verbosity()
     yield
-    logger.setLevel(level)
     transformers.logging.set_verbosity(verbosity)
     transformers.logging.enable_progress_bar()
 

@@ -1,5 +1,6 @@
 """The model card of a quantized model: what someone who finds it on the Hub needs to load it."""
 
+import json
 import os
 import re
 from collections import Counter
@@ -8,6 +9,8 @@ from functools import wraps
 from huggingface_hub import ModelCard, ModelCardData
 from yaml import YAMLError
 
+from hf_kbit.integrations.transformers import checkpoint
+from hf_kbit.integrations.transformers.quantizer import with_quantizer
 from hf_kbit.nn.linear import KbitLinear
 
 HEADING = "## How to load"
@@ -26,7 +29,7 @@ The linear layers are quantized to {_widths(model)} with [hf_kbit](https://pypi.
 ```python
 import hf_kbit  # makes Transformers know the format
 from transformers import {auto_class}
-model = {auto_class}.from_pretrained("{name}")
+model = {auto_class}.from_pretrained({json.dumps(name, ensure_ascii=False)})
 ```
 
 Without the import, Transformers warns of an unknown quantization type and stops with mismatched sizes.
@@ -45,36 +48,60 @@ def _widths(model) -> str:
     return f"{min(weights)} to {max(weights)} bits ({mean:.2f} on average)"
 
 
-def write_model_card(model, directory: str | os.PathLike, name: str) -> None:
-    """Writes ``README.md`` into a saved model, or adds tags and the loading section to the one there.
+def _heading(name: str) -> str:
+    """A name as the text of a heading: on one line, and without meaning to Markdown or HTML."""
+    return re.sub(r"([\\`*\[\]<>&#|~])", r"\\\1", " ".join(name.split()))
+
+
+def read_model_card(directory: str | os.PathLike, name: str) -> ModelCard:
+    """The ``README.md`` of a model with our tags in it, or a new one.
 
     Raises:
-        ValueError: the README.md that is there has a head that is no YAML.
+        ValueError: the README.md that is there has a head that is no YAML, or tags that are no list.
     """
     path = os.path.join(directory, "README.md")
     if os.path.exists(path):
         try:
             card = ModelCard.load(path)
-        except (ValueError, YAMLError) as error:
+        except (TypeError, ValueError, YAMLError, RecursionError) as error:
             raise ValueError(f"{path}: found a head that is no YAML, expected a model card ({error})") from error
     else:
-        card = ModelCard(f"---\n{ModelCardData(library_name='transformers')}\n---\n\n# {name}\n")
+        card = ModelCard(f"---\n{ModelCardData(library_name='transformers')}\n---\n\n# {_heading(name)}\n")
+    tags = card.data.tags or []
+    if not isinstance(tags, list):
+        raise ValueError(f"{path}: found tags {tags!r}, expected a list")
     card.data.library_name = card.data.library_name or "transformers"
-    card.data.tags = [*(card.data.tags or []), *(tag for tag in TAGS if tag not in (card.data.tags or []))]
+    card.data.tags = [*tags, *(tag for tag in TAGS if tag not in tags)]
+    return card
+
+
+def write_model_card(model, directory: str | os.PathLike, name: str) -> None:
+    """Writes ``README.md`` into a saved model, or adds tags and the loading section to the one there.
+
+    Raises:
+        ValueError: see ``read_model_card``.
+    """
+    card = read_model_card(directory, name)
     # An older section of ours tells of another model; it ends where the next heading begins.
     text = re.sub(rf"^{HEADING}$.*?(?=^# |^## |\Z)", "", card.text, flags=re.DOTALL | re.MULTILINE)
     card.text = f"{text.rstrip()}\n\n{loading_section(model, name)}"
-    card.save(path)
+    card.save(os.path.join(directory, "README.md"))
 
 
 def card_after_saving(save_pretrained):
-    """``save_pretrained`` that writes the card of quantized models."""
+    """``save_pretrained`` that writes the card of quantized models, and gives those a quantizer that have none."""
 
     @wraps(save_pretrained)
     def wrapped(self, save_directory, is_main_process=True, *args, **kwargs):
-        result = save_pretrained(self, save_directory, is_main_process, *args, **kwargs)
-        if _is_kbit(self) and is_main_process and os.path.isdir(save_directory):
-            write_model_card(self, save_directory, os.path.basename(os.path.abspath(save_directory)))
+        model = with_quantizer(self)
+        writes = _is_kbit(model) and is_main_process
+        if writes:  # what is wrong with the card is better known before gigabytes are written
+            name = os.path.basename(os.path.abspath(save_directory))
+            read_model_card(save_directory, name)
+        result = save_pretrained(model, save_directory, is_main_process, *args, **kwargs)
+        if writes and os.path.isdir(save_directory):
+            checkpoint.order_metadata(save_directory)
+            write_model_card(model, save_directory, name)
         return result
 
     return wrapped
@@ -86,6 +113,7 @@ def card_before_upload(upload):
     @wraps(upload)
     def wrapped(self, working_dir, repo_id, *args, **kwargs):
         if _is_kbit(self):  # Transformers has put its own card over ours by now
+            checkpoint.order_metadata(working_dir)
             write_model_card(self, working_dir, repo_id)
         return upload(self, working_dir, repo_id, *args, **kwargs)
 

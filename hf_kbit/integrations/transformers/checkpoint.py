@@ -4,17 +4,19 @@ Transformers replaces what a checkpoint lacks by random numbers and reports it i
 refused instead, with every tensor at fault named. Only headers are read here.
 """
 
+import copy
 import json
 import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -24,11 +26,13 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, absmax_shape, weight_shape
 from hf_kbit.nn.linear import KbitLinear
 
 WEIGHT_SUFFIX = ".weight"
 PACKED_SUFFIXES = (WEIGHT_SUFFIX, WEIGHT_SUFFIX + ABSMAX_SUFFIX)
+DIGEST = "kbit_digest"  # in the metadata of each file: KbitConfig.digest of the config.json saved with it
 MAX_NAMED = 20  # problems spelled out in one error
 
 
@@ -42,9 +46,10 @@ class StoredTensor:
     def __str__(self):
         return f"{self.dtype} {list(self.shape)}"
 
-    def can_become(self, tensor: torch.Tensor) -> bool:
-        """Whether loading it into ``tensor`` keeps its meaning: same shape, and a float if that is one."""
-        return self.shape == tuple(tensor.shape) and ("F" in self.dtype) == tensor.is_floating_point()
+    def can_become(self, tensor: torch.Tensor, shapes: bool = True) -> bool:
+        """Whether loading it into ``tensor`` keeps its meaning: same shape (if asked), and a float if that is one."""
+        same_shape = self.shape == tuple(tensor.shape)
+        return (same_shape or not shapes) and ("F" in self.dtype) == tensor.is_floating_point()
 
 
 def read_headers(files: Iterable[str]) -> dict[str, StoredTensor]:
@@ -52,15 +57,18 @@ def read_headers(files: Iterable[str]) -> dict[str, StoredTensor]:
 
     Raises:
         ValueError: a file is no safetensors file, or is damaged or cut short; the message names the file and, where
-            the header survived, the first tensor that is not all there.
+            the header survived, the first tensor that is not all there. Or two files hold a tensor of the same name.
     """
-    tensors = {}
+    tensors, found_in = {}, {}
     for file in files:
         if not str(file).endswith(".safetensors"):
             raise ValueError(f"{file}: found another format, expected safetensors, the only one of a kbit checkpoint")
         try:
             with safe_open(file, framework="pt") as stored:
                 for name in stored.keys():
+                    if name in tensors:
+                        raise ValueError(f"{name}: found in {found_in[name]} and in {file}, expected it in one")
+                    found_in[name] = file
                     entry = stored.get_slice(name)
                     tensors[name] = StoredTensor(entry.get_dtype(), tuple(entry.get_shape()))
         except SafetensorError as error:
@@ -77,9 +85,87 @@ def _first_cut(file: str) -> str:
             header = json.loads(stream.read(min(length, size)))
         header.pop("__metadata__", None)
         ends = sorted((8 + length + entry["data_offsets"][1], name) for name, entry in header.items())
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         return ""
     return next((f" at tensor {name}: found {size} bytes, expected {end}" for end, name in ends if end > size), "")
+
+
+def refuse_packed(files: Iterable[str]) -> None:
+    """Refuses a checkpoint that is to be quantized and is quantized already, its config without levels."""
+    files = [file for file in files if str(file).endswith(".safetensors")]
+    if packed := [name for name in read_headers(files) if name.endswith(WEIGHT_SUFFIX + ABSMAX_SUFFIX)]:
+        raise ValueError(
+            f"levels: found none in quantization_config of config.json, expected those of the packed tensors in the "
+            f"checkpoint, such as {packed[0]}"
+        )
+
+
+def check_digest(files: Iterable[str], config: KbitConfig) -> None:
+    """Compares the digest in each file with what ``config.json`` says of decoding. Files of old have none.
+
+    Raises:
+        ValueError: a file has another one, or only some have one: config.json and files are not of the same save.
+    """
+    found = {}
+    for file in files:
+        with safe_open(file, framework="pt") as stored:
+            found[file] = (stored.metadata() or {}).get(DIGEST)
+    if any(found.values()):
+        expected = config.digest()
+        others = [f"{file}: found {DIGEST} {digest}" for file, digest in found.items() if digest != expected]
+        refuse(others, f"expected tensors saved with this config.json, of {DIGEST} {expected}; was a save cut short?")
+
+
+def order_metadata(directory: str | os.PathLike) -> None:
+    """Puts ``format`` before the digest in files just saved: the same model shall give the same bytes, and safetensors
+    leaves the order to chance."""
+    swapped = re.compile(rb'(.{8}{"__metadata__":{)("%s":"\w+"),("format":"\w+")}' % DIGEST.encode(), re.DOTALL)
+    for path in Path(directory).glob("*.safetensors"):
+        with path.open("rb") as stream:
+            found = swapped.match(stream.read(256))
+        if found:
+            with path.open("r+b") as stream:
+                stream.write(found.expand(rb"\1\3,\2}"))
+
+
+def saved_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The class that ``architectures`` names; None if it names none that Transformers has.
+
+    Raises:
+        ValueError: ``architectures`` is no list of names.
+    """
+    names = config.architectures
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"architectures: found {names!r} in config.json, expected a list of names of classes")
+    found = getattr(transformers, names[0], None) if names else None
+    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
+
+
+def saved_model(model: PreTrainedModel, file: str):
+    """The model that was saved, on the meta device, as ``config.json`` beside ``file`` describes it.
+
+    It is ``model`` itself if that is of the same class and nothing of its config was changed by the caller of
+    ``from_pretrained``, and None if it is not known.
+    """
+    cls, same = saved_class(model.config), [type(model).__name__] == (model.config.architectures or [])[:1]
+    if same:
+        cls = type(model)  # which Transformers itself may not have
+    elif cls is None or not isinstance(model.config, cls.config_class or ()):
+        return None
+    beside = os.path.join(os.path.dirname(file), "config.json")
+    config = copy.deepcopy(model.config)
+    if os.path.exists(beside):
+        with open(beside, encoding="utf-8") as stream:
+            config = type(model.config).from_dict(json.load(stream))
+    if same and _described(config) == _described(model.config):
+        return model
+    with torch.device("meta"):
+        return cls(config)
+
+
+def _described(config: PreTrainedConfig) -> dict:
+    """What of a config decides which tensors there are."""
+    return {name: value for name, value in config.to_dict().items() if name not in ("dtype", "quantization_config")}
 
 
 class Names:
@@ -121,30 +207,6 @@ def stored_names(model, modules: Iterable[str]) -> dict[str, str]:
     }
 
 
-def saved_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that a config says was saved, or the Auto class that finds it: for a class that came as code with the
-    model the one that its ``auto_map`` names, for one that Transformers does not have that of causal language models.
-
-    Raises:
-        ValueError: ``architectures`` is no list of names, or names what is no model for such a config.
-    """
-    named = config.architectures or [""]
-    if not isinstance(named, list | tuple) or not isinstance(named[0], str):
-        raise ValueError(f"architectures: found {named!r}, expected a list with the name of a model class")
-    name = named[0]
-    for auto_class, place in (getattr(config, "auto_map", None) or {}).items():
-        if name and str(place).endswith(f".{name}"):
-            return getattr(transformers, auto_class)
-    if not name or not hasattr(transformers, name):
-        return AutoModelForCausalLM
-    found = getattr(transformers, name)
-    if not (isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is not None):
-        raise ValueError(f"architectures: found {name!r}, expected the name of a model class")
-    if not isinstance(config, found.config_class):
-        raise ValueError(f"architectures: found {name}, expected a model class for a {type(config).__name__}")
-    return found
-
-
 def packed_modules(model, tensors: dict[str, StoredTensor]) -> dict[str, str]:
     """``{module name in the model: its name in the checkpoint}`` for every packed pair.
 
@@ -166,7 +228,12 @@ def packed_modules(model, tensors: dict[str, StoredTensor]) -> dict[str, str]:
 
 
 def check_tensors(
-    model, tensors: dict[str, StoredTensor], packed: dict[str, str], missing: bool, left_over: bool
+    model,
+    tensors: dict[str, StoredTensor],
+    packed: dict[str, str],
+    missing: bool,
+    left_over: bool,
+    shapes: bool,
 ) -> None:
     """Compares the checkpoint with a model whose packed layers have been replaced.
 
@@ -175,6 +242,7 @@ def check_tensors(
         packed: the result of ``packed_modules``.
         missing: whether the checkpoint must hold everything that the model has.
         left_over: whether the model must have everything that the checkpoint holds.
+        shapes: whether tensors that are not packed must have the model's shapes, too; packed ones always must.
 
     Raises:
         ValueError: a tensor has another shape or dtype, is missing or left over; the message names all there are.
@@ -202,7 +270,7 @@ def check_tensors(
             if target not in expected:
                 if left_over and not ignored(target) and not ignored(stored_name):
                     problems.append(f"{stored_name}: left over, the model has no such tensor")
-            elif not converted and not stored.can_become(expected[target]):
+            elif not converted and not stored.can_become(expected[target], shapes):
                 dtype, shape = str(expected[target].dtype).removeprefix("torch."), list(expected[target].shape)
                 problems.append(f"{stored_name}: found {stored}, expected {dtype} {shape}")
 
@@ -210,7 +278,7 @@ def check_tensors(
         found |= _tied_to(found, model)
         absent = [name for name in expected if name not in found and not ignored(name)]
         problems += [f"{name}: missing, expected shape {list(expected[name].shape)}" for name in absent]
-    refuse(problems)
+    refuse(problems, f"the quantized checkpoint does not fit the model ({type(model).__name__})")
 
 
 def _tied_to(found: set[str], model) -> set[str]:

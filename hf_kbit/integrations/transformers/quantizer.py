@@ -10,18 +10,17 @@ replaces layers, the weights are loaded, new heads initialised, hooks for offloa
 """
 
 import copy
-import logging
 import re
 from collections import Counter
 
 import torch
-import transformers
 from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
+from transformers.utils import logging
 
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, weight_shape
@@ -29,20 +28,10 @@ from hf_kbit.integrations.transformers import checkpoint, selection
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Packed
 
-logger = logging.getLogger(__name__)
-
-
-def _saved_model(model):
-    """The model that was saved, on the meta device: ``model`` itself if it is of that class, None if unknown."""
-    architecture = (model.config.architectures or [None])[0]
-    if type(model).__name__ == architecture:
-        return model
-    saved_class = getattr(transformers, architecture or "", None)
-    config_class = getattr(saved_class, "config_class", None)
-    if config_class is None or not isinstance(model.config, config_class):
-        return None
-    with torch.device("meta"):
-        return saved_class(copy.deepcopy(model.config))
+# A child of the logger of Transformers, so that transformers.logging.set_verbosity speaks of it too.
+logger = logging.get_logger("transformers.hf_kbit")
+# Of the weights left in 16 bits: from here on a warning says so, for few bits then help little.
+MUCH_LEFT = 0.1
 
 
 class KbitQuantize(ConversionOps):
@@ -89,7 +78,10 @@ class KbitHfQuantizer(HfQuantizer):
     def __init__(self, quantization_config: KbitConfig, **kwargs):
         # A copy: the quantizer writes levels and layers of one model into it, and users reuse their config.
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
+        # No quantizer has written a config without levels: somebody has put it into the config of a 16-bit model.
+        self.pre_quantized = self.pre_quantized and bool(quantization_config.levels)
         self.problems: list[str] = []
+        self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
 
     def validate_environment(self, *args, device_map=None, **kwargs):
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
@@ -115,7 +107,11 @@ class KbitHfQuantizer(HfQuantizer):
         if self.pre_quantized:
             self._prepare_quantized(model, checkpoint_files)
         else:
+            _refuse_sharding(model.config)
+            checkpoint.refuse_packed(checkpoint_files or ())
             self._prepare_on_the_fly(model)
+        if getattr(model.config, "distributed_config", None) is None:  # else there will be shards
+            self.shapes = {name: parameter.shape for name, parameter in _unpacked(model)}
 
     def _prepare_on_the_fly(self, model) -> None:
         layers = {
@@ -140,20 +136,29 @@ class KbitHfQuantizer(HfQuantizer):
             packed = {name: name for name in selection.choose(model, config)}
             self._replace_packed(model, packed | {names.module(f"{name}.weight"): name for name in config.layers})
         else:
-            self._replace_as_stored(model, checkpoint.read_headers(checkpoint_files))
+            self._replace_as_stored(model, checkpoint_files)
         for module in model.modules():
             if isinstance(module, KbitLinear):
                 # Transformers would draw random weights for a layer that is offloaded to disk.
                 module._is_hf_initialized = True
 
-    def _replace_as_stored(self, model, tensors) -> None:
-        """Replaces what is packed, and checks the checkpoint against the model that was saved, if it can be known."""
-        saved = _saved_model(model)
+    def _replace_as_stored(self, model, files: list[str]) -> None:
+        """Replaces what is packed, and checks the checkpoint against the model that was saved, if it can be known.
+
+        What does not fit the model at hand then is not for us to refuse, but for Transformers, as with any checkpoint:
+        tensors that are left over, missing, or of another shape (``ignore_mismatched_sizes``). Packed ones must fit.
+        """
+        tensors, saved = checkpoint.read_headers(files), checkpoint.saved_model(model, files[0])
         for target in dict.fromkeys((saved or model, model)):
             packed = checkpoint.packed_modules(target, tensors)
+            if not packed:
+                raise ValueError(
+                    f"{files[0]}: found no packed tensor, expected those that quantization_config in config.json is "
+                    "of; to load a 16-bit checkpoint, take quantization_config out of config.json"
+                )
             self._replace_packed(target, packed)
             whole = target is (saved or model)
-            checkpoint.check_tensors(target, tensors, packed, missing=whole, left_over=target is saved)
+            checkpoint.check_tensors(target, tensors, packed, missing=whole, left_over=target is saved, shapes=whole)
         config = self.quantization_config
         unknown = config.layers.keys() - packed.values()
         checkpoint.refuse([f"{name}: in layers of config.json, not in the checkpoint" for name in sorted(unknown)])
@@ -162,6 +167,7 @@ class KbitHfQuantizer(HfQuantizer):
         } - config.levels.keys()
         found = sorted(config.levels)
         checkpoint.refuse([f"levels: found {found} in config.json, expected {bits} too" for bits in sorted(widths)])
+        checkpoint.check_digest(files, config)
 
     def _replace_packed(self, model, packed: dict[str, str]) -> None:
         config, linears = self.quantization_config, dict(model.named_modules(remove_duplicate=False))
@@ -211,6 +217,7 @@ class KbitHfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         checkpoint.refuse(self.problems, "cannot quantize the checkpoint")
+        self._check_shapes(model)
         layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
         if not self.pre_quantized:
             for name in [name for name, layer in layers.items() if layer.weight.is_floating_point()]:
@@ -231,6 +238,17 @@ class KbitHfQuantizer(HfQuantizer):
         self._keep_packed_names(model, layers)
         self._record(model, layers)
         self._report(model, layers)
+
+    def _check_shapes(self, model) -> None:
+        """Transformers 5.17 puts tensors of any shape into a quantized model, whatever ``ignore_mismatched_sizes``."""
+        checkpoint.refuse(
+            [
+                f"{name}: found shape {list(parameter.shape)}, expected {list(self.shapes[name])}"
+                for name, parameter in _unpacked(model)
+                if parameter.shape != self.shapes.get(name, parameter.shape)
+            ],
+            "the checkpoint does not fit the model, and this Transformers takes no notice of ignore_mismatched_sizes",
+        )
 
     @staticmethod
     def _quantize_late(name: str, layer: KbitLinear) -> bool:
@@ -298,13 +316,17 @@ class KbitHfQuantizer(HfQuantizer):
             f"{count} in {bits} bits" for bits, count in sorted(Counter(x.bits for x in layers.values()).items())
         )
         listing = ", ".join(f"{name} ({count} x, {sizes[name]:,})" for name, count in left.items())
-        logger.warning(
-            "hf_kbit: %d quantized layers with %s weights (%s); left as they are: %d tensors with %s weights%s",
+        share = sizes.total() / max(weights + sizes.total(), 1)
+        much = share > MUCH_LEFT and not self.pre_quantized  # what is quantized already was told of then
+        logger.log(
+            logging.WARNING if much else logging.INFO,
+            "hf_kbit: %d quantized layers with %s weights (%s); left as they are: %d tensors with %s weights (%s)%s",
             len(layers),
             f"{weights:,}",
             widths or "none",
             left.total(),
             f"{sizes.total():,}",
+            f"{share:.0%}",
             f": {listing}" if listing else "",
         )
 
@@ -312,9 +334,11 @@ class KbitHfQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model):
         layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
-        if not getattr(model, "_hf_peft_config_loaded", False):  # else only adapters are saved
-            self._record(model, layers)  # merging adapters may have changed exponents
-        return super().get_state_dict_and_metadata(model)
+        if getattr(model, "_hf_peft_config_loaded", False):  # only adapters are saved
+            return super().get_state_dict_and_metadata(model)
+        self._record(model, layers)  # merging adapters may have changed exponents
+        model.config.quantization_config = self.quantization_config  # the model may have been given another config
+        return None, {checkpoint.DIGEST: self.quantization_config.digest()}
 
     def _dequantize(self, model, dtype=None):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -335,6 +359,43 @@ class KbitHfQuantizer(HfQuantizer):
             model.config.dtype = dtype
         model._weight_conversions = self._all_weight_conversions
         return model
+
+
+def _unpacked(model):
+    """Names and parameters of all but quantized layers."""
+    for module_name, module in model.named_modules():
+        if not isinstance(module, KbitLinear):
+            yield from module.named_parameters(module_name, recurse=False)
+
+
+def with_quantizer(model):
+    """``model`` as it can be saved: itself, or a copy around the same tensors with a quantizer of its own, if it has
+    quantized layers and no quantizer: it is a part of a quantized model, or was given such layers by hand."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
+    adapters_alone = getattr(model, "_hf_peft_config_loaded", False)
+    if not layers or adapters_alone or getattr(model, "hf_quantizer", None) is not None:
+        return model
+    config = getattr(model.config, "quantization_config", None)
+    if not isinstance(config, KbitConfig):
+        (bits, _), *_ = Counter(layer.bits for layer in layers.values()).most_common()
+        config = KbitConfig(bits=bits)
+    model = copy.copy(model)
+    model.config = copy.deepcopy(model.config)
+    model.hf_quantizer = KbitHfQuantizer(config, pre_quantized=True)
+    model.is_quantized, model.quantization_method = True, config.quant_method
+    model.hf_quantizer._keep_packed_names(model, layers)
+    return model
+
+
+def _refuse_sharding(config) -> None:
+    """Raises if the model is about to be spread over several processes."""
+    plan = getattr(config, "distributed_config", None)
+    sizes = {name: getattr(plan, name, None) for name in ("tp_size", "fsdp_size", "pp_size", "ep_size")}
+    if found := {name: size for name, size in sizes.items() if (size or 1) > 1}:
+        raise ValueError(
+            f"distributed_config: found {found}, expected none while quantizing, for a weight is quantized whole. "
+            "Quantize and save in one process first: a quantized checkpoint can be loaded with distributed_config"
+        )
 
 
 def _would_revert(conversion: WeightConverter, layers) -> bool:

@@ -3,6 +3,7 @@
 import dis
 import inspect
 import re
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
@@ -11,14 +12,20 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.core_model_loading import dot_natural_key
 from transformers.pytorch_utils import Conv1D
 
-from hf_kbit.config import KbitConfig, matches
+from hf_kbit.config import KbitConfig
 from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.patterns import matches
 
 # Subclasses of nn.Linear whose own forward computes what nn.Linear's does.
 PLAIN_LINEAR_CLASSES = ("FalconLinear",)
 
 # Methods that fill weights rather than use them.
 INITIALISERS = ("__init__", "_init_weights", "reset_parameters")
+
+# Instructions that load an attribute; before Python 3.12 that of a method which is called has a name of its own.
+LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+
+GATE = re.compile(r"^gate$|(^|_)experts?_gate$")
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -34,30 +41,62 @@ def is_linear(module: nn.Module) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class Reads:
+    """Names of submodules of which a class reads what ``nn.Linear`` would have, without calling them.
+
+    Attributes:
+        weights: ``self.NAME.weight``.
+        parameters: ``self.NAME.parameters()``; what such code wants is the dtype of the first one.
+    """
+
+    weights: frozenset[str] = frozenset()
+    parameters: frozenset[str] = frozenset()
+
+
 @cache
-def _children_read(module_class: type) -> frozenset[str]:
-    """Names of submodules whose weight a class's methods read, to multiply by it or to cast to its dtype."""
+def _reads(module_class: type) -> Reads:
+    """What a class's methods read of its submodules, to multiply by it or to cast to its dtype."""
     methods = {name: method for parent in reversed(module_class.__mro__) for name, method in vars(parent).items()}
-    names = set()
+    found = {"weight": set(), "parameters": set()}
     for name, method in methods.items():
         code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-        if name in INITIALISERS or code is None or "weight" not in code.co_names:
+        if name in INITIALISERS or code is None or not found.keys() & set(code.co_names):
             continue
         steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
-        names |= {
-            child.argval
-            for child, tensor in pairwise(steps)
-            if child.opname == tensor.opname == "LOAD_ATTR" and tensor.argval == "weight"
-        }
-    return frozenset(names)
+        for child, attribute in pairwise(steps):
+            if child.opname == "LOAD_ATTR" and attribute.opname in LOADS and attribute.argval in found:
+                found[attribute.argval].add(child.argval)
+    return Reads(frozenset(found["weight"]), frozenset(found["parameters"]))
+
+
+def _first_linear(module: nn.Module) -> str | None:
+    """Name of the linear layer that holds the first parameter of the module, if one does; "" is the module itself."""
+    first, _, _ = next((name for name, _ in module.named_parameters()), "").rpartition(".")
+    return first if is_linear(module.get_submodule(first)) else None
+
+
+def _is_router(model, name: str) -> bool:
+    """Whether a layer chooses which experts of a mixture a token goes to, or how much of a shared one it gets.
+
+    A name says so: ``router`` as a word anywhere in it (``mlp.router.layer``, ``router_gate``), or, in a module that
+    has ``experts`` too, ``gate`` or ``shared_expert_gate``. A dense ``gate_proj`` is none.
+    """
+    parts = name.split(".")
+    return any(
+        "router" in part.split("_")
+        or (GATE.search(part) is not None and hasattr(model.get_submodule(".".join(parts[:depth])), "experts"))
+        for depth, part in enumerate(parts)
+    )
 
 
 def skips(model) -> dict[str, str]:
     """``{module name: reason}`` of the linear layers that stay in 16 bits unless, or even if, they are asked for.
 
     - ``"head"``: the output embedding, or a head at the end of the model: small or sensitive.
+    - ``"router"``: it routes tokens to experts: small, and a small error sends a token elsewhere.
     - ``"read"``: the model's code reads the weight instead of calling the layer (Mamba, WavLM, ColPali and many more),
-      and packed integers would give it a wrong answer or none.
+      or its dtype through ``parameters()`` (Swin V2), and packed integers would give it a wrong answer or none.
     - ``"fixed"``: the weight is tied to another tensor, or kept in float32 by the model.
     """
     linears = {name for name, module in model.named_modules(remove_duplicate=False) if is_linear(module)}
@@ -68,9 +107,16 @@ def skips(model) -> dict[str, str]:
     for name in linears:
         if model.get_submodule(name) is output or (name == last and not re.search(r"(^|\.)\d+(\.|$)", name)):
             reasons[name] = "head"
+        elif _is_router(model, name):
+            reasons[name] = "router"
     for name, module in model.named_modules():
-        for child in _children_read(type(module)):
+        reads = _reads(type(module))
+        for child in reads.weights:
             reasons[f"{name}.{child}".lstrip(".")] = "read"
+        for child in reads.parameters:
+            submodule = getattr(module, child, None)
+            if isinstance(submodule, nn.Module) and (first := _first_linear(submodule)) is not None:
+                reasons[f"{name}.{child}.{first}".strip(".")] = "read"
     tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
     float32 = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
     for name in linears:

@@ -155,18 +155,23 @@ def tensor_names(path: Path) -> set[str]:
 
 
 class Log(logging.Handler):
-    """What hf_kbit logs at WARNING and above, while a ``with`` lasts; caplog serves a test, not a module's fixture."""
+    """What hf_kbit logs while a ``with`` lasts; caplog serves a test, not a module's fixture."""
+
+    logger = logging.getLogger("transformers.hf_kbit")
 
     def __enter__(self):
-        self.lines = []
-        logging.getLogger("hf_kbit").addHandler(self)
+        self.lines, self.levels = [], []
+        self.logger.addHandler(self)
+        self.logger.setLevel(logging.INFO)
         return self
 
     def __exit__(self, *args):
-        logging.getLogger("hf_kbit").removeHandler(self)
+        self.logger.removeHandler(self)
+        self.logger.setLevel(logging.NOTSET)
 
     def emit(self, record):
         self.lines.append(record.getMessage())
+        self.levels.append(record.levelno)
 
 
 # --- every architecture ---------------------------------------------------------------------------
@@ -215,7 +220,8 @@ def test_linear_layers_are_replaced(case):
 def test_log_names_what_is_left(case):
     (line,) = case.log
     count, left, listing = re.fullmatch(
-        r"hf_kbit: (\d+) quantized layers with .*; left as they are: (\d+) tensors with [\d,]+ weights: (.*)", line
+        r"hf_kbit: (\d+) quantized layers with .*; left as they are: (\d+) tensors with [\d,]+ weights \(\d+%\): (.*)",
+        line,
     ).groups()
     assert int(count) == len(quantized(case.model))
     named = dict(re.findall(r"([^\s,]+) \((\d+) x, [\d,]+\)", listing))
@@ -223,6 +229,18 @@ def test_log_names_what_is_left(case):
     floating = {name: p for name, p in case.model.named_parameters() if p.is_floating_point() and p.dim() > 1}
     assert int(left) == len(floating), line
     assert {k: int(n) for k, n in named.items()} == Counter(pattern(k.removesuffix(".weight")) for k in floating)
+
+
+def test_a_warning_says_that_much_is_left_and_only_once(tmp_path):
+    path = save_float("llama", tmp_path, vocab_size=9)
+    for module_bits, level in (({}, logging.INFO), ({"layers.1": None}, logging.WARNING)):
+        with Log() as log:
+            config = KbitConfig(bits=3, module_bits=module_bits)
+            model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
+        assert log.levels == [level], log.lines
+    with Log() as log:
+        AutoModelForCausalLM.from_pretrained(save(model, tmp_path / "saved"))
+    assert log.levels == [logging.INFO], "a model that is quantized already is no news"
 
 
 def test_same_as_float_model_with_rounded_weights(case):

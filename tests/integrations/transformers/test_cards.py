@@ -1,5 +1,6 @@
 """The model card: written on save and on push, right for whoever finds it, and careful with the user's own text."""
 
+import ast
 import copy
 import re
 import subprocess
@@ -12,9 +13,9 @@ import torch
 import transformers
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
-from hf_kbit import KbitConfig
+from hf_kbit import KbitConfig, KbitLinear
 
 TOKENS = torch.arange(12).reshape(2, 6)
 
@@ -151,6 +152,56 @@ def test_a_copy_writes_its_own_tensors(model, tmp_path):
 def test_a_dequantized_model_gets_no_card(model, tmp_path):
     model.dequantize().save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").exists() and not (tmp_path / "README.md").exists()
+
+
+# --- models without a quantizer of their own ------------------------------------------------------
+
+
+def test_a_part_of_a_quantized_model_is_saved_under_its_own_names(dense, tmp_path):
+    config = KbitConfig(bits=3, module_bits={"down_proj": 5})
+    model = AutoModelForCausalLM.from_pretrained(dense, quantization_config=config)
+    model.model.save_pretrained(tmp_path)
+    assert "LlamaModel.from_pretrained(" in code(tmp_path)
+    reloaded = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(reloaded(TOKENS).last_hidden_state, model.model(TOKENS).last_hidden_state)
+    assert list(reloaded.config.quantization_config.layers) == ["layers.0.mlp.down_proj"]
+    assert list(model.config.quantization_config.layers) == ["model.layers.0.mlp.down_proj"], "the whole is as it was"
+    assert not hasattr(model.model, "hf_quantizer")
+
+
+def test_layers_made_by_hand_are_saved(dense, tmp_path):
+    model = LlamaForCausalLM.from_pretrained(dense)
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj = KbitLinear.from_linear(mlp.up_proj, bits=2, codebook="layer")
+    mlp.down_proj = KbitLinear.from_linear(mlp.down_proj, bits=5, codebook="int")
+    model.save_pretrained(tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(reloaded(TOKENS).logits, model(TOKENS).logits)
+    assert type(reloaded.model.layers[0].mlp.gate_proj) is torch.nn.Linear
+    assert not hasattr(model.config, "quantization_config")
+
+
+# --- names and cards of others --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ['x"); import os; os.abort() #', "a\\nb", "<b>bold [x](y)", "new\nline"])
+def test_the_name_of_the_folder_is_a_name_only(model, tmp_path, name):
+    model.save_pretrained(tmp_path / name)
+    calls = [node for node in ast.walk(ast.parse(code(tmp_path / name))) if isinstance(node, ast.Call)]
+    assert [[argument.value for argument in call.args] for call in calls] == [[name]]
+    (heading,) = [line for line in (tmp_path / name / "README.md").read_text().splitlines() if line.startswith("# ")]
+    assert not re.search(r"(?<!\\)[<>\[`]", heading)
+    assert re.sub(r"\\(.)", r"\1", heading.removeprefix("# ")) == " ".join(name.split())
+
+
+@pytest.mark.parametrize(
+    "head", ["tags: 5", "a: " + "[" * 3000, "tags: [", "- a"], ids=["number", "deep", "cut", "list"]
+)
+def test_a_card_that_is_none_is_refused_before_anything_is_written(model, tmp_path, head):
+    (tmp_path / "README.md").write_text(f"---\n{head}\n---\nMy own words.\n")
+    with pytest.raises(ValueError, match=r"README.md: found "):
+        model.save_pretrained(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["README.md"]
 
 
 @pytest.fixture

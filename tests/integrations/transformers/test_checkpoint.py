@@ -3,20 +3,26 @@
 Each case takes a saved quantized model and changes one thing in it. Nothing here is random.
 """
 
+import copy
+import inspect
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, core_model_loading
+from transformers.distributed import DistributedConfig
 
 from hf_kbit import KbitConfig
+from hf_kbit.integrations.transformers.checkpoint import saved_class
 
 NORM = "model.norm.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -172,6 +178,11 @@ FILES = {
     "length garbage": (contents(lambda data: b"\xff" * 8 + data[8:]), FILE, "damaged or cut short"),
     "header garbage": (contents(lambda data: data[:8] + b"\xff" * len(data)), FILE, "damaged or cut short"),
     "header no JSON": (contents(lambda data: data[:8] + b"{" * len(data)), FILE, "damaged or cut short"),
+    "header deep": (
+        contents(lambda data: (10**6).to_bytes(8, "little") + b"[" * 10**6),
+        FILE,
+        "damaged or cut short",
+    ),
     "header a list": (header(lambda entries: [1]), FILE),
     "header without an entry": (header(lambda entries: entries.update({WEIGHT: None})), FILE),
     "header without offsets": (header(lambda entries: entries[WEIGHT].pop("data_offsets") and None), FILE),
@@ -284,6 +295,7 @@ CONFIGS = {
         config(lambda entries: entries["layers"].update({"lm_head": {"exponent": 1}})),
         "lm_head: in layers of config.json, not in the checkpoint",
     ),
+    "no layers, of the wrong type": (key("layers", False), "layers: found False, expected"),
     "layers a list": (key("layers", [DOWN_PROJ]), f"layers: found ['{DOWN_PROJ}'], expected"),
     "layer without an entry": (
         config(lambda entries: entries["layers"].update({DOWN_PROJ: None})),
@@ -377,6 +389,122 @@ def test_a_tied_weight_is_missing_when_no_name_of_it_is_stored(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
 
 
+# --- another config than the one that was saved ---------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_another_number_of_layers(model, checkpoint, layers):
+    """As with any checkpoint: what is too much is left, what is missing is made, and Transformers reports both."""
+    other, info = AutoModelForCausalLM.from_pretrained(checkpoint, num_hidden_layers=layers, output_loading_info=True)
+    named = info["unexpected_keys" if layers == 1 else "missing_keys"]
+    assert named and all(f"layers.{min(layers, 2)}." in name for name in named)
+    hidden, expected = (m.model(TOKENS, output_hidden_states=True).hidden_states[1] for m in (other, model))
+    if layers > 1:  # else the norm at the end comes at once
+        assert torch.equal(hidden, expected)
+
+
+@pytest.mark.parametrize("damage", ["no weight", "no norm", "narrow weight", "extra pair", "int64 norm"])
+def test_damage_is_seen_all_the_same(checkpoint, damage):
+    apply, *parts = TENSORS[damage]
+    apply(checkpoint)
+    with pytest.raises(ValueError) as error:
+        AutoModelForCausalLM.from_pretrained(checkpoint, num_hidden_layers=1, ignore_mismatched_sizes=True)
+    assert all(part in str(error.value) for part in parts)
+
+
+@pytest.fixture(scope="module")
+def classifiers(model, tmp_path_factory):
+    """Two quantized classifiers of three labels, the head in 16 and in 3 bits."""
+    directory = tmp_path_factory.mktemp("classifiers")
+    kind, source = transformers.LlamaForSequenceClassification, model.name_or_path
+    kind.from_pretrained(source, num_labels=3).save_pretrained(directory / "dense")
+    for name, options in (("plain", {}), ("packed", {"module_bits": {"score": 3}})):
+        config = KbitConfig(bits=3, **options)
+        kind.from_pretrained(directory / "dense", quantization_config=config).save_pretrained(directory / name)
+    return directory
+
+
+HONOURED = "param_needs_quantization" in inspect.getsource(core_model_loading.set_param_for_module)  # not in 5.17
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization_config": KbitConfig(bits=3)}], ids=["quantized", "quantizing"])
+def test_ignore_mismatched_sizes(classifiers, options):
+    load = transformers.LlamaForSequenceClassification.from_pretrained
+    path, options = classifiers / ("dense" if options else "plain"), {"num_labels": 5, **options}
+    with pytest.raises((RuntimeError, ValueError), match="ignore_mismatched_sizes"):
+        load(path, **options)
+    if HONOURED:
+        other = load(path, ignore_mismatched_sizes=True, **options)
+        assert other.score.weight.shape == (5, 64) and type(other.score) is torch.nn.Linear
+        assert torch.equal(other.model(TOKENS)[0], load(classifiers / "plain").model(TOKENS)[0])
+    else:
+        with pytest.raises(ValueError, match=r"score.weight: found shape \[3, 64\], expected \[5, 64\]"):
+            load(path, ignore_mismatched_sizes=True, **options)
+
+
+def test_packed_tensors_must_fit(classifiers):
+    for ignore_mismatched_sizes in (False, True):
+        with pytest.raises(
+            ValueError, match=r"score.weight: found I32 \[3, 6\], expected I32 \[5, 6\] for a \[5, 64\]"
+        ):
+            transformers.LlamaForSequenceClassification.from_pretrained(
+                classifiers / "packed", num_labels=5, ignore_mismatched_sizes=ignore_mismatched_sizes
+            )
+
+
+def test_a_config_in_the_config_of_the_model_quantizes(model):
+    """Only a quantizer writes levels: without them the config says what is to be done, not what was done."""
+    config = transformers.AutoConfig.from_pretrained(model.name_or_path)
+    config.quantization_config = KbitConfig(bits=3, module_bits={"down_proj": 5})
+    other = AutoModelForCausalLM.from_pretrained(model.name_or_path, config=config)
+    assert torch.equal(other(TOKENS).logits, model(TOKENS).logits)
+    with pytest.raises(ValueError, match="device_map: found layers on disk"):
+        AutoModelForCausalLM.from_pretrained(model.name_or_path, config=config, device_map={"": "disk"})
+
+
+def test_16_bit_tensors_under_a_quantized_config_are_refused(model, checkpoint):
+    shutil.copy(os.path.join(model.name_or_path, FILE), checkpoint)
+    with pytest.raises(ValueError, match=rf"{FILE}: found no packed tensor, expected those that quantization_config"):
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+
+
+@pytest.mark.parametrize("value", [5, [5], {}, "LlamaForCausalLM", [None]], ids=repr)
+def test_architectures_must_be_names(value):
+    with pytest.raises(
+        ValueError, match=r"architectures: found .* in config\.json, expected a list of names of classes"
+    ):
+        saved_class(SimpleNamespace(architectures=value))
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (None, None),
+        ([], None),
+        (["NoSuchModel"], None),
+        (["pipeline"], None),
+        (["LlamaConfig"], None),
+        (["LlamaModel"], transformers.LlamaModel),
+    ],
+)
+def test_only_classes_of_models_are_taken(names, found):
+    assert saved_class(SimpleNamespace(architectures=names)) is found
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"fsdp_size": 2}], ids=str)
+def test_quantizing_on_several_processes_is_refused_first(model, checkpoint, monkeypatch, sizes):
+    def prepare(cls, config, device_map=None, **kwargs):
+        return config, device_map, None
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "prepare_distribute_model", classmethod(prepare))
+    monkeypatch.setattr(transformers.PreTrainedModel, "_load_pretrained_model", None)
+    plan = DistributedConfig(**sizes)
+    with pytest.raises(ValueError, match=rf"distributed_config: found {re.escape(str(sizes))}, expected none while"):
+        AutoModelForCausalLM.from_pretrained(
+            model.name_or_path, distributed_config=plan, quantization_config=KbitConfig()
+        )
+
+
 # --- no file at all --------------------------------------------------------------------------------
 
 
@@ -386,11 +514,13 @@ def test_a_state_dict_in_memory(tmp_path):
     with torch.no_grad():
         dense.model.layers[1].mlp.up_proj.weight *= 2.0**-12
     dense.save_pretrained(tmp_path)
-    options = KbitConfig(bits=3, module_bits={"down_proj": 5, "o_proj": None})
+    options = KbitConfig(bits=3, module_bits={"layers.0": None, "down_proj": 5, "o_proj": None})
     model = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=options)
     assert model.model.layers[1].mlp.up_proj.exponent < 0
+    model.save_pretrained(tmp_path / "saved")
+    config = LlamaConfig.from_pretrained(tmp_path / "saved")  # JSON sorts keys, but the order of patterns decides
     for other in (LlamaForCausalLM, transformers.LlamaModel):
-        loaded = other.from_pretrained(None, config=model.config, state_dict=model.state_dict())
+        loaded = other.from_pretrained(None, config=config, state_dict=model.state_dict())
         hidden = getattr(loaded, "model", loaded)(TOKENS).last_hidden_state
         assert torch.equal(hidden, model.model(TOKENS).last_hidden_state)
 
@@ -430,9 +560,81 @@ def test_a_tensor_missing_from_a_shard_is_named(sharded, name):
 
 def test_a_shard_in_place_of_another_is_refused(sharded):
     shard = shard_of(sharded, NORM)
-    shutil.copy(next(file for file in sorted(sharded.glob("model-*")) if file != shard), shard)
-    with pytest.raises(ValueError, match=f"{re.escape(NORM)}: missing, expected"):
+    other = next(file for file in sorted(sharded.glob("model-*")) if file != shard)
+    shutil.copy(other, shard)
+    with pytest.raises(
+        ValueError, match=rf"\S+: found in \S+ and in \S+{re.escape(max(other, shard).name)}, expected it in one"
+    ):
         AutoModelForCausalLM.from_pretrained(sharded)
+
+
+# --- of one save ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def other_save(tmp_path_factory):
+    """A model of the same widths, one layer of which has another exponent."""
+    directory = tmp_path_factory.mktemp("other")
+    model = quantized(directory / "dense")
+    with torch.no_grad():
+        layer = model.model.layers[0].mlp.up_proj
+        layer.load_dense(layer.dequantize() * 2.0**12)
+    model.save_pretrained(directory, max_shard_size="20KB")
+    return directory
+
+
+def digests(directory):
+    found = []
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "pt") as stored:
+            found.append(stored.metadata()["kbit_digest"])
+    return found
+
+
+def test_each_file_has_the_digest_of_the_config(model, saved, sharded):
+    digest = model.config.quantization_config.digest()
+    assert digests(saved) == [digest] and set(digests(sharded)) == {digest}
+
+
+def test_a_save_that_ended_after_the_config_is_refused(sharded, other_save):
+    shutil.copy(other_save / "config.json", sharded)
+    with pytest.raises(
+        ValueError, match=r"(?s)this config.json, of kbit_digest \w+; .*model-00001-of-0000\d.safetensors: found kbit"
+    ):
+        AutoModelForCausalLM.from_pretrained(sharded)
+
+
+def test_a_save_that_ended_between_two_files_is_refused(sharded, other_save):
+    first = min(other_save.glob("model-*"))
+    shutil.copy(first, sharded)
+    with pytest.raises(ValueError, match=rf"\n  \S+{first.name}: found kbit_digest \w+$"):
+        AutoModelForCausalLM.from_pretrained(sharded)
+
+
+def test_a_file_without_a_digest_beside_others_is_refused(sharded):
+    shard = shard_of(sharded, NORM)
+    edit_tensors(shard, lambda stored: None)
+    with pytest.raises(ValueError, match=rf"{shard.name}: found kbit_digest None"):
+        AutoModelForCausalLM.from_pretrained(sharded)
+
+
+def test_exponents_cannot_get_lost(other_save, tmp_path):
+    directory = shutil.copytree(other_save, tmp_path / "copy")
+    file = directory / "config.json"
+    content = json.loads(file.read_text())
+    layers = content["quantization_config"]["layers"]
+    content["quantization_config"]["layers"] = {k: {"bits": v["bits"]} for k, v in layers.items() if "bits" in v}
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="expected tensors saved with this config"):
+        AutoModelForCausalLM.from_pretrained(directory)
+
+
+def test_another_config_object_is_saved_with_what_decodes(model, tmp_path):
+    model = copy.deepcopy(model)
+    model.config = copy.deepcopy(model.config)
+    model.config.quantization_config.layers = {}
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(TOKENS).logits, model(TOKENS).logits)
 
 
 # --- without hf_kbit ------------------------------------------------------------------------------

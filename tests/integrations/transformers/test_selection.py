@@ -4,6 +4,8 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit import KbitConfig, KbitLinear
@@ -33,9 +35,37 @@ class Heir(Reader):
 
 
 def test_reads_are_found_in_the_code():
-    assert selection._children_read(Reader) == {"multiplied", "cast_to"}
-    assert selection._children_read(Heir) == {"multiplied", "deep"}, "an overridden method reads no more"
-    assert selection._children_read(nn.Linear) == frozenset()
+    assert selection._reads(Reader).weights == {"multiplied", "cast_to"}
+    assert selection._reads(Heir).weights == {"multiplied", "deep"}, "an overridden method reads no more"
+    assert selection._reads(nn.Linear) == selection.Reads()
+
+
+class DtypeReader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))
+        self.normed = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))
+
+    def forward(self, x):
+        return self.mlp(x.to(next(self.mlp.parameters()).dtype)) + self.normed(
+            x.to(next(self.normed.parameters()).dtype)
+        )
+
+
+def test_reads_through_parameters_are_found():
+    assert selection._reads(DtypeReader).parameters == {"mlp", "normed"}
+    reader = DtypeReader()
+    assert selection._first_linear(reader.mlp) == "0" and selection._first_linear(reader.mlp[0]) == ""
+    assert selection._first_linear(reader.normed) is None, "a norm has the first parameter"
+    assert selection._first_linear(nn.ReLU()) is None
+
+
+def test_swin_v2_reads_the_dtype_of_a_perceptron():
+    small = {"image_size": 32, "patch_size": 4, "embed_dim": 32, "depths": [1], "num_heads": [2], "window_size": 4}
+    swin = build("Swinv2Model", "Swinv2Config", **small)
+    mlp = "encoder.layers.0.blocks.0.attention.self.continuous_position_bias_mlp"
+    assert selection.skips(swin) == {f"{mlp}.0": "read"}
+    assert f"{mlp}.2" in selection.choose(swin, KbitConfig())
 
 
 def build(class_name, config_name, **kwargs):
@@ -90,6 +120,96 @@ def test_what_is_tied_or_kept_in_float32_cannot_be_asked_for():
     assert {name for name, reason in selection.skips(t5).items() if reason == "fixed"} >= {
         "encoder.block.0.layer.1.DenseReluDense.wo"
     }
+
+
+# --- routers --------------------------------------------------------------------------------------
+
+EXPERTS = 7  # a number that no other size of these models is
+MIXTURE = dict(
+    vocab_size=96, hidden_size=64, d_model=64, intermediate_size=64, encoder_ffn_dim=64, decoder_ffn_dim=64, d_ff=64,
+    num_hidden_layers=4, num_layers=4, encoder_layers=4, decoder_layers=4, num_decoder_layers=4,
+    num_attention_heads=4, num_heads=4, encoder_attention_heads=4, decoder_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, d_kv=16, max_position_embeddings=64, moe_intermediate_size=32, num_experts=EXPERTS,
+    n_routed_experts=EXPERTS, num_local_experts=EXPERTS, moe_num_experts=EXPERTS, num_experts_per_tok=2,
+    q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, n_group=1, topk_group=1,
+    shared_expert_intermediate_size=32, is_moe=True, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+DBRX = dict(
+    d_model=64,
+    n_heads=4,
+    n_layers=2,
+    vocab_size=96,
+    ffn_config={"moe_num_experts": EXPERTS, "ffn_hidden_size": 32},
+    attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+)
+
+
+def mixture(model_type, **settings):
+    """A small model of that type on the meta device."""
+    config_class = CONFIG_MAPPING[model_type]
+    if not settings:
+        defaults = config_class()
+        settings = {name: value for name, value in MIXTURE.items() if hasattr(defaults, name)}
+    auto_class = AutoModelForCausalLM if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModel
+    with torch.device("meta"):
+        return auto_class.from_config(config_class(**settings))
+
+
+ROUTERS = [
+    ("afmoe", {}, {"mlp.router.gate"}),
+    ("dbrx", DBRX, {"ffn.router.layer"}),
+    ("doge", {}, {"mlp.router_gate"}),
+    ("jetmoe", {}, {"mlp.router.layer", "self_attention.experts.router.layer"}),
+    ("nllb-moe", {}, {"ffn.router.classifier"}),
+    ("qwen2_moe", {}, {"mlp.shared_expert_gate"}),
+    ("switch_transformers", {}, {"mlp.router.classifier"}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "settings", "routers"), [pytest.param(*row, id=row[0]) for row in ROUTERS])
+def test_routers_stay_unless_asked_for(model_type, settings, routers):
+    model = mixture(model_type, **settings)
+    found = {name for name, reason in selection.skips(model).items() if reason == "router"}
+    endings = {name: ending for name in found for ending in routers if name.endswith(f".{ending}")}
+    assert endings.keys() == found and set(endings.values()) == routers
+    chosen = selection.choose(model, KbitConfig(skip_default_modules=False))
+    assert chosen and not found & chosen.keys()
+    name = min(found)
+    assert selection.choose(model, KbitConfig(module_bits={name: 5}))[name] == 5
+
+
+def test_gates_of_dense_layers_are_quantized():
+    class Block(nn.Module):
+        def __init__(self, **children):
+            super().__init__()
+            for name, child in children.items():
+                self.add_module(name, child)
+
+    gates = {name: nn.Linear(4, 4) for name in ("gate", "gate_proj", "output_gate", "shared_expert_gate")}
+    dense, sparse = Block(mlp=Block(**gates)), Block(mlp=Block(**gates, experts=nn.ModuleList()))
+    assert not any(selection._is_router(dense, f"mlp.{name}") for name in gates)
+    assert {name for name in gates if selection._is_router(sparse, f"mlp.{name}")} == {"gate", "shared_expert_gate"}
+
+
+@pytest.mark.slow
+def test_no_mixture_has_its_router_quantized():
+    """Every type that can be built from ``MIXTURE``; sizes near the number of experts are those of routers alone."""
+    built = 0
+    for model_type in sorted(CONFIG_MAPPING):
+        try:
+            if (
+                not {"num_experts", "n_routed_experts", "num_local_experts"}
+                & vars(CONFIG_MAPPING[model_type]()).keys()
+            ):
+                continue
+            model = mixture(model_type)
+        except Exception:  # a type needs other settings, or a library
+            continue
+        built += 1
+        chosen = selection.choose(model, KbitConfig(skip_default_modules=False))
+        routers = [name for name in chosen if EXPERTS <= model.get_submodule(name).out_features <= EXPERTS + 1]
+        assert not routers, f"{model_type}: {routers}"
+    assert built > 40
 
 
 def test_patterns_that_match_nothing_are_errors():
