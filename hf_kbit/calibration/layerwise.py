@@ -6,10 +6,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,

@@ -3,7 +3,6 @@
 from pathlib import Path
 from unittest.mock import Mock
 
-import datasets
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
@@ -11,6 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
 from hf_kbit.calibration.data import CHARACTERS, PROMPTS, token_ids
+
+datasets = pytest.importorskip("datasets")
 
 ROWS = ["The first row,\nof two lines.", "Ein zweiter: größer!", "第三行"]
 TEXT = "\n\n".join(ROWS)
