@@ -14,10 +14,10 @@ NATIVE := $(shell find csrc -type f)
 CXX_FILES := $(filter %.h %.cpp %.cuh %.cu,$(NATIVE))
 # A process per core and a thread per process; tests of a file share its fixtures.
 PYTEST := bin/python -m pytest --timeout=900 --numprocesses=auto --dist=loadfile
-test test-oldest: export OMP_NUM_THREADS = 1
+test test-all test-oldest: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-oldest-torch docs wheel lint format clean
+.PHONY: help demo test test-all test-oldest test-oldest-torch docs wheel lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,7 +25,10 @@ help: ## list the targets
 demo: $(VENV)/.demo ## quantize all-MiniLM-L6-v2 to 5, 4, 3 and 2 bits, compare, save and reload
 	$(VENV)/bin/python examples/demo.py
 
-test: $(VENV)/.test lint ## ruff, then the whole test suite with doctests and notebooks
+test: $(VENV)/.test lint ## ruff, then the tests and doctests that take seconds: some minutes in all
+	$(VENV)/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(VENV)/.test lint ## ruff, then all tests, with slow ones, every type of model, and notebooks
 	$(VENV)/$(PYTEST) --nbmake --nbmake-timeout=600 $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST)/.test ## the test suite on the oldest supported Transformers, without slow tests and notebooks
