@@ -127,7 +127,6 @@ def test_repr():
             "modules_to_not_convert: found 'lm_head', expected a list",
         ),
         ({"modules_to_not_convert": [3]}, ValueError, "modules_to_not_convert: found"),
-        ({"modules_to_not_convert": ["(?i)q"]}, ValueError, "modules_to_not_convert: found pattern '\\(\\?i\\)q'"),
         ({"module_bits": {"": 3}}, ValueError, "module_bits: found pattern '', expected"),
         ({"module_bits": [["a", 3], ["a", 4]]}, ValueError, "module_bits: found .*, expected each pattern once"),
         ({"module_bits": [["a", 3], ["b"]]}, ValueError, "module_bits: found"),
