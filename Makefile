@@ -31,8 +31,9 @@ test: $(VENV)/.test lint ## ruff, then the tests and doctests that take seconds:
 test-all: $(VENV)/.test lint ## ruff, then all tests, with slow ones, every type of model, and notebooks
 	$(VENV)/$(PYTEST) --nbmake --nbmake-timeout=600 $(PYTEST_ARGS)
 
-test-oldest: $(OLDEST)/.test ## the test suite on the oldest supported Transformers, without slow tests and notebooks
+test-oldest: $(OLDEST)/.test ## the quick tests, and generating, on the oldest supported Transformers
 	$(OLDEST)/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	$(OLDEST)/$(PYTEST) -m slow tests/test_trained_lm.py tests/integrations/transformers/test_generate.py
 
 test-oldest-torch: $(HEADERS)/.unpacked ## compile what sees torch in csrc with the headers of the oldest supported torch
 	$(CXX) -std=c++17 -fsyntax-only -fvisibility=hidden -Wall -Wextra -Wno-unknown-pragmas -Icsrc \

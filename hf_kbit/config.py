@@ -72,8 +72,8 @@ class KbitConfig(QuantizationConfigMixin):
             ``bits``, 0 and ``levels``; written by the quantizer.
         quant_method: ``"kbit"``.
 
-    A pattern is a regular expression for whole components of a module's name, or the end of a name; one without
-    backreferences, flags and looks behind, so that none can take long.
+    A pattern is a regular expression for whole components of a module's name, or the end of a name. One that takes
+    longer than a second on a name is refused.
 
     Raises:
         TypeError: an unknown argument.

@@ -7,6 +7,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_kbit import KbitConfig
 
+pytestmark = pytest.mark.slow  # the model is trained first
+
 # Loss over that of the float32 model, in nats per byte. Measured on 2026-11-21 (torch 2.13 CPU, Transformers 5.23):
 # 0.0004, 0.0011, 0.0072 and 0.0491 over 1.5386. The bounds leave twice that and 0.002 more, for training differs a
 # little from machine to machine.

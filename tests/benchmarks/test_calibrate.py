@@ -55,6 +55,7 @@ def test_seconds(benchmark, monkeypatch):
         assert line["all_layers_s"] == 5 + 2 * 2  # of the two that the shape has
 
 
+@pytest.mark.slow
 def test_a_tiny_model(benchmark):
     lines = benchmark("--layers", "2")
     assert [line["method"] for line in lines] == list(METHODS)

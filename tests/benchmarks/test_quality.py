@@ -202,6 +202,7 @@ def logs():
     transformers.logging.enable_progress_bar()
 
 
+@pytest.mark.slow
 def test_a_run(quality, trained, tmp_path, monkeypatch, capsys, logs):
     folder, record = trained
     results, page = tmp_path / "results.jsonl", tmp_path / "page.md"

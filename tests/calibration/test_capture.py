@@ -12,7 +12,9 @@ from hf_kbit.calibration import capture, weighted
 from hf_kbit.calibration.layerwise import METHODS
 
 READS_TOKENS = [
-    row for row in ARCHITECTURES if row.name not in ("vit", "whisper", "llava", "wav2vec2", "hubert", "clip")
+    row
+    for row in ARCHITECTURES
+    if row.name not in ("vit", "swinv2", "swin2sr", "whisper", "llava", "wav2vec2", "hubert", "clip")
 ]
 IDS = torch.randint(5, 90, (5, 9), generator=torch.Generator().manual_seed(3))
 

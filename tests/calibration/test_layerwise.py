@@ -371,6 +371,7 @@ def test_the_rest_of_such_a_model_can_be_calibrated():
 # --- quality --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "weighted", "learned", "feedback"), [(2, 1.0, 0.85, 0.4), (3, 1.0, 0.85, 0.5)])
 def test_loses_less_than_without_data(bits, weighted, learned, feedback):
     """Of trained weights, on held-out text: bounds of the loss above the float model's, over that without data.

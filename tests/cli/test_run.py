@@ -60,6 +60,7 @@ def log_likelihoods(model, row) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_task_from_python(folder, monkeypatch, device):
     from lm_eval.models.huggingface import HFLM
@@ -77,6 +78,7 @@ def test_task_from_python(folder, monkeypatch, device):
     assert results["results"]["sums"]["acc,none"] == right / len(ROWS)
 
 
+@pytest.mark.slow
 def test_lm_eval(folder, monkeypatch):
     """As docs/evaluation.md has it, on a saved model."""
     monkeypatch.chdir(folder)

@@ -1,6 +1,6 @@
 """Long greedy generations of trained weights: a static cache and compiled code choose the tokens that eager code does.
 
-pytest tests/integrations/test_generate.py
+Slow, for the model is trained first: pytest tests/integrations/transformers/test_generate.py
 """
 
 import pytest
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 
 from hf_kbit import KbitConfig
 
-pytestmark = pytest.mark.parametrize("bits", [3, 4])
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("bits", [3, 4])]
 PROMPT = 32
 
 
@@ -54,7 +54,6 @@ def test_a_step_of_decoding_is_one_graph(bits, compilations):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 4])
 def test_compiled_chooses_the_same_tokens(bits, batch, compilations):
     model = load(bits, "cuda", torch.float16)
