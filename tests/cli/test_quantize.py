@@ -69,6 +69,8 @@ def test_quantize_to_4_bits_if_nothing_is_said(run_quantize, tmp_path):
 @pytest.mark.parametrize("data", ["--text", "--dataset", "built-in"])
 def test_quantize_with_data(run_quantize, data, device, tmp_path):
     """As ``calibrate`` does it, with the same text; nothing of the run is left in the folder."""
+    if data == "--dataset":
+        pytest.importorskip("datasets")
     source = () if data == "built-in" else (data, "rows.txt")
     choices = (
         "--bits",
