@@ -65,7 +65,7 @@ def test_moments(row, batch, diagonal, length, monkeypatch):
     dense = copy.deepcopy(model).eval()
     solver = Recorder(diagonal)
     monkeypatch.setitem(METHODS, "recorder", solver)
-    hf_kbit.calibrate(model, ids, method="recorder", batch=batch, bits=4)
+    hf_kbit.calibrate(model, ids, method="recorder", batch=batch, device="cpu", bits=4)
     names = [name for name, layer in model.named_modules() if isinstance(layer, hf_kbit.KbitLinear)]
     units = capture.units(dense, list(hf_kbit.integrations.transformers.selection.choose(dense, hf_kbit.KbitConfig())))
     assert sorted(names) == sorted(name for unit in units.values() for name in unit)

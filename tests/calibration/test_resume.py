@@ -75,7 +75,7 @@ def calibrate_until_killed(folder) -> None:
         replace(*files)
 
     os.replace = killed
-    hf_kbit.calibrate(llama(), IDS, bits=2, method="weighted", resume=folder)
+    hf_kbit.calibrate(llama(), IDS, bits=2, method="weighted", device="cpu", resume=folder)
 
 
 def test_killed_while_it_writes(tmp_path):
@@ -85,7 +85,7 @@ def test_killed_while_it_writes(tmp_path):
     assert run.exitcode == -signal.SIGKILL
     names = sorted(file.name for file in (tmp_path / "run").iterdir())
     assert names == ["model.layers.0.safetensors", "model.layers.1.safetensors.part", "run.json"]
-    choices = {"bits": 2, "method": "weighted"}
+    choices = {"bits": 2, "method": "weighted", "device": "cpu"}
     model = hf_kbit.calibrate(llama(), IDS, resume=tmp_path / "run", **choices)
     assert same(tensors(model), tensors(hf_kbit.calibrate(llama(), IDS, **choices)))
 

@@ -230,7 +230,7 @@ def hook():
     assert not sys.modules["slow"].hooked
     sys.modules["slow"].hooked = True
 def use():
-    print(importlib.import_module("slow").hooked)
+    sys.stdout.write(f"{{importlib.import_module('slow').hooked}}\\n")  # at once, for two threads do
 if {first!r} == "library":
     thread = threading.Thread(target=importlib.import_module, args=["slow"])
     thread.start()

@@ -10,6 +10,7 @@ from functools import partial
 import cases
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -269,6 +270,7 @@ def test_weights_put_into_a_skeleton_one_by_one():
     assert torch.equal(other.to("cpu")(x), layer(x))
 
 
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="its FSDP2 may shard no integers")
 @pytest.mark.parametrize("sharded", ["planes", "tiles"])
 def test_state_dict_under_fsdp2(sharded, tmp_path):
     """Of one process, which shards into one part; tiles are what a GPU holds."""

@@ -351,7 +351,7 @@ def test_prompts(name, dtype, device):
     for key, (dtype, grad) in expected.items():
         assert found[key][0] == dtype and found[key][1].isfinite().all(), key
         # Those of p-tuning are sums of what nearly cancels: in bfloat16 there are no digits left of them.
-        assert logits.dtype == torch.bfloat16 or relative(found[key][1], grad) < 2 * tolerance, key
+        assert logits.dtype == torch.bfloat16 or relative(found[key][1], grad) < 4 * tolerance, key
 
 
 def test_adaption_prompts_of_gpt2(device):
