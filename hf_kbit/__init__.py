@@ -23,7 +23,7 @@ _WITH_PEFT = {
     "replace_lora_weights_loftq": "loftq",
 }
 
-_hooks.install_transformers()
+_hooks.install_always()
 _hooks.after_import("peft", _hooks.install_peft)  # not imported here: that takes seconds
 
 

@@ -79,6 +79,15 @@ TRANSFORMERS_NAMES = (
     Name(f"{_QUANTIZER}.validate_environment", ("self",)),
 )
 
+TORCH_HOOKS = (
+    Hook(
+        "torch.optim.swa_utils:AveragedModel.update_parameters",
+        ("self", "model"),
+        "hf_kbit.integrations.averaging:copy_packed_words",
+        lost="AveragedModel averages packed words and destroys quantized weights",
+    ),
+)
+
 _CARDS = "hf_kbit.integrations.transformers.cards"
 TRANSFORMERS_HOOKS = (
     Hook(
@@ -228,7 +237,9 @@ def _replace_everywhere(old: Callable, new: Callable) -> None:
                 setattr(module, name, new)
 
 
-def install_transformers() -> None:
+def install_always() -> None:
+    """The hooks into libraries that this package cannot do without."""
+    install("torch", TORCH_HOOKS)
     install("transformers", TRANSFORMERS_HOOKS)
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from hf_kbit.integrations import hooks
 
+TABLES = (hooks.TORCH_HOOKS, hooks.TRANSFORMERS_NAMES, hooks.TRANSFORMERS_HOOKS, hooks.PEFT_NAMES, hooks.PEFT_HOOKS)
 
-@pytest.mark.parametrize(
-    "entry", [*hooks.TRANSFORMERS_NAMES, *hooks.TRANSFORMERS_HOOKS, *hooks.PEFT_NAMES, *hooks.PEFT_HOOKS], ids=repr
-)
+
+@pytest.mark.parametrize("entry", [entry for table in TABLES for entry in table], ids=repr)
 def test_the_installed_libraries_have_what_we_expect(entry):
     assert hooks.moved([entry]) == []
 

@@ -18,7 +18,6 @@ from adapters import (
 )
 from peft import get_peft_model
 from peft.tuners.lora import LoraLayer
-from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import Dataset
 from trained_lm import batches, held_out, mean_loss, trained_lm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
@@ -129,21 +128,6 @@ def test_training_changes_adapters_only(device):
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.5
     assert_same_state(packed_state(model), before)
-
-
-def test_averages_that_take_packed_weights_as_they_are(device):
-    """What docs/finetuning.md says to do with ``AveragedModel``."""
-    model = adapted(quantized(device), lora())
-    before, ema = packed_state(model), get_ema_avg_fn(0.5)
-    start = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-    averaged = AveragedModel(model, avg_fn=lambda mean, new, n: ema(mean, new, n) if mean.is_floating_point() else new)
-    averaged.update_parameters(model)
-    for name in start:
-        model.get_parameter(name).data += 1
-    averaged.update_parameters(model)
-    assert_same_state(packed_state(averaged.module), before)
-    for name, value in start.items():
-        torch.testing.assert_close(averaged.module.get_parameter(name), value + 0.5)
 
 
 # --- Trainer, TRL ---
