@@ -1,8 +1,11 @@
 """Averages of models over training (``torch.optim.swa_utils.AveragedModel``): packed words are copied instead."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from hf_kbit.nn.linear import PACKED, KbitLinear
 
@@ -15,11 +18,28 @@ def copy_packed_words(update_parameters):
 
     @functools.wraps(update_parameters)
     def wrapped(self, model):
-        update_parameters(self, model)
+        with _out_of_sight(self.module), _out_of_sight(model):
+            update_parameters(self, model)
         with torch.no_grad():
-            for averaged, own in zip(self.module.modules(), model.modules(), strict=True):
-                if isinstance(own, KbitLinear):
-                    for name in PACKED:
-                        averaged.get_parameter(name).copy_(own.get_parameter(name))
+            for averaged, own in zip(_quantized(self.module), _quantized(model), strict=True):
+                for name in PACKED:
+                    averaged.get_parameter(name).copy_(own.get_parameter(name))
 
     return wrapped
+
+
+def _quantized(model: nn.Module) -> Iterator[KbitLinear]:
+    return (module for module in model.modules() if isinstance(module, KbitLinear))
+
+
+@contextmanager
+def _out_of_sight(model: nn.Module) -> Iterator[None]:
+    """``model.parameters()`` has no packed words inside."""
+    layers = [(layer, layer._parameters) for layer in _quantized(model)]
+    for layer, parameters in layers:
+        layer._parameters = {name: value for name, value in parameters.items() if name not in PACKED}
+    try:
+        yield
+    finally:
+        for layer, parameters in layers:
+            layer._parameters = parameters

@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from hf_kbit import KbitLinear
 
 X = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
 WAYS = {
     "mean": {},
+    "mean, all at once": {"multi_avg_fn": get_swa_multi_avg_fn()},
     "moving": {"avg_fn": get_ema_avg_fn(0.5)},
     "moving, all at once": {"multi_avg_fn": get_ema_multi_avg_fn(0.5)},
     "with buffers": {"use_buffers": True},
@@ -35,4 +36,5 @@ def test_packed_weights_are_copied_and_others_averaged(way, device):
         (averaged.module[0].bias, before[0].bias, model[0].bias),
     ):
         assert ((old < found) & (found < new)).all()
+    assert list(averaged.module.state_dict()) == list(model.state_dict()) == list(before.state_dict())
     assert averaged(X.to(device)).isfinite().all()
