@@ -242,7 +242,7 @@ from hf_kbit.cli import info
 planes, absmax = hf_kbit.quantize(torch.ones(4, 32), torch.arange(4.0) / 3)
 assert hf_kbit.dequantize(planes, absmax, torch.arange(4.0) / 3, [4, 32], torch.float32).equal(torch.ones(4, 32))
 assert not torch._C._dispatch_has_kernel_for_dispatch_key("hf_kbit::quantize", "CPU")
-info()
+info.command()
 """
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr

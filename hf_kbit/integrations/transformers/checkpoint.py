@@ -152,11 +152,11 @@ def saved_model(model: PreTrainedModel, file: str):
         cls = type(model)  # which Transformers itself may not have
     elif cls is None or not isinstance(model.config, cls.config_class or ()):
         return None
-    beside = os.path.join(os.path.dirname(file), "config.json")
-    config = copy.deepcopy(model.config)
-    if os.path.exists(beside):
-        with open(beside, encoding="utf-8") as stream:
-            config = type(model.config).from_dict(json.load(stream))
+    folder = os.path.dirname(file)
+    if os.path.exists(os.path.join(folder, "config.json")):
+        config = type(model.config).from_pretrained(folder)
+    else:
+        config = copy.deepcopy(model.config)
     if same and _described(config) == _described(model.config):
         return model
     with torch.device("meta"):
