@@ -4,6 +4,8 @@ Two ways lead here. A 16-bit checkpoint is quantized on the fly: every layer to 
 ``KbitLinear``, and each weight is packed when it arrives, so that only a few 16-bit weights are alive at a time. A
 quantized checkpoint is loaded as it is: what it holds packed decides which layers are replaced.
 
+Past 400 lines, for loading, saving and undoing share what is known of a model's layers.
+
 The order in ``from_pretrained``: the model is built on the meta device, ``_process_model_before_weight_loading``
 replaces layers, the weights are loaded, new heads initialised, hooks for offloading attached, and
 ``_process_model_after_weight_loading`` finishes.
