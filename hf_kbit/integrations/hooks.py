@@ -7,10 +7,11 @@ which one moved is met with one message that says which, what is lost by it, and
 
 A function is replaced once, however often a library or this package is imported or reloaded.
 
-Besides these tables there are four agreements with other code, none of which can be checked by a signature:
-``KbitLinear.W_q``, a name by which PEFT takes the layer for one that decodes its own weight; the attributes
-``_is_hf_initialized`` and ``_weight_conversions`` of Transformers; ``is_loaded_in_4bit``, set for the time of a call
-of PEFT (``peft/prepare.py``); and the pass of Inductor that ``inductor.py`` installs where no other is.
+Besides these tables there are agreements with other code that no signature can tell: ``KbitLinear.W_q``, a name by
+which PEFT takes the layer for one that decodes its own weight; the attributes ``_is_hf_initialized`` and
+``_weight_conversions`` of Transformers, and ``_custom_modules`` of PEFT's configurations; ``is_loaded_in_4bit``, set
+for the time of a call of PEFT (``peft/prepare.py``); ``warn_if_padding_and_no_attention_mask`` of Transformers, left
+out on the meta device (``widths.py``); and the pass of Inductor that ``inductor.py`` installs where no other is.
 """
 
 import importlib
@@ -79,6 +80,7 @@ TRANSFORMERS_NAMES = (
     Name(f"{_QUANTIZER}.validate_environment", ("self",)),
 )
 
+TORCH_NAMES = (Name("torch.autograd.forward_ad:_current_level"),)
 TORCH_HOOKS = (
     Hook(
         "torch.optim.swa_utils:AveragedModel.update_parameters",
@@ -238,7 +240,8 @@ def _replace_everywhere(old: Callable, new: Callable) -> None:
 
 
 def install_always() -> None:
-    """The hooks into libraries that this package cannot do without."""
+    """The hooks into libraries that this package cannot do without; those of PEFT wait for its import."""
+    require("torch", TORCH_NAMES)
     install("torch", TORCH_HOOKS)
     install("transformers", TRANSFORMERS_HOOKS)
 

@@ -8,7 +8,14 @@ import pytest
 
 from hf_kbit.integrations import hooks
 
-TABLES = (hooks.TORCH_HOOKS, hooks.TRANSFORMERS_NAMES, hooks.TRANSFORMERS_HOOKS, hooks.PEFT_NAMES, hooks.PEFT_HOOKS)
+TABLES = (
+    hooks.TORCH_NAMES,
+    hooks.TORCH_HOOKS,
+    hooks.TRANSFORMERS_NAMES,
+    hooks.TRANSFORMERS_HOOKS,
+    hooks.PEFT_NAMES,
+    hooks.PEFT_HOOKS,
+)
 
 
 @pytest.mark.parametrize("entry", [entry for table in TABLES for entry in table], ids=repr)
