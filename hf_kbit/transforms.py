@@ -1,13 +1,13 @@
 """What a layer may do to its input before the product: column scales, then a rotation within blocks.
 
-A weight is easier to quantize where no input, and no weight of a block, stands out. So a layer may store, instead of W,
-a weight whose columns are divided by **column scales** c, and whose blocks are turned by a fixed **rotation** R:
+A weight is easier to quantize where no input, and no weight of a block, stands out. So a layer may store, instead of
+W, a weight whose columns are divided by **column scales** c, and whose blocks are turned by a fixed **rotation** R:
 
     stored = (W / c) @ R        W = (stored @ R) * c        x @ W.T = ((x * c) @ R) @ stored.T
 
-R is the Hadamard matrix of 32 over its root, in each block of 32 in_features: symmetric, so its own inverse. It spreads
-whatever stands out over the block. A row of K in_features is padded to whole blocks with zeros first; turned, the
-padding holds numbers too. Here c is ``columns``, float32 ``[K]``; ops and files have it as E4M4 bytes.
+R is the Hadamard matrix of 32 over its root, in each block of 32 in_features: symmetric, so its own inverse. It
+spreads whatever stands out over the block. A row of K in_features is padded to whole blocks with zeros first; turned,
+the padding holds numbers too. Here c is ``columns``, float32 ``[K]``; ops and files have it as E4M4 bytes.
 
 Source: rotations as in QuaRot (arXiv:2404.00456) and QuIP# (arXiv:2402.04396), there of whole rows; column scales as
 in AWQ (arXiv:2306.00978) and SINQ (arXiv:2509.22944), the latter of which finds them without data.
