@@ -18,6 +18,9 @@ import torch.nn.functional as F
 
 from hf_kbit.format import BLOCK_SIZE
 
+# Blocks that are turned at a time: on a CPU as many as its cache holds.
+_SLICE_ON_CPU, _SLICE = 1 << 13, 1 << 19
+
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """``x @ R`` in each block of 32 of the last dimension, which is padded with zeros to whole blocks.
@@ -36,10 +39,20 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     True
     """
     x = F.pad(x if x.dtype == torch.float64 else x.float(), (0, -x.shape[-1] % BLOCK_SIZE))
-    for distance in (1, 2, 4, 8, 16):
-        first, second = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
-        x = torch.stack([first + second, first - second], dim=-2).flatten(-3)
-    return x * BLOCK_SIZE**-0.5
+    turned = torch.empty_like(x, memory_format=torch.contiguous_format)
+    blocks = _SLICE_ON_CPU if x.device.type == "cpu" else _SLICE
+    for part, out in zip(x.reshape(-1, BLOCK_SIZE).split(blocks), turned.view(-1, BLOCK_SIZE).split(blocks), strict=True):
+        # Transposed, so that each sum is one of two long rows.
+        values, others = part.T.contiguous(), torch.empty_like(part.T, memory_format=torch.contiguous_format)
+        for distance in (1, 2, 4, 8, 16):
+            pairs = (BLOCK_SIZE // (2 * distance), 2, distance, len(part))
+            first, second = values.view(pairs).unbind(1)
+            sums, differences = others.view(pairs).unbind(1)
+            torch.add(first, second, out=sums)
+            torch.sub(first, second, out=differences)
+            values, others = others, values
+        torch.mul(values.T, BLOCK_SIZE**-0.5, out=out)
+    return turned
 
 
 def to_stored(weight: torch.Tensor, columns: torch.Tensor | None, rotated: bool) -> torch.Tensor:
