@@ -34,9 +34,9 @@ def joined(run, *inputs, limits=LIMITS) -> list[list[int]]:
         module.recompile()
         for node in module.graph.nodes:
             if node.target == OPS.gemm_group.default:
-                launches.append(list(node.args[-1]))
+                launches.append(list(node.args[5]))
             elif node.target == OPS.gemm_inference.default:
-                launches.append([node.args[-1]])
+                launches.append([node.args[5]])
         return make_boxed_func(module.forward)
 
     found = torch.compile(run, fullgraph=True, backend=aot_autograd(fw_compiler=compiler))(*inputs)

@@ -235,7 +235,7 @@ def test_opcheck(bits):
         opcheck(OPS.gemm.default, (x, *words, codebook, bias, 17))
         opcheck(OPS.gemm.default, (x.detach().half(), *words, codebook, None, 17))
         opcheck(OPS.gemm_gradient.default, (cases.x((2, 3), 17).requires_grad_(), *words, codebook, list(shape)))
-        group = [words[0]] * 2, [words[1]] * 2, [codebook] * 2, [bias.detach(), None], [17, 17]
+        group = [words[0]] * 2, [words[1]] * 2, [codebook] * 2, [bias.detach(), None], [17, 17], [None] * 2, [0, 0]
         opcheck(OPS.gemm_group.default, (x.detach(), *group))
     opcheck(OPS.repack.default, (planes, absmax, bits, list(shape)))
     opcheck(OPS.repack.default, (*tiles, bits, list(shape), True))
@@ -467,5 +467,5 @@ def test_operations_are_counted_as_of_linear_layers():
     assert quantized.get_total_flops() == dense.get_total_flops() == 2 * (2 * 14 * 100 * 64)
     with FlopCounterMode(display=False) as inference:
         hf_kbit.gemm(x.detach(), *packed)
-        OPS.gemm_group(x.detach(), *([tensor] * 2 for tensor in packed), [None] * 2, [64, 64])
+        OPS.gemm_group(x.detach(), *([tensor] * 2 for tensor in packed), [None] * 2, [64, 64], [None] * 2, [0, 0])
     assert inference.get_total_flops() == 3 * (2 * 14 * 100 * 64)
