@@ -40,19 +40,23 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     """
     x = F.pad(x if x.dtype == torch.float64 else x.float(), (0, -x.shape[-1] % BLOCK_SIZE))
     turned = torch.empty_like(x, memory_format=torch.contiguous_format)
-    blocks = _SLICE_ON_CPU if x.device.type == "cpu" else _SLICE
-    for part, out in zip(x.reshape(-1, BLOCK_SIZE).split(blocks), turned.view(-1, BLOCK_SIZE).split(blocks), strict=True):
-        # Transposed, so that each sum is one of two long rows.
-        values, others = part.T.contiguous(), torch.empty_like(part.T, memory_format=torch.contiguous_format)
-        for distance in (1, 2, 4, 8, 16):
-            pairs = (BLOCK_SIZE // (2 * distance), 2, distance, len(part))
-            first, second = values.view(pairs).unbind(1)
-            sums, differences = others.view(pairs).unbind(1)
-            torch.add(first, second, out=sums)
-            torch.sub(first, second, out=differences)
-            values, others = others, values
-        torch.mul(values.T, BLOCK_SIZE**-0.5, out=out)
+    size = _SLICE_ON_CPU if x.device.type == "cpu" else _SLICE
+    parts = (tensor.reshape(-1, BLOCK_SIZE).split(size) for tensor in (x, turned))
+    for part, out in zip(*parts, strict=True):
+        torch.mul(_butterflies(part.T.contiguous()).T, BLOCK_SIZE**-0.5, out=out)
     return turned
+
+
+def _butterflies(rows: torch.Tensor) -> torch.Tensor:
+    """``H @ rows`` for the Hadamard matrix H of 32 and ``[32, n]``, which is overwritten: rows are long, for speed."""
+    others = torch.empty_like(rows)
+    for distance in (1, 2, 4, 8, 16):
+        pairs = BLOCK_SIZE // (2 * distance), 2, distance, rows.shape[1]
+        (first, second), (sums, differences) = rows.view(pairs).unbind(1), others.view(pairs).unbind(1)
+        torch.add(first, second, out=sums)
+        torch.sub(first, second, out=differences)
+        rows, others = others, rows
+    return rows
 
 
 def to_stored(weight: torch.Tensor, columns: torch.Tensor | None, rotated: bool) -> torch.Tensor:

@@ -159,8 +159,8 @@ def calibrate(
 
             capture.stream(model, list(layers), ids, device, visit)
     for name in widths:  # as weights are marked that Transformers has loaded
-        layer = model.get_submodule(name)
-        layer.weight._is_hf_initialized = layer.weight_absmax._is_hf_initialized = True
+        for tensor in model.get_submodule(name).packed.values():
+            tensor._is_hf_initialized = True
     model.hf_quantizer, model.is_quantized = quantizer, True
     model.quantization_method = quantizer.quantization_config.quant_method
     quantizer.postprocess_model(model)

@@ -22,18 +22,18 @@ TOO_LARGE = 2.0**127 * (1 + 31 / 32)
 # Up to here a weight divided by column scales, and sums of 32 of them, stay far below that.
 MOST_TO_TRANSFORM = 2.0**100
 
-TRANSFORMS = ("balanced", "none")
-DEFAULT_TRANSFORM = "balanced"
+TRANSFORMS = ("rotated", "none")
+DEFAULT_TRANSFORM = "rotated"
 
 
-def check_transform(transform: object) -> str:
-    """Returns ``transform`` if it is one of ``TRANSFORMS``.
+def check_transform(transform: object, name: str = "transform") -> str:
+    """Returns ``transform`` if it is one of ``TRANSFORMS``; errors begin with ``name``.
 
     Raises:
         ValueError: it is not.
     """
     if transform not in TRANSFORMS:
-        raise ValueError(f"transform: found {transform!r}, expected one of {list(TRANSFORMS)}")
+        raise ValueError(f"{name}: found {transform!r}, expected one of {list(TRANSFORMS)}")
     return transform
 
 
@@ -44,7 +44,8 @@ class Decoding:
     Attributes:
         levels: canonical codebook of ``2**bits`` levels.
         exponent: power of two that keeps the scales of a layer inside E4M4.
-        rotated: whether each block is turned, as its input is (``transforms.rotate``).
+        transform: ``"rotated"`` if that is the weight after its columns were divided by column scales and its blocks
+            rotated (``hf_kbit.transforms``), or ``"none"``.
 
     >>> Decoding((-1.0, -0.25, 0.25, 1.0), exponent=3).bits
     2
@@ -52,11 +53,15 @@ class Decoding:
 
     levels: Levels
     exponent: int = 0
-    rotated: bool = False
+    transform: str = "none"
 
     @property
     def bits(self) -> int:
         return bits_of(len(self.levels))
+
+    @property
+    def transformed(self) -> bool:
+        return self.transform != "none"
 
     def codebook(self, device: torch.device | str) -> torch.Tensor:
         """float32 ``[2**bits]``, ``levels * 2**exponent``: what the ops take."""
@@ -64,7 +69,8 @@ class Decoding:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain numbers, for metadata."""
-        return {"levels": list(self.levels), "exponent": self.exponent} | ({"rotated": True} if self.rotated else {})
+        transform = {"transform": self.transform} if self.transformed else {}
+        return {"levels": list(self.levels), "exponent": self.exponent, **transform}
 
     @classmethod
     def from_dict(cls, stored: Any, bits: int, name: str) -> "Decoding":
@@ -77,21 +83,19 @@ class Decoding:
         >>> Decoding.from_dict(decoding.to_dict(), bits=2, name="q_proj") == decoding
         True
         """
-        if not isinstance(stored, dict) or stored.keys() - {"rotated"} != {"levels", "exponent"}:
-            raise ValueError(f"{name}: found {stored!r}, expected levels and exponent, and whether it is rotated")
+        if not isinstance(stored, dict) or stored.keys() - {"transform"} != {"levels", "exponent"}:
+            raise ValueError(f"{name}: found {stored!r}, expected levels, exponent and perhaps transform")
         levels, exponent = codebooks.canonical(stored["levels"], bits, f"{name}.levels"), stored["exponent"]
         if list(levels) != list(stored["levels"]):
             raise ValueError(f"{name}.levels: found {stored['levels']}, expected them ascending, of magnitude 1")
         if type(exponent) is not int or abs(exponent) > MAX_EXPONENT:
             raise ValueError(f"{name}.exponent: found {exponent!r}, expected an integer within +-{MAX_EXPONENT}")
-        if (rotated := stored.get("rotated", False)) not in (True, False):
-            raise ValueError(f"{name}.rotated: found {rotated!r}, expected True or False")
-        return cls(levels, exponent, bool(rotated))
+        return cls(levels, exponent, check_transform(stored.get("transform", "none"), f"{name}.transform"))
 
 
 class Packed(NamedTuple):
     """A weight in the stored form: int32 planes ``[N, B * bits]``, uint8 scales ``[N, B]``, how they decode, and uint8
-    column scales ``[K]``, if there are any."""
+    column scales ``[K]`` where the weight is transformed."""
 
     planes: torch.Tensor
     absmax: torch.Tensor
@@ -100,34 +104,31 @@ class Packed(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What is quantized for a weight: ``weight``, floating ``[N, K]`` or float32 ``[N, 32 * B]``, and what was done."""
+    """What is quantized for a weight: itself, ``[N, K]``, or float32 ``[N, 32 * B]`` with the column scales that it was
+    divided by, uint8 ``[K]``."""
 
     weight: torch.Tensor
     columns: torch.Tensor | None
-    rotated: bool
 
 
 def transformed(weight: torch.Tensor, transform: str, name: str = "weight") -> Stored:
-    """Applies a transform to a weight; of huge weights, whose sums float32 might not hold, only in name.
+    """Applies a transform to a weight, but to a huge one, of which float32 might not hold sums, none.
 
     Args:
         weight: float32, float16 or bfloat16 ``[N, K]``.
-        transform: ``"balanced"``, column scales (``balance.balance``) and the rotation, or ``"none"``.
+        transform: ``"rotated"``, column scales (``balance.balance``) and the rotation, or ``"none"``.
         name: what errors call the weight.
 
     Raises:
         ValueError: the weight holds NaN or infinity, or is so large that float32 cannot hold what it decodes to.
 
-    >>> transformed(torch.rand(4, 70), "balanced").weight.shape
+    >>> transformed(torch.rand(4, 70), "rotated").weight.shape
     torch.Size([4, 96])
     """
-    largest = _largest(weight, name)
-    if transform == "none":
-        return Stored(weight, None, False)
-    if largest > MOST_TO_TRANSFORM:
-        return Stored(weight, balance(torch.ones_like(weight[:1])), False)
+    if _largest(weight, name) > MOST_TO_TRANSFORM or transform == "none":
+        return Stored(weight, None)
     columns = balance(weight)
-    return Stored(to_stored(weight, decode_e4m4(columns), True), columns, True)
+    return Stored(to_stored(weight, decode_e4m4(columns), rotated=True), columns)
 
 
 def choose_decoding(stored: Stored, levels: Levels, search: bool, refined: bool = False) -> Decoding:
@@ -145,7 +146,7 @@ def choose_decoding(stored: Stored, levels: Levels, search: bool, refined: bool 
     """
     exponent = layer_exponent(stored.weight.abs().amax().item())
     levels = refine(stored.weight, levels, exponent, search) if refined else levels
-    return Decoding(levels, exponent, stored.rotated)
+    return Decoding(levels, exponent, "none" if stored.columns is None else "rotated")
 
 
 def _largest(weight: torch.Tensor, name: str) -> float:
