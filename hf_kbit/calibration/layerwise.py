@@ -22,8 +22,9 @@ from transformers.pytorch_utils import Conv1D
 import hf_kbit
 from hf_kbit import codebooks
 from hf_kbit.calibration import capture, feedback, learned, weighted
-from hf_kbit.calibration.data import LENGTH, SEQUENCES, token_ids
+from hf_kbit.calibration.data import token_ids
 from hf_kbit.calibration.resume import Finished, digest
+from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import evaluating
 from hf_kbit.integrations.transformers import selection
@@ -43,8 +44,8 @@ def calibrate(
     data: torch.Tensor | str | Path | Iterable[str] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    sequences: int = SEQUENCES,
-    length: int = LENGTH,
+    sequences: int | None = None,
+    length: int | None = None,
     method: str = "feedback",
     batch: int = 4,
     device: torch.device | str | None = None,
@@ -68,11 +69,14 @@ def calibrate(
             quantized and, a few times over, the activations between two layers.
         data: what the model is for, some 64,000 tokens of it. A text; a ``pathlib.Path``, of a file in UTF-8; rows of
             text, such as ``load_dataset(...)["text"]``, all of which are read, with an empty line between two; or
-            int64 ``[sequences, tokens]``, none of them padding. None: a small set of texts of many kinds.
+            int64 ``[sequences, tokens]``, none of them padding. None: text that the model writes by itself, the same
+            each time; one that cannot, such as an encoder, reads a small set of texts of many kinds.
         tokenizer: for all but token ids. Default: that of the model's folder or name.
-        sequences: so many of a text at most, evenly spread over it. Token ids are taken as they are.
+        sequences: so many of a text at most, evenly spread over it. Token ids are taken as they are. Default: 128, or
+            32 for what the model writes on a CPU.
         length: tokens of each, or what the model or the tokenizer has positions for. Best as many as the model will
-            read at once: some ten if it reads sentences.
+            read at once: some ten if it reads sentences. Default: 2048 of a text, 640 of what the model writes, 512
+            on a CPU.
         method: ``"feedback"``: the weights not yet rounded make up for the errors of those that are; needs K * K
             float32, a few times over, for a layer of K in_features. ``"weighted"``: only scales are chosen, by errors
             weighted by the inputs' squares; quicker. ``"learned"``: scales by gradient descent on the error of the
@@ -121,11 +125,17 @@ def calibrate(
     if not isinstance(model, nn.Module):
         model = load(model, **source)
     widths = _check_model(model, quantizer.quantization_config)
+    device = capture.resolve(device, model)
+    if data is None:
+        data = write(model, sequences, length, device=device, progress=progress)
     if tokenizer is None and not isinstance(data, torch.Tensor):
         tokenizer = _tokenizer_of(model, **source)
     ids = token_ids(data, tokenizer, model, sequences, length)
-    device = capture.resolve(device, model)
-    training = {name: model.get_submodule(name).training for name in widths}
+    # Before a layer computes in another dtype: they stand for the weights as the model has them.
+    empty = {
+        name: quantizer.new_layer(model, name, bits).train(model.get_submodule(name).training)
+        for name, bits in widths.items()
+    }
     with evaluating(model):
         layers = capture.units(model, list(widths))
         capture.check(model, layers, ids, device)
@@ -145,7 +155,7 @@ def calibrate(
                 return ((rows, run(rows)) for rows in parts)
 
             def quantize(unit: str, names: list[str], run: Callable[[slice], Any]) -> None:
-                new = {name: quantizer.new_layer(model, name, widths[name]).train(training[name]) for name in names}
+                new = {name: empty.pop(name) for name in names}
                 if finished is None or not finished.load(unit, new, device):
                     dense = {name: model.get_submodule(name) for name in names}
                     with capture.moments(dense, solver.DIAGONAL) as moments:
