@@ -57,14 +57,14 @@ class KbitLinear(nn.Linear):
     - ``bias``: floating ``[N]`` or None; trainable.
 
     How they decode is one value, ``decoding``: levels, exponent, and whether the weight is transformed
-    (``nn.packed.Decoding``). ``load`` sets all of them. Of a transform (``hf_kbit.transforms``) nothing is seen from outside: what goes in and
-    what ``dequantize`` gives is the weight that multiplies the layer's input.
+    (``nn.packed.Decoding``). ``load`` sets all of them. Of a transform (``hf_kbit.transforms``) nothing is seen from
+    outside: what goes in, and what ``dequantize`` gives, is the weight that multiplies the layer's input.
 
-    On a GPU the first two hold the tiles that kernels read (``repack``): made once when the layer arrives there by ``to``,
-    ``cuda``, quantizing or loading, and turned back when it moves away. What others see is in the stored form: its
-    state dict (in CPU memory, so that saving takes no second copy on the GPU), pickles and copies. The metadata of a
-    state dict has the decoding, so that ``load_state_dict`` of another layer takes it over; a state dict that lost
-    its metadata, such as a plain dict of its tensors, fits layers of the same levels and exponent alone.
+    On a GPU the first two hold the tiles that kernels read (``repack``): made once when the layer arrives there by
+    ``to``, ``cuda``, quantizing or loading, and turned back when it moves away. What others see is in the stored form:
+    its state dict (in CPU memory, so that saving takes no second copy on the GPU), pickles and copies. The metadata of
+    a state dict has the decoding, so that ``load_state_dict`` of another layer takes it over; a state dict that lost
+    its metadata, such as a plain dict of its tensors, fits layers of the same levels, exponent and transform alone.
 
     The float32 buffer ``codebook`` ``[2**bits]``, ``levels * 2**exponent``, is in no state dict; it is made again from
     ``decoding`` whenever the module moves, so a cast to another dtype cannot round it.

@@ -104,8 +104,8 @@ class Packed(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What is quantized for a weight: itself, ``[N, K]``, or float32 ``[N, 32 * B]`` with the column scales that it was
-    divided by, uint8 ``[K]``."""
+    """What is quantized for a weight: itself, ``[N, K]``, or float32 ``[N, 32 * B]`` with the column scales, uint8
+    ``[K]``, that it was divided by."""
 
     weight: torch.Tensor
     columns: torch.Tensor | None
