@@ -1,4 +1,4 @@
-"""Leads data through a model one layer at a time, and adds up what the linear layers of each are given."""
+"""Leads data through a model one layer at a time."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -222,29 +222,3 @@ def _join(outputs: Iterable[tuple[slice, Any]], sequences: int, device: torch.de
 
 def _of_all(value, sequences: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 1 and len(value) == sequences
-
-
-@contextmanager
-def moments(linears: dict[str, nn.Module], diagonal: bool) -> Iterator[dict[str, torch.Tensor]]:
-    """Adds up what goes into linear layers while it is open: float32 ``{name: sum of x @ x.T}``, ``[K, K]``, or only
-    its diagonal, ``[K]``."""
-    sums = {}
-
-    def add(name, x):
-        rows = x.flatten(0, -2).float()
-        new = rows.square().sum(0) if diagonal else rows.T @ rows
-        sums[name] = sums[name].add_(new) if name in sums else new
-
-    hooks = [
-        # Some models call their layers by keyword.
-        module.register_forward_pre_hook(
-            lambda _, args, keywords, name=name: add(name, args[0] if args else next(iter(keywords.values()))),
-            with_kwargs=True,
-        )
-        for name, module in linears.items()
-    ]
-    try:
-        yield sums
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -1,6 +1,7 @@
 """``calibrate``: quantizes a model one layer at a time, with solvers that know what goes through its layers."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,8 +22,9 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_kbit
 from hf_kbit import codebooks
-from hf_kbit.calibration import capture, feedback, learned, weighted
+from hf_kbit.calibration import capture, feedback, inputs, learned, weighted
 from hf_kbit.calibration.data import token_ids
+from hf_kbit.calibration.drift import aim
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig
@@ -31,7 +33,9 @@ from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.checkpoint import saved_class
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.nn.packed import Packed, choose_decoding
+from hf_kbit.nn.packed import Packed, choose_decoding, transformed
+from hf_kbit.reference import decode_e4m4
+from hf_kbit.transforms import of_moments
 
 # A solver is a module with ``solve(weight, moments, codebook) -> planes, absmax`` and ``DIAGONAL``: whether moments
 # are the diagonal of the sum of x @ x.T, or all of it.
@@ -145,29 +149,51 @@ def calibrate(
             run = (hf_kbit.__version__, torch.__version__, device.type, method, batch, quantizer.quantization_config)
             finished = Finished(Path(resume), digest([("ids", ids), *model.state_dict().items()], *run))
 
+        # Beside the data as quantized layers pass it on, which comes last, the data as the dense ones would.
+        drifting = not solver.DIAGONAL
+        both = torch.cat([ids, ids]) if drifting else ids
+        last = [slice(start, min(start + batch, len(both))) for start in range(len(both) - len(ids), len(both), batch)]
+        first = [slice(rows.start - len(ids), rows.stop - len(ids)) if drifting else None for rows in last]
         with tqdm(total=len(widths), desc="calibrating", unit="layer", disable=not progress) as bar:
-            parts = [slice(start, start + batch) for start in range(0, len(ids), batch)]
 
             def visit(unit: str, run: Callable[[slice], Any]):
-                if names := layers.pop(unit, ()):  # none if it has been here, as layers that a model shares
-                    quantize(unit, names, run)
-                    bar.update(len(names))
-                return ((rows, run(rows)) for rows in parts)
-
-            def quantize(unit: str, names: list[str], run: Callable[[slice], Any]) -> None:
-                new = {name: empty.pop(name) for name in names}
-                if finished is None or not finished.load(unit, new, device):
-                    dense = {name: model.get_submodule(name) for name in names}
-                    with capture.moments(dense, solver.DIAGONAL) as moments:
-                        for rows in parts:
-                            run(rows)
-                    for name, layer in new.items():
-                        _solve(name, layer, dense[name], moments.pop(name), solver)
+                names = layers.pop(unit, ())  # none if it has been here, as layers that a model shares
+                dense, new = (
+                    {name: model.get_submodule(name) for name in names},
+                    {name: empty.pop(name) for name in names},
+                )
+                if names and (finished is None or not finished.load(unit, new, device)):
+                    quantize(dense, new, run)
                     if finished is not None:
                         finished.save(unit, new)
                 selection.replace_modules(model, new)
+                bar.update(len(names))
+                return outputs(new, dense, run)
 
-            capture.stream(model, list(layers), ids, device, visit)
+            def quantize(dense, new, run) -> None:
+                done = {}
+
+                def quantized(rows):
+                    with inputs.standing_in(dense, done):
+                        run(rows)
+
+                for group in inputs.groups(dense, partial(run, last[0])):
+                    runs = (
+                        (partial(quantized, rows), partial(run, rows_of_dense) if drifting else None)
+                        for rows, rows_of_dense in zip(last, first, strict=True)
+                    )
+                    moments = inputs.moments(dense[group.names[0]], group, runs, solver.DIAGONAL)
+                    for name in group.names:
+                        _solve(name, new[name], dense[name], moments, solver)
+                        done[name] = new[name]
+
+            def outputs(new, dense, run):
+                if drifting:
+                    with inputs.standing_in(new, dense):
+                        yield from ((rows, run(rows)) for rows in first)
+                yield from ((rows, run(rows)) for rows in last)
+
+            capture.stream(model, list(layers), both, device, visit)
     for name in widths:  # as weights are marked that Transformers has loaded
         for tensor in model.get_submodule(name).packed.values():
             tensor._is_hf_initialized = True
@@ -247,12 +273,14 @@ def _check_model(model, config: KbitConfig) -> dict[str, int]:
     return widths
 
 
-def _solve(name: str, layer: KbitLinear, dense: nn.Module, moments: torch.Tensor, solver: ModuleType) -> None:
+def _solve(name: str, layer: KbitLinear, dense: nn.Module, moments: inputs.Moments, solver: ModuleType) -> None:
     """Gives ``layer`` the weight of ``dense``, as the solver quantizes it."""
-    if not moments.isfinite().all():
+    if not moments.second.isfinite().all():
         raise ValueError(f"{name}: found NaN or infinite inputs, expected finite ones")
     weight = dense.weight.T if isinstance(dense, Conv1D) else dense.weight
-    decoding = choose_decoding(weight, layer.levels, True, layer.refines_levels, f"{name}.weight")
+    stored = transformed(aim(weight.float(), moments), layer.transform, f"{name}.weight")
+    decoding = choose_decoding(stored, layer.levels, True, layer.refines_levels)
+    second = of_moments(moments.second, None if stored.columns is None else decode_e4m4(stored.columns))
     codebook = codebooks.scaled(decoding.levels, 0, weight.device)
-    planes, absmax = solver.solve(weight.float() * 2.0**-decoding.exponent, moments, codebook)
-    layer.load(Packed(planes, absmax, decoding))
+    planes, absmax = solver.solve(stored.weight.float() * 2.0**-decoding.exponent, second, codebook)
+    layer.load(Packed(planes, absmax, decoding, stored.columns))
