@@ -81,8 +81,8 @@ def of_moments(second: torch.Tensor, columns: torch.Tensor | None) -> torch.Tens
     """The second moments of ``of_input(x, columns, rotated=True)``, given those of x; unchanged without columns.
 
     Args:
-        second: float32 ``[K, K]``, a sum of ``x @ x.T``; or its diagonal ``[K]``, when each input counts as the mean of
-            its block, as if inputs did not depend on each other.
+        second: float32 ``[K, K]``, a sum of ``x @ x.T``; or its diagonal ``[K]``, when each input counts as the mean
+            of its block, as if inputs did not depend on each other.
         columns: float32 ``[K]``.
 
     Returns:
