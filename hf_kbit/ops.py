@@ -205,7 +205,7 @@ def dequantize(
     """The decoded weight, ``codebook[code] * absmax``, turned back and multiplied by its columns' scales.
 
     Args:
-        weight: int32 planes ``[*, N, B * bits]`` or tiles (``repack``), of W or of ``transforms.to_stored`` of it.
+        weight: int32 planes ``[*, N, B * bits]`` or tiles (``repack``) of ``transforms.to_stored`` of the weight.
         absmax: uint8 E4M4 scales ``[*, N, B]``, or those of the tiles.
         codebook: float32 ``[2**bits]``.
         shape: ``(N, K)``, without the padding.
