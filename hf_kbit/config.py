@@ -96,7 +96,7 @@ class KbitConfig(QuantizationConfigMixin):
     modules_to_not_convert: Sequence[str] | None = field(default_factory=list)
     skip_default_modules: bool = True
     module_bits: Mapping[str, int | None] | list | None = field(default_factory=dict)
-    format_version: int = FORMAT_VERSIONS[0]
+    format_version: int = FORMAT_VERSIONS[-1]
     levels: Mapping[int, Sequence[float]] | None = field(default_factory=dict)
     layers: Mapping[str, Mapping[str, Any]] | None = field(default_factory=dict)
     quant_method: str = "kbit"
