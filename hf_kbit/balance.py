@@ -15,7 +15,7 @@ _SLICE_ON_CPU, _SLICE = 1 << 18, 1 << 24
 def balance(weight: torch.Tensor) -> torch.Tensor:
     """Column scales c such that no column of ``weight / c`` stands out, as E4M4 bytes.
 
-    Of each column m is the mean over its rows of ``sqrt|w|`` over the mean of that in the row, and c is ``m**2.5``:
+    Of each column m is the mean over its rows of ``sqrt|w|`` over the mean of that in the row, and c is ``m**2.25``:
     with m**2 the columns would be alike. Training makes the weights small that meet large inputs, so that a weight's
     error counts for more the smaller its column is: dividing by a little more than the magnitude is better. Roots,
     rather than squares, keep a few large weights from deciding. A column of zeros has scale 1.
@@ -35,7 +35,7 @@ def balance(weight: torch.Tensor) -> torch.Tensor:
     >>> from hf_kbit.format import decode_e4m4
     >>> weight = torch.ones(4, 3) * torch.tensor([1.0, 4.0, 0.0])
     >>> [round(decode_e4m4(byte), 1) for byte in balance(weight).tolist()]
-    [1.0, 5.8, 1.0]
+    [1.0, 4.8, 1.0]
     """
     largest = weight.abs().amax().float()
     if not largest > 0:
@@ -49,5 +49,5 @@ def balance(weight: torch.Tensor) -> torch.Tensor:
         factor = torch.where(of_row > 0, _RATIOS * weight.shape[1] / of_row, 0.0).float()
         sums += roots.mul_(factor).round_().sum(0, dtype=torch.float64)
     mean = (sums / (_RATIOS * len(weight))).float()
-    scale = (mean * mean * mean.sqrt()).clamp(SMALLEST, LARGEST)
+    scale = (mean * mean * mean.sqrt().sqrt()).clamp(SMALLEST, LARGEST)
     return encode_e4m4(torch.where(mean > 0, scale, 1.0))

@@ -5,7 +5,7 @@ import torch
 from hf_kbit.calibration.inputs import Moments
 
 DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to it
-SHARE = 0.5  # of the way to the least squares; SmolLM2-135M lost most of all with none, 0.5 was better than 1
+SHARE = 0.35  # of the way to the least squares: on SmolLM2-135M 0.35 and 0.5 are alike, 0.7 and none are worse
 
 
 def aim(weight: torch.Tensor, moments: Moments) -> torch.Tensor:
@@ -30,7 +30,7 @@ def aim(weight: torch.Tensor, moments: Moments) -> torch.Tensor:
 
     >>> x = torch.randn(100, 8)
     >>> weight, moments = torch.randn(4, 8), Moments(x.T @ x, (2 * x - x).T @ x)  # all inputs have become half of it
-    >>> bool(torch.allclose(aim(weight, moments), 1.5 * weight, rtol=0.1))
+    >>> bool(torch.allclose(aim(weight, moments), 1.35 * weight, rtol=0.1))
     True
     """
     if moments.drift is None:
