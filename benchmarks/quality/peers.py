@@ -298,7 +298,41 @@ def load_gguf(file: Path, device: str, dtype: torch.dtype) -> nn.Module:
     )
 
 
-def load_llama_cpp(folder: Path, device: str, kind: str) -> nn.Module:
+@torch.inference_mode()
+def mean_squares(model: nn.Module, sequences: torch.Tensor) -> dict[str, torch.Tensor]:
+    """float32 ``[in_features]`` on the CPU: of the inputs of each layer to quantize, by its name."""
+    sums = {}
+
+    def watch(name: str):
+        def add(layer, inputs) -> None:
+            sums[name] = sums.get(name, 0) + inputs[0].float().square().flatten(0, -2).mean(0)
+
+        return add
+
+    hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in linears(model).items()]
+    for sequence in sequences.split(1):
+        model(sequence.to(model.device), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return {name: (total / len(sequences)).cpu() for name, total in sums.items()}
+
+
+def importance_matrix(folder: Path, device: str):
+    """What llama.cpp's quantizer takes to weigh errors by: a C array that ends with an entry without a name."""
+    import gguf
+    import llama_cpp
+
+    model = load(folder, device)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
+    found = mean_squares(model, training_sequences(folder, model))
+    entries = (llama_cpp.llama_model_imatrix_data * (len(found) + 1))()
+    for entry, (name, squares) in zip(entries, found.items(), strict=False):
+        entry.name, entry.size = f"{names.get_name(name)}.weight".encode(), len(squares)
+        entry.data = (ctypes.c_float * len(squares))(*squares.tolist())
+    return entries
+
+
+def load_llama_cpp(folder: Path, device: str, kind: str, with_data: bool) -> nn.Module:
     import gguf
     import llama_cpp
 
@@ -307,6 +341,8 @@ def load_llama_cpp(folder: Path, device: str, kind: str) -> nn.Module:
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
     options.token_embedding_type = gguf.GGMLQuantizationType.BF16  # the head, too
+    if with_data:
+        options.imatrix = importance_matrix(folder, device)
     source = folder / "model.gguf"
     if not source.exists():
         raise FileNotFoundError(f"{source}: found none, expected the model as llama.cpp reads it")
@@ -334,12 +370,13 @@ def llama_cpp_methods() -> list[Method]:
         Method(
             "llama_cpp_python",
             bits,
-            kind,
-            partial(load_llama_cpp, kind=kind),
+            f"{kind}{', importance matrix' if with_data else ''}",
+            partial(load_llama_cpp, kind=kind, with_data=with_data),
             llama_cpp_storage,
             "decoded weights, torch",
         )
         for kind, bits in GGUF.items()
+        for with_data in (False, True)
     ]
 
 

@@ -414,6 +414,18 @@ def test_bits_per_weight_of_autoround(quality, folder, symmetric, overhead):
     assert 8 * (storage.code_bytes + storage.other_bytes) / WEIGHTS == pytest.approx(3 + overhead, rel=1e-3)
 
 
+def test_mean_squares_of_inputs(quality, folder):
+    """Those of the first layer, whose inputs are normed embeddings, of several sequences."""
+    model = quality.methods.load(folder, "cpu", torch.float32)
+    ids = torch.arange(30).view(3, 10)
+    found = quality.peers.mean_squares(model, ids)
+    assert found.keys() == quality.methods.linears(model).keys()
+    first = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids)).flatten(0, 1)
+    torch.testing.assert_close(found["model.layers.0.self_attn.q_proj"], first.square().mean(0).detach())
+    assert len(found["model.layers.1.mlp.down_proj"]) == INNER
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 # --- a published model ----------------------------------------------------------------------------
 
 
