@@ -24,7 +24,7 @@ INT4_GROUPS = (32, 64, 128)
 # Scale and zero in about 8 bits each for so many weights, and 16 bits for a column: 0.25 bits and a little, and more.
 SINQ_GROUPS = (64, 128, 32)
 # Its default, symmetric with a half-precision scale for 128; the 0.25 bits of hf_kbit; and with a zero as well.
-AUTOROUND = ((128, True), (64, True), (64, False), (32, False))
+AUTOROUND = ((128, True), (64, True), (64, False))
 # Files that llama.cpp writes, and about how many bits they have where rows are no multiple of the 256 weights that its
 # K-quants share a scale among, as those of SmolLM2-135M: all but down_proj then get a kind with blocks of 32.
 GGUF = {"Q2_K": 4, "Q3_K_M": 4, "Q4_K_M": 5, "Q4_0": 4, "IQ4_NL": 4}
