@@ -157,7 +157,7 @@ def calibrate(model: nn.Module, data: torch.Tensor, **choices) -> nn.Module:
 
 def built_in_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
     """Of the text that hf_kbit takes when it is given none, which is shorter."""
-    return token_ids(None, AutoTokenizer.from_pretrained(folder), model, **amount(model))
+    return token_ids(None, AutoTokenizer.from_pretrained(folder), model, **amount(model)).cpu()
 
 
 def load_calibrated(folder: Path, device: str, bits: int, method: str, data=training_sequences) -> nn.Module:

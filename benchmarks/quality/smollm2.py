@@ -73,7 +73,7 @@ def text_of_debs(folder: Path) -> Text:
 
 
 def text_of_files(files: Iterable[Path]) -> Text:
-    documents = [part for file in files for part in re.split(r"\n{3,}", file.read_text())]
+    documents = [part for file in files for part in re.split(r"\n{3,}", file.read_text(encoding="utf-8"))]
     return text_of_parts(documents[1::2], documents[::2], "--text: two documents or more")
 
 
