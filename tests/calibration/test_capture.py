@@ -46,8 +46,8 @@ def inputs_of(model, name: str, sequence: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def moments_by_whole_passes(original, quantized, names, ids) -> list[inputs.Moments]:
-    """For each group of layers, in the order of use, passes of one sequence at a time through the model in 16 bits, and
-    through that with the groups before quantized."""
+    """For each group of layers, in the order of use, passes of one sequence at a time: through the model in 16 bits,
+    and through that with the groups before quantized."""
     linears, groups, current, found = {original.get_submodule(n): n for n in names}, [], copy.deepcopy(original), []
     calls = []
     hooks = [
@@ -120,7 +120,7 @@ def test_a_forward_of_an_instance_is_put_back():
 
     first.forward = own
     hf_kbit.calibrate(model, IDS, batch=5, method="weighted")
-    assert first.forward is own and len(calls) == 3  # the check, the sums, the outputs
+    assert first.forward is own and len(calls) == 7  # the check, the search for groups, a pass for each of four, the outputs
     assert "forward" not in vars(second)
 
 
