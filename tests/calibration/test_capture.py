@@ -120,7 +120,8 @@ def test_a_forward_of_an_instance_is_put_back():
 
     first.forward = own
     hf_kbit.calibrate(model, IDS, batch=5, method="weighted")
-    assert first.forward is own and len(calls) == 7  # the check, the search for groups, a pass for each of four, the outputs
+    # The check, the search for groups, a pass for each of four, the outputs.
+    assert first.forward is own and len(calls) == 7
     assert "forward" not in vars(second)
 
 
