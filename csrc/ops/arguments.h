@@ -28,6 +28,8 @@ struct Packed {
     int bits;
     int64_t count, out_features, in_features;
     Shape lead;  // the leading dimensions, `count` matrices in all
+    std::optional<Tensor> columns;
+    bool rotated = false;
 };
 
 // Our name for a floating dtype; refuses others, float64 too unless allowed.
