@@ -162,9 +162,14 @@ __device__ __forceinline__ void bulk_copy_box(uint32_t smem, const void* map, in
         "l"(map), "r"(column), "r"(row), "r"(barrier)
         : "memory");
 }
-// Makes initialised barriers visible to the cluster and to bulk copies.
+// Makes initialised barriers visible to the cluster and to bulk copies that count there.
+__device__ __forceinline__ void fence_init_barrier() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// The same, by a fence for all of shared memory.
 __device__ __forceinline__ void fence_barriers() {
-    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+    fence_init_barrier();
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // --- launches that overlap, from sm_90 on; before, nothing ---
