@@ -1,4 +1,4 @@
-"""The stored format, version 1: what ``save_pretrained`` writes and every implementation reads.
+"""The stored format, versions 1 and 2: what ``save_pretrained`` writes and every implementation reads.
 
 A weight ``W[N, K]`` (N out_features, K in_features) is cut along K into blocks of 32, the last one padded with zeros.
 Each block keeps one scale, its *absmax*, and 32 *codes*: indices into a *codebook* of ``2**bits`` levels.
@@ -9,6 +9,10 @@ scales as E4M4 bytes. The decoded weight is ``2**exponent * levels[code] * absma
 largest magnitude 1) and ``exponent`` (0 unless a layer needs another) come from ``quantization_config`` in
 ``config.json``.
 
+In version 2 that may be the weight of a transformed layer: W with its columns divided by *column scales*, then turned
+in each block by the Hadamard matrix of 32 over its root. ``weight_columns``, uint8 ``[K]``, holds the column scales as
+E4M4 bytes; ``hadamard`` is the rotation.
+
 This file needs the standard library only. Its scalar functions define the format; the vectorised ones of ``reference``
 and the compiled ones are tested against them.
 """
@@ -16,10 +20,10 @@ and the compiled ones are tested against them.
 import math
 from collections.abc import Sequence
 
-FORMAT_VERSION = 1
+FORMAT_VERSIONS = (1, 2)
 BITS = (2, 3, 4, 5)
 BLOCK_SIZE = 32
-ABSMAX_SUFFIX = "_absmax"
+ABSMAX_SUFFIX, COLUMNS_SUFFIX = "_absmax", "_columns"
 
 E4M4_BIAS = 11
 E4M4_MAX = 31.0
@@ -106,6 +110,22 @@ def layer_exponent(largest: float) -> int:
     if largest == 0.0 or 2.0**-6 <= largest <= E4M4_MAX:
         return 0
     return max(math.frexp(largest)[1] - 4, -100)  # float32 keeps its normal range for levels * 2**exponent * absmax
+
+
+def hadamard(block: Sequence[float]) -> list[float]:
+    """The product of a block of 32 numbers with the Hadamard matrix of 32 over its root, which is its own inverse.
+
+    Entry (i, j) of the matrix is -1 where i and j have an odd number of bits in common, else 1.
+
+    >>> hadamard([1.0] + [0.0] * 31) == [32**-0.5] * 32
+    True
+    """
+    for distance in (1, 2, 4, 8, 16):
+        block = [
+            block[j - distance] - block[j] if j & distance else block[j] + block[j + distance]
+            for j in range(BLOCK_SIZE)
+        ]
+    return [number * BLOCK_SIZE**-0.5 for number in block]
 
 
 def pack_block(codes: Sequence[int], bits: int) -> list[int]:

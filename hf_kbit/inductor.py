@@ -39,7 +39,7 @@ class JoinProducts(CustomGraphPass):
         replaced = []
         for first, *others in groups.values():
             # All happen where the first one does; what they read must be there by then.
-            nodes = [first, *(node for node in others if _before(order, node.args[1:5], first))]
+            nodes = [first, *(node for node in others if _before(order, node, first))]
             for start in range(0, len(nodes), self.most_products):
                 if len(joined := nodes[start : start + self.most_products]) > 1:
                     _join(graph, first, joined)
@@ -58,15 +58,21 @@ def _takes_one_launch(node: Node, most_tokens: int) -> bool:
     return tiled and known and x.dtype.itemsize == 2 and 0 < x.numel() <= most_tokens * x.shape[-1]
 
 
-def _before(order: dict[Node, int], arguments, node: Node) -> bool:
-    return all(argument is None or order[argument] < order[node] for argument in arguments)
+def _before(order: dict[Node, int], node: Node, place: Node) -> bool:
+    return all(order[argument] < order[place] for argument in node.all_input_nodes)
+
+
+def _arguments(node: Node) -> list:
+    """All but x, with those that tracing leaves out because they have their defaults; ``rotated`` as a number."""
+    *others, columns, rotated = [*node.args[1:], *(None, False)[len(node.args) - 6 :]]
+    return [*others, columns, int(rotated)]
 
 
 def _join(graph: Graph, place: Node, nodes: list[Node]) -> None:
     x = nodes[0].args[0]
-    columns = [list(column) for column in zip(*(node.args[1:] for node in nodes), strict=True)]
+    of_each = map(list, zip(*map(_arguments, nodes), strict=True))
     with graph.inserting_before(place):
-        group = graph.call_function(torch.ops.hf_kbit.gemm_group.default, (x, *columns))
+        group = graph.call_function(torch.ops.hf_kbit.gemm_group.default, (x, *of_each))
         group.meta["val"] = [node.meta["val"] for node in nodes]
         for index, node in enumerate(nodes):
             product = graph.call_function(getitem, (group, index))

@@ -8,6 +8,9 @@ registering its kernels for that dispatch key. ``bits`` is never an argument whe
 
 Shapes: N out_features, K in_features, B = ceil(K / 32) blocks a row, ``*`` any leading dimensions. All tensors of a
 call are on one device. The *planes* of a weight are its stored form, its *tiles* a private form for GPUs (``repack``).
+
+``columns`` and ``rotated`` say how the stored weight was made from the one that it stands for (``transforms``); what
+has neither is stored as it is. Every op takes and gives W and x in the original basis, K wide.
 """
 
 import math
@@ -70,6 +73,14 @@ def _check_weight(weight: torch.Tensor, absmax: torch.Tensor, bits: int, shape: 
         raise ValueError(
             f"absmax: found shape {list(absmax.shape)}, expected the leading dimensions of weight {list(weight.shape)}"
         )
+
+
+def _check_columns(columns: torch.Tensor | None, in_features: int) -> None:
+    if columns is None:
+        return
+    _check_dtype("columns", columns, (torch.uint8,))
+    if tuple(columns.shape) != (in_features,):
+        raise ValueError(f"columns: found shape {list(columns.shape)}, expected [{in_features}]")
 
 
 # --- quantize -------------------------------------------------------------------------------------
@@ -153,29 +164,31 @@ def quantize(weight: torch.Tensor, codebook: torch.Tensor, search: bool = False)
 # --- dequantize -----------------------------------------------------------------------------------
 
 _LIB.define(
-    "dequantize(Tensor weight, Tensor absmax, Tensor codebook, SymInt[] shape, ScalarType dtype) -> Tensor",
+    "dequantize(Tensor weight, Tensor absmax, Tensor codebook, SymInt[] shape, ScalarType dtype,"
+    " Tensor? columns=None, bool rotated=False) -> Tensor",
 )
 
 
-def _check_dequantize(weight, absmax, codebook, shape, dtype):
+def _check_dequantize(weight, absmax, codebook, shape, dtype, columns):
     bits = _check_codebook(codebook)
-    _check_device(weight=weight, codebook=codebook)
+    _check_device(weight=weight, codebook=codebook, columns=columns)
     _check_weight(weight, absmax, bits, shape, reference.is_tiled(weight, absmax, bits))
+    _check_columns(columns, shape[1])
     if dtype not in _GEMM_FLOATS:
         raise TypeError(f"dtype: found {dtype}, expected a floating type of 16, 32 or 64 bits")
     return bits
 
 
 @torch.library.impl(_LIB, "dequantize", "CompositeExplicitAutograd")
-def _(weight, absmax, codebook, shape, dtype):
-    _check_dequantize(weight, absmax, codebook, shape, dtype)
+def _(weight, absmax, codebook, shape, dtype, columns=None, rotated=False):
+    _check_dequantize(weight, absmax, codebook, shape, dtype, columns)
     _native.warn_missing(weight.device.type)
-    return reference.dequantize(weight, absmax, codebook, shape, dtype)
+    return reference.dequantize(weight, absmax, codebook, shape, dtype, columns, rotated)
 
 
 @torch.library.register_fake("hf_kbit::dequantize", lib=_LIB)
-def _(weight, absmax, codebook, shape, dtype):
-    bits = _check_dequantize(weight, absmax, codebook, shape, dtype)
+def _(weight, absmax, codebook, shape, dtype, columns=None, rotated=False):
+    bits = _check_dequantize(weight, absmax, codebook, shape, dtype, columns)
     lead = weight.shape[: -5 if reference.is_tiled(weight, absmax, bits) else -2]
     return weight.new_empty((*lead, *shape), dtype=dtype)
 
@@ -186,18 +199,23 @@ def dequantize(
     codebook: torch.Tensor,
     shape: Sequence[int],
     dtype: torch.dtype = torch.float32,
+    columns: torch.Tensor | None = None,
+    rotated: bool = False,
 ) -> torch.Tensor:
-    """The decoded weight, ``codebook[code] * absmax``: one float32 product, rounded to ``dtype``.
+    """The decoded weight, ``codebook[code] * absmax``, turned back and multiplied by its columns' scales.
 
     Args:
-        weight: int32 planes ``[*, N, B * bits]`` or tiles (``repack``).
+        weight: int32 planes ``[*, N, B * bits]`` or tiles (``repack``) of ``transforms.to_stored`` of the weight.
         absmax: uint8 E4M4 scales ``[*, N, B]``, or those of the tiles.
         codebook: float32 ``[2**bits]``.
         shape: ``(N, K)``, without the padding.
         dtype: float32, float16, bfloat16 or float64.
+        columns: uint8 ``[K]``, E4M4 as ``absmax``: the scales by which columns were divided, of all matrices; None: 1.
+        rotated: whether each block was rotated.
 
     Returns:
-        ``dtype`` ``[*, N, K]``, contiguous.
+        ``dtype`` ``[*, N, K]``, contiguous: what ``transforms.to_original`` makes in float32, rounded to ``dtype``;
+        the same bits on every device.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit; the message names the tensor.
@@ -209,9 +227,19 @@ def dequantize(
     >>> decoded = dequantize(*quantize(weight, codebook), codebook, weight.shape)
     >>> bool((weight - decoded).square().mean() < 0.01)
     True
+
+    With column scales and a rotation:
+
+    >>> from hf_kbit.reference import decode_e4m4, encode_e4m4
+    >>> from hf_kbit.transforms import to_stored
+    >>> columns = encode_e4m4(weight.std(dim=0))
+    >>> packed = quantize(to_stored(weight, decode_e4m4(columns), rotated=True), codebook)
+    >>> decoded = dequantize(*packed, codebook, weight.shape, columns=columns, rotated=True)
+    >>> bool((weight - decoded).square().mean() < 0.01)
+    True
     """
-    _check_dequantize(weight, absmax, codebook, shape, dtype)
-    return torch.ops.hf_kbit.dequantize(weight, absmax, codebook, list(shape), dtype)
+    _check_dequantize(weight, absmax, codebook, shape, dtype, columns)
+    return torch.ops.hf_kbit.dequantize(weight, absmax, codebook, list(shape), dtype, columns, rotated)
 
 
 # --- repack ---------------------------------------------------------------------------------------
@@ -282,20 +310,20 @@ def repack(
 # too; and one for several weights, which inductor.py makes of products of one x.
 for _name in ("gemm", "gemm_inference"):
     _LIB.define(
-        f"{_name}(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, SymInt out_features)"
-        " -> Tensor"
+        f"{_name}(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, SymInt out_features,"
+        " Tensor? columns=None, bool rotated=False) -> Tensor"
     )
-_LIB.define(
+_LIB.define(  # `rotated`: 0 or 1 each, the stable ABI has no list of bools
     "gemm_group(Tensor x, Tensor[] weights, Tensor[] absmaxes, Tensor[] codebooks, Tensor?[] biases,"
-    " SymInt[] out_features) -> Tensor[]"
+    " SymInt[] out_features, Tensor?[] columns, SymInt[] rotated) -> Tensor[]"
 )
 
 
-def _check_gemm(x, weight, absmax, codebook, bias, out_features):
+def _check_gemm(x, weight, absmax, codebook, bias, out_features, columns):
     _check_dtype("x", x, _GEMM_FLOATS)
     if x.dim() < 1:
         raise ValueError("x: found a scalar, expected [*, in_features]")
-    _check_dequantize(weight, absmax, codebook, (out_features, x.shape[-1]), x.dtype)
+    _check_dequantize(weight, absmax, codebook, (out_features, x.shape[-1]), x.dtype, columns)
     _check_device(x=x, weight=weight, bias=bias)
     if bias is not None:
         _check_dtype("bias", bias, (x.dtype,))
@@ -305,21 +333,24 @@ def _check_gemm(x, weight, absmax, codebook, bias, out_features):
 
 @torch.library.impl(_LIB, "gemm", "CompositeExplicitAutograd")
 @torch.library.impl(_LIB, "gemm_inference", "CompositeExplicitAutograd")
-def _(x, weight, absmax, codebook, bias, out_features):
-    _check_gemm(x, weight, absmax, codebook, bias, out_features)
+def _(x, weight, absmax, codebook, bias, out_features, columns=None, rotated=False):
+    _check_gemm(x, weight, absmax, codebook, bias, out_features, columns)
     _native.warn_missing(weight.device.type)
-    return reference.gemm(x, weight, absmax, codebook, bias, out_features)
+    return reference.gemm(x, weight, absmax, codebook, bias, out_features, columns, rotated)
 
 
 @torch.library.impl(_LIB, "gemm_group", "CompositeExplicitAutograd")
 def _(x, *of_each):
-    return [torch.ops.hf_kbit.gemm_inference(x, *product) for product in zip(*of_each, strict=True)]
+    return [
+        torch.ops.hf_kbit.gemm_inference(x, *product, bool(rotated))
+        for *product, rotated in zip(*of_each, strict=True)
+    ]
 
 
 @torch.library.register_fake("hf_kbit::gemm", lib=_LIB)
 @torch.library.register_fake("hf_kbit::gemm_inference", lib=_LIB)
-def _(x, weight, absmax, codebook, bias, out_features):
-    _check_gemm(x, weight, absmax, codebook, bias, out_features)
+def _(x, weight, absmax, codebook, bias, out_features, columns=None, rotated=False):
+    _check_gemm(x, weight, absmax, codebook, bias, out_features, columns)
     if "torch._inductor.config" in sys.modules:  # about to compile; importing it takes over a second
         from hf_kbit import inductor
 
@@ -328,15 +359,16 @@ def _(x, weight, absmax, codebook, bias, out_features):
 
 
 @torch.library.register_fake("hf_kbit::gemm_group", lib=_LIB)
-def _(x, *of_each):
-    for product in zip(*of_each, strict=True):
+def _(x, weights, absmaxes, codebooks, biases, out_features, columns, rotated):
+    of_each = weights, absmaxes, codebooks, biases, out_features, columns, rotated
+    for *product, _ in zip(*of_each, strict=True):
         _check_gemm(x, *product)
-    return [x.new_empty((*x.shape[:-1], rows)) for rows in of_each[-1]]
+    return [x.new_empty((*x.shape[:-1], rows)) for rows in out_features]
 
 
 def _gemm_setup_context(ctx, inputs, output):
-    x, weight, absmax, codebook, _, out_features = inputs
-    ctx.save_for_backward(weight, absmax, codebook)
+    x, weight, absmax, codebook, _, out_features, columns, ctx.rotated = inputs
+    ctx.save_for_backward(weight, absmax, codebook, columns)
     ctx.shape = [out_features, x.shape[-1]]
 
 
@@ -344,35 +376,36 @@ def _gemm_backward(ctx, grad):
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
         # Decoded again rather than saved: between forward and backward only the packed weight stays in memory.
-        grad_x = gradient(grad, *ctx.saved_tensors, ctx.shape)
+        *packed, columns = ctx.saved_tensors
+        grad_x = gradient(grad, *packed, ctx.shape, columns, ctx.rotated)
     if ctx.needs_input_grad[4]:
         grad_bias = grad.reshape(-1, ctx.shape[0]).sum(dim=0)
-    return grad_x, None, None, None, grad_bias, None
+    return grad_x, None, None, None, grad_bias, None, None, None
 
 
 torch.library.register_autograd("hf_kbit::gemm", _gemm_backward, setup_context=_gemm_setup_context, lib=_LIB)
 
 
-def product(x, weight, absmax, codebook, bias, out_features):
+def product(x, weight, absmax, codebook, bias, out_features, columns=None, rotated=False):
     """``gemm`` without its checks, by the op for these inputs: that with gradients only where one is wanted."""
     if forward_ad._current_level >= 0:  # the ops know no tangents, and would drop them
-        return _with_tangents(x, weight, absmax, codebook, bias, out_features)
+        return _with_tangents(x, weight, absmax, codebook, bias, out_features, columns, rotated)
     wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     op = torch.ops.hf_kbit.gemm.default if wanted else torch.ops.hf_kbit.gemm_inference.default
-    return op(x, weight, absmax, codebook, bias, out_features)
+    return op(x, weight, absmax, codebook, bias, out_features, columns, rotated)
 
 
-def _with_tangents(x, weight, absmax, codebook, bias, out_features):
+def _with_tangents(x, weight, absmax, codebook, bias, out_features, columns, rotated):
     """Forward mode: the tangent of a product is the product of the tangent, and that of the bias is added."""
     (x, along_x), (bias, along_bias) = (
         (tensor, None) if tensor is None else forward_ad.unpack_dual(tensor) for tensor in (x, bias)
     )
-    y = torch.ops.hf_kbit.gemm(x, weight, absmax, codebook, bias, out_features)
+    y = torch.ops.hf_kbit.gemm(x, weight, absmax, codebook, bias, out_features, columns, rotated)
     if along_x is None and along_bias is None:
         return y
     along_y = torch.zeros_like(y)
     if along_x is not None:
-        along_y = torch.ops.hf_kbit.gemm(along_x, weight, absmax, codebook, None, out_features)
+        along_y = torch.ops.hf_kbit.gemm(along_x, weight, absmax, codebook, None, out_features, columns, rotated)
     return forward_ad.make_dual(y, along_y if along_bias is None else along_y + along_bias)
 
 
@@ -383,6 +416,8 @@ def gemm(
     codebook: torch.Tensor,
     bias: torch.Tensor | None = None,
     out_features: int | None = None,
+    columns: torch.Tensor | None = None,
+    rotated: bool = False,
 ) -> torch.Tensor:
     """``x @ W.T + bias`` for a quantized weight W.
 
@@ -395,10 +430,13 @@ def gemm(
         codebook: float32 ``[2**bits]``.
         bias: dtype of ``x``, ``[N]``.
         out_features: N; needed for tiles, which hide it behind padding.
+        columns: uint8 ``[K]`` or None, see ``dequantize``.
+        rotated: whether the weight's blocks were rotated, see ``dequantize``.
 
     Returns:
         dtype of ``x``, ``[*, N]``, contiguous. W, or first its levels and then W, are rounded to float32 or to the
-        dtype of ``x``, whichever is faster where it runs; sums are at least in float32 and rounded once. For tiles,
+        dtype of ``x``, whichever is faster where it runs; sums are at least in float32 and rounded once. With
+        ``columns`` or ``rotated``, x may be transformed instead of W: in float32, then rounded like W. For tiles,
         float16 or bfloat16, and up to 256 tokens, on Hopper up to 4095 (2 bits: 8191), a GPU of compute capability 8.0
         or newer decodes W on its way to the tensor cores; else it decodes W first, a slice at a time.
 
@@ -413,55 +451,60 @@ def gemm(
     """
     if out_features is None:
         out_features = weight.shape[0]
-    _check_gemm(x, weight, absmax, codebook, bias, out_features)
-    return product(x, weight, absmax, codebook, bias, out_features)
+    _check_gemm(x, weight, absmax, codebook, bias, out_features, columns)
+    return product(x, weight, absmax, codebook, bias, out_features, columns, rotated)
 
 
 # --- gemm_gradient --------------------------------------------------------------------------------
 
 # ``grad @ W``, the gradient of x; with a gradient of its own, for those who need second derivatives.
-_LIB.define("gemm_gradient(Tensor grad, Tensor weight, Tensor absmax, Tensor codebook, SymInt[] shape) -> Tensor")
+_LIB.define(
+    "gemm_gradient(Tensor grad, Tensor weight, Tensor absmax, Tensor codebook, SymInt[] shape,"
+    " Tensor? columns=None, bool rotated=False) -> Tensor"
+)
 
 
-def _check_gemm_gradient(grad, weight, absmax, codebook, shape):
+def _check_gemm_gradient(grad, weight, absmax, codebook, shape, columns):
     _check_dtype("grad", grad, _GEMM_FLOATS)
-    _check_dequantize(weight, absmax, codebook, shape, grad.dtype)
+    _check_dequantize(weight, absmax, codebook, shape, grad.dtype, columns)
     _check_device(grad=grad, weight=weight)
     if grad.dim() < 1 or grad.shape[-1] != shape[0]:
         raise ValueError(f"grad: found shape {list(grad.shape)}, expected [*, {shape[0]}]")
 
 
 @torch.library.impl(_LIB, "gemm_gradient", "CompositeExplicitAutograd")
-def _(grad, weight, absmax, codebook, shape):
-    _check_gemm_gradient(grad, weight, absmax, codebook, shape)
+def _(grad, weight, absmax, codebook, shape, columns=None, rotated=False):
+    _check_gemm_gradient(grad, weight, absmax, codebook, shape, columns)
     _native.warn_missing(weight.device.type)
-    return grad @ reference.dequantize(weight, absmax, codebook, shape, grad.dtype)
+    return grad @ reference.dequantize(weight, absmax, codebook, shape, grad.dtype, columns, rotated)
 
 
 @torch.library.register_fake("hf_kbit::gemm_gradient", lib=_LIB)
-def _(grad, weight, absmax, codebook, shape):
-    _check_gemm_gradient(grad, weight, absmax, codebook, shape)
+def _(grad, weight, absmax, codebook, shape, columns=None, rotated=False):
+    _check_gemm_gradient(grad, weight, absmax, codebook, shape, columns)
     return grad.new_empty((*grad.shape[:-1], shape[1]))
 
 
-def gradient(grad, weight, absmax, codebook, shape):
-    """The op, in forward mode too, which second derivatives may be in."""
+def gradient(grad, *weight):
+    """The op, in forward mode too, which second derivatives may be in; ``weight``: all other arguments."""
     if forward_ad._current_level < 0:
-        return torch.ops.hf_kbit.gemm_gradient(grad, weight, absmax, codebook, shape)
+        return torch.ops.hf_kbit.gemm_gradient(grad, *weight)
     grad, along = forward_ad.unpack_dual(grad)
-    grad_x = torch.ops.hf_kbit.gemm_gradient(grad, weight, absmax, codebook, shape)
+    grad_x = torch.ops.hf_kbit.gemm_gradient(grad, *weight)
     if along is None:
         return grad_x
-    return forward_ad.make_dual(grad_x, torch.ops.hf_kbit.gemm_gradient(along, weight, absmax, codebook, shape))
+    return forward_ad.make_dual(grad_x, torch.ops.hf_kbit.gemm_gradient(along, *weight))
 
 
 def _gradient_setup_context(ctx, inputs, output):
-    _, *packed, ctx.shape = inputs
-    ctx.save_for_backward(*packed)
+    _, *packed, ctx.shape, columns, ctx.rotated = inputs
+    ctx.save_for_backward(*packed, columns)
 
 
 def _gradient_backward(ctx, grad):
-    return product(grad, *ctx.saved_tensors, None, ctx.shape[0]), None, None, None, None
+    *packed, columns = ctx.saved_tensors
+    along_grad = product(grad, *packed, None, ctx.shape[0], columns, ctx.rotated)
+    return along_grad, None, None, None, None, None, None
 
 
 torch.library.register_autograd(
@@ -475,17 +518,17 @@ torch.library.register_autograd(
 
 
 @register_flop_formula([torch.ops.hf_kbit.gemm, torch.ops.hf_kbit.gemm_inference])
-def _(x, weight, absmax, codebook, bias, out_features, out_shape=None):
+def _(x, weight, absmax, codebook, bias, out_features, columns=None, rotated=False, out_shape=None):
     return 2 * math.prod(x) * out_features
 
 
 @register_flop_formula(torch.ops.hf_kbit.gemm_group)
-def _(x, weights, absmaxes, codebooks, biases, out_features, out_shape=None):
+def _(x, weights, absmaxes, codebooks, biases, out_features, columns, rotated, out_shape=None):
     return 2 * math.prod(x) * sum(out_features)
 
 
 @register_flop_formula(torch.ops.hf_kbit.gemm_gradient)
-def _(grad, weight, absmax, codebook, shape, out_shape=None):
+def _(grad, weight, absmax, codebook, shape, columns=None, rotated=False, out_shape=None):
     return 2 * math.prod(grad) * shape[1]
 
 

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from hf_kbit import format
+from hf_kbit import format, transforms
 from hf_kbit.codebooks import bits_of
 from hf_kbit.format import BLOCK_SIZE, num_blocks
 
@@ -160,7 +160,13 @@ def _least_error(blocks, factors, codebook, absmax) -> torch.Tensor:
 
 
 def dequantize(
-    weight: torch.Tensor, absmax: torch.Tensor, codebook: torch.Tensor, shape: list[int], dtype: torch.dtype
+    weight: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    shape: list[int],
+    dtype: torch.dtype,
+    columns: torch.Tensor | None = None,
+    rotated: bool = False,
 ) -> torch.Tensor:
     """See ``hf_kbit.dequantize``."""
     bits = bits_of(codebook.numel())
@@ -171,8 +177,9 @@ def dequantize(
     table = torch.stack([low, high], dim=-1).view(torch.int64).flatten()
     pairs = _gather_codes(weight, bits, tuple(16 * (j // 2) + bits * (j % 2) for j in range(8))).view(torch.int16)
     levels = _look_up(table, pairs).view(torch.float32)
-    decoded = levels.mul_(decode_e4m4(absmax)[..., None]).flatten(-2)
-    return decoded[..., : shape[-1]].to(dtype).contiguous()
+    stored = levels.mul_(decode_e4m4(absmax)[..., None]).flatten(-2)
+    scales = None if columns is None else decode_e4m4(columns)
+    return transforms.to_original(stored, scales, rotated, shape[-1]).to(dtype).contiguous()
 
 
 # --- tiles ----------------------------------------------------------------------------------------
@@ -291,9 +298,11 @@ def gemm(
     codebook: torch.Tensor,
     bias: torch.Tensor | None,
     out_features: int,
+    columns: torch.Tensor | None = None,
+    rotated: bool = False,
 ) -> torch.Tensor:
     """See ``hf_kbit.gemm``."""
-    dense = dequantize(weight, absmax, codebook, [out_features, x.shape[-1]], x.dtype)
+    dense = dequantize(weight, absmax, codebook, [out_features, x.shape[-1]], x.dtype, columns, rotated)
     rows = F.linear(x.reshape(-1, x.shape[-1]), dense, bias)
     # Not a view, which nobody may change in place when it comes from an op of ours.
     return torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], out_features))

@@ -18,6 +18,9 @@ import torch.nn.functional as F
 
 from hf_kbit.format import BLOCK_SIZE
 
+# Blocks that are turned at a time: on a CPU as many as its cache holds.
+_SLICE_ON_CPU, _SLICE = 1 << 13, 1 << 19
+
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """``x @ R`` in each block of 32 of the last dimension, which is padded with zeros to whole blocks.
@@ -36,10 +39,24 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     True
     """
     x = F.pad(x if x.dtype == torch.float64 else x.float(), (0, -x.shape[-1] % BLOCK_SIZE))
+    turned = torch.empty_like(x, memory_format=torch.contiguous_format)
+    size = _SLICE_ON_CPU if x.device.type == "cpu" else _SLICE
+    parts = (tensor.reshape(-1, BLOCK_SIZE).split(size) for tensor in (x, turned))
+    for part, out in zip(*parts, strict=True):
+        torch.mul(_butterflies(part.T.contiguous()).T, BLOCK_SIZE**-0.5, out=out)
+    return turned
+
+
+def _butterflies(rows: torch.Tensor) -> torch.Tensor:
+    """``H @ rows`` for the Hadamard matrix H of 32 and ``[32, n]``, which is overwritten: rows are long, for speed."""
+    others = torch.empty_like(rows)
     for distance in (1, 2, 4, 8, 16):
-        first, second = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
-        x = torch.stack([first + second, first - second], dim=-2).flatten(-3)
-    return x * BLOCK_SIZE**-0.5
+        pairs = BLOCK_SIZE // (2 * distance), 2, distance, rows.shape[1]
+        (first, second), (sums, differences) = rows.view(pairs).unbind(1), others.view(pairs).unbind(1)
+        torch.add(first, second, out=sums)
+        torch.sub(first, second, out=differences)
+        rows, others = others, rows
+    return rows
 
 
 def to_stored(weight: torch.Tensor, columns: torch.Tensor | None, rotated: bool) -> torch.Tensor:
@@ -58,6 +75,30 @@ def to_original(stored: torch.Tensor, columns: torch.Tensor | None, rotated: boo
     """``(stored @ R) * c``: the weight ``[*, N, K]`` that a decoded one stands for, float32 or float64 as it is."""
     weight = (rotate(stored) if rotated else stored)[..., :in_features]
     return weight if columns is None else weight * columns
+
+
+def of_moments(second: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
+    """The second moments of ``of_input(x, columns, rotated=True)``, given those of x; unchanged without columns.
+
+    Args:
+        second: float32 ``[K, K]``, a sum of ``x @ x.T``; or its diagonal ``[K]``, when each input counts as the mean
+            of its block, as if inputs did not depend on each other.
+        columns: float32 ``[K]``.
+
+    Returns:
+        ``[32 * B, 32 * B]`` or ``[32 * B]``.
+
+    >>> x = torch.randn(10, 40)
+    >>> turned = of_input(x, torch.ones(40), rotated=True)
+    >>> torch.allclose(of_moments(x.T @ x, torch.ones(40)), turned.T @ turned, atol=1e-4)
+    True
+    """
+    if columns is None:
+        return second
+    if second.dim() == 2:
+        return rotate(rotate(second * columns * columns[:, None]).T)
+    blocks = F.pad(second * columns.square(), (0, -len(second) % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
+    return blocks.mean(1, keepdim=True).expand_as(blocks).flatten()
 
 
 def of_input(x: torch.Tensor, columns: torch.Tensor | None, rotated: bool) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_kbit import codebooks, format
+from hf_kbit import codebooks, format, reference, transforms
 from hf_kbit.format import BITS
 
 # [N, K]: one weight, less than a block, exact blocks, a padded last block, exact and padded tiles (16 rows x 256
@@ -11,6 +11,9 @@ SHAPES = [(1, 1), (3, 31), (5, 32), (7, 33), (16, 256), (17, 257), (64, 100), (1
 
 # Leading dimensions of x: none, one token, several, nested, empty.
 BATCHES = [(), (1,), (5,), (2, 3), (1, 1, 4), (0,), (2, 0)]
+
+# Of a weight that is stored transformed: whether it has column scales, and whether its blocks are rotated.
+TRANSFORMS = [(True, False), (False, True), (True, True)]
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -39,10 +42,17 @@ def weight(shape, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
     return values.to(dtype)
 
 
-def quantized(shape, bits: int, seed: int = 0):
-    """planes, absmax and codebook of ``weight(shape)``."""
+def columns(in_features: int, scaled: bool = True, seed: int = 0) -> torch.Tensor | None:
+    """Scales of columns from 1/4 to 4 as E4M4 bytes, or None."""
+    return torch.randint(144, 209, (in_features,), generator=generator(in_features, seed)).byte() if scaled else None
+
+
+def quantized(shape, bits: int, seed: int = 0, columns: torch.Tensor | None = None, rotated: bool = False):
+    """planes, absmax and codebook of ``weight(shape)``, transformed."""
     levels = codebook(bits)
-    return (*torch.ops.hf_kbit.quantize(weight(shape, seed=seed), levels), levels)
+    scales = None if columns is None else reference.decode_e4m4(columns)
+    stored = transforms.to_stored(weight(shape, seed=seed), scales, rotated)
+    return (*torch.ops.hf_kbit.quantize(stored, levels), levels)
 
 
 def random_packed(shape, bits: int):
@@ -63,14 +73,24 @@ def x(batch, in_features: int, dtype=torch.float32, seed: int = 0) -> torch.Tens
 EPS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float64: 2.0**-52}
 
 
-def assert_product(found, x, dense, bias=None, roundings: int = 1):
+def assert_product(found, x, dense, bias=None, roundings: int = 1, columns=None, rotated: bool = False):
     """That ``found`` is ``x @ dense + bias`` within rounding; ``dense`` float32 ``[K, N]``, of which each weight was
-    rounded to the dtype of x so many times at most."""
+    rounded to the dtype of x so many times at most. With ``columns`` or ``rotated``, ``dense`` is the weight as it is
+    stored, all rows of its last blocks, and either it or x was transformed in float32, and x rounded once more."""
+    scales = None if columns is None else reference.decode_e4m4(columns).double()
     x, dense = x.double(), dense.double()
     bias = torch.zeros((), dtype=torch.float64, device=x.device) if bias is None else bias.double()
-    expected, magnitude = x @ dense + bias, x.abs() @ dense.abs() + bias.abs()
-    # Rounded weights, K + 1 terms added up in float32, the sum rounded once.
-    relative = roundings * EPS[found.dtype] / 2 + (len(dense) + 1) * EPS[torch.float32]
+    expected = transforms.of_input(x, scales, rotated) @ dense + bias
+    # No weight or input of a block is larger, in either basis, than the sum of all of them times 32**-0.5.
+    spread = transforms.of_input(x.abs(), scales, False)
+    if rotated:
+        spread = torch.nn.functional.pad(spread, (0, len(dense) - spread.shape[-1])).unflatten(-1, (-1, 32))
+        spread = (spread.sum(-1, keepdim=True) * 32**-0.5).expand_as(spread).flatten(-2)
+    magnitude = spread @ dense.abs() + bias.abs()
+    transformed = columns is not None or rotated
+    # Rounded weights, K + 1 terms added up in float32, the sum rounded once; a transform is 7 operations of float32.
+    relative = (roundings + transformed) * EPS[found.dtype] / 2
+    relative += (len(dense) + 1 + 7 * transformed) * EPS[torch.float32]
     bound = magnitude * relative + expected.abs() * EPS[found.dtype] + 1e-30
     assert ((found.double() - expected).abs() <= bound).all()
 
@@ -80,8 +100,10 @@ __all__ = [
     "BITS",
     "FLOATS",
     "SHAPES",
+    "TRANSFORMS",
     "assert_product",
     "codebook",
+    "columns",
     "generator",
     "quantized",
     "random_packed",

@@ -36,6 +36,7 @@ ORDER = [
     "format",
     "codebooks",
     "patterns",
+    "transforms",
     "reference",
     "_native",
     "inductor",

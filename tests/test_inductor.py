@@ -34,15 +34,20 @@ def joined(run, *inputs, limits=LIMITS) -> list[list[int]]:
         module.recompile()
         for node in module.graph.nodes:
             if node.target == OPS.gemm_group.default:
-                launches.append(list(node.args[-1]))
+                launches.append(list(node.args[5]))
             elif node.target == OPS.gemm_inference.default:
-                launches.append([node.args[-1]])
+                launches.append([node.args[5]])
         return make_boxed_func(module.forward)
 
     found = torch.compile(run, fullgraph=True, backend=aot_autograd(fw_compiler=compiler))(*inputs)
     for ours, expected in zip(found, run(*inputs), strict=True):
         assert torch.equal(ours, expected)
     return launches
+
+
+def product(x, layer, *transform):
+    packed = layer.weight, layer.weight_absmax, layer.codebook
+    return OPS.gemm_inference(x, *packed, layer.bias, layer.out_features, *transform)
 
 
 X = cases.x((2, 3), 100, torch.float16)
@@ -91,6 +96,30 @@ def test_a_bias_made_of_another_product_comes_after_it():
     def run(x):
         first = q(x)
         return first, OPS.gemm_inference(x, k.weight, k.weight_absmax, k.codebook, first[0, 0], 48), v(x)
+
+    assert joined(run, X) == [[48, 16], [48]]
+
+
+@torch.no_grad()
+def test_transforms_go_along():
+    """Products are joined whatever their column scales and rotations are; what has neither may leave them out."""
+    q, k, v, o = tiled(48), tiled(16, bias=False), tiled(33), tiled(20)
+    columns = [cases.columns(100, seed=seed) for seed in range(2)]
+    transforms = (columns[0], True), (columns[1],), (None, True), ()
+
+    def run(x):
+        return [product(x, layer, *transform) for layer, transform in zip((q, k, v, o), transforms, strict=True)]
+
+    assert joined(run, X) == [[48, 16, 33, 20]]
+
+
+@torch.no_grad()
+def test_columns_made_of_another_product_come_after_it():
+    q, k, v = tiled(48), tiled(48, bias=False), tiled(16)
+
+    def run(x):
+        first = product(x, q)
+        return first, product(x, k, (first[0, 0, :1].abs() * 8 + 150).byte().expand(100).contiguous()), product(x, v)
 
     assert joined(run, X) == [[48, 16], [48]]
 

@@ -10,6 +10,7 @@ import hf_kbit
 from hf_kbit import format, reference
 
 OPS = torch.ops.hf_kbit
+TRANSFORMS = pytest.mark.parametrize(("scaled", "rotated"), cases.TRANSFORMS, ids=["columns", "rotated", "both"])
 
 
 # --- quantize, dequantize -----------------------------------------------------------------------------
@@ -44,6 +45,22 @@ def test_dequantize_rounds_the_float32_product_once(dtype):
     planes, absmax, codebook = cases.quantized((64, 100), 5)
     exact = hf_kbit.dequantize(planes, absmax, codebook, (64, 100))
     assert torch.equal(hf_kbit.dequantize(planes, absmax, codebook, (64, 100), dtype), exact.to(dtype))
+
+
+@TRANSFORMS
+@pytest.mark.parametrize("shape", [(5, 1), (7, 33), (64, 100), (2, 3, 5, 40)], ids=str)
+def test_dequantize_gives_the_original_basis(shape, scaled, rotated):
+    """Column scales are of all matrices, K wide, as the weight; the bound is that of its blocks as they are stored."""
+    columns, weight = cases.columns(shape[-1], scaled), cases.weight(shape)
+    planes, absmax, codebook = cases.quantized(shape, 5, columns=columns, rotated=rotated)
+    assert absmax.shape == (*shape[:-2], *format.absmax_shape(*shape[-2:]))
+    decoded = hf_kbit.dequantize(planes, absmax, codebook, shape[-2:], columns=columns, rotated=rotated)
+    assert decoded.shape == shape and decoded.is_contiguous()
+    scales = torch.ones(shape[-1]) if columns is None else reference.decode_e4m4(columns)
+    error = torch.nn.functional.pad((decoded - weight) / scales, (0, -shape[-1] % 32)).unflatten(-1, (-1, 32))
+    step = (codebook[1:] - codebook[:-1]).max() / 2 * (1 + 1 / 32) + 1 / 32
+    largest = reference.decode_e4m4(absmax) * (1 + 1 / 32)
+    assert (error.square().mean(-1).sqrt() <= largest * step + 2.0**-15).all()
 
 
 def test_quantize_again_is_stable():
@@ -153,6 +170,26 @@ def test_gemm_gradients(bits, tiled):
     assert torch.autograd.gradgradcheck(run, (x, bias))
 
 
+@TRANSFORMS
+@pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
+def test_gradients_of_transformed_weights(scaled, rotated, tiled):
+    """First and second ones, backward and forward."""
+    shape, columns = (6, 35), cases.columns(35, scaled)
+    planes, absmax, codebook = cases.quantized(shape, 3, columns=columns, rotated=rotated)
+    weight = (planes, absmax) if not tiled else hf_kbit.repack(planes, absmax, 3, shape)
+    x = cases.x((2, 3), shape[1], torch.float64).requires_grad_()
+    bias = cases.x((), shape[0], torch.float64).requires_grad_()
+
+    def run(x, bias):
+        return hf_kbit.gemm(x, *weight, codebook, bias, shape[0], columns, rotated)
+
+    assert torch.autograd.gradcheck(run, (x, bias), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(run, (x, bias), check_fwd_over_rev=True)
+    (found,) = torch.autograd.grad(run(x, bias).sum(), x)
+    dense = hf_kbit.dequantize(*weight, codebook, shape, torch.float64, columns, rotated)
+    torch.testing.assert_close(found, dense.sum(0).expand_as(x))
+
+
 @pytest.mark.parametrize("bits", cases.BITS)
 @pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
 def test_gradient_of_a_large_layer_in_slices(bits, tiled):
@@ -235,10 +272,32 @@ def test_opcheck(bits):
         opcheck(OPS.gemm.default, (x, *words, codebook, bias, 17))
         opcheck(OPS.gemm.default, (x.detach().half(), *words, codebook, None, 17))
         opcheck(OPS.gemm_gradient.default, (cases.x((2, 3), 17).requires_grad_(), *words, codebook, list(shape)))
-        group = [words[0]] * 2, [words[1]] * 2, [codebook] * 2, [bias.detach(), None], [17, 17]
+        group = [words[0]] * 2, [words[1]] * 2, [codebook] * 2, [bias.detach(), None], [17, 17], [None] * 2, [0, 0]
         opcheck(OPS.gemm_group.default, (x.detach(), *group))
     opcheck(OPS.repack.default, (planes, absmax, bits, list(shape)))
     opcheck(OPS.repack.default, (*tiles, bits, list(shape), True))
+
+
+@TRANSFORMS
+def test_opcheck_of_transformed_weights(scaled, rotated):
+    shape, columns = (17, 70), cases.columns(70, scaled)
+    planes, absmax, codebook = cases.quantized(shape, 3, columns=columns, rotated=rotated)
+    x, bias = cases.x((2, 3), 70).requires_grad_(), cases.x((), 17).requires_grad_()
+    grad, transform = cases.x((2, 3), 17).requires_grad_(), (columns, rotated)
+    for words in ((planes, absmax), hf_kbit.repack(planes, absmax, 3, shape)):
+        opcheck(OPS.dequantize.default, (*words, codebook, list(shape), torch.float16, *transform))
+        opcheck(OPS.gemm.default, (x, *words, codebook, bias, 17, *transform))
+        opcheck(OPS.gemm_gradient.default, (grad, *words, codebook, list(shape), *transform))
+        group = (
+            [words[0]] * 2,
+            [words[1]] * 2,
+            [codebook] * 2,
+            [None] * 2,
+            [17] * 2,
+            [None, columns],
+            [0, int(rotated)],
+        )
+        opcheck(OPS.gemm_group.default, (x.detach(), *group))
 
 
 def test_compile_fullgraph():
@@ -255,6 +314,22 @@ def test_compile_fullgraph():
     found, inputs[0].grad = inputs[0].grad, None
     run(*inputs).sum().backward()
     torch.testing.assert_close(found, inputs[0].grad)
+
+
+@TRANSFORMS
+def test_compile_fullgraph_of_transformed_weights(scaled, rotated):
+    columns = cases.columns(70, scaled)
+    packed = cases.quantized((17, 70), 3, columns=columns, rotated=rotated)
+
+    def run(x):
+        dense = hf_kbit.dequantize(*packed, (17, 70), columns=columns, rotated=rotated)
+        return hf_kbit.gemm(x, *packed, columns=columns, rotated=rotated) * torch.nn.functional.linear(x, dense)
+
+    x = cases.x((2, 3), 70).requires_grad_()
+    (expected,) = torch.autograd.grad(run(x).sum(), x)
+    found = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(found, run(x))
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), x)[0], expected)
 
 
 def test_compile_dynamic_batch():
@@ -338,7 +413,7 @@ def test_devices_must_agree():
 # --- what is refused ----------------------------------------------------------------------------------
 
 PLANES, ABSMAX, CODEBOOK = cases.quantized((7, 33), 3)
-X, BIAS = cases.x((2,), 33), cases.x((), 7)
+X, BIAS, COLUMNS = cases.x((2,), 33), cases.x((), 7), cases.columns(33)
 REFUSED = {
     "quantize: dtype": (
         lambda: hf_kbit.quantize(torch.ones(2, 2, dtype=torch.int32), CODEBOOK),
@@ -410,6 +485,45 @@ REFUSED = {
         ValueError,
         r"shape: found \[0, 33\]",
     ),
+    "dequantize: columns' dtype": (
+        lambda: hf_kbit.dequantize(PLANES, ABSMAX, CODEBOOK, (7, 33), columns=COLUMNS.float()),
+        TypeError,
+        "columns: found dtype float32, expected uint8",
+    ),
+    "dequantize: columns of the padded row": (
+        lambda: hf_kbit.dequantize(PLANES, ABSMAX, CODEBOOK, (7, 33), columns=cases.columns(64), rotated=True),
+        ValueError,
+        r"columns: found shape \[64\], expected \[33\]",
+    ),
+    "dequantize: columns of each matrix": (
+        lambda: hf_kbit.dequantize(PLANES[None], ABSMAX[None], CODEBOOK, (7, 33), columns=COLUMNS[None]),
+        ValueError,
+        r"columns: found shape \[1, 33\], expected \[33\]",
+    ),
+    "dequantize: columns' device": (
+        lambda: hf_kbit.dequantize(PLANES, ABSMAX, CODEBOOK, (7, 33), columns=COLUMNS.to("meta")),
+        ValueError,
+        "columns: found on meta, expected on cpu like weight",
+    ),
+    "gemm: columns' shape": (
+        lambda: hf_kbit.gemm(X, PLANES, ABSMAX, CODEBOOK, columns=COLUMNS[:32]),
+        ValueError,
+        r"columns: found shape \[32\], expected \[33\]",
+    ),
+    "gemm: columns' device, by the op": (
+        lambda: OPS.gemm_inference(X, PLANES, ABSMAX, CODEBOOK, None, 7, COLUMNS.to("meta"), True),
+        ValueError,
+        "columns: found on meta, expected on cpu like weight",
+    ),
+    "gemm_gradient: columns' shape, of a fake": (
+        lambda: OPS.gemm_gradient(
+            *(tensor.to("meta") for tensor in (cases.x((2,), 7), PLANES, ABSMAX, CODEBOOK)),
+            [7, 33],
+            COLUMNS[1:].to("meta"),
+        ),
+        ValueError,
+        r"columns: found shape \[32\], expected \[33\]",
+    ),
     "repack: bits": (lambda: hf_kbit.repack(PLANES, ABSMAX, 6, (7, 33)), ValueError, "bits: found 6"),
     "repack: planes for tiles": (
         lambda: hf_kbit.repack(PLANES, ABSMAX, 3, (7, 33), inverse=True),
@@ -467,5 +581,8 @@ def test_operations_are_counted_as_of_linear_layers():
     assert quantized.get_total_flops() == dense.get_total_flops() == 2 * (2 * 14 * 100 * 64)
     with FlopCounterMode(display=False) as inference:
         hf_kbit.gemm(x.detach(), *packed)
-        OPS.gemm_group(x.detach(), *([tensor] * 2 for tensor in packed), [None] * 2, [64, 64])
+        OPS.gemm_group(x.detach(), *([tensor] * 2 for tensor in packed), [None] * 2, [64, 64], [None] * 2, [0, 0])
     assert inference.get_total_flops() == 3 * (2 * 14 * 100 * 64)
+    with FlopCounterMode(display=False) as transformed:  # no operation for what x goes through
+        hf_kbit.gemm(x, *packed, columns=cases.columns(100), rotated=True).sum().backward()
+    assert transformed.get_total_flops() == dense.get_total_flops()

@@ -4,7 +4,7 @@ import cases
 import pytest
 import torch
 
-from hf_kbit import format, reference
+from hf_kbit import format, reference, transforms
 
 
 def test_e4m4_equals_the_scalar_definition():
@@ -123,6 +123,27 @@ def test_results_do_not_depend_on_strides():
         reference.dequantize(planes, expected[1], codebook, [64, 100], torch.float32),
         reference.dequantize(*expected, codebook, [64, 100], torch.float32),
     )
+
+
+@pytest.mark.parametrize(("scaled", "rotated"), cases.TRANSFORMS, ids=["columns", "rotated", "both"])
+@pytest.mark.parametrize("shape", [(3, 31), (64, 100), (2, 5, 40)], ids=str)
+def test_transformed_weights_are_decoded_as_their_definition_says(shape, scaled, rotated):
+    """By matrices in float64, with R[i, j] = (-1)**(bits that i and j share) / sqrt(32); and x goes through the same."""
+    columns, codebook = cases.columns(shape[-1], scaled), cases.codebook(3)
+    packed, in_features = cases.random_packed(shape, 3), shape[-1]
+    width = 32 * packed[1].shape[-1]
+    stored = reference.dequantize(*packed, codebook, [shape[-2], width], torch.float64)
+    block = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(32)] for i in range(32)]).double() * 32**-0.5
+    rotation = torch.block_diag(*[block if rotated else torch.eye(32).double()] * (width // 32))
+    scales = torch.ones(in_features).double()
+    if scaled:
+        scales *= torch.tensor([format.decode_e4m4(byte) for byte in columns.tolist()])
+    expected = (stored @ rotation)[..., :in_features] * scales
+    found = reference.dequantize(*packed, codebook, list(shape[-2:]), torch.float32, columns, rotated)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6 * float(stored.abs().max()))
+    x = cases.x((3,), in_features, torch.float64)
+    of_input = transforms.of_input(x, scales if scaled else None, rotated)
+    torch.testing.assert_close(of_input @ stored[..., : of_input.shape[-1]].mT, x @ expected.mT)
 
 
 @pytest.mark.parametrize("bits", cases.BITS)

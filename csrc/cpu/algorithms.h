@@ -8,20 +8,29 @@
 //   lookup<entries>(table, index)   table[index] for each lane; the table repeats up to 16 entries
 //   less, bits, append              a comparison, its lanes as bits, and 2 * index + comparison
 //   Levels<bits>                    the codebook: of_bytes (four codes a lane) and of_block (one block, in order)
+//   butterfly<distance>(a)          the sum of each two lanes at that distance, then the first less the second
 //   block_of, byte_of, spread       which block and which byte of its codes are in a lane of of_bytes' parts
-//   load_planes, load_scales        of one group of kWidth blocks, a block in each lane
+//   load_planes                     of one group of kWidth blocks, a block in each lane
+//   load_scales                     kWidth E4M4 bytes, decoded
 #pragma once
 
 #include "cpu/dequantize.h"
 #include "cpu/gemm.h"
 #include "cpu/implementation.h"
 #include "cpu/quantize.h"
+#include "cpu/transform.h"
 
 namespace hf_kbit::cpu {
 
 template <class V>
 static constexpr Implementation implementation_with(const char* name) {
-    return {name, quantize_with<V>, dequantize_with<V>, gemm_panel_size_with<V>, gemm_pack_with<V>, gemm_with<V>};
+    return {name,
+            quantize_with<V>,
+            dequantize_with<V>,
+            transform_with<V>,
+            gemm_panel_size_with<V>,
+            gemm_pack_with<V>,
+            gemm_with<V>};
 }
 
 }  // namespace hf_kbit::cpu

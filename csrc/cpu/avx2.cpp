@@ -23,6 +23,21 @@ struct Avx2 {
     static F add(F a, F b) { return _mm256_add_ps(a, b); }
     static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
     static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+    template <int distance>
+    static F butterfly(F a) {
+        // The second of a pair is negated, then the other is added to it.
+        constexpr int kSign = static_cast<int>(0x80000000);
+        if constexpr (distance == 1) {
+            const F sign = _mm256_castsi256_ps(_mm256_setr_epi32(0, kSign, 0, kSign, 0, kSign, 0, kSign));
+            return add(_mm256_permute_ps(a, 0xB1), _mm256_xor_ps(a, sign));
+        } else if constexpr (distance == 2) {
+            const F sign = _mm256_castsi256_ps(_mm256_setr_epi32(0, 0, kSign, kSign, 0, 0, kSign, kSign));
+            return add(_mm256_permute_ps(a, 0x4E), _mm256_xor_ps(a, sign));
+        } else {
+            const F sign = _mm256_castsi256_ps(_mm256_setr_epi32(0, 0, 0, 0, kSign, kSign, kSign, kSign));
+            return add(_mm256_permute2f128_ps(a, a, 0x01), _mm256_xor_ps(a, sign));
+        }
+    }
     static F max(F a, F b) { return _mm256_max_ps(a, b); }
     static F abs(F a) { return _mm256_and_ps(a, _mm256_castsi256_ps(splat(0x7FFFFFFF))); }
     static float sum(F a) {

@@ -26,6 +26,16 @@ struct Avx512 {
     static F add(F a, F b) { return _mm512_add_ps(a, b); }
     static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
     static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+    template <int distance>
+    static F butterfly(F a) {
+        if constexpr (distance == 1) return sum_and_difference(a, _mm512_permute_ps(a, 0xB1), 0xAAAA);
+        if constexpr (distance == 2) return sum_and_difference(a, _mm512_permute_ps(a, 0x4E), 0xCCCC);
+        if constexpr (distance == 4) return sum_and_difference(a, _mm512_shuffle_f32x4(a, a, 0xB1), 0xF0F0);
+        return sum_and_difference(a, _mm512_shuffle_f32x4(a, a, 0x4E), 0xFF00);
+    }
+    static F sum_and_difference(F a, F others, __mmask16 second) {
+        return _mm512_mask_sub_ps(add(a, others), second, others, a);
+    }
     static F max(F a, F b) { return _mm512_max_ps(a, b); }
     static F abs(F a) { return _mm512_abs_ps(a); }
     static float sum(F a) { return _mm512_reduce_add_ps(a); }

@@ -54,14 +54,20 @@ void quantize(const void* weight, Dtype dtype, const float* codebook, int bits, 
 }
 
 void dequantize(const int32_t* planes, const uint8_t* absmax, const float* codebook, int bits, int64_t in_features,
-                void* out, Dtype dtype, int64_t begin, int64_t end) {
-    chosen().dequantize(planes, absmax, codebook, bits, in_features, out, dtype, begin, end);
+                const uint8_t* columns, bool rotated, void* out, Dtype dtype, int64_t begin, int64_t end) {
+    chosen().dequantize(planes, absmax, codebook, bits, in_features, columns, rotated, out, dtype, begin, end);
+}
+
+void transform(const void* x, Dtype dtype, int64_t in_features, const uint8_t* columns, bool rotated, float* out,
+               int64_t begin, int64_t end) {
+    chosen().transform(x, dtype, in_features, columns, rotated, out, begin, end);
 }
 
 int64_t gemm_panel_size(int64_t tokens, int64_t in_features) { return chosen().gemm_panel_size(tokens, in_features); }
 
-void gemm_pack(const void* x, Dtype dtype, int64_t tokens, int64_t in_features, float* panel) {
-    chosen().gemm_pack(x, dtype, tokens, in_features, panel);
+void gemm_pack(const void* x, Dtype dtype, int64_t tokens, int64_t in_features, const uint8_t* columns, bool rotated,
+               float* panel) {
+    chosen().gemm_pack(x, dtype, tokens, in_features, columns, rotated, panel);
 }
 
 void gemm(const float* panel, int64_t tokens, const int32_t* planes, const uint8_t* absmax, const float* codebook,

@@ -1,8 +1,8 @@
 // x @ W.T + bias for few tokens, the weights decoded in registers.
 //
 // A group is V::kWidth consecutive blocks of a row, one block in each 32-bit lane. Its weights come out of
-// decode_group as 32 vectors in an order that costs the fewest instructions; gemm_pack puts x into the same order:
-// panel[group][token][vector][lane], padded with zeros.
+// decode_group as 32 vectors in an order that costs the fewest instructions; gemm_pack transforms x, as the stored
+// weight needs it, and puts it into the same order: panel[group][token][vector][lane], padded with zeros.
 //
 // - One token: each vector goes straight into a sum; the scales of the group follow once for all of its vectors.
 // - More tokens: the groups of kRows rows are decoded to a buffer in the L1 cache, scales included, then multiplied
@@ -10,6 +10,7 @@
 #pragma once
 
 #include "cpu/scalar.h"
+#include "cpu/transform.h"
 
 namespace hf_kbit::cpu {
 
@@ -192,21 +193,29 @@ static int64_t gemm_panel_size_with(int64_t tokens, int64_t in_features) {
 }
 
 template <class V>
-static void gemm_pack_with(const void* x, Dtype dtype, int64_t tokens, int64_t in_features, float* panel) {
+static void gemm_pack_with(const void* x, Dtype dtype, int64_t tokens, int64_t in_features, const uint8_t* columns,
+                           bool rotated, float* panel) {
     constexpr int kGroup = kGroupVectors * V::kWidth;
     int source[kGroup];  // for each place in a group, its column
     for (int i = 0; i < kGroup; ++i) {
         const int j = i / V::kWidth / 4, part = i / V::kWidth % 4, lane = i % V::kWidth;
         source[i] = kBlockSize * V::block_of(part, lane) + 8 * V::byte_of(part, lane) + j;
     }
-    for (int64_t first = 0; first < in_features; first += kGroup) {
-        const int64_t held = in_features - first < kGroup ? in_features - first : kGroup;
-        for (int64_t token = 0; token < tokens; ++token, panel += kGroup) {
-            float columns[kGroup] = {};
-            for (int64_t i = 0; i < held; ++i) columns[i] = load_scalar(x, dtype, token * in_features + first + i);
-            for (int i = 0; i < kGroup; ++i) panel[i] = columns[source[i]];
+    with_dtype(dtype, [&](auto type) {
+        for (int64_t first = 0; first < in_features; first += kGroup) {
+            const int64_t held = in_features - first < kGroup ? in_features - first : kGroup;
+            for (int64_t token = 0; token < tokens; ++token, panel += kGroup) {
+                const char* row = static_cast<const char*>(x) + token * in_features * size_of(type());
+                alignas(64) float group[kGroup] = {};
+                for (int64_t i = 0; i < held; i += kBlockSize) {
+                    Block<V> values;
+                    transform_block<V, type()>(row, first + i, held - i, columns, rotated, values);
+                    for (int v = 0; v < kBlockSize / V::kWidth; ++v) V::store(group + i + v * V::kWidth, values[v]);
+                }
+                for (int i = 0; i < kGroup; ++i) panel[i] = group[source[i]];
+            }
         }
-    }
+    });
 }
 
 }  // namespace hf_kbit::cpu

@@ -9,6 +9,7 @@ struct Implementation {
     const char* name;
     decltype(&cpu::quantize) quantize;
     decltype(&cpu::dequantize) dequantize;
+    decltype(&cpu::transform) transform;
     decltype(&cpu::gemm_panel_size) gemm_panel_size;
     decltype(&cpu::gemm_pack) gemm_pack;
     decltype(&cpu::gemm) gemm;

@@ -3,7 +3,8 @@
 // C++; the environment variable HF_KBIT_CPU names a lower one.
 //
 // Shapes: N rows (out_features), K in_features, B = ceil(K / 32) blocks a row, M tokens. Everything is row-major and
-// contiguous. planes is int32 [N, B * bits], absmax uint8 [N, B], codebook float32 [2**bits] ascending.
+// contiguous. planes is int32 [N, B * bits], absmax uint8 [N, B], codebook float32 [2**bits] ascending. columns, uint8
+// [K] or null, and rotated say how W was made into what is stored, see hf_kbit/transforms.py.
 #pragma once
 
 #include <cstdint>
@@ -20,14 +21,21 @@ const char* instruction_set();
 void quantize(const void* weight, Dtype dtype, const float* codebook, int bits, bool searched, int64_t in_features,
               int32_t* planes, uint8_t* absmax, int64_t begin, int64_t end);
 
-// Rows [begin, end) of the decoded weight, out [N, K]: the float32 product level * scale, rounded once to dtype.
+// Rows [begin, end) of the decoded weight, out [N, K]: the float32 product level * scale, turned back and scaled in
+// float32, rounded once to dtype. Bit-identical to hf_kbit.reference.dequantize.
 void dequantize(const int32_t* planes, const uint8_t* absmax, const float* codebook, int bits, int64_t in_features,
-                void* out, Dtype dtype, int64_t begin, int64_t end);
+                const uint8_t* columns, bool rotated, void* out, Dtype dtype, int64_t begin, int64_t end);
 
-// x @ W.T + bias for few tokens, in two steps. `gemm_pack` puts x [M, K] into the order that `gemm` reads, as float32
-// padded with zeros; `panel` has gemm_panel_size(M, K) floats and is aligned to 64 bytes.
+// Rows [begin, end) of x [M, K] (float32, float16 or bfloat16) as the stored weight meets them, in float32:
+// out [M, K], or [M, 32 * B] if rotated.
+void transform(const void* x, Dtype dtype, int64_t in_features, const uint8_t* columns, bool rotated, float* out,
+               int64_t begin, int64_t end);
+
+// x @ W.T + bias for few tokens, in two steps. `gemm_pack` transforms x [M, K] and puts it into the order that `gemm`
+// reads, as float32 padded with zeros; `panel` has gemm_panel_size(M, K) floats and is aligned to 64 bytes.
 int64_t gemm_panel_size(int64_t tokens, int64_t in_features);
-void gemm_pack(const void* x, Dtype dtype, int64_t tokens, int64_t in_features, float* panel);
+void gemm_pack(const void* x, Dtype dtype, int64_t tokens, int64_t in_features, const uint8_t* columns, bool rotated,
+               float* panel);
 
 // Columns [begin, end) of out [M, N] = x @ W.T + bias. Weights are decoded in registers, sums are kept in float32 and
 // rounded once to dtype. bias (dtype, [N]) may be null.

@@ -39,6 +39,13 @@ struct Portable {
     static F sub(F a, F b) {
         return each<F>([&](int i) { return a.lane[i] - b.lane[i]; });
     }
+    template <int distance>
+    static F butterfly(F a) {
+        return each<F>([&](int i) {
+            const float other = a.lane[i ^ distance];
+            return i & distance ? other - a.lane[i] : a.lane[i] + other;
+        });
+    }
     static F fma(F a, F b, F c) {
         return each<F>([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
     }

@@ -188,4 +188,15 @@ Packed check_packed(const Tensor& weight, const Tensor& absmax, const std::optio
             lead};
 }
 
+void check_columns(Packed& packed, const std::optional<Tensor>& columns, bool rotated) {
+    packed.rotated = rotated;
+    if (!columns) return;
+    check_dtype("columns", *columns, ScalarType::Byte);
+    check_same_device("columns", *columns, "weight", packed.words);
+    if (columns->dim() != 1 || columns->size(0) != packed.in_features) {
+        refuse("columns", "shape " + to_string(shape_of(*columns)), to_string({packed.in_features}));
+    }
+    packed.columns = as_contiguous(*columns);
+}
+
 }  // namespace hf_kbit

@@ -28,8 +28,9 @@ struct Packed {
     int bits;
     int64_t count, out_features, in_features;
     Shape lead;  // the leading dimensions, `count` matrices in all
-    std::optional<Tensor> columns;
-    bool rotated = false;
+    // How the stored weight was made from the one that it stands for, see hf_kbit/transforms.py.
+    std::optional<Tensor> columns = std::nullopt;  // uint8 [in_features], contiguous: scales of all matrices' columns
+    bool rotated = false;                          // then all columns of the last block hold numbers
 };
 
 // Our name for a floating dtype; refuses others, float64 too unless allowed.
@@ -46,6 +47,9 @@ void check_same_device(std::string_view name, const Tensor& tensor, std::string_
 // Words and scales in either form, told apart by their last dimensions. `codebook` may be absent (repack).
 Packed check_packed(const Tensor& weight, const Tensor& absmax, const std::optional<Tensor>& codebook, int64_t bits,
                     int64_t out_features, int64_t in_features);
+
+// Sets the transforms of a checked weight.
+void check_columns(Packed& packed, const std::optional<Tensor>& columns, bool rotated);
 
 Shape words_shape(Form form, int64_t out_features, int64_t in_features, int bits);
 Shape scales_shape(Form form, int64_t out_features, int64_t in_features);

@@ -10,7 +10,8 @@ namespace hf_kbit::backend {
 void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bits, bool searched, int64_t rows,
               int64_t in_features, Tensor& planes, Tensor& absmax);
 
-// out [count, out_features, in_features], contiguous.
+// out [count, out_features, in_features], contiguous, in the original basis: turned back if packed.rotated, times
+// packed.columns.
 void dequantize(const Packed& packed, Tensor& out, Dtype dtype);
 
 // out [out_features, columns]: the columns of one matrix from `first` on, a multiple of 256.

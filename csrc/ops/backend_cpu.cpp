@@ -45,6 +45,10 @@ const int32_t* words_of(const Packed& packed) { return static_cast<const int32_t
 const uint8_t* scales_of(const Packed& packed) { return static_cast<const uint8_t*>(packed.scales.const_data_ptr()); }
 const float* codebook_of(const Packed& packed) { return static_cast<const float*>(packed.codebook.const_data_ptr()); }
 
+const uint8_t* column_scales_of(const Packed& packed) {
+    return packed.columns ? static_cast<const uint8_t*>(packed.columns->const_data_ptr()) : nullptr;
+}
+
 // The same weight as planes.
 Packed as_planes(const Packed& packed) {
     if (packed.form == Form::planes) return packed;
@@ -61,8 +65,23 @@ void dequantize_rows(const Packed& planes, int64_t begin, int64_t end, void* out
     const int32_t* words = words_of(planes) + begin * blocks * planes.bits;
     const uint8_t* scales = scales_of(planes) + begin * blocks;
     torch::stable::parallel_for(0, end - begin, row_grain(planes.in_features), [&](int64_t first, int64_t last) {
-        cpu::dequantize(words, scales, codebook_of(planes), planes.bits, planes.in_features, out, dtype, first, last);
+        cpu::dequantize(words, scales, codebook_of(planes), planes.bits, planes.in_features, column_scales_of(planes),
+                        planes.rotated, out, dtype, first, last);
     });
+}
+
+// x as the stored weight meets it, in float32.
+Tensor transformed(const Tensor& x, Dtype dtype, const Packed& packed, int64_t width) {
+    const Tensor rows = as_contiguous(x);
+    Shape shape = shape_of(x);
+    shape.back() = width;
+    Tensor out = new_tensor(x, shape, ScalarType::Float);
+    auto* out_data = static_cast<float*>(out.mutable_data_ptr());
+    torch::stable::parallel_for(0, x.numel() / packed.in_features, row_grain(width), [&](int64_t begin, int64_t end) {
+        cpu::transform(rows.const_data_ptr(), dtype, packed.in_features, column_scales_of(packed), packed.rotated,
+                       out_data, begin, end);
+    });
+    return out;
 }
 
 Tensor fused_gemm(const Tensor& x, Dtype dtype, const Packed& planes, const std::optional<Tensor>& bias, Tensor out) {
@@ -70,7 +89,8 @@ Tensor fused_gemm(const Tensor& x, Dtype dtype, const Packed& planes, const std:
     const int64_t panel_size = cpu::gemm_panel_size(tokens, planes.in_features);
     Tensor panel = new_tensor(x, {panel_size}, ScalarType::Float);
     auto* panel_data = static_cast<float*>(panel.mutable_data_ptr());
-    cpu::gemm_pack(x.const_data_ptr(), dtype, tokens, planes.in_features, panel_data);
+    cpu::gemm_pack(x.const_data_ptr(), dtype, tokens, planes.in_features, column_scales_of(planes), planes.rotated,
+                   panel_data);
     const void* bias_data = bias ? bias->const_data_ptr() : nullptr;
     void* out_data = out.mutable_data_ptr();
     torch::stable::parallel_for(
@@ -132,21 +152,25 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
         if (bias) contiguous_bias = as_contiguous(*bias);
         return fused_gemm(as_contiguous(x), dtype, planes, contiguous_bias, out);
     }
-    // Many tokens: decode a slice of rows, multiply, go on. 16-bit products run in float32 where the CPU has no
-    // arithmetic for them, which is several times faster and more accurate.
+    // Many tokens: transform x, decode a slice of rows as it is stored, multiply, go on. 16-bit products run in
+    // float32 where the CPU has no arithmetic for them, which is several times faster and more accurate.
     const bool native = dtype == Dtype::float32 || matrix_units;
     const Dtype compute = native ? dtype : Dtype::float32;
     const auto cast = [&](const Tensor& tensor) {
-        return native ? tensor : torch::stable::to(tensor, scalar_type(compute));
+        return tensor.scalar_type() == scalar_type(compute) ? tensor : torch::stable::to(tensor, scalar_type(compute));
     };
-    const Tensor inputs = cast(x);
+    Packed stored = planes;
+    stored.columns = std::nullopt, stored.rotated = false;
+    if (planes.rotated) stored.in_features = num_blocks(planes.in_features) * kBlockSize;
+    const bool plain = !planes.columns && !planes.rotated;
+    const Tensor inputs = cast(plain ? x : transformed(x, dtype, planes, stored.in_features));
     std::optional<Tensor> addend;
     if (bias) addend = cast(*bias);
-    const int64_t step = std::max<int64_t>(1, kSlice / packed.in_features);
+    const int64_t step = std::max<int64_t>(1, kSlice / stored.in_features);
     for (int64_t begin = 0; begin < packed.out_features; begin += step) {
         const int64_t rows = std::min(step, packed.out_features - begin);
-        Tensor dense = new_tensor(x, {rows, packed.in_features}, scalar_type(compute));
-        dequantize_rows(planes, begin, begin + rows, dense.mutable_data_ptr(), compute);
+        Tensor dense = new_tensor(x, {rows, stored.in_features}, scalar_type(compute));
+        dequantize_rows(stored, begin, begin + rows, dense.mutable_data_ptr(), compute);
         std::optional<Tensor> part_bias;
         if (addend) part_bias = torch::stable::narrow(*addend, 0, begin, rows);
         Tensor part = torch::stable::narrow(out, -1, begin, rows);

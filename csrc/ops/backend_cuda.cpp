@@ -127,12 +127,7 @@ void dequantize_columns(const Packed& packed, int64_t first, Tensor& out, Dtype 
     if (packed.form == Form::tiles) {
         dequantize_tiles(packed, first / kSlabColumns, out.size(1), out, dtype);
     } else {
-        Packed part = columns_of(packed, first, out.size(1));
-        if (packed.columns) {
-            Tensor columns = *packed.columns;
-            part.columns = torch::stable::narrow(columns, 0, first, out.size(1));
-        }
-        dequantize(part, out, dtype);
+        dequantize(columns_of(packed, first, out.size(1)), out, dtype);
     }
 }
 

@@ -66,6 +66,10 @@ Packed columns_of(const Packed& planes, int64_t first, int64_t count) {
             torch::stable::narrow(tensor, 1, first / kBlockSize * of_block, num_blocks(count) * of_block));
     };
     columns.words = narrowed(planes.words, planes.bits), columns.scales = narrowed(planes.scales, 1);
+    if (planes.columns) {
+        Tensor all = *planes.columns;
+        columns.columns = torch::stable::narrow(all, 0, first, count);
+    }
     columns.in_features = count;
     return columns;
 }
@@ -96,10 +100,13 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& weight, const Tensor& codebook
 }
 
 Tensor dequantize(const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
-                  torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, ScalarType dtype) {
+                  torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, ScalarType dtype,
+                  const std::optional<Tensor>& columns, bool rotated) {
     const Dtype out_dtype = float_dtype("dtype", dtype, true);
     if (shape.size() != 2) refuse("shape", to_string(shape.vec()), "[out_features, in_features]");
-    return decoded(check_packed(weight, absmax, codebook, check_codebook(codebook), shape[0], shape[1]), out_dtype);
+    Packed packed = check_packed(weight, absmax, codebook, check_codebook(codebook), shape[0], shape[1]);
+    check_columns(packed, columns, rotated);
+    return decoded(packed, out_dtype);
 }
 
 std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, int64_t bits,
@@ -120,13 +127,15 @@ std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, in
 
 // The weight of a product.
 Packed check_product(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
-                     const std::optional<Tensor>& bias, int64_t out_features) {
+                     const std::optional<Tensor>& bias, int64_t out_features, const std::optional<Tensor>& columns,
+                     bool rotated) {
     if (x.dim() < 1) refuse("x", "a scalar", "[*, in_features]");
     check_same_device("x", x, "weight", weight);
     Packed packed = check_packed(weight, absmax, codebook, check_codebook(codebook), out_features, x.size(-1));
     if (!packed.lead.empty()) {
         refuse("weight", "shape " + to_string(shape_of(weight)), "one matrix, no leading dimensions");
     }
+    check_columns(packed, columns, rotated);
     if (bias) {
         check_dtype("bias", *bias, x.scalar_type());
         if (shape_of(*bias) != Shape{out_features}) {
@@ -138,32 +147,39 @@ Packed check_product(const Tensor& x, const Tensor& weight, const Tensor& absmax
 }
 
 Tensor gemm(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
-            const std::optional<Tensor>& bias, int64_t out_features) {
+            const std::optional<Tensor>& bias, int64_t out_features, const std::optional<Tensor>& columns,
+            bool rotated) {
     const Dtype dtype = float_dtype("x", x.scalar_type(), true);
-    return backend::gemm(x, dtype, check_product(x, weight, absmax, codebook, bias, out_features), bias);
+    const Packed packed = check_product(x, weight, absmax, codebook, bias, out_features, columns, rotated);
+    return backend::gemm(x, dtype, packed, bias);
 }
 
 std::vector<Tensor> gemm_group(const Tensor& x, std::vector<Tensor> weights, std::vector<Tensor> absmaxes,
                                std::vector<Tensor> codebooks, std::vector<std::optional<Tensor>> biases,
-                               std::vector<int64_t> out_features) {
+                               std::vector<int64_t> out_features, std::vector<std::optional<Tensor>> columns,
+                               std::vector<int64_t> rotated) {
     const Dtype dtype = float_dtype("x", x.scalar_type(), true);
     const size_t count = weights.size();
-    for (const size_t size : {absmaxes.size(), codebooks.size(), biases.size(), out_features.size()}) {
+    for (const size_t size :
+         {absmaxes.size(), codebooks.size(), biases.size(), out_features.size(), columns.size(), rotated.size()}) {
         if (size != count) refuse("weights", std::to_string(count), "as many of each argument but x");
     }
     std::vector<Packed> products;
     for (size_t i = 0; i < count; ++i) {
-        products.push_back(check_product(x, weights[i], absmaxes[i], codebooks[i], biases[i], out_features[i]));
+        products.push_back(check_product(x, weights[i], absmaxes[i], codebooks[i], biases[i], out_features[i],
+                                         columns[i], rotated[i] != 0));
     }
     return backend::gemm_group(x, dtype, products, biases);
 }
 
 // grad @ W, of a large W some columns at a time.
 Tensor gemm_gradient(const Tensor& grad, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
-                     torch::headeronly::HeaderOnlyArrayRef<int64_t> shape) {
+                     torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, const std::optional<Tensor>& column_scales,
+                     bool rotated) {
     const Dtype dtype = float_dtype("grad", grad.scalar_type(), true);
     if (shape.size() != 2) refuse("shape", to_string(shape.vec()), "[out_features, in_features]");
-    const Packed packed = check_packed(weight, absmax, codebook, check_codebook(codebook), shape[0], shape[1]);
+    Packed packed = check_packed(weight, absmax, codebook, check_codebook(codebook), shape[0], shape[1]);
+    check_columns(packed, column_scales, rotated);
     if (!packed.lead.empty()) refuse("weight", "shape " + to_string(shape_of(weight)), "one matrix");
     if (grad.dim() < 1 || grad.size(-1) != packed.out_features) {
         refuse("grad", "shape " + to_string(shape_of(grad)), "[*, out_features], with " + to_string(shape.vec()));

@@ -1,4 +1,4 @@
-"""Leads data through a model one layer at a time, and adds up what the linear layers of each are given."""
+"""Leads data through a model one layer at a time."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +31,17 @@ def resolve(device: torch.device | str | None, model) -> torch.device:
     if device is None:
         device = "cuda" if model.device.type == "cpu" and torch.cuda.is_available() else model.device
     return torch.empty(0, device=device).device  # with the number of a GPU
+
+
+def dtype_on(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """In which dtype to compute there what is kept in ``dtype``: 16 bits become float32 on a CPU, for many CPUs lack
+    instructions for them: on one with AVX2 bfloat16 takes three times as long.
+
+    >>> dtype_on(torch.device("cpu"), torch.bfloat16)
+    torch.float32
+    """
+    halves = (torch.bfloat16, torch.float16)
+    return torch.float32 if device.type == "cpu" and dtype in halves else dtype
 
 
 def reads_tokens(model: nn.Module) -> bool:
@@ -80,14 +91,20 @@ def stream(
     In place of a layer's forward, ``visit(name, run)`` is called, where ``run(rows)`` computes the layer, as it is by
     then, on a part of the sequences; the outputs of all parts in their order, which ``visit`` returns, are what the
     next layer is given. So the model's own code prepares the inputs of every layer, whatever they are. Layers are
-    ``names`` and the other elements of module lists; each is on ``device`` while it is visited, and its inputs and
-    outputs where the model is. After the last of ``names`` the pass ends, before its outputs are computed, and None is
-    returned, unless ``to_end``.
+    ``names`` and the other elements of module lists; each is on ``device``, in the dtype to compute in there, while it
+    is visited, and its inputs and outputs are where and as the model has them. After the last of ``names`` the pass
+    ends, before its outputs are computed, and None is returned, unless ``to_end``.
     """
     waiting, running = set(names), set()
     modules = {name: model.get_submodule(name) for name in dict.fromkeys((*names, *_elements(model)))}
     own = {name: vars(module).get("forward") for name, module in modules.items()}  # of the instance, if it has one
     originals = {name: module.forward for name, module in modules.items()}
+    dtype = model.dtype
+
+    def kept(value):
+        """As the model has it between two layers, where they compute in another dtype."""
+        computed = isinstance(value, torch.Tensor) and value.dtype == dtype_on(device, dtype)
+        return value.to(dtype) if computed else value
 
     def forward(name, *args, **kwargs):
         if name in running:  # a part, from the inside of a call for all
@@ -96,11 +113,11 @@ def stream(
 
         def run(rows: slice):
             given = [x[rows] if _of_all(x, len(ids)) else x for x in leaves]
-            part_args, part_kwargs = tree_unflatten(_on(given, device), form)
-            return model.get_submodule(name)(*part_args, **part_kwargs)
+            part_args, part_kwargs = tree_unflatten([_computing(_on(x, device)) for x in given], form)
+            return tree_map(kept, model.get_submodule(name)(*part_args, **part_kwargs))
 
         running.add(name)
-        with _placed(model, name, device):
+        with placed(model, name, device):
             outputs = visit(name, run)
             waiting.discard(name)
             if not waiting and not to_end:
@@ -145,29 +162,41 @@ def _elements(model: nn.Module) -> Iterator[str]:
 
 
 @contextmanager
-def _placed(model: nn.Module, name: str, device: torch.device) -> Iterator[None]:
-    """The module of that name is on ``device`` inside, and afterwards where it was, also if another has its name.
+def placed(model: nn.Module, name: str, device: torch.device) -> Iterator[None]:
+    """The module of that name is on ``device``, in the dtype to compute in there, inside, and afterwards as it was;
+    if another has its name by then, that one is where it was.
 
     What was there is put back rather than copied: the weights of a checkpoint are mapped from its file until they are
     changed, and take no memory.
     """
     module = model.get_submodule(name)
-    before = [(parameter, parameter.data) for parameter in module.parameters()]
-    home = before[0][1].device if before else device
-    if home == device:
-        yield
-        return
-    module.to(device)
+    parameters = [(parameter, parameter.data) for parameter in module.parameters()]
+    buffers = [(part, dict(part._buffers)) for part in module.modules()]
+    home = parameters[0][1].device if parameters else device
     try:
+        if home != device:
+            module.to(device)
+        for parameter, _ in parameters:
+            parameter.data = _computing(parameter.data)
+        for part, own in buffers:
+            part._buffers.update({key: _computing(part._buffers[key]) for key in own})
         yield
     finally:
-        for parameter, data in before:
+        for parameter, data in parameters:
             parameter.data = data
-        model.get_submodule(name).to(home)
+        for part, own in buffers:
+            part._buffers.update(own)
+        if home != device:
+            model.get_submodule(name).to(home)
 
 
-def _on(tree, device: torch.device):
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, tree)
+def _on(value, device: torch.device):
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _computing(value):
+    """A tensor of floats in the dtype to compute in where it is; anything else as it is."""
+    return value.to(dtype_on(value.device, value.dtype)) if isinstance(value, torch.Tensor) else value
 
 
 def _join(outputs: Iterable[tuple[slice, Any]], sequences: int, device: torch.device):
@@ -193,29 +222,3 @@ def _join(outputs: Iterable[tuple[slice, Any]], sequences: int, device: torch.de
 
 def _of_all(value, sequences: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 1 and len(value) == sequences
-
-
-@contextmanager
-def moments(linears: dict[str, nn.Module], diagonal: bool) -> Iterator[dict[str, torch.Tensor]]:
-    """Adds up what goes into linear layers while it is open: float32 ``{name: sum of x @ x.T}``, ``[K, K]``, or only
-    its diagonal, ``[K]``."""
-    sums = {}
-
-    def add(name, x):
-        rows = x.flatten(0, -2).float()
-        new = rows.square().sum(0) if diagonal else rows.T @ rows
-        sums[name] = sums[name].add_(new) if name in sums else new
-
-    hooks = [
-        # Some models call their layers by keyword.
-        module.register_forward_pre_hook(
-            lambda _, args, keywords, name=name: add(name, args[0] if args else next(iter(keywords.values()))),
-            with_kwargs=True,
-        )
-        for name, module in linears.items()
-    ]
-    try:
-        yield sums
-    finally:
-        for hook in hooks:
-            hook.remove()

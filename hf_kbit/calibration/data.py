@@ -16,17 +16,16 @@ def token_ids(
     data: torch.Tensor | str | Path | Iterable[str] | None,
     tokenizer: PreTrainedTokenizerBase | None,
     model: PreTrainedModel,
-    sequences: int = SEQUENCES,
-    length: int = LENGTH,
+    sequences: int | None = None,
+    length: int | None = None,
 ) -> torch.Tensor:
-    """int64 ``[n, length]`` on the model's device: ids as they are given, or at most ``sequences`` of a text.
+    """int64 ``[n, length]`` on the model's device: ids as they are given, or at most ``sequences`` of a text, of the
+    built-in one for None.
 
     Raises:
         TypeError, ValueError: as ``calibrate``.
     """
-    for name, value in (("sequences", sequences), ("length", length)):
-        if value < 1:
-            raise ValueError(f"{name}: found {value}, expected 1 or more")
+    sequences, length = amount(sequences, length, (SEQUENCES, LENGTH))
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)  # where there is no such number, no limit
     if not isinstance(data, torch.Tensor):
@@ -44,6 +43,18 @@ def token_ids(
     if lowest < 0 or highest >= config.vocab_size:
         raise ValueError(f"data: found ids from {lowest} to {highest}, expected 0 to {config.vocab_size - 1}")
     return data.to(model.device)
+
+
+def amount(sequences: int | None, length: int | None, usual: tuple[int, int]) -> tuple[int, int]:
+    """Both, or what is usual where they are None.
+
+    Raises:
+        ValueError: one is less than 1.
+    """
+    for name, value in (("sequences", sequences), ("length", length)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: found {value}, expected 1 or more")
+    return (usual[0] if sequences is None else sequences), (usual[1] if length is None else length)
 
 
 def read(file: Path) -> str:

@@ -1,6 +1,7 @@
 """``calibrate``: quantizes a model one layer at a time, with solvers that know what goes through its layers."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,16 +22,20 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_kbit
 from hf_kbit import codebooks
-from hf_kbit.calibration import capture, feedback, learned, weighted
-from hf_kbit.calibration.data import LENGTH, SEQUENCES, token_ids
+from hf_kbit.calibration import capture, feedback, inputs, learned, weighted
+from hf_kbit.calibration.data import token_ids
+from hf_kbit.calibration.drift import aim
 from hf_kbit.calibration.resume import Finished, digest
+from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import evaluating
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.checkpoint import saved_class
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.nn.packed import Packed, choose_decoding
+from hf_kbit.nn.packed import Packed, choose_decoding, transformed
+from hf_kbit.reference import decode_e4m4
+from hf_kbit.transforms import of_moments
 
 # A solver is a module with ``solve(weight, moments, codebook) -> planes, absmax`` and ``DIAGONAL``: whether moments
 # are the diagonal of the sum of x @ x.T, or all of it.
@@ -43,8 +48,8 @@ def calibrate(
     data: torch.Tensor | str | Path | Iterable[str] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    sequences: int = SEQUENCES,
-    length: int = LENGTH,
+    sequences: int | None = None,
+    length: int | None = None,
     method: str = "feedback",
     batch: int = 4,
     device: torch.device | str | None = None,
@@ -68,11 +73,14 @@ def calibrate(
             quantized and, a few times over, the activations between two layers.
         data: what the model is for, some 64,000 tokens of it. A text; a ``pathlib.Path``, of a file in UTF-8; rows of
             text, such as ``load_dataset(...)["text"]``, all of which are read, with an empty line between two; or
-            int64 ``[sequences, tokens]``, none of them padding. None: a small set of texts of many kinds.
+            int64 ``[sequences, tokens]``, none of them padding. None: text that the model writes by itself, the same
+            each time; one that cannot, such as an encoder, reads a small set of texts of many kinds.
         tokenizer: for all but token ids. Default: that of the model's folder or name.
-        sequences: so many of a text at most, evenly spread over it. Token ids are taken as they are.
+        sequences: so many of a text at most, evenly spread over it. Token ids are taken as they are. Default: 128, or
+            32 for what the model writes on a CPU.
         length: tokens of each, or what the model or the tokenizer has positions for. Best as many as the model will
-            read at once: some ten if it reads sentences.
+            read at once: some ten if it reads sentences. Default: 2048 of a text, 640 of what the model writes, 512
+            on a CPU.
         method: ``"feedback"``: the weights not yet rounded make up for the errors of those that are; needs K * K
             float32, a few times over, for a layer of K in_features. ``"weighted"``: only scales are chosen, by errors
             weighted by the inputs' squares; quicker. ``"learned"``: scales by gradient descent on the error of the
@@ -121,11 +129,17 @@ def calibrate(
     if not isinstance(model, nn.Module):
         model = load(model, **source)
     widths = _check_model(model, quantizer.quantization_config)
+    device = capture.resolve(device, model)
+    if data is None:
+        data = write(model, sequences, length, device=device, progress=progress)
     if tokenizer is None and not isinstance(data, torch.Tensor):
         tokenizer = _tokenizer_of(model, **source)
     ids = token_ids(data, tokenizer, model, sequences, length)
-    device = capture.resolve(device, model)
-    training = {name: model.get_submodule(name).training for name in widths}
+    # Before a layer computes in another dtype: they stand for the weights as the model has them.
+    empty = {
+        name: quantizer.new_layer(model, name, bits).train(model.get_submodule(name).training)
+        for name, bits in widths.items()
+    }
     with evaluating(model):
         layers = capture.units(model, list(widths))
         capture.check(model, layers, ids, device)
@@ -135,32 +149,54 @@ def calibrate(
             run = (hf_kbit.__version__, torch.__version__, device.type, method, batch, quantizer.quantization_config)
             finished = Finished(Path(resume), digest([("ids", ids), *model.state_dict().items()], *run))
 
+        # Beside the data as quantized layers pass it on, which comes last, the data as the dense ones would.
+        drifting = not solver.DIAGONAL
+        both = torch.cat([ids, ids]) if drifting else ids
+        last = [slice(start, min(start + batch, len(both))) for start in range(len(both) - len(ids), len(both), batch)]
+        first = [slice(rows.start - len(ids), rows.stop - len(ids)) if drifting else None for rows in last]
         with tqdm(total=len(widths), desc="calibrating", unit="layer", disable=not progress) as bar:
-            parts = [slice(start, start + batch) for start in range(0, len(ids), batch)]
 
             def visit(unit: str, run: Callable[[slice], Any]):
-                if names := layers.pop(unit, ()):  # none if it has been here, as layers that a model shares
-                    quantize(unit, names, run)
-                    bar.update(len(names))
-                return ((rows, run(rows)) for rows in parts)
-
-            def quantize(unit: str, names: list[str], run: Callable[[slice], Any]) -> None:
-                new = {name: quantizer.new_layer(model, name, widths[name]).train(training[name]) for name in names}
-                if finished is None or not finished.load(unit, new, device):
-                    dense = {name: model.get_submodule(name) for name in names}
-                    with capture.moments(dense, solver.DIAGONAL) as moments:
-                        for rows in parts:
-                            run(rows)
-                    for name, layer in new.items():
-                        _solve(name, layer, dense[name], moments.pop(name), solver)
+                names = layers.pop(unit, ())  # none if it has been here, as layers that a model shares
+                dense, new = (
+                    {name: model.get_submodule(name) for name in names},
+                    {name: empty.pop(name) for name in names},
+                )
+                if names and (finished is None or not finished.load(unit, new, device)):
+                    quantize(dense, new, run)
                     if finished is not None:
                         finished.save(unit, new)
                 selection.replace_modules(model, new)
+                bar.update(len(names))
+                return outputs(new, dense, run)
 
-            capture.stream(model, list(layers), ids, device, visit)
+            def quantize(dense, new, run) -> None:
+                done = {}
+
+                def quantized(rows):
+                    with inputs.standing_in(dense, done):
+                        run(rows)
+
+                for group in inputs.groups(dense, partial(run, last[0])):
+                    runs = (
+                        (partial(quantized, rows), partial(run, rows_of_dense) if drifting else None)
+                        for rows, rows_of_dense in zip(last, first, strict=True)
+                    )
+                    moments = inputs.moments(dense[group.names[0]], group, runs, solver.DIAGONAL)
+                    for name in group.names:
+                        _solve(name, new[name], dense[name], moments, solver)
+                        done[name] = new[name]
+
+            def outputs(new, dense, run):
+                if drifting:
+                    with inputs.standing_in(new, dense):
+                        yield from ((rows, run(rows)) for rows in first)
+                yield from ((rows, run(rows)) for rows in last)
+
+            capture.stream(model, list(layers), both, device, visit)
     for name in widths:  # as weights are marked that Transformers has loaded
-        layer = model.get_submodule(name)
-        layer.weight._is_hf_initialized = layer.weight_absmax._is_hf_initialized = True
+        for tensor in model.get_submodule(name).packed.values():
+            tensor._is_hf_initialized = True
     model.hf_quantizer, model.is_quantized = quantizer, True
     model.quantization_method = quantizer.quantization_config.quant_method
     quantizer.postprocess_model(model)
@@ -237,12 +273,14 @@ def _check_model(model, config: KbitConfig) -> dict[str, int]:
     return widths
 
 
-def _solve(name: str, layer: KbitLinear, dense: nn.Module, moments: torch.Tensor, solver: ModuleType) -> None:
+def _solve(name: str, layer: KbitLinear, dense: nn.Module, moments: inputs.Moments, solver: ModuleType) -> None:
     """Gives ``layer`` the weight of ``dense``, as the solver quantizes it."""
-    if not moments.isfinite().all():
+    if not moments.second.isfinite().all():
         raise ValueError(f"{name}: found NaN or infinite inputs, expected finite ones")
     weight = dense.weight.T if isinstance(dense, Conv1D) else dense.weight
-    decoding = choose_decoding(weight, layer.levels, True, layer.refines_levels, f"{name}.weight")
+    stored = transformed(aim(weight.float(), moments), layer.transform, f"{name}.weight")
+    decoding = choose_decoding(stored, layer.levels, True, layer.refines_levels)
+    second = of_moments(moments.second, None if stored.columns is None else decode_e4m4(stored.columns))
     codebook = codebooks.scaled(decoding.levels, 0, weight.device)
-    planes, absmax = solver.solve(weight.float() * 2.0**-decoding.exponent, moments, codebook)
-    layer.load(Packed(planes, absmax, decoding))
+    planes, absmax = solver.solve(stored.weight.float() * 2.0**-decoding.exponent, second, codebook)
+    layer.load(Packed(planes, absmax, decoding, stored.columns))

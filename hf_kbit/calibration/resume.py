@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hf_kbit.nn.linear import PACKED, KbitLinear
+from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Packed
 
 RUN = "run.json"
@@ -49,7 +49,7 @@ class Finished:
         tensors, described = {}, {}
         for name, layer in layers.items():
             stored = layer.state_dict()
-            tensors |= {f"{name}.{key}": stored[key].cpu() for key in PACKED}
+            tensors |= {f"{name}.{key}": stored[key].cpu() for key in layer.packed}
             described[name] = layer.decoding.to_dict()
         metadata = {"layers": json.dumps(described)}
         metadata["digest"] = digest(sorted(tensors.items()), metadata["layers"])
@@ -68,7 +68,9 @@ class Finished:
             described = json.loads(stored.metadata()["layers"])
             for name, layer in layers.items():
                 decoding = Decoding.from_dict(described[name], layer.bits, f"{self._file(unit)}: {name}")
-                layer.load(Packed(*(stored.get_tensor(f"{name}.{key}") for key in PACKED), decoding))
+                layer.decode_as(decoding)
+                planes, absmax, *columns = (stored.get_tensor(f"{name}.{key}") for key in layer.packed)
+                layer.load(Packed(planes, absmax, decoding, *columns))
         return True
 
     @staticmethod
@@ -87,7 +89,7 @@ class Finished:
 
     def _check(self, unit: str, layers: Iterable[str]) -> None:
         """Refuses the file of a unit if it is not, byte for byte, what was written for these layers."""
-        file, expected = self._file(unit), {f"{name}.{key}" for name in layers for key in PACKED}
+        file, expected = self._file(unit), {f"{name}.weight" for name in layers}
         try:
             with safe_open(file, "pt") as stored:
                 metadata, tensors = stored.metadata() or {}, {name: stored.get_tensor(name) for name in stored.keys()}
@@ -96,7 +98,7 @@ class Finished:
         else:
             whole = digest(sorted(tensors.items()), metadata.get("layers")) == metadata.get("digest")
             problem = "its tensors are not those that were written" if not whole else ""
-            if not problem and tensors.keys() != expected:
+            if not problem and {name for name in tensors if name.endswith(".weight")} != expected:
                 problem = f"it holds other layers, {min(tensors, default='none')} for one"
         if problem:
             raise ValueError(

@@ -17,6 +17,8 @@ import hf_kbit
 from hf_kbit import widths
 from hf_kbit.calibration.data import LENGTH, SEQUENCES, token_ids
 from hf_kbit.calibration.layerwise import METHODS, load
+from hf_kbit.calibration.writing import AMOUNTS as WRITTEN
+from hf_kbit.calibration.writing import write
 from hf_kbit.cli.device import resolve_device
 from hf_kbit.cli.folder import claim
 from hf_kbit.cli.model import Dtype, Revision, TrustRemoteCode, check_dtype
@@ -65,11 +67,21 @@ def command(
     split: Split = "train",
     column: Column = "text",
     sequences: Annotated[
-        int, typer.Option(min=1, help="With --calibrate: number of sequences to take of the text, at most.")
-    ] = SEQUENCES,
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --calibrate: number of sequences to take of the text, at most, or that the model writes. "
+            f"Default: {SEQUENCES}; {WRITTEN['cpu'][0]} if it writes them on a CPU.",
+        ),
+    ] = None,
     length: Annotated[
-        int, typer.Option(min=1, help="Tokens in a sequence. Best as many as the model will read at once.")
-    ] = LENGTH,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens in a sequence. Best as many as the model will read at once. "
+            f"Default: {LENGTH} of a text; {WRITTEN[''][1]} that the model writes, {WRITTEN['cpu'][1]} on a CPU.",
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Number of sequences that go through a layer at a time.")] = 4,
     codebook: Annotated[str | None, typer.Option(help="Name of the codebook: the levels of a weight.")] = None,
     skip: Annotated[
@@ -88,8 +100,8 @@ def command(
 ) -> None:
     """Quantizes a model and saves it, to a width or to a memory, with a little data or none.
 
-    Without --text and --dataset, what needs data takes the built-in text. Given again, the command goes on where
-    calibrating was interrupted or killed.
+    Without --text and --dataset, what needs data takes text that the model writes by itself, or the built-in text if
+    it cannot. Given again, the command goes on where calibrating was interrupted or killed.
     """
     start = time.monotonic()
     device, size = resolve_device(device), None if memory is None else _bytes(memory)
@@ -105,7 +117,10 @@ def command(
         dense = load(model, dtype=dtype, **source)
         mean = (bits or KbitConfig().bits) if size is None else _fit(dense, size, context, config)
         if calibrate or mean % 1:
-            named = ", ".join(map(str, text or ())) or dataset or "the built-in text"
+            named = ", ".join(map(str, text or ())) or dataset
+            if data is None:
+                data = write(dense, sequences, length, device=device, progress=True)
+                named = "the built-in text" if data is None else "text that the model wrote"
             ids = token_ids(data, AutoTokenizer.from_pretrained(model, **source), dense, sequences, length)
         if mean % 1:
             config = _mix(dense, mean, ids, named, config, device)

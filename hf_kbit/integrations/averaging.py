@@ -22,8 +22,8 @@ def copy_packed_words(update_parameters):
             update_parameters(self, model)
         with torch.no_grad():
             for averaged, own in zip(_quantized(self.module), _quantized(model), strict=True):
-                for name in PACKED:
-                    averaged.get_parameter(name).copy_(own.get_parameter(name))
+                for name, tensor in own.packed.items():
+                    averaged.get_parameter(name).copy_(tensor)
 
     return wrapped
 

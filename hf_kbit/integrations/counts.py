@@ -10,7 +10,7 @@ from hf_kbit.nn.linear import KbitLinear
 def _missed(model: nn.Module) -> int:
     """Weights of quantized layers less what their packed form has in elements; none of them is trainable."""
     return sum(
-        layer.in_features * layer.out_features - layer.weight.numel() - layer.weight_absmax.numel()
+        layer.in_features * layer.out_features - sum(tensor.numel() for tensor in layer.packed.values())
         for layer in model.modules()
         if isinstance(layer, KbitLinear)
     )

@@ -9,12 +9,12 @@ from torch import nn
 
 from hf_kbit import _native, codebooks, reference
 from hf_kbit.format import BLOCK_SIZE, absmax_shape, check_bits, weight_shape
-from hf_kbit.nn.packed import Decoding, Packed, quantize_weight
+from hf_kbit.nn.packed import DEFAULT_TRANSFORM, Decoding, Packed, check_transform, quantize_weight
 from hf_kbit.ops import product
 
 SCALES = ("absmax", "search")
 DEFAULT_CODEBOOK, DEFAULT_SCALE = "optimal", "search"  # made for each other
-PACKED = ("weight", "weight_absmax")
+PACKED = ("weight", "weight_absmax", "weight_columns")  # the last where there are column scales
 DECODING = "kbit"  # in the metadata of a state dict
 
 
@@ -42,6 +42,10 @@ def check_scale(scale: object) -> str:
     return scale
 
 
+def _frozen(tensor: torch.Tensor | None) -> nn.Parameter | None:
+    return None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+
+
 class KbitLinear(nn.Linear):
     """A linear layer with a frozen weight of 2, 3, 4 or 5 bits: ``y = x @ W.T + bias``.
 
@@ -49,15 +53,18 @@ class KbitLinear(nn.Linear):
 
     - ``weight``: int32 bit-planes ``[N, B * bits]``, no gradient,
     - ``weight_absmax``: uint8 E4M4 scales ``[N, B]``, no gradient,
+    - ``weight_columns``: uint8 E4M4 column scales ``[K]``, no gradient, or None where the weight is not transformed,
     - ``bias``: floating ``[N]`` or None; trainable.
 
-    How they decode is one value, ``decoding``: levels and exponent (``nn.packed.Decoding``). ``load`` sets all three.
+    How they decode is one value, ``decoding``: levels, exponent, and whether the weight is transformed
+    (``nn.packed.Decoding``). ``load`` sets all of them. Of a transform (``hf_kbit.transforms``) nothing is seen from
+    outside: what goes in, and what ``dequantize`` gives, is the weight that multiplies the layer's input.
 
-    On a GPU the two hold the tiles that kernels read (``repack``): made once when the layer arrives there by ``to``,
-    ``cuda``, quantizing or loading, and turned back when it moves away. What others see is in the stored form: its
-    state dict (in CPU memory, so that saving takes no second copy on the GPU), pickles and copies. The metadata of a
-    state dict has the decoding, so that ``load_state_dict`` of another layer takes it over; a state dict that lost
-    its metadata, such as a plain dict of its tensors, fits layers of the same levels and exponent alone.
+    On a GPU the first two hold the tiles that kernels read (``repack``): made once when the layer arrives there by
+    ``to``, ``cuda``, quantizing or loading, and turned back when it moves away. What others see is in the stored form:
+    its state dict (in CPU memory, so that saving takes no second copy on the GPU), pickles and copies. The metadata of
+    a state dict has the decoding, so that ``load_state_dict`` of another layer takes it over; a state dict that lost
+    its metadata, such as a plain dict of its tensors, fits layers of the same levels, exponent and transform alone.
 
     The float32 buffer ``codebook`` ``[2**bits]``, ``levels * 2**exponent``, is in no state dict; it is made again from
     ``decoding`` whenever the module moves, so a cast to another dtype cannot round it.
@@ -74,6 +81,7 @@ class KbitLinear(nn.Linear):
         dtype: of the bias, and of the weight that the layer stands for: what ``dequantize`` gives.
         scale: how ``load_dense`` finds the scale of a block: ``"search"``, by the squared error, or ``"absmax"``, from
             its largest magnitude (``hf_kbit.quantize``).
+        transform: what ``load_dense`` does to a weight first: ``"rotated"`` or ``"none"`` (``KbitConfig``).
 
     A new layer holds zeros in ``weight`` and ``weight_absmax`` and so computes its bias; load a state dict, or use
     ``from_linear``.
@@ -102,22 +110,25 @@ class KbitLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         scale: str = DEFAULT_SCALE,
+        transform: str = DEFAULT_TRANSFORM,
     ):
         nn.Module.__init__(self)  # nn.Linear's would allocate the dense weight
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if size < 1:
                 raise ValueError(f"{name}: found {size}, expected 1 or more")
         self.in_features, self.out_features = in_features, out_features
-        self.scale = check_scale(scale)
-        self.decode_as(Decoding(codebooks.resolve(codebook, check_bits(bits)), exponent))
-        self.refines_levels = isinstance(codebook, str) and codebook == "layer"
+        self.scale, self.transform = check_scale(scale), check_transform(transform)
+        levels = codebooks.resolve(codebook, check_bits(bits))
         self.dense_dtype = dtype or torch.get_default_dtype()
         self.transposed = False  # whether the layer stands for one whose weight is [K, N] (GPT-2's Conv1D)
         planes = torch.zeros(weight_shape(out_features, in_features, bits), dtype=torch.int32, device=device)
         absmax = torch.zeros(absmax_shape(out_features, in_features), dtype=torch.uint8, device=device)
         self.weight = nn.Parameter(planes, requires_grad=False)
         self.weight_absmax = nn.Parameter(absmax, requires_grad=False)
+        self.register_parameter("weight_columns", None)
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        self.decode_as(Decoding(levels, exponent, transform))
+        self.refines_levels = isinstance(codebook, str) and codebook == "layer"
         self.register_buffer("codebook", self.decoding.codebook(planes.device), persistent=False)
 
     @property
@@ -128,6 +139,11 @@ class KbitLinear(nn.Linear):
     def exponent(self) -> int:
         return self.decoding.exponent
 
+    @property
+    def packed(self) -> dict[str, torch.Tensor]:
+        """The packed parameters that there are, by name."""
+        return {name: self._parameters[name] for name in PACKED if self._parameters[name] is not None}
+
     # --- a weight comes in ---
 
     @classmethod
@@ -137,6 +153,7 @@ class KbitLinear(nn.Linear):
         bits: int = 4,
         codebook: str | Iterable[float] = DEFAULT_CODEBOOK,
         scale: str = DEFAULT_SCALE,
+        transform: str = DEFAULT_TRANSFORM,
     ) -> "KbitLinear":
         """Quantizes an ``nn.Linear`` where it is; ``linear`` stays as it was, and its bias is shared.
 
@@ -145,6 +162,7 @@ class KbitLinear(nn.Linear):
             bits: 2 to 5.
             codebook: name or table of ``2**bits`` numbers.
             scale: ``"search"`` or ``"absmax"``.
+            transform: ``"rotated"`` or ``"none"``.
 
         Raises:
             TypeError: the weight has another dtype.
@@ -154,7 +172,9 @@ class KbitLinear(nn.Linear):
         torch.Size([64, 4])
         """
         shape = linear.in_features, linear.out_features
-        layer = cls(*shape, False, bits, codebook, device="meta", dtype=linear.weight.dtype, scale=scale)
+        layer = cls(
+            *shape, False, bits, codebook, device="meta", dtype=linear.weight.dtype, scale=scale, transform=transform
+        )
         layer.load_dense(linear.weight)
         layer.bias = linear.bias
         return layer.train(linear.training)
@@ -169,7 +189,7 @@ class KbitLinear(nn.Linear):
         Raises:
             ValueError: the weight holds NaN or infinity, or magnitudes that float32 cannot decode.
         """
-        return quantize_weight(weight, self.levels, self.scale == "search", self.refines_levels, name)
+        return quantize_weight(weight, self.levels, self.scale == "search", self.refines_levels, self.transform, name)
 
     def load_dense(self, weight: torch.Tensor, name: str = "weight") -> None:
         """Replaces the weight by the quantized ``weight`` ``[N, K]``, which also decides device and exponent."""
@@ -177,14 +197,23 @@ class KbitLinear(nn.Linear):
 
     def load(self, packed: Packed) -> None:
         """Replaces the weight by a packed one, which also decides the device."""
-        self.weight = nn.Parameter(packed.planes, requires_grad=False)
-        self.weight_absmax = nn.Parameter(packed.absmax, requires_grad=False)
+        for name, tensor in zip(PACKED, (packed.planes, packed.absmax, packed.columns), strict=True):
+            setattr(self, name, _frozen(tensor))
         self.decode_as(packed.decoding)
         self.settle(packed.planes.device)
 
     def decode_as(self, decoding: Decoding) -> None:
         """Takes over how the weight decodes that is loaded, or that Transformers is about to put here."""
         self.decoding, self.bits, self.refines_levels = decoding, decoding.bits, False
+        self._make_room_for_columns(decoding)
+
+    def _make_room_for_columns(self, decoding: Decoding) -> None:
+        """Column scales are there if they are to be: zeros, before a weight has come."""
+        if not decoding.transformed:
+            self.weight_columns = None
+        elif self.weight_columns is None:
+            empty = torch.zeros(self.in_features, dtype=torch.uint8, device=self.weight.device)
+            self.weight_columns = _frozen(empty)
 
     def settle(self, device: torch.device) -> None:
         """Makes what is not stored: the codebook, on ``device``, and tiles on a GPU. Whatever has put tensors into
@@ -220,7 +249,8 @@ class KbitLinear(nn.Linear):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The decoded weight ``[N, K]``, in ``dtype``, or in that of the weight that was quantized."""
         shape, dtype = [self.out_features, self.in_features], dtype or self.dense_dtype
-        return torch.ops.hf_kbit.dequantize(self.weight, self.weight_absmax, self.codebook, shape, dtype)
+        packed = self.weight, self.weight_absmax, self.codebook
+        return torch.ops.hf_kbit.dequantize(*packed, shape, dtype, self.weight_columns, self.decoding.transformed)
 
     @property
     def W_q(self) -> torch.Tensor:
@@ -259,7 +289,8 @@ class KbitLinear(nn.Linear):
             bias = bias.to(x.dtype)
         # A shard of tensor parallelism has fewer rows than out_features; it is never tiled.
         rows = self.out_features if reference.is_tiled(weight, absmax, self.bits) else weight.shape[0]
-        return product(x, weight, absmax, self._buffers["codebook"], bias, rows)
+        columns = self._parameters["weight_columns"]
+        return product(x, weight, absmax, self._buffers["codebook"], bias, rows, columns, columns is not None)
 
     def _check_shard_width(self, x: torch.Tensor, weight: torch.Tensor, absmax: torch.Tensor) -> None:
         """Refuses x of another width, but where tensor parallelism gives each process whole blocks of the columns."""
@@ -296,21 +327,23 @@ class KbitLinear(nn.Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if _LEFT_OUT.get():
             for name in PACKED:
-                del destination[prefix + name]
+                destination.pop(prefix + name, None)
             return
         if hasattr(destination, "_metadata"):
             destination._metadata[prefix[:-1]][DECODING] = self.decoding.to_dict()
         if self.is_tiled:
-            for name, tensor in zip(PACKED, self._repacked(inverse=True), strict=True):
+            for name, tensor in zip(PACKED, self._repacked(inverse=True), strict=False):
                 destination[prefix + name] = tensor.cpu()
+            if self.weight_columns is not None:
+                destination[prefix + PACKED[2]] = self.weight_columns.data.cpu()
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         given = [name for name in PACKED if prefix + name in state_dict]
         # nn.Module would copy any dtype into ours: floats cut to integers, without a word.
         for name in given:
-            found, expected = state_dict[prefix + name], getattr(self, name)
-            if found.dtype != expected.dtype:
-                errors.append(f"{prefix + name}: found dtype {found.dtype}, expected {expected.dtype}")
+            found, expected = state_dict[prefix + name].dtype, torch.int32 if name == "weight" else torch.uint8
+            if found != expected:
+                errors.append(f"{prefix + name}: found dtype {found}, expected {expected}")
                 return
         if not given:  # of adapters, say: what is packed need not be turned around
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
@@ -325,6 +358,7 @@ class KbitLinear(nn.Linear):
             except ValueError as error:
                 errors.append(str(error))
                 return
+            self._make_room_for_columns(decoding)
         self.to_planes()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         if decoding != self.decoding and len(errors) == faults:
@@ -335,7 +369,7 @@ class KbitLinear(nn.Linear):
         if not self.is_tiled:
             return self.__dict__
         planes = (nn.Parameter(tensor, requires_grad=False) for tensor in self._repacked(inverse=True))
-        return {**self.__dict__, "_parameters": {**self._parameters, **dict(zip(PACKED, planes, strict=True))}}
+        return {**self.__dict__, "_parameters": {**self._parameters, **dict(zip(PACKED, planes, strict=False))}}
 
     def __setstate__(self, state):
         super().__setstate__(state)

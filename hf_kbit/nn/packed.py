@@ -1,7 +1,7 @@
 """How a packed weight decodes, as one value, and how a weight of floats becomes a packed one.
 
-What decides on a decoded weight besides its planes and scales is a ``Decoding``. A layer has one, gets it together
-with planes and scales by ``KbitLinear.load``, and keeps it in the metadata of its state dict.
+What decides on a decoded weight besides its tensors is a ``Decoding``. A layer has one, gets it together with its
+tensors by ``KbitLinear.load``, and keeps it in the metadata of its state dict.
 """
 
 from dataclasses import dataclass
@@ -10,21 +10,42 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_kbit import codebooks
+from hf_kbit.balance import balance
 from hf_kbit.codebooks import Levels, bits_of
 from hf_kbit.format import MAX_EXPONENT, layer_exponent
+from hf_kbit.reference import decode_e4m4
 from hf_kbit.refine import refine
+from hf_kbit.transforms import to_stored
 
 # From here on the largest scale rounds to 2**128, which float32 has not.
 TOO_LARGE = 2.0**127 * (1 + 31 / 32)
+# Up to here a weight divided by column scales, and sums of 32 of them, stay far below that.
+MOST_TO_TRANSFORM = 2.0**100
+
+TRANSFORMS = ("rotated", "none")
+DEFAULT_TRANSFORM = "rotated"
+
+
+def check_transform(transform: object, name: str = "transform") -> str:
+    """Returns ``transform`` if it is one of ``TRANSFORMS``; errors begin with ``name``.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if transform not in TRANSFORMS:
+        raise ValueError(f"{name}: found {transform!r}, expected one of {list(TRANSFORMS)}")
+    return transform
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """What turns codes and scales into weights: ``W ~ 2**exponent * levels[code] * absmax``.
+    """What turns codes and scales into weights: ``W ~ 2**exponent * levels[code] * absmax``, or what is stored for W.
 
     Attributes:
         levels: canonical codebook of ``2**bits`` levels.
         exponent: power of two that keeps the scales of a layer inside E4M4.
+        transform: ``"rotated"`` if that is the weight after its columns were divided by column scales and its blocks
+            rotated (``hf_kbit.transforms``), or ``"none"``.
 
     >>> Decoding((-1.0, -0.25, 0.25, 1.0), exponent=3).bits
     2
@@ -32,10 +53,15 @@ class Decoding:
 
     levels: Levels
     exponent: int = 0
+    transform: str = "none"
 
     @property
     def bits(self) -> int:
         return bits_of(len(self.levels))
+
+    @property
+    def transformed(self) -> bool:
+        return self.transform != "none"
 
     def codebook(self, device: torch.device | str) -> torch.Tensor:
         """float32 ``[2**bits]``, ``levels * 2**exponent``: what the ops take."""
@@ -43,7 +69,8 @@ class Decoding:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain numbers, for metadata."""
-        return {"levels": list(self.levels), "exponent": self.exponent}
+        transform = {"transform": self.transform} if self.transformed else {}
+        return {"levels": list(self.levels), "exponent": self.exponent, **transform}
 
     @classmethod
     def from_dict(cls, stored: Any, bits: int, name: str) -> "Decoding":
@@ -56,63 +83,98 @@ class Decoding:
         >>> Decoding.from_dict(decoding.to_dict(), bits=2, name="q_proj") == decoding
         True
         """
-        if not isinstance(stored, dict) or stored.keys() != {"levels", "exponent"}:
-            raise ValueError(f"{name}: found {stored!r}, expected levels and exponent")
+        if not isinstance(stored, dict) or stored.keys() - {"transform"} != {"levels", "exponent"}:
+            raise ValueError(f"{name}: found {stored!r}, expected levels, exponent and perhaps transform")
         levels, exponent = codebooks.canonical(stored["levels"], bits, f"{name}.levels"), stored["exponent"]
         if list(levels) != list(stored["levels"]):
             raise ValueError(f"{name}.levels: found {stored['levels']}, expected them ascending, of magnitude 1")
         if type(exponent) is not int or abs(exponent) > MAX_EXPONENT:
             raise ValueError(f"{name}.exponent: found {exponent!r}, expected an integer within +-{MAX_EXPONENT}")
-        return cls(levels, exponent)
+        return cls(levels, exponent, check_transform(stored.get("transform", "none"), f"{name}.transform"))
 
 
 class Packed(NamedTuple):
-    """A weight in the stored form, and how it decodes."""
+    """A weight in the stored form: int32 planes ``[N, B * bits]``, uint8 scales ``[N, B]``, how they decode, and uint8
+    column scales ``[K]`` where the weight is transformed."""
 
     planes: torch.Tensor
     absmax: torch.Tensor
     decoding: Decoding
+    columns: torch.Tensor | None = None
 
 
-def choose_decoding(
-    weight: torch.Tensor, levels: Levels, search: bool, refined: bool = False, name: str = "weight"
-) -> Decoding:
-    """How a weight will decode: its exponent and, if levels are refined, levels of its own.
+class Stored(NamedTuple):
+    """What is quantized for a weight: itself, ``[N, K]``, or float32 ``[N, 32 * B]`` with the column scales, uint8
+    ``[K]``, that it was divided by."""
+
+    weight: torch.Tensor
+    columns: torch.Tensor | None
+
+
+def transformed(weight: torch.Tensor, transform: str, name: str = "weight") -> Stored:
+    """Applies a transform to a weight, but to a huge one, of which float32 might not hold sums, none.
 
     Args:
         weight: float32, float16 or bfloat16 ``[N, K]``.
-        levels: canonical codebook of ``2**bits`` levels.
-        search: how scales will be found (``hf_kbit.quantize``).
-        refined: whether the levels are refined on this weight (the codebook ``"layer"``).
+        transform: ``"rotated"``, column scales (``balance.balance``) and the rotation, or ``"none"``.
         name: what errors call the weight.
 
     Raises:
         ValueError: the weight holds NaN or infinity, or is so large that float32 cannot hold what it decodes to.
 
-    >>> choose_decoding(torch.full((1, 32), 1000.0), codebooks.normal_float(3), search=True).exponent
+    >>> transformed(torch.rand(4, 70), "rotated").weight.shape
+    torch.Size([4, 96])
+    """
+    if _largest(weight, name) > MOST_TO_TRANSFORM or transform == "none":
+        return Stored(weight, None)
+    columns = balance(weight)
+    return Stored(to_stored(weight, decode_e4m4(columns), rotated=True), columns)
+
+
+def choose_decoding(stored: Stored, levels: Levels, search: bool, refined: bool = False) -> Decoding:
+    """How a weight will decode: its exponent and, if levels are refined, levels of its own.
+
+    Args:
+        stored: what will be quantized.
+        levels: canonical codebook of ``2**bits`` levels.
+        search: how scales will be found (``hf_kbit.quantize``).
+        refined: whether the levels are refined on this weight (the codebook ``"layer"``).
+
+    >>> stored = transformed(torch.full((1, 32), 1000.0), "none")
+    >>> choose_decoding(stored, codebooks.normal_float(3), search=True).exponent
     6
     """
-    # NaN and infinity survive the extremes, so one value read back serves the checks and the exponent.
+    exponent = layer_exponent(stored.weight.abs().amax().item())
+    levels = refine(stored.weight, levels, exponent, search) if refined else levels
+    return Decoding(levels, exponent, "none" if stored.columns is None else "rotated")
+
+
+def _largest(weight: torch.Tensor, name: str) -> float:
+    """The largest magnitude; NaN and infinity survive the extremes, so one value read back serves all checks."""
     lowest, highest = torch.aminmax(weight)
     largest = torch.maximum(-lowest, highest).item()
     if not largest < float("inf"):
         raise ValueError(f"{name}: found NaN or infinite values, expected finite ones")
     if largest >= TOO_LARGE:
         raise ValueError(f"{name}: found magnitudes up to {largest:.4g}, expected them below {TOO_LARGE:.4g}")
-    exponent = layer_exponent(largest)
-    return Decoding(refine(weight, levels, exponent, search) if refined else levels, exponent)
+    return largest
 
 
 def quantize_weight(
-    weight: torch.Tensor, levels: Levels, search: bool, refined: bool = False, name: str = "weight"
+    weight: torch.Tensor,
+    levels: Levels,
+    search: bool,
+    refined: bool = False,
+    transform: str = "none",
+    name: str = "weight",
 ) -> Packed:
-    """Quantizes a weight ``[N, K]`` on its own device; arguments and errors as for ``choose_decoding``.
+    """Quantizes a weight ``[N, K]`` on its own device; arguments and errors as for the functions above.
 
     >>> packed = quantize_weight(torch.rand(4, 64), codebooks.normal_float(3), search=True)
     >>> packed.planes.shape, packed.absmax.shape, packed.decoding.exponent
     (torch.Size([4, 6]), torch.Size([4, 2]), 0)
     """
-    weight = weight.detach()
-    decoding = choose_decoding(weight, levels, search, refined, name)
-    planes, absmax = torch.ops.hf_kbit.quantize(weight, decoding.codebook(weight.device), search)
-    return Packed(planes, absmax, decoding)
+    stored = transformed(weight.detach(), transform, name)
+    decoding = choose_decoding(stored, levels, search, refined)
+    planes, absmax = torch.ops.hf_kbit.quantize(stored.weight, decoding.codebook(weight.device), search)
+    return Packed(planes, absmax, decoding, stored.columns)

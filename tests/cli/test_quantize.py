@@ -66,12 +66,12 @@ def test_quantize_to_4_bits_if_nothing_is_said(run_quantize, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.quantization_config.bits == 4
 
 
-@pytest.mark.parametrize("data", ["--text", "--dataset", "built-in"])
+@pytest.mark.parametrize("data", ["--text", "--dataset", "its own"])
 def test_quantize_with_data(run_quantize, data, device, tmp_path):
     """As ``calibrate`` does it, with the same text; nothing of the run is left in the folder."""
     if data == "--dataset":
         pytest.importorskip("datasets")
-    source = () if data == "built-in" else (data, "rows.txt")
+    source = () if data == "its own" else (data, "rows.txt")
     choices = (
         "--bits",
         3,
@@ -88,10 +88,10 @@ def test_quantize_with_data(run_quantize, data, device, tmp_path):
     )
     result = run_quantize("dense", tmp_path, "--calibrate", *source, *choices)
     assert result.exit_code == 0, result.output
-    name = "the built-in text" if data == "built-in" else "rows.txt"
+    name = "text that the model wrote" if data == "its own" else "rows.txt"
     assert f"calibrating   weighted, 3 x 70 tokens of {name}, on {device}" in result.stdout.splitlines()
-    assert "calibrating: 100%" in result.stderr
-    text = {"--text": TEXT, "--dataset": "\n\n".join(TEXT.splitlines()), "built-in": None}[data]
+    assert "calibrating: 100%" in result.stderr and ("writing: 100%" in result.stderr) == (data == "its own")
+    text = {"--text": TEXT, "--dataset": "\n\n".join(TEXT.splitlines()), "its own": None}[data]
     keywords = {"method": "weighted", "bits": 3, "codebook": "layer", "sequences": 3, "length": 70, "batch": 2}
     hf_kbit.calibrate("dense", text, device=device, **keywords).save_pretrained(tmp_path / "expected")
     assert same(stored(tmp_path), stored(tmp_path / "expected"))
@@ -189,7 +189,8 @@ def test_quantize_goes_on_where_it_was_killed(run_quantize, folder, monkeypatch,
 
 
 def test_quantize_an_encoder(run_quantize, tmp_path):
-    assert run_quantize("bert", tmp_path / "bert", "--calibrate", "--sequences", 2).exit_code == 0
+    result = run_quantize("bert", tmp_path / "bert", "--calibrate", "--sequences", 2)
+    assert result.exit_code == 0 and "tokens of the built-in text" in result.stdout
     assert isinstance(
         BertForMaskedLM.from_pretrained(tmp_path / "bert").bert.encoder.layer[0].output.dense, KbitLinear
     )

@@ -28,10 +28,10 @@ from transformers.core_model_loading import (
 
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, absmax_shape, weight_shape
-from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.linear import PACKED, KbitLinear
 
 WEIGHT_SUFFIX = ".weight"
-PACKED_SUFFIXES = (WEIGHT_SUFFIX, WEIGHT_SUFFIX + ABSMAX_SUFFIX)
+PACKED_SUFFIXES = tuple(f".{name}" for name in PACKED)
 DIGEST = "kbit_digest"  # in the metadata of each file: KbitConfig.digest of the config.json saved with it
 MAX_NAMED = 20  # problems spelled out in one error
 
@@ -251,14 +251,15 @@ def check_tensors(
     layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
     problems, found = [], set()
     for module_name, stored_name in packed.items():
+        stored = {suffix: tensors.get(stored_name + suffix) for suffix in PACKED_SUFFIXES}
         found.update(module_name + suffix for suffix in PACKED_SUFFIXES)
         if module_name in layers:
-            for suffix in PACKED_SUFFIXES:
-                problems += _compare_packed(stored_name + suffix, tensors[stored_name + suffix], layers[module_name])
+            problems += _compare_packed(stored_name, stored, layers[module_name])
         elif left_over or module_name + WEIGHT_SUFFIX in expected:
             problems += [
                 f"{stored_name + suffix}: left over, the model has no such quantized layer"
-                for suffix in PACKED_SUFFIXES
+                for suffix, tensor in stored.items()
+                if tensor is not None
             ]
 
     pairs = {stored + suffix for stored in packed.values() for suffix in PACKED_SUFFIXES}
@@ -289,16 +290,20 @@ def _tied_to(found: set[str], model) -> set[str]:
     return set().union(*(group for group in groups.values() if group & found))
 
 
-def _compare_packed(stored_name: str, stored: StoredTensor, layer: KbitLinear) -> list[str]:
-    if stored_name.endswith(ABSMAX_SUFFIX):
-        expected = StoredTensor("U8", absmax_shape(layer.out_features, layer.in_features))
-    else:
-        expected = StoredTensor("I32", weight_shape(layer.out_features, layer.in_features, layer.bits))
-    if stored == expected:
-        return []
+def _compare_packed(stored_name: str, stored: dict[str, StoredTensor | None], layer: KbitLinear) -> list[str]:
+    """What is wrong with the packed tensors of a layer, by their suffixes."""
+    columns = StoredTensor("U8", (layer.in_features,)) if layer.decoding.transformed else None
+    expected = (
+        StoredTensor("I32", weight_shape(layer.out_features, layer.in_features, layer.bits)),
+        StoredTensor("U8", absmax_shape(layer.out_features, layer.in_features)),
+        columns,
+    )
+    of_what = f"for a [{layer.out_features}, {layer.in_features}] weight in {layer.bits} bits"
     return [
-        f"{stored_name}: found {stored}, expected {expected} for a [{layer.out_features}, {layer.in_features}] weight "
-        f"in {layer.bits} bits"
+        f"{stored_name + suffix}: found {tensor or 'none'}, expected {wanted or 'none'} {of_what}, transform "
+        f"{layer.decoding.transform!r}"
+        for (suffix, tensor), wanted in zip(stored.items(), expected, strict=True)
+        if tensor != wanted
     ]
 
 

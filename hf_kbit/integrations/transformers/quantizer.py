@@ -25,7 +25,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 
 from hf_kbit.config import KbitConfig
-from hf_kbit.format import ABSMAX_SUFFIX, weight_shape
+from hf_kbit.format import ABSMAX_SUFFIX, COLUMNS_SUFFIX, weight_shape
 from hf_kbit.integrations.transformers import checkpoint, selection
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Packed
@@ -37,7 +37,7 @@ MUCH_LEFT = 0.1
 
 
 class KbitQuantize(ConversionOps):
-    """Packs a 16-bit weight as soon as it is read: one tensor in, ``weight`` and ``weight_absmax`` out."""
+    """Packs a 16-bit weight as soon as it is read: one tensor in, ``weight`` and what belongs to it out."""
 
     def __init__(self, hf_quantizer: "KbitHfQuantizer"):
         self.hf_quantizer = hf_quantizer
@@ -65,10 +65,11 @@ class KbitQuantize(ConversionOps):
             # Transformers would swallow it here; it is raised when all weights have been seen.
             self.hf_quantizer.problems.append(str(error))
             shape = (layer.in_features, layer.out_features)
-            empty = KbitLinear(*shape, False, layer.bits, layer.levels, device=tensor.device)
-            packed = Packed(empty.weight.data, empty.weight_absmax.data, layer.decoding)
+            empty = KbitLinear(*shape, False, layer.bits, layer.levels, device=tensor.device, transform="none")
+            packed = Packed(empty.weight.data, empty.weight_absmax.data, empty.decoding)
         layer.decode_as(packed.decoding)
-        return {name: packed.planes, name + ABSMAX_SUFFIX: packed.absmax}
+        columns = {} if packed.columns is None else {name + COLUMNS_SUFFIX: packed.columns}
+        return {name: packed.planes, name + ABSMAX_SUFFIX: packed.absmax, **columns}
 
 
 @register_quantizer("kbit")
@@ -180,7 +181,8 @@ class KbitHfQuantizer(HfQuantizer):
                 bits = own.get("bits", config.bits)
                 levels = tuple(own.get("levels") or config.levels_for(bits))
                 layers[name] = self.new_layer(model, name, bits)
-                layers[name].decode_as(Decoding(levels, own.get("exponent", 0)))
+                transform = own.get("transform", config.transform)
+                layers[name].decode_as(Decoding(levels, own.get("exponent", 0), transform))
         selection.replace_modules(model, layers)
 
     def new_layer(self, model, name: str, bits: int) -> KbitLinear:
@@ -192,7 +194,9 @@ class KbitHfQuantizer(HfQuantizer):
         config = self.quantization_config
         codebook = "layer" if config.codebook == "layer" and not self.pre_quantized else config.levels_for(bits)
         shape, dtype = (in_features, out_features), dense.weight.dtype
-        layer = KbitLinear(*shape, False, bits, codebook, device="meta", dtype=dtype, scale=config.scale)
+        layer = KbitLinear(
+            *shape, False, bits, codebook, device="meta", dtype=dtype, scale=config.scale, transform=config.transform
+        )
         layer.bias, layer.transposed = dense.bias, isinstance(dense, Conv1D)
         return layer
 
@@ -229,9 +233,8 @@ class KbitHfQuantizer(HfQuantizer):
             [
                 f"{name}.{tensor_name}: not in the checkpoint"
                 for name, layer in layers.items()
-                for tensor_name in ("weight", "weight" + ABSMAX_SUFFIX)
-                if not getattr(getattr(layer, tensor_name), "_is_hf_initialized", False)
-                and not hasattr(layer, "_hf_hook")
+                for tensor_name, tensor in layer.packed.items()
+                if not getattr(tensor, "_is_hf_initialized", False) and not hasattr(layer, "_hf_hook")
             ]
         )
         for layer in layers.values():
@@ -259,7 +262,8 @@ class KbitHfQuantizer(HfQuantizer):
         if not getattr(weight, "_is_hf_initialized", False):
             return False
         layer.load_dense(weight.T if layer.transposed else weight, f"{name}.weight")
-        layer.weight._is_hf_initialized = layer.weight_absmax._is_hf_initialized = True
+        for tensor in layer.packed.values():
+            tensor._is_hf_initialized = True
         return True
 
     @staticmethod
@@ -295,11 +299,14 @@ class KbitHfQuantizer(HfQuantizer):
         }
         names = checkpoint.stored_names(model, layers)
         config.layers = {}
+        config.format_version = 2 if any(layer.decoding.transformed for layer in layers.values()) else 1
+        config.transform = "none" if config.format_version == 1 else "rotated"
         for name, layer in layers.items():
             entry = {
                 **({"bits": layer.bits} if layer.bits != config.bits else {}),
                 **({"exponent": layer.exponent} if layer.exponent != 0 else {}),
                 **({"levels": list(layer.levels)} if layer.levels != config.levels_for(layer.bits) else {}),
+                **({"transform": layer.decoding.transform} if layer.decoding.transform != config.transform else {}),
             }
             if entry:
                 config.layers[names[name]] = entry

@@ -1,0 +1,53 @@
+"""Column scales that balance a weight, from the weight alone."""
+
+import torch
+
+from hf_kbit.reference import encode_e4m4
+
+# Sums are of whole numbers that float64 holds, so that no order of adding changes them: of roots, the largest being
+# this, and of ratios, 1 being this.
+_ROOTS, _RATIOS = 2.0**24, 2.0**20
+SMALLEST, LARGEST = 2.0**-10, 31.0  # of column scales: what E4M4 holds to a sixteenth of an octave
+# Weights at a time: on a CPU as many as its cache holds.
+_SLICE_ON_CPU, _SLICE = 1 << 18, 1 << 24
+
+
+def balance(weight: torch.Tensor) -> torch.Tensor:
+    """Column scales c such that no column of ``weight / c`` stands out, as E4M4 bytes.
+
+    Of each column m is the mean over its rows of ``sqrt|w|`` over the mean of that in the row, and c is ``m**2.25``:
+    with m**2 the columns would be alike. Training makes the weights small that meet large inputs, so that a weight's
+    error counts for more the smaller its column is: dividing by a little more than the magnitude is better. Roots,
+    rather than squares, keep a few large weights from deciding. A column of zeros has scale 1.
+
+    The same bytes on every device: every step is one that IEEE 754 rounds correctly, and no sum depends on its order.
+
+    Args:
+        weight: floating ``[N, K]``, finite.
+
+    Returns:
+        uint8 ``[K]``.
+
+    Source: SINQ (arXiv:2509.22944) balances rows and columns by their standard deviations, in turn, and keeps both
+    scales; here blocks have their own, so only columns count. The measure and its power were found on SmolLM2-135M
+    (docs/quality.md).
+
+    >>> from hf_kbit.format import decode_e4m4
+    >>> weight = torch.ones(4, 3) * torch.tensor([1.0, 4.0, 0.0])
+    >>> [round(decode_e4m4(byte), 1) for byte in balance(weight).tolist()]
+    [1.0, 4.8, 1.0]
+    """
+    largest = weight.abs().amax().float()
+    if not largest > 0:
+        return encode_e4m4(torch.ones_like(weight[0], dtype=torch.float32))
+    unit = _ROOTS / largest.sqrt()
+    sums = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
+    at_a_time = _SLICE_ON_CPU if weight.device.type == "cpu" else _SLICE
+    for rows in weight.split(max(at_a_time // weight.shape[1], 1)):
+        roots = rows.float().abs().sqrt_().mul_(unit).round_()
+        of_row = roots.sum(1, keepdim=True, dtype=torch.float64)
+        factor = torch.where(of_row > 0, _RATIOS * weight.shape[1] / of_row, 0.0).float()
+        sums += roots.mul_(factor).round_().sum(0, dtype=torch.float64)
+    mean = (sums / (_RATIOS * len(weight))).float()
+    scale = (mean * mean * mean.sqrt().sqrt()).clamp(SMALLEST, LARGEST)
+    return encode_e4m4(torch.where(mean > 0, scale, 1.0))

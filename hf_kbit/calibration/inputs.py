@@ -1,0 +1,121 @@
+"""What goes into the linear layers of one layer of the model: in which order, and its second moments."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+class Group(NamedTuple):
+    """Linear layers that are given the same tensor, such as q, k and v."""
+
+    names: list[str]
+    once: bool  # whether no layer around is called more than once, so that a run may end where this group is called
+
+
+class Moments(NamedTuple):
+    """Sums over tokens, float32: of ``x @ x.T``, ``[K, K]``, or its diagonal, ``[K]``, for what the layers are given;
+    and of ``(d - x) @ x.T``, ``[K, K]``, where d is what they would be given had nothing been quantized yet."""
+
+    second: torch.Tensor
+    drift: torch.Tensor | None
+
+
+class _Enough(Exception):
+    pass
+
+
+def groups(linears: dict[str, nn.Module], run: Callable[[], Any]) -> list[Group]:
+    """Groups of linear layers in the order in which ``run()`` calls them; those that it does not call come last."""
+    calls: list[tuple[str, torch.Tensor]] = []
+    with _hooked(linears, lambda name, x: calls.append((name, x))):
+        run()
+    found: list[tuple[torch.Tensor | None, list[str]]] = []
+    for name, x in calls:
+        if found and found[-1][0] is x:
+            found[-1][1].append(name)
+        else:
+            found.append((x, [name]))
+    once = len(calls) == len({name for name, _ in calls}) == len(linears)
+    seen: set[str] = set()
+    ordered = []
+    for names in (*(names for _, names in found), *([name] for name in linears)):
+        if new := [name for name in dict.fromkeys(names) if name not in seen]:
+            ordered.append(Group(new, once))
+            seen.update(new)
+    return ordered
+
+
+def moments(linear: nn.Module, group: Group, runs: Iterable[tuple[Callable, Callable | None]], diagonal: bool):
+    """The ``Moments`` of a group, one of whose layers is ``linear``.
+
+    Args:
+        runs: for each part of the data what runs it through the quantized layers, and, to find the drift, what runs
+            it through the dense ones.
+        diagonal: whether the diagonal is enough; there is no drift then.
+    """
+    second, drift = 0.0, None
+    for run, run_dense in runs:
+        x = _inputs(linear, run, group.once)
+        second = second + (x.square().sum(0) if diagonal else x.T @ x)
+        if run_dense is not None:
+            difference = (_inputs(linear, run_dense, group.once) - x).T @ x
+            drift = difference if drift is None else drift.add_(difference)
+    return Moments(second, drift)
+
+
+def _inputs(linear: nn.Module, run: Callable[[], Any], once: bool) -> torch.Tensor:
+    """float32 ``[tokens, K]``: all that the layer is given in ``run()``, which ends there if once is enough."""
+    given = []
+
+    def take(_, x):
+        given.append(x.flatten(0, -2).float())
+        if once:
+            raise _Enough
+
+    with _hooked({"": linear}, take):
+        try:
+            run()
+        except _Enough:
+            pass
+    if not given:
+        weight = linear.weight  # of a layer that no token has reached, such as an expert
+        return weight.new_zeros((0, getattr(linear, "in_features", weight.shape[0])), dtype=torch.float32)
+    return torch.cat(given) if len(given) > 1 else given[0]
+
+
+@contextmanager
+def _hooked(linears: dict[str, nn.Module], take: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """``take(name, x)`` is called with what each of the layers is given."""
+    hooks = [
+        # Some models call their layers by keyword.
+        module.register_forward_pre_hook(
+            lambda _, args, keywords, name=name: take(name, args[0] if args else next(iter(keywords.values()))),
+            with_kwargs=True,
+        )
+        for name, module in linears.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def standing_in(modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> Iterator[None]:
+    """Each of ``modules`` that has one among ``others`` computes what that one does."""
+    routed = [modules[name] for name in others if name in modules]
+    own = [vars(module).get("forward") for module in routed]  # of the instance, if it has one
+    for name in others:
+        if name in modules:
+            modules[name].forward = others[name].forward
+    try:
+        yield
+    finally:
+        for module, forward in zip(routed, own, strict=True):
+            del module.forward
+            if forward is not None:
+                module.forward = forward

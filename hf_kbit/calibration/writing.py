@@ -1,0 +1,153 @@
+"""Calibration data that needs no data: text that the model itself writes, as token ids."""
+
+import gc
+import warnings
+
+import psutil
+import torch
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from hf_kbit.calibration import capture
+from hf_kbit.calibration.data import amount
+from hf_kbit.evaluation import evaluating
+
+SEED = 0
+# Sequences, and tokens of each, unless others are asked for, by the type of the device that computes; "" is any other.
+AMOUNTS = {"cpu": (32, 512), "": (128, 640)}
+TOGETHER = 128  # sequences that are written at once, if there is memory for what the model keeps of them
+
+
+@torch.no_grad()
+def write(
+    model: PreTrainedModel,
+    sequences: int | None = None,
+    length: int | None = None,
+    *,
+    device: torch.device | str | None = None,
+    progress: bool = False,
+) -> torch.Tensor | None:
+    """int64 ``[sequences, length]`` on the model's device: what it writes by itself, each token drawn with the
+    probability that the model gives it; the same each time on the same machine.
+
+    A sequence starts at the beginning-of-text token; where a model has none, at the end-of-text token, after which
+    a text starts too, as GPT-2 has it; without either at a random token. It goes on after an end of text: another
+    follows. On ``device`` the model is as a whole while it writes, and then where it was.
+
+    Args:
+        model: on any one device.
+        sequences: default: 32 on a CPU, 128 elsewhere.
+        length: tokens of each, or what the model has positions for. Default: 512 on a CPU, 640 elsewhere.
+        device: as for ``calibrate``.
+        progress: shows a bar on stderr.
+
+    Returns:
+        None where the model cannot write: it is no decoder that reads tokens; or, after a warning, it has no room on
+        ``device``, or its ``generate`` fails.
+
+    Raises:
+        ValueError: a number is less than 1, or the model predicts NaN.
+
+    Source: the data of LLM-QAT (arXiv:2305.17888), which showed that text sampled from a model stands in for its
+    training data.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape))
+    >>> ids = write(model, sequences=3, length=8)
+    >>> ids.shape, ids[:, 0].tolist(), torch.equal(ids, write(model, sequences=3, length=8))
+    (torch.Size([3, 8]), [1, 1, 1], True)
+    """
+    if model.config.is_encoder_decoder or not model.can_generate() or not capture.reads_tokens(model):
+        return None
+    device = capture.resolve(device, model)
+    sequences, length = amount(sequences, length, AMOUNTS.get(device.type, AMOUNTS[""]))
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
+    starts = _starts(model, sequences)
+    try:
+        _check_room(model, device)
+        with evaluating(model), capture.placed(model, "", device):
+            return _written(model, starts.to(device), min(length, limit), progress).to(starts.device)
+    except _NotFinite as error:
+        raise ValueError(str(error)) from None
+    except Exception as error:  # whatever the code of a model does, or the lack of memory for a single sequence
+        reason = f"{type(error).__name__}: {error}"
+    finally:
+        if device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+    warnings.warn(
+        f"{type(model).__name__} cannot write a text to calibrate on ({reason}): the built-in text takes its place; "
+        "a text like what the model is for is better, see docs/calibration.md",
+        stacklevel=2,
+    )
+    return None
+
+
+class _NotFinite(Exception):
+    pass
+
+
+class _Draw(LogitsProcessor):
+    """Leaves one token of each row, drawn with its probability by a generator of our own."""
+
+    def __init__(self, device: torch.device, bar: tqdm):
+        self.generator = torch.Generator(device).manual_seed(SEED)
+        self.bar = bar
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        sums = scores.softmax(-1).cumsum(-1)
+        total = sums[:, -1:]
+        if not total.isfinite().all():
+            raise _NotFinite("logits: found NaN where the model writes a text to calibrate on, expected finite ones")
+        # Below the total, so that what is drawn has a probability.
+        places = torch.rand(len(scores), 1, generator=self.generator, device=scores.device) * total
+        drawn = torch.searchsorted(sums, places, right=True).clamp(max=scores.shape[-1] - 1)
+        self.bar.update(len(scores))
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
+
+
+def _written(model: PreTrainedModel, starts: torch.Tensor, length: int, progress: bool) -> torch.Tensor:
+    """The sequences that start so, as many at once as there is memory for."""
+    own, together = model.generation_config, min(TOGETHER, len(starts))
+    # What is left out here would be taken from the model's own, such as an end that stops a sequence.
+    model.generation_config = GenerationConfig(max_length=length, do_sample=False, use_cache=True)
+    try:
+        while True:
+            with tqdm(total=len(starts) * (length - 1), desc="writing", unit="token", disable=not progress) as bar:
+                draw = LogitsProcessorList([_Draw(starts.device, bar)])
+                try:
+                    parts = [
+                        model.generate(part, attention_mask=torch.ones_like(part), logits_processor=draw)
+                        for part in starts.split(together)
+                    ]
+                    return torch.cat(parts)
+                except torch.OutOfMemoryError:
+                    if together == 1:
+                        raise
+            together = -(-together // 2)
+    finally:
+        model.generation_config = own
+
+
+def _starts(model: PreTrainedModel, sequences: int) -> torch.Tensor:
+    """int64 ``[sequences, 1]``: the first token of each, on the model's device."""
+    vocabulary = model.config.get_text_config().vocab_size
+    for name in ("bos_token_id", "eos_token_id"):
+        for config in (model.generation_config, model.config.get_text_config()):
+            found = getattr(config, name, None)
+            found = found[0] if isinstance(found, list | tuple) and found else found
+            if isinstance(found, int) and 0 <= found < vocabulary:
+                return torch.full((sequences, 1), found, device=model.device)
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randint(vocabulary, (sequences, 1), generator=generator).to(model.device)
+
+
+def _check_room(model: PreTrainedModel, device: torch.device) -> None:
+    """Refuses a model whose weights, in the dtype to compute in, do not fit into what is free on the device."""
+    tensors = (*model.parameters(), *model.buffers())
+    copied = [(x, capture.dtype_on(device, x.dtype)) for x in tensors]
+    needed = sum(x.numel() * dtype.itemsize for x, dtype in copied if (x.device, x.dtype) != (device, dtype))
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if needed > free:
+        raise MemoryError(f"found {free / 1e9:,.1f} GB free on {device}, expected {needed / 1e9:,.1f} for its weights")

@@ -1,0 +1,211 @@
+"""What a model writes by itself: drawn as it predicts, the same each time, and the model is as before."""
+
+import copy
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from architectures import BY_NAME
+from byte_tokenizer import byte_tokenizer
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+import hf_kbit
+from hf_kbit.calibration import capture, writing
+from hf_kbit.calibration.writing import write
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+# Encoders and encoder-decoders, and what reads no tokens.
+SILENT = (
+    "bert-masked",
+    "bert-classifier",
+    "nomic-bert",
+    "t5",
+    "vit",
+    "swinv2",
+    "swin2sr",
+    "whisper",
+    "wav2vec2",
+    "hubert",
+    "clip",
+)
+
+
+def llama(vocabulary: int = 256, **settings) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, initializer_range=0.5, **SHAPE, **settings))
+
+
+def tensors(model) -> dict[str, tuple]:
+    return {name: (x.data_ptr(), x.dtype, x.device) for name, x in (*model.named_parameters(), *model.named_buffers())}
+
+
+def test_tokens_are_drawn_as_they_are_predicted(device):
+    """Within five deviations of 100,000 draws; one of no probability never, also at either end."""
+    scores = torch.tensor([-torch.inf, 0.0, 3.0, 1.0, -torch.inf, 2.0, -4.0, -torch.inf], device=device)
+    draws = 100_000
+    draw = writing._Draw(torch.device(device), writing.tqdm(disable=True))
+    left = draw(None, scores.expand(draws, -1))
+    assert torch.equal(left.isfinite().sum(1), torch.ones(draws, dtype=torch.int64, device=device))
+    found, expected = left.argmax(1).bincount(minlength=len(scores)) / draws, scores.softmax(0)
+    assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / draws).sqrt()).all()
+
+
+def test_a_sequence_goes_on_from_what_was_drawn():
+    """Each token but the first is the likeliest after those before it, for a model that is sure of all of them."""
+    model = llama().eval()
+    model.lm_head.weight.data *= 1e4
+    ids = write(model, 3, 12)
+    with torch.no_grad():
+        assert torch.equal(ids[:, 1:], model(ids).logits[:, :-1].argmax(-1))
+
+
+def test_same_each_time_and_the_model_is_as_before():
+    model = llama().bfloat16().train()
+    model.config.use_cache = False
+    model.generation_config.update(do_sample=True, top_k=1, max_new_tokens=3)
+    before, state, own = tensors(model), torch.get_rng_state(), model.generation_config
+    first, second = write(model, 4, 10), write(model, 4, 10)
+    assert torch.equal(first, second) and first.shape == (4, 10) and first.dtype == torch.int64
+    assert len({tuple(row) for row in first.tolist()}) == 4
+    assert tensors(model) == before and torch.equal(torch.get_rng_state(), state)
+    assert model.training and model.generation_config is own and not model.config.use_cache
+
+
+def test_it_goes_on_after_an_end():
+    model = llama(vocabulary=4, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    torch.nn.init.zeros_(model.lm_head.weight)  # all tokens alike
+    ids = write(model, 16, 40)
+    assert ids.shape == (16, 40)
+    after = [row[row.index(1) + 1 :] for row in ids.tolist() if 1 in row[:20]]
+    assert len(after) > 5 and all(len(set(row)) > 1 for row in after)
+
+
+STARTS = {  # by what the model has for the begin and the end
+    "a begin": ({"bos_token_id": 7, "eos_token_id": 8}, 7),
+    "none but an end": ({"bos_token_id": None, "eos_token_id": 8}, 8),
+    "several ends": ({"bos_token_id": None, "eos_token_id": [9, 8]}, 9),
+    "a begin outside of the vocabulary": ({"bos_token_id": 256, "eos_token_id": 8}, 8),
+}
+
+
+@pytest.mark.parametrize("case", STARTS)
+def test_where_a_sequence_starts(case):
+    settings, start = STARTS[case]
+    assert write(llama(**settings), 3, 4)[:, 0].tolist() == [start] * 3
+
+
+def test_a_model_without_a_begin_or_an_end_starts_anywhere():
+    first = write(llama(bos_token_id=None, eos_token_id=None), 9, 2)[:, 0]
+    assert len(set(first.tolist())) > 4 and first.max() < 256
+    assert torch.equal(first, write(llama(bos_token_id=None, eos_token_id=None), 9, 2)[:, 0])
+
+
+def test_amounts():
+    assert write(llama(max_position_embeddings=16)).shape == (writing.AMOUNTS["cpu"][0], 16)
+    assert write(llama(max_position_embeddings=4), 2, 3).shape == (2, 3)
+    for name in ("sequences", "length"):
+        with pytest.raises(ValueError, match=f"{name}: found 0, expected 1 or more"):
+            write(llama(), **{name: 0})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_cpu_it_is_written_in_float32(dtype):
+    model = llama().to(dtype)
+    seen = set()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda _, args, output: seen.update((args[0].dtype, output.dtype)))
+    ids = write(model, 4, 20)
+    assert seen == {torch.float32} and torch.equal(ids, write(copy.deepcopy(model).float(), 4, 20))
+
+
+@pytest.mark.gpu
+def test_a_model_on_the_cpu_is_on_the_gpu_while_it_writes():
+    model = llama().bfloat16()
+    before, seen = tensors(model), set()
+    model.lm_head.register_forward_hook(lambda _, args, output: seen.update((output.device.type, output.dtype)))
+    ids = write(model, 4, 10)
+    assert seen == {"cuda", torch.bfloat16} and ids.device.type == "cpu" and tensors(model) == before
+    assert torch.equal(ids, write(model, 4, 10, device="cuda"))
+    assert torch.cuda.memory_allocated() < 1e6
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_architectures(name):
+    """Decoders write, also those that can see pictures; the others are known beforehand, without a warning."""
+    model = BY_NAME[name].build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        ids = write(model, 2, 6)
+    assert ids is None if name in SILENT else ids.shape == (2, 6)
+
+
+def test_a_model_that_does_not_fit(monkeypatch):
+    """Counted is what is copied: a float32 model on a CPU needs no room."""
+    model = llama().bfloat16()
+    needed = 4 * sum(p.numel() for p in model.parameters())
+    for free, fits in ((needed - 1, False), (needed + 1000, True)):
+        monkeypatch.setattr(writing.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        if fits:
+            assert write(model, 1, 2) is not None
+        else:
+            with pytest.warns(UserWarning, match=r"LlamaForCausalLM cannot write .*GB free on cpu.* built-in text"):
+                assert write(model, 1, 2) is None
+    monkeypatch.setattr(writing.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+    assert write(model.float(), 1, 2) is not None
+
+
+def test_a_model_whose_code_fails(monkeypatch):
+    model = llama().bfloat16()
+    before = tensors(model)
+    monkeypatch.setattr(model.lm_head, "forward", lambda *_: 1 / 0)
+    with pytest.warns(UserWarning, match="ZeroDivisionError"):
+        assert write(model, 1, 2) is None
+    assert tensors(model) == before
+
+
+def test_fewer_at_once_where_memory_is_short(monkeypatch):
+    model, sizes = llama(), []
+    generate = model.generate
+
+    def short(ids, **keywords):
+        sizes.append(len(ids))
+        if len(ids) > 2:
+            raise torch.OutOfMemoryError("none left")
+        return generate(ids, **keywords)
+
+    model.generate = short
+    assert write(model, 5, 6).shape == (5, 6) and sizes == [5, 3, 2, 2, 1]
+    monkeypatch.setattr(model, "generate", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
+    with pytest.warns(UserWarning, match="OutOfMemoryError: none"):
+        assert write(model, 5, 6) is None
+
+
+def test_nan_is_named():
+    model = llama()
+    model.lm_head.weight.data[3, 3] = torch.nan
+    with pytest.raises(ValueError, match="logits: found NaN where the model writes"):
+        write(model, 2, 4)
+
+
+def test_calibrate_reads_it(device):
+    """Computing in float32 on a CPU, in layers of the model's dtype."""
+    model = llama().bfloat16().to(device)
+    other, ids, seen = copy.deepcopy(model), write(model, 6, 30), set()
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda _, args, output: seen.add(output.dtype))
+    arguments = {"bits": 3, "device": device}
+    found = hf_kbit.calibrate(model, sequences=6, length=30, **arguments)
+    expected = hf_kbit.calibrate(other, ids, **arguments)
+    assert all(torch.equal(x, expected.state_dict()[name]) for name, x in found.state_dict().items())
+    assert seen == {capture.dtype_on(torch.device(device), torch.bfloat16)}
+    assert found.model.layers[0].mlp.up_proj.to_linear().weight.dtype == found.dtype == torch.bfloat16
+
+
+def test_calibrate_reads_the_built_in_text_where_nothing_is_written(monkeypatch):
+    torch.manual_seed(0)
+    model = BertForMaskedLM(BertConfig(vocab_size=256, max_position_embeddings=32, **SHAPE))
+    other, texts = copy.deepcopy(model), {"tokenizer": byte_tokenizer(), "sequences": 3, "bits": 3}
+    found = hf_kbit.calibrate(model, **texts)
+    expected = hf_kbit.calibrate(other, hf_kbit.calibration.data.PROMPTS, **texts)
+    assert all(torch.equal(x, expected.state_dict()[name]) for name, x in found.state_dict().items())
