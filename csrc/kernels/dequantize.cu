@@ -1,8 +1,9 @@
-// Decodes a quantized weight, from bit-planes or from tiles: level[code] * scale in float32, rounded once.
+// Decodes a quantized weight, from bit-planes or from tiles: level[code] * scale in float32, turned back to the
+// original basis where the weight has column scales or a rotation, rounded once.
 //
 //   planes    int32 [rows, B * bits]        or words  int32 [N/16, K/256, bits, 32, 4]
 //   absmax    uint8 [rows, B]               or scales uint8 [N/16, K/256, 8, 16]
-//   codebook  float32 [2**bits]
+//   codebook  float32 [2**bits]             columns  uint8 [K], as E4M4, or null
 //   out       float32, float16, bfloat16 or float64 [rows, K], row-major
 //
 // A thread makes octets: eight neighbouring columns of a row, one 16-byte store of 16-bit values. From planes, four
@@ -15,6 +16,9 @@
 // values) or 16 from planes; an H200 allows 20. Writing as many bytes takes 0.72 to 0.92 of its time (H200, 4096 x
 // 4096 and 8192 x 8192, 2026-11-21).
 //
+// To turn a weight back (transform.cuh) takes 11 instructions a weight more, two of them shuffles; what that costs in
+// time is to be measured. Weights that need none have instances of their own.
+//
 // Over 350 lines: two kernels, from planes and from tiles, share levels, pieces and stores.
 #include "kernels/codes.cuh"
 #include "kernels/dispatch.h"
@@ -22,13 +26,16 @@
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
 #include "kernels/ptx.cuh"
+#include "kernels/transform.cuh"
 
 namespace hf_kbit::cuda {
 
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kOctet = 8;
+
+// Instances: kWide stores pieces of 16 bytes, of rows that are whole blocks, else values go one by one; kTransformed
+// turns weights back where they need it.
 
 // The levels, one copy for each lane: level c of lane l at word 32 c + l.
 template <int kBits>
@@ -83,6 +90,12 @@ __device__ __forceinline__ void store_ragged(const float (&values)[kOctet], T* g
     }
 }
 
+// Column scales of an octet.
+__device__ __forceinline__ uint2 load_scales(const Transform& transform, int64_t column, int64_t in_features) {
+    if (!transform.columns || column >= in_features) return make_uint2(kScalesOfOne, kScalesOfOne);
+    return __ldg(reinterpret_cast<const uint2*>(transform.columns + column));
+}
+
 // --- from planes ---------------------------------------------------------------------------------
 
 template <int kBits>
@@ -134,10 +147,10 @@ struct Blocks {
     }
 };
 
-template <typename T, int kBits, bool kWide>
+template <typename T, int kBits, bool kWide, bool kTransformed>
 __global__ void __launch_bounds__(kThreads)
     dequantize_planes_kernel(const int32_t* gmem_planes, const uint8_t* gmem_absmax, const float* gmem_codebook,
-                             unsigned blocks, int64_t in_features, T* gmem_out) {
+                             const Transform transform, unsigned blocks, int64_t in_features, T* gmem_out) {
     __shared__ Levels<kBits> levels;
     const int lane = threadIdx.x % kWarp, t = lane % 4;
     constexpr int kWarpBlocks = kWarp / 4, kUnroll = Blocks<kBits>::kUnroll;
@@ -153,6 +166,13 @@ __global__ void __launch_bounds__(kThreads)
             const unsigned warp_block = first + u * step, block = warp_block + lane / 4;
             float values[kOctet];
             decode_octet<kBits>(current.planes[u], t, decode_e4m4(current.scales[u]), levels, values);
+            if constexpr (kTransformed) {
+                if (transform.any()) {
+                    const unsigned column = block % static_cast<unsigned>(num_blocks(in_features)) * kBlockSize;
+                    const uint2 scales = load_scales(transform, column + t * kOctet, in_features);
+                    to_original(values, scales, transform.rotated, t);
+                }
+            }
             if constexpr (kWide && sizeof(T) == 4) {
                 // Lanes l and l + 16, four blocks apart: first all of the lower 16 octets, then of the upper ones.
                 const bool second = lane >= 16;
@@ -215,10 +235,10 @@ __device__ __forceinline__ void decode_octet(const uint32_t (&words)[kPartTiles]
 
 // A CTA takes neighbouring parts of a row tile; CTAs go along K first, so that those at work at a time write whole
 // rows.
-template <typename T, int kBits, bool kWide>
+template <typename T, int kBits, bool kWide, bool kTransformed>
 __global__ void __launch_bounds__(kThreads)
     dequantize_tiles_kernel(const int32_t* gmem_words, const uint8_t* gmem_scales, const float* gmem_codebook,
-                            unsigned row_tiles, unsigned slabs, int64_t row_slabs, int64_t out_features,
+                            const Transform transform, unsigned row_tiles, unsigned slabs, int64_t row_slabs, int64_t out_features,
                             int64_t in_features, T* gmem_out) {
     __shared__ Levels<kBits> levels;
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
@@ -240,19 +260,31 @@ __global__ void __launch_bounds__(kThreads)
     const auto rows = static_cast<int>(min(out_features - row, int64_t{kTileRows}));
     const auto columns = static_cast<int>(min(in_features - column, int64_t{kPartBlocks * kBlockSize}));
     const bool second = g & 1;  // of two neighbouring rows, whose lanes exchange pieces
+    [[maybe_unused]] uint2 of_columns[kPartBlocks];
+    if constexpr (kTransformed) {
+#pragma unroll
+        for (int block = 0; block < kPartBlocks; ++block)
+            of_columns[block] = load_scales(transform, column + block * kBlockSize + t * kOctet, in_features);
+    }
+    const auto decode = [&](int block, int half, float (&values)[kOctet]) {
+        decode_octet<kBits>(words, scales, block, half, levels, values);
+        if constexpr (kTransformed) {
+            if (transform.any()) to_original(values, of_columns[block], transform.rotated, t);
+        }
+    };
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int block = 0; block < kPartBlocks; block += sizeof(T) == 2 ? 2 : 1) {
             float values[kOctet];
-            decode_octet<kBits>(words, scales, block, half, levels, values);
+            decode(block, half, values);
             if constexpr (kWide) {
                 // A line of 128 bytes: two blocks of 16-bit values, one of float32. Its lower half, or the lower
                 // halves of its octets, goes with the even rows' lanes, the upper one with the odd rows'.
                 uint4 pieces[2] = {as_piece(values, gmem_out)};
                 int offset = block * kBlockSize + t * kOctet;
                 if constexpr (sizeof(T) == 2) {
-                    decode_octet<kBits>(words, scales, block + 1, half, levels, values);
+                    decode(block + 1, half, values);
                     pieces[1] = as_piece(values, gmem_out);
                     offset += second ? kBlockSize : 0;
                 } else {
@@ -272,7 +304,7 @@ __global__ void __launch_bounds__(kThreads)
                 };
                 store(block);
                 if constexpr (sizeof(T) == 2) {
-                    decode_octet<kBits>(words, scales, block + 1, half, levels, values);
+                    decode(block + 1, half, values);
                     store(block + 1);
                 }
             }
@@ -282,53 +314,62 @@ __global__ void __launch_bounds__(kThreads)
 
 // --- launchers -----------------------------------------------------------------------------------
 
-// float64 serves numerical checks of gradients, not speed.
-template <typename T>
-constexpr bool kCanBeWide = sizeof(T) < 8;
-
-template <typename T, int kBits, bool kWide>
-cudaError_t launch_planes(const int32_t* planes, const uint8_t* absmax, const float* codebook, int64_t rows,
-                          int64_t in_features, void* out, const Gpu& gpu, cudaStream_t stream) {
-    static Launcher launcher(dequantize_planes_kernel<T, kBits, kWide>, kThreads, 0);
+template <typename T, int kBits, bool kWide, bool kTransformed>
+cudaError_t launch_planes(const int32_t* planes, const uint8_t* absmax, const float* codebook,
+                          const Transform& transform, int64_t rows, int64_t in_features, void* out, const Gpu& gpu,
+                          cudaStream_t stream) {
+    static Launcher launcher(dequantize_planes_kernel<T, kBits, kWide, kTransformed>, kThreads, 0);
     const int64_t blocks = rows * num_blocks(in_features);
     return launcher.launch_resident(gpu, ceil_div(blocks, kThreads / 4 * Blocks<kBits>::kUnroll), stream, planes,
-                                    absmax, codebook, static_cast<unsigned>(blocks), in_features,
+                                    absmax, codebook, transform, static_cast<unsigned>(blocks), in_features,
                                     static_cast<T*>(out));
 }
 
-template <typename T, int kBits, bool kWide>
-cudaError_t launch_tiles(const int32_t* words, const uint8_t* scales, const float* codebook, int64_t count,
-                         int64_t out_features, int64_t in_features, int64_t row_slabs, void* out, const Gpu& gpu,
-                         cudaStream_t stream) {
-    static Launcher launcher(dequantize_tiles_kernel<T, kBits, kWide>, kThreads, 0);
+template <typename T, int kBits, bool kWide, bool kTransformed>
+cudaError_t launch_tiles(const int32_t* words, const uint8_t* scales, const float* codebook,
+                         const Transform& transform, int64_t count, int64_t out_features, int64_t in_features,
+                         int64_t row_slabs, void* out, const Gpu& gpu, cudaStream_t stream) {
+    static Launcher launcher(dequantize_tiles_kernel<T, kBits, kWide, kTransformed>, kThreads, 0);
     const TileLayout layout(out_features, in_features);
     const int64_t ctas = count * layout.row_tiles * ceil_div(layout.slabs * kParts, kThreads / kWarp);
-    return launcher.launch(gpu, ctas, 1, 0, stream, words, scales, codebook, static_cast<unsigned>(layout.row_tiles),
-                           static_cast<unsigned>(layout.slabs), row_slabs, out_features, in_features,
-                           static_cast<T*>(out));
+    return launcher.launch(gpu, ctas, 1, 0, stream, words, scales, codebook, transform,
+                           static_cast<unsigned>(layout.row_tiles), static_cast<unsigned>(layout.slabs), row_slabs,
+                           out_features, in_features, static_cast<T*>(out));
+}
+
+// run(bits, a value of the dtype's type, kWide, kTransformed), each a type of its own.
+template <typename Run>
+cudaError_t dispatch_rows(int bits, Dtype dtype, int64_t in_features, const Transform& transform, const Run& run) {
+    return dispatch<float, __half, __nv_bfloat16, double>(bits, dtype, [&](auto width, auto value) {
+        // float64 serves numerical checks of gradients, not speed.
+        if constexpr (sizeof(value) < 8) {
+            if (in_features % kBlockSize == 0) {
+                if (!transform.any()) return run(width, value, std::true_type{}, std::false_type{});
+                return run(width, value, std::true_type{}, std::true_type{});
+            }
+        }
+        return run(width, value, std::false_type{}, std::true_type{});
+    });
 }
 
 }  // namespace
 
-cudaError_t dequantize_planes(const int32_t* planes, const uint8_t* absmax, const float* codebook, int bits,
-                              int64_t rows, int64_t in_features, void* out, Dtype dtype, const Gpu& gpu,
-                              cudaStream_t stream) {
-    const bool wide = in_features % kBlockSize == 0;
-    return dispatch<float, __half, __nv_bfloat16, double>(bits, dtype, [&](auto width, auto value) {
-        using T = decltype(value);
-        const auto run = wide ? launch_planes<T, width(), kCanBeWide<T>> : launch_planes<T, width(), false>;
-        return run(planes, absmax, codebook, rows, in_features, out, gpu, stream);
+cudaError_t dequantize_planes(const int32_t* planes, const uint8_t* absmax, const float* codebook,
+                              const Transform& transform, int bits, int64_t rows, int64_t in_features, void* out,
+                              Dtype dtype, const Gpu& gpu, cudaStream_t stream) {
+    return dispatch_rows(bits, dtype, in_features, transform, [&](auto width, auto value, auto wide, auto transformed) {
+        return launch_planes<decltype(value), width(), wide(), transformed()>(planes, absmax, codebook, transform,
+                                                                              rows, in_features, out, gpu, stream);
     });
 }
 
-cudaError_t dequantize_tiles(const int32_t* words, const uint8_t* scales, const float* codebook, int bits,
-                             int64_t count, int64_t out_features, int64_t in_features, int64_t row_slabs, void* out,
-                             Dtype dtype, const Gpu& gpu, cudaStream_t stream) {
-    const bool wide = in_features % kBlockSize == 0;
-    return dispatch<float, __half, __nv_bfloat16, double>(bits, dtype, [&](auto width, auto value) {
-        using T = decltype(value);
-        const auto run = wide ? launch_tiles<T, width(), kCanBeWide<T>> : launch_tiles<T, width(), false>;
-        return run(words, scales, codebook, count, out_features, in_features, row_slabs, out, gpu, stream);
+cudaError_t dequantize_tiles(const int32_t* words, const uint8_t* scales, const float* codebook,
+                             const Transform& transform, int bits, int64_t count, int64_t out_features,
+                             int64_t in_features, int64_t row_slabs, void* out, Dtype dtype, const Gpu& gpu,
+                             cudaStream_t stream) {
+    return dispatch_rows(bits, dtype, in_features, transform, [&](auto width, auto value, auto wide, auto transformed) {
+        return launch_tiles<decltype(value), width(), wide(), transformed()>(
+            words, scales, codebook, transform, count, out_features, in_features, row_slabs, out, gpu, stream);
     });
 }
 

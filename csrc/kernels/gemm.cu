@@ -4,6 +4,7 @@
 //   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8
 //   words     int32 [N/16, K/256, bits, 32, 4]     scales  uint8 [N/16, K/256, 8, 16]     codebook  float32 [2**bits]
 //   bias      [N] or null                          y       [M, N], row-major, both of x's dtype
+//   columns   uint8 [K], as E4M4, or null
 //
 // A warp takes a slab (16 rows x 256 columns) at a time:
 //
@@ -24,16 +25,23 @@
 //    4            64             64       16         64             64 + 40
 //    5           144             64       16         64             64 + 48
 //
+// Where weights have column scales or a rotation (transform.cuh), what is multiplied is (x * columns) @ R. At few tokens
+// a CTA makes it from x for its slabs and keeps it in shared memory: about 110 instructions for 8 columns of a token,
+// while its first slabs are under way; for 4096 columns and one token that is one such octet for each of 512 threads.
+// Else the kernel of transform.cu comes before this one, which meanwhile builds its table and asks for its first slabs.
+// Instances of their own, so that other weights pay nothing. What either costs is to be measured.
+//
 // An H200 brings in a slab for each processor in 59, 85, 111 and 137 cycles, so shared memory is the limit at 2 and 3
 // bits and memory at 4 and 5. docs/performance.md has the measured times and what was tried.
 //
-// Over 350 lines: one kernel, and the ring and the launcher that nothing else uses.
+// Over 350 lines: one kernel, and the ring, the activations and the launcher that nothing else uses.
 #include <numeric>
 #include <type_traits>
 
 #include "kernels/dispatch.h"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
+#include "kernels/transform.cuh"
 #include "kernels/weights.cuh"
 
 namespace hf_kbit::cuda {
@@ -59,6 +67,12 @@ struct Part {
     int cluster_tiles, more_tiles;  // row tiles of a cluster; this many clusters have one more
 };
 
+// Of a part, in instances for weights with a Transform: its activations, transformed before unless the CTA does so.
+struct Input {
+    const void* x;
+    Transform transform;
+};
+
 // In this order, so that a CTA of the first part reads few lines of constant memory.
 struct Arguments {
     const void* x;
@@ -67,6 +81,8 @@ struct Arguments {
     int pitch, warp_floats;         // of sums
     int first_cluster[kGemmParts];  // of each part; beyond all clusters where there is none
     Part parts[kGemmParts];
+    bool transforms;  // each CTA by itself
+    Input inputs[kGemmParts];
 };
 
 // --- the ring ------------------------------------------------------------------------------------
@@ -113,13 +129,19 @@ struct Ring {
         }
     }
 
-    // Asks for the next slab, or for none after the last: a call for each stage, then one for each slab taken.
+    // Asks for the next slab, or for none after the last: a call for each stage, then one for each slab taken. kFresh:
+    // nothing was in the stage before.
+    template <bool kFresh = false>
     __device__ __forceinline__ void fetch() {
         const int lane = threadIdx.x % kWarp;
         const int64_t slab = ahead;
         if constexpr (kBulk) {
             if (fetched < all && lane == 0) {
-                release_to_bulk_copies();  // all lanes have read the stage: take() ends with __syncwarp
+                if constexpr (kFresh) {
+                    fence_init_barrier();
+                } else {
+                    release_to_bulk_copies();  // all lanes have read the stage: take() ends with __syncwarp
+                }
                 bring_slab<kBits>(stage, words, scales, slab, barrier);
             }
         } else {
@@ -159,6 +181,83 @@ struct Ring {
     }
 };
 
+// --- activations that a CTA transforms -----------------------------------------------------------
+
+// Those of the CTA's slabs in shared memory, slab after slab of a token; behind them the column scales of the slabs. A
+// warp takes every kWarps-th slab, a lane of it octet number `lane`, which no other lane touches before the CTA's
+// barrier.
+template <typename T, int kWarps>
+struct Activations {
+    const Arguments& arguments;
+    const Input& input;
+    uint32_t begin;
+    int first_slab, slabs;
+
+    // In the loop 8 lanes read 64 bytes each of two tokens or, of one token, of two passes, in one turn of shared
+    // memory if these lie in different halves of 128 bytes: so every other one has its blocks' places swapped in pairs.
+    __device__ __forceinline__ uint32_t slab_address(int token, int slab) const {
+        return begin + (token * slabs + slab) * kSlabActivations;
+    }
+    __device__ __forceinline__ int swap(int token, int slab) const {
+        return 64 * (1 & (arguments.tokens_log2 > 0 ? token : slab >> arguments.k_warps_log2));
+    }
+    __device__ __forceinline__ uint32_t scales_address(int slab, int lane) const {
+        return slab_address(arguments.tokens, 0) + slab * kSlabColumns + lane * kOctet;
+    }
+
+    // Asks for x and columns; zeros beyond K.
+    __device__ __forceinline__ void bring(int warp, int lane) const {
+#pragma unroll 1
+        for (int slab = warp; slab < slabs; slab += kWarps) {
+            const int column = (first_slab + slab) * kSlabColumns + lane * kOctet;
+            const bool there = column < arguments.in_features;
+            const T* x = static_cast<const T*>(input.x) + (there ? column : 0);
+#pragma unroll 1
+            for (int token = 0; token < arguments.tokens; ++token, x += arguments.in_features) {
+                const uint32_t to = slab_address(token, slab) + (lane * 16 ^ swap(token, slab));
+                cp_async_16_or_zeros(to, x, there);
+            }
+            if (input.transform.columns) {
+                const uint8_t* columns = input.transform.columns + (there ? column : 0);
+                cp_async_8_or_zeros(scales_address(slab, lane), columns, there);
+            }
+        }
+        cp_async_commit();
+    }
+
+    // Waits for the lane's own octets; behind them kPending groups of copies are under way.
+    template <int kPending>
+    __device__ __forceinline__ void transform(int warp, int lane) const {
+        cp_async_wait<kPending>();
+        if (!input.transform.any()) return;
+#pragma unroll 1
+        for (int slab = warp; slab < slabs; slab += kWarps) {
+            uint2 bytes = make_uint2(kScalesOfOne, kScalesOfOne);
+            if (input.transform.columns) bytes = load_shared_8(scales_address(slab, lane));
+            float scales[kOctet];
+            decode_scales(bytes, scales);
+#pragma unroll 1
+            for (int token = 0; token < arguments.tokens; ++token) {
+                const uint32_t at = slab_address(token, slab) + (lane * 16 ^ swap(token, slab));
+                const uint4 octet = load_shared_16(at);
+                store_shared_16(at, transform_octet<T>(octet, scales, input.transform.rotated, lane % 4));
+            }
+        }
+    }
+
+    // The octets of a lane of four in all blocks of a slab: zeros where the token or the slab is none.
+    __device__ __forceinline__ void load(int token, int slab, int t, uint32_t (&to)[kSlabBlocks][4]) const {
+        const bool there = token < arguments.tokens && slab < slabs;
+        const uint32_t from = slab_address(token, slab) + t * 16, swapped = swap(token, slab);
+#pragma unroll
+        for (int block = 0; block < kSlabBlocks; ++block) {
+            uint4 octet = make_uint4(0, 0, 0, 0);
+            if (there) octet = load_shared_16(from + (block * 64 ^ swapped));
+            to[block][0] = octet.x, to[block][1] = octet.y, to[block][2] = octet.z, to[block][3] = octet.w;
+        }
+    }
+};
+
 // --- outputs -------------------------------------------------------------------------------------
 
 // Four rows of y, as many as there are, with the bias.
@@ -187,8 +286,8 @@ __device__ __forceinline__ void store_rows(const Part& part, int token, int row,
 
 // --- the kernel ----------------------------------------------------------------------------------
 
-// kTokenTiles: groups of eight tokens.
-template <int kBits, typename T, int kTokenTiles, int kWarps>
+// kTokenTiles: groups of eight tokens. kTransformed: weights have a Transform.
+template <int kBits, typename T, int kTokenTiles, int kWarps, bool kTransformed>
 __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_constant__ Arguments arguments) {
     if constexpr (!has_gemm(kArch) || kWarps != gemm_warps(kArch)) {
         __trap();  // the plan asks for the other, or for none
@@ -222,16 +321,25 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
     const int first_tile = cluster * part.cluster_tiles + min(cluster, part.more_tiles);
     const int tiles = part.cluster_tiles + (cluster < part.more_tiles);
 
+    const uint32_t unit_at = window + unit_address(kBits, kWarps, 8 * kTokenTiles), sums = unit_at + kUnitBytes;
+    [[maybe_unused]] const uint32_t activations_at = sums + (arguments.warp_floats * 4 << k_warps_log2);
+
     // B operands. A lane has of each block columns 8 t .. 8 t + 7, as the lanes of A, and of the eight columns of B
     // column g: `tokens` rounded up to a power of two leave room for the activations of several of the warp's slabs,
     // of which an instruction's results are good for one.
     const int tokens_log2 = kTokenTiles == 1 ? arguments.tokens_log2 : 3, held_slabs = 8 >> tokens_log2;
     uint32_t b[kTokenTiles][kSlabBlocks][4];
+    constexpr bool kCanTransform = kTransformed && 8 * kTokenTiles <= kTransformTokens;
+    const Activations<T, kWarps> activations{arguments, arguments.inputs[index], activations_at, first_slab, slabs};
     const auto load_activations = [&](int pass) {
         const int token = g & ((1 << tokens_log2) - 1);
         const int slab = k_warp + ((pass + (g >> tokens_log2)) << k_warps_log2);
+        if constexpr (kCanTransform) {
+            if (arguments.transforms) return activations.load(token, slab, t, b[0]);
+        }
         const int column = (first_slab + slab) * kSlabColumns + 8 * t;
-        const T* x = static_cast<const T*>(arguments.x) + token * arguments.in_features + column;
+        const void* from = kTransformed ? arguments.inputs[index].x : arguments.x;
+        const T* x = static_cast<const T*>(from) + token * arguments.in_features + column;
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) {
             const int columns = token + 8 * n < arguments.tokens ? arguments.in_features - column : 0;
@@ -239,8 +347,9 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
             for (int block = 0; block < kSlabBlocks; ++block) {
                 uint4 eight = make_uint4(0, 0, 0, 0);
                 if (block * kBlockSize < columns) {
-                    eight =
-                        __ldg(reinterpret_cast<const uint4*>(x + 8 * n * arguments.in_features + block * kBlockSize));
+                    const auto* at =
+                        reinterpret_cast<const uint4*>(x + 8 * n * arguments.in_features + block * kBlockSize);
+                    eight = kTransformed ? *at : __ldg(at);  // the kernel before may have just written it
                 }
                 b[n][block][0] = eight.x;
                 b[n][block][1] = eight.y;
@@ -249,7 +358,11 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
             }
         }
     };
-    load_activations(0);
+    if constexpr (!kTransformed) {
+        load_activations(0);
+    } else if constexpr (kCanTransform) {
+        if (arguments.transforms) activations.bring(warp, lane);
+    }
 
     const int warp_tiles = (tiles - row_warp + row_warps - 1) >> row_warps_log2;
     const int warp_slabs = (slabs - k_warp + k_warps - 1) >> k_warps_log2;
@@ -260,14 +373,24 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
     if constexpr (std::is_same_v<T, __half>) {
         unit *= table.template normalize<Weights<T>::kLargest>();
     }
-    const uint32_t unit_at = window + unit_address(kBits, kWarps, 8 * kTokenTiles), sums = unit_at + kUnitBytes;
     if (threadIdx.x == 0) store_shared_float(unit_at, unit);
+    // Where activations are on their way to shared memory, the fence before a copy may wait for them.
+    constexpr bool kFresh = kTransformed;
 #pragma unroll 1
-    for (int i = 0; i < Ring::kEarly; ++i) ring.fetch();
+    for (int i = 0; i < Ring::kEarly; ++i) ring.template fetch<kFresh>();
     table.template build<T, kWarps * kWarp>();
-    __syncthreads();
+    if constexpr (!kTransformed) __syncthreads();
 #pragma unroll 1
-    for (int i = Ring::kEarly; i < Ring::kStages; ++i) ring.fetch();
+    for (int i = Ring::kEarly; i < Ring::kStages; ++i) ring.template fetch<kFresh>();
+    if constexpr (kTransformed) {
+        if (kCanTransform && arguments.transforms) {
+            activations.template transform<Ring::kBulk ? 0 : Ring::kStages>(warp, lane);
+        } else {
+            wait_for_kernel_before();
+        }
+        __syncthreads();
+        load_activations(0);
+    }
 
     int token = 2 * t;  // and token + 1, and 8 more for each token tile
     uint32_t tile_sums =
@@ -373,48 +496,59 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
 
 // --- launcher ------------------------------------------------------------------------------------
 
-template <int kBits, typename T, int kTokenTiles, int kWarps>
-cudaError_t launch(const Arguments& arguments, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-    static Launcher launcher(gemm_kernel<kBits, T, kTokenTiles, kWarps>, kWarps * kWarp, kAllShared);
-    const int clusters = std::accumulate(plan.clusters, plan.clusters + kGemmParts, 0);
-    return launcher.launch(gpu, clusters * plan.split, plan.split, plan.shared_bytes, stream, arguments);
-}
+struct Launch {
+    const Arguments& arguments;
+    const GemmPlan& plan;
+    bool transformed, awaits;
+    const Gpu& gpu;
+    cudaStream_t stream;
 
-template <int kBits, typename T>
-cudaError_t launch(const Arguments& arguments, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-    const bool one_tile = arguments.tokens <= 8;
-    const auto run = plan.warps == 16 ? (one_tile ? launch<kBits, T, 1, 16> : launch<kBits, T, 2, 16>)
-                                      : (one_tile ? launch<kBits, T, 1, 8> : launch<kBits, T, 2, 8>);
-    return run(arguments, plan, gpu, stream);
-}
+    template <int kBits, typename T, int kTokenTiles, int kWarps, bool kTransformed>
+    cudaError_t run() const {
+        static Launcher launcher(gemm_kernel<kBits, T, kTokenTiles, kWarps, kTransformed>, kWarps * kWarp, kAllShared);
+        const int ctas = std::accumulate(plan.clusters, plan.clusters + kGemmParts, 0) * plan.split;
+        return awaits ? launcher.launch_overlapping(gpu, ctas, plan.split, plan.shared_bytes, stream, arguments)
+                      : launcher.launch(gpu, ctas, plan.split, plan.shared_bytes, stream, arguments);
+    }
+    template <int kBits, typename T, int kTokenTiles, int kWarps>
+    cudaError_t run() const {
+        return transformed ? run<kBits, T, kTokenTiles, kWarps, true>() : run<kBits, T, kTokenTiles, kWarps, false>();
+    }
+    template <int kBits, typename T>
+    cudaError_t run() const {
+        const bool one_tile = arguments.tokens <= 8;
+        if (plan.warps == 16) return one_tile ? run<kBits, T, 1, 16>() : run<kBits, T, 2, 16>();
+        return one_tile ? run<kBits, T, 1, 8>() : run<kBits, T, 2, 8>();
+    }
+};
 
 }  // namespace
 
-cudaError_t gemm(const void* x, Dtype dtype, const Product* products, int count, int bits, int64_t tokens,
-                 int64_t in_features, const Gpu& gpu, cudaStream_t stream) {
-    int64_t row_tiles[kGemmParts];
-    for (int i = 0; i < count; ++i) row_tiles[i] = TileLayout(products[i].out_features, in_features).row_tiles;
-    const GemmPlan plan = plan_gemm(static_cast<int>(tokens), row_tiles, count, in_features, bits, gpu.processors,
-                                    gpu.shared_limit, gpu.arch);
+cudaError_t gemm(const Product* products, int count, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
+                 const GemmPlan& plan, bool awaits, const Gpu& gpu, cudaStream_t stream) {
     if (plan.warps == 0) return cudaErrorInvalidConfiguration;
     Arguments arguments{};
     int clusters = 0;
+    bool transformed = awaits;
     for (int i = 0; i < kGemmParts; ++i) {
         arguments.first_cluster[i] = clusters;
         if (i >= count) continue;
         Part& part = arguments.parts[i];
         const Product& product = products[i];
+        const int64_t row_tiles = TileLayout(product.out_features, in_features).row_tiles;
         part.bias = product.bias;
         part.y = product.y;
         part.words = product.words;
         part.scales = product.scales;
         part.codebook = product.codebook;
         part.out_features = static_cast<int>(product.out_features);
-        part.cluster_tiles = static_cast<int>(row_tiles[i] / plan.clusters[i]);
-        part.more_tiles = static_cast<int>(row_tiles[i] % plan.clusters[i]);
+        part.cluster_tiles = static_cast<int>(row_tiles / plan.clusters[i]);
+        part.more_tiles = static_cast<int>(row_tiles % plan.clusters[i]);
         clusters += plan.clusters[i];
+        arguments.inputs[i] = {product.x, product.transform};
+        transformed |= product.transform.any();
     }
-    arguments.x = x;
+    arguments.x = products[0].x;
     arguments.tokens = static_cast<int>(tokens);
     arguments.in_features = static_cast<int>(in_features);
     arguments.slabs = static_cast<int>(num_slabs(in_features));
@@ -423,9 +557,10 @@ cudaError_t gemm(const void* x, Dtype dtype, const Product* products, int count,
     arguments.tokens_log2 = log2_ceil(tokens);
     arguments.pitch = sums_pitch(plan.tiles);
     arguments.warp_floats = sums_floats(arguments.tokens, plan.tiles);
-    return dispatch<__half, __nv_bfloat16>(bits, dtype, [&](auto width, auto value) {
-        return launch<width(), decltype(value)>(arguments, plan, gpu, stream);
-    });
+    arguments.transforms = plan.transforms;
+    const Launch launch{arguments, plan, transformed, awaits, gpu, stream};
+    return dispatch<__half, __nv_bfloat16>(
+        bits, dtype, [&](auto width, auto value) { return launch.run<width(), decltype(value)>(); });
 }
 
 }  // namespace hf_kbit::cuda

@@ -235,12 +235,12 @@ cudaError_t launch(const Arguments& arguments, const MmaPlan& plan, const Gpu& g
 
 }  // namespace
 
-cudaError_t gemm_mma(const void* x, Dtype dtype, const Product& product, int bits, int64_t tokens, int64_t in_features,
+cudaError_t gemm_mma(const Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
                      const MmaPlan& plan, float* partial, const Gpu& gpu, cudaStream_t stream) {
     const TileLayout layout(product.out_features, in_features);
     Arguments arguments{};
     arguments.output = {product.bias, product.y, static_cast<int>(tokens), static_cast<int>(product.out_features)};
-    arguments.x = x;
+    arguments.x = product.x;
     arguments.words = product.words;
     arguments.scales = product.scales;
     arguments.codebook = product.codebook;

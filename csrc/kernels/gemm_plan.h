@@ -67,8 +67,13 @@ inline GemmPath gemm_path(int64_t tokens, int64_t out_features, int64_t in_featu
 // The unit of work is a slab (16 rows x 256 columns). A CTA owns consecutive row tiles; with `split` > 1 the CTAs of a
 // cluster share their row tiles and divide the slabs along K. Of a CTA's warps `k_warps` divide the slabs and the
 // others the row tiles. A warp goes through its slabs along K in the outer loop, so that its activations stay in
-// registers, and through its row tiles in the inner one; its sums wait in shared memory until all warps are done.//
+// registers, and through its row tiles in the inner one; its sums wait in shared memory until all warps are done.
+//
 // One launch may multiply the same activations by several weights, its parts. A CTA has row tiles of one of them.
+//
+// Where weights have column scales or a rotation, each CTA transforms the activations of its slabs by itself, into
+// shared memory, while its first slabs are under way, or, where that is too much work to do once for every CTA, a
+// kernel before it transforms them all.
 constexpr int kGemmParts = 4;
 
 struct GemmPlan {
@@ -78,9 +83,11 @@ struct GemmPlan {
     int tiles;                 // the most row tiles of a cluster
     int clusters[kGemmParts];  // of each part, whose row tiles are divided evenly among them
     int shared_bytes;          // of a CTA
+    bool transforms;           // by itself
 };
 
-// Shared memory, from kSharedReserved on: table, ring and barriers, the unit of the sums, sums.
+// Shared memory, from kSharedReserved on: table, ring and barriers, the unit of the sums, sums; then what a CTA
+// transforms.
 // A byte of codes selects 256 bytes of the table, a pair of 5-bit codes 128: an entry for each lane. Where shared
 // memory is small, two lanes have one entry at 5 bits.
 constexpr int table_bytes(int bits, int warps) { return bits == 5 && warps == 16 ? 128 << 10 : 64 << 10; }
@@ -110,6 +117,13 @@ constexpr int unit_address(int bits, int warps, int tokens) {
 constexpr int gemm_shared_bytes(int bits, int warps, int k_warps, int tokens, int row_tiles) {
     return unit_address(bits, warps, tokens) + kUnitBytes + k_warps * sums_floats(tokens, row_tiles) * 4;
 }
+
+// 16-bit activations of whole slabs, and their columns' scales.
+constexpr int kSlabActivations = kSlabColumns * 2;
+constexpr int64_t transform_bytes(int tokens, int64_t slabs) {
+    return slabs * (tokens * kSlabActivations + kSlabColumns);
+}
+constexpr int kTransformTokens = 8;  // at most that a CTA transforms: one group of the kernel
 
 // Warps of a CTA on a GPU of compute capability `arch` (900 for 9.0): 16 on Hopper, which has the shared memory for
 // them. Kernels are compiled for the one or the other.
@@ -144,15 +158,18 @@ inline void share_clusters(const int64_t* row_tiles, int parts, int64_t clusters
     }
 }
 
-// tokens 1 to 16; the row tiles of each of 1 to kGemmParts parts; a GPU's processors, 1 or more, the shared memory a
-// CTA may have there, and its architecture. It takes 0.02 to 0.2 us (one thread of the EPYC, 2026-11-22), as long as
+// tokens 1 to 16; the row tiles of each of 1 to kGemmParts parts; whether activations need to be transformed; a GPU's
+// processors, 1 or more, the shared memory a CTA may have there, and its architecture. It takes 0.02 to 0.2 us (one thread of the EPYC, 2026-11-22), as long as
 // to look up what it found before, which is why nothing is kept. warps == 0 where shared memory is too small.
 inline GemmPlan plan_gemm(int tokens, const int64_t* row_tiles, int parts, int64_t in_features, int bits,
-                          int processors, int shared_limit, int arch) {
+                          bool transformed, int processors, int shared_limit, int arch) {
     // Fitted to one H200 (132 processors), CUDA 13.0, 2026-11-21, in the time that a processor takes for a slab, about
     // 0.06 us: what a CTA takes to start and to finish, what meeting in a cluster costs, and what it costs that
     // several warps read the same columns of activations.
     constexpr double kStart = 40, kCluster = 12, kClusterSlope = 1.03, kRowWarp = 4;
+    // To transform a slab of a token in a CTA, and to have a kernel before it. Counted from instructions and a launch's
+    // time, not yet measured.
+    constexpr double kTransform = 0.25, kTransformKernel = 20;
     const int64_t slabs = num_slabs(in_features),
                   all_tiles = std::accumulate(row_tiles, row_tiles + parts, int64_t{0});
     const int warps = gemm_warps(arch);
@@ -160,26 +177,34 @@ inline GemmPlan plan_gemm(int tokens, const int64_t* row_tiles, int parts, int64
     GemmPlan best{};
     double best_time = 0;
     int64_t best_clusters = 0;
-    for (int split = 1; split <= most_split; ++split) {
+    const auto consider = [&](int split, int k_warps, bool transforms) {
         const int64_t cta_slabs = ceil_div(slabs, split);
-        for (int k_warps = 1; k_warps <= warps && k_warps <= cta_slabs; k_warps *= 2) {
-            // As many CTAs as there are processors, or several times as many where shared memory is too small for the
-            // sums of all row tiles.
-            for (int64_t waves = 1; waves <= all_tiles; ++waves) {
-                const int64_t clusters = std::clamp<int64_t>(processors / split * waves, parts, all_tiles);
-                const auto tiles = static_cast<int>(most_tiles(row_tiles, parts, clusters));
-                const int shared = gemm_shared_bytes(bits, warps, k_warps, tokens, tiles);
-                if (shared > shared_limit) continue;
-                const int row_warps = warps / k_warps;
-                const int64_t warp_slabs = ceil_div(cta_slabs, k_warps) * ceil_div(tiles, row_warps);
-                double time = waves * (kStart + warp_slabs * warps + kRowWarp * (row_warps - 1));
-                if (split > 1) time = time * kClusterSlope + kCluster;
-                if (best.warps == 0 || time < best_time) {
-                    best = {warps, k_warps, split, tiles, {}, shared};
-                    best_time = time, best_clusters = clusters;
-                }
-                break;
+        const int64_t own_bytes = transforms ? transform_bytes(tokens, cta_slabs) : 0;
+        if (gemm_shared_bytes(bits, warps, k_warps, tokens, 1) + own_bytes > shared_limit) return;
+        // As many CTAs as there are processors, or several times as many where shared memory is too small for the sums
+        // of all row tiles.
+        for (int64_t waves = 1; waves <= all_tiles; ++waves) {
+            const int64_t clusters = std::clamp<int64_t>(processors / split * waves, parts, all_tiles);
+            const auto tiles = static_cast<int>(most_tiles(row_tiles, parts, clusters));
+            const int64_t shared = gemm_shared_bytes(bits, warps, k_warps, tokens, tiles) + own_bytes;
+            if (shared > shared_limit) continue;
+            const int row_warps = warps / k_warps;
+            const int64_t warp_slabs = ceil_div(cta_slabs, k_warps) * ceil_div(tiles, row_warps);
+            const double activations = transforms ? kTransform * tokens * ceil_div(cta_slabs, warps) * warps : 0;
+            double time = waves * (kStart + activations + warp_slabs * warps + kRowWarp * (row_warps - 1));
+            if (split > 1) time = time * kClusterSlope + kCluster;
+            if (transformed && !transforms) time += kTransformKernel;
+            if (best.warps == 0 || time < best_time) {
+                best = {warps, k_warps, split, tiles, {}, static_cast<int>(shared), transforms};
+                best_time = time, best_clusters = clusters;
             }
+            break;
+        }
+    };
+    for (int split = 1; split <= most_split; ++split) {
+        for (int k_warps = 1; k_warps <= warps && k_warps <= ceil_div(slabs, split); k_warps *= 2) {
+            if (transformed && tokens <= kTransformTokens) consider(split, k_warps, true);
+            consider(split, k_warps, false);
         }
     }
     if (best.warps > 0) share_clusters(row_tiles, parts, best_clusters, best);

@@ -129,6 +129,7 @@ struct Cta {
     // --- who brings x, a lane for each group, and weights, a lane for each warp ---
 
     __device__ __forceinline__ void bring_x(const void* map, int group) const {
+        wait_for_kernel_before();  // which may transform x
         const int party = rank * groups + group, stages = slabs_of(party) * 4 / kPieces;
         const uint32_t full = x_full + group * arguments.x_stages * 8,
                        empty = x_empty + group * arguments.x_stages * 8;
@@ -369,38 +370,40 @@ cudaError_t map_of_x(const void* x, Dtype dtype, int64_t tokens, int64_t in_feat
 }
 
 template <int kBits, typename T, int kTokens>
-cudaError_t launch(const CUtensorMap& map, const Arguments& arguments, const WgmmaPlan& plan, const Gpu& gpu,
-                   cudaStream_t stream) {
+cudaError_t launch(const CUtensorMap& map, const Arguments& arguments, const WgmmaPlan& plan, bool awaits,
+                   const Gpu& gpu, cudaStream_t stream) {
     static Launcher launcher(gemm_wgmma_kernel<kBits, T, kTokens>, threads(kTokens), kAllShared);
-    return launcher.launch(gpu, plan.clusters * plan.split, plan.split, plan.shared_bytes, stream, map, arguments);
+    const int ctas = plan.clusters * plan.split;
+    return awaits ? launcher.launch_overlapping(gpu, ctas, plan.split, plan.shared_bytes, stream, map, arguments)
+                  : launcher.launch(gpu, ctas, plan.split, plan.shared_bytes, stream, map, arguments);
 }
 
 template <int kBits, typename T>
-cudaError_t launch(const CUtensorMap& map, const Arguments& arguments, const WgmmaPlan& plan, const Gpu& gpu,
-                   cudaStream_t stream) {
+cudaError_t launch(const CUtensorMap& map, const Arguments& arguments, const WgmmaPlan& plan, bool awaits,
+                   const Gpu& gpu, cudaStream_t stream) {
     switch (plan.token_tile) {
         case 16:
-            return launch<kBits, T, 16>(map, arguments, plan, gpu, stream);
+            return launch<kBits, T, 16>(map, arguments, plan, awaits, gpu, stream);
         case 32:
-            return launch<kBits, T, 32>(map, arguments, plan, gpu, stream);
+            return launch<kBits, T, 32>(map, arguments, plan, awaits, gpu, stream);
         case 64:
-            return launch<kBits, T, 64>(map, arguments, plan, gpu, stream);
+            return launch<kBits, T, 64>(map, arguments, plan, awaits, gpu, stream);
         case 128:
-            return launch<kBits, T, 128>(map, arguments, plan, gpu, stream);
+            return launch<kBits, T, 128>(map, arguments, plan, awaits, gpu, stream);
         default:
-            return launch<kBits, T, 256>(map, arguments, plan, gpu, stream);
+            return launch<kBits, T, 256>(map, arguments, plan, awaits, gpu, stream);
     }
 }
 
 }  // namespace
 
-cudaError_t gemm_wgmma(const void* x, Dtype dtype, const Product& product, int bits, int64_t tokens,
-                       int64_t in_features, const Gpu& gpu, cudaStream_t stream) {
+cudaError_t gemm_wgmma(const Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
+                       bool awaits, const Gpu& gpu, cudaStream_t stream) {
     const int64_t out_features = product.out_features;
     const WgmmaPlan plan = plan_wgmma(tokens, out_features, in_features, bits, gpu.processors, gpu.shared_limit);
     if (plan.token_tile == 0) return cudaErrorInvalidConfiguration;
     CUtensorMap map;
-    const cudaError_t error = map_of_x(x, dtype, tokens, in_features, plan.token_tile, map);
+    const cudaError_t error = map_of_x(product.x, dtype, tokens, in_features, plan.token_tile, map);
     if (error != cudaSuccess) return error;
     const TileLayout layout(out_features, in_features);
     Arguments arguments{};
@@ -418,7 +421,7 @@ cudaError_t gemm_wgmma(const void* x, Dtype dtype, const Product& product, int b
     arguments.split_log2 = log2_ceil(plan.split);
     arguments.groups_log2 = log2_ceil(plan.groups);
     return dispatch<__half, __nv_bfloat16>(bits, dtype, [&](auto width, auto value) {
-        return launch<width(), decltype(value)>(map, arguments, plan, gpu, stream);
+        return launch<width(), decltype(value)>(map, arguments, plan, awaits, gpu, stream);
     });
 }
 

@@ -22,6 +22,16 @@ __device__ __forceinline__ uint32_t pack_two(float a, float b) {
     }
 }
 
+// The way back.
+template <typename T>
+__device__ __forceinline__ float2 unpack_two(uint32_t two) {
+    if constexpr (std::is_same_v<T, __half>) {
+        return __half22float2(*reinterpret_cast<const __half2*>(&two));
+    } else {
+        return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&two));
+    }
+}
+
 #define HF_KBIT_MMA(type)                                                      \
     asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
         ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \

@@ -21,14 +21,24 @@ namespace hf_kbit::cuda {
 cudaError_t quantize(const void* weight, Dtype dtype, const float* codebook, int bits, bool searched, int64_t rows,
                      int64_t in_features, int32_t* planes, uint8_t* absmax, const Gpu& gpu, cudaStream_t stream);
 
-// The decoded weight, out [rows, K]: the float32 product level * scale, rounded once to dtype. Of tiles, which may be
-// the first of longer rows, row_slabs are in memory for 16 rows.
-cudaError_t dequantize_planes(const int32_t* planes, const uint8_t* absmax, const float* codebook, int bits,
-                              int64_t rows, int64_t in_features, void* out, Dtype dtype, const Gpu& gpu,
-                              cudaStream_t stream);
-cudaError_t dequantize_tiles(const int32_t* words, const uint8_t* scales, const float* codebook, int bits,
-                             int64_t count, int64_t out_features, int64_t in_features, int64_t row_slabs, void* out,
-                             Dtype dtype, const Gpu& gpu, cudaStream_t stream);
+// What a weight does to its input before the product (hf_kbit/transforms.py): times `columns`, E4M4 bytes of K rounded
+// up to a multiple of eight, null for none; then perhaps the rotation within blocks of 32, of K padded with zeros.
+struct Transform {
+    const uint8_t* columns;
+    bool rotated;
+
+    constexpr bool any() const { return columns || rotated; }  // constexpr: on GPUs too
+};
+
+// The decoded weight, out [rows, K], in its original basis: the float32 product level * scale, rotated back, times
+// columns, rounded once to dtype. Of tiles, which may be the first of longer rows, row_slabs are in memory for 16 rows.
+cudaError_t dequantize_planes(const int32_t* planes, const uint8_t* absmax, const float* codebook,
+                              const Transform& transform, int bits, int64_t rows, int64_t in_features, void* out,
+                              Dtype dtype, const Gpu& gpu, cudaStream_t stream);
+cudaError_t dequantize_tiles(const int32_t* words, const uint8_t* scales, const float* codebook,
+                             const Transform& transform, int bits, int64_t count, int64_t out_features,
+                             int64_t in_features, int64_t row_slabs, void* out, Dtype dtype, const Gpu& gpu,
+                             cudaStream_t stream);
 
 // Planes to tiles (zeros where they pad) and tiles to planes.
 cudaError_t repack(const int32_t* planes, const uint8_t* absmax, int bits, int64_t count, int64_t out_features,
@@ -36,27 +46,40 @@ cudaError_t repack(const int32_t* planes, const uint8_t* absmax, int bits, int64
 cudaError_t repack_inverse(const int32_t* words, const uint8_t* scales, int bits, int64_t count, int64_t out_features,
                            int64_t in_features, int32_t* planes, uint8_t* absmax, const Gpu& gpu, cudaStream_t stream);
 
+// x [tokens, K] as weights want it: out [tokens, 32 * B], all of one 16-bit dtype. K is a multiple of 8.
+struct Transformed {
+    Transform transform;
+    void* out;
+};
+
+// Of the same x, `count` of them, at most kGemmParts.
+cudaError_t transform(const void* x, Dtype dtype, const Transformed* outputs, int count, int64_t tokens,
+                      int64_t in_features, const Gpu& gpu, cudaStream_t stream);
+
 // y [tokens, N] = x [tokens, K] @ W.T + bias for W in tiles, float16 or bfloat16; bias [N] may be null, codebook is
-// float32 [2**bits].
+// float32 [2**bits]. K is a multiple of 8 (W may have fewer columns in its last block).
 struct Product {
+    const void* x;
     const int32_t* words;
     const uint8_t* scales;
     const float* codebook;
     const void* bias;
     void* y;
     int64_t out_features;
+    Transform transform;  // for a plan that says so; else x is what `transform` makes, or there is none
 };
 
-// `count` products, at most kGemmParts, of the same x of up to 16 tokens, in one launch; K is a multiple of 8 (W may
-// have fewer columns in its last block).
-cudaError_t gemm(const void* x, Dtype dtype, const Product* products, int count, int bits, int64_t tokens,
-                 int64_t in_features, const Gpu& gpu, cudaStream_t stream);
+// `count` products, at most kGemmParts, of up to 16 tokens in one launch, as plan_gemm says; x is the same for all
+// but where it comes from `transform`. From sm_90 on `awaits` lets the launch overlap with the kernel launched before
+// it, on whose results nothing but x may depend.
+cudaError_t gemm(const Product* products, int count, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
+                 const GemmPlan& plan, bool awaits, const Gpu& gpu, cudaStream_t stream);
 // One product, on GPUs of another compute capability than 9.0, as plan_mma says; partial: as many floats as
 // mma_partial_sums says.
-cudaError_t gemm_mma(const void* x, Dtype dtype, const Product& product, int bits, int64_t tokens, int64_t in_features,
+cudaError_t gemm_mma(const Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
                      const MmaPlan& plan, float* partial, const Gpu& gpu, cudaStream_t stream);
 // One product in one launch, on GPUs of compute capability 9.0.
-cudaError_t gemm_wgmma(const void* x, Dtype dtype, const Product& product, int bits, int64_t tokens,
-                       int64_t in_features, const Gpu& gpu, cudaStream_t stream);
+cudaError_t gemm_wgmma(const Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
+                       bool awaits, const Gpu& gpu, cudaStream_t stream);
 
 }  // namespace hf_kbit::cuda

@@ -32,13 +32,8 @@ class Launcher {
         return error;
     }
 
-public:
-    // Dynamic shared memory of a launch is at most most_shared.
-    constexpr Launcher(Kernel kernel, int threads, int most_shared)
-        : kernel(kernel), threads(threads), most_shared(most_shared) {}
-
-    cudaError_t launch(const Gpu& gpu, int64_t ctas, int cluster, int shared_bytes, cudaStream_t stream,
-                       const Arguments&... arguments) {
+    cudaError_t start(const Gpu& gpu, int64_t ctas, int cluster, int shared_bytes, bool overlaps, cudaStream_t stream,
+                      const Arguments&... arguments) {
         if (ctas < 1 || ctas > INT32_MAX) return cudaErrorInvalidConfiguration;
         const cudaError_t error = prepare(gpu);
         if (error != cudaSuccess) return error;
@@ -47,12 +42,36 @@ public:
         config.blockDim = static_cast<unsigned>(threads);
         config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
         config.stream = stream;
-        cudaLaunchAttribute attribute{};
-        attribute.id = cudaLaunchAttributeClusterDimension;
-        attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-        config.attrs = &attribute;
-        config.numAttrs = cluster > 1;
+        cudaLaunchAttribute attributes[2] = {};
+        config.attrs = attributes;
+        if (cluster > 1) {
+            cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+            attribute.id = cudaLaunchAttributeClusterDimension;
+            attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+        }
+        if (overlaps) {
+            cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+            attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+            attribute.val.programmaticStreamSerializationAllowed = 1;
+        }
         return cudaLaunchKernelEx(&config, kernel, arguments...);
+    }
+
+public:
+    // Dynamic shared memory of a launch is at most most_shared.
+    constexpr Launcher(Kernel kernel, int threads, int most_shared)
+        : kernel(kernel), threads(threads), most_shared(most_shared) {}
+
+    cudaError_t launch(const Gpu& gpu, int64_t ctas, int cluster, int shared_bytes, cudaStream_t stream,
+                       const Arguments&... arguments) {
+        return start(gpu, ctas, cluster, shared_bytes, false, stream, arguments...);
+    }
+
+    // May start before the kernel before it in the stream has ended (ptx.cuh, wait_for_kernel_before), if code from
+    // sm_90 on runs: older code would not wait.
+    cudaError_t launch_overlapping(const Gpu& gpu, int64_t ctas, int cluster, int shared_bytes, cudaStream_t stream,
+                                   const Arguments&... arguments) {
+        return start(gpu, ctas, cluster, shared_bytes, gpu.arch >= 900, stream, arguments...);
     }
 
     // As many CTAs as are needed, with most_shared bytes each; where the GPU has room for fewer, these, which go

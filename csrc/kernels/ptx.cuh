@@ -92,6 +92,11 @@ __device__ __forceinline__ void cp_async_16_or_zeros(uint32_t smem, const void* 
                  : "memory");
 }
 
+// The same for 8 bytes.
+__device__ __forceinline__ void cp_async_8_or_zeros(uint32_t smem, const void* gmem, bool there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(smem), "l"(gmem), "r"(there ? 8 : 0) : "memory");
+}
+
 // Closes a group of copies.
 __device__ __forceinline__ void cp_async_commit() {
 #if __CUDA_ARCH__ >= 800
@@ -157,9 +162,30 @@ __device__ __forceinline__ void bulk_copy_box(uint32_t smem, const void* map, in
         "l"(map), "r"(column), "r"(row), "r"(barrier)
         : "memory");
 }
-// Makes initialised barriers visible to the cluster and to bulk copies.
+// Makes initialised barriers visible to the cluster and to bulk copies that count there.
+__device__ __forceinline__ void fence_init_barrier() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// The same, by a fence for all of shared memory.
 __device__ __forceinline__ void fence_barriers() {
-    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+    fence_init_barrier();
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// --- launches that overlap, from sm_90 on; before, nothing ---
+
+// Lets the kernel that follows in the stream start, if it was launched to overlap, once all CTAs have come here or
+// ended.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Waits until the kernel before has ended and all that it wrote is visible; without such a launch, for nothing.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // --- clusters, from sm_90 on ---

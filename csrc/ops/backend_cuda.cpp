@@ -37,6 +37,18 @@ Tensor aligned(const Tensor& tensor) {
     return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0 ? tensor : torch::stable::clone(tensor);
 }
 
+// As kernels read activations and column scales: rows in pieces of eight numbers, zeros where they pad.
+Tensor in_pieces(const Tensor& tensor) {
+    constexpr int64_t kPiece = 8;
+    const int64_t padding = (kPiece - tensor.size(-1) % kPiece) % kPiece;
+    Tensor rows = as_contiguous(tensor);
+    if (padding > 0) {
+        const std::array<int64_t, 2> after{0, padding};
+        rows = torch::stable::pad(rows, {after.data(), after.size()});
+    }
+    return aligned(rows);
+}
+
 template <typename T>
 const T* read(const Tensor& tensor) {
     return static_cast<const T*>(tensor.const_data_ptr());
@@ -46,6 +58,19 @@ template <typename T>
 T* write(Tensor& tensor) {
     return static_cast<T*>(tensor.mutable_data_ptr());
 }
+
+// What a weight does to its input, with the tensor that owns the copy of `columns`, if there is one, until the launch.
+struct HeldTransform {
+    std::optional<Tensor> columns;
+    bool rotated;
+
+    explicit HeldTransform(const Packed& packed) : rotated(packed.rotated) {
+        if (packed.columns) columns = in_pieces(*packed.columns);
+    }
+    cuda::Transform from(int64_t column) const {
+        return {columns ? read<uint8_t>(*columns) + column : nullptr, rotated};
+    }
+};
 
 // Tiles are padded to whole slabs.
 void check_size(const Packed& packed) {
@@ -75,11 +100,13 @@ void dequantize_tiles(const Packed& packed, int64_t first_slab, int64_t columns,
     check_size(packed);
     const Launch launch(packed.words);
     const Tensor words = aligned(packed.words), scales = aligned(packed.scales);
+    const HeldTransform transform(packed);
     check("dequantize", cuda::dequantize_tiles(read<int32_t>(words) + first_slab * TileLayout::slab_words(packed.bits),
                                                read<uint8_t>(scales) + first_slab * TileLayout::kSlabScales,
-                                               read<float>(packed.codebook), packed.bits, packed.count,
-                                               packed.out_features, columns, num_slabs(packed.in_features),
-                                               out.mutable_data_ptr(), dtype, launch.gpu, launch.stream));
+                                               read<float>(packed.codebook), transform.from(first_slab * kSlabColumns),
+                                               packed.bits, packed.count, packed.out_features, columns,
+                                               num_slabs(packed.in_features), out.mutable_data_ptr(), dtype,
+                                               launch.gpu, launch.stream));
 }
 
 }  // namespace
@@ -89,10 +116,11 @@ void dequantize(const Packed& packed, Tensor& out, Dtype dtype) {
     check_size(packed);
     const Launch launch(packed.words);
     const Tensor words = aligned(packed.words), scales = aligned(packed.scales);
+    const HeldTransform transform(packed);
     check("dequantize",
           cuda::dequantize_planes(read<int32_t>(words), read<uint8_t>(scales), read<float>(packed.codebook),
-                                  packed.bits, packed.count * packed.out_features, packed.in_features,
-                                  out.mutable_data_ptr(), dtype, launch.gpu, launch.stream));
+                                  transform.from(0), packed.bits, packed.count * packed.out_features,
+                                  packed.in_features, out.mutable_data_ptr(), dtype, launch.gpu, launch.stream));
 }
 
 void dequantize_columns(const Packed& packed, int64_t first, Tensor& out, Dtype dtype) {
@@ -148,36 +176,105 @@ Tensor gemm_in_slices(const Tensor& x, Dtype dtype, Packed packed, const std::op
     return y;
 }
 
-// As the fused kernels read it: rows in pieces of 16 bytes.
-Tensor in_pieces(const Tensor& x) {
-    constexpr int64_t kPiece = 8;
-    const int64_t padding = (kPiece - x.size(-1) % kPiece) % kPiece;
-    Tensor rows = as_contiguous(x);
-    if (padding > 0) {
-        const std::array<int64_t, 2> after{0, padding};
-        rows = torch::stable::pad(rows, {after.data(), after.size()});
-    }
-    return aligned(rows);
-}
-
 // What a product's kernel reads and writes, with tensors that own the copies among it until the launch, and the new y.
 struct Held {
-    Tensor words, scales, codebook, y;
+    Tensor x, words, scales, codebook, y;
     std::optional<Tensor> bias;
+    HeldTransform owner;
+    cuda::Transform transform;  // that x still has to go through
+    int bits;
 
-    Held(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& with_bias)
-        : words(aligned(packed.words)), scales(aligned(packed.scales)), codebook(packed.codebook) {
+    // x in pieces; y has the leading dimensions of `shape`.
+    Held(const Tensor& x, Shape shape, Dtype dtype, const Packed& packed, const std::optional<Tensor>& with_bias)
+        : x(x),
+          words(aligned(packed.words)),
+          scales(aligned(packed.scales)),
+          codebook(packed.codebook),
+          owner(packed),
+          transform(owner.from(0)),
+          bits(packed.bits) {
         if (with_bias) bias = as_contiguous(*with_bias);
-        Shape shape = shape_of(x);
         shape.back() = packed.out_features;
         y = new_tensor(x, shape, scalar_type(dtype));
     }
     cuda::Product product() {
-        return {read<int32_t>(words),  read<uint8_t>(scales),
-                read<float>(codebook), bias ? bias->const_data_ptr() : nullptr,
-                y.mutable_data_ptr(),  y.size(-1)};
+        return {x.const_data_ptr(),   read<int32_t>(words),
+                read<uint8_t>(scales), read<float>(codebook),
+                bias ? bias->const_data_ptr() : nullptr,
+                y.mutable_data_ptr(),  y.size(-1),
+                transform};
     }
 };
+
+bool any_transform(const std::vector<Held>& held) {
+    return std::any_of(held.begin(), held.end(), [](const Held& one) { return one.transform.any(); });
+}
+
+// Replaces x, which all have in common, by what each weight wants; up to kGemmParts different ones are one launch.
+void transform_inputs(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch) {
+    const Tensor x = held[0].x;
+    const int64_t in_features = x.size(-1), columns = num_blocks(in_features) * kBlockSize;
+    std::vector<cuda::Transformed> outputs;
+    std::vector<Tensor> made;
+    for (Held& one : held) {
+        if (!one.transform.any() && columns == in_features) continue;
+        const auto same = [&](const cuda::Transformed& output) {
+            return output.transform.columns == one.transform.columns &&
+                   output.transform.rotated == one.transform.rotated;
+        };
+        const auto index = static_cast<size_t>(std::find_if(outputs.begin(), outputs.end(), same) - outputs.begin());
+        if (index == outputs.size()) {
+            made.push_back(new_tensor(x, {tokens, columns}, scalar_type(dtype)));
+            outputs.push_back({one.transform, made.back().mutable_data_ptr()});
+        }
+        one.x = made[index];
+        one.transform = {};
+    }
+    for (size_t first = 0; first < outputs.size(); first += kGemmParts) {
+        const auto count = static_cast<int>(std::min<size_t>(kGemmParts, outputs.size() - first));
+        check("transform", cuda::transform(x.const_data_ptr(), dtype, &outputs[first], count, tokens, in_features,
+                                           launch.gpu, launch.stream));
+    }
+}
+
+// Up to 16 tokens and kGemmParts weights of one width: one launch, perhaps after that of transform_inputs.
+void multiply_few(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch) {
+    const cuda::Gpu& gpu = launch.gpu;
+    const auto count = static_cast<int>(held.size());
+    const int bits = held[0].bits;
+    const bool transformed = any_transform(held);
+    int64_t row_tiles[kGemmParts];
+    for (int i = 0; i < count; ++i) row_tiles[i] = ceil_div(held[i].y.size(-1), kTileRows);
+    const GemmPlan plan = plan_gemm(static_cast<int>(tokens), row_tiles, count, held[0].x.size(-1), bits, transformed,
+                                    gpu.processors, gpu.shared_limit, gpu.arch);
+    const bool awaits = transformed && !plan.transforms;
+    if (awaits) transform_inputs(held, dtype, tokens, launch);
+    cuda::Product products[kGemmParts];
+    for (int i = 0; i < count; ++i) products[i] = held[i].product();
+    check("gemm", cuda::gemm(products, count, dtype, bits, tokens, held[0].x.size(-1), plan, awaits, gpu,
+                             launch.stream));
+}
+
+// More tokens: a launch for each weight.
+void multiply_many(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch) {
+    const cuda::Gpu& gpu = launch.gpu;
+    bool awaits = any_transform(held);  // only what follows that kernel may overlap with it
+    if (awaits) transform_inputs(held, dtype, tokens, launch);
+    for (Held& one : held) {
+        const int64_t in_features = one.x.size(-1);
+        const cuda::Product product = one.product();
+        if (has_mma_path(gpu.arch)) {
+            const MmaPlan plan = plan_mma(tokens, product.out_features, in_features, gpu.processors);
+            Tensor partial = new_tensor(one.x, {mma_partial_sums(plan)}, ScalarType::Float);
+            check("gemm_mma", cuda::gemm_mma(product, dtype, one.bits, tokens, in_features, plan,
+                                             write<float>(partial), gpu, launch.stream));
+        } else {
+            check("gemm_wgmma",
+                  cuda::gemm_wgmma(product, dtype, one.bits, tokens, in_features, awaits, gpu, launch.stream));
+        }
+        awaits = false;
+    }
+}
 
 GemmPath path_of(const Packed& packed, Dtype dtype, int64_t tokens, const cuda::Gpu& gpu) {
     const bool fusable = packed.form == Form::tiles && (dtype == Dtype::float16 || dtype == Dtype::bfloat16);
@@ -191,54 +288,40 @@ GemmPath path_of(const Packed& packed, Dtype dtype, int64_t tokens, const cuda::
 // Decodes and multiplies in one kernel where it can, else decodes first.
 Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias) {
     const Launch launch(x);
-    const cuda::Gpu& gpu = launch.gpu;
     const int64_t tokens = x.numel() / packed.in_features;
-    const GemmPath path = path_of(packed, dtype, tokens, gpu);
+    const GemmPath path = path_of(packed, dtype, tokens, launch.gpu);
     if (path == GemmPath::dequantize) return gemm_in_slices(x, dtype, packed, bias);
-    const Tensor rows = in_pieces(x);
-    Held held(x, dtype, packed, bias);
-    const cuda::Product product = held.product();
-    const int64_t in_features = rows.size(-1);
-    const void* from = rows.const_data_ptr();
-    if (path == GemmPath::decode) {
-        check("gemm", cuda::gemm(from, dtype, &product, 1, packed.bits, tokens, in_features, gpu, launch.stream));
-    } else if (path == GemmPath::wgmma) {
-        check("gemm_wgmma",
-              cuda::gemm_wgmma(from, dtype, product, packed.bits, tokens, in_features, gpu, launch.stream));
-    } else {
-        const MmaPlan plan = plan_mma(tokens, packed.out_features, in_features, gpu.processors);
-        Tensor partial = new_tensor(x, {mma_partial_sums(plan)}, ScalarType::Float);
-        check("gemm_mma", cuda::gemm_mma(from, dtype, product, packed.bits, tokens, in_features, plan,
-                                         write<float>(partial), gpu, launch.stream));
-    }
-    return held.y;
+    std::vector<Held> held;
+    held.emplace_back(in_pieces(x), shape_of(x), dtype, packed, bias);
+    (path == GemmPath::decode ? multiply_few : multiply_many)(held, dtype, tokens, launch);
+    return held[0].y;
 }
 
-// For few tokens and weights of the same width one launch, else one for each.
+// For few tokens and weights of the same width one launch, else one for each; what x becomes for a weight is made once
+// for all of them.
 std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<Packed>& weights,
                                const std::vector<std::optional<Tensor>>& biases) {
     const Launch launch(x);
-    const bool together =
-        weights.size() <= kGemmParts && std::all_of(weights.begin(), weights.end(), [&](const Packed& packed) {
-            const int64_t tokens = x.numel() / packed.in_features;
-            return packed.bits == weights[0].bits && path_of(packed, dtype, tokens, launch.gpu) == GemmPath::decode;
-        });
-    std::vector<Tensor> products;
-    if (weights.empty() || !together) {
-        for (size_t i = 0; i < weights.size(); ++i) products.push_back(gemm(x, dtype, weights[i], biases[i]));
-        return products;
+    std::vector<GemmPath> paths;
+    bool together = weights.size() <= kGemmParts;
+    for (const Packed& packed : weights) {
+        paths.push_back(path_of(packed, dtype, x.numel() / packed.in_features, launch.gpu));
+        together = together && packed.bits == weights[0].bits && paths.back() == GemmPath::decode;
     }
-    const Tensor rows = in_pieces(x);
+    std::vector<Tensor> products;
     std::vector<Held> held;
-    std::vector<cuda::Product> launched;
+    Tensor rows = x;
     for (size_t i = 0; i < weights.size(); ++i) {
-        held.emplace_back(x, dtype, weights[i], biases[i]);
-        launched.push_back(held.back().product());
+        if (paths[i] == GemmPath::dequantize || (paths[i] == GemmPath::decode && !together)) {
+            products.push_back(gemm(x, dtype, weights[i], biases[i]));
+            continue;
+        }
+        if (held.empty()) rows = in_pieces(x);
+        held.emplace_back(rows, shape_of(x), dtype, weights[i], biases[i]);
         products.push_back(held.back().y);
     }
-    check("gemm",
-          cuda::gemm(rows.const_data_ptr(), dtype, launched.data(), static_cast<int>(launched.size()), weights[0].bits,
-                     x.numel() / weights[0].in_features, rows.size(-1), launch.gpu, launch.stream));
+    if (held.empty()) return products;
+    (together ? multiply_few : multiply_many)(held, dtype, x.numel() / x.size(-1), launch);
     return products;
 }
 

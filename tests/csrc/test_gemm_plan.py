@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import time
 from typing import NamedTuple
 
 import cases
@@ -45,7 +46,7 @@ class Plan(ctypes.Structure):
     """``GemmPlan``, in its order; the wrapper refuses to compile when the header's has other fields."""
 
     _fields_ = [(name, ctypes.c_int) for name in ("warps", "k_warps", "split", "tiles")]
-    _fields_ += [("of_parts", ctypes.c_int * MOST_PARTS), ("shared_bytes", ctypes.c_int)]
+    _fields_ += [("of_parts", ctypes.c_int * MOST_PARTS), ("shared_bytes", ctypes.c_int), ("transforms", ctypes.c_int)]
 
     @property
     def clusters(self) -> int:
@@ -80,14 +81,14 @@ class MmaPlan(ctypes.Structure):
 WRAPPER = """
 #include "kernels/gemm_plan.h"
 
-extern "C" void plan(int tokens, const int64_t* row_tiles, int parts, int64_t in_features, int bits, int processors,
-                     int shared_limit, int arch, int* to) {
-    static_assert(sizeof(hf_kbit::GemmPlan) == 9 * sizeof(int) && hf_kbit::kGemmParts == 4, "test_gemm_plan.py knows");
+extern "C" void plan(int tokens, const int64_t* row_tiles, int parts, int64_t in_features, int bits, int transformed,
+                     int processors, int shared_limit, int arch, int* to) {
+    static_assert(sizeof(hf_kbit::GemmPlan) == 10 * sizeof(int) && hf_kbit::kGemmParts == 4, "test_gemm_plan.py knows");
     const auto plan =
-        hf_kbit::plan_gemm(tokens, row_tiles, parts, in_features, bits, processors, shared_limit, arch);
+        hf_kbit::plan_gemm(tokens, row_tiles, parts, in_features, bits, transformed, processors, shared_limit, arch);
     to[0] = plan.warps, to[1] = plan.k_warps, to[2] = plan.split, to[3] = plan.tiles;
     for (int i = 0; i < hf_kbit::kGemmParts; ++i) to[4 + i] = plan.clusters[i];
-    to[8] = plan.shared_bytes;
+    to[8] = plan.shared_bytes, to[9] = plan.transforms;
 }
 extern "C" int shared_bytes(int bits, int warps, int k_warps, int tokens, int row_tiles) {
     return hf_kbit::gemm_shared_bytes(bits, warps, k_warps, tokens, row_tiles);
@@ -121,7 +122,7 @@ extern "C" int log2_ceil(int64_t n) { return hf_kbit::log2_ceil(n); }
 def library(compile_for_cpu):
     loaded = compile_for_cpu(WRAPPER)
     loaded.plan.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_int, ctypes.c_int64]
-    loaded.plan.argtypes += [*[ctypes.c_int] * 4, ctypes.POINTER(Plan)]
+    loaded.plan.argtypes += [*[ctypes.c_int] * 5, ctypes.POINTER(Plan)]
     loaded.plan.restype = None
     loaded.wgmma_plan.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_int] * 3, ctypes.POINTER(WgmmaPlan)]
     loaded.wgmma_plan.restype = None
@@ -135,13 +136,13 @@ def library(compile_for_cpu):
 
 @pytest.fixture(scope="module")
 def plan_gemm(library):
-    def call(tokens, shape, bits, gpu) -> Plan:
+    def call(tokens, shape, bits, gpu, transformed=False) -> Plan:
         """``shape`` of one part, or with the rows of several: ``((rows, rows), columns)``."""
         rows, columns = shape
         parts = rows if isinstance(rows, tuple) else (rows,)
         tiles = [ceil_div(rows, TILE_ROWS) for rows in parts]
         found = Plan()
-        library.plan(tokens, (ctypes.c_int64 * len(tiles))(*tiles), len(tiles), columns, bits, *gpu, found)
+        library.plan(tokens, (ctypes.c_int64 * len(tiles))(*tiles), len(tiles), columns, bits, transformed, *gpu, found)
         return found
 
     return call
@@ -194,6 +195,43 @@ def test_plans_are_valid(plans, library, gpu):
         assert plan.tiles == most_tiles and [*plan.of_parts] == [plan.clusters, 0, 0, 0], told
         assert plan.shared_bytes == library.shared_bytes(bits, plan.warps, plan.k_warps, tokens, most_tiles), told
         assert plan.shared_bytes <= gpu.shared_limit, told
+        assert not plan.transforms, told
+
+
+def test_plans_that_transform_have_room_for_it(plan_gemm, library, gpu):
+    """Counted from gemm.cu: 16-bit activations of a CTA's slabs and a byte for each column. Else a kernel before does
+    it, and the plan is that of a plain weight."""
+    for tokens, shape, bits in all_cases():
+        plan = plan_gemm(tokens, shape, bits, gpu, True)
+        told = f"{tokens} {shape} {bits}: {plan.values()}"
+        if not plan.transforms:
+            assert plan.values() == plan_gemm(tokens, shape, bits, gpu).values(), told
+            continue
+        assert tokens <= 8, told
+        activations = ceil_div(slabs(shape), plan.split) * SLAB_COLUMNS * (2 * tokens + 1)
+        sums = library.shared_bytes(bits, plan.warps, plan.k_warps, tokens, plan.tiles)
+        assert plan.shared_bytes == sums + activations <= gpu.shared_limit, told
+        assert plan.tiles == ceil_div(row_tiles(shape), plan.clusters), told
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+def test_who_transforms_on_an_h200(plan_gemm, bits):
+    """At one token each CTA by itself, which costs no launch; where that is many octets for every thread, a kernel
+    before."""
+    for shape in LLAMA:
+        assert plan_gemm(1, shape, bits, H200, True).transforms == (shape[1] < 28672), shape
+        for tokens in (8, 16):
+            assert not plan_gemm(tokens, shape, bits, H200, True).transforms, (tokens, shape)
+    assert plan_gemm(4, (4096, 4096), bits, H200, True).transforms
+
+
+def test_columns_that_no_cta_has_room_for(plan_gemm):
+    """Nor does the plan, at every call, try all numbers of row tiles for one that would leave it room."""
+    shape = (10**8, 70_000)
+    start = time.perf_counter()
+    found = plan_gemm(1, shape, 5, H200, True).values()
+    assert time.perf_counter() - start < 0.1
+    assert found == plan_gemm(1, shape, 5, H200).values()
 
 
 def waves(plan, gpu) -> int:

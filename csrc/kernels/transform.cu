@@ -1,0 +1,99 @@
+// Activations as weights want them that have column scales or a rotation (hf_kbit/transforms.py): x' = (x * c) @ R,
+// computed in float32, rounded once.
+//
+//   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8
+//   columns   uint8 [K], as E4M4, or null           out  [M, 32 * B], of x's dtype, for each of up to four weights
+//
+// A thread has an octet of columns in one token or two and reads it once for all weights; four neighbours have the
+// block. Memory is the limit for many tokens: about 120 instructions for 16 bytes in and 16 out, of which an H200
+// allows 190. How near it comes is to be measured. For few tokens it is the launch, with which the product's kernel
+// overlaps; at one token the product's CTAs do the work themselves (gemm.cu).
+#include "kernels/dispatch.h"
+#include "kernels/kernels.h"
+#include "kernels/launch.h"
+#include "kernels/ptx.cuh"
+#include "kernels/transform.cuh"
+
+namespace hf_kbit::cuda {
+
+namespace {
+
+constexpr int kThreads = 256, kProcessorCtas = 5;
+
+struct Arguments {
+    const void* x;
+    int64_t tokens;
+    int in_features, out_columns;
+    unsigned row_ctas;  // for all columns
+    int count;
+    Transformed outputs[kGemmParts];
+};
+
+// kTokens: of a thread.
+template <typename T, int kTokens>
+__global__ void __launch_bounds__(kThreads, kProcessorCtas) transform_kernel(const __grid_constant__ Arguments arguments) {
+    let_next_kernel_start();
+    const unsigned tokens_before = blockIdx.x / arguments.row_ctas;
+    const int column = static_cast<int>((blockIdx.x - tokens_before * arguments.row_ctas) * kThreads + threadIdx.x) *
+                       kOctet;
+    const int t = threadIdx.x % 4;
+    const int64_t first = int64_t{tokens_before} * kTokens;
+    const auto tokens = static_cast<int>(min(arguments.tokens - first, int64_t{kTokens}));
+    const bool there = column < arguments.in_features, stored = column < arguments.out_columns;
+    const auto load_columns = [&](int output) {
+        const uint8_t* columns = arguments.outputs[output].transform.columns;
+        if (!columns || !there) return make_uint2(kScalesOfOne, kScalesOfOne);
+        return __ldg(reinterpret_cast<const uint2*>(columns + column));
+    };
+    uint2 bytes = load_columns(0);  // for the first output while x is under way, then for the next one
+    uint4 octets[kTokens];
+    const T* x = static_cast<const T*>(arguments.x) + first * arguments.in_features + column;
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+        octets[i] = make_uint4(0, 0, 0, 0);
+        if (there && i < tokens) {
+            octets[i] = __ldg(reinterpret_cast<const uint4*>(x + int64_t{i} * arguments.in_features));
+        }
+    }
+#pragma unroll 1
+    for (int i = 0; i < arguments.count; ++i) {
+        const Transformed& output = arguments.outputs[i];
+        float scales[kOctet];
+        decode_scales(bytes, scales);
+        if (i + 1 < arguments.count) bytes = load_columns(i + 1);
+        T* out = static_cast<T*>(output.out) + first * arguments.out_columns + column;
+#pragma unroll
+        for (int token = 0; token < kTokens; ++token) {
+            const uint4 octet = transform_octet<T>(octets[token], scales, output.transform.rotated, t);
+            if (stored && token < tokens) store_16(out + int64_t{token} * arguments.out_columns, octet);
+        }
+    }
+}
+
+template <typename T, int kTokens>
+cudaError_t launch(const Arguments& arguments, const Gpu& gpu, cudaStream_t stream) {
+    static Launcher launcher(transform_kernel<T, kTokens>, kThreads, 0);
+    return launcher.launch(gpu, ceil_div(arguments.tokens, kTokens) * arguments.row_ctas, 1, 0, stream, arguments);
+}
+
+}  // namespace
+
+cudaError_t transform(const void* x, Dtype dtype, const Transformed* outputs, int count, int64_t tokens,
+                      int64_t in_features, const Gpu& gpu, cudaStream_t stream) {
+    Arguments arguments{};
+    arguments.x = x;
+    arguments.tokens = tokens;
+    arguments.in_features = static_cast<int>(in_features);
+    arguments.out_columns = static_cast<int>(num_blocks(in_features) * kBlockSize);
+    arguments.row_ctas = static_cast<unsigned>(ceil_div(arguments.out_columns, kThreads * kOctet));
+    arguments.count = count;
+    std::copy_n(outputs, count, arguments.outputs);
+    // Two tokens a thread where that leaves every processor the CTAs that it can have at work.
+    const bool many = ceil_div(tokens, 2) * arguments.row_ctas >= int64_t{kProcessorCtas} * gpu.processors;
+    return dispatch<__half, __nv_bfloat16>(dtype, [&](auto value) {
+        using T = decltype(value);
+        return (many ? launch<T, 2> : launch<T, 1>)(arguments, gpu, stream);
+    });
+}
+
+}  // namespace hf_kbit::cuda
