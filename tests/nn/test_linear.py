@@ -313,7 +313,7 @@ def test_a_state_dict_without_its_column_scales_is_refused():
     for transform in TRANSFORMS:
         layer = KbitLinear.from_linear(linear(), bits=3, transform=transform)
         before = layer.decoding
-        with pytest.raises(RuntimeError, match='Missing key.*"weight_columns"'):
+        with pytest.raises(RuntimeError, match=r'Missing key.*"weight_columns"'):
             layer.load_state_dict(state)
         assert layer.decoding == before and (layer.weight_columns is not None) == before.transformed
 
@@ -352,7 +352,7 @@ def test_a_state_dict_that_does_not_fit_leaves_the_levels_and_the_transform_alon
     layer = KbitLinear.from_linear(linear(), bits=2, transform=transform)
     before, x = copy.deepcopy(layer), cases.x((2,), 33)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        layer.load_state_dict(KbitLinear(65, 7, bits=2, codebook="int", transform=other).state_dict())
+        layer.load_state_dict(KbitLinear(65, 7, False, bits=2, codebook="int", transform=other).state_dict())
     assert layer.decoding == before.decoding and torch.equal(layer(x), before(x))
 
 
