@@ -1,4 +1,4 @@
-"""Column scales that balance a weight, from the weight alone."""
+"""Column scales that balance a weight: from the weight alone, or for inputs whose second moments are known."""
 
 import torch
 
@@ -8,6 +8,7 @@ from hf_kbit.reference import encode_e4m4
 # this, and of ratios, 1 being this.
 _ROOTS, _RATIOS = 2.0**24, 2.0**20
 SMALLEST, LARGEST = 2.0**-10, 31.0  # of column scales: what E4M4 holds to a sixteenth of an octave
+SMALLEST_MOMENT = 1e-4  # of the mean, added to each: what a sample shows nothing of may come yet
 # Weights at a time: on a CPU as many as its cache holds.
 _SLICE_ON_CPU, _SLICE = 1 << 18, 1 << 24
 
@@ -51,3 +52,29 @@ def balance(weight: torch.Tensor) -> torch.Tensor:
     mean = (sums / (_RATIOS * len(weight))).float()
     scale = (mean * mean * mean.sqrt().sqrt()).clamp(SMALLEST, LARGEST)
     return encode_e4m4(torch.where(mean > 0, scale, 1.0))
+
+
+def balance_for(weight: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
+    """Column scales for given inputs: those with which the squared error of the outputs is least, if rounding errors
+    are alike in a block once it is rotated, and in proportion to its size.
+
+    That error is the product of two sums over the block, of ``moments * c**2`` and of ``w**2 / c**2``, and least for
+    ``c**4`` in proportion to w**2 over moments.
+
+    Args:
+        weight: floating ``[N, K]``, finite.
+        moments: float32 ``[K]``: of each input the sum of squares over tokens.
+
+    Returns:
+        uint8 ``[K]``, E4M4.
+
+    Source: AWQ (arXiv:2306.00978) finds scales between inputs and weights by trying powers of the former.
+
+    >>> balance_for(torch.ones(4, 3), torch.tensor([1.0, 16.0, 16.0])).tolist() == balance_for(
+    ...     torch.tensor([[4.0, 1.0, 1.0]]), torch.ones(3)).tolist()
+    True
+    """
+    squares, moments = weight.float().square().mean(0), moments + SMALLEST_MOMENT * moments.mean()
+    scale = torch.where((squares > 0) & (moments > 0), (squares / moments).sqrt().sqrt(), 0.0)
+    mean = scale.sum() / (scale > 0).sum().clamp(min=1)
+    return encode_e4m4(torch.where(scale > 0, (scale / mean).clamp(SMALLEST, LARGEST), 1.0))

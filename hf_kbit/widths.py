@@ -6,8 +6,9 @@ import inspect
 import math
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,8 +18,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.calibration import capture
+from hf_kbit.calibration.writing import draw
 from hf_kbit.config import KbitConfig
-from hf_kbit.evaluation import check, divergence, evaluating
+from hf_kbit.evaluation import check, evaluating
 from hf_kbit.format import BITS, BLOCK_SIZE, absmax_shape
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.linear import KbitLinear
@@ -26,7 +28,8 @@ from hf_kbit.nn.linear import KbitLinear
 SCALE_BITS = 8 / BLOCK_SIZE  # of a weight
 ASKED = 8  # tokens that a model reads to tell what it keeps of them
 CACHES = ("past_key_values", "cache_params", "state", "mems")  # names of the cache among a model's outputs
-TOGETHER = 16  # layers that are measured in one pass through the model, each with logits of its own
+LOGITS = 1 << 27  # as many at once, with their gradients
+SEED = 0  # of the tokens that are drawn
 
 
 @dataclass(frozen=True)
@@ -49,17 +52,16 @@ def choose_widths(
 ) -> KbitConfig:
     """A config that gives each layer a width of its own, ``bits`` on average, so that the model loses least.
 
-    Each layer by itself is quantized to 2 bits, which changes what the model predicts on ``tokens``: the KL divergence
-    from the model as it is is what 2 bits cost there. Other widths cost as much less as their squared error is
-    less. Costs of layers are taken to add up. Bits go where one for each weight lowers the cost most, until none are
-    left. The model is as before when this returns.
+    What a width costs a layer is estimated from the errors that it makes in its weights and from the gradients of what
+    the model predicts on ``tokens`` (``measure``). Costs of layers are taken to add up. Bits go where one for each
+    weight lowers the cost most, until none are left. The model is as before when this returns.
 
     Args:
         model: a causal language model that is not quantized, in eval mode or not.
         tokens: int64 ``[length]``, 2 or more: ids of a text like what the model is for; some hundred will do.
         bits: mean width of the weights of the layers to quantize, 2 to 5, with padding; their scales take 0.25 more.
         config: which layers, levels and scales; widths that it gives are not kept. Default: ``KbitConfig()``.
-        window: tokens that the model sees at once.
+        window: tokens that the model sees at once; gradients are squared for each window by itself.
         device: where each layer computes, as for ``calibrate``: a model on a CPU can be larger than the GPU.
         progress: shows a bar on stderr.
 
@@ -72,7 +74,8 @@ def choose_widths(
             quantize.
 
     Source: the greedy solution of a knapsack whose costs fall ever less (Fox 1966, Discrete optimization via marginal
-    analysis); the sensitivity of a layer by itself as in HAWQ (Dong et al. 2019), measured instead of estimated.
+    analysis); the diagonal of the Fisher matrix as sensitivity as in SqueezeLLM (arXiv:2306.07629), here with tokens
+    that are drawn in place of those of the text, so that the divergence is what it estimates.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
@@ -125,7 +128,6 @@ def spend(layers: Mapping[str, Layer], budget: float) -> dict[str, int]:
     return chosen
 
 
-@torch.no_grad()
 def measure(
     model: PreTrainedModel,
     tokens: torch.Tensor,
@@ -137,9 +139,11 @@ def measure(
 ) -> dict[str, Layer]:
     """What each width costs each layer that ``config`` would quantize, by name, in nats for all of ``tokens``.
 
-    Widths that ``config`` gives do not matter. Arguments and errors are those of ``choose_widths``. In one pass go
-    through the model the text as it is and, for each of some layers, another one that reads it from that layer on as
-    2 bits would have it.
+    Widths that ``config`` gives do not matter. Arguments and errors are those of ``choose_widths``. The costs are
+    estimates of the divergence of what the model predicts with the layer quantized, half the quadratic form of the
+    weight's error with the Fisher matrix, of which the diagonal is taken: half the sum of the squares of each weight's
+    error times the gradient of the logarithms of the probabilities of tokens that are drawn as the model predicts
+    them, one for each place of a window. One backward pass gives that for all layers.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("model: found a quantized one, expected one that is not")
@@ -149,80 +153,72 @@ def measure(
     if not names:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     device, ids = capture.resolve(device, model), tokens.to(model.device)
-    pieces = [piece for piece in ids.split(window) if len(piece) > 1]
-    errors, costs = {}, dict.fromkeys(names, 0.0)
-    with evaluating(model), tqdm(total=len(names), desc="measuring", unit="layer", disable=not progress) as bar:
-        capture.check(model, capture.units(model, names), ids[None], device)
-        for start in range(0, len(names), TOGETHER):
-            group = names[start : start + TOGETHER]
-            for piece in pieces:
-                logits = _logits(model, group, piece, config, device, errors)
-                before = _log_probabilities(logits[0], device)
-                for name, changed in zip(group, logits[1:], strict=True):
-                    costs[name] += divergence(before, _log_probabilities(changed, device)).item()
-            bar.update(len(group))
-    return {name: _layer(stored_weights(model, [name]), costs[name], errors[name]) for name in names}
+    pieces = [
+        piece for piece in _windows(ids, window, model.config.get_text_config().vocab_size) if piece.shape[1] > 1
+    ]
+    costs = {name: dict.fromkeys(BITS, 0.0) for name in names}
+    generator = torch.Generator(device).manual_seed(SEED)
+    with evaluating(model), tqdm(total=len(names) * len(pieces), desc="measuring", disable=not progress) as bar:
+        with torch.no_grad():
+            capture.check(model, capture.units(model, names), ids[None], device)
+        for piece in pieces:
+            _add_costs(model, piece, config, device, generator, costs, bar)
+    for name, found in costs.items():
+        if not all(map(math.isfinite, found.values())):
+            raise ValueError(f"{name}: found NaN or infinite gradients, expected finite ones")
+    return {name: Layer(stored_weights(model, [name]), costs[name]) for name in names}
 
 
-def _layer(weights: int, cost: float, errors: dict[int, float]) -> Layer:
-    """``cost``: of the narrowest width; those of others are in proportion to their errors."""
-    narrowest = errors[BITS[0]]
-    return Layer(weights, {width: cost * error / narrowest if narrowest else 0.0 for width, error in errors.items()})
+def _windows(ids: torch.Tensor, window: int, vocabulary: int) -> Iterator[torch.Tensor]:
+    """``[n, window]``, as many at once as LOGITS allows, and what is left over."""
+    whole = len(ids) // window * window
+    if whole:
+        yield from ids[:whole].view(-1, window).split(max(LOGITS // (window * vocabulary), 1))
+    yield ids[None, whole:]
 
 
-def _log_probabilities(logits: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return logits.to(device).float().log_softmax(-1)
-
-
-def _logits(model, group: list[str], piece: torch.Tensor, config: KbitConfig, device, errors: dict) -> torch.Tensor:
-    """``[1 + len(group), length, vocabulary]``: of the model as it is, and with each layer in turn of 2 bits.
-
-    ``errors`` gets the squared errors of the layers' widths.
-    """
+def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, costs: dict, bar: tqdm) -> None:
+    """Adds what the layers' widths cost on ``ids``, ``[sequences, length]``, to ``costs``."""
     head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
-    units = {name: unit for unit, inside in capture.units(model, group).items() for name in inside}
-    passed = set()
 
-    def visit(unit: str, run):
-        passed.add(unit)
-        unchanged = run(slice(0, 1))
-        yield slice(0, 1), unchanged
-        for row, name in enumerate(group, start=1):
-            rows, output = slice(row, row + 1), unchanged
-            if units[name] == unit:
-                module = model.get_submodule(name)
-                dense = module.weight.data
-                decoded, errors[name] = _narrowest(module, config)
-                try:
-                    module.weight.data = decoded.to(dense.dtype)
-                    output = run(rows)
-                finally:
-                    module.weight.data = dense
-            elif units[name] in passed:
-                output = run(rows)
-            yield rows, output
+    def watch(name, module, args, keywords, output):
+        if not output.requires_grad:  # the first of two times that it is computed
+            return
+        x = (args[0] if args else next(iter(keywords.values()))).detach()
+        output.register_hook(lambda gradient: add(name, module, x, gradient))
 
-    ids = piece.expand(1 + len(group), -1)
-    names = dict.fromkeys((*units.values(), *([head] if head else [])))
-    return capture.stream(model, names, ids, device, visit, to_end=True).logits
+    def add(name: str, module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> None:
+        rows = len(ids) if x.dim() > 2 and len(x) == len(ids) else 1  # experts read tokens of all sequences together
+        fisher = torch.zeros((gradient.shape[-1], x.shape[-1]), device=x.device)
+        for g, each in zip(gradient.reshape(rows, -1, len(fisher)), x.reshape(rows, -1, x.shape[-1]), strict=True):
+            fisher += (g.float().T @ each.float()).square_()
+        weight = module.weight.T if isinstance(module, Conv1D) else module.weight
+        for width in costs[name]:
+            error = (_decoded(weight, width, config) - weight.float()).square_()
+            costs[name][width] += error.mul_(fisher).sum(dtype=torch.float64).item() / 2
+        bar.update()
 
-
-def _narrowest(module: nn.Module, config: KbitConfig) -> tuple[torch.Tensor, dict[int, float]]:
-    """The weight as 2 bits have it, and what each width has as squared error."""
-    errors = {}
-    for width in reversed(BITS):
-        decoded = _decoded(module, width, config)
-        errors[width] = (decoded - module.weight.float()).square().sum(dtype=torch.float64).item()
-    return decoded, errors
+    hooks = [model.get_submodule(name).register_forward_hook(partial(watch, name), with_kwargs=True) for name in costs]
+    try:
+        units = (*capture.units(model, list(costs)), *([head] if head else []))
+        with torch.enable_grad(), capture.recomputed(model, units, device) as anchor:
+            logits = capture.forward_pass(model, ids).logits
+            probabilities = logits.detach().to(device).float().softmax(-1).flatten(0, -2)
+            # The gradient of the logarithm of a probability by logits: 1 at the token, less all probabilities.
+            drawn = draw(probabilities, generator)
+            gradient = probabilities.neg_().scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float32))
+            torch.autograd.grad(logits, anchor, gradient.view_as(logits).to(logits))
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
-def _decoded(module: nn.Module, width: int, config: KbitConfig) -> torch.Tensor:
-    """float32: the module's weight after quantizing, in its own orientation."""
-    weight = module.weight.data.T if isinstance(module, Conv1D) else module.weight.data
+@torch.no_grad()
+def _decoded(weight: torch.Tensor, width: int, config: KbitConfig) -> torch.Tensor:
+    """float32 ``[N, K]``: the weight after quantizing."""
     linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    decoded = KbitLinear.from_linear(linear, width, config.levels_for(width), config.scale).dequantize(torch.float32)
-    return decoded.T if isinstance(module, Conv1D) else decoded
+    return KbitLinear.from_linear(linear, width, config.levels_for(width), config.scale).dequantize(torch.float32)
 
 
 def stored_weights(model, names: Iterable[str]) -> int:

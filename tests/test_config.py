@@ -9,6 +9,7 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from hf_kbit import KbitConfig, codebooks
+from hf_kbit.nn.packed import TRANSFORMS
 from hf_kbit.patterns import matches
 
 CONFIGS = [
@@ -20,6 +21,10 @@ CONFIGS = [
     KbitConfig(bits=2, codebook={2: [1, 2, 3, 4], 3: range(8)}, module_bits={"down_proj": 3}),
     KbitConfig(bits=3, module_bits={"layers.0": None, "down_proj": 4}),
     KbitConfig(bits=3, levels={3: codebooks.normal_float(3)}, layers={"a.b": {"bits": 4, "exponent": -7}}),
+    KbitConfig(bits=3, levels={3: codebooks.normal_float(3)}, layers={"a.b": {"transform": "none"}}),
+    KbitConfig(bits=3, transform="none"),
+    KbitConfig(bits=3, transform="none", levels={3: codebooks.normal_float(3)}, format_version=1),
+    KbitConfig(transform="none", levels={4: codebooks.optimal(4)}, layers={"a": {"transform": "rotated"}}),
 ]
 
 
@@ -84,11 +89,58 @@ def test_digest_tells_what_decodes_differently():
     assert again.digest() == configs[2].digest()
 
 
+def digest_of(*lines: str) -> str:
+    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
+
+
+LEVELS, HEX = [-1, -0.5, 0.5, 1], "000080bf000000bf0000003f0000803f"
+
+
 def test_digest_is_what_the_documentation_says():
-    config = KbitConfig(bits=2, levels={2: [-1, -0.5, 0.5, 1]}, layers={"b": {"exponent": -7}, "a": {"bits": 3}})
-    levels = "000080bf000000bf0000003f0000803f"
-    text = f"bits 2\nlevels 2 {levels}\nlayer a 3 0 \nlayer b 2 -7 {levels}\n"
-    assert config.digest() == hashlib.sha256(text.encode()).hexdigest()
+    decoding = dict(bits=2, levels={2: LEVELS}, layers={"b": {"exponent": -7}, "a": {"bits": 3}})
+    config = KbitConfig(**decoding, transform="none", format_version=1)
+    assert config.digest() == digest_of("bits 2", f"levels 2 {HEX}", "layer a 3 0 ", f"layer b 2 -7 {HEX}")
+    decoding["layers"]["c"] = {"transform": "none"}
+    assert KbitConfig(**decoding).digest() == digest_of(
+        "bits 2",
+        "transform rotated",
+        f"levels 2 {HEX}",
+        "layer a 3 0  rotated",
+        f"layer b 2 -7 {HEX} rotated",
+        f"layer c 2 0 {HEX} none",
+    )
+
+
+def test_digest_tells_transforms_apart():
+    decoding = dict(bits=2, levels={2: LEVELS})
+    layers = [{}, {"a": {"transform": "none"}}, {"b": {"transform": "none"}}, {"a": {"transform": "rotated"}}]
+    configs = [KbitConfig(**decoding, transform=way, layers=entry) for way in TRANSFORMS for entry in layers]
+    configs.append(KbitConfig(**decoding, transform="none", format_version=1))
+    assert len({config.digest() for config in configs}) == len(configs)
+
+
+# --- transforms -----------------------------------------------------------------------------------
+
+
+def test_a_quantized_config_without_a_transform_is_of_version_1():
+    """As all were before there were transforms; a config that is yet to quantize takes today's default."""
+    stored = {"quant_method": "kbit", "bits": 2, "format_version": 1, "levels": {"2": LEVELS}, "layers": {}}
+    config = KbitConfig.from_dict(stored)
+    assert config.transform == "none" and config.format_version == 1
+    assert json.loads(config.to_json_string()).keys().isdisjoint({"transform"})
+    assert KbitConfig.from_dict({"quant_method": "kbit", "bits": 2}).transform == "rotated"
+    assert json.loads(KbitConfig(levels={4: codebooks.optimal(4)}).to_json_string())["transform"] == "rotated"
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [{"transform": "rotated"}, {"transform": "none", "layers": {"a": {"transform": "rotated"}}}],
+    ids=["all", "one"],
+)
+def test_version_1_knows_no_transform(transformed):
+    with pytest.raises(ValueError, match="format_version: found 1, expected 2 with transformed layers"):
+        KbitConfig(bits=2, levels={2: LEVELS}, format_version=1, **transformed)
+    assert KbitConfig(bits=2, levels={2: LEVELS}, format_version=2, **transformed).format_version == 2
 
 
 def test_levels_survive_json_exactly():
@@ -99,6 +151,7 @@ def test_levels_survive_json_exactly():
 
 def test_repr():
     assert repr(KbitConfig()) == "KbitConfig(bits=4)"
+    assert repr(KbitConfig(transform="none")) == "KbitConfig(bits=4, transform='none')"
     assert repr(KbitConfig(bits=3, module_bits={"a": None})) == "KbitConfig(bits=3, module_bits={'a': None})"
     config = KbitConfig(bits=2, modules_to_not_convert=("x",), skip_default_modules=False)
     assert eval(repr(config)) == config
@@ -147,11 +200,16 @@ def test_repr():
             "'a': found in modules_to_not_convert",
         ),
         ({"skip_default_modules": None}, ValueError, "skip_default_modules: found None"),
-        ({"format_version": 2}, ValueError, "format_version: found 2, expected 1.*pip install -U hf_kbit"),
+        ({"format_version": 3}, ValueError, r"format_version: found 3, expected .*\[1, 2\].*pip install -U hf_kbit"),
         ({"format_version": "1"}, ValueError, "format_version: found '1'"),
         ({"quant_method": "gptq"}, ValueError, "quant_method: found 'gptq'"),
         ({"levels": {3: [0, 1]}}, ValueError, "found 2 levels"),
         ({"layers": {"a": {"width": 3}}}, ValueError, r"layers\['a'\]: found \['width'\]"),
+        ({"transform": "hadamard"}, ValueError, r"transform: found 'hadamard', expected one of \['rotated', 'none'\]"),
+        ({"transform": None}, ValueError, "transform: found None"),
+        ({"transform": ["none"]}, ValueError, r"transform: found \['none'\]"),
+        ({"layers": {"a": {"transform": "no"}}}, ValueError, r"layers\['a'\].transform: found 'no'"),
+        ({"layers": {"a": {"transform": None}}}, ValueError, r"layers\['a'\].transform: found None"),
         ({"layers": {"a": {"bits": 9}}}, ValueError, r"layers\['a'\].bits: found 9"),
         ({"layers": {"a": {"exponent": 0.5}}}, ValueError, r"layers\['a'\].exponent: found 0.5"),
         ({"layers": {"a": {"levels": [1, 2]}}}, ValueError, r"layers\['a'\].levels: .*found 2 levels"),

@@ -41,6 +41,7 @@ ORDER = [
     "_native",
     "inductor",
     "ops",
+    "balance",
     "refine",
     "nn",
     "config",

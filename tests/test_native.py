@@ -146,9 +146,12 @@ def test_instruction_set(wanted):
 
 @needs_library
 @pytest.mark.slow
-def test_portable_kernels():
-    """The best instruction set of this machine is tested in tests/csrc; here, the one that any machine has."""
-    ran = run("-m", "pytest", "tests/csrc", "-k", "cpu", "-q", "-p", "no:cacheprovider", HF_KBIT_CPU="portable")
+@pytest.mark.parametrize("wanted", ["portable", "avx2"])
+def test_other_kernels(wanted):
+    """The best instruction set of this machine is tested in tests/csrc; here, those that it has besides."""
+    if wanted == "avx2" and _native.instruction_set(_native.library("cpu").path) != "avx512":
+        pytest.skip("no lower instruction set than the one in use but portable")
+    ran = run("-m", "pytest", "tests/csrc", "-k", "cpu", "-q", "-p", "no:cacheprovider", HF_KBIT_CPU=wanted)
     assert ran.returncode == 0, ran.stdout[-5000:]
     assert " passed" in ran.stdout
 

@@ -174,10 +174,10 @@ def test_gemm_gradients(bits, tiled):
 @pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
 def test_gradients_of_transformed_weights(scaled, rotated, tiled):
     """First and second ones, backward and forward."""
-    shape, columns = (6, 35), cases.columns(35, scaled)
+    shape, columns = (2, 33), cases.columns(33, scaled)
     planes, absmax, codebook = cases.quantized(shape, 3, columns=columns, rotated=rotated)
     weight = (planes, absmax) if not tiled else hf_kbit.repack(planes, absmax, 3, shape)
-    x = cases.x((2, 3), shape[1], torch.float64).requires_grad_()
+    x = cases.x((2,), shape[1], torch.float64).requires_grad_()
     bias = cases.x((), shape[0], torch.float64).requires_grad_()
 
     def run(x, bias):
@@ -278,25 +278,16 @@ def test_opcheck(bits):
     opcheck(OPS.repack.default, (*tiles, bits, list(shape), True))
 
 
-@TRANSFORMS
-def test_opcheck_of_transformed_weights(scaled, rotated):
-    shape, columns = (17, 70), cases.columns(70, scaled)
-    planes, absmax, codebook = cases.quantized(shape, 3, columns=columns, rotated=rotated)
+def test_opcheck_of_transformed_weights():
+    shape, columns = (17, 70), cases.columns(70)
+    planes, absmax, codebook = cases.quantized(shape, 3, columns=columns, rotated=True)
     x, bias = cases.x((2, 3), 70).requires_grad_(), cases.x((), 17).requires_grad_()
-    grad, transform = cases.x((2, 3), 17).requires_grad_(), (columns, rotated)
+    grad, transform = cases.x((2, 3), 17).requires_grad_(), (columns, True)
     for words in ((planes, absmax), hf_kbit.repack(planes, absmax, 3, shape)):
         opcheck(OPS.dequantize.default, (*words, codebook, list(shape), torch.float16, *transform))
         opcheck(OPS.gemm.default, (x, *words, codebook, bias, 17, *transform))
         opcheck(OPS.gemm_gradient.default, (grad, *words, codebook, list(shape), *transform))
-        group = (
-            [words[0]] * 2,
-            [words[1]] * 2,
-            [codebook] * 2,
-            [None] * 2,
-            [17] * 2,
-            [None, columns],
-            [0, int(rotated)],
-        )
+        group = [words[0]] * 2, [words[1]] * 2, [codebook] * 2, [None] * 2, [17] * 2, [None, columns], [0, 1]
         opcheck(OPS.gemm_group.default, (x.detach(), *group))
 
 

@@ -128,7 +128,7 @@ def test_results_do_not_depend_on_strides():
 @pytest.mark.parametrize(("scaled", "rotated"), cases.TRANSFORMS, ids=["columns", "rotated", "both"])
 @pytest.mark.parametrize("shape", [(3, 31), (64, 100), (2, 5, 40)], ids=str)
 def test_transformed_weights_are_decoded_as_their_definition_says(shape, scaled, rotated):
-    """By matrices in float64, with R[i, j] = (-1)**(bits that i and j share) / sqrt(32); and x goes through the same."""
+    """By matrices in float64, R[i, j] = (-1)**(bits that i and j share) / sqrt(32). So is what x goes through."""
     columns, codebook = cases.columns(shape[-1], scaled), cases.codebook(3)
     packed, in_features = cases.random_packed(shape, 3), shape[-1]
     width = 32 * packed[1].shape[-1]

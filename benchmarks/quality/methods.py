@@ -1,4 +1,4 @@
-"""The ways to quantize a model that ``measure`` compares: hf_kbit's, and those of other libraries by their own code.
+"""What a way to quantize a model is to ``measure``, and those of hf_kbit; ``peers`` has those of other libraries.
 
 All quantize the same layers: every ``nn.Linear`` but the head. To add one, write a function that loads the model and
 one that counts what is stored, and put a ``Method`` into ``methods``.
@@ -11,11 +11,13 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoConfig, AutoTokenizer
 
 import hf_kbit
 from benchmarks.quality.data import training_text
+from hf_kbit.calibration.data import token_ids
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.format import BITS
 from hf_kbit.widths import choose_widths
@@ -36,11 +38,8 @@ CALIBRATION_SEQUENCES, CALIBRATION_CHARACTERS, BATCH_TOKENS, SENTENCE = 128, 1 <
 # Mean widths of models whose layers differ, without data and calibrated; measured on one of so many of the sequences.
 MIXED_BITS, CALIBRATED_MIXED_BITS, WIDTHS_ONE_IN = (2.5, 3, 3.5, 4.5), (2.5, 3.5), 32
 MIXED = ", mixed"  # ends the words for one, whose layers are quantized as the words before it say
-PROMPTS_BITS = (2, 3, 4)  # calibrated on the text that hf_kbit brings along
-# Half-precision scale and zero for so many weights: 0.5 bits, the 0.25 of hf_kbit, and more than either.
-HQQ_GROUPS = (64, 128, 32)
-# Symmetric with a half-precision scale: 0.5 bits, and 0.25.
-TORCHAO_GROUPS = (32, 64)
+BUILT_IN_BITS = (2, 3, 4)  # calibrated on the text that hf_kbit takes when it is given none
+BUILT_IN = ", built-in text"
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,16 @@ class Method:
         return f"{self.library} {self.bits} {self.way}"
 
 
-def load(folder: Path, device: str, dtype: torch.dtype = torch.float16, **kwargs) -> nn.Module:
+def dtype_of(folder: Path) -> torch.dtype:
+    """What a model computes in: float16, unless it comes in bfloat16, whose range its activations may need."""
+    stored = AutoConfig.from_pretrained(folder).dtype
+    return stored if stored == torch.bfloat16 else torch.float16
+
+
+def load(folder: Path, device: str, dtype: torch.dtype | None = None, **kwargs) -> nn.Module:
     """The model in a folder, of the class that its configuration names."""
     kind = getattr(transformers, AutoConfig.from_pretrained(folder).architectures[0])
-    return kind.from_pretrained(folder, dtype=dtype, device_map=device, **kwargs)
+    return kind.from_pretrained(folder, dtype=dtype or dtype_of(folder), device_map=device, **kwargs)
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
@@ -125,7 +130,10 @@ def kbit_storage(model: nn.Module) -> Storage:
 
 @cache
 def training_ids(folder: Path) -> torch.Tensor:
-    """int64 ``[n]``: text of the kind that the model was trained on, of no folder that is held out."""
+    """int64 ``[n]``: text like what is held out, none of it: that beside the model, else of what it was trained on."""
+    beside = folder / "calibration.safetensors"
+    if beside.exists():
+        return load_file(beside)["tokens"].long()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return tokenizer(training_text(CALIBRATION_CHARACTERS), return_tensors="pt", verbose=False)["input_ids"][0]
 
@@ -143,33 +151,34 @@ def training_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
     return ids[: len(ids) // size["length"] * size["length"]].view(-1, size["length"])[: size["sequences"]]
 
 
-def calibrate(model: nn.Module, data: torch.Tensor | None, **choices) -> nn.Module:
+def calibrate(model: nn.Module, data: torch.Tensor, **choices) -> nn.Module:
     return hf_kbit.calibrate(model, data, batch=max(BATCH_TOKENS // amount(model)["length"], 1), **choices)
 
 
-def load_calibrated(folder: Path, device: str, bits: int, method: str) -> nn.Module:
+def built_in_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
+    """Of the text that hf_kbit takes when it is given none, which is shorter."""
+    return token_ids(None, AutoTokenizer.from_pretrained(folder), model, **amount(model)).cpu()
+
+
+def load_calibrated(folder: Path, device: str, bits: int, method: str, data=training_sequences) -> nn.Module:
     model = load(folder, device)
-    return calibrate(model, training_sequences(folder, model), bits=bits, method=method)
+    return calibrate(model, data(folder, model), bits=bits, method=method)
 
 
-def load_calibrated_on_prompts(folder: Path, device: str, bits: int, method: str) -> nn.Module:
-    model, tokenizer = load(folder, device), AutoTokenizer.from_pretrained(folder)
-    return calibrate(model, None, tokenizer=tokenizer, bits=bits, method=method, **amount(model))
-
-
-def mixed_config(folder: Path, model: nn.Module, bits: float) -> hf_kbit.KbitConfig:
-    return choose_widths(model, training_sequences(folder, model)[::WIDTHS_ONE_IN].flatten(), bits)
+def mixed_config(model: nn.Module, sequences: torch.Tensor, bits: float) -> hf_kbit.KbitConfig:
+    return choose_widths(model, sequences[::WIDTHS_ONE_IN].flatten(), bits)
 
 
 def load_mixed(folder: Path, device: str, bits: float) -> nn.Module:
-    return load(folder, device, quantization_config=mixed_config(folder, load(folder, device), bits))
-
-
-def load_mixed_calibrated(folder: Path, device: str, bits: float, method: str) -> nn.Module:
     model = load(folder, device)
-    config = mixed_config(folder, model, bits)
-    widths = {"bits": config.bits, "module_bits": config.module_bits}
-    return calibrate(model, training_sequences(folder, model), method=method, **widths)
+    return load(folder, device, quantization_config=mixed_config(model, training_sequences(folder, model), bits))
+
+
+def load_mixed_calibrated(folder: Path, device: str, bits: float, method: str, data=training_sequences) -> nn.Module:
+    model = load(folder, device)
+    sequences = data(folder, model)
+    config = mixed_config(model, sequences, bits)
+    return calibrate(model, sequences, method=method, bits=config.bits, module_bits=config.module_bits)
 
 
 def kbit_methods() -> list[Method]:
@@ -190,15 +199,15 @@ def kbit_methods() -> list[Method]:
         for bits in BITS
         for method in METHODS
     ]
-    on_prompts = [
+    on_built_in = [
         Method(
             "hf_kbit",
             bits,
-            "optimal, feedback, built-in text",
-            partial(load_calibrated_on_prompts, bits=bits, method="feedback"),
+            f"optimal, feedback{BUILT_IN}",
+            partial(load_calibrated, bits=bits, method="feedback", data=built_in_sequences),
             kbit_storage,
         )
-        for bits in PROMPTS_BITS
+        for bits in BUILT_IN_BITS
     ]
     mixed = [
         Method("hf_kbit", bits, f"optimal, search{MIXED}", partial(load_mixed, bits=bits), kbit_storage)
@@ -208,172 +217,15 @@ def kbit_methods() -> list[Method]:
         Method(
             "hf_kbit",
             bits,
-            f"optimal, feedback{MIXED}",
-            partial(load_mixed_calibrated, bits=bits, method="feedback"),
+            f"optimal, feedback{text}{MIXED}",
+            partial(load_mixed_calibrated, bits=bits, method="feedback", data=data),
             kbit_storage,
         )
         for bits in CALIBRATED_MIXED_BITS
+        for text, data in (("", training_sequences), (BUILT_IN, built_in_sequences))
     ]
-    return free + calibrated + on_prompts + mixed + mixed_calibrated
-
-
-# --- bitsandbytes ---------------------------------------------------------------------------------
-
-
-def load_bitsandbytes(folder: Path, device: str, kind: str, double: bool) -> nn.Module:
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=kind,
-        bnb_4bit_use_double_quant=double,
-        bnb_4bit_compute_dtype=torch.float16,
-        llm_int8_skip_modules=list(HEADS),
-    )
-    return load(folder, device, quantization_config=config)
-
-
-def bitsandbytes_storage(model: nn.Module) -> Storage:
-    """Its tables of codes are the same for all layers, and count once."""
-    from bitsandbytes.nn import Linear4bit
-
-    weights = [layer.weight for layer in model.modules() if isinstance(layer, Linear4bit)]
-    states = [weight.quant_state for weight in weights]
-    scales, tables = sum(state.absmax.nbytes for state in states), states[0].code.nbytes
-    if states[0].nested:
-        scales += sum(state.state2.absmax.nbytes + state.offset.nbytes for state in states)
-        tables += states[0].state2.code.nbytes
-    return Storage(
-        sum(state.shape.numel() for state in states), sum(weight.nbytes for weight in weights), scales + tables
-    )
-
-
-def bitsandbytes_methods() -> list[Method]:
-    return [
-        Method(
-            "bitsandbytes",
-            4,
-            f"{kind.upper()}, block 64{', double' if double else ''}",
-            partial(load_bitsandbytes, kind=kind, double=double),
-            bitsandbytes_storage,
-        )
-        for kind in ("nf4", "fp4")
-        for double in (False, True)
-    ]
-
-
-# --- HQQ ------------------------------------------------------------------------------------------
-
-
-def load_hqq(folder: Path, device: str, bits: int, group: int) -> nn.Module:
-    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
-
-    model = load(folder, device)
-    for name, layer in linears(model).items():
-        config = BaseQuantizeConfig(nbits=bits, group_size=group, axis=1)
-        model.set_submodule(name, HQQLinear(layer, config, compute_dtype=torch.float16, device=device))
-    return model
-
-
-def hqq_storage(model: nn.Module) -> Storage:
-    from hqq.core.quantize import HQQLinear
-
-    layers = [layer for layer in model.modules() if isinstance(layer, HQQLinear)]
-    return Storage(
-        sum(layer.meta["shape"].numel() for layer in layers),
-        sum(layer.W_q.nbytes for layer in layers),
-        sum(layer.meta[key].nbytes for layer in layers for key in ("scale", "zero")),
-    )
-
-
-def hqq_methods() -> list[Method]:
-    return [
-        Method(
-            "hqq",
-            bits,
-            f"group {group}",
-            partial(load_hqq, bits=bits, group=group),
-            hqq_storage,
-            "its dequantize, then torch",
-        )
-        for bits in (2, 3, 4)
-        for group in HQQ_GROUPS
-    ]
-
-
-# --- torchao --------------------------------------------------------------------------------------
-
-
-def quantize_torchao(model: nn.Module, config) -> nn.Module:
-    from torchao.quantization import quantize_
-
-    names = set(linears(model))
-    quantize_(model, config, filter_fn=lambda module, name: name in names)
-    return model
-
-
-def load_intx(folder: Path, device: str, bits: int, group: int) -> nn.Module:
-    from torchao.quantization import IntxWeightOnlyConfig, PerGroup
-
-    config = IntxWeightOnlyConfig(weight_dtype=getattr(torch, f"int{bits}"), granularity=PerGroup(group))
-    return quantize_torchao(load(folder, device), config)
-
-
-def intx_storage(model: nn.Module) -> Storage:
-    """Symmetric: its zeros are all 0 and need not be stored."""
-    weights = [layer.weight for layer in linears(model).values()]
-    return Storage(
-        sum(weight.numel() for weight in weights),
-        sum(weight.qdata.nbytes for weight in weights),
-        sum(weight.scale.nbytes for weight in weights),
-    )
-
-
-def load_int4(folder: Path, device: str, group: int) -> nn.Module:
-    from torchao.quantization import Int4WeightOnlyConfig
-
-    # Of its forms the one that needs no further library; it takes bfloat16 alone.
-    config = Int4WeightOnlyConfig(group_size=group, int4_packing_format="tile_packed_to_4d")
-    return quantize_torchao(load(folder, device, dtype=torch.bfloat16), config)
-
-
-def int4_storage(model: nn.Module, group: int) -> Storage:
-    """A bfloat16 scale and zero for each group; those of columns added to reach a multiple of 1024 do not count."""
-    weights = [layer.weight for layer in linears(model).values()]
-    count = sum(weight.numel() for weight in weights)
-    return Storage(count, sum(weight.qdata.nbytes for weight in weights), 4 * count // group)
-
-
-def torchao_methods() -> list[Method]:
-    intx = [
-        Method(
-            "torchao",
-            bits,
-            f"intx, symmetric, group {group}",
-            partial(load_intx, bits=bits, group=group),
-            intx_storage,
-            "its dequantize, then torch",
-        )
-        for bits in (2, 3, 4)
-        for group in TORCHAO_GROUPS
-    ]
-    int4 = [
-        Method(
-            "torchao",
-            4,
-            f"int4, group {group}",
-            partial(load_int4, group=group),
-            partial(int4_storage, group=group),
-            "own kernels, bfloat16",
-        )
-        for group in (32, 128)
-    ]
-    return intx + int4
+    return free + calibrated + on_built_in + mixed + mixed_calibrated
 
 
 def methods() -> list[Method]:
-    return [
-        Method("fp16", 16, "as trained", load, dense_storage, "torch"),
-        *kbit_methods(),
-        *bitsandbytes_methods(),
-        *hqq_methods(),
-        *torchao_methods(),
-    ]
+    return [Method("fp16", 16, "as trained", load, dense_storage, "torch"), *kbit_methods()]

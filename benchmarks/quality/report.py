@@ -1,11 +1,12 @@
 """Tables and a plot of what ``measure`` and ``minilm`` measured, put into the page about it.
 
     python -m benchmarks.quality.report benchmarks/results/quality-*.jsonl [--page docs/quality.md]
-                                        [--plot docs/images/quality.png]
+                                        [--plots docs/images]
 
-prints the tables, and with ``--page`` also writes them between the two marks there. Where files hold several runs, the
-last line of each method counts. The plot has the relative gap of perplexity and the KL divergence against bits per
-weight: calibrated models bold, mixed widths dashed in the colour of what is one width for all, peers dotted, hf_kbit's
+prints the tables, and with ``--page`` also writes them between the two marks there: SmolLM2 first, then the model that
+the benchmark trained, then all-MiniLM-L6-v2. Where files hold several runs, the last line of each method counts. There
+is a plot of each language model, with the relative gap of perplexity and the KL divergence against bits per weight:
+calibrated models bold, mixed widths dashed in the colour of what is one width for all, peers dotted, hf_kbit's
 codebooks other than the default pale. It needs matplotlib.
 """
 
@@ -17,13 +18,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import hf_kbit
-from benchmarks.quality.methods import MIXED
+from benchmarks.quality.methods import BUILT_IN, MIXED
 from hf_kbit.calibration.layerwise import METHODS
 
-TRAINED, MINILM = "trained", "all-MiniLM-L6-v2"
+SMOLLM2, TRAINED, MINILM = "SmolLM2-135M-Instruct", "trained", "all-MiniLM-L6-v2"
 MARKS = "<!-- results -->\n", "<!-- end of results -->\n"
 DEFAULT = f"{hf_kbit.KbitConfig().codebook}, {hf_kbit.KbitConfig().scale}"
 FEEDBACK = "optimal, feedback"
+GAP = "gap, of fp16's perplexity"
 # For each width: the most that the default of hf_kbit may have of a plain method's gap, and that method.
 NF4 = ("bitsandbytes", 4, "NF4, block 64")
 PLAIN = "normal_float, absmax"
@@ -33,6 +35,13 @@ CALIBRATED_TARGETS = {4: (0.6, ("hf_kbit", 4, DEFAULT)), 3: (0.5, ("hf_kbit", 3,
 RELATIVE_TARGETS = {2: 0.25}
 # The most that a mean width may have of what a straight line between two widths gives a model of its size.
 MIXED_TARGETS = {3.5: (1.0, 3, 4)}
+# Of SmolLM2, for each way and width: the most that the gap may be of the 16-bit model's perplexity.
+SMOLLM2_TARGETS = {
+    DEFAULT: {4: 0.09, 3: 0.45, 2: 10.0},
+    FEEDBACK + BUILT_IN: {4: 0.04, 3: 0.17, 2: 1.2},
+    FEEDBACK: {4: 0.028, 3: 0.14, 2: 0.95},
+    FEEDBACK + BUILT_IN + MIXED: {3.5: 0.08, 2.5: 0.45},
+}
 
 
 def read(files: Iterable[Path]) -> dict[str, dict[tuple, dict]]:
@@ -65,7 +74,7 @@ def label_of(line: dict) -> str:
     return f"{line['library']}, {line['bits']} bits: {line['way']}"
 
 
-def trained_table(methods: dict[tuple, dict]) -> str:
+def language_table(methods: dict[tuple, dict]) -> str:
     header = ("", "bits", "stored", "MB", "perplexity", "gap", "of plain", "KL", "of plain", "same token", "error")
     rows = (
         (
@@ -74,16 +83,24 @@ def trained_table(methods: dict[tuple, dict]) -> str:
             f"{line['stored_bits_per_weight']:.2f}",
             f"{line['model_MB']:.0f}",
             f"{line['perplexity']:.3f}",
-            f"{line['gap']:.3f} ± {line['gap_error']:.3f}",
+            gap_of(line),
             of_plain(line, methods, "gap"),
             f"{line['kl_divergence']:.5f}",
             of_plain(line, methods, "kl_divergence"),
             f"{100 * line['top1_agreement']:.1f}%",
             f"{line['squared_error']:.5f}",
+            f"{line['load_seconds']:.1f}",
+            f"{line['peak_MB']:.0f}" if "peak_MB" in line else "",
         )
         for line in ordered(methods)
     )
-    return table(header, rows)
+    return table((*header, "seconds", "peak MB"), rows)
+
+
+def gap_of(line: dict) -> str:
+    """In percent of the 16-bit model's perplexity, with its standard error."""
+    reference = line["perplexity"] - line["gap"]
+    return f"{100 * line['gap'] / reference:+.2f} ± {100 * line['gap_error'] / reference:.2f}%"
 
 
 def minilm_table(methods: dict[tuple, dict]) -> str:
@@ -104,18 +121,33 @@ def minilm_table(methods: dict[tuple, dict]) -> str:
     return table(header, rows)
 
 
-def targets_table(methods: dict[tuple, dict]) -> str:
-    """What hf_kbit's default, error feedback and mixed widths have of what their targets name."""
+Target = tuple[float, str, str, float, float]  # width, way, what is measured, what was found and the most it may be
+
+
+def targets_table(targets: Iterable[Target]) -> str:
     rows = (
-        (f"{bits} bits: {way}", measured, f"{found:.2f}", f"{target}", verdict(found, target))
-        for bits, way, measured, found, target in targets(methods)
+        (f"{bits} bits: {way}", measured, f"{found:.3g}", f"{target}", verdict(found, target))
+        for bits, way, measured, found, target in targets
     )
     return table(("", "measured", "found", "target", ""), rows)
 
 
-def targets(methods: dict[tuple, dict]) -> Iterator[tuple[float, str, str, float, float]]:
-    """Width, way, what is measured, what was found and the most it may be, of targets whose lines are all there."""
-    ours = {(bits, way): line for (library, bits, way), line in methods.items() if library == "hf_kbit"}
+def of_hf_kbit(methods: dict[tuple, dict]) -> dict[tuple, dict]:
+    return {(bits, way): line for (library, bits, way), line in methods.items() if library == "hf_kbit"}
+
+
+def smollm2_targets(methods: dict[tuple, dict]) -> Iterator[Target]:
+    """Those whose lines are there."""
+    ours = of_hf_kbit(methods)
+    for way, most in SMOLLM2_TARGETS.items():
+        for bits, target in most.items():
+            if (bits, way) in ours:
+                yield bits, way, GAP, relative_gap(ours[bits, way]), target
+
+
+def trained_targets(methods: dict[tuple, dict]) -> Iterator[Target]:
+    """What hf_kbit's default, error feedback and mixed widths have of what their targets name, where that is there."""
+    ours = of_hf_kbit(methods)
     for way, most in ((DEFAULT, TARGETS), (FEEDBACK, CALIBRATED_TARGETS)):
         for bits, (target, key) in most.items():
             if key in methods and (bits, way) in ours:
@@ -123,7 +155,7 @@ def targets(methods: dict[tuple, dict]) -> Iterator[tuple[float, str, str, float
                 yield bits, way, f"gap, of that of {key[0]}, {key[2]}", found, target
     for bits, target in RELATIVE_TARGETS.items():
         if (bits, FEEDBACK) in ours:
-            yield bits, FEEDBACK, "gap, of fp16's perplexity", relative_gap(ours[bits, FEEDBACK]), target
+            yield bits, FEEDBACK, GAP, relative_gap(ours[bits, FEEDBACK]), target
     for way in (DEFAULT, FEEDBACK):
         for bits, (target, *ends) in MIXED_TARGETS.items():
             needed = [(bits, way + MIXED), *((end, way) for end in ends)]
@@ -169,27 +201,32 @@ def where_from(methods: dict[tuple, dict]) -> str:
     )
 
 
-def text_of(models: dict[str, dict[tuple, dict]]) -> str:
+LANGUAGE_MODELS = {SMOLLM2: smollm2_targets, TRAINED: trained_targets}
+
+
+def text_of(models: dict[str, dict[tuple, dict]], images: dict[str, Path]) -> str:
+    """Of each model what was measured and its tables; of a language model also its image, where ``images`` has one."""
     parts = []
-    if methods := models.get(TRAINED):
-        line = next(reversed(methods.values()))
-        text = f"{line['tokens']} held-out tokens of the text with SHA-256 {line['text_sha256'][:12]}..."
-        parts.append(f"{line['parameters'] / 1e6:.1f}M parameters, {text}; {where_from(methods)}")
-        parts += [targets_table(methods), trained_table(methods)]
+    for model, targets in LANGUAGE_MODELS.items():
+        if methods := models.get(model):
+            line = next(reversed(methods.values()))
+            text = f"{line['tokens']} held-out tokens of the text with SHA-256 {line['text_sha256'][:12]}..."
+            parts.append(f"**{model}**, {line['parameters'] / 1e6:.1f}M parameters, {text}; {where_from(methods)}")
+            if model in images:
+                parts.append(f"![Perplexity and divergence of {model} against bits per weight]({images[model]})")
+            parts += [targets_table(targets(methods)), language_table(methods)]
     if methods := models.get(MINILM):
         line = next(reversed(methods.values()))
-        parts += [f"{MINILM}, {line['sentences']} sentences; {where_from(methods)}", minilm_table(methods)]
+        parts += [f"**{MINILM}**, {line['sentences']} sentences; {where_from(methods)}", minilm_table(methods)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def fill(page: Path, text: str, image: Path | None) -> None:
+def fill(page: Path, text: str) -> None:
     """Replaces what is between the marks of the page."""
     start, end = (re.escape(mark) for mark in MARKS)
     content = page.read_text()
     if not re.search(f"{start}.*{end}", content, flags=re.DOTALL):
         raise ValueError(f"{page}: found no marks {MARKS[0].strip()} and {MARKS[1].strip()}, expected both")
-    if image:
-        text = f"![Perplexity and divergence against bits per weight]({image.relative_to(page.parent)})\n\n{text}"
     content = re.sub(f"({start}).*({end})", lambda marks: f"{marks[1]}\n{text}\n{marks[2]}", content, flags=re.DOTALL)
     page.write_text(content)
 
@@ -208,7 +245,15 @@ COLOURS = (
     "#1f78b4",
     "#e31a1c",
 )
-MARKERS = {"hf_kbit": "o", "bitsandbytes": "s", "hqq": "^", "torchao": "v"}
+MARKERS = {
+    "hf_kbit": "o",
+    "bitsandbytes": "s",
+    "hqq": "^",
+    "torchao": "v",
+    "sinq": "<",
+    "auto-round": ">",
+    "llama_cpp_python": "D",
+}
 
 
 def curves(methods: dict[tuple, dict]) -> dict[tuple[str, str], list[dict]]:
@@ -269,7 +314,7 @@ def plot(methods: dict[tuple, dict], file: Path) -> None:
         axis.grid(which="both", alpha=0.2)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=7)
     last = next(reversed(methods.values()))
-    figure.suptitle(f"{last['parameters'] / 1e6:.0f}M parameters, {last['gpu']}, {last['date']}")
+    figure.suptitle(f"{last['model']}, {last['parameters'] / 1e6:.0f}M parameters, {last['gpu']}, {last['date']}")
     figure.tight_layout(rect=(0, 0, 0.84, 1))
     figure.savefig(file)
 
@@ -278,15 +323,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, nargs="+", help="files of JSON lines")
     parser.add_argument("--page", type=Path, help="Markdown file to put the tables into")
-    parser.add_argument("--plot", type=Path, help="PNG to draw")
+    parser.add_argument("--plots", type=Path, help="folder to draw a PNG of each language model into")
     arguments = parser.parse_args()
     models = read(arguments.results)
-    text = text_of(models)
+    images = {}
+    if arguments.plots:
+        drawn = [model for model in LANGUAGE_MODELS if model in models]
+        images = {model: arguments.plots / f"quality-{model.lower()}.png" for model in drawn}
+    for model, image in images.items():
+        plot(models[model], image)
+    if arguments.page:
+        images = {model: image.relative_to(arguments.page.parent) for model, image in images.items()}
+    text = text_of(models, images)
     print(text)
     if arguments.page:
-        fill(arguments.page, text, arguments.plot)
-    if arguments.plot:
-        plot(models[TRAINED], arguments.plot)
+        fill(arguments.page, text)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 Every field of ``Recipe`` is an option. The folder gets a float16 checkpoint with a BPE tokenizer of its own, as
 ``from_pretrained`` reads them, ``held_out.safetensors`` (int32 ``tokens`` [n]: pieces of ``context`` tokens that lie
-evenly in the held-out text) and ``training.json``: the recipe, versions, sources and hash of the text, and the losses.
+evenly in the held-out text) and ``record.json``: the recipe, versions, sources and hash of the text, and the losses.
 
 The text is collected as ``data`` says. Documents are joined, each with an end, and cut into sequences, which are
 shuffled. AdamW with a warm-up and a linear decay to zero, bfloat16 autocast over float32 weights; layers are compiled
@@ -169,7 +169,7 @@ def fit(model, tokens: torch.Tensor, recipe: Recipe) -> list[tuple[int, float]]:
 
 
 def train(folder: Path, text: Text, recipe: Recipe, device: str) -> dict:
-    """Trains on ``text`` and fills ``folder``; returns what is in its ``training.json``."""
+    """Trains on ``text`` and fills ``folder``; returns what is in its ``record.json``."""
     start = time.perf_counter()
     tokenizer = train_tokenizer(text.train, recipe.vocabulary)
     tokens, held_out = (tokenize(tokenizer, documents) for documents in (text.train, text.held_out))
@@ -183,6 +183,7 @@ def train(folder: Path, text: Text, recipe: Recipe, device: str) -> dict:
     losses = fit(model, tokens.to(device), recipe)
     seconds = time.perf_counter() - trained
     record = {
+        "model": "trained",
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
         "python": platform.python_version(),
@@ -204,7 +205,7 @@ def train(folder: Path, text: Text, recipe: Recipe, device: str) -> dict:
     model.half().save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(folder)
     save_file({"tokens": spread(held_out, recipe.context, HELD_OUT_TOKENS)}, folder / "held_out.safetensors")
-    (folder / "training.json").write_text(json.dumps(record))
+    (folder / "record.json").write_text(json.dumps(record))
     return record
 
 

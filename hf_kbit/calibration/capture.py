@@ -103,8 +103,7 @@ def stream(
 
     def kept(value):
         """As the model has it between two layers, where they compute in another dtype."""
-        computed = isinstance(value, torch.Tensor) and value.dtype == dtype_on(device, dtype)
-        return value.to(dtype) if computed else value
+        return value.to(dtype) if _of_dtype(value, dtype_on(device, dtype)) else value
 
     def forward(name, *args, **kwargs):
         if name in running:  # a part, from the inside of a call for all
@@ -137,6 +136,81 @@ def stream(
             del module.forward
             if own[name] is not None:
                 module.forward = own[name]
+
+
+@contextmanager
+def recomputed(model: nn.Module, names: Iterable[str], device: torch.device) -> Iterator[torch.Tensor]:
+    """Inside, layers of the model keep nothing for a backward pass but what they are given: they are computed again
+    when the gradient of their output is there, so that one layer's weights and activations are needed at a time.
+
+    Layers are those of ``stream``, on ``device`` in the same way. What is yielded, a number on the model's device,
+    takes part in all of them: for its gradient, which is 0, the backward pass goes through them all, whatever of the
+    model needs a gradient. Parameters get none.
+    """
+    modules = {name: model.get_submodule(name) for name in dict.fromkeys((*names, *_elements(model)))}
+    own = {name: vars(module).get("forward") for name, module in modules.items()}
+    originals = {name: module.forward for name, module in modules.items()}
+    anchor, dtype = torch.zeros((), device=model.device, requires_grad=True), model.dtype
+
+    def forward(name, *args, **kwargs):
+        leaves, form = tree_flatten((args, kwargs))
+        places = [index for index, leaf in enumerate(leaves) if _differentiable(leaf)]
+        wanted = [index for index in places if leaves[index].requires_grad] or places
+
+        def compute(*given):
+            """All leaves of the output, from those at ``wanted``."""
+            now = dict(enumerate(leaves)) | dict(zip(wanted, given, strict=True))
+            part_args, part_kwargs = tree_unflatten([_computing(_on(now[i], device)) for i in range(len(now))], form)
+            found, shape = tree_flatten(originals[name](*part_args, **part_kwargs))
+            found = [_on(x.to(dtype) if _of_dtype(x, dtype_on(device, dtype)) else x, anchor.device) for x in found]
+            return found, shape
+
+        def backward(given, gradients):
+            given = [x.detach().requires_grad_() for x in given]
+            with placed(model, name, device), torch.enable_grad():
+                found, _ = compute(*given)
+                pairs = zip(filter(_differentiable, found), gradients, strict=True)
+                outputs, gradients = zip(*(pair for pair in pairs if pair[0].requires_grad), strict=True)
+                return torch.autograd.grad(outputs, given, gradients, allow_unused=True)
+
+        with placed(model, name, device), torch.no_grad():
+            found, shape = compute(*(leaves[index] for index in wanted))
+        joined = iter(
+            _Recomputed.apply(backward, [x for x in found if _differentiable(x)], anchor, *(leaves[i] for i in wanted))
+        )
+        return tree_unflatten([next(joined) if _differentiable(x) else x for x in found], shape)
+
+    for name, module in modules.items():
+        module.forward = partial(forward, name)
+    try:
+        yield anchor
+    finally:
+        for name, module in modules.items():
+            del module.forward
+            if own[name] is not None:
+                module.forward = own[name]
+
+
+class _Recomputed(torch.autograd.Function):
+    """Outputs that are known, of inputs whose gradients ``backward(inputs, gradients)`` gives."""
+
+    @staticmethod
+    def forward(ctx, backward, outputs, anchor, *inputs):
+        ctx.way_back = backward
+        ctx.save_for_backward(*inputs)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, None, gradients[0].new_zeros(()), *ctx.way_back(ctx.saved_tensors, gradients)
+
+
+def _differentiable(value) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _of_dtype(value, dtype: torch.dtype) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == dtype
 
 
 def forward_pass(model: nn.Module, ids: torch.Tensor) -> Any:

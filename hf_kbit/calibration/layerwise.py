@@ -278,7 +278,9 @@ def _solve(name: str, layer: KbitLinear, dense: nn.Module, moments: inputs.Momen
     if not moments.second.isfinite().all():
         raise ValueError(f"{name}: found NaN or infinite inputs, expected finite ones")
     weight = dense.weight.T if isinstance(dense, Conv1D) else dense.weight
-    stored = transformed(aim(weight.float(), moments), layer.transform, f"{name}.weight")
+    # Feedback lost more with column scales for the inputs: it has all of their moments anyway.
+    of_inputs = moments.second if solver.DIAGONAL else None
+    stored = transformed(aim(weight.float(), moments), layer.transform, f"{name}.weight", of_inputs)
     decoding = choose_decoding(stored, layer.levels, True, layer.refines_levels)
     second = of_moments(moments.second, None if stored.columns is None else decode_e4m4(stored.columns))
     codebook = codebooks.scaled(decoding.levels, 0, weight.device)

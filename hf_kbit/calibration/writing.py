@@ -84,6 +84,17 @@ def write(
     return None
 
 
+def draw(probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """int64 ``[rows, 1]``: an index of each row of ``probabilities``, float32 ``[rows, n]``, drawn by them.
+
+    By their running sum, a tenth of ``torch.multinomial``'s time on a CPU.
+    """
+    sums = probabilities.cumsum(-1)
+    # Below the total, so that what is drawn has a probability.
+    places = torch.rand(len(sums), 1, generator=generator, device=sums.device) * sums[:, -1:]
+    return torch.searchsorted(sums, places, right=True).clamp(max=sums.shape[-1] - 1)
+
+
 class _NotFinite(Exception):
     pass
 
@@ -96,13 +107,10 @@ class _Draw(LogitsProcessor):
         self.bar = bar
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        sums = scores.softmax(-1).cumsum(-1)
-        total = sums[:, -1:]
-        if not total.isfinite().all():
+        probabilities = scores.softmax(-1)
+        if not probabilities.isfinite().all():
             raise _NotFinite("logits: found NaN where the model writes a text to calibrate on, expected finite ones")
-        # Below the total, so that what is drawn has a probability.
-        places = torch.rand(len(scores), 1, generator=self.generator, device=scores.device) * total
-        drawn = torch.searchsorted(sums, places, right=True).clamp(max=scores.shape[-1] - 1)
+        drawn = draw(probabilities, self.generator)
         self.bar.update(len(scores))
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
 

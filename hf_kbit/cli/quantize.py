@@ -29,7 +29,7 @@ from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import selection
 
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-MEASURED = (2, 512)  # sequences, and tokens of each, on which widths are chosen
+MEASURED = (8, 256)  # sequences, and tokens of each, on which widths are chosen
 INTERRUPTED = "interrupted; the same command goes on after the last layer that was calibrated, if any was"
 # What lies beside a model and is copied as it is: tokenizers, processors, chat templates.
 BESIDE = (
@@ -119,7 +119,8 @@ def command(
         if calibrate or mean % 1:
             named = ", ".join(map(str, text or ())) or dataset
             if data is None:
-                data = write(dense, sequences, length, device=device, progress=True)
+                amount = (sequences, length) if calibrate else MEASURED
+                data = write(dense, *amount, device=device, progress=True)
                 named = "the built-in text" if data is None else "text that the model wrote"
             ids = token_ids(data, AutoTokenizer.from_pretrained(model, **source), dense, sequences, length)
         if mean % 1:
@@ -193,7 +194,7 @@ def _mix(model, mean: float, ids: torch.Tensor, source: str, config: KbitConfig,
     """Widths for a mean, by what each layer loses; says which layers get how many, and why."""
     sample = ids[:: max(len(ids) // MEASURED[0], 1), : MEASURED[1]][: MEASURED[0]]
     tokens = sample.numel()
-    line("measuring", f"what 2 bits in each layer cost on {tokens:,} tokens of {source}, on {device}")
+    line("measuring", f"what few bits in each layer cost on {tokens:,} tokens of {source}, on {device}")
     layers = widths.measure(model, sample.flatten(), config, window=sample.shape[1], device=device, progress=True)
     chosen = widths.spend(layers, mean * sum(layer.weights for layer in layers.values()))
     counts = ", ".join(f"{count} in {width} bits" for width, count in sorted(Counter(chosen.values()).items()))

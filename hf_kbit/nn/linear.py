@@ -351,7 +351,7 @@ class KbitLinear(nn.Linear):
         if self.is_tiled and type(self.weight.data) is not torch.Tensor:
             errors.append(f"{prefix}weight: found it sharded as tiles, expected a layer to load before it is sharded")
             return
-        decoding, faults = self.decoding, len(errors)
+        decoding, columns, faults = self.decoding, self.weight_columns, len(errors)
         if DECODING in local_metadata:
             try:
                 decoding = Decoding.from_dict(local_metadata[DECODING], self.bits, f"{prefix}weight")
@@ -361,8 +361,11 @@ class KbitLinear(nn.Linear):
             self._make_room_for_columns(decoding)
         self.to_planes()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-        if decoding != self.decoding and len(errors) == faults:
-            self.decode_as(decoding)
+        if decoding != self.decoding:
+            if len(errors) == faults and not any(prefix + name in missing for name in PACKED):
+                self.decode_as(decoding)
+            else:
+                self.weight_columns = columns
         self.settle(self.codebook.device if self.weight.is_meta else self.weight.device)
 
     def __getstate__(self):

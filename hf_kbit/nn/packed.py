@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_kbit import codebooks
-from hf_kbit.balance import balance
+from hf_kbit.balance import balance, balance_for
 from hf_kbit.codebooks import Levels, bits_of
 from hf_kbit.format import MAX_EXPONENT, layer_exponent
 from hf_kbit.reference import decode_e4m4
@@ -111,13 +111,17 @@ class Stored(NamedTuple):
     columns: torch.Tensor | None
 
 
-def transformed(weight: torch.Tensor, transform: str, name: str = "weight") -> Stored:
+def transformed(
+    weight: torch.Tensor, transform: str, name: str = "weight", moments: torch.Tensor | None = None
+) -> Stored:
     """Applies a transform to a weight, but to a huge one, of which float32 might not hold sums, none.
 
     Args:
         weight: float32, float16 or bfloat16 ``[N, K]``.
-        transform: ``"rotated"``, column scales (``balance.balance``) and the rotation, or ``"none"``.
+        transform: ``"rotated"``, column scales and the rotation, or ``"none"``.
         name: what errors call the weight.
+        moments: float32 ``[K]``, of each input the sum of squares, for column scales that suit them
+            (``balance.balance_for``); without, they suit the weight alone (``balance.balance``).
 
     Raises:
         ValueError: the weight holds NaN or infinity, or is so large that float32 cannot hold what it decodes to.
@@ -127,7 +131,7 @@ def transformed(weight: torch.Tensor, transform: str, name: str = "weight") -> S
     """
     if _largest(weight, name) > MOST_TO_TRANSFORM or transform == "none":
         return Stored(weight, None)
-    columns = balance(weight)
+    columns = balance(weight) if moments is None else balance_for(weight, moments)
     return Stored(to_stored(weight, decode_e4m4(columns), rotated=True), columns)
 
 

@@ -3,7 +3,10 @@
 import gzip
 import importlib
 import json
+import shutil
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,15 +14,23 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.format import BITS
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("data", "methods", "measure", "report", "train")
+NAMES = ("data", "methods", "measure", "peers", "report", "train")
 WIDTH, INNER, LAYERS = 64, 128, 2
+
+
+@pytest.fixture(scope="module")
+def smollm2(quality):
+    """The module, where ``gguf`` is installed."""
+    pytest.importorskip("gguf")
+    return importlib.import_module("benchmarks.quality.smollm2")
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +166,7 @@ def test_training(quality, trained):
     folder, record = trained
     (first, before), (last, after) = record["losses"][0], record["losses"][-1]
     assert (first, last) == (0, 59) and after < before - 1
-    assert json.loads((folder / "training.json").read_text())["text_sha256"] == record["text_sha256"]
+    assert json.loads((folder / "record.json").read_text())["text_sha256"] == record["text_sha256"]
     tokens = load_file(folder / "held_out.safetensors")["tokens"]
     assert tokens.dtype == torch.int32 and len(tokens) % 64 == 0 and 0 <= tokens.min() <= tokens.max() < 512
     model = LlamaForCausalLM.from_pretrained(folder)
@@ -264,10 +275,37 @@ def test_error_of_a_mean_over_parts(quality, monkeypatch):
     )
 
 
+def test_windows_of_a_short_text(quality, monkeypatch):
+    """At most 2048 tokens, and each a part where they are few."""
+    lengths = []
+
+    def evaluate(model, part, reference, window):
+        lengths.append((len(part), window))
+        figures = {"perplexity": 2.0, "reference_perplexity": 1.0, "kl_divergence": 0.0, "top1_agreement": 1.0}
+        return SimpleNamespace(**figures)
+
+    monkeypatch.setattr(quality.measure, "evaluate", evaluate)
+    reference = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=8192))
+    quality.measure.compare(None, reference, torch.arange(3 * 2048))
+    assert lengths == [(2048, 2048)] * 3
+
+
+def test_what_it_took_to_load(quality):
+    """The most memory meanwhile, though less is left."""
+
+    def load(folder, device):
+        torch.ones(50_000_000, dtype=torch.uint8)
+        return torch.nn.Linear(4, 4)
+
+    _, entry = quality.measure.load_measured(quality.methods.Method("none", 16, "none", load, None), ROOT, "cpu")
+    assert 45 < entry["peak_MB"] < 90 and 0 < entry["load_seconds"] < 60
+
+
 # --- bits -----------------------------------------------------------------------------------------
 
 # Weights of a layer of attention with half as many heads for keys, and of its three projections.
 WEIGHTS = LAYERS * (3 * WIDTH * WIDTH + 3 * WIDTH * INNER)
+ROW_SCALES = 32 * LAYERS * (3 * WIDTH + 2 * INNER + WIDTH) / WEIGHTS  # of float32, a byte of it a bit
 
 
 @pytest.fixture(scope="module")
@@ -352,14 +390,150 @@ def test_bits_per_weight(quality, folder, bits, codebook, tables):
         ("hqq 4 group 64", 4 + 32 / 64, 4 + 32 / 64),
         ("hqq 2 group 128", 2 + 32 / 128, 2 + 32 / 128),
         ("torchao 3 intx, symmetric, group 32", 3 + 16 / 32, 8 + 16 / 32),
+        ("bitsandbytes 8 LLM.int8()", 8 + ROW_SCALES, 8 + ROW_SCALES),
     ],
 )
 def test_bits_per_weight_of_peers(quality, folder, label, bits, stored):
     pytest.importorskip(label.split()[0])
-    (method,) = [method for method in quality.methods.methods() if method.label == label]
+    (method,) = [method for method in quality.peers.peers() if method.label == label]
     found, error = figures(quality, folder, method)
     assert (found["bits_per_weight"], found["stored_bits_per_weight"]) == pytest.approx((bits, stored))
     assert 0.05 * 4.0**-method.bits < error < 5 * 4.0**-method.bits
+
+
+@pytest.mark.parametrize(("symmetric", "overhead"), [(True, 16 / 64), (False, (16 + 3) / 64)])
+def test_bits_per_weight_of_autoround(quality, folder, symmetric, overhead):
+    """Of layers as it leaves them: the last group of a row may be shorter, and has a scale all the same."""
+    model = quality.methods.load(folder, "cpu")
+    for layer in quality.methods.linears(model).values():
+        groups = layer.out_features, layer.in_features // 64
+        layer.bits, layer.sym, layer.scale = 3, symmetric, torch.ones(groups, dtype=torch.float16)
+        layer.zp = 4 if symmetric else torch.zeros(groups)
+    storage = quality.peers.autoround_storage(model)
+    assert storage.weights == WEIGHTS
+    assert 8 * (storage.code_bytes + storage.other_bytes) / WEIGHTS == pytest.approx(3 + overhead, rel=1e-3)
+
+
+def test_mean_squares_of_inputs(quality, folder):
+    """Those of the first layer, whose inputs are normed embeddings, of several sequences."""
+    model = quality.methods.load(folder, "cpu", torch.float32)
+    ids = torch.arange(30).view(3, 10)
+    found = quality.peers.mean_squares(model, ids)
+    assert found.keys() == quality.methods.linears(model).keys()
+    first = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids)).flatten(0, 1)
+    torch.testing.assert_close(found["model.layers.0.self_attn.q_proj"], first.square().mean(0).detach())
+    assert len(found["model.layers.1.mlp.down_proj"]) == INNER
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+# --- a published model ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def debs(tmp_path):
+    """Debian packages of a manual that is held out, one that is not, and quotations."""
+    files = {
+        "usr/share/doc/debian-policy/policy.txt.gz": gzip.compress(prose(0).encode()),
+        "usr/share/doc/debian-policy/copyright": prose(1).encode(),
+        "usr/share/developers-reference/developers-reference.txt.gz": gzip.compress(prose(2).encode()),
+        "usr/share/games/fortunes/ascii-art": prose(3).encode(),
+        "usr/share/games/fortunes/art.dat": prose(4).encode(),
+        **{f"usr/share/games/fortunes/number{n}": f"{prose(n)}%\n{prose(n + 10)}".encode() for n in (5, 6, 7, 8)},
+    }
+    for name, content in files.items():
+        file = tmp_path / "root" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    control = tmp_path / "root" / "DEBIAN" / "control"
+    control.parent.mkdir()
+    control.write_text("Package: prose\nVersion: 1\nArchitecture: all\nMaintainer: a\nDescription: b\n")
+    subprocess.run(["dpkg-deb", "--build", tmp_path / "root", tmp_path / "prose.deb"], check=True, capture_output=True)
+    return tmp_path
+
+
+@pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="needs dpkg-deb")
+def test_prose_of_debian_packages(smollm2, debs):
+    """Whole files on either side, quotations without what is between them; nothing that is no prose."""
+    text = smollm2.text_of_debs(debs)
+    quotations = {n: f"{prose(n)}\n{prose(n + 10)}" for n in (5, 6, 7, 8)}
+    assert text.held_out == [prose(0), quotations[5], quotations[7]]
+    assert text.train == [prose(2), quotations[6], quotations[8]]
+    (debs / "prose.deb").unlink()
+    with pytest.raises(ValueError, match="found 0 documents to hold out"):
+        smollm2.text_of_debs(debs)
+
+
+def test_text_of_files_is_cut_where_lines_are_empty(smollm2, tmp_path):
+    (tmp_path / "first").write_text(f"{prose(0)}\n\n{prose(1)}\n\n\n{prose(2)}")
+    (tmp_path / "second").write_text(prose(3))
+    text = smollm2.text_of_files([tmp_path / "first", tmp_path / "second"])
+    assert [part.strip() for part in text.held_out] == [prose(0).strip(), prose(2).strip()]
+    assert [part.strip() for part in text.train] == [prose(1).strip(), prose(3).strip()]
+    with pytest.raises(ValueError, match="--text: two documents"):
+        smollm2.text_of_files([tmp_path / "second"])
+
+
+@pytest.fixture
+def small_gguf(smollm2, tmp_path):
+    """A Llama of one layer with a byte-level BPE, in Q8_0."""
+    import gguf
+    import numpy as np
+
+    file, shapes = tmp_path / "small.gguf", {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64)}
+    shapes |= {"attn_output": (64, 64), "ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
+    writer, random = gguf.GGUFWriter(file, "llama"), np.random.default_rng(0)
+    writer.add_block_count(1)
+    writer.add_context_length(4096)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(1e4)
+    writer.add_vocab_size(257)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([*sorted(ByteLevel.alphabet()), "xx"])
+    writer.add_token_types([1] * 257)
+    writer.add_token_merges(["x x"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    matrices = {"token_embd": (257, 64), **{f"blk.0.{name}": shape for name, shape in shapes.items()}}
+    for name, shape in matrices.items():
+        weight = gguf.quantize(random.standard_normal(shape, dtype=np.float32) / 8, gguf.GGMLQuantizationType.Q8_0)
+        writer.add_tensor(f"{name}.weight", weight, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(64, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_a_folder_of_a_published_model(quality, smollm2, small_gguf, tmp_path, monkeypatch):
+    """What it holds is one model, in two forms, and windows of either part of the text; calibration reads its own."""
+    monkeypatch.setattr(smollm2, "HELD_OUT_TOKENS", 3 * 2048)
+    monkeypatch.setattr(smollm2, "CALIBRATION_TOKENS", 2 * 1024)
+    text = quality.data.Text(["b" * 5000, "c" * 3000], ["a" * 9000], {})
+    folder = tmp_path / "published"
+    with zipfile.ZipFile(tmp_path / "published.whl", "w") as wheel:
+        wheel.write(small_gguf, "package/small.gguf")
+    record = smollm2.fill(folder, smollm2.gguf_in(tmp_path / "published.whl", tmp_path / "unpacked"), text)
+    assert json.loads((folder / "record.json").read_text()) == record
+    assert record["text_sha256"] == text.sha256 and record["parameters"] == 257 * 64 + 30_720 + 3 * 64
+
+    model, decoded = quality.methods.load(folder, "cpu"), quality.peers.load_gguf(folder / "model.gguf", "cpu", None)
+    assert quality.methods.dtype_of(folder) == model.dtype == torch.bfloat16
+    for name, weight in decoded.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name].float(), weight.float(), rtol=0, atol=0)
+
+    tokens = {name: load_file(folder / f"{name}.safetensors")["tokens"] for name in ("held_out", "calibration")}
+    letters = {name: set(AutoTokenizer.from_pretrained(folder).decode(ids)) for name, ids in tokens.items()}
+    assert [len(ids) for ids in tokens.values()] == [3 * 2048, 2 * 1024]
+    assert letters["held_out"] == {"a"} and letters["calibration"] <= set("bc\n")
+    assert torch.equal(quality.methods.training_ids(folder), tokens["calibration"].long())
 
 
 # --- the report -----------------------------------------------------------------------------------
@@ -373,6 +547,7 @@ def results(tmp_path):
         {"library": library, "bits": bits, "way": way, "gap": gap, "kl_divergence": gap**2 / 5}
         | {"perplexity": 20 + gap, "gap_error": 0.1, "top1_agreement": 0.5, "squared_error": 0.25}
         | {"bits_per_weight": bits + 0.25, "stored_bits_per_weight": 8.25, "model_MB": 100.0, "cosine_error": gap / 4}
+        | {"load_seconds": 2.0}
         for library, bits, way, gap in [
             ("fp16", 16, "as trained", 0.0),
             ("hf_kbit", 4, "optimal, search", 9.0),
@@ -391,8 +566,10 @@ def results(tmp_path):
         if line["way"].endswith("mixed"):
             line["bits_per_weight"] -= 0.25  # the mean width is what it was to be, or less
     models = [
-        {"model": "trained", "parameters": 75_000_000, "text_sha256": "a" * 64, "tokens": 4096},
         {"model": "all-MiniLM-L6-v2", "sentences": 148},
+        {"model": "trained", "parameters": 75_000_000, "text_sha256": "a" * 64, "tokens": 4096},
+        {"model": "SmolLM2-135M-Instruct", "parameters": 135_000_000, "text_sha256": "b" * 64, "tokens": 8192}
+        | {"peak_MB": 321.0},
     ]
     file = tmp_path / "results.jsonl"
     file.write_text("".join(json.dumps(model | common | line) + "\n" for model in models for line in lines))
@@ -401,23 +578,36 @@ def results(tmp_path):
 
 def test_tables(quality, results):
     models = quality.report.read([results])
-    targets = quality.report.targets_table(models["trained"]).splitlines()
+    targets = quality.report.targets_table(quality.report.trained_targets(models["trained"])).splitlines()
     assert targets[2:] == [
-        "| 4 bits: optimal, search | gap, of that of bitsandbytes, NF4, block 64 | 0.50 | 0.6 | reached |",
+        "| 4 bits: optimal, search | gap, of that of bitsandbytes, NF4, block 64 | 0.5 | 0.6 | reached |",
         "| 3 bits: optimal, search | gap, of that of hf_kbit, normal_float, absmax | 0.72 | 0.7 | missed |",
-        "| 4 bits: optimal, feedback | gap, of that of hf_kbit, optimal, search | 0.40 | 0.6 | reached |",
+        "| 4 bits: optimal, feedback | gap, of that of hf_kbit, optimal, search | 0.4 | 0.6 | reached |",
         "| 2 bits: optimal, feedback | gap, of fp16's perplexity | 0.25 | 0.25 | reached |",
         # It takes 3.5 bits a weight, a quarter of the way from 3.25 to 4.25:
         # 2.21 of 7.2 - 6.7 / 4, 0.98 of 10.37 - 10.32 / 4.
-        "| 3.5 bits: optimal, search, mixed | gap, of that on the line from 3 to 4 bits | 0.40 | 1.0 | reached |",
-        "| 3.5 bits: optimal, search, mixed | KL, of that on the line from 3 to 4 bits | 0.13 | 1.0 | reached |",
+        "| 3.5 bits: optimal, search, mixed | gap, of that on the line from 3 to 4 bits | 0.4 | 1.0 | reached |",
+        "| 3.5 bits: optimal, search, mixed | KL, of that on the line from 3 to 4 bits | 0.125 | 1.0 | reached |",
     ]
-    text = quality.report.text_of(models)
+    text = quality.report.text_of(models, {"trained": Path("images/trained.png")})
     rows = [line for line in text.splitlines() if line.startswith("| hf_kbit, 4 bits: optimal, search ")]
     assert rows == [
-        "| hf_kbit, 4 bits: optimal, search | 4.25 | 8.25 | 100 | 20.500 | 0.500 ± 0.100 | 0.50 | 0.05000 | 0.25 "
-        "| 50.0% | 0.25000 |",
-        "| hf_kbit, 4 bits: optimal, search | 4.25 | 8.25 | 100.0 | 0.1250 | 0.50 | 0.25000 | 1.00 |",
+        "| hf_kbit, 4 bits: optimal, search | 4.25 | 8.25 | 100 | 20.500 | +2.50 ± 0.50% | 0.50 | 0.05000 | 0.25 "
+        f"| 50.0% | 0.25000 | 2.0 | {peak} |"
+        for peak in ("321", "")
+    ] + ["| hf_kbit, 4 bits: optimal, search | 4.25 | 8.25 | 100.0 | 0.1250 | 0.50 | 0.25000 | 1.00 |"]
+    marks = ["**SmolLM2-135M-Instruct**, 135.0M", "**trained**", "(images/trained.png)", "**all-MiniLM-L6-v2**"]
+    assert sorted(marks, key=text.index) == marks
+
+
+def test_targets_of_the_published_model(quality, results):
+    """Gaps over the perplexity of 16 bits, which is 20 here; of what was not measured there is no row."""
+    found = quality.report.smollm2_targets(quality.report.read([results])["SmolLM2-135M-Instruct"])
+    assert [(bits, way, pytest.approx(ratio), most) for bits, way, _, ratio, most in found] == [
+        (4, "optimal, search", 0.5 / 20, 0.09),
+        (3, "optimal, search", 7.2 / 20, 0.45),
+        (4, "optimal, feedback", 0.2 / 20, 0.028),
+        (2, "optimal, feedback", 5 / 20, 0.95),
     ]
 
 
@@ -425,7 +615,7 @@ def test_a_page_without_marks_is_refused(quality, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("No marks\n")
     with pytest.raises(ValueError, match="found no marks"):
-        quality.report.fill(page, "text", None)
+        quality.report.fill(page, "text")
     assert page.read_text() == "No marks\n"
 
 
@@ -446,7 +636,8 @@ def test_plot(quality, results, tmp_path):
 
 
 def test_curves_can_be_told_apart(quality):
-    styles = quality.report.styles({(method.library, method.way) for method in quality.methods.methods()})
+    methods = quality.methods.methods() + quality.peers.peers()
+    styles = quality.report.styles({(method.library, method.way) for method in methods})
     ours = {way: style for (library, way), style in styles.items() if library == "hf_kbit"}
     assert len({(style["color"], style.get("linestyle")) for style in ours.values()}) == len(ours)
     for way in ("optimal, search", "optimal, feedback"):

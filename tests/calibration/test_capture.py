@@ -1,6 +1,7 @@
 """What is added up of each layer's inputs, against a forward pass of the whole model for each layer."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from architectures import ARCHITECTURES
 from torch import nn
 
 import hf_kbit
-from hf_kbit.calibration import capture, weighted
+from hf_kbit.calibration import capture, inputs, layerwise, weighted
 from hf_kbit.calibration.layerwise import METHODS
+from hf_kbit.integrations.transformers import selection
 
 READS_TOKENS = [
     row
@@ -20,40 +22,52 @@ IDS = torch.randint(5, 90, (5, 9), generator=torch.Generator().manual_seed(3))
 
 
 class Recorder:
-    """A solver that keeps what it is given, in the order of the calls."""
+    """A solver that quantizes anyhow, and a drift that keeps what it is given, in the order of the calls."""
 
     def __init__(self, diagonal: bool):
         self.DIAGONAL, self.moments = diagonal, []
 
     def solve(self, weight, moments, codebook):
-        self.moments.append(moments.clone())
         return weighted.solve(weight, torch.ones(weight.shape[1]), codebook)
+
+    def aim(self, weight, moments):
+        self.moments.append(moments)
+        return weight
+
+
+def inputs_of(model, name: str, sequence: torch.Tensor) -> torch.Tensor:
+    """What a layer is given in a pass of the whole model."""
+    given = []
+    hook = model.get_submodule(name).register_forward_pre_hook(lambda _, args: given.append(args[0].flatten(0, -2)))
+    capture.forward_pass(model, sequence[None])
+    hook.remove()
+    return torch.cat(given)
 
 
 @torch.no_grad()
-def moments_by_whole_passes(dense, quantized, units, ids) -> list[torch.Tensor]:
-    """For each unit, in the order of use, a pass of one sequence at a time, with the units before it quantized."""
-    order, found = [], []
-    hooks = [dense.get_submodule(u).register_forward_pre_hook(lambda *_, u=u: order.append(u)) for u in units]
-    capture.forward_pass(dense, ids)
+def moments_by_whole_passes(original, quantized, names, ids) -> list[inputs.Moments]:
+    """For each group of layers, in the order of use, passes of one sequence at a time: through the model in 16 bits,
+    and through that with the groups before quantized."""
+    linears, groups, current, found = {original.get_submodule(n): n for n in names}, [], copy.deepcopy(original), []
+    calls = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda module, args: calls.append((module, args[0]))) for layer in linears
+    ]
+    capture.forward_pass(original, ids)
     for hook in hooks:
         hook.remove()
-    for names in map(units.get, dict.fromkeys(order)):
-        sums = {}
-
-        def add(layer, args, sums=sums):
-            rows = args[0].flatten(0, -2)
-            sums[layer] = sums.get(layer, 0) + rows.T @ rows
-
-        layers = [dense.get_submodule(name) for name in names]
-        hooks = [layer.register_forward_pre_hook(add) for layer in layers]
+    for place, (layer, x) in enumerate(calls):
+        if place and calls[place - 1][1] is x:
+            groups[-1].append(linears[layer])
+        else:
+            groups.append([linears[layer]])
+    for group in groups:
+        sums = drift = 0.0
         for sequence in ids:
-            capture.forward_pass(dense, sequence[None])
-        for hook in hooks:
-            hook.remove()
-        found += [sums[layer] for layer in layers]
-        for name in names:
-            hf_kbit.integrations.transformers.selection.replace_modules(dense, {name: quantized.get_submodule(name)})
+            x, dense = inputs_of(current, group[0], sequence), inputs_of(original, group[0], sequence)
+            sums, drift = sums + x.T @ x, drift + (dense - x).T @ x
+        found += [inputs.Moments(sums, drift)] * len(group)
+        selection.replace_modules(current, {name: quantized.get_submodule(name) for name in group})
     return found
 
 
@@ -65,14 +79,21 @@ def test_moments(row, batch, diagonal, length, monkeypatch):
     dense = copy.deepcopy(model).eval()
     solver = Recorder(diagonal)
     monkeypatch.setitem(METHODS, "recorder", solver)
-    hf_kbit.calibrate(model, ids, method="recorder", batch=batch, device="cpu", bits=4)
+    monkeypatch.setattr(layerwise, "aim", solver.aim)
+    hf_kbit.calibrate(model, ids, method="recorder", batch=batch, device="cpu", bits=2)
     names = [name for name, layer in model.named_modules() if isinstance(layer, hf_kbit.KbitLinear)]
-    units = capture.units(dense, list(hf_kbit.integrations.transformers.selection.choose(dense, hf_kbit.KbitConfig())))
-    assert sorted(names) == sorted(name for unit in units.values() for name in unit)
-    expected = moments_by_whole_passes(dense, model, units, ids)
+    assert sorted(names) == sorted(selection.choose(dense, hf_kbit.KbitConfig()))
+    expected = moments_by_whole_passes(dense, model, names, ids)
     assert len(solver.moments) == len(expected) == len(names)
+    close = partial(torch.testing.assert_close, rtol=1e-3)
     for sums, found in zip(expected, solver.moments, strict=True):
-        torch.testing.assert_close(found, sums.diagonal() if diagonal else sums, rtol=1e-3, atol=1e-4 * sums.max())
+        limit = 1e-4 * sums.second.max()
+        if diagonal:
+            close(found.second, sums.second.diagonal(), atol=limit)
+            assert found.drift is None
+        else:
+            close(found.second, sums.second, atol=limit)
+            close(found.drift, sums.drift, atol=limit)
 
 
 def test_units_are_the_outermost_elements_of_lists():
@@ -99,18 +120,68 @@ def test_a_forward_of_an_instance_is_put_back():
 
     first.forward = own
     hf_kbit.calibrate(model, IDS, batch=5, method="weighted")
-    assert first.forward is own and len(calls) == 3  # the check, the sums, the outputs
+    # The check, the search for groups, a pass for each of four, the outputs.
+    assert first.forward is own and len(calls) == 7
     assert "forward" not in vars(second)
 
 
-@pytest.mark.parametrize("diagonal", [True, False])
-def test_layers_that_are_called_by_keyword(diagonal):
+def test_layers_that_are_called_by_keyword():
     linear, x = nn.Linear(6, 3), torch.randn(2, 5, 6)
-    with capture.moments({"positional": linear}, diagonal) as expected:
-        linear(x)
-    with capture.moments({"keyword": linear}, diagonal) as found:
-        linear(input=x)
-    assert torch.equal(found["keyword"], expected["positional"])
+    (group,) = inputs.groups({"linear": linear}, lambda: linear(input=x))
+    second, drift = inputs.moments(linear, group, [(lambda: linear(input=x), None)], diagonal=False)
+    torch.testing.assert_close(second, x.flatten(0, 1).T @ x.flatten(0, 1))
+    assert group == (["linear"], True) and drift is None
+
+
+def test_layers_are_grouped_by_what_they_are_given():
+    q, k, out, shared, idle = (nn.Linear(4, 4) for _ in range(5))
+    linears = {"out": out, "k": k, "idle": idle, "shared": shared, "q": q}
+
+    def run():
+        x = torch.ones(2, 4)
+        return shared(out(shared(q(x) + k(x))))
+
+    assert inputs.groups(linears, run) == [(names, False) for names in (["q", "k"], ["shared"], ["out"], ["idle"])]
+    assert inputs.groups({"k": k, "q": q}, run) == [(["q", "k"], True)]
+    twice = inputs.moments(shared, inputs.Group(["shared"], False), [(run, None)], diagonal=False).second
+    given = _given(shared, run)
+    torch.testing.assert_close(twice, sum(x.T @ x for x in given))
+    assert len(given) == 2
+    none = inputs.moments(idle, inputs.Group(["idle"], False), [(run, None)], diagonal=False).second
+    assert torch.equal(none, torch.zeros(4, 4))
+
+
+def _given(layer, run):
+    found = []
+    hook = layer.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    run()
+    hook.remove()
+    return found
+
+
+def test_a_run_ends_where_the_group_is_called():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    after = []
+
+    def run():
+        second(first(torch.ones(1, 4)))
+        after.append(1)
+
+    groups = inputs.groups({"first": first, "second": second}, run)
+    for group, linear in zip(groups, (first, second), strict=True):
+        inputs.moments(linear, group, [(run, run)], diagonal=False)
+    assert len(after) == 1  # the first one, which finds the groups
+
+
+def test_layers_stand_in_for_others():
+    dense, other, own = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    own.forward = forward = own.forward
+    x = torch.ones(1, 4)
+    before = dense(x), own(x)
+    with inputs.standing_in({"a": dense, "b": own}, {"a": other, "b": other, "c": other}):
+        assert torch.equal(dense(x), other(x)) and torch.equal(own(x), other(x))
+    assert torch.equal(dense(x), before[0]) and torch.equal(own(x), before[1])
+    assert "forward" not in vars(dense) and own.forward is forward
 
 
 def test_the_pass_ends_after_the_last_layer():

@@ -107,7 +107,9 @@ def test_quantize_to_a_mean_width(run_quantize, calibrate, device, tmp_path):
     config = AutoModelForCausalLM.from_pretrained(tmp_path).config.quantization_config
     dense = AutoModelForCausalLM.from_pretrained("dense")
     text = torch.tensor(list(f"{TEXT}\n\n{TEXT}".encode()))
-    tokens = torch.cat([text[:96], text[len(text) // 96 // 2 * 96 :][:96]])
+    rows = text[: len(text) // 96 * 96].view(-1, 96)  # fewer than are wanted, so all of them
+    assert len(rows) <= cli.quantize.MEASURED[0]
+    tokens = rows.flatten()
     expected = widths.choose_widths(dense, tokens, 3.4, window=96, device=device)
     measured = widths.measure(dense, tokens, hf_kbit.KbitConfig(bits=2), window=96, device=device)
     costs = sorted(measured, key=lambda name: measured[name].costs[2] / measured[name].weights)
@@ -119,7 +121,7 @@ def test_quantize_to_a_mean_width(run_quantize, calibrate, device, tmp_path):
     said = ", ".join(f"{count} in {width} bits" for width, count in sorted(counts.items()))
     lines = [line.strip() for line in result.stdout.splitlines()]
     start = lines.index(
-        f"measuring     what 2 bits in each layer cost on 192 tokens of rows.txt, rows.txt, on {device}"
+        f"measuring     what few bits in each layer cost on {len(tokens)} tokens of rows.txt, rows.txt, on {device}"
     )
     assert lines[start + 1] == f"widths        {mean:.2f} bits for a weight: {said}"
     assert f"down_proj {config.bits_for('model.layers.0.mlp.down_proj'):.2f}" in lines[start + 2]

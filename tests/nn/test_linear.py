@@ -16,7 +16,10 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import hf_kbit
-from hf_kbit import KbitLinear, _native, codebooks, format, reference
+from hf_kbit import KbitLinear, _native, codebooks, format, reference, transforms
+from hf_kbit.balance import balance
+from hf_kbit.nn import packed
+from hf_kbit.nn.packed import TRANSFORMS
 
 
 def linear(out_features=7, in_features=33, bias=True, dtype=torch.float32) -> nn.Linear:
@@ -49,16 +52,18 @@ def test_error_on_gaussian_weights(bits, bound):
     assert error.square().mean() < bound * dense.weight.square().mean()
 
 
-def test_parameters_are_plain_and_frozen():
-    layer = KbitLinear.from_linear(linear(), bits=3)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_parameters_are_plain_and_frozen(transform):
+    layer = KbitLinear.from_linear(linear(), bits=3, transform=transform)
     assert type(layer.weight) is nn.Parameter and type(layer.weight.data) is torch.Tensor
     described = {name: (p.dtype, tuple(p.shape), p.requires_grad) for name, p in layer.named_parameters()}
     assert described == {
         "weight": (torch.int32, (7, 6), False),
         "weight_absmax": (torch.uint8, (7, 2), False),
+        **({"weight_columns": (torch.uint8, (33,), False)} if transform == "rotated" else {}),
         "bias": (torch.float32, (7,), True),
     }
-    assert list(layer.state_dict()) == ["weight", "weight_absmax", "bias"]
+    assert list(layer.state_dict()) == list(described)
     assert [name for name, _ in layer.named_buffers()] == ["codebook"]
 
 
@@ -78,7 +83,7 @@ def test_a_new_layer_computes_its_bias():
 def test_any_codebook():
     table = [3.0, -1.0, 0.5, 7.0]
     dense = linear(64, 100)
-    layer = KbitLinear.from_linear(dense, bits=2, codebook=table)
+    layer = KbitLinear.from_linear(dense, bits=2, codebook=table, transform="none")
     assert layer.levels == codebooks.canonical(table, 2) == pytest.approx((-1 / 7, 0.5 / 7, 3 / 7, 1.0))
     scale = reference.decode_e4m4(layer.weight_absmax).repeat_interleave(32, dim=1)[:, :100]
     assert torch.isin(layer.dequantize(), scale[..., None] * torch.tensor(layer.levels)).all()
@@ -86,16 +91,62 @@ def test_any_codebook():
     torch.testing.assert_close((dense.weight - layer.dequantize()).abs(), nearest)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-5, 1e-3, 1.0, 1e3, 1e30])
-def test_the_exponent_keeps_precision_at_any_scale(scale):
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("scale", [1e-30, 1e-5, 1e-3, 1.0, 1e3, 1e28])
+def test_the_exponent_keeps_precision_at_any_scale(scale, transform):
     dense = linear(64, 100, bias=False)
-    plain = KbitLinear.from_linear(dense, bits=4).dequantize()
+    plain = KbitLinear.from_linear(dense, bits=4, transform=transform).dequantize()
     with torch.no_grad():
         dense.weight *= scale
-    layer = KbitLinear.from_linear(dense, bits=4)
-    assert layer.exponent == format.layer_exponent(dense.weight.abs().max().item())
+    layer = KbitLinear.from_linear(dense, bits=4, transform=transform)
+    stored = packed.transformed(dense.weight.detach(), transform).weight
+    assert layer.exponent == format.layer_exponent(stored.abs().max().item())
     error = (layer.dequantize() / scale - plain).square().mean().sqrt() / plain.square().mean().sqrt()
     assert error < 0.06, "a power of two moves, the rest is rounding of the scales"
+
+
+@pytest.mark.parametrize("in_features", [1, 33, 64])
+def test_a_transformed_layer_is_what_its_parts_say(in_features):
+    """Columns balanced, blocks rotated, quantized; and decoded all the way back, by the functions for each."""
+    dense = linear(9, in_features)
+    layer = KbitLinear.from_linear(dense, bits=3)
+    columns = balance(dense.weight.detach())
+    stored = transforms.to_stored(dense.weight.detach(), reference.decode_e4m4(columns), rotated=True)
+    words = hf_kbit.quantize(stored, layer.codebook, search=True)
+    parts = zip((*words, columns), layer.packed.values(), strict=True)
+    assert all(torch.equal(*pair) for pair in parts) and layer.decoding.transform == "rotated"
+    decoded = hf_kbit.dequantize(*words, layer.codebook, stored.shape)
+    expected = transforms.to_original(decoded, reference.decode_e4m4(columns), True, in_features)
+    assert torch.equal(layer.dequantize(), expected) and torch.equal(layer.to_linear().weight, expected)
+    assert layer.W_q is layer.weight
+    x = cases.x((4,), in_features)
+    cases.assert_product(layer(x), x, expected.T, dense.bias)
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+def test_a_weight_with_outlying_columns_is_better_transformed(bits):
+    """In what counts, the product with inputs that are large where the weight is small."""
+    sizes = torch.exp2(torch.randn(256, generator=cases.generator(bits, 1)))
+    dense = nn.Linear(256, 64, bias=False)
+    with torch.no_grad():
+        dense.weight.copy_(torch.randn(64, 256, generator=cases.generator(bits)) * sizes)
+    x = cases.x((100,), 256) / sizes
+    errors = {}
+    for transform in TRANSFORMS:
+        layer = KbitLinear.from_linear(dense, bits=bits, transform=transform)
+        errors[transform] = (layer(x) - dense(x)).square().sum()
+    assert errors["rotated"] < 0.5 * errors["none"]
+
+
+def test_a_huge_weight_stays_untransformed():
+    dense = linear(9, 40)
+    with torch.no_grad():
+        dense.weight[1, 2] = 2.0**101
+    layer = KbitLinear.from_linear(dense, bits=4)
+    assert layer.transform == "rotated" and layer.decoding.transform == "none" and layer.weight_columns is None
+    assert layer.dequantize().isfinite().all()
+    layer.load_dense(linear(9, 40).weight)
+    assert layer.decoding.transform == "rotated" and layer.weight_columns.shape == (40,)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -115,6 +166,8 @@ def test_from_linear_refuses_what_is_not_finite(value):
         ({"bits": 3, "codebook": "nf4"}, "codebook: found 'nf4'"),
         ({"in_features": 0}, "in_features: found 0"),
         ({"out_features": -1}, "out_features: found -1"),
+        ({"transform": "hadamard"}, r"transform: found 'hadamard', expected one of \['rotated', 'none'\]"),
+        ({"transform": None}, "transform: found None"),
     ],
 )
 def test_arguments_are_checked(arguments, message):
@@ -143,7 +196,7 @@ def test_casts_leave_the_weight_and_the_codebook(cast):
     before = copy.deepcopy(layer)
     inside = nn.Sequential(layer)
     CASTS[cast](inside)
-    for name in ("weight", "weight_absmax", "codebook"):
+    for name in ("weight", "weight_absmax", "weight_columns", "codebook"):
         assert torch.equal(getattr(layer, name), getattr(before, name)), name
         assert getattr(layer, name).dtype == getattr(before, name).dtype, name
     assert layer.bias.dtype == next(p.dtype for p in inside.parameters() if p.is_floating_point())
@@ -224,17 +277,64 @@ def test_a_state_dict_without_metadata_keeps_the_levels_of_the_layer():
     assert torch.equal(other(x), layer(x))
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_state_dict_has_the_transform(transform, assign):
+    """A layer of either kind takes over the other's; what it then quantizes it still transforms as it was told to."""
+    dense, x = linear(), cases.x((2,), 33)
+    layer = KbitLinear.from_linear(dense, bits=3, transform=transform)
+    (other_way,) = set(TRANSFORMS) - {transform}
+    other = nn.Sequential(KbitLinear.from_linear(linear(), bits=3, transform=other_way))
+    assert not any(other.load_state_dict(nn.Sequential(layer).state_dict(), assign=assign))
+    assert other[0].decoding == layer.decoding and torch.equal(other[0](x), layer(x))
+    assert list(other[0].packed) == list(layer.packed) and other[0].transform == other_way
+    other[0].load_dense(dense.weight)
+    assert other[0].decoding.transform == other_way
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_state_dict_without_metadata_fits_layers_of_its_transform_alone(transform):
+    layer, x = KbitLinear.from_linear(linear(), bits=3, transform=transform), cases.x((2,), 33)
+    state = dict(layer.state_dict())
+    alike = KbitLinear(33, 7, bits=3, transform=transform)
+    alike.load_state_dict(state)
+    assert torch.equal(alike(x), layer(x))
+    (other_way,) = set(TRANSFORMS) - {transform}
+    other = KbitLinear(33, 7, bits=3, transform=other_way)
+    with pytest.raises(RuntimeError, match='"weight_columns"'):
+        other.load_state_dict(state)
+    assert other.decoding.transform == other_way and other(x).isfinite().all()
+
+
+def test_a_state_dict_without_its_column_scales_is_refused():
+    """Metadata says that they are to be there."""
+    state = KbitLinear.from_linear(linear(), bits=3).state_dict()
+    del state["weight_columns"]
+    for transform in TRANSFORMS:
+        layer = KbitLinear.from_linear(linear(), bits=3, transform=transform)
+        before = layer.decoding
+        with pytest.raises(RuntimeError, match=r'Missing key.*"weight_columns"'):
+            layer.load_state_dict(state)
+        assert layer.decoding == before and (layer.weight_columns is not None) == before.transformed
+
+
 @pytest.mark.parametrize(
     "stored, message",
     [
-        (None, "0.weight: found None, expected levels and exponent"),
-        ({"levels": [1.0]}, "0.weight: found .*, expected levels and exponent"),
+        (None, "0.weight: found None, expected levels, exponent and perhaps transform"),
+        ({"levels": [1.0]}, "0.weight: found .*, expected levels, exponent and perhaps transform"),
         ({"levels": [-1.0, 0.0, 1.0], "exponent": 0}, "0.weight.levels: found 3 levels"),
         ({"levels": [1.0, 0.5, 0.0, -1.0], "exponent": 0}, "0.weight.levels: found .*, expected them ascending"),
         ({"levels": [-1.0, 0.0, 0.5, 1.0], "exponent": 0.5}, "0.weight.exponent: found 0.5"),
         ({"levels": [-1.0, 0.0, 0.5, 1.0], "exponent": 500}, "0.weight.exponent: found 500"),
         ({"levels": [-1.0, 0.0, 0.5, float("nan")], "exponent": 0}, "0.weight.levels: found"),
         ({"levels": "abcd", "exponent": 0}, "0.weight.levels: found 'abcd'"),
+        (
+            {"levels": [-1.0, 0.0, 0.5, 1.0], "exponent": 0, "transform": "sideways"},
+            "0.weight.transform: found 'sideways', expected one of",
+        ),
+        ({"levels": [-1.0, 0.0, 0.5, 1.0], "exponent": 0, "transform": ["none"]}, "0.weight.transform: found"),
+        ({"levels": [-1.0, 0.0, 0.5, 1.0], "transform": "none"}, "0.weight: found .*, expected levels, exponent"),
     ],
 )
 def test_damaged_metadata_of_a_state_dict_is_refused(stored, message):
@@ -246,11 +346,14 @@ def test_damaged_metadata_of_a_state_dict_is_refused(stored, message):
     assert layer[0].decoding == decoding
 
 
-def test_a_state_dict_that_does_not_fit_leaves_the_levels_alone():
-    layer = KbitLinear(33, 7, bits=2)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("other", TRANSFORMS)
+def test_a_state_dict_that_does_not_fit_leaves_the_levels_and_the_transform_alone(transform, other):
+    layer = KbitLinear.from_linear(linear(), bits=2, transform=transform)
+    before, x = copy.deepcopy(layer), cases.x((2,), 33)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        layer.load_state_dict(KbitLinear(65, 7, bits=2, codebook="int").state_dict())
-    assert layer.levels == codebooks.optimal(2)
+        layer.load_state_dict(KbitLinear(65, 7, False, bits=2, codebook="int", transform=other).state_dict())
+    assert layer.decoding == before.decoding and torch.equal(layer(x), before(x))
 
 
 def test_loading_others_leaves_tiles_where_they_are(monkeypatch):
@@ -298,7 +401,7 @@ for name, tensor in net.state_dict().items():
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("name", ["weight", "weight_absmax"])
+@pytest.mark.parametrize("name", ["weight", "weight_absmax", "weight_columns"])
 @pytest.mark.parametrize("damage", ["dtype", "shape", "missing"])
 def test_state_dict_that_does_not_fit_is_refused(name, damage):
     layer = nn.Sequential(KbitLinear.from_linear(linear(), bits=3))
@@ -308,7 +411,7 @@ def test_state_dict_that_does_not_fit_is_refused(name, damage):
         state[f"0.{name}"] = state[f"0.{name}"].float()
         message = rf"0.{name}: found dtype torch.float32, expected torch.(int32|uint8)"
     elif damage == "shape":
-        state[f"0.{name}"] = state[f"0.{name}"][:, :1]
+        state[f"0.{name}"] = state[f"0.{name}"][..., :1]
         message = f"size mismatch for 0.{name}"
     else:
         del state[f"0.{name}"]
@@ -669,7 +772,7 @@ def test_dense_dtype(way):
 def test_type_leaves_packed_words(cast):
     """``nn.Module.type`` casts integers too."""
     layer = KbitLinear.from_linear(linear(), bits=3)
-    before = {name: layer.get_parameter(name).clone() for name in ("weight", "weight_absmax")}
+    before = {name: layer.get_parameter(name).clone() for name in layer.packed}
     assert layer.type(cast).bias.dtype == cast
     assert all(torch.equal(layer.get_parameter(name), tensor) for name, tensor in before.items())
     assert layer(cases.x((2,), 33).to(cast)).isfinite().all()

@@ -4,45 +4,75 @@ import pytest
 import torch
 
 from hf_kbit import codebooks
-from hf_kbit.nn.packed import TOO_LARGE, Decoding, quantize_weight
+from hf_kbit.nn.packed import MOST_TO_TRANSFORM, TOO_LARGE, TRANSFORMS, Decoding, quantize_weight, transformed
+from hf_kbit.refine import refine
 
 LEVELS = codebooks.optimal(3)
 
 
-def decoded(weight: torch.Tensor) -> torch.Tensor:
-    planes, absmax, decoding = quantize_weight(weight, LEVELS, search=True)
-    return torch.ops.hf_kbit.dequantize(planes, absmax, decoding.codebook("cpu"), weight.shape, torch.float32)
+def decoded(weight: torch.Tensor, transform: str) -> torch.Tensor:
+    planes, absmax, decoding, columns = quantize_weight(weight, LEVELS, search=True, transform=transform)
+    packed = planes, absmax, decoding.codebook("cpu")
+    return torch.ops.hf_kbit.dequantize(*packed, weight.shape, torch.float32, columns, decoding.transformed)
 
 
-def test_quantizing_leaves_its_arguments_alone():
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_quantizing_leaves_its_arguments_alone(transform):
     weight = torch.randn(4, 64, requires_grad=True)
     before = weight.detach().clone()
-    packed = quantize_weight(weight, LEVELS, search=True)
+    packed = quantize_weight(weight, LEVELS, search=True, transform=transform)
     assert torch.equal(weight, before) and not packed.planes.requires_grad
-    assert packed.decoding == Decoding(LEVELS, 0) and packed.decoding.bits == 3
+    assert packed.decoding == Decoding(LEVELS, 0, transform) and packed.decoding.bits == 3
+    assert (packed.columns is not None) == packed.decoding.transformed == (transform == "rotated")
 
 
-def test_the_largest_weights_decode_to_finite_ones():
-    weight = torch.linspace(-1, 1, 128).view(2, 64) * 0.999 * TOO_LARGE
-    assert decoded(weight).isfinite().all()
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("largest", [0.999 * TOO_LARGE, 1.001 * MOST_TO_TRANSFORM, MOST_TO_TRANSFORM, 2.0**-120])
+def test_the_largest_weights_decode_to_finite_ones(largest, transform):
+    """Transformed too, in the worst case: all of a block large, and of the smallest column scale or the largest."""
+    weight = torch.ones(2, 64)
+    weight[:, 32:] = torch.linspace(-1e-6, 1e-6, 32)
+    for turned in (weight, weight.T.contiguous(), torch.linspace(-1, 1, 128).view(2, 64)):
+        assert decoded(turned * largest, transform).isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_huge_weights_are_not_transformed(dtype):
+    weight = torch.full((2, 64), MOST_TO_TRANSFORM, dtype=dtype)
+    assert transformed(weight, "rotated").columns is not None
+    stored = transformed(weight * 1.01, "rotated")
+    assert stored.columns is None and torch.equal(stored.weight, weight * 1.01)
+    decoding = quantize_weight(weight * 1.01, LEVELS, search=False, transform="rotated").decoding
+    assert decoding.transform == "none" and not decoding.transformed
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("value", [TOO_LARGE, 3.4e38])
-def test_weights_whose_decoded_ones_would_be_infinite_are_refused(value):
+def test_weights_whose_decoded_ones_would_be_infinite_are_refused(value, transform):
     weight = torch.zeros(2, 64)
     weight[1, 3] = -value
     with pytest.raises(ValueError, match=r"q_proj.weight: found magnitudes up to 3.\d+e\+38, expected them below"):
-        quantize_weight(weight, LEVELS, search=True, name="q_proj.weight")
+        quantize_weight(weight, LEVELS, search=True, transform=transform, name="q_proj.weight")
 
 
+@pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_refused(value):
+def test_what_is_not_finite_is_refused(value, transform):
     with pytest.raises(ValueError, match="k_proj: found NaN or infinite values"):
-        quantize_weight(torch.full((1, 32), value), LEVELS, search=False, name="k_proj")
+        quantize_weight(torch.full((1, 32), value), LEVELS, search=False, transform=transform, name="k_proj")
 
 
-def test_refined_levels_belong_to_the_weight():
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_refined_levels_belong_to_the_weight(transform):
+    """To what is stored for it, rotated or not."""
     weight = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) - 0.3
-    own = quantize_weight(weight, LEVELS, search=True, refined=True).decoding
-    assert own.levels != LEVELS and own.bits == 3
+    own = quantize_weight(weight, LEVELS, search=True, refined=True, transform=transform).decoding
+    assert own.levels != LEVELS and own.bits == 3 and own.transform == transform
+    stored = transformed(weight, transform)
+    assert own.levels == refine(stored.weight, LEVELS, own.exponent, search=True)
     assert Decoding.from_dict(own.to_dict(), 3, "weight") == own
+
+
+def test_metadata_of_an_untransformed_weight_is_what_it_was_before_there_were_transforms():
+    assert Decoding(LEVELS, 2).to_dict() == {"levels": list(LEVELS), "exponent": 2}
+    assert Decoding(LEVELS, 2, "rotated").to_dict()["transform"] == "rotated"

@@ -67,9 +67,13 @@ class KbitQuantize(ConversionOps):
             shape = (layer.in_features, layer.out_features)
             empty = KbitLinear(*shape, False, layer.bits, layer.levels, device=tensor.device, transform="none")
             packed = Packed(empty.weight.data, empty.weight_absmax.data, empty.decoding)
+        columns, room = packed.columns, layer.weight_columns
         layer.decode_as(packed.decoding)
-        columns = {} if packed.columns is None else {name + COLUMNS_SUFFIX: packed.columns}
-        return {name: packed.planes, name + ABSMAX_SUFFIX: packed.absmax, **columns}
+        if columns is None and room is not None:
+            # Transformers has listed this parameter as one to load; once all are loaded, the layer drops it.
+            layer.weight_columns, columns = room, torch.zeros_like(room, device=tensor.device)
+        scales = {} if columns is None else {name + COLUMNS_SUFFIX: columns}
+        return {name: packed.planes, name + ABSMAX_SUFFIX: packed.absmax, **scales}
 
 
 @register_quantizer("kbit")
@@ -238,6 +242,7 @@ class KbitHfQuantizer(HfQuantizer):
             ]
         )
         for layer in layers.values():
+            layer.decode_as(layer.decoding)  # drops column scales that have only kept a place
             # Loading fills buffers that no checkpoint holds with whatever memory held.
             layer.settle(layer.codebook.device)
         self._keep_packed_names(model, layers)

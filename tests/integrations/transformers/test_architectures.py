@@ -28,6 +28,8 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear, codebooks
+from hf_kbit.balance import balance
+from hf_kbit.nn.packed import quantize_weight
 
 NEW_TOKENS = 5
 
@@ -40,11 +42,28 @@ E4M4 = torch.tensor(
 )
 
 
-def rounded(weight: torch.Tensor, bits: int, levels=None) -> torch.Tensor:
-    """What a weight ``[N, K]`` becomes, in float32, straight from the definition of the format.
+def turned(weight: torch.Tensor) -> torch.Tensor:
+    """float32 ``[N, 32 * B]``: the blocks of ``[N, K]`` by the Hadamard matrix, sums and differences of neighbours
+    first."""
+    blocks = F.pad(weight, (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
+    for distance in (1, 2, 4, 8, 16):
+        first, second = blocks.unflatten(2, (-1, 2, distance)).unbind(3)
+        blocks = torch.stack([first + second, first - second], dim=3).flatten(2)
+    return (blocks * 32**-0.5).flatten(1)
 
-    Of hf_kbit it takes the named levels alone; there are no bit-planes and no bytes here.
+
+def rounded(weight: torch.Tensor, bits: int, levels=None) -> torch.Tensor:
+    """What a weight ``[N, K]`` becomes, in float32, straight from the definition of the format, version 2.
+
+    Of hf_kbit it takes the named levels and the choice of column scales; there are no bit-planes here.
     """
+    scales = E4M4[balance(weight).int()]
+    decoded = rounded_as_it_is(turned(weight.float() / scales), bits, levels)
+    return turned(decoded)[:, : weight.shape[1]] * scales
+
+
+def rounded_as_it_is(weight: torch.Tensor, bits: int, levels=None) -> torch.Tensor:
+    """The same in version 1, of a weight that is not transformed."""
     levels = torch.tensor(levels or codebooks.optimal(bits))
     columns = F.pad(torch.ones(weight.shape[1]), (0, -weight.shape[1] % 32)).unflatten(0, (-1, 32))
     blocks = F.pad(weight.float(), (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
@@ -449,6 +468,57 @@ def test_module_bits_gives_layers_widths_of_their_own(load, tmp_path):
     assert_same_outputs(run(reloaded, text()), run(model, text()), "reload")
 
 
+def test_without_a_transform_a_model_is_one_of_version_1(load, tmp_path):
+    """What every version of hf_kbit can read: two tensors for a layer, and no word of transforms in the config."""
+    model = load("llama", KbitConfig(bits=3, transform="none"))
+    reference = BY_NAME["llama"].cls.from_pretrained(tmp_path / "float-llama")
+    for name, layer in quantized(model).items():
+        assert torch.equal(layer.dequantize(), rounded_as_it_is(reference.get_submodule(name).weight.detach(), 3)), name
+    path = save(model, tmp_path / "saved")
+    stored = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert stored["format_version"] == 1 and "transform" not in str(stored)
+    assert not [name for name in tensor_names(path) if name.endswith("_columns")]
+    reloaded = AutoModelForCausalLM.from_pretrained(path)
+    assert_same_tensors(reloaded, model, "reload")
+    assert reloaded.config.quantization_config == model.config.quantization_config
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_huge_weights_stay_untransformed(name, tmp_path):
+    """A layer of its own kind among transformed ones, quantized, saved, loaded and saved again."""
+    dense, architecture = BY_NAME[name].build(), BY_NAME[name]
+    odd = {"llama": "model.layers.1.mlp.up_proj", "gpt2": "transformer.h.1.mlp.c_fc"}[name]
+    dense.get_submodule(odd).weight.data[3, 5] = 2.0**101
+    path = save(dense, tmp_path / "float")
+    model = architecture.cls.from_pretrained(path, quantization_config=KbitConfig(bits=3))
+    ways = {layer_name: layer.decoding.transform for layer_name, layer in quantized(model).items()}
+    assert ways.pop(odd) == "none" and set(ways.values()) == {"rotated"}
+    assert model.get_submodule(odd).weight_columns is None
+    saved = save(model, tmp_path / "saved" / "model")
+    stored = json.loads((saved / "config.json").read_text())["quantization_config"]
+    assert (stored["format_version"], stored["transform"]) == (2, "rotated")
+    assert stored["layers"].pop(odd)["transform"] == "none"
+    assert not any("transform" in entry for entry in stored["layers"].values())
+    columns = [tensor for tensor in tensor_names(saved) if tensor.endswith("_columns")]
+    assert len(columns) == len(ways) and f"{odd}.weight_columns" not in columns
+    reloaded = architecture.cls.from_pretrained(saved)
+    assert_same_tensors(reloaded, model, "reload")
+    assert files(save(reloaded, tmp_path / "again" / "model")) == files(saved)
+
+
+def test_one_transformed_layer_among_others(load, tmp_path):
+    """Merging and calibration may make such a model: what is rare is said of the layer, not of the model."""
+    model = load("llama", KbitConfig(bits=3, transform="none"))
+    layer = model.model.layers[0].mlp.up_proj
+    layer.load(quantize_weight(layer.dequantize(), layer.levels, search=True, transform="rotated"))
+    path = save(model, tmp_path / "saved")
+    stored = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert stored["format_version"] == 2
+    reloaded = AutoModelForCausalLM.from_pretrained(path)
+    assert_same_tensors(reloaded, model, "reload")
+    assert_same_outputs(run(reloaded, text()), run(model, text()), "reload")
+
+
 def test_codebooks_of_the_user(load, tmp_path):
     """Tables in any order and at any scale; {bits: table} for several widths."""
     tables = {2: (3.0, -1.0, 0.5, -4.0), 3: [0.0, 1.0, 2.0, 3.0, -3.0, -2.0, -1.0, 0.1]}
@@ -473,7 +543,7 @@ def test_scales_of_the_largest_magnitudes(load, recorded, tmp_path):
 
     So it is where a config does not say how its model was made: the first ones did not, there was no other way.
     """
-    model = load("llama", KbitConfig(bits=3, codebook="normal_float", scale="absmax"))
+    model = load("llama", KbitConfig(bits=3, codebook="normal_float", scale="absmax", transform="none"))
     reference = BY_NAME["llama"].cls.from_pretrained(tmp_path / "float-llama")
     path = save(model, tmp_path / "saved")
     if not recorded:
@@ -491,6 +561,7 @@ def test_scales_of_the_largest_magnitudes(load, recorded, tmp_path):
         assert torch.equal(layer.weight, planes) and torch.equal(layer.weight_absmax, absmax), name
         layer.load_dense(weight)
         assert torch.equal(layer.weight, planes) and torch.equal(layer.weight_absmax, absmax), name
+        assert layer.decoding.transform == "none" and layer.weight_columns is None, name
 
 
 def test_levels_are_not_derived_to_load_them(load, monkeypatch, tmp_path):
@@ -509,7 +580,10 @@ def test_levels_of_each_layer(load, name, other, tmp_path):
     for layer_name, layer in quantized(model).items():
         source = reference.get_submodule(layer_name)
         weight = source.weight.detach().T if isinstance(source, Conv1D) else source.weight.detach()
-        error, before = ((x.get_submodule(layer_name).dequantize() - weight).square().sum() for x in (model, optimal))
+        error, before = (
+            ((x.get_submodule(layer_name).dequantize() - weight) / E4M4[layer.weight_columns.int()]).square().sum()
+            for x in (model, optimal)
+        )
         assert layer.levels != codebooks.optimal(layer.bits) and error < before, layer_name
         assert torch.equal(layer.dequantize(), rounded(weight, layer.bits, layer.levels)), layer_name
     saved = save(model, tmp_path / "saved")
@@ -581,6 +655,7 @@ def test_memory_footprint_counts_packed_bytes(load, tmp_path, bits):
     for layer in quantized(model).values():
         blocks = -(-layer.in_features // 32)
         expected += layer.out_features * (blocks * (4 * bits + 1) - 4 * layer.in_features) + 4 * 2**bits
+        expected += layer.in_features  # column scales
     assert model.get_memory_footprint() == expected
 
 

@@ -28,6 +28,7 @@ NORM = "model.norm.weight"
 EMBEDDING = "model.embed_tokens.weight"
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"  # [64, 64] in 3 bits
 ABSMAX = WEIGHT + "_absmax"
+COLUMNS = WEIGHT + "_columns"
 OTHER_WEIGHT = "model.layers.2.self_attn.q_proj.weight"  # of a layer that the model has not
 OTHER_ABSMAX = OTHER_WEIGHT + "_absmax"
 DOWN_PROJ = "model.layers.0.mlp.down_proj"  # [64, 96] in 5 bits
@@ -253,6 +254,28 @@ TENSORS = {
         store(ABSMAX, lambda stored: stored[ABSMAX].view(torch.int8)),
         f"{ABSMAX}: found I8 [64, 2], expected U8 [64, 2]",
     ),
+    "no columns": (without(COLUMNS), f"{COLUMNS}: found none, expected U8 [64] for a [64, 64] weight in 3 bits"),
+    "columns alone": (without(WEIGHT, ABSMAX), f"{WEIGHT}: missing, expected ", f"{COLUMNS}: "),
+    "extra columns of a float layer": (
+        store("lm_head.weight_columns", lambda stored: stored[COLUMNS] + 0),
+        "lm_head.weight_columns: left over",
+    ),
+    "short columns": (
+        store(COLUMNS, lambda stored: stored[COLUMNS][:-1]),
+        f"{COLUMNS}: found U8 [63], expected U8 [64]",
+    ),
+    "columns of each row": (
+        store(COLUMNS, lambda stored: stored[COLUMNS].repeat(64, 1)),
+        f"{COLUMNS}: found U8 [64, 64], expected U8 [64]",
+    ),
+    "float columns": (
+        store(COLUMNS, lambda stored: stored[COLUMNS].float()),
+        f"{COLUMNS}: found F32 [64], expected U8 [64]",
+    ),
+    "int8 columns": (
+        store(COLUMNS, lambda stored: stored[COLUMNS].view(torch.int8)),
+        f"{COLUMNS}: found I8 [64], expected U8 [64]",
+    ),
     "int64 norm": (store(NORM, lambda stored: stored[NORM].long()), f"{NORM}: found I64 [64], expected "),
     "int64 embedding": (
         store(EMBEDDING, lambda stored: stored[EMBEDDING].long()),
@@ -270,8 +293,14 @@ CONFIGS = {
         config(lambda entries: entries["layers"].pop(DOWN_PROJ)),
         f"{DOWN_PROJ}.weight: found I32 [64, 15], expected I32 [64, 9]",
     ),
-    "format_version": (key("format_version", 2), "format_version: found 2, expected 1"),
-    "format_version as text": (key("format_version", "1"), "format_version: found '1', expected 1"),
+    "format_version": (key("format_version", 3), "format_version: found 3, expected one of [1, 2]"),
+    "format_version as text": (key("format_version", "1"), "format_version: found '1', expected one of [1, 2]"),
+    "format_version of old": (key("format_version", 1), "format_version: found 1, expected 2 with transformed layers"),
+    "transform": (key("transform", "none"), f"{COLUMNS}: found U8 [64], expected none for a [64, 64] weight"),
+    "no transform": (config(lambda entries: entries.pop("transform")), f"{COLUMNS}: found U8 [64], expected none"),
+    "unknown transform": (key("transform", "whitened"), "transform: found 'whitened', expected one of"),
+    "transform of a layer": (layer(transform="none"), f"{DOWN_PROJ}.weight_columns: found U8 [96], expected none"),
+    "unknown transform of a layer": (layer(transform=1), f"layers['{DOWN_PROJ}'].transform: found 1, expected one of"),
     "levels of another count": (
         levels("3", lambda table: table[:-1]),
         "levels[3]: found 7 levels, expected 2**bits = 8",
@@ -328,11 +357,11 @@ def test_all_that_is_wrong_is_named_at_once(checkpoint):
     assert all(f"\n  {name}: " in str(error.value) for name in (NORM, WEIGHT, "model.extra"))
 
 
-def test_a_checkpoint_holds_two_tensors_for_a_quantized_layer_and_no_more(model, saved):
+def test_a_checkpoint_holds_three_tensors_for_a_quantized_layer_and_no_more(model, saved):
     stored = load_file(saved / FILE)
     dense = load_file(model.name_or_path + "/" + FILE)
-    scales = {name for name in stored if name.endswith("_absmax")}
-    assert len(scales) == 14 and stored.keys() - scales == dense.keys()
+    scales = {name for name in stored if name.endswith(("_absmax", "_columns"))}
+    assert len(scales) == 28 and stored.keys() - scales == dense.keys()
     for name, tensor in stored.items():
         packed = torch.uint8 if name in scales else torch.int32 if f"{name}_absmax" in scales else torch.bfloat16
         assert tensor.dtype == packed, name

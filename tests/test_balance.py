@@ -1,0 +1,124 @@
+"""Column scales that balance a weight: their definition, and all that must not change them."""
+
+import math
+
+import cases
+import pytest
+import torch
+
+from hf_kbit import balance as module
+from hf_kbit.balance import LARGEST, SMALLEST, balance
+from hf_kbit.format import decode_e4m4, encode_e4m4
+from hf_kbit.reference import decode_e4m4 as decode
+
+ONE = encode_e4m4(1.0)
+
+
+def by_definition(weight: torch.Tensor) -> list[float]:
+    """``m**2.5`` in floats of Python, unrounded: m the mean over rows of ``sqrt|w|`` over its mean in the row."""
+    rows = [[math.sqrt(abs(value)) for value in row] for row in weight.tolist()]
+    means = [math.fsum(row) / len(row) for row in rows]
+    columns = [
+        math.fsum(row[k] / mean for row, mean in zip(rows, means, strict=True) if mean) / len(rows)
+        for k in range(weight.shape[1])
+    ]
+    return [min(max(m**2.5, SMALLEST), LARGEST) if m else 1.0 for m in columns]
+
+
+def uneven(shape, seed: int = 0) -> torch.Tensor:
+    """Weights whose rows and columns are of very different size."""
+    sizes = torch.exp2(torch.randn(shape[1], generator=cases.generator(*shape, seed, 1)))
+    return cases.weight(shape, seed=seed) * sizes
+
+
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 40), (7, 33), (64, 100), (300, 5)])
+def test_the_definition(shape, dtype):
+    weight = uneven(shape).to(dtype)
+    found = balance(weight)
+    assert found.dtype == torch.uint8 and found.shape == (shape[1],)
+    # A byte off where the unrounded scale is near the middle of two: roots and ratios are rounded to whole numbers.
+    for byte, expected in zip(found.tolist(), by_definition(weight), strict=True):
+        assert encode_e4m4(expected * (1 - 2e-4)) <= byte <= encode_e4m4(expected * (1 + 2e-4))
+
+
+def test_columns_alike_have_the_scale_one():
+    signs = torch.randn(16, 70, generator=cases.generator(1)).sign()
+    assert balance(signs * torch.logspace(-3, 3, 16)[:, None]).tolist() == [ONE] * 70
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(3, 40), torch.full((4, 33), -0.25), torch.full((1, 1), 1e-30)])
+def test_a_constant_has_the_scale_one(weight):
+    assert balance(weight).tolist() == [ONE] * weight.shape[1]
+
+
+def test_columns_and_rows_of_zeros():
+    weight = uneven((8, 40))
+    weight[:, 7] = 0.0
+    with_zeros = torch.cat([weight, torch.zeros(3, 40)])
+    found = balance(with_zeros)
+    assert found[7] == ONE
+    for byte, expected in zip(found.tolist(), by_definition(with_zeros), strict=True):
+        assert encode_e4m4(expected * (1 - 2e-4)) <= byte <= encode_e4m4(expected * (1 + 2e-4))
+
+
+@pytest.mark.parametrize("outlier", [1e3, 1e30])
+def test_one_huge_weight_decides_on_its_row_alone(outlier):
+    """The weights beside it are then too small to count in their row; all other rows are what they were."""
+    weight = torch.randn(512, 64, generator=cases.generator(2))
+    before = decode(balance(weight))
+    weight[3, 5] = outlier
+    after = decode(balance(weight))
+    others = torch.arange(64) != 5
+    if outlier == 1e3:  # 1e30 leaves of the others less than half a step of their roots
+        assert ((after / before - 1).abs()[others] < 0.07).all(), "a step of E4M4"
+        assert 1.1 < after[5] / before[5] < 1.6, "(1 + 64 / 512) ** 2.5 at most"
+    assert after.isfinite().all() and (after >= SMALLEST).all() and (after <= LARGEST).all()
+
+
+@pytest.mark.parametrize("largest", [1e-40, 2.0**100, 3e38])
+def test_scales_are_there_for_weights_of_any_size(largest):
+    weight = torch.rand(8, 40, generator=cases.generator(3)) + 0.1
+    weight *= largest / weight.max()
+    found = decode(balance(weight))
+    assert found.isfinite().all() and (found > 0).all()
+
+
+def test_scales_end_where_e4m4_is_no_longer_exact_to_a_sixteenth():
+    weight = torch.cat([torch.full((4, 1), 1e6), torch.full((4, 99), 1.0), torch.full((4, 1), 1e-6)], dim=1)
+    found = balance(weight)
+    assert decode_e4m4(found[0].item()) == LARGEST and decode_e4m4(found[-1].item()) == SMALLEST
+
+
+def test_what_cannot_be_seen(monkeypatch):
+    """The order of rows, the size of slices, the number of threads, and powers of four times the weight."""
+    weight = uneven((300, 70))
+    expected = balance(weight)
+    assert torch.equal(balance(weight[torch.randperm(300, generator=cases.generator(4))]), expected)
+    assert torch.equal(balance(weight.T.contiguous().T), expected)
+    for power in (-40, -2, 2, 60):
+        assert torch.equal(balance(weight * 2.0**power), expected)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2 if threads == 1 else 1)
+        assert torch.equal(balance(weight), expected)
+    finally:
+        torch.set_num_threads(threads)
+    for size in (1, 70 * 7 + 3, 1 << 30):
+        monkeypatch.setattr(module, "_SLICE_ON_CPU", size)
+        assert torch.equal(balance(weight), expected)
+
+
+def test_the_weight_is_left_alone():
+    weight = uneven((9, 40))
+    before = weight.clone()
+    balance(weight)
+    assert torch.equal(weight, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(7, 33), (3000, 1500)])
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_same_bytes_on_a_gpu(shape, dtype):
+    weight = uneven(shape).to(dtype)
+    assert torch.equal(balance(weight.cuda()).cpu(), balance(weight))
