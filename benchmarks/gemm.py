@@ -3,6 +3,7 @@
     python benchmarks/gemm.py [--quick] [--shapes 4096x4096,8192x8192] [--bits 2,3,4,5] [--tokens 1,16,256]
                               [--dtypes float16,bfloat16] [--peers humming,bitsandbytes] [--json results.jsonl]
     python benchmarks/gemm.py --gradient --tokens 256,4096 [...]
+    python benchmarks/gemm.py --rotated [...]
     python benchmarks/gemm.py --from results.jsonl --plot speedup.png
 
 A time is the median of replays of a CUDA graph that walks through weights of more than 256 MB, so that no weight is in
@@ -12,7 +13,9 @@ many bytes as the packed weight, x and the output have together. Peers run where
 NF4 in blocks of 64, Humming (humming-kernels, compiled for each shape before the first measurement) with intN weights,
 a 16-bit scale for each 32 and the configuration that its own heuristics choose. --plot needs matplotlib.
 
---gradient times the gradient of the activations in place of the product, beside cuBLAS alone; its lines say so.
+--gradient times the gradient of the activations in place of the product, beside cuBLAS alone; its lines say so. With
+--rotated weights have column scales and a rotation, of which the lines tell the cost, beside the same weight without:
+``plain_us``, measured in turn.
 """
 
 import argparse
@@ -78,16 +81,26 @@ def dense_kernels(weight, gradient: bool):
     return [partial(torch.matmul, other=w) if gradient else partial(F.linear, weight=w) for w in weights]
 
 
-def packed_kernels(weight, bits: int, gradient: bool):
-    """The functions, and the bytes of one packed weight."""
+def packed_kernels(weight, bits: int, gradient: bool, rotated: bool):
+    """The functions, the bytes of one packed weight and, if it is rotated, the functions for one that is not."""
     n, k = weight.shape
     codebook = torch.tensor(hf_kbit.codebooks.normal_float(bits), device="cuda")
-    tiles = OPS.repack(*OPS.quantize(weight, codebook), bits, [n, k])
-    size = sum(tensor.nbytes for tensor in tiles)
-    others = [[tensor.clone() for tensor in tiles] for _ in range(copies(size) - 1)]
-    if gradient:
-        return [lambda g, t=t: OPS.gemm_gradient(g, *t, codebook, [n, k]) for t in (tiles, *others)], size
-    return [lambda x, t=t: OPS.gemm(x, *t, codebook, None, n) for t in (tiles, *others)], size
+    words, scales = OPS.repack(*OPS.quantize(weight, codebook), bits, [n, k])
+    columns = torch.randint(144, 209, (k,), device="cuda", dtype=torch.uint8)
+    packed = [words, scales, columns]
+    size = sum(tensor.nbytes for tensor in (packed if rotated else packed[:2]))
+    sets = [packed, *([tensor.clone() for tensor in packed] for _ in range(copies(size) - 1))]
+
+    def call(x, words, scales, columns, rotated):
+        transform = (columns, True) if rotated else ()
+        if gradient:
+            return OPS.gemm_gradient(x, words, scales, codebook, [n, k], *transform)
+        return OPS.gemm(x, words, scales, codebook, None, n, *transform)
+
+    def functions(rotated: bool):
+        return [lambda x, tensors=tensors: call(x, *tensors, rotated) for tensors in sets]
+
+    return functions(rotated), size, functions(False) if rotated else None
 
 
 # --- peers ----------------------------------------------------------------------------------------
@@ -192,14 +205,14 @@ def peer_kernels(peer: str, weight, bits: int, tokens):
 # --- the run --------------------------------------------------------------------------------------
 
 
-def measure(shapes, widths, dtypes, tokens, peers: dict[str, str], gradient: bool, emit) -> None:
+def measure(shapes, widths, dtypes, tokens, peers: dict[str, str], gradient: bool, rotated: bool, emit) -> None:
     """Calls ``emit`` with each measurement."""
     floor = Floor()
     if "humming" in peers:
         humming_compile_all(shapes, widths, dtypes, tokens)
     for n, k in shapes:
         source = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
-        packed = {bits: packed_kernels(source, bits, gradient) for bits in widths}
+        packed = {bits: packed_kernels(source, bits, gradient, rotated) for bits in widths}
         for dtype in dtypes:
             weight = source.to(dtype)
             dense = dense_kernels(weight, gradient)
@@ -210,6 +223,7 @@ def measure(shapes, widths, dtypes, tokens, peers: dict[str, str], gradient: boo
                 x = torch.randn(count, columns, device="cuda", dtype=dtype)
                 what = {"shape": f"{n}x{k}", "dtype": name_of(dtype), "tokens": count}
                 what |= {"of": "gradient"} if gradient else {}
+                what |= {"transform": "rotated"} if rotated else {}
                 row(x, out_columns, dense, packed, others, floor, peers, partial(emit, **what))
 
 
@@ -217,10 +231,12 @@ def row(x, n: int, dense, packed, others, floor: Floor, versions, emit) -> None:
     """All sides of one shape, dtype and number of tokens."""
     moved = x.nbytes + x.shape[0] * n * x.itemsize
     cublas = graph_us(calls_of(dense, x, n))
-    floors = {bits: floor.us(size + moved) for bits, (_, size) in packed.items()}
-    for bits, (kernels, size) in packed.items():
+    floors = {bits: floor.us(size + moved) for bits, (_, size, _) in packed.items()}
+    for bits, (kernels, size, plain) in packed.items():
         us = graph_us(calls_of(kernels, x, n))
         speed = {"us": us, "TBps": size / us / 1e6, "floor_us": floors[bits], "floor_fraction": floors[bits] / us}
+        if plain:
+            speed["plain_us"] = graph_us(calls_of(plain, x, n))
         emit(bits=bits, **speed, cublas_us=cublas, speedup=cublas / us)
     for (peer, bits), kernels in others.items():
         try:
@@ -291,6 +307,7 @@ def command_line():
     parser.add_argument("--tokens", help=f"default {TOKENS}")
     parser.add_argument("--dtypes", help="default float16,bfloat16")
     parser.add_argument("--gradient", action="store_true", help="of the activations, in place of the product")
+    parser.add_argument("--rotated", action="store_true", help="weights with column scales and a rotation")
     parser.add_argument("--quick", action="store_true", help="defaults are three shapes, 1, 8 and 16 tokens, float16")
     arguments = parse(parser, PEERS)
     for name, default in {"shapes": SHAPES, "tokens": TOKENS, "dtypes": "float16,bfloat16"}.items():
@@ -313,7 +330,8 @@ def run(arguments) -> list[dict]:
         lines.append({**report.context, **entry})
 
     peers = find_peers(arguments.peers)
-    measure(arguments.shapes, arguments.bits, arguments.dtypes, arguments.tokens, peers, arguments.gradient, emit)
+    what = arguments.shapes, arguments.bits, arguments.dtypes, arguments.tokens
+    measure(*what, peers, arguments.gradient, arguments.rotated, emit)
     return lines
 
 

@@ -238,8 +238,8 @@ __device__ __forceinline__ void decode_octet(const uint32_t (&words)[kPartTiles]
 template <typename T, int kBits, bool kWide, bool kTransformed>
 __global__ void __launch_bounds__(kThreads)
     dequantize_tiles_kernel(const int32_t* gmem_words, const uint8_t* gmem_scales, const float* gmem_codebook,
-                            const Transform transform, unsigned row_tiles, unsigned slabs, int64_t row_slabs, int64_t out_features,
-                            int64_t in_features, T* gmem_out) {
+                            const Transform transform, unsigned row_tiles, unsigned slabs, int64_t row_slabs,
+                            int64_t out_features, int64_t in_features, T* gmem_out) {
     __shared__ Levels<kBits> levels;
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
     constexpr unsigned kWarps = kThreads / kWarp;
@@ -357,20 +357,22 @@ cudaError_t dispatch_rows(int bits, Dtype dtype, int64_t in_features, const Tran
 cudaError_t dequantize_planes(const int32_t* planes, const uint8_t* absmax, const float* codebook,
                               const Transform& transform, int bits, int64_t rows, int64_t in_features, void* out,
                               Dtype dtype, const Gpu& gpu, cudaStream_t stream) {
-    return dispatch_rows(bits, dtype, in_features, transform, [&](auto width, auto value, auto wide, auto transformed) {
-        return launch_planes<decltype(value), width(), wide(), transformed()>(planes, absmax, codebook, transform,
-                                                                              rows, in_features, out, gpu, stream);
-    });
+    return dispatch_rows(bits, dtype, in_features, transform,
+                         [&](auto width, auto value, auto wide, auto transformed) {
+                             return launch_planes<decltype(value), width(), wide(), transformed()>(
+                                 planes, absmax, codebook, transform, rows, in_features, out, gpu, stream);
+                         });
 }
 
 cudaError_t dequantize_tiles(const int32_t* words, const uint8_t* scales, const float* codebook,
                              const Transform& transform, int bits, int64_t count, int64_t out_features,
                              int64_t in_features, int64_t row_slabs, void* out, Dtype dtype, const Gpu& gpu,
                              cudaStream_t stream) {
-    return dispatch_rows(bits, dtype, in_features, transform, [&](auto width, auto value, auto wide, auto transformed) {
-        return launch_tiles<decltype(value), width(), wide(), transformed()>(
-            words, scales, codebook, transform, count, out_features, in_features, row_slabs, out, gpu, stream);
-    });
+    return dispatch_rows(
+        bits, dtype, in_features, transform, [&](auto width, auto value, auto wide, auto transformed) {
+            return launch_tiles<decltype(value), width(), wide(), transformed()>(
+                words, scales, codebook, transform, count, out_features, in_features, row_slabs, out, gpu, stream);
+        });
 }
 
 }  // namespace hf_kbit::cuda

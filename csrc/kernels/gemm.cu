@@ -25,11 +25,11 @@
 //    4            64             64       16         64             64 + 40
 //    5           144             64       16         64             64 + 48
 //
-// Where weights have column scales or a rotation (transform.cuh), what is multiplied is (x * columns) @ R. At few tokens
-// a CTA makes it from x for its slabs and keeps it in shared memory: about 110 instructions for 8 columns of a token,
-// while its first slabs are under way; for 4096 columns and one token that is one such octet for each of 512 threads.
-// Else the kernel of transform.cu comes before this one, which meanwhile builds its table and asks for its first slabs.
-// Instances of their own, so that other weights pay nothing. What either costs is to be measured.
+// Where weights have column scales or a rotation (transform.cuh), what is multiplied is (x * columns) @ R. At few
+// tokens a CTA makes it from x for its slabs and keeps it in shared memory: about 110 instructions for 8 columns of a
+// token, while its first slabs are under way; for 4096 columns and one token that is one such octet for each of 512
+// threads. Else the kernel of transform.cu comes before this one, which meanwhile builds its table and asks for its
+// first slabs. Instances of their own, so that other weights pay nothing. What either costs is to be measured.
 //
 // An H200 brings in a slab for each processor in 59, 85, 111 and 137 cycles, so shared memory is the limit at 2 and 3
 // bits and memory at 4 and 5. docs/performance.md has the measured times and what was tried.
@@ -194,7 +194,8 @@ struct Activations {
     int first_slab, slabs;
 
     // In the loop 8 lanes read 64 bytes each of two tokens or, of one token, of two passes, in one turn of shared
-    // memory if these lie in different halves of 128 bytes: so every other one has its blocks' places swapped in pairs.
+    // memory if these lie in different halves of 128 bytes: so every other one has its blocks' places swapped in
+    // pairs.
     __device__ __forceinline__ uint32_t slab_address(int token, int slab) const {
         return begin + (token * slabs + slab) * kSlabActivations;
     }

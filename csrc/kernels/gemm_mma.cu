@@ -1,7 +1,8 @@
 // y = x @ W.T (+ bias) for 17 to 256 tokens on GPUs without wgmma, W in tiles; the weights are decoded in registers,
 // as operand A of mma.sync.
 //
-//   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8
+//   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8; where the weight has column scales or a
+//             rotation, what transform.cu makes of it
 //   words     int32 [N/16, K/256, bits, 32, 4]     scales  uint8 [N/16, K/256, 8, 16]     codebook  float32 [2**bits]
 //   bias      [N] or null                          y       [M, N], row-major, both of x's dtype
 //

@@ -159,16 +159,17 @@ inline void share_clusters(const int64_t* row_tiles, int parts, int64_t clusters
 }
 
 // tokens 1 to 16; the row tiles of each of 1 to kGemmParts parts; whether activations need to be transformed; a GPU's
-// processors, 1 or more, the shared memory a CTA may have there, and its architecture. It takes 0.02 to 0.2 us (one thread of the EPYC, 2026-11-22), as long as
-// to look up what it found before, which is why nothing is kept. warps == 0 where shared memory is too small.
+// processors, 1 or more, the shared memory a CTA may have there, and its architecture. It takes 0.02 to 0.2 us (one
+// thread of the EPYC, 2026-11-22), as long as to look up what it found before, which is why nothing is kept. warps ==
+// 0 where shared memory is too small.
 inline GemmPlan plan_gemm(int tokens, const int64_t* row_tiles, int parts, int64_t in_features, int bits,
                           bool transformed, int processors, int shared_limit, int arch) {
     // Fitted to one H200 (132 processors), CUDA 13.0, 2026-11-21, in the time that a processor takes for a slab, about
     // 0.06 us: what a CTA takes to start and to finish, what meeting in a cluster costs, and what it costs that
     // several warps read the same columns of activations.
     constexpr double kStart = 40, kCluster = 12, kClusterSlope = 1.03, kRowWarp = 4;
-    // To transform a slab of a token in a CTA, and to have a kernel before it. Counted from instructions and a launch's
-    // time, not yet measured.
+    // To transform a slab of a token in a CTA, and to have a kernel before it. Counted from instructions and a
+    // launch's time, not yet measured.
     constexpr double kTransform = 0.25, kTransformKernel = 20;
     const int64_t slabs = num_slabs(in_features),
                   all_tiles = std::accumulate(row_tiles, row_tiles + parts, int64_t{0});

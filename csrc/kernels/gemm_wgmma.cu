@@ -1,7 +1,8 @@
 // y = x @ W.T (+ bias) for more than 16 tokens on Hopper, W in tiles; the weights are decoded in registers, as operand
 // A of wgmma.
 //
-//   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8
+//   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8; where the weight has column scales or a
+//             rotation, what transform.cu makes of it
 //   words     int32 [N/16, K/256, bits, 32, 4]     scales  uint8 [N/16, K/256, 8, 16]     codebook  float32 [2**bits]
 //   bias      [N] or null                          y       [M, N], row-major, both of x's dtype
 //
@@ -397,8 +398,8 @@ cudaError_t launch(const CUtensorMap& map, const Arguments& arguments, const Wgm
 
 }  // namespace
 
-cudaError_t gemm_wgmma(const Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
-                       bool awaits, const Gpu& gpu, cudaStream_t stream) {
+cudaError_t gemm_wgmma(const Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features, bool awaits,
+                       const Gpu& gpu, cudaStream_t stream) {
     const int64_t out_features = product.out_features;
     const WgmmaPlan plan = plan_wgmma(tokens, out_features, in_features, bits, gpu.processors, gpu.shared_limit);
     if (plan.token_tile == 0) return cudaErrorInvalidConfiguration;

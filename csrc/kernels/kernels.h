@@ -31,7 +31,8 @@ struct Transform {
 };
 
 // The decoded weight, out [rows, K], in its original basis: the float32 product level * scale, rotated back, times
-// columns, rounded once to dtype. Of tiles, which may be the first of longer rows, row_slabs are in memory for 16 rows.
+// columns, rounded once to dtype. Of tiles, which may be the first of longer rows, row_slabs are in memory for 16
+// rows.
 cudaError_t dequantize_planes(const int32_t* planes, const uint8_t* absmax, const float* codebook,
                               const Transform& transform, int bits, int64_t rows, int64_t in_features, void* out,
                               Dtype dtype, const Gpu& gpu, cudaStream_t stream);
@@ -79,7 +80,7 @@ cudaError_t gemm(const Product* products, int count, Dtype dtype, int bits, int6
 cudaError_t gemm_mma(const Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
                      const MmaPlan& plan, float* partial, const Gpu& gpu, cudaStream_t stream);
 // One product in one launch, on GPUs of compute capability 9.0.
-cudaError_t gemm_wgmma(const Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
-                       bool awaits, const Gpu& gpu, cudaStream_t stream);
+cudaError_t gemm_wgmma(const Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features, bool awaits,
+                       const Gpu& gpu, cudaStream_t stream);
 
 }  // namespace hf_kbit::cuda

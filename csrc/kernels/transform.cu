@@ -31,11 +31,12 @@ struct Arguments {
 
 // kTokens: of a thread.
 template <typename T, int kTokens>
-__global__ void __launch_bounds__(kThreads, kProcessorCtas) transform_kernel(const __grid_constant__ Arguments arguments) {
+__global__ void __launch_bounds__(kThreads, kProcessorCtas)
+    transform_kernel(const __grid_constant__ Arguments arguments) {
     let_next_kernel_start();
     const unsigned tokens_before = blockIdx.x / arguments.row_ctas;
-    const int column = static_cast<int>((blockIdx.x - tokens_before * arguments.row_ctas) * kThreads + threadIdx.x) *
-                       kOctet;
+    const int column =
+        static_cast<int>((blockIdx.x - tokens_before * arguments.row_ctas) * kThreads + threadIdx.x) * kOctet;
     const int t = threadIdx.x % 4;
     const int64_t first = int64_t{tokens_before} * kTokens;
     const auto tokens = static_cast<int>(min(arguments.tokens - first, int64_t{kTokens}));

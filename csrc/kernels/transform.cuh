@@ -3,7 +3,8 @@
 //
 // A lane has octets, eight neighbouring columns; the four lanes of a quad, t = 0 .. 3, have a block. Of the rotation's
 // five rounds of sums and differences three stay in a lane, the last two exchange all eight values with lanes 1 and 2
-// apart; with the scales about 90 instructions an octet. All of it is float32, each step rounded as in the reference: the same bits.
+// apart; with the scales about 90 instructions an octet. All of it is float32, each step rounded as in the reference:
+// the same bits.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,7 +20,7 @@ constexpr int kOctet = 8;
 
 // Column scales are used in sixteenths, as which float16 has their bits.
 constexpr float kScaleUnit = 16;
-constexpr uint32_t kScalesOfOne = 0xB0B0B0B0;  // four bytes, where a weight has none
+constexpr uint32_t kScalesOfOne = 0xB0B0B0B0;    // four bytes, where a weight has none
 constexpr float kRotationUnit = 0x1.6a09e6p-3f;  // 32**-0.5 as a float
 
 // Eight E4M4 bytes to sixteenths of what they stand for.

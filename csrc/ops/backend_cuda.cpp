@@ -101,12 +101,12 @@ void dequantize_tiles(const Packed& packed, int64_t first_slab, int64_t columns,
     const Launch launch(packed.words);
     const Tensor words = aligned(packed.words), scales = aligned(packed.scales);
     const HeldTransform transform(packed);
-    check("dequantize", cuda::dequantize_tiles(read<int32_t>(words) + first_slab * TileLayout::slab_words(packed.bits),
-                                               read<uint8_t>(scales) + first_slab * TileLayout::kSlabScales,
-                                               read<float>(packed.codebook), transform.from(first_slab * kSlabColumns),
-                                               packed.bits, packed.count, packed.out_features, columns,
-                                               num_slabs(packed.in_features), out.mutable_data_ptr(), dtype,
-                                               launch.gpu, launch.stream));
+    check("dequantize",
+          cuda::dequantize_tiles(read<int32_t>(words) + first_slab * TileLayout::slab_words(packed.bits),
+                                 read<uint8_t>(scales) + first_slab * TileLayout::kSlabScales,
+                                 read<float>(packed.codebook), transform.from(first_slab * kSlabColumns), packed.bits,
+                                 packed.count, packed.out_features, columns, num_slabs(packed.in_features),
+                                 out.mutable_data_ptr(), dtype, launch.gpu, launch.stream));
 }
 
 }  // namespace
@@ -198,10 +198,13 @@ struct Held {
         y = new_tensor(x, shape, scalar_type(dtype));
     }
     cuda::Product product() {
-        return {x.const_data_ptr(),   read<int32_t>(words),
-                read<uint8_t>(scales), read<float>(codebook),
+        return {x.const_data_ptr(),
+                read<int32_t>(words),
+                read<uint8_t>(scales),
+                read<float>(codebook),
                 bias ? bias->const_data_ptr() : nullptr,
-                y.mutable_data_ptr(),  y.size(-1),
+                y.mutable_data_ptr(),
+                y.size(-1),
                 transform};
     }
 };
@@ -251,8 +254,8 @@ void multiply_few(std::vector<Held>& held, Dtype dtype, int64_t tokens, const La
     if (awaits) transform_inputs(held, dtype, tokens, launch);
     cuda::Product products[kGemmParts];
     for (int i = 0; i < count; ++i) products[i] = held[i].product();
-    check("gemm", cuda::gemm(products, count, dtype, bits, tokens, held[0].x.size(-1), plan, awaits, gpu,
-                             launch.stream));
+    check("gemm",
+          cuda::gemm(products, count, dtype, bits, tokens, held[0].x.size(-1), plan, awaits, gpu, launch.stream));
 }
 
 // More tokens: a launch for each weight.

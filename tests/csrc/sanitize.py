@@ -38,22 +38,32 @@ def same(found, expected) -> None:
 
 def product(planes, shape, bits, codebook, x) -> None:
     tiles = reference.repack(*planes, bits, list(shape))
-    y = OPS.gemm(*(tensor.cuda() for tensor in (x, *tiles, codebook)), None, shape[0])
+    on_gpu = [tensor.cuda() for tensor in (x, *tiles, codebook)]
     dense = reference.dequantize(*planes, codebook, list(shape), torch.float32)
-    cases.assert_product(y.cpu(), x, dense.T, roundings=1 if len(x) <= 16 else 2)
+    roundings = 1 if len(x) <= 16 else 2
+    cases.assert_product(OPS.gemm(*on_gpu, None, shape[0]).cpu(), x, dense.T, roundings=roundings)
+    columns, width = cases.columns(shape[1]), 32 * planes[1].shape[1]
+    stored = reference.dequantize(*planes, codebook, [shape[0], width], torch.float32)
+    found = OPS.gemm(*on_gpu, None, shape[0], columns.cuda(), True)
+    cases.assert_product(found.cpu(), x, stored.T, None, roundings, columns, True)
 
 
 def group() -> None:
-    """Several weights in one launch."""
+    """Several weights in one launch, each with its own transform."""
     rows, columns, codebook = [40, 700, 17], 520, cases.codebook(4)
     planes = [cases.random_packed((part, columns), 4) for part in rows]
     tiles = [reference.repack(*packed, 4, [part, columns]) for packed, part in zip(planes, rows, strict=True)]
-    x = cases.x((3,), columns, torch.bfloat16)
     words, scales = ([tensor.cuda() for tensor in column] for column in zip(*tiles, strict=True))
-    products = OPS.gemm_group(x.cuda(), words, scales, [codebook.cuda()] * 3, [None] * 3, rows)
-    for found, packed, part in zip(products, planes, rows, strict=True):
-        dense = reference.dequantize(*packed, codebook, [part, columns], torch.float32)
-        cases.assert_product(found.cpu(), x, dense.T)
+    of_columns = [None, cases.columns(columns), cases.columns(columns, seed=1)]
+    on_gpu = [None, *(tensor.cuda() for tensor in of_columns[1:])]
+    for x in (cases.x((tokens,), columns, torch.bfloat16) for tokens in (1, 16)):
+        rest = [codebook.cuda()] * 3, [None] * 3, rows, on_gpu, [0, 0, 1]
+        products = OPS.gemm_group(x.cuda(), words, scales, *rest)
+        for found, packed, part, its_columns in zip(products, planes, rows, of_columns, strict=True):
+            rotated = its_columns is of_columns[2]
+            width = 32 * packed[1].shape[1] if rotated else columns
+            stored = reference.dequantize(*packed, codebook, [part, width], torch.float32)
+            cases.assert_product(found.cpu(), x, stored.T, columns=its_columns, rotated=rotated)
 
 
 def main() -> None:
@@ -73,9 +83,12 @@ def main() -> None:
             same(OPS.repack(*(t.cuda() for t in tiles), bits, list(shape), True), planes)
             for dtype in (*cases.FLOATS, torch.float64):
                 expected = reference.dequantize(*planes, codebook, list(shape), dtype)
+                of_columns = cases.columns(shape[1])
+                turned = reference.dequantize(*planes, codebook, list(shape), dtype, of_columns, True)
                 for packed in (planes, tiles):
                     on_gpu = [tensor.cuda() for tensor in (*packed, codebook)]
                     same(OPS.dequantize(*on_gpu, list(shape), dtype), expected)
+                    same(OPS.dequantize(*on_gpu, list(shape), dtype, of_columns.cuda(), True), turned)
             columns = shape[1] // 8 * 8  # for others torch copies x first
             if columns > 0:
                 packed = reference.quantize(weight[:, :columns], codebook)

@@ -24,7 +24,9 @@ def calls(bits: int, device="cuda") -> dict:
     weight, codebook = cases.weight(shape).to(device), cases.codebook(bits).to(device)
     planes = OPS.quantize(weight, codebook)
     tiles = OPS.repack(*planes, bits, shape)
-    x = cases.x((5,), 300, torch.float16).to(device)
+    x, more = (cases.x((tokens,), 300, torch.float16).to(device) for tokens in (5, 40))
+    columns = cases.columns(300).to(device)
+    transformed = [*tiles, codebook, columns]
     return {
         "quantize": (lambda: OPS.quantize(weight, codebook), [weight, codebook]),
         "dequantize planes": (lambda: OPS.dequantize(*planes, codebook, shape, torch.float16), [*planes, codebook]),
@@ -33,6 +35,18 @@ def calls(bits: int, device="cuda") -> dict:
         "repack inverse": (lambda: OPS.repack(*tiles, bits, shape, True), tiles),
         "gemm planes": (lambda: OPS.gemm(x, *planes, codebook, None, 130), [x, *planes, codebook]),
         "gemm tiles": (lambda: OPS.gemm(x, *tiles, codebook, None, 130), [x, *tiles, codebook]),
+        "dequantize transformed": (
+            lambda: OPS.dequantize(*tiles, codebook, shape, torch.float16, columns, True),
+            transformed,
+        ),
+        "gemm transformed": (
+            lambda: OPS.gemm(x, *tiles, codebook, None, 130, columns, True),
+            [x, *transformed],
+        ),
+        "gemm transformed, 40 tokens": (
+            lambda: OPS.gemm(more, *tiles, codebook, None, 130, columns, True),
+            [more, *transformed],
+        ),
     }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hf_kbit
-from hf_kbit import _native, reference
+from hf_kbit import _native, reference, transforms
 
 OPS = torch.ops.hf_kbit
 pytestmark = [
@@ -138,18 +138,20 @@ def test_group_gives_what_each_gives_alone(rows, columns, bits, dtype, poison):
     for tokens in (1, 6, 16, 40):
         x = cases.x((tokens,), columns, dtype).cuda() * 2.0**-6
         poison("cuda", *(tokens * part * 2 for part in rows))
-        found = OPS.gemm_group(x, *map(list, zip(*weights, strict=True)), codebooks, biases, list(rows))
+        of_each = [*map(list, zip(*weights, strict=True)), codebooks, biases, list(rows)]
+        found = OPS.gemm_group(x, *of_each, [None] * len(rows), [0] * len(rows))
         for product, weight, bias in zip(found, dense, biases, strict=True):
             cases.assert_product(product, x, weight.T, bias, roundings(tokens))
 
 
 def group_kernels(x, layers) -> int:
     """Of one launch of the group of these layers, all of whose products are right."""
-    columns = [[getattr(layer, name) for layer in layers] for name in ("weight", "weight_absmax", "codebook", "bias")]
-    rows = [layer.out_features for layer in layers]
+    names = ("weight", "weight_absmax", "codebook", "bias", "out_features", "weight_columns")
+    of_each = [[getattr(layer, name) for layer in layers] for name in names]
+    rotated = [int(columns is not None) for columns in of_each[-1]]
     expected = [layer(x) for layer in layers]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        found = OPS.gemm_group(x, *columns, rows)
+        found = OPS.gemm_group(x, *of_each, rotated)
         torch.cuda.synchronize()
     assert len(found) == len(layers)
     for ours, alone in zip(found, expected, strict=True):
@@ -157,11 +159,15 @@ def group_kernels(x, layers) -> int:
     return sum(event.count for event in profile.key_averages() if event.self_device_time_total > 0)
 
 
+def layers_of(bits: int, transform: str) -> list[hf_kbit.KbitLinear]:
+    linears = [torch.nn.Linear(512, 256, dtype=torch.bfloat16) for _ in range(5)]
+    return [hf_kbit.KbitLinear.from_linear(linear, bits, transform=transform).cuda() for linear in linears]
+
+
 @torch.no_grad()
 def test_launches_of_a_group():
     """One for up to four weights of one width and up to 16 tokens, else one for each."""
-    linear = torch.nn.Linear(512, 256, dtype=torch.bfloat16)
-    three, four = [[hf_kbit.KbitLinear.from_linear(linear, bits).cuda() for _ in range(5)] for bits in (3, 4)]
+    three, four = [layers_of(bits, "none") for bits in (3, 4)]
     x = cases.x((16,), 512, torch.bfloat16).cuda()
     if not most_fused():
         pytest.skip("dequantized: a kernel, then cuBLAS's")
@@ -169,9 +175,23 @@ def test_launches_of_a_group():
     assert group_kernels(x, four[:1]) == 1
     assert group_kernels(x, four) == 5
     assert group_kernels(x, [three[0], four[0]]) == 2
-    assert OPS.gemm_group(x, [], [], [], [], []) == []
+    assert OPS.gemm_group(x, [], [], [], [], [], [], []) == []
     if _native.cuda_arch() == 900:  # elsewhere a product may take a second kernel to add up its parts
         assert group_kernels(x.repeat(2, 1), four[:2]) == 2
+
+
+@torch.no_grad()
+def test_launches_of_a_group_of_transformed_weights():
+    """As many as of others at one token; for more, one before them that makes what becomes of x for all of them."""
+    four = layers_of(4, "rotated")
+    x = cases.x((16,), 512, torch.bfloat16).cuda()
+    if not most_fused():
+        pytest.skip("dequantized: a kernel, then cuBLAS's")
+    assert group_kernels(x[:1], four[:4]) == 1
+    assert group_kernels(x, four[:4]) == 2
+    if _native.cuda_arch() == 900:
+        assert group_kernels(x.repeat(2, 1), four[:2]) == 3
+        assert group_kernels(x.repeat(2, 1), four) == 7  # more than one launch transforms for
 
 
 @HALVES
@@ -356,7 +376,8 @@ def test_a_layer_is_one_kernel(tokens):
     """Of a shape for which mma.sync does not divide K: then another kernel would add up the parts."""
     if tokens > most_fused():
         pytest.skip("dequantized")
-    layer = hf_kbit.KbitLinear.from_linear(torch.nn.Linear(512, 256, dtype=torch.bfloat16), bits=4).cuda()
+    linear = torch.nn.Linear(512, 256, dtype=torch.bfloat16)
+    layer = hf_kbit.KbitLinear.from_linear(linear, bits=4, transform="none").cuda()
     x = cases.x((tokens,), 512, torch.bfloat16).cuda()
     layer(x)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -365,3 +386,109 @@ def test_a_layer_is_one_kernel(tokens):
     kernels = [event.key for event in profile.key_averages() if event.self_device_time_total > 0]
     names = {re.search(r"\w+_kernel", kernel)[0] for kernel in kernels}
     assert names in ({"gemm_kernel"}, {"gemm_wgmma_kernel"}, {"gemm_mma_kernel"}), names
+
+
+# --- weights with column scales and a rotation ------------------------------------------------------
+
+BOTH = pytest.mark.parametrize(("scaled", "rotated"), cases.TRANSFORMS, ids=["columns", "rotated", "both"])
+
+
+def identity(columns, bits: int):
+    """Tiles of a weight each of whose rows has a single one, in these columns, and its codebook."""
+    rows, blocks = len(columns), int(columns.max()) // 32 + 1
+    planes = torch.zeros(rows, blocks * bits, dtype=torch.int64)
+    planes[torch.arange(rows), columns // 32 * bits] = 1 << columns % 32
+    absmax = torch.full((rows, blocks), 11 << 4, dtype=torch.uint8)  # 1.0
+    tiles = OPS.repack(planes.int().cuda(), absmax.cuda(), bits, [rows, 32 * blocks])
+    return tiles, torch.arange(2.0**bits).cuda()
+
+
+@BOTH
+@HALVES
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("in_features", [100, 4096, 14336])
+def test_activations_are_transformed_to_the_last_bit(in_features, bits, dtype, scaled, rotated):
+    """As the reference does in float32, and rounded once: in the CTAs of one product, or by a kernel before."""
+    if not most_fused():
+        pytest.skip("dequantized: activations stay what they are")
+    last = -(-in_features // 32) * 32 - 1 if rotated else in_features - 1
+    chosen = torch.linspace(0, last, 300).long()
+    tiles, codebook = identity(chosen, bits)
+    columns = cases.columns(in_features, scaled)
+    scales = None if columns is None else reference.decode_e4m4(columns)
+    on_gpu = None if columns is None else columns.cuda()
+    for tokens in (1, 2, 5, 8, 9, 16, 17, 100):
+        x = cases.x((tokens,), in_features, dtype)
+        expected = transforms.of_input(x, scales, rotated)[:, chosen].to(dtype)
+        found = OPS.gemm(x.cuda(), *tiles, codebook, None, 300, on_gpu, rotated)
+        assert torch.equal(found.cpu(), expected), tokens
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+@HALVES
+@pytest.mark.parametrize("shape", [(4096, 4096), (3072, 8192), (48, 14336), (100_000, 264), (1, 70_000)], ids=str)
+def test_every_way_to_divide_the_work_of_transformed_weights(shape, bits, dtype, poison):
+    tiles, planes = random_tiles(shape, bits)
+    codebook, bias = cases.codebook(bits).cuda(), cases.x((), shape[0], dtype).cuda()
+    columns = cases.columns(shape[1]).cuda()
+    width = 32 * planes[1].shape[1]
+    stored = reference.dequantize(*planes, codebook, [shape[0], width], torch.float32)
+    for tokens in (1, 2, 3, 5, 8, 11, 16, 17, 100, 300):
+        if tokens > 20 and shape[0] > 50_000:
+            continue
+        x = cases.x((tokens,), shape[1], dtype).cuda() * 2.0**-6
+        poison("cuda", tokens * shape[0] * 2, tokens * width * 2)
+        found = OPS.gemm(x, *tiles, codebook, bias, shape[0], columns, True)
+        cases.assert_product(found, x, stored.T, bias, roundings(tokens), columns, True)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 8, 16, 60])
+def test_graph_replays_of_transformed_weights(tokens):
+    """Each layer reads what a kernel just before it, which it may overlap with, has written."""
+    shapes, bits = [(4096, 8192), (8192, 4096)], (3, 4)
+    tiles = [random_tiles(shape, width)[0] for shape, width in zip(shapes, bits, strict=True)]
+    codebooks = [cases.codebook(width).cuda() * 2.0**-9 for width in bits]
+    columns = [cases.columns(shape[1]).cuda() for shape in shapes]
+
+    def layers(x):
+        for packed, codebook, scales, shape in zip(tiles, codebooks, columns, shapes, strict=True):
+            x = OPS.gemm(x, *packed, codebook, None, shape[0], scales, True)
+        return x
+
+    x = cases.x((tokens,), 8192, torch.bfloat16).cuda()
+    expected = layers(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layers(layers(x))
+    for seed in range(4):
+        x.copy_(cases.x((tokens,), 8192, torch.bfloat16, seed=seed))
+        graph.replay()
+        expected = layers(layers(x))
+        assert expected.isfinite().all() and torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16, 50])
+def test_streams_at_once_of_transformed_weights(tokens):
+    shape, columns = (3072, 4096), cases.columns(4096).cuda()
+    tiles, _ = random_tiles(shape, 2)
+    codebook = cases.codebook(2).cuda()
+    inputs = [cases.x((tokens,), shape[1], torch.float16, seed=i).cuda() for i in range(8)]
+    expected = [OPS.gemm(x, *tiles, codebook, None, shape[0], columns, True) for x in inputs]
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in inputs], [[] for _ in inputs]
+    for _ in range(20):
+        for x, stream, outputs in zip(inputs, streams, found, strict=True):
+            with torch.cuda.stream(stream):
+                outputs.append(OPS.gemm(x, *tiles, codebook, None, shape[0], columns, True))
+    torch.cuda.synchronize()
+    for outputs, alone in zip(found, expected, strict=True):
+        assert all(torch.equal(output, alone) for output in outputs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("tokens", "expected"), [(1, 1), (16, 2), (17, 2)])
+def test_kernels_of_a_transformed_layer(tokens, expected):
+    if not most_fused():
+        pytest.skip("dequantized")
+    layer = layers_of(4, "rotated")[0]
+    assert group_kernels(cases.x((tokens,), 512, torch.bfloat16).cuda(), [layer]) == expected

@@ -46,7 +46,8 @@ class Plan(ctypes.Structure):
     """``GemmPlan``, in its order; the wrapper refuses to compile when the header's has other fields."""
 
     _fields_ = [(name, ctypes.c_int) for name in ("warps", "k_warps", "split", "tiles")]
-    _fields_ += [("of_parts", ctypes.c_int * MOST_PARTS), ("shared_bytes", ctypes.c_int), ("transforms", ctypes.c_int)]
+    _fields_ += [("of_parts", ctypes.c_int * MOST_PARTS)]
+    _fields_ += [(name, ctypes.c_int) for name in ("shared_bytes", "transforms")]
 
     @property
     def clusters(self) -> int:
@@ -83,7 +84,7 @@ WRAPPER = """
 
 extern "C" void plan(int tokens, const int64_t* row_tiles, int parts, int64_t in_features, int bits, int transformed,
                      int processors, int shared_limit, int arch, int* to) {
-    static_assert(sizeof(hf_kbit::GemmPlan) == 10 * sizeof(int) && hf_kbit::kGemmParts == 4, "test_gemm_plan.py knows");
+    static_assert(sizeof(hf_kbit::GemmPlan) == 10 * sizeof(int) && hf_kbit::kGemmParts == 4, "as Plan has it");
     const auto plan =
         hf_kbit::plan_gemm(tokens, row_tiles, parts, in_features, bits, transformed, processors, shared_limit, arch);
     to[0] = plan.warps, to[1] = plan.k_warps, to[2] = plan.split, to[3] = plan.tiles;
@@ -142,7 +143,8 @@ def plan_gemm(library):
         parts = rows if isinstance(rows, tuple) else (rows,)
         tiles = [ceil_div(rows, TILE_ROWS) for rows in parts]
         found = Plan()
-        library.plan(tokens, (ctypes.c_int64 * len(tiles))(*tiles), len(tiles), columns, bits, transformed, *gpu, found)
+        of_parts = (ctypes.c_int64 * len(tiles))(*tiles)
+        library.plan(tokens, of_parts, len(tiles), columns, bits, transformed, *gpu, found)
         return found
 
     return call
