@@ -111,13 +111,16 @@ class Stored(NamedTuple):
     columns: torch.Tensor | None
 
 
-def transformed(weight: torch.Tensor, transform: str, name: str = "weight") -> Stored:
+def transformed(
+    weight: torch.Tensor, transform: str, name: str = "weight", columns: torch.Tensor | None = None
+) -> Stored:
     """Applies a transform to a weight, but to a huge one, of which float32 might not hold sums, none.
 
     Args:
         weight: float32, float16 or bfloat16 ``[N, K]``.
         transform: ``"rotated"``, column scales (``balance.balance``) and the rotation, or ``"none"``.
         name: what errors call the weight.
+        columns: uint8 ``[K]``, column scales to take instead; none of them 0.
 
     Raises:
         ValueError: the weight holds NaN or infinity, or is so large that float32 cannot hold what it decodes to.
@@ -127,7 +130,7 @@ def transformed(weight: torch.Tensor, transform: str, name: str = "weight") -> S
     """
     if _largest(weight, name) > MOST_TO_TRANSFORM or transform == "none":
         return Stored(weight, None)
-    columns = balance(weight)
+    columns = balance(weight) if columns is None else columns
     return Stored(to_stored(weight, decode_e4m4(columns), rotated=True), columns)
 
 
@@ -167,6 +170,7 @@ def quantize_weight(
     refined: bool = False,
     transform: str = "none",
     name: str = "weight",
+    columns: torch.Tensor | None = None,
 ) -> Packed:
     """Quantizes a weight ``[N, K]`` on its own device; arguments and errors as for the functions above.
 
@@ -174,7 +178,7 @@ def quantize_weight(
     >>> packed.planes.shape, packed.absmax.shape, packed.decoding.exponent
     (torch.Size([4, 6]), torch.Size([4, 2]), 0)
     """
-    stored = transformed(weight.detach(), transform, name)
+    stored = transformed(weight.detach(), transform, name, columns)
     decoding = choose_decoding(stored, levels, search, refined)
     planes, absmax = torch.ops.hf_kbit.quantize(stored.weight, decoding.codebook(weight.device), search)
     return Packed(planes, absmax, decoding, stored.columns)
