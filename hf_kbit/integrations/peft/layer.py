@@ -208,8 +208,15 @@ def _restore(layer: KbitLinear, twin: KbitLinear) -> None:
 
 
 def requantize(layer: KbitLinear, weight: torch.Tensor, name: str) -> None:
-    """Quantizes another weight into the layer, in the form in which its own is: one that is offloaded has planes."""
-    tiled = layer.is_tiled
-    layer.load_dense(weight.data, name)
+    """Quantizes another weight into the layer, in the form in which its own is: one that is offloaded has planes.
+
+    The column scales stay: with others, what adapters hardly change would be rounded anew.
+    """
+    tiled, columns = layer.is_tiled, layer.weight_columns
+    if columns is not None:
+        columns = (
+            columns.data.to(weight.device) if columns.all() else None
+        )  # zeros: of a layer that never had a weight
+    layer.load(layer.quantize(weight.data, name, columns))
     if not tiled:
         layer.to_planes()
