@@ -213,10 +213,8 @@ def requantize(layer: KbitLinear, weight: torch.Tensor, name: str) -> None:
     The column scales stay: with others, what adapters hardly change would be rounded anew.
     """
     tiled, columns = layer.is_tiled, layer.weight_columns
-    if columns is not None:
-        columns = (
-            columns.data.to(weight.device) if columns.all() else None
-        )  # zeros: of a layer that never had a weight
+    if columns is not None:  # zeros are those of a layer that never had a weight
+        columns = columns.data.to(weight.device) if columns.all() else None
     layer.load(layer.quantize(weight.data, name, columns))
     if not tiled:
         layer.to_planes()
