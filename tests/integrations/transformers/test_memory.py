@@ -161,8 +161,8 @@ def test_the_peak_is_the_quantized_model_and_a_few_weights(tiny):
     found = json.loads(process.stdout.splitlines()[-1])
     assert found["samples"] > LAYERS  # as many as files, at the least
     if _native.library("cpu").loaded:
-        # Compiled code has no temporaries, and mapped 16-bit weights are not anonymous: a weight in float32, divided by
-        # its column scales, and the same rotated; what a slice needs is small.
+        # Compiled code has no temporaries, and mapped 16-bit weights are not anonymous: a weight in float32, divided
+        # by its column scales, and the same rotated; what a slice needs is small.
         bound = found["size"] + 2.5 * torch.float32.itemsize * LARGEST
     else:
         # Each weight is quantized in one slice (reference.QUANTIZE_SLICE), whose peak is in the search for the codes:
