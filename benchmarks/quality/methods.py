@@ -157,7 +157,7 @@ def calibrate(model: nn.Module, data: torch.Tensor, **choices) -> nn.Module:
 
 
 def own_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
-    """What hf_kbit takes when it is given no text: the model writes it, or, where it cannot, it is the built-in text."""
+    """What hf_kbit takes when it is given no text: the model writes it; where it cannot, it is the built-in text."""
     written = write(model)
     if written is None:
         written = token_ids(PROMPTS, AutoTokenizer.from_pretrained(folder), model, **amount(model))
