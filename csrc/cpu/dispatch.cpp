@@ -58,9 +58,9 @@ void dequantize(const int32_t* planes, const uint8_t* absmax, const float* codeb
     chosen().dequantize(planes, absmax, codebook, bits, in_features, columns, rotated, out, dtype, begin, end);
 }
 
-void transform(const void* x, Dtype dtype, int64_t in_features, const uint8_t* columns, bool rotated, float* out,
-               int64_t begin, int64_t end) {
-    chosen().transform(x, dtype, in_features, columns, rotated, out, begin, end);
+void transform(const void* x, Dtype dtype, int64_t in_features, const uint8_t* columns, bool rotated, void* out,
+               Dtype out_dtype, int64_t begin, int64_t end) {
+    chosen().transform(x, dtype, in_features, columns, rotated, out, out_dtype, begin, end);
 }
 
 int64_t gemm_panel_size(int64_t tokens, int64_t in_features) { return chosen().gemm_panel_size(tokens, in_features); }

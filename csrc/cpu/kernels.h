@@ -26,10 +26,10 @@ void quantize(const void* weight, Dtype dtype, const float* codebook, int bits, 
 void dequantize(const int32_t* planes, const uint8_t* absmax, const float* codebook, int bits, int64_t in_features,
                 const uint8_t* columns, bool rotated, void* out, Dtype dtype, int64_t begin, int64_t end);
 
-// Rows [begin, end) of x [M, K] (float32, float16 or bfloat16) as the stored weight meets them, in float32:
-// out [M, K], or [M, 32 * B] if rotated.
-void transform(const void* x, Dtype dtype, int64_t in_features, const uint8_t* columns, bool rotated, float* out,
-               int64_t begin, int64_t end);
+// Rows [begin, end) of x [M, K] (float32, float16 or bfloat16) as the stored weight meets them, computed in float32
+// and rounded once to out_dtype, which is that of x or float32: out [M, K], or [M, 32 * B] if rotated.
+void transform(const void* x, Dtype dtype, int64_t in_features, const uint8_t* columns, bool rotated, void* out,
+               Dtype out_dtype, int64_t begin, int64_t end);
 
 // x @ W.T + bias for few tokens, in two steps. `gemm_pack` transforms x [M, K] and puts it into the order that `gemm`
 // reads, as float32 padded with zeros; `panel` has gemm_panel_size(M, K) floats and is aligned to 64 bytes.

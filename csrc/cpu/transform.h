@@ -68,22 +68,37 @@ static inline void transform_block(const char* row, int64_t first, int64_t held,
     if (rotated) rotate_block<V>(values);
 }
 
-template <class V>
-static void transform_with(const void* x, Dtype dtype, int64_t in_features, const uint8_t* columns, bool rotated,
-                           float* out, int64_t begin, int64_t end) {
+template <class V, Dtype dtype, Dtype out_dtype>
+static void transform_rows(const void* x, int64_t in_features, const uint8_t* columns, bool rotated, void* out,
+                           int64_t begin, int64_t end) {
     const int64_t width = rotated ? num_blocks(in_features) * kBlockSize : in_features;
-    with_dtype(dtype, [&](auto type) {
-        for (int64_t token = begin; token < end; ++token) {
-            const char* row = static_cast<const char*>(x) + token * in_features * size_of(type());
-            for (int64_t first = 0; first < width; first += kBlockSize) {
-                Block<V> values;
-                transform_block<V, type()>(row, first, in_features - first, columns, rotated, values);
-                alignas(64) float numbers[kBlockSize];
-                for (int v = 0; v < kBlockSize / V::kWidth; ++v) V::store(numbers + v * V::kWidth, values[v]);
-                const int64_t held = width - first < kBlockSize ? width - first : kBlockSize;
-                std::memcpy(out + token * width + first, numbers, static_cast<size_t>(held) * sizeof *out);
+    for (int64_t token = begin; token < end; ++token) {
+        const char* row = static_cast<const char*>(x) + token * in_features * size_of(dtype);
+        char* target = static_cast<char*>(out) + token * width * size_of(out_dtype);
+        for (int64_t first = 0; first < width; first += kBlockSize) {
+            Block<V> values;
+            transform_block<V, dtype>(row, first, in_features - first, columns, rotated, values);
+            alignas(64) char padded[kBlockSize * size_of(out_dtype)];
+            const bool whole = width - first >= kBlockSize;
+            char* block = whole ? target + first * size_of(out_dtype) : padded;
+            for (int v = 0; v < kBlockSize / V::kWidth; ++v) {
+                V::template store_as<out_dtype>(block + v * V::kWidth * size_of(out_dtype), values[v]);
+            }
+            if (!whole) {
+                std::memcpy(target + first * size_of(out_dtype), padded,
+                            static_cast<size_t>((width - first) * size_of(out_dtype)));
             }
         }
+    }
+}
+
+template <class V>
+static void transform_with(const void* x, Dtype dtype, int64_t in_features, const uint8_t* columns, bool rotated,
+                           void* out, Dtype out_dtype, int64_t begin, int64_t end) {
+    with_dtype(dtype, [&](auto type) {
+        const auto rows =
+            out_dtype == dtype ? transform_rows<V, type(), type()> : transform_rows<V, type(), Dtype::float32>;
+        rows(x, in_features, columns, rotated, out, begin, end);
     });
 }
 

@@ -70,16 +70,16 @@ void dequantize_rows(const Packed& planes, int64_t begin, int64_t end, void* out
     });
 }
 
-// x as the stored weight meets it, in float32.
-Tensor transformed(const Tensor& x, Dtype dtype, const Packed& packed, int64_t width) {
+// x as the stored weight meets it, in its own dtype or float32.
+Tensor transformed(const Tensor& x, Dtype dtype, const Packed& packed, int64_t width, Dtype out_dtype) {
     const Tensor rows = as_contiguous(x);
     Shape shape = shape_of(x);
     shape.back() = width;
-    Tensor out = new_tensor(x, shape, ScalarType::Float);
-    auto* out_data = static_cast<float*>(out.mutable_data_ptr());
+    Tensor out = new_tensor(x, shape, scalar_type(out_dtype));
+    void* out_data = out.mutable_data_ptr();
     torch::stable::parallel_for(0, x.numel() / packed.in_features, row_grain(width), [&](int64_t begin, int64_t end) {
         cpu::transform(rows.const_data_ptr(), dtype, packed.in_features, column_scales_of(packed), packed.rotated,
-                       out_data, begin, end);
+                       out_data, out_dtype, begin, end);
     });
     return out;
 }
@@ -157,13 +157,13 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
     const bool native = dtype == Dtype::float32 || matrix_units;
     const Dtype compute = native ? dtype : Dtype::float32;
     const auto cast = [&](const Tensor& tensor) {
-        return tensor.scalar_type() == scalar_type(compute) ? tensor : torch::stable::to(tensor, scalar_type(compute));
+        return native ? tensor : torch::stable::to(tensor, scalar_type(compute));
     };
     Packed stored = planes;
     stored.columns = std::nullopt, stored.rotated = false;
     if (planes.rotated) stored.in_features = num_blocks(planes.in_features) * kBlockSize;
     const bool plain = !planes.columns && !planes.rotated;
-    const Tensor inputs = cast(plain ? x : transformed(x, dtype, planes, stored.in_features));
+    const Tensor inputs = plain ? cast(x) : transformed(x, dtype, planes, stored.in_features, compute);
     std::optional<Tensor> addend;
     if (bias) addend = cast(*bias);
     const int64_t step = std::max<int64_t>(1, kSlice / stored.in_features);
