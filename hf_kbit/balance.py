@@ -49,7 +49,7 @@ def balance(weight: torch.Tensor) -> torch.Tensor:
         of_row = roots.sum(1, keepdim=True, dtype=torch.float64)
         factor = torch.where(of_row > 0, _RATIOS * weight.shape[1] / of_row, 0.0).float()
         sums += roots.mul_(factor).round_().sum(0, dtype=torch.float64)
-    mean = (sums / (_RATIOS * len(weight))).float()
+    mean = (sums * (1 / (_RATIOS * len(weight)))).float()  # some devices divide by a number as by a tensor, some not
     scale = (mean * mean * mean.sqrt().sqrt()).clamp(SMALLEST, LARGEST)
     return encode_e4m4(torch.where(mean > 0, scale, 1.0))
 

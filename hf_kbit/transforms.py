@@ -38,7 +38,9 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     >>> bool(torch.allclose(rotate(rotate(x)), x, atol=1e-5))
     True
     """
-    x = F.pad(x if x.dtype == torch.float64 else x.float(), (0, -x.shape[-1] % BLOCK_SIZE))
+    x = x if x.dtype == torch.float64 else x.float()
+    if x.shape[-1] % BLOCK_SIZE:  # padding copies in any case
+        x = F.pad(x, (0, -x.shape[-1] % BLOCK_SIZE))
     turned = torch.empty_like(x, memory_format=torch.contiguous_format)
     size = _SLICE_ON_CPU if x.device.type == "cpu" else _SLICE
     parts = (tensor.reshape(-1, BLOCK_SIZE).split(size) for tensor in (x, turned))

@@ -9,8 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_kbit import codebooks, format
+from hf_kbit import codebooks, format, reference
+from hf_kbit.balance import balance
 from hf_kbit.format import BITS, decode_e4m4, encode_e4m4
+from hf_kbit.nn.linear import PACKED
+from hf_kbit.nn.packed import Decoding, quantize_weight
 
 GOLDEN = Path(__file__).parent / "data"
 
@@ -104,3 +107,35 @@ def test_golden_file(bits):
     assert torch.equal(read, expected)
     written = torch.ops.hf_kbit.quantize(tensors[f"layer{bits}.original"], codebook)
     assert torch.equal(written[0], planes) and torch.equal(written[1], absmax)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_golden_file_of_version_2(bits):
+    """Transformed weights: column scales chosen, stored and decoded, to the same bits as by the scalar definitions."""
+    tensors = load_file(GOLDEN / "golden2.safetensors")
+    meta = json.loads((GOLDEN / "golden2.json").read_text())[str(bits)]
+    shape, levels = meta["shape"], tuple(meta["levels"])
+    stored, original = [tensors[f"layer{bits}.{name}"] for name in PACKED], tensors[f"layer{bits}.original"]
+    assert [(x.dtype, tuple(x.shape)) for x in stored] == [
+        (torch.int32, format.weight_shape(*shape, bits)),
+        (torch.uint8, format.absmax_shape(*shape)),
+        (torch.uint8, (shape[1],)),
+    ]
+    assert torch.equal(balance(original), stored[2])
+    written = quantize_weight(original, levels, search=False, transform="rotated")
+    assert written.decoding == Decoding(levels, meta["exponent"], "rotated")
+    assert all(map(torch.equal, (written.planes, written.absmax, written.columns), stored))
+    codebook = written.decoding.codebook("cpu")
+    for decode in (torch.ops.hf_kbit.dequantize, reference.dequantize):
+        found = decode(*stored[:2], codebook, shape, torch.float32, stored[2], True)
+        assert torch.equal(found, tensors[f"layer{bits}.decoded"])
+    assert (found - original).square().mean() < 0.5 * original.square().mean()
+
+
+def test_hadamard():
+    """Symmetric, its own inverse, and the matrix that its docstring says."""
+    unit = [[float(i == j) for j in range(32)] for i in range(32)]
+    rows = [format.hadamard(row) for row in unit]
+    for i, row in enumerate(rows):
+        assert row == [(-1) ** (i & j).bit_count() * 32**-0.5 for j in range(32)]
+        assert format.hadamard(row) == pytest.approx(unit[i], abs=1e-15)

@@ -268,6 +268,51 @@ def test_a_layer_that_no_token_reaches():
         measure(model, TOKENS, KbitConfig(bits=2), window=64)
 
 
+# --- without data ---
+
+
+def by_rule(bits, build=LlamaForCausalLM, **settings):
+    """Of a model without weights: the mean for its layers, and the width of each."""
+    shape = {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 6, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        model = build(build.config_class(**{**shape, "vocab_size": 256, "num_hidden_layers": 12, **settings}))
+    config = widths.widths_by_rule(model, bits)
+    chosen = selection.choose(model, config)
+    sizes = {name: widths.stored_weights(model, [name]) for name in chosen}
+    return sum(chosen[name] * size for name, size in sizes.items()) / sum(sizes.values()), chosen
+
+
+@pytest.mark.parametrize("bits", [2, 2.6, 3.3, 4, 5])
+def test_a_rule_spends_what_it_has(bits):
+    mean, chosen = by_rule(bits)
+    assert bits - 0.05 < mean <= bits and len(chosen) == 84
+
+
+def test_a_rule_spends_it_where_it_counts():
+    """On keys and values that heads share, at the beginning, and on the last MLPs."""
+    _, chosen = by_rule(3.4)
+    width = {
+        part: [chosen[f"model.layers.{place}.{part}"] for place in (0, 6, 11)]
+        for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")
+    }
+    assert width["self_attn.k_proj"][1] == width["self_attn.v_proj"][1] == 4 > width["self_attn.q_proj"][1]
+    assert width["mlp.down_proj"][0] == width["mlp.down_proj"][2] == 4 > width["mlp.up_proj"][1]
+    assert width["self_attn.q_proj"][2] == 3 < width["mlp.up_proj"][2]
+    _, chosen = by_rule(3.2, num_key_value_heads=6)  # which no heads share
+    assert chosen["model.layers.6.self_attn.k_proj"] == chosen["model.layers.6.self_attn.q_proj"]
+
+
+@pytest.mark.parametrize("row", ARCHITECTURES, ids=str)
+def test_a_rule_for_every_model(row):
+    with torch.device("meta"):
+        model = row.build()
+    if selection.choose(model, KbitConfig()):
+        config = widths.widths_by_rule(model, 3.5, config=KbitConfig(codebook="int"))
+        assert config.codebook == "int" and set(selection.choose(model, config).values()) <= set(BITS)
+    with pytest.raises(ValueError, match="bits: found 6, expected 2 to 5"):
+        widths.widths_by_rule(model, 6)
+
+
 # --- memory ---
 
 

@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 import hf_kbit
 from benchmarks.quality.data import training_text
-from hf_kbit.calibration.data import token_ids
+from hf_kbit.calibration.data import PROMPTS, token_ids
 from hf_kbit.calibration.layerwise import METHODS
+from hf_kbit.calibration.writing import write
 from hf_kbit.format import BITS
 from hf_kbit.widths import choose_widths
 
@@ -38,8 +39,8 @@ CALIBRATION_SEQUENCES, CALIBRATION_CHARACTERS, BATCH_TOKENS, SENTENCE = 128, 1 <
 # Mean widths of models whose layers differ, without data and calibrated; measured on one of so many of the sequences.
 MIXED_BITS, CALIBRATED_MIXED_BITS, WIDTHS_ONE_IN = (2.5, 3, 3.5, 4.5), (2.5, 3.5), 32
 MIXED = ", mixed"  # ends the words for one, whose layers are quantized as the words before it say
-BUILT_IN_BITS = (2, 3, 4)  # calibrated on the text that hf_kbit takes when it is given none
-BUILT_IN = ", built-in text"
+OWN_TEXT_BITS = (2, 3, 4)  # calibrated on the text that hf_kbit takes when it is given none
+OWN_TEXT = ", own text"
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,12 @@ def calibrate(model: nn.Module, data: torch.Tensor, **choices) -> nn.Module:
     return hf_kbit.calibrate(model, data, batch=max(BATCH_TOKENS // amount(model)["length"], 1), **choices)
 
 
-def built_in_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
-    """Of the text that hf_kbit takes when it is given none, which is shorter."""
-    return token_ids(None, AutoTokenizer.from_pretrained(folder), model, **amount(model)).cpu()
+def own_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
+    """What hf_kbit takes when it is given no text: the model writes it; where it cannot, it is the built-in text."""
+    written = write(model)
+    if written is None:
+        written = token_ids(PROMPTS, AutoTokenizer.from_pretrained(folder), model, **amount(model))
+    return written.cpu()
 
 
 def load_calibrated(folder: Path, device: str, bits: int, method: str, data=training_sequences) -> nn.Module:
@@ -199,15 +203,15 @@ def kbit_methods() -> list[Method]:
         for bits in BITS
         for method in METHODS
     ]
-    on_built_in = [
+    on_own_text = [
         Method(
             "hf_kbit",
             bits,
-            f"optimal, feedback{BUILT_IN}",
-            partial(load_calibrated, bits=bits, method="feedback", data=built_in_sequences),
+            f"optimal, feedback{OWN_TEXT}",
+            partial(load_calibrated, bits=bits, method="feedback", data=own_sequences),
             kbit_storage,
         )
-        for bits in BUILT_IN_BITS
+        for bits in OWN_TEXT_BITS
     ]
     mixed = [
         Method("hf_kbit", bits, f"optimal, search{MIXED}", partial(load_mixed, bits=bits), kbit_storage)
@@ -222,9 +226,9 @@ def kbit_methods() -> list[Method]:
             kbit_storage,
         )
         for bits in CALIBRATED_MIXED_BITS
-        for text, data in (("", training_sequences), (BUILT_IN, built_in_sequences))
+        for text, data in (("", training_sequences), (OWN_TEXT, own_sequences))
     ]
-    return free + calibrated + on_built_in + mixed + mixed_calibrated
+    return free + calibrated + on_own_text + mixed + mixed_calibrated
 
 
 def methods() -> list[Method]:

@@ -75,6 +75,8 @@ static inline float squared_error(const typename V::F (&values)[kVectors], const
     const float scale = decode_e4m4(byte);
     const auto inverse = V::broadcast(scale > 0 ? 1 / scale : 0);
     typename V::F squares[kVectors];
+    // As a loop, GCC 12 vectorizes it to wrong errors for some widths of V = Portable.
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
         uint32_t unused[bits] = {};
         const auto ratio = V::mul(values[v], inverse);

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_kbit
 from hf_kbit import codebooks
+from hf_kbit.balance import balance_for
 from hf_kbit.calibration import capture, feedback, inputs, learned, weighted
 from hf_kbit.calibration.data import token_ids
 from hf_kbit.calibration.drift import aim
@@ -279,8 +280,8 @@ def _solve(name: str, layer: KbitLinear, dense: nn.Module, moments: inputs.Momen
         raise ValueError(f"{name}: found NaN or infinite inputs, expected finite ones")
     weight = dense.weight.T if isinstance(dense, Conv1D) else dense.weight
     # Feedback lost more with column scales for the inputs: it has all of their moments anyway.
-    of_inputs = moments.second if solver.DIAGONAL else None
-    stored = transformed(aim(weight.float(), moments), layer.transform, f"{name}.weight", of_inputs)
+    columns = balance_for(weight, moments.second) if solver.DIAGONAL else None
+    stored = transformed(aim(weight.float(), moments), layer.transform, f"{name}.weight", columns)
     decoding = choose_decoding(stored, layer.levels, True, layer.refines_levels)
     second = of_moments(moments.second, None if stored.columns is None else decode_e4m4(stored.columns))
     codebook = codebooks.scaled(decoding.levels, 0, weight.device)

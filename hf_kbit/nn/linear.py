@@ -179,17 +179,19 @@ class KbitLinear(nn.Linear):
         layer.bias = linear.bias
         return layer.train(linear.training)
 
-    def quantize(self, weight: torch.Tensor, name: str = "weight") -> Packed:
+    def quantize(self, weight: torch.Tensor, name: str = "weight", columns: torch.Tensor | None = None) -> Packed:
         """What ``load_dense`` would load, on the weight's own device; the layer stays as it is.
 
         Args:
             weight: float32, float16 or bfloat16 ``[N, K]``.
             name: what errors call the weight.
+            columns: uint8 ``[K]``, column scales to take if the weight is transformed, instead of finding some.
 
         Raises:
             ValueError: the weight holds NaN or infinity, or magnitudes that float32 cannot decode.
         """
-        return quantize_weight(weight, self.levels, self.scale == "search", self.refines_levels, self.transform, name)
+        how = self.levels, self.scale == "search", self.refines_levels, self.transform
+        return quantize_weight(weight, *how, name, columns)
 
     def load_dense(self, weight: torch.Tensor, name: str = "weight") -> None:
         """Replaces the weight by the quantized ``weight`` ``[N, K]``, which also decides device and exponent."""
@@ -205,6 +207,7 @@ class KbitLinear(nn.Linear):
     def decode_as(self, decoding: Decoding) -> None:
         """Takes over how the weight decodes that is loaded, or that Transformers is about to put here."""
         self.decoding, self.bits, self.refines_levels = decoding, decoding.bits, False
+        self.transform = decoding.transform
         self._make_room_for_columns(decoding)
 
     def _make_room_for_columns(self, decoding: Decoding) -> None:

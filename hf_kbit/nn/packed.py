@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_kbit import codebooks
-from hf_kbit.balance import balance, balance_for
+from hf_kbit.balance import balance
 from hf_kbit.codebooks import Levels, bits_of
 from hf_kbit.format import MAX_EXPONENT, layer_exponent
 from hf_kbit.reference import decode_e4m4
@@ -112,16 +112,15 @@ class Stored(NamedTuple):
 
 
 def transformed(
-    weight: torch.Tensor, transform: str, name: str = "weight", moments: torch.Tensor | None = None
+    weight: torch.Tensor, transform: str, name: str = "weight", columns: torch.Tensor | None = None
 ) -> Stored:
     """Applies a transform to a weight, but to a huge one, of which float32 might not hold sums, none.
 
     Args:
         weight: float32, float16 or bfloat16 ``[N, K]``.
-        transform: ``"rotated"``, column scales and the rotation, or ``"none"``.
+        transform: ``"rotated"``, column scales (``balance.balance``) and the rotation, or ``"none"``.
         name: what errors call the weight.
-        moments: float32 ``[K]``, of each input the sum of squares, for column scales that suit them
-            (``balance.balance_for``); without, they suit the weight alone (``balance.balance``).
+        columns: uint8 ``[K]``, column scales to take instead; none of them 0.
 
     Raises:
         ValueError: the weight holds NaN or infinity, or is so large that float32 cannot hold what it decodes to.
@@ -131,7 +130,7 @@ def transformed(
     """
     if _largest(weight, name) > MOST_TO_TRANSFORM or transform == "none":
         return Stored(weight, None)
-    columns = balance(weight) if moments is None else balance_for(weight, moments)
+    columns = balance(weight) if columns is None else columns
     return Stored(to_stored(weight, decode_e4m4(columns), rotated=True), columns)
 
 
@@ -171,6 +170,7 @@ def quantize_weight(
     refined: bool = False,
     transform: str = "none",
     name: str = "weight",
+    columns: torch.Tensor | None = None,
 ) -> Packed:
     """Quantizes a weight ``[N, K]`` on its own device; arguments and errors as for the functions above.
 
@@ -178,7 +178,7 @@ def quantize_weight(
     >>> packed.planes.shape, packed.absmax.shape, packed.decoding.exponent
     (torch.Size([4, 6]), torch.Size([4, 2]), 0)
     """
-    stored = transformed(weight.detach(), transform, name)
+    stored = transformed(weight.detach(), transform, name, columns)
     decoding = choose_decoding(stored, levels, search, refined)
     planes, absmax = torch.ops.hf_kbit.quantize(stored.weight, decoding.codebook(weight.device), search)
     return Packed(planes, absmax, decoding, stored.columns)

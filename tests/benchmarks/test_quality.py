@@ -333,7 +333,7 @@ def test_calibrated_methods(quality, trained, monkeypatch):
     monkeypatch.setattr(quality.methods, "CALIBRATION_SEQUENCES", 8)
     free, least = figures(quality, folder, kbit_method(quality, "2 optimal, search"))
     errors = set()
-    for way in (*METHODS, "feedback, built-in text"):
+    for way in (*METHODS, "feedback, own text"):
         calibrated, error = figures(quality, folder, kbit_method(quality, f"2 optimal, {way}"))
         assert calibrated == free and error > least and error not in errors, way
         errors.add(error)

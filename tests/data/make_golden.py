@@ -1,9 +1,10 @@
-"""Wrote golden.safetensors and golden.json, the bytes of format version 1; that version needs no other.
+"""Wrote golden.safetensors and golden.json, the bytes of format version 1, and golden2.*, those of version 2.
 
-It uses the scalar definitions of ``hf_kbit.format`` only, so that a bug in vectorised code cannot hide in the file.
+It uses the scalar definitions of ``hf_kbit.format`` only, so that a bug in vectorised code cannot hide in the files.
 """
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,7 +39,41 @@ def quantize_row(row: list[float], levels: list[float], bits: int) -> tuple[list
     return words, scales, decoded
 
 
-def main() -> None:
+class Single(float):
+    """A float32 number: sums, differences and products are rounded to float32."""
+
+    def __add__(self, other):
+        return Single(float32(float(self) + float(other)))
+
+    def __sub__(self, other):
+        return Single(float32(float(self) - float(other)))
+
+    def __mul__(self, other):
+        return Single(float32(float(self) * float32(other)))
+
+
+def rotate_row(row: list[float]) -> list[float]:
+    """Whole blocks of one row, rotated."""
+    starts = range(0, len(row), format.BLOCK_SIZE)
+    blocks = ([Single(value) for value in row[start : start + format.BLOCK_SIZE]] for start in starts)
+    return [float(value) for block in blocks for value in format.hadamard(block)]
+
+
+def column_scales(rows: list[list[float]]) -> list[int]:
+    """The bytes that docs/format.md, "How a writer chooses", says; every step rounded as it says there."""
+    largest = max(abs(value) for row in rows for value in row)
+    unit = float32(2.0**24 / float32(math.sqrt(largest)))
+    sums = [0] * len(rows[0])
+    for row in rows:
+        roots = [round(float32(float32(math.sqrt(abs(value))) * unit)) for value in row]
+        factor = float32(1 / sum(roots) * (2.0**20 * len(row))) if any(roots) else 0.0
+        sums = [total + round(float32(root * factor)) for total, root in zip(sums, roots, strict=True)]
+    means = [float32(total * (1 / (2.0**20 * len(rows)))) for total in sums]
+    scales = [float32(float32(mean * mean) * float32(math.sqrt(mean))) if mean else 1.0 for mean in means]
+    return [format.encode_e4m4(min(max(scale, 2.0**-10), 31.0)) for scale in scales]
+
+
+def version_1() -> tuple[dict, dict]:
     tensors, meta = {}, {}
     for bits, (shape, exponent) in zip(format.BITS, CASES, strict=True):
         original = torch.randn(shape, generator=torch.Generator().manual_seed(bits)) * 2.0**exponent
@@ -51,9 +86,44 @@ def main() -> None:
         tensors[f"layer{bits}.decoded"] = torch.tensor([decoded for _, _, decoded in rows])[:, : shape[1]].contiguous()
         tensors[f"layer{bits}.original"] = original
         meta[bits] = {"shape": shape, "exponent": exponent, "levels": levels}
+    return tensors, meta
+
+
+def version_2() -> tuple[dict, dict]:
+    tensors, meta = {}, {}
+    for bits, (shape, magnitude) in zip(format.BITS, CASES, strict=True):
+        generator = torch.Generator().manual_seed(bits)
+        original = torch.randn(shape, generator=generator) * 4.0**magnitude
+        original *= torch.exp2(torch.randn(shape[1], generator=generator))
+        original[0, 0], original[1, :32], original[:, 32] = 0.0, 0.0, 0.0
+        levels, columns = list(normal_float(bits)), column_scales(original.tolist())
+        scales = [format.decode_e4m4(byte) for byte in columns]
+        padding = [0.0] * (-shape[1] % format.BLOCK_SIZE)
+        stored = [
+            rotate_row([float32(value / scale) for value, scale in zip(row, scales, strict=True)] + padding)
+            for row in original.tolist()
+        ]
+        exponent = format.layer_exponent(max(abs(value) for row in stored for value in row))
+        rows = [quantize_row(row, [level * 2.0**exponent for level in levels], bits) for row in stored]
+        decoded = [
+            [float32(value * scale) for value, scale in zip(rotate_row(row), scales, strict=False)]
+            for _, _, row in rows
+        ]
+        unsigned = torch.tensor([words for words, _, _ in rows], dtype=torch.int64)
+        tensors[f"layer{bits}.weight"] = unsigned.to(torch.int32)
+        tensors[f"layer{bits}.weight_absmax"] = torch.tensor([absmax for _, absmax, _ in rows], dtype=torch.uint8)
+        tensors[f"layer{bits}.weight_columns"] = torch.tensor(columns, dtype=torch.uint8)
+        tensors[f"layer{bits}.decoded"] = torch.tensor(decoded)
+        tensors[f"layer{bits}.original"] = original
+        meta[bits] = {"shape": shape, "exponent": exponent, "levels": levels}
+    return tensors, meta
+
+
+def main() -> None:
     here = Path(__file__).parent
-    save_file(tensors, here / "golden.safetensors", metadata={"format": "pt"})
-    (here / "golden.json").write_text(json.dumps(meta, indent=1) + "\n")
+    for name, (tensors, meta) in {"golden": version_1(), "golden2": version_2()}.items():
+        save_file(tensors, here / f"{name}.safetensors", metadata={"format": "pt"})
+        (here / f"{name}.json").write_text(json.dumps(meta, indent=1) + "\n")
 
 
 if __name__ == "__main__":

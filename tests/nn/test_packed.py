@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_kbit import codebooks
+from hf_kbit.balance import balance
 from hf_kbit.nn.packed import MOST_TO_TRANSFORM, TOO_LARGE, TRANSFORMS, Decoding, quantize_weight, transformed
 from hf_kbit.refine import refine
 
@@ -76,3 +77,15 @@ def test_refined_levels_belong_to_the_weight(transform):
 def test_metadata_of_an_untransformed_weight_is_what_it_was_before_there_were_transforms():
     assert Decoding(LEVELS, 2).to_dict() == {"levels": list(LEVELS), "exponent": 2}
     assert Decoding(LEVELS, 2, "rotated").to_dict()["transform"] == "rotated"
+
+
+def test_with_its_own_column_scales_a_decoded_weight_is_quantized_to_the_same_codes():
+    """As when adapters that hardly change a weight are merged into it; with others it would be rounded anew."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(64, 100, generator=generator) * torch.exp2(torch.randn(100, generator=generator))
+    packed = quantize_weight(weight, LEVELS, search=True, transform="rotated")
+    dense = decoded(weight, "rotated")
+    assert not torch.equal(balance(dense), packed.columns), "or this would prove nothing"
+    again = quantize_weight(dense, LEVELS, search=True, transform="rotated", columns=packed.columns)
+    assert torch.equal(again.columns, packed.columns)
+    assert (again.planes != packed.planes).float().mean() < 1e-3

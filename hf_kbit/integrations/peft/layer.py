@@ -72,7 +72,7 @@ class KbitTunerLayer:
         if torch.equal(before, exact.weight):
             _restore(base, original)
         else:
-            requantize(base, exact.weight, self._what())
+            requantize(base, exact.weight, self._what(), original.weight_columns)
         if base.bias is not None:
             base.bias = nn.Parameter(exact.bias.data.to(base.bias.dtype), base.bias.requires_grad)
         self.unmerged = (original,)
@@ -145,7 +145,8 @@ class KbitBackend(QuantizationBackend):
         return base_layer.dequantize(torch.float32)
 
     def set_base_weight(self, peft_layer: KbitTunerLayer, weight_data: torch.Tensor) -> None:
-        requantize(peft_layer.base_layer, weight_data, f"{peft_layer.name}.weight")
+        base = peft_layer.base_layer
+        requantize(base, weight_data, f"{peft_layer.name}.weight", base.weight_columns)
 
 
 BACKEND = KbitBackend()
@@ -207,9 +208,14 @@ def _restore(layer: KbitLinear, twin: KbitLinear) -> None:
         layer.to_planes()
 
 
-def requantize(layer: KbitLinear, weight: torch.Tensor, name: str) -> None:
-    """Quantizes another weight into the layer, in the form in which its own is: one that is offloaded has planes."""
+def requantize(layer: KbitLinear, weight: torch.Tensor, name: str, columns: torch.Tensor | None = None) -> None:
+    """Quantizes another weight into the layer, in the form in which its own is: one that is offloaded has planes.
+
+    With the column scales that its own has, what is hardly changed is not rounded anew.
+    """
     tiled = layer.is_tiled
-    layer.load_dense(weight.data, name)
+    if columns is not None:  # zeros are those of a layer that never had a weight
+        columns = columns.data.to(weight.device) if columns.all() else None
+    layer.load(layer.quantize(weight.data, name, columns))
     if not tiled:
         layer.to_planes()

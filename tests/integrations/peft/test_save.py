@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_kbit import KbitLinear
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
-from hf_kbit.nn.linear import without_packed_weights
+from hf_kbit.nn.linear import PACKED, without_packed_weights
 
 TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}  # sums in float32 in another order
 
@@ -71,12 +71,12 @@ def test_saving_adapters_does_not_touch_packed_weights(settings, save, device, t
 def test_only_packed_weights_are_left_out_and_only_inside(device):
     model = quantized(device)
     whole = model.state_dict()
-    packed = {f"{name}.{key}" for name in kbit_layers(model) for key in ("weight", "weight_absmax")}
+    packed = {f"{name}.{key}" for name in kbit_layers(model) for key in PACKED}
     with without_packed_weights():
         assert model.state_dict().keys() == whole.keys() - packed
     with pytest.raises(ZeroDivisionError), without_packed_weights():
         raise ZeroDivisionError
-    assert model.state_dict().keys() == whole.keys() and len(packed) == 28
+    assert model.state_dict().keys() == whole.keys() and len(packed) == 42
 
 
 def test_adapters_are_saved_alone_and_load_everywhere(device, tmp_path):

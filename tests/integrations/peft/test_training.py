@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer,
 import hf_kbit
 from hf_kbit import KbitConfig
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
+from hf_kbit.nn.linear import PACKED
 
 CHECKPOINTING = {"without": None, "reentrant": True, "not reentrant": False}
 
@@ -39,7 +40,7 @@ def test_prepare_model_for_kbit_training(dtype, device):
     assert peft.prepare_model_for_kbit_training(model) is model
     assert not any(parameter.requires_grad for parameter in model.parameters())
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    packed = {f"{name}.{key}" for name in before for key in ("weight", "weight_absmax")}
+    packed = {f"{name}.{key}" for name in before for key in PACKED}
     assert {dtypes[name] for name in packed} == {torch.int32, torch.uint8}
     assert {dtypes[name] for name in dtypes.keys() - packed} == {torch.float32}
     assert all(torch.equal(layer.weight, before[name]) for name, layer in kbit_layers(model).items())

@@ -473,7 +473,9 @@ def test_without_a_transform_a_model_is_one_of_version_1(load, tmp_path):
     model = load("llama", KbitConfig(bits=3, transform="none"))
     reference = BY_NAME["llama"].cls.from_pretrained(tmp_path / "float-llama")
     for name, layer in quantized(model).items():
-        assert torch.equal(layer.dequantize(), rounded_as_it_is(reference.get_submodule(name).weight.detach(), 3)), name
+        assert torch.equal(layer.dequantize(), rounded_as_it_is(reference.get_submodule(name).weight.detach(), 3)), (
+            name
+        )
     path = save(model, tmp_path / "saved")
     stored = json.loads((path / "config.json").read_text())["quantization_config"]
     assert stored["format_version"] == 1 and "transform" not in str(stored)
