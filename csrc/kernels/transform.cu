@@ -18,12 +18,12 @@ namespace hf_kbit::cuda {
 
 namespace {
 
-constexpr int kThreads = 256, kProcessorCtas = 5;
+constexpr int kThreads = 256;
+constexpr int kRegisters = 48, kProcessorCtas = 5;  // of so many registers a processor has room for five CTAs
 
 struct Arguments {
     const void* x;
-    int64_t tokens;
-    int in_features, out_columns;
+    int tokens, in_features, out_columns;
     unsigned row_ctas;  // for all columns
     int count;
     Transformed outputs[kGemmParts];
@@ -31,15 +31,13 @@ struct Arguments {
 
 // kTokens: of a thread.
 template <typename T, int kTokens>
-__global__ void __launch_bounds__(kThreads, kProcessorCtas)
-    transform_kernel(const __grid_constant__ Arguments arguments) {
+__global__ void __maxnreg__(kRegisters) transform_kernel(const __grid_constant__ Arguments arguments) {
     let_next_kernel_start();
     const unsigned tokens_before = blockIdx.x / arguments.row_ctas;
     const int column =
         static_cast<int>((blockIdx.x - tokens_before * arguments.row_ctas) * kThreads + threadIdx.x) * kOctet;
     const int t = threadIdx.x % 4;
-    const int64_t first = int64_t{tokens_before} * kTokens;
-    const auto tokens = static_cast<int>(min(arguments.tokens - first, int64_t{kTokens}));
+    const int first = static_cast<int>(tokens_before) * kTokens, tokens = arguments.tokens - first;
     const bool there = column < arguments.in_features, stored = column < arguments.out_columns;
     const auto load_columns = [&](int output) {
         const uint8_t* columns = arguments.outputs[output].transform.columns;
@@ -48,12 +46,12 @@ __global__ void __launch_bounds__(kThreads, kProcessorCtas)
     };
     uint2 bytes = load_columns(0);  // for the first output while x is under way, then for the next one
     uint4 octets[kTokens];
-    const T* x = static_cast<const T*>(arguments.x) + first * arguments.in_features + column;
+    const T* x = static_cast<const T*>(arguments.x) + int64_t{first} * arguments.in_features + column;
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
         octets[i] = make_uint4(0, 0, 0, 0);
         if (there && i < tokens) {
-            octets[i] = __ldg(reinterpret_cast<const uint4*>(x + int64_t{i} * arguments.in_features));
+            octets[i] = __ldg(reinterpret_cast<const uint4*>(x + i * arguments.in_features));
         }
     }
 #pragma unroll 1
@@ -62,11 +60,14 @@ __global__ void __launch_bounds__(kThreads, kProcessorCtas)
         float scales[kOctet];
         decode_scales(bytes, scales);
         if (i + 1 < arguments.count) bytes = load_columns(i + 1);
-        T* out = static_cast<T*>(output.out) + first * arguments.out_columns + column;
+        T* out = static_cast<T*>(output.out) + int64_t{first} * arguments.out_columns + column;
 #pragma unroll
         for (int token = 0; token < kTokens; ++token) {
-            const uint4 octet = transform_octet<T>(octets[token], scales, output.transform.rotated, t);
-            if (stored && token < tokens) store_16(out + int64_t{token} * arguments.out_columns, octet);
+            uint4& octet = octets[token];
+            // Or all of them wait in float32 for the loop.
+            asm volatile("" : "+r"(octet.x), "+r"(octet.y), "+r"(octet.z), "+r"(octet.w));
+            const uint4 made = transform_octet<T>(octet, scales, output.transform.rotated, t);
+            if (stored && token < tokens) store_16(out + token * arguments.out_columns, made);
         }
     }
 }
@@ -83,7 +84,7 @@ cudaError_t transform(const void* x, Dtype dtype, const Transformed* outputs, in
                       int64_t in_features, const Gpu& gpu, cudaStream_t stream) {
     Arguments arguments{};
     arguments.x = x;
-    arguments.tokens = tokens;
+    arguments.tokens = static_cast<int>(tokens);
     arguments.in_features = static_cast<int>(in_features);
     arguments.out_columns = static_cast<int>(num_blocks(in_features) * kBlockSize);
     arguments.row_ctas = static_cast<unsigned>(ceil_div(arguments.out_columns, kThreads * kOctet));
