@@ -52,11 +52,13 @@ def tuner_layers(model) -> dict[str, KbitTunerLayer]:
 
 
 def expected_state(reference, model) -> dict[str, torch.Tensor]:
-    """What quantizing the weights of the merged reference gives, as the layers of the model are quantized."""
+    """What quantizing the weights of the merged reference gives, as the layers of the model are quantized: with the
+    column scales that they have."""
     state = {}
     for name, layer in tuner_layers(model).items():
         merged, own = reference.get_submodule(name).base_layer, layer.base_layer
         other = KbitLinear.from_linear(merged.cpu(), own.bits, own.levels, own.scale)
+        other.load(other.quantize(merged.weight, columns=own.weight_columns.cpu()))
         state |= {f"{name}.{key}": tensor for key, tensor in other.state_dict().items()}
     return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
 
@@ -81,6 +83,8 @@ def test_merge_and_unmerge(name, safe, device):
     expected = expected_state(reference, model)
     assert len(expected) > len(tuner_layers(model))
     assert_merged(merged, expected, device)
+    columns = [key for key in before if key.endswith("_columns")]
+    assert columns and all(torch.equal(merged[key], before[key]) for key in columns)
     assert_same_state(
         {k: v for k, v in merged.items() if k not in expected}, {k: before[k] for k in before if k not in expected}
     )
