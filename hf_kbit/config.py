@@ -15,6 +15,9 @@ from hf_kbit.nn.linear import DEFAULT_CODEBOOK, DEFAULT_SCALE, check_scale
 from hf_kbit.nn.packed import DEFAULT_TRANSFORM, check_transform
 from hf_kbit.patterns import check_pattern, matches
 
+# Of a quantized model whose config does not say it.
+_TRANSFORM_OF_VERSION = {1: "none", 2: "rotated"}
+
 
 def _mapping(value: object, name: str, expected: str) -> Mapping:
     """``value``, or an empty one for None; nothing else that is empty will do, as 0, false and "" in a damaged file.
@@ -205,13 +208,14 @@ class KbitConfig(QuantizationConfigMixin):
         """As in the base class; an entry that is no argument of ``KbitConfig`` is a ValueError.
 
         A quantized model's config that does not say how it was made was written before there was a choice: it was made
-        with ``normal_float``, ``absmax`` and no transform.
+        with ``normal_float`` and ``absmax``. Of version 1 it has no transform; of version 2 it is ``"rotated"``.
         """
         expected = [f.name for f in fields(cls)]
         if unknown := [key for key in config_dict if key not in expected]:
             raise ValueError(f"quantization_config: found {unknown}, expected none but {expected}")
         if config_dict.get("levels"):
-            config_dict = {"codebook": "normal_float", "scale": "absmax", "transform": "none", **config_dict}
+            transform = _TRANSFORM_OF_VERSION.get(config_dict.get("format_version"), DEFAULT_TRANSFORM)
+            config_dict = {"codebook": "normal_float", "scale": "absmax", "transform": transform, **config_dict}
         return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
 
     def bits_for(self, module_name: str) -> int | None:
@@ -266,8 +270,9 @@ class KbitConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """As in the base class; ``module_bits`` becomes a list of pairs where a dict would lose the order.
 
-        JSON is written with sorted keys, and the first pattern that matches decides. A quantized model of format
-        version 1 has no entry ``transform``, which that version does not know.
+        JSON is written with sorted keys, and the first pattern that matches decides. The transform that a format
+        version has is left out of a quantized model's config: version 1 does not know the entry, and an hf_kbit that
+        knows version 1 alone shall refuse version 2 by its number.
 
         >>> KbitConfig(module_bits={"down_proj": 5, "layers.0": None}).to_dict()["module_bits"]
         {'down_proj': 5, 'layers.0': None}
@@ -277,7 +282,7 @@ class KbitConfig(QuantizationConfigMixin):
         entries = super().to_dict()
         if list(self.module_bits) != sorted(self.module_bits):
             entries["module_bits"] = [[pattern, bits] for pattern, bits in self.module_bits.items()]
-        if self.levels and self.format_version == 1:
+        if self.levels and self.transform == _TRANSFORM_OF_VERSION[self.format_version]:
             del entries["transform"]
         return entries
 

@@ -219,7 +219,8 @@ def _decoded(weight: torch.Tensor, width: int, config: KbitConfig) -> torch.Tens
     """float32 ``[N, K]``: the weight after quantizing."""
     linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    return KbitLinear.from_linear(linear, width, config.levels_for(width), config.scale).dequantize(torch.float32)
+    how = config.levels_for(width), config.scale, config.transform
+    return KbitLinear.from_linear(linear, width, *how).dequantize(torch.float32)
 
 
 def stored_weights(model, names: Iterable[str]) -> int:
@@ -229,6 +230,14 @@ def stored_weights(model, names: Iterable[str]) -> int:
         module = model.get_submodule(name)
         shapes.append(reversed(module.weight.shape) if isinstance(module, Conv1D) else module.weight.shape)
     return sum(math.prod(absmax_shape(*shape)) * BLOCK_SIZE for shape in shapes)
+
+
+def column_bytes(model, names: Iterable[str], config: KbitConfig) -> int:
+    """Bytes of these layers' column scales, one for each of their inputs where weights are transformed."""
+    if config.transform == "none":
+        return 0
+    modules = map(model.get_submodule, names)
+    return sum(module.nx if isinstance(module, Conv1D) else module.in_features for module in modules)
 
 
 # --- without data ---------------------------------------------------------------------------------
@@ -332,19 +341,20 @@ def bits_for_memory(
     >>> with torch.device("meta"):
     ...     model = LlamaForCausalLM(LlamaConfig(vocab_size=1000, **shape)).bfloat16()
     >>> round(bits_for_memory(model, 1_600_000, context=64), 2)
-    2.45
+    2.42
     """
-    chosen = selection.choose(model, config or KbitConfig())
+    config = config or KbitConfig()
+    chosen = selection.choose(model, config)
     if not chosen:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     weights = stored_weights(model, chosen)
-    rest = rest_bytes(model, chosen) + cache_bytes(model, context)
+    rest = rest_bytes(model, chosen) + column_bytes(model, chosen, config) + cache_bytes(model, context)
     bits = (memory - rest) * 8 / weights - SCALE_BITS
     if bits < BITS[0]:
         least = rest + weights * (BITS[0] + SCALE_BITS) / 8
         raise ValueError(
-            f"memory: found {memory:,} bytes, expected {least:,.0f} or more: {rest:,} for what is not quantized and "
-            f"the cache of {context:,} tokens, the rest for {weights:,} weights of {BITS[0]} bits"
+            f"memory: found {memory:,} bytes, expected {least:,.0f} or more: {rest:,} for what is not quantized, "
+            f"column scales and the cache of {context:,} tokens, the rest for {weights:,} weights of {BITS[0]} bits"
         )
     return min(bits, float(BITS[-1]))
 

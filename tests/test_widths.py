@@ -117,11 +117,12 @@ def test_costs_are_what_gradients_say(frozen):
     """Those of several windows, the last a shorter one. The model is as before, and its weights have no gradients."""
     model = llama().train().requires_grad_(not frozen)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = measure(model, TOKENS, KbitConfig(bits=2), window=64)
+    config = KbitConfig(bits=2, transform="none")
+    found = measure(model, TOKENS, config, window=64)
     assert model.training and all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
     assert all(p.grad is None and p.requires_grad is not frozen for p in model.parameters())
     assert not any("forward" in vars(module) for module in model.modules()) and model.config.use_cache
-    expected = by_autograd(model, TOKENS, KbitConfig(bits=2), 64)
+    expected = by_autograd(model, TOKENS, config, 64)
     assert found.keys() == expected.keys() and len(found) == 14
     for name, layer in found.items():
         assert layer.weights == model.get_submodule(name).weight.numel()
@@ -141,8 +142,8 @@ CAUSAL = [
 
 @pytest.mark.parametrize("row", CAUSAL, ids=str)
 def test_costs_of_architectures(row):
-    model, tokens = row.build(), torch.arange(24) * 7 % 90
-    found, expected = measure(model, tokens, KbitConfig()), by_autograd(model, tokens, KbitConfig(), 24)
+    model, tokens, config = row.build(), torch.arange(24) * 7 % 90, KbitConfig(transform="none")
+    found, expected = measure(model, tokens, config), by_autograd(model, tokens, config, 24)
     largest = max(costs[2] for costs in expected.values())
     for name, layer in found.items():
         assert layer.costs == pytest.approx(expected[name], rel=1e-2, abs=1e-5 * largest), name
@@ -150,14 +151,14 @@ def test_costs_of_architectures(row):
 
 def test_costs_are_near_to_the_divergence():
     """That of the model with one layer of so many bits, on tokens enough for the mean over what is drawn."""
-    model, config = llama().eval(), KbitConfig(bits=2)
+    model, config = llama().eval(), KbitConfig(bits=2, transform="none")
     tokens = torch.randint(256, (2048,), generator=torch.Generator().manual_seed(0))
     found = measure(model, tokens, config, window=64)
     for name in ("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"):
         for bits in (2, 3):
             other = copy.deepcopy(model)
             layer = other.get_submodule(name)
-            layer.weight.data = KbitLinear.from_linear(layer, bits).dequantize()
+            layer.weight.data = KbitLinear.from_linear(layer, bits, transform="none").dequantize()
             with torch.no_grad():
                 p, q = (each(tokens.view(-1, 64)).logits.double().log_softmax(-1) for each in (model, other))
             assert found[name].costs[bits] == pytest.approx((p.exp() * (p - q)).sum().item(), rel=0.3)
@@ -323,9 +324,12 @@ def test_memory(context, dtype):
     model = llama().to(dtype)
     chosen = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96)
     rest = dtype.itemsize * (sum(p.numel() for p in model.parameters()) - chosen + context * 2 * 2 * 2 * 16)
+    columns = 2 * (4 * 64 + 2 * 64 + 96)
     for bits in (2.0, 2.5, 4.0):
         memory = rest + chosen * (bits + 0.25) / 8
-        assert bits_for_memory(model, memory, context=context) == pytest.approx(bits)
+        assert bits_for_memory(model, memory + columns, context=context) == pytest.approx(bits)
+        plain = KbitConfig(transform="none")
+        assert bits_for_memory(model, memory, context=context, config=plain) == pytest.approx(bits)
     assert bits_for_memory(model, 10 * rest, context=context) == 5
     with pytest.raises(ValueError, match=f"memory: found {rest:,} bytes, expected .* {context:,} tokens"):
         bits_for_memory(model, rest, context=context)

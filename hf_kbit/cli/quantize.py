@@ -178,6 +178,7 @@ def _fit(model, size: int, context: int, config: KbitConfig) -> float:
     weights = widths.stored_weights(model, chosen)
     parts = {
         "what is not quantized": widths.rest_bytes(model, chosen),
+        "column scales": widths.column_bytes(model, chosen, config),
         f"what is kept of {context:,} tokens": widths.cache_bytes(model, context),
         f"{weights:,} weights, {bits:.2f} bits and {widths.SCALE_BITS} for scales": int(
             weights * (bits + widths.SCALE_BITS) / 8

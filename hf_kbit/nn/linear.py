@@ -207,7 +207,6 @@ class KbitLinear(nn.Linear):
     def decode_as(self, decoding: Decoding) -> None:
         """Takes over how the weight decodes that is loaded, or that Transformers is about to put here."""
         self.decoding, self.bits, self.refines_levels = decoding, decoding.bits, False
-        self.transform = decoding.transform
         self._make_room_for_columns(decoding)
 
     def _make_room_for_columns(self, decoding: Decoding) -> None:

@@ -69,7 +69,8 @@ def column_scales(rows: list[list[float]]) -> list[int]:
         factor = float32(1 / sum(roots) * (2.0**20 * len(row))) if any(roots) else 0.0
         sums = [total + round(float32(root * factor)) for total, root in zip(sums, roots, strict=True)]
     means = [float32(total * (1 / (2.0**20 * len(rows)))) for total in sums]
-    scales = [float32(float32(mean * mean) * float32(math.sqrt(mean))) if mean else 1.0 for mean in means]
+    roots = [float32(math.sqrt(float32(math.sqrt(mean)))) for mean in means]
+    scales = [float32(float32(mean * mean) * root) if mean else 1.0 for mean, root in zip(means, roots, strict=True)]
     return [format.encode_e4m4(min(max(scale, 2.0**-10), 31.0)) for scale in scales]
 
 

@@ -161,7 +161,7 @@ def test_trainer_and_resume(device, tmp_path):
     before = packed_state(whole.model)
     whole.train()
     losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[0] - 0.1
+    assert losses[-1] < losses[0] - 0.05
     assert_same_state(packed_state(whole.model), before)
     saved = {file.name for file in (tmp_path / "whole" / "checkpoint-3").iterdir()}
     assert "adapter_model.safetensors" in saved and "model.safetensors" not in saved
@@ -209,7 +209,7 @@ def test_trl(device, tmp_path):
     )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[0] - 0.1
+    assert losses[-1] < losses[0] - 0.05
     assert_same_state(packed_state(trainer.model), before)
 
 
