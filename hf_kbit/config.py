@@ -15,9 +15,6 @@ from hf_kbit.nn.linear import DEFAULT_CODEBOOK, DEFAULT_SCALE, check_scale
 from hf_kbit.nn.packed import DEFAULT_TRANSFORM, check_transform
 from hf_kbit.patterns import check_pattern, matches
 
-# Of a quantized model whose config does not say it.
-_TRANSFORM_OF_VERSION = {1: "none", 2: "rotated"}
-
 
 def _mapping(value: object, name: str, expected: str) -> Mapping:
     """``value``, or an empty one for None; nothing else that is empty will do, as 0, false and "" in a damaged file.
@@ -49,6 +46,11 @@ def _recorded(table, bits: int, name: str) -> list[float]:
     if levels != list(table):
         raise ValueError(f"{name}: found {list(table)}, expected ascending float32 levels with largest magnitude 1")
     return levels
+
+
+def _transform_of(version: object) -> str:
+    """What holds for a quantized model of a format version whose config does not say it."""
+    return "none" if version == 1 else "rotated"
 
 
 @register_quantization_config("kbit")
@@ -214,7 +216,7 @@ class KbitConfig(QuantizationConfigMixin):
         if unknown := [key for key in config_dict if key not in expected]:
             raise ValueError(f"quantization_config: found {unknown}, expected none but {expected}")
         if config_dict.get("levels"):
-            transform = _TRANSFORM_OF_VERSION.get(config_dict.get("format_version"), DEFAULT_TRANSFORM)
+            transform = _transform_of(config_dict.get("format_version"))
             config_dict = {"codebook": "normal_float", "scale": "absmax", "transform": transform, **config_dict}
         return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
 
@@ -282,7 +284,7 @@ class KbitConfig(QuantizationConfigMixin):
         entries = super().to_dict()
         if list(self.module_bits) != sorted(self.module_bits):
             entries["module_bits"] = [[pattern, bits] for pattern, bits in self.module_bits.items()]
-        if self.levels and self.transform == _TRANSFORM_OF_VERSION[self.format_version]:
+        if self.levels and self.transform == _transform_of(self.format_version):
             del entries["transform"]
         return entries
 

@@ -295,7 +295,7 @@ CONFIGS = {
     ),
     "format_version": (key("format_version", 3), "format_version: found 3, expected one of [1, 2]"),
     "format_version as text": (key("format_version", "1"), "format_version: found '1', expected one of [1, 2]"),
-    "format_version of old": (key("format_version", 1), "format_version: found 1, expected 2 with transformed layers"),
+    "format_version of old": (key("format_version", 1), f"{COLUMNS}: found U8 [64], expected none"),
     "transform": (key("transform", "none"), f"{COLUMNS}: found U8 [64], expected none for a [64, 64] weight"),
     "unknown transform": (key("transform", "whitened"), "transform: found 'whitened', expected one of"),
     "transform of a layer": (layer(transform="none"), f"{DOWN_PROJ}.weight_columns: found U8 [96], expected none"),
