@@ -97,7 +97,6 @@ def stream(
     """
     waiting, running = set(names), set()
     modules = {name: model.get_submodule(name) for name in dict.fromkeys((*names, *_elements(model)))}
-    own = {name: vars(module).get("forward") for name, module in modules.items()}  # of the instance, if it has one
     originals = {name: module.forward for name, module in modules.items()}
     dtype = model.dtype
 
@@ -125,17 +124,26 @@ def stream(
         running.remove(name)
         return output
 
-    for name, module in modules.items():
-        module.forward = partial(forward, name)
+    with forwards({module: partial(forward, name) for name, module in modules.items()}):
+        try:
+            return forward_pass(model, ids)
+        except _Finished:
+            return None
+
+
+@contextmanager
+def forwards(replaced: dict[nn.Module, Callable]) -> Iterator[None]:
+    """Inside, each module has that forward; afterwards what it had, also one of its own."""
+    own = {module: vars(module).get("forward") for module in replaced}
+    for module, forward in replaced.items():
+        module.forward = forward
     try:
-        return forward_pass(model, ids)
-    except _Finished:
-        return None
+        yield
     finally:
-        for name, module in modules.items():
+        for module, forward in own.items():
             del module.forward
-            if own[name] is not None:
-                module.forward = own[name]
+            if forward is not None:
+                module.forward = forward
 
 
 @contextmanager
@@ -148,7 +156,6 @@ def recomputed(model: nn.Module, names: Iterable[str], device: torch.device) -> 
     model needs a gradient. Parameters get none.
     """
     modules = {name: model.get_submodule(name) for name in dict.fromkeys((*names, *_elements(model)))}
-    own = {name: vars(module).get("forward") for name, module in modules.items()}
     originals = {name: module.forward for name, module in modules.items()}
     anchor, dtype = torch.zeros((), device=model.device, requires_grad=True), model.dtype
 
@@ -180,15 +187,8 @@ def recomputed(model: nn.Module, names: Iterable[str], device: torch.device) -> 
         )
         return tree_unflatten([next(joined) if _differentiable(x) else x for x in found], shape)
 
-    for name, module in modules.items():
-        module.forward = partial(forward, name)
-    try:
+    with forwards({module: partial(forward, name) for name, module in modules.items()}):
         yield anchor
-    finally:
-        for name, module in modules.items():
-            del module.forward
-            if own[name] is not None:
-                module.forward = own[name]
 
 
 class _Recomputed(torch.autograd.Function):

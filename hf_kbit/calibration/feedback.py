@@ -3,12 +3,12 @@
 import torch
 import torch.nn.functional as F
 
+from hf_kbit.calibration.hessian import cholesky, damping_of
 from hf_kbit.codebooks import bits_of
 from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.reference import SEARCH_ABOVE, SEARCH_BELOW, decode_e4m4, encode_e4m4, nearest, pack_codes
 
 DIAGONAL = False
-DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to it
 
 
 def solve(weight: torch.Tensor, hessian: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,8 +37,7 @@ def solve(weight: torch.Tensor, hessian: torch.Tensor, codebook: torch.Tensor) -
     (torch.Size([4, 4]), torch.Size([4, 2]))
     """
     bits, padding = bits_of(len(codebook)), -weight.shape[1] % BLOCK_SIZE
-    mean = hessian.diagonal().mean()
-    damping = torch.where(mean > 0, DAMPING * mean, 1.0)
+    damping = damping_of(hessian)
     kept = F.pad(torch.ones_like(weight[0]), (0, padding))
     columns, hessian = F.pad(weight, (0, padding)), F.pad(hessian, (0, padding, 0, padding))
     order = _order(hessian.diagonal())
@@ -67,13 +66,10 @@ def _inverse_root(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: the Hessian is not positive semidefinite.
     """
-    for dtype in (torch.float32, torch.float64):
-        unit = torch.eye(len(hessian), dtype=dtype, device=hessian.device)
-        # Cholesky from the last column to the first: the inverse of this factor is U.
-        lower, failed = torch.linalg.cholesky_ex((hessian + damping * unit).flip(0, 1))
-        if not failed:
-            return torch.linalg.solve_triangular(lower.flip(0, 1), unit, upper=True).float()
-    raise ValueError("hessian: found a matrix that is not positive semidefinite, expected sums of x @ x.T")
+    # Cholesky from the last column to the first: the inverse of this factor is U.
+    upper = cholesky(hessian.flip(0, 1), damping).flip(0, 1)
+    unit = torch.eye(len(upper), dtype=upper.dtype, device=upper.device)
+    return torch.linalg.solve_triangular(upper, unit, upper=True).float()
 
 
 def _block(columns: torch.Tensor, root: torch.Tensor, kept: torch.Tensor, codebook: torch.Tensor):

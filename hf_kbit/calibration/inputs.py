@@ -1,11 +1,13 @@
 """What goes into the linear layers of one layer of the model: in which order, and its second moments."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from hf_kbit.calibration.capture import forwards
 
 
 class Group(NamedTuple):
@@ -104,18 +106,6 @@ def _hooked(linears: dict[str, nn.Module], take: Callable[[str, torch.Tensor], N
             hook.remove()
 
 
-@contextmanager
-def standing_in(modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> Iterator[None]:
-    """Each of ``modules`` that has one among ``others`` computes what that one does."""
-    routed = [modules[name] for name in others if name in modules]
-    own = [vars(module).get("forward") for module in routed]  # of the instance, if it has one
-    for name in others:
-        if name in modules:
-            modules[name].forward = others[name].forward
-    try:
-        yield
-    finally:
-        for module, forward in zip(routed, own, strict=True):
-            del module.forward
-            if forward is not None:
-                module.forward = forward
+def standing_in(modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> AbstractContextManager[None]:
+    """Inside, each of ``modules`` that has one among ``others`` computes what that one does."""
+    return forwards({modules[name]: other.forward for name, other in others.items() if name in modules})
