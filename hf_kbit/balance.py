@@ -38,7 +38,8 @@ def balance(weight: torch.Tensor) -> torch.Tensor:
     >>> [round(decode_e4m4(byte), 1) for byte in balance(weight).tolist()]
     [1.0, 4.8, 1.0]
     """
-    largest = weight.abs().amax().float()
+    lowest, highest = torch.aminmax(weight)  # the magnitudes would be a second copy of the weight
+    largest = torch.maximum(-lowest, highest).float()
     if not largest > 0:
         return encode_e4m4(torch.ones_like(weight[0], dtype=torch.float32))
     unit = _ROOTS / largest.sqrt()

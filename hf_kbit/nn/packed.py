@@ -105,10 +105,11 @@ class Packed(NamedTuple):
 
 class Stored(NamedTuple):
     """What is quantized for a weight: itself, ``[N, K]``, or float32 ``[N, 32 * B]`` with the column scales, uint8
-    ``[K]``, that it was divided by."""
+    ``[K]``, that it was divided by; and its largest magnitude."""
 
     weight: torch.Tensor
     columns: torch.Tensor | None
+    largest: float
 
 
 def transformed(
@@ -128,10 +129,12 @@ def transformed(
     >>> transformed(torch.rand(4, 70), "rotated").weight.shape
     torch.Size([4, 96])
     """
-    if _largest(weight, name) > MOST_TO_TRANSFORM or transform == "none":
-        return Stored(weight, None)
+    largest = _largest(weight, name)
+    if largest > MOST_TO_TRANSFORM or transform == "none":
+        return Stored(weight, None, largest)
     columns = balance(weight) if columns is None else columns
-    return Stored(to_stored(weight, decode_e4m4(columns), rotated=True), columns)
+    stored = to_stored(weight, decode_e4m4(columns), rotated=True)
+    return Stored(stored, columns, _largest(stored, name))
 
 
 def choose_decoding(stored: Stored, levels: Levels, search: bool, refined: bool = False) -> Decoding:
@@ -147,7 +150,7 @@ def choose_decoding(stored: Stored, levels: Levels, search: bool, refined: bool 
     >>> choose_decoding(stored, codebooks.normal_float(3), search=True).exponent
     6
     """
-    exponent = layer_exponent(stored.weight.abs().amax().item())
+    exponent = layer_exponent(stored.largest)
     levels = refine(stored.weight, levels, exponent, search) if refined else levels
     return Decoding(levels, exponent, "none" if stored.columns is None else "rotated")
 
