@@ -291,14 +291,14 @@ def test_windows_of_a_short_text(quality, monkeypatch):
 
 
 def test_what_it_took_to_load(quality):
-    """The most memory meanwhile, though less is left."""
+    """The most memory meanwhile, though less is left. Up to 64 MB of it malloc may have had at hand before."""
 
     def load(folder, device):
-        torch.ones(50_000_000, dtype=torch.uint8)
+        torch.ones(500_000_000, dtype=torch.uint8)
         return torch.nn.Linear(4, 4)
 
     _, entry = quality.measure.load_measured(quality.methods.Method("none", 16, "none", load, None), ROOT, "cpu")
-    assert 45 < entry["peak_MB"] < 90 and 0 < entry["load_seconds"] < 60
+    assert 430 < entry["peak_MB"] < 600 and 0 < entry["load_seconds"] < 60
 
 
 # --- bits -----------------------------------------------------------------------------------------
