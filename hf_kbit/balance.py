@@ -8,6 +8,7 @@ from hf_kbit.reference import encode_e4m4
 # this, and of ratios, 1 being this.
 _ROOTS, _RATIOS = 2.0**24, 2.0**20
 SMALLEST, LARGEST = 2.0**-10, 31.0  # of column scales: what E4M4 holds to a sixteenth of an octave
+_TYPICAL_INVERSE, _LEAST_POWER, _MOST_POWER = 2.0**5, -4, 3
 SMALLEST_MOMENT = 1e-4  # of the mean, added to each: what a sample shows nothing of may come yet
 # Weights at a time: on a CPU as many as its cache holds.
 _SLICE_ON_CPU, _SLICE = 1 << 18, 1 << 24
@@ -19,7 +20,8 @@ def balance(weight: torch.Tensor) -> torch.Tensor:
     Of each column m is the mean over its rows of ``sqrt|w|`` over the mean of that in the row, and c is ``m**2.25``:
     with m**2 the columns would be alike. Training makes the weights small that meet large inputs, so that a weight's
     error counts for more the smaller its column is: dividing by a little more than the magnitude is better. Roots,
-    rather than squares, keep a few large weights from deciding. A column of zeros has scale 1.
+    rather than squares, keep a few large weights from deciding. A power of two on top brings typical weights to 2**-5,
+    from where the scales of blocks have room on either side. A column of zeros has scale 1.
 
     The same bytes on every device: every step is one that IEEE 754 rounds correctly, and no sum depends on its order.
 
@@ -36,7 +38,7 @@ def balance(weight: torch.Tensor) -> torch.Tensor:
     >>> from hf_kbit.format import decode_e4m4
     >>> weight = torch.ones(4, 3) * torch.tensor([1.0, 4.0, 0.0])
     >>> [round(decode_e4m4(byte), 1) for byte in balance(weight).tolist()]
-    [1.0, 4.8, 1.0]
+    [8.0, 31.0, 1.0]
     """
     lowest, highest = torch.aminmax(weight)  # the magnitudes would be a second copy of the weight
     largest = torch.maximum(-lowest, highest).float()
@@ -44,15 +46,25 @@ def balance(weight: torch.Tensor) -> torch.Tensor:
         return encode_e4m4(torch.ones_like(weight[0], dtype=torch.float32))
     unit = _ROOTS / largest.sqrt()
     sums = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
+    total = torch.zeros((), dtype=torch.float64, device=weight.device)
     at_a_time = _SLICE_ON_CPU if weight.device.type == "cpu" else _SLICE
     for rows in weight.split(max(at_a_time // weight.shape[1], 1)):
         roots = rows.float().abs().sqrt_().mul_(unit).round_()
         of_row = roots.sum(1, keepdim=True, dtype=torch.float64)
+        total += of_row.sum()
         factor = torch.where(of_row > 0, _RATIOS * weight.shape[1] / of_row, 0.0).float()
         sums += roots.mul_(factor).round_().sum(0, dtype=torch.float64)
     mean = (sums * (1 / (_RATIOS * len(weight)))).float()  # some devices divide by a number as by a tensor, some not
-    scale = (mean * mean * mean.sqrt().sqrt()).clamp(SMALLEST, LARGEST)
-    return encode_e4m4(torch.where(mean > 0, scale, 1.0))
+    root = (total / (unit.double() * weight.numel())).float()
+    return _encode(mean * mean * mean.sqrt().sqrt(), root * root)
+
+
+def _encode(scale: torch.Tensor, typical: torch.Tensor) -> torch.Tensor:
+    """E4M4 bytes of scales ``[K]`` times a power of two: the one for which ``typical``, a magnitude of weights over
+    ``scale``, comes next to 2**-5, as far as the scales stay near 1. A scale of 0 becomes 1."""
+    nearest = torch.frexp(typical * (_TYPICAL_INVERSE * 2**0.5)).exponent - 1
+    scale = torch.ldexp(scale, nearest.clamp(_LEAST_POWER, _MOST_POWER))
+    return encode_e4m4(torch.where(scale > 0, scale.clamp(SMALLEST, LARGEST), 1.0))
 
 
 def balance_for(weight: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
@@ -77,5 +89,5 @@ def balance_for(weight: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
     """
     squares, moments = weight.float().square().mean(0), moments + SMALLEST_MOMENT * moments.mean()
     scale = torch.where((squares > 0) & (moments > 0), (squares / moments).sqrt().sqrt(), 0.0)
-    mean = scale.sum() / (scale > 0).sum().clamp(min=1)
-    return encode_e4m4(torch.where(scale > 0, (scale / mean).clamp(SMALLEST, LARGEST), 1.0))
+    scale /= (scale.sum() / (scale > 0).sum()).clamp(min=torch.finfo(scale.dtype).tiny)
+    return _encode(scale, torch.where(scale > 0, squares / scale.square(), 0.0).mean().sqrt())

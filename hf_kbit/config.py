@@ -245,7 +245,8 @@ class KbitConfig(QuantizationConfigMixin):
         """The canonical codebook of a width: the one the model was quantized with, or the one ``codebook`` names."""
         if bits in self.levels:
             return tuple(self.levels[bits])
-        return codebooks.resolve(self.codebook[bits] if isinstance(self.codebook, Mapping) else self.codebook, bits)
+        codebook = self.codebook[bits] if isinstance(self.codebook, Mapping) else self.codebook
+        return codebooks.resolve(codebook, bits, signed=self.transform != "none")
 
     def digest(self) -> str:
         """SHA-256 of what decides how the tensors decode, as hexadecimal digits: ``bits``, ``levels`` and ``layers``,

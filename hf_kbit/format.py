@@ -11,7 +11,7 @@ largest magnitude 1) and ``exponent`` (0 unless a layer needs another) come from
 
 In version 2 that may be the weight of a transformed layer: W with its columns divided by *column scales*, then turned
 in each block by the Hadamard matrix of 32 over its root. ``weight_columns``, uint8 ``[K]``, holds the column scales as
-E4M4 bytes; ``hadamard`` is the rotation.
+E4M4 bytes; ``hadamard`` is the rotation. The scales of its blocks have signs: ``weight_absmax`` holds SE3M4 bytes.
 
 This file needs the standard library only. Its scalar functions define the format; the vectorised ones of ``reference``
 and the compiled ones are tested against them.
@@ -25,8 +25,8 @@ BITS = (2, 3, 4, 5)
 BLOCK_SIZE = 32
 ABSMAX_SUFFIX, COLUMNS_SUFFIX = "_absmax", "_columns"
 
-E4M4_BIAS = 11
-E4M4_MAX = 31.0
+E4M4_BIAS, E4M4_MAX = 11, 31.0
+SE3M4_BIAS, SE3M4_MAX = 7, 1.9375
 MAX_EXPONENT = 126  # 2**exponent is a normal float32
 
 
@@ -98,18 +98,37 @@ def encode_e4m4(value: float) -> int:
     return min((exponent + E4M4_BIAS - 1) * 16 + sixteenths, 255)
 
 
-def layer_exponent(largest: float) -> int:
-    """The ``exponent`` of a layer whose largest weight magnitude is ``largest``: 0 unless E4M4 would lack range.
+def decode_se3m4(byte: int) -> float:
+    """Value of an SE3M4 byte: sign ``byte >> 7``, exponent ``e = byte >> 4 & 7``, mantissa ``m = byte & 15``.
 
-    Scales are normal numbers from 2**-10 to 31. A layer between 2**-6 and 31 has four octaves or more below its
+    ``2**(e - 7) * (1 + m / 16)`` for ``e > 0`` and ``2**-6 * m / 16`` for ``e = 0``, negative with sign 1: 16 times
+    what the lower seven bits are as E4M4.
+
+    >>> decode_se3m4(0), decode_se3m4(0x70), decode_se3m4(0xFF)
+    (0.0, 1.0, -1.9375)
+    """
+    magnitude = math.ldexp(decode_e4m4(byte & 127), E4M4_BIAS - SE3M4_BIAS)
+    return -magnitude if byte >> 7 else magnitude
+
+
+def layer_exponent(largest: float, signed: bool = False) -> int:
+    """The ``exponent`` of a layer whose largest weight magnitude is ``largest``: 0 unless scales would lack range.
+
+    E4M4 scales are normal numbers from 2**-10 to 31. A layer between 2**-6 and 31 has four octaves or more below its
     largest scale and stays as it is; any other is shifted by the power of two that puts ``largest`` in [8, 16).
+    Those with signs are from 2**-6 to 31/16: a layer stays as it is between 2**-3 and that, and any other is shifted to
+    where ``largest`` is between half of that and that.
 
     >>> layer_exponent(0.5), layer_exponent(1000.0), layer_exponent(0.001)
     (0, 6, -13)
+    >>> layer_exponent(0.5, signed=True), layer_exponent(1000.0, signed=True), layer_exponent(0.001, signed=True)
+    (0, 10, -10)
     """
-    if largest == 0.0 or 2.0**-6 <= largest <= E4M4_MAX:
+    least, most = (2.0**-3, SE3M4_MAX) if signed else (2.0**-6, E4M4_MAX)
+    if largest == 0.0 or least <= largest <= most:
         return 0
-    return max(math.frexp(largest)[1] - 4, -100)  # float32 keeps its normal range for levels * 2**exponent * absmax
+    exponent = math.frexp(largest / SE3M4_MAX)[1] if signed else math.frexp(largest)[1] - 4
+    return max(exponent, -100)  # float32 keeps its normal range for levels * 2**exponent * absmax
 
 
 def hadamard(block: Sequence[float]) -> list[float]:

@@ -85,7 +85,7 @@ def _check_columns(columns: torch.Tensor | None, in_features: int) -> None:
 
 # --- quantize -------------------------------------------------------------------------------------
 
-_LIB.define("quantize(Tensor weight, Tensor codebook, bool search=False) -> (Tensor, Tensor)")
+_LIB.define("quantize(Tensor weight, Tensor codebook, bool search=False, bool signed=False) -> (Tensor, Tensor)")
 
 
 def _check_quantize(weight, codebook):
@@ -97,14 +97,14 @@ def _check_quantize(weight, codebook):
 
 
 @torch.library.impl(_LIB, "quantize", "CompositeExplicitAutograd")
-def _(weight, codebook, search=False):
+def _(weight, codebook, search=False, signed=False):
     _check_quantize(weight, codebook)
     _native.warn_missing(weight.device.type)
-    return reference.quantize(weight, codebook, search)
+    return reference.quantize(weight, codebook, search, signed)
 
 
 @torch.library.register_fake("hf_kbit::quantize", lib=_LIB)
-def _(weight, codebook, search=False):
+def _(weight, codebook, search=False, signed=False):
     bits = _check_quantize(weight, codebook)
     *rows, in_features = weight.shape
     blocks = num_blocks(in_features)
@@ -114,7 +114,9 @@ def _(weight, codebook, search=False):
     )
 
 
-def quantize(weight: torch.Tensor, codebook: torch.Tensor, search: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    weight: torch.Tensor, codebook: torch.Tensor, search: bool = False, signed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes a weight to the stored form: for each block of 32 in_features one scale and 32 codes.
 
     The scale is ``max|block| / max|codebook|`` rounded to E4M4; the code of w is the index of the level nearest to
@@ -127,6 +129,9 @@ def quantize(weight: torch.Tensor, codebook: torch.Tensor, search: bool = False)
         codebook: float32 ``[2**bits]``, ascending, bits 2 to 5.
         search: takes for each block, of the scales from about half to 1.3 times that one, the one with the least
             squared error of the decoded block.
+        signed: gives the scale of a block a sign, as rotated weights have it: the one with which the weight of largest
+            magnitude is on the side of the level of largest magnitude. The eighth bit of ``absmax`` is 1 where it is
+            negative, the lower seven are E4M4 below 2**-3.
 
     Returns:
         planes, int32 ``[*, N, B * bits]``, and absmax, uint8 ``[*, N, B]``, both contiguous; see ``format``.
@@ -158,7 +163,7 @@ def quantize(weight: torch.Tensor, codebook: torch.Tensor, search: bool = False)
         if wrong := weight.numel() - int(torch.isfinite(weight).sum()):
             raise ValueError(f"weight: found {wrong} NaN or infinite values, expected finite ones")
     _check_quantize(weight, codebook)
-    return torch.ops.hf_kbit.quantize(weight, codebook, search)
+    return torch.ops.hf_kbit.quantize(weight, codebook, search, signed)
 
 
 # --- dequantize -----------------------------------------------------------------------------------
@@ -211,7 +216,7 @@ def dequantize(
         shape: ``(N, K)``, without the padding.
         dtype: float32, float16, bfloat16 or float64.
         columns: uint8 ``[K]``, E4M4 as ``absmax``: the scales by which columns were divided, of all matrices; None: 1.
-        rotated: whether each block was rotated.
+        rotated: whether each block was rotated; if so, its scale has a sign (``quantize``).
 
     Returns:
         ``dtype`` ``[*, N, K]``, contiguous: what ``transforms.to_original`` makes in float32, rounded to ``dtype``;
@@ -233,7 +238,8 @@ def dequantize(
     >>> from hf_kbit.reference import decode_e4m4, encode_e4m4
     >>> from hf_kbit.transforms import to_stored
     >>> columns = encode_e4m4(weight.std(dim=0))
-    >>> packed = quantize(to_stored(weight, decode_e4m4(columns), rotated=True), codebook)
+    >>> codebook = 2.0**6 * codebook  # scales of 2**-3 and more have no byte
+    >>> packed = quantize(to_stored(weight, decode_e4m4(columns), rotated=True), codebook, signed=True)
     >>> decoded = dequantize(*packed, codebook, weight.shape, columns=columns, rotated=True)
     >>> bool((weight - decoded).square().mean() < 0.01)
     True

@@ -32,22 +32,44 @@ def _look_up(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 # --- scales ---------------------------------------------------------------------------------------
 
 
+# The lower seven bits of a scale with a sign, to ops: E4M4's lower half. A Decoding gives its levels the power of two
+# by which SE3M4 is larger.
+MAGNITUDE, SIGN = 127, 128
+
+
 @cache
-def _e4m4_table(device: torch.device) -> torch.Tensor:
-    return torch.tensor([format.decode_e4m4(byte) for byte in range(256)], dtype=torch.float32, device=device)
+def _scales(device: torch.device, signed: bool) -> torch.Tensor:
+    values = [format.decode_e4m4(byte) for byte in range(256)]
+    if signed:
+        values = [*values[:SIGN], *(-value for value in values[:SIGN])]
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def decode_e4m4(byte: torch.Tensor) -> torch.Tensor:
     """uint8 E4M4 bytes of any shape to their float32 values."""
-    return _look_up(_e4m4_table(byte.device), byte)
+    return decode_scales(byte, signed=False)
 
 
-def encode_e4m4(value: torch.Tensor) -> torch.Tensor:
-    """float32 values >= 0 of any shape to the nearest E4M4 bytes: ties to even, saturating at 31."""
+def decode_scales(absmax: torch.Tensor, signed: bool) -> torch.Tensor:
+    """uint8 scales of any shape to float32: E4M4 or, if ``signed``, the sign and E4M4 of the lower seven bits."""
+    return _look_up(_scales(absmax.device, signed), absmax)
+
+
+def encode_e4m4(value: torch.Tensor, most: int = 255) -> torch.Tensor:
+    """float32 values >= 0 of any shape to the nearest E4M4 bytes up to ``most``: ties to even."""
     lowest = 1 - format.E4M4_BIAS
     exponent = torch.where(value > 0, torch.frexp(value).exponent - 1, lowest).clamp(min=lowest)
     sixteenths = torch.ldexp(value, 4 - exponent).round()
-    return ((exponent + format.E4M4_BIAS - 1) * 16 + sixteenths).clamp(0, 255).to(torch.uint8)
+    return ((exponent + format.E4M4_BIAS - 1) * 16 + sixteenths).clamp(0, most).to(torch.uint8)
+
+
+def signs_of(blocks: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
+    """The sign that the scale of a block ``[*, 32]`` has, 1 or -1, ``[*]``: with it the block's weight of largest
+    magnitude is on the side of the level of largest magnitude. Where both signs would do it is 1."""
+    least, most = torch.aminmax(blocks, dim=-1)
+    if codebook[-1] < -codebook[0]:
+        least, most = -most, -least
+    return torch.where(-least > most, -1.0, 1.0)
 
 
 # --- bit-planes -----------------------------------------------------------------------------------
@@ -94,7 +116,9 @@ def unpack_codes(planes: torch.Tensor, bits: int) -> torch.Tensor:
 SEARCH_BELOW, SEARCH_ABOVE = 16, 6
 
 
-def quantize(weight: torch.Tensor, codebook: torch.Tensor, search: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    weight: torch.Tensor, codebook: torch.Tensor, search: bool = False, signed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``hf_kbit.quantize``."""
     in_features, bits = weight.shape[-1], bits_of(codebook.numel())
     rows = weight.reshape(-1, in_features)
@@ -103,11 +127,13 @@ def quantize(weight: torch.Tensor, codebook: torch.Tensor, search: bool = False)
     step = max(QUANTIZE_SLICE // in_features, 1)
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
-        planes[part], absmax[part] = quantize_rows(rows[part], codebook, bits, search)
+        planes[part], absmax[part] = quantize_rows(rows[part], codebook, bits, search, signed)
     return planes.unflatten(0, weight.shape[:-1]), absmax.unflatten(0, weight.shape[:-1])
 
 
-def quantize_rows(rows: torch.Tensor, codebook: torch.Tensor, bits: int, search: bool, importance=None):
+def quantize_rows(
+    rows: torch.Tensor, codebook: torch.Tensor, bits: int, search: bool, signed: bool, importance=None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``quantize`` of rows at once; ``importance``, float32 ``[K]``, weights the squared errors that a search
     compares, all alike if None."""
     padding = -rows.shape[-1] % BLOCK_SIZE
@@ -116,17 +142,26 @@ def quantize_rows(rows: torch.Tensor, codebook: torch.Tensor, bits: int, search:
     if search:  # in units of a power of two, so that no square leaves the range of float32
         unit = torch.ldexp(torch.ones_like(largest), -torch.frexp(largest).exponent.add(-1).clamp(-126, 126))
         blocks, codebook, largest = blocks * unit, codebook * unit, largest * unit
-    absmax = encode_e4m4(blocks.abs().amax(dim=-1) / largest)
+    if signed:  # what follows is of blocks whose scales are positive
+        signs = signs_of(blocks, codebook)
+        blocks = blocks * signs[..., None]
+    most = MAGNITUDE if signed else 255
+    absmax = encode_e4m4(blocks.abs().amax(dim=-1) / largest, most)
     if search:
         factors = rows.new_ones(rows.shape[-1], dtype=torch.float32) if importance is None else importance.sqrt()
         factors = F.pad(factors, (0, padding)).unflatten(-1, (-1, BLOCK_SIZE))
-        absmax = _least_error(blocks, factors, codebook, absmax)
-    ratios = over_scales(blocks, absmax)
-    return pack_codes(nearest(ratios, codebook).to(torch.uint8), bits), absmax
+        absmax = _least_error(blocks, factors, codebook, absmax, most)
+    codes = nearest(over_scales(blocks, absmax), codebook).to(torch.uint8)
+    return pack_codes(codes, bits), with_signs(absmax, signs) if signed else absmax
+
+
+def with_signs(absmax: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """Bytes below 128 with the signs, 1 or -1, that their scales have; zero has none."""
+    return torch.where((signs < 0) & (absmax > 0), absmax + SIGN, absmax)
 
 
 def over_scales(blocks: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
-    """The weights as the levels see them: over the scale that a reader will decode."""
+    """The weights as the levels see them: over the scale, without a sign, that a reader will decode."""
     scale = decode_e4m4(absmax)
     return blocks * torch.where(scale > 0, 1 / scale, 0)[..., None]
 
@@ -136,8 +171,9 @@ def nearest(ratios: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
     return torch.bucketize(ratios, (codebook[1:] + codebook[:-1]) / 2, out_int32=True)
 
 
-def _least_error(blocks, factors, codebook, absmax) -> torch.Tensor:
-    """Of the bytes around ``absmax`` that with the least squared error; if several, ``absmax``, else the lowest.
+def _least_error(blocks, factors, codebook, absmax, most) -> torch.Tensor:
+    """Of the bytes around ``absmax``, from 1 to ``most``, that with the least squared error; if several, ``absmax``,
+    else the lowest.
     ``factors`` multiply the errors: 0 where there is padding. Every operation is one of float32, and a sum has one
     order: all devices agree."""
 
@@ -152,7 +188,7 @@ def _least_error(blocks, factors, codebook, absmax) -> torch.Tensor:
 
     best, least = absmax, squared_error(absmax)
     for step in range(-SEARCH_BELOW, SEARCH_ABOVE + 1):
-        byte = (absmax.int() + step).clamp(1, 255).to(torch.uint8)
+        byte = (absmax.int() + step).clamp(1, most).to(torch.uint8)
         error = squared_error(byte)
         better = (error < least) & (absmax > 0)
         best, least = torch.where(better, byte, best), torch.where(better, error, least)
@@ -177,7 +213,7 @@ def dequantize(
     table = torch.stack([low, high], dim=-1).view(torch.int64).flatten()
     pairs = _gather_codes(weight, bits, tuple(16 * (j // 2) + bits * (j % 2) for j in range(8))).view(torch.int16)
     levels = _look_up(table, pairs).view(torch.float32)
-    stored = levels.mul_(decode_e4m4(absmax)[..., None]).flatten(-2)
+    stored = levels.mul_(decode_scales(absmax, signed=rotated)[..., None]).flatten(-2)
     scales = None if columns is None else decode_e4m4(columns)
     return transforms.to_original(stored, scales, rotated, shape[-1]).to(dtype).contiguous()
 

@@ -5,14 +5,14 @@ import math
 import torch
 
 from hf_kbit.codebooks import Levels, bits_of, canonical, scaled
-from hf_kbit.reference import QUANTIZE_SLICE, decode_e4m4, unpack_codes
+from hf_kbit.reference import QUANTIZE_SLICE, decode_scales, unpack_codes
 
 SAMPLE = 1 << 18  # about so many weights, of rows evenly spaced, decide on the levels
 TURNS = 8
 _UNIT = 2.0**40  # sums are of integers, in this part of the largest weight: no order of adding changes them
 
 
-def refine(weight: torch.Tensor, levels: Levels, exponent: int, search: bool) -> Levels:
+def refine(weight: torch.Tensor, levels: Levels, exponent: int, search: bool, signed: bool = False) -> Levels:
     """Levels with a squared error of this weight not above that of ``levels``, and mostly below.
 
     Lloyd's iteration: the weight is quantized, then each level becomes the mean of its weights over their scales,
@@ -22,8 +22,9 @@ def refine(weight: torch.Tensor, levels: Levels, exponent: int, search: bool) ->
     Args:
         weight: float32, float16 or bfloat16 ``[N, K]``, finite.
         levels: canonical codebook of ``2**bits`` levels, where the iteration starts.
-        exponent: of the layer (``format.layer_exponent``).
+        exponent: of the power of two by which ``hf_kbit.quantize`` wants levels multiplied for this weight.
         search: how scales are found (``hf_kbit.quantize``).
+        signed: whether they have signs.
 
     Source: Lloyd 1982 (Least squares quantization in PCM), with the choice of a block's scale inside the iteration.
 
@@ -38,19 +39,19 @@ def refine(weight: torch.Tensor, levels: Levels, exponent: int, search: bool) ->
     unit = math.frexp(largest)[1]  # weights times 2**-unit are within 1
     refined, sample = levels, weight[:: max(weight.numel() // SAMPLE, 1)]
     for _ in range(TURNS):
-        refined = canonical(_means(sample, refined, exponent, search, unit), bits_of(len(levels)))
-    return min((levels, refined), key=lambda table: _squared_error(weight, table, exponent, search, unit))
+        refined = canonical(_means(sample, refined, exponent, search, signed, unit), bits_of(len(levels)))
+    return min((levels, refined), key=lambda table: _squared_error(weight, table, exponent, search, signed, unit))
 
 
 def _integers(values: torch.Tensor) -> torch.Tensor:
     return (values * _UNIT).round().long()
 
 
-def _means(weight: torch.Tensor, levels: Levels, exponent: int, search: bool, unit: int) -> list[float]:
+def _means(weight: torch.Tensor, levels: Levels, exponent: int, search: bool, signed: bool, unit: int) -> list[float]:
     """What each level should be for the codes and scales that it leads to; a level without weights stays."""
-    planes, absmax = torch.ops.hf_kbit.quantize(weight, scaled(levels, exponent, weight.device), search)
+    planes, absmax = torch.ops.hf_kbit.quantize(weight, scaled(levels, exponent, weight.device), search, signed)
     codes = unpack_codes(planes, bits_of(len(levels))).flatten(-2)[:, : weight.shape[1]].flatten().int()
-    scales = decode_e4m4(absmax).double().repeat_interleave(32, dim=-1)[:, : weight.shape[1]] * 2.0 ** (
+    scales = decode_scales(absmax, signed).double().repeat_interleave(32, dim=-1)[:, : weight.shape[1]] * 2.0 ** (
         exponent - unit
     )
     products = scales * (weight.double() * 2.0**-unit)
@@ -64,10 +65,11 @@ def _means(weight: torch.Tensor, levels: Levels, exponent: int, search: bool, un
     return [level + 1.8 * (a / c - level) if c else level for level, a, c in pairs]
 
 
-def _squared_error(weight: torch.Tensor, levels: Levels, exponent: int, search: bool, unit: int) -> int:
+def _squared_error(weight: torch.Tensor, levels: Levels, exponent: int, search: bool, signed: bool, unit: int) -> int:
     codebook, total = scaled(levels, exponent, weight.device), 0
     for rows in weight.split(max(QUANTIZE_SLICE // weight.shape[1], 1)):
-        planes = torch.ops.hf_kbit.quantize(rows, codebook, search)
-        decoded = torch.ops.hf_kbit.dequantize(*planes, codebook, rows.shape, torch.float32)
+        planes, absmax = torch.ops.hf_kbit.quantize(rows, codebook, search, signed)
+        ratios = codebook[unpack_codes(planes, bits_of(len(codebook))).int()]
+        decoded = (ratios * decode_scales(absmax, signed)[..., None]).flatten(-2)[:, : rows.shape[1]]
         total += int(_integers(((rows.double() - decoded) * 2.0**-unit).square()).sum())
     return total

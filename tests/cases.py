@@ -49,10 +49,10 @@ def columns(in_features: int, scaled: bool = True, seed: int = 0) -> torch.Tenso
 
 def quantized(shape, bits: int, seed: int = 0, columns: torch.Tensor | None = None, rotated: bool = False):
     """planes, absmax and codebook of ``weight(shape)``, transformed."""
-    levels = codebook(bits)
+    levels = codebook(bits) * (16 if rotated else 1)  # scales with signs end below 2**-3
     scales = None if columns is None else reference.decode_e4m4(columns)
     stored = transforms.to_stored(weight(shape, seed=seed), scales, rotated)
-    return (*torch.ops.hf_kbit.quantize(stored, levels), levels)
+    return (*torch.ops.hf_kbit.quantize(stored, levels, signed=rotated), levels)
 
 
 def random_packed(shape, bits: int):

@@ -14,6 +14,9 @@ constexpr int kMaxBits = 5;
 constexpr int kSearchBelow = 16;
 constexpr int kSearchAbove = 6;
 
+// The bit of an absmax byte that is its sign, where scales have signs; the others are E4M4 then, of its lower half.
+constexpr uint32_t kSignBit = 0x80;
+
 constexpr int kTileRows = 16;   // out_features of a tile
 constexpr int kSlabBlocks = 8;  // blocks along K of a slab: four tiles of 64 columns
 constexpr int kSlabColumns = kSlabBlocks * kBlockSize;

@@ -11,7 +11,7 @@
 //   butterfly<distance>(a)          the sum of each two lanes at that distance, then the first less the second
 //   block_of, byte_of, spread       which block and which byte of its codes are in a lane of of_bytes' parts
 //   load_planes                     of one group of kWidth blocks, a block in each lane
-//   load_scales                     kWidth E4M4 bytes, decoded
+//   load_scales(absmax, sign)       kWidth scales, decoded as decode_scale does
 #pragma once
 
 #include "cpu/dequantize.h"

@@ -185,11 +185,13 @@ struct Avx2 {
         }
     }
 
-    static F load_scales(const uint8_t* absmax) {
-        const I bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(absmax)));
+    static F load_scales(const uint8_t* absmax, uint32_t sign) {
+        const I all = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(absmax)));
+        const I bytes = bit_and(all, splat(~sign)), signs = shift_left(bit_and(all, splat(sign)), 24);
         const F normal = _mm256_castsi256_ps(_mm256_add_epi32(shift_left(bytes, 19), splat(kE4M4Offset << 23)));
         const F subnormal = mul(_mm256_cvtepi32_ps(bytes), broadcast(kE4M4Subnormal));
-        return _mm256_blendv_ps(normal, subnormal, _mm256_castsi256_ps(_mm256_sub_epi32(bytes, splat(16))));
+        const F is_subnormal = _mm256_castsi256_ps(_mm256_sub_epi32(bytes, splat(16)));
+        return _mm256_or_ps(_mm256_blendv_ps(normal, subnormal, is_subnormal), _mm256_castsi256_ps(signs));
     }
 
     // Four words from those of `block`, its planes first. Nothing past the group is read.

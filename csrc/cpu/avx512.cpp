@@ -135,11 +135,14 @@ struct Avx512 {
     static int byte_of(int part, int) { return part; }
     static F spread(F scales, int) { return scales; }
 
-    static F load_scales(const uint8_t* absmax) {
-        const I bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(absmax)));
+    static F load_scales(const uint8_t* absmax, uint32_t sign) {
+        const I all = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(absmax)));
+        const I bytes = bit_and(all, splat(~sign)), signs = shift_left(bit_and(all, splat(sign)), 24);
         const F normal = _mm512_castsi512_ps(_mm512_add_epi32(shift_left(bytes, 19), splat(kE4M4Offset << 23)));
         const __mmask16 is_subnormal = _mm512_cmplt_epi32_mask(bytes, splat(16));
-        return _mm512_mask_mul_ps(normal, is_subnormal, _mm512_cvtepi32_ps(bytes), broadcast(kE4M4Subnormal));
+        const F subnormal = broadcast(kE4M4Subnormal);
+        const F magnitudes = _mm512_mask_mul_ps(normal, is_subnormal, _mm512_cvtepi32_ps(bytes), subnormal);
+        return _mm512_or_ps(magnitudes, _mm512_castsi512_ps(signs));
     }
 
     // Four words from those of `block`, its planes first. Nothing past the group is read.

@@ -48,14 +48,16 @@ const Implementation& chosen() {
 
 const char* instruction_set() { return chosen().name; }
 
-void quantize(const void* weight, Dtype dtype, const float* codebook, int bits, bool searched, int64_t in_features,
-              int32_t* planes, uint8_t* absmax, int64_t begin, int64_t end) {
-    chosen().quantize(weight, dtype, codebook, bits, searched, in_features, planes, absmax, begin, end);
+void quantize(const void* weight, Dtype dtype, const float* codebook, int bits, bool searched, bool signed_scales,
+              int64_t in_features, int32_t* planes, uint8_t* absmax, int64_t begin, int64_t end) {
+    chosen().quantize(weight, dtype, codebook, bits, searched, signed_scales, in_features, planes, absmax, begin, end);
 }
 
-void dequantize(const int32_t* planes, const uint8_t* absmax, const float* codebook, int bits, int64_t in_features,
-                const uint8_t* columns, bool rotated, void* out, Dtype dtype, int64_t begin, int64_t end) {
-    chosen().dequantize(planes, absmax, codebook, bits, in_features, columns, rotated, out, dtype, begin, end);
+void dequantize(const int32_t* planes, const uint8_t* absmax, bool signed_scales, const float* codebook, int bits,
+                int64_t in_features, const uint8_t* columns, bool rotated, void* out, Dtype dtype, int64_t begin,
+                int64_t end) {
+    chosen().dequantize(planes, absmax, signed_scales, codebook, bits, in_features, columns, rotated, out, dtype,
+                        begin, end);
 }
 
 void transform(const void* x, Dtype dtype, int64_t in_features, const uint8_t* columns, bool rotated, void* out,
@@ -70,11 +72,11 @@ void gemm_pack(const void* x, Dtype dtype, int64_t tokens, int64_t in_features, 
     chosen().gemm_pack(x, dtype, tokens, in_features, columns, rotated, panel);
 }
 
-void gemm(const float* panel, int64_t tokens, const int32_t* planes, const uint8_t* absmax, const float* codebook,
-          int bits, const void* bias, void* out, Dtype dtype, int64_t out_features, int64_t in_features, int64_t begin,
-          int64_t end) {
-    chosen().gemm(panel, tokens, planes, absmax, codebook, bits, bias, out, dtype, out_features, in_features, begin,
-                  end);
+void gemm(const float* panel, int64_t tokens, const int32_t* planes, const uint8_t* absmax, bool signed_scales,
+          const float* codebook, int bits, const void* bias, void* out, Dtype dtype, int64_t out_features,
+          int64_t in_features, int64_t begin, int64_t end) {
+    chosen().gemm(panel, tokens, planes, absmax, signed_scales, codebook, bits, bias, out, dtype, out_features,
+                  in_features, begin, end);
 }
 
 }  // namespace hf_kbit::cpu

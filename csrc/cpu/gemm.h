@@ -80,7 +80,7 @@ struct Group {
 // One row times the only token.
 template <class V, int bits>
 static inline float multiply_row(const float* panel, const int32_t* row_words, const uint8_t* row_scales,
-                                 int64_t blocks, const typename V::template Levels<bits>& levels) {
+                                 uint32_t sign, int64_t blocks, const typename V::template Levels<bits>& levels) {
     const int64_t groups = ceil_div(blocks, V::kWidth);
     auto total = V::zero();
     for (int64_t g = 0; g < groups; ++g, panel += kGroupVectors * V::kWidth) {
@@ -89,7 +89,7 @@ static inline float multiply_row(const float* panel, const int32_t* row_words, c
         decode_group<V, bits>(group.words, levels, [&](int v, int part, typename V::F values) {
             sums[part] = V::fma(values, V::load(panel + v * V::kWidth), sums[part]);
         });
-        const auto scales = V::load_scales(group.scales);
+        const auto scales = V::load_scales(group.scales, sign);
         for (int part = 0; part < 4; ++part) total = V::fma(V::spread(scales, part), sums[part], total);
     }
     return V::sum(total);
@@ -119,7 +119,7 @@ static inline void multiply_tile(const float* weights, const float* x, float* to
 // Up to kRows rows times up to kTokenSlab of all the tokens that the panel holds: totals[row][token][lane].
 template <class V, int bits>
 static inline void multiply_rows(const float* panel, int64_t panel_tokens, int tokens, const int32_t* words,
-                                 const uint8_t* scales, int rows, int64_t blocks,
+                                 const uint8_t* scales, uint32_t sign, int rows, int64_t blocks,
                                  const typename V::template Levels<bits>& levels, float* totals) {
     constexpr int kGroup = kGroupVectors * V::kWidth;
     alignas(64) float weights[kRows * kGroup];
@@ -128,7 +128,7 @@ static inline void multiply_rows(const float* panel, int64_t panel_tokens, int t
     for (int64_t g = 0; g < groups; ++g, panel += panel_tokens * kGroup) {
         for (int row = 0; row < rows; ++row) {
             const Group<V, bits> group(words + row * blocks * bits, scales + row * blocks, g, blocks);
-            const auto all = V::load_scales(group.scales);
+            const auto all = V::load_scales(group.scales, sign);
             const typename V::F spread[4] = {V::spread(all, 0), V::spread(all, 1), V::spread(all, 2),
                                              V::spread(all, 3)};
             float* target = weights + row * kGroup;
@@ -146,17 +146,18 @@ static inline void multiply_rows(const float* panel, int64_t panel_tokens, int t
 
 template <class V, int bits>
 static void gemm_rows(const float* panel, int64_t tokens, const int32_t* planes, const uint8_t* absmax,
-                      const float* codebook, const void* bias, void* out, Dtype dtype, int64_t out_features,
-                      int64_t in_features, int64_t begin, int64_t end) {
+                      bool signed_scales, const float* codebook, const void* bias, void* out, Dtype dtype,
+                      int64_t out_features, int64_t in_features, int64_t begin, int64_t end) {
     const typename V::template Levels<bits> levels(codebook);
     const int64_t blocks = num_blocks(in_features);
+    const uint32_t sign = signed_scales ? kSignBit : 0;
     const auto store = [&](int64_t token, int64_t row, float sum) {
         store_scalar(out, dtype, token * out_features + row, bias ? sum + load_scalar(bias, dtype, row) : sum);
     };
     if (tokens == 1) {
         for (int64_t row = begin; row < end; ++row) {
             const int32_t* words = planes + row * blocks * bits;
-            store(0, row, multiply_row<V, bits>(panel, words, absmax + row * blocks, blocks, levels));
+            store(0, row, multiply_row<V, bits>(panel, words, absmax + row * blocks, sign, blocks, levels));
         }
         return;
     }
@@ -167,7 +168,8 @@ static void gemm_rows(const float* panel, int64_t tokens, const int32_t* planes,
             const int rows = static_cast<int>(end - row < kRows ? end - row : kRows);
             std::memset(totals, 0, sizeof totals);
             multiply_rows<V, bits>(panel + first * kGroupVectors * V::kWidth, tokens, count,
-                                   planes + row * blocks * bits, absmax + row * blocks, rows, blocks, levels, totals);
+                                   planes + row * blocks * bits, absmax + row * blocks, sign, rows, blocks, levels,
+                                   totals);
             for (int r = 0; r < rows; ++r) {
                 for (int t = 0; t < count; ++t) {
                     store(first + t, row + r, V::sum(V::load(totals + (r * kTokenSlab + t) * V::kWidth)));
@@ -179,11 +181,11 @@ static void gemm_rows(const float* panel, int64_t tokens, const int32_t* planes,
 
 template <class V>
 static void gemm_with(const float* panel, int64_t tokens, const int32_t* planes, const uint8_t* absmax,
-                      const float* codebook, int bits, const void* bias, void* out, Dtype dtype, int64_t out_features,
-                      int64_t in_features, int64_t begin, int64_t end) {
+                      bool signed_scales, const float* codebook, int bits, const void* bias, void* out, Dtype dtype,
+                      int64_t out_features, int64_t in_features, int64_t begin, int64_t end) {
     with_bits(bits, [&](auto width) {
-        gemm_rows<V, width()>(panel, tokens, planes, absmax, codebook, bias, out, dtype, out_features, in_features,
-                              begin, end);
+        gemm_rows<V, width()>(panel, tokens, planes, absmax, signed_scales, codebook, bias, out, dtype, out_features,
+                              in_features, begin, end);
     });
 }
 

@@ -3,8 +3,9 @@
 // C++; the environment variable HF_KBIT_CPU names a lower one.
 //
 // Shapes: N rows (out_features), K in_features, B = ceil(K / 32) blocks a row, M tokens. Everything is row-major and
-// contiguous. planes is int32 [N, B * bits], absmax uint8 [N, B], codebook float32 [2**bits] ascending. columns, uint8
-// [K] or null, and rotated say how W was made into what is stored, see hf_kbit/transforms.py.
+// contiguous. planes is int32 [N, B * bits], absmax uint8 [N, B], with signs if signed_scales, codebook float32
+// [2**bits] ascending. columns, uint8 [K] or null, and rotated say how W was made into what is stored, see
+// hf_kbit/transforms.py.
 #pragma once
 
 #include <cstdint>
@@ -18,13 +19,14 @@ const char* instruction_set();
 
 // Rows [begin, end) of weight [N, K] (float32, float16 or bfloat16) to planes and absmax, whose scales are searched or
 // not. Bit-identical to hf_kbit.reference.quantize.
-void quantize(const void* weight, Dtype dtype, const float* codebook, int bits, bool searched, int64_t in_features,
-              int32_t* planes, uint8_t* absmax, int64_t begin, int64_t end);
+void quantize(const void* weight, Dtype dtype, const float* codebook, int bits, bool searched, bool signed_scales,
+              int64_t in_features, int32_t* planes, uint8_t* absmax, int64_t begin, int64_t end);
 
 // Rows [begin, end) of the decoded weight, out [N, K]: the float32 product level * scale, turned back and scaled in
 // float32, rounded once to dtype. Bit-identical to hf_kbit.reference.dequantize.
-void dequantize(const int32_t* planes, const uint8_t* absmax, const float* codebook, int bits, int64_t in_features,
-                const uint8_t* columns, bool rotated, void* out, Dtype dtype, int64_t begin, int64_t end);
+void dequantize(const int32_t* planes, const uint8_t* absmax, bool signed_scales, const float* codebook, int bits,
+                int64_t in_features, const uint8_t* columns, bool rotated, void* out, Dtype dtype, int64_t begin,
+                int64_t end);
 
 // Rows [begin, end) of x [M, K] (float32, float16 or bfloat16) as the stored weight meets them, computed in float32
 // and rounded once to out_dtype, which is that of x or float32: out [M, K], or [M, 32 * B] if rotated.
@@ -39,8 +41,8 @@ void gemm_pack(const void* x, Dtype dtype, int64_t tokens, int64_t in_features, 
 
 // Columns [begin, end) of out [M, N] = x @ W.T + bias. Weights are decoded in registers, sums are kept in float32 and
 // rounded once to dtype. bias (dtype, [N]) may be null.
-void gemm(const float* panel, int64_t tokens, const int32_t* planes, const uint8_t* absmax, const float* codebook,
-          int bits, const void* bias, void* out, Dtype dtype, int64_t out_features, int64_t in_features, int64_t begin,
-          int64_t end);
+void gemm(const float* panel, int64_t tokens, const int32_t* planes, const uint8_t* absmax, bool signed_scales,
+          const float* codebook, int bits, const void* bias, void* out, Dtype dtype, int64_t out_features,
+          int64_t in_features, int64_t begin, int64_t end);
 
 }  // namespace hf_kbit::cpu

@@ -142,8 +142,8 @@ struct Portable {
     static int byte_of(int part, int) { return part; }
     static F spread(F scales, int) { return scales; }
 
-    static F load_scales(const uint8_t* absmax) {
-        return each<F>([&](int i) { return decode_e4m4(absmax[i]); });
+    static F load_scales(const uint8_t* absmax, uint32_t sign) {
+        return each<F>([&](int i) { return decode_scale(absmax[i], sign); });
     }
 
     template <int bits>

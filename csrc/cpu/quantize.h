@@ -44,10 +44,16 @@ struct Target {
     alignas(64) float levels[1 << bits < 16 ? 16 : 1 << bits];  // each table repeats its entries up to 16
     float largest = 0, unit = 1;
     Thresholds<V, bits> thresholds;
-    bool searched;  // whether scales are
+    bool searched, signed_scales;
+    bool below;  // whether the level of largest magnitude is negative, and no other as large
 
-    Target(const float* codebook, bool searched)
-        : thresholds((normalize(codebook, searched), levels)), searched(searched) {}
+    Target(const float* codebook, bool searched, bool signed_scales)
+        : thresholds((normalize(codebook, searched), levels)),
+          searched(searched),
+          signed_scales(signed_scales),
+          below(codebook[(1 << bits) - 1] < -codebook[0]) {}
+
+    int most() const { return signed_scales ? kSignBit - 1 : 255; }  // of bytes, without a sign
 
     // Where scales are searched, weights and levels are in units of a power of two, so that no square leaves the range
     // of float32.
@@ -96,13 +102,26 @@ static inline void quantize_block(const void* weight, int columns, const Target<
     constexpr int kVectors = kBlockSize / V::kWidth;
     const auto* bytes = static_cast<const char*>(weight);
     typename V::F values[kVectors];
-    auto largest = V::zero();
+    auto largest = V::zero(), most = V::zero(), least = V::zero();
     const auto unit = V::broadcast(target.unit);
     for (int v = 0; v < kVectors; ++v) {
         values[v] = V::mul(V::template load_as<dtype>(bytes + v * V::kWidth * size_of(dtype)), unit);
         largest = V::max(largest, V::abs(values[v]));
+        if (target.signed_scales) {
+            most = V::max(most, values[v]);
+            least = V::max(least, V::sub(V::zero(), values[v]));
+        }
     }
+    // With a sign that is negative the block is quantized as its negative.
+    bool negative = false;
+    if (target.signed_scales) {
+        negative = target.below ? V::largest(most) > V::largest(least) : V::largest(least) > V::largest(most);
+        const auto sign = V::broadcast(negative ? -1.0f : 1.0f);
+        for (int v = 0; v < kVectors; ++v) values[v] = V::mul(values[v], sign);
+    }
+    const int highest = target.most();
     *absmax = encode_e4m4(V::largest(largest) / target.largest);
+    if (*absmax > highest) *absmax = static_cast<uint8_t>(highest);
     if (target.searched && *absmax > 0) {
         static constexpr auto kKept = [] {
             struct {
@@ -117,7 +136,7 @@ static inline void quantize_block(const void* weight, int columns, const Target<
         float least = squared_error<V, bits>(values, kept, *absmax, target);
         for (int step = -kSearchBelow; step <= kSearchAbove; ++step) {
             const int found = around + step;
-            const auto byte = static_cast<uint8_t>(found < 1 ? 1 : found > 255 ? 255 : found);
+            const auto byte = static_cast<uint8_t>(found < 1 ? 1 : found > highest ? highest : found);
             const float error = squared_error<V, bits>(values, kept, byte, target);
             if (error < least) least = error, *absmax = byte;
         }
@@ -129,12 +148,13 @@ static inline void quantize_block(const void* weight, int columns, const Target<
         search<V, bits - 1>(target.thresholds, V::mul(values[v], inverse), V::zero_index(), v * V::kWidth, words);
     }
     std::memcpy(planes, words, sizeof words);
+    if (negative && *absmax > 0) *absmax |= kSignBit;
 }
 
 template <class V, int bits, Dtype dtype>
-static void quantize_rows(const void* weight, const float* codebook, bool searched, int64_t in_features,
-                          int32_t* planes, uint8_t* absmax, int64_t begin, int64_t end) {
-    const Target<V, bits> target(codebook, searched);
+static void quantize_rows(const void* weight, const float* codebook, bool searched, bool signed_scales,
+                          int64_t in_features, int32_t* planes, uint8_t* absmax, int64_t begin, int64_t end) {
+    const Target<V, bits> target(codebook, searched, signed_scales);
     const int64_t blocks = num_blocks(in_features), whole = in_features / kBlockSize;
     const int tail = static_cast<int>(in_features % kBlockSize);
     for (int64_t row = begin; row < end; ++row) {
@@ -156,11 +176,13 @@ static void quantize_rows(const void* weight, const float* codebook, bool search
 
 template <class V>
 static void quantize_with(const void* weight, Dtype dtype, const float* codebook, int bits, bool searched,
-                          int64_t in_features, int32_t* planes, uint8_t* absmax, int64_t begin, int64_t end) {
+                          bool signed_scales, int64_t in_features, int32_t* planes, uint8_t* absmax, int64_t begin,
+                          int64_t end) {
     with_bits(bits, [&](auto width) {
         with_dtype(dtype, [&](auto type) {
             if constexpr (type() != Dtype::float64) {
-                quantize_rows<V, width(), type()>(weight, codebook, searched, in_features, planes, absmax, begin, end);
+                quantize_rows<V, width(), type()>(weight, codebook, searched, signed_scales, in_features, planes,
+                                                  absmax, begin, end);
             }
         });
     });

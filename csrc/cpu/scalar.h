@@ -100,6 +100,12 @@ static inline float decode_e4m4(uint8_t byte) {
     return float_of((static_cast<uint32_t>(byte) << 19) + (kE4M4Offset << 23));
 }
 
+// Of a scale; `sign` is kSignBit, or 0 where scales have no signs.
+static inline float decode_scale(uint8_t byte, uint32_t sign) {
+    return float_of(bits_of(decode_e4m4(static_cast<uint8_t>(byte & ~sign))) | (byte & sign) << 24);
+}
+
+// The nearest byte of value >= 0, up to 255.
 static inline uint8_t encode_e4m4(float value) {
     if (value < kE4M4SmallestNormal) {
         // Adding 2**23 leaves no fraction bits: the sum is rounded to an integer, ties to even.

@@ -35,7 +35,7 @@ static inline __attribute__((always_inline)) void rotate_block(Block<V>& values)
 template <class V>
 static inline void scale_block(Block<V>& values, const uint8_t* columns) {
     for (int v = 0; v < kBlockSize / V::kWidth; ++v) {
-        values[v] = V::mul(values[v], V::load_scales(columns + v * V::kWidth));
+        values[v] = V::mul(values[v], V::load_scales(columns + v * V::kWidth, 0));
     }
 }
 

@@ -189,7 +189,7 @@ Packed check_packed(const Tensor& weight, const Tensor& absmax, const std::optio
 }
 
 void check_columns(Packed& packed, const std::optional<Tensor>& columns, bool rotated) {
-    packed.rotated = rotated;
+    packed.rotated = packed.signed_scales = rotated;
     if (!columns) return;
     check_dtype("columns", *columns, ScalarType::Byte);
     check_same_device("columns", *columns, "weight", packed.words);

@@ -31,6 +31,7 @@ struct Packed {
     // How the stored weight was made from the one that it stands for, see hf_kbit/transforms.py.
     std::optional<Tensor> columns = std::nullopt;  // uint8 [in_features], contiguous: scales of all matrices' columns
     bool rotated = false;                          // then all columns of the last block hold numbers
+    bool signed_scales = false;                    // as those of rotated weights are
 };
 
 // Our name for a floating dtype; refuses others, float64 too unless allowed.

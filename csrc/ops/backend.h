@@ -6,9 +6,10 @@
 
 namespace hf_kbit::backend {
 
-// weight [rows, in_features], contiguous, to planes and absmax, whose scales are searched or not.
-void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bits, bool searched, int64_t rows,
-              int64_t in_features, Tensor& planes, Tensor& absmax);
+// weight [rows, in_features], contiguous, to planes and absmax, whose scales are searched or not, and have signs or
+// not.
+void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bits, bool searched, bool signed_scales,
+              int64_t rows, int64_t in_features, Tensor& planes, Tensor& absmax);
 
 // out [count, out_features, in_features], contiguous, in the original basis: turned back if packed.rotated, times
 // packed.columns.

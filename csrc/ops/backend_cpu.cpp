@@ -65,8 +65,8 @@ void dequantize_rows(const Packed& planes, int64_t begin, int64_t end, void* out
     const int32_t* words = words_of(planes) + begin * blocks * planes.bits;
     const uint8_t* scales = scales_of(planes) + begin * blocks;
     torch::stable::parallel_for(0, end - begin, row_grain(planes.in_features), [&](int64_t first, int64_t last) {
-        cpu::dequantize(words, scales, codebook_of(planes), planes.bits, planes.in_features, column_scales_of(planes),
-                        planes.rotated, out, dtype, first, last);
+        cpu::dequantize(words, scales, planes.signed_scales, codebook_of(planes), planes.bits, planes.in_features,
+                        column_scales_of(planes), planes.rotated, out, dtype, first, last);
     });
 }
 
@@ -93,24 +93,26 @@ Tensor fused_gemm(const Tensor& x, Dtype dtype, const Packed& planes, const std:
                    panel_data);
     const void* bias_data = bias ? bias->const_data_ptr() : nullptr;
     void* out_data = out.mutable_data_ptr();
-    torch::stable::parallel_for(
-        0, planes.out_features, row_grain(planes.in_features), [&](int64_t begin, int64_t end) {
-            cpu::gemm(panel_data, tokens, words_of(planes), scales_of(planes), codebook_of(planes), planes.bits,
-                      bias_data, out_data, dtype, planes.out_features, planes.in_features, begin, end);
-        });
+    torch::stable::parallel_for(0, planes.out_features, row_grain(planes.in_features),
+                                [&](int64_t begin, int64_t end) {
+                                    cpu::gemm(panel_data, tokens, words_of(planes), scales_of(planes),
+                                              planes.signed_scales, codebook_of(planes), planes.bits, bias_data,
+                                              out_data, dtype, planes.out_features, planes.in_features, begin, end);
+                                });
     return out;
 }
 
 }  // namespace
 
-void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bits, bool searched, int64_t rows,
-              int64_t in_features, Tensor& planes, Tensor& absmax) {
+void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bits, bool searched, bool signed_scales,
+              int64_t rows, int64_t in_features, Tensor& planes, Tensor& absmax) {
     const void* weight_data = weight.const_data_ptr();
     const auto* levels = static_cast<const float*>(codebook.const_data_ptr());
     auto* words = static_cast<int32_t*>(planes.mutable_data_ptr());
     auto* scales = static_cast<uint8_t*>(absmax.mutable_data_ptr());
     torch::stable::parallel_for(0, rows, row_grain(in_features), [&](int64_t begin, int64_t end) {
-        cpu::quantize(weight_data, dtype, levels, bits, searched, in_features, words, scales, begin, end);
+        cpu::quantize(weight_data, dtype, levels, bits, searched, signed_scales, in_features, words, scales, begin,
+                      end);
     });
 }
 

@@ -81,7 +81,7 @@ int64_t slice_size(int64_t bytes) {
     return size;
 }
 
-std::tuple<Tensor, Tensor> quantize(const Tensor& weight, const Tensor& codebook, bool search) {
+std::tuple<Tensor, Tensor> quantize(const Tensor& weight, const Tensor& codebook, bool search, bool signed_scales) {
     const Dtype dtype = float_dtype("weight", weight.scalar_type(), false);
     Shape shape = shape_of(weight);
     if (shape.size() < 2 || weight.numel() == 0) {
@@ -94,7 +94,7 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& weight, const Tensor& codebook
     Tensor planes = new_tensor(weight, shape, ScalarType::Int);
     shape.back() = blocks;
     Tensor absmax = new_tensor(weight, shape, ScalarType::Byte);
-    backend::quantize(as_contiguous(weight), dtype, as_contiguous(codebook), bits, search,
+    backend::quantize(as_contiguous(weight), dtype, as_contiguous(codebook), bits, search, signed_scales,
                       weight.numel() / in_features, in_features, planes, absmax);
     return {planes, absmax};
 }

@@ -6,12 +6,24 @@ import torch.nn.functional as F
 from hf_kbit.calibration.hessian import cholesky, damping_of
 from hf_kbit.codebooks import bits_of
 from hf_kbit.format import BLOCK_SIZE
-from hf_kbit.reference import SEARCH_ABOVE, SEARCH_BELOW, decode_e4m4, encode_e4m4, nearest, pack_codes
+from hf_kbit.reference import (
+    MAGNITUDE,
+    SEARCH_ABOVE,
+    SEARCH_BELOW,
+    decode_e4m4,
+    encode_e4m4,
+    nearest,
+    pack_codes,
+    signs_of,
+    with_signs,
+)
 
 DIAGONAL = False
 
 
-def solve(weight: torch.Tensor, hessian: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def solve(
+    weight: torch.Tensor, hessian: torch.Tensor, codebook: torch.Tensor, signed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Planes and scales with a small squared error of the layer's outputs, ``trace(D @ hessian @ D.T)`` for the
     difference D of the decoded weight and ``weight``.
 
@@ -21,9 +33,10 @@ def solve(weight: torch.Tensor, hessian: torch.Tensor, codebook: torch.Tensor) -
     are left. Nothing of that order is stored.
 
     Args:
-        weight: float32 ``[N, K]``, finite, its largest magnitude within the range of E4M4.
+        weight: float32 ``[N, K]``, finite, its largest magnitude within the range of the scales.
         hessian: float32 ``[K, K]``: the sum of ``x @ x.T`` over tokens.
         codebook: float32 ``[2**bits]``, ascending, the largest magnitude 1.
+        signed: whether scales have signs (``hf_kbit.quantize``).
 
     Returns:
         planes, int32 ``[N, B * bits]``, and absmax, uint8 ``[N, B]``.
@@ -47,7 +60,7 @@ def solve(weight: torch.Tensor, hessian: torch.Tensor, codebook: torch.Tensor) -
     absmax = torch.empty((len(columns) // BLOCK_SIZE, len(weight)), dtype=torch.uint8, device=weight.device)
     for block, start in enumerate(range(0, len(columns), BLOCK_SIZE)):
         own = slice(start, start + BLOCK_SIZE)
-        codes[own], absmax[block], errors = _block(columns[own], root[own, own], kept[own], codebook)
+        codes[own], absmax[block], errors = _block(columns[own], root[own, own], kept[own], codebook, signed)
         columns[own.stop :] -= root[own, own.stop :].T @ errors
     codes[order], absmax[order[::BLOCK_SIZE] // BLOCK_SIZE] = codes.clone(), absmax.clone()
     return pack_codes(codes.T.unflatten(1, (-1, BLOCK_SIZE)).contiguous(), bits), absmax.T.contiguous()
@@ -72,7 +85,7 @@ def _inverse_root(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
     return torch.linalg.solve_triangular(upper, unit, upper=True).float()
 
 
-def _block(columns: torch.Tensor, root: torch.Tensor, kept: torch.Tensor, codebook: torch.Tensor):
+def _block(columns: torch.Tensor, root: torch.Tensor, kept: torch.Tensor, codebook: torch.Tensor, signed: bool):
     """Rounds one block of all rows, with each scale of the search; returns what the best one of each row gives.
 
     Args:
@@ -80,13 +93,17 @@ def _block(columns: torch.Tensor, root: torch.Tensor, kept: torch.Tensor, codebo
         root: float32 ``[32, 32]``, the block's own part of U.
         kept: float32 ``[32]``, 0 for padding.
         codebook: float32 ``[2**bits]``.
+        signed: whether scales have signs.
 
     Returns:
         codes, uint8 ``[32, N]``; absmax, uint8 ``[N]``; and errors, float32 ``[32, N]``, over the diagonal of U.
     """
+    signs = signs_of(columns.T, codebook) if signed else torch.ones_like(columns[0])
+    columns = columns * signs
+    most = MAGNITUDE if signed else 255
     steps = torch.arange(-SEARCH_BELOW, SEARCH_ABOVE + 1, device=columns.device)
-    largest = encode_e4m4(columns.abs().amax(0)).int()
-    absmax = torch.where(largest > 0, (largest + steps[:, None]).clamp(1, 255), 0).to(torch.uint8)
+    largest = encode_e4m4(columns.abs().amax(0), most).int()
+    absmax = torch.where(largest > 0, (largest + steps[:, None]).clamp(1, most), 0).to(torch.uint8)
     scale = decode_e4m4(absmax)
     inverse = torch.where(scale > 0, 1 / scale, 0)
     left = columns[:, None].expand(-1, *scale.shape).contiguous()  # [32, scales, N]
@@ -98,4 +115,5 @@ def _block(columns: torch.Tensor, root: torch.Tensor, kept: torch.Tensor, codebo
         left[j + 1 :].addcmul_(root[j, j + 1 :, None, None], left[j][None], value=-1)
     best = (left.square() * kept[:, None, None]).sum(0).argmin(0)
     index = best.expand(BLOCK_SIZE, 1, -1)
-    return codes.gather(1, index)[:, 0], absmax.gather(0, best[None])[0], left.gather(1, index)[:, 0]
+    chosen = with_signs(absmax.gather(0, best[None])[0], signs)
+    return codes.gather(1, index)[:, 0], chosen, left.gather(1, index)[:, 0] * signs

@@ -285,5 +285,6 @@ def _solve(name: str, layer: KbitLinear, dense: nn.Module, moments: inputs.Momen
     decoding = choose_decoding(stored, layer.levels, True, layer.refines_levels)
     second = of_moments(moments.second, None if stored.columns is None else decode_e4m4(stored.columns))
     codebook = codebooks.scaled(decoding.levels, 0, weight.device)
-    planes, absmax = solver.solve(stored.weight.float() * 2.0**-decoding.exponent, second, codebook)
+    weight = stored.weight.float() * 2.0**-decoding.codebook_exponent
+    planes, absmax = solver.solve(weight, second, codebook, decoding.transformed)
     layer.load(Packed(planes, absmax, decoding, stored.columns))

@@ -8,14 +8,17 @@ from hf_kbit.reference import QUANTIZE_SLICE, quantize_rows
 DIAGONAL = True
 
 
-def solve(weight: torch.Tensor, moments: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def solve(
+    weight: torch.Tensor, moments: torch.Tensor, codebook: torch.Tensor, signed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """For each block the scale with the least squared error of its weights, each weighted by its input's moment; for
     each weight the nearest level.
 
     Args:
-        weight: float32 ``[N, K]``, finite, its largest magnitude within the range of E4M4.
+        weight: float32 ``[N, K]``, finite, its largest magnitude within the range of the scales.
         moments: float32 ``[K]``: of each input the sum of squares over tokens.
         codebook: float32 ``[2**bits]``, ascending, the largest magnitude 1.
+        signed: whether scales have signs (``hf_kbit.quantize``).
 
     Returns:
         planes, int32 ``[N, B * bits]``, and absmax, uint8 ``[N, B]``.
@@ -31,6 +34,6 @@ def solve(weight: torch.Tensor, moments: torch.Tensor, codebook: torch.Tensor) -
     mean = moments.mean()  # without any input every error counts the same
     importance = torch.where(mean > 0, moments / mean, 1.0)
     rows = weight.split(max(QUANTIZE_SLICE // weight.shape[1], 1))
-    parts = [quantize_rows(part, codebook, bits_of(len(codebook)), True, importance) for part in rows]
+    parts = [quantize_rows(part, codebook, bits_of(len(codebook)), True, signed, importance) for part in rows]
     planes, absmax = zip(*parts, strict=True)
     return torch.cat(planes), torch.cat(absmax)

@@ -118,7 +118,7 @@ class KbitLinear(nn.Linear):
                 raise ValueError(f"{name}: found {size}, expected 1 or more")
         self.in_features, self.out_features = in_features, out_features
         self.scale, self.transform = check_scale(scale), check_transform(transform)
-        levels = codebooks.resolve(codebook, check_bits(bits))
+        levels = codebooks.resolve(codebook, check_bits(bits), signed=transform != "none")
         self.dense_dtype = dtype or torch.get_default_dtype()
         self.transposed = False  # whether the layer stands for one whose weight is [K, N] (GPT-2's Conv1D)
         planes = torch.zeros(weight_shape(out_features, in_features, bits), dtype=torch.int32, device=device)

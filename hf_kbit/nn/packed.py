@@ -4,7 +4,7 @@ What decides on a decoded weight besides its tensors is a ``Decoding``. A layer 
 tensors by ``KbitLinear.load``, and keeps it in the metadata of its state dict.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from hf_kbit import codebooks
 from hf_kbit.balance import balance
 from hf_kbit.codebooks import Levels, bits_of
-from hf_kbit.format import MAX_EXPONENT, layer_exponent
+from hf_kbit.format import E4M4_BIAS, MAX_EXPONENT, SE3M4_BIAS, layer_exponent
 from hf_kbit.reference import decode_e4m4
 from hf_kbit.refine import refine
 from hf_kbit.transforms import to_stored
@@ -45,7 +45,7 @@ class Decoding:
         levels: canonical codebook of ``2**bits`` levels.
         exponent: power of two that keeps the scales of a layer inside E4M4.
         transform: ``"rotated"`` if that is the weight after its columns were divided by column scales and its blocks
-            rotated (``hf_kbit.transforms``), or ``"none"``.
+            rotated (``hf_kbit.transforms``), its scales having signs, or ``"none"``.
 
     >>> Decoding((-1.0, -0.25, 0.25, 1.0), exponent=3).bits
     2
@@ -64,8 +64,14 @@ class Decoding:
         return self.transform != "none"
 
     def codebook(self, device: torch.device | str) -> torch.Tensor:
-        """float32 ``[2**bits]``, ``levels * 2**exponent``: what the ops take."""
-        return codebooks.scaled(self.levels, self.exponent, device)
+        """float32 ``[2**bits]``: what the ops take."""
+        return codebooks.scaled(self.levels, self.codebook_exponent, device)
+
+    @property
+    def codebook_exponent(self) -> int:
+        """Of the power of two by which ops want the levels multiplied: ``exponent`` and, as they read the scales of a
+        transformed layer with the bias of E4M4, what that of SE3M4 is less."""
+        return self.exponent + (E4M4_BIAS - SE3M4_BIAS if self.transformed else 0)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain numbers, for metadata."""
@@ -150,9 +156,12 @@ def choose_decoding(stored: Stored, levels: Levels, search: bool, refined: bool 
     >>> choose_decoding(stored, codebooks.normal_float(3), search=True).exponent
     6
     """
-    exponent = layer_exponent(stored.largest)
-    levels = refine(stored.weight, levels, exponent, search) if refined else levels
-    return Decoding(levels, exponent, "none" if stored.columns is None else "rotated")
+    transform = "none" if stored.columns is None else "rotated"
+    decoding = Decoding(levels, layer_exponent(stored.largest, signed=transform != "none"), transform)
+    if not refined:
+        return decoding
+    levels = refine(stored.weight, levels, decoding.codebook_exponent, search, decoding.transformed)
+    return replace(decoding, levels=levels)
 
 
 def _largest(weight: torch.Tensor, name: str) -> float:
@@ -183,5 +192,6 @@ def quantize_weight(
     """
     stored = transformed(weight.detach(), transform, name, columns)
     decoding = choose_decoding(stored, levels, search, refined)
-    planes, absmax = torch.ops.hf_kbit.quantize(stored.weight, decoding.codebook(weight.device), search)
+    codebook = decoding.codebook(weight.device)
+    planes, absmax = torch.ops.hf_kbit.quantize(stored.weight, codebook, search, decoding.transformed)
     return Packed(planes, absmax, decoding, stored.columns)

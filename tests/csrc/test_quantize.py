@@ -1,5 +1,7 @@
 """The compiled quantize gives the bytes of the reference."""
 
+import itertools
+
 import cases
 import pytest
 import torch
@@ -27,13 +29,13 @@ def codebooks(bits: int) -> dict[str, torch.Tensor]:
 
 
 def assert_same_bytes(weight, codebook, device):
-    """With scales as they come, and searched."""
-    for search in (False, True):
-        expected = reference.quantize(weight, codebook, search)
-        found = torch.ops.hf_kbit.quantize(weight.to(device), codebook.to(device), search)
+    """With scales as they come, and searched, with and without signs."""
+    for search, signed in itertools.product((False, True), repeat=2):
+        expected = reference.quantize(weight, codebook, search, signed)
+        found = torch.ops.hf_kbit.quantize(weight.to(device), codebook.to(device), search, signed)
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.is_contiguous()
-            assert torch.equal(ours.cpu(), theirs), f"{search=}"
+            assert torch.equal(ours.cpu(), theirs), f"{search=} {signed=}"
 
 
 @pytest.mark.parametrize("bits", cases.BITS)
