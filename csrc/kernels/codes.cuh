@@ -14,6 +14,11 @@ constexpr int kWarp = kLanes;
 // low.
 __device__ __forceinline__ float decode_e4m4(uint32_t byte) { return __uint_as_float(byte << 19) * 0x1p116f; }
 
+// The same with a sign in the eighth bit, if `sign` is kSignBit; 0 for scales without signs.
+__device__ __forceinline__ float decode_scale(uint32_t byte, uint32_t sign) {
+    return decode_e4m4(byte & ~sign) * (byte & sign ? -1.0f : 1.0f);
+}
+
 // The nearest E4M4 byte of value >= 0: ties to even, saturating at 31.
 __device__ __forceinline__ uint32_t encode_e4m4(float value) {
     if (value < 0x1p-10f) return __float2uint_rn(value * 0x1p14f);  // the grid of the subnormals

@@ -157,6 +157,7 @@ __global__ void __launch_bounds__(kThreads)
     constexpr int kWarpBlocks = kWarp / 4, kUnroll = Blocks<kBits>::kUnroll;
     const unsigned step = gridDim.x * (kThreads / 4);
     unsigned first = blockIdx.x * (kThreads / 4) + threadIdx.x / kWarp * kWarpBlocks;  // of the warp
+    const uint32_t sign = kTransformed && transform.rotated ? kSignBit : 0;
     Blocks<kBits> current, next;
     current.load(gmem_planes, gmem_absmax, first, step, blocks);
     levels.load(gmem_codebook);
@@ -166,7 +167,7 @@ __global__ void __launch_bounds__(kThreads)
         for (int u = 0; u < kUnroll; ++u) {
             const unsigned warp_block = first + u * step, block = warp_block + lane / 4;
             float values[kOctet];
-            decode_octet<kBits>(current.planes[u], t, decode_e4m4(current.scales[u]), levels, values);
+            decode_octet<kBits>(current.planes[u], t, decode_scale(current.scales[u], sign), levels, values);
             if constexpr (kTransformed) {
                 if (transform.any()) {
                     const unsigned column = block % static_cast<unsigned>(num_blocks(in_features)) * kBlockSize;
@@ -222,11 +223,12 @@ __device__ __forceinline__ void load_part(const uint4* gmem_slab, int part, uint
 
 // Decodes row g + 8 half of a block of the part.
 template <int kBits>
-__device__ __forceinline__ void decode_octet(const uint32_t (&words)[kPartTiles][kBits], uint2 scales, int block,
-                                             int half, const Levels<kBits>& levels, float (&values)[kOctet]) {
+__device__ __forceinline__ void decode_octet(const uint32_t (&words)[kPartTiles][kBits], uint2 scales, uint32_t sign,
+                                             int block, int half, const Levels<kBits>& levels,
+                                             float (&values)[kOctet]) {
     // Of a tile its two blocks' scales are four bytes, the rows g and g + 8 alternating.
     const uint32_t bytes = block < 2 ? scales.x : scales.y;
-    const float scale = decode_e4m4(bytes >> (16 * (block % 2) + 8 * half) & 255);
+    const float scale = decode_scale(bytes >> (16 * (block % 2) + 8 * half) & 255, sign);
 #pragma unroll
     for (int j = 0; j < kOctet; ++j) {
         const uint32_t code = extract_code<kBits>(words[block / 2], block % 2, half, j, Levels<kBits>::kShift);
@@ -267,8 +269,9 @@ __global__ void __launch_bounds__(kThreads)
         for (int block = 0; block < kPartBlocks; ++block)
             of_columns[block] = load_scales(transform, column + block * kBlockSize + t * kOctet, in_features);
     }
+    const uint32_t sign = kTransformed && transform.rotated ? kSignBit : 0;
     const auto decode = [&](int block, int half, float (&values)[kOctet]) {
-        decode_octet<kBits>(words, scales, block, half, levels, values);
+        decode_octet<kBits>(words, scales, sign, block, half, levels, values);
         if constexpr (kTransformed) {
             if (transform.any()) to_original(values, of_columns[block], transform.rotated, t);
         }

@@ -83,6 +83,7 @@ struct Arguments {
     int first_cluster[kGemmParts];  // of each part; beyond all clusters where there is none
     Part parts[kGemmParts];
     bool transforms;  // each CTA by itself
+    uint32_t signs;   // of scales, in float16
     Input inputs[kGemmParts];
 };
 
@@ -428,7 +429,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
                 uint32_t a[2][4];
                 decode_block<kBits, table_bytes(kBits, kWarps)>(words[block / 2], block % 2, lane_table, a);
                 // E4M4 bytes shifted by six are sixteenths of the scales in float16.
-                const uint32_t two = __byte_perm(scales[block / 2], 0, block % 2 ? 0x4342 : 0x4140) << 6;
+                uint32_t two = __byte_perm(scales[block / 2], 0, block % 2 ? 0x4342 : 0x4140) << 6;
+                if constexpr (kTransformed) two = with_signs<__half>(two, arguments.signs);
                 const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&two));
 #pragma unroll
                 for (int n = 0; n < kTokenTiles; ++n) {
@@ -560,6 +562,7 @@ cudaError_t gemm(const Product* products, int count, Dtype dtype, int bits, int6
     arguments.pitch = sums_pitch(plan.tiles);
     arguments.warp_floats = sums_floats(arguments.tokens, plan.tiles);
     arguments.transforms = plan.transforms;
+    arguments.signs = signs_of<__half>(products[0].signed_scales);
     const Launch launch{arguments, plan, transformed, awaits, gpu, stream};
     return dispatch<__half, __nv_bfloat16>(
         bits, dtype, [&](auto width, auto value) { return launch.run<width(), decltype(value)>(); });

@@ -46,6 +46,7 @@ struct Arguments {
     const float* codebook;
     float* partial;  // [tiles, split, kRowTiles, kTokens / 8, 32, 4] where split > 1
     int in_features, slabs, row_tiles, token_tiles, split;
+    uint32_t signs;  // of scales
 };
 
 constexpr int kThreads = kMmaWarps * kWarp;
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_mma_kernel(const __grid_cons
                 for (int r = 0; r < kWarpTiles; ++r) {
                     decode_block<kBits, kMmaTableBytes>(words[r][piece], 0, lane_table, a[r][0]);
                     decode_block<kBits, kMmaTableBytes>(words[r][piece], 1, lane_table, a[r][1]);
-                    multiply_by_scales<T>(a[r], scales[r][piece]);
+                    multiply_by_scales<T>(a[r], scales[r][piece], arguments.signs);
                 }
                 cp_async_wait<kStages - 2>();
                 __syncthreads();  // the piece is there for all, and all are done with the one before
@@ -253,6 +254,7 @@ cudaError_t gemm_mma(const Product& product, Dtype dtype, int bits, int64_t toke
     arguments.split = plan.split;
     return dispatch<__half, __nv_bfloat16>(bits, dtype, [&](auto width, auto value) {
         using T = decltype(value);
+        arguments.signs = signs_of<T>(product.signed_scales);
         const auto run = plan.token_tile == 32 ? launch<width(), T, 32> : launch<width(), T, 64>;
         return run(arguments, plan, gpu, stream);
     });

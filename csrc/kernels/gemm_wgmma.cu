@@ -47,6 +47,7 @@ struct Arguments {
     int slabs;
     int row_tiles, token_tiles, tiles;  // row_tiles of 16 rows
     int clusters, groups_log2, split_log2, x_stages, ring_stages;
+    uint32_t signs;  // of scales
 };
 
 // Threads that decode and multiply. Of a further warpgroup one warp brings x, three the weights; it is whole because
@@ -207,7 +208,7 @@ struct Cta {
                     uint32_t a[2][2][4];
                     decode_in_order<kBits>(words[tile_of_part], 0, lane_table, quad, a[0]);
                     decode_in_order<kBits>(words[tile_of_part], 1, lane_table, quad, a[1]);
-                    multiply_by_scales<T>(a, scales[tile_of_part]);
+                    multiply_by_scales<T>(a, scales[tile_of_part], arguments.signs);
                     if (piece % kPieces == 0) wait_barrier(full + 8 * stage, phase);
                     // In units of 16 bytes; 16 columns are 32 bytes.
                     const uint64_t from =
@@ -422,6 +423,7 @@ cudaError_t gemm_wgmma(const Product& product, Dtype dtype, int bits, int64_t to
     arguments.split_log2 = log2_ceil(plan.split);
     arguments.groups_log2 = log2_ceil(plan.groups);
     return dispatch<__half, __nv_bfloat16>(bits, dtype, [&](auto width, auto value) {
+        arguments.signs = signs_of<decltype(value)>(product.signed_scales);
         return launch<width(), decltype(value)>(map, arguments, plan, awaits, gpu, stream);
     });
 }

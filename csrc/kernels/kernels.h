@@ -16,10 +16,11 @@
 
 namespace hf_kbit::cuda {
 
-// weight [rows, K] (float32, float16, bfloat16) to planes and absmax, whose scales are searched or not; codebook
-// float32 [2**bits], ascending.
-cudaError_t quantize(const void* weight, Dtype dtype, const float* codebook, int bits, bool searched, int64_t rows,
-                     int64_t in_features, int32_t* planes, uint8_t* absmax, const Gpu& gpu, cudaStream_t stream);
+// weight [rows, K] (float32, float16, bfloat16) to planes and absmax, whose scales are searched or not, and have
+// signs or not; codebook float32 [2**bits], ascending.
+cudaError_t quantize(const void* weight, Dtype dtype, const float* codebook, int bits, bool searched,
+                     bool signed_scales, int64_t rows, int64_t in_features, int32_t* planes, uint8_t* absmax,
+                     const Gpu& gpu, cudaStream_t stream);
 
 // What a weight does to its input before the product (hf_kbit/transforms.py): times `columns`, E4M4 bytes of K rounded
 // up to a multiple of eight, null for none; then perhaps the rotation within blocks of 32, of K padded with zeros.
@@ -30,9 +31,9 @@ struct Transform {
     constexpr bool any() const { return columns || rotated; }  // constexpr: on GPUs too
 };
 
-// The decoded weight, out [rows, K], in its original basis: the float32 product level * scale, rotated back, times
-// columns, rounded once to dtype. Of tiles, which may be the first of longer rows, row_slabs are in memory for 16
-// rows.
+// The decoded weight, out [rows, K], in its original basis: the scales have signs if the weight is rotated; the
+// float32 product level * scale, rotated back, times columns, rounded once to dtype. Of tiles, which may be the first
+// of longer rows, row_slabs are in memory for 16 rows.
 cudaError_t dequantize_planes(const int32_t* planes, const uint8_t* absmax, const float* codebook,
                               const Transform& transform, int bits, int64_t rows, int64_t in_features, void* out,
                               Dtype dtype, const Gpu& gpu, cudaStream_t stream);
@@ -68,11 +69,13 @@ struct Product {
     void* y;
     int64_t out_features;
     Transform transform;  // for a plan that says so; else x is what `transform` makes, or there is none
+    bool signed_scales;
 };
 
 // `count` products, at most kGemmParts, of up to 16 tokens in one launch, as plan_gemm says; x is the same for all
-// but where it comes from `transform`. From sm_90 on `awaits` lets the launch overlap with the kernel launched before
-// it, on whose results nothing but x may depend.
+// but where it comes from `transform`, and scales of all have signs, or of none; with signs there is a transform. From
+// sm_90 on `awaits` lets the launch overlap with the kernel launched before it, on whose results nothing but x may
+// depend.
 cudaError_t gemm(const Product* products, int count, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
                  const GemmPlan& plan, bool awaits, const Gpu& gpu, cudaStream_t stream);
 // One product, on GPUs of another compute capability than 9.0, as plan_mma says; partial: as many floats as

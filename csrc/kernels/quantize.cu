@@ -210,12 +210,13 @@ __device__ __forceinline__ float unit_of(float largest) {
     return __uint_as_float((254 - min(max(__float_as_uint(largest) >> 23, 1u), 253u)) << 23);
 }
 
-// Of the bytes around `around` that with the least squared error of the block's first `columns` weights; if several,
-// `around`, else the lowest. `find` gives the code of r, lanes have the levels of the codes that are their numbers. As
-// in hf_kbit/reference.py every operation is rounded by itself, and halves are added to each other.
+// Of the bytes around `around`, from 1 to `highest`, that with the least squared error of the block's first `columns`
+// weights; if several, `around`, else the lowest. `find` gives the code of r, lanes have the levels of the codes that
+// are their numbers. As in hf_kbit/reference.py every operation is rounded by itself, and halves are added to each
+// other.
 template <typename Find>
 __device__ __forceinline__ uint32_t search_scale(const float (&values)[kBlockSize], int columns, uint32_t around,
-                                                 const float* smem_inverse, float level, float reach,
+                                                 int highest, const float* smem_inverse, float level, float reach,
                                                  const Find& find) {
     uint32_t best = around;
     float least = 0;
@@ -223,7 +224,7 @@ __device__ __forceinline__ uint32_t search_scale(const float (&values)[kBlockSiz
     for (int step = -kSearchBelow - 1; step <= kSearchAbove; ++step) {
         const bool first = step < -kSearchBelow;
         const uint32_t byte =
-            first ? around : static_cast<uint32_t>(min(max(static_cast<int>(around) + step, 1), 255));
+            first ? around : static_cast<uint32_t>(min(max(static_cast<int>(around) + step, 1), highest));
         const float inverse = smem_inverse[byte], scale = decode_e4m4(byte);
         const auto square = [&](int j) {
             const float ratio = __fmul_rn(values[j], inverse);
@@ -244,6 +245,18 @@ __device__ __forceinline__ uint32_t search_scale(const float (&values)[kBlockSiz
         if (first || error < least) least = error, best = byte;
     }
     return around == 0 ? 0 : best;
+}
+
+// Whether the scale of a block is negative, where scales have signs: its weight of largest magnitude is to be on the
+// side of the level of largest magnitude. If so, negates the block, which is quantized so.
+__device__ __forceinline__ bool take_sign(float (&values)[kBlockSize], const float* smem_codebook, int levels) {
+    float most = 0, least = 0;
+#pragma unroll
+    for (int j = 0; j < kBlockSize; ++j) most = fmaxf(most, values[j]), least = fmaxf(least, -values[j]);
+    const bool below = smem_codebook[levels - 1] < -smem_codebook[0], negative = below ? most > least : least > most;
+#pragma unroll
+    for (int j = 0; j < kBlockSize; ++j) values[j] = negative ? -values[j] : values[j];
+    return negative;
 }
 
 // The codes of a block, code 8 m + i in byte m of bytes[i]; `find` adds the code of r to a number.
@@ -335,8 +348,8 @@ constexpr int kStaticBytes = ((1 << kBits) + 256) * 4;
 // kWhole: blocks lie one after another and are aligned.
 template <typename T, int kBits, bool kWhole, bool kSearched>
 __global__ void __launch_bounds__(kThreads, kSearched ? 2 : 3)
-    quantize_kernel(const T* gmem_weight, const float* gmem_codebook, int64_t blocks, int64_t in_features,
-                    int32_t* gmem_planes, uint8_t* gmem_absmax) {
+    quantize_kernel(const T* gmem_weight, const float* gmem_codebook, bool signed_scales, int64_t blocks,
+                    int64_t in_features, int32_t* gmem_planes, uint8_t* gmem_absmax) {
     extern __shared__ __align__(128) char smem[];                   // the cells, then kStages stages for each warp
     __shared__ float smem_codebook[1 << kBits], smem_inverse[256];  // of a scale: 1 / scale, of zero: 0
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -377,18 +390,20 @@ __global__ void __launch_bounds__(kThreads, kSearched ? 2 : 3)
             for (int j = 0; j < kBlockSize; ++j) values[j] *= unit;
             magnitude *= unit;
         }
-        uint32_t scale = encode_e4m4(__fdiv_rn(magnitude, largest));
+        const bool negative = signed_scales && take_sign(values, smem_codebook, 1 << kBits);
+        const uint32_t highest = signed_scales ? kSignBit - 1 : 255;
+        uint32_t scale = min(encode_e4m4(__fdiv_rn(magnitude, largest)), highest);
         uint32_t bytes[8], planes[kBits];
         const auto quantize = [&](const auto& find) {
             if constexpr (kSearched) {
                 // Beyond the largest level, which is below this, codes do not change.
                 constexpr float kBeyond = 1.5f;
-                scale = search_scale(values, columns, scale, smem_inverse, smem_codebook[lane % (1 << kBits)],
+                scale = search_scale(values, columns, scale, highest, smem_inverse, smem_codebook[lane % (1 << kBits)],
                                      kBeyond * largest, find);
                 const float most = kBeyond * largest * decode_e4m4(scale);
                 clamp(values, most);
-            } else if (scale == 255) {
-                clamp(values, 32.0f * largest);
+            } else if (scale == highest) {
+                clamp(values, (signed_scales ? 0.125f : 32.0f) * largest);  // what would be the scale after it
             }
             find_codes(values, smem_inverse[scale], find, bytes);
         };
@@ -408,6 +423,7 @@ __global__ void __launch_bounds__(kThreads, kSearched ? 2 : 3)
             });
         }
         transpose_codes<kBits>(bytes, planes);
+        if (negative && scale > 0) scale |= kSignBit;
         if (first + lane < blocks) gmem_absmax[first + lane] = static_cast<uint8_t>(scale);
         store_planes<kBits>(planes, gmem_planes, first, blocks, reinterpret_cast<uint32_t*>(stage_at(stage)), lane);
         __syncwarp();  // the stage is free for the next copy
@@ -415,18 +431,19 @@ __global__ void __launch_bounds__(kThreads, kSearched ? 2 : 3)
 }
 
 template <typename T, int kBits, bool kWhole, bool kSearched>
-cudaError_t launch(const void* weight, const float* codebook, int64_t rows, int64_t in_features, int32_t* planes,
-                   uint8_t* absmax, const Gpu& gpu, cudaStream_t stream) {
+cudaError_t launch(const void* weight, const float* codebook, bool signed_scales, int64_t rows, int64_t in_features,
+                   int32_t* planes, uint8_t* absmax, const Gpu& gpu, cudaStream_t stream) {
     static Launcher launcher(quantize_kernel<T, kBits, kWhole, kSearched>, kThreads, shared_bytes<T, kBits>(kWhole));
     const int64_t blocks = rows * num_blocks(in_features);
     return launcher.launch_resident(gpu, ceil_div(blocks, kThreads), stream, static_cast<const T*>(weight), codebook,
-                                    blocks, in_features, planes, absmax);
+                                    signed_scales, blocks, in_features, planes, absmax);
 }
 
 }  // namespace
 
-cudaError_t quantize(const void* weight, Dtype dtype, const float* codebook, int bits, bool searched, int64_t rows,
-                     int64_t in_features, int32_t* planes, uint8_t* absmax, const Gpu& gpu, cudaStream_t stream) {
+cudaError_t quantize(const void* weight, Dtype dtype, const float* codebook, int bits, bool searched,
+                     bool signed_scales, int64_t rows, int64_t in_features, int32_t* planes, uint8_t* absmax,
+                     const Gpu& gpu, cudaStream_t stream) {
     const bool aligned = in_features % kBlockSize == 0 && reinterpret_cast<uintptr_t>(weight) % 16 == 0;
     return dispatch<float, __half, __nv_bfloat16>(bits, dtype, [&](auto width, auto value) {
         using T = decltype(value);
@@ -435,7 +452,7 @@ cudaError_t quantize(const void* weight, Dtype dtype, const float* codebook, int
         const bool whole = aligned && shared_bytes<T, kBits>(true) + kStaticBytes<kBits> <= gpu.shared_limit;
         const auto run = searched ? (whole ? launch<T, kBits, true, true> : launch<T, kBits, false, true>)
                                   : (whole ? launch<T, kBits, true, false> : launch<T, kBits, false, false>);
-        return run(weight, codebook, rows, in_features, planes, absmax, gpu, stream);
+        return run(weight, codebook, signed_scales, rows, in_features, planes, absmax, gpu, stream);
     });
 }
 

@@ -37,6 +37,18 @@ struct Weights<__nv_bfloat16> {
     static constexpr float kUnit = 0x1p116f;
 };
 
+// Scales as numbers of 16 bits: `two` holds two bytes, each shifted left by Weights<T>::kShift in its half. What is
+// then the bit above those of E4M4's lower half moves to the top of the half where it is in `signs`, which signs_of
+// makes, uniform in a launch: the weights with and without signs share their instances.
+template <typename T>
+constexpr uint32_t signs_of(bool signed_scales) {
+    return signed_scales ? kSignBit * 0x00010001u << Weights<T>::kShift : 0;
+}
+template <typename T>
+__device__ __forceinline__ uint32_t with_signs(uint32_t two, uint32_t signs) {
+    return two + (two & signs) * ((0x8000u / (kSignBit << Weights<T>::kShift)) - 1);
+}
+
 // The levels of all pairs of codes. Lies kSharedReserved above a multiple of 64 KB, so that a lane's address of an
 // entry needs no addition. All warps that build it begin, with a request to memory, and finish when they need it.
 template <int kBits, int kBytes>
@@ -244,15 +256,15 @@ __device__ __forceinline__ void decode_in_order(const uint32_t (&words)[kBits], 
     }
 }
 
-// scales: the bytes of both blocks of a tile, of row g and g + 8 each.
+// scales: the bytes of both blocks of a tile, of row g and g + 8 each; signs: of signs_of.
 template <typename T>
-__device__ __forceinline__ void multiply_by_scales(uint32_t (&a)[2][2][4], uint32_t scales) {
+__device__ __forceinline__ void multiply_by_scales(uint32_t (&a)[2][2][4], uint32_t scales, uint32_t signs) {
     using Two = typename Weights<T>::Two;
     constexpr int kShift = Weights<T>::kShift;
     constexpr uint32_t kMask = 0x00FF00FFu << kShift;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        const uint32_t both = shifted(scales, kShift - 8 * row) & kMask;  // of blocks 0 and 1
+        const uint32_t both = with_signs<T>(shifted(scales, kShift - 8 * row) & kMask, signs);  // of blocks 0 and 1
         const Two of_row = *reinterpret_cast<const Two*>(&both);
 #pragma unroll
         for (int block = 0; block < 2; ++block) {

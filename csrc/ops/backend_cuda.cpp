@@ -85,12 +85,12 @@ void check_size(const Packed& packed) {
 
 }  // namespace
 
-void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bits, bool searched, int64_t rows,
-              int64_t in_features, Tensor& planes, Tensor& absmax) {
+void quantize(const Tensor& weight, Dtype dtype, const Tensor& codebook, int bits, bool searched, bool signed_scales,
+              int64_t rows, int64_t in_features, Tensor& planes, Tensor& absmax) {
     const Launch launch(weight);
     check("quantize",
-          cuda::quantize(weight.const_data_ptr(), dtype, read<float>(codebook), bits, searched, rows, in_features,
-                         write<int32_t>(planes), write<uint8_t>(absmax), launch.gpu, launch.stream));
+          cuda::quantize(weight.const_data_ptr(), dtype, read<float>(codebook), bits, searched, signed_scales, rows,
+                         in_features, write<int32_t>(planes), write<uint8_t>(absmax), launch.gpu, launch.stream));
 }
 
 namespace {
@@ -183,6 +183,7 @@ struct Held {
     HeldTransform owner;
     cuda::Transform transform;  // that x still has to go through
     int bits;
+    bool signed_scales;
 
     // x in pieces; y has the leading dimensions of `shape`.
     Held(const Tensor& x, Shape shape, Dtype dtype, const Packed& packed, const std::optional<Tensor>& with_bias)
@@ -192,7 +193,8 @@ struct Held {
           codebook(packed.codebook),
           owner(packed),
           transform(owner.from(0)),
-          bits(packed.bits) {
+          bits(packed.bits),
+          signed_scales(packed.signed_scales) {
         if (with_bias) bias = as_contiguous(*with_bias);
         shape.back() = packed.out_features;
         y = new_tensor(x, shape, scalar_type(dtype));
@@ -205,7 +207,8 @@ struct Held {
                 bias ? bias->const_data_ptr() : nullptr,
                 y.mutable_data_ptr(),
                 y.size(-1),
-                transform};
+                transform,
+                signed_scales};
     }
 };
 
@@ -300,8 +303,8 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
     return held[0].y;
 }
 
-// For few tokens and weights of the same width one launch, else one for each; what x becomes for a weight is made once
-// for all of them.
+// For few tokens and weights of the same width and form of scales one launch, else one for each; what x becomes for a
+// weight is made once for all of them.
 std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<Packed>& weights,
                                const std::vector<std::optional<Tensor>>& biases) {
     const Launch launch(x);
@@ -309,7 +312,8 @@ std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<P
     bool together = weights.size() <= kGemmParts;
     for (const Packed& packed : weights) {
         paths.push_back(path_of(packed, dtype, x.numel() / packed.in_features, launch.gpu));
-        together = together && packed.bits == weights[0].bits && paths.back() == GemmPath::decode;
+        together = together && packed.bits == weights[0].bits && packed.signed_scales == weights[0].signed_scales &&
+                   paths.back() == GemmPath::decode;
     }
     std::vector<Tensor> products;
     std::vector<Held> held;
