@@ -59,7 +59,9 @@ class KbitConfig(QuantizationConfigMixin):
     """How a model is quantized: ``from_pretrained(name, quantization_config=KbitConfig(bits=3))``.
 
     Args:
-        bits: 2, 3, 4 or 5: the width of every layer that ``module_bits`` does not name.
+        bits: 2, 3, 4 or 5: the width of every layer that ``module_bits`` does not name. A number between, such as 3.3,
+            is the mean width of the weights: while a model loads, each layer gets a width of its own by a rule that
+            looks at names and shapes (``hf_kbit.widths.widths_by_rule``); ``module_bits`` may then hold None alone.
         codebook: the levels. A name (``"optimal"``, ``"normal_float"``, ``"int"``, ``"fp4"``, or ``"layer"``: those of
             ``"optimal"``, refined on the weights of each layer), a table of ``2**bits`` numbers in any order, or, for
             several widths, ``{bits: table}``.
@@ -94,7 +96,7 @@ class KbitConfig(QuantizationConfigMixin):
     True
     """
 
-    bits: int = 4
+    bits: int | float = 4
     codebook: str | Sequence[float] | Mapping[int, Sequence[float]] = DEFAULT_CODEBOOK
     scale: str = DEFAULT_SCALE
     transform: str = DEFAULT_TRANSFORM
@@ -114,7 +116,8 @@ class KbitConfig(QuantizationConfigMixin):
                 f"format_version: found {self.format_version!r}, expected one of {list(FORMAT_VERSIONS)}, all that "
                 "this hf_kbit knows. A newer one may read the checkpoint: pip install -U hf_kbit"
             )
-        check_bits(self.bits)
+        if not (isinstance(self.bits, float) and self.bits % 1 and BITS[0] < self.bits < BITS[-1]):
+            check_bits(self.bits)
         if not isinstance(self.skip_default_modules, bool):
             raise ValueError(f"skip_default_modules: found {self.skip_default_modules!r}, expected True or False")
         check_scale(self.scale)
@@ -124,6 +127,11 @@ class KbitConfig(QuantizationConfigMixin):
         self.levels = self._levels(self.levels)
         self.codebook = self._codebook(self.codebook)
         self.layers = self._layers(self.layers)
+        if self.bits % 1 and (self.levels or any(self.module_bits.values())):
+            raise ValueError(
+                f"bits: found the mean {self.bits} and widths of layers, in module_bits or of a quantized model; with "
+                f"them expected one of {list(BITS)}"
+            )
         if self.levels and self.format_version == 1 and self._is_transformed():
             raise ValueError("format_version: found 1, expected 2 with transformed layers")
 
@@ -160,6 +168,8 @@ class KbitConfig(QuantizationConfigMixin):
 
     def _codebook(self, codebook):
         widths = {self.bits, *(bits for bits in self.module_bits.values() if bits is not None)}
+        if self.bits % 1:
+            widths = set(BITS)
         if isinstance(codebook, str):
             for bits in widths - set(self.levels):  # of a quantized model nothing need be derived
                 codebooks.named(codebook, bits)
@@ -221,7 +231,8 @@ class KbitConfig(QuantizationConfigMixin):
         return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
 
     def bits_for(self, module_name: str) -> int | None:
-        """Width of a layer, or None if ``module_bits`` or ``modules_to_not_convert`` leaves it in 16 bits.
+        """Width of a layer, or the mean that ``bits`` may be, or None if ``module_bits`` or
+        ``modules_to_not_convert`` leaves it in 16 bits.
 
         Raises:
             ValueError: ``module_bits`` gives it a width and ``modules_to_not_convert`` forbids it.

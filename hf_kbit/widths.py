@@ -64,7 +64,8 @@ def choose_widths(
         model: a causal language model that is not quantized, in eval mode or not.
         tokens: int64 ``[length]``, 2 or more: ids of a text like what the model is for; some hundred will do.
         bits: mean width of the weights of the layers to quantize, 2 to 5, with padding; their scales take 0.25 more.
-        config: which layers, levels and scales; widths that it gives are not kept. Default: ``KbitConfig()``.
+        config: which layers, levels and scales; of ``module_bits`` only what stays in 16 bits is kept. Default:
+            ``KbitConfig()``.
         window: tokens that the model sees at once; gradients are squared for each window by itself.
         device: where each layer computes, as for ``calibrate``: a model on a CPU can be larger than the GPU.
         progress: shows a bar on stderr.
@@ -98,7 +99,13 @@ def choose_widths(
 def config_of(config: KbitConfig, chosen: Mapping[str, int]) -> KbitConfig:
     """A copy of ``config`` with the widths chosen."""
     common = Counter(chosen.values()).most_common(1)[0][0]
-    return replace(config, bits=common, module_bits={name: own for name, own in chosen.items() if own != common})
+    others = {name: own for name, own in chosen.items() if own != common}
+    return replace(config, bits=common, module_bits={**_left(config), **others})
+
+
+def _left(config: KbitConfig) -> dict[str, None]:
+    """What ``module_bits`` leaves in 16 bits."""
+    return {pattern: None for pattern, bits in config.module_bits.items() if bits is None}
 
 
 def spend(layers: Mapping[str, Layer], budget: float) -> dict[str, int]:
@@ -143,15 +150,15 @@ def measure(
 ) -> dict[str, Layer]:
     """What each width costs each layer that ``config`` would quantize, by name, in nats for all of ``tokens``.
 
-    Widths that ``config`` gives do not matter. Arguments and errors are those of ``choose_widths``. The costs are
-    estimates of the divergence of what the model predicts with the layer quantized, half the quadratic form of the
-    weight's error with the Fisher matrix, of which the diagonal is taken: half the sum of the squares of each weight's
-    error times the gradient of the logarithms of the probabilities of tokens that are drawn as the model predicts
-    them, one for each place of a window. One backward pass gives that for all layers.
+    Widths that ``config`` gives do not matter, but for None. Arguments and errors are those of ``choose_widths``. The
+    costs are estimates of the divergence of what the model predicts with the layer quantized, half the quadratic form
+    of the weight's error with the Fisher matrix, of which the diagonal is taken: half the sum of the squares of each
+    weight's error times the gradient of the logarithms of the probabilities of tokens that are drawn as the model
+    predicts them, one for each place of a window. One backward pass gives that for all layers.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("model: found a quantized one, expected one that is not")
-    config, window = replace(config, bits=BITS[0], module_bits={}), min(window, len(tokens))
+    config, window = replace(config, bits=BITS[0], module_bits=_left(config)), min(window, len(tokens))
     check({"model": model.config}, tokens, window, window)
     names = list(selection.choose(model, config))
     if not names:
@@ -257,7 +264,7 @@ def widths_by_rule(model: PreTrainedModel, bits: float, *, config: KbitConfig | 
     """A config with ``bits`` on average, as ``choose_widths``, by a rule that looks at names and shapes alone.
 
     More bits get keys and values that several heads share, the first layers of the model, and what is no attention in
-    the last ones. It costs nothing, and needs no weights; how much of the gain of measuring it gets is not known yet.
+    the last ones. It costs nothing, and needs no weights; ``KbitConfig(bits=3.3)`` takes it while a model loads.
 
     Args:
         model: on any device, also meta.
@@ -278,7 +285,7 @@ def widths_by_rule(model: PreTrainedModel, bits: float, *, config: KbitConfig | 
     if not BITS[0] <= bits <= BITS[-1]:
         raise ValueError(f"bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
     config = config or KbitConfig()
-    names = list(selection.choose(model, replace(config, bits=BITS[0], module_bits={})))
+    names = list(selection.choose(model, replace(config, bits=BITS[0], module_bits=_left(config))))
     if not names:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     layers = {}

@@ -237,8 +237,9 @@ def test_costs_do_not_depend_on_what_is_measured_together(monkeypatch):
 def test_a_model_in_16_bits_is_measured_in_float32_on_a_cpu():
     model, seen = llama().bfloat16(), set()
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda _, args, output: seen.add(output.dtype))
-    found = measure(model, TOKENS, KbitConfig(bits=2), window=64)
-    expected = by_autograd(model.float(), TOKENS, KbitConfig(bits=2), 64)
+    config = KbitConfig(bits=2, transform="none")
+    found = measure(model, TOKENS, config, window=64)
+    expected = by_autograd(model.float(), TOKENS, config, 64)
     assert seen == {torch.float32}
     for name, layer in found.items():
         assert layer.costs == pytest.approx(expected[name], rel=0.2)
@@ -312,6 +313,30 @@ def test_a_rule_for_every_model(row):
         assert config.codebook == "int" and set(selection.choose(model, config).values()) <= set(BITS)
     with pytest.raises(ValueError, match="bits: found 6, expected 2 to 5"):
         widths.widths_by_rule(model, 6)
+
+
+def test_a_mean_while_a_model_loads(device, tmp_path):
+    """Each layer gets the width that the rule gives it, what stays in 16 bits does, and the saved config says so."""
+    model = llama()
+    model.save_pretrained(tmp_path / "dense")
+    config = KbitConfig(bits=3.3, module_bits={"k_proj": None})
+    quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config, device_map=device)
+    chosen = selection.choose(model, widths.widths_by_rule(model, 3.3, config=config))
+    assert {name: layer.bits for name, layer in kbit_layers(quantized).items()} == chosen
+    assert len(set(chosen.values())) > 1 and not any("k_proj" in name for name in chosen) and config.bits == 3.3
+    quantized.save_pretrained(tmp_path / "quantized")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "quantized", device_map=device)
+    assert {name: layer.bits for name, layer in kbit_layers(again).items()} == chosen
+    assert again.config.quantization_config.bits in BITS
+
+
+def test_what_stays_in_16_bits_does_in_mixed_widths():
+    for config in (
+        widths.widths_by_rule(llama(), 3.3, config=KbitConfig(module_bits={"k_proj": None, "q_proj": 5})),
+        choose_widths(llama(), TOKENS, 3.3, config=KbitConfig(module_bits={"k_proj": None, "q_proj": 5}), window=64),
+    ):
+        assert config.bits_for("model.layers.0.self_attn.k_proj") is None
+        assert not any(name == "q_proj" for name in config.module_bits)
 
 
 # --- memory ---

@@ -126,6 +126,11 @@ def calibrate(
     quantizer = KbitHfQuantizer(config or KbitConfig(**arguments), pre_quantized=False)
     if quantizer.quantization_config.scale != "search":
         raise ValueError(f"scale: found {quantizer.quantization_config.scale!r}, expected 'search' or none")
+    if quantizer.quantization_config.bits % 1:
+        raise ValueError(
+            f"bits: found {quantizer.quantization_config.bits}, expected 2, 3, 4 or 5, or the config that "
+            "hf_kbit.widths.choose_widths returns for such a mean"
+        )
     source = {"revision": revision, "trust_remote_code": trust_remote_code}
     if not isinstance(model, nn.Module):
         model = load(model, **source)

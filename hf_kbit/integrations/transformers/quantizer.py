@@ -121,6 +121,12 @@ class KbitHfQuantizer(HfQuantizer):
             self.shapes = {name: parameter.shape for name, parameter in _unpacked(model)}
 
     def _prepare_on_the_fly(self, model) -> None:
+        if self.quantization_config.bits % 1:
+            from hf_kbit.widths import widths_by_rule  # not above: it needs selection, of this package
+
+            self.quantization_config = widths_by_rule(
+                model, self.quantization_config.bits, config=self.quantization_config
+            )
         layers = {
             name: self.new_layer(model, name, bits)
             for name, bits in selection.choose(model, self.quantization_config).items()
