@@ -125,6 +125,10 @@ def test_golden_file_of_version_2(bits):
     written = quantize_weight(original, levels, search=False, transform="rotated")
     assert written.decoding == Decoding(levels, meta["exponent"], "rotated")
     assert all(map(torch.equal, (written.planes, written.absmax, written.columns), stored))
+    assert levels == codebooks.optimal(bits, signed=True)
+    magnitudes = stored[1] & 127
+    assert (stored[1] == 0).any() and (stored[1] > 128).any(), "a block of zeros, a negative scale"
+    assert ((magnitudes > 0) & (magnitudes < 16)).any(), "a subnormal scale"
     codebook = written.decoding.codebook("cpu")
     for decode in (torch.ops.hf_kbit.dequantize, reference.dequantize):
         found = decode(*stored[:2], codebook, shape, torch.float32, stored[2], True)

@@ -131,10 +131,9 @@ def test_transformed_weights_are_decoded_as_their_definition_says(shape, scaled,
     """By matrices in float64, R[i, j] = (-1)**(bits that i and j share) / sqrt(32). So is what x goes through."""
     columns, codebook = cases.columns(shape[-1], scaled), cases.codebook(3)
     packed, in_features = cases.random_packed(shape, 3), shape[-1]
-    width = 32 * packed[1].shape[-1]
-    stored = reference.dequantize(*packed, codebook, [shape[-2], width], torch.float64)
+    stored = cases.stored(*packed, codebook, rotated).double()
     block = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(32)] for i in range(32)]).double() * 32**-0.5
-    rotation = torch.block_diag(*[block if rotated else torch.eye(32).double()] * (width // 32))
+    rotation = torch.block_diag(*[block if rotated else torch.eye(32).double()] * packed[1].shape[-1])
     scales = torch.ones(in_features).double()
     if scaled:
         scales *= torch.tensor([format.decode_e4m4(byte) for byte in columns.tolist()])

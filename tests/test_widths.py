@@ -237,8 +237,9 @@ def test_costs_do_not_depend_on_what_is_measured_together(monkeypatch):
 def test_a_model_in_16_bits_is_measured_in_float32_on_a_cpu():
     model, seen = llama().bfloat16(), set()
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda _, args, output: seen.add(output.dtype))
-    found = measure(model, TOKENS, KbitConfig(bits=2), window=64)
-    expected = by_autograd(model.float(), TOKENS, KbitConfig(bits=2), 64)
+    config = KbitConfig(bits=2, transform="none")
+    found = measure(model, TOKENS, config, window=64)
+    expected = by_autograd(model.float(), TOKENS, config, 64)
     assert seen == {torch.float32}
     for name, layer in found.items():
         assert layer.costs == pytest.approx(expected[name], rel=0.2)
