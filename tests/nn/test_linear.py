@@ -377,7 +377,10 @@ def test_weights_put_into_a_skeleton_one_by_one():
 @pytest.mark.parametrize("sharded", ["planes", "tiles"])
 def test_state_dict_under_fsdp2(sharded, tmp_path):
     """Of one process, which shards into one part; tiles are what a GPU holds."""
-    layer, x = KbitLinear.from_linear(nn.Linear(300, 64), bits=3), torch.randn(2, 300, requires_grad=True)
+    dense, x = nn.Linear(300, 64), torch.randn(2, 300, requires_grad=True)
+    nn.init.normal_(dense.weight, std=0.03)
+    layer = KbitLinear.from_linear(dense, bits=3)
+    assert layer.exponent == 0, "the tensors alone would not tell of another"
     before, expected = layer.state_dict(), layer(x)
     code = f"""
 import sys; sys.path[:0] = {sys.path!r}
@@ -659,7 +662,7 @@ def test_levels_of_a_layer_are_refined_once():
     linear.weight.data = torch.rand(64, 100) - 0.3
     optimal, layer = (KbitLinear.from_linear(linear, 2, codebook) for codebook in ("optimal", "layer"))
     errors = [(found.dequantize(torch.float32) - linear.weight).square().sum() for found in (optimal, layer)]
-    assert errors[1] < 0.8 * errors[0] and layer.levels != optimal.levels
+    assert errors[1] < 0.9 * errors[0] and layer.levels != optimal.levels
     assert torch.equal(layer.codebook, torch.tensor(layer.levels) * 2.0 ** (layer.exponent + 4))
     levels, again = layer.levels, copy.deepcopy(layer)
     again.load_dense(linear.weight)
