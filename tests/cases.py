@@ -56,7 +56,7 @@ def quantized(shape, bits: int, seed: int = 0, columns: torch.Tensor | None = No
 
 
 def stored(planes, absmax, codebook: torch.Tensor, signed: bool) -> torch.Tensor:
-    """The float32 weight ``[*, N, 32 * B]`` that codes and scales, with signs or without, stand for: not turned back."""
+    """The float32 weight ``[*, N, 32 * B]`` that codes and scales, with signs or not, stand for; not turned back."""
     levels = codebook[reference.unpack_codes(planes, codebook.numel().bit_length() - 1).int()]
     return (levels * reference.decode_scales(absmax, signed)[..., None]).flatten(-2)
 

@@ -54,7 +54,7 @@ def test_never_worse(kind, bits, search, signed):
     assert levels == codebooks.canonical(levels, bits)
     before, after = (squared_error(weight, table, exponent, search, signed) for table in (start, levels))
     assert after <= before * (1 + 1e-6)
-    if kind in ("heavy tails", "lopsided") or kind == "larger than the sample" and (search or not signed):
+    if kind in ("heavy tails", "lopsided") or (kind == "larger than the sample" and (search or not signed)):
         assert after < 0.9 * before, "0.14 to 0.87 when it was written"
 
 
@@ -84,9 +84,7 @@ def test_the_order_of_adding_cannot_be_seen():
     weight = cases.weight((512, 320))
     shuffled = weight[torch.randperm(512, generator=cases.generator(1))]
     for function in (refine._means, refine._squared_error):
-        found, expected = (
-            function(rows, codebooks.optimal(4, True), 4, True, True, 1) for rows in (shuffled, weight)
-        )
+        found, expected = (function(rows, codebooks.optimal(4, True), 4, True, True, 1) for rows in (shuffled, weight))
         assert found == expected
 
 

@@ -9,7 +9,9 @@ from hf_kbit.calibration import feedback, learned, weighted
 
 
 @pytest.mark.parametrize("bits", cases.BITS)
-@pytest.mark.parametrize("method", [feedback, learned, weighted], ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize(
+    "method", [feedback, learned, weighted], ids=lambda module: module.__name__.rpartition(".")[2]
+)
 def test_signs_make_the_error_smaller(method, bits):
     rng = cases.generator(bits)
     inputs = torch.randn(800, 200, generator=rng) @ torch.randn(200, 200, generator=rng).tril()

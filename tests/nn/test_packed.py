@@ -74,6 +74,20 @@ def test_refined_levels_belong_to_the_weight(transform):
     assert Decoding.from_dict(own.to_dict(), 3, "weight") == own
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 0.01, 1e3, 1e15, 1e28])
+def test_weights_of_any_size_are_quantized_as_well(size):
+    """A power of two goes into the column scales and, beyond their range, into the exponent."""
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(2))
+    levels = codebooks.optimal(4, signed=True)
+    error, expected = (
+        ((decoded(weight * unit, "rotated", levels) - weight * unit).double() / unit).square().mean().item()
+        for unit in (size, 1.0)
+    )
+    assert error == pytest.approx(expected, rel=0.03)
+    packed = quantize_weight(weight * size, levels, search=True, transform="rotated")
+    assert (packed.decoding.exponent == 0) == (size == 0.01)
+
+
 def test_metadata_of_an_untransformed_weight_is_what_it_was_before_there_were_transforms():
     assert Decoding(LEVELS, 2).to_dict() == {"levels": list(LEVELS), "exponent": 2}
     assert Decoding(LEVELS, 2, "rotated").to_dict()["transform"] == "rotated"
