@@ -52,7 +52,7 @@ class KbitLinear(nn.Linear):
     It is an ``nn.Linear`` to ``isinstance``, but its parameters are the stored ones:
 
     - ``weight``: int32 bit-planes ``[N, B * bits]``, no gradient,
-    - ``weight_absmax``: uint8 E4M4 scales ``[N, B]``, no gradient,
+    - ``weight_absmax``: uint8 scales ``[N, B]``, E4M4, or SE3M4 where the weight is transformed, no gradient,
     - ``weight_columns``: uint8 E4M4 column scales ``[K]``, no gradient, or None where the weight is not transformed,
     - ``bias``: floating ``[N]`` or None; trainable.
 

@@ -43,7 +43,7 @@ class Decoding:
 
     Attributes:
         levels: canonical codebook of ``2**bits`` levels.
-        exponent: power of two that keeps the scales of a layer inside E4M4.
+        exponent: power of two that keeps the scales of a layer inside E4M4 or SE3M4.
         transform: ``"rotated"`` if that is the weight after its columns were divided by column scales and its blocks
             rotated (``hf_kbit.transforms``), its scales having signs, or ``"none"``.
 
