@@ -116,8 +116,8 @@ def layer_exponent(largest: float, signed: bool = False) -> int:
 
     E4M4 scales are normal numbers from 2**-10 to 31. A layer between 2**-6 and 31 has four octaves or more below its
     largest scale and stays as it is; any other is shifted by the power of two that puts ``largest`` in [8, 16).
-    Those with signs are from 2**-6 to 31/16: a layer stays as it is between 2**-3 and that, and any other is shifted to
-    where ``largest`` is between half of that and that.
+    Those with signs are from 2**-6 to 31/16: a layer between 2**-3 and 31/16 stays as it is; any other is shifted by
+    the power of two that puts ``largest`` between 31/32 and 31/16.
 
     >>> layer_exponent(0.5), layer_exponent(1000.0), layer_exponent(0.001)
     (0, 6, -13)
