@@ -10,9 +10,9 @@ from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_kbit import codebooks
-from hf_kbit.format import BITS, FORMAT_VERSIONS, MAX_EXPONENT, check_bits
+from hf_kbit.format import BITS, FORMAT_VERSIONS, check_bits, check_exponent
 from hf_kbit.nn.linear import DEFAULT_CODEBOOK, DEFAULT_SCALE, check_scale
-from hf_kbit.nn.packed import DEFAULT_TRANSFORM, check_transform
+from hf_kbit.nn.packed import DEFAULT_TRANSFORM, check_transform, lopsided
 from hf_kbit.patterns import check_pattern, matches
 
 
@@ -206,11 +206,8 @@ class KbitConfig(QuantizationConfigMixin):
         if unknown := set(entry) - {"bits", "exponent", "levels", "transform"}:
             raise ValueError(f"{name}: found {sorted(unknown)}, expected bits, exponent, levels and transform alone")
         bits = check_bits(entry.get("bits", self.bits), f"{name}.bits")
-        exponent = entry.get("exponent", 0)
-        if not isinstance(exponent, int) or isinstance(exponent, bool) or abs(exponent) > MAX_EXPONENT:
-            raise ValueError(f"{name}.exponent: found {exponent!r}, expected an integer within +-{MAX_EXPONENT}")
-        if "transform" in entry:
-            check_transform(entry["transform"], f"{name}.transform")
+        transform = check_transform(entry.get("transform", self.transform), f"{name}.transform")
+        check_exponent(entry.get("exponent", 0), transform != "none", f"{name}.exponent")
         if "levels" in entry:
             return {**entry, "levels": _recorded(entry["levels"], bits, f"{name}.levels")}
         return dict(entry)
@@ -257,7 +254,7 @@ class KbitConfig(QuantizationConfigMixin):
         if bits in self.levels:
             return tuple(self.levels[bits])
         codebook = self.codebook[bits] if isinstance(self.codebook, Mapping) else self.codebook
-        return codebooks.resolve(codebook, bits, signed=self.transform != "none")
+        return codebooks.resolve(codebook, bits, lopsided(self.transform, self.scale))
 
     def digest(self) -> str:
         """SHA-256 of what decides how the tensors decode, as hexadecimal digits: ``bits``, ``levels`` and ``layers``,

@@ -68,6 +68,19 @@ def check_bits(bits: object, name: str = "bits") -> int:
     return bits
 
 
+def check_exponent(exponent: object, signed: bool, name: str = "exponent") -> int:
+    """Returns ``exponent`` if a layer may have it: its levels stay numbers of float32, also where ops take them 16
+    times as large, for scales that have signs.
+
+    Raises:
+        ValueError: it is anything but an int within 126, or 122 with signs.
+    """
+    most = MAX_EXPONENT - (E4M4_BIAS - SE3M4_BIAS if signed else 0)
+    if not isinstance(exponent, int) or isinstance(exponent, bool) or abs(exponent) > most:
+        raise ValueError(f"{name}: found {exponent!r}, expected an integer within +-{most}")
+    return exponent
+
+
 def decode_e4m4(byte: int) -> float:
     """Value of an E4M4 byte: exponent ``e = byte >> 4``, mantissa ``m = byte & 15``, no sign.
 
@@ -116,15 +129,15 @@ def layer_exponent(largest: float, signed: bool = False) -> int:
 
     E4M4 scales are normal numbers from 2**-10 to 31. A layer between 2**-6 and 31 has four octaves or more below its
     largest scale and stays as it is; any other is shifted by the power of two that puts ``largest`` in [8, 16).
-    Those with signs are from 2**-6 to 31/16: a layer between 2**-3 and that stays as it is, any other is shifted to
-    where ``largest`` is between half of that and that.
+    Those with signs are from 2**-6 to 31/16: a layer between 2**-4 and 31/16 stays as it is; any other is shifted by
+    the power of two that puts ``largest`` between 31/32 and 31/16.
 
     >>> layer_exponent(0.5), layer_exponent(1000.0), layer_exponent(0.001)
     (0, 6, -13)
     >>> layer_exponent(0.5, signed=True), layer_exponent(1000.0, signed=True), layer_exponent(0.001, signed=True)
     (0, 10, -10)
     """
-    least, most = (2.0**-3, SE3M4_MAX) if signed else (2.0**-6, E4M4_MAX)
+    least, most = (2.0**-4, SE3M4_MAX) if signed else (2.0**-6, E4M4_MAX)
     if largest == 0.0 or least <= largest <= most:
         return 0
     exponent = math.frexp(largest / SE3M4_MAX)[1] if signed else math.frexp(largest)[1] - 4

@@ -211,7 +211,7 @@ def dequantize(
 
     Args:
         weight: int32 planes ``[*, N, B * bits]`` or tiles (``repack``) of ``transforms.to_stored`` of the weight.
-        absmax: uint8 E4M4 scales ``[*, N, B]``, or those of the tiles.
+        absmax: uint8 E4M4 scales ``[*, N, B]``, with signs if ``rotated``, or those of the tiles.
         codebook: float32 ``[2**bits]``.
         shape: ``(N, K)``, without the padding.
         dtype: float32, float16, bfloat16 or float64.

@@ -55,6 +55,12 @@ def quantized(shape, bits: int, seed: int = 0, columns: torch.Tensor | None = No
     return (*torch.ops.hf_kbit.quantize(stored, levels, signed=rotated), levels)
 
 
+def stored(planes, absmax, codebook: torch.Tensor, signed: bool) -> torch.Tensor:
+    """The float32 weight ``[*, N, 32 * B]`` that codes and scales, with signs or not, stand for; not turned back."""
+    levels = codebook[reference.unpack_codes(planes, codebook.numel().bit_length() - 1).int()]
+    return (levels * reference.decode_scales(absmax, signed)[..., None]).flatten(-2)
+
+
 def random_packed(shape, bits: int):
     """Any words are codes and any bytes are scales: all 256 of them come up."""
     *lead, rows, columns = shape
@@ -107,6 +113,7 @@ __all__ = [
     "generator",
     "quantized",
     "random_packed",
+    "stored",
     "weight",
     "x",
 ]

@@ -10,19 +10,23 @@ from hf_kbit import balance as module
 from hf_kbit.balance import LARGEST, SMALLEST, balance
 from hf_kbit.format import decode_e4m4, encode_e4m4
 from hf_kbit.reference import decode_e4m4 as decode
+from hf_kbit.transforms import to_stored
 
 ONE = encode_e4m4(1.0)
 
 
 def by_definition(weight: torch.Tensor) -> list[float]:
-    """``m**2.25`` in floats of Python, unrounded: m the mean over rows of ``sqrt|w|`` over its mean in the row."""
+    """``m**2.25`` in floats of Python, unrounded: m the mean over rows of ``sqrt|w|`` over its mean in the row. And
+    times the power of two that brings the square of the mean of all ``sqrt|w|`` next to 2**-5, from 2**-4 to 2**3."""
     rows = [[math.sqrt(abs(value)) for value in row] for row in weight.tolist()]
     means = [math.fsum(row) / len(row) for row in rows]
     columns = [
         math.fsum(row[k] / mean for row, mean in zip(rows, means, strict=True) if mean) / len(rows)
         for k in range(weight.shape[1])
     ]
-    return [min(max(m**2.25, SMALLEST), LARGEST) if m else 1.0 for m in columns]
+    power = round(math.log2(32 * (math.fsum(means) / len(means)) ** 2)) if any(means) else 0
+    scales = [m**2.25 * 2.0 ** min(max(power, -4), 3) for m in columns]
+    return [min(max(scale, SMALLEST), LARGEST) if scale else 1.0 for scale in scales]
 
 
 def uneven(shape, seed: int = 0) -> torch.Tensor:
@@ -42,14 +46,31 @@ def test_the_definition(shape, dtype):
         assert encode_e4m4(expected * (1 - 2e-4)) <= byte <= encode_e4m4(expected * (1 + 2e-4))
 
 
-def test_columns_alike_have_the_scale_one():
+@pytest.mark.parametrize(("size", "scale"), [(1.0, 8.0), (1e-3, 1.0), (3e-4, 0.25), (1e-9, 2.0**-4)])
+def test_columns_alike_have_one_scale(size, scale):
     signs = torch.randn(16, 70, generator=cases.generator(1)).sign()
-    assert balance(signs * torch.logspace(-3, 3, 16)[:, None]).tolist() == [ONE] * 70
+    found = balance(signs * size * torch.logspace(-3, 3, 16)[:, None])
+    assert found.tolist() == [encode_e4m4(scale)] * 70
 
 
-@pytest.mark.parametrize("weight", [torch.zeros(3, 40), torch.full((4, 33), -0.25), torch.full((1, 1), 1e-30)])
-def test_a_constant_has_the_scale_one(weight):
-    assert balance(weight).tolist() == [ONE] * weight.shape[1]
+@pytest.mark.parametrize(
+    ("weight", "scale"),
+    [(torch.zeros(3, 40), 1.0), (torch.full((4, 33), -0.25), 8.0), (torch.full((1, 1), 1e-30), 2.0**-4)],
+)
+def test_a_constant_has_one_scale(weight, scale):
+    assert balance(weight).tolist() == [encode_e4m4(scale)] * weight.shape[1]
+
+
+@pytest.mark.parametrize("power", [-4, -3, -2, -1, 1, 2, 3])
+def test_columns_take_up_a_power_of_two(power):
+    """So what is stored, and with it the scales of blocks, is the same."""
+    weight = torch.randn(300, 70, generator=cases.generator(5)) * 0.046
+    expected = balance(weight)
+    assert 0.9 < decode(expected).mean() < 1.1
+    found = balance(weight * 2.0**power)
+    assert torch.equal(decode(found), decode(expected) * 2.0**power)
+    stored = [to_stored(w, decode(c), True) for w, c in ((weight * 2.0**power, found), (weight, expected))]
+    assert torch.equal(*stored)
 
 
 def test_columns_and_rows_of_zeros():
@@ -98,8 +119,11 @@ def test_what_cannot_be_seen(monkeypatch):
     expected = balance(weight)
     assert torch.equal(balance(weight[torch.randperm(300, generator=cases.generator(4))]), expected)
     assert torch.equal(balance(weight.T.contiguous().T), expected)
-    for power in (-40, -2, 2, 60):
-        assert torch.equal(balance(weight * 2.0**power), expected)
+    for power in (-40, -2, 2, 60):  # by which scales grow, as far as they do
+        found = balance(weight * 2.0**power)
+        growth = (found / expected).median()
+        assert growth.frexp().mantissa == 0.5
+        assert torch.equal(found, (expected * growth).clamp(SMALLEST, LARGEST))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2 if threads == 1 else 1)

@@ -1,6 +1,7 @@
 import math
 from statistics import NormalDist
 
+import cases
 import pytest
 import torch
 from hypothesis import given
@@ -60,6 +61,46 @@ OPTIMAL_UPPER_HALF = {
     5: [177, 535, 901, 1282, 1672, 2061, 2465, 2886, 3326, 3799, 4287, 4820, 5419, 6086, 6826, 8192],
 }
 
+OPTIMAL_WITH_SIGNS = {
+    2: [-5771, -1246, 2751, 8192],
+    3: [-6370, -3899, -2048, -412, 1194, 2920, 5020, 8192],
+    4: [-6181, -4854, -3802, -2888, -2080, -1319, -594, 113, 818, 1563, 2358, 3207, 4134, 5192, 6560, 8192],
+    5: [
+        -5952,
+        -5287,
+        -4668,
+        -4153,
+        -3686,
+        -3254,
+        -2851,
+        -2454,
+        -2086,
+        -1737,
+        -1392,
+        -1047,
+        -710,
+        -383,
+        -59,
+        265,
+        599,
+        937,
+        1273,
+        1606,
+        1957,
+        2326,
+        2707,
+        3105,
+        3524,
+        3972,
+        4453,
+        4970,
+        5530,
+        6160,
+        6787,
+        8192,
+    ],
+}
+
 
 @pytest.mark.parametrize("bits", BITS)
 def test_normal_float_by_numerical_integration(bits):
@@ -92,11 +133,11 @@ def test_named_codebooks_are_canonical(name, bits):
     assert levels == codebooks.resolve(name, bits)
 
 
-def squared_error(levels, search: bool) -> float:
+def squared_error(levels, search: bool, signed: bool = False) -> float:
     """Of Gaussian weights, over their variance."""
     weight = torch.randn(1024, 2048, generator=torch.Generator().manual_seed(7))
-    codebook = torch.tensor(levels)
-    decoded = hf_kbit.dequantize(*hf_kbit.quantize(weight, codebook, search), codebook, weight.shape)
+    codebook = torch.tensor(levels) * (64 if signed else 1)  # scales with signs end below 2**-3
+    decoded = cases.stored(*hf_kbit.quantize(weight, codebook, search, signed), codebook, signed)
     return float((decoded - weight).square().mean() / weight.square().mean())
 
 
@@ -110,6 +151,16 @@ def test_optimal_levels_with_searched_scales(bits, bound):
     for name in ("normal_float", "int"):
         assert error < squared_error(codebooks.named(name, bits), search=True)
     assert [-level for level in reversed(levels)] == list(levels)
+
+
+@pytest.mark.parametrize(("bits", "bound"), [(2, 0.0985), (3, 0.0237), (4, 0.0056), (5, 0.0014)])
+def test_optimal_levels_for_scales_with_signs(bits, bound):
+    levels = codebooks.optimal(bits, signed=True)
+    assert levels == codebooks.canonical(levels, bits) == codebooks.resolve("optimal", bits, signed=True)
+    assert levels == tuple(sorted(set(levels))) and levels[-1] == 1.0 and -1.0 < levels[0] < -0.6
+    error = squared_error(levels, True, signed=True)
+    assert error < bound and error < 0.965 * squared_error(codebooks.optimal(bits), search=True)
+    assert error < squared_error(codebooks.optimal(bits), True, signed=True)
 
 
 def test_optimal_levels_cannot_be_bettered_by_one_of_them():
@@ -151,6 +202,8 @@ def test_normal_float_is_pinned():
 def test_optimal_is_pinned():
     for bits, expected in OPTIMAL_UPPER_HALF.items():
         assert [level * 2**13 for level in codebooks.optimal(bits)[2 ** (bits - 1) :]] == expected
+    for bits, expected in OPTIMAL_WITH_SIGNS.items():
+        assert [level * 2**13 for level in codebooks.optimal(bits, signed=True)] == expected
 
 
 @given(st.sampled_from(BITS), st.data())

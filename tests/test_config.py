@@ -268,7 +268,8 @@ def test_matches(pattern, matching):
 
 
 def test_levels_for():
-    assert KbitConfig(bits=3).levels_for(3) == codebooks.optimal(3)
+    assert KbitConfig(bits=3).levels_for(3) == codebooks.optimal(3, signed=True)
+    assert KbitConfig(bits=3, transform="none").levels_for(3) == codebooks.optimal(3)
     table = torch.tensor([4.0, 1.0, -4.0, 0.0])
     assert KbitConfig(bits=2, codebook=table).levels_for(2) == (-1.0, 0.0, 0.25, 1.0)
     recorded = (-1.0, -0.5, 0.5, 1.0)

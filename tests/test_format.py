@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from hf_kbit import codebooks, format, reference
 from hf_kbit.balance import balance
-from hf_kbit.format import BITS, decode_e4m4, encode_e4m4
+from hf_kbit.format import BITS, decode_e4m4, decode_se3m4, encode_e4m4
 from hf_kbit.nn.linear import PACKED
 from hf_kbit.nn.packed import Decoding, quantize_weight
 
@@ -46,6 +46,15 @@ def test_e4m4_saturates():
     assert encode_e4m4(2.0**-16) == encode_e4m4(5e-324) == 0
 
 
+def test_se3m4_values():
+    values = [decode_se3m4(byte) for byte in range(256)]
+    assert values[0] == 0.0 and values[1] == 2.0**-10 and values[16] == 2.0**-6 and values[127] == 1.9375
+    assert values[:128] == sorted(set(values[:128])), "ascending by the lower seven bits"
+    assert values[128:] == [-value for value in values[:128]], "the eighth is the sign"
+    for byte in range(16, 128):
+        assert values[byte] == 2.0 ** ((byte >> 4) - 7) * (1 + (byte & 15) / 16)
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_pack_block(bits):
     codes = [random.Random(bits).randrange(2**bits) for _ in range(32)]
@@ -75,6 +84,18 @@ def test_layer_exponent_keeps_scales_normal():
         assert scaled <= 31.0
         assert scaled >= 2.0**-6 or largest < 1e-30
     assert format.layer_exponent(0.0) == 0
+
+
+def test_layer_exponent_of_signed_scales():
+    """Those of a layer it moves end within an octave of its largest weight; none of another size moves."""
+    magnitudes = [10.0 ** (i / 8) for i in range(-240, 241)]
+    for largest in [*magnitudes, 1.9375, math.nextafter(1.9375, 2), 0.125, math.nextafter(0.125, 0), 2.0**100]:
+        exponent = format.layer_exponent(largest, signed=True)
+        scaled = largest * 2.0**-exponent
+        assert scaled <= 1.9375, largest
+        assert scaled >= (0.125 if exponent == 0 else 1.9375 / 2), largest
+    assert format.layer_exponent(0.0, signed=True) == format.layer_exponent(0.125, signed=True) == 0
+    assert format.layer_exponent(1e-45, signed=True) == -100
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -125,6 +146,10 @@ def test_golden_file_of_version_2(bits):
     written = quantize_weight(original, levels, search=False, transform="rotated")
     assert written.decoding == Decoding(levels, meta["exponent"], "rotated")
     assert all(map(torch.equal, (written.planes, written.absmax, written.columns), stored))
+    assert levels == codebooks.optimal(bits, signed=True)
+    magnitudes = stored[1] & 127
+    assert (stored[1] == 0).any() and (stored[1] > 128).any(), "a block of zeros, a negative scale"
+    assert ((magnitudes > 0) & (magnitudes < 16)).any(), "a subnormal scale"
     codebook = written.decoding.codebook("cpu")
     for decode in (torch.ops.hf_kbit.dequantize, reference.dequantize):
         found = decode(*stored[:2], codebook, shape, torch.float32, stored[2], True)

@@ -4,7 +4,7 @@ import cases
 import pytest
 import torch
 
-from hf_kbit import format, reference, transforms
+from hf_kbit import codebooks, format, reference, transforms
 
 
 def test_e4m4_equals_the_scalar_definition():
@@ -15,6 +15,59 @@ def test_e4m4_equals_the_scalar_definition():
     encoded = reference.encode_e4m4(values)
     assert encoded.tolist() == [format.encode_e4m4(value) for value in values.tolist()]
     assert reference.decode_e4m4(encoded).tolist() == [format.decode_e4m4(byte) for byte in encoded.tolist()]
+
+
+def test_scales_with_signs_equal_the_scalar_definition():
+    """But for the 16 by which a Decoding multiplies the levels."""
+    found = reference.decode_scales(torch.arange(256).byte().view(16, 16), signed=True)
+    assert (16 * found).flatten().tolist() == [format.decode_se3m4(byte) for byte in range(256)]
+    unsigned = reference.decode_scales(torch.arange(256).byte(), signed=False)
+    assert unsigned.tolist() == [format.decode_e4m4(byte) for byte in range(256)]
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_signs(below):
+    """The largest weight is on the side of the largest level; as levels do, that lies below or above zero."""
+    codebook = torch.tensor([-1.0, -0.5, 0.0, 0.75] if below else [-0.75, 0.0, 0.5, 1.0])
+    above = [[0.3, -0.2], [0.3, 0.1], [3e-39, -1e-39], [3.0, -2.9999998]]
+    blocks = torch.tensor([*above, *([-a, -b] for a, b in above), [0.3, -0.3], [-0.3, 0.3], [0.0, -0.0]])
+    blocks = torch.nn.functional.pad(blocks, (3, 27))
+    expected = [1.0] * 4 + [-1.0] * 4
+    if below:
+        expected = [-sign for sign in expected]
+    assert reference.signs_of(blocks, codebook).tolist() == expected + [1.0] * 3
+    _, absmax = torch.ops.hf_kbit.quantize(blocks, codebook * 16, False, True)
+    assert (absmax[:, 0] > 127).tolist() == [sign < 0 and i % 4 != 2 for i, sign in enumerate(expected)] + [False] * 3
+    assert absmax[2, 0] == absmax[6, 0] == absmax[10, 0] == 0, "never 0x80"
+    assert absmax[[3, 7], 0].tolist() == ([255, 127] if below else [127, 255]), "3 is more than there is"
+
+
+@pytest.mark.parametrize("search", [False, True])
+@pytest.mark.parametrize("levels", ["lopsided", "below", "symmetric"])
+def test_quantize_with_signs_is_what_the_scalar_definition_says(levels, search):
+    """Of one block after another; with a search, the codes and the sign."""
+    table = {
+        "lopsided": codebooks.optimal(3, signed=True),
+        "below": codebooks.integer(3),
+        "symmetric": codebooks.normal_float(3),
+    }[levels]
+    weight = cases.weight((40, 96), seed=1)
+    weight[:, :32] *= torch.logspace(-6, 3, 40)[:, None]
+    weight[5, 40], weight[5, 50] = weight[5, 32:64].abs().max() * torch.tensor([2.0, -2.0])
+    codebook = 16 * torch.tensor(table)
+    planes, absmax = reference.quantize(weight, codebook, search, signed=True)
+    codes = reference.unpack_codes(planes, 3)
+    middles = ((codebook[1:] + codebook[:-1]) / 2).tolist()
+    for block, byte, found in zip(weight.view(-1, 32), absmax.flatten().tolist(), codes.view(-1, 32), strict=True):
+        largest, least = block.max().item(), -block.min().item()
+        negative = largest > least if levels == "below" else least > largest
+        if not search:
+            magnitude = min(format.encode_e4m4((block.abs().max() / 16).item()), 127)
+            assert byte == (magnitude + 128 * negative if magnitude else 0)
+        assert byte == 0 or (byte > 127) == negative
+        scale = format.decode_se3m4(byte) / 16
+        ratios = block * (1 / torch.tensor(scale)) if scale else torch.zeros(32)
+        assert found.tolist() == [sum(middle < ratio for middle in middles) for ratio in ratios.tolist()]
 
 
 @pytest.mark.parametrize("bits", cases.BITS)
@@ -131,10 +184,9 @@ def test_transformed_weights_are_decoded_as_their_definition_says(shape, scaled,
     """By matrices in float64, R[i, j] = (-1)**(bits that i and j share) / sqrt(32). So is what x goes through."""
     columns, codebook = cases.columns(shape[-1], scaled), cases.codebook(3)
     packed, in_features = cases.random_packed(shape, 3), shape[-1]
-    width = 32 * packed[1].shape[-1]
-    stored = reference.dequantize(*packed, codebook, [shape[-2], width], torch.float64)
+    stored = cases.stored(*packed, codebook, rotated).double()
     block = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(32)] for i in range(32)]).double() * 32**-0.5
-    rotation = torch.block_diag(*[block if rotated else torch.eye(32).double()] * (width // 32))
+    rotation = torch.block_diag(*[block if rotated else torch.eye(32).double()] * packed[1].shape[-1])
     scales = torch.ones(in_features).double()
     if scaled:
         scales *= torch.tensor([format.decode_e4m4(byte) for byte in columns.tolist()])

@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_kbit import _native, codebooks, reference
 from hf_kbit.format import BLOCK_SIZE, absmax_shape, check_bits, weight_shape
-from hf_kbit.nn.packed import DEFAULT_TRANSFORM, Decoding, Packed, check_transform, quantize_weight
+from hf_kbit.nn.packed import DEFAULT_TRANSFORM, Decoding, Packed, check_transform, lopsided, quantize_weight
 from hf_kbit.ops import product
 
 SCALES = ("absmax", "search")
@@ -52,7 +52,7 @@ class KbitLinear(nn.Linear):
     It is an ``nn.Linear`` to ``isinstance``, but its parameters are the stored ones:
 
     - ``weight``: int32 bit-planes ``[N, B * bits]``, no gradient,
-    - ``weight_absmax``: uint8 E4M4 scales ``[N, B]``, no gradient,
+    - ``weight_absmax``: uint8 scales ``[N, B]``, E4M4, or SE3M4 where the weight is transformed, no gradient,
     - ``weight_columns``: uint8 E4M4 column scales ``[K]``, no gradient, or None where the weight is not transformed,
     - ``bias``: floating ``[N]`` or None; trainable.
 
@@ -118,7 +118,7 @@ class KbitLinear(nn.Linear):
                 raise ValueError(f"{name}: found {size}, expected 1 or more")
         self.in_features, self.out_features = in_features, out_features
         self.scale, self.transform = check_scale(scale), check_transform(transform)
-        levels = codebooks.resolve(codebook, check_bits(bits), signed=transform != "none")
+        levels = codebooks.resolve(codebook, check_bits(bits), lopsided(transform, scale))
         self.dense_dtype = dtype or torch.get_default_dtype()
         self.transposed = False  # whether the layer stands for one whose weight is [K, N] (GPT-2's Conv1D)
         planes = torch.zeros(weight_shape(out_features, in_features, bits), dtype=torch.int32, device=device)

@@ -12,7 +12,7 @@ import torch
 from hf_kbit import codebooks
 from hf_kbit.balance import balance
 from hf_kbit.codebooks import Levels, bits_of
-from hf_kbit.format import E4M4_BIAS, MAX_EXPONENT, SE3M4_BIAS, layer_exponent
+from hf_kbit.format import E4M4_BIAS, SE3M4_BIAS, check_exponent, layer_exponent
 from hf_kbit.reference import decode_e4m4
 from hf_kbit.refine import refine
 from hf_kbit.transforms import to_stored
@@ -37,13 +37,19 @@ def check_transform(transform: object, name: str = "transform") -> str:
     return transform
 
 
+def lopsided(transform: str, scale: str) -> bool:
+    """Whether the codebook ``"optimal"`` has its levels for scales with signs: those of a transformed layer have them,
+    but only with scales that are searched are these levels better at every width."""
+    return transform != "none" and scale == "search"
+
+
 @dataclass(frozen=True)
 class Decoding:
     """What turns codes and scales into weights: ``W ~ 2**exponent * levels[code] * absmax``, or what is stored for W.
 
     Attributes:
         levels: canonical codebook of ``2**bits`` levels.
-        exponent: power of two that keeps the scales of a layer inside E4M4.
+        exponent: power of two that keeps the scales of a layer inside E4M4 or SE3M4.
         transform: ``"rotated"`` if that is the weight after its columns were divided by column scales and its blocks
             rotated (``hf_kbit.transforms``), its scales having signs, or ``"none"``.
 
@@ -91,12 +97,12 @@ class Decoding:
         """
         if not isinstance(stored, dict) or stored.keys() - {"transform"} != {"levels", "exponent"}:
             raise ValueError(f"{name}: found {stored!r}, expected levels, exponent and perhaps transform")
-        levels, exponent = codebooks.canonical(stored["levels"], bits, f"{name}.levels"), stored["exponent"]
+        levels = codebooks.canonical(stored["levels"], bits, f"{name}.levels")
         if list(levels) != list(stored["levels"]):
             raise ValueError(f"{name}.levels: found {stored['levels']}, expected them ascending, of magnitude 1")
-        if type(exponent) is not int or abs(exponent) > MAX_EXPONENT:
-            raise ValueError(f"{name}.exponent: found {exponent!r}, expected an integer within +-{MAX_EXPONENT}")
-        return cls(levels, exponent, check_transform(stored.get("transform", "none"), f"{name}.transform"))
+        transform = check_transform(stored.get("transform", "none"), f"{name}.transform")
+        exponent = check_exponent(stored["exponent"], transform != "none", f"{name}.exponent")
+        return cls(levels, exponent, transform)
 
 
 class Packed(NamedTuple):

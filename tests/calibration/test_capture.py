@@ -27,8 +27,8 @@ class Recorder:
     def __init__(self, diagonal: bool):
         self.DIAGONAL, self.moments = diagonal, []
 
-    def solve(self, weight, moments, codebook):
-        return weighted.solve(weight, torch.ones(weight.shape[1]), codebook)
+    def solve(self, weight, moments, codebook, signed):
+        return weighted.solve(weight, torch.ones(weight.shape[1]), codebook, signed)
 
     def aim(self, weight, moments):
         self.moments.append(moments)

@@ -26,7 +26,7 @@ def error(planes, absmax, weight, hessian, codebook) -> float:
     return torch.einsum("nk,kl,nl->", difference, hessian.double(), difference).item()
 
 
-def solve_by_definition(weight, hessian, codebook):
+def solve_by_definition(weight, hessian, codebook, signed):
     """One row: codes ``[K]`` and bytes ``[B]``, by loops over blocks, scales and columns."""
     levels, columns = codebook.double(), len(weight)
     blocks = -(-columns // 32)
@@ -41,10 +41,13 @@ def solve_by_definition(weight, hessian, codebook):
         return sorted(columns, key=lambda j: -moments[j])
 
     for block in sorted(range(blocks), key=lambda b: -moments[32 * b : 32 * b + 32].sum()):
-        first = encode_e4m4(weight[32 * block : 32 * block + 32].abs().max().item())
+        own, most = weight[32 * block : 32 * block + 32], 127 if signed else 255
+        negative = signed and bool(-own.min() > own.max())  # level 1 is the last one
+        first = min(encode_e4m4(own.abs().max().item()), most)
         tried = []
-        for byte in range(max(first - 16, 1), min(first + 6, 255) + 1):
-            scale, current, mine, loss, remaining = decode_e4m4(byte), weight.clone(), {}, 0.0, set(left)
+        for byte in range(max(first - 16, 1), min(first + 6, most) + 1):
+            scale = -decode_e4m4(byte) if negative else decode_e4m4(byte)
+            current, mine, loss, remaining = weight.clone(), {}, 0.0, set(left)
             for j in rank(range(32 * block, 32 * block + 32)):
                 mine[j] = int((current[j] / scale - levels).abs().argmin())
                 wrong = current[j] - levels[mine[j]] * scale
@@ -55,23 +58,26 @@ def solve_by_definition(weight, hessian, codebook):
                 if remaining:
                     rest = sorted(remaining)
                     current[rest] += wrong * torch.linalg.solve(hessian[rest][:, rest], hessian[rest, j])
-            tried.append((loss, byte, mine, current, remaining))
+            tried.append((loss, byte + 128 * negative, mine, current, remaining))
         _, bytes_[block], mine, weight, left = min(tried, key=lambda one: one[0])
         for j, code in mine.items():
             codes[j] = code
     return codes, bytes_
 
 
+@pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("bits", [2, 3])
 @pytest.mark.parametrize("columns", [32, 70])
-def test_is_what_the_definition_gives(columns, bits):
+def test_is_what_the_definition_gives(columns, bits, signed):
     weight, hessian = problem(2, columns, tokens=200)
-    codebook = torch.tensor(codebooks.optimal(bits))
+    weight = weight / -4  # as scales with signs end below 2**-3; and some are negative
+    codebook = torch.tensor(codebooks.optimal(bits, signed))
     assert columns == 32 or hessian.diagonal()[:32].sum() < hessian.diagonal()[32:64].sum()  # the second block first
-    planes, absmax = feedback.solve(weight, hessian, codebook)
+    planes, absmax = feedback.solve(weight, hessian, codebook, signed)
     codes = unpack_codes(planes, bits).flatten(1)
+    assert (absmax > 127).any() == signed
     for row in range(2):
-        expected_codes, expected_bytes = solve_by_definition(weight[row], hessian, codebook)
+        expected_codes, expected_bytes = solve_by_definition(weight[row], hessian, codebook, signed)
         assert absmax[row].tolist() == expected_bytes.tolist()
         assert codes[row, :columns].tolist() == expected_codes[:columns].tolist()
 

@@ -7,6 +7,7 @@ import torch
 from hf_kbit import codebooks, dequantize, quantize
 from hf_kbit.calibration import learned, weighted
 from hf_kbit.format import decode_e4m4
+from hf_kbit.reference import signs_of
 
 
 def problem(rows: int, columns: int, device: str, seed: int = 0):
@@ -18,8 +19,8 @@ def problem(rows: int, columns: int, device: str, seed: int = 0):
     return (0.1 * torch.randn(rows, columns, generator=rng)).to(device), (inputs.T @ inputs).to(device)
 
 
-def levels(bits: int, device: str) -> torch.Tensor:
-    return torch.tensor(codebooks.optimal(bits), device=device)
+def levels(bits: int, device: str, signed: bool = False) -> torch.Tensor:
+    return torch.tensor(codebooks.optimal(bits, signed), device=device)
 
 
 def errors(planes, weight, hessian, codebook) -> torch.Tensor:
@@ -62,27 +63,30 @@ def test_one_block_against_all_scales(bits, columns, device):
     assert found.mean() < 0.8 * start.mean(), "0.13 to 0.66 of it, 0.04 to 0.14, when it was written"
 
 
+@pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("bits", cases.BITS)
-def test_gradient(bits, device):
+def test_gradient(bits, signed, device):
     """Against differences in float64 of the error in which rounding adds a constant to each ratio."""
     weight, hessian = problem(6, 96, device)
-    codebook = levels(bits, device)
-    blocks = weight.unflatten(1, (-1, 32))
+    codebook, blocks = levels(bits, device, signed), weight.unflatten(1, (-1, 32))
+    signs = signs_of(blocks, codebook) if signed else torch.ones_like(blocks[..., 0])
+    assert (signs < 0).any() == signed
+    blocks = blocks * signs[..., None]
     absmax = quantize(weight, codebook, False)[1] - 9  # so that some weights are outside the levels
     scale = torch.tensor([[decode_e4m4(byte) for byte in row] for row in absmax.tolist()], device=device).double()
     ratios = blocks.double() / scale[..., None]
     nearest = codebook.double()[(ratios[..., None] - codebook).abs().argmin(-1)]
-    outside = ratios.abs() > 1
+    outside = (ratios < codebook[0]) | (ratios > codebook[-1])
     assert outside.any() and not outside.all()
 
     def error(scale):
         straight = blocks.double() / scale[..., None] + (nearest - ratios)
-        difference = torch.where(outside, nearest, straight) * scale[..., None] - blocks
+        difference = (torch.where(outside, nearest, straight) * scale[..., None] - blocks) * signs[..., None]
         return torch.einsum("nk,kl,nl->n", difference.flatten(1), hessian.double(), difference.flatten(1))
 
-    found, gradient = learned._error(blocks, absmax, hessian, codebook)
+    found, gradient = learned._error(blocks, signs, absmax, hessian, codebook)
     torch.testing.assert_close(found.double(), error(scale), rtol=1e-4, atol=0)
-    expected, step = torch.empty_like(scale), 1e-3
+    expected, step = torch.empty_like(scale), 1e-3  # by magnitudes
     for block in range(3):
         moved = torch.zeros_like(scale)
         moved[:, block] = step

@@ -15,20 +15,24 @@ def problem(shape):
     return torch.randn(shape, generator=rng), torch.rand(shape[1], generator=rng) ** 8 * 1000
 
 
+@pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("bits", cases.BITS)
 @pytest.mark.parametrize("shape", [(4, 64), (3, 41)])
-def test_scale_has_the_least_weighted_error(shape, bits):
+def test_scale_has_the_least_weighted_error(shape, bits, signed):
     weight, moments = problem(shape)
-    codebook = torch.tensor(codebooks.optimal(bits))
-    planes, absmax = weighted.solve(weight, moments, codebook)
+    weight = weight / 64  # as scales with signs end below 2**-3
+    codebook = torch.tensor(codebooks.optimal(bits, signed))
+    planes, absmax = weighted.solve(weight, moments, codebook, signed)
+    assert (absmax > 127).any() == signed
     codes = unpack_codes(planes, bits).flatten(1)
     for row in range(shape[0]):
         for block in range(-(-shape[1] // 32)):
             own = slice(32 * block, min(32 * block + 32, shape[1]))
             values, importance = weight[row, own].double(), moments[own].double()
-            first = encode_e4m4(values.abs().max().item())
-            errors = {}
-            for byte in range(first - 16, first + 7):
+            first, errors = encode_e4m4(values.abs().max().item()), {}
+            if signed and -values.min() > values.max():
+                values, absmax[row, block] = -values, absmax[row, block] - 128
+            for byte in range(first - 16, min(first + 7, 128) if signed else first + 7):
                 ratios = values / decode_e4m4(byte)
                 nearest = (ratios[:, None] - codebook.double()).abs().argmin(1)
                 differences = (ratios - codebook.double()[nearest]) * decode_e4m4(byte)
@@ -39,6 +43,8 @@ def test_scale_has_the_least_weighted_error(shape, bits):
 
 
 def test_equal_moments_change_nothing():
-    weight, codebook = problem((8, 100))[0], torch.tensor(codebooks.optimal(3))
-    for moments in (torch.full((100,), 1e-9), torch.full((100,), 1e9), torch.zeros(100)):
-        assert all(map(torch.equal, weighted.solve(weight, moments, codebook), quantize(weight, codebook, True)))
+    for signed in (False, True):
+        weight, codebook = problem((8, 100))[0] / 32, torch.tensor(codebooks.optimal(3, signed))
+        expected = quantize(weight, codebook, True, signed)
+        for moments in (torch.full((100,), 1e-9), torch.full((100,), 1e9), torch.zeros(100)):
+            assert all(map(torch.equal, weighted.solve(weight, moments, codebook, signed), expected))

@@ -42,8 +42,7 @@ def product(planes, shape, bits, codebook, x) -> None:
     dense = reference.dequantize(*planes, codebook, list(shape), torch.float32)
     roundings = 1 if len(x) <= 16 else 2
     cases.assert_product(OPS.gemm(*on_gpu, None, shape[0]).cpu(), x, dense.T, roundings=roundings)
-    columns, width = cases.columns(shape[1]), 32 * planes[1].shape[1]
-    stored = reference.dequantize(*planes, codebook, [shape[0], width], torch.float32)
+    columns, stored = cases.columns(shape[1]), cases.stored(*planes, codebook, signed=True)
     found = OPS.gemm(*on_gpu, None, shape[0], columns.cuda(), True)
     cases.assert_product(found.cpu(), x, stored.T, None, roundings, columns, True)
 
@@ -59,10 +58,9 @@ def group() -> None:
     for x in (cases.x((tokens,), columns, torch.bfloat16) for tokens in (1, 16)):
         rest = [codebook.cuda()] * 3, [None] * 3, rows, on_gpu, [0, 0, 1]
         products = OPS.gemm_group(x.cuda(), words, scales, *rest)
-        for found, packed, part, its_columns in zip(products, planes, rows, of_columns, strict=True):
+        for found, packed, its_columns in zip(products, planes, of_columns, strict=True):
             rotated = its_columns is of_columns[2]
-            width = 32 * packed[1].shape[1] if rotated else columns
-            stored = reference.dequantize(*packed, codebook, [part, width], torch.float32)
+            stored = cases.stored(*packed, codebook, rotated)[:, : None if rotated else columns]
             cases.assert_product(found.cpu(), x, stored.T, columns=its_columns, rotated=rotated)
 
 
@@ -72,9 +70,9 @@ def main() -> None:
             codebook = cases.codebook(bits)
             for dtype in cases.FLOATS:
                 weight = cases.weight(shape, dtype)
-                for search in (False, True):
-                    found = OPS.quantize(weight.cuda(), codebook.cuda(), search)
-                    same(found, reference.quantize(weight, codebook, search))
+                for search, signed in itertools.product((False, True), repeat=2):
+                    found = OPS.quantize(weight.cuda(), codebook.cuda(), search, signed)
+                    same(found, reference.quantize(weight, codebook, search, signed))
             crowded = torch.cat([torch.linspace(0.5, 0.5001, 2**bits - 1), torch.tensor([-1.0])]).sort().values
             same(OPS.quantize(weight.cuda(), crowded.cuda()), reference.quantize(weight, crowded))
             planes = cases.random_packed(shape, bits)

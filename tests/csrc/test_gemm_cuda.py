@@ -398,9 +398,9 @@ def identity(columns, bits: int):
     rows, blocks = len(columns), int(columns.max()) // 32 + 1
     planes = torch.zeros(rows, blocks * bits, dtype=torch.int64)
     planes[torch.arange(rows), columns // 32 * bits] = 1 << columns % 32
-    absmax = torch.full((rows, blocks), 11 << 4, dtype=torch.uint8)  # 1.0
+    absmax = torch.full((rows, blocks), 7 << 4, dtype=torch.uint8)  # 2**-4, with signs or without
     tiles = OPS.repack(planes.int().cuda(), absmax.cuda(), bits, [rows, 32 * blocks])
-    return tiles, torch.arange(2.0**bits).cuda()
+    return tiles, 16 * torch.arange(2.0**bits).cuda()
 
 
 @BOTH
@@ -431,13 +431,12 @@ def test_every_way_to_divide_the_work_of_transformed_weights(shape, bits, dtype,
     tiles, planes = random_tiles(shape, bits)
     codebook, bias = cases.codebook(bits).cuda(), cases.x((), shape[0], dtype).cuda()
     columns = cases.columns(shape[1]).cuda()
-    width = 32 * planes[1].shape[1]
-    stored = reference.dequantize(*planes, codebook, [shape[0], width], torch.float32)
+    stored = cases.stored(*planes, codebook, signed=True)
     for tokens in (1, 2, 3, 5, 8, 11, 16, 17, 100, 300):
         if tokens > 20 and shape[0] > 50_000:
             continue
         x = cases.x((tokens,), shape[1], dtype).cuda() * 2.0**-6
-        poison("cuda", tokens * shape[0] * 2, tokens * width * 2)
+        poison("cuda", tokens * shape[0] * 2, stored.shape[1] * tokens * 2)
         found = OPS.gemm(x, *tiles, codebook, bias, shape[0], columns, True)
         cases.assert_product(found, x, stored.T, bias, roundings(tokens), columns, True)
 

@@ -22,8 +22,7 @@ def as_form(packed, bits, shape, tiled):
 def assert_gemm(device, x, shape, bits, scaled, rotated, tiled, bias=None):
     columns = cases.columns(shape[1], scaled)
     *packed, codebook = cases.quantized(shape, bits, columns=columns, rotated=rotated)
-    width = 32 * packed[1].shape[1] if rotated else shape[1]
-    stored = reference.dequantize(*packed, codebook, [shape[0], width], torch.float32)
+    stored = cases.stored(*packed, codebook, rotated)[:, : None if rotated else shape[1]]
     inputs = to(device, x, *as_form(packed, bits, shape, tiled), codebook, bias)
     found = OPS.gemm(*inputs, shape[0], *to(device, columns), rotated)
     assert found.dtype == x.dtype and found.shape == (*x.shape[:-1], shape[0]) and found.is_contiguous()

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from hf_kbit import format
-from hf_kbit.codebooks import normal_float
+from hf_kbit.codebooks import normal_float, optimal
 
 CASES = [((3, 70), 0), ((4, 64), 0), ((5, 33), -9), ((2, 100), 7)]  # shape and exponent, for 2 to 5 bits
 
@@ -21,7 +21,18 @@ def float32(value: float) -> float:
     return torch.tensor(value, dtype=torch.float64).float().item()
 
 
-def quantize_row(row: list[float], levels: list[float], bits: int) -> tuple[list[int], list[int], list[float]]:
+def scale_byte(block: list[float], largest_level: float, signed: bool) -> int:
+    """For levels of which 1, times a power of two, is the largest; every step rounded to float32."""
+    ratio = float32(max(map(abs, block)) / largest_level)
+    if not signed:
+        return format.encode_e4m4(ratio)
+    byte = min(format.encode_e4m4(ratio / 16), 127)  # SE3M4 is 16 times what the same bits are as E4M4
+    return byte | 128 if byte and -min(block) > max(block) else byte
+
+
+def quantize_row(
+    row: list[float], levels: list[float], bits: int, signed: bool = False
+) -> tuple[list[int], list[int], list[float]]:
     """One row by the definition: words, scale bytes, decoded values; every step rounded to float32."""
     row = row + [0.0] * (-len(row) % format.BLOCK_SIZE)
     halfway = [float32(float32(low + high) / 2) for low, high in pairwise(levels)]
@@ -29,8 +40,8 @@ def quantize_row(row: list[float], levels: list[float], bits: int) -> tuple[list
     words, scales, decoded = [], [], []
     for start in range(0, len(row), format.BLOCK_SIZE):
         block = row[start : start + format.BLOCK_SIZE]
-        byte = format.encode_e4m4(float32(max(map(abs, block)) / largest_level))
-        scale = format.decode_e4m4(byte)
+        byte = scale_byte(block, largest_level, signed)
+        scale = format.decode_se3m4(byte) if signed else format.decode_e4m4(byte)
         inverse = float32(1 / scale) if scale else 0.0
         codes = [sum(middle < float32(value * inverse) for middle in halfway) for value in block]
         words += format.pack_block(codes, bits)
@@ -63,14 +74,18 @@ def column_scales(rows: list[list[float]]) -> list[int]:
     """The bytes that docs/format.md, "How a writer chooses", says; every step rounded as it says there."""
     largest = max(abs(value) for row in rows for value in row)
     unit = float32(2.0**24 / float32(math.sqrt(largest)))
-    sums = [0] * len(rows[0])
+    sums, total = [0] * len(rows[0]), 0
     for row in rows:
         roots = [round(float32(float32(math.sqrt(abs(value))) * unit)) for value in row]
+        total += sum(roots)
         factor = float32(1 / sum(roots) * (2.0**20 * len(row))) if any(roots) else 0.0
-        sums = [total + round(float32(root * factor)) for total, root in zip(sums, roots, strict=True)]
+        sums = [of_column + round(float32(root * factor)) for of_column, root in zip(sums, roots, strict=True)]
     means = [float32(total * (1 / (2.0**20 * len(rows)))) for total in sums]
     roots = [float32(math.sqrt(float32(math.sqrt(mean)))) for mean in means]
-    scales = [float32(float32(mean * mean) * root) if mean else 1.0 for mean, root in zip(means, roots, strict=True)]
+    scales = [float32(float32(mean * mean) * root) for mean, root in zip(means, roots, strict=True)]
+    root = float32(total / (unit * len(rows) * len(rows[0])))
+    power = math.frexp(float32(float32(root * root) * float32(2.0**5.5)))[1] - 1
+    scales = [math.ldexp(scale, min(max(power, -4), 3)) if scale else 1.0 for scale in scales]
     return [format.encode_e4m4(min(max(scale, 2.0**-10), 31.0)) for scale in scales]
 
 
@@ -96,16 +111,19 @@ def version_2() -> tuple[dict, dict]:
         generator = torch.Generator().manual_seed(bits)
         original = torch.randn(shape, generator=generator) * 4.0**magnitude
         original *= torch.exp2(torch.randn(shape[1], generator=generator))
+        start = 32 if shape[1] >= 64 else 0
+        original[0, start : start + 32] *= 2.0**-12 if len(original) == 2 else 2.0**-7  # for a scale that is subnormal
+        original[-1] *= -1  # for one that is negative
         original[0, 0], original[1, :32], original[:, 32] = 0.0, 0.0, 0.0
-        levels, columns = list(normal_float(bits)), column_scales(original.tolist())
+        levels, columns = list(optimal(bits, signed=True)), column_scales(original.tolist())
         scales = [format.decode_e4m4(byte) for byte in columns]
         padding = [0.0] * (-shape[1] % format.BLOCK_SIZE)
         stored = [
             rotate_row([float32(value / scale) for value, scale in zip(row, scales, strict=True)] + padding)
             for row in original.tolist()
         ]
-        exponent = format.layer_exponent(max(abs(value) for row in stored for value in row))
-        rows = [quantize_row(row, [level * 2.0**exponent for level in levels], bits) for row in stored]
+        exponent = format.layer_exponent(max(abs(value) for row in stored for value in row), signed=True)
+        rows = [quantize_row(row, [level * 2.0**exponent for level in levels], bits, signed=True) for row in stored]
         decoded = [
             [float32(value * scale) for value, scale in zip(rotate_row(row), scales, strict=False)]
             for _, _, row in rows

@@ -147,7 +147,7 @@ def test_initialisations_that_read_the_weight(init, device):
             if init != "mica":  # which leaves the weight as it is, so that it is not quantized again
                 assert (residual.weight_columns != columns).sum() <= (len(columns) // 4 if "niter" in init else 1)
             residual.load(residual.quantize(dense.base_layer.weight, columns=columns))  # they end a hair apart
-            assert relative(layer.base_layer.dequantize(), residual.dequantize()) < (0.03 if "niter" in init else 0.01)
+            assert relative(layer.base_layer.dequantize(), residual.dequantize()) < (0.03 if "niter" in init else 0.02)
 
 
 def test_initialisation_under_low_memory(device):

@@ -58,24 +58,30 @@ def rounded(weight: torch.Tensor, bits: int, levels=None) -> torch.Tensor:
     Of hf_kbit it takes the named levels and the choice of column scales; there are no bit-planes here.
     """
     scales = E4M4[balance(weight).int()]
-    decoded = rounded_as_it_is(turned(weight.float() / scales), bits, levels)
+    decoded = rounded_as_it_is(turned(weight.float() / scales), bits, levels, signed=True)
     return turned(decoded)[:, : weight.shape[1]] * scales
 
 
-def rounded_as_it_is(weight: torch.Tensor, bits: int, levels=None) -> torch.Tensor:
-    """The same in version 1, of a weight that is not transformed."""
-    levels = torch.tensor(levels or codebooks.optimal(bits))
+def rounded_as_it_is(weight: torch.Tensor, bits: int, levels=None, signed: bool = False) -> torch.Tensor:
+    """The same in version 1, of a weight that is not transformed; or, with signs, of what is stored in version 2."""
+    levels = torch.tensor(levels or codebooks.optimal(bits, signed))
+    scales, normal = (16 * E4M4[:128], 2.0**-6) if signed else (E4M4, 2.0**-10)
     columns = F.pad(torch.ones(weight.shape[1]), (0, -weight.shape[1] % 32)).unflatten(0, (-1, 32))
     blocks = F.pad(weight.float(), (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
     largest = blocks.abs().max().item()
-    exponent = 0 if 2.0**-6 <= largest <= 31 else math.frexp(largest)[1] - 4
-    blocks = blocks / 2.0**exponent
+    if signed:
+        exponent = 0 if 2.0**-3 <= largest <= 31 / 16 else math.frexp(largest / (31 / 16))[1]
+        least, most = (blocks * (-1.0 if levels[-1] < -levels[0] else 1.0)).aminmax(dim=2)
+        signs = torch.where(-least > most, -1.0, 1.0)[..., None]
+    else:
+        exponent, signs = 0 if 2.0**-6 <= largest <= 31 else math.frexp(largest)[1] - 4, 1.0
+    blocks = blocks * signs / 2.0**exponent
     absmax = blocks.abs().amax(dim=2)
-    step = torch.exp2(torch.frexp(absmax).exponent.clamp(min=-9) - 5.0)  # four bits of mantissa, lowest normal 2**-10
-    start = torch.searchsorted(E4M4, ((absmax / step).round() * step).clamp(max=31))
+    step = torch.exp2(torch.frexp(absmax.clamp(min=normal)).exponent - 5.0)  # four bits of mantissa
+    start = torch.searchsorted(scales, ((absmax / step).round() * step).clamp(max=scales[-1]))
     best, least = torch.zeros_like(blocks), torch.full_like(absmax, torch.inf)
     for move in (0, *range(-16, 7)):
-        scale = E4M4[torch.where(start > 0, (start + move).clamp(1, 255), 0)]
+        scale = scales[torch.where(start > 0, (start + move).clamp(1, len(scales) - 1), 0)]
         position = blocks * (1 / scale).nan_to_num(posinf=0)[..., None]
         decoded = levels[(position[..., None] > (levels[1:] + levels[:-1]) / 2).sum(dim=-1)]
         error = ((position - decoded) * columns).square()
@@ -84,7 +90,7 @@ def rounded_as_it_is(weight: torch.Tensor, bits: int, levels=None) -> torch.Tens
         error = error[..., 0] * scale * scale
         best = torch.where((error < least)[..., None], decoded * scale[..., None], best)
         least = torch.minimum(error, least)
-    return (best * 2.0**exponent).flatten(1)[:, : weight.shape[1]]
+    return (best * signs * 2.0**exponent).flatten(1)[:, : weight.shape[1]]
 
 
 def is_linear(module: nn.Module) -> bool:
