@@ -1,17 +1,11 @@
-"""Mixed widths: which layers get more bits and which fewer, so that all together take a given size.
-
-Past 400 lines: two ways to say what a width costs, by measuring and by rule, share how bits are spent and counted.
-"""
+"""Mixed widths: which layers get more bits and which fewer, so that all together take a given size."""
 
 import copy
-import heapq
 import inspect
 import math
-import re
 import traceback
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,8 +19,9 @@ from hf_kbit.calibration import capture
 from hf_kbit.calibration.writing import draw
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import check, evaluating
-from hf_kbit.format import BITS, BLOCK_SIZE, absmax_shape
+from hf_kbit.format import BITS, BLOCK_SIZE
 from hf_kbit.integrations.transformers import selection
+from hf_kbit.mixing import Layer, by_rule, config_of, left, spend, stored_weights, units
 from hf_kbit.nn.linear import KbitLinear
 
 SCALE_BITS = 8 / BLOCK_SIZE  # of a weight
@@ -34,14 +29,6 @@ ASKED = 8  # tokens that a model reads to tell what it keeps of them
 CACHES = ("past_key_values", "cache_params", "state", "mems")  # names of the cache among a model's outputs
 LOGITS = 1 << 27  # as many at once, with their gradients
 SEED = 0  # of the tokens that are drawn
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer's number of weights as stored, and what each width costs the model, in any unit that adds up."""
-
-    weights: int
-    costs: Mapping[int, float]
 
 
 def choose_widths(
@@ -96,49 +83,6 @@ def choose_widths(
     return config_of(config, spend(layers, bits * sum(layer.weights for layer in layers.values())))
 
 
-def config_of(config: KbitConfig, chosen: Mapping[str, int]) -> KbitConfig:
-    """A copy of ``config`` with the widths chosen."""
-    common = Counter(chosen.values()).most_common(1)[0][0]
-    others = {name: own for name, own in chosen.items() if own != common}
-    return replace(config, bits=common, module_bits={**_left(config), **others})
-
-
-def _left(config: KbitConfig) -> dict[str, None]:
-    """What ``module_bits`` leaves in 16 bits."""
-    return {pattern: None for pattern, bits in config.module_bits.items() if bits is None}
-
-
-def spend(layers: Mapping[str, Layer], budget: float) -> dict[str, int]:
-    """The width of each layer for which the sum of costs is least, with at most ``budget`` bits for all weights.
-
-    Exact for layers of one size if each width lowers a cost by less than the one before; near to it for others.
-
-    >>> costs = {2: 8.0, 3: 2.0, 4: 0.5, 5: 0.1}
-    >>> layers = {"a": Layer(100, costs), "b": Layer(100, {width: cost / 10 for width, cost in costs.items()})}
-    >>> spend(layers, 600)
-    {'a': 4, 'b': 2}
-    """
-    chosen = dict.fromkeys(layers, BITS[0])
-    left = budget - sum(layer.weights for layer in layers.values()) * BITS[0]
-    steps: list[tuple[float, str]] = []
-
-    def offer(name: str) -> None:
-        """What the next width of a layer gains for each weight; the layer's name makes equal gains a fixed order."""
-        layer, width = layers[name], chosen[name]
-        if width < BITS[-1]:
-            heapq.heappush(steps, ((layer.costs[width + 1] - layer.costs[width]) / layer.weights, name))
-
-    for name in layers:
-        offer(name)
-    while steps:
-        _, name = heapq.heappop(steps)
-        if layers[name].weights <= left:
-            left -= layers[name].weights
-            chosen[name] += 1
-            offer(name)
-    return chosen
-
-
 def measure(
     model: PreTrainedModel,
     tokens: torch.Tensor,
@@ -158,7 +102,7 @@ def measure(
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("model: found a quantized one, expected one that is not")
-    config, window = replace(config, bits=BITS[0], module_bits=_left(config)), min(window, len(tokens))
+    config, window = replace(config, bits=BITS[0], module_bits=left(config)), min(window, len(tokens))
     check({"model": model.config}, tokens, window, window)
     names = list(selection.choose(model, config))
     if not names:
@@ -171,7 +115,7 @@ def measure(
     generator = torch.Generator(device).manual_seed(SEED)
     with evaluating(model), tqdm(total=len(names) * len(pieces), desc="measuring", disable=not progress) as bar:
         with torch.no_grad():
-            capture.check(model, capture.units(model, names), ids[None], device)
+            capture.check(model, units(model, names), ids[None], device)
         for piece in pieces:
             _add_costs(model, piece, config, device, generator, costs, bar)
     for name, found in costs.items():
@@ -211,8 +155,8 @@ def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, 
 
     hooks = [model.get_submodule(name).register_forward_hook(partial(watch, name), with_kwargs=True) for name in costs]
     try:
-        units = (*capture.units(model, list(costs)), *([head] if head else []))
-        with torch.enable_grad(), capture.recomputed(model, units, device) as anchor:
+        parts = (*units(model, list(costs)), *([head] if head else []))
+        with torch.enable_grad(), capture.recomputed(model, parts, device) as anchor:
             logits = capture.forward_pass(model, ids).logits
             probabilities = logits.detach().to(device).float().softmax(-1).flatten(0, -2)
             # The gradient of the logarithm of a probability by logits: 1 at the token, less all probabilities.
@@ -233,15 +177,6 @@ def _decoded(weight: torch.Tensor, width: int, config: KbitConfig) -> torch.Tens
     return KbitLinear.from_linear(linear, width, *how).dequantize(torch.float32)
 
 
-def stored_weights(model, names: Iterable[str]) -> int:
-    """Number of weights of these layers as they are stored: with what pads the last block of a row."""
-    shapes = []
-    for name in names:
-        module = model.get_submodule(name)
-        shapes.append(reversed(module.weight.shape) if isinstance(module, Conv1D) else module.weight.shape)
-    return sum(math.prod(absmax_shape(*shape)) * BLOCK_SIZE for shape in shapes)
-
-
 def column_bytes(model, names: Iterable[str], config: KbitConfig) -> int:
     """Bytes of these layers' column scales, one for each of their inputs where weights are transformed."""
     if config.transform == "none":
@@ -251,13 +186,6 @@ def column_bytes(model, names: Iterable[str], config: KbitConfig) -> int:
 
 
 # --- without data ---------------------------------------------------------------------------------
-
-KEYS_OR_VALUES = re.compile(r"(^|_)(k|v|kv|key|value)(_|$)")
-# What an error of one weight costs, relative to that in a square one in the middle of a model: as measured on
-# SmolLM2-135M (rotated and balanced weights, 2026-11-22), rounded.
-SHARED = 4.0  # of keys and values at most, where several heads share them: the number of these
-WIDE = 0.75  # more outputs than inputs
-FIRST, LAST = (3, 1.6), (2, 3.0)  # so many layers at the beginning, all of each; at the end, but attention
 
 
 def widths_by_rule(model: PreTrainedModel, bits: float, *, config: KbitConfig | None = None) -> KbitConfig:
@@ -285,40 +213,10 @@ def widths_by_rule(model: PreTrainedModel, bits: float, *, config: KbitConfig | 
     if not BITS[0] <= bits <= BITS[-1]:
         raise ValueError(f"bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
     config = config or KbitConfig()
-    names = list(selection.choose(model, replace(config, bits=BITS[0], module_bits=_left(config))))
+    names = list(selection.choose(model, replace(config, bits=BITS[0], module_bits=left(config))))
     if not names:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
-    layers = {}
-    for unit, inside in capture.units(model, names).items():
-        for name in inside:
-            weights = stored_weights(model, [name])
-            cost = weights * _sensitivity(model, name, unit)
-            layers[name] = Layer(weights, {width: cost * 4.0**-width for width in BITS})  # as rounding errors fall
-    return config_of(config, spend(layers, bits * sum(layer.weights for layer in layers.values())))
-
-
-def _sensitivity(model: PreTrainedModel, name: str, unit: str) -> float:
-    """What an error of one weight of a layer costs; ``unit`` is the layer of the model that it is in."""
-    text, own = model.config.get_text_config(), name.rpartition(".")[2]
-    outputs, inputs = model.get_submodule(name).weight.shape
-    if isinstance(model.get_submodule(name), Conv1D):
-        outputs, inputs = inputs, outputs
-    heads, sharing = (getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
-    found = 1.0
-    if KEYS_OR_VALUES.search(own):
-        known = isinstance(heads, int) and isinstance(sharing, int) and 0 < sharing < heads
-        found = min(heads / sharing, SHARED) if known else 1.0
-    elif outputs > inputs:
-        found = WIDE
-    parent, _, place = unit.rpartition(".")
-    if place.isdigit():
-        place, depth = int(place), len(model.get_submodule(parent))
-        attention = any("attn" in part or "attention" in part for part in name.split("."))
-        if place < FIRST[0]:
-            found *= FIRST[1]
-        elif place >= depth - LAST[0] and not attention:
-            found *= LAST[1]
-    return found
+    return config_of(config, by_rule(model, names, bits))
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ ORDER = [
     "refine",
     "nn",
     "config",
+    "mixing",
     "evaluation",
     "integrations",
     "calibration",

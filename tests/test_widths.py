@@ -25,7 +25,8 @@ from hf_kbit import KbitConfig, KbitLinear, widths
 from hf_kbit.calibration.writing import draw
 from hf_kbit.format import BITS, layer_exponent
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.widths import Layer, bits_for_memory, choose_widths, measure, spend
+from hf_kbit.mixing import Layer, spend, stored_weights
+from hf_kbit.widths import bits_for_memory, choose_widths, measure
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 TOKENS = torch.arange(200) * 7 % 256
@@ -280,7 +281,7 @@ def by_rule(bits, build=LlamaForCausalLM, **settings):
         model = build(build.config_class(**{**shape, "vocab_size": 256, "num_hidden_layers": 12, **settings}))
     config = widths.widths_by_rule(model, bits)
     chosen = selection.choose(model, config)
-    sizes = {name: widths.stored_weights(model, [name]) for name in chosen}
+    sizes = {name: stored_weights(model, [name]) for name in chosen}
     return sum(chosen[name] * size for name, size in sizes.items()) / sum(sizes.values()), chosen
 
 

@@ -10,20 +10,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from hf_kbit.mixing import elements
+
 
 class _Finished(Exception):
     pass
-
-
-def units(model: nn.Module, names: list[str]) -> dict[str, list[str]]:
-    """``{module: names in it}``: linear layers by the layer of the model that they are in, the outermost element of a
-    ``ModuleList``; one that is in none stands for itself."""
-    found = {}
-    elements = list(_elements(model))
-    for name in names:
-        unit = next((element for element in elements if name == element or name.startswith(f"{element}.")), name)
-        found.setdefault(unit, []).append(name)
-    return found
 
 
 def resolve(device: torch.device | str | None, model) -> torch.device:
@@ -96,7 +87,7 @@ def stream(
     ends, before its outputs are computed, and None is returned, unless ``to_end``.
     """
     waiting, running = set(names), set()
-    modules = {name: model.get_submodule(name) for name in dict.fromkeys((*names, *_elements(model)))}
+    modules = {name: model.get_submodule(name) for name in dict.fromkeys((*names, *elements(model)))}
     originals = {name: module.forward for name, module in modules.items()}
     dtype = model.dtype
 
@@ -155,7 +146,7 @@ def recomputed(model: nn.Module, names: Iterable[str], device: torch.device) -> 
     takes part in all of them: for its gradient, which is 0, the backward pass goes through them all, whatever of the
     model needs a gradient. Parameters get none.
     """
-    modules = {name: model.get_submodule(name) for name in dict.fromkeys((*names, *_elements(model)))}
+    modules = {name: model.get_submodule(name) for name in dict.fromkeys((*names, *elements(model)))}
     originals = {name: module.forward for name, module in modules.items()}
     anchor, dtype = torch.zeros((), device=model.device, requires_grad=True), model.dtype
 
@@ -224,15 +215,6 @@ def forward_pass(model: nn.Module, ids: torch.Tensor) -> Any:
     finally:
         for config in caching:
             config.use_cache = True
-
-
-def _elements(model: nn.Module) -> Iterator[str]:
-    """Names of the elements of the outermost module lists."""
-    lists = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
-            lists.append(name)
-            yield from (f"{name}.{child}" for child in module._modules)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from hf_kbit.evaluation import evaluating
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.checkpoint import saved_class
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
+from hf_kbit.mixing import units
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Packed, choose_decoding, transformed
 from hf_kbit.reference import decode_e4m4
@@ -147,7 +148,7 @@ def calibrate(
         for name, bits in widths.items()
     }
     with evaluating(model):
-        layers = capture.units(model, list(widths))
+        layers = units(model, list(widths))
         capture.check(model, layers, ids, device)
         solver = METHODS[method]
         finished = None

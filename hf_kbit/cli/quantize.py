@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download, upload_folder
 from transformers import AutoConfig, AutoTokenizer
 
 import hf_kbit
-from hf_kbit import widths
+from hf_kbit import mixing, widths
 from hf_kbit.calibration.data import LENGTH, SEQUENCES, token_ids
 from hf_kbit.calibration.layerwise import METHODS, load
 from hf_kbit.calibration.writing import AMOUNTS as WRITTEN
@@ -175,7 +175,7 @@ def _fit(model, size: int, context: int, config: KbitConfig) -> float:
     """The mean width with which the model takes so many bytes; says what they are for."""
     bits = widths.bits_for_memory(model, size, context=context, config=config)
     chosen = selection.choose(model, config)
-    weights = widths.stored_weights(model, chosen)
+    weights = mixing.stored_weights(model, chosen)
     parts = {
         "what is not quantized": widths.rest_bytes(model, chosen),
         "column scales": widths.column_bytes(model, chosen, config),
@@ -197,7 +197,7 @@ def _mix(model, mean: float, ids: torch.Tensor, source: str, config: KbitConfig,
     tokens = sample.numel()
     line("measuring", f"what few bits in each layer cost on {tokens:,} tokens of {source}, on {device}")
     layers = widths.measure(model, sample.flatten(), config, window=sample.shape[1], device=device, progress=True)
-    chosen = widths.spend(layers, mean * sum(layer.weights for layer in layers.values()))
+    chosen = mixing.spend(layers, mean * sum(layer.weights for layer in layers.values()))
     counts = ", ".join(f"{count} in {width} bits" for width, count in sorted(Counter(chosen.values()).items()))
     weights, used = Counter(), Counter()
     for name, layer in layers.items():
@@ -213,7 +213,7 @@ def _mix(model, mean: float, ids: torch.Tensor, source: str, config: KbitConfig,
         line(
             "", f"{name}: {chosen[name]} bits, for {BITS[0]} cost {cost:.2g} nats a token, the {extreme} for its size"
         )
-    return widths.config_of(config, chosen)
+    return mixing.config_of(config, chosen)
 
 
 def _copy_beside(model: str, revision: str | None, out: Path) -> None:

@@ -12,6 +12,7 @@ import hf_kbit
 from hf_kbit.calibration import capture, inputs, layerwise, weighted
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.integrations.transformers import selection
+from hf_kbit.mixing import units
 
 READS_TOKENS = [
     row
@@ -100,7 +101,7 @@ def test_units_are_the_outermost_elements_of_lists():
     inner = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
     model = nn.ModuleDict({"layers": nn.ModuleList([inner, nn.Linear(2, 2)]), "head": nn.Linear(2, 2)})
     names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    assert capture.units(model, names) == {
+    assert units(model, names) == {
         "layers.0": ["layers.0.experts.0", "layers.0.experts.1"],
         "layers.1": ["layers.1"],
         "head": ["head"],

@@ -24,6 +24,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 
+from hf_kbit import mixing
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, COLUMNS_SUFFIX, weight_shape
 from hf_kbit.integrations.transformers import checkpoint, selection
@@ -121,16 +122,12 @@ class KbitHfQuantizer(HfQuantizer):
             self.shapes = {name: parameter.shape for name, parameter in _unpacked(model)}
 
     def _prepare_on_the_fly(self, model) -> None:
-        if self.quantization_config.bits % 1:
-            from hf_kbit.widths import widths_by_rule  # not above: it needs selection, of this package
-
-            self.quantization_config = widths_by_rule(
-                model, self.quantization_config.bits, config=self.quantization_config
-            )
-        layers = {
-            name: self.new_layer(model, name, bits)
-            for name, bits in selection.choose(model, self.quantization_config).items()
-        }
+        config = self.quantization_config
+        chosen = selection.choose(model, config)
+        if chosen and config.bits % 1:  # a mean
+            chosen = mixing.by_rule(model, list(chosen), config.bits)
+            self.quantization_config = mixing.config_of(config, chosen)
+        layers = {name: self.new_layer(model, name, bits) for name, bits in chosen.items()}
         if not layers:
             logger.warning("hf_kbit: found no linear layer to quantize in %s", type(model).__name__)
         for layer in layers.values():

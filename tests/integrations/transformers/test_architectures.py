@@ -70,7 +70,7 @@ def rounded_as_it_is(weight: torch.Tensor, bits: int, levels=None, signed: bool 
     blocks = F.pad(weight.float(), (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
     largest = blocks.abs().max().item()
     if signed:
-        exponent = 0 if 2.0**-3 <= largest <= 31 / 16 else math.frexp(largest / (31 / 16))[1]
+        exponent = 0 if 2.0**-4 <= largest <= 31 / 16 else math.frexp(largest / (31 / 16))[1]
         least, most = (blocks * (-1.0 if levels[-1] < -levels[0] else 1.0)).aminmax(dim=2)
         signs = torch.where(-least > most, -1.0, 1.0)[..., None]
     else:
