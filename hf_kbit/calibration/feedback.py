@@ -1,4 +1,5 @@
-"""Error feedback: what rounding a weight does to a layer's outputs, the weights not yet rounded make up for."""
+"""Error feedback: what rounding a weight does to a layer's outputs, the weights not yet rounded make up for; then each
+is rounded again, now that all the others are known."""
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from hf_kbit.reference import (
     SEARCH_ABOVE,
     SEARCH_BELOW,
     decode_e4m4,
+    decode_scales,
     encode_e4m4,
     nearest,
     pack_codes,
@@ -19,6 +21,9 @@ from hf_kbit.reference import (
 )
 
 DIAGONAL = False
+# Of the mean of the Hessian's diagonal, added to it: with less the error falls on the sample, and grows on other text.
+DAMPING = 0.1
+SWEEPS = 3  # more gain little: the error on other text falls by 4% with 3 of them, by half a percent more with 8
 
 
 def solve(
@@ -30,7 +35,8 @@ def solve(
     Columns are rounded one after another, and the error of each is spread over those to come as the least squares
     say. A block's scale is the one for which its columns, rounded so, add least to the error. Blocks go in descending
     order of their inputs' moments, and so do the columns within each: the largest errors are made while many columns
-    are left. Nothing of that order is stored.
+    are left. Nothing of that order is stored. In sweeps over all blocks then, in the same order, each weight takes the
+    level that is best while all others stay as they are, and each scale the best byte for its codes.
 
     Args:
         weight: float32 ``[N, K]``, finite, its largest magnitude within the range of the scales.
@@ -42,7 +48,8 @@ def solve(
         planes, int32 ``[N, B * bits]``, and absmax, uint8 ``[N, B]``.
 
     Source: GPTQ (arXiv:2210.17323), which is LDLQ of QuIP (arXiv:2307.13304); here with scales of blocks that are
-    searched by the error after the feedback.
+    searched by the error after the feedback. Sweeps by coordinates are those of QuantEase (arXiv:2309.01885), there
+    from rounded weights on and with fixed scales.
 
     >>> weight, inputs = torch.rand(4, 64), torch.rand(1000, 64)
     >>> planes, absmax = solve(weight, inputs.T @ inputs, torch.tensor([-1.0, -0.3, 0.3, 1.0]))
@@ -50,18 +57,20 @@ def solve(
     (torch.Size([4, 4]), torch.Size([4, 2]))
     """
     bits, padding = bits_of(len(codebook)), -weight.shape[1] % BLOCK_SIZE
-    damping = damping_of(hessian)
+    damping = damping_of(hessian, DAMPING)
     kept = F.pad(torch.ones_like(weight[0]), (0, padding))
     columns, hessian = F.pad(weight, (0, padding)), F.pad(hessian, (0, padding, 0, padding))
     order = _order(hessian.diagonal())
     columns, hessian, kept = columns.T[order].contiguous(), hessian[order][:, order], kept[order]
-    root = _inverse_root(hessian, damping)
+    target, root = columns.clone(), _inverse_root(hessian, damping)
     codes = torch.empty_like(columns, dtype=torch.uint8)
     absmax = torch.empty((len(columns) // BLOCK_SIZE, len(weight)), dtype=torch.uint8, device=weight.device)
     for block, start in enumerate(range(0, len(columns), BLOCK_SIZE)):
         own = slice(start, start + BLOCK_SIZE)
         codes[own], absmax[block], errors = _block(columns[own], root[own, own], kept[own], codebook, signed)
         columns[own.stop :] -= root[own, own.stop :].T @ errors
+    hessian.diagonal().add_(damping)
+    _sweep(codes, absmax, target, hessian, kept, codebook, signed)
     codes[order], absmax[order[::BLOCK_SIZE] // BLOCK_SIZE] = codes.clone(), absmax.clone()
     return pack_codes(codes.T.unflatten(1, (-1, BLOCK_SIZE)).contiguous(), bits), absmax.T.contiguous()
 
@@ -117,3 +126,43 @@ def _block(columns: torch.Tensor, root: torch.Tensor, kept: torch.Tensor, codebo
     index = best.expand(BLOCK_SIZE, 1, -1)
     chosen = with_signs(absmax.gather(0, best[None])[0], signs)
     return codes.gather(1, index)[:, 0], chosen, left.gather(1, index)[:, 0] * signs
+
+
+def _sweep(codes, absmax, target, hessian, kept, codebook, signed) -> None:
+    """Lowers the error of codes ``[K, N]`` and absmax ``[B, N]``, in place, for the float32 weight ``target`` and the
+    damped Hessian, both in the order of ``solve``."""
+    decoded = codebook[codes.int()] * decode_scales(absmax, signed).repeat_interleave(BLOCK_SIZE, dim=0)
+    gradient = hessian @ (decoded - target)  # half of it
+    for _ in range(SWEEPS):
+        for block, start in enumerate(range(0, len(codes), BLOCK_SIZE)):
+            own = slice(start, start + BLOCK_SIZE)
+            parts = codes[own], absmax[block], gradient[own], hessian[own, own], kept[own]
+            codes[own], absmax[block], change = _round_again(*parts, codebook, signed)
+            gradient += hessian[:, own] @ change
+
+
+def _round_again(codes, absmax, gradient, hessian, kept, codebook, signed):
+    """Codes ``[32, N]`` and absmax ``[N]`` of one block, and the change of its decoded weight, float32 ``[32, N]``.
+
+    What a weight should be, while the others stay, is where the gradient vanishes; the nearest level is best then. The
+    error as a function of the scale is a parabola for given codes: the byte next to its bottom is best.
+    """
+    scale = decode_scales(absmax, signed)
+    inverse = torch.where(scale != 0, 1 / scale, 0)
+    before = codebook[codes.int()] * scale
+    codes, decoded, gradient = codes.clone(), before.clone(), gradient.clone()
+    for j in range(BLOCK_SIZE):
+        found = nearest((decoded[j] - gradient[j] / hessian[j, j]) * inverse, codebook)
+        codes[j] = torch.where(kept[j] > 0, found, codes[j])
+        now = codebook[codes[j].int()] * scale
+        gradient.addcmul_(hessian[:, j, None], (now - decoded[j])[None])
+        decoded[j] = now
+    levels = codebook[codes.int()]
+    shown = levels * kept[:, None]
+    slope, curvature = (shown * gradient).sum(0), (shown * (hessian @ shown)).sum(0)
+    bottom = scale - torch.where(curvature > 0, slope / curvature, 0)
+    magnitude = encode_e4m4(bottom.abs(), MAGNITUDE if signed else 255).clamp(min=1)
+    step = decode_e4m4(magnitude) * scale.sign() - scale
+    better = (bottom * scale > 0) & (step * (2 * slope + step * curvature) < 0)
+    absmax = torch.where(better, with_signs(magnitude, scale.sign()), absmax)
+    return codes, absmax, levels * (scale + torch.where(better, step, 0)) - before

@@ -2,13 +2,11 @@
 
 import torch
 
-DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to it
 
-
-def damping_of(hessian: torch.Tensor) -> torch.Tensor:
-    """What to add to the diagonal of a Hessian, float32 ``[K, K]``; 1 if it is all zeros."""
+def damping_of(hessian: torch.Tensor, share: float) -> torch.Tensor:
+    """What to add to the diagonal of a Hessian, float32 ``[K, K]``: ``share`` of its mean, or 1 if it is all zeros."""
     mean = hessian.diagonal().mean()
-    return torch.where(mean > 0, DAMPING * mean, 1.0)
+    return torch.where(mean > 0, share * mean, 1.0)
 
 
 def cholesky(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,8 @@
 """Error feedback against its definition: least squares solved afresh after every column, in float64."""
 
+import itertools
+from itertools import pairwise
+
 import cases
 import pytest
 import torch
@@ -8,7 +11,7 @@ import torch.nn.functional as F
 from hf_kbit import codebooks, dequantize, quantize
 from hf_kbit.calibration import feedback, weighted
 from hf_kbit.format import decode_e4m4, encode_e4m4
-from hf_kbit.reference import unpack_codes
+from hf_kbit.reference import pack_codes, unpack_codes
 
 
 def problem(rows: int, columns: int, tokens: int, seed: int = 0):
@@ -33,7 +36,7 @@ def solve_by_definition(weight, hessian, codebook, signed):
     weight = F.pad(weight.double(), (0, blocks * 32 - columns))
     hessian = F.pad(hessian.double(), (0, len(weight) - columns, 0, len(weight) - columns))
     moments = hessian.diagonal().clone()
-    hessian += 0.01 * moments[:columns].mean() * torch.eye(len(weight), dtype=torch.float64)
+    hessian += 0.1 * moments[:columns].mean() * torch.eye(len(weight), dtype=torch.float64)
     codes, bytes_ = torch.zeros(len(weight), dtype=torch.uint8), torch.zeros(blocks, dtype=torch.uint8)
     left = set(range(len(weight)))
 
@@ -68,7 +71,9 @@ def solve_by_definition(weight, hessian, codebook, signed):
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("bits", [2, 3])
 @pytest.mark.parametrize("columns", [32, 70])
-def test_is_what_the_definition_gives(columns, bits, signed):
+def test_is_what_the_definition_gives(columns, bits, signed, monkeypatch):
+    """Before sweeps."""
+    monkeypatch.setattr(feedback, "SWEEPS", 0)
     weight, hessian = problem(2, columns, tokens=200)
     weight = weight / -4  # as scales with signs end below 2**-3; and some are negative
     codebook = torch.tensor(codebooks.optimal(bits, signed))
@@ -100,12 +105,54 @@ def test_never_worse_than_rounding(bits, columns, tokens):
         assert found < min(plain, scales), "0.02 to 0.65 of the smaller when it was written"
 
 
+def damped_error(planes, absmax, weight, hessian, codebook, signed) -> torch.Tensor:
+    """Of each row, with the damping: what sweeps lower."""
+    difference = cases.stored(planes, absmax, codebook, signed)[:, : weight.shape[1]].double() - weight.double()
+    hessian = hessian.double() + 0.1 * hessian.diagonal().mean().item() * torch.eye(len(hessian))
+    return torch.einsum("nk,kl,nl->n", difference, hessian, difference)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("columns", [64, 70])
+@pytest.mark.parametrize("bits", [2, 3])
+def test_sweeps_end_where_no_code_and_no_scale_is_better_alone(bits, columns, signed, monkeypatch):
+    weight, hessian = problem(6, columns, tokens=300)
+    weight, codebook = weight / 4, torch.tensor(codebooks.optimal(bits, signed))
+    errors = []
+    for sweeps in (0, 1, 3, 40):
+        monkeypatch.setattr(feedback, "SWEEPS", sweeps)
+        planes, absmax = feedback.solve(weight, hessian, codebook, signed)
+        errors.append(damped_error(planes, absmax, weight, hessian, codebook, signed))
+    assert all((after <= before * 1.0001).all() for before, after in pairwise(errors))
+    assert errors[3].sum() < 0.995 * errors[0].sum()
+    codes = unpack_codes(planes, bits)
+    for block, j in itertools.product(range(codes.shape[1]), range(32)):
+        for code in range(2**bits) if 32 * block + j < columns else ():
+            other = codes.clone()
+            other[:, block, j] = code
+            found = damped_error(pack_codes(other, bits), absmax, weight, hessian, codebook, signed)
+            assert (found >= errors[-1] * 0.9999).all()
+    for block, byte in itertools.product(range(codes.shape[1]), range(1, 128)):
+        other = absmax.clone()
+        other[:, block] = byte + (absmax[:, block] & 128)
+        found = damped_error(planes, other, weight, hessian, codebook, signed)
+        assert (found >= errors[-1] * 0.9999).all()
+
+
 @pytest.mark.parametrize("bits", cases.BITS)
-def test_without_correlation_there_is_nothing_to_feed_back(bits):
+def test_without_correlation_there_is_nothing_to_feed_back(bits, monkeypatch):
+    """Nor to change afterwards, but to scales that are out of the search's reach."""
+    monkeypatch.setattr(feedback, "SWEEPS", 0)
     moments = torch.rand(100, generator=cases.generator(bits)) + 0.1
     weight, codebook = problem(16, 100, 1)[0], torch.tensor(codebooks.optimal(bits))
-    expected = weighted.solve(weight, moments + 0.01 * moments.mean(), codebook)
-    assert all(map(torch.equal, feedback.solve(weight, moments.diag(), codebook), expected))
+    expected = weighted.solve(weight, moments + 0.1 * moments.mean(), codebook)
+    found = feedback.solve(weight, moments.diag(), codebook)
+    assert all(map(torch.equal, found, expected))
+    monkeypatch.undo()
+    planes, absmax = feedback.solve(weight, moments.diag(), codebook)
+    same = absmax == expected[1]
+    assert same.float().mean() > 0.95
+    assert torch.equal(unpack_codes(planes, bits)[same], unpack_codes(expected[0], bits)[same])
 
 
 def test_without_inputs_it_is_the_plain_search():
