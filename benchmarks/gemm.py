@@ -85,7 +85,7 @@ def packed_kernels(weight, bits: int, gradient: bool, rotated: bool):
     """The functions, the bytes of one packed weight and, if it is rotated, the functions for one that is not."""
     n, k = weight.shape
     codebook = torch.tensor(hf_kbit.codebooks.normal_float(bits), device="cuda")
-    words, scales = OPS.repack(*OPS.quantize(weight, codebook), bits, [n, k])
+    words, scales = OPS.repack(*OPS.quantize(weight, codebook, signed=rotated), bits, [n, k])
     columns = torch.randint(144, 209, (k,), device="cuda", dtype=torch.uint8)
     packed = [words, scales, columns]
     size = sum(tensor.nbytes for tensor in (packed if rotated else packed[:2]))
