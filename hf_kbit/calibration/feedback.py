@@ -131,8 +131,8 @@ def _block(columns: torch.Tensor, root: torch.Tensor, kept: torch.Tensor, codebo
 def _sweep(codes, absmax, target, hessian, kept, codebook, signed) -> None:
     """Lowers the error of codes ``[K, N]`` and absmax ``[B, N]``, in place, for the float32 weight ``target`` and the
     damped Hessian, both in the order of ``solve``."""
-    decoded = codebook[codes.int()] * decode_scales(absmax, signed).repeat_interleave(BLOCK_SIZE, dim=0)
-    gradient = hessian @ (decoded - target)  # half of it
+    scales = decode_scales(absmax, signed).repeat_interleave(BLOCK_SIZE, dim=0)
+    gradient = hessian @ torch.addcmul(-target, codebook[codes.int()], scales)  # half of it
     for _ in range(SWEEPS):
         for block, start in enumerate(range(0, len(codes), BLOCK_SIZE)):
             own = slice(start, start + BLOCK_SIZE)
