@@ -26,7 +26,7 @@ BLOCK_SIZE = 32
 ABSMAX_SUFFIX, COLUMNS_SUFFIX = "_absmax", "_columns"
 
 E4M4_BIAS, E4M4_MAX = 11, 31.0
-SE3M4_BIAS, SE3M4_MAX = 7, 1.9375
+SE3M4_BIAS = 7
 MAX_EXPONENT = 126  # 2**exponent is a normal float32
 
 
@@ -129,18 +129,19 @@ def layer_exponent(largest: float, signed: bool = False) -> int:
 
     E4M4 scales are normal numbers from 2**-10 to 31. A layer between 2**-6 and 31 has four octaves or more below its
     largest scale and stays as it is; any other is shifted by the power of two that puts ``largest`` in [8, 16).
-    Those with signs are from 2**-6 to 31/16: a layer between 2**-4 and 31/16 stays as it is; any other is shifted by
-    the power of two that puts ``largest`` between 31/32 and 31/16.
+    Those with signs are from 2**-6 to 31/16, and a block's may be half as large again as its largest weight: a layer
+    between 2**-4 and 5/4 stays as it is; any other is shifted by the power of two that puts ``largest`` between half
+    of that and that.
 
     >>> layer_exponent(0.5), layer_exponent(1000.0), layer_exponent(0.001)
     (0, 6, -13)
     >>> layer_exponent(0.5, signed=True), layer_exponent(1000.0, signed=True), layer_exponent(0.001, signed=True)
-    (0, 10, -10)
+    (0, 10, -9)
     """
-    least, most = (2.0**-4, SE3M4_MAX) if signed else (2.0**-6, E4M4_MAX)
+    least, most = (2.0**-4, 1.25) if signed else (2.0**-6, E4M4_MAX)
     if largest == 0.0 or least <= largest <= most:
         return 0
-    exponent = math.frexp(largest / SE3M4_MAX)[1] if signed else math.frexp(largest)[1] - 4
+    exponent = math.frexp(largest / most)[1] if signed else math.frexp(largest)[1] - 4
     return max(exponent, -100)  # float32 keeps its normal range for levels * 2**exponent * absmax
 
 

@@ -127,8 +127,8 @@ def quantize(
     Args:
         weight: float32, float16 or bfloat16 ``[*, N, K]``, any strides, N and K at least 1.
         codebook: float32 ``[2**bits]``, ascending, bits 2 to 5.
-        search: takes for each block, of the scales from about half to 1.3 times that one, the one with the least
-            squared error of the decoded block.
+        search: takes for each block, of the scales from about half to 1.3 times that one (0.6 to 1.4 with signs), the
+            one with the least squared error of the decoded block.
         signed: gives the scale of a block a sign, as rotated weights have it: the one with which the weight of largest
             magnitude is on the side of the level of largest magnitude. The eighth bit of ``absmax`` is 1 where it is
             negative, the lower seven are E4M4 below 2**-3.

@@ -112,8 +112,15 @@ def unpack_codes(planes: torch.Tensor, bits: int) -> torch.Tensor:
 # --- quantize, dequantize -------------------------------------------------------------------------
 
 
-# Steps between E4M4 bytes, down and up from that of absmax, in which a scale is searched: about half to 1.3 times it.
-SEARCH_BELOW, SEARCH_ABOVE = 16, 6
+# Steps between bytes, down and up from that of absmax, in which a scale is searched: about half to 1.3 times it, or,
+# with signs, when levels may end before -1, 0.6 to 1.4 times.
+SEARCH, SEARCH_SIGNED = (16, 6), (13, 9)
+
+
+def search_steps(signed: bool) -> range:
+    """In this order: of equal errors the first wins."""
+    below, above = SEARCH_SIGNED if signed else SEARCH
+    return range(-below, above + 1)
 
 
 def quantize(
@@ -150,7 +157,7 @@ def quantize_rows(
     if search:
         factors = rows.new_ones(rows.shape[-1], dtype=torch.float32) if importance is None else importance.sqrt()
         factors = F.pad(factors, (0, padding)).unflatten(-1, (-1, BLOCK_SIZE))
-        absmax = _least_error(blocks, factors, codebook, absmax, most)
+        absmax = _least_error(blocks, factors, codebook, absmax, search_steps(signed), most)
     codes = nearest(over_scales(blocks, absmax), codebook).to(torch.uint8)
     return pack_codes(codes, bits), with_signs(absmax, signs) if signed else absmax
 
@@ -171,11 +178,10 @@ def nearest(ratios: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
     return torch.bucketize(ratios, (codebook[1:] + codebook[:-1]) / 2, out_int32=True)
 
 
-def _least_error(blocks, factors, codebook, absmax, most) -> torch.Tensor:
-    """Of the bytes around ``absmax``, from 1 to ``most``, that with the least squared error; if several, ``absmax``,
-    else the lowest.
-    ``factors`` multiply the errors: 0 where there is padding. Every operation is one of float32, and a sum has one
-    order: all devices agree."""
+def _least_error(blocks, factors, codebook, absmax, steps, most) -> torch.Tensor:
+    """Of the bytes ``steps`` from ``absmax``, from 1 to ``most``, that with the least squared error; if several,
+    ``absmax``, else the lowest. ``factors`` multiply the errors: 0 where there is padding. Every operation is one of
+    float32, and a sum has one order: all devices agree."""
 
     def squared_error(byte):
         ratios = over_scales(blocks, byte)
@@ -187,7 +193,7 @@ def _least_error(blocks, factors, codebook, absmax, most) -> torch.Tensor:
         return squares[..., 0] * scale * scale
 
     best, least = absmax, squared_error(absmax)
-    for step in range(-SEARCH_BELOW, SEARCH_ABOVE + 1):
+    for step in steps:
         byte = (absmax.int() + step).clamp(1, most).to(torch.uint8)
         error = squared_error(byte)
         better = (error < least) & (absmax > 0)

@@ -89,11 +89,11 @@ def test_layer_exponent_keeps_scales_normal():
 def test_layer_exponent_of_signed_scales():
     """Those of a layer it moves end within an octave of its largest weight; none of another size moves."""
     magnitudes = [10.0 ** (i / 8) for i in range(-240, 241)]
-    for largest in [*magnitudes, 1.9375, math.nextafter(1.9375, 2), 0.0625, math.nextafter(0.0625, 0), 2.0**100]:
+    for largest in [*magnitudes, 1.25, math.nextafter(1.25, 2), 0.0625, math.nextafter(0.0625, 0), 2.0**100]:
         exponent = format.layer_exponent(largest, signed=True)
         scaled = largest * 2.0**-exponent
-        assert scaled <= 1.9375, largest
-        assert scaled >= (0.0625 if exponent == 0 else 1.9375 / 2), largest
+        assert scaled <= 1.25, largest
+        assert scaled >= (0.0625 if exponent == 0 else 0.625), largest
     assert format.layer_exponent(0.0, signed=True) == format.layer_exponent(0.0625, signed=True) == 0
     assert format.layer_exponent(1e-45, signed=True) == -100
 

@@ -215,7 +215,7 @@ def test_searched_scales_have_the_least_error(bits):
 
     chosen = errors(reference.decode_e4m4(absmax).double())
     assert torch.equal(absmax[around == 0], torch.zeros_like(absmax[around == 0]))
-    for step in range(-reference.SEARCH_BELOW, reference.SEARCH_ABOVE + 1):
+    for step in reference.search_steps(signed=False):
         byte = (around + step).clamp(1, 255).to(torch.uint8)
         others = errors(reference.decode_e4m4(byte).double())
         assert (chosen <= others * (1 + 1e-5) + 1e-12)[around > 0].all()

@@ -11,8 +11,8 @@ constexpr int kMinBits = 2;
 constexpr int kMaxBits = 5;
 
 // Steps between E4M4 bytes, down and up from that of absmax, in which a scale is searched.
-constexpr int kSearchBelow = 16;
-constexpr int kSearchAbove = 6;
+constexpr int search_below(bool signed_scales) { return signed_scales ? 13 : 16; }
+constexpr int search_above(bool signed_scales) { return signed_scales ? 9 : 6; }
 
 // The bit of an absmax byte that is its sign, where scales have signs; the others are E4M4 then, of its lower half.
 constexpr uint32_t kSignBit = 0x80;

@@ -134,7 +134,8 @@ static inline void quantize_block(const void* weight, int columns, const Target<
         for (int v = 0; v < kVectors; ++v) kept[v] = V::load(kKept.first + kBlockSize - columns + v * V::kWidth);
         const int around = *absmax;
         float least = squared_error<V, bits>(values, kept, *absmax, target);
-        for (int step = -kSearchBelow; step <= kSearchAbove; ++step) {
+        const int below = search_below(target.signed_scales), above = search_above(target.signed_scales);
+        for (int step = -below; step <= above; ++step) {
             const int found = around + step;
             const auto byte = static_cast<uint8_t>(found < 1 ? 1 : found > highest ? highest : found);
             const float error = squared_error<V, bits>(values, kept, byte, target);

@@ -220,9 +220,11 @@ __device__ __forceinline__ uint32_t search_scale(const float (&values)[kBlockSiz
                                                  const Find& find) {
     uint32_t best = around;
     float least = 0;
+    const bool signed_scales = highest < 255;
+    const int below = search_below(signed_scales), above = search_above(signed_scales);
 #pragma unroll 1
-    for (int step = -kSearchBelow - 1; step <= kSearchAbove; ++step) {
-        const bool first = step < -kSearchBelow;
+    for (int step = -below - 1; step <= above; ++step) {
+        const bool first = step < -below;
         const uint32_t byte =
             first ? around : static_cast<uint32_t>(min(max(static_cast<int>(around) + step, 1), highest));
         const float inverse = smem_inverse[byte], scale = decode_e4m4(byte);

@@ -9,13 +9,12 @@ from hf_kbit.codebooks import bits_of
 from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.reference import (
     MAGNITUDE,
-    SEARCH_ABOVE,
-    SEARCH_BELOW,
     decode_e4m4,
     decode_scales,
     encode_e4m4,
     nearest,
     pack_codes,
+    search_steps,
     signs_of,
     with_signs,
 )
@@ -110,7 +109,7 @@ def _block(columns: torch.Tensor, root: torch.Tensor, kept: torch.Tensor, codebo
     signs = signs_of(columns.T, codebook) if signed else torch.ones_like(columns[0])
     columns = columns * signs
     most = MAGNITUDE if signed else 255
-    steps = torch.arange(-SEARCH_BELOW, SEARCH_ABOVE + 1, device=columns.device)
+    steps = torch.tensor(search_steps(signed), device=columns.device)
     largest = encode_e4m4(columns.abs().amax(0), most).int()
     absmax = torch.where(largest > 0, (largest + steps[:, None]).clamp(1, most), 0).to(torch.uint8)
     scale = decode_e4m4(absmax)

@@ -22,6 +22,10 @@ TOO_LARGE = 2.0**127 * (1 + 31 / 32)
 # Up to here a weight divided by column scales, and sums of 32 of them, stay far below that.
 MOST_TO_TRANSFORM = 2.0**100
 
+# A weight so many times the root mean square stands out. Turned, it fills its block with numbers of one magnitude and
+# both signs, which levels hold best that are symmetric.
+STANDS_OUT = 32
+
 TRANSFORMS = ("rotated", "none")
 DEFAULT_TRANSFORM = "rotated"
 
@@ -150,7 +154,8 @@ def transformed(
 
 
 def choose_decoding(stored: Stored, levels: Levels, search: bool, refined: bool = False) -> Decoding:
-    """How a weight will decode: its exponent and, if levels are refined, levels of its own.
+    """How a weight will decode: its exponent and, perhaps, levels of its own: refined ones or, in place of those of
+    ``optimal`` for scales with signs, the symmetric ones, if a weight stands out.
 
     Args:
         stored: what will be quantized.
@@ -163,11 +168,18 @@ def choose_decoding(stored: Stored, levels: Levels, search: bool, refined: bool 
     6
     """
     transform = "none" if stored.columns is None else "rotated"
+    if levels == codebooks.optimal(bits_of(len(levels)), signed=True) and _stands_out(stored):
+        levels = codebooks.optimal(bits_of(len(levels)))
     decoding = Decoding(levels, layer_exponent(stored.largest, signed=transform != "none"), transform)
     if not refined:
         return decoding
     levels = refine(stored.weight, levels, decoding.codebook_exponent, search, decoding.transformed)
     return replace(decoding, levels=levels)
+
+
+def _stands_out(stored: Stored) -> bool:
+    squares = stored.weight.float().square().sum(dtype=torch.float64).item()
+    return stored.largest > STANDS_OUT * (squares / stored.weight.numel()) ** 0.5
 
 
 def _largest(weight: torch.Tensor, name: str) -> float:

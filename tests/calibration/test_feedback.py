@@ -44,11 +44,12 @@ def solve_by_definition(weight, hessian, codebook, signed):
         return sorted(columns, key=lambda j: -moments[j])
 
     for block in sorted(range(blocks), key=lambda b: -moments[32 * b : 32 * b + 32].sum()):
-        own, most = weight[32 * block : 32 * block + 32], 127 if signed else 255
+        own = weight[32 * block : 32 * block + 32]
+        most, below, above = (127, 13, 9) if signed else (255, 16, 6)
         negative = signed and bool(-own.min() > own.max())  # level 1 is the last one
         first = min(encode_e4m4(own.abs().max().item()), most)
         tried = []
-        for byte in range(max(first - 16, 1), min(first + 6, most) + 1):
+        for byte in range(max(first - below, 1), min(first + above, most) + 1):
             scale = -decode_e4m4(byte) if negative else decode_e4m4(byte)
             current, mine, loss, remaining = weight.clone(), {}, 0.0, set(left)
             for j in rank(range(32 * block, 32 * block + 32)):

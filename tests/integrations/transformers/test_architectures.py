@@ -70,7 +70,7 @@ def rounded_as_it_is(weight: torch.Tensor, bits: int, levels=None, signed: bool 
     blocks = F.pad(weight.float(), (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
     largest = blocks.abs().max().item()
     if signed:
-        exponent = 0 if 2.0**-4 <= largest <= 31 / 16 else math.frexp(largest / (31 / 16))[1]
+        exponent = 0 if 2.0**-4 <= largest <= 1.25 else math.frexp(largest / 1.25)[1]
         least, most = (blocks * (-1.0 if levels[-1] < -levels[0] else 1.0)).aminmax(dim=2)
         signs = torch.where(-least > most, -1.0, 1.0)[..., None]
     else:
@@ -80,7 +80,7 @@ def rounded_as_it_is(weight: torch.Tensor, bits: int, levels=None, signed: bool 
     step = torch.exp2(torch.frexp(absmax.clamp(min=normal)).exponent - 5.0)  # four bits of mantissa
     start = torch.searchsorted(scales, ((absmax / step).round() * step).clamp(max=scales[-1]))
     best, least = torch.zeros_like(blocks), torch.full_like(absmax, torch.inf)
-    for move in (0, *range(-16, 7)):
+    for move in (0, *(range(-13, 10) if signed else range(-16, 7))):
         scale = scales[torch.where(start > 0, (start + move).clamp(1, len(scales) - 1), 0)]
         position = blocks * (1 / scale).nan_to_num(posinf=0)[..., None]
         decoded = levels[(position[..., None] > (levels[1:] + levels[:-1]) / 2).sum(dim=-1)]
