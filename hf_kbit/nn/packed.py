@@ -178,8 +178,10 @@ def choose_decoding(stored: Stored, levels: Levels, search: bool, refined: bool 
 
 
 def _stands_out(stored: Stored) -> bool:
-    squares = stored.weight.float().square().sum(dtype=torch.float64).item()
-    return stored.largest > STANDS_OUT * (squares / stored.weight.numel()) ** 0.5
+    if stored.largest == 0.0:
+        return False
+    ratios = stored.weight.float() / stored.largest  # whose squares float32 holds
+    return STANDS_OUT**2 * ratios.square_().sum(dtype=torch.float64).item() < ratios.numel()
 
 
 def _largest(weight: torch.Tensor, name: str) -> float:

@@ -32,7 +32,7 @@ def test_scale_has_the_least_weighted_error(shape, bits, signed):
             first, errors = encode_e4m4(values.abs().max().item()), {}
             if signed and -values.min() > values.max():
                 values, absmax[row, block] = -values, absmax[row, block] - 128
-            for byte in range(first - 16, min(first + 7, 128) if signed else first + 7):
+            for byte in range(first - 13, min(first + 10, 128)) if signed else range(first - 16, first + 7):
                 ratios = values / decode_e4m4(byte)
                 nearest = (ratios[:, None] - codebook.double()).abs().argmin(1)
                 differences = (ratios - codebook.double()[nearest]) * decode_e4m4(byte)
