@@ -136,7 +136,7 @@ def layer_exponent(largest: float, signed: bool = False) -> int:
     >>> layer_exponent(0.5), layer_exponent(1000.0), layer_exponent(0.001)
     (0, 6, -13)
     >>> layer_exponent(0.5, signed=True), layer_exponent(1000.0, signed=True), layer_exponent(0.001, signed=True)
-    (0, 10, -9)
+    (0, 10, -10)
     """
     least, most = (2.0**-4, 1.25) if signed else (2.0**-6, E4M4_MAX)
     if largest == 0.0 or least <= largest <= most:

@@ -25,6 +25,7 @@ MOST_TO_TRANSFORM = 2.0**100
 # A weight so many times the root mean square stands out. Turned, it fills its block with numbers of one magnitude and
 # both signs, which levels hold best that are symmetric.
 STANDS_OUT = 32
+AT_A_TIME = 1 << 20  # weights: a copy of all would be a third one
 
 TRANSFORMS = ("rotated", "none")
 DEFAULT_TRANSFORM = "rotated"
@@ -180,8 +181,10 @@ def choose_decoding(stored: Stored, levels: Levels, search: bool, refined: bool 
 def _stands_out(stored: Stored) -> bool:
     if stored.largest == 0.0:
         return False
-    ratios = stored.weight.float() / stored.largest  # whose squares float32 holds
-    return STANDS_OUT**2 * ratios.square_().sum(dtype=torch.float64).item() < ratios.numel()
+    rows = max(AT_A_TIME // stored.weight.shape[1], 1)
+    ratios = (part.float() / stored.largest for part in stored.weight.split(rows))  # whose squares float32 holds
+    squares = sum(part.square_().sum(dtype=torch.float64) for part in ratios)
+    return STANDS_OUT**2 * squares.item() < stored.weight.numel()
 
 
 def _largest(weight: torch.Tensor, name: str) -> float:
