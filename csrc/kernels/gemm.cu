@@ -31,8 +31,8 @@
 // threads. Else the kernel of transform.cu comes before this one, which meanwhile builds its table and asks for its
 // first slabs. Instances of their own, so that other weights pay nothing. One token costs 0.7 to 1.1 us more at 4096
 // columns and 2 to 3.3 us at 14336 (H200, 2026-11-22), far more than the instructions say: not understood yet. Scales
-// with signs, as such weights have, take 16 instructions more a slab, and two of 3 and 4 bits a spilled register beyond
-// eight tokens: not timed yet.
+// with signs, as such weights have, take 16 instructions more a slab, and two of 3 and 4 bits a spilled register
+// beyond eight tokens: not timed yet.
 //
 // An H200 brings in a slab for each processor in 59, 85, 111 and 137 cycles, so shared memory is the limit at 2 and 3
 // bits and memory at 4 and 5. docs/performance.md has the measured times and what was tried.
