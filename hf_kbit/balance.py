@@ -8,6 +8,7 @@ from hf_kbit.reference import encode_e4m4
 # this, and of ratios, 1 being this.
 _ROOTS, _RATIOS = 2.0**24, 2.0**20
 SMALLEST, LARGEST = 2.0**-10, 31.0  # of column scales: what E4M4 holds to a sixteenth of an octave
+# One over the magnitude that typical weights are brought to, and the powers of two that may be taken for that.
 _TYPICAL_INVERSE, _LEAST_POWER, _MOST_POWER = 2.0**5, -4, 3
 SMALLEST_MOMENT = 1e-4  # of the mean, added to each: what a sample shows nothing of may come yet
 # Weights at a time: on a CPU as many as its cache holds.

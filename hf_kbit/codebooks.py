@@ -125,7 +125,7 @@ def optimal(bits: int, signed: bool = False) -> Levels:
     Args:
         bits: 2 to 5.
         signed: for scales with the sign of the weight of largest magnitude. That weight is near level 1 then, no
-            weight is near -1, and the levels lie where weights are: the error is 4 to 8% less.
+            weight is near -1, and the levels lie where weights are: the error is 6 to 8% less.
 
     Source: Lloyd 1982 (Least squares quantization in PCM), with the choice of a block's scale inside the iteration;
     that a scale may have a sign is known from llama.cpp's formats.

@@ -179,6 +179,8 @@ def choose_decoding(stored: Stored, levels: Levels, search: bool, refined: bool 
 
 
 def _stands_out(stored: Stored) -> bool:
+    """Whether the largest magnitude is more than ``STANDS_OUT`` times the root mean square: in a weight so small that
+    one number decides on both it never is."""
     if stored.largest == 0.0:
         return False
     rows = max(AT_A_TIME // stored.weight.shape[1], 1)
