@@ -25,14 +25,14 @@
 //    4            64             64       16         64             64 + 40
 //    5           144             64       16         64             64 + 48
 //
-// Where weights have column scales or a rotation (transform.cuh), what is multiplied is (x * columns) @ R. At few
-// tokens a CTA makes it from x for its slabs and keeps it in shared memory: about 110 instructions for 8 columns of a
-// token, while its first slabs are under way; for 4096 columns and one token that is one such octet for each of 512
-// threads. Else the kernel of transform.cu comes before this one, which meanwhile builds its table and asks for its
-// first slabs. Instances of their own, so that other weights pay nothing. One token costs 0.7 to 1.1 us more at 4096
-// columns and 2 to 3.3 us at 14336 (H200, 2026-11-22), far more than the instructions say: not understood yet. Scales
-// with signs, as such weights have, take 16 instructions more a slab, and two of 3 and 4 bits a spilled register
-// beyond eight tokens: not timed yet.
+// Where weights have column scales or a rotation (transform.cuh), what is multiplied is (x * columns) @ R. Of one
+// token a CTA makes it from x for its slabs: about 110 instructions for 8 columns, while its first slabs are under
+// way; for 4096 columns that is one such octet for each of 512 threads. x waits in registers until the table is there,
+// and its pointers lie beside those of the weight: copied to shared memory first, with pointers in another line of
+// constants, it took two to four times as long. Of more tokens the kernel of transform.cu makes it, while this one
+// builds its table and asks for its first slabs. Instances of their own, so that other weights pay nothing. One token
+// costs 0.1 to 0.9 us more, up to 16 tokens 0.8 to 1.6, of 6 to 28 (H200, 4 bits, 2026-11-22). Scales with signs, as
+// such weights have, take 16 instructions more a slab.
 //
 // An H200 brings in a slab for each processor in 59, 85, 111 and 137 cycles, so shared memory is the limit at 2 and 3
 // bits and memory at 4 and 5. docs/performance.md has the measured times and what was tried.
@@ -66,14 +66,11 @@ struct Part {
     const int32_t* words;
     const uint8_t* scales;
     const float* codebook;
+    const void* x;  // its own in instances for weights with a Transform: made before, unless each CTA does so
+    const uint8_t* columns;
+    int rotated;
     int out_features;
     int cluster_tiles, more_tiles;  // row tiles of a cluster; this many clusters have one more
-};
-
-// Of a part, in instances for weights with a Transform: its activations, transformed before unless the CTA does so.
-struct Input {
-    const void* x;
-    Transform transform;
 };
 
 // In this order, so that a CTA of the first part reads few lines of constant memory.
@@ -83,10 +80,9 @@ struct Arguments {
     int k_warps_log2, split_log2, tokens_log2;
     int pitch, warp_floats;         // of sums
     int first_cluster[kGemmParts];  // of each part; beyond all clusters where there is none
+    int transforms;                 // each CTA by itself
+    uint32_t signs;                 // of scales, in float16
     Part parts[kGemmParts];
-    bool transforms;  // each CTA by itself
-    uint32_t signs;   // of scales, in float16
-    Input inputs[kGemmParts];
 };
 
 // --- the ring ------------------------------------------------------------------------------------
@@ -133,19 +129,13 @@ struct Ring {
         }
     }
 
-    // Asks for the next slab, or for none after the last: a call for each stage, then one for each slab taken. kFresh:
-    // nothing was in the stage before.
-    template <bool kFresh = false>
+    // Asks for the next slab, or for none after the last: a call for each stage, then one for each slab taken.
     __device__ __forceinline__ void fetch() {
         const int lane = threadIdx.x % kWarp;
         const int64_t slab = ahead;
         if constexpr (kBulk) {
             if (fetched < all && lane == 0) {
-                if constexpr (kFresh) {
-                    fence_init_barrier();
-                } else {
-                    release_to_bulk_copies();  // all lanes have read the stage: take() ends with __syncwarp
-                }
+                release_to_bulk_copies();  // all lanes have read the stage: take() ends with __syncwarp
                 bring_slab<kBits>(stage, words, scales, slab, barrier);
             }
         } else {
@@ -187,77 +177,54 @@ struct Ring {
 
 // --- activations that a CTA transforms -----------------------------------------------------------
 
-// Those of the CTA's slabs in shared memory, slab after slab of a token; behind them the column scales of the slabs. A
-// warp takes every kWarps-th slab, a lane of it octet number `lane`, which no other lane touches before the CTA's
-// barrier.
+// Those of one token, of the CTA's slabs. Octet number `lane` of every kWarps-th slab waits in registers of one lane,
+// with its columns' scales, until the table is there; then all of them go through shared memory to those who multiply.
 template <typename T, int kWarps>
 struct Activations {
-    const Arguments& arguments;
-    const Input& input;
-    uint32_t begin;
-    int first_slab, slabs;
-
-    // In the loop 8 lanes read 64 bytes each of two tokens or, of one token, of two passes, in one turn of shared
-    // memory if these lie in different halves of 128 bytes: so every other one has its blocks' places swapped in
-    // pairs.
-    __device__ __forceinline__ uint32_t slab_address(int token, int slab) const {
-        return begin + (token * slabs + slab) * kSlabActivations;
-    }
-    __device__ __forceinline__ int swap(int token, int slab) const {
-        return 64 * (1 & (arguments.tokens_log2 > 0 ? token : slab >> arguments.k_warps_log2));
-    }
-    __device__ __forceinline__ uint32_t scales_address(int slab, int lane) const {
-        return slab_address(arguments.tokens, 0) + slab * kSlabColumns + lane * kOctet;
-    }
+    uint4 octets[kTransformOctets];
+    uint2 scales[kTransformOctets];
 
     // Asks for x and columns; zeros beyond K.
-    __device__ __forceinline__ void bring(int warp, int lane) const {
-#pragma unroll 1
-        for (int slab = warp; slab < slabs; slab += kWarps) {
-            const int column = (first_slab + slab) * kSlabColumns + lane * kOctet;
-            const bool there = column < arguments.in_features;
-            const T* x = static_cast<const T*>(input.x) + (there ? column : 0);
-#pragma unroll 1
-            for (int token = 0; token < arguments.tokens; ++token, x += arguments.in_features) {
-                const uint32_t to = slab_address(token, slab) + (lane * 16 ^ swap(token, slab));
-                cp_async_16_or_zeros(to, x, there);
-            }
-            if (input.transform.columns) {
-                const uint8_t* columns = input.transform.columns + (there ? column : 0);
-                cp_async_8_or_zeros(scales_address(slab, lane), columns, there);
-            }
-        }
-        cp_async_commit();
-    }
-
-    // Waits for the lane's own octets; behind them kPending groups of copies are under way.
-    template <int kPending>
-    __device__ __forceinline__ void transform(int warp, int lane) const {
-        cp_async_wait<kPending>();
-        if (!input.transform.any()) return;
-#pragma unroll 1
-        for (int slab = warp; slab < slabs; slab += kWarps) {
-            uint2 bytes = make_uint2(kScalesOfOne, kScalesOfOne);
-            if (input.transform.columns) bytes = load_shared_8(scales_address(slab, lane));
-            float scales[kOctet];
-            decode_scales(bytes, scales);
-#pragma unroll 1
-            for (int token = 0; token < arguments.tokens; ++token) {
-                const uint32_t at = slab_address(token, slab) + (lane * 16 ^ swap(token, slab));
-                const uint4 octet = load_shared_16(at);
-                store_shared_16(at, transform_octet<T>(octet, scales, input.transform.rotated, lane % 4));
-            }
+    __device__ __forceinline__ void bring(const Part& part, int in_features, int first_slab, int slabs, int warp,
+                                          int lane) {
+#pragma unroll
+        for (int i = 0; i < kTransformOctets; ++i) {
+            const int slab = warp + i * kWarps, column = (first_slab + slab) * kSlabColumns + lane * kOctet;
+            const bool there = slab < slabs && column < in_features;
+            octets[i] = make_uint4(0, 0, 0, 0);
+            scales[i] = make_uint2(kScalesOfOne, kScalesOfOne);
+            if (there) octets[i] = __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(part.x) + column));
+            if (there && part.columns) scales[i] = __ldg(reinterpret_cast<const uint2*>(part.columns + column));
         }
     }
 
-    // The octets of a lane of four in all blocks of a slab: zeros where the token or the slab is none.
-    __device__ __forceinline__ void load(int token, int slab, int t, uint32_t (&to)[kSlabBlocks][4]) const {
-        const bool there = token < arguments.tokens && slab < slabs;
-        const uint32_t from = slab_address(token, slab) + t * 16, swapped = swap(token, slab);
+    __device__ __forceinline__ void transform(uint32_t to, const Part& part, int slabs, int k_warps_log2, int warp,
+                                              int lane) const {
+        const bool rotated = part.rotated;
+#pragma unroll
+        for (int i = 0; i < kTransformOctets; ++i) {
+            const int slab = warp + i * kWarps;
+            if (slab >= slabs) return;
+            float columns[kOctet];
+            decode_scales(scales[i], columns);
+            const uint4 made = transform_octet<T>(octets[i], columns, rotated, lane % 4);
+            store_shared_16(address(to, slab, k_warps_log2, lane * 16), made);
+        }
+    }
+
+    // In the loop 8 lanes read 64 bytes each of two of the warp's slabs, in one turn of shared memory if these lie in
+    // different halves of 128 bytes: so every other one has its blocks' places swapped in pairs.
+    static __device__ __forceinline__ uint32_t address(uint32_t begin, int slab, int k_warps_log2, int byte) {
+        return begin + slab * kSlabActivations + (byte ^ 64 * (slab >> k_warps_log2 & 1));
+    }
+
+    // The octets of a lane of four in all blocks of a slab: zeros where there is none.
+    static __device__ __forceinline__ void load(uint32_t from, int slab, bool there, int k_warps_log2, int t,
+                                                uint32_t (&to)[kSlabBlocks][4]) {
 #pragma unroll
         for (int block = 0; block < kSlabBlocks; ++block) {
             uint4 octet = make_uint4(0, 0, 0, 0);
-            if (there) octet = load_shared_16(from + (block * 64 ^ swapped));
+            if (there) octet = load_shared_16(address(from, slab, k_warps_log2, block * 64 + t * 16));
             to[block][0] = octet.x, to[block][1] = octet.y, to[block][2] = octet.z, to[block][3] = octet.w;
         }
     }
@@ -334,16 +301,18 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
     // of which an instruction's results are good for one.
     const int tokens_log2 = kTokenTiles == 1 ? arguments.tokens_log2 : 3, held_slabs = 8 >> tokens_log2;
     uint32_t b[kTokenTiles][kSlabBlocks][4];
-    constexpr bool kCanTransform = kTransformed && 8 * kTokenTiles <= kTransformTokens;
-    const Activations<T, kWarps> activations{arguments, arguments.inputs[index], activations_at, first_slab, slabs};
+    constexpr bool kCanTransform = kTransformed && kTokenTiles == 1;
+    const bool transforms = kCanTransform && arguments.transforms;
     const auto load_activations = [&](int pass) {
         const int token = g & ((1 << tokens_log2) - 1);
         const int slab = k_warp + ((pass + (g >> tokens_log2)) << k_warps_log2);
         if constexpr (kCanTransform) {
-            if (arguments.transforms) return activations.load(token, slab, t, b[0]);
+            if (transforms) {
+                return Activations<T, kWarps>::load(activations_at, slab, slab < slabs, k_warps_log2, t, b[0]);
+            }
         }
         const int column = (first_slab + slab) * kSlabColumns + 8 * t;
-        const void* from = kTransformed ? arguments.inputs[index].x : arguments.x;
+        const void* from = kTransformed ? part.x : arguments.x;
         const T* x = static_cast<const T*>(from) + token * arguments.in_features + column;
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) {
@@ -363,10 +332,11 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
             }
         }
     };
+    [[maybe_unused]] Activations<T, kWarps> activations;
     if constexpr (!kTransformed) {
         load_activations(0);
     } else if constexpr (kCanTransform) {
-        if (arguments.transforms) activations.bring(warp, lane);
+        if (transforms) activations.bring(part, arguments.in_features, first_slab, slabs, warp, lane);
     }
 
     const int warp_tiles = (tiles - row_warp + row_warps - 1) >> row_warps_log2;
@@ -379,20 +349,17 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
         unit *= table.template normalize<Weights<T>::kLargest>();
     }
     if (threadIdx.x == 0) store_shared_float(unit_at, unit);
-    // Where activations are on their way to shared memory, the fence before a copy may wait for them.
-    constexpr bool kFresh = kTransformed;
 #pragma unroll 1
-    for (int i = 0; i < Ring::kEarly; ++i) ring.template fetch<kFresh>();
+    for (int i = 0; i < Ring::kEarly; ++i) ring.fetch();
     table.template build<T, kWarps * kWarp>();
     if constexpr (!kTransformed) __syncthreads();
 #pragma unroll 1
-    for (int i = Ring::kEarly; i < Ring::kStages; ++i) ring.template fetch<kFresh>();
+    for (int i = Ring::kEarly; i < Ring::kStages; ++i) ring.fetch();
     if constexpr (kTransformed) {
-        if (kCanTransform && arguments.transforms) {
-            activations.template transform<Ring::kBulk ? 0 : Ring::kStages>(warp, lane);
-        } else {
-            wait_for_kernel_before();
+        if constexpr (kCanTransform) {
+            if (transforms) activations.transform(activations_at, part, slabs, k_warps_log2, warp, lane);
         }
+        if (!transforms) wait_for_kernel_before();
         __syncthreads();
         load_activations(0);
     }
@@ -551,7 +518,9 @@ cudaError_t gemm(const Product* products, int count, Dtype dtype, int bits, int6
         part.cluster_tiles = static_cast<int>(row_tiles / plan.clusters[i]);
         part.more_tiles = static_cast<int>(row_tiles % plan.clusters[i]);
         clusters += plan.clusters[i];
-        arguments.inputs[i] = {product.x, product.transform};
+        part.x = product.x;
+        part.columns = product.transform.columns;
+        part.rotated = product.transform.rotated;
         transformed |= product.transform.any();
     }
     arguments.x = products[0].x;

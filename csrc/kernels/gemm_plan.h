@@ -72,8 +72,8 @@ inline GemmPath gemm_path(int64_t tokens, int64_t out_features, int64_t in_featu
 // One launch may multiply the same activations by several weights, its parts. A CTA has row tiles of one of them.
 //
 // Where weights have column scales or a rotation, each CTA transforms the activations of its slabs by itself, into
-// shared memory, while its first slabs are under way, or, where that is too much work to do once for every CTA, a
-// kernel before it transforms them all.
+// shared memory, while its first slabs are under way: those of one token. More, or very many columns, are too much
+// work to do once for every CTA, and a kernel before it transforms them all.
 constexpr int kGemmParts = 4;
 
 struct GemmPlan {
@@ -118,12 +118,9 @@ constexpr int gemm_shared_bytes(int bits, int warps, int k_warps, int tokens, in
     return unit_address(bits, warps, tokens) + kUnitBytes + k_warps * sums_floats(tokens, row_tiles) * 4;
 }
 
-// 16-bit activations of whole slabs, and their columns' scales.
+// What a CTA transforms: 16-bit activations of one token, whole slabs, at most so many octets for each thread.
 constexpr int kSlabActivations = kSlabColumns * 2;
-constexpr int64_t transform_bytes(int tokens, int64_t slabs) {
-    return slabs * (tokens * kSlabActivations + kSlabColumns);
-}
-constexpr int kTransformTokens = 8;  // at most that a CTA transforms: one group of the kernel
+constexpr int kTransformOctets = 4;
 
 // Warps of a CTA on a GPU of compute capability `arch` (900 for 9.0): 16 on Hopper, which has the shared memory for
 // them. Kernels are compiled for the one or the other.
@@ -168,9 +165,8 @@ inline GemmPlan plan_gemm(int tokens, const int64_t* row_tiles, int parts, int64
     // 0.06 us: what a CTA takes to start and to finish, what meeting in a cluster costs, and what it costs that
     // several warps read the same columns of activations.
     constexpr double kStart = 40, kCluster = 12, kClusterSlope = 1.03, kRowWarp = 4;
-    // To transform a slab of a token in a CTA, and to have a kernel before it. Counted from instructions and a
-    // launch's time, not yet measured.
-    constexpr double kTransform = 0.25, kTransformKernel = 20;
+    // To transform a slab in a CTA, and to have a kernel before it (2026-11-22).
+    constexpr double kTransform = 0.25, kTransformKernel = 17;
     const int64_t slabs = num_slabs(in_features),
                   all_tiles = std::accumulate(row_tiles, row_tiles + parts, int64_t{0});
     const int warps = gemm_warps(arch);
@@ -180,7 +176,8 @@ inline GemmPlan plan_gemm(int tokens, const int64_t* row_tiles, int parts, int64
     int64_t best_clusters = 0;
     const auto consider = [&](int split, int k_warps, bool transforms) {
         const int64_t cta_slabs = ceil_div(slabs, split);
-        const int64_t own_bytes = transforms ? transform_bytes(tokens, cta_slabs) : 0;
+        const int64_t own_bytes = transforms ? cta_slabs * kSlabActivations : 0;
+        if (transforms && cta_slabs > kTransformOctets * warps) return;
         if (gemm_shared_bytes(bits, warps, k_warps, tokens, 1) + own_bytes > shared_limit) return;
         // As many CTAs as there are processors, or several times as many where shared memory is too small for the sums
         // of all row tiles.
@@ -191,7 +188,7 @@ inline GemmPlan plan_gemm(int tokens, const int64_t* row_tiles, int parts, int64
             if (shared > shared_limit) continue;
             const int row_warps = warps / k_warps;
             const int64_t warp_slabs = ceil_div(cta_slabs, k_warps) * ceil_div(tiles, row_warps);
-            const double activations = transforms ? kTransform * tokens * ceil_div(cta_slabs, warps) * warps : 0;
+            const double activations = transforms ? kTransform * ceil_div(cta_slabs, warps) * warps : 0;
             double time = waves * (kStart + activations + warp_slabs * warps + kRowWarp * (row_warps - 1));
             if (split > 1) time = time * kClusterSlope + kCluster;
             if (transformed && !transforms) time += kTransformKernel;
@@ -204,7 +201,7 @@ inline GemmPlan plan_gemm(int tokens, const int64_t* row_tiles, int parts, int64
     };
     for (int split = 1; split <= most_split; ++split) {
         for (int k_warps = 1; k_warps <= warps && k_warps <= ceil_div(slabs, split); k_warps *= 2) {
-            if (transformed && tokens <= kTransformTokens) consider(split, k_warps, true);
+            if (transformed && tokens == 1) consider(split, k_warps, true);
             consider(split, k_warps, false);
         }
     }

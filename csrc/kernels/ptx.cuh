@@ -92,11 +92,6 @@ __device__ __forceinline__ void cp_async_16_or_zeros(uint32_t smem, const void* 
                  : "memory");
 }
 
-// The same for 8 bytes.
-__device__ __forceinline__ void cp_async_8_or_zeros(uint32_t smem, const void* gmem, bool there) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(smem), "l"(gmem), "r"(there ? 8 : 0) : "memory");
-}
-
 // Closes a group of copies.
 __device__ __forceinline__ void cp_async_commit() {
 #if __CUDA_ARCH__ >= 800
