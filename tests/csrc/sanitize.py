@@ -1,8 +1,10 @@
 """Runs every CUDA kernel once at odd sizes, for NVIDIA's compute-sanitizer:
 
     for tool in memcheck racecheck initcheck synccheck; do
-        compute-sanitizer --tool $tool --error-exitcode 1 python tests/csrc/sanitize.py
+        compute-sanitizer --tool $tool --error-exitcode 1 python tests/csrc/sanitize.py [BITS ...]
     done
+
+Widths that are named run alone, so that several processes can share the work.
 
 Of gemm_wgmma_kernel racecheck reports the slabs, most likely without reason: a warp's lanes read one, then, behind a
 fence and a __syncwarp, of which no instruction is left for the tool to see, lane 0 tells the barrier that those who
@@ -29,6 +31,8 @@ from hf_kbit import reference
 OPS = torch.ops.hf_kbit
 # The last one makes every warp of an H200 go round its loop more than once.
 SHAPES = [(1, 1), (7, 33), (17, 257), (33, 320), (48, 1024), (3400, 1056)]
+# With as many tokens divided along K among the CTAs of clusters on an H200, and more row tiles than warps.
+CLUSTERED = [((3072, 2048), 5), ((30_000, 264), 16), ((3072, 2048), 60), ((4096, 1024), 120), ((512, 512), 250)]
 
 
 def same(found, expected) -> None:
@@ -65,8 +69,9 @@ def group() -> None:
 
 
 def main() -> None:
+    widths = [int(bits) for bits in sys.argv[1:]] or cases.BITS
     for shape in SHAPES:
-        for bits in cases.BITS:
+        for bits in widths:
             codebook = cases.codebook(bits)
             for dtype in cases.FLOATS:
                 weight = cases.weight(shape, dtype)
@@ -92,16 +97,9 @@ def main() -> None:
                 packed = reference.quantize(weight[:, :columns], codebook)
                 for dtype, tokens in itertools.product((torch.float16, torch.bfloat16), (1, 2, 8, 16, 17, 300)):
                     product(packed, (shape[0], columns), bits, codebook, cases.x((tokens,), columns, dtype))
-    # Divided along K among the CTAs of clusters on an H200, and more row tiles than warps.
-    for shape, tokens in (
-        ((3072, 2048), 5),
-        ((30_000, 264), 16),
-        ((3072, 2048), 60),
-        ((4096, 1024), 120),
-        ((512, 512), 250),
-    ):
-        planes = cases.random_packed(shape, 3)
-        product(planes, shape, 3, cases.codebook(3), cases.x((tokens,), shape[1], torch.float16) * 2.0**-6)
+    for bits, (shape, tokens) in itertools.product(widths, CLUSTERED):
+        planes = cases.random_packed(shape, bits)
+        product(planes, shape, bits, cases.codebook(bits), cases.x((tokens,), shape[1], torch.float16) * 2.0**-6)
     group()
     print("all kernels ran, with the reference's results")
 
