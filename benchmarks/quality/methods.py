@@ -116,15 +116,16 @@ def load_kbit(folder: Path, device: str, bits: int, codebook: str, scale: str) -
 
 
 def kbit_storage(model: nn.Module) -> Storage:
-    """Of the stored form; a table of levels, in float32, counts once however many layers share it."""
+    """Of the stored form, with column scales; a table of levels, in float32, counts once for all that share it."""
     layers = [layer for layer in model.modules() if isinstance(layer, hf_kbit.KbitLinear)]
     stored = [layer.state_dict() for layer in layers]
+    scales = [state[name] for state in stored for name in ("weight_absmax", "weight_columns") if name in state]
     tables = {layer.levels for layer in layers}
     weights = [layer.in_features * layer.out_features for layer in layers]
     return Storage(
         sum(weights),
         sum(state["weight"].nbytes for state in stored),
-        sum(state["weight_absmax"].nbytes for state in stored) + sum(4 * len(table) for table in tables),
+        sum(tensor.nbytes for tensor in scales) + sum(4 * len(table) for table in tables),
         sum(layer.bits * count for layer, count in zip(layers, weights, strict=True)) / sum(weights),
     )
 
