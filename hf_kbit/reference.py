@@ -175,7 +175,12 @@ def over_scales(blocks: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
 
 def nearest(ratios: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
     """The code of the nearest level; halfway goes to the lower one."""
-    return torch.bucketize(ratios, (codebook[1:] + codebook[:-1]) / 2, out_int32=True)
+    return torch.bucketize(ratios, halfway(codebook), out_int32=True)
+
+
+def halfway(codebook: torch.Tensor) -> torch.Tensor:
+    """``[levels - 1]``: what is as far from a level as from the next one."""
+    return (codebook[1:] + codebook[:-1]) / 2
 
 
 def _least_error(blocks, factors, codebook, absmax, steps, most) -> torch.Tensor:

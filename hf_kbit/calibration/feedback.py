@@ -12,7 +12,7 @@ from hf_kbit.reference import (
     decode_e4m4,
     decode_scales,
     encode_e4m4,
-    nearest,
+    halfway,
     pack_codes,
     search_steps,
     signs_of,
@@ -116,10 +116,11 @@ def _block(columns: torch.Tensor, root: torch.Tensor, kept: torch.Tensor, codebo
     inverse = torch.where(scale > 0, 1 / scale, 0)
     left = columns[:, None].expand(-1, *scale.shape).contiguous()  # [32, scales, N]
     codes = torch.empty_like(left, dtype=torch.uint8)
+    between = halfway(codebook)
     for j in range(BLOCK_SIZE):
-        codes[j] = nearest(left[j] * inverse, codebook)
-        left[j] -= codebook[codes[j].int()] * scale
-        left[j] /= root[j, j]
+        code = torch.bucketize(left[j] * inverse, between, out_int32=True)
+        codes[j] = code
+        left[j].addcmul_(codebook[code], scale, value=-1).div_(root[j, j])
         left[j + 1 :].addcmul_(root[j, j + 1 :, None, None], left[j][None], value=-1)
     best = (left.square() * kept[:, None, None]).sum(0).argmin(0)
     index = best.expand(BLOCK_SIZE, 1, -1)
@@ -149,13 +150,13 @@ def _round_again(codes, absmax, gradient, hessian, kept, codebook, signed):
     scale = decode_scales(absmax, signed)
     inverse = torch.where(scale != 0, 1 / scale, 0)
     before = codebook[codes.int()] * scale
-    codes, decoded, gradient = codes.clone(), before.clone(), gradient.clone()
+    found, gradient, between = codes.int(), gradient.clone(), halfway(codebook)
     for j in range(BLOCK_SIZE):
-        found = nearest((decoded[j] - gradient[j] / hessian[j, j]) * inverse, codebook)
-        codes[j] = torch.where(kept[j] > 0, found, codes[j])
-        now = codebook[codes[j].int()] * scale
-        gradient.addcmul_(hessian[:, j, None], (now - decoded[j])[None])
-        decoded[j] = now
+        wanted = torch.addcdiv(before[j], gradient[j], hessian[j, j], value=-1)
+        torch.bucketize(wanted.mul_(inverse), between, out_int32=True, out=found[j])
+        change = torch.addcmul(-before[j], codebook[found[j]], scale)
+        gradient.addcmul_(hessian[:, j, None], change)
+    codes = torch.where(kept[:, None] > 0, found.to(torch.uint8), codes)
     levels = codebook[codes.int()]
     shown = levels * kept[:, None]
     slope, curvature = (shown * gradient).sum(0), (shown * (hessian @ shown)).sum(0)
