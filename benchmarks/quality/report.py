@@ -126,7 +126,7 @@ Target = tuple[float, str, str, float, float]  # width, way, what is measured, w
 
 def targets_table(targets: Iterable[Target]) -> str:
     rows = (
-        (f"{bits} bits: {way}", measured, f"{found:.3g}", f"{target}", verdict(found, target))
+        (f"{bits} bits: {way}", measured, f"{found:.4g}", f"{target}", verdict(found, target))
         for bits, way, measured, found, target in targets
     )
     return table(("", "measured", "found", "target", ""), rows)
@@ -315,7 +315,7 @@ def plot(methods: dict[tuple, dict], file: Path) -> None:
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=7)
     last = next(reversed(methods.values()))
     figure.suptitle(f"{last['model']}, {last['parameters'] / 1e6:.0f}M parameters, {last['gpu']}, {last['date']}")
-    figure.tight_layout(rect=(0, 0, 0.84, 1))
+    figure.tight_layout(rect=(0, 0, 0.81, 1))
     figure.savefig(file)
 
 
