@@ -14,7 +14,7 @@ from hf_kbit.evaluation import evaluating
 
 SEED = 0
 # Sequences, and tokens of each, unless others are asked for, by the type of the device that computes; "" is any other.
-AMOUNTS = {"cpu": (32, 512), "": (128, 640)}
+AMOUNTS = {"cpu": (64, 256), "": (128, 640)}
 TOGETHER = 128  # sequences that are written at once, if there is memory for what the model keeps of them
 
 
@@ -36,8 +36,8 @@ def write(
 
     Args:
         model: on any one device.
-        sequences: default: 32 on a CPU, 128 elsewhere.
-        length: tokens of each, or what the model has positions for. Default: 512 on a CPU, 640 elsewhere.
+        sequences: default: 64 on a CPU, 128 elsewhere.
+        length: tokens of each, or what the model has positions for. Default: 256 on a CPU, 640 elsewhere.
         device: as for ``calibrate``.
         progress: shows a bar on stderr.
 
