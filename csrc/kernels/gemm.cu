@@ -29,9 +29,9 @@
 // token a CTA makes it from x for its slabs: about 110 instructions for 8 columns, while its first slabs are under
 // way; for 4096 columns that is one such octet for each of 512 threads. x waits in registers until the table is there,
 // and its pointers lie beside those of the weight: copied to shared memory first, with pointers in another line of
-// constants, it took two to four times as long. Of more tokens the kernel of transform.cu makes it, while this one
+// constants, it took 0.5 to 3.5 us more. Of more tokens the kernel of transform.cu makes it, while this one
 // builds its table and asks for its first slabs. Instances of their own, so that other weights pay nothing. One token
-// costs 0.1 to 0.9 us more, up to 16 tokens 0.8 to 1.6, of 6 to 28 (H200, 4 bits, 2026-11-22). Scales with signs, as
+// costs 0.1 to 0.9 us more, up to 16 tokens 0.7 to 1.6, of 6 to 28 (H200, 4 bits, 2026-11-22). Scales with signs, as
 // such weights have, take 16 instructions more a slab.
 //
 // An H200 brings in a slab for each processor in 59, 85, 111 and 137 cycles, so shared memory is the limit at 2 and 3
