@@ -52,7 +52,7 @@ def product(planes, shape, bits, codebook, x) -> None:
 
 
 def group() -> None:
-    """Several weights in one launch, each with its own transform."""
+    """Several weights of 4 bits in one launch, each with its own transform."""
     rows, columns, codebook = [40, 700, 17], 520, cases.codebook(4)
     planes = [cases.random_packed((part, columns), 4) for part in rows]
     tiles = [reference.repack(*packed, 4, [part, columns]) for packed, part in zip(planes, rows, strict=True)]
@@ -100,7 +100,8 @@ def main() -> None:
     for bits, (shape, tokens) in itertools.product(widths, CLUSTERED):
         planes = cases.random_packed(shape, bits)
         product(planes, shape, bits, cases.codebook(bits), cases.x((tokens,), shape[1], torch.float16) * 2.0**-6)
-    group()
+    if 4 in widths:
+        group()
     print("all kernels ran, with the reference's results")
 
 
