@@ -25,7 +25,7 @@ MOST_TO_TRANSFORM = 2.0**100
 # A weight so many times the root mean square stands out. Turned, it fills its block with numbers of one magnitude and
 # both signs, which levels hold best that are symmetric.
 STANDS_OUT = 32
-AT_A_TIME = 1 << 20  # weights: a copy of all would be a third one
+AT_A_TIME = 1 << 17  # weights: so many are mostly enough to tell that none does
 
 TRANSFORMS = ("rotated", "none")
 DEFAULT_TRANSFORM = "rotated"
@@ -183,10 +183,12 @@ def _stands_out(stored: Stored) -> bool:
     one number decides on both it never is."""
     if stored.largest == 0.0:
         return False
-    rows = max(AT_A_TIME // stored.weight.shape[1], 1)
-    ratios = (part.float() / stored.largest for part in stored.weight.split(rows))  # whose squares float32 holds
-    squares = sum(part.square_().sum(dtype=torch.float64) for part in ratios)
-    return STANDS_OUT**2 * squares.item() < stored.weight.numel()
+    squares = 0.0  # of ratios to the largest, which float32 holds
+    for part in stored.weight.split(max(AT_A_TIME // stored.weight.shape[1], 1)):
+        squares += (part.float() / stored.largest).square_().sum(dtype=torch.float64).item()
+        if STANDS_OUT**2 * squares >= stored.weight.numel():
+            return False
+    return True
 
 
 def _largest(weight: torch.Tensor, name: str) -> float:
