@@ -158,7 +158,7 @@ def quantize_rows(
         factors = rows.new_ones(rows.shape[-1], dtype=torch.float32) if importance is None else importance.sqrt()
         factors = F.pad(factors, (0, padding)).unflatten(-1, (-1, BLOCK_SIZE))
         absmax = _least_error(blocks, factors, codebook, absmax, search_steps(signed), most)
-    codes = nearest(over_scales(blocks, absmax), codebook).to(torch.uint8)
+    codes = nearest(over_scales(blocks, absmax), halfway(codebook)).to(torch.uint8)
     return pack_codes(codes, bits), with_signs(absmax, signs) if signed else absmax
 
 
@@ -173,14 +173,14 @@ def over_scales(blocks: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
     return blocks * torch.where(scale > 0, 1 / scale, 0)[..., None]
 
 
-def nearest(ratios: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
-    """The code of the nearest level; halfway goes to the lower one."""
-    return torch.bucketize(ratios, halfway(codebook), out_int32=True)
-
-
 def halfway(codebook: torch.Tensor) -> torch.Tensor:
     """``[levels - 1]``: what is as far from a level as from the next one."""
     return (codebook[1:] + codebook[:-1]) / 2
+
+
+def nearest(ratios: torch.Tensor, between: torch.Tensor) -> torch.Tensor:
+    """The code, int32, of the nearest of the levels of which ``between`` is ``halfway``; halfway goes to the lower."""
+    return torch.bucketize(ratios, between, out_int32=True)
 
 
 def _least_error(blocks, factors, codebook, absmax, steps, most) -> torch.Tensor:
@@ -188,9 +188,11 @@ def _least_error(blocks, factors, codebook, absmax, steps, most) -> torch.Tensor
     ``absmax``, else the lowest. ``factors`` multiply the errors: 0 where there is padding. Every operation is one of
     float32, and a sum has one order: all devices agree."""
 
+    between = halfway(codebook)
+
     def squared_error(byte):
         ratios = over_scales(blocks, byte)
-        difference = (ratios - _look_up(codebook, nearest(ratios, codebook))) * factors
+        difference = (ratios - _look_up(codebook, nearest(ratios, between))) * factors
         squares = difference * difference
         while squares.shape[-1] > 1:
             squares = squares[..., : squares.shape[-1] // 2] + squares[..., squares.shape[-1] // 2 :]

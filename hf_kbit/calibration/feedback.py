@@ -13,6 +13,7 @@ from hf_kbit.reference import (
     decode_scales,
     encode_e4m4,
     halfway,
+    nearest,
     pack_codes,
     search_steps,
     signs_of,
@@ -109,7 +110,8 @@ def _block(columns: torch.Tensor, root: torch.Tensor, kept: torch.Tensor, codebo
     signs = signs_of(columns.T, codebook) if signed else torch.ones_like(columns[0])
     columns = columns * signs
     most = MAGNITUDE if signed else 255
-    steps = torch.tensor(search_steps(signed), device=columns.device)
+    tried = search_steps(signed)
+    steps = torch.arange(tried.start, tried.stop, device=columns.device)
     largest = encode_e4m4(columns.abs().amax(0), most).int()
     absmax = torch.where(largest > 0, (largest + steps[:, None]).clamp(1, most), 0).to(torch.uint8)
     scale = decode_e4m4(absmax)
@@ -118,7 +120,7 @@ def _block(columns: torch.Tensor, root: torch.Tensor, kept: torch.Tensor, codebo
     codes = torch.empty_like(left, dtype=torch.uint8)
     between = halfway(codebook)
     for j in range(BLOCK_SIZE):
-        code = torch.bucketize(left[j] * inverse, between, out_int32=True)
+        code = nearest(left[j] * inverse, between)
         codes[j] = code
         left[j].addcmul_(codebook[code], scale, value=-1).div_(root[j, j])
         left[j + 1 :].addcmul_(root[j, j + 1 :, None, None], left[j][None], value=-1)
@@ -153,8 +155,8 @@ def _round_again(codes, absmax, gradient, hessian, kept, codebook, signed):
     found, gradient, between = codes.int(), gradient.clone(), halfway(codebook)
     for j in range(BLOCK_SIZE):
         wanted = torch.addcdiv(before[j], gradient[j], hessian[j, j], value=-1)
-        torch.bucketize(wanted.mul_(inverse), between, out_int32=True, out=found[j])
-        change = torch.addcmul(-before[j], codebook[found[j]], scale)
+        found[j] = code = nearest(wanted.mul_(inverse), between)
+        change = torch.addcmul(-before[j], codebook[code], scale)
         gradient.addcmul_(hessian[:, j, None], change)
     codes = torch.where(kept[:, None] > 0, found.to(torch.uint8), codes)
     levels = codebook[codes.int()]

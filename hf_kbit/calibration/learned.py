@@ -13,6 +13,7 @@ from hf_kbit.reference import (
     QUANTIZE_SLICE,
     SIGN,
     decode_e4m4,
+    halfway,
     nearest,
     over_scales,
     pack_codes,
@@ -63,7 +64,7 @@ def solve(
         signs = torch.where((first >= SIGN) & signed, -1.0, 1.0)
         blocks = F.pad(part, (0, padding)).unflatten(1, (-1, BLOCK_SIZE)) * signs[..., None]
         magnitudes = _descend(blocks, signs, first, MAGNITUDE if signed else 255, hessian, codebook)
-        codes = nearest(over_scales(blocks, magnitudes), codebook).to(torch.uint8)
+        codes = nearest(over_scales(blocks, magnitudes), halfway(codebook)).to(torch.uint8)
         planes.append(pack_codes(codes, bits_of(len(codebook))))
         absmax.append(with_signs(magnitudes, signs))
     return torch.cat(planes), torch.cat(absmax)
@@ -98,7 +99,7 @@ def _error(blocks, signs, absmax, hessian, codebook) -> tuple[torch.Tensor, torc
     codes held, where all grow by their levels, errors ended 3 to 14% larger.
     """
     scale, ratios = decode_e4m4(absmax)[..., None], over_scales(blocks, absmax)
-    levels = codebook[nearest(ratios, codebook)]
+    levels = codebook[nearest(ratios, halfway(codebook))]
     difference = torch.addcmul(-blocks, levels, scale) * signs[..., None]
     by_decoded = (difference.flatten(1) @ hessian).view_as(difference)
     error = (difference * by_decoded).sum((1, 2))
