@@ -16,6 +16,7 @@ constexpr int search_above(bool signed_scales) { return signed_scales ? 9 : 6; }
 
 // The bit of an absmax byte that is its sign, where scales have signs; the others are E4M4 then, of its lower half.
 constexpr uint32_t kSignBit = 0x80;
+constexpr int most_scale(bool signed_scales) { return signed_scales ? 0x7F : 0xFF; }  // of bytes, without a sign
 
 constexpr int kTileRows = 16;   // out_features of a tile
 constexpr int kSlabBlocks = 8;  // blocks along K of a slab: four tiles of 64 columns

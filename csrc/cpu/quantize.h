@@ -53,8 +53,6 @@ struct Target {
           signed_scales(signed_scales),
           below(codebook[(1 << bits) - 1] < -codebook[0]) {}
 
-    int most() const { return signed_scales ? kSignBit - 1 : 255; }  // of bytes, without a sign
-
     // Where scales are searched, weights and levels are in units of a power of two, so that no square leaves the range
     // of float32.
     void normalize(const float* codebook, bool units) {
@@ -119,7 +117,7 @@ static inline void quantize_block(const void* weight, int columns, const Target<
         const auto sign = V::broadcast(negative ? -1.0f : 1.0f);
         for (int v = 0; v < kVectors; ++v) values[v] = V::mul(values[v], sign);
     }
-    const int highest = target.most();
+    const int highest = most_scale(target.signed_scales);
     *absmax = encode_e4m4(V::largest(largest) / target.largest);
     if (*absmax > highest) *absmax = static_cast<uint8_t>(highest);
     if (target.searched && *absmax > 0) {

@@ -210,23 +210,22 @@ __device__ __forceinline__ float unit_of(float largest) {
     return __uint_as_float((254 - min(max(__float_as_uint(largest) >> 23, 1u), 253u)) << 23);
 }
 
-// Of the bytes around `around`, from 1 to `highest`, that with the least squared error of the block's first `columns`
-// weights; if several, `around`, else the lowest. `find` gives the code of r, lanes have the levels of the codes that
-// are their numbers. As in hf_kbit/reference.py every operation is rounded by itself, and halves are added to each
-// other.
+// Of the bytes around `around`, from 1 on, that with the least squared error of the block's first `columns` weights;
+// if several, `around`, else the lowest. `find` gives the code of r, lanes have the levels of the codes that are their
+// numbers. As in hf_kbit/reference.py every operation is rounded by itself, and halves are added to each other.
 template <typename Find>
 __device__ __forceinline__ uint32_t search_scale(const float (&values)[kBlockSize], int columns, uint32_t around,
-                                                 int highest, const float* smem_inverse, float level, float reach,
-                                                 const Find& find) {
+                                                 bool signed_scales, const float* smem_inverse, float level,
+                                                 float reach, const Find& find) {
     uint32_t best = around;
     float least = 0;
-    const bool signed_scales = highest < 255;
+    const int most = most_scale(signed_scales);
     const int below = search_below(signed_scales), above = search_above(signed_scales);
 #pragma unroll 1
     for (int step = -below - 1; step <= above; ++step) {
         const bool first = step < -below;
         const uint32_t byte =
-            first ? around : static_cast<uint32_t>(min(max(static_cast<int>(around) + step, 1), highest));
+            first ? around : static_cast<uint32_t>(min(max(static_cast<int>(around) + step, 1), most));
         const float inverse = smem_inverse[byte], scale = decode_e4m4(byte);
         const auto square = [&](int j) {
             const float ratio = __fmul_rn(values[j], inverse);
@@ -393,18 +392,18 @@ __global__ void __launch_bounds__(kThreads, kSearched ? 2 : 3)
             magnitude *= unit;
         }
         const bool negative = signed_scales && take_sign(values, smem_codebook, 1 << kBits);
-        const uint32_t highest = signed_scales ? kSignBit - 1 : 255;
-        uint32_t scale = min(encode_e4m4(__fdiv_rn(magnitude, largest)), highest);
+        const uint32_t most_byte = most_scale(signed_scales);
+        uint32_t scale = min(encode_e4m4(__fdiv_rn(magnitude, largest)), most_byte);
         uint32_t bytes[8], planes[kBits];
         const auto quantize = [&](const auto& find) {
             if constexpr (kSearched) {
                 // Beyond the largest level, which is below this, codes do not change.
                 constexpr float kBeyond = 1.5f;
-                scale = search_scale(values, columns, scale, highest, smem_inverse, smem_codebook[lane % (1 << kBits)],
-                                     kBeyond * largest, find);
+                scale = search_scale(values, columns, scale, signed_scales, smem_inverse,
+                                     smem_codebook[lane % (1 << kBits)], kBeyond * largest, find);
                 const float most = kBeyond * largest * decode_e4m4(scale);
                 clamp(values, most);
-            } else if (scale == highest) {
+            } else if (scale == most_byte) {
                 clamp(values, (signed_scales ? 0.125f : 32.0f) * largest);  // what would be the scale after it
             }
             find_codes(values, smem_inverse[scale], find, bytes);
