@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_kbit.reference import encode_e4m4
+from hf_kbit.reference import encode_e4m4, power_of_two
 
 # Sums are of whole numbers that float64 holds, so that no order of adding changes them: of roots, the largest being
 # this, and of ratios, 1 being this.
@@ -64,7 +64,7 @@ def _encode(scale: torch.Tensor, typical: torch.Tensor) -> torch.Tensor:
     """E4M4 bytes of scales ``[K]`` times a power of two: the one for which ``typical``, a magnitude of weights over
     ``scale``, comes next to 2**-5, as far as the scales stay near 1. A scale of 0 becomes 1."""
     nearest = torch.frexp(typical * (_TYPICAL_INVERSE * 2**0.5)).exponent - 1
-    scale = torch.ldexp(scale, nearest.clamp(_LEAST_POWER, _MOST_POWER))
+    scale = scale * power_of_two(nearest.clamp(_LEAST_POWER, _MOST_POWER))
     return encode_e4m4(torch.where(scale > 0, scale.clamp(SMALLEST, LARGEST), 1.0))
 
 

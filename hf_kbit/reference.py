@@ -55,11 +55,17 @@ def decode_scales(absmax: torch.Tensor, signed: bool) -> torch.Tensor:
     return _look_up(_scales(absmax.device, signed), absmax)
 
 
+def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """float32 ``2**exponent`` of int32 exponents from -126 to 127. ``torch.ldexp`` of torch 2.11 reads memory of
+    another device where the tensors are not on the current one."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
 def encode_e4m4(value: torch.Tensor, most: int = 255) -> torch.Tensor:
     """float32 values >= 0 of any shape to the nearest E4M4 bytes up to ``most``: ties to even."""
     lowest = 1 - format.E4M4_BIAS
     exponent = torch.where(value > 0, torch.frexp(value).exponent - 1, lowest).clamp(min=lowest)
-    sixteenths = torch.ldexp(value, 4 - exponent).round()
+    sixteenths = (value * power_of_two(4 - exponent)).round()
     return ((exponent + format.E4M4_BIAS - 1) * 16 + sixteenths).clamp(0, most).to(torch.uint8)
 
 
@@ -67,9 +73,8 @@ def signs_of(blocks: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
     """The sign that the scale of a block ``[*, 32]`` has, 1 or -1, ``[*]``: with it the block's weight of largest
     magnitude is on the side of the level of largest magnitude. Where both signs would do it is 1."""
     least, most = torch.aminmax(blocks, dim=-1)
-    if codebook[-1] < -codebook[0]:
-        least, most = -most, -least
-    return torch.where(-least > most, -1.0, 1.0)
+    below = codebook[-1] < -codebook[0]  # no `if`: it would wait for the device, and none can be in a CUDA graph
+    return torch.where(torch.where(below, most > -least, -least > most), -1.0, 1.0)
 
 
 # --- bit-planes -----------------------------------------------------------------------------------
@@ -147,7 +152,7 @@ def quantize_rows(
     blocks = F.pad(rows.float(), (0, padding)).unflatten(-1, (-1, BLOCK_SIZE))
     largest = codebook.abs().amax()
     if search:  # in units of a power of two, so that no square leaves the range of float32
-        unit = torch.ldexp(torch.ones_like(largest), -torch.frexp(largest).exponent.add(-1).clamp(-126, 126))
+        unit = power_of_two((1 - torch.frexp(largest).exponent).clamp(-126, 126))
         blocks, codebook, largest = blocks * unit, codebook * unit, largest * unit
     if signed:  # what follows is of blocks whose scales are positive
         signs = signs_of(blocks, codebook)

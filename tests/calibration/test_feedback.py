@@ -140,6 +140,17 @@ def test_sweeps_end_where_no_code_and_no_scale_is_better_alone(bits, columns, si
         assert (found >= errors[-1] * 0.9999).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("bits", cases.BITS)
+def test_a_graph_does_what_its_kernels_do(bits, signed, monkeypatch):
+    weight, hessian = (tensor.cuda() for tensor in problem(50, 200, tokens=300))
+    codebook = torch.tensor(codebooks.optimal(bits, signed), device="cuda")
+    found = feedback.solve(weight / 4, hessian, codebook, signed)
+    monkeypatch.setattr(feedback, "_one_launch", lambda function, *like: function)
+    assert all(map(torch.equal, found, feedback.solve(weight / 4, hessian, codebook, signed)))
+
+
 @pytest.mark.parametrize("bits", cases.BITS)
 def test_without_correlation_there_is_nothing_to_feed_back(bits, monkeypatch):
     """Nor to change afterwards, but to scales that are out of the search's reach."""

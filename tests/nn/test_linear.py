@@ -563,7 +563,8 @@ def test_gpu_moves_and_casts(move, on_gpu):
     assert layer.is_tiled
     before["bias"] = before["bias"].to(layer.bias.dtype)
     assert_same_state(layer, before)
-    torch.testing.assert_close(layer(x.to("cuda", layer.bias.dtype)).float().cpu(), expected, rtol=2e-2, atol=6e-2)
+    found = layer(x.to("cuda", layer.bias.dtype)).float().cpu()
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=4e-3 * float(expected.abs().max()))
 
 
 @pytest.mark.gpu
@@ -574,7 +575,8 @@ def test_gpu_copies(way, on_gpu):
     if way in ("state dict", "assign"):
         other = KbitLinear(300, 130, bits=3).cuda()
         assert other.is_tiled
-        state = {name: tensor.cuda() for name, tensor in layer.state_dict().items()}
+        state = layer.state_dict()  # with its metadata: the exponent is not that of a new layer
+        state.update({name: tensor.cuda() for name, tensor in state.items()})
         other.load_state_dict(state, assign=way == "assign")
     elif way.startswith("torch.save"):
         file = io.BytesIO()
