@@ -5,6 +5,7 @@
     python benchmarks/gemm.py --gradient --tokens 256,4096 [...]
     python benchmarks/gemm.py --rotated [...]
     python benchmarks/gemm.py --from results.jsonl --plot speedup.png
+    python benchmarks/gemm.py [...] --against benchmarks/results/gemm-h200-2026-11-21.jsonl
 
 A time is the median of replays of a CUDA graph that walks through weights of more than 256 MB, so that no weight is in
 L2; x is the same for all calls, as a layer finds it that was just computed. For each shape, dtype and number of tokens
@@ -16,6 +17,9 @@ a 16-bit scale for each 32 and the configuration that its own heuristics choose.
 --gradient times the gradient of the activations in place of the product, beside cuBLAS alone; its lines say so. With
 --rotated weights have column scales and a rotation, of which the lines tell the cost, beside the same weight without:
 ``plain_us``, measured in turn.
+
+--against prints what has become slower since the lines of a file were measured, by more than ``NOISE``: of the ratios
+of times, each over the median of cuBLAS's ratios, by which the machines differ. If there is any, the exit status is 1.
 """
 
 import argparse
@@ -23,13 +27,15 @@ import copy
 import importlib.metadata
 import itertools
 import json
+import statistics
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from timing import Report, copies, gpu_and_command, graph_us, name_of, parse, read_kernel, run_and_plot
+from timing import Report, copies, gpu_and_command, graph_us, name_of, parse, read, read_kernel, run_and_plot
 
 import hf_kbit
 from hf_kbit.format import BITS
@@ -42,6 +48,7 @@ QUICK = {"shapes": "4096x4096,8192x8192,57344x8192", "tokens": "1,8,16", "dtypes
 OUTPUT_BYTES = 4 << 30  # a graph keeps the outputs of all its calls
 DISTRIBUTIONS = {"humming": "humming-kernels", "bitsandbytes": "bitsandbytes"}
 GROUP = 32  # weights that share a scale, here and in Humming
+NOISE = 0.05  # by which a time may differ from one run to another
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -247,6 +254,30 @@ def row(x, n: int, dense, packed, others, floor: Floor, versions, emit) -> None:
         emit(bits=bits, peer=peer, version=versions[peer], us=us, cublas_us=cublas, speedup=cublas / us)
 
 
+# --- against an earlier run -----------------------------------------------------------------------
+
+
+def slower(lines: list[dict], before: list[dict]) -> list[tuple[dict, float]]:
+    """Our lines whose times are more than ``NOISE`` above those of ``before``, the worst first, and how many times as
+    long they are, as the machine of ``before`` would take.
+
+    Raises:
+        ValueError: nothing was measured in both.
+    """
+
+    def cells(lines):  # where a file holds several runs, the last one counts
+        names = "shape", "dtype", "tokens", "bits", "of", "transform"
+        return {tuple(line.get(name) for name in names): line for line in lines if "peer" not in line}
+
+    ours, theirs = cells(lines), cells(before)
+    both = [(ours[cell], theirs[cell]) for cell in ours if cell in theirs]
+    if not both:
+        raise ValueError("--against: found no shape, dtype, width and number of tokens that was measured now as well")
+    machine = statistics.median(now["cublas_us"] / then["cublas_us"] for now, then in both)
+    ratios = [(now, now["us"] / then["us"] / machine) for now, then in both]
+    return sorted([(line, ratio) for line, ratio in ratios if ratio > 1 + NOISE], key=lambda pair: -pair[1])
+
+
 # --- the plot -------------------------------------------------------------------------------------
 
 PANELS = ("4096x4096", "8192x8192", "57344x8192", "8192x28672")
@@ -308,6 +339,7 @@ def command_line():
     parser.add_argument("--dtypes", help="default float16,bfloat16")
     parser.add_argument("--gradient", action="store_true", help="of the activations, in place of the product")
     parser.add_argument("--rotated", action="store_true", help="weights with column scales and a rotation")
+    parser.add_argument("--against", help="file of JSON lines; print what has become slower since")
     parser.add_argument("--quick", action="store_true", help="defaults are three shapes, 1, 8 and 16 tokens, float16")
     arguments = parse(parser, PEERS)
     for name, default in {"shapes": SHAPES, "tokens": TOKENS, "dtypes": "float16,bfloat16"}.items():
@@ -338,7 +370,14 @@ def run(arguments) -> list[dict]:
 @torch.inference_mode()
 def main() -> None:
     arguments = command_line()
-    run_and_plot(arguments, run, plot)
+    lines = run_and_plot(arguments, run, plot)
+    if arguments.against:
+        found = slower(lines, read(arguments.against))
+        for line, ratio in found:
+            what = " ".join(str(line[name]) for name in ("shape", "dtype", "of", "transform") if name in line)
+            print(f"slower: {what}, {line['bits']} bits, {line['tokens']} tokens: {ratio:.2f} times as long")
+        print(f"{len(found)} cells slower than in {arguments.against}")
+        sys.exit(bool(found))
 
 
 if __name__ == "__main__":

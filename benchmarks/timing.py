@@ -55,12 +55,13 @@ def parse(parser, peers) -> argparse.Namespace:
     parser.add_argument("--peers", default=",".join(peers), help="default %(default)s; '' for none")
     parser.add_argument("--json", help="file to append a JSON line for each measurement to")
     parser.add_argument("--plot", help="PNG to draw")
-    parser.add_argument("--from", dest="source", help="measure nothing; plot this file of JSON lines")
+    parser.add_argument("--from", dest="source", help="measure nothing; take this file of JSON lines")
     arguments = parser.parse_args()
-    if arguments.source and not arguments.plot:
-        parser.error("--from needs --plot")
+    shown = arguments.plot or getattr(arguments, "against", None)
+    if arguments.source and not shown:
+        parser.error("--from needs something to do with what was measured, such as --plot")
     if not arguments.source and not torch.cuda.is_available():
-        parser.error("no CUDA device; without one only --plot with --from works")
+        parser.error("no CUDA device; without one only what was measured can be looked at, by --from")
     arguments.peers = [peer for peer in arguments.peers.split(",") if peer]
     if unknown := set(arguments.peers) - set(peers):
         parser.error(f"--peers: found {', '.join(unknown)}, expected {', '.join(peers)}")
@@ -85,15 +86,18 @@ def gpu_and_command() -> dict[str, str]:
     }
 
 
-def run_and_plot(arguments, run, plot) -> None:
+def read(file: str) -> list[dict]:
+    """JSON lines that a benchmark left."""
+    with open(file) as lines:
+        return [json.loads(line) for line in lines]
+
+
+def run_and_plot(arguments, run, plot) -> list[dict]:
     """``run(arguments)`` gives lines, unless ``--from`` has them; ``plot(lines, file)`` draws them, if asked to."""
-    if arguments.source:
-        with open(arguments.source) as file:
-            lines = [json.loads(line) for line in file]
-    else:
-        lines = run(arguments)
+    lines = read(arguments.source) if arguments.source else run(arguments)
     if arguments.plot:
         plot(lines, arguments.plot)
+    return lines
 
 
 def capture(calls):

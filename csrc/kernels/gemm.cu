@@ -35,7 +35,7 @@
 // such weights have, take 16 instructions more a slab.
 //
 // An H200 brings in a slab for each processor in 59, 85, 111 and 137 cycles, so shared memory is the limit at 2 and 3
-// bits and memory at 4 and 5. docs/performance.md has the measured times and what was tried.
+// bits and memory at 4 and 5. docs/performance.md has the measured times, docs/internals.md what was tried.
 //
 // Over 350 lines: one kernel, and the ring, the activations and the launcher that nothing else uses.
 #include <numeric>
