@@ -280,8 +280,9 @@ class KbitLinear(nn.Linear):
                 "type here: name such a layer in `modules_to_not_convert`"
             )
         # Straight from the dictionaries, and no conversion to the same dtype: for few tokens the host's time counts,
-        # and nn.Module's look-ups are a good part of it.
-        weight, absmax = self._parameters["weight"], self._parameters["weight_absmax"]
+        # and nn.Module's look-ups are a good part of it. A copy of nn.DataParallel has its parameters elsewhere.
+        own = self._parameters if "weight" in self._parameters else self.__dict__
+        weight, absmax = own["weight"], own["weight_absmax"]
         if x.shape[-1:] != (self.in_features,):
             self._check_shard_width(x, weight, absmax)
         if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
@@ -291,7 +292,7 @@ class KbitLinear(nn.Linear):
             bias = bias.to(x.dtype)
         # A shard of tensor parallelism has fewer rows than out_features; it is never tiled.
         rows = self.out_features if reference.is_tiled(weight, absmax, self.bits) else weight.shape[0]
-        columns = self._parameters["weight_columns"]
+        columns = own.get("weight_columns")
         return product(x, weight, absmax, self._buffers["codebook"], bias, rows, columns, columns is not None)
 
     def _check_shard_width(self, x: torch.Tensor, weight: torch.Tensor, absmax: torch.Tensor) -> None:

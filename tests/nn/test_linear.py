@@ -120,7 +120,7 @@ def test_a_transformed_layer_is_what_its_parts_say(in_features):
     assert torch.equal(layer.dequantize(), expected) and torch.equal(layer.to_linear().weight, expected)
     assert layer.W_q is layer.weight
     x = cases.x((4,), in_features)
-    cases.assert_product(layer(x), x, expected.T, dense.bias)
+    cases.assert_product(layer(x), x, decoded.T, dense.bias, columns=columns, rotated=True)
 
 
 @pytest.mark.parametrize("bits", cases.BITS)
@@ -502,6 +502,21 @@ def test_compile_fullgraph():
     model = nn.Sequential(KbitLinear.from_linear(linear(64, 100), bits=3), nn.ReLU(), KbitLinear(64, 5, bits=2))
     x = cases.x((4,), 100)
     torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x))
+
+
+@pytest.mark.parametrize("transform", ["rotated", "none"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_copy_of_data_parallel(bias, transform):
+    """torch.nn.parallel.replicate sets parameters so; it runs on GPUs alone."""
+    layer = KbitLinear.from_linear(linear(20, 70, bias), bits=3, transform=transform)
+    copied = layer._replicate_for_data_parallel()
+    for name, parameter in layer._parameters.items():
+        if parameter is None:
+            copied._parameters[name] = None
+        else:
+            setattr(copied, name, parameter.data.clone())
+    x = cases.x((4,), 70)
+    assert not copied._parameters.keys() & {"weight", "weight_absmax"} and torch.equal(copied(x), layer(x))
 
 
 def test_train_mode_is_kept():
