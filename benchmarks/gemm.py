@@ -341,7 +341,7 @@ def command_line():
     parser.add_argument("--rotated", action="store_true", help="weights with column scales and a rotation")
     parser.add_argument("--against", help="file of JSON lines; print what has become slower since")
     parser.add_argument("--quick", action="store_true", help="defaults are three shapes, 1, 8 and 16 tokens, float16")
-    arguments = parse(parser, PEERS)
+    arguments = parse(parser, PEERS, uses=("plot", "against"))
     for name, default in {"shapes": SHAPES, "tokens": TOKENS, "dtypes": "float16,bfloat16"}.items():
         setattr(arguments, name, getattr(arguments, name) or (QUICK if arguments.quick else {}).get(name, default))
     arguments.shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes.split(",")]

@@ -50,16 +50,16 @@ class Report:
             print(json.dumps({**self.context, **entry}), file=self.file, flush=True)
 
 
-def parse(parser, peers) -> argparse.Namespace:
-    """The command line of a benchmark that measures, beside ``peers``, on a GPU, or plots what it measured before."""
+def parse(parser, peers, uses=("plot",)) -> argparse.Namespace:
+    """The command line of a benchmark that measures, beside ``peers``, on a GPU, or takes what it measured before, for
+    one of the arguments that are named in ``uses``."""
     parser.add_argument("--peers", default=",".join(peers), help="default %(default)s; '' for none")
     parser.add_argument("--json", help="file to append a JSON line for each measurement to")
     parser.add_argument("--plot", help="PNG to draw")
     parser.add_argument("--from", dest="source", help="measure nothing; take this file of JSON lines")
     arguments = parser.parse_args()
-    shown = arguments.plot or getattr(arguments, "against", None)
-    if arguments.source and not shown:
-        parser.error("--from needs something to do with what was measured, such as --plot")
+    if arguments.source and not any(getattr(arguments, use) for use in uses):
+        parser.error(f"--from needs {' or '.join(f'--{use}' for use in uses)}")
     if not arguments.source and not torch.cuda.is_available():
         parser.error("no CUDA device; without one only what was measured can be looked at, by --from")
     arguments.peers = [peer for peer in arguments.peers.split(",") if peer]

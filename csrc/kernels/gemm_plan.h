@@ -162,12 +162,14 @@ inline void share_clusters(const int64_t* row_tiles, int parts, int64_t clusters
 inline GemmPlan plan_gemm(int tokens, const int64_t* row_tiles, int parts, int64_t in_features, int bits,
                           bool transformed, int processors, int shared_limit, int arch) {
     // Fitted to one H200 (132 processors), CUDA 13.0, 2026-11-22, in the time that a processor takes for a slab, about
-    // 0.06 us: what a CTA takes to start and to finish, what meeting in a cluster costs, also for each further token,
-    // what it costs that several warps read the same columns of activations, and a megabyte of these that all CTAs
-    // together bring from L2: once for one warp of a row tile, about twice for more, most of which find them in L1.
-    // For 40 weights and 1 to 16 tokens what is chosen so takes 0.5% longer than the best division on average, 6% at
-    // most (before activations counted, 1.3 and 22%).
-    constexpr double kStart = 40, kCluster = 12, kClusterToken = 2, kClusterSlope = 1.03, kRowWarp = 4, kMegabyte = 2;
+    // 0.06 us: what a CTA takes to start and to finish, what meeting in a cluster costs, and what it costs that
+    // several warps read the same columns of activations.
+    constexpr double kStart = 40, kCluster = 12, kClusterSlope = 1.03, kRowWarp = 4;
+    // A further token that meets in a cluster, and a megabyte of activations that all CTAs together bring from L2:
+    // once for one warp of a row tile, about twice for more, most of which find them in L1. Other GPUs have not been
+    // measured, and leave them out. For 40 weights and 1 to 16 tokens what is chosen so takes 0.5% longer than the
+    // best division on average, 6% at most (without these two, 1.3 and 22%).
+    const double cluster_token = arch / 100 == 9 ? 2 : 0, megabyte = arch / 100 == 9 ? 2 : 0;
     // To transform a slab in a CTA, and to have a kernel before it (2026-11-22).
     constexpr double kTransform = 0.25, kTransformKernel = 17;
     const int64_t slabs = num_slabs(in_features),
@@ -194,8 +196,8 @@ inline GemmPlan plan_gemm(int tokens, const int64_t* row_tiles, int parts, int64
             const double activations = transforms ? kTransform * ceil_div(cta_slabs, warps) * warps : 0;
             const double megabytes = 2e-6 * tokens * clusters * std::min(row_warps, 2) * slabs * kSlabColumns;
             double time = waves * (kStart + activations + warp_slabs * warps + kRowWarp * (row_warps - 1)) +
-                          kMegabyte * megabytes;
-            if (split > 1) time = time * kClusterSlope + kCluster + kClusterToken * (tokens - 1);
+                          megabyte * megabytes;
+            if (split > 1) time = time * kClusterSlope + kCluster + cluster_token * (tokens - 1);
             if (transformed && !transforms) time += kTransformKernel;
             if (best.warps == 0 || time < best_time) {
                 best = {warps, k_warps, split, tiles, {}, static_cast<int>(shared), transforms};
