@@ -9,7 +9,7 @@
 
 A time is the median of replays of a CUDA graph that walks through weights of more than 256 MB, so that no weight is in
 L2; x is the same for all calls, as a layer finds it that was just computed. For each shape, dtype and number of tokens
-all sides are timed one after the other. The floor is the time of the best of several kernels that only read, given as
+all sides take turns. The floor is the time of the best of several kernels that only read, given as
 many bytes as the packed weight, x and the output have together. Peers run where they are installed: bitsandbytes with
 NF4 in blocks of 64, Humming (humming-kernels, compiled for each shape before the first measurement) with intN weights,
 a 16-bit scale for each 32 and the configuration that its own heuristics choose. --plot needs matplotlib.
@@ -35,7 +35,18 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from timing import Report, copies, gpu_and_command, graph_us, name_of, parse, read, read_kernel, run_and_plot
+from timing import (
+    Report,
+    copies,
+    gpu_and_command,
+    graph_us,
+    in_turns_us,
+    name_of,
+    parse,
+    read,
+    read_kernel,
+    run_and_plot,
+)
 
 import hf_kbit
 from hf_kbit.format import BITS
@@ -237,21 +248,28 @@ def measure(shapes, widths, dtypes, tokens, peers: dict[str, str], gradient: boo
 def row(x, n: int, dense, packed, others, floor: Floor, versions, emit) -> None:
     """All sides of one shape, dtype and number of tokens."""
     moved = x.nbytes + x.shape[0] * n * x.itemsize
-    cublas = graph_us(calls_of(dense, x, n))
     floors = {bits: floor.us(size + moved) for bits, (_, size, _) in packed.items()}
-    for bits, (kernels, size, plain) in packed.items():
-        us = graph_us(calls_of(kernels, x, n))
-        speed = {"us": us, "TBps": size / us / 1e6, "floor_us": floors[bits], "floor_fraction": floors[bits] / us}
-        if plain:
-            speed["plain_us"] = graph_us(calls_of(plain, x, n))
-        emit(bits=bits, **speed, cublas_us=cublas, speedup=cublas / us)
-    for (peer, bits), kernels in others.items():
-        try:
-            us = graph_us(calls_of(kernels, x, n))
-        except Exception as error:
-            skipped(peer, f" at {bits} bits, {x.shape[0]} tokens", error)
-            continue
-        emit(bits=bits, peer=peer, version=versions[peer], us=us, cublas_us=cublas, speedup=cublas / us)
+    sides = {("cublas", None): dense, **{("hf_kbit", bits): kernels for bits, (kernels, _, _) in packed.items()}}
+    sides |= {("plain", bits): plain for bits, (_, _, plain) in packed.items() if plain}
+    sides |= others
+
+    def failed(side, error):
+        if side not in others:
+            raise error
+        skipped(side[0], f" at {side[1]} bits, {x.shape[0]} tokens", error)
+
+    us = in_turns_us({side: calls_of(kernels, x, n) for side, kernels in sides.items()}, failed)
+    cublas = us.pop(("cublas", None))
+    for (side, bits), its_us in us.items():
+        result = {"us": its_us, "cublas_us": cublas, "speedup": cublas / its_us}
+        if side == "hf_kbit":
+            speed = {"TBps": packed[bits][1] / its_us / 1e6, "floor_us": floors[bits]}
+            speed["floor_fraction"] = floors[bits] / its_us
+            if ("plain", bits) in us:
+                speed["plain_us"] = us["plain", bits]
+            emit(bits=bits, **speed, **result)
+        elif side != "plain":
+            emit(bits=bits, peer=side, version=versions[side], **result)
 
 
 # --- against an earlier run -----------------------------------------------------------------------
