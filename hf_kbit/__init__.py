@@ -11,10 +11,20 @@ from hf_kbit.config import KbitConfig
 from hf_kbit.integrations import hooks as _hooks
 from hf_kbit.integrations.transformers import quantizer as _quantizer  # noqa: F401  registers itself
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.ops import dequantize, gemm, quantize, repack
+from hf_kbit.ops import dequantize, gemm, quantize, repack, set_batch_invariant
 
 __version__ = "0.1.0.dev0"
-__all__ = ["KbitConfig", "KbitLinear", "calibrate", "codebooks", "dequantize", "gemm", "quantize", "repack"]
+__all__ = [
+    "KbitConfig",
+    "KbitLinear",
+    "calibrate",
+    "codebooks",
+    "dequantize",
+    "gemm",
+    "quantize",
+    "repack",
+    "set_batch_invariant",
+]
 
 # What needs PEFT, and is no part of __all__ because of that: an import of * works without it.
 _WITH_PEFT = {

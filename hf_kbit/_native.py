@@ -69,6 +69,18 @@ def instruction_set(path: Path) -> str:
     return function().decode()
 
 
+batch_invariant = False  # what set_batch_invariant was last asked for
+
+
+def set_batch_invariant(enabled: bool) -> None:
+    """For the products of both libraries, and of what runs in plain PyTorch where one is missing."""
+    global batch_invariant
+    batch_invariant = enabled
+    for found in (library("cpu"), library("cuda")):
+        if found.loaded:
+            ctypes.CDLL(str(found.path)).hf_kbit_set_batch_invariant(int(enabled))
+
+
 def _cuda_number(name: str) -> int:
     """What a function of the CUDA library returns; 0 where the library is not loaded."""
     found = library("cuda")

@@ -342,6 +342,9 @@ def _check_gemm(x, weight, absmax, codebook, bias, out_features, columns):
 def _(x, weight, absmax, codebook, bias, out_features, columns=None, rotated=False):
     _check_gemm(x, weight, absmax, codebook, bias, out_features, columns)
     _native.warn_missing(weight.device.type)
+    if _native.batch_invariant:
+        missing = _native.library(weight.device.type).missing
+        raise RuntimeError(f"batch-invariant products were asked for, and plain PyTorch has none: {missing}")
     return reference.gemm(x, weight, absmax, codebook, bias, out_features, columns, rotated)
 
 
@@ -459,6 +462,37 @@ def gemm(
         out_features = weight.shape[0]
     _check_gemm(x, weight, absmax, codebook, bias, out_features, columns)
     return product(x, weight, absmax, codebook, bias, out_features, columns, rotated)
+
+
+def set_batch_invariant(enabled: bool) -> None:
+    """Whether a token's product with a quantized weight must be the same to the last bit in every batch.
+
+    Without, which is the default, products choose by the number of tokens how they divide the work, and with it the
+    order in which they add up: the same call gives the same bits, but a sequence may differ in the last bit from what
+    it is in another batch. With it every token's sums are added up in one order. That holds for all products of the
+    process from now on, forward only, in ``gemm`` and in layers, compiled ones too; a CUDA graph keeps what was set
+    while it was captured. Other layers, such as attention and norms, need to be batch-invariant by themselves.
+
+    It takes float32, float16 or bfloat16 on a CPU with our library; on a GPU float16 or bfloat16, weights in tiles, as
+    layers hold them there, and compute capability 8.0 or newer. Results differ from one GPU or CPU to another.
+
+    Args:
+        enabled: True or False.
+
+    Raises:
+        TypeError: ``enabled`` is not a bool. Products raise ValueError or RuntimeError where there is no such product.
+
+    >>> import hf_kbit, torch
+    >>> layer = hf_kbit.KbitLinear.from_linear(torch.nn.Linear(256, 64), bits=3)
+    >>> x = torch.randn(40, 256)
+    >>> hf_kbit.set_batch_invariant(True)
+    >>> torch.equal(layer(x)[:1], layer(x[:1]))
+    True
+    >>> hf_kbit.set_batch_invariant(False)
+    """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled: found {enabled!r}, expected True or False")
+    _native.set_batch_invariant(enabled)
 
 
 # --- gemm_gradient --------------------------------------------------------------------------------

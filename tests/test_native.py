@@ -201,3 +201,11 @@ def test_ops_without_libraries_give_the_same_bytes(without_libraries):
     exec(CALLS, here := {})
     assert exact == here["digests"](hf_kbit)[0]
     assert product == here["digests"](reference)[1]
+
+
+def test_no_batch_invariant_products_without_libraries(without_libraries):
+    """Plain PyTorch adds up as it likes."""
+    code = CALLS + "import hf_kbit; hf_kbit.set_batch_invariant(True); digests(hf_kbit)"
+    ran = run("-c", code, folder=without_libraries)
+    assert ran.returncode and "RuntimeError: batch-invariant products were asked for, and plain PyTorch" in ran.stderr
+    assert "libhf_kbit_cpu.so does not exist; install hf_kbit again" in ran.stderr.splitlines()[-1]

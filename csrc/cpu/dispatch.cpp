@@ -72,11 +72,11 @@ void gemm_pack(const void* x, Dtype dtype, int64_t tokens, int64_t in_features, 
     chosen().gemm_pack(x, dtype, tokens, in_features, columns, rotated, panel);
 }
 
-void gemm(const float* panel, int64_t tokens, const int32_t* planes, const uint8_t* absmax, bool signed_scales,
-          const float* codebook, int bits, const void* bias, void* out, Dtype dtype, int64_t out_features,
-          int64_t in_features, int64_t begin, int64_t end) {
-    chosen().gemm(panel, tokens, planes, absmax, signed_scales, codebook, bits, bias, out, dtype, out_features,
-                  in_features, begin, end);
+void gemm(const float* panel, int64_t tokens, bool batch_invariant, const int32_t* planes, const uint8_t* absmax,
+          bool signed_scales, const float* codebook, int bits, const void* bias, void* out, Dtype dtype,
+          int64_t out_features, int64_t in_features, int64_t begin, int64_t end) {
+    chosen().gemm(panel, tokens, batch_invariant, planes, absmax, signed_scales, codebook, bits, bias, out, dtype,
+                  out_features, in_features, begin, end);
 }
 
 }  // namespace hf_kbit::cpu

@@ -145,16 +145,16 @@ static inline void multiply_rows(const float* panel, int64_t panel_tokens, int t
 }
 
 template <class V, int bits>
-static void gemm_rows(const float* panel, int64_t tokens, const int32_t* planes, const uint8_t* absmax,
-                      bool signed_scales, const float* codebook, const void* bias, void* out, Dtype dtype,
-                      int64_t out_features, int64_t in_features, int64_t begin, int64_t end) {
+static void gemm_rows(const float* panel, int64_t tokens, bool batch_invariant, const int32_t* planes,
+                      const uint8_t* absmax, bool signed_scales, const float* codebook, const void* bias, void* out,
+                      Dtype dtype, int64_t out_features, int64_t in_features, int64_t begin, int64_t end) {
     const typename V::template Levels<bits> levels(codebook);
     const int64_t blocks = num_blocks(in_features);
     const uint32_t sign = signed_scales ? kSignBit : 0;
     const auto store = [&](int64_t token, int64_t row, float sum) {
         store_scalar(out, dtype, token * out_features + row, bias ? sum + load_scalar(bias, dtype, row) : sum);
     };
-    if (tokens == 1) {
+    if (tokens == 1 && !batch_invariant) {
         for (int64_t row = begin; row < end; ++row) {
             const int32_t* words = planes + row * blocks * bits;
             store(0, row, multiply_row<V, bits>(panel, words, absmax + row * blocks, sign, blocks, levels));
@@ -180,12 +180,12 @@ static void gemm_rows(const float* panel, int64_t tokens, const int32_t* planes,
 }
 
 template <class V>
-static void gemm_with(const float* panel, int64_t tokens, const int32_t* planes, const uint8_t* absmax,
-                      bool signed_scales, const float* codebook, int bits, const void* bias, void* out, Dtype dtype,
-                      int64_t out_features, int64_t in_features, int64_t begin, int64_t end) {
+static void gemm_with(const float* panel, int64_t tokens, bool batch_invariant, const int32_t* planes,
+                      const uint8_t* absmax, bool signed_scales, const float* codebook, int bits, const void* bias,
+                      void* out, Dtype dtype, int64_t out_features, int64_t in_features, int64_t begin, int64_t end) {
     with_bits(bits, [&](auto width) {
-        gemm_rows<V, width()>(panel, tokens, planes, absmax, signed_scales, codebook, bias, out, dtype, out_features,
-                              in_features, begin, end);
+        gemm_rows<V, width()>(panel, tokens, batch_invariant, planes, absmax, signed_scales, codebook, bias, out,
+                              dtype, out_features, in_features, begin, end);
     });
 }
 

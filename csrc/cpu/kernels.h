@@ -40,9 +40,10 @@ void gemm_pack(const void* x, Dtype dtype, int64_t tokens, int64_t in_features, 
                float* panel);
 
 // Columns [begin, end) of out [M, N] = x @ W.T + bias. Weights are decoded in registers, sums are kept in float32 and
-// rounded once to dtype. bias (dtype, [N]) may be null.
-void gemm(const float* panel, int64_t tokens, const int32_t* planes, const uint8_t* absmax, bool signed_scales,
-          const float* codebook, int bits, const void* bias, void* out, Dtype dtype, int64_t out_features,
-          int64_t in_features, int64_t begin, int64_t end);
+// rounded once to dtype. bias (dtype, [N]) may be null. One token is added up in an order of its own, which is faster,
+// unless batch_invariant.
+void gemm(const float* panel, int64_t tokens, bool batch_invariant, const int32_t* planes, const uint8_t* absmax,
+          bool signed_scales, const float* codebook, int bits, const void* bias, void* out, Dtype dtype,
+          int64_t out_features, int64_t in_features, int64_t begin, int64_t end);
 
 }  // namespace hf_kbit::cpu

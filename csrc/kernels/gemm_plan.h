@@ -47,19 +47,36 @@ constexpr bool fits_gemm(int64_t out_features, int64_t in_features) {
 // grid to spare: 129 billion weights.
 constexpr int64_t kMostBlocks = int64_t{15} << 28;
 
-// On one H200 (CUDA 13.0, 2026-11-21) gemm.cu is the fastest up to 16 tokens. For thousands of them it takes so much
-// less time to decode than to multiply that cuBLAS on decoded slices is about as fast as gemm_wgmma.cu; at 2 bits not
-// yet at 4096. gemm_mma.cu, made to run there, is 2.1 to 3.9 times as fast as to decode first for 32 tokens, 1.2
+// 13 to 16 tokens of a large weight are the fewest that gemm_wgmma.cu is faster for: on one H200 (CUDA 13.0,
+// 2026-11-22), at 16 tokens and of 58 million weights or more, it takes 0.79 to 0.98 of gemm.cu's time where x is
+// transformed first, 0.82 to 1.02 for others at 2 and 5 bits; of 25 million or fewer 1.01 to 1.8 times its time. At 3
+// and 4 bits, without a transform, both are as fast.
+constexpr bool wgmma_for_few(int64_t tokens, int64_t out_features, int64_t in_features, int bits, bool transformed) {
+    return tokens > 12 && out_features * in_features >= 40'000'000 && (transformed || bits == 2 || bits == 5);
+}
+
+// On one H200 (CUDA 13.0, 2026-11-21) gemm.cu is else the fastest up to 16 tokens. For thousands of them it takes so
+// much less time to decode than to multiply that cuBLAS on decoded slices is about as fast as gemm_wgmma.cu; at 2 bits
+// not yet at 4096. gemm_mma.cu, made to run there, is 2.1 to 3.9 times as fast as to decode first for 32 tokens, 1.2
 // to 1.6 times for 128, and 0.8 to 1.0 times for 256, where cuBLAS has wgmma, twice as fast as mma.sync; of the GPUs
 // that take this path only those of capability 10.0 have such an instruction.
-inline GemmPath gemm_path(int64_t tokens, int64_t out_features, int64_t in_features, int bits, int arch,
-                          int shared_reserved) {
+//
+// With batch_invariant any number of tokens takes the kernel that is made for many: there a token's sums are added up
+// in the same order, whatever tokens are beside it.
+inline GemmPath gemm_path(int64_t tokens, int64_t out_features, int64_t in_features, int bits, bool transformed,
+                          bool batch_invariant, int arch, int shared_reserved) {
     if (tokens < 1 || !has_gemm(arch) || shared_reserved > kSharedReserved || !fits_gemm(out_features, in_features)) {
         return GemmPath::dequantize;
     }
-    if (tokens <= kGemmTokens) return GemmPath::decode;
-    if (has_mma_path(arch)) return tokens <= kMmaMostTokens ? GemmPath::mma : GemmPath::dequantize;
-    return tokens <= (bits == 2 ? 8191 : 4095) ? GemmPath::wgmma : GemmPath::dequantize;
+    const GemmPath many = has_mma_path(arch) ? GemmPath::mma : GemmPath::wgmma;
+    if (batch_invariant) return many;
+    if (tokens <= kGemmTokens) {
+        const bool is_few =
+            many == GemmPath::mma || !wgmma_for_few(tokens, out_features, in_features, bits, transformed);
+        return is_few ? GemmPath::decode : many;
+    }
+    const int64_t most = many == GemmPath::mma ? kMmaMostTokens : bits == 2 ? 8191 : 4095;
+    return tokens <= most ? many : GemmPath::dequantize;
 }
 
 // --- up to 16 tokens: gemm.cu ---------------------------------------------------------------------
@@ -220,11 +237,15 @@ inline GemmPlan plan_gemm(int tokens, const int64_t* row_tiles, int parts, int64
 
 // A CTA has a tile of 16, 32, 64, 128 or 256 tokens and `groups` of warps; a group has a tile of rows, 16 for each of
 // its warps. The groups of a CTA and the CTAs of a cluster of `split` have the same rows and divide the slabs along K.
+// Without either, CTAs take whole tiles in turns, and where the last turn would leave some of them idle, all of them
+// divide the slabs of its tiles evenly, each those that follow the ones of the CTA before it. Who has the last slab of
+// a tile adds up the sums of its parts, which the others leave in memory. After Osama et al., Stream-K, 2023.
 struct WgmmaPlan {
     int token_tile;
     int groups;       // 1, 2 or 4
     int split;        // 1 or 2
-    int clusters;     // divide the tiles of rows and tokens among themselves
+    int clusters;     // share the tiles of rows and tokens
+    int divided;      // of these the last ones, whose slabs they divide; the others are a multiple of `clusters`
     int x_stages;     // of each group
     int ring_stages;  // slabs under way for each warp
     int shared_bytes;
@@ -235,6 +256,14 @@ struct WgmmaPlan {
 constexpr int wgmma_warps(int token_tile) { return token_tile == 256 ? 8 : 16; }
 constexpr int wgmma_rows(int token_tile, int groups) { return wgmma_warps(token_tile) * kTileRows / groups; }
 constexpr int wgmma_most_groups(int token_tile) { return token_tile == 256 ? 1 : 4; }
+
+// Whether x has its columns in the order in which tiles hold codes (Transformed::ordered). Where x is made for the
+// weight anyway that costs nothing. Otherwise it takes a kernel, or else warps exchange codes, which costs as much for
+// every row of the weight: with tiles of 256 tokens less than that kernel, but for 5 bits. The order is also that in
+// which products are added up.
+constexpr bool wgmma_ordered(int bits, int token_tile, bool transformed, bool batch_invariant) {
+    return transformed || batch_invariant || bits == 5 || token_tile < 256;
+}
 
 inline int64_t wgmma_tiles(int64_t tokens, int64_t out_features, int token_tile, int groups) {
     return ceil_div(out_features, wgmma_rows(token_tile, groups)) * ceil_div(tokens, token_tile);
@@ -258,6 +287,30 @@ constexpr int wgmma_exchange_bytes(int token_tile, int groups, int split) {
 
 constexpr int kWgmmaTableBytes = 64 << 10;
 constexpr int wgmma_x_address() { return kSharedReserved + kWgmmaTableBytes; }
+// Of the slabs of the divided tiles, numbered through all of them, a CTA has as many as any other, which follow each
+// other; the first ones have one more.
+struct WgmmaDivision {
+    int of_cta, more;
+
+    constexpr int begin(int cta) const { return of_cta * cta + (cta < more ? cta : more); }
+    // Which CTA has a slab.
+    constexpr int cta_with(int slab) const {
+        const int with_more = (of_cta + 1) * more;
+        return slab < with_more ? slab / (of_cta + 1) : more + (slab - with_more) / of_cta;
+    }
+};
+inline WgmmaDivision divide_wgmma(const WgmmaPlan& plan, int slabs) {
+    return {slabs * plan.divided / plan.clusters, slabs * plan.divided % plan.clusters};
+}
+
+// A CTA leaves at most one part of a tile: its sums, float32, and for each of its warps whether they are there.
+constexpr int64_t wgmma_partial_sums(const WgmmaPlan& plan) {
+    return plan.divided == 0 ? 0 : int64_t{plan.clusters} * wgmma_rows(plan.token_tile, 1) * plan.token_tile;
+}
+constexpr int64_t wgmma_partial_flags(const WgmmaPlan& plan) {
+    return plan.divided == 0 ? 0 : int64_t{plan.clusters} * wgmma_warps(plan.token_tile);
+}
+
 // From wgmma_x_address on: x, words and scales, a pair of barriers for each stage of both; in the end sums of others.
 constexpr int wgmma_shared_bytes(int bits, int token_tile, int groups, int split, int x_stages, int ring_stages) {
     const int slabs = wgmma_warps(token_tile) * ring_stages * (slab_bytes(bits) + 16),
@@ -265,47 +318,65 @@ constexpr int wgmma_shared_bytes(int bits, int token_tile, int groups, int split
     return wgmma_x_address() + std::max(x + slabs, wgmma_exchange_bytes(token_tile, groups, split));
 }
 
-// tokens from 17 on, on a GPU of compute capability 9.0; processors: 1 or more.
-inline WgmmaPlan plan_wgmma(int64_t tokens, int64_t out_features, int64_t in_features, int bits, int processors,
-                            int shared_limit) {
-    // Cycles, fitted to one H200 (132 processors), CUDA 13.0, 2026-11-21: 64 columns of a warp, which decodes and
-    // shares the tensor cores and shared memory with the others; a tile; how groups compete for x; and what it costs
-    // to meet.
-    constexpr double kPiece = 40, kPieceBits5 = 25, kPieceToken = 0.45, kStart = 4000, kTile = 2000, kGroupToken = 10,
-                     kCluster = 1000;
+// With batch_invariant a CTA goes through all slabs of its tiles. On a GPU of compute capability 9.0; processors: 1 or
+// more.
+inline WgmmaPlan plan_wgmma(int64_t tokens, int64_t out_features, int64_t in_features, int bits, bool batch_invariant,
+                            int processors, int shared_limit) {
+    // Cycles, fitted to one H200 (132 processors), CUDA 13.0, 2026-11-22: 64 columns of a warp, which decodes and
+    // shares the tensor cores and shared memory with the others; a tile; how groups compete for x; what it costs to
+    // meet in a cluster, to divide tiles, and to add up the parts of one. For 28 weights of 58 million numbers or
+    // more and 24 to 1024 tokens what is chosen so takes 0.5% longer than the best division on average, 14% at most;
+    // for 8 smaller ones 3%, and 26% at most: for 384 tokens on 4096 x 4096, tiles of 256 take longer than they do for
+    // 512 tokens, for a reason that is not known.
+    constexpr double kPiece = 21, kPieceBits5 = 13, kPieceToken = 0.47, kStart = 6000, kTile = 3500, kGroupToken = 12,
+                     kCluster = 1500, kDivided = 5700, kDividedToken = 43, kPart = 290, kPartToken = 7;
     constexpr int kMostStages = 8;
     const int64_t slabs = num_slabs(in_features);
     WgmmaPlan best{};
     double best_time = 0;
+    const auto consider = [&](int token_tile, int groups, int split, bool divides) {
+        const int64_t tiles = wgmma_tiles(tokens, out_features, token_tile, groups);
+        const int64_t clusters =
+            divides ? std::min<int64_t>(processors, tiles * slabs) : std::min<int64_t>(processors / split, tiles);
+        if (clusters < 1 || (groups * split > 1 && clusters < tiles)) return;  // parties have one tile
+        const int64_t divided = divides ? tiles % clusters : 0;
+        const auto bytes = [&](int x_stages, int ring_stages) {
+            return wgmma_shared_bytes(bits, token_tile, groups, split, x_stages, ring_stages);
+        };
+        const int ring_stages = bytes(4, 2) <= shared_limit ? 2 : 1;
+        int x_stages = kMostStages;
+        while (x_stages > 1 && bytes(x_stages, ring_stages) > shared_limit) --x_stages;
+        if (x_stages < 2) return;
+        const double piece = kPiece + (bits == 5 ? kPieceBits5 : 0) + kPieceToken * token_tile;
+        const double slab = 4 * wgmma_warps(token_tile) * piece;
+        const double tile = ceil_div(slabs, groups * split) * slab + kTile +
+                            (groups > 1 ? kGroupToken * groups * token_tile : 0) + (split > 1 ? kCluster : 0);
+        double time = kStart + ceil_div(tiles - divided, clusters) * tile;
+        if (divided > 0) {
+            time += ceil_div(divided * slabs, clusters) * slab + kDivided + kDividedToken * token_tile +
+                    ceil_div(clusters, divided) * (kPart + kPartToken * token_tile);
+        }
+        if (best.token_tile == 0 || time < best_time) {
+            best = {token_tile,
+                    groups,
+                    split,
+                    static_cast<int>(clusters),
+                    static_cast<int>(divided),
+                    x_stages,
+                    ring_stages,
+                    bytes(x_stages, ring_stages)};
+            best_time = time;
+        }
+    };
     for (int token_tile = 16; token_tile <= 256; token_tile *= 2) {
+        consider(token_tile, 1, 1, false);
+        if (batch_invariant) continue;
         for (int groups = 1; groups <= wgmma_most_groups(token_tile); groups *= 2) {
             for (int split = 1; split <= 2 && groups * split <= slabs; ++split) {
-                const int64_t tiles = wgmma_tiles(tokens, out_features, token_tile, groups);
-                const int64_t clusters = std::min<int64_t>(processors / split, tiles);
-                if (groups * split > 1 && clusters < tiles) continue;  // parties have one tile
-                const auto bytes = [&](int x_stages, int ring_stages) {
-                    return wgmma_shared_bytes(bits, token_tile, groups, split, x_stages, ring_stages);
-                };
-                const int ring_stages = bytes(4, 2) <= shared_limit ? 2 : 1;
-                int x_stages = kMostStages;
-                while (x_stages > 1 && bytes(x_stages, ring_stages) > shared_limit) --x_stages;
-                if (x_stages < 2 || clusters < 1) continue;
-                const double piece = kPiece + (bits == 5 ? kPieceBits5 : 0) + kPieceToken * token_tile;
-                const double tile = ceil_div(slabs, groups * split) * 4.0 * wgmma_warps(token_tile) * piece + kTile +
-                                    kGroupToken * groups * token_tile + (split > 1 ? kCluster : 0);
-                const double time = kStart + ceil_div(tiles, clusters) * tile;
-                if (best.token_tile == 0 || time < best_time) {
-                    best = {token_tile,
-                            groups,
-                            split,
-                            static_cast<int>(clusters),
-                            x_stages,
-                            ring_stages,
-                            bytes(x_stages, ring_stages)};
-                    best_time = time;
-                }
+                consider(token_tile, groups, split, false);
             }
         }
+        consider(token_tile, 1, 1, true);
     }
     return best;
 }
@@ -329,8 +400,9 @@ constexpr int64_t mma_partial_sums(const MmaPlan& plan) {
     return plan.split == 1 ? 0 : int64_t{plan.tiles} * plan.split * kMmaRows * plan.token_tile;
 }
 
-// tokens from 17 on; processors: 1 or more.
-inline MmaPlan plan_mma(int64_t tokens, int64_t out_features, int64_t in_features, int processors) {
+// With batch_invariant a CTA goes through all slabs of its tile. processors: 1 or more.
+inline MmaPlan plan_mma(int64_t tokens, int64_t out_features, int64_t in_features, bool batch_invariant,
+                        int processors) {
     // Cycles, fitted to one H200 (132 processors) that was made to take this path, CUDA 13.0, 2026-11-21: 64 columns
     // of a tile and of each of its tokens; a CTA's start and end; the second kernel, and what it reads.
     constexpr double kPiece = 425, kPieceToken = 15, kStart = 3000, kAdd = 5000, kAddToken = 55;
@@ -339,7 +411,8 @@ inline MmaPlan plan_mma(int64_t tokens, int64_t out_features, int64_t in_feature
     double best_time = 0;
     for (const int token_tile : {32, 64}) {
         const int64_t tiles = ceil_div(out_features, kMmaRows) * ceil_div(tokens, token_tile);
-        for (int64_t split = 1; split <= slabs && (split == 1 || tiles * split <= processors); ++split) {
+        const int64_t most_split = batch_invariant ? 1 : slabs;
+        for (int64_t split = 1; split <= most_split && (split == 1 || tiles * split <= processors); ++split) {
             const double cta = kStart + ceil_div(slabs, split) * 4 * (kPiece + kPieceToken * token_tile);
             const double add = split == 1 ? 0 : kAdd + kAddToken * token_tile;
             const double time = ceil_div(tiles * split, processors) * cta + add;

@@ -8,15 +8,21 @@
 //
 // A CTA multiplies up to 256 rows and 256 tokens at a time, a warp 16 of the rows:
 //
-//   words and scales --bulk copies--> ring of the warp in shared memory --> registers --exchange among four lanes-->
-//     codes of the columns that operand A wants of the lane --table--> pairs of levels --times scales--> operand A
+//   words and scales --bulk copies--> ring of the warp in shared memory --> registers --table--> pairs of levels
+//     --times scales--> operand A
 //   x --bulk copies, 64 or 128 columns at a time--> shared memory, swizzled: operand B
+//
+// x comes from transform.cu, its columns in the order in which a lane of a tile holds them (Transformed::ordered).
+// Where that kernel would have nothing else to do and costs more (wgmma_ordered), x stays as it is, and four lanes
+// exchange codes instead, so that each has those of the columns that operand A wants of it.
 //
 // The tensor cores work on 64 columns of a warpgroup while it decodes the next 64; with 128 tokens, where registers
 // are short, while others decode. Weights are multiplied by their scales before the product, which costs the same at
 // any number of tokens: eight products of pairs for 512 weights. Where there are fewer tiles than processors, groups
 // of warps, and CTAs of a cluster, divide K; each then sends its sums of some of the tokens to the one that adds them
-// up, in a fixed order, from registers to shared memory.
+// up, in a fixed order, from registers to shared memory. Or all CTAs divide the slabs of the last tiles evenly and
+// leave their sums of part of a tile in memory, for the CTA that has the tile's last slab. docs/internals.md has what
+// limits the kernel.
 //
 // Over 350 lines: one kernel, whose roles share its barriers and addresses, and its launcher.
 #include <cuda.h>
@@ -44,9 +50,13 @@ struct Arguments {
     const int32_t* words;
     const uint8_t* scales;
     const float* codebook;
+    float* partial;   // as wgmma_partial_sums
+    uint32_t* ready;  // [clusters, warps]: whether a warp's sums are there
     int slabs;
-    int row_tiles, token_tiles, tiles;  // row_tiles of 16 rows
+    int row_tiles, token_tiles;  // row_tiles of 16 rows
     int clusters, groups_log2, split_log2, x_stages, ring_stages;
+    int whole, turns;  // tiles that are not divided, and how many of them each CTA has where others are
+    WgmmaDivision division;
     uint32_t signs;  // of scales
 };
 
@@ -57,8 +67,14 @@ constexpr int threads(int token_tile) { return decoders(token_tile) + 128; }
 
 // --- the kernel ----------------------------------------------------------------------------------
 
-// What a CTA does, in its two roles: bring, and decode and multiply.
-template <int kBits, typename T, int kTokens>
+// What a CTA has of a tile.
+struct Share {
+    int tile, first_slab, slabs;  // none: no slabs
+};
+
+// What a CTA does, in its two roles: bring, and decode and multiply. kOrdered: x has its columns in the order of
+// tiles.
+template <int kBits, typename T, int kTokens, bool kOrdered>
 struct Cta {
     using Table = LevelTable<kBits, kWgmmaTableBytes>;
     // In all at most 65536, of which each thread has an equal part, in eights, before they move.
@@ -96,7 +112,21 @@ struct Cta {
     __device__ __forceinline__ int slabs_before(int party) const {
         return arguments.slabs * party >> (arguments.groups_log2 + arguments.split_log2);
     }
-    __device__ __forceinline__ int slabs_of(int party) const { return slabs_before(party + 1) - slabs_before(party); }
+
+    // Number `number` of those of a party.
+    __device__ __forceinline__ Share share(int party, int number) const {
+        const int tile = cluster + number * arguments.clusters;
+        if (tile < arguments.whole) {
+            const int first = slabs_before(party);
+            return {tile, first, slabs_before(party + 1) - first};
+        }
+        // The part of a tile that another CTA waits for first.
+        const int begin = arguments.division.begin(cluster), end = arguments.division.begin(cluster + 1);
+        if (begin == end) return {};
+        const int of_divided = (end - 1) / arguments.slabs - (number - arguments.turns);
+        const int tile_begin = of_divided * arguments.slabs, first = max(begin, tile_begin);
+        return {arguments.whole + of_divided, first - tile_begin, min(end, tile_begin + arguments.slabs) - first};
+    }
 
     __device__ __forceinline__ void init_barriers() const {
         for (int i = 0; i < groups * arguments.x_stages; ++i) {
@@ -132,15 +162,16 @@ struct Cta {
 
     __device__ __forceinline__ void bring_x(const void* map, int group) const {
         wait_for_kernel_before();  // which may transform x
-        const int party = rank * groups + group, stages = slabs_of(party) * 4 / kPieces;
+        const int party = rank * groups + group;
         const uint32_t full = x_full + group * arguments.x_stages * 8,
                        empty = x_empty + group * arguments.x_stages * 8;
         const uint32_t place = x + group * arguments.x_stages * kStageBytes;
         int stage = 0, phase = 0;
-        for (int tile = cluster; tile < arguments.tiles; tile += arguments.clusters) {
-            const int token = tile % arguments.token_tiles * kTokens;
-            int column = slabs_before(party) * kSlabColumns;
-            for (int i = 0; i < stages; ++i) {
+        Share share;
+        for (int number = 0; (share = this->share(party, number)).slabs > 0; ++number) {
+            const int token = share.tile % arguments.token_tiles * kTokens;
+            int column = share.first_slab * kSlabColumns;
+            for (int i = 0; i < share.slabs * 4 / kPieces; ++i) {
                 wait_barrier(empty + 8 * stage, phase ^ 1);
                 expect_bytes(full + 8 * stage, kStageBytes);
 #pragma unroll
@@ -154,13 +185,14 @@ struct Cta {
     }
 
     __device__ __forceinline__ void bring_weights(int warp) const {
-        const int group = warp / group_warps, party = rank * groups + group, slabs = slabs_of(party);
+        const int group = warp / group_warps, party = rank * groups + group;
         int stage = 0, phase = 0;
-        for (int tile = cluster; tile < arguments.tiles; tile += arguments.clusters) {
+        Share share;
+        for (int number = 0; (share = this->share(party, number)).slabs > 0; ++number) {
             // Beyond the last row tile the last one again, whose results are not stored.
-            int64_t slab = min(row_tile(tile, warp), arguments.row_tiles - 1);
-            slab = slab * arguments.slabs + slabs_before(party);
-            for (int i = 0; i < slabs; ++i, ++slab) {
+            int64_t slab = min(row_tile(share.tile, warp), arguments.row_tiles - 1);
+            slab = slab * arguments.slabs + share.first_slab;
+            for (int i = 0; i < share.slabs; ++i, ++slab) {
                 const int at = warp * arguments.ring_stages + stage;
                 wait_barrier(ring_empty + 8 * at, phase ^ 1);
                 bring_slab<kBits>(ring + at * kSlab, arguments.words, arguments.scales, slab, ring_full + 8 * at);
@@ -178,19 +210,20 @@ struct Cta {
         const float unit = table.template finish<T, kDecoders>();
         named_barrier(1, kDecoders);
 
-        const int group = warp / group_warps, slabs = slabs_of(rank * groups + group);
+        const int group = warp / group_warps, party = rank * groups + group;
         const uint32_t full = x_full + group * arguments.x_stages * 8,
                        empty = x_empty + group * arguments.x_stages * 8;
         const uint64_t columns = swizzled_matrix(x + group * arguments.x_stages * kStageBytes);
-        const Quad quad(lane);
+        [[maybe_unused]] const Quad quad(lane);
         const uint32_t lane_table = Table::lane_address(window, lane);
         int stage = 0, phase = 0, slab_stage = 0, slab_phase = 0;
+        Share share;
 #pragma unroll 1
-        for (int tile = cluster; tile < arguments.tiles; tile += arguments.clusters) {
+        for (int number = 0; (share = this->share(party, number)).slabs > 0; ++number) {
             float sums[kTokens / 2];
             int last = -1;  // the stage that the tensor cores may still read
 #pragma unroll 1
-            for (int slab = 0; slab < slabs; ++slab) {
+            for (int slab = 0; slab < share.slabs; ++slab) {
                 uint32_t words[4 / kParts][kBits], scales[4 / kParts];
                 const int at = warp * arguments.ring_stages + slab_stage;
                 wait_barrier(ring_full + 8 * at, slab_phase);
@@ -206,8 +239,14 @@ struct Cta {
                         step(slab_stage, slab_phase, arguments.ring_stages);
                     }
                     uint32_t a[2][2][4];
-                    decode_in_order<kBits>(words[tile_of_part], 0, lane_table, quad, a[0]);
-                    decode_in_order<kBits>(words[tile_of_part], 1, lane_table, quad, a[1]);
+#pragma unroll
+                    for (int block = 0; block < 2; ++block) {
+                        if constexpr (kOrdered) {
+                            decode_block<kBits, kWgmmaTableBytes>(words[tile_of_part], block, lane_table, a[block]);
+                        } else {
+                            decode_in_order<kBits>(words[tile_of_part], block, lane_table, quad, a[block]);
+                        }
+                    }
                     multiply_by_scales<T>(a, scales[tile_of_part], arguments.signs);
                     if (piece % kPieces == 0) wait_barrier(full + 8 * stage, phase);
                     // In units of 16 bytes; 16 columns are 32 bytes.
@@ -234,14 +273,18 @@ struct Cta {
             }
 #pragma unroll
             for (int i = 0; i < kTokens / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");
-            finish(sums, unit, tile, warp);
+            finish(sums, unit, share, warp);
         }
     }
 
     // --- outputs ---
 
-    __device__ __forceinline__ void finish(float (&sums)[kTokens / 2], float unit, int tile, int warp) const {
+    __device__ __forceinline__ void finish(float (&sums)[kTokens / 2], float unit, const Share& share,
+                                           int warp) const {
+        const int tile = share.tile;
         if (parties == 1) {
+            if (share.first_slab + share.slabs < arguments.slabs) return hand_over(sums, warp);
+            if (share.first_slab > 0) add_parts(sums, tile, warp);
             store(sums, 0, kTokens / 8, unit, tile, warp);
         } else if (parties == 2) {
             meet<2>(sums, unit, tile, warp);
@@ -298,6 +341,43 @@ struct Cta {
         }
     }
 
+    // A warp's sums of part of a tile, to the CTA that has the tile's last slab: [eight tokens][lane][4].
+    __device__ __forceinline__ float4* part(int cta, int warp) const {
+        return reinterpret_cast<float4*>(arguments.partial) + (cta * kWarps + warp) * (kTokens / 8) * kWarp +
+               lane_id();
+    }
+    __device__ __forceinline__ void hand_over(const float (&sums)[kTokens / 2], int warp) const {
+        float4* to = part(cluster, warp);
+#pragma unroll
+        for (int i = 0; i < kTokens / 2; i += 4) {
+            to[i / 4 * kWarp] = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+        }
+        __syncwarp();
+        if (lane_id() == 0) store_release(arguments.ready + cluster * kWarps + warp, 1);
+    }
+    // Those of the CTAs before, the nearest one first. They begin earlier, and wait for nobody before they hand over.
+    __device__ __forceinline__ void add_parts(float (&sums)[kTokens / 2], int tile, int warp) const {
+        const int first = arguments.division.cta_with((tile - arguments.whole) * arguments.slabs);
+#pragma unroll 1
+        for (int cta = cluster - 1; cta >= first; --cta) {
+            while (load_acquire(arguments.ready + cta * kWarps + warp) == 0) {
+            }
+        }
+        constexpr int kAtOnce = kTokens <= 64 ? 64 / kTokens * 2 : 1;  // so many loads under way as registers hold
+#pragma unroll kAtOnce
+        for (int cta = cluster - 1; cta >= first; --cta) {
+            const float4* from = part(cta, warp);
+#pragma unroll
+            for (int i = 0; i < kTokens / 2; i += 4) {
+                const float4 four = __ldcg(from + i / 4 * kWarp);
+                sums[i] += four.x;
+                sums[i + 1] += four.y;
+                sums[i + 2] += four.z;
+                sums[i + 3] += four.w;
+            }
+        }
+    }
+
     // Groups of eight tokens; first and count are known when compiling.
     __device__ __forceinline__ void store(const float (&sums)[kTokens / 2], int first, int count, float unit, int tile,
                                           int warp) const {
@@ -313,14 +393,14 @@ struct Cta {
     }
 };
 
-template <int kBits, typename T, int kTokens>
+template <int kBits, typename T, int kTokens, bool kOrdered>
 __global__ void __launch_bounds__(threads(kTokens), 1)
     gemm_wgmma_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ Arguments arguments) {
     if constexpr (kHopper) {
         extern __shared__ __align__(1024) char smem[];
         const uint32_t window = shared_window(smem);
         const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarp, 0);
-        const Cta<kBits, T, kTokens> cta(arguments, window);
+        const Cta<kBits, T, kTokens, kOrdered> cta(arguments, window);
         if (threadIdx.x == 0) cta.init_barriers();
         __syncwarp();
         if (arguments.split_log2 > 0) {
@@ -371,38 +451,51 @@ cudaError_t map_of_x(const void* x, Dtype dtype, int64_t tokens, int64_t in_feat
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-template <int kBits, typename T, int kTokens>
-cudaError_t launch(const CUtensorMap& map, const Arguments& arguments, const WgmmaPlan& plan, bool awaits,
-                   const Gpu& gpu, cudaStream_t stream) {
-    static Launcher launcher(gemm_wgmma_kernel<kBits, T, kTokens>, threads(kTokens), kAllShared);
-    const int ctas = plan.clusters * plan.split;
-    return awaits ? launcher.launch_overlapping(gpu, ctas, plan.split, plan.shared_bytes, stream, map, arguments)
-                  : launcher.launch(gpu, ctas, plan.split, plan.shared_bytes, stream, map, arguments);
-}
+struct Launch {
+    const CUtensorMap& map;
+    const Arguments& arguments;
+    const WgmmaPlan& plan;
+    bool ordered, awaits;
+    const Gpu& gpu;
+    cudaStream_t stream;
 
-template <int kBits, typename T>
-cudaError_t launch(const CUtensorMap& map, const Arguments& arguments, const WgmmaPlan& plan, bool awaits,
-                   const Gpu& gpu, cudaStream_t stream) {
-    switch (plan.token_tile) {
-        case 16:
-            return launch<kBits, T, 16>(map, arguments, plan, awaits, gpu, stream);
-        case 32:
-            return launch<kBits, T, 32>(map, arguments, plan, awaits, gpu, stream);
-        case 64:
-            return launch<kBits, T, 64>(map, arguments, plan, awaits, gpu, stream);
-        case 128:
-            return launch<kBits, T, 128>(map, arguments, plan, awaits, gpu, stream);
-        default:
-            return launch<kBits, T, 256>(map, arguments, plan, awaits, gpu, stream);
+    template <int kBits, typename T, int kTokens, bool kOrdered>
+    cudaError_t run() const {
+        static Launcher launcher(gemm_wgmma_kernel<kBits, T, kTokens, kOrdered>, threads(kTokens), kAllShared);
+        const int ctas = plan.clusters * plan.split;
+        return awaits ? launcher.launch_overlapping(gpu, ctas, plan.split, plan.shared_bytes, stream, map, arguments)
+                      : launcher.launch(gpu, ctas, plan.split, plan.shared_bytes, stream, map, arguments);
     }
-}
+    template <int kBits, typename T, int kTokens>
+    cudaError_t run() const {
+        if constexpr (!wgmma_ordered(kBits, kTokens, false, false)) {
+            if (!ordered) return run<kBits, T, kTokens, false>();
+        }
+        return ordered ? run<kBits, T, kTokens, true>() : cudaErrorInvalidValue;
+    }
+    template <int kBits, typename T>
+    cudaError_t run() const {
+        switch (plan.token_tile) {
+            case 16:
+                return run<kBits, T, 16>();
+            case 32:
+                return run<kBits, T, 32>();
+            case 64:
+                return run<kBits, T, 64>();
+            case 128:
+                return run<kBits, T, 128>();
+            default:
+                return run<kBits, T, 256>();
+        }
+    }
+};
 
 }  // namespace
 
-cudaError_t gemm_wgmma(const Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features, bool awaits,
-                       const Gpu& gpu, cudaStream_t stream) {
+cudaError_t gemm_wgmma(const Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
+                       const WgmmaPlan& plan, float* partial, uint32_t* ready, bool awaits, const Gpu& gpu,
+                       cudaStream_t stream) {
     const int64_t out_features = product.out_features;
-    const WgmmaPlan plan = plan_wgmma(tokens, out_features, in_features, bits, gpu.processors, gpu.shared_limit);
     if (plan.token_tile == 0) return cudaErrorInvalidConfiguration;
     CUtensorMap map;
     const cudaError_t error = map_of_x(product.x, dtype, tokens, in_features, plan.token_tile, map);
@@ -413,18 +506,24 @@ cudaError_t gemm_wgmma(const Product& product, Dtype dtype, int bits, int64_t to
     arguments.words = product.words;
     arguments.scales = product.scales;
     arguments.codebook = product.codebook;
+    arguments.partial = partial;
+    arguments.ready = ready;
     arguments.slabs = static_cast<int>(layout.slabs);
     arguments.row_tiles = static_cast<int>(layout.row_tiles);
     arguments.token_tiles = static_cast<int>(ceil_div(tokens, plan.token_tile));
-    arguments.tiles = static_cast<int>(wgmma_tiles(tokens, out_features, plan.token_tile, plan.groups));
     arguments.clusters = plan.clusters;
     arguments.x_stages = plan.x_stages;
     arguments.ring_stages = plan.ring_stages;
     arguments.split_log2 = log2_ceil(plan.split);
     arguments.groups_log2 = log2_ceil(plan.groups);
+    const int64_t tiles = wgmma_tiles(tokens, out_features, plan.token_tile, plan.groups);
+    arguments.whole = static_cast<int>(tiles - plan.divided);
+    arguments.turns = arguments.whole / plan.clusters;
+    arguments.division = divide_wgmma(plan, arguments.slabs);
+    const Launch launch{map, arguments, plan, product.ordered, awaits, gpu, stream};
     return dispatch<__half, __nv_bfloat16>(bits, dtype, [&](auto width, auto value) {
         arguments.signs = signs_of<decltype(value)>(product.signed_scales);
-        return launch<width(), decltype(value)>(map, arguments, plan, awaits, gpu, stream);
+        return launch.run<width(), decltype(value)>();
     });
 }
 

@@ -48,15 +48,19 @@ cudaError_t repack(const int32_t* planes, const uint8_t* absmax, int bits, int64
 cudaError_t repack_inverse(const int32_t* words, const uint8_t* scales, int bits, int64_t count, int64_t out_features,
                            int64_t in_features, int32_t* planes, uint8_t* absmax, const Gpu& gpu, cudaStream_t stream);
 
-// x [tokens, K] as weights want it: out [tokens, 32 * B], all of one 16-bit dtype. K is a multiple of 8.
+// x [tokens, K] as weights want it: out [tokens, 32 * B], all of one 16-bit dtype. K is a multiple of 8. Ordered: of
+// each block of 32 columns first 0, 1, 8, 9, 16, 17, 24 and 25, then 2, 3, 10, 11 and so on, the order in which four
+// lanes with eight columns each hand them to an instruction of 16 columns.
 struct Transformed {
     Transform transform;
+    bool ordered;
     void* out;
 };
 
-// Of the same x, `count` of them, at most kGemmParts.
+// Of the same x, `count` of them, at most kGemmParts. Besides sets `num_zeros` words of `zeros` to zero, for a kernel
+// that follows.
 cudaError_t transform(const void* x, Dtype dtype, const Transformed* outputs, int count, int64_t tokens,
-                      int64_t in_features, const Gpu& gpu, cudaStream_t stream);
+                      int64_t in_features, uint32_t* zeros, int num_zeros, const Gpu& gpu, cudaStream_t stream);
 
 // y [tokens, N] = x [tokens, K] @ W.T + bias for W in tiles, float16 or bfloat16; bias [N] may be null, codebook is
 // float32 [2**bits]. K is a multiple of 8 (W may have fewer columns in its last block).
@@ -70,6 +74,7 @@ struct Product {
     int64_t out_features;
     Transform transform;  // for a plan that says so; else x is what `transform` makes, or there is none
     bool signed_scales;
+    bool ordered;  // the columns of x: for gemm_wgmma, as wgmma_ordered says
 };
 
 // `count` products, at most kGemmParts, of up to 16 tokens in one launch, as plan_gemm says; x is the same for all
@@ -82,8 +87,10 @@ cudaError_t gemm(const Product* products, int count, Dtype dtype, int bits, int6
 // mma_partial_sums says.
 cudaError_t gemm_mma(const Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
                      const MmaPlan& plan, float* partial, const Gpu& gpu, cudaStream_t stream);
-// One product in one launch, on GPUs of compute capability 9.0.
-cudaError_t gemm_wgmma(const Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features, bool awaits,
-                       const Gpu& gpu, cudaStream_t stream);
+// One product, on GPUs of compute capability 9.0, as plan_wgmma says; partial and ready: as many floats and zeros as
+// wgmma_partial_sums and wgmma_partial_flags say.
+cudaError_t gemm_wgmma(const Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
+                       const WgmmaPlan& plan, float* partial, uint32_t* ready, bool awaits, const Gpu& gpu,
+                       cudaStream_t stream);
 
 }  // namespace hf_kbit::cuda

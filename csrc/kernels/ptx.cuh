@@ -31,6 +31,17 @@ __device__ __forceinline__ void store_16(void* gmem, uint4 value) {
                  : "memory");
 }
 
+// A word of memory by which a thread of one CTA tells those of others that what it, and threads that it has
+// synchronised with, stored before is there.
+__device__ __forceinline__ void store_release(uint32_t* gmem, uint32_t value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(gmem), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* gmem) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(gmem) : "memory");
+    return value;
+}
+
 // --- addresses of shared memory as numbers: for tables whose index is put together bit by bit ---
 
 __device__ __forceinline__ uint4 load_shared_16(uint32_t smem) {

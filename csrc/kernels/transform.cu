@@ -4,6 +4,9 @@
 //   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8
 //   columns   uint8 [K], as E4M4, or null           out  [M, 32 * B], of x's dtype, for each of up to four weights
 //
+// For gemm_wgmma.cu the columns of x' change places within their blocks (Transformed::ordered), so that its warps need
+// not exchange codes: four lanes exchange four words each, here once for all rows of the weight.
+//
 // A thread has an octet of columns in one token or two and reads it once for all weights; four neighbours have the
 // block. Memory is the limit for many tokens: about 120 instructions for 16 bytes in and 16 out, of which an H200
 // allows 190; 2048 tokens of 14336 columns take 33 us, a copy of as many bytes 30 (2026-11-22). For few tokens it is
@@ -13,6 +16,7 @@
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
 #include "kernels/ptx.cuh"
+#include "kernels/quad.cuh"
 #include "kernels/transform.cuh"
 
 namespace hf_kbit::cuda {
@@ -28,12 +32,17 @@ struct Arguments {
     unsigned row_ctas;  // for all columns
     int count;
     Transformed outputs[kGemmParts];
+    uint32_t* zeros;
+    unsigned num_zeros;
 };
 
 // kTokens: of a thread.
 template <typename T, int kTokens>
 __global__ void __maxnreg__(kRegisters) transform_kernel(const __grid_constant__ Arguments arguments) {
     let_next_kernel_start();
+    for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < arguments.num_zeros; i += gridDim.x * kThreads) {
+        arguments.zeros[i] = 0;
+    }
     const unsigned tokens_before = blockIdx.x / arguments.row_ctas;
     const int column =
         static_cast<int>((blockIdx.x - tokens_before * arguments.row_ctas) * kThreads + threadIdx.x) * kOctet;
@@ -67,7 +76,12 @@ __global__ void __maxnreg__(kRegisters) transform_kernel(const __grid_constant__
             uint4& octet = octets[token];
             // Or all of them wait in float32 for the loop.
             asm volatile("" : "+r"(octet.x), "+r"(octet.y), "+r"(octet.z), "+r"(octet.w));
-            const uint4 made = transform_octet<T>(octet, scales, output.transform.rotated, t);
+            uint4 made = transform_octet<T>(octet, scales, output.transform.rotated, t);
+            if (output.ordered) {
+                uint32_t pairs[4] = {made.x, made.y, made.z, made.w};
+                Quad(t).transpose(pairs);
+                made = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+            }
             if (stored && token < tokens) store_16(out + token * arguments.out_columns, made);
         }
     }
@@ -82,7 +96,7 @@ cudaError_t launch(const Arguments& arguments, const Gpu& gpu, cudaStream_t stre
 }  // namespace
 
 cudaError_t transform(const void* x, Dtype dtype, const Transformed* outputs, int count, int64_t tokens,
-                      int64_t in_features, const Gpu& gpu, cudaStream_t stream) {
+                      int64_t in_features, uint32_t* zeros, int num_zeros, const Gpu& gpu, cudaStream_t stream) {
     Arguments arguments{};
     arguments.x = x;
     arguments.tokens = static_cast<int>(tokens);
@@ -90,6 +104,8 @@ cudaError_t transform(const void* x, Dtype dtype, const Transformed* outputs, in
     arguments.out_columns = static_cast<int>(num_blocks(in_features) * kBlockSize);
     arguments.row_ctas = static_cast<unsigned>(ceil_div(arguments.out_columns, kThreads * kOctet));
     arguments.count = count;
+    arguments.zeros = zeros;
+    arguments.num_zeros = static_cast<unsigned>(num_zeros);
     std::copy_n(outputs, count, arguments.outputs);
     // Two tokens a thread where that leaves every processor the CTAs that it can have at work.
     const bool many = ceil_div(tokens, 2) * arguments.row_ctas >= int64_t{kProcessorCtas} * gpu.processors;

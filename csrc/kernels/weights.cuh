@@ -8,6 +8,7 @@
 #include "kernels/gemm_plan.h"
 #include "kernels/half.cuh"
 #include "kernels/ptx.cuh"
+#include "kernels/quad.cuh"
 
 namespace hf_kbit::cuda {
 
@@ -160,45 +161,14 @@ __device__ __forceinline__ void decode_block(const uint32_t (&words)[kBits], int
 
 // --- columns in their order, for wgmma --------------------------------------------------------------
 
-// Lane t of four holds the codes of columns 8 t .. 8 t + 7 of a block; operand A wants of it columns 2 t, 2 t + 1 of
-// each eight. Both are four elements for four lanes: this transposes.
-struct Quad {
-    bool upper, odd;
-
-    __device__ __forceinline__ explicit Quad(int lane) : upper(lane & 2), odd(lane & 1) {}
-
-    static __device__ __forceinline__ uint32_t from(int other, uint32_t value) {
-        return __shfl_xor_sync(0xFFFFFFFF, value, other);
-    }
-    // Elements are the bytes of a word.
-    __device__ __forceinline__ void transpose(uint32_t (&w)[1]) const {
-        w[0] = __byte_perm(w[0], from(2, w[0]), upper ? 0x3276 : 0x5410);
-        w[0] = __byte_perm(w[0], from(1, w[0]), odd ? 0x3715 : 0x6240);
-    }
-    // Elements are the halves of two words.
-    __device__ __forceinline__ void transpose(uint32_t (&w)[2]) const {
-        const uint32_t received = from(2, upper ? w[0] : w[1]);
-        const uint32_t low = upper ? received : w[0], high = upper ? w[1] : received;
-        const uint32_t two = from(1, __byte_perm(low, high, odd ? 0x5410 : 0x7632));
-        w[0] = __byte_perm(low, two, odd ? 0x3254 : 0x5410);
-        w[1] = __byte_perm(high, two, odd ? 0x3276 : 0x7610);
-    }
-    // Elements are four words.
-    __device__ __forceinline__ void transpose(uint32_t (&w)[4]) const {
-        const uint32_t first = from(2, upper ? w[0] : w[2]), second = from(2, upper ? w[1] : w[3]);
-        const uint32_t low[2] = {upper ? first : w[0], upper ? second : w[1]};
-        const uint32_t high[2] = {upper ? w[2] : first, upper ? w[3] : second};
-        const uint32_t third = from(1, odd ? low[0] : low[1]), fourth = from(1, odd ? high[0] : high[1]);
-        w[0] = odd ? third : low[0], w[1] = odd ? low[1] : third;
-        w[2] = odd ? fourth : high[0], w[3] = odd ? high[1] : fourth;
-    }
-};
-
-// Operand A of the two instructions of one of a tile's two blocks, in levels: as decode_block, but columns in their
-// order.
+// Operand A of the two instructions of one of a tile's two blocks, as decode_block, but columns in their order: of
+// lane t not columns 8 t .. 8 t + 7 of the block, whose codes it holds, but 2 t, 2 t + 1 of each eight. Both are four
+// elements for four lanes, which transpose codes before they look them up. Up to 4 bits: at 5 this would take half as
+// long again as the rest, and x is brought into the tiles' order instead (wgmma_ordered).
 template <int kBits>
 __device__ __forceinline__ void decode_in_order(const uint32_t (&words)[kBits], int block, uint32_t lane_address,
                                                 const Quad& quad, uint32_t (&a)[2][4]) {
+    static_assert(kBits < 5);
     using Table = LevelTable<kBits, kWgmmaTableBytes>;
     if constexpr (kBits == 2) {
         uint32_t codes[1] = {words[block]};
@@ -208,7 +178,7 @@ __device__ __forceinline__ void decode_in_order(const uint32_t (&words)[kBits], 
             const uint2 rows = look_up_8<kSharedReserved>(Table::address(codes[0], byte, lane_address));
             a[byte / 2][byte % 2 * 2] = rows.x, a[byte / 2][byte % 2 * 2 + 1] = rows.y;
         }
-    } else if constexpr (kBits < 5) {
+    } else {
         uint32_t codes[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -222,36 +192,6 @@ __device__ __forceinline__ void decode_in_order(const uint32_t (&words)[kBits], 
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             a[i / 4][i % 4] = look_up_4<kSharedReserved>(Table::address(codes[i / 4], i % 4, lane_address));
-        }
-    } else {
-        using Word = TileWord<kBits>;
-        // Of the pairs of both rows, in the halves of a word, what they add to an address.
-        constexpr int kShift = 6;
-        static_assert(Table::kStride == 1 << kShift);
-        uint32_t pairs[4];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int pair = 8 * block + i, to = i % 2 * 16 + kShift;
-            uint32_t part;
-            if (Word::spread(pair)) {
-                part = words[kBits - 1] >> 30;
-#pragma unroll
-                for (int j = kBits - 2; j >= 0; --j) part = __funnelshift_l(words[j], part, 2);
-                part <<= to;
-            } else {
-                part = shifted(words[Word::word(pair)], to - Word::shift(pair)) & 1023u << to;
-            }
-            if (i % 2 == 0) {
-                pairs[i / 2] = part;
-            } else {
-                pairs[i / 2] |= part;
-            }
-        }
-        quad.transpose(pairs);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const uint32_t address = (i % 2 == 0 ? pairs[i / 2] & 0xFFFF : pairs[i / 2] >> 16) | lane_address;
-            a[i / 4][i % 4] = look_up_4<kSharedReserved>(address);
         }
     }
 }

@@ -9,6 +9,28 @@ namespace hf_kbit {
 
 namespace {
 
+std::string device_name(const Tensor& tensor) {
+    const auto device = tensor.device();
+    switch (device.type()) {
+        case torch::headeronly::DeviceType::CPU:
+            return "cpu";
+        case torch::headeronly::DeviceType::CUDA:
+            return "cuda:" + std::to_string(device.index());
+        default:
+            return "another device";
+    }
+}
+
+// More than any memory holds; what is computed from sizes up to here does not overflow.
+constexpr int64_t kMostFeatures = int64_t{1} << 48;
+
+// Whether the last dimensions of `shape` are `expected`.
+bool ends_with(const Shape& shape, const Shape& expected) {
+    return shape.size() >= expected.size() && std::equal(expected.rbegin(), expected.rend(), shape.rbegin());
+}
+
+}  // namespace
+
 std::string dtype_name(ScalarType dtype) {
     switch (dtype) {
         case ScalarType::Float:
@@ -31,28 +53,6 @@ std::string dtype_name(ScalarType dtype) {
             return std::string(torch::headeronly::toString(dtype));
     }
 }
-
-std::string device_name(const Tensor& tensor) {
-    const auto device = tensor.device();
-    switch (device.type()) {
-        case torch::headeronly::DeviceType::CPU:
-            return "cpu";
-        case torch::headeronly::DeviceType::CUDA:
-            return "cuda:" + std::to_string(device.index());
-        default:
-            return "another device";
-    }
-}
-
-// More than any memory holds; what is computed from sizes up to here does not overflow.
-constexpr int64_t kMostFeatures = int64_t{1} << 48;
-
-// Whether the last dimensions of `shape` are `expected`.
-bool ends_with(const Shape& shape, const Shape& expected) {
-    return shape.size() >= expected.size() && std::equal(expected.rbegin(), expected.rend(), shape.rbegin());
-}
-
-}  // namespace
 
 void refuse(std::string_view name, const std::string& found, const std::string& expected) {
     throw std::invalid_argument(std::string(name) + ": found " + found + ", expected " + expected);

@@ -37,6 +37,7 @@ struct Packed {
 // Our name for a floating dtype; refuses others, float64 too unless allowed.
 Dtype float_dtype(std::string_view name, ScalarType dtype, bool allow_float64);
 ScalarType scalar_type(Dtype dtype);
+std::string dtype_name(ScalarType dtype);
 
 void check_dtype(std::string_view name, const Tensor& tensor, ScalarType expected);
 

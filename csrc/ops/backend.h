@@ -32,6 +32,10 @@ std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<P
 
 namespace hf_kbit {
 
+// Whether the last bit of a token's product must not depend on the tokens beside it: set by hf_kbit/ops.py for all
+// products of the process. Where a backend has no such product it refuses.
+bool batch_invariant();
+
 // Throws unless a function of torch's C interface returned 0. Our own: torch's macros for it differ between versions.
 void check_torch(const char* function, int32_t error);
 

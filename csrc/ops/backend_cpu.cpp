@@ -93,12 +93,12 @@ Tensor fused_gemm(const Tensor& x, Dtype dtype, const Packed& planes, const std:
                    panel_data);
     const void* bias_data = bias ? bias->const_data_ptr() : nullptr;
     void* out_data = out.mutable_data_ptr();
-    torch::stable::parallel_for(0, planes.out_features, row_grain(planes.in_features),
-                                [&](int64_t begin, int64_t end) {
-                                    cpu::gemm(panel_data, tokens, words_of(planes), scales_of(planes),
-                                              planes.signed_scales, codebook_of(planes), planes.bits, bias_data,
-                                              out_data, dtype, planes.out_features, planes.in_features, begin, end);
-                                });
+    torch::stable::parallel_for(
+        0, planes.out_features, row_grain(planes.in_features), [&](int64_t begin, int64_t end) {
+            cpu::gemm(panel_data, tokens, batch_invariant(), words_of(planes), scales_of(planes), planes.signed_scales,
+                      codebook_of(planes), planes.bits, bias_data, out_data, dtype, planes.out_features,
+                      planes.in_features, begin, end);
+        });
     return out;
 }
 
@@ -147,9 +147,12 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
     shape.back() = packed.out_features;
     Tensor out = new_tensor(x, shape, x.scalar_type());
     if (tokens == 0) return out;
+    if (batch_invariant() && dtype == Dtype::float64) {
+        refuse("x", "dtype float64", "another dtype, as batch-invariant products were asked for");
+    }
     if (dtype == Dtype::float64) return linear(x, decoded(planes, dtype), bias);
     const bool matrix_units = dtype == Dtype::bfloat16 && has_bfloat16_arithmetic();
-    if (tokens <= (matrix_units ? kFusedTokens / 2 : kFusedTokens)) {
+    if (batch_invariant() || tokens <= (matrix_units ? kFusedTokens / 2 : kFusedTokens)) {
         std::optional<Tensor> contiguous_bias;
         if (bias) contiguous_bias = as_contiguous(*bias);
         return fused_gemm(as_contiguous(x), dtype, planes, contiguous_bias, out);

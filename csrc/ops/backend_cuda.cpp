@@ -184,6 +184,7 @@ struct Held {
     cuda::Transform transform;  // that x still has to go through
     int bits;
     bool signed_scales;
+    bool ordered = false;  // as x shall have its columns (Transformed)
 
     // x in pieces; y has the leading dimensions of `shape`.
     Held(const Tensor& x, Shape shape, Dtype dtype, const Packed& packed, const std::optional<Tensor>& with_bias)
@@ -208,7 +209,8 @@ struct Held {
                 y.mutable_data_ptr(),
                 y.size(-1),
                 transform,
-                signed_scales};
+                signed_scales,
+                ordered};
     }
 };
 
@@ -217,29 +219,33 @@ bool any_transform(const std::vector<Held>& held) {
 }
 
 // Replaces x, which all have in common, by what each weight wants; up to kGemmParts different ones are one launch.
-void transform_inputs(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch) {
+// Besides sets `flags`, words, to zero.
+void transform_inputs(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch,
+                      std::optional<Tensor> flags = std::nullopt) {
     const Tensor x = held[0].x;
     const int64_t in_features = x.size(-1), columns = num_blocks(in_features) * kBlockSize;
     std::vector<cuda::Transformed> outputs;
     std::vector<Tensor> made;
     for (Held& one : held) {
-        if (!one.transform.any() && columns == in_features) continue;
+        if (!one.transform.any() && !one.ordered && columns == in_features) continue;
         const auto same = [&](const cuda::Transformed& output) {
             return output.transform.columns == one.transform.columns &&
-                   output.transform.rotated == one.transform.rotated;
+                   output.transform.rotated == one.transform.rotated && output.ordered == one.ordered;
         };
         const auto index = static_cast<size_t>(std::find_if(outputs.begin(), outputs.end(), same) - outputs.begin());
         if (index == outputs.size()) {
             made.push_back(new_tensor(x, {tokens, columns}, scalar_type(dtype)));
-            outputs.push_back({one.transform, made.back().mutable_data_ptr()});
+            outputs.push_back({one.transform, one.ordered, made.back().mutable_data_ptr()});
         }
         one.x = made[index];
         one.transform = {};
     }
     for (size_t first = 0; first < outputs.size(); first += kGemmParts) {
         const auto count = static_cast<int>(std::min<size_t>(kGemmParts, outputs.size() - first));
-        check("transform", cuda::transform(x.const_data_ptr(), dtype, &outputs[first], count, tokens, in_features,
-                                           launch.gpu, launch.stream));
+        uint32_t* const zeros = flags && first == 0 ? reinterpret_cast<uint32_t*>(write<int32_t>(*flags)) : nullptr;
+        check("transform",
+              cuda::transform(x.const_data_ptr(), dtype, &outputs[first], count, tokens, in_features, zeros,
+                              zeros ? static_cast<int>(flags->numel()) : 0, launch.gpu, launch.stream));
     }
 }
 
@@ -261,32 +267,76 @@ void multiply_few(std::vector<Held>& held, Dtype dtype, int64_t tokens, const La
           cuda::gemm(products, count, dtype, bits, tokens, held[0].x.size(-1), plan, awaits, gpu, launch.stream));
 }
 
-// More tokens: a launch for each weight.
-void multiply_many(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch) {
+// More tokens: a launch for each weight, after that of transform_inputs, with which the first of them may overlap.
+void multiply_by_mma(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch) {
     const cuda::Gpu& gpu = launch.gpu;
-    bool awaits = any_transform(held);  // only what follows that kernel may overlap with it
-    if (awaits) transform_inputs(held, dtype, tokens, launch);
+    if (any_transform(held)) transform_inputs(held, dtype, tokens, launch);
     for (Held& one : held) {
         const int64_t in_features = one.x.size(-1);
         const cuda::Product product = one.product();
-        if (has_mma_path(gpu.arch)) {
-            const MmaPlan plan = plan_mma(tokens, product.out_features, in_features, gpu.processors);
-            Tensor partial = new_tensor(one.x, {mma_partial_sums(plan)}, ScalarType::Float);
-            check("gemm_mma", cuda::gemm_mma(product, dtype, one.bits, tokens, in_features, plan,
-                                             write<float>(partial), gpu, launch.stream));
-        } else {
-            check("gemm_wgmma",
-                  cuda::gemm_wgmma(product, dtype, one.bits, tokens, in_features, awaits, gpu, launch.stream));
-        }
-        awaits = false;
+        const MmaPlan plan = plan_mma(tokens, product.out_features, in_features, batch_invariant(), gpu.processors);
+        Tensor partial = new_tensor(one.x, {mma_partial_sums(plan)}, ScalarType::Float);
+        check("gemm_mma", cuda::gemm_mma(product, dtype, one.bits, tokens, in_features, plan, write<float>(partial),
+                                         gpu, launch.stream));
     }
 }
 
-GemmPath path_of(const Packed& packed, Dtype dtype, int64_t tokens, const cuda::Gpu& gpu) {
+void multiply_by_wgmma(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch) {
+    const cuda::Gpu& gpu = launch.gpu;
+    const Tensor x = held[0].x;
+    bool awaits = any_transform(held);
+    std::vector<WgmmaPlan> plans;
+    int64_t sums = 0, flags = 0;  // one launch after the other uses the same sums
+    for (Held& one : held) {
+        const WgmmaPlan plan = plan_wgmma(tokens, one.y.size(-1), x.size(-1), one.bits, batch_invariant(),
+                                          gpu.processors, gpu.shared_limit);
+        one.ordered = wgmma_ordered(one.bits, plan.token_tile, one.transform.any(), batch_invariant());
+        awaits = awaits || one.ordered;
+        sums = std::max(sums, wgmma_partial_sums(plan));
+        flags += wgmma_partial_flags(plan);
+        plans.push_back(plan);
+    }
+    std::optional<Tensor> partial, ready;
+    if (flags > 0) {
+        partial = new_tensor(x, {sums}, ScalarType::Float);
+        ready = new_tensor(x, {flags}, ScalarType::Int);
+    }
+    if (awaits) {
+        transform_inputs(held, dtype, tokens, launch, ready);
+    } else if (ready) {
+        torch::stable::zero_(*ready);
+    }
+    auto* flag = ready ? reinterpret_cast<uint32_t*>(write<int32_t>(*ready)) : nullptr;
+    for (size_t i = 0; i < held.size(); ++i) {
+        check("gemm_wgmma",
+              cuda::gemm_wgmma(held[i].product(), dtype, held[i].bits, tokens, held[i].x.size(-1), plans[i],
+                               partial ? write<float>(*partial) : nullptr, flag, awaits, gpu, launch.stream));
+        flag += wgmma_partial_flags(plans[i]);
+        awaits = false;  // only what follows that kernel may overlap with it
+    }
+}
+
+void multiply_many(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch) {
+    (has_mma_path(launch.gpu.arch) ? multiply_by_mma : multiply_by_wgmma)(held, dtype, tokens, launch);
+}
+
+// joined: with others in one launch, if the tokens are few.
+GemmPath path_of(const Packed& packed, Dtype dtype, int64_t tokens, bool joined, const cuda::Gpu& gpu) {
     const bool fusable = packed.form == Form::tiles && (dtype == Dtype::float16 || dtype == Dtype::bfloat16);
-    return fusable
-               ? gemm_path(tokens, packed.out_features, packed.in_features, packed.bits, gpu.arch, gpu.shared_reserved)
-               : GemmPath::dequantize;
+    const bool transformed = packed.columns || packed.rotated;
+    GemmPath path = fusable ? gemm_path(tokens, packed.out_features, packed.in_features, packed.bits, transformed,
+                                        batch_invariant(), gpu.arch, gpu.shared_reserved)
+                            : GemmPath::dequantize;
+    if (path == GemmPath::dequantize && tokens > 0 && batch_invariant()) {
+        refuse(
+            "x",
+            "dtype " + dtype_name(scalar_type(dtype)) + ", the weight in " +
+                (packed.form == Form::tiles ? "tiles" : "bit-planes"),
+            "float16 or bfloat16, the weight in tiles (hf_kbit.repack), on a GPU of compute capability 8.0 or newer,"
+            " as batch-invariant products were asked for");
+    }
+    if (joined && tokens <= kGemmTokens && path == GemmPath::wgmma && !batch_invariant()) path = GemmPath::decode;
+    return path;
 }
 
 }  // namespace
@@ -295,7 +345,7 @@ GemmPath path_of(const Packed& packed, Dtype dtype, int64_t tokens, const cuda::
 Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias) {
     const Launch launch(x);
     const int64_t tokens = x.numel() / packed.in_features;
-    const GemmPath path = path_of(packed, dtype, tokens, launch.gpu);
+    const GemmPath path = path_of(packed, dtype, tokens, false, launch.gpu);
     if (path == GemmPath::dequantize) return gemm_in_slices(x, dtype, packed, bias);
     std::vector<Held> held;
     held.emplace_back(in_pieces(x), shape_of(x), dtype, packed, bias);
@@ -308,13 +358,15 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
 std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<Packed>& weights,
                                const std::vector<std::optional<Tensor>>& biases) {
     const Launch launch(x);
-    std::vector<GemmPath> paths;
-    bool together = weights.size() <= kGemmParts;
+    bool together = weights.size() > 1 && weights.size() <= kGemmParts;
     for (const Packed& packed : weights) {
-        paths.push_back(path_of(packed, dtype, x.numel() / packed.in_features, launch.gpu));
-        together = together && packed.bits == weights[0].bits && packed.signed_scales == weights[0].signed_scales &&
-                   paths.back() == GemmPath::decode;
+        together = together && packed.bits == weights[0].bits && packed.signed_scales == weights[0].signed_scales;
     }
+    std::vector<GemmPath> paths;
+    for (const Packed& packed : weights) {
+        paths.push_back(path_of(packed, dtype, x.numel() / packed.in_features, together, launch.gpu));
+    }
+    for (const GemmPath path : paths) together = together && path == GemmPath::decode;
     std::vector<Tensor> products;
     std::vector<Held> held;
     Tensor rows = x;

@@ -2,6 +2,7 @@
 // they take precedence over hf_kbit/reference.py.
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <stdexcept>
 
 #include <torch/csrc/stable/library.h>
@@ -30,6 +31,14 @@ Tensor viewed(const Tensor& tensor, int64_t rows, int64_t columns) {
 void check_torch(const char* function, int32_t error) {
     if (error != 0) throw std::runtime_error(std::string("torch's ") + function + " failed, and says why above");
 }
+
+namespace {
+
+std::atomic<bool> asked_for_batch_invariance{false};
+
+}  // namespace
+
+bool batch_invariant() { return asked_for_batch_invariance.load(std::memory_order_relaxed); }
 
 namespace {
 
@@ -216,3 +225,8 @@ STABLE_TORCH_LIBRARY_IMPL(hf_kbit, HF_KBIT_DISPATCH_KEY, library) {
 }
 
 }  // namespace hf_kbit
+
+// For hf_kbit/_native.py.
+extern "C" __attribute__((visibility("default"))) void hf_kbit_set_batch_invariant(int enabled) {
+    hf_kbit::asked_for_batch_invariance.store(enabled != 0, std::memory_order_relaxed);
+}

@@ -31,8 +31,10 @@ from hf_kbit import reference
 OPS = torch.ops.hf_kbit
 # The last one makes every warp of an H200 go round its loop more than once.
 SHAPES = [(1, 1), (7, 33), (17, 257), (33, 320), (48, 1024), (3400, 1056)]
-# With as many tokens divided along K among the CTAs of clusters on an H200, and more row tiles than warps.
-CLUSTERED = [((3072, 2048), 5), ((30_000, 264), 16), ((3072, 2048), 60), ((4096, 1024), 120), ((512, 512), 250)]
+# With as many tokens divided along K among the CTAs of clusters on an H200, and more row tiles than warps; of the last
+# one the CTAs divide the slabs of the last tiles.
+DIVIDED = [((3072, 2048), 5), ((30_000, 264), 16), ((3072, 2048), 60), ((4096, 1024), 120), ((512, 512), 250)]
+DIVIDED += [((1280, 8192), 250)]
 
 
 def same(found, expected) -> None:
@@ -97,7 +99,7 @@ def main() -> None:
                 packed = reference.quantize(weight[:, :columns], codebook)
                 for dtype, tokens in itertools.product((torch.float16, torch.bfloat16), (1, 2, 8, 16, 17, 300)):
                     product(packed, (shape[0], columns), bits, codebook, cases.x((tokens,), columns, dtype))
-    for bits, (shape, tokens) in itertools.product(widths, CLUSTERED):
+    for bits, (shape, tokens) in itertools.product(widths, DIVIDED):
         planes = cases.random_packed(shape, bits)
         product(planes, shape, bits, cases.codebook(bits), cases.x((tokens,), shape[1], torch.float16) * 2.0**-6)
     if 4 in widths:

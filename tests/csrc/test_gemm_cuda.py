@@ -100,6 +100,7 @@ def test_any_codebook(bits, dtype, exponent):
     [
         (4096, 4096),
         (3072, 8192),  # divided along K among clusters
+        (1280, 8192),  # the last tiles divided among all CTAs
         (48, 14336),
         (100_000, 264),  # many row tiles for each CTA
         (600_000, 40),  # more than one wave of CTAs
@@ -166,7 +167,8 @@ def layers_of(bits: int, transform: str) -> list[hf_kbit.KbitLinear]:
 
 @torch.no_grad()
 def test_launches_of_a_group():
-    """One for up to four weights of one width and up to 16 tokens, else one for each."""
+    """One for up to four weights of one width and up to 16 tokens, else one for each, and for more tokens one that
+    reorders x for all of them."""
     three, four = [layers_of(bits, "none") for bits in (3, 4)]
     x = cases.x((16,), 512, torch.bfloat16).cuda()
     if not most_fused():
@@ -177,7 +179,7 @@ def test_launches_of_a_group():
     assert group_kernels(x, [three[0], four[0]]) == 2
     assert OPS.gemm_group(x, [], [], [], [], [], [], []) == []
     if _native.cuda_arch() == 900:  # elsewhere a product may take a second kernel to add up its parts
-        assert group_kernels(x.repeat(2, 1), four[:2]) == 2
+        assert group_kernels(x.repeat(2, 1), four[:2]) == 3
 
 
 @torch.no_grad()
@@ -335,8 +337,8 @@ def test_gradient_in_slices(dtype, tiled, monkeypatch):
 
 @pytest.mark.parametrize("tokens", [20, 300, 4096])
 def test_memory_of_a_large_layer(tokens):
-    """Beside inputs and outputs: nothing forward while one kernel does all, else, and backward, at most 64 MiB of the
-    448 that the weight has in 16 bits."""
+    """Beside inputs and outputs: forward, while kernels decode as they multiply, nothing or x in another order and the
+    sums of parts of tiles, 18 MiB; else, and backward, at most 64 MiB of the 448 that the weight has in 16 bits."""
     shape = (28672, 8192)
     tiles, _ = random_tiles((16, 256), 4)
     tiles = [tensor.repeat(shape[0] // 16, shape[1] // 256, *[1] * (tensor.dim() - 2)) for tensor in tiles]
@@ -349,7 +351,7 @@ def test_memory_of_a_large_layer(tokens):
     before = torch.cuda.memory_allocated()
     y = OPS.gemm(x, *tiles, codebook, None, shape[0])
     fused = _native.cuda_arch() == 900 and tokens < 4096
-    assert torch.cuda.max_memory_allocated() - before <= y.nbytes + (1 << 20 if fused else 64 << 20)
+    assert torch.cuda.max_memory_allocated() - before <= y.nbytes + (x.nbytes + (18 << 20) if fused else 64 << 20)
     torch.cuda.reset_peak_memory_stats()
     y.backward(grad)
     assert torch.cuda.max_memory_allocated() - before <= y.nbytes + x.nbytes + (64 << 20)
@@ -372,8 +374,9 @@ def test_many_tokens_by_decoded_slices(dtype, biased, tiled, monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 3000])
-def test_a_layer_is_one_kernel(tokens):
-    """Of a shape for which mma.sync does not divide K: then another kernel would add up the parts."""
+def test_kernels_of_a_layer(tokens):
+    """One, of a shape for which mma.sync does not divide K: then another kernel would add up the parts. On Hopper,
+    from 17 tokens on, perhaps another one before it, which reorders x."""
     if tokens > most_fused():
         pytest.skip("dequantized")
     linear = torch.nn.Linear(512, 256, dtype=torch.bfloat16)
@@ -385,6 +388,8 @@ def test_a_layer_is_one_kernel(tokens):
         torch.cuda.synchronize()
     kernels = [event.key for event in profile.key_averages() if event.self_device_time_total > 0]
     names = {re.search(r"\w+_kernel", kernel)[0] for kernel in kernels}
+    if _native.cuda_arch() == 900 and tokens > 16:
+        names -= {"transform_kernel"}
     assert names in ({"gemm_kernel"}, {"gemm_wgmma_kernel"}, {"gemm_mma_kernel"}), names
 
 

@@ -154,7 +154,7 @@ STACK = {
 def test_gemm_keeps_all_in_registers(table):
     """Its launch bounds leave hardly a register unused, so that a small change, or a new compiler, may spill."""
     gemm = {name: archs for name, archs in table.items() if re.match("gemm(_wgmma)?_kernel<", name)}
-    assert len(gemm) == 104, "expected 64 of gemm_kernel, 40 of gemm_wgmma_kernel"
+    assert len(gemm) == 110, "expected 64 of gemm_kernel, 46 of gemm_wgmma_kernel"
     leaks = [
         f"{name} for sm_{arch}: {found}"
         for name, archs in gemm.items()

@@ -1,0 +1,134 @@
+"""set_batch_invariant: a token's product is the same to the last bit in every batch."""
+
+import cases
+import pytest
+import torch
+
+import hf_kbit
+from hf_kbit import _native, reference
+
+OPS = torch.ops.hf_kbit
+BATCHES = [
+    slice(0, 1),
+    slice(7, 8),
+    slice(0, 2),
+    slice(3, 19),
+    slice(0, 17),
+    slice(0, 33),
+    slice(10, 110),
+    slice(0, 256),
+]
+
+
+@pytest.fixture
+def invariant():
+    hf_kbit.set_batch_invariant(True)
+    yield
+    hf_kbit.set_batch_invariant(False)
+
+
+def weight_on(device, shape, bits, transformed):
+    """What ``gemm`` wants after x, as a layer on the device holds it, and the weight that x is multiplied by."""
+    planes, codebook = cases.random_packed(shape, bits), cases.codebook(bits)
+    columns = cases.columns(shape[1]) if transformed else None
+    stored = cases.stored(*planes, codebook, signed=True) if transformed else None
+    dense = reference.dequantize(*planes, codebook, list(shape), torch.float32) if stored is None else stored
+    form = planes if device == "cpu" else reference.repack(*planes, bits, list(shape))
+    on_device = [None if tensor is None else tensor.to(device) for tensor in (*form, codebook, None, columns)]
+    *packed, bias, columns = on_device
+    return (*packed, bias, shape[0], columns, transformed), dense, columns
+
+
+def differing(x, weight) -> list[slice]:
+    """The batches in which a token's product is not what it is among all of them."""
+    whole = OPS.gemm(x, *weight)
+    return [batch for batch in BATCHES if not torch.equal(OPS.gemm(x[batch], *weight), whole[batch])]
+
+
+def dtypes(device):
+    return (torch.float16, torch.bfloat16) if device == "cuda" else (torch.float32, torch.float16, torch.bfloat16)
+
+
+def skip_without_products(device):
+    if device == "cuda" and _native.cuda_arch() < 800:
+        pytest.skip("no fused products")
+
+
+@pytest.mark.parametrize("transformed", [False, True], ids=["plain", "transformed"])
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("shape", [(35, 1000), (700, 8192)], ids=str)
+def test_same_bits_in_every_batch(device, invariant, shape, bits, transformed):
+    skip_without_products(device)
+    weight, dense, columns = weight_on(device, shape, bits, transformed)
+    for dtype in dtypes(device):
+        x = cases.x((300,), shape[1], dtype).to(device) * 2.0**-6
+        assert not differing(x, weight), dtype
+        found = OPS.gemm(x[:40], *weight).cpu()
+        scales = None if columns is None else columns.cpu()
+        cases.assert_product(found, x[:40].cpu(), dense.T, None, 2, scales, transformed)
+
+
+def test_without_it_batches_differ(device):
+    """Or the test above could not fail."""
+    skip_without_products(device)
+    weight, *_ = weight_on(device, (700, 8192), 4, False)
+    assert differing(cases.x((300,), 8192, torch.float16).to(device), weight)
+
+
+@pytest.mark.gpu
+def test_of_large_layers_and_many_tokens(invariant):
+    """Shapes whose tiles are divided otherwise, and more tokens than are else multiplied without decoding first."""
+    skip_without_products("cuda")
+    for shape, tokens in [((10240, 8192), 64), ((4096, 4096), 5000)]:
+        linear = torch.nn.Linear(shape[1], shape[0], bias=False, dtype=torch.bfloat16, device="cuda")
+        layer = hf_kbit.KbitLinear.from_linear(linear, bits=3)
+        x = cases.x((tokens,), shape[1], torch.bfloat16).cuda()
+        with torch.no_grad():
+            whole = layer(x)
+            for batch in (slice(0, 1), slice(5, 21), slice(tokens - 40, tokens)):
+                assert torch.equal(layer(x[batch]), whole[batch]), (shape, batch)
+
+
+def test_a_group_gives_what_each_gives_alone(device, invariant):
+    skip_without_products(device)
+    weights = [
+        weight_on(device, (rows, 512), 3, rotated)[0] for rows, rotated in ((40, False), (200, True), (16, False))
+    ]
+    x = cases.x((20,), 512, torch.bfloat16).to(device)
+    of_each = [list(column) for column in zip(*weights, strict=True)]
+    for tokens in (1, 20):
+        found = OPS.gemm_group(x[:tokens], *of_each)
+        for ours, weight in zip(found, weights, strict=True):
+            assert torch.equal(ours, OPS.gemm(x, *weight)[:tokens])
+
+
+def test_gradients_are_as_without_it(device, invariant):
+    layer = hf_kbit.KbitLinear.from_linear(torch.nn.Linear(256, 64, dtype=torch.bfloat16), bits=4).to(device)
+    x = cases.x((5,), 256, torch.bfloat16).to(device).requires_grad_()
+    layer(x).sum().backward()
+    hf_kbit.set_batch_invariant(False)
+    again = x.detach().requires_grad_()
+    layer(again).sum().backward()
+    assert torch.equal(x.grad, again.grad)
+
+
+def test_float64_is_refused(device, invariant):
+    weight, *_ = weight_on(device, (35, 1000), 4, False)
+    with pytest.raises(ValueError, match=r"x: found dtype float64.*expected.*batch-invariant"):
+        OPS.gemm(cases.x((2,), 1000, torch.float64).to(device), *weight)
+
+
+@pytest.mark.gpu
+def test_float32_and_planes_are_refused_on_a_gpu(invariant):
+    weight, *_ = weight_on("cuda", (35, 1000), 4, False)
+    with pytest.raises(ValueError, match="x: found dtype float32, the weight in tiles, expected float16 or bfloat16"):
+        OPS.gemm(cases.x((2,), 1000).cuda(), *weight)
+    planes = [tensor.cuda() for tensor in cases.random_packed((35, 1000), 4)]
+    with pytest.raises(ValueError, match="the weight in bit-planes, expected"):
+        OPS.gemm(cases.x((2,), 1000, torch.float16).cuda(), *planes, weight[2], None, 35)
+
+
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_only_true_and_false(value):
+    with pytest.raises(TypeError, match=r"enabled: found .*, expected True or False"):
+        hf_kbit.set_batch_invariant(value)
