@@ -219,7 +219,7 @@ bool any_transform(const std::vector<Held>& held) {
 }
 
 // Replaces x, which all have in common, by what each weight wants; up to kGemmParts different ones are one launch.
-// Besides sets `flags`, words, to zero.
+// Besides sets `flags` to zero, if there are any.
 void transform_inputs(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch,
                       std::optional<Tensor> flags = std::nullopt) {
     const Tensor x = held[0].x;
@@ -267,7 +267,6 @@ void multiply_few(std::vector<Held>& held, Dtype dtype, int64_t tokens, const La
           cuda::gemm(products, count, dtype, bits, tokens, held[0].x.size(-1), plan, awaits, gpu, launch.stream));
 }
 
-// More tokens: a launch for each weight, after that of transform_inputs, with which the first of them may overlap.
 void multiply_by_mma(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch) {
     const cuda::Gpu& gpu = launch.gpu;
     if (any_transform(held)) transform_inputs(held, dtype, tokens, launch);
@@ -281,6 +280,7 @@ void multiply_by_mma(std::vector<Held>& held, Dtype dtype, int64_t tokens, const
     }
 }
 
+// The first launch may overlap with that of transform_inputs.
 void multiply_by_wgmma(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch) {
     const cuda::Gpu& gpu = launch.gpu;
     const Tensor x = held[0].x;
@@ -312,10 +312,11 @@ void multiply_by_wgmma(std::vector<Held>& held, Dtype dtype, int64_t tokens, con
               cuda::gemm_wgmma(held[i].product(), dtype, held[i].bits, tokens, held[i].x.size(-1), plans[i],
                                partial ? write<float>(*partial) : nullptr, flag, awaits, gpu, launch.stream));
         flag += wgmma_partial_flags(plans[i]);
-        awaits = false;  // only what follows that kernel may overlap with it
+        awaits = false;
     }
 }
 
+// More tokens: a launch for each weight, perhaps after that of transform_inputs.
 void multiply_many(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch) {
     (has_mma_path(launch.gpu.arch) ? multiply_by_mma : multiply_by_wgmma)(held, dtype, tokens, launch);
 }
