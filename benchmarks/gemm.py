@@ -258,7 +258,7 @@ def row(x, n: int, dense, packed, others, floor: Floor, versions, emit) -> None:
             raise error
         skipped(side[0], f" at {side[1]} bits, {x.shape[0]} tokens", error)
 
-    us = in_turns_us({side: calls_of(kernels, x, n) for side, kernels in sides.items()}, failed)
+    us = in_turns_us({side: calls_of(kernels, x, n) for side, kernels in sides.items()}, failed=failed)
     cublas = us.pop(("cublas", None))
     for (side, bits), its_us in us.items():
         result = {"us": its_us, "cublas_us": cublas, "speedup": cublas / its_us}

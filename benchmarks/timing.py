@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import math
 import shlex
 import statistics
 import subprocess
@@ -115,27 +116,28 @@ def graph_us(calls, budget_ms: float = 30) -> float:
 
     They queue up behind each other, so the time to launch a graph is not in it.
     """
-    return in_turns_us({None: calls}, lambda _, error: None, budget_ms, rounds=1)[None]
+    return in_turns_us({None: calls}, budget_ms, rounds=1)[None]
 
 
-def in_turns_us(sides: dict, failed, budget_ms: float = 30, rounds: int = 4) -> dict:
+def in_turns_us(sides: dict, budget_ms: float = 30, rounds: int = 4, failed=None) -> dict:
     """``graph_us`` of several sides, lists of calls by name, which take turns: so none of them alone has a GPU that is
-    still cool, or already hot. Of one that raises ``failed(name, error)`` is called, and the others are measured."""
+    still cool, or already hot. Where one raises and there is ``failed(name, error)``, it is called, and the others are
+    measured."""
     graphs = {}
     for name, calls in sides.items():
         try:
             graphs[name] = (*capture(calls), len(calls))
         except Exception as error:
-            if len(sides) == 1:
+            if failed is None:
                 raise
             failed(name, error)
-    counts, times = {}, {}
-    for name, (graph, _, _) in graphs.items():
+    counts = {}
+    for name, (graph, *_) in graphs.items():
         graph.replay()
-        counts[name] = int(min(50 / rounds, max(5 / rounds, budget_ms / rounds / replays_ms(graph, 1)[0])) + 0.9)
-        times[name] = []
+        counts[name] = math.ceil(min(50, max(5, budget_ms / replays_ms(graph, 1)[0])) / rounds)
+    times = {name: [] for name in graphs}
     for _ in range(rounds):
-        for name, (graph, _, _) in graphs.items():
+        for name, (graph, *_) in graphs.items():
             times[name] += replays_ms(graph, counts[name])
     return {name: statistics.median(times[name]) * 1e3 / calls for name, (_, _, calls) in graphs.items()}
 
