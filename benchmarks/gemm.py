@@ -5,14 +5,14 @@
     python benchmarks/gemm.py --gradient --tokens 256,4096 [...]
     python benchmarks/gemm.py --rotated [...]
     python benchmarks/gemm.py --from results.jsonl --plot speedup.png
-    python benchmarks/gemm.py [...] --against benchmarks/results/gemm-h200-2026-11-21.jsonl
+    python benchmarks/gemm.py [...] --against benchmarks/results/gemm-h200-2026-11-22.jsonl
 
 A time is the median of replays of a CUDA graph that walks through weights of more than 256 MB, so that no weight is in
 L2; x is the same for all calls, as a layer finds it that was just computed. For each shape, dtype and number of tokens
-all sides take turns. The floor is the time of the best of several kernels that only read, given as
-many bytes as the packed weight, x and the output have together. Peers run where they are installed: bitsandbytes with
-NF4 in blocks of 64, Humming (humming-kernels, compiled for each shape before the first measurement) with intN weights,
-a 16-bit scale for each 32 and the configuration that its own heuristics choose. --plot needs matplotlib.
+all sides take turns. The floor is the time of the best of several kernels that only read, given as many bytes as the
+packed weight, x and the output have together. Peers run where they are installed: bitsandbytes with NF4 in blocks of
+64, Humming (humming-kernels, compiled for each shape before the first measurement) with intN weights, a 16-bit scale
+for each 32 and the configuration that its own heuristics choose. --plot needs matplotlib.
 
 --gradient times the gradient of the activations in place of the product, beside cuBLAS alone; its lines say so. With
 --rotated weights have column scales and a rotation, of which the lines tell the cost, beside the same weight without:
@@ -20,6 +20,8 @@ a 16-bit scale for each 32 and the configuration that its own heuristics choose.
 
 --against prints what has become slower since the lines of a file were measured, by more than ``NOISE``: of the ratios
 of times, each over the median of cuBLAS's ratios, by which the machines differ. If there is any, the exit status is 1.
+
+Past 400 lines: what is measured, how it is compared with an earlier run and how it is drawn share the form of a line.
 """
 
 import argparse

@@ -1,5 +1,7 @@
 // Which product runs, and how it divides its work: pure functions, unit-tested on a CPU
 // (tests/csrc/test_gemm_plan.py).
+//
+// Over 350 lines: the plans of the three kernels stand beside the choice between them.
 #pragma once
 
 #include <algorithm>
@@ -47,10 +49,10 @@ constexpr bool fits_gemm(int64_t out_features, int64_t in_features) {
 // grid to spare: 129 billion weights.
 constexpr int64_t kMostBlocks = int64_t{15} << 28;
 
-// 13 to 16 tokens of a large weight are the fewest that gemm_wgmma.cu is faster for: on one H200 (CUDA 13.0,
-// 2026-11-22), at 16 tokens and of 58 million weights or more, it takes 0.79 to 0.98 of gemm.cu's time where x is
-// transformed first, 0.82 to 1.02 for others at 2 and 5 bits; of 25 million or fewer 1.01 to 1.8 times its time. At 3
-// and 4 bits, without a transform, both are as fast.
+// Few tokens of a large weight for which gemm_wgmma.cu is faster: on one H200 (CUDA 13.0, 2026-11-22), at 16 tokens
+// and of 58 million weights or more, it takes 0.79 to 0.98 of gemm.cu's time where x is transformed first, 0.82
+// to 1.02 for others at 2 and 5 bits; of 25 million or fewer 1.01 to 1.8 times its time. At 3 and 4 bits, without a
+// transform, both are as fast. At 12 tokens it gains nothing without a transform; 13 to 15 were not measured.
 constexpr bool wgmma_for_few(int64_t tokens, int64_t out_features, int64_t in_features, int bits, bool transformed) {
     return tokens > 12 && out_features * in_features >= 40'000'000 && (transformed || bits == 2 || bits == 5);
 }
@@ -70,10 +72,9 @@ inline GemmPath gemm_path(int64_t tokens, int64_t out_features, int64_t in_featu
     }
     const GemmPath many = has_mma_path(arch) ? GemmPath::mma : GemmPath::wgmma;
     if (batch_invariant) return many;
-    if (tokens <= kGemmTokens) {
-        const bool is_few =
-            many == GemmPath::mma || !wgmma_for_few(tokens, out_features, in_features, bits, transformed);
-        return is_few ? GemmPath::decode : many;
+    if (tokens <= kGemmTokens &&
+        (many == GemmPath::mma || !wgmma_for_few(tokens, out_features, in_features, bits, transformed))) {
+        return GemmPath::decode;
     }
     const int64_t most = many == GemmPath::mma ? kMmaMostTokens : bits == 2 ? 8191 : 4095;
     return tokens <= most ? many : GemmPath::dequantize;
@@ -287,6 +288,7 @@ constexpr int wgmma_exchange_bytes(int token_tile, int groups, int split) {
 
 constexpr int kWgmmaTableBytes = 64 << 10;
 constexpr int wgmma_x_address() { return kSharedReserved + kWgmmaTableBytes; }
+
 // Of the slabs of the divided tiles, numbered through all of them, a CTA has as many as any other, which follow each
 // other; the first ones have one more.
 struct WgmmaDivision {
@@ -324,10 +326,10 @@ inline WgmmaPlan plan_wgmma(int64_t tokens, int64_t out_features, int64_t in_fea
                             int processors, int shared_limit) {
     // Cycles, fitted to one H200 (132 processors), CUDA 13.0, 2026-11-22: 64 columns of a warp, which decodes and
     // shares the tensor cores and shared memory with the others; a tile; how groups compete for x; what it costs to
-    // meet in a cluster, to divide tiles, and to add up the parts of one. For 28 weights of 58 million numbers or
+    // meet in a cluster, to divide tiles, and to add up the parts of one. For 24 weights of 58 million numbers or
     // more and 24 to 1024 tokens what is chosen so takes 0.5% longer than the best division on average, 14% at most;
-    // for 8 smaller ones 3%, and 26% at most: for 384 tokens on 4096 x 4096, tiles of 256 take longer than they do for
-    // 512 tokens, for a reason that is not known.
+    // for 12 smaller ones 2.4%, and 26% at most: for 384 tokens on 4096 x 4096, tiles of 256 take longer than they do
+    // for 512 tokens, for a reason that is not known.
     constexpr double kPiece = 21, kPieceBits5 = 13, kPieceToken = 0.47, kStart = 6000, kTile = 3500, kGroupToken = 12,
                      kCluster = 1500, kDivided = 5700, kDividedToken = 43, kPart = 290, kPartToken = 7;
     constexpr int kMostStages = 8;
@@ -369,14 +371,14 @@ inline WgmmaPlan plan_wgmma(int64_t tokens, int64_t out_features, int64_t in_fea
         }
     };
     for (int token_tile = 16; token_tile <= 256; token_tile *= 2) {
-        consider(token_tile, 1, 1, false);
-        if (batch_invariant) continue;
-        for (int groups = 1; groups <= wgmma_most_groups(token_tile); groups *= 2) {
-            for (int split = 1; split <= 2 && groups * split <= slabs; ++split) {
+        const int most_groups = batch_invariant ? 1 : wgmma_most_groups(token_tile);
+        const int most_split = batch_invariant ? 1 : 2;
+        for (int groups = 1; groups <= most_groups; groups *= 2) {
+            for (int split = 1; split <= most_split && groups * split <= slabs; ++split) {
                 consider(token_tile, groups, split, false);
             }
         }
-        consider(token_tile, 1, 1, true);
+        if (!batch_invariant) consider(token_tile, 1, 1, true);
     }
     return best;
 }

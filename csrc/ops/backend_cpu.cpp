@@ -84,7 +84,8 @@ Tensor transformed(const Tensor& x, Dtype dtype, const Packed& packed, int64_t w
     return out;
 }
 
-Tensor fused_gemm(const Tensor& x, Dtype dtype, const Packed& planes, const std::optional<Tensor>& bias, Tensor out) {
+Tensor fused_gemm(const Tensor& x, Dtype dtype, const Packed& planes, const std::optional<Tensor>& bias,
+                  bool invariant, Tensor out) {
     const int64_t tokens = x.numel() / planes.in_features;
     const int64_t panel_size = cpu::gemm_panel_size(tokens, planes.in_features);
     Tensor panel = new_tensor(x, {panel_size}, ScalarType::Float);
@@ -93,12 +94,12 @@ Tensor fused_gemm(const Tensor& x, Dtype dtype, const Packed& planes, const std:
                    panel_data);
     const void* bias_data = bias ? bias->const_data_ptr() : nullptr;
     void* out_data = out.mutable_data_ptr();
-    torch::stable::parallel_for(
-        0, planes.out_features, row_grain(planes.in_features), [&](int64_t begin, int64_t end) {
-            cpu::gemm(panel_data, tokens, batch_invariant(), words_of(planes), scales_of(planes), planes.signed_scales,
-                      codebook_of(planes), planes.bits, bias_data, out_data, dtype, planes.out_features,
-                      planes.in_features, begin, end);
-        });
+    torch::stable::parallel_for(0, planes.out_features, row_grain(planes.in_features),
+                                [&](int64_t begin, int64_t end) {
+                                    cpu::gemm(panel_data, tokens, invariant, words_of(planes), scales_of(planes),
+                                              planes.signed_scales, codebook_of(planes), planes.bits, bias_data,
+                                              out_data, dtype, planes.out_features, planes.in_features, begin, end);
+                                });
     return out;
 }
 
@@ -147,15 +148,16 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
     shape.back() = packed.out_features;
     Tensor out = new_tensor(x, shape, x.scalar_type());
     if (tokens == 0) return out;
-    if (batch_invariant() && dtype == Dtype::float64) {
-        refuse("x", "dtype float64", "another dtype, as batch-invariant products were asked for");
+    const bool invariant = batch_invariant();
+    if (dtype == Dtype::float64) {
+        if (invariant) refuse("x", "dtype float64", "another dtype, as batch-invariant products were asked for");
+        return linear(x, decoded(planes, dtype), bias);
     }
-    if (dtype == Dtype::float64) return linear(x, decoded(planes, dtype), bias);
     const bool matrix_units = dtype == Dtype::bfloat16 && has_bfloat16_arithmetic();
-    if (batch_invariant() || tokens <= (matrix_units ? kFusedTokens / 2 : kFusedTokens)) {
+    if (invariant || tokens <= (matrix_units ? kFusedTokens / 2 : kFusedTokens)) {
         std::optional<Tensor> contiguous_bias;
         if (bias) contiguous_bias = as_contiguous(*bias);
-        return fused_gemm(as_contiguous(x), dtype, planes, contiguous_bias, out);
+        return fused_gemm(as_contiguous(x), dtype, planes, contiguous_bias, invariant, out);
     }
     // Many tokens: transform x, decode a slice of rows as it is stored, multiply, go on. 16-bit products run in
     // float32 where the CPU has no arithmetic for them, which is several times faster and more accurate.

@@ -1,4 +1,6 @@
 // The CUDA backend: the current device and stream, aligned pointers, launches. The kernels are in csrc/kernels.
+//
+// Over 350 lines: one function for each op, and for products all that comes before and between their launches.
 #include <algorithm>
 #include <array>
 #include <stdexcept>
@@ -284,13 +286,14 @@ void multiply_by_mma(std::vector<Held>& held, Dtype dtype, int64_t tokens, const
 void multiply_by_wgmma(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch) {
     const cuda::Gpu& gpu = launch.gpu;
     const Tensor x = held[0].x;
+    const bool invariant = batch_invariant();
     bool awaits = any_transform(held);
     std::vector<WgmmaPlan> plans;
     int64_t sums = 0, flags = 0;  // one launch after the other uses the same sums
     for (Held& one : held) {
-        const WgmmaPlan plan = plan_wgmma(tokens, one.y.size(-1), x.size(-1), one.bits, batch_invariant(),
-                                          gpu.processors, gpu.shared_limit);
-        one.ordered = wgmma_ordered(one.bits, plan.token_tile, one.transform.any(), batch_invariant());
+        const WgmmaPlan plan =
+            plan_wgmma(tokens, one.y.size(-1), x.size(-1), one.bits, invariant, gpu.processors, gpu.shared_limit);
+        one.ordered = wgmma_ordered(one.bits, plan.token_tile, one.transform.any(), invariant);
         awaits = awaits || one.ordered;
         sums = std::max(sums, wgmma_partial_sums(plan));
         flags += wgmma_partial_flags(plan);

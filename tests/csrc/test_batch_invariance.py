@@ -89,6 +89,21 @@ def test_of_large_layers_and_many_tokens(invariant):
                 assert torch.equal(layer(x[batch]), whole[batch]), (shape, batch)
 
 
+def test_a_compiled_layer(device):
+    """What was compiled before does as it was told after."""
+    skip_without_products(device)
+    layer = hf_kbit.KbitLinear.from_linear(torch.nn.Linear(8192, 700, dtype=torch.bfloat16), bits=4).to(device)
+    x = cases.x((300,), 8192, torch.bfloat16).to(device)
+    compiled = torch.compile(layer, backend="aot_eager", dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        assert not torch.equal(compiled(x)[:1], compiled(x[:1]))
+        hf_kbit.set_batch_invariant(True)
+        try:
+            assert torch.equal(compiled(x)[:1], compiled(x[:1]))
+        finally:
+            hf_kbit.set_batch_invariant(False)
+
+
 def test_a_group_gives_what_each_gives_alone(device, invariant):
     skip_without_products(device)
     weights = [
