@@ -53,15 +53,18 @@ constexpr int64_t kMostBlocks = int64_t{15} << 28;
 // and of 58 million weights or more, it takes 0.79 to 0.98 of gemm.cu's time where x is transformed first, 0.82
 // to 1.02 for others at 2 and 5 bits; of 25 million or fewer 1.01 to 1.8 times its time. At 3 and 4 bits, without a
 // transform, both are as fast. At 12 tokens it gains nothing without a transform; 13 to 15 were not measured.
+constexpr int64_t kLargeWeight = 40'000'000;
 constexpr bool wgmma_for_few(int64_t tokens, int64_t out_features, int64_t in_features, int bits, bool transformed) {
-    return tokens > 12 && out_features * in_features >= 40'000'000 && (transformed || bits == 2 || bits == 5);
+    return tokens > 12 && out_features * in_features >= kLargeWeight && (transformed || bits == 2 || bits == 5);
 }
 
 // On one H200 (CUDA 13.0, 2026-11-21) gemm.cu is else the fastest up to 16 tokens. For thousands of them it takes so
-// much less time to decode than to multiply that cuBLAS on decoded slices is about as fast as gemm_wgmma.cu; at 2 bits
-// not yet at 4096. gemm_mma.cu, made to run there, is 2.1 to 3.9 times as fast as to decode first for 32 tokens, 1.2
-// to 1.6 times for 128, and 0.8 to 1.0 times for 256, where cuBLAS has wgmma, twice as fast as mma.sync; of the GPUs
-// that take this path only those of capability 10.0 have such an instruction.
+// much less time to decode than to multiply that cuBLAS on decoded slices is about as fast as gemm_wgmma.cu: at 4096
+// tokens the latter takes 0.89 to 1.0 of that time for large weights, where 5 bits without a transform take 0.94 to
+// 1.04, and 1.0 to 1.06 for 4096 x 4096; at 8192 tokens 0.96 to 1.05 (2026-11-23). gemm_mma.cu, made to run there,
+// is 2.1 to 3.9 times as fast as to decode first for 32 tokens, 1.2 to 1.6 times for 128, and 0.8 to 1.0 times for
+// 256, where cuBLAS has wgmma, twice as fast as mma.sync; of the GPUs that take this path only those of
+// capability 10.0 have such an instruction.
 //
 // With batch_invariant any number of tokens takes the kernel that is made for many: there a token's sums are added up
 // in the same order, whatever tokens are beside it.
@@ -76,7 +79,9 @@ inline GemmPath gemm_path(int64_t tokens, int64_t out_features, int64_t in_featu
         (many == GemmPath::mma || !wgmma_for_few(tokens, out_features, in_features, bits, transformed))) {
         return GemmPath::decode;
     }
-    const int64_t most = many == GemmPath::mma ? kMmaMostTokens : bits == 2 ? 8191 : 4095;
+    const int64_t most = many == GemmPath::mma                        ? kMmaMostTokens
+                         : out_features * in_features >= kLargeWeight ? 8191
+                                                                      : 4095;
     return tokens <= most ? many : GemmPath::dequantize;
 }
 
@@ -379,6 +384,77 @@ inline WgmmaPlan plan_wgmma(int64_t tokens, int64_t out_features, int64_t in_fea
             }
         }
         if (!batch_invariant) consider(token_tile, 1, 1, true);
+    }
+    return best;
+}
+
+// --- the gradient of many tokens, on Hopper: gradient_wgmma.cu ----------------------------------------
+
+// A CTA has a tile of 256 tokens and 128 columns, half a slab of each row tile, or a part of its rows. It goes through
+// them in pieces of 64: gradients of outputs, words and scales of four row tiles.
+struct GradientPlan {
+    int tiles;
+    int parts;   // of each tile
+    int pieces;  // of each part, an even number; the last part may have fewer
+};
+
+constexpr int kGradientTokens = 256, kGradientColumns = kSlabColumns / 2, kGradientPieceTiles = 4;
+constexpr int kGradientStages = 4;  // pieces under way
+constexpr int kGradientStageBytes = kGradientTokens * kWgmmaColumns * 2;
+// Of a row tile the pieces of 512 bytes in which the words of the half slab are; with scales, of four row tiles.
+constexpr int gradient_words_bytes(int bits) { return (2 * bits + 3) / 4 * 512; }
+constexpr int gradient_weights_bytes(int bits) {
+    return kGradientPieceTiles * (gradient_words_bytes(bits) + kScaleBytes / 2);
+}
+// Groups of eight tokens that a warp hands to another at a time.
+constexpr int gradient_exchanged(int bits) { return bits == 5 ? 2 : 4; }
+constexpr int gradient_exchange_bytes(int bits) { return 8 * gradient_exchanged(bits) * 8 * kLanes; }
+constexpr int gradient_shared_bytes(int bits) {
+    return wgmma_x_address() + kGradientStages * (kGradientStageBytes + gradient_weights_bytes(bits) + 32) +
+           gradient_exchange_bytes(bits);
+}
+// What the parts of tiles have in memory, float32.
+constexpr int64_t gradient_partial_sums(const GradientPlan& plan) {
+    return plan.parts == 1 ? 0 : int64_t{plan.tiles} * plan.parts * kGradientTokens * kGradientColumns;
+}
+
+inline int64_t gradient_tiles(int64_t tokens, int64_t in_features) {
+    return ceil_div(tokens, kGradientTokens) * ceil_div(in_features, kGradientColumns);
+}
+
+// Whether the gradient takes the kernel; else some columns of the weight at a time are decoded for cuBLAS. On one H200
+// (CUDA 13.0, 2026-11-23) the kernel takes 0.33 to 1.05 of the time of that up to 256 tokens. What it costs to decode
+// first, more for transformed weights, is the same for any number of tokens, and cuBLAS multiplies 1.1 times as fast,
+// 1.35 times at 5 bits. Beyond 512 tokens the kernel does not divide tiles, so that all processors must have as many.
+inline bool gradient_is_fused(int64_t tokens, int64_t out_features, int64_t in_features, int bits, bool transformed,
+                              int processors, int arch, int shared_reserved) {
+    if (tokens < 1 || arch != 900 || shared_reserved > kSharedReserved || !fits_gemm(out_features, in_features)) {
+        return false;
+    }
+    if (tokens <= 512) return true;
+    const int64_t plain = bits == 2 ? 2048 : bits == 5 ? 512 : 1024, tiles = gradient_tiles(tokens, in_features);
+    return tokens <= std::min<int64_t>(2048, transformed ? 2 * plain : plain) &&
+           10 * tiles >= 9 * ceil_div(tiles, processors) * processors;
+}
+
+// processors: 1 or more.
+inline GradientPlan plan_gradient(int64_t tokens, int64_t out_features, int64_t in_features, int processors) {
+    // Cycles, fitted to one H200 (132 processors), CUDA 13.0, 2026-11-23: a piece; the start and end of a tile; the
+    // second kernel, and each part that it reads. For 6 weights and 16 to 1024 tokens it chooses the fastest of up to
+    // eight divisions in all but one case.
+    constexpr double kPiece = 1250, kTile = 9000, kAdd = 8000, kAddPart = 60;
+    const int64_t tiles = gradient_tiles(tokens, in_features);
+    const int64_t all_pieces = ceil_div(out_features, kGradientPieceTiles * kTileRows);
+    GradientPlan best{};
+    double best_time = 0;
+    for (int64_t split = 1; split == 1 || (tiles * split <= processors && split <= all_pieces); ++split) {
+        const int64_t pieces = ceil_div(all_pieces, 2 * split) * 2, parts = ceil_div(all_pieces, pieces);
+        const double add = parts == 1 ? 0 : kAdd + kAddPart * static_cast<double>(tiles * parts);
+        const double time = static_cast<double>(ceil_div(tiles * parts, processors)) * (kTile + pieces * kPiece) + add;
+        if (best.parts == 0 || time < best_time) {
+            best = {static_cast<int>(tiles), static_cast<int>(parts), static_cast<int>(pieces)};
+            best_time = time;
+        }
     }
     return best;
 }

@@ -31,6 +31,7 @@
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
 #include "kernels/outputs.cuh"
+#include "kernels/tensor_map.h"
 #include "kernels/weights.cuh"
 #include "kernels/wgmma.cuh"
 
@@ -427,30 +428,6 @@ __global__ void __launch_bounds__(threads(kTokens), 1)
 
 // --- launcher ------------------------------------------------------------------------------------
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-Encode find_encode() {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found) : nullptr;
-}
-
-cudaError_t map_of_x(const void* x, Dtype dtype, int64_t tokens, int64_t in_features, int token_tile,
-                     CUtensorMap& map) {
-    static const Encode encode = find_encode();
-    if (!encode) return cudaErrorNotSupported;
-    const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(in_features), static_cast<cuuint64_t>(tokens)};
-    const cuuint64_t row_bytes[1] = {static_cast<cuuint64_t>(in_features) * 2};
-    const cuuint32_t box[2] = {kWgmmaColumns, static_cast<cuuint32_t>(token_tile)}, steps[2] = {1, 1};
-    const CUresult result =
-        encode(&map, dtype == Dtype::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
-               const_cast<void*>(x), sizes, row_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
 struct Launch {
     const CUtensorMap& map;
     const Arguments& arguments;
@@ -498,7 +475,7 @@ cudaError_t gemm_wgmma(const Product& product, Dtype dtype, int bits, int64_t to
     const int64_t out_features = product.out_features;
     if (plan.token_tile == 0) return cudaErrorInvalidConfiguration;
     CUtensorMap map;
-    const cudaError_t error = map_of_x(product.x, dtype, tokens, in_features, plan.token_tile, map);
+    const cudaError_t error = map_of_rows(product.x, dtype, tokens, in_features, plan.token_tile, map);
     if (error != cudaSuccess) return error;
     const TileLayout layout(out_features, in_features);
     Arguments arguments{};

@@ -93,4 +93,21 @@ cudaError_t gemm_wgmma(const Product& product, Dtype dtype, int bits, int64_t to
                        const WgmmaPlan& plan, float* partial, uint32_t* ready, bool awaits, const Gpu& gpu,
                        cudaStream_t stream);
 
+// dx [tokens, in_features] = dy @ W for W in tiles, float16 or bfloat16, back through the weight's transform; on GPUs
+// of compute capability 9.0. dy is [tokens, dy_columns], a multiple of 8, not fewer than out_features; what is there
+// beyond them must be zeros.
+struct Gradient {
+    const void* dy;
+    const int32_t* words;
+    const uint8_t* scales;
+    const float* codebook;
+    void* dx;
+    int64_t out_features, in_features, dy_columns;
+    Transform transform;
+    bool signed_scales;
+};
+// As plan_gradient says; partial: as many floats as gradient_partial_sums says.
+cudaError_t gradient_wgmma(const Gradient& gradient, Dtype dtype, int bits, int64_t tokens, const GradientPlan& plan,
+                           float* partial, const Gpu& gpu, cudaStream_t stream);
+
 }  // namespace hf_kbit::cuda

@@ -57,6 +57,11 @@ __device__ __forceinline__ uint2 load_shared_8(uint32_t smem) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(smem) : "memory");
     return value;
 }
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t smem) {
+    uint32_t value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(smem) : "memory");
+    return value;
+}
 __device__ __forceinline__ float load_shared_float(uint32_t smem) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(smem) : "memory");
@@ -66,6 +71,9 @@ __device__ __forceinline__ void store_shared_16(uint32_t smem, uint4 value) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(value.x), "r"(value.y), "r"(value.z),
                  "r"(value.w)
                  : "memory");
+}
+__device__ __forceinline__ void store_shared_8(uint32_t smem, uint2 value) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(smem), "r"(value.x), "r"(value.y) : "memory");
 }
 __device__ __forceinline__ void store_shared_float(uint32_t smem, float value) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem), "f"(value) : "memory");
@@ -101,6 +109,15 @@ __device__ __forceinline__ void cp_async_16(void* smem, const void* gmem) { cp_a
 __device__ __forceinline__ void cp_async_16_or_zeros(uint32_t smem, const void* gmem, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem), "r"(there ? 16 : 0)
                  : "memory");
+}
+
+// Four bytes; from sm_80 on.
+__device__ __forceinline__ void cp_async_4(uint32_t smem, const void* gmem) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem), "l"(gmem) : "memory");
+}
+// Has this thread arrive at a barrier once all its copies so far have; from sm_80 on.
+__device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // Closes a group of copies.
@@ -168,6 +185,15 @@ __device__ __forceinline__ void bulk_copy_box(uint32_t smem, const void* map, in
         "l"(map), "r"(column), "r"(row), "r"(barrier)
         : "memory");
 }
+// The same box to the same place in both CTAs of a cluster, and counts at the barriers there.
+__device__ __forceinline__ void bulk_copy_box_to_both(uint32_t smem, const void* map, int column, int row,
+                                                      uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%2, %3}], [%4], %5;" ::"r"(smem),
+        "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<uint16_t>(3))
+        : "memory");
+}
 // Makes initialised barriers visible to the cluster and to bulk copies that count there.
 __device__ __forceinline__ void fence_init_barrier() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -204,6 +230,10 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t smem, int rank) {
     uint32_t there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(smem), "r"(rank));
     return there;
+}
+// Arrives at a barrier of a CTA of the cluster.
+__device__ __forceinline__ void arrive_at(uint32_t there) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
 __device__ __forceinline__ uint4 load_cluster_16(uint32_t there) {
     uint4 value;

@@ -68,7 +68,7 @@ __device__ __forceinline__ void multiply(float (&values)[kOctet], const float (&
     for (int i = 0; i < kOctet; ++i) values[i] = __fmul_rn(values[i], scales[i]);
 }
 
-// An octet of a decoded weight back to the original basis.
+// An octet of a decoded weight, or of a gradient of activations, back to the original basis.
 __device__ __forceinline__ void to_original(float (&values)[kOctet], uint2 bytes, bool rotated, int t) {
     if (rotated) add_and_subtract(values, t);
     multiply_by_units(values, rotated);
@@ -77,22 +77,40 @@ __device__ __forceinline__ void to_original(float (&values)[kOctet], uint2 bytes
     multiply(values, scales);
 }
 
-// An octet of activations, two in each word, as the product wants it: rounded once. scales as decode_scales gives
-// them.
+// Eight 16-bit numbers, two in each word, and the way back, rounded.
 template <typename T>
-__device__ __forceinline__ uint4 transform_octet(uint4 octet, const float (&scales)[kOctet], bool rotated, int t) {
-    float values[kOctet];
+__device__ __forceinline__ void unpack_octet(uint4 octet, float (&values)[kOctet]) {
     const uint32_t words[4] = {octet.x, octet.y, octet.z, octet.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const float2 two = unpack_two<T>(words[i]);
         values[2 * i] = two.x, values[2 * i + 1] = two.y;
     }
+}
+template <typename T>
+__device__ __forceinline__ uint4 pack_octet(const float (&values)[kOctet]) {
+    return make_uint4(pack_two<T>(values[0], values[1]), pack_two<T>(values[2], values[3]),
+                      pack_two<T>(values[4], values[5]), pack_two<T>(values[6], values[7]));
+}
+
+// An octet of activations as the product wants it. scales as decode_scales gives them.
+template <typename T>
+__device__ __forceinline__ uint4 transform_octet(uint4 octet, const float (&scales)[kOctet], bool rotated, int t) {
+    float values[kOctet];
+    unpack_octet<T>(octet, values);
     multiply(values, scales);
     if (rotated) add_and_subtract(values, t);
     multiply_by_units(values, rotated);
-    return make_uint4(pack_two<T>(values[0], values[1]), pack_two<T>(values[2], values[3]),
-                      pack_two<T>(values[4], values[5]), pack_two<T>(values[6], values[7]));
+    return pack_octet<T>(values);
+}
+
+// An octet of their gradient back to the original basis.
+template <typename T>
+__device__ __forceinline__ uint4 octet_to_original(uint4 octet, uint2 bytes, bool rotated, int t) {
+    float values[kOctet];
+    unpack_octet<T>(octet, values);
+    to_original(values, bytes, rotated, t);
+    return pack_octet<T>(values);
 }
 
 }  // namespace hf_kbit::cuda

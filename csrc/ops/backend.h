@@ -28,6 +28,9 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
 std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<Packed>& weights,
                                const std::vector<std::optional<Tensor>>& biases);
 
+// grad_x [tokens, in_features] = grad [tokens, out_features] @ W, both contiguous and not empty, for one matrix.
+void gemm_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor& grad_x);
+
 }  // namespace hf_kbit::backend
 
 namespace hf_kbit {
@@ -48,6 +51,9 @@ Tensor decoded(const Packed& packed, Dtype dtype);
 Tensor viewed(const Tensor& tensor, int64_t rows, int64_t columns);
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias);
 void multiply_into(Tensor& out, const Tensor& a, const Tensor& b);
+
+// backend::gemm_gradient by decoding some columns of a large weight at a time.
+void gradient_in_slices(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor& grad_x);
 
 // Planes of `count` columns from `first` on, a multiple of 32, of one matrix in planes.
 Packed columns_of(const Packed& planes, int64_t first, int64_t count);

@@ -193,6 +193,10 @@ std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<P
     return products;
 }
 
+void gemm_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor& grad_x) {
+    gradient_in_slices(grad, dtype, packed, grad_x);
+}
+
 }  // namespace hf_kbit::backend
 
 // For hf_kbit/_native.py: "avx512", "avx2" or "portable", or what is wrong with the environment variable HF_KBIT_CPU.

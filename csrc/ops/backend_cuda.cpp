@@ -324,13 +324,16 @@ void multiply_many(std::vector<Held>& held, Dtype dtype, int64_t tokens, const L
     (has_mma_path(launch.gpu.arch) ? multiply_by_mma : multiply_by_wgmma)(held, dtype, tokens, launch);
 }
 
+bool fusable(const Packed& packed, Dtype dtype) {
+    return packed.form == Form::tiles && (dtype == Dtype::float16 || dtype == Dtype::bfloat16);
+}
+
 // joined: with others in one launch, if the tokens are few.
 GemmPath path_of(const Packed& packed, Dtype dtype, int64_t tokens, bool joined, const cuda::Gpu& gpu) {
-    const bool fusable = packed.form == Form::tiles && (dtype == Dtype::float16 || dtype == Dtype::bfloat16);
     const bool transformed = packed.columns || packed.rotated;
-    GemmPath path = fusable ? gemm_path(tokens, packed.out_features, packed.in_features, packed.bits, transformed,
-                                        batch_invariant(), gpu.arch, gpu.shared_reserved)
-                            : GemmPath::dequantize;
+    GemmPath path = fusable(packed, dtype) ? gemm_path(tokens, packed.out_features, packed.in_features, packed.bits,
+                                                       transformed, batch_invariant(), gpu.arch, gpu.shared_reserved)
+                                           : GemmPath::dequantize;
     if (path == GemmPath::dequantize && tokens > 0 && batch_invariant()) {
         refuse(
             "x",
@@ -386,6 +389,28 @@ std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<P
     if (held.empty()) return products;
     (together ? multiply_few : multiply_many)(held, dtype, x.numel() / x.size(-1), launch);
     return products;
+}
+
+// Decodes and multiplies in one kernel where it can and that is faster, else decodes first.
+void gemm_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor& grad_x) {
+    const Launch launch(grad);
+    const cuda::Gpu& gpu = launch.gpu;
+    const int64_t tokens = grad.size(0), out_features = packed.out_features, in_features = packed.in_features;
+    if (!fusable(packed, dtype) ||
+        !gradient_is_fused(tokens, out_features, in_features, packed.bits, packed.columns || packed.rotated,
+                           gpu.processors, gpu.arch, gpu.shared_reserved)) {
+        return gradient_in_slices(grad, dtype, packed, grad_x);
+    }
+    const Tensor dy = in_pieces(grad), words = aligned(packed.words), scales = aligned(packed.scales);
+    const HeldTransform transform(packed);
+    const GradientPlan plan = plan_gradient(tokens, out_features, in_features, gpu.processors);
+    Tensor partial = new_tensor(grad, {gradient_partial_sums(plan)}, ScalarType::Float);
+    const cuda::Gradient gradient{
+        dy.const_data_ptr(),       read<int32_t>(words), read<uint8_t>(scales), read<float>(packed.codebook),
+        grad_x.mutable_data_ptr(), out_features,         in_features,           dy.size(-1),
+        transform.from(0),         packed.signed_scales};
+    check("gemm_gradient",
+          cuda::gradient_wgmma(gradient, dtype, packed.bits, tokens, plan, write<float>(partial), gpu, launch.stream));
 }
 
 }  // namespace hf_kbit::backend

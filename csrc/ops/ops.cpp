@@ -90,6 +90,19 @@ int64_t slice_size(int64_t bytes) {
     return size;
 }
 
+void gradient_in_slices(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor& grad_x) {
+    // Of planes the columns are copied before they are decoded.
+    const int64_t bytes = packed.out_features * (bytes_of(dtype) + (packed.form == Form::planes));
+    const int64_t slice = slice_size(bytes);
+    for (int64_t first = 0; first < packed.in_features; first += slice) {
+        const int64_t columns = std::min(slice, packed.in_features - first);
+        Tensor dense = new_tensor(grad, {packed.out_features, columns}, grad.scalar_type());
+        backend::dequantize_columns(packed, first, dense, dtype);
+        Tensor part = torch::stable::narrow(grad_x, 1, first, columns);
+        multiply_into(part, grad, dense);
+    }
+}
+
 std::tuple<Tensor, Tensor> quantize(const Tensor& weight, const Tensor& codebook, bool search, bool signed_scales) {
     const Dtype dtype = float_dtype("weight", weight.scalar_type(), false);
     Shape shape = shape_of(weight);
@@ -181,7 +194,6 @@ std::vector<Tensor> gemm_group(const Tensor& x, std::vector<Tensor> weights, std
     return backend::gemm_group(x, dtype, products, biases);
 }
 
-// grad @ W, of a large W some columns at a time.
 Tensor gemm_gradient(const Tensor& grad, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
                      torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, const std::optional<Tensor>& column_scales,
                      bool rotated) {
@@ -201,16 +213,7 @@ Tensor gemm_gradient(const Tensor& grad, const Tensor& weight, const Tensor& abs
     const int64_t tokens = grad.numel() / packed.out_features;
     const Tensor grad_rows = viewed(as_contiguous(grad), tokens, packed.out_features);
     Tensor grad_x_rows = viewed(grad_x, tokens, packed.in_features);
-    // Of planes the columns are copied before they are decoded.
-    const int64_t bytes = packed.out_features * (bytes_of(dtype) + (packed.form == Form::planes));
-    const int64_t slice = slice_size(bytes);
-    for (int64_t first = 0; first < packed.in_features; first += slice) {
-        const int64_t columns = std::min(slice, packed.in_features - first);
-        Tensor dense = new_tensor(grad, {packed.out_features, columns}, grad.scalar_type());
-        backend::dequantize_columns(packed, first, dense, dtype);
-        Tensor part = torch::stable::narrow(grad_x_rows, 1, first, columns);
-        multiply_into(part, grad_rows, dense);
-    }
+    backend::gemm_gradient(grad_rows, dtype, packed, grad_x_rows);
     return grad_x;
 }
 
