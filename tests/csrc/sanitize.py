@@ -51,6 +51,11 @@ def product(planes, shape, bits, codebook, x) -> None:
     columns, stored = cases.columns(shape[1]), cases.stored(*planes, codebook, signed=True)
     found = OPS.gemm(*on_gpu, None, shape[0], columns.cuda(), True)
     cases.assert_product(found.cpu(), x, stored.T, None, roundings, columns, True)
+    if shape[0] % 8 == 0:  # others are copied by torch first
+        grad = cases.x((len(x),), shape[0], x.dtype, seed=1) * 2.0**-6
+        found = OPS.gemm_gradient(grad.cuda(), *on_gpu[1:], list(shape))
+        cases.assert_product(found.cpu(), grad, dense, roundings=2)
+        OPS.gemm_gradient(grad.cuda(), *on_gpu[1:], list(shape), columns.cuda(), True)
 
 
 def group() -> None:

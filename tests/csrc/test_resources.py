@@ -1,11 +1,12 @@
 """Registers, spills, stack and static shared memory of every CUDA kernel, as ``ptxas`` reports them, against
-``resources.json``.
+``resources.json``; and which registers the tensor cores still read when they are written.
 
     python tests/csrc/test_resources.py   # records anew, with the nvcc that is found first
 
 The shared memory that gemm is launched with is no part of it: ``plan_gemm`` computes that.
 """
 
+import importlib.metadata
 import json
 import os
 import re
@@ -39,8 +40,15 @@ def nvcc_version() -> str:
     return re.search(r"\bV([\d.]+)", run("nvcc", "--version"))[1]
 
 
-def compile_all() -> dict:
-    """Of every file and architecture that nvcc knows: its exit status and all it printed."""
+def disassembled(cubin: str) -> str:
+    """By the tool of a package of its own: not every nvcc comes with it."""
+    tool = next(file for file in importlib.metadata.files("nvidia-cuda-nvdisasm") if file.name == "nvdisasm")
+    return run(tool.locate(), "-c", cubin)
+
+
+def compile_all(disassemble: dict | None = None) -> dict:
+    """Of every file and architecture that nvcc knows: its exit status and all it printed. ``disassemble`` gets the
+    instructions of files that use wgmma."""
     known = run("nvcc", "--list-gpu-code").split()
     archs = [arch for arch in ARCHS if f"sm_{arch.rstrip('a')}" in known]
     files = sorted(ROOT.glob("csrc/kernels/*.cu"), key=lambda file: -file.stat().st_size)  # the longest first
@@ -51,6 +59,8 @@ def compile_all() -> dict:
         command = ["nvcc", "-cubin", f"-arch=sm_{arch}", *FLAGS, "-Icsrc", "-Xptxas", "-v", f"csrc/kernels/{file}"]
         command += ["-o", f"{folder}/{file}.{arch}.cubin"]
         ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+        if disassemble is not None and arch == "90a" and file.endswith("_wgmma.cu") and ran.returncode == 0:
+            disassemble[file] = disassembled(command[-1])
         return ran.returncode, ran.stdout + ran.stderr
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -124,8 +134,14 @@ def recorded_by_kernel(record: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    return compile_all()
+def instructions():
+    """Of files that use wgmma, once ``compiled`` is there."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def compiled(instructions):
+    return compile_all(instructions)
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +169,8 @@ STACK = {
 
 def test_gemm_keeps_all_in_registers(table):
     """Its launch bounds leave hardly a register unused, so that a small change, or a new compiler, may spill."""
-    gemm = {name: archs for name, archs in table.items() if re.match("gemm(_wgmma)?_kernel<", name)}
-    assert len(gemm) == 110, "expected 64 of gemm_kernel, 46 of gemm_wgmma_kernel"
+    gemm = {name: archs for name, archs in table.items() if re.match("(gemm|g[a-z]+_wgmma)_kernel<", name)}
+    assert len(gemm) == 118, "expected 64 of gemm_kernel, 46 of gemm_wgmma_kernel, 8 of gradient_wgmma_kernel"
     leaks = [
         f"{name} for sm_{arch}: {found}"
         for name, archs in gemm.items()
@@ -162,6 +178,53 @@ def test_gemm_keeps_all_in_registers(table):
         if found["stack"] > STACK.get(name, 0) or (found["spill"] and name not in STACK)
     ]
     assert not leaks, "\n".join(leaks)
+
+
+def overwritten(listing: str) -> list[str]:
+    """Instructions of a kernel that write a register of operand A of a group of wgmma before that group is waited for.
+
+    The compiler gives operands of two pieces registers of their own where it sees both; not where they are the same
+    variables in two turns of a loop. The loop around the products is gone through twice.
+    """
+    found, at = [], {}
+    for line in listing.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            at[label[1]] = len(found)
+        elif instruction := re.match(r"\s+/\*(\w+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?) *;", line):
+            found.append(instruction.groups())
+    products = [i for i, (_, name, _) in enumerate(found) if name.startswith("HGMMA")]
+    back = (  # where a branch behind the last product leads before the first
+        (at[label[1]], i)
+        for i, (_, name, rest) in enumerate(found)
+        if i > products[-1] and name == "BRA" and (label := re.search(r"\((\.L_x_\d+)\)", rest))
+    )
+    first, last = next((to, i) for to, i in back if to < products[0])
+    begun, groups, written = set(), [], []
+    for address, name, rest in 2 * found[first : last + 1]:
+        registers = [int(number) for number in re.findall(r"\bR(\d+)\b", rest)]
+        if name.startswith("HGMMA"):
+            begun |= set(range(registers[1], registers[1] + 4))
+            if "gsb0" in rest:
+                groups.append(begun)
+                begun = set()
+        elif name.startswith("WARPGROUP.DEPBAR"):
+            left = int(rest.split(",")[1], 16)
+            groups = groups[len(groups) - min(left, len(groups)) :]
+        elif re.match(r"R\d+\b", rest) and not name.startswith(("ST", "SYNCS", "BAR", "R2UR", "UTMA")):
+            width = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
+            if set(range(registers[0], registers[0] + width)) & set().union(begun, *groups):
+                written.append(f"{address} {name} {rest}")
+    return written
+
+
+def test_operands_of_wgmma_stay_until_it_is_done(compiled, instructions):
+    kernels = {}
+    for listing in instructions.values():
+        parts = re.split(r"^\.text\.(\w+):", listing, flags=re.MULTILINE)
+        kernels |= {name: part for name, part in zip(parts[1::2], parts[2::2], strict=True) if "HGMMA" in part}
+    assert len(kernels) == 54, "expected 46 of gemm_wgmma_kernel, 8 of gradient_wgmma_kernel"
+    faults = {name: wrong for name, part in kernels.items() if (wrong := overwritten(part))}
+    assert not faults, "\n".join(f"{short_names([name])[0]}: {wrong}" for name, wrong in faults.items())
 
 
 def test_as_recorded(table):
