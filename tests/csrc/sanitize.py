@@ -6,9 +6,9 @@
 
 Widths that are named run alone, so that several processes can share the work.
 
-Of gemm_wgmma_kernel racecheck reports the slabs, most likely without reason: a warp's lanes read one, then, behind a
-fence and a __syncwarp, of which no instruction is left for the tool to see, lane 0 tells the barrier that those who
-bring the next one wait for.
+Of gemm_wgmma_kernel racecheck reports the slabs, and of gradient_wgmma_kernel the weights, most likely without reason:
+a warp's lanes read them, then, behind a __syncwarp, of which no instruction is left for the tool to see, lane 0 tells
+the barrier that those who bring the next ones wait for.
 
 Inputs are made on the CPU and outputs are compared there: torch's own kernels take no part.
 """

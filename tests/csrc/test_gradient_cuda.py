@@ -4,6 +4,7 @@ On Hopper one kernel multiplies by the packed weight up to a number of tokens th
 on other GPUs, some columns at a time are decoded first. Results have the same bounds."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import cases
 import pytest
@@ -73,6 +74,10 @@ def test_one_hot_gradients_read_the_weight(shape, bits, dtype):
     codebook = torch.randn(2**bits, generator=cases.generator(bits)).sort().values.cuda()
     expected = reference.dequantize(*planes, codebook.to(dtype).float(), list(shape), torch.float32).to(dtype)
     found = OPS.gemm_gradient(torch.eye(shape[0], dtype=dtype, device="cuda"), *tiles, codebook, list(shape))
+    if dtype is torch.float16:  # rounded before, with more range: twice where float16 loses digits
+        few_digits = expected.abs() < 2.0**-14
+        assert ((found - expected).abs() <= 2.0**-24)[few_digits].all()
+        found = torch.where(few_digits, expected, found)
     assert torch.equal(found, expected)
 
 
@@ -84,7 +89,7 @@ def test_products(shape, bits, dtype, poison):
     codebook = cases.codebook(bits).cuda() * 2.0**-6
     dense = reference.dequantize(*planes, codebook, list(shape), torch.float32)
     for tokens in (1, 7, 60, 256, 300, 1030):
-        grad = cases.x((tokens,), shape[0], dtype).cuda() * 2.0**-6
+        grad = cases.x((tokens,), shape[0], dtype).cuda()
         poison("cuda", tokens * shape[1] * 2)
         found = OPS.gemm_gradient(grad, *tiles, codebook, list(shape))
         cases.assert_product(found, grad, dense, roundings=2)
@@ -104,7 +109,7 @@ def test_products_of_transformed_weights(shape, bits, dtype, scaled, rotated, po
     stored = cases.stored(*planes, codebook, rotated)[:, : padded[1]].double().abs()
     exact = OPS.dequantize(*tiles, codebook, list(shape), torch.float64, columns, rotated)
     for tokens in (1, 60, 300, 1030):
-        grad = cases.x((tokens,), shape[0], dtype).cuda() * 2.0**-6
+        grad = cases.x((tokens,), shape[0], dtype).cuda()
         poison("cuda", tokens * shape[1] * 2)
         found = OPS.gemm_gradient(grad, *tiles, codebook, list(shape), columns, rotated)
         expected = grad.double() @ exact
@@ -163,6 +168,27 @@ def test_infinity_and_nan_stay_in_their_token(special, tokens):
     found = OPS.gemm_gradient(spoilt, *tiles, codebook, list(shape))
     others = torch.arange(tokens, device="cuda") != 3
     assert torch.equal(found[others], expected[others]) and not found[3].isfinite().any()
+
+
+@pytest.mark.parametrize("tokens", [20, 300])
+def test_threads_that_have_not_used_the_gpu(tokens):
+    """As those in which autograd runs: what a launch takes needs no call of the CUDA runtime before it."""
+    tiles, _ = random_tiles((512, 768), 4)
+    codebook = cases.codebook(4).cuda()
+    inputs = [cases.x((tokens,), columns, torch.bfloat16).cuda() for columns in (512, 768)]
+
+    def both():
+        return OPS.gemm_gradient(inputs[0], *tiles, codebook, [512, 768]), OPS.gemm(
+            inputs[1], *tiles, codebook, None, 512
+        )
+
+    expected = both()
+    both()  # the allocator keeps the memory of these, so that threads need not ask for any
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(both).result()
+        assert all(torch.equal(ours, alone) for ours, alone in zip(found, expected, strict=True))
+        del found
 
 
 @pytest.mark.parametrize("tokens", [60, 700])
