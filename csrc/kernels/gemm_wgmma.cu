@@ -39,13 +39,6 @@ namespace hf_kbit::cuda {
 
 namespace {
 
-// wgmma is sm_90a's alone; the plan asks for it there only.
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr bool kHopper = true;
-#else
-constexpr bool kHopper = false;
-#endif
-
 struct Arguments {
     Output output;
     const int32_t* words;

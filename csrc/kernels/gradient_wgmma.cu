@@ -38,12 +38,6 @@ namespace hf_kbit::cuda {
 
 namespace {
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr bool kHopper = true;
-#else
-constexpr bool kHopper = false;
-#endif
-
 struct Arguments {
     const int32_t* words;
     const uint8_t* scales;

@@ -8,6 +8,13 @@
 
 namespace hf_kbit::cuda {
 
+// wgmma is sm_90a's alone; plans ask for it there only.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool kHopper = true;
+#else
+constexpr bool kHopper = false;
+#endif
+
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
