@@ -324,7 +324,8 @@ def plot(lines, file: str) -> None:
         else:
             panel(axis, shape, [line for line in lines if (line["shape"], line["dtype"]) == (shape, dtype)])
     handles = {line.get_label(): line for axis in figure.axes for line in axis.get_legend_handles_labels()[0]}
-    figure.suptitle(f"Speed-up over cuBLAS, {lines[0]['gpu']}, {dtype}, {lines[0]['date']}")
+    of = " of the gradient" if lines[0].get("of") == "gradient" else ""
+    figure.suptitle(f"Speed-up{of} over cuBLAS, {lines[0]['gpu']}, {dtype}, {lines[0]['date']}")
     figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=max(3, 2 * columns + 1), fontsize=9)
     figure.tight_layout(rect=(0, 0.07 if rows > 1 else 0.15, 1, 1))
     figure.savefig(file)
