@@ -1,7 +1,7 @@
 // Which product runs, and how it divides its work: pure functions, unit-tested on a CPU
 // (tests/csrc/test_gemm_plan.py).
 //
-// Over 350 lines: the plans of the three kernels stand beside the choice between them.
+// Over 350 lines: the plans of the kernels stand beside the choice between them.
 #pragma once
 
 #include <algorithm>
@@ -395,23 +395,23 @@ inline WgmmaPlan plan_wgmma(int64_t tokens, int64_t out_features, int64_t in_fea
 struct GradientPlan {
     int tiles;
     int parts;   // of each tile
-    int pieces;  // of each part, an even number; the last part may have fewer
+    int pieces;  // of each part, an even number; those of the last one may end beyond the rows, times zeros
 };
 
 constexpr int kGradientTokens = 256, kGradientColumns = kSlabColumns / 2, kGradientPieceTiles = 4;
 constexpr int kGradientStages = 4;  // pieces under way
 constexpr int kGradientStageBytes = kGradientTokens * kWgmmaColumns * 2;
-// Of a row tile the pieces of 512 bytes in which the words of the half slab are; with scales, of four row tiles.
+// Words of half a slab of a row tile, in whole runs of 512 bytes; then of four row tiles, with scales.
 constexpr int gradient_words_bytes(int bits) { return (2 * bits + 3) / 4 * 512; }
 constexpr int gradient_weights_bytes(int bits) {
     return kGradientPieceTiles * (gradient_words_bytes(bits) + kScaleBytes / 2);
 }
 // Groups of eight tokens that a warp hands to another at a time.
 constexpr int gradient_exchanged(int bits) { return bits == 5 ? 2 : 4; }
-constexpr int gradient_exchange_bytes(int bits) { return 8 * gradient_exchanged(bits) * 8 * kLanes; }
+constexpr int gradient_exchange_bytes(int at_once) { return 8 * at_once * 8 * kLanes; }
 constexpr int gradient_shared_bytes(int bits) {
     return wgmma_x_address() + kGradientStages * (kGradientStageBytes + gradient_weights_bytes(bits) + 32) +
-           gradient_exchange_bytes(bits);
+           gradient_exchange_bytes(gradient_exchanged(bits));
 }
 // What the parts of tiles have in memory, float32.
 constexpr int64_t gradient_partial_sums(const GradientPlan& plan) {
@@ -425,7 +425,8 @@ inline int64_t gradient_tiles(int64_t tokens, int64_t in_features) {
 // Whether the gradient takes the kernel; else some columns of the weight at a time are decoded for cuBLAS. On one H200
 // (CUDA 13.0, 2026-11-23) the kernel takes 0.33 to 1.05 of the time of that up to 256 tokens. What it costs to decode
 // first, more for transformed weights, is the same for any number of tokens, and cuBLAS multiplies 1.1 times as fast,
-// 1.35 times at 5 bits. Beyond 512 tokens the kernel does not divide tiles, so that all processors must have as many.
+// 1.35 times at 5 bits. Beyond 512 tokens the kernel does not divide tiles: it is taken only where no more than a
+// tenth of its turns are idle.
 inline bool gradient_is_fused(int64_t tokens, int64_t out_features, int64_t in_features, int bits, bool transformed,
                               int processors, int arch, int shared_reserved) {
     if (tokens < 1 || arch != 900 || shared_reserved > kSharedReserved || !fits_gemm(out_features, in_features)) {

@@ -21,7 +21,7 @@
 // each. That costs 2 to 4% of a tile's time; a kernel of its own would take 4 to 10%.
 //
 // Shared memory is the limit: tensor cores take 1024 cycles for 64 rows of a tile, in which shared memory gives them
-// 512 times 128 bytes, takes in 256 of dy and about 40 of weights, and has look-ups (128; at 5 bits, with two lanes to
+// 512 times 128 bytes, takes in 256 of dy and 20 to 52 of weights, and has look-ups (128; at 5 bits, with two lanes to
 // an entry, 256) and codes (32 to 88) to serve. docs/internals.md has what was tried.
 //
 // Over 350 lines: one kernel, whose roles share its barriers and addresses, the one that adds up, which ends as it
@@ -56,12 +56,11 @@ constexpr int kGroups = kTokens / 8;  // of tokens, as an instruction has them i
 // Warps of a further warpgroup bring weights and dy; it gives most of its registers away.
 constexpr int kThreads = kDecoders + 128, kWeightBringers = 2;
 constexpr int kBringerRegisters = 40, kDecoderRegisters = 232;
+static_assert(kDecoders * kDecoderRegisters + 128 * kBringerRegisters <= 65536, "registers of a processor");
 
 // --- sums to dx ----------------------------------------------------------------------------------
 
-// What two warps exchange at a time, of kAtOnce groups each.
-constexpr int kGroupBytes = 8 * kWarp;
-constexpr int exchange_bytes(int at_once) { return kWarps * at_once * kGroupBytes; }
+constexpr int kGroupBytes = 8 * kWarp;  // of what two warps exchange
 
 template <typename T>
 __device__ __forceinline__ void store_octet(const Arguments& arguments, uint4 octet, uint2 bytes, int t, int token,
@@ -136,7 +135,7 @@ constexpr int kAddedGroups = 4;
 
 template <typename T>
 __global__ void __launch_bounds__(kDecoders) add_gradient_parts_kernel(const __grid_constant__ Arguments arguments) {
-    __shared__ __align__(16) char smem[exchange_bytes(kAddedGroups / 2)];
+    __shared__ __align__(16) char smem[gradient_exchange_bytes(kAddedGroups / 2)];
     const int tile = blockIdx.x / (kGroups / kAddedGroups),
               first_group = blockIdx.x % (kGroups / kAddedGroups) * kAddedGroups;
     const int warp = threadIdx.x / kWarp;
@@ -163,7 +162,6 @@ struct Cta {
     static constexpr int kTileBytes = gradient_words_bytes(kBits), kWeightsBytes = gradient_weights_bytes(kBits);
     static constexpr int kScalesAt = kGradientPieceTiles * kTileBytes;
     static constexpr int kAtOnce = gradient_exchanged(kBits);
-    static_assert(exchange_bytes(kAtOnce) == gradient_exchange_bytes(kBits));
 
     const Arguments& arguments;
     uint32_t window, dy, weights, exchange, dy_full, dy_empty, weights_full, weights_empty;
@@ -174,7 +172,7 @@ struct Cta {
           dy(window + wgmma_x_address()),
           weights(dy + kGradientStages * kGradientStageBytes),
           exchange(weights + kGradientStages * kWeightsBytes),
-          dy_full(exchange + exchange_bytes(kAtOnce)),
+          dy_full(exchange + gradient_exchange_bytes(kAtOnce)),
           dy_empty(dy_full + kGradientStages * 8),
           weights_full(dy_empty + kGradientStages * 8),
           weights_empty(weights_full + kGradientStages * 8) {}
@@ -475,8 +473,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 cudaError_t gradient_wgmma(const Gradient& gradient, Dtype dtype, int bits, int64_t tokens, const GradientPlan& plan,
                            float* partial, const Gpu& gpu, cudaStream_t stream) {
     CUtensorMap map;
-    // Where there are fewer tokens than a tile has, copies that fill up with zeros take longer than those of as much;
-    // what is in the other rows of shared memory then has no part in any sum that is stored.
+    // With fewer tokens than a tile has, boxes end with them: writing zeros is slower than copying. The other rows of
+    // shared memory hold anything, which reaches no sum that is stored.
     const int box_tokens = static_cast<int>(std::min<int64_t>(ceil_div(tokens, 8) * 8, kTokens));
     const cudaError_t error = map_of_rows(gradient.dy, dtype, tokens, gradient.dy_columns, box_tokens, map);
     if (error != cudaSuccess) return error;

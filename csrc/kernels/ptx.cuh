@@ -185,15 +185,6 @@ __device__ __forceinline__ void bulk_copy_box(uint32_t smem, const void* map, in
         "l"(map), "r"(column), "r"(row), "r"(barrier)
         : "memory");
 }
-// The same box to the same place in both CTAs of a cluster, and counts at the barriers there.
-__device__ __forceinline__ void bulk_copy_box_to_both(uint32_t smem, const void* map, int column, int row,
-                                                      uint32_t barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%2, %3}], [%4], %5;" ::"r"(smem),
-        "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<uint16_t>(3))
-        : "memory");
-}
 // Makes initialised barriers visible to the cluster and to bulk copies that count there.
 __device__ __forceinline__ void fence_init_barrier() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -230,10 +221,6 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t smem, int rank) {
     uint32_t there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(smem), "r"(rank));
     return there;
-}
-// Arrives at a barrier of a CTA of the cluster.
-__device__ __forceinline__ void arrive_at(uint32_t there) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
 __device__ __forceinline__ uint4 load_cluster_16(uint32_t there) {
     uint4 value;

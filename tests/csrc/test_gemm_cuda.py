@@ -316,7 +316,9 @@ def test_gradient_of_the_activations(tokens):
     x = cases.x((tokens,), 300, torch.bfloat16).cuda().requires_grad_()
     grad = cases.x((tokens,), 130, torch.bfloat16).cuda()
     OPS.gemm(x, *tiles, codebook, None, 130).backward(grad)
-    cases.assert_product(x.grad, grad, reference.dequantize(*planes, codebook, list(shape), torch.float32))
+    cases.assert_product(
+        x.grad, grad, reference.dequantize(*planes, codebook, list(shape), torch.float32), roundings=2
+    )
 
 
 @pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
@@ -328,9 +330,9 @@ def test_gradient_in_slices(dtype, tiled, monkeypatch):
     shape = (70_000, 1100)
     tiles, planes = random_tiles(shape, 3)
     codebook = cases.codebook(3).cuda()
-    grad = cases.x((2, 30), shape[0], dtype).cuda()[:, ::2] * 2.0**-8
+    grad = cases.x((2, 2100), shape[0], dtype).cuda()[:, ::2] * 2.0**-8
     found = OPS.gemm_gradient(grad, *(tiles if tiled else planes), codebook, list(shape))
-    assert found.shape == (2, 15, 1100)
+    assert found.shape == (2, 1050, 1100)
     dense = reference.dequantize(*planes, codebook, list(shape), torch.float32)
     cases.assert_product(found.flatten(0, 1), grad.flatten(0, 1), dense)
 

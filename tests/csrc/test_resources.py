@@ -217,6 +217,25 @@ def overwritten(listing: str) -> list[str]:
     return written
 
 
+LOOP = """
+.L_x_1:
+        /*0100*/                   LDS R{first}, [R9+0x400] ;
+        /*0110*/                   HGMMA.64x256x16.F32.BF16 R24, R152, gdesc[UR20], R24, gsb0 ;
+        /*0120*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0130*/                   LDS R{second}, [R9+0x400] ;
+        /*0140*/                   HGMMA.64x256x16.F32.BF16 R24, R168, gdesc[UR20], R24, gsb0 ;
+        /*0150*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0160*/              @!P2 BRA `(.L_x_1) ;
+"""
+
+
+def test_overwritten_operands_are_found():
+    """A group is done once the one behind it is waited for but for itself."""
+    assert overwritten(LOOP.format(first=152, second=168)) == []
+    assert [line.split()[0] for line in overwritten(LOOP.format(first=152, second=153))] == ["0130", "0130"]
+    assert [line.split()[0] for line in overwritten(LOOP.format(first=170, second=168))] == ["0100"]
+
+
 def test_operands_of_wgmma_stay_until_it_is_done(compiled, instructions):
     kernels = {}
     for listing in instructions.values():
