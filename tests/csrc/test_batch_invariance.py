@@ -92,14 +92,18 @@ def test_of_large_layers_and_many_tokens(invariant):
 def test_a_compiled_layer(device):
     """What was compiled before does as it was told after."""
     skip_without_products(device)
-    layer = hf_kbit.KbitLinear.from_linear(torch.nn.Linear(8192, 700, dtype=torch.bfloat16), bits=4).to(device)
-    x = cases.x((300,), 8192, torch.bfloat16).to(device)
+    layer = hf_kbit.KbitLinear.from_linear(torch.nn.Linear(8192, 700, dtype=torch.float16), bits=4).to(device)
+    x = cases.x((300,), 8192, torch.float16).to(device)
     compiled = torch.compile(layer, backend="aot_eager", dynamic=True, fullgraph=True)
+
+    def same():  # of tokens alone and together: few of them may be so by chance
+        return torch.equal(compiled(x)[:16], torch.cat([compiled(token) for token in x[:16].split(1)]))
+
     with torch.no_grad():
-        assert not torch.equal(compiled(x)[:1], compiled(x[:1]))
+        assert not same()
         hf_kbit.set_batch_invariant(True)
         try:
-            assert torch.equal(compiled(x)[:1], compiled(x[:1]))
+            assert same()
         finally:
             hf_kbit.set_batch_invariant(False)
 
