@@ -8,11 +8,9 @@ import struct
 from collections.abc import Iterable
 from functools import cache
 from statistics import NormalDist
-from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from hf_kbit.format import BITS, BLOCK_SIZE, check_bits
 
@@ -225,30 +223,6 @@ def bits_of(num_levels: int) -> int:
     raise ValueError(f"codebook: found {num_levels} levels, expected one of {[2**bits for bits in BITS]}")
 
 
-# Weak: a codebook of levels that no layer has any more is gone.
-_SCALED: WeakValueDictionary[tuple, torch.Tensor] = WeakValueDictionary()
-
-
-def scaled(levels: Levels, exponent: int, device: torch.device | str) -> torch.Tensor:
-    """The codebook that ops take, float32 ``[2**bits]``: the levels times ``2**exponent``.
-
-    While anything holds it, the same tensor for the same arguments: layers share a few of them, which stay in a GPU's
-    L2 cache from one layer to the next. So nobody may write to it. Not on the meta device, whose tensors others put
-    real ones in place of, one after the other.
-
-    >>> first, second = (scaled((-1.0, -0.25, 0.25, 1.0), 3, "cpu") for _ in range(2))
-    >>> first is second
-    True
-    """
-    key = levels, exponent, torch.device(device)
-    if key[2].type == "meta" or _get_current_dispatch_mode() is not None:  # under a mode it may be a fake tensor
-        return _new_scaled(*key)
-    found = _SCALED.get(key)
-    if found is None:
-        with torch.inference_mode(False):  # or no layer that has it could be trained
-            found = _SCALED[key] = _new_scaled(*key)
-    return found
-
-
-def _new_scaled(levels: Levels, exponent: int, device: torch.device) -> torch.Tensor:
+def scaled(levels: Levels, exponent: int, device: torch.device) -> torch.Tensor:
+    """The codebook that ops take, float32 ``[2**bits]``: the levels times ``2**exponent``."""
     return torch.tensor(levels, dtype=torch.float32, device=device) * 2.0**exponent

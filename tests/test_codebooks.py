@@ -1,6 +1,4 @@
-import gc
 import math
-import weakref
 from statistics import NormalDist
 
 import cases
@@ -8,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import hf_kbit
 from hf_kbit import codebooks
@@ -249,34 +246,3 @@ def test_named_refuses():
         codebooks.named("nf", 4)
     with pytest.raises(ValueError, match="found 7 levels"):
         codebooks.bits_of(7)
-
-
-# --- what ops take --------------------------------------------------------------------------------
-
-
-def test_scaled_is_shared_while_it_is_held():
-    levels = codebooks.normal_float(3)
-    found = codebooks.scaled(levels, 2, "cpu")
-    assert torch.equal(found, torch.tensor(levels) * 4) and found.dtype == torch.float32
-    assert codebooks.scaled(levels, 2, torch.device("cpu")) is found
-    assert codebooks.scaled(levels, 3, "cpu") is not found and codebooks.scaled(codebooks.fp4(), 2, "cpu") is not found
-    there = weakref.ref(found)
-    del found
-    gc.collect()
-    assert there() is None
-
-
-def test_scaled_is_never_shared_where_tensors_hold_nothing():
-    levels = codebooks.normal_float(3)
-    real = codebooks.scaled(levels, 0, "cpu")
-    assert codebooks.scaled(levels, 0, "meta") is not codebooks.scaled(levels, 0, "meta")
-    with FakeTensorMode():
-        assert isinstance(codebooks.scaled(levels, 0, "cpu"), FakeTensor)
-        assert isinstance(codebooks.scaled(levels, 1, "cpu"), FakeTensor)
-    assert codebooks.scaled(levels, 0, "cpu") is real
-    assert not isinstance(codebooks.scaled(levels, 1, "cpu"), FakeTensor)
-
-
-def test_scaled_of_inference_mode_can_be_trained_with():
-    with torch.inference_mode():
-        assert not codebooks.scaled(codebooks.normal_float(2), 5, "cpu").is_inference()

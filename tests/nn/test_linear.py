@@ -204,17 +204,6 @@ def test_casts_leave_the_weight_and_the_codebook(cast):
     assert layer(x).dtype == x.dtype
 
 
-def test_layers_share_their_codebook():
-    """Those of the same levels and exponent, wherever they go; a layer that changes leaves the others theirs."""
-    layers = nn.Sequential(*(KbitLinear(32, 32, bits=4) for _ in range(3)), KbitLinear(32, 32, bits=3))
-    for model in (layers, copy.deepcopy(layers).half(), copy.deepcopy(layers).to("meta").to_empty(device="cpu")):
-        first, second, third, other = model
-        assert first.codebook is second.codebook is third.codebook is not other.codebook
-        before = first.codebook.clone()
-        second.load_dense(torch.randn(32, 32) * 1e6)
-        assert second.codebook is not first.codebook and torch.equal(first.codebook, before)
-
-
 def test_meta_and_back():
     layer = KbitLinear.from_linear(linear(), bits=5)
     state, expected = layer.state_dict(), layer(cases.x((2,), 33))
