@@ -431,11 +431,13 @@ def test_paths(library, bits, shape, most):
         path, most_of_gpu = (WGMMA, most) if gpu.arch == 900 else (MMA, 256)
         for tokens, expected in [
             (0, DEQUANTIZE),
-            *[(few, DECODE) for few in TOKENS if few <= 12],
+            *[(few, DECODE) for few in TOKENS if few <= 12 or shape == (4096, 4096)],
             *[(some, path) for some in (17, 32, 33, 64, 255, 256, most_of_gpu)],
             *[(many, DEQUANTIZE) for many in (most_of_gpu + 1, 10**6)],
         ]:
-            assert library.path(tokens, *shape, bits, True, False, gpu.arch, 1024) == expected, (tokens, gpu)
+            for transformed in (False, True):
+                found = library.path(tokens, *shape, bits, transformed, False, gpu.arch, 1024)
+                assert found == expected, (tokens, gpu, transformed)
 
 
 @pytest.mark.parametrize("bits", cases.BITS)

@@ -5,6 +5,7 @@ on other GPUs, some columns at a time are decoded first. Results have the same b
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import cases
 import pytest
@@ -138,7 +139,7 @@ def test_fused_where_it_is_planned(bits):
         tiles, _ = random_tiles(shape, bits)
         codebook = cases.codebook(bits).cuda()
         grad = cases.x((tokens,), shape[0], torch.bfloat16).cuda()
-        kernels = kernels_of(lambda: OPS.gemm_gradient(grad, *tiles, codebook, list(shape)))  # noqa: B023
+        kernels = kernels_of(partial(OPS.gemm_gradient, grad, *tiles, codebook, list(shape)))
         ours = {"gradient_wgmma_kernel", "add_gradient_parts_kernel", "dequantize_tiles_kernel"}
         assert kernels & ours == expected, kernels
 
