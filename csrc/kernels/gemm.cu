@@ -11,7 +11,7 @@
 //   words and scales --cp.async or bulk copies--> ring in shared memory, one to three slabs ahead
 //     --> registers --one byte permute--> address of a pair of codes --table--> operand A of mma.m16n8k16
 //     --> sums of a block (32 columns) in float32 --times the block's scale--> sums of the slab
-//     --> shared memory, where the warps' and, in a cluster, the CTAs' sums meet in a fixed order --> y
+//     --> shared memory, where the warps' and then, in a cluster, the CTAs' sums meet in a fixed order --> y
 //
 // The table holds the pair of levels for every byte of codes (2 bits: two pairs, for both rows of a lane; 5 bits: for
 // every ten bits), once for each lane: no bank conflicts. A permute puts a byte of codes above the lane's byte of an
@@ -431,40 +431,54 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
         }
     }
 
-    // A thread adds up the sums of four rows: of the warps of a CTA, then of the CTAs.
-    if (kSm90 && split_log2 > 0) {
-        cluster_barrier();
-    } else {
-        __syncthreads();
-    }
+    // A thread adds up the sums of four rows: of the warps of its CTA; then, where the CTAs of a cluster share rows,
+    // each sees to an equal share of them, and adds up what it finds in all.
     constexpr int kRows = 4;
     static_assert(kTileRows / kRows % kGemmMostSplit == 0, "the CTAs of a cluster have equally many rows to finish");
-    const int fours = tiles * kTileRows / kRows >> split_log2;  // groups of four rows of a token that the CTA adds up
-    const float per_four = __fdividef(1.0f, static_cast<float>(fours));
+    const auto add = [](float (&to)[kRows], uint4 four) {
+        to[0] += __uint_as_float(four.x);
+        to[1] += __uint_as_float(four.y);
+        to[2] += __uint_as_float(four.z);
+        to[3] += __uint_as_float(four.w);
+    };
+    const bool split = kSm90 && split_log2 > 0;
+    __syncthreads();
     unit = load_shared_float(unit_at);
+    const int fours = tiles * kTileRows / kRows, partial = min(k_warps, slabs);  // fours: of a token
+    const float per_four = __fdividef(1.0f, static_cast<float>(fours));
 #pragma unroll 1
     for (int i = threadIdx.x; i < fours * arguments.tokens; i += kWarps * kWarp) {
-        const int out_token = static_cast<int>((i + 0.5f) * per_four);
-        const int row = (i - out_token * fours + rank * fours) * kRows;
+        const int out_token = static_cast<int>((i + 0.5f) * per_four), row = (i - out_token * fours) * kRows;
+        const uint32_t first = sums + 4 * (out_token * arguments.pitch + row);
         float total[kRows] = {};
-#pragma unroll 1
-        for (int from = 0; from < 1 << split_log2; ++from) {
-            const int partial = min(k_warps, slabs_before(from + 1) - slabs_before(from));
-            uint32_t address = sums + 4 * (out_token * arguments.pitch + row);
+        uint32_t address = first;
 #pragma unroll 4
-            for (int i = 0; i < partial; ++i, address += arguments.warp_floats * 4) {
-                const uint4 four = kSm90 && split_log2 > 0 ? load_cluster_16(cluster_address(address, from))
-                                                           : load_shared_16(address);
-                total[0] += __uint_as_float(four.x);
-                total[1] += __uint_as_float(four.y);
-                total[2] += __uint_as_float(four.z);
-                total[3] += __uint_as_float(four.w);
-            }
+        for (int from = 0; from < partial; ++from, address += arguments.warp_floats * 4) {
+            add(total, load_shared_16(address));
         }
-        const int out = first_tile * kTileRows + row;
-        store_rows<T>(part, out_token, out, total, unit);
+        if (split) {
+            store_shared_16(first, make_uint4(__float_as_uint(total[0]), __float_as_uint(total[1]),
+                                              __float_as_uint(total[2]), __float_as_uint(total[3])));
+        } else {
+            store_rows<T>(part, out_token, first_tile * kTileRows + row, total, unit);
+        }
     }
-    if (kSm90 && split_log2 > 0) cluster_barrier();  // others may still read this CTA's sums
+    if (!split) return;
+    cluster_barrier();
+    const int own = fours >> split_log2;
+    const float per_own = __fdividef(1.0f, static_cast<float>(own));
+#pragma unroll 1
+    for (int i = threadIdx.x; i < own * arguments.tokens; i += kWarps * kWarp) {
+        const int out_token = static_cast<int>((i + 0.5f) * per_own), row = (i - out_token * own + rank * own) * kRows;
+        const uint32_t address = sums + 4 * (out_token * arguments.pitch + row);
+        float total[kRows] = {};
+#pragma unroll
+        for (int from = 0; from < kGemmMostSplit; ++from) {
+            add(total, load_cluster_16(cluster_address(address, from)));
+        }
+        store_rows<T>(part, out_token, first_tile * kTileRows + row, total, unit);
+    }
+    cluster_barrier();  // others may still read this CTA's sums
 }
 
 // --- launcher ------------------------------------------------------------------------------------

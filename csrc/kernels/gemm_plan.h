@@ -49,13 +49,14 @@ constexpr bool fits_gemm(int64_t out_features, int64_t in_features) {
 // grid to spare: 129 billion weights.
 constexpr int64_t kMostBlocks = int64_t{15} << 28;
 
-// Few tokens of a large weight for which gemm_wgmma.cu is faster: on one H200 (CUDA 13.0, 2026-11-22), at 16 tokens
-// and of 58 million weights or more, it takes 0.79 to 0.98 of gemm.cu's time where x is transformed first, 0.82
-// to 1.02 for others at 2 and 5 bits; of 25 million or fewer 1.01 to 1.8 times its time. At 3 and 4 bits, without a
-// transform, both are as fast. At 12 tokens it gains nothing without a transform; 13 to 15 were not measured.
+// Few tokens of a large weight for which gemm_wgmma.cu is faster: on one H200 (CUDA 13.0, 2026-11-23) from these
+// numbers of tokens on, and of 58 million weights or more, it takes 0.87 to 1.02 of gemm.cu's time; of 25 million or
+// fewer 1.01 to 1.8 times its time.
 constexpr int64_t kLargeWeight = 40'000'000;
 constexpr bool wgmma_for_few(int64_t tokens, int64_t out_features, int64_t in_features, int bits, bool transformed) {
-    return tokens > 12 && out_features * in_features >= kLargeWeight && (transformed || bits == 2 || bits == 5);
+    const bool fast = bits == 2 || bits == 5;  // beside gemm.cu
+    const int fewest = transformed ? (fast ? 12 : 13) : (fast ? 13 : 16);
+    return tokens >= fewest && out_features * in_features >= kLargeWeight;
 }
 
 // On one H200 (CUDA 13.0, 2026-11-21) gemm.cu is else the fastest up to 16 tokens. For thousands of them it takes so
