@@ -5,7 +5,7 @@
     python benchmarks/gemm.py --gradient --tokens 256,4096 [...]
     python benchmarks/gemm.py --rotated [...]
     python benchmarks/gemm.py --from results.jsonl --plot speedup.png
-    python benchmarks/gemm.py [...] --against benchmarks/results/gemm-h200-2026-11-22.jsonl
+    python benchmarks/gemm.py [...] --against benchmarks/results/gemm-h200-2026-11-23.jsonl
 
 A time is the median of replays of a CUDA graph that walks through weights of more than 256 MB, so that no weight is in
 L2; x is the same for all calls, as a layer finds it that was just computed. For each shape, dtype and number of tokens
