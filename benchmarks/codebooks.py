@@ -13,7 +13,7 @@ from transformers import AutoModel
 import hf_kbit
 from hf_kbit.codebooks import NAMED
 from hf_kbit.format import BITS
-from hf_kbit.nn.linear import SCALES
+from hf_kbit.nn.weight import SCALES
 
 
 def relative_error(linears: list[torch.nn.Linear], codebook: str, scale: str, bits: int) -> float:

@@ -11,8 +11,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_kbit import codebooks
 from hf_kbit.format import BITS, FORMAT_VERSIONS, check_bits, check_exponent
-from hf_kbit.nn.linear import DEFAULT_CODEBOOK, DEFAULT_SCALE, check_scale
 from hf_kbit.nn.packed import DEFAULT_TRANSFORM, check_transform, lopsided
+from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, check_scale
 from hf_kbit.patterns import check_pattern, matches
 
 

@@ -21,7 +21,7 @@ from hf_kbit import KbitLinear, cli, codebooks
 from hf_kbit.calibration.layerwise import METHODS as CALIBRATION_METHODS
 from hf_kbit.integrations.peft.create import IMPOSSIBLE_INITIALISATIONS, METHODS
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
-from hf_kbit.nn.linear import SCALES
+from hf_kbit.nn.weight import SCALES
 from hf_kbit.widths import bits_for_memory, cache_bytes
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from hf_kbit.nn.linear import PACKED, KbitLinear
+from hf_kbit.nn.weight import PACKED, KbitWeight
 
 
 def copy_packed_words(update_parameters):
@@ -28,8 +28,8 @@ def copy_packed_words(update_parameters):
     return wrapped
 
 
-def _quantized(model: nn.Module) -> Iterator[KbitLinear]:
-    return (module for module in model.modules() if isinstance(module, KbitLinear))
+def _quantized(model: nn.Module) -> Iterator[KbitWeight]:
+    return (module for module in model.modules() if isinstance(module, KbitWeight))
 
 
 @contextmanager

@@ -1,73 +1,22 @@
 """KbitLinear: an ``nn.Linear`` whose weight is quantized and frozen."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from hf_kbit import _native, codebooks, reference
-from hf_kbit.format import BLOCK_SIZE, absmax_shape, check_bits, weight_shape
-from hf_kbit.nn.packed import DEFAULT_TRANSFORM, Decoding, Packed, check_transform, lopsided, quantize_weight
+from hf_kbit import reference
+from hf_kbit.format import BLOCK_SIZE
+from hf_kbit.nn.packed import DEFAULT_TRANSFORM
+from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight
 from hf_kbit.ops import product
 
-SCALES = ("absmax", "search")
-DEFAULT_CODEBOOK, DEFAULT_SCALE = "optimal", "search"  # made for each other
-PACKED = ("weight", "weight_absmax", "weight_columns")  # the last where there are column scales
-DECODING = "kbit"  # in the metadata of a state dict
 
-
-_LEFT_OUT = ContextVar("packed weights are left out of state dicts", default=False)
-
-
-@contextmanager
-def without_packed_weights() -> Iterator[None]:
-    """State dicts made inside have no packed weights: for saving what a model has besides."""
-    token = _LEFT_OUT.set(True)
-    try:
-        yield
-    finally:
-        _LEFT_OUT.reset(token)
-
-
-def check_scale(scale: object) -> str:
-    """Returns ``scale`` if it is one of ``SCALES``.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if scale not in SCALES:
-        raise ValueError(f"scale: found {scale!r}, expected one of {list(SCALES)}")
-    return scale
-
-
-def _frozen(tensor: torch.Tensor | None) -> nn.Parameter | None:
-    return None if tensor is None else nn.Parameter(tensor, requires_grad=False)
-
-
-class KbitLinear(nn.Linear):
+class KbitLinear(KbitWeight, nn.Linear):
     """A linear layer with a frozen weight of 2, 3, 4 or 5 bits: ``y = x @ W.T + bias``.
 
-    It is an ``nn.Linear`` to ``isinstance``, but its parameters are the stored ones:
-
-    - ``weight``: int32 bit-planes ``[N, B * bits]``, no gradient,
-    - ``weight_absmax``: uint8 scales ``[N, B]``, E4M4, or SE3M4 where the weight is transformed, no gradient,
-    - ``weight_columns``: uint8 E4M4 column scales ``[K]``, no gradient, or None where the weight is not transformed,
-    - ``bias``: floating ``[N]`` or None; trainable.
-
-    How they decode is one value, ``decoding``: levels, exponent, and whether the weight is transformed
-    (``nn.packed.Decoding``). ``load`` sets all of them. Of a transform (``hf_kbit.transforms``) nothing is seen from
-    outside: what goes in, and what ``dequantize`` gives, is the weight that multiplies the layer's input.
-
-    On a GPU the first two hold the tiles that kernels read (``repack``): made once when the layer arrives there by
-    ``to``, ``cuda``, quantizing or loading, and turned back when it moves away. What others see is in the stored form:
-    its state dict (in CPU memory, so that saving takes no second copy on the GPU), pickles and copies. The metadata of
-    a state dict has the decoding, so that ``load_state_dict`` of another layer takes it over; a state dict that lost
-    its metadata, such as a plain dict of its tensors, fits layers of the same levels, exponent and transform alone.
-
-    The float32 buffer ``codebook`` ``[2**bits]``, ``levels * 2**exponent``, is in no state dict; it is made again from
-    ``decoding`` whenever the module moves, so a cast to another dtype cannot round it.
+    It is an ``nn.Linear`` to ``isinstance``, but its parameters are the stored ones: those of ``KbitWeight``, which
+    also says how they decode and move, and ``bias``, floating ``[N]`` or None; trainable.
 
     Args:
         in_features: K, any size of 1 or more.
@@ -112,39 +61,8 @@ class KbitLinear(nn.Linear):
         scale: str = DEFAULT_SCALE,
         transform: str = DEFAULT_TRANSFORM,
     ):
-        nn.Module.__init__(self)  # nn.Linear's would allocate the dense weight
-        for name, size in (("in_features", in_features), ("out_features", out_features)):
-            if size < 1:
-                raise ValueError(f"{name}: found {size}, expected 1 or more")
-        self.in_features, self.out_features = in_features, out_features
-        self.scale, self.transform = check_scale(scale), check_transform(transform)
-        levels = codebooks.resolve(codebook, check_bits(bits), lopsided(transform, scale))
-        self.dense_dtype = dtype or torch.get_default_dtype()
-        self.transposed = False  # whether the layer stands for one whose weight is [K, N] (GPT-2's Conv1D)
-        planes = torch.zeros(weight_shape(out_features, in_features, bits), dtype=torch.int32, device=device)
-        absmax = torch.zeros(absmax_shape(out_features, in_features), dtype=torch.uint8, device=device)
-        self.weight = nn.Parameter(planes, requires_grad=False)
-        self.weight_absmax = nn.Parameter(absmax, requires_grad=False)
-        self.register_parameter("weight_columns", None)
+        super().__init__(in_features, out_features, bits, codebook, exponent, device, dtype, scale, transform)
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
-        self.decode_as(Decoding(levels, exponent, transform))
-        self.refines_levels = isinstance(codebook, str) and codebook == "layer"
-        self.register_buffer("codebook", self.decoding.codebook(planes.device), persistent=False)
-
-    @property
-    def levels(self) -> codebooks.Levels:
-        return self.decoding.levels
-
-    @property
-    def exponent(self) -> int:
-        return self.decoding.exponent
-
-    @property
-    def packed(self) -> dict[str, torch.Tensor]:
-        """The packed parameters that there are, by name."""
-        return {name: self._parameters[name] for name in PACKED if self._parameters[name] is not None}
-
-    # --- a weight comes in ---
 
     @classmethod
     def from_linear(
@@ -178,81 +96,6 @@ class KbitLinear(nn.Linear):
         layer.load_dense(linear.weight)
         layer.bias = linear.bias
         return layer.train(linear.training)
-
-    def quantize(self, weight: torch.Tensor, name: str = "weight", columns: torch.Tensor | None = None) -> Packed:
-        """What ``load_dense`` would load, on the weight's own device; the layer stays as it is.
-
-        Args:
-            weight: float32, float16 or bfloat16 ``[N, K]``.
-            name: what errors call the weight.
-            columns: uint8 ``[K]``, column scales to take if the weight is transformed, instead of finding some.
-
-        Raises:
-            ValueError: the weight holds NaN or infinity, or magnitudes that float32 cannot decode.
-        """
-        how = self.levels, self.scale == "search", self.refines_levels, self.transform
-        return quantize_weight(weight, *how, name, columns)
-
-    def load_dense(self, weight: torch.Tensor, name: str = "weight") -> None:
-        """Replaces the weight by the quantized ``weight`` ``[N, K]``, which also decides device and exponent."""
-        self.load(self.quantize(weight, name))
-
-    def load(self, packed: Packed) -> None:
-        """Replaces the weight by a packed one, which also decides the device."""
-        for name, tensor in zip(PACKED, (packed.planes, packed.absmax, packed.columns), strict=True):
-            setattr(self, name, _frozen(tensor))
-        self.decode_as(packed.decoding)
-        self.settle(packed.planes.device)
-
-    def decode_as(self, decoding: Decoding) -> None:
-        """Takes over how the weight decodes that is loaded, or that Transformers is about to put here."""
-        self.decoding, self.bits, self.refines_levels = decoding, decoding.bits, False
-        self._make_room_for_columns(decoding)
-
-    def _make_room_for_columns(self, decoding: Decoding) -> None:
-        """Column scales are there if they are to be: zeros, before a weight has come."""
-        if not decoding.transformed:
-            self.weight_columns = None
-        elif self.weight_columns is None:
-            empty = torch.zeros(self.in_features, dtype=torch.uint8, device=self.weight.device)
-            self.weight_columns = _frozen(empty)
-
-    def settle(self, device: torch.device) -> None:
-        """Makes what is not stored: the codebook, on ``device``, and tiles on a GPU. Whatever has put tensors into
-        the layer calls it last."""
-        self.codebook = self.decoding.codebook(device)
-        self.to_tiles()
-
-    # --- the form of the weight ---
-
-    @property
-    def is_tiled(self) -> bool:
-        """Whether ``weight`` and ``weight_absmax`` hold tiles rather than the stored planes."""
-        return reference.is_tiled(self.weight, self.weight_absmax, self.bits)
-
-    def to_tiles(self) -> None:
-        """Repacks the weight in place into what GPU kernels read; does nothing if it is not on a GPU, or sharded."""
-        here = type(self.weight.data) is torch.Tensor and self.weight.is_cuda and _native.library("cuda").loaded
-        if here and not self.is_tiled:
-            self.weight.data, self.weight_absmax.data = self._repacked(inverse=False)
-
-    def to_planes(self) -> None:
-        """Turns tiles back into the stored planes, in place and where they are."""
-        if self.is_tiled:
-            self.weight.data, self.weight_absmax.data = self._repacked(inverse=True)
-
-    def _repacked(self, inverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        # Tiles that FSDP2 has sharded are gathered: its shards are of row tiles, and no shards of rows.
-        whole = [getattr(t, "full_tensor", lambda t=t: t)() for t in (self.weight.data, self.weight_absmax.data)]
-        return torch.ops.hf_kbit.repack(*whole, self.bits, [self.out_features, self.in_features], inverse)
-
-    # --- use ---
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The decoded weight ``[N, K]``, in ``dtype``, or in that of the weight that was quantized."""
-        shape, dtype = [self.out_features, self.in_features], dtype or self.dense_dtype
-        packed = self.weight, self.weight_absmax, self.codebook
-        return torch.ops.hf_kbit.dequantize(*packed, shape, dtype, self.weight_columns, self.decoding.transformed)
 
     @property
     def W_q(self) -> torch.Tensor:
@@ -308,75 +151,3 @@ class KbitLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, bits={self.bits}"
-
-    # --- nn.Module's ways in and out: always in the stored form ---
-
-    def _apply(self, fn, recurse=True):
-        def packed_kept(tensor):
-            moved = fn(tensor)
-            if tensor.dtype == moved.dtype or tensor.is_floating_point():
-                return moved
-            return tensor.to(moved.device)  # model.type() would cast packed words too
-
-        self.to_planes()
-        if self.codebook.is_meta and not self.weight.is_meta:  # weights were put into a skeleton
-            self.codebook = self.decoding.codebook(self.weight.device)
-        super()._apply(packed_kept, recurse)
-        self.dense_dtype = fn(torch.empty(0, dtype=self.dense_dtype, device=self.codebook.device)).dtype
-        self.settle(self.codebook.device)
-        return self
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if _LEFT_OUT.get():
-            for name in PACKED:
-                destination.pop(prefix + name, None)
-            return
-        if hasattr(destination, "_metadata"):
-            destination._metadata[prefix[:-1]][DECODING] = self.decoding.to_dict()
-        if self.is_tiled:
-            for name, tensor in zip(PACKED, self._repacked(inverse=True), strict=False):
-                destination[prefix + name] = tensor.cpu()
-            if self.weight_columns is not None:
-                destination[prefix + PACKED[2]] = self.weight_columns.data.cpu()
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        given = [name for name in PACKED if prefix + name in state_dict]
-        # nn.Module would copy any dtype into ours: floats cut to integers, without a word.
-        for name in given:
-            found, expected = state_dict[prefix + name].dtype, torch.int32 if name == "weight" else torch.uint8
-            if found != expected:
-                errors.append(f"{prefix + name}: found dtype {found}, expected {expected}")
-                return
-        if not given:  # of adapters, say: what is packed need not be turned around
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-            return
-        if self.is_tiled and type(self.weight.data) is not torch.Tensor:
-            errors.append(f"{prefix}weight: found it sharded as tiles, expected a layer to load before it is sharded")
-            return
-        decoding, columns, faults = self.decoding, self.weight_columns, len(errors)
-        if DECODING in local_metadata:
-            try:
-                decoding = Decoding.from_dict(local_metadata[DECODING], self.bits, f"{prefix}weight")
-            except ValueError as error:
-                errors.append(str(error))
-                return
-            self._make_room_for_columns(decoding)
-        self.to_planes()
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-        if decoding != self.decoding:
-            if len(errors) == faults and not any(prefix + name in missing for name in PACKED):
-                self.decode_as(decoding)
-            else:
-                self.weight_columns = columns
-        self.settle(self.codebook.device if self.weight.is_meta else self.weight.device)
-
-    def __getstate__(self):
-        if not self.is_tiled:
-            return self.__dict__
-        planes = (nn.Parameter(tensor, requires_grad=False) for tensor in self._repacked(inverse=True))
-        return {**self.__dict__, "_parameters": {**self._parameters, **dict(zip(PACKED, planes, strict=False))}}
-
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        self.to_tiles()

@@ -2,7 +2,7 @@
 
 import functools
 
-from hf_kbit.nn.linear import without_packed_weights
+from hf_kbit.nn.weight import without_packed_weights
 
 
 def wrap_get_state_dict(get_peft_model_state_dict):

@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, absmax_shape, weight_shape
-from hf_kbit.nn.linear import PACKED, KbitLinear
+from hf_kbit.nn.weight import PACKED, KbitWeight
 
 WEIGHT_SUFFIX = ".weight"
 PACKED_SUFFIXES = tuple(f".{name}" for name in PACKED)
@@ -248,7 +248,7 @@ def check_tensors(
         ValueError: a tensor has another shape or dtype, is missing or left over; the message names all there are.
     """
     names, expected, ignored = Names(model), model.state_dict(), _ignored(model)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
     problems, found = [], set()
     for module_name, stored_name in packed.items():
         stored = {suffix: tensors.get(stored_name + suffix) for suffix in PACKED_SUFFIXES}
@@ -290,7 +290,7 @@ def _tied_to(found: set[str], model) -> set[str]:
     return set().union(*(group for group in groups.values() if group & found))
 
 
-def _compare_packed(stored_name: str, stored: dict[str, StoredTensor | None], layer: KbitLinear) -> list[str]:
+def _compare_packed(stored_name: str, stored: dict[str, StoredTensor | None], layer: KbitWeight) -> list[str]:
     """What is wrong with the packed tensors of a layer, by their suffixes."""
     columns = StoredTensor("U8", (layer.in_features,)) if layer.decoding.transformed else None
     expected = (

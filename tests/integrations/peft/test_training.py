@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer,
 import hf_kbit
 from hf_kbit import KbitConfig
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
-from hf_kbit.nn.linear import PACKED
+from hf_kbit.nn.weight import PACKED
 
 CHECKPOINTING = {"without": None, "reentrant": True, "not reentrant": False}
 
