@@ -553,6 +553,176 @@ torch.library.register_autograd(
 )
 
 
+# --- gemm_experts, gemm_experts_gradient ----------------------------------------------------------
+
+# Products of the experts of a mixture, each with the tokens that were sent to it. The numbers of tokens stay where
+# they were computed: nothing waits for a GPU.
+_LIB.define(
+    "gemm_experts(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, Tensor? rows, Tensor offsets,"
+    " SymInt out_features, Tensor? columns=None, bool rotated=False) -> Tensor"
+)
+_LIB.define(
+    "gemm_experts_gradient(Tensor grad, Tensor weight, Tensor absmax, Tensor codebook, Tensor offsets, SymInt[] shape,"
+    " Tensor? columns=None, bool rotated=False) -> Tensor"
+)
+
+
+def _check_experts(name, x, weight, absmax, codebook, offsets, shape, columns):
+    """Checks what both have; ``x`` is called ``name``, and ``shape`` is that of one matrix."""
+    _check_dtype(name, x, _GEMM_FLOATS)
+    if x.dim() != 2:
+        raise ValueError(f"{name}: found shape {list(x.shape)}, expected two dimensions")
+    bits = _check_dequantize(weight, absmax, codebook, shape, x.dtype, columns)
+    lead = weight.shape[: -5 if reference.is_tiled(weight, absmax, bits) else -2]
+    if len(lead) != 1:
+        raise ValueError(f"weight: found shape {list(weight.shape)}, expected one leading dimension, that of experts")
+    _check_dtype("offsets", offsets, (torch.int32,))
+    if tuple(offsets.shape) != (lead[0] + 1,):
+        raise ValueError(f"offsets: found shape {list(offsets.shape)}, expected [{lead[0] + 1}], experts and one")
+    _check_device(**{name: x}, weight=weight, offsets=offsets)
+
+
+def _check_gemm_experts(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns):
+    if x.dim() != 2:
+        raise ValueError(f"x: found shape {list(x.shape)}, expected [tokens, in_features]")
+    _check_experts("x", x, weight, absmax, codebook, offsets, (out_features, x.shape[1]), columns)
+    _check_device(x=x, bias=bias, rows=rows)
+    if bias is not None:
+        _check_dtype("bias", bias, (x.dtype,))
+        if tuple(bias.shape) != (offsets.shape[0] - 1, out_features):
+            raise ValueError(f"bias: found shape {list(bias.shape)}, expected {[offsets.shape[0] - 1, out_features]}")
+    if rows is not None:
+        _check_dtype("rows", rows, (torch.int32,))
+        if rows.dim() != 1:
+            raise ValueError(f"rows: found shape {list(rows.shape)}, expected one dimension")
+
+
+@torch.library.impl(_LIB, "gemm_experts", "CompositeExplicitAutograd")
+def _(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns=None, rotated=False):
+    _check_gemm_experts(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns)
+    _native.warn_missing(weight.device.type)
+    return reference.gemm_experts(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, rotated)
+
+
+@torch.library.register_fake("hf_kbit::gemm_experts", lib=_LIB)
+def _(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns=None, rotated=False):
+    _check_gemm_experts(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns)
+    return x.new_empty((x.shape[0] if rows is None else rows.shape[0], out_features))
+
+
+def _check_gemm_experts_gradient(grad, weight, absmax, codebook, offsets, shape, columns):
+    _check_experts("grad", grad, weight, absmax, codebook, offsets, shape, columns)
+    if grad.shape[1] != shape[0]:
+        raise ValueError(f"grad: found shape {list(grad.shape)}, expected [*, {shape[0]}]")
+
+
+@torch.library.impl(_LIB, "gemm_experts_gradient", "CompositeExplicitAutograd")
+def _(grad, weight, absmax, codebook, offsets, shape, columns=None, rotated=False):
+    _check_gemm_experts_gradient(grad, weight, absmax, codebook, offsets, shape, columns)
+    _native.warn_missing(weight.device.type)
+    return reference.gemm_experts_gradient(grad, weight, absmax, codebook, offsets, shape, columns, rotated)
+
+
+@torch.library.register_fake("hf_kbit::gemm_experts_gradient", lib=_LIB)
+def _(grad, weight, absmax, codebook, offsets, shape, columns=None, rotated=False):
+    _check_gemm_experts_gradient(grad, weight, absmax, codebook, offsets, shape, columns)
+    return grad.new_empty((grad.shape[0], shape[1]))
+
+
+def _experts_setup_context(ctx, inputs, output):
+    x, weight, absmax, codebook, _, rows, offsets, out_features, columns, ctx.rotated = inputs
+    ctx.save_for_backward(weight, absmax, codebook, offsets, columns, rows)
+    ctx.shape, ctx.tokens = [out_features, x.shape[1]], x.shape[0]
+
+
+def _experts_backward(ctx, grad):
+    grad_x = grad_bias = None
+    weight, absmax, codebook, offsets, columns, rows = ctx.saved_tensors
+    if ctx.needs_input_grad[0]:
+        grad_x = torch.ops.hf_kbit.gemm_experts_gradient(
+            grad, weight, absmax, codebook, offsets, ctx.shape, columns, ctx.rotated
+        )
+        if rows is not None:  # index_put adds up in one order, on GPUs too, as index_add does not
+            zeros = grad_x.new_zeros((ctx.tokens, ctx.shape[1]), dtype=torch.promote_types(grad.dtype, torch.float32))
+            grad_x = zeros.index_put((rows,), grad_x.to(zeros.dtype), accumulate=True).to(grad.dtype)
+    if ctx.needs_input_grad[4]:
+        experts = offsets.shape[0] - 1
+        places = torch.arange(grad.shape[0], dtype=torch.int32, device=grad.device)
+        owners = torch.searchsorted(offsets[1:], places, right=True)  # `experts`: none
+        zeros = grad.new_zeros((experts + 1, ctx.shape[0]), dtype=torch.promote_types(grad.dtype, torch.float32))
+        grad_bias = zeros.index_put((owners,), grad.to(zeros.dtype), accumulate=True)[:experts].to(grad.dtype)
+    return grad_x, None, None, None, grad_bias, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "hf_kbit::gemm_experts", _experts_backward, setup_context=_experts_setup_context, lib=_LIB
+)
+
+
+def _experts_gradient_setup_context(ctx, inputs, output):
+    _, weight, absmax, codebook, offsets, ctx.shape, columns, ctx.rotated = inputs
+    ctx.save_for_backward(weight, absmax, codebook, offsets, columns)
+
+
+def _experts_gradient_backward(ctx, grad):
+    weight, absmax, codebook, offsets, columns = ctx.saved_tensors
+    along_grad = torch.ops.hf_kbit.gemm_experts(
+        grad, weight, absmax, codebook, None, None, offsets, ctx.shape[0], columns, ctx.rotated
+    )
+    return along_grad, None, None, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "hf_kbit::gemm_experts_gradient",
+    _experts_gradient_backward,
+    setup_context=_experts_gradient_setup_context,
+    lib=_LIB,
+)
+
+
+def gemm_experts(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    offsets: torch.Tensor,
+    out_features: int,
+    columns: torch.Tensor | None = None,
+    rotated: bool = False,
+) -> torch.Tensor:
+    """``y[i] = x[rows[i]] @ W[e].T + bias[e]`` for the rows ``offsets[e]`` to ``offsets[e + 1]`` of each expert e.
+
+    Differentiable in ``x`` and ``bias``; the weights are frozen.
+
+    Args:
+        x: float32, float16, bfloat16 or float64 ``[T, K]``.
+        weight: int32 planes ``[E, N, B * bits]`` of the experts' matrices, or their tiles (``repack``).
+        absmax: uint8 ``[E, N, B]``, or that of the tiles.
+        codebook: float32 ``[2**bits]``.
+        bias: dtype of ``x``, ``[E, N]``, or None.
+        rows: int32 ``[R]``, each 0 to T - 1; None: all rows of x, in order.
+        offsets: int32 ``[E + 1]``, ascending from 0. Rows from the last one on are no expert's, and zeros.
+        out_features: N.
+        columns: uint8 ``[K]`` or None, of all experts; see ``dequantize``.
+        rotated: whether the weights' blocks were rotated.
+
+    Returns:
+        dtype of ``x``, ``[R, N]``, contiguous, rounded as by ``gemm``.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit; the message names the tensor.
+        NotImplementedError: in forward mode, as no tangents are computed.
+    """
+    tangents = (x, bias) if forward_ad._current_level >= 0 else ()
+    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tangents):
+        raise NotImplementedError("gemm_experts: found tangents; products of experts have none in forward mode")
+    return torch.ops.hf_kbit.gemm_experts(
+        x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, rotated
+    )
+
+
 # --- what products cost ---------------------------------------------------------------------------
 
 # ``FlopCounterMode`` counts two operations for each weight and token, as of ``nn.Linear``; it hands over shapes.
@@ -570,6 +740,16 @@ def _(x, weights, absmaxes, codebooks, biases, out_features, columns, rotated, o
 
 @register_flop_formula(torch.ops.hf_kbit.gemm_gradient)
 def _(grad, weight, absmax, codebook, shape, columns=None, rotated=False, out_shape=None):
+    return 2 * math.prod(grad) * shape[1]
+
+
+@register_flop_formula(torch.ops.hf_kbit.gemm_experts)
+def _(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns=None, rotated=False, out_shape=None):
+    return 2 * (x if rows is None else rows)[0] * x[1] * out_features
+
+
+@register_flop_formula(torch.ops.hf_kbit.gemm_experts_gradient)
+def _(grad, weight, absmax, codebook, offsets, shape, columns=None, rotated=False, out_shape=None):
     return 2 * math.prod(grad) * shape[1]
 
 

@@ -8,6 +8,7 @@ Shapes: N out_features, K in_features, B = ceil(K / 32) blocks a row; ``*`` any 
 """
 
 from functools import cache
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -360,3 +361,60 @@ def gemm(
     rows = F.linear(x.reshape(-1, x.shape[-1]), dense, bias)
     # Not a view, which nobody may change in place when it comes from an op of ours.
     return torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], out_features))
+
+
+def gemm_experts(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    offsets: torch.Tensor,
+    out_features: int,
+    columns: torch.Tensor | None = None,
+    rotated: bool = False,
+) -> torch.Tensor:
+    """See ``hf_kbit.ops.gemm_experts``. Of an expert at a time, so that one decoded matrix is in memory."""
+    x = x if rows is None else x[_checked_rows(rows, len(x))]
+    y = x.new_zeros((len(x), out_features))
+    for expert, (first, last) in enumerate(_shares(offsets, len(x))):
+        if last > first:
+            own = None if bias is None else bias[expert]
+            packed = weight[expert], absmax[expert], codebook
+            y[first:last] = gemm(x[first:last], *packed, own, out_features, columns, rotated)
+    return y
+
+
+def gemm_experts_gradient(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    offsets: torch.Tensor,
+    shape: list[int],
+    columns: torch.Tensor | None = None,
+    rotated: bool = False,
+) -> torch.Tensor:
+    """The gradient of ``gemm_experts`` for the rows that it multiplied: each times its expert's matrix."""
+    grad_x = grad.new_zeros((len(grad), shape[1]))
+    for expert, (first, last) in enumerate(_shares(offsets, len(grad))):
+        if last > first:
+            dense = dequantize(weight[expert], absmax[expert], codebook, shape, grad.dtype, columns, rotated)
+            grad_x[first:last] = grad[first:last] @ dense
+    return grad_x
+
+
+def _checked_rows(rows: torch.Tensor, tokens: int) -> torch.Tensor:
+    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < tokens:
+        raise ValueError(f"rows: found {int(rows.min())} to {int(rows.max())}, expected 0 to {tokens - 1}")
+    return rows
+
+
+def _shares(offsets: torch.Tensor, rows: int) -> list[tuple[int, int]]:
+    """First and last row of each expert."""
+    numbers = offsets.tolist()
+    shares = list(pairwise(numbers))
+    if numbers[0] != 0 or numbers[-1] > rows or any(last < first for first, last in shares):
+        raise ValueError(f"offsets: found {numbers}, expected ascending numbers from 0 to {rows} at most")
+    return shares

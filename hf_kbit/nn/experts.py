@@ -1,0 +1,131 @@
+"""The experts of a mixture with packed weights: KbitProjection holds a projection of all experts, KbitExperts runs it.
+
+A mixture's experts are one module of Transformers, with a tensor ``[E, N, K]`` for each projection. That module stays
+what it was, with its class's own gate, but each such tensor becomes a ``KbitProjection``, and its class one derived
+from its own and from ``KbitExperts``, whose forward multiplies all tokens by the experts they are sent to.
+"""
+
+import functools
+import inspect
+
+import torch
+from torch import nn
+
+from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.ops import gemm_experts
+
+UP_PROJECTIONS, DOWN_PROJECTION = ("gate_up_proj", "up_proj"), "down_proj"
+
+
+class KbitProjection(KbitWeight):
+    """One projection of all E experts of a mixture: ``y[i] = x[rows[i]] @ W[e].T + bias[e]`` for the rows of expert e.
+
+    Its parameters are those of ``KbitWeight`` with one leading dimension: int32 ``[E, N, B * bits]``, uint8
+    ``[E, N, B]`` and, as the experts have their input in common, one uint8 ``[K]``. The matrix of an expert is
+    ``[N, K]``, K being what it sums over, whatever the order in the model (``transposed``).
+
+    Args:
+        num_experts: E.
+        in_features, out_features, **settings: as of ``KbitWeight``.
+
+    >>> projection = KbitProjection(4, in_features=64, out_features=48, bits=3)
+    >>> projection.load_dense(torch.randn(4, 48, 64))
+    >>> projection(torch.randn(5, 64), None, torch.tensor([0, 2, 2, 4, 5], dtype=torch.int32)).shape
+    torch.Size([5, 48])
+    """
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, **settings):
+        super().__init__(in_features, out_features, lead=(num_experts,), **settings)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rows: torch.Tensor | None,
+        offsets: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``x`` floating ``[T, K]`` to ``[R, N]`` of the same dtype, or of autocast's; see ``ops.gemm_experts``."""
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        bias = None if bias is None else bias.to(x.dtype)
+        packed, columns = (self.weight, self.weight_absmax, self.codebook), self.weight_columns
+        return gemm_experts(x, *packed, bias, rows, offsets, self.out_features, columns, columns is not None)
+
+    def extra_repr(self) -> str:
+        sizes = f"num_experts={self.lead[0]}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bits={self.bits}"
+
+
+class KbitExperts(nn.Module):
+    """Put before the class of a mixture's experts, whose projections are packed: all of them, or some.
+
+    Tokens are sorted by expert, on their own device and without waiting for it; each projection is one product; the
+    results of a token are weighted and added up in float32, always in the same order.
+    """
+
+    def forward(self, *args, **kwargs) -> torch.Tensor:
+        """Arguments as of the class itself: hidden states ``[*, H]``, experts ``[*, k]`` of each token and their
+        weights ``[*, k]``. A number of no expert here, as another process has it, counts nothing."""
+        hidden_states, experts, weights = _arguments(type(self).__mro__[2], args, kwargs)
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        count = experts.shape[-1]
+        # The class's own number, of which expert parallelism leaves each process a part.
+        ids, order = torch.sort(experts.reshape(-1), stable=True)
+        bounds = torch.arange(self.num_experts + 1, device=ids.device, dtype=ids.dtype)
+        offsets = torch.searchsorted(ids, bounds, out_int32=True)
+        (up,) = (name for name in UP_PROJECTIONS if name in self._modules or name in self._parameters)
+        hidden = self._project(up, x, (order // count).int(), offsets)
+        hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+        y = self._project(DOWN_PROJECTION, hidden, None, offsets)
+        if getattr(self, "has_post_expert_norm", False):
+            y = self.post_expert_norm(y)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        there = (experts < self.num_experts) & (experts >= 0)
+        weights = torch.where(there, weights, 0).reshape(-1, count, 1)
+        y = (y[places].view(len(x), count, -1) * weights).sum(dim=1, dtype=torch.float32)
+        return y.to(hidden_states.dtype).view(hidden_states.shape)
+
+    def _project(self, name: str, x: torch.Tensor, rows: torch.Tensor | None, offsets: torch.Tensor) -> torch.Tensor:
+        bias = getattr(self, f"{name}_bias") if self.has_bias else None
+        projection = getattr(self, name)
+        if isinstance(projection, KbitProjection):
+            return projection(x, rows, offsets, bias)
+        return _dense_product(x if rows is None else x[rows], projection, bias, offsets, self.is_transposed)
+
+    def __reduce_ex__(self, protocol):
+        return _new_experts, (type(self).__mro__[2],), self.__getstate__()
+
+
+def _dense_product(x, weight, bias, offsets, transposed: bool) -> torch.Tensor:
+    """What a ``KbitProjection`` computes, of a 16-bit tensor that was left as it is; waits for the GPU."""
+    parts, numbers = [], offsets.tolist()
+    for expert, (first, last) in enumerate(zip(numbers, numbers[1:], strict=False)):
+        own = weight[expert] if transposed else weight[expert].T
+        part = x[first:last] @ own
+        parts.append(part if bias is None else part + bias[expert])
+    return torch.cat([*parts, x.new_zeros(len(x) - numbers[-1], parts[0].shape[-1])])
+
+
+def _arguments(experts: type, args: tuple, kwargs: dict) -> tuple[torch.Tensor, ...]:
+    """The three arguments of a class's forward, whatever it calls them."""
+    if len(args) == 3 and not kwargs:
+        return args
+    return tuple((dict(zip(_names(experts), args, strict=False)) | kwargs)[name] for name in _names(experts))
+
+
+@functools.cache
+def _names(experts: type) -> tuple[str, ...]:
+    return tuple(inspect.signature(experts.forward).parameters)[1:4]
+
+
+@functools.cache
+def experts_class(plain: type[nn.Module]) -> type[KbitExperts]:
+    # No slots, that is nothing in memory that the plain class has not: so Python lets an object change to this class.
+    return type(f"Kbit{plain.__name__}", (KbitExperts, plain), {"__module__": __name__, "__slots__": ()})
+
+
+def _new_experts(plain: type[nn.Module]) -> KbitExperts:
+    """An empty one, for copies and pickles: the derived classes are in no module, where pickle would look."""
+    kind = experts_class(plain)
+    return kind.__new__(kind)
