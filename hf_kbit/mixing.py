@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import BITS, BLOCK_SIZE, absmax_shape
+from hf_kbit.integrations.transformers.selection import dense_shape
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,8 @@ def left(config: KbitConfig) -> dict[str, None]:
 
 def stored_weights(model, names: Iterable[str]) -> int:
     """Number of weights of these layers as they are stored: with what pads the last block of a row."""
-    shapes = []
-    for name in names:
-        module = model.get_submodule(name)
-        shapes.append(reversed(module.weight.shape) if isinstance(module, Conv1D) else module.weight.shape)
-    return sum(math.prod(absmax_shape(*shape)) * BLOCK_SIZE for shape in shapes)
+    shapes = [dense_shape(model, name) for name in names]
+    return sum(math.prod((*shape[:-2], *absmax_shape(*shape[-2:]))) * BLOCK_SIZE for shape in shapes)
 
 
 def units(model: nn.Module, names: list[str]) -> dict[str, list[str]]:
@@ -122,9 +119,7 @@ def by_rule(model: nn.Module, names: list[str], bits: float) -> dict[str, int]:
 def _sensitivity(model: nn.Module, name: str, unit: str) -> float:
     """What an error of one weight of a layer costs; ``unit`` is the layer of the model that it is in."""
     text, own = model.config.get_text_config(), name.rpartition(".")[2]
-    outputs, inputs = model.get_submodule(name).weight.shape
-    if isinstance(model.get_submodule(name), Conv1D):
-        outputs, inputs = inputs, outputs
+    *_, outputs, inputs = dense_shape(model, name)
     heads, sharing = (getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
     found = 1.0
     if KEYS_OR_VALUES.search(own):

@@ -4,15 +4,15 @@ import functools
 
 from torch import nn
 
-from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.weight import KbitWeight
 
 
 def _missed(model: nn.Module) -> int:
     """Weights of quantized layers less what their packed form has in elements; none of them is trainable."""
     return sum(
-        layer.in_features * layer.out_features - sum(tensor.numel() for tensor in layer.packed.values())
+        layer.num_weights - sum(tensor.numel() for tensor in layer.packed.values())
         for layer in model.modules()
-        if isinstance(layer, KbitLinear)
+        if isinstance(layer, KbitWeight)
     )
 
 

@@ -51,6 +51,13 @@ class KbitProjection(KbitWeight):
         packed, columns = (self.weight, self.weight_absmax, self.codebook), self.weight_columns
         return gemm_experts(x, *packed, bias, rows, offsets, self.out_features, columns, columns is not None)
 
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        if self.weight.is_floating_point():
+            # Empty: 16-bit weights are about to be loaded, and Transformers looks up where to by the tensor's name.
+            destination[prefix.removesuffix(".")] = self.weight
+        else:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
     def extra_repr(self) -> str:
         sizes = f"num_experts={self.lead[0]}, in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bits={self.bits}"

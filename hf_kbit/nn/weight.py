@@ -1,5 +1,6 @@
 """KbitWeight: what every layer with a packed weight has in common, and in what forms it holds it."""
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -116,6 +117,11 @@ class KbitWeight(nn.Module):
         self.decode_as(Decoding(levels, exponent, transform))
         self.refines_levels = isinstance(codebook, str) and codebook == "layer"
         self.register_buffer("codebook", self.decoding.codebook(self.weight.device), persistent=False)
+
+    @property
+    def num_weights(self) -> int:
+        """Of the matrices that the layer stands for."""
+        return math.prod((*self.lead, self.out_features, self.in_features))
 
     @property
     def levels(self) -> codebooks.Levels:

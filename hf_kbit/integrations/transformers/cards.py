@@ -11,7 +11,8 @@ from yaml import YAMLError
 
 from hf_kbit.integrations.transformers import checkpoint
 from hf_kbit.integrations.transformers.quantizer import with_quantizer
-from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.experts import KbitProjection
+from hf_kbit.nn.weight import KbitWeight
 
 HEADING = "## How to load"
 TAGS = ["kbit"]
@@ -23,7 +24,7 @@ def loading_section(model, name: str) -> str:
     auto_class = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else architecture
     return f"""{HEADING}
 
-The linear layers are quantized to {_widths(model)} with [hf_kbit](https://pypi.org/project/hf_kbit). After
+The {_what(model)} quantized to {_widths(model)} with [hf_kbit](https://pypi.org/project/hf_kbit). After
 `pip install hf_kbit`:
 
 ```python
@@ -36,12 +37,17 @@ Without the import, Transformers warns of an unknown quantization type and stops
 """
 
 
+def _what(model) -> str:
+    experts = any(isinstance(layer, KbitProjection) for layer in model.modules())
+    return "linear layers and the experts are" if experts else "linear layers are"
+
+
 def _widths(model) -> str:
     """``3 bits``, or ``2 to 5 bits (3.40 on average)`` where layers differ."""
     weights = Counter()
     for layer in model.modules():
-        if isinstance(layer, KbitLinear):
-            weights[layer.bits] += layer.in_features * layer.out_features
+        if isinstance(layer, KbitWeight):
+            weights[layer.bits] += layer.num_weights
     if len(weights) < 2:
         return f"{next(iter(weights), model.config.quantization_config.bits)} bits"
     mean = sum(bits * count for bits, count in weights.items()) / weights.total()

@@ -294,11 +294,11 @@ def _compare_packed(stored_name: str, stored: dict[str, StoredTensor | None], la
     """What is wrong with the packed tensors of a layer, by their suffixes."""
     columns = StoredTensor("U8", (layer.in_features,)) if layer.decoding.transformed else None
     expected = (
-        StoredTensor("I32", weight_shape(layer.out_features, layer.in_features, layer.bits)),
-        StoredTensor("U8", absmax_shape(layer.out_features, layer.in_features)),
+        StoredTensor("I32", (*layer.lead, *weight_shape(layer.out_features, layer.in_features, layer.bits))),
+        StoredTensor("U8", (*layer.lead, *absmax_shape(layer.out_features, layer.in_features))),
         columns,
     )
-    of_what = f"for a [{layer.out_features}, {layer.in_features}] weight in {layer.bits} bits"
+    of_what = f"for a {[*layer.lead, layer.out_features, layer.in_features]} weight in {layer.bits} bits"
     return [
         f"{stored_name + suffix}: found {tensor or 'none'}, expected {wanted or 'none'} {of_what}, transform "
         f"{layer.decoding.transform!r}"

@@ -17,6 +17,7 @@ from collections import Counter
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
@@ -26,10 +27,12 @@ from transformers.utils import logging
 
 from hf_kbit import mixing
 from hf_kbit.config import KbitConfig
-from hf_kbit.format import ABSMAX_SUFFIX, COLUMNS_SUFFIX, weight_shape
-from hf_kbit.integrations.transformers import checkpoint, selection
+from hf_kbit.format import ABSMAX_SUFFIX, COLUMNS_SUFFIX
+from hf_kbit.integrations.transformers import checkpoint, experts, selection
+from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Packed
+from hf_kbit.nn.weight import KbitWeight
 
 # A child of the logger of Transformers, so that transformers.logging.set_verbosity speaks of it too.
 logger = logging.get_logger("transformers.hf_kbit")
@@ -44,30 +47,33 @@ class KbitQuantize(ConversionOps):
         self.hf_quantizer = hf_quantizer
 
     @torch.no_grad()
-    def convert(self, input_dict, *args, model=None, **kwargs):
+    def convert(self, input_dict, *args, model=None, missing_keys=None, **kwargs):
         converted = {}
         for name, tensor in input_dict.items():
             tensor = tensor[0] if isinstance(tensor, list) else tensor
-            if self.hf_quantizer.param_needs_quantization(model, name):
-                converted |= self._quantize(name, tensor, get_module_from_name(model, name)[0])
+            if (layer := _placeholder(model, name)) is not None:
+                if isinstance(layer, KbitProjection):  # which the checkpoint knows by the name of a tensor
+                    missing_keys.discard(name)
+                    name += checkpoint.WEIGHT_SUFFIX
+                converted |= self._quantize(name, tensor, layer)
             else:
                 converted[name] = tensor
         return converted
 
-    def _quantize(self, name: str, tensor: torch.Tensor, layer: KbitLinear) -> dict[str, torch.Tensor]:
+    def _quantize(self, name: str, tensor: torch.Tensor, layer: KbitWeight) -> dict[str, torch.Tensor]:
         if layer.transposed:
-            tensor = tensor.T
+            tensor = tensor.mT
         try:
-            if tuple(tensor.shape) != (layer.out_features, layer.in_features):
-                expected = [layer.out_features, layer.in_features]
+            if tuple(tensor.shape) != (*layer.lead, layer.out_features, layer.in_features):
+                expected = [*layer.lead, layer.out_features, layer.in_features]
                 raise ValueError(f"{name}: found shape {list(tensor.shape)}, expected {expected}")
             packed = layer.quantize(tensor, name)
         except (TypeError, ValueError) as error:
             # Transformers would swallow it here; it is raised when all weights have been seen.
             self.hf_quantizer.problems.append(str(error))
-            shape = (layer.in_features, layer.out_features)
-            empty = KbitLinear(*shape, False, layer.bits, layer.levels, device=tensor.device, transform="none")
-            packed = Packed(empty.weight.data, empty.weight_absmax.data, empty.decoding)
+            planes = torch.zeros(layer.weight.shape, dtype=torch.int32, device=tensor.device)
+            absmax = torch.zeros(layer.weight_absmax.shape, dtype=torch.uint8, device=tensor.device)
+            packed = Packed(planes, absmax, Decoding(layer.levels))
         columns, room = packed.columns, layer.weight_columns
         layer.decode_as(packed.decoding)
         if columns is None and room is not None:
@@ -133,10 +139,8 @@ class KbitHfQuantizer(HfQuantizer):
         for layer in layers.values():
             # Packed shape, so that sizes and shards are right, but the dtype of the weight to come: Transformers
             # 5.17 casts what it reads to the dtype it finds here, and an integer one would destroy it.
-            shape = weight_shape(layer.out_features, layer.in_features, layer.bits)
-            layer.weight = nn.Parameter(
-                torch.empty(shape, dtype=layer.dense_dtype, device="meta"), requires_grad=False
-            )
+            placeholder = torch.empty(layer.weight.shape, dtype=layer.dense_dtype, device="meta")
+            layer.weight = nn.Parameter(placeholder, requires_grad=False)
         selection.replace_modules(model, layers)
 
     def _prepare_quantized(self, model, checkpoint_files) -> None:
@@ -148,7 +152,7 @@ class KbitHfQuantizer(HfQuantizer):
         else:
             self._replace_as_stored(model, checkpoint_files)
         for module in model.modules():
-            if isinstance(module, KbitLinear):
+            if isinstance(module, KbitWeight):
                 # Transformers would draw random weights for a layer that is offloaded to disk.
                 module._is_hf_initialized = True
 
@@ -183,7 +187,8 @@ class KbitHfQuantizer(HfQuantizer):
         config, linears = self.quantization_config, dict(model.named_modules(remove_duplicate=False))
         layers = {}
         for name, stored_name in packed.items():
-            if name in linears and selection.is_linear(linears[name]):
+            known = name in linears and selection.is_linear(linears[name])
+            if known or experts.is_projection(model, name):
                 own = config.layers.get(stored_name, {})
                 bits = own.get("bits", config.bits)
                 levels = tuple(own.get("levels") or config.levels_for(bits))
@@ -192,28 +197,26 @@ class KbitHfQuantizer(HfQuantizer):
                 layers[name].decode_as(Decoding(levels, own.get("exponent", 0), transform))
         selection.replace_modules(model, layers)
 
-    def new_layer(self, model, name: str, bits: int) -> KbitLinear:
+    def new_layer(self, model, name: str, bits: int) -> KbitWeight:
         """An empty stand-in on the meta device that knows what it stands for."""
+        config = self.quantization_config
+        codebook = "layer" if config.codebook == "layer" and not self.pre_quantized else config.levels_for(bits)
+        settings = {"codebook": codebook, "scale": config.scale, "transform": config.transform}
+        if experts.is_projection(model, name):
+            return experts.new_projection(model, name, bits=bits, **settings)
         dense = model.get_submodule(name)
         in_features, out_features = (
             (dense.nx, dense.nf) if isinstance(dense, Conv1D) else (dense.in_features, dense.out_features)
         )
-        config = self.quantization_config
-        codebook = "layer" if config.codebook == "layer" and not self.pre_quantized else config.levels_for(bits)
         shape, dtype = (in_features, out_features), dense.weight.dtype
-        layer = KbitLinear(
-            *shape, False, bits, codebook, device="meta", dtype=dtype, scale=config.scale, transform=config.transform
-        )
+        layer = KbitLinear(*shape, False, bits, device="meta", dtype=dtype, **settings)
         layer.bias, layer.transposed = dense.bias, isinstance(dense, Conv1D)
         return layer
 
     # --- while loading ---
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
-        if self.pre_quantized:
-            return False
-        module, tensor_name = get_module_from_name(model, param_name)
-        return isinstance(module, KbitLinear) and tensor_name == "weight"
+        return not self.pre_quantized and _placeholder(model, param_name) is not None
 
     def get_quantize_ops(self) -> KbitQuantize:
         return KbitQuantize(self)
@@ -224,6 +227,7 @@ class KbitHfQuantizer(HfQuantizer):
         return super().param_element_size(model, param_name, param)
 
     def update_weight_conversions(self, weight_conversions, model=None):
+        experts.fit_transposes(weight_conversions)
         return list(weight_conversions)
 
     # --- after loading ---
@@ -231,10 +235,10 @@ class KbitHfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         checkpoint.refuse(self.problems, "cannot quantize the checkpoint")
         self._check_shapes(model)
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
         if not self.pre_quantized:
             for name in [name for name, layer in layers.items() if layer.weight.is_floating_point()]:
-                if not self._quantize_late(name, layers[name]):
+                if not self._quantize_late(name, layers[name]) and isinstance(layers[name], KbitLinear):
                     self._restore_new_head(model, name, layers.pop(name))
         checkpoint.refuse(
             [
@@ -264,12 +268,12 @@ class KbitHfQuantizer(HfQuantizer):
         )
 
     @staticmethod
-    def _quantize_late(name: str, layer: KbitLinear) -> bool:
+    def _quantize_late(name: str, layer: KbitWeight) -> bool:
         """Packs a weight that a conversion of several tensors let through as it was; False if there is none."""
         weight = layer.weight
         if not getattr(weight, "_is_hf_initialized", False):
             return False
-        layer.load_dense(weight.T if layer.transposed else weight, f"{name}.weight")
+        layer.load_dense(weight.mT if layer.transposed else weight, f"{name}.weight")
         for tensor in layer.packed.values():
             tensor._is_hf_initialized = True
         return True
@@ -307,7 +311,7 @@ class KbitHfQuantizer(HfQuantizer):
         }
         names = checkpoint.stored_names(model, layers)
         config.layers = {}
-        config.format_version = 2 if any(layer.decoding.transformed for layer in layers.values()) else 1
+        config.format_version = 2 if any(layer.decoding.transformed or layer.lead for layer in layers.values()) else 1
         config.transform = "none" if config.format_version == 1 else "rotated"
         for name, layer in layers.items():
             entry = {
@@ -328,7 +332,7 @@ class KbitHfQuantizer(HfQuantizer):
                 pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name.removesuffix(".weight"))
                 left[pattern] += 1
                 sizes[pattern] += parameter.numel()
-        weights = sum(layer.in_features * layer.out_features for layer in layers.values())
+        weights = sum(layer.num_weights for layer in layers.values())
         widths = ", ".join(
             f"{count} in {bits} bits" for bits, count in sorted(Counter(x.bits for x in layers.values()).items())
         )
@@ -350,7 +354,7 @@ class KbitHfQuantizer(HfQuantizer):
     # --- saving, undoing ---
 
     def get_state_dict_and_metadata(self, model):
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
         if getattr(model, "_hf_peft_config_loaded", False):  # only adapters are saved
             return super().get_state_dict_and_metadata(model)
         self._record(model, layers)  # merging adapters may have changed exponents
@@ -359,36 +363,58 @@ class KbitHfQuantizer(HfQuantizer):
 
     def _dequantize(self, model, dtype=None):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
         offloaded = [name for name, layer in layers.items() if layer.weight.is_meta]
         if offloaded:
             raise ValueError(
                 f"{offloaded[0]}.weight: found it offloaded, expected all layers on a device to dequantize"
             )
-        previous = model.dtype
+        previous, names = model.dtype, [name for name, layer in layers.items() if isinstance(layer, KbitProjection)]
         while layers:  # one at a time, so that each packed weight is freed before the next dense one is made
             name, layer = layers.popitem()
-            selection.replace_modules(model, {name: to_dense(layer, dtype)})
+            if isinstance(layer, KbitProjection):
+                experts.put_back(model, name, dtype)
+            else:
+                selection.replace_modules(model, {name: to_dense(layer, dtype)})
         if dtype != previous:
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensor.dtype == previous:  # what is kept in float32 stays there
                     tensor.data = tensor.data.to(dtype)
             model.config.dtype = dtype
-        model._weight_conversions = self._all_weight_conversions
+        model._weight_conversions = [*self._all_weight_conversions, *_unused_conversions(model, names)]
         return model
+
+
+def _unused_conversions(model, projections: list[str]) -> list[WeightConverter]:
+    """Those by which Transformers saves experts and which did not load these: they were packed then."""
+    return [
+        conversion
+        for conversion in get_model_conversion_mapping(model, add_legacy=False)
+        if isinstance(conversion, WeightConverter)
+        and not any(used.source_patterns == conversion.source_patterns for used in model._weight_conversions or ())
+        and any(conversion.reverse_transform().rename_source_key(name)[1] is not None for name in projections)
+    ]
+
+
+def _placeholder(model, name: str) -> KbitWeight | None:
+    """The empty layer that a 16-bit tensor of that name is to be packed into, if there is one."""
+    module, own = get_module_from_name(model, name)
+    if isinstance(module, KbitExperts):
+        module, own = module._modules.get(own), "weight"
+    return module if isinstance(module, KbitWeight) and own == "weight" else None
 
 
 def _unpacked(model):
     """Names and parameters of all but quantized layers."""
     for module_name, module in model.named_modules():
-        if not isinstance(module, KbitLinear):
+        if not isinstance(module, KbitWeight):
             yield from module.named_parameters(module_name, recurse=False)
 
 
 def with_quantizer(model):
     """``model`` as it can be saved: itself, or a copy around the same tensors with a quantizer of its own, if it has
     quantized layers and no quantizer: it is a part of a quantized model, or was given such layers by hand."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
     adapters_alone = getattr(model, "_hf_peft_config_loaded", False)
     if not layers or adapters_alone or getattr(model, "hf_quantizer", None) is not None:
         return model

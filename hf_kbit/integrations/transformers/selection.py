@@ -13,6 +13,7 @@ from transformers.core_model_loading import dot_natural_key
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.config import KbitConfig
+from hf_kbit.integrations.transformers import experts
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.patterns import matches
 
@@ -91,7 +92,7 @@ def _is_router(model, name: str) -> bool:
 
 
 def skips(model) -> dict[str, str]:
-    """``{module name: reason}`` of the linear layers that stay in 16 bits unless, or even if, they are asked for.
+    """``{name: reason}`` of the linear layers and projections that stay in 16 bits unless, or even if, they are asked for.
 
     - ``"head"``: the output embedding, or a head at the end of the model: small or sensitive.
     - ``"router"``: it routes tokens to experts: small, and a small error sends a token elsewhere.
@@ -100,7 +101,7 @@ def skips(model) -> dict[str, str]:
     - ``"fixed"``: the weight is tied to another tensor, or kept in float32 by the model.
     """
     linears = {name for name, module in model.named_modules(remove_duplicate=False) if is_linear(module)}
-    reasons = {}
+    projections, reasons = set(experts.projections(model)), {}
     # A number in its name means that the last module is the end of a layer, not a head.
     last = next(reversed(dict(model.named_parameters())), "").rpartition(".")[0]
     output = model.get_output_embeddings()
@@ -119,15 +120,39 @@ def skips(model) -> dict[str, str]:
                 reasons[f"{name}.{child}.{first}".strip(".")] = "read"
     tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
     float32 = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
-    for name in linears:
-        if f"{name}.weight" in tied or any(re.search(rf"(^|\.){part}($|\.)", name) for part in float32):
+    for name in linears | projections:
+        if (
+            f"{name}.weight" in tied
+            or name in tied
+            or any(re.search(rf"(^|\.){part}($|\.)", name) for part in float32)
+        ):
             reasons[name] = "fixed"
-    return {name: reason for name, reason in reasons.items() if name in linears}
+    return {name: reason for name, reason in reasons.items() if name in linears | projections}
+
+
+def packable(model) -> list[str]:
+    """Names of what can be quantized, in the order of the model: linear layers, and the projections of experts."""
+    linears = [name for name, module in model.named_modules() if is_linear(module)]
+    return sorted([*linears, *experts.projections(model)], key=dot_natural_key)
+
+
+def dense_shape(model, name: str) -> tuple[int, ...]:
+    """``(N, K)`` of a linear layer, ``(E, N, K)`` of a projection of experts."""
+    if experts.is_projection(model, name):
+        return experts.shape_of(model, name)
+    module = model.get_submodule(name)
+    return (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)
 
 
 def replace_modules(model, replacements: dict[str, nn.Module]) -> None:
-    """Puts modules in place of those with the given names, wherever else in the model the same ones stand."""
-    new = {model.get_submodule(name): module for name, module in replacements.items()}
+    """Puts modules in place of those with the given names, wherever else in the model the same ones stand; projections
+    in place of the tensors of experts."""
+    new = {}
+    for name, module in replacements.items():
+        if experts.is_projection(model, name):
+            experts.put(model, name, module)
+        else:
+            new[model.get_submodule(name)] = module
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in new:
@@ -135,17 +160,17 @@ def replace_modules(model, replacements: dict[str, nn.Module]) -> None:
 
 
 def choose(model, config: KbitConfig) -> dict[str, int]:
-    """``{module name: bits}`` of the layers to quantize, in the order of the model.
+    """``{name: bits}`` of the layers and projections to quantize, in the order of the model.
 
     Raises:
-        ValueError: a pattern of ``module_bits`` names no linear layer, or one that cannot be quantized.
+        ValueError: a pattern of ``module_bits`` names no linear layer or experts, or what cannot be quantized.
     """
-    linears = {name for name, module in model.named_modules() if is_linear(module)}
+    names = packable(model)
     for pattern in config.module_bits:
-        if not any(matches(name, pattern) for name in linears):
+        if not any(matches(name, pattern) for name in names):
             raise ValueError(f"module_bits[{pattern!r}]: found no linear layer of that name in {type(model).__name__}")
     reasons, chosen = skips(model), {}
-    for name in sorted(linears, key=dot_natural_key):
+    for name in names:
         bits, reason = config.bits_for(name), reasons.get(name)
         asked_for = any(b is not None and matches(name, pattern) for pattern, b in config.module_bits.items())
         if bits is not None and asked_for and reason == "fixed":

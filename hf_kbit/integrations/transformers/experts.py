@@ -1,0 +1,127 @@
+"""The experts of a mixture in a model of Transformers: which modules they are, and putting packed ones in their place.
+
+Those are found that Transformers itself knows how to run in several ways, by what its decorator
+``use_experts_implementation`` leaves on them: one module for all experts, with a tensor ``[E, ., .]`` for each
+projection.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
+
+from hf_kbit.nn.experts import DOWN_PROJECTION, UP_PROJECTIONS, KbitExperts, KbitProjection, experts_class
+
+DECORATED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+def is_experts(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in DECORATED) and hasattr(module, DOWN_PROJECTION)
+
+
+def projections(model: nn.Module) -> Iterator[str]:
+    """Names of the tensors of all experts that can be packed."""
+    for name, module in model.named_modules():
+        if is_experts(module):
+            for own in (*UP_PROJECTIONS, DOWN_PROJECTION):
+                tensor = module._parameters.get(own)
+                if tensor is not None and tensor.dim() == 3 and tensor.numel() > 0:
+                    yield f"{name}.{own}".removeprefix(".")
+
+
+def is_projection(model: nn.Module, name: str) -> bool:
+    """Whether a name is one of ``projections``."""
+    parent, _, own = name.rpartition(".")
+    try:
+        module = model.get_submodule(parent)
+    except AttributeError:
+        return False
+    tensor = module._parameters.get(own)
+    named = own in (*UP_PROJECTIONS, DOWN_PROJECTION)
+    return named and is_experts(module) and tensor is not None and tensor.dim() == 3 and tensor.numel() > 0
+
+
+def shape_of(model: nn.Module, name: str) -> tuple[int, int, int]:
+    """``(E, N, K)`` of a projection, whatever the order in the model."""
+    experts, own = _place(model, name)
+    count, *size = experts._parameters[own].shape
+    return (count, *(reversed(size) if experts.is_transposed else size))
+
+
+def new_projection(model: nn.Module, name: str, **settings) -> KbitProjection:
+    """An empty stand-in on the meta device."""
+    experts, own = _place(model, name)
+    count, out_features, in_features = shape_of(model, name)
+    dtype = experts._parameters[own].dtype
+    projection = KbitProjection(count, in_features, out_features, device="meta", dtype=dtype, **settings)
+    projection.transposed = experts.is_transposed
+    # A class's _init_weights may be about to fill what has the name of a tensor.
+    projection._is_hf_initialized = True
+    return projection
+
+
+def put(model: nn.Module, name: str, projection: KbitProjection) -> None:
+    """Puts a projection in the place of the tensor of that name."""
+    experts, own = _place(model, name)
+    del experts._parameters[own]
+    setattr(experts, own, projection)
+    if not isinstance(experts, KbitExperts):
+        experts.__class__ = experts_class(type(experts))
+
+
+def put_back(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> None:
+    """The inverse of ``put``, of the decoded weights."""
+    experts, own = _place(model, name)
+    projection = experts._modules.pop(own)
+    weight = projection.dequantize(dtype)
+    weight = weight.transpose(1, 2).contiguous() if projection.transposed else weight
+    experts.register_parameter(own, nn.Parameter(weight))
+    if not any(isinstance(module, KbitProjection) for module in experts.children()):
+        experts.__class__ = type(experts).__mro__[2]
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    parent, _, own = name.rpartition(".")
+    return model.get_submodule(parent), own
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+class TransposeToFit(ConversionOps):
+    """``Transpose`` with ``check_dims``, which looks at the tensor in the model to tell whether to transpose: where
+    there is a projection, at the shape of the 16-bit tensor that it stands for."""
+
+    def __init__(self, transpose: Transpose):
+        self.transpose = transpose
+
+    @torch.no_grad()
+    def convert(self, input_dict, *args, model=None, full_layer_name=None, **kwargs):
+        kwargs |= {"model": model, "full_layer_name": full_layer_name}
+        parent, _, own = full_layer_name.rpartition(".")
+        projection = getattr(model.get_submodule(parent), own, None)
+        if not isinstance(projection, KbitProjection):
+            return self.transpose.convert(input_dict, *args, **kwargs)
+        size = projection.out_features, projection.in_features
+        expected = (*projection.lead, *(reversed(size) if projection.transposed else size))
+        (tensors,) = input_dict.values()
+        tensor = tensors[0] if isinstance(tensors, list) else tensors
+        if tuple(tensor.shape) != expected:
+            tensor = tensor.transpose(self.transpose.dim0, self.transpose.dim1)
+        patterns = kwargs["source_patterns"], kwargs["target_patterns"]
+        return {self.transpose.get_target_pattern(input_dict, *patterns): tensor.contiguous()}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return self.transpose.reverse_op
+
+
+def fit_transposes(conversions: list) -> None:
+    """Replaces every ``Transpose`` that checks dimensions, in place."""
+    for conversion in conversions:
+        if isinstance(conversion, WeightConverter):
+            conversion.operations = [
+                TransposeToFit(op) if isinstance(op, Transpose) and op.check_dims else op
+                for op in conversion.operations
+            ]
