@@ -7,6 +7,7 @@ from its own and from ``KbitExperts``, whose forward multiplies all tokens by th
 
 import functools
 import inspect
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -107,7 +108,7 @@ class KbitExperts(nn.Module):
 def _dense_product(x, weight, bias, offsets, transposed: bool) -> torch.Tensor:
     """What a ``KbitProjection`` computes, of a 16-bit tensor that was left as it is; waits for the GPU."""
     parts, numbers = [], offsets.tolist()
-    for expert, (first, last) in enumerate(zip(numbers, numbers[1:], strict=False)):
+    for expert, (first, last) in enumerate(pairwise(numbers)):
         own = weight[expert] if transposed else weight[expert].T
         part = x[first:last] @ own
         parts.append(part if bias is None else part + bias[expert])

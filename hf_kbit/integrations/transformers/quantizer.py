@@ -18,7 +18,7 @@ from collections import Counter
 import torch
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -294,14 +294,10 @@ class KbitHfQuantizer(HfQuantizer):
         selection.replace_modules(model, {name: dense})
 
     def _keep_packed_names(self, model, layers) -> None:
-        """Takes out the conversions that saving would revert on packed tensors, splitting or merging them."""
+        """Takes out the conversions that saving would revert on packed tensors: to split, merge or rename these."""
         conversions = getattr(model, "_weight_conversions", None) or []
         self._all_weight_conversions = conversions
-        model._weight_conversions = [
-            conversion
-            for conversion in conversions
-            if not isinstance(conversion, WeightConverter) or not _would_revert(conversion, layers)
-        ]
+        model._weight_conversions = [conversion for conversion in conversions if not _would_revert(conversion, layers)]
 
     def _record(self, model, layers) -> None:
         """Writes into the config what a reader needs besides the tensors: levels, and what sets layers apart."""
@@ -385,13 +381,12 @@ class KbitHfQuantizer(HfQuantizer):
         return model
 
 
-def _unused_conversions(model, projections: list[str]) -> list[WeightConverter]:
+def _unused_conversions(model, projections: list[str]) -> list[WeightTransform]:
     """Those by which Transformers saves experts and which did not load these: they were packed then."""
     return [
         conversion
         for conversion in get_model_conversion_mapping(model, add_legacy=False)
-        if isinstance(conversion, WeightConverter)
-        and not any(used.source_patterns == conversion.source_patterns for used in model._weight_conversions or ())
+        if not any(used.source_patterns == conversion.source_patterns for used in model._weight_conversions or ())
         and any(conversion.reverse_transform().rename_source_key(name)[1] is not None for name in projections)
     ]
 
@@ -441,9 +436,16 @@ def _refuse_sharding(config) -> None:
         )
 
 
-def _would_revert(conversion: WeightConverter, layers) -> bool:
+def _would_revert(conversion: WeightTransform, layers: dict[str, KbitWeight]) -> bool:
+    """Whether saving would convert a packed tensor, or give that of a projection the name of a linear layer's."""
     reverse = conversion.reverse_transform()
-    return any(reverse.rename_source_key(f"{name}.weight")[1] is not None for name in layers)
+    for name, layer in layers.items():
+        renamed, pattern = reverse.rename_source_key(f"{name}.weight")
+        own = name.rpartition(".")[2]
+        projection_lost = isinstance(layer, KbitProjection) and not renamed.endswith(f".{own}.weight")
+        if pattern is not None and (isinstance(conversion, WeightConverter) or projection_lost):
+            return True
+    return False
 
 
 def to_dense(layer: KbitLinear, dtype: torch.dtype, decoded: nn.Linear | None = None) -> nn.Module:

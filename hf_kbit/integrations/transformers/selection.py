@@ -92,7 +92,7 @@ def _is_router(model, name: str) -> bool:
 
 
 def skips(model) -> dict[str, str]:
-    """``{name: reason}`` of the linear layers and projections that stay in 16 bits unless, or even if, they are asked for.
+    """``{name: reason}`` of linear layers and projections that stay in 16 bits unless, or even if, they are asked for.
 
     - ``"head"``: the output embedding, or a head at the end of the model: small or sensitive.
     - ``"router"``: it routes tokens to experts: small, and a small error sends a token elsewhere.
