@@ -269,8 +269,6 @@ ARCHITECTURES = [
         left=(
             "model.embed_tokens",
             "model.layers.*.mlp.gate",
-            "model.layers.*.mlp.experts.gate_up_proj",
-            "model.layers.*.mlp.experts.down_proj",
             "lm_head",
         ),
         bits=3,
@@ -287,8 +285,6 @@ ARCHITECTURES = [
         left=(
             "model.embed_tokens",
             "model.layers.*.mlp.gate",
-            "model.layers.*.mlp.experts.gate_up_proj",
-            "model.layers.*.mlp.experts.down_proj",
             "lm_head",
         ),
         bits=4,

@@ -15,6 +15,7 @@ from torch import nn
 from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.ops import gemm_experts
 
+LLAMA4 = "Llama4TextExperts"
 UP_PROJECTIONS, DOWN_PROJECTION = ("gate_up_proj", "up_proj"), "down_proj"
 
 
@@ -74,7 +75,7 @@ class KbitExperts(nn.Module):
     def forward(self, *args, **kwargs) -> torch.Tensor:
         """Arguments as of the class itself: hidden states ``[*, H]``, experts ``[*, k]`` of each token and their
         weights ``[*, k]``. A number of no expert here, as another process has it, counts nothing."""
-        hidden_states, experts, weights = _arguments(type(self).__mro__[2], args, kwargs)
+        hidden_states, experts, weights = _arguments(plain_class(self), args, kwargs)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         count = experts.shape[-1]
         # The class's own number, of which expert parallelism leaves each process a part.
@@ -102,7 +103,20 @@ class KbitExperts(nn.Module):
         return _dense_product(x if rows is None else x[rows], projection, bias, offsets, self.is_transposed)
 
     def __reduce_ex__(self, protocol):
-        return _new_experts, (type(self).__mro__[2],), self.__getstate__()
+        return _new_experts, (plain_class(self),), self.__getstate__()
+
+
+class KbitLlama4Experts(KbitExperts):
+    """Put before the class of Llama 4's experts, each of which gets all tokens, weighted before."""
+
+    has_gate, has_bias, is_transposed = True, False, True
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[E * T, H]`` to the same shape: T rows for each expert."""
+        tokens = hidden_states.shape[0] // self.num_experts
+        offsets = tokens * torch.arange(self.num_experts + 1, dtype=torch.int32, device=hidden_states.device)
+        gate, up = self._project(UP_PROJECTIONS[0], hidden_states, None, offsets).chunk(2, dim=-1)
+        return self._project(DOWN_PROJECTION, up * self.act_fn(gate), None, offsets)
 
 
 def _dense_product(x, weight, bias, offsets, transposed: bool) -> torch.Tensor:
@@ -129,8 +143,14 @@ def _names(experts: type) -> tuple[str, ...]:
 
 @functools.cache
 def experts_class(plain: type[nn.Module]) -> type[KbitExperts]:
+    ours = KbitLlama4Experts if plain.__name__ == LLAMA4 else KbitExperts
     # No slots, that is nothing in memory that the plain class has not: so Python lets an object change to this class.
-    return type(f"Kbit{plain.__name__}", (KbitExperts, plain), {"__module__": __name__, "__slots__": ()})
+    return type(f"Kbit{plain.__name__}", (ours, plain), {"__module__": __name__, "__slots__": ()})
+
+
+def plain_class(experts: KbitExperts) -> type[nn.Module]:
+    """Of what the experts' class was derived from."""
+    return type(experts).__bases__[1]
 
 
 def _new_experts(plain: type[nn.Module]) -> KbitExperts:

@@ -1,8 +1,8 @@
 """The experts of a mixture in a model of Transformers: which modules they are, and putting packed ones in their place.
 
 Those are found that Transformers itself knows how to run in several ways, by what its decorator
-``use_experts_implementation`` leaves on them: one module for all experts, with a tensor ``[E, ., .]`` for each
-projection.
+``use_experts_implementation`` leaves on them, and Llama 4's: one module for all experts, with a tensor ``[E, ., .]``
+for each projection.
 """
 
 from collections.abc import Iterator
@@ -11,13 +11,27 @@ import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
-from hf_kbit.nn.experts import DOWN_PROJECTION, UP_PROJECTIONS, KbitExperts, KbitProjection, experts_class
+from hf_kbit.nn.experts import (
+    DOWN_PROJECTION,
+    LLAMA4,
+    UP_PROJECTIONS,
+    KbitExperts,
+    KbitProjection,
+    experts_class,
+    plain_class,
+)
 
 DECORATED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 def is_experts(module: nn.Module) -> bool:
-    return all(hasattr(module, name) for name in DECORATED) and hasattr(module, DOWN_PROJECTION)
+    decorated = all(hasattr(module, name) for name in DECORATED) and hasattr(module, DOWN_PROJECTION)
+    return decorated or LLAMA4 in (type(module).__name__, type(module).__bases__[-1].__name__)
+
+
+def _is_transposed(experts: nn.Module) -> bool:
+    """Whether matrices are ``[K, N]`` in the model."""
+    return type(experts).__name__ == LLAMA4 or experts.is_transposed
 
 
 def projections(model: nn.Module) -> Iterator[str]:
@@ -46,7 +60,7 @@ def shape_of(model: nn.Module, name: str) -> tuple[int, int, int]:
     """``(E, N, K)`` of a projection, whatever the order in the model."""
     experts, own = _place(model, name)
     count, *size = experts._parameters[own].shape
-    return (count, *(reversed(size) if experts.is_transposed else size))
+    return (count, *(reversed(size) if _is_transposed(experts) else size))
 
 
 def new_projection(model: nn.Module, name: str, **settings) -> KbitProjection:
@@ -55,7 +69,7 @@ def new_projection(model: nn.Module, name: str, **settings) -> KbitProjection:
     count, out_features, in_features = shape_of(model, name)
     dtype = experts._parameters[own].dtype
     projection = KbitProjection(count, in_features, out_features, device="meta", dtype=dtype, **settings)
-    projection.transposed = experts.is_transposed
+    projection.transposed = _is_transposed(experts)
     # A class's _init_weights may be about to fill what has the name of a tensor.
     projection._is_hf_initialized = True
     return projection
@@ -78,7 +92,7 @@ def put_back(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> N
     weight = weight.transpose(1, 2).contiguous() if projection.transposed else weight
     experts.register_parameter(own, nn.Parameter(weight))
     if not any(isinstance(module, KbitProjection) for module in experts.children()):
-        experts.__class__ = type(experts).__mro__[2]
+        experts.__class__ = plain_class(experts)
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -17,8 +17,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from hf_kbit import KbitConfig, KbitLinear
-from hf_kbit.integrations.transformers import selection
+from hf_kbit import KbitConfig
+from hf_kbit.integrations.transformers import experts, selection
+from hf_kbit.nn.weight import KbitWeight
 
 pytestmark = pytest.mark.slow
 
@@ -127,7 +128,8 @@ def test_whole_life(task, kind, tmp_path):
         pytest.skip(f"it cannot be built small: {type(error).__name__}: {str(error)[:80]}")
 
     quantized = type(model).from_pretrained(tmp_path / "dense", quantization_config=KbitConfig(bits=4))
-    layers = [module for module in quantized.modules() if isinstance(module, KbitLinear)]
+    layers = [module for module in quantized.modules() if isinstance(module, KbitWeight)]
+    assert not list(experts.projections(quantized))
     if not layers:
         assert not selection.choose(dense, KbitConfig())
         pytest.skip(f"no layer of it is to be quantized: {selection.skips(dense)}")
