@@ -107,13 +107,19 @@ def by_rule(model: nn.Module, names: list[str], bits: float) -> dict[str, int]:
     More bits get keys and values that several heads share, the first layers of the model, and what is no attention in
     the last ones. The model may be on any device, also meta.
     """
+    layers = costs_by_rule(model, names)
+    return spend(layers, bits * sum(layer.weights for layer in layers.values()))
+
+
+def costs_by_rule(model: nn.Module, names: list[str]) -> dict[str, Layer]:
+    """What each width costs, by that rule, in a unit of its own."""
     layers = {}
     for unit, inside in units(model, names).items():
         for name in inside:
             weights = stored_weights(model, [name])
             cost = weights * _sensitivity(model, name, unit)
             layers[name] = Layer(weights, {width: cost * 4.0**-width for width in BITS})  # as rounding errors fall
-    return spend(layers, bits * sum(layer.weights for layer in layers.values()))
+    return layers
 
 
 def _sensitivity(model: nn.Module, name: str, unit: str) -> float:

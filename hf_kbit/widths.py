@@ -20,8 +20,8 @@ from hf_kbit.calibration.writing import draw
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import check, evaluating
 from hf_kbit.format import BITS, BLOCK_SIZE
-from hf_kbit.integrations.transformers import selection
-from hf_kbit.mixing import Layer, by_rule, config_of, left, spend, stored_weights, units
+from hf_kbit.integrations.transformers import experts, selection
+from hf_kbit.mixing import Layer, by_rule, config_of, costs_by_rule, left, spend, stored_weights, units
 from hf_kbit.nn.linear import KbitLinear
 
 SCALE_BITS = 8 / BLOCK_SIZE  # of a weight
@@ -98,13 +98,15 @@ def measure(
     costs are estimates of the divergence of what the model predicts with the layer quantized, half the quadratic form
     of the weight's error with the Fisher matrix, of which the diagonal is taken: half the sum of the squares of each
     weight's error times the gradient of the logarithms of the probabilities of tokens that are drawn as the model
-    predicts them, one for each place of a window. One backward pass gives that for all layers.
+    predicts them, one for each place of a window. One backward pass gives that for all linear layers. The experts of a
+    mixture, whose products are not looked into, cost what the rule of ``widths_by_rule`` makes of all these.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("model: found a quantized one, expected one that is not")
     config, window = replace(config, bits=BITS[0], module_bits=left(config)), min(window, len(tokens))
     check({"model": model.config}, tokens, window, window)
-    names = list(selection.choose(model, config))
+    chosen = list(selection.choose(model, config))
+    names = [name for name in chosen if not experts.is_projection(model, name)]
     if not names:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     device, ids = capture.resolve(device, model), tokens.to(model.device)
@@ -121,7 +123,11 @@ def measure(
     for name, found in costs.items():
         if not all(map(math.isfinite, found.values())):
             raise ValueError(f"{name}: found NaN or infinite gradients, expected finite ones")
-    return {name: Layer(stored_weights(model, [name]), costs[name]) for name in names}
+    rule = costs_by_rule(model, chosen)
+    unit = math.fsum(costs[name][BITS[0]] for name in names) / math.fsum(rule[name].costs[BITS[0]] for name in names)
+    for name in set(chosen) - set(names):
+        costs[name] = {width: unit * cost for width, cost in rule[name].costs.items()}
+    return {name: Layer(rule[name].weights, costs[name]) for name in chosen}
 
 
 def _windows(ids: torch.Tensor, window: int, vocabulary: int) -> Iterator[torch.Tensor]:
@@ -181,8 +187,7 @@ def column_bytes(model, names: Iterable[str], config: KbitConfig) -> int:
     """Bytes of these layers' column scales, one for each of their inputs where weights are transformed."""
     if config.transform == "none":
         return 0
-    modules = map(model.get_submodule, names)
-    return sum(module.nx if isinstance(module, Conv1D) else module.in_features for module in modules)
+    return sum(selection.dense_shape(model, name)[-1] for name in names)
 
 
 # --- without data ---------------------------------------------------------------------------------
@@ -269,7 +274,7 @@ def bits_for_memory(
 
 def rest_bytes(model: PreTrainedModel, chosen: Iterable[str]) -> int:
     """Of all parameters but the weights of these layers."""
-    weights = sum(model.get_submodule(name).weight.nbytes for name in chosen)
+    weights = sum(selection.dense_weight(model, name).nbytes for name in chosen)
     return sum(parameter.nbytes for parameter in model.parameters()) - weights
 
 

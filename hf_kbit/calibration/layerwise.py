@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
 
 import hf_kbit
 from hf_kbit import codebooks
@@ -30,7 +31,7 @@ from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import evaluating
-from hf_kbit.integrations.transformers import selection
+from hf_kbit.integrations.transformers import experts, selection
 from hf_kbit.integrations.transformers.checkpoint import saved_class
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.mixing import units
@@ -39,6 +40,7 @@ from hf_kbit.nn.packed import Packed, choose_decoding, transformed
 from hf_kbit.reference import decode_e4m4
 from hf_kbit.transforms import of_moments
 
+logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/quantizer.py
 # A solver is a module with ``solve(weight, moments, codebook) -> planes, absmax`` and ``DIAGONAL``: whether moments
 # are the diagonal of the sum of x @ x.T, or all of it.
 METHODS: dict[str, ModuleType] = {"feedback": feedback, "learned": learned, "weighted": weighted}
@@ -142,14 +144,14 @@ def calibrate(
     if tokenizer is None and not isinstance(data, torch.Tensor):
         tokenizer = _tokenizer_of(model, **source)
     ids = token_ids(data, tokenizer, model, sequences, length)
+    projections = {name for name in widths if experts.is_projection(model, name)}
+    if projections:
+        logger.info("hf_kbit: the experts of %d projections are quantized without data", len(projections))
     # Before a layer computes in another dtype: they stand for the weights as the model has them.
-    empty = {
-        name: quantizer.new_layer(model, name, bits).train(model.get_submodule(name).training)
-        for name, bits in widths.items()
-    }
+    empty = {name: quantizer.new_layer(model, name, bits).train(model.training) for name, bits in widths.items()}
     with evaluating(model):
         layers = units(model, list(widths))
-        capture.check(model, layers, ids, device)
+        capture.check(model, units(model, [name for name in widths if name not in projections]), ids, device)
         solver = METHODS[method]
         finished = None
         if resume is not None:
@@ -165,6 +167,7 @@ def calibrate(
 
             def visit(unit: str, run: Callable[[slice], Any]):
                 names = layers.pop(unit, ())  # none if it has been here, as layers that a model shares
+                names = without_experts(names)
                 dense, new = (
                     {name: model.get_submodule(name) for name in names},
                     {name: empty.pop(name) for name in names},
@@ -176,6 +179,15 @@ def calibrate(
                 selection.replace_modules(model, new)
                 bar.update(len(names))
                 return outputs(new, dense, run)
+
+            def without_experts(names) -> list[str]:
+                """Quantizes the projections of experts, whose inputs are not known, and leaves out their names."""
+                for name in projections.intersection(names):
+                    weight, projection = selection.dense_weight(model, name).detach(), empty.pop(name)
+                    projection.load_dense(weight.mT if projection.transposed else weight, name)
+                    experts.put(model, name, projection)
+                    bar.update()
+                return [name for name in names if name not in projections]
 
             def quantize(dense, new, run) -> None:
                 done = {}
@@ -275,7 +287,7 @@ def _check_model(model, config: KbitConfig) -> dict[str, int]:
     if not widths:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     for name in widths:
-        if not model.get_submodule(name).weight.isfinite().all():
+        if not selection.dense_weight(model, name).isfinite().all():
             raise ValueError(f"{name}.weight: found NaN or infinite values, expected finite ones")
     return widths
 

@@ -14,6 +14,7 @@ from hf_kbit.integrations.peft.layer import (
     stand_in,
     tuner_class,
 )
+from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.linear import KbitLinear
 
 # Their layers call the base layer, and read its weight only where we hand them a decoded one.
@@ -150,12 +151,28 @@ def _check_modules_to_save(model: nn.Module, config) -> None:
                 )
 
 
+def _check_experts(model: nn.Module, config) -> None:
+    """Refuses adapters on packed experts, of which PEFT itself would find none, or say something else."""
+    targets = getattr(config, "target_modules", None) or ()
+    targets = [targets] if isinstance(targets, str) else targets
+    asked = [*(getattr(config, "target_parameters", None) or ()), *targets]
+    for name, module in model.named_modules():
+        found = [ending for ending in asked if name == ending or name.endswith(f".{ending}")]
+        if isinstance(module, KbitProjection) and found:
+            raise ValueError(
+                f"{name}: found it asked for by {found[0]!r}, expected no adapter on quantized experts, which "
+                "hf_kbit has none for yet. Adapt the attention and shared experts (target_modules), or leave the "
+                'experts in 16 bits (modules_to_not_convert=["experts"])'
+            )
+
+
 def wrap_inject_adapter(inject_adapter):
     """``BaseTuner.inject_adapter`` that has PEFT work on an ``nn.Linear`` where there is a ``KbitLinear``."""
 
     @functools.wraps(inject_adapter)
     def wrapped(self, model, adapter_name, *args, **kwargs):
         _check_modules_to_save(model, self.peft_config[adapter_name])
+        _check_experts(model, self.peft_config[adapter_name])
         self._create_and_replace = functools.partial(_create_and_replace, self._create_and_replace)
         try:
             return inject_adapter(self, model, adapter_name, *args, **kwargs)

@@ -144,6 +144,11 @@ def dense_shape(model, name: str) -> tuple[int, ...]:
     return (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)
 
 
+def dense_weight(model, name: str) -> nn.Parameter:
+    """The weight of a linear layer, or a projection's, as the model has it."""
+    return model.get_parameter(name if experts.is_projection(model, name) else f"{name}.weight")
+
+
 def replace_modules(model, replacements: dict[str, nn.Module]) -> None:
     """Puts modules in place of those with the given names, wherever else in the model the same ones stand; projections
     in place of the tensors of experts."""
