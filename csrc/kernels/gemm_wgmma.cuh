@@ -220,8 +220,7 @@ struct WgmmaCta {
         Table table;
         table.begin(window, arguments.codebook, lane);
         const float unit = table.template finish<T, kDecoders>();
-        // Who makes the table of experts arrives too.
-        named_barrier(1, kExperts ? kDecoders + kWarp : kDecoders);
+        named_barrier(1, kExperts ? wgmma_threads(kTokens) : kDecoders);
 
         const int group = warp / group_warps, party = rank * groups + group;
         const uint32_t full = x_full + group * arguments.x_stages * 8,
@@ -504,23 +503,25 @@ __device__ __forceinline__ void run_wgmma(const CUtensorMap& x_map, const WgmmaA
         const uint32_t window = shared_window(smem);
         const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarp, 0);
         const WgmmaCta<kBits, T, kTokens, kOrdered, kExperts> cta(arguments, window);
-        if (threadIdx.x == 0) cta.init_barriers();
-        __syncwarp();
-        if (arguments.split_log2 > 0) {
-            cluster_barrier();
-        } else {
-            __syncthreads();
-        }
         constexpr int kWarps = wgmma_warps(kTokens);
+        if constexpr (!kExperts) {
+            if (threadIdx.x == 0) cta.init_barriers();
+            __syncwarp();
+            if (arguments.split_log2 > 0) {
+                cluster_barrier();
+            } else {
+                __syncthreads();
+            }
+        }
         if (warp >= kWarps) {
             give_registers<cta.kBringerRegisters>();
             const int lane = threadIdx.x % kWarp;
-            if constexpr (kExperts) {
-                if (warp == kWarps) {
-                    cta.list_experts();
-                    arrive_named_barrier(1, cta.kDecoders + kWarp);
-                }
+            if constexpr (kExperts) {  // whose decoders go on to the table of levels meanwhile
+                if (warp == kWarps) cta.list_experts();
+                if (warp == kWarps + 1 && lane == 0) cta.init_barriers();
+                __syncwarp();
                 named_barrier(2, kBringers);
+                arrive_named_barrier(1, wgmma_threads(kTokens));
             }
             if (warp == kWarps && lane < cta.groups) cta.bring_x(&x_map, lane);
             const int of_warp = lane * 3 + warp - kWarps - 1;
