@@ -4,8 +4,8 @@
 //   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8, or rows that an index picks
 //   columns   uint8 [K], as E4M4, or null           out  [M, 32 * B], of x's dtype, for each of up to four weights
 //
-// For gemm_wgmma.cuh the columns of x' change places within their blocks (Transformed::ordered), so that its warps need
-// not exchange codes: four lanes exchange four words each, here once for all rows of the weight.
+// For gemm_wgmma.cuh the columns of x' change places within their blocks (Transformed::ordered), so that its warps
+// need not exchange codes: four lanes exchange four words each, here once for all rows of the weight.
 //
 // A thread has an octet of columns in one token or two and reads it once for all weights; four neighbours have the
 // block. Memory is the limit for many tokens: about 120 instructions for 16 bytes in and 16 out, of which an H200
