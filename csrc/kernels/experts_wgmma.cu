@@ -1,4 +1,11 @@
-// Each row of y is a row of x by the weight of an expert (+ its bias) on Hopper: gemm_wgmma.cuh, of experts.
+// Each row of y is a row of x times the weight of an expert (+ its bias) on Hopper: gemm_wgmma.cuh, of experts.
+//
+//   x        float16 or bfloat16 [R, K], as transform.cu gathers and orders it    y  [R, N], of x's dtype
+//   words    int32 [E, N/16, K/256, bits, 32, 4]    scales  uint8 [E, N/16, K/256, 8, 16]
+//   offsets  int32 [E + 1]: the first row of each expert, and the end of all    codebook  float32 [2**bits]
+//   bias     [E, N] or null
+//
+// As many CTAs as there are processors, or can be tiles, if these are fewer, take the tiles in turns.
 #include "kernels/dispatch.h"
 #include "kernels/gemm_wgmma.cuh"
 #include "kernels/launch.h"
