@@ -14,8 +14,8 @@
 //
 // The columns of a block go to the tensor cores in the order in which tiles hold them, which for x is 8 t .. 8 t + 7
 // of lane t: nothing is exchanged, and 32 lanes read 512 bytes in a row. Weights are multiplied by their scales first,
-// as in gemm_wgmma.cu. Where there are fewer tiles than processors, several CTAs divide a tile's slabs; their sums, in
-// float32, go to memory, and a second kernel adds them up in a fixed order.
+// as in gemm_wgmma.cuh. Where there are fewer tiles than processors, several CTAs divide a tile's slabs; their sums,
+// in float32, go to memory, and a second kernel adds them up in a fixed order.
 //
 // For 64 columns and 64 tokens of all eight warps, shared memory needs 900 cycles (of 104 wavefronts a warp 64 are for
 // x, 40 for levels), the tensor cores of an A100 1024, those of an RTX 4090 2048. 97 KB of shared memory are enough on

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <numeric>
 
@@ -326,19 +327,38 @@ constexpr int wgmma_shared_bytes(int bits, int token_tile, int groups, int split
     return wgmma_x_address() + std::max(x + slabs, wgmma_exchange_bytes(token_tile, groups, split));
 }
 
+// As many stages of x and of weights as shared memory has room for; whether that is enough.
+template <typename Bytes>
+bool fit_stages(WgmmaPlan& plan, int shared_limit, const Bytes& bytes) {
+    constexpr int kMostStages = 8;
+    plan.ring_stages = bytes(4, 2) <= shared_limit ? 2 : 1;
+    plan.x_stages = kMostStages;
+    while (plan.x_stages > 1 && bytes(plan.x_stages, plan.ring_stages) > shared_limit) --plan.x_stages;
+    plan.shared_bytes = bytes(plan.x_stages, plan.ring_stages);
+    return plan.x_stages >= 2;
+}
+
+// Cycles, fitted to one H200 (132 processors), CUDA 13.0, 2026-11-22: a slab of a CTA, whose warps decode 64 columns
+// at a time and share the tensor cores and shared memory; a tile, and how its groups compete for x.
+constexpr double wgmma_slab_cycles(int bits, int token_tile) {
+    constexpr double kPiece = 21, kPieceBits5 = 13, kPieceToken = 0.47;
+    return 4 * wgmma_warps(token_tile) * (kPiece + (bits == 5 ? kPieceBits5 : 0) + kPieceToken * token_tile);
+}
+constexpr double wgmma_tile_cycles(int64_t slabs, int bits, int token_tile, int groups, int split) {
+    constexpr double kTile = 3500, kGroupToken = 12;
+    return ceil_div(slabs, groups * split) * wgmma_slab_cycles(bits, token_tile) + kTile +
+           (groups > 1 ? kGroupToken * groups * token_tile : 0);
+}
+
 // With batch_invariant a CTA goes through all slabs of its tiles. On a GPU of compute capability 9.0; processors: 1 or
 // more.
 inline WgmmaPlan plan_wgmma(int64_t tokens, int64_t out_features, int64_t in_features, int bits, bool batch_invariant,
                             int processors, int shared_limit) {
-    // Cycles, fitted to one H200 (132 processors), CUDA 13.0, 2026-11-22: 64 columns of a warp, which decodes and
-    // shares the tensor cores and shared memory with the others; a tile; how groups compete for x; what it costs to
-    // meet in a cluster, to divide tiles, and to add up the parts of one. For 24 weights of 58 million numbers or
-    // more and 24 to 1024 tokens what is chosen so takes 0.5% longer than the best division on average, 14% at most;
-    // for 12 smaller ones 2.4%, and 26% at most: for 384 tokens on 4096 x 4096, tiles of 256 take longer than they do
-    // for 512 tokens, for a reason that is not known.
-    constexpr double kPiece = 21, kPieceBits5 = 13, kPieceToken = 0.47, kStart = 6000, kTile = 3500, kGroupToken = 12,
-                     kCluster = 1500, kDivided = 5700, kDividedToken = 43, kPart = 290, kPartToken = 7;
-    constexpr int kMostStages = 8;
+    // Cycles as above: a CTA's start; what it costs to meet in a cluster, to divide tiles, and to add up the parts of
+    // one. For 24 weights of 58 million numbers or more and 24 to 1024 tokens what is chosen so takes 0.5% longer than
+    // the best division on average, 14% at most; for 12 smaller ones 2.4%, and 26% at most: for 384 tokens on 4096 x
+    // 4096, tiles of 256 take longer than they do for 512 tokens, for a reason that is not known.
+    constexpr double kStart = 6000, kCluster = 1500, kDivided = 5700, kDividedToken = 43, kPart = 290, kPartToken = 7;
     const int64_t slabs = num_slabs(in_features);
     WgmmaPlan best{};
     double best_time = 0;
@@ -348,31 +368,20 @@ inline WgmmaPlan plan_wgmma(int64_t tokens, int64_t out_features, int64_t in_fea
             divides ? std::min<int64_t>(processors, tiles * slabs) : std::min<int64_t>(processors / split, tiles);
         if (clusters < 1 || (groups * split > 1 && clusters < tiles)) return;  // parties have one tile
         const int64_t divided = divides ? tiles % clusters : 0;
-        const auto bytes = [&](int x_stages, int ring_stages) {
-            return wgmma_shared_bytes(bits, token_tile, groups, split, x_stages, ring_stages);
-        };
-        const int ring_stages = bytes(4, 2) <= shared_limit ? 2 : 1;
-        int x_stages = kMostStages;
-        while (x_stages > 1 && bytes(x_stages, ring_stages) > shared_limit) --x_stages;
-        if (x_stages < 2) return;
-        const double piece = kPiece + (bits == 5 ? kPieceBits5 : 0) + kPieceToken * token_tile;
-        const double slab = 4 * wgmma_warps(token_tile) * piece;
-        const double tile = ceil_div(slabs, groups * split) * slab + kTile +
-                            (groups > 1 ? kGroupToken * groups * token_tile : 0) + (split > 1 ? kCluster : 0);
+        WgmmaPlan plan{token_tile, groups, split, static_cast<int>(clusters), static_cast<int>(divided), 0, 0, 0};
+        if (!fit_stages(plan, shared_limit, [&](int x_stages, int ring_stages) {
+                return wgmma_shared_bytes(bits, token_tile, groups, split, x_stages, ring_stages);
+            })) {
+            return;
+        }
+        const double tile = wgmma_tile_cycles(slabs, bits, token_tile, groups, split) + (split > 1 ? kCluster : 0);
         double time = kStart + ceil_div(tiles - divided, clusters) * tile;
         if (divided > 0) {
-            time += ceil_div(divided * slabs, clusters) * slab + kDivided + kDividedToken * token_tile +
-                    ceil_div(clusters, divided) * (kPart + kPartToken * token_tile);
+            time += ceil_div(divided * slabs, clusters) * wgmma_slab_cycles(bits, token_tile) + kDivided +
+                    kDividedToken * token_tile + ceil_div(clusters, divided) * (kPart + kPartToken * token_tile);
         }
         if (best.token_tile == 0 || time < best_time) {
-            best = {token_tile,
-                    groups,
-                    split,
-                    static_cast<int>(clusters),
-                    static_cast<int>(divided),
-                    x_stages,
-                    ring_stages,
-                    bytes(x_stages, ring_stages)};
+            best = plan;
             best_time = time;
         }
     };
@@ -385,6 +394,69 @@ inline WgmmaPlan plan_wgmma(int64_t tokens, int64_t out_features, int64_t in_fea
             }
         }
         if (!batch_invariant) consider(token_tile, 1, 1, true);
+    }
+    return best;
+}
+
+// --- experts, on Hopper: experts_wgmma.cu ------------------------------------------------------------
+
+// The plan of products of so many rows with experts, each with some that follow each other. How many each has, the
+// host does not know, and with it how many tiles there are: CTAs, the plan's clusters, take them in turns.
+constexpr int kMostExperts = 1024;
+
+// The first row and the tiles of tokens before it of each expert, and of the end of all: 16 bytes at a time.
+constexpr int expert_table_bytes(int experts) { return (experts + 2) / 2 * 16; }
+// As wgmma_shared_bytes, but what groups exchange lies behind the table, as the next tile is under way meanwhile.
+constexpr int experts_shared_bytes(int bits, int token_tile, int groups, int x_stages, int ring_stages, int experts) {
+    return wgmma_x_address() + groups * x_stages * (wgmma_stage_bytes(token_tile) + 16) +
+           wgmma_warps(token_tile) * ring_stages * (slab_bytes(bits) + 16) + expert_table_bytes(experts) +
+           wgmma_exchange_bytes(token_tile, groups, 1);
+}
+
+// At most so many tiles of tokens have a row: those without a full one, and all full ones.
+constexpr int64_t most_token_tiles(int64_t rows, int64_t experts, int token_tile) {
+    const int64_t with_rows = std::min(rows, experts);
+    return with_rows + (rows - with_rows) / token_tile;
+}
+
+// Whether the kernel multiplies. It counts tiles in 32 bits, whatever the offsets are, a turn beyond the last one too.
+inline bool experts_are_fused(int64_t rows, int64_t experts, int64_t out_features, int64_t in_features, int arch,
+                              int shared_reserved) {
+    constexpr int64_t kMostTiles = 1 << 30, kLeastTokens = 16, kLeastRows = 4 * kTileRows;
+    return rows > 0 && rows <= INT32_MAX && experts > 0 && experts <= kMostExperts && arch == 900 &&
+           shared_reserved <= kSharedReserved && fits_gemm(out_features, in_features) &&
+           ceil_div(rows, kLeastTokens) * experts <= kMostTiles / ceil_div(out_features, kLeastRows);
+}
+
+// With batch_invariant a CTA goes through all slabs of its tiles. rows, experts and processors: 1 or more. As if as
+// many experts as can be had the same number of rows; of the last one of several tiles of tokens half is then full.
+inline WgmmaPlan plan_experts(int64_t rows, int64_t experts, int64_t out_features, int64_t in_features, int bits,
+                              bool batch_invariant, int processors, int shared_limit) {
+    const int64_t slabs = num_slabs(in_features), with_rows = std::min(rows, experts);
+    const double expert_rows = static_cast<double>(rows) / static_cast<double>(with_rows);
+    WgmmaPlan best{};
+    double best_time = 0;
+    for (int token_tile = 16; token_tile <= 256; token_tile *= 2) {
+        const double token_tiles = with_rows * std::max(1.0, expert_rows / token_tile + 0.5);
+        const int most_groups = batch_invariant ? 1 : wgmma_most_groups(token_tile);
+        for (int groups = 1; groups <= most_groups && groups <= slabs; groups *= 2) {
+            const int64_t row_groups = ceil_div(out_features, wgmma_rows(token_tile, groups));
+            const int64_t most_tiles = row_groups * most_token_tiles(rows, experts, token_tile);
+            WgmmaPlan plan{token_tile, groups, 1, static_cast<int>(std::min<int64_t>(processors, most_tiles)),
+                           0,          0,      0, 0};
+            if (!fit_stages(plan, shared_limit, [&](int x_stages, int ring_stages) {
+                    return experts_shared_bytes(bits, token_tile, groups, x_stages, ring_stages,
+                                                static_cast<int>(experts));
+                })) {
+                continue;
+            }
+            const double turns = std::ceil(row_groups * token_tiles / plan.clusters);
+            const double time = turns * wgmma_tile_cycles(slabs, bits, token_tile, groups, 1);
+            if (best.token_tile == 0 || time < best_time) {
+                best = plan;
+                best_time = time;
+            }
+        }
     }
     return best;
 }

@@ -12,7 +12,7 @@
 //     transposed--> operand A
 //   dy --bulk copies--> shared memory, swizzled: operand B
 //
-// It is gemm_wgmma.cu for W transposed: sums are over rows, so that a warp's columns of a row tile are operand A once
+// It is gemm_wgmma.cuh for W transposed: sums are over rows, so that a warp's columns of a row tile are operand A once
 // their four matrices of 8 x 8 are transposed, an instruction each. Where there are few tiles, CTAs divide their rows
 // and leave sums in memory, which a second kernel adds up, in a fixed order.
 //

@@ -57,10 +57,18 @@ struct Transformed {
     void* out;
 };
 
-// Of the same x, `count` of them, at most kGemmParts. Besides sets `num_zeros` words of `zeros` to zero, for a kernel
-// that follows.
-cudaError_t transform(const void* x, Dtype dtype, const Transformed* outputs, int count, int64_t tokens,
-                      int64_t in_features, uint32_t* zeros, int num_zeros, const Gpu& gpu, cudaStream_t stream);
+// Which of `count` rows a kernel reads: those that `index`, int32, picks, in its order, the nearest one where it picks
+// one that is not there; or each, where it is null.
+struct Rows {
+    const int32_t* index;
+    int64_t count;
+};
+
+// Of the same rows of x, `count` of them, at most kGemmParts. Besides sets `num_zeros` words of `zeros` to zero, for a
+// kernel that follows.
+cudaError_t transform(const void* x, const Rows& rows, Dtype dtype, const Transformed* outputs, int count,
+                      int64_t tokens, int64_t in_features, uint32_t* zeros, int num_zeros, const Gpu& gpu,
+                      cudaStream_t stream);
 
 // y [tokens, N] = x [tokens, K] @ W.T + bias for W in tiles, float16 or bfloat16; bias [N] may be null, codebook is
 // float32 [2**bits]. K is a multiple of 8 (W may have fewer columns in its last block).
@@ -92,6 +100,19 @@ cudaError_t gemm_mma(const Product& product, Dtype dtype, int bits, int64_t toke
 cudaError_t gemm_wgmma(const Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
                        const WgmmaPlan& plan, float* partial, uint32_t* ready, bool awaits, const Gpu& gpu,
                        cudaStream_t stream);
+
+// y [rows, N]: each row one of x [rows, K], whose columns are ordered, by the weight of an expert, all of them in
+// tiles one after another, bias [experts, N] likewise; expert i has the rows from offsets[i] on, before offsets[i +
+// 1], rows that none has become zeros. offsets [experts + 1]: whatever they are, only numbers may be wrong. As
+// plan_experts says, on GPUs of compute capability 9.0. Overlaps with the kernel launched before it, as gemm.
+cudaError_t experts_wgmma(const Product& product, const int32_t* offsets, int experts, Dtype dtype, int bits,
+                          int64_t rows, int64_t in_features, const WgmmaPlan& plan, const Gpu& gpu,
+                          cudaStream_t stream);
+
+// to[i] = from[rows.index[i]], or from[i], for rows i below count, with a range only for those from range[0] on,
+// before range[1]; all have so many columns.
+cudaError_t copy_rows(const void* from, Dtype dtype, int64_t columns, const Rows& rows, const int32_t* range,
+                      int64_t count, void* to, const Gpu& gpu, cudaStream_t stream);
 
 // dx [tokens, in_features] = dy @ W for W in tiles, float16 or bfloat16, back through the weight's transform; on GPUs
 // of compute capability 9.0. dy is [tokens, dy_columns], a multiple of 8, not fewer than out_features; what is there

@@ -142,6 +142,11 @@ __device__ __forceinline__ void named_barrier(int name, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
+// Is one of them, and goes on.
+__device__ __forceinline__ void arrive_named_barrier(int name, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
 // --- bulk copies and their barriers, from sm_90 on ---
 
 // So many arrivals complete a phase of the barrier.

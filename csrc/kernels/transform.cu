@@ -1,11 +1,11 @@
 // Activations as weights want them that have column scales or a rotation (hf_kbit/transforms.py): x' = (x * c) @ R,
 // computed in float32, rounded once.
 //
-//   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8
+//   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8, or rows that an index picks
 //   columns   uint8 [K], as E4M4, or null           out  [M, 32 * B], of x's dtype, for each of up to four weights
 //
-// For gemm_wgmma.cu the columns of x' change places within their blocks (Transformed::ordered), so that its warps need
-// not exchange codes: four lanes exchange four words each, here once for all rows of the weight.
+// For gemm_wgmma.cuh the columns of x' change places within their blocks (Transformed::ordered), so that its warps
+// need not exchange codes: four lanes exchange four words each, here once for all rows of the weight.
 //
 // A thread has an octet of columns in one token or two and reads it once for all weights; four neighbours have the
 // block. Memory is the limit for many tokens: about 120 instructions for 16 bytes in and 16 out, of which an H200
@@ -28,7 +28,8 @@ constexpr int kRegisters = 48, kProcessorCtas = 5;  // of so many registers a pr
 
 struct Arguments {
     const void* x;
-    int tokens, in_features, out_columns;
+    const int32_t* rows;  // or null
+    int last_row, tokens, in_features, out_columns;
     unsigned row_ctas;  // for all columns
     int count;
     Transformed outputs[kGemmParts];
@@ -56,12 +57,14 @@ __global__ void __maxnreg__(kRegisters) transform_kernel(const __grid_constant__
     };
     uint2 bytes = load_columns(0);  // for the first output while x is under way, then for the next one
     uint4 octets[kTokens];
-    const T* x = static_cast<const T*>(arguments.x) + int64_t{first} * arguments.in_features + column;
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
         octets[i] = make_uint4(0, 0, 0, 0);
         if (there && i < tokens) {
-            octets[i] = __ldg(reinterpret_cast<const uint4*>(x + i * arguments.in_features));
+            int row = first + i;
+            if (arguments.rows) row = min(max(__ldg(arguments.rows + row), 0), arguments.last_row);
+            const T* x = static_cast<const T*>(arguments.x) + int64_t{row} * arguments.in_features + column;
+            octets[i] = __ldg(reinterpret_cast<const uint4*>(x));
         }
     }
 #pragma unroll 1
@@ -95,10 +98,13 @@ cudaError_t launch(const Arguments& arguments, const Gpu& gpu, cudaStream_t stre
 
 }  // namespace
 
-cudaError_t transform(const void* x, Dtype dtype, const Transformed* outputs, int count, int64_t tokens,
-                      int64_t in_features, uint32_t* zeros, int num_zeros, const Gpu& gpu, cudaStream_t stream) {
+cudaError_t transform(const void* x, const Rows& rows, Dtype dtype, const Transformed* outputs, int count,
+                      int64_t tokens, int64_t in_features, uint32_t* zeros, int num_zeros, const Gpu& gpu,
+                      cudaStream_t stream) {
     Arguments arguments{};
     arguments.x = x;
+    arguments.rows = rows.index;
+    arguments.last_row = static_cast<int>(rows.count - 1);
     arguments.tokens = static_cast<int>(tokens);
     arguments.in_features = static_cast<int>(in_features);
     arguments.out_columns = static_cast<int>(num_blocks(in_features) * kBlockSize);

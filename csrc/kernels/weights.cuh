@@ -1,5 +1,5 @@
 // From tiles to operand A of the tensor cores: slabs in shared memory, the table of pairs of levels. Shared by the
-// fused products, gemm.cu, gemm_wgmma.cu and gradient_wgmma.cu.
+// fused products, gemm.cu, gemm_wgmma.cuh and gradient_wgmma.cu.
 #pragma once
 
 #include <cstdint>

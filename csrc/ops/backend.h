@@ -28,8 +28,17 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
 std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<Packed>& weights,
                                const std::vector<std::optional<Tensor>>& biases);
 
+// y [R, out_features]: row i of x, or of x[rows], times the expert that has it, offsets[e] <= i < offsets[e + 1];
+// zeros in rows from offsets[E] on. offsets: int32 [E + 1]; rows: int32 [R]; both contiguous. R is not 0.
+Tensor gemm_experts(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
+                    const std::optional<Tensor>& rows, const Tensor& offsets);
+
 // grad_x [tokens, in_features] = grad [tokens, out_features] @ W, both contiguous and not empty, for one matrix.
 void gemm_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor& grad_x);
+
+// The same for the rows of experts, zeros in rows that none has.
+void gemm_experts_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, const Tensor& offsets,
+                           Tensor& grad_x);
 
 }  // namespace hf_kbit::backend
 
@@ -54,6 +63,9 @@ void multiply_into(Tensor& out, const Tensor& a, const Tensor& b);
 
 // backend::gemm_gradient by decoding some columns of a large weight at a time.
 void gradient_in_slices(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor& grad_x);
+
+// One of several matrices.
+Packed matrix_of(const Packed& packed, int64_t index);
 
 // Planes of `count` columns from `first` on, a multiple of 32, of one matrix in planes.
 Packed columns_of(const Packed& planes, int64_t first, int64_t count);

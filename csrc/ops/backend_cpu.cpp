@@ -4,6 +4,7 @@
 #endif
 
 #include <algorithm>
+#include <cstring>
 #include <tuple>
 
 #include <torch/csrc/stable/ops.h>
@@ -195,6 +196,68 @@ std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<P
 
 void gemm_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor& grad_x) {
     gradient_in_slices(grad, dtype, packed, grad_x);
+}
+
+namespace {
+
+// multiply(expert, its first row, how many it has), of those that have any; what is left of `to` becomes zeros.
+template <typename Multiply>
+void for_each_expert(const Packed& packed, const Tensor& offsets, Tensor& to, const Multiply& multiply) {
+    const auto* ends = static_cast<const int32_t*>(offsets.const_data_ptr());
+    if (ends[0] != 0) refuse("offsets", std::to_string(ends[0]), "0 first");
+    for (int64_t expert = 0; expert < packed.count; ++expert) {
+        if (ends[expert + 1] < ends[expert] || ends[expert + 1] > to.size(0)) {
+            refuse("offsets", std::to_string(ends[expert + 1]) + " behind " + std::to_string(ends[expert]),
+                   "not less, and at most " + std::to_string(to.size(0)));
+        }
+    }
+    for (int64_t expert = 0; expert < packed.count; ++expert) {
+        const int64_t count = ends[expert + 1] - ends[expert];
+        if (count > 0) multiply(expert, ends[expert], count);
+    }
+    Tensor rest = torch::stable::narrow(to, 0, ends[packed.count], to.size(0) - ends[packed.count]);
+    torch::stable::zero_(rest);
+}
+
+// x[rows]
+Tensor picked(const Tensor& x, const Tensor& rows) {
+    const Tensor from = as_contiguous(x);
+    const auto* index = static_cast<const int32_t*>(rows.const_data_ptr());
+    const size_t bytes = x.size(1) * x.element_size();
+    Tensor to = new_tensor(x, {rows.size(0), x.size(1)}, x.scalar_type());
+    for (int64_t i = 0; i < rows.size(0); ++i) {
+        if (index[i] < 0 || index[i] >= x.size(0)) {
+            refuse("rows", std::to_string(index[i]), "from 0 to " + std::to_string(x.size(0) - 1) + ", those of x");
+        }
+        std::memcpy(static_cast<char*>(to.mutable_data_ptr()) + i * bytes,
+                    static_cast<const char*>(from.const_data_ptr()) + index[i] * bytes, bytes);
+    }
+    return to;
+}
+
+}  // namespace
+
+Tensor gemm_experts(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
+                    const std::optional<Tensor>& rows, const Tensor& offsets) {
+    Tensor inputs = rows ? picked(x, *rows) : x;
+    Tensor y = new_tensor(x, {inputs.size(0), packed.out_features}, x.scalar_type());
+    for_each_expert(packed, offsets, y, [&](int64_t expert, int64_t first, int64_t count) {
+        std::optional<Tensor> its_bias;
+        if (bias) its_bias = torch::stable::select(*bias, 0, expert);
+        Tensor to = torch::stable::narrow(y, 0, first, count);
+        torch::stable::copy_(
+            to, gemm(torch::stable::narrow(inputs, 0, first, count), dtype, matrix_of(packed, expert), its_bias));
+    });
+    return y;
+}
+
+void gemm_experts_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, const Tensor& offsets,
+                           Tensor& grad_x) {
+    Tensor rows = grad;
+    for_each_expert(packed, offsets, grad_x, [&](int64_t expert, int64_t first, int64_t count) {
+        Tensor to = torch::stable::narrow(grad_x, 0, first, count);
+        gemm_gradient(torch::stable::narrow(rows, 0, first, count), dtype, matrix_of(packed, expert), to);
+    });
 }
 
 }  // namespace hf_kbit::backend

@@ -220,10 +220,10 @@ bool any_transform(const std::vector<Held>& held) {
     return std::any_of(held.begin(), held.end(), [](const Held& one) { return one.transform.any(); });
 }
 
-// Replaces x, which all have in common, by what each weight wants; up to kGemmParts different ones are one launch.
-// Besides sets `flags` to zero, if there are any.
+// Replaces x, which all have in common, or the rows of it that an index picks, by what each weight wants; up to
+// kGemmParts different ones are one launch. Besides sets `flags` to zero, if there are any.
 void transform_inputs(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch,
-                      std::optional<Tensor> flags = std::nullopt) {
+                      std::optional<Tensor> flags = std::nullopt, const cuda::Rows& rows = {}) {
     const Tensor x = held[0].x;
     const int64_t in_features = x.size(-1), columns = num_blocks(in_features) * kBlockSize;
     std::vector<cuda::Transformed> outputs;
@@ -246,7 +246,7 @@ void transform_inputs(std::vector<Held>& held, Dtype dtype, int64_t tokens, cons
         const auto count = static_cast<int>(std::min<size_t>(kGemmParts, outputs.size() - first));
         uint32_t* const zeros = flags && first == 0 ? reinterpret_cast<uint32_t*>(write<int32_t>(*flags)) : nullptr;
         check("transform",
-              cuda::transform(x.const_data_ptr(), dtype, &outputs[first], count, tokens, in_features, zeros,
+              cuda::transform(x.const_data_ptr(), rows, dtype, &outputs[first], count, tokens, in_features, zeros,
                               zeros ? static_cast<int>(flags->numel()) : 0, launch.gpu, launch.stream));
     }
 }
@@ -389,6 +389,72 @@ std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<P
     if (held.empty()) return products;
     (together ? multiply_few : multiply_many)(held, dtype, x.numel() / x.size(-1), launch);
     return products;
+}
+
+namespace {
+
+// Rows of `from` to those of `to`, as cuda::copy_rows; both contiguous.
+void copy_rows(const Tensor& from, Dtype dtype, const cuda::Rows& rows, const int32_t* range, Tensor& to,
+               const Launch& launch) {
+    check("copy_rows", cuda::copy_rows(from.const_data_ptr(), dtype, to.size(1), rows, range, to.size(0),
+                                       to.mutable_data_ptr(), launch.gpu, launch.stream));
+}
+
+// Which expert has a row is known on the GPU alone: `multiply` gives all rows times one expert, of which its own stay.
+template <typename Multiply>
+void multiply_by_each(const Packed& packed, Dtype dtype, const Tensor& offsets, Tensor& to, const Launch& launch,
+                      const Multiply& multiply) {
+    torch::stable::zero_(to);
+    for (int64_t expert = 0; expert < packed.count; ++expert) {
+        copy_rows(multiply(matrix_of(packed, expert), expert), dtype, {}, read<int32_t>(offsets) + expert, to, launch);
+    }
+}
+
+}  // namespace
+
+// In one kernel where it can, else one expert after the other, which takes as long as if each had all rows.
+Tensor gemm_experts(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
+                    const std::optional<Tensor>& rows, const Tensor& offsets) {
+    const Launch launch(x);
+    const cuda::Gpu& gpu = launch.gpu;
+    const int64_t count = rows ? rows->size(0) : x.size(0);
+    const cuda::Rows picked{rows ? read<int32_t>(*rows) : nullptr, x.size(0)};
+    if (fusable(packed, dtype) && experts_are_fused(count, packed.count, packed.out_features, packed.in_features,
+                                                    gpu.arch, gpu.shared_reserved)) {
+        std::vector<Held> held;
+        held.emplace_back(in_pieces(x), Shape{count, packed.in_features}, dtype, packed, bias);
+        held[0].ordered = true;
+        transform_inputs(held, dtype, count, launch, std::nullopt, picked);
+        const int64_t in_features = held[0].x.size(-1);
+        const WgmmaPlan plan = plan_experts(count, packed.count, packed.out_features, in_features, packed.bits,
+                                            batch_invariant(), gpu.processors, gpu.shared_limit);
+        check("gemm_experts",
+              cuda::experts_wgmma(held[0].product(), read<int32_t>(offsets), static_cast<int>(packed.count), dtype,
+                                  packed.bits, count, in_features, plan, gpu, launch.stream));
+        return held[0].y;
+    }
+    Tensor inputs = as_contiguous(x);
+    if (rows) {
+        inputs = new_tensor(x, {count, packed.in_features}, x.scalar_type());
+        copy_rows(as_contiguous(x), dtype, picked, nullptr, inputs, launch);
+    }
+    Tensor y = new_tensor(x, {count, packed.out_features}, x.scalar_type());
+    multiply_by_each(packed, dtype, offsets, y, launch, [&](const Packed& matrix, int64_t expert) {
+        std::optional<Tensor> its_bias;
+        if (bias) its_bias = torch::stable::select(*bias, 0, expert);
+        return gemm(inputs, dtype, matrix, its_bias);
+    });
+    return y;
+}
+
+void gemm_experts_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, const Tensor& offsets,
+                           Tensor& grad_x) {
+    const Launch launch(grad);
+    multiply_by_each(packed, dtype, offsets, grad_x, launch, [&](const Packed& matrix, int64_t) {
+        Tensor part = new_tensor(grad_x, shape_of(grad_x), grad_x.scalar_type());
+        gemm_gradient(grad, dtype, matrix, part);
+        return part;
+    });
 }
 
 // Decodes and multiplies in one kernel where it can and that is faster, else decodes first.

@@ -83,6 +83,15 @@ Packed columns_of(const Packed& planes, int64_t first, int64_t count) {
     return columns;
 }
 
+Packed matrix_of(const Packed& packed, int64_t index) {
+    Packed matrix = packed;
+    matrix.words = torch::stable::select(packed.words, 0, index);
+    matrix.scales = torch::stable::select(packed.scales, 0, index);
+    matrix.count = 1;
+    matrix.lead = {};
+    return matrix;
+}
+
 int64_t slice_size(int64_t bytes) {
     constexpr int64_t kSliceBytes = 64 << 20, kLeast = kSlabBlocks * kBlockSize;
     int64_t size = kLeast;
@@ -147,22 +156,22 @@ std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, in
     return {words, scales};
 }
 
-// The weight of a product.
+// The weight of a product, or those of experts.
 Packed check_product(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
                      const std::optional<Tensor>& bias, int64_t out_features, const std::optional<Tensor>& columns,
-                     bool rotated) {
+                     bool rotated, bool experts = false) {
     if (x.dim() < 1) refuse("x", "a scalar", "[*, in_features]");
     check_same_device("x", x, "weight", weight);
     Packed packed = check_packed(weight, absmax, codebook, check_codebook(codebook), out_features, x.size(-1));
-    if (!packed.lead.empty()) {
-        refuse("weight", "shape " + to_string(shape_of(weight)), "one matrix, no leading dimensions");
+    if (packed.lead.size() != (experts ? 1 : 0)) {
+        refuse("weight", "shape " + to_string(shape_of(weight)),
+               experts ? "one leading dimension, that of experts" : "one matrix, no leading dimensions");
     }
     check_columns(packed, columns, rotated);
     if (bias) {
         check_dtype("bias", *bias, x.scalar_type());
-        if (shape_of(*bias) != Shape{out_features}) {
-            refuse("bias", "shape " + to_string(shape_of(*bias)), to_string({out_features}));
-        }
+        const Shape expected = concat(packed.lead, {out_features});
+        if (shape_of(*bias) != expected) refuse("bias", "shape " + to_string(shape_of(*bias)), to_string(expected));
         check_same_device("bias", *bias, "x", x);
     }
     return packed;
@@ -194,18 +203,55 @@ std::vector<Tensor> gemm_group(const Tensor& x, std::vector<Tensor> weights, std
     return backend::gemm_group(x, dtype, products, biases);
 }
 
-Tensor gemm_gradient(const Tensor& grad, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
-                     torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, const std::optional<Tensor>& column_scales,
-                     bool rotated) {
-    const Dtype dtype = float_dtype("grad", grad.scalar_type(), true);
+// Says which rows are whose; as kernels read it.
+Tensor check_index(std::string_view name, const Tensor& index, const Shape& expected, const Tensor& weight) {
+    check_dtype(name, index, ScalarType::Int);
+    check_same_device(name, index, "weight", weight);
+    if (shape_of(index) != expected) refuse(name, "shape " + to_string(shape_of(index)), to_string(expected));
+    return as_contiguous(index);
+}
+
+Tensor gemm_experts(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
+                    const std::optional<Tensor>& bias, const std::optional<Tensor>& rows, const Tensor& offsets,
+                    int64_t out_features, const std::optional<Tensor>& columns, bool rotated) {
+    const Dtype dtype = float_dtype("x", x.scalar_type(), true);
+    if (x.dim() != 2) refuse("x", "shape " + to_string(shape_of(x)), "[tokens, in_features]");
+    const Packed packed = check_product(x, weight, absmax, codebook, bias, out_features, columns, rotated, true);
+    const Tensor ends = check_index("offsets", offsets, {packed.count + 1}, weight);
+    std::optional<Tensor> picked;
+    if (rows) {
+        if (rows->dim() != 1) refuse("rows", "shape " + to_string(shape_of(*rows)), "one dimension");
+        picked = check_index("rows", *rows, shape_of(*rows), weight);
+        if (x.size(0) == 0 && rows->size(0) > 0) refuse("x", "no rows", "those that rows picks");
+    }
+    const int64_t count = rows ? rows->size(0) : x.size(0);
+    if (count == 0) return new_tensor(x, {0, out_features}, x.scalar_type());
+    return backend::gemm_experts(x, dtype, packed, bias, picked, ends);
+}
+
+// The weight of a gradient, or those of experts.
+Packed check_gradient(const Tensor& grad, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
+                      torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, const std::optional<Tensor>& column_scales,
+                      bool rotated, bool experts = false) {
     if (shape.size() != 2) refuse("shape", to_string(shape.vec()), "[out_features, in_features]");
     Packed packed = check_packed(weight, absmax, codebook, check_codebook(codebook), shape[0], shape[1]);
     check_columns(packed, column_scales, rotated);
-    if (!packed.lead.empty()) refuse("weight", "shape " + to_string(shape_of(weight)), "one matrix");
+    if (packed.lead.size() != (experts ? 1 : 0)) {
+        refuse("weight", "shape " + to_string(shape_of(weight)),
+               experts ? "one leading dimension, that of experts" : "one matrix");
+    }
     if (grad.dim() < 1 || grad.size(-1) != packed.out_features) {
         refuse("grad", "shape " + to_string(shape_of(grad)), "[*, out_features], with " + to_string(shape.vec()));
     }
     check_same_device("grad", grad, "weight", weight);
+    return packed;
+}
+
+Tensor gemm_gradient(const Tensor& grad, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
+                     torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, const std::optional<Tensor>& column_scales,
+                     bool rotated) {
+    const Dtype dtype = float_dtype("grad", grad.scalar_type(), true);
+    const Packed packed = check_gradient(grad, weight, absmax, codebook, shape, column_scales, rotated);
     Shape grad_shape = shape_of(grad);
     grad_shape.back() = packed.in_features;
     Tensor grad_x = new_tensor(grad, grad_shape, grad.scalar_type());
@@ -217,6 +263,18 @@ Tensor gemm_gradient(const Tensor& grad, const Tensor& weight, const Tensor& abs
     return grad_x;
 }
 
+Tensor gemm_experts_gradient(const Tensor& grad, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
+                             const Tensor& offsets, torch::headeronly::HeaderOnlyArrayRef<int64_t> shape,
+                             const std::optional<Tensor>& column_scales, bool rotated) {
+    const Dtype dtype = float_dtype("grad", grad.scalar_type(), true);
+    if (grad.dim() != 2) refuse("grad", "shape " + to_string(shape_of(grad)), "[rows, out_features]");
+    const Packed packed = check_gradient(grad, weight, absmax, codebook, shape, column_scales, rotated, true);
+    const Tensor ends = check_index("offsets", offsets, {packed.count + 1}, weight);
+    Tensor grad_x = new_tensor(grad, {grad.size(0), packed.in_features}, grad.scalar_type());
+    if (grad_x.numel() > 0) backend::gemm_experts_gradient(as_contiguous(grad), dtype, packed, ends, grad_x);
+    return grad_x;
+}
+
 STABLE_TORCH_LIBRARY_IMPL(hf_kbit, HF_KBIT_DISPATCH_KEY, library) {
     library.impl("quantize", TORCH_BOX(&quantize));
     library.impl("dequantize", TORCH_BOX(&dequantize));
@@ -225,6 +283,8 @@ STABLE_TORCH_LIBRARY_IMPL(hf_kbit, HF_KBIT_DISPATCH_KEY, library) {
     library.impl("gemm_inference", TORCH_BOX(&gemm));
     library.impl("gemm_gradient", TORCH_BOX(&gemm_gradient));
     library.impl("gemm_group", TORCH_BOX(&gemm_group));
+    library.impl("gemm_experts", TORCH_BOX(&gemm_experts));
+    library.impl("gemm_experts_gradient", TORCH_BOX(&gemm_experts_gradient));
 }
 
 }  // namespace hf_kbit

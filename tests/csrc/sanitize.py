@@ -6,9 +6,9 @@
 
 Widths that are named run alone, so that several processes can share the work.
 
-Of gemm_wgmma_kernel racecheck reports the slabs, and of gradient_wgmma_kernel the weights, most likely without reason:
-a warp's lanes read them, then, behind a __syncwarp, of which no instruction is left for the tool to see, lane 0 tells
-the barrier that those who bring the next ones wait for.
+Of gemm_wgmma_kernel and experts_wgmma_kernel racecheck reports the slabs, and of gradient_wgmma_kernel the weights,
+most likely without reason: a warp's lanes read them, then, behind a __syncwarp, of which no instruction is left for
+the tool to see, lane 0 tells the barrier that those who bring the next ones wait for.
 
 Inputs are made on the CPU and outputs are compared there: torch's own kernels take no part.
 """
@@ -78,6 +78,28 @@ def group() -> None:
             cases.assert_product(found.cpu(), x, stored.T, columns=its_columns, rotated=rotated)
 
 
+# Experts, shape, rows: one tile for each, groups that meet after each of several tiles, several tiles of tokens.
+EXPERTS = [(3, (100, 328), 5), (130, (48, 520), 300), (3, (3072, 1024), 40), (2, (300, 768), 900)]
+
+
+def experts(bits: int) -> None:
+    """Some rows are nobody's; each is one of ten."""
+    codebook = cases.codebook(bits) * 2.0**-6
+    for (count, shape, rows), dtype in itertools.product(EXPERTS, (torch.float16, torch.bfloat16)):
+        planes = cases.random_packed((count, *shape), bits)
+        tiles = reference.repack(*planes, bits, list(shape))
+        x, bias, columns = cases.x((10,), shape[1], dtype), cases.x((count,), shape[0], dtype), cases.columns(shape[1])
+        index = torch.randint(0, 10, (rows,), generator=cases.generator(rows)).int()
+        offsets = torch.arange(count + 1).mul(rows - 1).div(count, rounding_mode="floor").int()
+        on_gpu = [tensor.cuda() for tensor in (x, *tiles, codebook, bias, index, offsets)]
+        found = OPS.gemm_experts(*on_gpu, shape[0], columns.cuda(), True).cpu()
+        stored = cases.stored(*planes, codebook, signed=True)
+        for expert, (first, end) in enumerate(itertools.pairwise(offsets.tolist())):
+            inputs = x[index[first:end].long()]
+            cases.assert_product(found[first:end], inputs, stored[expert].T, bias[expert], 2, columns, True)
+        assert not found[rows - 1 :].any()
+
+
 def main() -> None:
     widths = [int(bits) for bits in sys.argv[1:]] or cases.BITS
     for shape in SHAPES:
@@ -110,6 +132,8 @@ def main() -> None:
     for bits, (shape, tokens) in itertools.product(widths, DIVIDED):
         planes = cases.random_packed(shape, bits)
         product(planes, shape, bits, cases.codebook(bits), cases.x((tokens,), shape[1], torch.float16) * 2.0**-6)
+    for bits in widths:
+        experts(bits)
     if 4 in widths:
         group()
     print("all kernels ran, with the reference's results")

@@ -120,6 +120,18 @@ extern "C" int64_t wgmma_partial_bytes(const hf_kbit::WgmmaPlan* plan) {
 extern "C" int wgmma_ordered(int bits, int token_tile, int transformed, int batch_invariant) {
     return hf_kbit::wgmma_ordered(bits, token_tile, transformed, batch_invariant);
 }
+extern "C" void experts_plan(int64_t rows, int64_t experts, int64_t out_features, int64_t in_features, int bits,
+                            int batch_invariant, int processors, int shared_limit, hf_kbit::WgmmaPlan* to) {
+    *to = hf_kbit::plan_experts(rows, experts, out_features, in_features, bits, batch_invariant, processors,
+                                shared_limit);
+}
+extern "C" int64_t most_token_tiles(int64_t rows, int64_t experts, int token_tile) {
+    return hf_kbit::most_token_tiles(rows, experts, token_tile);
+}
+extern "C" int experts_are_fused(int64_t rows, int64_t experts, int64_t out_features, int64_t in_features, int arch,
+                                 int shared_reserved) {
+    return hf_kbit::experts_are_fused(rows, experts, out_features, in_features, arch, shared_reserved);
+}
 extern "C" void gradient_plan(int64_t tokens, int64_t out_features, int64_t in_features, int processors,
                               hf_kbit::GradientPlan* to) {
     static_assert(sizeof(hf_kbit::GradientPlan) == 3 * sizeof(int), "test_gemm_plan.py knows three fields");
@@ -166,6 +178,11 @@ def library(compile_for_cpu):
         [ctypes.POINTER(WgmmaPlan)],
         ctypes.c_int64,
     )
+    loaded.experts_plan.argtypes = [*[ctypes.c_int64] * 4, *[ctypes.c_int] * 4, ctypes.POINTER(WgmmaPlan)]
+    loaded.experts_plan.restype = None
+    loaded.most_token_tiles.argtypes = [*[ctypes.c_int64] * 2, ctypes.c_int]
+    loaded.most_token_tiles.restype = ctypes.c_int64
+    loaded.experts_are_fused.argtypes = [*[ctypes.c_int64] * 4, *[ctypes.c_int] * 2]
     loaded.gradient_plan.argtypes = [*[ctypes.c_int64] * 3, ctypes.c_int, ctypes.POINTER(GradientPlan)]
     loaded.gradient_plan.restype = None
     loaded.gradient_is_fused.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_int] * 5]
@@ -519,7 +536,7 @@ def test_wgmma_plans_are_valid(plan_wgmma, gpu):
 
 
 def test_wgmma_shared_memory_holds_what_the_kernel_puts_there(plan_wgmma):
-    """Counted from gemm_wgmma.cu: a table of 64 KB, x, slabs, two barriers for each; or, after them, others' sums."""
+    """Counted from gemm_wgmma.cuh: a table of 64 KB, x, slabs, two barriers for each; or, after them, others' sums."""
     for tokens, shape, bits in WGMMA_CASES:
         plan = plan_wgmma(tokens, shape, bits)
         warps = wgmma_rows(plan) * plan.groups // 16
@@ -558,7 +575,7 @@ def test_every_slab_of_the_divided_tiles_is_one_ctas(plan_wgmma, library):
 
 
 def test_memory_of_parts_of_tiles(plan_wgmma, library):
-    """Counted from gemm_wgmma.cu: the sums of a tile and a word for each warp, for every CTA; none where none is
+    """Counted from gemm_wgmma.cuh: the sums of a tile and a word for each warp, for every CTA; none where none is
     divided."""
     for tokens, shape, bits in WGMMA_CASES:
         plan = plan_wgmma(tokens, shape, bits)
@@ -617,6 +634,99 @@ FASTEST_WGMMA = [
 def test_fastest_wgmma_plan_of_an_h200(plan_wgmma, case, expected):
     found = plan_wgmma(*case).values()
     assert {name: found[name] for name in expected} == expected
+
+
+# --- experts, on Hopper ---------------------------------------------------------------------------
+
+# Experts, of which a token has so many, and their weights: Qwen3-30B-A3B, Mixtral-8x7B, odd ones.
+QWEN_GATE_UP, QWEN_DOWN = (128, 8, (1536, 2048)), (128, 8, (2048, 768))
+MIXTRAL_GATE_UP, MIXTRAL_DOWN = (8, 2, (28672, 4096)), (8, 2, (4096, 14336))
+EXPERTS = [QWEN_GATE_UP, QWEN_DOWN, MIXTRAL_GATE_UP, MIXTRAL_DOWN, (1, 1, (35, 1000)), (1024, 3, (100, 328))]
+EXPERT_CASES = [
+    (tokens * each, experts, shape, bits)
+    for experts, each, shape in EXPERTS
+    for tokens in (1, 2, 5, 16, 100, 256, 2048, 100_000)
+    for bits in cases.BITS
+]
+
+
+@pytest.fixture
+def plan_experts(library):
+    def call(rows, experts, shape, bits, gpu=H200, batch_invariant=False) -> WgmmaPlan:
+        found = WgmmaPlan()
+        library.experts_plan(rows, experts, *shape, bits, batch_invariant, gpu.processors, gpu.shared_limit, found)
+        return found
+
+    return call
+
+
+@pytest.mark.parametrize("gpu", [H200, GPUS["a seventh of an H200"]], ids=["H200", "a seventh"])
+def test_plans_of_experts_are_valid(plan_experts, library, gpu):
+    """Groups never have fewer slabs than one each, or one would not come to where they meet."""
+    for rows, experts, shape, bits in EXPERT_CASES:
+        plan = plan_experts(rows, experts, shape, bits, gpu)
+        told = f"{rows} rows, {experts} experts, {shape}, {bits} bits: {plan.values()}"
+        assert plan.token_tile in (16, 32, 64, 128, 256), told
+        assert plan.groups in (1, 2, 4) and plan.groups <= slabs(shape), told
+        assert plan.groups == 1 or plan.token_tile < 256, told
+        assert (plan.split, plan.divided) == (1, 0), told
+        tiles = library.most_token_tiles(rows, experts, plan.token_tile) * ceil_div(shape[0], wgmma_rows(plan))
+        assert plan.clusters == min(tiles, gpu.processors), told
+        assert plan.x_stages >= 2 and plan.ring_stages >= 1, told
+        assert plan.shared_bytes <= gpu.shared_limit, told
+        assert plan_experts(rows, experts, shape, bits, gpu, batch_invariant=True).groups == 1, told
+
+
+def test_experts_shared_memory_holds_what_the_kernel_puts_there(plan_experts):
+    """As for one weight, but others' sums have their own place, behind eight bytes for each expert and the end."""
+    for rows, experts, shape, bits in EXPERT_CASES:
+        plan = plan_experts(rows, experts, shape, bits)
+        columns = 128 if plan.token_tile <= 32 else 64
+        x = plan.groups * plan.x_stages * (plan.token_tile * columns * 2 + 16)
+        warps = wgmma_rows(plan) * plan.groups // 16
+        weights = warps * plan.ring_stages * (16 * 256 * bits // 8 + 16 * 8 + 16)
+        owned = ceil_div(plan.token_tile, min(plan.groups, plan.token_tile // 8))
+        sums = plan.groups * (plan.groups - 1) * owned * wgmma_rows(plan) * 4
+        table = ceil_div((experts + 1) * 8, 16) * 16
+        assert plan.shared_bytes == 1024 + 65536 + x + weights + table + sums, plan.values()
+
+
+def test_most_tiles_of_tokens(library):
+    """Of all ways to divide few rows among experts; as many as there can be, no more."""
+    for rows, experts, token_tile in itertools.product((1, 2, 5, 9), (1, 2, 4), (1, 2, 4)):
+        ways = (way for way in itertools.product(range(rows + 1), repeat=experts) if sum(way) == rows)
+        most = max(sum(ceil_div(its_rows, token_tile) for its_rows in way) for way in ways)
+        assert library.most_token_tiles(rows, experts, token_tile) == most, (rows, experts, token_tile)
+
+
+def test_which_experts_are_fused(library):
+    def fused(rows, experts, shape, arch=900, reserved=1024):
+        return bool(library.experts_are_fused(rows, experts, *shape, arch, reserved))
+
+    for experts, each, shape in EXPERTS:
+        assert all(fused(tokens * each, experts, shape) for tokens in (1, 16, 2048, 100_000))
+        assert not fused(0, experts, shape)
+        assert not fused(8, experts, shape, arch=800) and not fused(8, experts, shape, arch=1000)
+        assert not fused(8, experts, shape, reserved=1025)
+    assert not fused(8, 1025, (35, 1000)) and not fused(8, 1, (2**27 + 1, 256))
+    # More tiles than 2**30, were every expert to have all rows.
+    assert fused(16 * 2**15, 1024, (64 * 2**5, 256)) and not fused(16 * 2**15 + 1, 1024, (64 * 2**5, 256))
+
+
+# Not measured.
+CHOICES = [
+    (QWEN_GATE_UP, {1: (16, 2), 2: (16, 1), 16: (16, 1), 256: (32, 1), 2048: (128, 1)}),
+    (QWEN_DOWN, {1: (16, 2), 2: (16, 1), 16: (16, 1), 256: (32, 1), 2048: (128, 1)}),
+    (MIXTRAL_GATE_UP, {1: (16, 1), 16: (16, 1), 256: (128, 1), 2048: (256, 1)}),
+    (MIXTRAL_DOWN, {1: (16, 4), 16: (16, 1), 256: (64, 2), 2048: (256, 1)}),
+]
+
+
+@pytest.mark.parametrize(("experts", "expected"), CHOICES, ids=["Qwen gate up", "down", "Mixtral gate up", "down"])
+def test_plans_of_experts_of_an_h200(plan_experts, experts, expected):
+    count, each, shape = experts
+    plans = {tokens: plan_experts(tokens * each, count, shape, 4) for tokens in expected}
+    assert {tokens: (plan.token_tile, plan.groups) for tokens, plan in plans.items()} == expected
 
 
 # --- more tokens, on other GPUs -------------------------------------------------------------------

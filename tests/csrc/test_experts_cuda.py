@@ -1,0 +1,306 @@
+"""Products of rows with the experts that have them, on a GPU: every way to divide rows and work, transforms, graphs.
+
+On Hopper tiles and 16-bit activations take one kernel; everything else takes the products of one weight, one expert
+after the other. Results have the same bounds."""
+
+import itertools
+import re
+from typing import NamedTuple
+
+import cases
+import pytest
+import torch
+
+import hf_kbit
+from hf_kbit import _native
+
+OPS = torch.ops.hf_kbit
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not _native.library("cuda").loaded, reason=f"CUDA library: {_native.library('cuda').missing}"),
+]
+HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+BITS = pytest.mark.parametrize("bits", cases.BITS)
+TRANSFORMS = pytest.mark.parametrize(
+    ("scaled", "rotated"), [(False, False), *cases.TRANSFORMS], ids=["plain", "columns", "rotated", "both"]
+)
+
+
+@pytest.fixture(autouse=True)
+def sums_in_float32(monkeypatch):
+    """Where cuBLAS multiplies, it adds up in float32."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+
+
+def is_hopper() -> bool:
+    return _native.cuda_arch() == 900
+
+
+class Experts(NamedTuple):
+    """Weights of any codes and scales, on the GPU, and what the op wants of them."""
+
+    planes: list
+    tiles: list
+    stored: torch.Tensor  # as cases.assert_product wants it, but for [N, K]
+    codebook: torch.Tensor
+    shape: tuple[int, int]
+    columns: torch.Tensor | None
+    rotated: bool
+
+    def multiply(self, x, rows, offsets, bias=None, tiled=True):
+        packed = self.tiles if tiled else self.planes
+        return OPS.gemm_experts(
+            x, *packed, self.codebook, bias, rows, offsets, self.shape[0], self.columns, self.rotated
+        )
+
+    def gradient(self, grad, offsets, tiled=True):
+        packed = self.tiles if tiled else self.planes
+        return OPS.gemm_experts_gradient(
+            grad, *packed, self.codebook, offsets, list(self.shape), self.columns, self.rotated
+        )
+
+    def check(self, found, x, rows, offsets, bias=None):
+        """Each expert's rows against float64; zeros behind them."""
+        picked = x if rows is None else x[rows.long()]
+        assert found.dtype == x.dtype and found.shape == (len(picked), self.shape[0]) and found.is_contiguous()
+        ends = offsets.tolist()
+        for expert, (first, end) in enumerate(itertools.pairwise(ends)):
+            if first < end:
+                of_expert = None if bias is None else bias[expert]
+                cases.assert_product(
+                    found[first:end],
+                    picked[first:end],
+                    self.stored[expert].T,
+                    of_expert,
+                    2,
+                    self.columns,
+                    self.rotated,
+                )
+        assert not found[ends[-1] :].any()
+
+
+def random_experts(count, shape, bits, scaled=False, rotated=False) -> Experts:
+    planes = [tensor.cuda() for tensor in cases.random_packed((count, *shape), bits)]
+    tiles = OPS.repack(*planes, bits, list(shape))
+    columns, codebook = cases.columns(shape[1]).cuda() if scaled else None, cases.codebook(bits).cuda() * 2.0**-6
+    stored = cases.stored(*planes, codebook, rotated)[..., : None if rotated else shape[1]]
+    return Experts(planes, tiles, stored, codebook, shape, columns, rotated)
+
+
+def divided(count, rows, how) -> torch.Tensor:
+    """Offsets: rows divided evenly, at random (some experts have none), all to one, or some to nobody."""
+    if how == "even":
+        inner = torch.arange(1, count) * rows // count
+    elif how == "one":
+        inner = torch.tensor([0] * (count // 2) + [rows] * (count - 1 - count // 2))
+    else:
+        inner = torch.randint(0, rows + 1, (count - 1,), generator=cases.generator(count, rows)).sort().values
+    offsets = torch.tensor([0, *inner.tolist(), rows])
+    return (offsets * 2 // 3 if how == "short" else offsets).int().cuda()
+
+
+def picked_rows(tokens, rows, seed=0) -> torch.Tensor:
+    return torch.randint(0, tokens, (rows,), generator=cases.generator(tokens, rows, seed)).int().cuda()
+
+
+WAYS = ("even", "random", "one", "short")
+
+
+@BITS
+@HALVES
+@pytest.mark.parametrize(
+    ("count", "shape", "most"),
+    [
+        (1, (35, 1000), 3000),
+        (3, (100, 328), 3000),
+        (8, (1000, 2880), 3000),
+        (130, (100, 328), 3000),  # more experts than processors
+        (16, (1536, 2048), 3000),
+        (128, (256, 768), 3000),  # three slabs, which two groups divide unevenly
+        (4, (4096, 3584), 300),  # groups meet after each of several tiles
+        (2, (16, 14336), 100),
+        (1024, (16, 256), 3000),
+        (5, (7, 33), 100),
+    ],
+    ids=str,
+)
+def test_every_way_to_divide_rows_and_work(count, shape, most, bits, dtype, poison):
+    experts, bias = random_experts(count, shape, bits), cases.x((count,), shape[0], dtype).cuda()
+    for rows in (1, 2, 8, 31, 128, 300, 1030, 3000):
+        if rows > most:
+            continue
+        tokens = max(1, rows // 8)
+        for how in WAYS:
+            offsets, index = divided(count, rows, how), picked_rows(tokens, rows)
+            x = cases.x((tokens,), shape[1], dtype).cuda()
+            poison("cuda", rows * shape[0] * 2)
+            found = experts.multiply(x, index, offsets, bias)
+            experts.check(found, x, index, offsets, bias)
+            assert torch.equal(found, experts.multiply(x, index, offsets, bias))
+
+
+@BITS
+@HALVES
+@TRANSFORMS
+def test_transforms(bits, dtype, scaled, rotated, poison):
+    """With rows picked from x, or x as it is; with bias and without."""
+    for count, shape in ((3, (100, 328)), (130, (48, 100)), (8, (512, 2880))):
+        experts, bias = random_experts(count, shape, bits, scaled, rotated), cases.x((count,), shape[0], dtype).cuda()
+        for rows, how in ((1, "even"), (64, "random"), (700, "short")):
+            offsets = divided(count, rows, how)
+            for index, its_bias in ((None, bias), (picked_rows(rows, rows), None)):
+                x = cases.x((rows,), shape[1], dtype).cuda()
+                poison("cuda", rows * shape[0] * 2)
+                found = experts.multiply(x, index, offsets, its_bias)
+                experts.check(found, x, index, offsets, its_bias)
+
+
+@BITS
+@pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
+@pytest.mark.parametrize("dtype", [*cases.FLOATS, torch.float64])
+def test_other_weights_and_activations(bits, dtype, tiled):
+    for scaled, rotated in ((False, False), (True, True)):
+        experts = random_experts(5, (100, 328), bits, scaled, rotated)
+        bias = cases.x((5,), 100, dtype).cuda()
+        for rows, how in ((1, "even"), (40, "short"), (300, "random")):
+            offsets, index = divided(5, rows, how), picked_rows(30, rows)
+            x = cases.x((30,), 328, dtype).cuda()
+            experts.check(experts.multiply(x, index, offsets, bias, tiled), x, index, offsets, bias)
+            x = cases.x((rows,), 328, dtype).cuda()
+            experts.check(experts.multiply(x, None, offsets, None, tiled), x, None, offsets)
+
+
+@TRANSFORMS
+@pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
+@pytest.mark.parametrize("dtype", [*cases.FLOATS, torch.float64])
+def test_gradients(dtype, tiled, scaled, rotated):
+    """Of each expert's rows those of its weight alone, whose own tests have the bounds."""
+    experts = random_experts(5, (100, 328), 4, scaled, rotated)
+    dense = OPS.dequantize(*experts.tiles, experts.codebook, [100, 328], torch.float64, experts.columns, rotated)
+    for rows, how in ((1, "even"), (40, "short"), (300, "random")):
+        offsets = divided(5, rows, how)
+        grad = cases.x((rows,), 100, dtype).cuda()
+        found = experts.gradient(grad, offsets, tiled)
+        assert found.dtype == dtype and found.shape == (rows, 328) and found.is_contiguous()
+        ends = offsets.tolist()
+        for weight, (first, end) in zip(dense, itertools.pairwise(ends), strict=True):
+            expected = grad[first:end].double() @ weight
+            tolerance = 4 * cases.EPS[dtype] if dtype.itemsize == 2 else 1e-5
+            assert first == end or (found[first:end] - expected).abs().max() <= tolerance * expected.abs().max()
+        assert not found[ends[-1] :].any()
+
+
+@HALVES
+@pytest.mark.parametrize("rows", [8, 128, 1500])
+@pytest.mark.parametrize(("tiled", "shape"), [(True, (1536, 2048)), (True, (300, 328)), (False, (100, 328))], ids=str)
+def test_graph_replays_read_new_offsets(rows, tiled, shape, dtype):
+    """And new rows and activations: nothing is read on the host."""
+    experts = random_experts(16, shape, 4, scaled=True, rotated=True)
+    x, index, offsets = cases.x((50,), shape[1], dtype).cuda(), picked_rows(50, rows), divided(16, rows, "even")
+
+    def both():
+        y = experts.multiply(x, index, offsets, None, tiled)
+        return y, experts.gradient(y, offsets, tiled)
+
+    both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, grad = both()
+    for seed, how in enumerate(WAYS):
+        x.copy_(cases.x((50,), shape[1], dtype, seed=seed))
+        index.copy_(picked_rows(50, rows, seed))
+        offsets.copy_(divided(16, rows, how))
+        graph.replay()
+        assert all(map(torch.equal, (y, grad), both()))
+        experts.check(y, x, index, offsets)
+
+
+def kernels_of(call) -> set[str]:
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    events = [event.key for event in profile.key_averages() if event.self_device_time_total > 0]
+    return {found[0] for event in events if (found := re.search(r"\w+_kernel(?=[<(I])", event))}
+
+
+@BITS
+@HALVES
+def test_two_launches(bits, dtype):
+    """Rows that are picked and transformed, and their products."""
+    if not is_hopper():
+        pytest.skip("one expert after the other")
+    experts = random_experts(8, (300, 328), bits, scaled=True)
+    x, index, offsets = cases.x((4,), 328, dtype).cuda(), picked_rows(4, 8), divided(8, 8, "even")
+    kernels = kernels_of(lambda: experts.multiply(x, index, offsets))
+    assert kernels == {"transform_kernel", "experts_wgmma_kernel"}
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
+def test_offsets_and_rows_that_are_not_there(tiled):
+    """Results are of no use, but what has its rows right is right, and no kernel reads or writes elsewhere."""
+    experts = random_experts(4, (100, 328), 4)
+    x, index = cases.x((5,), 328, torch.float16).cuda(), picked_rows(5, 40)
+    expected = experts.multiply(x, index, divided(4, 40, "even"), None, tiled)
+    for ends in ([0, 10, 2**31 - 1, -(2**31), 40], [7, -5, 3, 1000, 10**9], [2**31 - 1] * 5, [-(2**31)] * 5):
+        experts.multiply(x, index, torch.tensor(ends, dtype=torch.int32, device="cuda"), None, tiled)
+    spoilt = index.clone()
+    spoilt[11], spoilt[30] = -1, 2**31 - 1
+    found = experts.multiply(x, spoilt, divided(4, 40, "even"), None, tiled)
+    others = torch.tensor([row not in (11, 30) for row in range(40)], device="cuda")
+    assert torch.equal(found[others], expected[others])
+    assert torch.equal(found, experts.multiply(x, spoilt.clamp(0, 4), divided(4, 40, "even"), None, tiled))
+
+
+@HALVES
+def test_infinity_and_nan_stay_in_their_row(dtype):
+    experts = random_experts(6, (320, 500), 4)
+    x, offsets = cases.x((50,), 500, dtype).cuda(), divided(6, 50, "random")
+    expected = experts.multiply(x, None, offsets)
+    for special in (float("inf"), float("nan")):
+        spoilt = x.clone()
+        spoilt[20, 100] = special
+        found = experts.multiply(spoilt, None, offsets)
+        others = torch.arange(50, device="cuda") != 20
+        assert torch.equal(found[others], expected[others]) and not found[20].isfinite().all()
+
+
+@BITS
+@HALVES
+def test_weights_and_activations_anywhere_in_memory(bits, dtype):
+    experts = random_experts(3, (100, 328), bits)
+    offsets, flat = divided(3, 20, "random"), cases.x((), 20 * 328 + 1, dtype).cuda()
+    x = flat[1:].view(20, 328)
+    expected = experts.multiply(x.clone(), None, offsets)
+    moved = [torch.cat([part.flatten()[:1], part.flatten()])[1:].view(part.shape) for part in experts.tiles]
+    assert torch.equal(experts._replace(tiles=moved).multiply(x, None, offsets), expected)
+    assert torch.equal(experts.multiply(x.T.contiguous().T, None, offsets), expected)
+
+
+@BITS
+@HALVES
+def test_same_bits_in_every_batch(bits, dtype):
+    if not is_hopper():
+        pytest.skip("the products of one weight, which have a test of their own")
+    hf_kbit.set_batch_invariant(True)
+    try:
+        experts = random_experts(4, (1000, 2880), bits, scaled=True)
+        x = cases.x((600,), 2880, dtype).cuda()
+        whole = experts.multiply(x, None, divided(4, 600, "even"))
+        for rows in ([0], [599], [3, 149], [0, 150, 300, 450], range(100, 260), range(0, 600, 2)):
+            index = torch.tensor(list(rows), dtype=torch.int32, device="cuda")
+            offsets = torch.searchsorted(index, torch.tensor([0, 150, 300, 450, 600], device="cuda").int())
+            assert torch.equal(experts.multiply(x, index, offsets.int()), whole[index.long()])
+    finally:
+        hf_kbit.set_batch_invariant(False)
+
+
+def test_no_rows():
+    experts = random_experts(3, (100, 328), 4)
+    offsets = torch.zeros(4, dtype=torch.int32, device="cuda")
+    for x, index in ((cases.x((5,), 328, torch.float16).cuda(), picked_rows(5, 0)), (cases.x((0,), 328).cuda(), None)):
+        assert experts.multiply(x, index, offsets).shape == (0, 100)
+    assert experts.gradient(cases.x((0,), 100, torch.float16).cuda(), offsets).shape == (0, 328)
+    x = cases.x((5,), 328, torch.float16).cuda()
+    assert not experts.multiply(x, picked_rows(5, 40), offsets).any()
