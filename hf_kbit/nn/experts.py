@@ -74,7 +74,7 @@ class KbitExperts(nn.Module):
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
         """Arguments as of the class itself: hidden states ``[*, H]``, experts ``[*, k]`` of each token and their
-        weights ``[*, k]``. A number of no expert here, as another process has it, counts nothing."""
+        weights ``[*, k]``. The number E stands for an expert of another process, whose product is zero here."""
         hidden_states, experts, weights = _arguments(plain_class(self), args, kwargs)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         count = experts.shape[-1]
@@ -90,9 +90,8 @@ class KbitExperts(nn.Module):
             y = self.post_expert_norm(y)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
-        there = (experts < self.num_experts) & (experts >= 0)
-        weights = torch.where(there, weights, 0).reshape(-1, count, 1)
-        y = (y[places].view(len(x), count, -1) * weights).sum(dim=1, dtype=torch.float32)
+        y = y[places].view(len(x), count, y.shape[-1]) * weights.reshape(-1, count, 1)
+        y = y.sum(dim=1, dtype=torch.float32)
         return y.to(hidden_states.dtype).view(hidden_states.shape)
 
     def _project(self, name: str, x: torch.Tensor, rows: torch.Tensor | None, offsets: torch.Tensor) -> torch.Tensor:

@@ -90,14 +90,28 @@ def _first_cut(file: str) -> str:
     return next((f" at tensor {name}: found {size} bytes, expected {end}" for end, name in ends if end > size), "")
 
 
-def refuse_packed(files: Iterable[str]) -> None:
-    """Refuses a checkpoint that is to be quantized and is quantized already, its config without levels."""
-    files = [file for file in files if str(file).endswith(".safetensors")]
-    if packed := [name for name in read_headers(files) if name.endswith(WEIGHT_SUFFIX + ABSMAX_SUFFIX)]:
+def read_unpacked(files: Iterable[str]) -> dict[str, StoredTensor]:
+    """All tensors of a checkpoint that is to be quantized, as far as it is of safetensors files.
+
+    Raises:
+        ValueError: it is quantized already, its config without levels.
+    """
+    tensors = read_headers(file for file in files if str(file).endswith(".safetensors"))
+    if packed := [name for name in tensors if name.endswith(WEIGHT_SUFFIX + ABSMAX_SUFFIX)]:
         raise ValueError(
             f"levels: found none in quantization_config of config.json, expected those of the packed tensors in the "
             f"checkpoint, such as {packed[0]}"
         )
+    return tensors
+
+
+def check_experts(model, projections: list[str], tensors: dict[str, StoredTensor]) -> None:
+    """Refuses a checkpoint without some of the experts that are to be quantized: Transformers would look for a place
+    for random numbers, and say of a projection that it is no tensor."""
+    if tensors and projections:
+        names = Names(model)
+        found = {target for name in tensors for target in names.targets(name)[0]}
+        refuse([f"{name}: not in the checkpoint" for name in projections if name not in found])
 
 
 def check_digest(files: Iterable[str], config: KbitConfig) -> None:

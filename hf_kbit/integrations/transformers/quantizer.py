@@ -122,14 +122,15 @@ class KbitHfQuantizer(HfQuantizer):
             self._prepare_quantized(model, checkpoint_files)
         else:
             _refuse_sharding(model.config)
-            checkpoint.refuse_packed(checkpoint_files or ())
-            self._prepare_on_the_fly(model)
+            tensors = checkpoint.read_unpacked(checkpoint_files or ())
+            self._prepare_on_the_fly(model, tensors)
         if getattr(model.config, "distributed_config", None) is None:  # else there will be shards
             self.shapes = {name: parameter.shape for name, parameter in _unpacked(model)}
 
-    def _prepare_on_the_fly(self, model) -> None:
+    def _prepare_on_the_fly(self, model, tensors) -> None:
         config = self.quantization_config
         chosen = selection.choose(model, config)
+        checkpoint.check_experts(model, [name for name in chosen if experts.is_projection(model, name)], tensors)
         if chosen and config.bits % 1:  # a mean
             chosen = mixing.by_rule(model, list(chosen), config.bits)
             self.quantization_config = mixing.config_of(config, chosen)

@@ -1,0 +1,320 @@
+"""Mixtures of experts in Transformers: quantized while they load, saved, loaded and undone."""
+
+import logging
+
+import peft
+import pytest
+import torch
+import transformers
+from peft import LoraConfig
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import hf_kbit
+from hf_kbit import KbitConfig, widths
+from hf_kbit.integrations.transformers import checkpoint, experts
+from hf_kbit.nn.experts import KbitExperts, KbitProjection
+
+SMALL = dict(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=64)
+IDS = torch.arange(3, 27).view(2, 12)
+
+# Name of the class, its configuration, and where the checkpoint of Transformers has the experts.
+CASES = {
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        SMALL | TOKENS | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40, head_dim=16),
+        "model.layers.0.mlp.experts.0.gate_proj.weight",
+    ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        SMALL | TOKENS | dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=40),
+        "model.layers.0.block_sparse_moe.experts.0.w1.weight",
+    ),
+    "gpt_oss": (  # transposed, with bias, gate and up interleaved
+        "GptOssForCausalLM",
+        SMALL | TOKENS | dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=40, head_dim=16),
+        "model.layers.0.mlp.experts.gate_up_proj",
+    ),
+    "granitemoe": (  # only renamed
+        "GraniteMoeForCausalLM",
+        SMALL | TOKENS | dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=40),
+        "model.layers.0.block_sparse_moe.input_linear.weight",
+    ),
+    "nemotron_h": (  # without a gate
+        "NemotronHForCausalLM",
+        SMALL
+        | TOKENS
+        | dict(layers_block_type=["moe", "attention"], n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1)
+        | dict(moe_intermediate_size=40, intermediate_size=40, head_dim=16, moe_shared_expert_intermediate_size=40)
+        | dict(n_group=1, topk_group=1, mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=16, n_groups=1),
+        "backbone.layers.0.mixer.experts.0.up_proj.weight",
+    ),
+}
+
+
+def build(name: str, **settings):
+    class_name, own, _ = CASES[name]
+    torch.manual_seed(0)
+    cls = getattr(transformers, class_name)
+    model = cls(cls.config_class(**(own | settings))).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(name: str, **settings):
+        model = build(name, **settings)
+        model.save_pretrained(tmp_path / "dense")
+        return model, tmp_path / "dense"
+
+    return save
+
+
+def load(model, path, config=None, **kwargs):
+    config = {} if config is None else {"quantization_config": config}
+    return type(model).from_pretrained(path, **config, **kwargs).eval()
+
+
+def projections(model) -> dict[str, KbitProjection]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, KbitProjection)}
+
+
+def tensors(path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model(IDS).logits
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_whole_life(saved, tmp_path, name):
+    dense, path = saved(name)
+    assert CASES[name][2] in tensors(path)
+    model = load(dense, path, KbitConfig(bits=3))
+    found = projections(model)
+    assert found.keys() == set(experts.projections(dense)) and found
+    assert not list(experts.projections(model)) and model.num_parameters() == dense.num_parameters()
+    for own, projection in found.items():
+        weight = dense.get_parameter(own).detach()
+        assert projection.num_weights == weight.numel()
+        twin = experts.new_projection(dense, own, bits=3)
+        twin.load_dense(weight.mT if projection.transposed else weight)
+        assert torch.equal(projection.weight, twin.weight) and torch.equal(
+            projection.weight_absmax, twin.weight_absmax
+        )
+
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "packed")
+    stored = tensors(tmp_path / "packed")
+    for name, own in checkpoint.stored_names(model, found).items():
+        projection = found[name]
+        assert torch.equal(stored[f"{own}.weight"], projection.weight), own
+        assert stored[f"{own}.weight"].dtype == torch.int32 and stored[f"{own}.weight"].dim() == 3
+        assert stored[f"{own}.weight_absmax"].shape == stored[f"{own}.weight"].shape[:-1] + (
+            projection.weight_absmax.shape[-1],
+        )
+    again = load(dense, tmp_path / "packed")
+    assert torch.equal(logits(again), expected)
+    again.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "packed/model.safetensors").read_bytes()
+
+    plain = again.dequantize()
+    assert not projections(plain) and not any(isinstance(module, KbitExperts) for module in plain.modules())
+    torch.testing.assert_close(logits(plain), expected, rtol=1e-4, atol=1e-4)
+    plain.save_pretrained(tmp_path / "plain")
+    assert tensors(tmp_path / "plain").keys() == tensors(path).keys()
+    assert torch.equal(logits(load(dense, tmp_path / "plain")), logits(plain))
+
+
+def test_a_checkpoint_in_shards(saved, tmp_path):
+    dense, path = saved("qwen3_moe")
+    model = load(dense, path, KbitConfig(bits=4))
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    assert torch.equal(logits(load(dense, tmp_path / "shards")), logits(model))
+
+
+def test_transposed_checkpoint(tmp_path):
+    """Qwen3-VL's has experts transposed, and Transformers tells by the shape in the model, which is another now."""
+    text = (
+        SMALL
+        | TOKENS
+        | CASES["qwen3_moe"][1]
+        | {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
+    )
+    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64, patch_size=4)
+    vision |= dict(deepstack_visual_indexes=[0], num_position_embeddings=16)
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    dense = transformers.Qwen3VLMoeForConditionalGeneration(config).eval()
+    dense.save_pretrained(tmp_path / "dense")
+    stored = tensors(tmp_path / "dense")
+    own = next(name for name in experts.projections(dense) if name.endswith("gate_up_proj"))
+    turned = {name: tensor.mT.contiguous() for name, tensor in stored.items() if "experts." in name}
+    assert own in turned
+    save_file(stored | turned, tmp_path / "dense/model.safetensors", {"format": "pt"})
+    model = load(dense, tmp_path / "dense", KbitConfig(bits=4))
+    twin = experts.new_projection(dense, own, bits=4)
+    twin.load_dense(dense.get_parameter(own).detach())
+    assert torch.equal(projections(model)[own].weight, twin.weight)
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "packed")
+    assert torch.equal(logits(load(dense, tmp_path / "packed")), expected)
+
+
+def test_widths_of_projections(saved, tmp_path):
+    dense, path = saved("qwen3_moe")
+    asked = {"layers.1.mlp.experts.down_proj": None, "gate_up_proj": 3, "layers.0.mlp.experts.down_proj": 5}
+    model = load(dense, path, KbitConfig(bits=4, module_bits=asked))
+    found = {name.removeprefix("model.layers."): module.bits for name, module in projections(model).items()}
+    assert found == {"0.mlp.experts.gate_up_proj": 3, "0.mlp.experts.down_proj": 5, "1.mlp.experts.gate_up_proj": 3}
+    assert model.model.layers[1].mlp.experts.down_proj.is_floating_point()
+    model.save_pretrained(tmp_path / "packed")
+    assert torch.equal(logits(load(dense, tmp_path / "packed")), logits(model))
+
+
+def test_experts_left_as_they_are(saved, tmp_path):
+    """As checkpoints were saved before experts were quantized."""
+    dense, path = saved("mixtral")
+    model = load(dense, path, KbitConfig(bits=4, modules_to_not_convert=["experts"]))
+    assert not projections(model)
+    model.save_pretrained(tmp_path / "packed")
+    assert CASES["mixtral"][2] in tensors(tmp_path / "packed")
+    again = load(dense, tmp_path / "packed")
+    assert not projections(again) and torch.equal(logits(again), logits(model))
+
+
+def test_a_mean_width(saved):
+    dense, path = saved("qwen3_moe")
+    model = load(dense, path, KbitConfig(bits=3.3))
+    assert {projection.bits for projection in projections(model).values()} <= {2, 3, 4, 5}
+    bits = sum(layer.num_weights * layer.bits for layer in model.modules() if hasattr(layer, "num_weights"))
+    weights = sum(layer.num_weights for layer in model.modules() if hasattr(layer, "num_weights"))
+    assert 2.9 < bits / weights < 3.5
+
+
+def test_format_version(saved):
+    """Version 1 has matrices alone; readers of it refuse version 2 by name."""
+    dense, path = saved("gpt_oss")
+    assert load(dense, path, KbitConfig(bits=4, transform="none")).config.quantization_config.format_version == 2
+    left = KbitConfig(bits=4, transform="none", modules_to_not_convert=["experts"])
+    assert load(dense, path, left).config.quantization_config.format_version == 1
+
+
+def test_the_report_and_the_card_count_experts(saved, tmp_path, caplog):
+    dense, path = saved("qwen3_moe")
+    transformers.logging.set_verbosity_info()
+    try:
+        with caplog.at_level(logging.INFO, "transformers.hf_kbit"):
+            transformers.logging.enable_propagation()
+            model = load(dense, path, KbitConfig(bits=4))
+    finally:
+        transformers.logging.disable_propagation()
+        transformers.logging.set_verbosity_warning()
+    line = next(record.getMessage() for record in caplog.records if "quantized layers with" in record.getMessage())
+    packed = sum(module.num_weights for module in model.modules() if hasattr(module, "num_weights"))
+    assert f"{packed:,} weights" in line and "experts" not in line.split("left as they are")[1]
+    model.save_pretrained(tmp_path / "packed")
+    assert "linear layers and the experts are quantized to 4 bits" in (tmp_path / "packed/README.md").read_text()
+
+
+DAMAGES = {
+    "left out": (lambda name, stored: stored.pop(f"{name}.weight_absmax"), "weight_absmax: missing"),
+    "of another shape": (
+        lambda name, stored: stored.update({f"{name}.weight": stored[f"{name}.weight"][1:].clone()}),
+        r"found I32 \[5, 80, 8\], expected I32 \[6, 80, 8\] for a \[6, 80, 64\] weight in 4 bits",
+    ),
+    "of another dtype": (
+        lambda name, stored: stored.update({f"{name}.weight_columns": stored[f"{name}.weight_columns"].float()}),
+        r"weight_columns: found F32",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage, message", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_checkpoints(saved, tmp_path, damage, message):
+    dense, path = saved("qwen3_moe")
+    load(dense, path, KbitConfig(bits=4)).save_pretrained(tmp_path / "packed")
+    file = tmp_path / "packed/model.safetensors"
+    stored = load_file(file)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    damage("model.layers.1.mlp.experts.gate_up_proj", stored)
+    save_file(stored, file, metadata)
+    with pytest.raises(ValueError, match=rf"layers\.1\.mlp\.experts\.gate_up_proj.*{message}|{message}"):
+        load(dense, tmp_path / "packed")
+
+
+def test_experts_that_are_not_in_the_checkpoint(saved):
+    dense, path = saved("gpt_oss")
+    file = path / "model.safetensors"
+    stored = load_file(file)
+    del stored["model.layers.1.mlp.experts.down_proj"]
+    save_file(stored, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts\.down_proj: not in the checkpoint"):
+        load(dense, path, KbitConfig(bits=4))
+
+
+def test_values_that_are_not_finite(saved):
+    dense, path = saved("qwen3_moe")
+    dense.model.layers[0].mlp.experts.gate_up_proj.data[2, 3, 4] = torch.inf
+    dense.save_pretrained(path)
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts\.gate_up_proj.*NaN or infinite"):
+        load(dense, path, KbitConfig(bits=4))
+
+
+def test_initialising_again_leaves_them(saved):
+    dense, path = saved("qwen3_moe")
+    model = load(dense, path, KbitConfig(bits=4))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if "experts" in name}
+    model.init_weights()
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def test_offloading(saved, tmp_path):
+    dense, path = saved("qwen3_moe")
+    load(dense, path, KbitConfig(bits=4)).save_pretrained(tmp_path / "packed")
+    expected = logits(load(dense, tmp_path / "packed"))
+    device_map = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    device_map |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    model = load(dense, tmp_path / "packed", device_map=device_map, offload_folder=tmp_path / "offload")
+    assert model.model.layers[1].mlp.experts.gate_up_proj.weight.is_meta
+    assert torch.equal(logits(model), expected)
+
+
+def test_calibration_and_widths(saved):
+    dense, path = saved("qwen3_moe")
+    chosen = widths.choose_widths(dense, IDS.flatten(), 3.5, window=12)
+    layers = widths.measure(dense, IDS.flatten(), KbitConfig(), window=12)
+    assert set(experts.projections(dense)) < layers.keys()
+    asked = 1_000_000
+    assert 2 <= widths.bits_for_memory(dense.bfloat16(), asked) <= 5
+    model = hf_kbit.calibrate(load(dense, path), IDS, config=chosen)
+    assert projections(model).keys() == set(experts.projections(build("qwen3_moe")))
+    assert logits(model).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"target_parameters": ["mlp.experts.gate_up_proj"], "target_modules": []}, {"target_modules": ["gate_up_proj"]}],
+)
+def test_adapters_on_experts_are_refused(saved, asked):
+    dense, path = saved("qwen3_moe")
+    model = load(dense, path, KbitConfig(bits=4))
+    with pytest.raises(ValueError, match=r"experts\.gate_up_proj: .*expected no adapter on quantized experts"):
+        peft.get_peft_model(model, LoraConfig(**asked))
+
+
+def test_adapters_beside_experts_train(saved):
+    dense, path = saved("qwen3_moe")
+    model = peft.get_peft_model(load(dense, path, KbitConfig(bits=4)), LoraConfig(target_modules="all-linear"))
+    model(IDS, labels=IDS).loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if "lora_B" in name}
+    assert gradients and all(gradient.any() for gradient in gradients.values())

@@ -1,0 +1,193 @@
+"""KbitExperts against the class it stands in for, on decoded weights."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers import GptOssConfig, Llama4TextConfig, NemotronHConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from hf_kbit.integrations.transformers import experts as integration
+from hf_kbit.nn.experts import KbitExperts, KbitProjection, plain_class
+
+E, H, INNER, TOP = 6, 72, 40, 2
+
+
+def gated(**settings):
+    return Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=INNER, num_experts=E, **settings))
+
+
+def transposed_with_bias():
+    return GptOssExperts(GptOssConfig(hidden_size=H, intermediate_size=INNER, num_local_experts=E))
+
+
+def not_gated():
+    return NemotronHExperts(NemotronHConfig(hidden_size=H, moe_intermediate_size=INNER, n_routed_experts=E))
+
+
+KINDS = {"gated": gated, "transposed, with bias": transposed_with_bias, "not gated": not_gated}
+
+
+def made(build, bits=3, only=None):
+    """The experts with packed projections, and with the decoded ones."""
+    torch.manual_seed(0)
+    plain = build()
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    packed = copy.deepcopy(plain)
+    model = nn.ModuleDict({"experts": packed})
+    for name in [name for name in integration.projections(model) if only is None or name.endswith(only)]:
+        projection = integration.new_projection(model, name, bits=bits)
+        own = name.rpartition(".")[2]
+        weight = plain.get_parameter(own).detach()
+        projection.load_dense(weight.mT if projection.transposed else weight)
+        integration.put(model, name, projection)
+        decoded = projection.dequantize()
+        plain.get_parameter(own).data = decoded.mT.contiguous() if projection.transposed else decoded
+    return packed, plain
+
+
+def routed(tokens=9, experts=E):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, H, generator=generator)
+    ids = torch.rand(tokens, experts, generator=generator).topk(TOP).indices
+    return x, ids, torch.rand(tokens, TOP, generator=generator)
+
+
+@pytest.mark.parametrize("build", KINDS.values(), ids=KINDS)
+def test_same_as_the_class_on_decoded_weights(build):
+    packed, plain = made(build)
+    assert isinstance(packed, KbitExperts) and isinstance(packed, type(plain))
+    assert not [name for name, tensor in packed.named_parameters() if tensor.is_floating_point() and tensor.dim() == 3]
+    arguments = routed()
+    torch.testing.assert_close(packed(*arguments), plain(*arguments), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("build", KINDS.values(), ids=KINDS)
+def test_gradients(build):
+    packed, plain = made(build)
+    x, ids, weights = routed()
+    found, expected = (
+        torch.autograd.grad(module(x, ids, weights).square().sum(), (x, weights))
+        for module, x, weights in ((module, x.clone().requires_grad_(), weights.clone().requires_grad_())
+                                   for module in (packed, plain))
+    )  # fmt: skip
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_arguments_by_name_and_leading_dimensions():
+    packed, _ = made(gated)
+    x, ids, weights = routed(8)
+    expected = packed(x, ids, weights)
+    assert torch.equal(packed(x, top_k_weights=weights, top_k_index=ids), expected)
+    shaped = packed(x.view(2, 4, H), ids.view(2, 4, TOP), weights.view(2, 4, TOP))
+    assert torch.equal(shaped, expected.view(2, 4, H))
+
+
+def test_experts_of_other_processes_count_nothing():
+    packed, _ = made(transposed_with_bias)
+    x, ids, weights = routed()
+    elsewhere = ids.clone()
+    elsewhere[:, 1] = E
+    only_first = packed(x, ids[:, :1], weights[:, :1])
+    torch.testing.assert_close(packed(x, elsewhere, weights), only_first, rtol=1e-6, atol=1e-6)
+    assert not packed(x, torch.full_like(ids, E), weights).any()
+
+
+def test_an_order_of_tokens_does_not_matter():
+    packed, _ = made(gated)
+    x, ids, weights = routed()
+    order = torch.randperm(len(x))
+    torch.testing.assert_close(packed(x[order], ids[order], weights[order]), packed(x, ids, weights)[order])
+
+
+def test_no_tokens():
+    packed, _ = made(gated)
+    x, ids, weights = routed()
+    assert packed(x[:0], ids[:0], weights[:0]).shape == (0, H)
+
+
+@pytest.mark.parametrize("only", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("build", [gated, transposed_with_bias])
+def test_one_projection_alone(build, only):
+    packed, plain = made(build, only=only)
+    assert [type(module) for module in packed.children() if isinstance(module, KbitProjection)] == [KbitProjection]
+    x, ids, weights = routed()
+    ids[0] = E - 1
+    torch.testing.assert_close(packed(x, ids, weights), plain(x, ids, weights), rtol=1e-5, atol=1e-5)
+
+
+def test_llama4():
+    config = Llama4TextConfig(hidden_size=H, intermediate_size=INNER, num_local_experts=4)
+    packed, plain = made(lambda: Llama4TextExperts(config))
+    x = torch.randn(4 * 5, H)
+    torch.testing.assert_close(packed(x), plain(x), rtol=1e-5, atol=1e-5)
+
+
+def test_copies_and_pickles():
+    packed, _ = made(gated)
+    expected = packed(*routed())
+    for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        assert type(other) is type(packed) and plain_class(other) is Qwen3MoeExperts
+        assert torch.equal(other(*routed()), expected)
+
+
+def test_state_dict():
+    packed, _ = made(gated, bits=4)
+    shapes = {name: tuple(tensor.shape) for name, tensor in packed.state_dict().items()}
+    assert shapes == {
+        "gate_up_proj.weight": (E, 2 * INNER, 3 * 4),
+        "gate_up_proj.weight_absmax": (E, 2 * INNER, 3),
+        "gate_up_proj.weight_columns": (H,),
+        "down_proj.weight": (E, H, 2 * 4),
+        "down_proj.weight_absmax": (E, H, 2),
+        "down_proj.weight_columns": (INNER,),
+    }
+    other, _ = made(gated, bits=4)
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    other.load_state_dict(packed.state_dict())
+    assert torch.equal(other(*routed()), packed(*routed()))
+
+
+def test_compiles_without_breaks():
+    packed, _ = made(gated)
+    compiled = torch.compile(packed, fullgraph=True)
+    torch.testing.assert_close(compiled(*routed()), packed(*routed()), rtol=1e-5, atol=1e-5)
+
+
+def test_autocast():
+    packed, _ = made(transposed_with_bias)
+    x, ids, weights = routed()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = packed(x, ids, weights)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, packed(x, ids, weights), rtol=0.05, atol=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("build", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("tokens", [1, 9, 300])
+def test_on_a_gpu(build, tokens):
+    packed, _ = made(build)
+    stored = {name: tensor.clone() for name, tensor in packed.state_dict().items()}
+    x, ids, weights = routed(tokens)
+    expected = packed(x, ids, weights)
+    packed.cuda().bfloat16()
+    assert all(module.is_tiled for module in packed.children() if isinstance(module, KbitProjection))
+    found = packed(x.cuda().bfloat16(), ids.cuda(), weights.cuda())
+    assert (found.cpu().float() - expected).norm() <= 0.02 * expected.norm()
+    for name, tensor in packed.state_dict().items():
+        assert tensor.is_floating_point() or torch.equal(tensor, stored[name]), name
+    graph, held = torch.cuda.CUDAGraph(), [x.cuda().bfloat16(), ids.cuda(), weights.cuda()]
+    with torch.cuda.graph(graph):
+        y = packed(*held)
+    held[1].copy_((ids + 1) % E)
+    graph.replay()
+    assert torch.equal(y, packed(*held))
