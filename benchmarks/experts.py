@@ -20,6 +20,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from hf_kbit.integrations.transformers import experts as integration
+from hf_kbit.nn import experts as nn_experts
 
 PEERS = ("grouped_mm", "batched_mm")
 QWEN3 = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
@@ -46,7 +47,7 @@ def packed_experts(dense, bits: int):
     packed = copy.copy(dense)
     packed._parameters, packed._modules = dict(dense._parameters), dict(dense._modules)
     holder = torch.nn.ModuleDict({"experts": packed})
-    for name in list(integration.projections(holder)):
+    for name in list(nn_experts.projections(holder)):
         projection = integration.new_projection(holder, name, bits=bits)
         projection.load_dense(holder.get_parameter(name).data)
         integration.put(holder, name, projection)

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import BITS, BLOCK_SIZE, absmax_shape
-from hf_kbit.integrations.transformers.selection import dense_shape
+from hf_kbit.nn.experts import is_projection, shape_of
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,14 @@ def config_of(config: KbitConfig, chosen: Mapping[str, int]) -> KbitConfig:
 def left(config: KbitConfig) -> dict[str, None]:
     """What ``module_bits`` leaves in 16 bits."""
     return {pattern: None for pattern, bits in config.module_bits.items() if bits is None}
+
+
+def dense_shape(model, name: str) -> tuple[int, ...]:
+    """``(N, K)`` of a linear layer, ``(E, N, K)`` of a projection of experts."""
+    if is_projection(model, name):
+        return shape_of(model, name)
+    module = model.get_submodule(name)
+    return (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)
 
 
 def stored_weights(model, names: Iterable[str]) -> int:

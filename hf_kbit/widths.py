@@ -20,8 +20,9 @@ from hf_kbit.calibration.writing import draw
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import check, evaluating
 from hf_kbit.format import BITS, BLOCK_SIZE
-from hf_kbit.integrations.transformers import experts, selection
-from hf_kbit.mixing import Layer, by_rule, config_of, costs_by_rule, left, spend, stored_weights, units
+from hf_kbit.integrations.transformers import selection
+from hf_kbit.mixing import Layer, by_rule, config_of, costs_by_rule, dense_shape, left, spend, stored_weights, units
+from hf_kbit.nn.experts import is_projection
 from hf_kbit.nn.linear import KbitLinear
 
 SCALE_BITS = 8 / BLOCK_SIZE  # of a weight
@@ -106,7 +107,7 @@ def measure(
     config, window = replace(config, bits=BITS[0], module_bits=left(config)), min(window, len(tokens))
     check({"model": model.config}, tokens, window, window)
     chosen = list(selection.choose(model, config))
-    names = [name for name in chosen if not experts.is_projection(model, name)]
+    names = [name for name in chosen if not is_projection(model, name)]
     if not names:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     device, ids = capture.resolve(device, model), tokens.to(model.device)
@@ -187,7 +188,7 @@ def column_bytes(model, names: Iterable[str], config: KbitConfig) -> int:
     """Bytes of these layers' column scales, one for each of their inputs where weights are transformed."""
     if config.transform == "none":
         return 0
-    return sum(selection.dense_shape(model, name)[-1] for name in names)
+    return sum(dense_shape(model, name)[-1] for name in names)
 
 
 # --- without data ---------------------------------------------------------------------------------

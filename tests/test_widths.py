@@ -90,6 +90,9 @@ def test_bits_go_where_a_weight_gains_most():
     assert spend(layers, 2 * 2000 + 1000) == {name: 2 if name == "large" else 3 for name in layers}
 
 
+LINEAR = {"modules_to_not_convert": ["experts"]}  # what is measured: linear layers
+
+
 def by_autograd(model, tokens, config, window) -> dict[str, dict[int, float]]:
     """Costs by the definition, from gradients of the whole model's weights, one window after another."""
     generator, costs = torch.Generator().manual_seed(widths.SEED), {}
@@ -143,7 +146,7 @@ CAUSAL = [
 
 @pytest.mark.parametrize("row", CAUSAL, ids=str)
 def test_costs_of_architectures(row):
-    model, tokens, config = row.build(), torch.arange(24) * 7 % 90, KbitConfig(transform="none")
+    model, tokens, config = row.build(), torch.arange(24) * 7 % 90, KbitConfig(transform="none", **LINEAR)
     found, expected = measure(model, tokens, config), by_autograd(model, tokens, config, 24)
     largest = max(costs[2] for costs in expected.values())
     for name, layer in found.items():

@@ -35,6 +35,7 @@ from hf_kbit.integrations.transformers import experts, selection
 from hf_kbit.integrations.transformers.checkpoint import saved_class
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.mixing import units
+from hf_kbit.nn.experts import is_projection
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Packed, choose_decoding, transformed
 from hf_kbit.reference import decode_e4m4
@@ -144,11 +145,14 @@ def calibrate(
     if tokenizer is None and not isinstance(data, torch.Tensor):
         tokenizer = _tokenizer_of(model, **source)
     ids = token_ids(data, tokenizer, model, sequences, length)
-    projections = {name for name in widths if experts.is_projection(model, name)}
+    projections = {name for name in widths if is_projection(model, name)}
     if projections:
         logger.info("hf_kbit: the experts of %d projections are quantized without data", len(projections))
     # Before a layer computes in another dtype: they stand for the weights as the model has them.
-    empty = {name: quantizer.new_layer(model, name, bits).train(model.training) for name, bits in widths.items()}
+    empty = {
+        name: quantizer.new_layer(model, name, bits).train(_module_of(model, name).training)
+        for name, bits in widths.items()
+    }
     with evaluating(model):
         layers = units(model, list(widths))
         capture.check(model, units(model, [name for name in widths if name not in projections]), ids, device)
@@ -272,6 +276,11 @@ def _tokenizer_of(model: PreTrainedModel, **source: Any) -> PreTrainedTokenizerB
         return AutoTokenizer.from_pretrained(model.name_or_path, **source)
     except (OSError, ValueError):
         return None
+
+
+def _module_of(model, name: str) -> nn.Module:
+    """A layer, or the experts that a projection is of."""
+    return model.get_submodule(name.rpartition(".")[0] if is_projection(model, name) else name)
 
 
 def _check_model(model, config: KbitConfig) -> dict[str, int]:

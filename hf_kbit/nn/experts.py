@@ -7,6 +7,7 @@ from its own and from ``KbitExperts``, whose forward multiplies all tokens by th
 
 import functools
 import inspect
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -156,3 +157,54 @@ def _new_experts(plain: type[nn.Module]) -> KbitExperts:
     """An empty one, for copies and pickles: the derived classes are in no module, where pickle would look."""
     kind = experts_class(plain)
     return kind.__new__(kind)
+
+
+# --- experts in a model ---------------------------------------------------------------------------
+
+# What Transformers' decorator ``use_experts_implementation`` leaves on the experts that it can run in several ways.
+DECORATED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+def is_experts(module: nn.Module) -> bool:
+    decorated = all(hasattr(module, name) for name in DECORATED) and hasattr(module, DOWN_PROJECTION)
+    return decorated or LLAMA4 in (type(module).__name__, type(module).__bases__[-1].__name__)
+
+
+def is_transposed(experts: nn.Module) -> bool:
+    """Whether matrices are ``[K, N]`` in the model."""
+    return type(experts).__name__ == LLAMA4 or experts.is_transposed
+
+
+def projections(model: nn.Module) -> Iterator[str]:
+    """Names of the tensors of all experts that can be packed."""
+    for name, module in model.named_modules():
+        if is_experts(module):
+            for own in (*UP_PROJECTIONS, DOWN_PROJECTION):
+                tensor = module._parameters.get(own)
+                if tensor is not None and tensor.dim() == 3 and tensor.numel() > 0:
+                    yield f"{name}.{own}".removeprefix(".")
+
+
+def is_projection(model: nn.Module, name: str) -> bool:
+    """Whether a name is one of ``projections``."""
+    parent, _, own = name.rpartition(".")
+    try:
+        module = model.get_submodule(parent)
+    except AttributeError:
+        return False
+    tensor = module._parameters.get(own)
+    named = own in (*UP_PROJECTIONS, DOWN_PROJECTION)
+    return named and is_experts(module) and tensor is not None and tensor.dim() == 3 and tensor.numel() > 0
+
+
+def shape_of(model: nn.Module, name: str) -> tuple[int, int, int]:
+    """``(E, N, K)`` of a projection, whatever the order in the model."""
+    experts, own = place_of(model, name)
+    count, *size = experts._parameters[own].shape
+    return (count, *(reversed(size) if is_transposed(experts) else size))
+
+
+def place_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module of experts and the own name of a projection."""
+    parent, _, own = name.rpartition(".")
+    return model.get_submodule(parent), own

@@ -162,7 +162,7 @@ def test_no_warnings(compiled):
 # Bytes of stack of a thread, in instances for 9 to 16 tokens: counters, outside the loop over row tiles.
 STACK = {
     f"gemm_kernel<{bits}, {dtype}, 2, 16, {transformed}>": 8
-    for bits, transformed in ((3, "true"), (4, "true"), (5, "false"))
+    for bits, transformed in ((2, "true"), (3, "false"), (3, "true"), (4, "true"), (5, "false"))
     for dtype in ("half", "bfloat16")
 }
 

@@ -13,6 +13,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from hf_kbit.integrations.transformers import experts as integration
+from hf_kbit.nn import experts as nn_experts
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, plain_class
 
 E, H, INNER, TOP = 6, 72, 40, 2
@@ -41,7 +42,7 @@ def made(build, bits=3, only=None):
         nn.init.normal_(parameter, std=0.2)
     packed = copy.deepcopy(plain)
     model = nn.ModuleDict({"experts": packed})
-    for name in [name for name in integration.projections(model) if only is None or name.endswith(only)]:
+    for name in [name for name in nn_experts.projections(model) if only is None or name.endswith(only)]:
         projection = integration.new_projection(model, name, bits=bits)
         own = name.rpartition(".")[2]
         weight = plain.get_parameter(own).detach()

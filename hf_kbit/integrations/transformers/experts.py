@@ -1,75 +1,27 @@
-"""The experts of a mixture in a model of Transformers: which modules they are, and putting packed ones in their place.
-
-Those are found that Transformers itself knows how to run in several ways, by what its decorator
-``use_experts_implementation`` leaves on them, and Llama 4's: one module for all experts, with a tensor ``[E, ., .]``
-for each projection.
-"""
-
-from collections.abc import Iterator
+"""The experts of a mixture in a model of Transformers: putting packed ones in their place, also while it loads."""
 
 import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
 from hf_kbit.nn.experts import (
-    DOWN_PROJECTION,
-    LLAMA4,
-    UP_PROJECTIONS,
     KbitExperts,
     KbitProjection,
     experts_class,
+    is_transposed,
+    place_of,
     plain_class,
+    shape_of,
 )
-
-DECORATED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-
-
-def is_experts(module: nn.Module) -> bool:
-    decorated = all(hasattr(module, name) for name in DECORATED) and hasattr(module, DOWN_PROJECTION)
-    return decorated or LLAMA4 in (type(module).__name__, type(module).__bases__[-1].__name__)
-
-
-def _is_transposed(experts: nn.Module) -> bool:
-    """Whether matrices are ``[K, N]`` in the model."""
-    return type(experts).__name__ == LLAMA4 or experts.is_transposed
-
-
-def projections(model: nn.Module) -> Iterator[str]:
-    """Names of the tensors of all experts that can be packed."""
-    for name, module in model.named_modules():
-        if is_experts(module):
-            for own in (*UP_PROJECTIONS, DOWN_PROJECTION):
-                tensor = module._parameters.get(own)
-                if tensor is not None and tensor.dim() == 3 and tensor.numel() > 0:
-                    yield f"{name}.{own}".removeprefix(".")
-
-
-def is_projection(model: nn.Module, name: str) -> bool:
-    """Whether a name is one of ``projections``."""
-    parent, _, own = name.rpartition(".")
-    try:
-        module = model.get_submodule(parent)
-    except AttributeError:
-        return False
-    tensor = module._parameters.get(own)
-    named = own in (*UP_PROJECTIONS, DOWN_PROJECTION)
-    return named and is_experts(module) and tensor is not None and tensor.dim() == 3 and tensor.numel() > 0
-
-
-def shape_of(model: nn.Module, name: str) -> tuple[int, int, int]:
-    """``(E, N, K)`` of a projection, whatever the order in the model."""
-    experts, own = _place(model, name)
-    count, *size = experts._parameters[own].shape
-    return (count, *(reversed(size) if _is_transposed(experts) else size))
 
 
 def new_projection(model: nn.Module, name: str, **settings) -> KbitProjection:
     """An empty stand-in on the meta device."""
-    experts, own = _place(model, name)
+    experts, own = place_of(model, name)
     count, out_features, in_features = shape_of(model, name)
     dtype = experts._parameters[own].dtype
     projection = KbitProjection(count, in_features, out_features, device="meta", dtype=dtype, **settings)
-    projection.transposed = _is_transposed(experts)
+    projection.transposed = is_transposed(experts)
     # A class's _init_weights may be about to fill what has the name of a tensor.
     projection._is_hf_initialized = True
     return projection
@@ -77,7 +29,7 @@ def new_projection(model: nn.Module, name: str, **settings) -> KbitProjection:
 
 def put(model: nn.Module, name: str, projection: KbitProjection) -> None:
     """Puts a projection in the place of the tensor of that name."""
-    experts, own = _place(model, name)
+    experts, own = place_of(model, name)
     del experts._parameters[own]
     setattr(experts, own, projection)
     if not isinstance(experts, KbitExperts):
@@ -86,18 +38,13 @@ def put(model: nn.Module, name: str, projection: KbitProjection) -> None:
 
 def put_back(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> None:
     """The inverse of ``put``, of the decoded weights."""
-    experts, own = _place(model, name)
+    experts, own = place_of(model, name)
     projection = experts._modules.pop(own)
     weight = projection.dequantize(dtype)
     weight = weight.transpose(1, 2).contiguous() if projection.transposed else weight
     experts.register_parameter(own, nn.Parameter(weight))
     if not any(isinstance(module, KbitProjection) for module in experts.children()):
         experts.__class__ = plain_class(experts)
-
-
-def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    parent, _, own = name.rpartition(".")
-    return model.get_submodule(parent), own
 
 
 # --- loading --------------------------------------------------------------------------------------

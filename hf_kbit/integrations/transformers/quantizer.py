@@ -29,7 +29,7 @@ from hf_kbit import mixing
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, COLUMNS_SUFFIX
 from hf_kbit.integrations.transformers import checkpoint, experts, selection
-from hf_kbit.nn.experts import KbitExperts, KbitProjection
+from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Packed
 from hf_kbit.nn.weight import KbitWeight
@@ -130,7 +130,7 @@ class KbitHfQuantizer(HfQuantizer):
     def _prepare_on_the_fly(self, model, tensors) -> None:
         config = self.quantization_config
         chosen = selection.choose(model, config)
-        checkpoint.check_experts(model, [name for name in chosen if experts.is_projection(model, name)], tensors)
+        checkpoint.check_experts(model, [name for name in chosen if is_projection(model, name)], tensors)
         if chosen and config.bits % 1:  # a mean
             chosen = mixing.by_rule(model, list(chosen), config.bits)
             self.quantization_config = mixing.config_of(config, chosen)
@@ -189,7 +189,7 @@ class KbitHfQuantizer(HfQuantizer):
         layers = {}
         for name, stored_name in packed.items():
             known = name in linears and selection.is_linear(linears[name])
-            if known or experts.is_projection(model, name):
+            if known or is_projection(model, name):
                 own = config.layers.get(stored_name, {})
                 bits = own.get("bits", config.bits)
                 levels = tuple(own.get("levels") or config.levels_for(bits))
@@ -203,7 +203,7 @@ class KbitHfQuantizer(HfQuantizer):
         config = self.quantization_config
         codebook = "layer" if config.codebook == "layer" and not self.pre_quantized else config.levels_for(bits)
         settings = {"codebook": codebook, "scale": config.scale, "transform": config.transform}
-        if experts.is_projection(model, name):
+        if is_projection(model, name):
             return experts.new_projection(model, name, bits=bits, **settings)
         dense = model.get_submodule(name)
         in_features, out_features = (

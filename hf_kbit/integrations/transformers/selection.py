@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.config import KbitConfig
 from hf_kbit.integrations.transformers import experts
+from hf_kbit.nn.experts import is_projection, projections
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.patterns import matches
 
@@ -101,7 +102,7 @@ def skips(model) -> dict[str, str]:
     - ``"fixed"``: the weight is tied to another tensor, or kept in float32 by the model.
     """
     linears = {name for name, module in model.named_modules(remove_duplicate=False) if is_linear(module)}
-    projections, reasons = set(experts.projections(model)), {}
+    fused, reasons = set(projections(model)), {}
     # A number in its name means that the last module is the end of a layer, not a head.
     last = next(reversed(dict(model.named_parameters())), "").rpartition(".")[0]
     output = model.get_output_embeddings()
@@ -120,33 +121,25 @@ def skips(model) -> dict[str, str]:
                 reasons[f"{name}.{child}.{first}".strip(".")] = "read"
     tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
     float32 = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
-    for name in linears | projections:
+    for name in linears | fused:
         if (
             f"{name}.weight" in tied
             or name in tied
             or any(re.search(rf"(^|\.){part}($|\.)", name) for part in float32)
         ):
             reasons[name] = "fixed"
-    return {name: reason for name, reason in reasons.items() if name in linears | projections}
+    return {name: reason for name, reason in reasons.items() if name in linears | fused}
 
 
 def packable(model) -> list[str]:
     """Names of what can be quantized, in the order of the model: linear layers, and the projections of experts."""
     linears = [name for name, module in model.named_modules() if is_linear(module)]
-    return sorted([*linears, *experts.projections(model)], key=dot_natural_key)
-
-
-def dense_shape(model, name: str) -> tuple[int, ...]:
-    """``(N, K)`` of a linear layer, ``(E, N, K)`` of a projection of experts."""
-    if experts.is_projection(model, name):
-        return experts.shape_of(model, name)
-    module = model.get_submodule(name)
-    return (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)
+    return sorted([*linears, *projections(model)], key=dot_natural_key)
 
 
 def dense_weight(model, name: str) -> nn.Parameter:
     """The weight of a linear layer, or a projection's, as the model has it."""
-    return model.get_parameter(name if experts.is_projection(model, name) else f"{name}.weight")
+    return model.get_parameter(name if is_projection(model, name) else f"{name}.weight")
 
 
 def replace_modules(model, replacements: dict[str, nn.Module]) -> None:
@@ -154,7 +147,7 @@ def replace_modules(model, replacements: dict[str, nn.Module]) -> None:
     in place of the tensors of experts."""
     new = {}
     for name, module in replacements.items():
-        if experts.is_projection(model, name):
+        if is_projection(model, name):
             experts.put(model, name, module)
         else:
             new[model.get_submodule(name)] = module

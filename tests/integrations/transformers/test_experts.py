@@ -14,6 +14,7 @@ from torch import nn
 import hf_kbit
 from hf_kbit import KbitConfig, widths
 from hf_kbit.integrations.transformers import checkpoint, experts
+from hf_kbit.nn import experts as nn_experts
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 
 SMALL = dict(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -99,8 +100,8 @@ def test_whole_life(saved, tmp_path, name):
     assert CASES[name][2] in tensors(path)
     model = load(dense, path, KbitConfig(bits=3))
     found = projections(model)
-    assert found.keys() == set(experts.projections(dense)) and found
-    assert not list(experts.projections(model)) and model.num_parameters() == dense.num_parameters()
+    assert found.keys() == set(nn_experts.projections(dense)) and found
+    assert not list(nn_experts.projections(model)) and model.num_parameters() == dense.num_parameters()
     for own, projection in found.items():
         weight = dense.get_parameter(own).detach()
         assert projection.num_weights == weight.numel()
@@ -156,7 +157,7 @@ def test_transposed_checkpoint(tmp_path):
     dense = transformers.Qwen3VLMoeForConditionalGeneration(config).eval()
     dense.save_pretrained(tmp_path / "dense")
     stored = tensors(tmp_path / "dense")
-    own = next(name for name in experts.projections(dense) if name.endswith("gate_up_proj"))
+    own = next(name for name in nn_experts.projections(dense) if name.endswith("gate_up_proj"))
     turned = {name: tensor.mT.contiguous() for name, tensor in stored.items() if "experts." in name}
     assert own in turned
     save_file(stored | turned, tmp_path / "dense/model.safetensors", {"format": "pt"})
@@ -293,11 +294,11 @@ def test_calibration_and_widths(saved):
     dense, path = saved("qwen3_moe")
     chosen = widths.choose_widths(dense, IDS.flatten(), 3.5, window=12)
     layers = widths.measure(dense, IDS.flatten(), KbitConfig(), window=12)
-    assert set(experts.projections(dense)) < layers.keys()
+    assert set(nn_experts.projections(dense)) < layers.keys()
     asked = 1_000_000
     assert 2 <= widths.bits_for_memory(dense.bfloat16(), asked) <= 5
     model = hf_kbit.calibrate(load(dense, path), IDS, config=chosen)
-    assert projections(model).keys() == set(experts.projections(build("qwen3_moe")))
+    assert projections(model).keys() == set(nn_experts.projections(build("qwen3_moe")))
     assert logits(model).isfinite().all()
 
 

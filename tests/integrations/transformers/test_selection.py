@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
-from hf_kbit import KbitConfig, KbitLinear
+from hf_kbit import KbitConfig, KbitLinear, mixing
 from hf_kbit.integrations.transformers import selection
 
 
@@ -207,7 +207,7 @@ def test_no_mixture_has_its_router_quantized():
             continue
         built += 1
         chosen = selection.choose(model, KbitConfig(skip_default_modules=False))
-        routers = [name for name in chosen if EXPERTS <= selection.dense_shape(model, name)[-2] <= EXPERTS + 1]
+        routers = [name for name in chosen if EXPERTS <= mixing.dense_shape(model, name)[-2] <= EXPERTS + 1]
         assert not routers, f"{model_type}: {routers}"
     assert built > 40
 

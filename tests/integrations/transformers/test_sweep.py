@@ -18,7 +18,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_kbit import KbitConfig
-from hf_kbit.integrations.transformers import experts, selection
+from hf_kbit.integrations.transformers import selection
+from hf_kbit.nn import experts as nn_experts
 from hf_kbit.nn.weight import KbitWeight
 
 pytestmark = pytest.mark.slow
@@ -129,7 +130,7 @@ def test_whole_life(task, kind, tmp_path):
 
     quantized = type(model).from_pretrained(tmp_path / "dense", quantization_config=KbitConfig(bits=4))
     layers = [module for module in quantized.modules() if isinstance(module, KbitWeight)]
-    assert not list(experts.projections(quantized))
+    assert not list(nn_experts.projections(quantized))
     if not layers:
         assert not selection.choose(dense, KbitConfig())
         pytest.skip(f"no layer of it is to be quantized: {selection.skips(dense)}")
