@@ -9,6 +9,7 @@ import functools
 import inspect
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +30,9 @@ class KbitProjection(KbitWeight):
 
     Args:
         num_experts: E.
-        in_features, out_features, **settings: as of ``KbitWeight``.
+        in_features: K.
+        out_features: N.
+        settings: all others of ``KbitWeight``.
 
     >>> projection = KbitProjection(4, in_features=64, out_features=48, bits=3)
     >>> projection.load_dense(torch.randn(4, 48, 64))
@@ -37,7 +40,7 @@ class KbitProjection(KbitWeight):
     torch.Size([5, 48])
     """
 
-    def __init__(self, num_experts: int, in_features: int, out_features: int, **settings):
+    def __init__(self, num_experts: int, in_features: int, out_features: int, **settings: Any):
         super().__init__(in_features, out_features, lead=(num_experts,), **settings)
 
     def forward(
