@@ -126,7 +126,7 @@ def measure(
             raise ValueError(f"{name}: found NaN or infinite gradients, expected finite ones")
     rule = costs_by_rule(model, chosen)
     unit = math.fsum(costs[name][BITS[0]] for name in names) / math.fsum(rule[name].costs[BITS[0]] for name in names)
-    for name in set(chosen) - set(names):
+    for name in (name for name in chosen if name not in costs):
         costs[name] = {width: unit * cost for width, cost in rule[name].costs.items()}
     return {name: Layer(rule[name].weights, costs[name]) for name in chosen}
 

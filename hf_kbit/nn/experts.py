@@ -2,7 +2,8 @@
 
 A mixture's experts are one module of Transformers, with a tensor ``[E, N, K]`` for each projection. That module stays
 what it was, with its class's own gate, but each such tensor becomes a ``KbitProjection``, and its class one derived
-from its own and from ``KbitExperts``, whose forward multiplies all tokens by the experts they are sent to.
+from its own and from ``KbitExperts``, whose forward multiplies all tokens by the experts they are sent to. The end of
+the file finds such modules and tensors in a model: names, shapes and order, whether they are packed or not.
 """
 
 import functools
@@ -136,7 +137,9 @@ def _arguments(experts: type, args: tuple, kwargs: dict) -> tuple[torch.Tensor, 
     """The three arguments of a class's forward, whatever it calls them."""
     if len(args) == 3 and not kwargs:
         return args
-    return tuple((dict(zip(_names(experts), args, strict=False)) | kwargs)[name] for name in _names(experts))
+    names = _names(experts)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return tuple(given[name] for name in names)
 
 
 @functools.cache
@@ -169,6 +172,7 @@ DECORATED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds the experts of a mixture as tensors ``[E, N, K]`` or ``[E, K, N]``, one a projection."""
     decorated = all(hasattr(module, name) for name in DECORATED) and hasattr(module, DOWN_PROJECTION)
     return decorated or LLAMA4 in (type(module).__name__, type(module).__bases__[-1].__name__)
 
@@ -181,23 +185,24 @@ def is_transposed(experts: nn.Module) -> bool:
 def projections(model: nn.Module) -> Iterator[str]:
     """Names of the tensors of all experts that can be packed."""
     for name, module in model.named_modules():
-        if is_experts(module):
-            for own in (*UP_PROJECTIONS, DOWN_PROJECTION):
-                tensor = module._parameters.get(own)
-                if tensor is not None and tensor.dim() == 3 and tensor.numel() > 0:
-                    yield f"{name}.{own}".removeprefix(".")
+        yield from (f"{name}.{own}".removeprefix(".") for own in _packable(module))
 
 
 def is_projection(model: nn.Module, name: str) -> bool:
     """Whether a name is one of ``projections``."""
     parent, _, own = name.rpartition(".")
     try:
-        module = model.get_submodule(parent)
+        return own in _packable(model.get_submodule(parent))
     except AttributeError:
         return False
-    tensor = module._parameters.get(own)
-    named = own in (*UP_PROJECTIONS, DOWN_PROJECTION)
-    return named and is_experts(module) and tensor is not None and tensor.dim() == 3 and tensor.numel() > 0
+
+
+def _packable(module: nn.Module) -> list[str]:
+    """Own names of the tensors of a module that can be packed: none if it holds no experts."""
+    if not is_experts(module):
+        return []
+    tensors = {own: module._parameters.get(own) for own in (*UP_PROJECTIONS, DOWN_PROJECTION)}
+    return [own for own, tensor in tensors.items() if tensor is not None and tensor.dim() == 3 and tensor.numel() > 0]
 
 
 def shape_of(model: nn.Module, name: str) -> tuple[int, int, int]:

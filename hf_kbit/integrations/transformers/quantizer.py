@@ -206,11 +206,9 @@ class KbitHfQuantizer(HfQuantizer):
         if is_projection(model, name):
             return experts.new_projection(model, name, bits=bits, **settings)
         dense = model.get_submodule(name)
-        in_features, out_features = (
-            (dense.nx, dense.nf) if isinstance(dense, Conv1D) else (dense.in_features, dense.out_features)
-        )
-        shape, dtype = (in_features, out_features), dense.weight.dtype
-        layer = KbitLinear(*shape, False, bits, device="meta", dtype=dtype, **settings)
+        out_features, in_features = mixing.dense_shape(model, name)
+        dtype = dense.weight.dtype
+        layer = KbitLinear(in_features, out_features, False, bits, device="meta", dtype=dtype, **settings)
         layer.bias, layer.transposed = dense.bias, isinstance(dense, Conv1D)
         return layer
 

@@ -166,7 +166,8 @@ def choose(model, config: KbitConfig) -> dict[str, int]:
     names = packable(model)
     for pattern in config.module_bits:
         if not any(matches(name, pattern) for name in names):
-            raise ValueError(f"module_bits[{pattern!r}]: found no linear layer of that name in {type(model).__name__}")
+            found = f"found no linear layer or experts of that name in {type(model).__name__}"
+            raise ValueError(f"module_bits[{pattern!r}]: {found}")
     reasons, chosen = skips(model), {}
     for name in names:
         bits, reason = config.bits_for(name), reasons.get(name)

@@ -215,7 +215,7 @@ def test_no_mixture_has_its_router_quantized():
 def test_patterns_that_match_nothing_are_errors():
     llama = build("LlamaForCausalLM", "LlamaConfig", vocab_size=64, **SMALL)
     with pytest.raises(
-        ValueError, match=r"module_bits\['dwn_proj'\]: found no linear layer of that name in LlamaForCausalLM"
+        ValueError, match=r"module_bits\['dwn_proj'\]: found no linear layer or experts of that name in Llama"
     ):
         selection.choose(llama, KbitConfig(module_bits={"dwn_proj": 4}))
 
