@@ -1,6 +1,6 @@
 """The ops: of each its schema, argument checks, fake, autograd and, of public ones, documented wrapper, in that order.
 
-Past 400 lines, half of them documentation: what belongs to an op stands in one place.
+Past 800 lines, half of them documentation: what belongs to an op stands in one place.
 
 ``reference`` implements all of them on every device; a compiled library (``_native``) takes over a device by
 registering its kernels for that dispatch key. ``bits`` is never an argument where a codebook is one: a codebook has
@@ -13,6 +13,7 @@ call are on one device. The *planes* of a weight are its stored form, its *tiles
 has neither is stored as it is. Every op takes and gives W and x in the original basis, K wide.
 """
 
+import functools
 import math
 import sys
 from collections.abc import Sequence
@@ -553,13 +554,132 @@ torch.library.register_autograd(
 )
 
 
+# --- route_experts --------------------------------------------------------------------------------
+
+# The experts of a mixture, each with the tokens that were sent to it: route_experts, gemm_experts and combine_experts
+# in turn. The numbers of tokens stay where they were computed: nothing waits for a GPU.
+_LIB.define("route_experts(Tensor experts, SymInt num_experts) -> (Tensor, Tensor, Tensor)")
+
+
+def _check_route_experts(experts, num_experts):
+    _check_dtype("experts", experts, (torch.int64, torch.int32))
+    if experts.dim() != 2:
+        raise ValueError(f"experts: found shape {list(experts.shape)}, expected [tokens, experts of each]")
+    if num_experts < 1:
+        raise ValueError(f"num_experts: found {num_experts}, expected 1 or more")
+
+
+@torch.library.impl(_LIB, "route_experts", "CompositeExplicitAutograd")
+def _(experts, num_experts):
+    _check_route_experts(experts, num_experts)
+    return reference.route_experts(experts, num_experts)
+
+
+@torch.library.register_fake("hf_kbit::route_experts", lib=_LIB)
+def _(experts, num_experts):
+    _check_route_experts(experts, num_experts)
+    make = functools.partial(experts.new_empty, dtype=torch.int32)
+    return make(experts.shape[0] * experts.shape[1]), make(experts.shape), make(num_experts + 1)
+
+
+def route_experts(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sorts what tokens send to experts by expert, those of one expert by token.
+
+    Args:
+        experts: int64 or int32 ``[T, k]``, the experts of each token: 0 to ``num_experts - 1``; what is none of these
+            comes last.
+        num_experts: E.
+
+    Returns:
+        ``rows`` int32 ``[T * k]``, the token of each place in that order; ``places`` int32 ``[T, k]``, where in it the
+        token is for each of its experts; ``offsets`` int32 ``[E + 1]``, the first place of each expert, and the end
+        of the last one's.
+
+    Raises:
+        TypeError, ValueError: a dtype or shape does not fit; the message names the tensor.
+
+    >>> rows, places, offsets = route_experts(torch.tensor([[2, 0], [0, 1]]), num_experts=3)
+    >>> rows.tolist(), places.tolist(), offsets.tolist()
+    ([0, 1, 1, 0], [[3, 0], [1, 2]], [0, 2, 3, 4])
+    """
+    return torch.ops.hf_kbit.route_experts(experts, num_experts)
+
+
+# --- combine_experts ------------------------------------------------------------------------------
+
+_LIB.define("combine_experts(Tensor y, Tensor places, Tensor weights) -> Tensor")
+
+
+def _check_combine_experts(y, places, weights):
+    _check_dtype("y", y, _GEMM_FLOATS)
+    _check_dtype("places", places, (torch.int32,))
+    _check_dtype("weights", weights, (torch.float32, y.dtype))
+    for name, tensor in (("y", y), ("places", places)):
+        if tensor.dim() != 2:
+            raise ValueError(f"{name}: found shape {list(tensor.shape)}, expected two dimensions")
+    if weights.shape != places.shape:
+        raise ValueError(f"weights: found shape {list(weights.shape)}, expected {list(places.shape)}")
+    _check_device(y=y, places=places, weights=weights)
+
+
+@torch.library.impl(_LIB, "combine_experts", "CompositeExplicitAutograd")
+def _(y, places, weights):
+    _check_combine_experts(y, places, weights)
+    return reference.combine_experts(y, places, weights)
+
+
+@torch.library.register_fake("hf_kbit::combine_experts", lib=_LIB)
+def _(y, places, weights):
+    _check_combine_experts(y, places, weights)
+    return y.new_empty((places.shape[0], y.shape[1]))
+
+
+def _combine_setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _combine_backward(ctx, grad):
+    y, places, weights = ctx.saved_tensors
+    grad_y = grad_weights = None
+    wide = torch.promote_types(y.dtype, torch.float32)
+    if ctx.needs_input_grad[0]:
+        of_places = weights.to(wide)[..., None] * grad.to(wide)[:, None]
+        # Each place is that of one token and expert, so nothing is added up.
+        grad_y = torch.zeros_like(y).index_put((places.flatten(),), of_places.flatten(0, 1).to(y.dtype))
+    if ctx.needs_input_grad[2]:
+        grad_weights = (y[places].to(wide) * grad.to(wide)[:, None]).sum(-1).to(weights.dtype)
+    return grad_y, None, grad_weights
+
+
+torch.library.register_autograd(
+    "hf_kbit::combine_experts", _combine_backward, setup_context=_combine_setup_context, lib=_LIB
+)
+
+
+def combine_experts(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """``sum over j of weights[i, j] * y[places[i, j]]``: of each token i what its experts made of it.
+
+    Differentiable in ``y`` and ``weights``. Added up in float32 (float64 of float64), in the order of j.
+
+    Args:
+        y: float32, float16, bfloat16 or float64 ``[T * k, N]``.
+        places: int32 ``[T, k]``, each row of ``y`` once (``route_experts``).
+        weights: dtype of ``y`` or float32, ``[T, k]``.
+
+    Returns:
+        dtype of ``y``, ``[T, N]``, rounded once.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit; the message names the tensor.
+    """
+    return torch.ops.hf_kbit.combine_experts(y, places, weights)
+
+
 # --- gemm_experts, gemm_experts_gradient ----------------------------------------------------------
 
-# Products of the experts of a mixture, each with the tokens that were sent to it. The numbers of tokens stay where
-# they were computed: nothing waits for a GPU.
 _LIB.define(
     "gemm_experts(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, Tensor? rows, Tensor offsets,"
-    " SymInt out_features, Tensor? columns=None, bool rotated=False) -> Tensor"
+    " SymInt out_features, Tensor? columns=None, bool rotated=False, bool swiglu=False) -> Tensor"
 )
 _LIB.define(
     "gemm_experts_gradient(Tensor grad, Tensor weight, Tensor absmax, Tensor codebook, Tensor offsets, SymInt[] shape,"
@@ -582,10 +702,12 @@ def _check_experts(name, x, weight, absmax, codebook, offsets, shape, columns):
     _check_device(**{name: x}, weight=weight, offsets=offsets)
 
 
-def _check_gemm_experts(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns):
-    if x.dim() != 2:
-        raise ValueError(f"x: found shape {list(x.shape)}, expected [tokens, in_features]")
-    _check_experts("x", x, weight, absmax, codebook, offsets, (out_features, x.shape[1]), columns)
+def _check_gemm_experts(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, swiglu):
+    if x.dim() != 2 or (swiglu and x.shape[1] % 2):
+        expected = "[tokens, 2 * in_features]" if swiglu else "[tokens, in_features]"
+        raise ValueError(f"x: found shape {list(x.shape)}, expected {expected}")
+    in_features = x.shape[1] // (2 if swiglu else 1)
+    _check_experts("x", x, weight, absmax, codebook, offsets, (out_features, in_features), columns)
     _check_device(x=x, bias=bias, rows=rows)
     if bias is not None:
         _check_dtype("bias", bias, (x.dtype,))
@@ -598,15 +720,16 @@ def _check_gemm_experts(x, weight, absmax, codebook, bias, rows, offsets, out_fe
 
 
 @torch.library.impl(_LIB, "gemm_experts", "CompositeExplicitAutograd")
-def _(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns=None, rotated=False):
-    _check_gemm_experts(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns)
+def _(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns=None, rotated=False, swiglu=False):
+    _check_gemm_experts(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, swiglu)
     _native.warn_missing(weight.device.type)
-    return reference.gemm_experts(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, rotated)
+    packed = weight, absmax, codebook
+    return reference.gemm_experts(x, *packed, bias, rows, offsets, out_features, columns, rotated, swiglu)
 
 
 @torch.library.register_fake("hf_kbit::gemm_experts", lib=_LIB)
-def _(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns=None, rotated=False):
-    _check_gemm_experts(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns)
+def _(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns=None, rotated=False, swiglu=False):
+    _check_gemm_experts(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, swiglu)
     return x.new_empty((x.shape[0] if rows is None else rows.shape[0], out_features))
 
 
@@ -630,14 +753,14 @@ def _(grad, weight, absmax, codebook, offsets, shape, columns=None, rotated=Fals
 
 
 def _experts_setup_context(ctx, inputs, output):
-    x, weight, absmax, codebook, _, rows, offsets, out_features, columns, ctx.rotated = inputs
-    ctx.save_for_backward(weight, absmax, codebook, offsets, columns, rows)
-    ctx.shape, ctx.tokens = [out_features, x.shape[1]], x.shape[0]
+    x, weight, absmax, codebook, _, rows, offsets, out_features, columns, ctx.rotated, ctx.swiglu = inputs
+    ctx.save_for_backward(weight, absmax, codebook, offsets, columns, rows, x if ctx.swiglu else None)
+    ctx.shape, ctx.tokens = [out_features, x.shape[1] // (2 if ctx.swiglu else 1)], x.shape[0]
 
 
 def _experts_backward(ctx, grad):
     grad_x = grad_bias = None
-    weight, absmax, codebook, offsets, columns, rows = ctx.saved_tensors
+    weight, absmax, codebook, offsets, columns, rows, x = ctx.saved_tensors
     if ctx.needs_input_grad[0]:
         grad_x = torch.ops.hf_kbit.gemm_experts_gradient(
             grad, weight, absmax, codebook, offsets, ctx.shape, columns, ctx.rotated
@@ -645,13 +768,22 @@ def _experts_backward(ctx, grad):
         if rows is not None:  # index_put adds up in one order, on GPUs too, as index_add does not
             zeros = grad_x.new_zeros((ctx.tokens, ctx.shape[1]), dtype=torch.promote_types(grad.dtype, torch.float32))
             grad_x = zeros.index_put((rows,), grad_x.to(zeros.dtype), accumulate=True).to(grad.dtype)
+        if ctx.swiglu:
+            grad_x = _swiglu_backward(x, grad_x)
     if ctx.needs_input_grad[4]:
         experts = offsets.shape[0] - 1
         places = torch.arange(grad.shape[0], dtype=torch.int32, device=grad.device)
         owners = torch.searchsorted(offsets[1:], places, right=True)  # `experts`: none
         zeros = grad.new_zeros((experts + 1, ctx.shape[0]), dtype=torch.promote_types(grad.dtype, torch.float32))
         grad_bias = zeros.index_put((owners,), grad.to(zeros.dtype), accumulate=True)[:experts].to(grad.dtype)
-    return grad_x, None, None, None, grad_bias, None, None, None, None, None
+    return grad_x, None, None, None, grad_bias, *(None,) * 6
+
+
+def _swiglu_backward(x, grad):
+    gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    portion = torch.sigmoid(gate)
+    along_gate = grad * up * portion * (1 + gate * (1 - portion))
+    return torch.cat([along_gate, grad * gate * portion], dim=-1).to(x.dtype)
 
 
 torch.library.register_autograd(
@@ -691,13 +823,14 @@ def gemm_experts(
     out_features: int,
     columns: torch.Tensor | None = None,
     rotated: bool = False,
+    swiglu: bool = False,
 ) -> torch.Tensor:
     """``y[i] = x[rows[i]] @ W[e].T + bias[e]`` for the rows ``offsets[e]`` to ``offsets[e + 1]`` of each expert e.
 
     Differentiable in ``x`` and ``bias``; the weights are frozen.
 
     Args:
-        x: float32, float16, bfloat16 or float64 ``[T, K]``.
+        x: float32, float16, bfloat16 or float64 ``[T, K]``; with ``swiglu`` ``[T, 2 K]``, see there.
         weight: int32 planes ``[E, N, B * bits]`` of the experts' matrices, or their tiles (``repack``).
         absmax: uint8 ``[E, N, B]``, or that of the tiles.
         codebook: float32 ``[2**bits]``.
@@ -707,6 +840,8 @@ def gemm_experts(
         out_features: N.
         columns: uint8 ``[K]`` or None, of all experts; see ``dequantize``.
         rotated: whether the weights' blocks were rotated.
+        swiglu: ``silu(x[:, :K]) * x[:, K:]`` stands for x above, rounded once or twice: the gate between two
+            projections of experts, made on the way into the second.
 
     Returns:
         dtype of ``x``, ``[R, N]``, contiguous, rounded as by ``gemm``.
@@ -719,7 +854,7 @@ def gemm_experts(
     if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tangents):
         raise NotImplementedError("gemm_experts: found tangents; products of experts have none in forward mode")
     return torch.ops.hf_kbit.gemm_experts(
-        x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, rotated
+        x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, rotated, swiglu
     )
 
 
@@ -744,8 +879,10 @@ def _(grad, weight, absmax, codebook, shape, columns=None, rotated=False, out_sh
 
 
 @register_flop_formula(torch.ops.hf_kbit.gemm_experts)
-def _(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns=None, rotated=False, out_shape=None):
-    return 2 * (x if rows is None else rows)[0] * x[1] * out_features
+def _(x, weight, absmax, codebook, bias, rows, offsets, out_features, *transform, out_shape=None, swiglu=False):
+    # Columns and rotated, which may be in `transform`, do not count; neither does the gate.
+    swiglu = swiglu or (len(transform) > 2 and transform[2])
+    return 2 * (x if rows is None else rows)[0] * x[1] // (2 if swiglu else 1) * out_features
 
 
 @register_flop_formula(torch.ops.hf_kbit.gemm_experts_gradient)

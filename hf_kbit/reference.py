@@ -1,5 +1,7 @@
 """Every op in plain PyTorch: the executable specification, and the fallback wherever no compiled library serves.
 
+Past 400 lines: an op's specification is nowhere else.
+
 Works on any device, vectorised over the whole tensor. ``ops`` says what each op takes, returns and refuses; arguments
 arrive here already checked. Tensors of several bytes per element are viewed as bytes, so a little-endian machine is
 assumed, as safetensors does.
@@ -363,6 +365,26 @@ def gemm(
     return torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], out_features))
 
 
+# --- experts --------------------------------------------------------------------------------------
+
+
+def route_experts(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``hf_kbit.ops.route_experts``."""
+    known = (experts >= 0) & (experts < num_experts)
+    numbers, order = torch.sort(experts.where(known, num_experts).flatten(), stable=True)
+    bounds = torch.arange(num_experts + 1, dtype=numbers.dtype, device=numbers.device)
+    places = torch.empty_like(order, dtype=torch.int32)
+    places[order] = torch.arange(len(order), dtype=torch.int32, device=order.device)
+    rows = order.div(experts.shape[1], rounding_mode="floor").int() if len(order) else places
+    return rows, places.view(experts.shape), torch.searchsorted(numbers, bounds, out_int32=True)
+
+
+def combine_experts(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """See ``hf_kbit.ops.combine_experts``."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    return (y[places].to(wide) * weights.to(wide)[..., None]).sum(dim=1).to(y.dtype)
+
+
 def gemm_experts(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -374,8 +396,12 @@ def gemm_experts(
     out_features: int,
     columns: torch.Tensor | None = None,
     rotated: bool = False,
+    swiglu: bool = False,
 ) -> torch.Tensor:
     """See ``hf_kbit.ops.gemm_experts``. Of an expert at a time, so that one decoded matrix is in memory."""
+    if swiglu:
+        gate, up = x.chunk(2, dim=-1)
+        x = F.silu(gate) * up
     x = x if rows is None else x[_checked_rows(rows, len(x))]
     y = x.new_zeros((len(x), out_features))
     for expert, (first, last) in enumerate(_shares(offsets, len(x))):

@@ -1,4 +1,5 @@
-"""``gemm_experts`` and its gradient against a loop over experts in float64, on every device that there is."""
+"""The ops of experts, on every device that there is: products and their gradients against a loop over experts in
+float64, the way there and back against what it says of each token."""
 
 import cases
 import pytest
@@ -7,10 +8,11 @@ from torch.autograd import forward_ad
 from torch.library import opcheck
 
 from hf_kbit.format import BITS
-from hf_kbit.ops import gemm_experts
+from hf_kbit.ops import combine_experts, gemm_experts, route_experts
 
 OPS = torch.ops.hf_kbit
 N, K, TOKENS = 36, 70, 11
+COMBINED = [(1, 8, 64), (9, 2, 36), (300, 4, 35), (64, 6, 1000), (5, 1, 1)]  # tokens, experts of each, columns
 SHARES = {  # rows of each expert; what is left of TOKENS, if anything, is no expert's
     "some have none": [3, 0, 5, 0, 3],
     "one has all": [0, 0, 11, 0],
@@ -54,6 +56,84 @@ def test_product(device, shares, bits, rotated, dtype):
         assert not found[first:].any()
 
 
+@pytest.mark.parametrize("dtype", [*cases.FLOATS, torch.float64])
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize(("in_features", "tokens"), [(72, TOKENS), (70, TOKENS), (72, 200)])
+def test_product_behind_a_gate(device, in_features, tokens, rotated, dtype):
+    """As of what the gate makes of x, which may be rounded once more on the way."""
+    shares = torch.tensor([tokens // 2, 0, tokens - tokens // 2 - 2])
+    columns = cases.columns(in_features) if rotated else None
+    planes, absmax, codebook = cases.quantized((3 * N, in_features), 3, columns=columns, rotated=rotated)
+    planes, absmax = planes.view(3, N, -1), absmax.view(3, N, -1)
+    matrices = cases.stored(planes, absmax, codebook, signed=rotated)[..., : None if rotated else in_features]
+    x = cases.x((tokens,), 2 * in_features, dtype)
+    rows = torch.randint(0, tokens, (tokens,), generator=cases.generator(1)).int()
+    on_device = [tensor.to(device) for tensor in (x, planes, absmax, codebook, rows, offsets(shares))]
+    x_there, *packed, rows_there, offsets_there = on_device
+    columns_there = None if columns is None else columns.to(device)
+    found = gemm_experts(x_there, *packed, None, rows_there, offsets_there, N, columns_there, rotated, True).cpu()
+    gate, up = x.double().chunk(2, dim=-1)
+    inputs = (torch.nn.functional.silu(gate) * up)[rows.long()]
+    first, second = slice(0, shares[0]), slice(shares[0], tokens - 2)
+    for expert, of_expert in ((0, first), (2, second)):
+        cases.assert_product(found[of_expert], inputs[of_expert], matrices[expert].T, None, 5, columns, rotated)
+    assert not found[tokens - 2 :].any()
+
+
+@pytest.mark.parametrize("number", [torch.int64, torch.int32])
+@pytest.mark.parametrize(
+    ("tokens", "each", "count"),
+    [(1, 8, 128), (3, 2, 8), (17, 4, 32), (256, 8, 128), (5000, 8, 128), (33, 3, 1500), (700, 1, 1), (0, 2, 4)],
+)
+def test_route(device, tokens, each, count, number):
+    generator = cases.generator(tokens, each, count)
+    experts = torch.randint(-2, count + 3, (tokens, each), generator=generator)  # some are no experts here
+    rows, places, ends = (found.cpu() for found in route_experts(experts.to(number).to(device), count))
+    assert {rows.dtype, places.dtype, ends.dtype} == {torch.int32}
+    assert rows.shape == (tokens * each,) and places.shape == (tokens, each) and ends.shape == (count + 1,)
+    known = [int(number) if 0 <= number < count else count for number in experts.flatten()]
+    order = sorted(range(tokens * each), key=known.__getitem__)
+    assert rows.tolist() == [slot // each for slot in order]
+    assert places.flatten()[order].tolist() == list(range(tokens * each))
+    assert ends.tolist() == [sum(number < expert for number in known) for expert in range(count + 1)]
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["weights alike", "weights in float32"])
+@pytest.mark.parametrize("dtype", [*cases.FLOATS, torch.float64])
+@pytest.mark.parametrize(("tokens", "each", "columns"), COMBINED)
+def test_combine(device, tokens, each, columns, dtype, wide):
+    y = cases.x((tokens * each,), columns, dtype)
+    weights = cases.x((tokens,), each, torch.float32 if wide else dtype, seed=1)
+    places = torch.randperm(tokens * each, generator=cases.generator(3)).int().view(tokens, each)
+    found = combine_experts(y.to(device), places.to(device), weights.to(device)).cpu()
+    terms = y.double()[places.long()] * weights.double()[..., None]
+    rounding = terms.abs().sum(1) * each * cases.EPS[torch.float64 if dtype == torch.float64 else torch.float32]
+    assert found.dtype == dtype and found.shape == (tokens, columns)
+    assert ((found - terms.sum(1)).abs() <= rounding + terms.sum(1).abs() * cases.EPS[dtype]).all()
+
+
+def test_gradients_of_combining():
+    y = cases.x((6,), 5, torch.float64).requires_grad_()
+    weights = cases.x((3,), 2, torch.float64, seed=1).requires_grad_()
+    places = torch.tensor([[4, 0], [1, 5], [3, 2]], dtype=torch.int32)
+    assert torch.autograd.gradcheck(combine_experts, (y, places, weights))
+    assert torch.autograd.gradgradcheck(combine_experts, (y, places, weights))
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_gradients_behind_a_gate(rotated):
+    planes, absmax, codebook, columns = packed(3, 3, rotated)
+    x = cases.x((4,), 2 * K, torch.float64).requires_grad_()
+    for rows in (None, torch.tensor([0, 1, 2, 0, 3, 1], dtype=torch.int32)):
+        ends = offsets([2, 0, 1] if rows is None else [2, 0, 3])
+
+        def run(x, rows=rows, ends=ends):
+            return gemm_experts(x, planes, absmax, codebook, None, rows, ends, N, columns, rotated, True)
+
+        assert torch.autograd.gradcheck(run, (x,))
+        assert torch.autograd.gradgradcheck(run, (x,))
+
+
 @pytest.mark.parametrize("rotated", [False, True])
 def test_gradients(rotated):
     shares = SHARES["some have none"]
@@ -81,6 +161,13 @@ def test_opcheck():
     x, bias = cases.x((TOKENS,), K).requires_grad_(), cases.x((3,), N).requires_grad_()
     rows = torch.arange(TOKENS, dtype=torch.int32)
     opcheck(OPS.gemm_experts.default, (x, planes, absmax, codebook, bias, rows, offsets([2, 4, 1]), N, columns, True))
+    both = cases.x((TOKENS,), 2 * K).requires_grad_()
+    gated = both, planes, absmax, codebook, None, None, offsets([2, 4, 1]), N, columns, True, True
+    opcheck(OPS.gemm_experts.default, gated)
+    opcheck(OPS.route_experts.default, (torch.tensor([[0, 3], [1, 1]]), 3))
+    weights = cases.x((2,), 3, seed=1).requires_grad_()
+    places = torch.tensor([[0, 3, 4], [1, 2, 5]], dtype=torch.int32)
+    opcheck(OPS.combine_experts.default, (cases.x((6,), N).requires_grad_(), places, weights))
     grad = cases.x((TOKENS,), N).requires_grad_()
     opcheck(
         OPS.gemm_experts_gradient.default, (grad, planes, absmax, codebook, offsets([2, 4, 1]), [N, K], columns, True)
@@ -118,3 +205,29 @@ def test_errors(message, wrong):
     right |= {"rows": None, "offsets": offsets([2, 4, 1])}
     with pytest.raises((TypeError, ValueError, RuntimeError), match=message.strip()):
         gemm_experts(*(right | wrong).values(), N)
+
+
+def test_errors_of_the_way():
+    right = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises((TypeError, ValueError, RuntimeError), match="experts: found dtype"):
+        route_experts(right.float(), 4)
+    with pytest.raises((TypeError, ValueError, RuntimeError), match="experts: found shape"):
+        route_experts(right[0], 4)
+    with pytest.raises((TypeError, ValueError, RuntimeError), match="num_experts: found 0"):
+        route_experts(right, 0)
+    y, places, weights = torch.zeros(6, 5), right.int(), torch.zeros(2, 3)
+    wrong = {
+        "y: found dtype": (y.int(), places, weights),
+        "y: found shape": (y[0], places, weights),
+        "places: found dtype": (y, right, weights),
+        "places: found shape": (y, places[0], weights),
+        "places: found": (y, places + 6, weights),
+        "weights: found dtype": (y, places, weights.double()),
+        "weights: found shape": (y, places, weights[:1]),
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises((TypeError, ValueError, RuntimeError, IndexError), match=message):
+            combine_experts(*arguments)
+    planes, absmax, codebook, _ = packed(3, 3, False)
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=r"x: found shape .* expected \[tokens, 2 \* in"):
+        gemm_experts(torch.zeros(4, K + 1), planes, absmax, codebook, None, None, offsets([1]), N, swiglu=True)

@@ -1,5 +1,6 @@
 // y = x @ W.T (+ bias) for up to 16 tokens, W in tiles; the weights are decoded in registers on their way to
-// the tensor cores. One launch may take several weights, for the same x.
+// the tensor cores. One launch may take several weights, for the same x; or, of experts, a few rows of x, each with
+// the weight of its own expert.
 //
 //   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8
 //   words     int32 [N/16, K/256, bits, 32, 4]     scales  uint8 [N/16, K/256, 8, 16]     codebook  float32 [2**bits]
@@ -37,6 +38,10 @@
 // An H200 brings in a slab for each processor in 59, 85, 111 and 137 cycles, so shared memory is the limit at 2 and 3
 // bits and memory at 4 and 5. docs/performance.md has the measured times, docs/internals.md what was tried.
 //
+// Of experts a part is a row, or up to eight that an expert has. How many parts there are is known on the GPU alone:
+// each CTA finds its own, and with it the weight, from where each expert's rows begin, so that requests for slabs come
+// after one for these numbers; all but the table waits for the kernel before. CTAs for which nothing is left end.
+//
 // Over 350 lines: one kernel, and the ring, the activations and the launcher that nothing else uses.
 #include <numeric>
 #include <type_traits>
@@ -44,7 +49,7 @@
 #include "kernels/dispatch.h"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
-#include "kernels/transform.cuh"
+#include "kernels/swiglu.cuh"
 #include "kernels/weights.cuh"
 
 namespace hf_kbit::cuda {
@@ -83,7 +88,104 @@ struct Arguments {
     int transforms;                 // each CTA by itself
     uint32_t signs;                 // of scales, in float16
     Part parts[kGemmParts];
+    // Of experts: the first part is that of row 0 and expert 0, of the first row of x or the first picked one.
+    const int32_t* rows;
+    const int32_t* offsets;
+    int experts, y_rows, last_row;
+    int part_rows_log2, row_tiles, processors, least_clusters, waves;  // of plan_few_experts
+    int swiglu;
 };
+
+// Which rows of an expert a CTA multiplies: none, or so many. Rows from `beyond` on are no expert's.
+struct Share {
+    int expert, first, rows, cluster, clusters, x_row, beyond;
+};
+
+// Whatever offsets and rows say, rows are there.
+__device__ __forceinline__ int first_row(const Arguments& arguments, int expert) {
+    return min(max(arguments.offsets[expert], 0), arguments.y_rows);
+}
+__device__ __forceinline__ int row_of_x(const Arguments& arguments, int row) {
+    row = min(row, arguments.y_rows - 1);
+    return min(max(arguments.rows ? arguments.rows[row] : row, 0), arguments.last_row);
+}
+
+// Where each part is a row: the row is known before its expert, of whose number it is that of experts which end
+// before.
+__device__ __forceinline__ Share share_of_row(const Arguments& arguments, int of_all, int lane) {
+    const int clusters = arguments.least_clusters, row = of_all / clusters;
+    const int x_row = row_of_x(arguments, row), beyond = first_row(arguments, arguments.experts);
+    int expert = 0;
+    for (int i = lane; i < arguments.experts; i += kWarp) expert += arguments.offsets[i + 1] <= row;
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) expert += __shfl_xor_sync(0xFFFFFFFF, expert, distance);
+    return {expert, row,   expert < arguments.experts && row < arguments.y_rows, of_all - row * clusters, clusters,
+            x_row,  beyond};
+}
+
+// By all lanes of a warp, each for some experts that follow each other.
+__device__ __forceinline__ Share share_of_experts(const Arguments& arguments, int of_all, int lane) {
+    if (arguments.part_rows_log2 == 0) return share_of_row(arguments, of_all, lane);
+    const int of_lane = (arguments.experts + kWarp - 1) / kWarp, log2 = arguments.part_rows_log2;
+    const int begin = min(lane * of_lane, arguments.experts), end = min(begin + of_lane, arguments.experts);
+    const auto row = [&](int expert) { return first_row(arguments, expert); };
+    const auto parts = [&](int expert) { return (max(row(expert + 1) - row(expert), 0) + (1 << log2) - 1) >> log2; };
+    int own = 0;
+#pragma unroll 4
+    for (int i = begin; i < end; ++i) own += parts(i);
+    int up_to = own;
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+        const int further = __shfl_up_sync(0xFFFFFFFF, up_to, distance);
+        if (lane >= distance) up_to += further;
+    }
+    const int all = __shfl_sync(0xFFFFFFFF, up_to, kWarp - 1);
+    const int clusters = expert_clusters(all, arguments.row_tiles, arguments.slabs, arguments.processors,
+                                         arguments.least_clusters, arguments.waves);
+    const int index = of_all / clusters;
+    int left = index - (up_to - own);
+    const bool found = left >= 0 && left < own;
+    Share share{begin, 0, 0, of_all - index * clusters, clusters, 0, row(arguments.experts)};
+    if (found) {
+        while (left >= parts(share.expert)) left -= parts(share.expert++);
+        share.first = row(share.expert) + (left << log2);
+        share.rows = min(1 << log2, row(share.expert + 1) - share.first);
+    }
+    const unsigned finder = __ballot_sync(0xFFFFFFFF, found);
+    const int from = finder ? __ffs(finder) - 1 : 0;
+    share.expert = __shfl_sync(0xFFFFFFFF, share.expert, from);
+    share.first = __shfl_sync(0xFFFFFFFF, share.first, from);
+    share.rows = __shfl_sync(0xFFFFFFFF, share.rows, from);
+    share.x_row = row_of_x(arguments, share.first);
+    return share;
+}
+
+// Where the inputs and results of these rows are.
+template <int kBits, typename T>
+__device__ __forceinline__ Part part_of(const Arguments& arguments, const Share& share) {
+    Part part = arguments.parts[0];
+    const int64_t out_features = part.out_features, columns = arguments.in_features * (arguments.swiglu ? 2 : 1);
+    const int64_t slab = int64_t{share.expert} * arguments.row_tiles * arguments.slabs;
+    part.x = static_cast<const T*>(part.x) + share.x_row * columns;
+    part.y = static_cast<T*>(part.y) + share.first * out_features;
+    if (part.bias) part.bias = static_cast<const T*>(part.bias) + share.expert * out_features;
+    part.words += slab * (word_bytes(kBits) / 4);
+    part.scales += slab * kScaleBytes;
+    part.cluster_tiles = arguments.row_tiles / share.clusters;
+    part.more_tiles = arguments.row_tiles - part.cluster_tiles * share.clusters;
+    return part;
+}
+
+// Zeros for rows of y from one on, by all CTAs.
+template <typename T>
+__device__ __forceinline__ void clear_rows(const Arguments& arguments, int first) {
+    const int64_t out_features = arguments.parts[0].out_features, end = arguments.y_rows * out_features;
+    T* y = static_cast<T*>(arguments.parts[0].y);
+    for (int64_t i = first * out_features + blockIdx.x * blockDim.x + threadIdx.x; i < end;
+         i += gridDim.x * blockDim.x) {
+        y[i] = static_cast<T>(0.0f);
+    }
+}
 
 // --- the ring ------------------------------------------------------------------------------------
 
@@ -179,27 +281,35 @@ struct Ring {
 
 // Those of one token, of the CTA's slabs. Octet number `lane` of every kWarps-th slab waits in registers of one lane,
 // with its columns' scales, until the table is there; then all of them go through shared memory to those who multiply.
-template <typename T, int kWarps>
+// With kSwiglu there may be two numbers for each column, of which they are swiglu_octet.
+template <typename T, int kWarps, bool kSwiglu>
 struct Activations {
-    uint4 octets[kTransformOctets];
+    uint4 octets[kTransformOctets], ups[kSwiglu ? kTransformOctets : 1];
     uint2 scales[kTransformOctets];
 
     // Asks for x and columns; zeros beyond K.
-    __device__ __forceinline__ void bring(const Part& part, int in_features, int first_slab, int slabs, int warp,
-                                          int lane) {
+    __device__ __forceinline__ void bring(const Part& part, int in_features, bool swiglu, int first_slab, int slabs,
+                                          int warp, int lane) {
 #pragma unroll
         for (int i = 0; i < kTransformOctets; ++i) {
             const int slab = warp + i * kWarps, column = (first_slab + slab) * kSlabColumns + lane * kOctet;
             const bool there = slab < slabs && column < in_features;
             octets[i] = make_uint4(0, 0, 0, 0);
             scales[i] = make_uint2(kScalesOfOne, kScalesOfOne);
-            if (there) octets[i] = __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(part.x) + column));
+            const T* x = static_cast<const T*>(part.x) + column;
+            if constexpr (kSwiglu) {  // the kernel before may have just written it
+                ups[i] = octets[i];
+                if (there) octets[i] = *reinterpret_cast<const uint4*>(x);
+                if (there && swiglu) ups[i] = *reinterpret_cast<const uint4*>(x + in_features);
+            } else {
+                if (there) octets[i] = __ldg(reinterpret_cast<const uint4*>(x));
+            }
             if (there && part.columns) scales[i] = __ldg(reinterpret_cast<const uint2*>(part.columns + column));
         }
     }
 
-    __device__ __forceinline__ void transform(uint32_t to, const Part& part, int slabs, int k_warps_log2, int warp,
-                                              int lane) const {
+    __device__ __forceinline__ void transform(uint32_t to, const Part& part, bool swiglu, int slabs, int k_warps_log2,
+                                              int warp, int lane) const {
         const bool rotated = part.rotated;
 #pragma unroll
         for (int i = 0; i < kTransformOctets; ++i) {
@@ -207,7 +317,11 @@ struct Activations {
             if (slab >= slabs) return;
             float columns[kOctet];
             decode_scales(scales[i], columns);
-            const uint4 made = transform_octet<T>(octets[i], columns, rotated, lane % 4);
+            uint4 octet = octets[i];
+            if constexpr (kSwiglu) {
+                if (swiglu) octet = swiglu_octet<T>(octet, ups[i]);
+            }
+            const uint4 made = transform_octet<T>(octet, columns, rotated, lane % 4);
             store_shared_16(address(to, slab, k_warps_log2, lane * 16), made);
         }
     }
@@ -258,8 +372,8 @@ __device__ __forceinline__ void store_rows(const Part& part, int token, int row,
 
 // --- the kernel ----------------------------------------------------------------------------------
 
-// kTokenTiles: groups of eight tokens. kTransformed: weights have a Transform.
-template <int kBits, typename T, int kTokenTiles, int kWarps, bool kTransformed>
+// kTokenTiles: groups of eight tokens. kTransformed: weights have a Transform. kExperts: parts are rows of experts.
+template <int kBits, typename T, int kTokenTiles, int kWarps, bool kTransformed, bool kExperts>
 __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_constant__ Arguments arguments) {
     if constexpr (!has_gemm(kArch) || kWarps != gemm_warps(kArch)) {
         __trap();  // the plan asks for the other, or for none
@@ -276,14 +390,35 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
     const int split_log2 = kSm90 ? arguments.split_log2 : 0;
     const int of_all = blockIdx.x >> split_log2, rank = blockIdx.x - (of_all << split_log2);
     int index = 0;
+    if constexpr (!kExperts) {
 #pragma unroll
-    for (int i = 1; i < kGemmParts; ++i) index += of_all >= arguments.first_cluster[i];
-    const Part& part = arguments.parts[index];
-    const int cluster = of_all - arguments.first_cluster[index];
+        for (int i = 1; i < kGemmParts; ++i) index += of_all >= arguments.first_cluster[i];
+    }
 
     // The order of the requests to memory matters: codebook and activations are waited for first.
     Table table;
-    table.begin(window, part.codebook, lane);
+    table.begin(window, arguments.parts[index].codebook, lane);
+    // float16 levels fill its range; the power of two is taken out of the sums.
+    float unit = 16;  // of the sums: scales are in sixteenths
+    const auto normalize = [&] {
+        if constexpr (std::is_same_v<T, __half>) unit *= table.template normalize<Weights<T>::kLargest>();
+    };
+    [[maybe_unused]] Part of_rows;
+    [[maybe_unused]] Share share{};
+    if constexpr (kExperts) {
+        normalize();
+        if (of_all < arguments.processors) table.template build<T, kWarps * kWarp>();
+        wait_for_kernel_before();
+        let_next_kernel_start();
+        share = share_of_experts(arguments, of_all, lane);
+        of_rows = part_of<kBits, T>(arguments, share);
+        clear_rows<T>(arguments, share.beyond);
+        if (share.rows == 0) return;  // as all CTAs of the cluster do
+        if (of_all >= arguments.processors) table.template build<T, kWarps * kWarp>();
+    }
+    const Part& part = kExperts ? of_rows : arguments.parts[index];
+    const int cluster = kExperts ? share.cluster : of_all - arguments.first_cluster[index];
+    const int tokens = kExperts ? share.rows : arguments.tokens;
 
     const int k_warps_log2 = arguments.k_warps_log2, k_warps = 1 << k_warps_log2;
     const int row_warps_log2 = (kWarps == 16 ? 4 : 3) - k_warps_log2, row_warps = 1 << row_warps_log2;
@@ -299,7 +434,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
     // B operands. A lane has of each block columns 8 t .. 8 t + 7, as the lanes of A, and of the eight columns of B
     // column g: `tokens` rounded up to a power of two leave room for the activations of several of the warp's slabs,
     // of which an instruction's results are good for one.
-    const int tokens_log2 = kTokenTiles == 1 ? arguments.tokens_log2 : 3, held_slabs = 8 >> tokens_log2;
+    const int few_log2 = kExperts ? 32 - __clz(tokens - 1) : arguments.tokens_log2;
+    const int tokens_log2 = kTokenTiles == 1 ? few_log2 : 3, held_slabs = 8 >> tokens_log2;
     uint32_t b[kTokenTiles][kSlabBlocks][4];
     constexpr bool kCanTransform = kTransformed && kTokenTiles == 1;
     const bool transforms = kCanTransform && arguments.transforms;
@@ -308,7 +444,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
         const int slab = k_warp + ((pass + (g >> tokens_log2)) << k_warps_log2);
         if constexpr (kCanTransform) {
             if (transforms) {
-                return Activations<T, kWarps>::load(activations_at, slab, slab < slabs, k_warps_log2, t, b[0]);
+                return Activations<T, kWarps, kExperts>::load(activations_at, slab, slab < slabs, k_warps_log2, t,
+                                                              b[0]);
             }
         }
         const int column = (first_slab + slab) * kSlabColumns + 8 * t;
@@ -316,7 +453,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
         const T* x = static_cast<const T*>(from) + token * arguments.in_features + column;
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) {
-            const int columns = token + 8 * n < arguments.tokens ? arguments.in_features - column : 0;
+            const int columns = token + 8 * n < tokens ? arguments.in_features - column : 0;
 #pragma unroll
             for (int block = 0; block < kSlabBlocks; ++block) {
                 uint4 eight = make_uint4(0, 0, 0, 0);
@@ -332,34 +469,31 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
             }
         }
     };
-    [[maybe_unused]] Activations<T, kWarps> activations;
+    const bool swiglu = kExperts && arguments.swiglu;
+    [[maybe_unused]] Activations<T, kWarps, kExperts> activations;
     if constexpr (!kTransformed) {
         load_activations(0);
     } else if constexpr (kCanTransform) {
-        if (transforms) activations.bring(part, arguments.in_features, first_slab, slabs, warp, lane);
+        if (transforms) activations.bring(part, arguments.in_features, swiglu, first_slab, slabs, warp, lane);
     }
 
     const int warp_tiles = (tiles - row_warp + row_warps - 1) >> row_warps_log2;
     const int warp_slabs = (slabs - k_warp + k_warps - 1) >> k_warps_log2;
     Ring ring(part, window, warp, (first_tile + row_warp) * arguments.slabs + first_slab + k_warp,
               row_warps * arguments.slabs, (first_tile + tiles) * arguments.slabs, warp_tiles, warp_slabs, k_warps);
-    // float16 levels fill its range; the power of two is taken out of the sums.
-    float unit = 16;  // of the sums: scales are in sixteenths
-    if constexpr (std::is_same_v<T, __half>) {
-        unit *= table.template normalize<Weights<T>::kLargest>();
-    }
+    if constexpr (!kExperts) normalize();
     if (threadIdx.x == 0) store_shared_float(unit_at, unit);
 #pragma unroll 1
     for (int i = 0; i < Ring::kEarly; ++i) ring.fetch();
-    table.template build<T, kWarps * kWarp>();
+    if constexpr (!kExperts) table.template build<T, kWarps * kWarp>();
     if constexpr (!kTransformed) __syncthreads();
 #pragma unroll 1
     for (int i = Ring::kEarly; i < Ring::kStages; ++i) ring.fetch();
     if constexpr (kTransformed) {
         if constexpr (kCanTransform) {
-            if (transforms) activations.transform(activations_at, part, slabs, k_warps_log2, warp, lane);
+            if (transforms) activations.transform(activations_at, part, swiglu, slabs, k_warps_log2, warp, lane);
         }
-        if (!transforms) wait_for_kernel_before();
+        if (!transforms && !kExperts) wait_for_kernel_before();
         __syncthreads();
         load_activations(0);
     }
@@ -416,8 +550,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
             for (int n = 0; n < kTokenTiles; ++n) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    if (kTokenTiles > 1 ||
-                        static_cast<unsigned>(token + i) < static_cast<unsigned>(arguments.tokens)) {
+                    if (kTokenTiles > 1 || static_cast<unsigned>(token + i) < static_cast<unsigned>(tokens)) {
                         const uint32_t upper = tile_sums + (8 * n + i) * arguments.pitch * 4, lower = upper + 8 * 4;
                         if (!first) {
                             slab_sums[n][i] += load_shared_float(upper);
@@ -447,7 +580,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
     const int fours = tiles * kTileRows / kRows, partial = min(k_warps, slabs);  // fours: of a token
     const float per_four = __fdividef(1.0f, static_cast<float>(fours));
 #pragma unroll 1
-    for (int i = threadIdx.x; i < fours * arguments.tokens; i += kWarps * kWarp) {
+    for (int i = threadIdx.x; i < fours * tokens; i += kWarps * kWarp) {
         const int out_token = static_cast<int>((i + 0.5f) * per_four), row = (i - out_token * fours) * kRows;
         const uint32_t first = sums + 4 * (out_token * arguments.pitch + row);
         float total[kRows] = {};
@@ -468,7 +601,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) gemm_kernel(const __grid_con
     const int own = fours >> split_log2;
     const float per_own = __fdividef(1.0f, static_cast<float>(own));
 #pragma unroll 1
-    for (int i = threadIdx.x; i < own * arguments.tokens; i += kWarps * kWarp) {
+    for (int i = threadIdx.x; i < own * tokens; i += kWarps * kWarp) {
         const int out_token = static_cast<int>((i + 0.5f) * per_own), row = (i - out_token * own + rank * own) * kRows;
         const uint32_t address = sums + 4 * (out_token * arguments.pitch + row);
         float total[kRows] = {};
@@ -492,7 +625,8 @@ struct Launch {
 
     template <int kBits, typename T, int kTokenTiles, int kWarps, bool kTransformed>
     cudaError_t run() const {
-        static Launcher launcher(gemm_kernel<kBits, T, kTokenTiles, kWarps, kTransformed>, kWarps * kWarp, kAllShared);
+        static Launcher launcher(gemm_kernel<kBits, T, kTokenTiles, kWarps, kTransformed, false>, kWarps * kWarp,
+                                 kAllShared);
         const int ctas = std::accumulate(plan.clusters, plan.clusters + kGemmParts, 0) * plan.split;
         return awaits ? launcher.launch_overlapping(gpu, ctas, plan.split, plan.shared_bytes, stream, arguments)
                       : launcher.launch(gpu, ctas, plan.split, plan.shared_bytes, stream, arguments);
@@ -509,6 +643,44 @@ struct Launch {
     }
 };
 
+template <int kBits, typename T, int kWarps>
+cudaError_t launch_experts(const Arguments& arguments, const FewExpertsPlan& plan, const Gpu& gpu,
+                           cudaStream_t stream) {
+    static Launcher launcher(gemm_kernel<kBits, T, 1, kWarps, true, true>, kWarps * kWarp, kAllShared);
+    return launcher.launch_overlapping(gpu, plan.clusters * plan.gemm.split, plan.gemm.split, plan.gemm.shared_bytes,
+                                       stream, arguments);
+}
+
+// Of a plan for some products, or for a part of some rows of experts.
+void set(Arguments& arguments, const GemmPlan& plan, int64_t tokens, int64_t in_features, bool signed_scales) {
+    arguments.tokens = static_cast<int>(tokens);
+    arguments.in_features = static_cast<int>(in_features);
+    arguments.slabs = static_cast<int>(num_slabs(in_features));
+    arguments.k_warps_log2 = log2_ceil(plan.k_warps);
+    arguments.split_log2 = log2_ceil(plan.split);
+    arguments.tokens_log2 = log2_ceil(tokens);
+    arguments.pitch = sums_pitch(plan.tiles);
+    arguments.warp_floats = sums_floats(arguments.tokens, plan.tiles);
+    arguments.transforms = plan.transforms;
+    arguments.signs = signs_of<__half>(signed_scales);
+}
+
+// Whose row tiles so many clusters divide evenly.
+void set(Part& part, const Product& product, int clusters, int64_t in_features) {
+    const int64_t row_tiles = TileLayout(product.out_features, in_features).row_tiles;
+    part.bias = product.bias;
+    part.y = product.y;
+    part.words = product.words;
+    part.scales = product.scales;
+    part.codebook = product.codebook;
+    part.x = product.x;
+    part.columns = product.transform.columns;
+    part.rotated = product.transform.rotated;
+    part.out_features = static_cast<int>(product.out_features);
+    part.cluster_tiles = static_cast<int>(row_tiles / clusters);
+    part.more_tiles = static_cast<int>(row_tiles % clusters);
+}
+
 }  // namespace
 
 cudaError_t gemm(const Product* products, int count, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
@@ -520,37 +692,39 @@ cudaError_t gemm(const Product* products, int count, Dtype dtype, int bits, int6
     for (int i = 0; i < kGemmParts; ++i) {
         arguments.first_cluster[i] = clusters;
         if (i >= count) continue;
-        Part& part = arguments.parts[i];
-        const Product& product = products[i];
-        const int64_t row_tiles = TileLayout(product.out_features, in_features).row_tiles;
-        part.bias = product.bias;
-        part.y = product.y;
-        part.words = product.words;
-        part.scales = product.scales;
-        part.codebook = product.codebook;
-        part.out_features = static_cast<int>(product.out_features);
-        part.cluster_tiles = static_cast<int>(row_tiles / plan.clusters[i]);
-        part.more_tiles = static_cast<int>(row_tiles % plan.clusters[i]);
+        set(arguments.parts[i], products[i], plan.clusters[i], in_features);
         clusters += plan.clusters[i];
-        part.x = product.x;
-        part.columns = product.transform.columns;
-        part.rotated = product.transform.rotated;
-        transformed |= product.transform.any();
+        transformed |= products[i].transform.any();
     }
     arguments.x = products[0].x;
-    arguments.tokens = static_cast<int>(tokens);
-    arguments.in_features = static_cast<int>(in_features);
-    arguments.slabs = static_cast<int>(num_slabs(in_features));
-    arguments.k_warps_log2 = log2_ceil(plan.k_warps);
-    arguments.split_log2 = log2_ceil(plan.split);
-    arguments.tokens_log2 = log2_ceil(tokens);
-    arguments.pitch = sums_pitch(plan.tiles);
-    arguments.warp_floats = sums_floats(arguments.tokens, plan.tiles);
-    arguments.transforms = plan.transforms;
-    arguments.signs = signs_of<__half>(products[0].signed_scales);
+    set(arguments, plan, tokens, in_features, products[0].signed_scales);
     const Launch launch{arguments, plan, transformed, awaits, gpu, stream};
     return dispatch<__half, __nv_bfloat16>(
         bits, dtype, [&](auto width, auto value) { return launch.run<width(), decltype(value)>(); });
+}
+
+cudaError_t gemm_few_experts(const Product& product, const FewExperts& few, Dtype dtype, int bits, int64_t in_features,
+                             const FewExpertsPlan& plan, const Gpu& gpu, cudaStream_t stream) {
+    if (plan.gemm.warps == 0) return cudaErrorInvalidConfiguration;
+    Arguments arguments{};
+    set(arguments.parts[0], product, 1, in_features);
+    set(arguments, plan.gemm, plan.rows, in_features, product.signed_scales);
+    arguments.rows = few.rows.index;
+    arguments.offsets = few.offsets;
+    arguments.experts = static_cast<int>(few.experts);
+    arguments.y_rows = static_cast<int>(few.count);
+    arguments.last_row = static_cast<int>(few.rows.count - 1);
+    arguments.part_rows_log2 = log2_ceil(plan.rows);
+    arguments.row_tiles = static_cast<int>(TileLayout(product.out_features, in_features).row_tiles);
+    arguments.processors = gpu.processors / plan.gemm.split;
+    arguments.least_clusters = plan.least_clusters;
+    arguments.waves = plan.waves;
+    arguments.swiglu = few.swiglu;
+    return dispatch<__half, __nv_bfloat16>(bits, dtype, [&](auto width, auto value) {
+        const auto run = plan.gemm.warps == 16 ? launch_experts<width(), decltype(value), 16>
+                                               : launch_experts<width(), decltype(value), 8>;
+        return run(arguments, plan, gpu, stream);
+    });
 }
 
 }  // namespace hf_kbit::cuda

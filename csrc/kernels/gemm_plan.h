@@ -182,10 +182,10 @@ inline void share_clusters(const int64_t* row_tiles, int parts, int64_t clusters
 
 // tokens 1 to 16; the row tiles of each of 1 to kGemmParts parts; whether activations need to be transformed; a GPU's
 // processors, 1 or more, the shared memory a CTA may have there, and its architecture. It takes 0.02 to 0.2 us (one
-// thread of the EPYC, 2026-11-22), as long as to look up what it found before, which is why nothing is kept. warps ==
-// 0 where shared memory is too small.
+// thread of the EPYC, 2026-11-22), as long as to look up what it found before, which is why nothing is kept. With
+// `alone` no other kernel may transform activations. warps == 0 where shared memory is too small.
 inline GemmPlan plan_gemm(int tokens, const int64_t* row_tiles, int parts, int64_t in_features, int bits,
-                          bool transformed, int processors, int shared_limit, int arch) {
+                          bool transformed, int processors, int shared_limit, int arch, bool alone = false) {
     // Fitted to one H200 (132 processors), CUDA 13.0, 2026-11-22, in the time that a processor takes for a slab, about
     // 0.06 us: what a CTA takes to start and to finish, what meeting in a cluster costs, and what it costs that
     // several warps read the same columns of activations.
@@ -234,7 +234,7 @@ inline GemmPlan plan_gemm(int tokens, const int64_t* row_tiles, int parts, int64
     for (int split = 1; split <= most_split; ++split) {
         for (int k_warps = 1; k_warps <= warps && k_warps <= ceil_div(slabs, split); k_warps *= 2) {
             if (transformed && tokens == 1) consider(split, k_warps, true);
-            consider(split, k_warps, false);
+            if (!alone) consider(split, k_warps, false);
         }
     }
     if (best.warps > 0) share_clusters(row_tiles, parts, best_clusters, best);
@@ -398,11 +398,15 @@ inline WgmmaPlan plan_wgmma(int64_t tokens, int64_t out_features, int64_t in_fea
     return best;
 }
 
-// --- experts, on Hopper: experts_wgmma.cu ------------------------------------------------------------
+// --- experts: gemm.cu for few rows, on Hopper experts_wgmma.cu for many -------------------------------
 
 // The plan of products of so many rows with experts, each with some that follow each other. How many each has, the
 // host does not know, and with it how many tiles there are: CTAs, the plan's clusters, take them in turns.
 constexpr int kMostExperts = 1024;
+
+// Rows for each expert from which on experts_wgmma.cu is as fast as gemm.cu, on one H200 (CUDA 13.0, 2026-11-23), for
+// 8 and for 128 experts, 4 bits; at half as many it takes 1.3 times as long.
+constexpr int64_t kFewRows = 8;
 
 // The first row and the tiles of tokens before it of each expert, and of the end of all: 16 bytes at a time.
 constexpr int expert_table_bytes(int experts) { return (experts + 2) / 2 * 16; }
@@ -428,16 +432,113 @@ inline bool experts_are_fused(int64_t rows, int64_t experts, int64_t out_feature
            ceil_div(rows, kLeastTokens) * experts <= kMostTiles / ceil_div(out_features, kLeastRows);
 }
 
-// With batch_invariant a CTA goes through all slabs of its tiles. rows, experts and processors: 1 or more. As if as
-// many experts as can be had the same number of rows; of the last one of several tiles of tokens half is then full.
+// The tiles of tokens that there are in the mean if each row has any of the experts, at random: an expert then has so
+// many rows as a Poisson distribution says, and a tile for the first and for each that follows a full one.
+inline double expected_token_tiles(int64_t rows, int64_t experts, int token_tile) {
+    const double mean = static_cast<double>(rows) / static_cast<double>(experts);
+    if (mean > 4 * token_tile) return experts * (mean / token_tile + 0.5);
+    double tiles = 1 - std::exp(-mean);
+    for (int full = token_tile; full < mean + 5 * std::sqrt(mean); full += token_tile) {
+        tiles += 0.5 * std::erfc((full + 0.5 - mean) / std::sqrt(2 * mean));  // the chance of more rows than these
+    }
+    return experts * tiles;
+}
+
+// Few rows of experts, in gemm.cu: a part has up to `rows` of an expert, and all clusters divide its row tiles. Where
+// these are several a kernel before transforms them. On GPUs without experts_wgmma.cu any number of rows is few.
+struct FewExpertsPlan {
+    GemmPlan gemm;       // of a part; warps 0: rows are too many
+    int rows;            // 1 or 8
+    int least_clusters;  // of a part, whose CTAs have room for the sums of no more row tiles; of one row, those it has
+    int waves;           // of the GPU's processors at most, for which parts are divided
+    int clusters;        // of all parts, as many as there may be
+};
+
+// What a CTA takes to start, in slabs, as in plan_gemm.
+constexpr int kExpertStart = 40;
+
+// The clusters of each part with which all parts take least time, in up to so many waves: how many parts there are is
+// known on the GPU alone.
+constexpr int expert_clusters(int parts, int row_tiles, int slabs, int processors, int least, int waves) {
+    int best = least;
+    float best_time = 0;
+    for (int wave = 1; wave <= waves && parts > 0; ++wave) {
+        const int clusters = std::min(processors * wave / parts, row_tiles);
+        if (clusters < least) continue;
+        const int tiles = (row_tiles + clusters - 1) / clusters;
+        const float time = static_cast<float>(wave) * static_cast<float>(kExpertStart + tiles * slabs);
+        if (best_time == 0 || time < best_time) best = clusters, best_time = time;
+    }
+    return best;
+}
+
+inline FewExpertsPlan plan_few_experts(int64_t rows, int64_t experts, int64_t out_features, int64_t in_features,
+                                       int bits, bool batch_invariant, int processors, int shared_limit, int arch,
+                                       int shared_reserved) {
+    constexpr int kPartRows = 8, kMostWaves = 8;
+    constexpr double kTransform = 30;  // a kernel before, in slabs
+    FewExpertsPlan plan{};
+    if (rows < 1 || batch_invariant || !has_gemm(arch) || shared_reserved > kSharedReserved ||
+        experts > kMostExperts || !fits_gemm(out_features, in_features)) {
+        return plan;
+    }
+    const int64_t row_tiles[kGemmParts] = {ceil_div(out_features, kTileRows)}, slabs = num_slabs(in_features);
+    const auto tiles = static_cast<int>(row_tiles[0]);
+    const auto clusters_of = [&](int parts, int ctas, int least) {
+        return expert_clusters(parts, tiles, static_cast<int>(slabs), ctas, least, kMostWaves);
+    };
+    // In slabs, as if all parts had as many processors.
+    const auto time_of = [&](int parts) {
+        const int clusters = clusters_of(parts, processors, 1);
+        return static_cast<double>(ceil_div(int64_t{parts} * clusters, processors)) *
+               static_cast<double>(kExpertStart + ceil_div(tiles, clusters) * slabs);
+    };
+    const auto joined = static_cast<int>(std::ceil(expected_token_tiles(rows, experts, kPartRows)));
+    const bool alone = rows <= experts && time_of(static_cast<int>(rows)) <= time_of(joined) + kTransform;
+    if (!alone && arch == 900 && rows >= kFewRows * experts) return plan;
+    plan.rows = alone ? 1 : kPartRows;
+    const int parts = alone ? static_cast<int>(rows) : joined;
+    plan.gemm = plan_gemm(plan.rows, row_tiles, 1, in_features, bits, true, clusters_of(parts, processors, 1),
+                          shared_limit, arch, alone);
+    GemmPlan& gemm = plan.gemm;
+    if (gemm.warps == 0) return plan;
+    // Room for the sums of more row tiles, should there be more parts.
+    const int64_t transformed = alone ? ceil_div(slabs, gemm.split) * kSlabActivations : 0;
+    const auto bytes = [&](int of_tiles) {
+        return gemm_shared_bytes(bits, gemm.warps, gemm.k_warps, plan.rows, of_tiles) + transformed;
+    };
+    for (int more = 1 << 20; more > 0; more /= 2) {
+        if (gemm.tiles + more <= tiles && bytes(gemm.tiles + more) <= shared_limit) gemm.tiles += more;
+    }
+    gemm.shared_bytes = static_cast<int>(bytes(gemm.tiles));
+    processors /= gemm.split;
+    plan.least_clusters = static_cast<int>(ceil_div(tiles, gemm.tiles));
+    const int clusters = clusters_of(parts, processors, plan.least_clusters);
+    if (alone) plan.least_clusters = clusters;
+    plan.waves = static_cast<int>(ceil_div(int64_t{parts} * clusters, processors)) + (alone ? 0 : 1);
+    const int64_t most = alone ? rows : most_token_tiles(rows, experts, kPartRows);
+    plan.clusters = static_cast<int>(std::max<int64_t>(processors * plan.waves, most * plan.least_clusters));
+    return plan;
+}
+
+// Cycles of a tile, as wgmma_tile_cycles, but where each tile has another expert's weight: fitted to one H200, CUDA
+// 13.0, 2026-11-23, for Qwen3-30B-A3B's and Mixtral-8x7B's experts, 4 bits, 1 to 2048 tokens; what is chosen so takes
+// 2% longer than the best in the mean, 11% at most.
+constexpr double expert_tile_cycles(int64_t slabs, int bits, int token_tile, int groups) {
+    constexpr double kSlab[] = {2550, 2890, 3930, 5470, 6040}, kSlabBits5 = 800;
+    constexpr double kTile = 1150, kGroupToken = 100;
+    const double slab = kSlab[log2_ceil(token_tile / 16)] + (bits == 5 ? kSlabBits5 : 0);
+    return ceil_div(slabs, groups) * slab + kTile + (groups > 1 ? kGroupToken * groups * token_tile : 0);
+}
+
+// With batch_invariant a CTA goes through all slabs of its tiles. rows, experts and processors: 1 or more.
 inline WgmmaPlan plan_experts(int64_t rows, int64_t experts, int64_t out_features, int64_t in_features, int bits,
                               bool batch_invariant, int processors, int shared_limit) {
-    const int64_t slabs = num_slabs(in_features), with_rows = std::min(rows, experts);
-    const double expert_rows = static_cast<double>(rows) / static_cast<double>(with_rows);
+    const int64_t slabs = num_slabs(in_features);
     WgmmaPlan best{};
     double best_time = 0;
     for (int token_tile = 16; token_tile <= 256; token_tile *= 2) {
-        const double token_tiles = with_rows * std::max(1.0, expert_rows / token_tile + 0.5);
+        const double token_tiles = expected_token_tiles(rows, experts, token_tile);
         const int most_groups = batch_invariant ? 1 : wgmma_most_groups(token_tile);
         for (int groups = 1; groups <= most_groups && groups <= slabs; groups *= 2) {
             const int64_t row_groups = ceil_div(out_features, wgmma_rows(token_tile, groups));
@@ -450,8 +551,9 @@ inline WgmmaPlan plan_experts(int64_t rows, int64_t experts, int64_t out_feature
                 })) {
                 continue;
             }
-            const double turns = std::ceil(row_groups * token_tiles / plan.clusters);
-            const double time = turns * wgmma_tile_cycles(slabs, bits, token_tile, groups, 1);
+            const double shares = row_groups * token_tiles / plan.clusters;
+            const double turns = shares <= 1 ? 1 : shares + 0.5;
+            const double time = turns * expert_tile_cycles(slabs, bits, token_tile, groups);
             if (best.token_tile == 0 || time < best_time) {
                 best = plan;
                 best_time = time;

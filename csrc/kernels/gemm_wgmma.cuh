@@ -517,6 +517,7 @@ __device__ __forceinline__ void run_wgmma(const CUtensorMap& x_map, const WgmmaA
             give_registers<cta.kBringerRegisters>();
             const int lane = threadIdx.x % kWarp;
             if constexpr (kExperts) {  // whose decoders go on to the table of levels meanwhile
+                let_next_kernel_start();
                 if (warp == kWarps) cta.list_experts();
                 if (warp == kWarps + 1 && lane == 0) cta.init_barriers();
                 __syncwarp();

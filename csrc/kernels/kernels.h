@@ -64,10 +64,11 @@ struct Rows {
     int64_t count;
 };
 
-// Of the same rows of x, `count` of them, at most kGemmParts. Besides sets `num_zeros` words of `zeros` to zero, for a
-// kernel that follows.
-cudaError_t transform(const void* x, const Rows& rows, Dtype dtype, const Transformed* outputs, int count,
-                      int64_t tokens, int64_t in_features, uint32_t* zeros, int num_zeros, const Gpu& gpu,
+// Of the same rows of x, `count` of them, at most kGemmParts. With swiglu rows have 2 K numbers, g and u, and are
+// silu(g) * u first. Besides sets `num_zeros` words of `zeros` to zero, for a kernel that follows. Overlaps with the
+// kernel launched before it if `awaits`, as gemm.
+cudaError_t transform(const void* x, const Rows& rows, bool swiglu, Dtype dtype, const Transformed* outputs, int count,
+                      int64_t tokens, int64_t in_features, uint32_t* zeros, int num_zeros, bool awaits, const Gpu& gpu,
                       cudaStream_t stream);
 
 // y [tokens, N] = x [tokens, K] @ W.T + bias for W in tiles, float16 or bfloat16; bias [N] may be null, codebook is
@@ -91,6 +92,16 @@ struct Product {
 // depend.
 cudaError_t gemm(const Product* products, int count, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
                  const GemmPlan& plan, bool awaits, const Gpu& gpu, cudaStream_t stream);
+// y [count, N], as experts_wgmma has it, but of x whose columns are not ordered, as plan_few_experts says. Where the
+// plan transforms, x is what rows.index picks, of 2 K numbers with swiglu (`transform`).
+struct FewExperts {
+    Rows rows;
+    const int32_t* offsets;
+    int64_t count, experts;  // rows of y
+    bool swiglu;
+};
+cudaError_t gemm_few_experts(const Product& product, const FewExperts& few, Dtype dtype, int bits, int64_t in_features,
+                             const FewExpertsPlan& plan, const Gpu& gpu, cudaStream_t stream);
 // One product, on GPUs of another compute capability than 9.0, as plan_mma says; partial: as many floats as
 // mma_partial_sums says.
 cudaError_t gemm_mma(const Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
@@ -101,6 +112,20 @@ cudaError_t gemm_wgmma(const Product& product, Dtype dtype, int bits, int64_t to
                        const WgmmaPlan& plan, float* partial, uint32_t* ready, bool awaits, const Gpu& gpu,
                        cudaStream_t stream);
 
+// Where the tokens of `tokens` rows of `slots` numbers each go, int64 (wide) or int32, in an order by number, and by
+// row where numbers are equal; those that are not from 0 to experts - 1 come last. rows: the row of each in that
+// order; places: of each of `numbers` its place in it; offsets [experts + 1]: the first place of each expert, and of
+// those that none has. At most INT32_MAX numbers, and experts + 33 ints of shared memory.
+cudaError_t route_experts(const void* numbers, bool wide, int64_t tokens, int64_t slots, int64_t experts,
+                          int32_t* rows, int32_t* places, int32_t* offsets, const Gpu& gpu, cudaStream_t stream);
+
+// out [tokens, columns]: the rows y[places[i, j]] of `rows`, times weights[i, j] each, added up over the slots j in
+// float32 (float64 of float64) and rounded once. weights: of y's dtype or float32. y at a multiple of 16 bytes.
+// Overlaps with the kernel launched before it, as gemm.
+cudaError_t combine_experts(const void* y, Dtype dtype, const int32_t* places, const void* weights, Dtype of_weights,
+                            int64_t tokens, int64_t slots, int64_t rows, int64_t columns, void* out, const Gpu& gpu,
+                            cudaStream_t stream);
+
 // y [rows, N]: each row one of x [rows, K], whose columns are ordered, by the weight of an expert, all of them in
 // tiles one after another, bias [experts, N] likewise; expert i has the rows from offsets[i] on, before offsets[i +
 // 1], rows that none has become zeros. offsets [experts + 1]: whatever they are, only numbers may be wrong. As
@@ -109,10 +134,10 @@ cudaError_t experts_wgmma(const Product& product, const int32_t* offsets, int ex
                           int64_t rows, int64_t in_features, const WgmmaPlan& plan, const Gpu& gpu,
                           cudaStream_t stream);
 
-// to[i] = from[rows.index[i]], or from[i], for rows i below count, with a range only for those from range[0] on,
-// before range[1]; all have so many columns.
-cudaError_t copy_rows(const void* from, Dtype dtype, int64_t columns, const Rows& rows, const int32_t* range,
-                      int64_t count, void* to, const Gpu& gpu, cudaStream_t stream);
+// to[i] = from[rows.index[i]], or from[i], for rows i below count, or, where `first` and `end` are given, those of
+// them from *first on, before *end; all have so many columns.
+cudaError_t copy_rows(const void* from, Dtype dtype, int64_t columns, const Rows& rows, const int32_t* first,
+                      const int32_t* end, int64_t count, void* to, const Gpu& gpu, cudaStream_t stream);
 
 // dx [tokens, in_features] = dy @ W for W in tiles, float16 or bfloat16, back through the weight's transform; on GPUs
 // of compute capability 9.0. dy is [tokens, dy_columns], a multiple of 8, not fewer than out_features; what is there

@@ -1,7 +1,8 @@
 // Activations as weights want them that have column scales or a rotation (hf_kbit/transforms.py): x' = (x * c) @ R,
 // computed in float32, rounded once.
 //
-//   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8, or rows that an index picks
+//   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8, or rows that an index picks; with swiglu
+//             [M, 2 K], of which silu(first half) * second half is what is meant by x
 //   columns   uint8 [K], as E4M4, or null           out  [M, 32 * B], of x's dtype, for each of up to four weights
 //
 // For gemm_wgmma.cuh the columns of x' change places within their blocks (Transformed::ordered), so that its warps
@@ -17,6 +18,7 @@
 #include "kernels/launch.h"
 #include "kernels/ptx.cuh"
 #include "kernels/quad.cuh"
+#include "kernels/swiglu.cuh"
 #include "kernels/transform.cuh"
 
 namespace hf_kbit::cuda {
@@ -38,9 +40,10 @@ struct Arguments {
 };
 
 // kTokens: of a thread.
-template <typename T, int kTokens>
+template <typename T, int kTokens, bool kSwiglu>
 __global__ void __maxnreg__(kRegisters) transform_kernel(const __grid_constant__ Arguments arguments) {
-    let_next_kernel_start();
+    wait_for_kernel_before();
+    let_next_kernel_start();  // not before: what follows may read what earlier kernels wrote without waiting for them
     for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < arguments.num_zeros; i += gridDim.x * kThreads) {
         arguments.zeros[i] = 0;
     }
@@ -62,9 +65,14 @@ __global__ void __maxnreg__(kRegisters) transform_kernel(const __grid_constant__
         octets[i] = make_uint4(0, 0, 0, 0);
         if (there && i < tokens) {
             int row = first + i;
-            if (arguments.rows) row = min(max(__ldg(arguments.rows + row), 0), arguments.last_row);
-            const T* x = static_cast<const T*>(arguments.x) + int64_t{row} * arguments.in_features + column;
-            octets[i] = __ldg(reinterpret_cast<const uint4*>(x));
+            if (arguments.rows) row = min(max(arguments.rows[row], 0), arguments.last_row);
+            const int64_t at = int64_t{row} * arguments.in_features * (kSwiglu ? 2 : 1) + column;
+            const T* x = static_cast<const T*>(arguments.x) + at;
+            octets[i] = *reinterpret_cast<const uint4*>(x);
+            if constexpr (kSwiglu) {
+                const auto* up = reinterpret_cast<const uint4*>(x + arguments.in_features);
+                octets[i] = swiglu_octet<T>(octets[i], *up);
+            }
         }
     }
 #pragma unroll 1
@@ -90,16 +98,18 @@ __global__ void __maxnreg__(kRegisters) transform_kernel(const __grid_constant__
     }
 }
 
-template <typename T, int kTokens>
-cudaError_t launch(const Arguments& arguments, const Gpu& gpu, cudaStream_t stream) {
-    static Launcher launcher(transform_kernel<T, kTokens>, kThreads, 0);
-    return launcher.launch(gpu, ceil_div(arguments.tokens, kTokens) * arguments.row_ctas, 1, 0, stream, arguments);
+template <typename T, int kTokens, bool kSwiglu>
+cudaError_t launch(const Arguments& arguments, bool awaits, const Gpu& gpu, cudaStream_t stream) {
+    static Launcher launcher(transform_kernel<T, kTokens, kSwiglu>, kThreads, 0);
+    const int64_t ctas = ceil_div(arguments.tokens, kTokens) * arguments.row_ctas;
+    return awaits ? launcher.launch_overlapping(gpu, ctas, 1, 0, stream, arguments)
+                  : launcher.launch(gpu, ctas, 1, 0, stream, arguments);
 }
 
 }  // namespace
 
-cudaError_t transform(const void* x, const Rows& rows, Dtype dtype, const Transformed* outputs, int count,
-                      int64_t tokens, int64_t in_features, uint32_t* zeros, int num_zeros, const Gpu& gpu,
+cudaError_t transform(const void* x, const Rows& rows, bool swiglu, Dtype dtype, const Transformed* outputs, int count,
+                      int64_t tokens, int64_t in_features, uint32_t* zeros, int num_zeros, bool awaits, const Gpu& gpu,
                       cudaStream_t stream) {
     Arguments arguments{};
     arguments.x = x;
@@ -117,7 +127,9 @@ cudaError_t transform(const void* x, const Rows& rows, Dtype dtype, const Transf
     const bool many = ceil_div(tokens, 2) * arguments.row_ctas >= int64_t{kProcessorCtas} * gpu.processors;
     return dispatch<__half, __nv_bfloat16>(dtype, [&](auto value) {
         using T = decltype(value);
-        return (many ? launch<T, 2> : launch<T, 1>)(arguments, gpu, stream);
+        const auto run = swiglu ? (many ? launch<T, 2, true> : launch<T, 1, true>)
+                                : (many ? launch<T, 2, false> : launch<T, 1, false>);
+        return run(arguments, awaits, gpu, stream);
     });
 }
 

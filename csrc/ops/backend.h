@@ -29,9 +29,19 @@ std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<P
                                const std::vector<std::optional<Tensor>>& biases);
 
 // y [R, out_features]: row i of x, or of x[rows], times the expert that has it, offsets[e] <= i < offsets[e + 1];
-// zeros in rows from offsets[E] on. offsets: int32 [E + 1]; rows: int32 [R]; both contiguous. R is not 0.
+// zeros in rows from offsets[E] on. offsets: int32 [E + 1]; rows: int32 [R]; both contiguous. R is not 0. With swiglu
+// x has twice the columns, and is gated first.
 Tensor gemm_experts(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
-                    const std::optional<Tensor>& rows, const Tensor& offsets);
+                    const std::optional<Tensor>& rows, const Tensor& offsets, bool swiglu);
+
+// Sorts the numbers of `experts`, int64 or int32 [T, k]; rows int32 [T * k], places int32 [T, k], offsets int32 [E +
+// 1]. All contiguous.
+void route_experts(const Tensor& experts, int64_t num_experts, Tensor& rows, Tensor& places, Tensor& offsets);
+
+// out [T, N], of y's dtype: the rows of y [R, N] at `places`, int32 [T, k], times `weights` [T, k], of y's dtype or
+// float32, added up. All contiguous, none empty.
+void combine_experts(const Tensor& y, Dtype dtype, const Tensor& places, const Tensor& weights, Dtype of_weights,
+                     Tensor& out);
 
 // grad_x [tokens, in_features] = grad [tokens, out_features] @ W, both contiguous and not empty, for one matrix.
 void gemm_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor& grad_x);
@@ -60,6 +70,12 @@ Tensor decoded(const Packed& packed, Dtype dtype);
 Tensor viewed(const Tensor& tensor, int64_t rows, int64_t columns);
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias);
 void multiply_into(Tensor& out, const Tensor& a, const Tensor& b);
+
+// aten::_grouped_mm: rows of a [R, N], before each of `ends`, int32, times the matrices of b [E, N, K].
+Tensor grouped_product(const Tensor& a, const Tensor& b, const Tensor& ends);
+
+// silu(first half of the columns) * the second.
+Tensor gated(const Tensor& x);
 
 // backend::gemm_gradient by decoding some columns of a large weight at a time.
 void gradient_in_slices(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor& grad_x);

@@ -8,6 +8,8 @@
 #include <tuple>
 
 #include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
 
 #include "cpu/kernels.h"
 #include "cpu/repack.h"
@@ -238,8 +240,9 @@ Tensor picked(const Tensor& x, const Tensor& rows) {
 }  // namespace
 
 Tensor gemm_experts(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
-                    const std::optional<Tensor>& rows, const Tensor& offsets) {
-    Tensor inputs = rows ? picked(x, *rows) : x;
+                    const std::optional<Tensor>& rows, const Tensor& offsets, bool swiglu) {
+    Tensor inputs = swiglu ? gated(x) : x;
+    if (rows) inputs = picked(inputs, *rows);
     Tensor y = new_tensor(x, {inputs.size(0), packed.out_features}, x.scalar_type());
     for_each_expert(packed, offsets, y, [&](int64_t expert, int64_t first, int64_t count) {
         std::optional<Tensor> its_bias;
@@ -249,6 +252,82 @@ Tensor gemm_experts(const Tensor& x, Dtype dtype, const Packed& packed, const st
             to, gemm(torch::stable::narrow(inputs, 0, first, count), dtype, matrix_of(packed, expert), its_bias));
     });
     return y;
+}
+
+namespace {
+
+// A counting sort.
+template <typename Number>
+void route(const Tensor& experts, int64_t num_experts, int32_t* rows, int32_t* places, int32_t* offsets) {
+    const auto* numbers = static_cast<const Number*>(experts.const_data_ptr());
+    const int64_t count = experts.numel(), slots = experts.size(1);
+    const auto expert_of = [&](int64_t i) {
+        return numbers[i] >= 0 && numbers[i] < num_experts ? static_cast<int64_t>(numbers[i]) : num_experts;
+    };
+    std::vector<int32_t> next(num_experts + 2);
+    for (int64_t i = 0; i < count; ++i) ++next[expert_of(i) + 1];
+    for (int64_t expert = 0; expert <= num_experts; ++expert) next[expert + 1] += next[expert];
+    std::copy_n(next.begin(), num_experts + 1, offsets);
+    for (int64_t i = 0; i < count; ++i) {
+        places[i] = next[expert_of(i)]++;
+        rows[places[i]] = static_cast<int32_t>(i / slots);
+    }
+}
+
+template <typename T, typename Weight>
+void combine(const Tensor& y, const Tensor& places, const Tensor& weights, Tensor& out) {
+    using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+    const auto* from = static_cast<const T*>(y.const_data_ptr());
+    const auto* place = static_cast<const int32_t*>(places.const_data_ptr());
+    const auto* weight = static_cast<const Weight*>(weights.const_data_ptr());
+    auto* to = static_cast<T*>(out.mutable_data_ptr());
+    const int64_t slots = places.size(1), columns = y.size(1), last_row = y.size(0) - 1;
+    for (int64_t i = 0; i < places.numel(); ++i) {
+        if (place[i] < 0 || place[i] > last_row) {
+            refuse("places", std::to_string(place[i]), "from 0 to " + std::to_string(last_row) + ", rows of y");
+        }
+    }
+    torch::stable::parallel_for(0, places.size(0), row_grain(slots * columns), [&](int64_t begin, int64_t end) {
+        std::vector<Sum> sums(columns);
+        for (int64_t token = begin; token < end; ++token) {
+            std::fill(sums.begin(), sums.end(), Sum{0});
+            for (int64_t i = token * slots; i < (token + 1) * slots; ++i) {
+                const T* row = from + place[i] * columns;
+                const auto times = static_cast<Sum>(weight[i]);
+                for (int64_t column = 0; column < columns; ++column) {
+                    sums[column] += times * static_cast<Sum>(row[column]);
+                }
+            }
+            for (int64_t column = 0; column < columns; ++column) {
+                to[token * columns + column] = static_cast<T>(sums[column]);
+            }
+        }
+    });
+}
+
+}  // namespace
+
+void route_experts(const Tensor& experts, int64_t num_experts, Tensor& rows, Tensor& places, Tensor& offsets) {
+    const auto run = experts.scalar_type() == ScalarType::Long ? route<int64_t> : route<int32_t>;
+    const auto write = [](Tensor& tensor) { return static_cast<int32_t*>(tensor.mutable_data_ptr()); };
+    run(experts, num_experts, write(rows), write(places), write(offsets));
+}
+
+void combine_experts(const Tensor& y, Dtype dtype, const Tensor& places, const Tensor& weights, Dtype of_weights,
+                     Tensor& out) {
+    using torch::headeronly::BFloat16;
+    using torch::headeronly::Half;
+    const bool same = of_weights == dtype;
+    switch (dtype) {
+        case Dtype::float64:
+            return (same ? combine<double, double> : combine<double, float>)(y, places, weights, out);
+        case Dtype::float32:
+            return combine<float, float>(y, places, weights, out);
+        case Dtype::float16:
+            return (same ? combine<Half, Half> : combine<Half, float>)(y, places, weights, out);
+        case Dtype::bfloat16:
+            return (same ? combine<BFloat16, BFloat16> : combine<BFloat16, float>)(y, places, weights, out);
+    }
 }
 
 void gemm_experts_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, const Tensor& offsets,

@@ -220,16 +220,26 @@ bool any_transform(const std::vector<Held>& held) {
     return std::any_of(held.begin(), held.end(), [](const Held& one) { return one.transform.any(); });
 }
 
-// Replaces x, which all have in common, or the rows of it that an index picks, by what each weight wants; up to
-// kGemmParts different ones are one launch. Besides sets `flags` to zero, if there are any.
+// What products of experts have as x: the rows that an index picks, with swiglu of twice the columns
+// (cuda::transform).
+struct ExpertRows {
+    cuda::Rows rows;
+    bool swiglu;
+};
+
+// Replaces x, which all have in common, or what `of_experts` says of it, by what each weight wants; up to kGemmParts
+// different ones are one launch. Besides sets `flags` to zero, if there are any.
 void transform_inputs(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch,
-                      std::optional<Tensor> flags = std::nullopt, const cuda::Rows& rows = {}) {
+                      std::optional<Tensor> flags = std::nullopt,
+                      const std::optional<ExpertRows>& of_experts = std::nullopt) {
     const Tensor x = held[0].x;
-    const int64_t in_features = x.size(-1), columns = num_blocks(in_features) * kBlockSize;
+    const bool swiglu = of_experts && of_experts->swiglu;
+    const int64_t in_features = x.size(-1) / (swiglu ? 2 : 1), columns = num_blocks(in_features) * kBlockSize;
     std::vector<cuda::Transformed> outputs;
     std::vector<Tensor> made;
+    const bool moves = of_experts && (of_experts->rows.index || swiglu);
     for (Held& one : held) {
-        if (!one.transform.any() && !one.ordered && columns == in_features) continue;
+        if (!moves && !one.transform.any() && !one.ordered && columns == in_features) continue;
         const auto same = [&](const cuda::Transformed& output) {
             return output.transform.columns == one.transform.columns &&
                    output.transform.rotated == one.transform.rotated && output.ordered == one.ordered;
@@ -245,9 +255,10 @@ void transform_inputs(std::vector<Held>& held, Dtype dtype, int64_t tokens, cons
     for (size_t first = 0; first < outputs.size(); first += kGemmParts) {
         const auto count = static_cast<int>(std::min<size_t>(kGemmParts, outputs.size() - first));
         uint32_t* const zeros = flags && first == 0 ? reinterpret_cast<uint32_t*>(write<int32_t>(*flags)) : nullptr;
-        check("transform",
-              cuda::transform(x.const_data_ptr(), rows, dtype, &outputs[first], count, tokens, in_features, zeros,
-                              zeros ? static_cast<int>(flags->numel()) : 0, launch.gpu, launch.stream));
+        check("transform", cuda::transform(x.const_data_ptr(), of_experts ? of_experts->rows : cuda::Rows{}, swiglu,
+                                           dtype, &outputs[first], count, tokens, in_features, zeros,
+                                           zeros ? static_cast<int>(flags->numel()) : 0, of_experts.has_value(),
+                                           launch.gpu, launch.stream));
     }
 }
 
@@ -394,10 +405,29 @@ std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<P
 namespace {
 
 // Rows of `from` to those of `to`, as cuda::copy_rows; both contiguous.
-void copy_rows(const Tensor& from, Dtype dtype, const cuda::Rows& rows, const int32_t* range, Tensor& to,
-               const Launch& launch) {
-    check("copy_rows", cuda::copy_rows(from.const_data_ptr(), dtype, to.size(1), rows, range, to.size(0),
+void copy_rows(const Tensor& from, Dtype dtype, const cuda::Rows& rows, const int32_t* first, const int32_t* end,
+               Tensor& to, const Launch& launch) {
+    check("copy_rows", cuda::copy_rows(from.const_data_ptr(), dtype, to.size(1), rows, first, end, to.size(0),
                                        to.mutable_data_ptr(), launch.gpu, launch.stream));
+}
+
+// Whether torch multiplies the rows of all experts in one kernel; elsewhere it would wait for the GPU to know whose
+// they are (torch 2.11, GroupedBlas.cpp). Its rows are multiples of 16 bytes.
+bool has_grouped_product(const Packed& packed, Dtype dtype, const cuda::Gpu& gpu) {
+    const int major = gpu.arch / 100;
+    return dtype == Dtype::bfloat16 && (major == 9 || major == 10) && packed.in_features % 8 == 0 &&
+           packed.out_features % 8 == 0;
+}
+
+// Rows times the matrices [E, *, columns of `to`] of their experts; zeros in rows that none has.
+void multiply_by_groups(const Tensor& rows, Dtype dtype, const Tensor& matrices, const Tensor& offsets, Tensor& to,
+                        const Launch& launch) {
+    const int64_t experts = matrices.size(0);
+    Tensor all = offsets;
+    const Tensor product = grouped_product(rows, matrices, torch::stable::narrow(all, 0, 1, experts));
+    const auto* ends = read<int32_t>(offsets);
+    torch::stable::zero_(to);
+    copy_rows(product, dtype, {}, ends, ends + experts, to, launch);
 }
 
 // Which expert has a row is known on the GPU alone: `multiply` gives all rows times one expert, of which its own stay.
@@ -406,39 +436,61 @@ void multiply_by_each(const Packed& packed, Dtype dtype, const Tensor& offsets, 
                       const Multiply& multiply) {
     torch::stable::zero_(to);
     for (int64_t expert = 0; expert < packed.count; ++expert) {
-        copy_rows(multiply(matrix_of(packed, expert), expert), dtype, {}, read<int32_t>(offsets) + expert, to, launch);
+        const auto* ends = read<int32_t>(offsets) + expert;
+        copy_rows(multiply(matrix_of(packed, expert), expert), dtype, {}, ends, ends + 1, to, launch);
     }
 }
 
 }  // namespace
 
-// In one kernel where it can, else one expert after the other, which takes as long as if each had all rows.
+// In one kernel where it can; else torch does so with all matrices decoded, where it can; else one expert after the
+// other, which takes as long as if each had all rows.
 Tensor gemm_experts(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
-                    const std::optional<Tensor>& rows, const Tensor& offsets) {
+                    const std::optional<Tensor>& rows, const Tensor& offsets, bool swiglu) {
     const Launch launch(x);
     const cuda::Gpu& gpu = launch.gpu;
-    const int64_t count = rows ? rows->size(0) : x.size(0);
-    const cuda::Rows picked{rows ? read<int32_t>(*rows) : nullptr, x.size(0)};
-    if (fusable(packed, dtype) && experts_are_fused(count, packed.count, packed.out_features, packed.in_features,
-                                                    gpu.arch, gpu.shared_reserved)) {
+    const int64_t count = rows ? rows->size(0) : x.size(0), out_features = packed.out_features;
+    const ExpertRows of_experts{{rows ? read<int32_t>(*rows) : nullptr, x.size(0)}, swiglu};
+    // Halves of rows are read in pieces of eight numbers.
+    const bool fused = fusable(packed, dtype) && !(swiglu && packed.in_features % 8 != 0);
+    const FewExpertsPlan few =
+        plan_few_experts(fused ? count : 0, packed.count, out_features, packed.in_features, packed.bits,
+                         batch_invariant(), gpu.processors, gpu.shared_limit, gpu.arch, gpu.shared_reserved);
+    const bool is_few = few.gemm.warps > 0;
+    if (is_few || (fused && experts_are_fused(count, packed.count, out_features, packed.in_features, gpu.arch,
+                                              gpu.shared_reserved))) {
         std::vector<Held> held;
         held.emplace_back(in_pieces(x), Shape{count, packed.in_features}, dtype, packed, bias);
-        held[0].ordered = true;
-        transform_inputs(held, dtype, count, launch, std::nullopt, picked);
-        const int64_t in_features = held[0].x.size(-1);
-        const WgmmaPlan plan = plan_experts(count, packed.count, packed.out_features, in_features, packed.bits,
-                                            batch_invariant(), gpu.processors, gpu.shared_limit);
-        check("gemm_experts",
-              cuda::experts_wgmma(held[0].product(), read<int32_t>(offsets), static_cast<int>(packed.count), dtype,
-                                  packed.bits, count, in_features, plan, gpu, launch.stream));
+        held[0].ordered = !is_few;
+        const bool transforms = few.gemm.transforms;  // by itself
+        if (!transforms) transform_inputs(held, dtype, count, launch, std::nullopt, of_experts);
+        const int64_t in_features = held[0].x.size(-1) / (transforms && swiglu ? 2 : 1);
+        if (is_few) {
+            const cuda::Rows all{nullptr, count};
+            const cuda::FewExperts few_experts{transforms ? of_experts.rows : all, read<int32_t>(offsets), count,
+                                               packed.count, transforms && swiglu};
+            check("gemm_experts", cuda::gemm_few_experts(held[0].product(), few_experts, dtype, packed.bits,
+                                                         in_features, few, gpu, launch.stream));
+        } else {
+            const WgmmaPlan plan = plan_experts(count, packed.count, out_features, in_features, packed.bits,
+                                                batch_invariant(), gpu.processors, gpu.shared_limit);
+            check("gemm_experts",
+                  cuda::experts_wgmma(held[0].product(), read<int32_t>(offsets), static_cast<int>(packed.count), dtype,
+                                      packed.bits, count, in_features, plan, gpu, launch.stream));
+        }
         return held[0].y;
     }
+    if (swiglu) return gemm_experts(gated(x), dtype, packed, bias, rows, offsets, false);
     Tensor inputs = as_contiguous(x);
     if (rows) {
         inputs = new_tensor(x, {count, packed.in_features}, x.scalar_type());
-        copy_rows(as_contiguous(x), dtype, picked, nullptr, inputs, launch);
+        copy_rows(as_contiguous(x), dtype, of_experts.rows, nullptr, nullptr, inputs, launch);
     }
-    Tensor y = new_tensor(x, {count, packed.out_features}, x.scalar_type());
+    Tensor y = new_tensor(x, {count, out_features}, x.scalar_type());
+    if (!bias && has_grouped_product(packed, dtype, gpu)) {
+        multiply_by_groups(inputs, dtype, torch::stable::transpose(decoded(packed, dtype), 1, 2), offsets, y, launch);
+        return y;
+    }
     multiply_by_each(packed, dtype, offsets, y, launch, [&](const Packed& matrix, int64_t expert) {
         std::optional<Tensor> its_bias;
         if (bias) its_bias = torch::stable::select(*bias, 0, expert);
@@ -447,9 +499,30 @@ Tensor gemm_experts(const Tensor& x, Dtype dtype, const Packed& packed, const st
     return y;
 }
 
+void route_experts(const Tensor& experts, int64_t num_experts, Tensor& rows, Tensor& places, Tensor& offsets) {
+    const Launch launch(experts);
+    check("route_experts",
+          cuda::route_experts(experts.const_data_ptr(), experts.scalar_type() == ScalarType::Long, experts.size(0),
+                              experts.size(1), num_experts, write<int32_t>(rows), write<int32_t>(places),
+                              write<int32_t>(offsets), launch.gpu, launch.stream));
+}
+
+void combine_experts(const Tensor& y, Dtype dtype, const Tensor& places, const Tensor& weights, Dtype of_weights,
+                     Tensor& out) {
+    const Launch launch(y);
+    const Tensor from = aligned(y);
+    check("combine_experts",
+          cuda::combine_experts(from.const_data_ptr(), dtype, read<int32_t>(places), weights.const_data_ptr(),
+                                of_weights, places.size(0), places.size(1), y.size(0), y.size(1),
+                                out.mutable_data_ptr(), launch.gpu, launch.stream));
+}
+
 void gemm_experts_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, const Tensor& offsets,
                            Tensor& grad_x) {
     const Launch launch(grad);
+    if (has_grouped_product(packed, dtype, launch.gpu)) {
+        return multiply_by_groups(grad, dtype, decoded(packed, dtype), offsets, grad_x, launch);
+    }
     multiply_by_each(packed, dtype, offsets, grad_x, launch, [&](const Packed& matrix, int64_t) {
         Tensor part = new_tensor(grad_x, shape_of(grad_x), grad_x.scalar_type());
         gemm_gradient(grad, dtype, matrix, part);

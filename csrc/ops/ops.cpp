@@ -68,6 +68,21 @@ void multiply_into(Tensor& out, const Tensor& a, const Tensor& b) {
     call<3>("aten::mm", "out", {from(a), from(b), from(out)});
 }
 
+Tensor grouped_product(const Tensor& a, const Tensor& b, const Tensor& ends) {
+    using torch::stable::detail::from;
+    const std::optional<Tensor> bias = std::nullopt, groups = ends;
+    const std::optional<ScalarType> dtype = std::nullopt;
+    return call<5>("aten::_grouped_mm", "", {from(a), from(b), from(groups), from(bias), from(dtype)});
+}
+
+Tensor gated(const Tensor& x) {
+    using torch::stable::detail::from;
+    const int64_t columns = x.size(1) / 2;
+    Tensor halves = x;
+    const Tensor gates = call<1>("aten::silu", "", {from(torch::stable::narrow(halves, 1, 0, columns))});
+    return call<2>("aten::mul", "Tensor", {from(gates), from(torch::stable::narrow(halves, 1, columns, columns))});
+}
+
 Packed columns_of(const Packed& planes, int64_t first, int64_t count) {
     Packed columns = planes;
     const auto narrowed = [&](Tensor tensor, int64_t of_block) {
@@ -159,10 +174,11 @@ std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, in
 // The weight of a product, or those of experts.
 Packed check_product(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
                      const std::optional<Tensor>& bias, int64_t out_features, const std::optional<Tensor>& columns,
-                     bool rotated, bool experts = false) {
+                     bool rotated, bool experts = false, bool swiglu = false) {
     if (x.dim() < 1) refuse("x", "a scalar", "[*, in_features]");
     check_same_device("x", x, "weight", weight);
-    Packed packed = check_packed(weight, absmax, codebook, check_codebook(codebook), out_features, x.size(-1));
+    const int64_t in_features = x.size(-1) / (swiglu ? 2 : 1);
+    Packed packed = check_packed(weight, absmax, codebook, check_codebook(codebook), out_features, in_features);
     if (packed.lead.size() != (experts ? 1 : 0)) {
         refuse("weight", "shape " + to_string(shape_of(weight)),
                experts ? "one leading dimension, that of experts" : "one matrix, no leading dimensions");
@@ -213,10 +229,12 @@ Tensor check_index(std::string_view name, const Tensor& index, const Shape& expe
 
 Tensor gemm_experts(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
                     const std::optional<Tensor>& bias, const std::optional<Tensor>& rows, const Tensor& offsets,
-                    int64_t out_features, const std::optional<Tensor>& columns, bool rotated) {
+                    int64_t out_features, const std::optional<Tensor>& columns, bool rotated, bool swiglu) {
     const Dtype dtype = float_dtype("x", x.scalar_type(), true);
     if (x.dim() != 2) refuse("x", "shape " + to_string(shape_of(x)), "[tokens, in_features]");
-    const Packed packed = check_product(x, weight, absmax, codebook, bias, out_features, columns, rotated, true);
+    if (swiglu && x.size(1) % 2 != 0) refuse("x", "shape " + to_string(shape_of(x)), "[tokens, 2 * in_features]");
+    const Packed packed =
+        check_product(x, weight, absmax, codebook, bias, out_features, columns, rotated, true, swiglu);
     const Tensor ends = check_index("offsets", offsets, {packed.count + 1}, weight);
     std::optional<Tensor> picked;
     if (rows) {
@@ -226,7 +244,44 @@ Tensor gemm_experts(const Tensor& x, const Tensor& weight, const Tensor& absmax,
     }
     const int64_t count = rows ? rows->size(0) : x.size(0);
     if (count == 0) return new_tensor(x, {0, out_features}, x.scalar_type());
-    return backend::gemm_experts(x, dtype, packed, bias, picked, ends);
+    return backend::gemm_experts(x, dtype, packed, bias, picked, ends, swiglu);
+}
+
+std::tuple<Tensor, Tensor, Tensor> route_experts(const Tensor& experts, int64_t num_experts) {
+    if (experts.scalar_type() != ScalarType::Int) check_dtype("experts", experts, ScalarType::Long);
+    if (experts.dim() != 2) refuse("experts", "shape " + to_string(shape_of(experts)), "[tokens, experts of each]");
+    if (num_experts < 1 || num_experts >= INT32_MAX || experts.numel() > INT32_MAX) {
+        refuse("num_experts", std::to_string(num_experts) + ", of " + std::to_string(experts.numel()) + " numbers",
+               "1 or more, and both in 32 bits");
+    }
+    Tensor rows = new_tensor(experts, {experts.numel()}, ScalarType::Int);
+    Tensor places = new_tensor(experts, shape_of(experts), ScalarType::Int);
+    Tensor offsets = new_tensor(experts, {num_experts + 1}, ScalarType::Int);
+    backend::route_experts(as_contiguous(experts), num_experts, rows, places, offsets);
+    return {rows, places, offsets};
+}
+
+Tensor combine_experts(const Tensor& y, const Tensor& places, const Tensor& weights) {
+    const Dtype dtype = float_dtype("y", y.scalar_type(), true);
+    if (y.dim() != 2) refuse("y", "shape " + to_string(shape_of(y)), "[rows, out_features]");
+    if (places.dim() != 2) refuse("places", "shape " + to_string(shape_of(places)), "[tokens, experts of each]");
+    check_dtype("places", places, ScalarType::Int);
+    if (shape_of(weights) != shape_of(places)) {
+        refuse("weights", "shape " + to_string(shape_of(weights)), to_string(shape_of(places)));
+    }
+    if (weights.scalar_type() != ScalarType::Float) check_dtype("weights", weights, y.scalar_type());
+    check_same_device("places", places, "y", y);
+    check_same_device("weights", weights, "y", y);
+    Tensor out = new_tensor(y, {places.size(0), y.size(1)}, y.scalar_type());
+    if (out.numel() == 0) return out;
+    if (places.size(1) == 0) {
+        torch::stable::zero_(out);
+        return out;
+    }
+    if (y.size(0) == 0) refuse("y", "no rows", "those at places");
+    backend::combine_experts(as_contiguous(y), dtype, as_contiguous(places), as_contiguous(weights),
+                             float_dtype("weights", weights.scalar_type(), true), out);
+    return out;
 }
 
 // The weight of a gradient, or those of experts.
@@ -283,7 +338,9 @@ STABLE_TORCH_LIBRARY_IMPL(hf_kbit, HF_KBIT_DISPATCH_KEY, library) {
     library.impl("gemm_inference", TORCH_BOX(&gemm));
     library.impl("gemm_gradient", TORCH_BOX(&gemm_gradient));
     library.impl("gemm_group", TORCH_BOX(&gemm_group));
+    library.impl("route_experts", TORCH_BOX(&route_experts));
     library.impl("gemm_experts", TORCH_BOX(&gemm_experts));
+    library.impl("combine_experts", TORCH_BOX(&combine_experts));
     library.impl("gemm_experts_gradient", TORCH_BOX(&gemm_experts_gradient));
 }
 

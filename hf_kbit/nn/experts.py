@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from hf_kbit.nn.weight import KbitWeight
-from hf_kbit.ops import gemm_experts
+from hf_kbit.ops import combine_experts, gemm_experts, route_experts
 
 LLAMA4 = "Llama4TextExperts"
 UP_PROJECTIONS, DOWN_PROJECTION = ("gate_up_proj", "up_proj"), "down_proj"
+DEFAULT_GATE = "_default_apply_gate"  # name of the method that classes of Transformers without one get
 
 
 class KbitProjection(KbitWeight):
@@ -50,13 +51,15 @@ class KbitProjection(KbitWeight):
         rows: torch.Tensor | None,
         offsets: torch.Tensor,
         bias: torch.Tensor | None = None,
+        swiglu: bool = False,
     ) -> torch.Tensor:
-        """``x`` floating ``[T, K]`` to ``[R, N]`` of the same dtype, or of autocast's; see ``ops.gemm_experts``."""
+        """``x`` floating ``[T, K]`` (``[T, 2 K]`` with ``swiglu``) to ``[R, N]`` of the same dtype, or of autocast's;
+        see ``ops.gemm_experts``."""
         if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if bias is None else bias.to(x.dtype)
         packed, columns = (self.weight, self.weight_absmax, self.codebook), self.weight_columns
-        return gemm_experts(x, *packed, bias, rows, offsets, self.out_features, columns, columns is not None)
+        return gemm_experts(x, *packed, bias, rows, offsets, self.out_features, columns, columns is not None, swiglu)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         if self.weight.is_floating_point():
@@ -73,8 +76,9 @@ class KbitProjection(KbitWeight):
 class KbitExperts(nn.Module):
     """Put before the class of a mixture's experts, whose projections are packed: all of them, or some.
 
-    Tokens are sorted by expert, on their own device and without waiting for it; each projection is one product; the
-    results of a token are weighted and added up in float32, always in the same order.
+    Tokens are sorted by expert, on their own device and without waiting for it; each projection is one product, with
+    the usual gate on the way into the second; the results of a token are weighted and added up in float32, always in
+    the same order.
     """
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
@@ -82,28 +86,31 @@ class KbitExperts(nn.Module):
         weights ``[*, k]``. The number E stands for an expert of another process, whose product is zero here."""
         hidden_states, experts, weights = _arguments(plain_class(self), args, kwargs)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        count = experts.shape[-1]
         # The class's own number, of which expert parallelism leaves each process a part.
-        ids, order = torch.sort(experts.reshape(-1), stable=True)
-        bounds = torch.arange(self.num_experts + 1, device=ids.device, dtype=ids.dtype)
-        offsets = torch.searchsorted(ids, bounds, out_int32=True)
+        rows, places, offsets = route_experts(experts.reshape(-1, experts.shape[-1]), self.num_experts)
         (up,) = (name for name in UP_PROJECTIONS if name in self._modules or name in self._parameters)
-        hidden = self._project(up, x, (order // count).int(), offsets)
-        hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
-        y = self._project(DOWN_PROJECTION, hidden, None, offsets)
+        hidden = self._project(up, x, rows, offsets)
+        swiglu = self._is_swiglu() and isinstance(self.down_proj, KbitProjection)
+        if not swiglu:  # else on the way into the next product
+            hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+        y = self._project(DOWN_PROJECTION, hidden, None, offsets, swiglu)
         if getattr(self, "has_post_expert_norm", False):
             y = self.post_expert_norm(y)
-        places = torch.empty_like(order)
-        places[order] = torch.arange(len(order), device=order.device)
-        y = y[places].view(len(x), count, y.shape[-1]) * weights.reshape(-1, count, 1)
-        y = y.sum(dim=1, dtype=torch.float32)
+        weights = weights.reshape(places.shape)
+        y = combine_experts(y, places, weights if weights.dtype == y.dtype else weights.float())
         return y.to(hidden_states.dtype).view(hidden_states.shape)
 
-    def _project(self, name: str, x: torch.Tensor, rows: torch.Tensor | None, offsets: torch.Tensor) -> torch.Tensor:
+    def _is_swiglu(self) -> bool:
+        """Whether the class's gate is Transformers' usual one, with its usual function."""
+        gate = getattr(type(self), "_apply_gate", None)
+        return self.has_gate and getattr(gate, "__name__", "") == DEFAULT_GATE and _is_silu(self.act_fn)
+
+    def _project(self, name: str, x: torch.Tensor, rows, offsets: torch.Tensor, swiglu: bool = False) -> torch.Tensor:
+        """One product; with ``swiglu``, which packed projections alone know, of what the gate makes of x."""
         bias = getattr(self, f"{name}_bias") if self.has_bias else None
         projection = getattr(self, name)
         if isinstance(projection, KbitProjection):
-            return projection(x, rows, offsets, bias)
+            return projection(x, rows, offsets, bias, swiglu)
         return _dense_product(x if rows is None else x[rows], projection, bias, offsets, self.is_transposed)
 
     def __reduce_ex__(self, protocol):
@@ -119,8 +126,16 @@ class KbitLlama4Experts(KbitExperts):
         """``[E * T, H]`` to the same shape: T rows for each expert."""
         tokens = hidden_states.shape[0] // self.num_experts
         offsets = tokens * torch.arange(self.num_experts + 1, dtype=torch.int32, device=hidden_states.device)
-        gate, up = self._project(UP_PROJECTIONS[0], hidden_states, None, offsets).chunk(2, dim=-1)
-        return self._project(DOWN_PROJECTION, up * self.act_fn(gate), None, offsets)
+        hidden = self._project(UP_PROJECTIONS[0], hidden_states, None, offsets)
+        swiglu = _is_silu(self.act_fn) and isinstance(self.down_proj, KbitProjection)
+        if not swiglu:
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = up * self.act_fn(gate)
+        return self._project(DOWN_PROJECTION, hidden, None, offsets, swiglu)
+
+
+def _is_silu(function) -> bool:
+    return type(function).__name__ in ("SiLU", "SiLUActivation")  # torch's, and Transformers'
 
 
 def _dense_product(x, weight, bias, offsets, transposed: bool) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Products of rows with the experts that have them, on a GPU: every way to divide rows and work, transforms, graphs.
 
-On Hopper tiles and 16-bit activations take one kernel; everything else takes the products of one weight, one expert
-after the other. Results have the same bounds."""
+Tiles and 16-bit activations take one kernel, for few rows of each expert or, on Hopper, for many; everything else
+takes torch's grouped product, or the products of one weight, one expert after the other. Results have the same bounds."""
 
+import functools
 import itertools
 import re
 from typing import NamedTuple
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import hf_kbit
-from hf_kbit import _native
+from hf_kbit import _native, reference
 
 OPS = torch.ops.hf_kbit
 pytestmark = [
@@ -48,10 +49,10 @@ class Experts(NamedTuple):
     columns: torch.Tensor | None
     rotated: bool
 
-    def multiply(self, x, rows, offsets, bias=None, tiled=True):
+    def multiply(self, x, rows, offsets, bias=None, tiled=True, swiglu=False):
         packed = self.tiles if tiled else self.planes
         return OPS.gemm_experts(
-            x, *packed, self.codebook, bias, rows, offsets, self.shape[0], self.columns, self.rotated
+            x, *packed, self.codebook, bias, rows, offsets, self.shape[0], self.columns, self.rotated, swiglu
         )
 
     def gradient(self, grad, offsets, tiled=True):
@@ -157,6 +158,26 @@ def test_transforms(bits, dtype, scaled, rotated, poison):
 
 
 @BITS
+@HALVES
+@TRANSFORMS
+def test_behind_a_gate(bits, dtype, scaled, rotated, poison):
+    """Near what is made of torch's gate, whose roundings may differ; also of halves that are no pieces of eight."""
+    for count, shape in ((3, (100, 328)), (130, (48, 104)), (8, (512, 2880)), (2, (64, 9000)), (3, (40, 36))):
+        experts, bias = random_experts(count, shape, bits, scaled, rotated), cases.x((count,), shape[0], dtype).cuda()
+        for rows, how in ((1, "even"), (8, "random"), (64, "random"), (700, "short")):
+            offsets = divided(count, rows, how)
+            for index, its_bias in ((None, bias), (picked_rows(rows, rows), None)):
+                x = cases.x((rows,), 2 * shape[1], dtype).cuda()
+                poison("cuda", rows * shape[0] * 2)
+                found = experts.multiply(x, index, offsets, its_bias, swiglu=True)
+                gate, up = x.float().chunk(2, dim=-1)
+                gated = (torch.nn.functional.silu(gate) * up).to(dtype)
+                expected = experts.multiply(gated, index, offsets, its_bias)
+                largest = expected.abs().amax(dim=1, keepdim=True).float()
+                assert ((found.float() - expected.float()).abs() <= 8 * cases.EPS[dtype] * largest).all()
+
+
+@BITS
 @pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
 @pytest.mark.parametrize("dtype", [*cases.FLOATS, torch.float64])
 def test_other_weights_and_activations(bits, dtype, tiled):
@@ -227,14 +248,31 @@ def kernels_of(call) -> set[str]:
 
 @BITS
 @HALVES
-def test_two_launches(bits, dtype):
-    """Rows that are picked and transformed, and their products."""
-    if not is_hopper():
-        pytest.skip("one expert after the other")
+def test_launches(bits, dtype):
+    """A row for each of some experts is one; more are picked and transformed before. With a gate too."""
     experts = random_experts(8, (300, 328), bits, scaled=True)
-    x, index, offsets = cases.x((4,), 328, dtype).cuda(), picked_rows(4, 8), divided(8, 8, "even")
-    kernels = kernels_of(lambda: experts.multiply(x, index, offsets))
-    assert kernels == {"transform_kernel", "experts_wgmma_kernel"}
+    ways = [(2, {"gemm_kernel"}), (40, {"transform_kernel", "gemm_kernel"})]
+    if is_hopper():
+        ways.append((300, {"transform_kernel", "experts_wgmma_kernel"}))
+    for rows, expected in ways:
+        index, offsets = picked_rows(4, rows), divided(8, rows, "even")
+        for columns, swiglu in ((328, False), (656, True)):
+            x = cases.x((4,), columns, dtype).cuda()
+            call = functools.partial(experts.multiply, x, index, offsets, swiglu=swiglu)
+            assert kernels_of(call) == expected
+    ids, y = torch.randint(0, 8, (16, 4)).cuda(), cases.x((64,), 100, dtype).cuda()
+    assert kernels_of(lambda: OPS.route_experts(ids, 8)) == {"route_kernel"}
+    _, places, _ = OPS.route_experts(ids, 8)
+    weights = cases.x((16,), 4, torch.float32).cuda()
+    assert kernels_of(lambda: OPS.combine_experts(y, places, weights)) == {"combine_kernel"}
+
+
+@pytest.mark.parametrize("count", [1, 128, 257, 1024, 3000, 50_000])
+def test_route_of_many(count):
+    """As the reference has it, to the number."""
+    for tokens, each in ((1, 1), (16, 8), (129, 1), (40, 8), (9000, 8), (100_000, 2)):
+        ids = torch.randint(-1, count + 1, (tokens, each), generator=cases.generator(tokens, count)).cuda()
+        assert all(map(torch.equal, OPS.route_experts(ids, count), reference.route_experts(ids, count)))
 
 
 @pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import cases
 import pytest
+import torch
 
 TILE_ROWS, SLAB_COLUMNS = 16, 256
 MOST_PARTS = 4
@@ -91,14 +92,27 @@ class MmaPlan(ctypes.Structure):
 WRAPPER = """
 #include "kernels/gemm_plan.h"
 
-extern "C" void plan(int tokens, const int64_t* row_tiles, int parts, int64_t in_features, int bits, int transformed,
-                     int processors, int shared_limit, int arch, int* to) {
+static void write(const hf_kbit::GemmPlan& plan, int* to) {
     static_assert(sizeof(hf_kbit::GemmPlan) == 10 * sizeof(int) && hf_kbit::kGemmParts == 4, "as Plan has it");
-    const auto plan =
-        hf_kbit::plan_gemm(tokens, row_tiles, parts, in_features, bits, transformed, processors, shared_limit, arch);
     to[0] = plan.warps, to[1] = plan.k_warps, to[2] = plan.split, to[3] = plan.tiles;
     for (int i = 0; i < hf_kbit::kGemmParts; ++i) to[4 + i] = plan.clusters[i];
     to[8] = plan.shared_bytes, to[9] = plan.transforms;
+}
+extern "C" void plan(int tokens, const int64_t* row_tiles, int parts, int64_t in_features, int bits, int transformed,
+                     int processors, int shared_limit, int arch, int* to) {
+    write(hf_kbit::plan_gemm(tokens, row_tiles, parts, in_features, bits, transformed, processors, shared_limit, arch),
+          to);
+}
+extern "C" void few_experts_plan(int64_t rows, int64_t experts, int64_t out_features, int64_t in_features, int bits,
+                                 int batch_invariant, int processors, int shared_limit, int arch, int shared_reserved,
+                                 int* to) {
+    const auto plan = hf_kbit::plan_few_experts(rows, experts, out_features, in_features, bits, batch_invariant,
+                                                processors, shared_limit, arch, shared_reserved);
+    write(plan.gemm, to);
+    to[10] = plan.rows, to[11] = plan.least_clusters, to[12] = plan.waves, to[13] = plan.clusters;
+}
+extern "C" int expert_clusters(int parts, int row_tiles, int slabs, int processors, int least, int waves) {
+    return hf_kbit::expert_clusters(parts, row_tiles, slabs, processors, least, waves);
 }
 extern "C" int shared_bytes(int bits, int warps, int k_warps, int tokens, int row_tiles) {
     return hf_kbit::gemm_shared_bytes(bits, warps, k_warps, tokens, row_tiles);
@@ -127,6 +141,9 @@ extern "C" void experts_plan(int64_t rows, int64_t experts, int64_t out_features
 }
 extern "C" int64_t most_token_tiles(int64_t rows, int64_t experts, int token_tile) {
     return hf_kbit::most_token_tiles(rows, experts, token_tile);
+}
+extern "C" double expected_token_tiles(int64_t rows, int64_t experts, int token_tile) {
+    return hf_kbit::expected_token_tiles(rows, experts, token_tile);
 }
 extern "C" int experts_are_fused(int64_t rows, int64_t experts, int64_t out_features, int64_t in_features, int arch,
                                  int shared_reserved) {
@@ -182,6 +199,10 @@ def library(compile_for_cpu):
     loaded.experts_plan.restype = None
     loaded.most_token_tiles.argtypes = [*[ctypes.c_int64] * 2, ctypes.c_int]
     loaded.most_token_tiles.restype = ctypes.c_int64
+    loaded.expected_token_tiles.argtypes = [*[ctypes.c_int64] * 2, ctypes.c_int]
+    loaded.expected_token_tiles.restype = ctypes.c_double
+    loaded.few_experts_plan.argtypes = [*[ctypes.c_int64] * 4, *[ctypes.c_int] * 6, ctypes.POINTER(FewExpertsPlan)]
+    loaded.few_experts_plan.restype = None
     loaded.experts_are_fused.argtypes = [*[ctypes.c_int64] * 4, *[ctypes.c_int] * 2]
     loaded.gradient_plan.argtypes = [*[ctypes.c_int64] * 3, ctypes.c_int, ctypes.POINTER(GradientPlan)]
     loaded.gradient_plan.restype = None
@@ -699,6 +720,85 @@ def test_most_tiles_of_tokens(library):
         assert library.most_token_tiles(rows, experts, token_tile) == most, (rows, experts, token_tile)
 
 
+@pytest.mark.parametrize(("rows", "experts"), [(8, 128), (128, 128), (512, 128), (2048, 128), (40, 8), (3000, 8)])
+@pytest.mark.parametrize("token_tile", [16, 64, 256])
+def test_tiles_of_tokens_in_the_mean(library, rows, experts, token_tile):
+    """Near what comes out of rows that have experts at random."""
+    owners = torch.randint(0, experts, (200, rows), generator=cases.generator(rows, experts))
+    shares = torch.nn.functional.one_hot(owners, experts).sum(1)
+    mean = shares.add(token_tile - 1).div(token_tile, rounding_mode="floor").sum(1).double().mean().item()
+    assert abs(library.expected_token_tiles(rows, experts, token_tile) / mean - 1) < 0.1
+
+
+class FewExpertsPlan(ctypes.Structure):
+    _fields_ = [("gemm", Plan)]
+    _fields_ += [(name, ctypes.c_int) for name in ("rows", "least_clusters", "waves", "clusters")]
+
+    def values(self) -> dict:
+        own = {name: getattr(self, name) for name in ("rows", "least_clusters", "waves", "clusters")}
+        return self.gemm.values() | own
+
+
+def few_experts_plan(library, rows, experts, shape, bits=4, gpu=H200, batch_invariant=False, reserved=1024):
+    found = FewExpertsPlan()
+    sizes = gpu.processors, gpu.shared_limit, gpu.arch, reserved
+    library.few_experts_plan(rows, experts, *shape, bits, batch_invariant, *sizes, found)
+    return found
+
+
+FEW = [(1, 8), (4, 32), (8, 128), (32, 8), (72, 128), (128, 128), (1000, 128), (1000, 1024)]
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+def test_plans_of_few_rows_of_experts(library, gpu):
+    """However many parts there turn out to be, there are CTAs for all of them, with room for their sums."""
+    for (rows, experts), (_, _, shape), bits in itertools.product(FEW, EXPERTS, cases.BITS):
+        plan = few_experts_plan(library, rows, experts, shape, bits, gpu)
+        told = f"{rows} rows, {experts} experts, {shape}, {bits} bits: {plan.values()}"
+        tiles = ceil_div(shape[0], 16)
+        if plan.gemm.warps == 0:  # more columns than the threads of a CTA transform, or than small shared memory holds
+            assert plan.rows == 1 and slabs(shape) > (64 if gpu.arch == 900 else 32), told
+            continue
+        assert plan.gemm.transforms == (plan.rows == 1) and plan.rows in (1, 8), told
+        assert plan.gemm.warps == (16 if gpu.arch // 100 == 9 else 8), told
+        assert plan.gemm.shared_bytes <= gpu.shared_limit, told
+        assert plan.least_clusters >= ceil_div(tiles, plan.gemm.tiles), told
+        if plan.rows == 1:
+            assert rows * plan.least_clusters <= plan.clusters, told
+            continue
+        processors = gpu.processors // plan.gemm.split
+        most = library.most_token_tiles(rows, experts, 8)
+        for parts in {1, min(2, most), min(7, most), ceil_div(rows, 8), most}:
+            arguments = parts, tiles, slabs(shape), processors, plan.least_clusters, plan.waves
+            clusters = library.expert_clusters(*arguments)
+            assert plan.least_clusters <= clusters <= max(tiles, plan.least_clusters), (told, parts)
+            assert parts * clusters <= plan.clusters, (told, parts)
+
+
+def test_which_rows_of_experts_are_few(library):
+    def rows_of_parts(*arguments, **settings) -> int:
+        plan = few_experts_plan(library, *arguments, **settings)
+        return plan.rows if plan.gemm.warps else 0
+
+    for shape in ((28672, 4096), (4096, 14336)):
+        expected = {0: 0, 1: 1, 2: 1, 8: 8, 63: 8, 64: 0}
+        assert {rows: rows_of_parts(rows, 8, shape) for rows in expected} == expected
+        assert rows_of_parts(10_000, 8, shape, gpu=GPUS["A100"]) == 8
+        assert rows_of_parts(1, 8, shape, batch_invariant=True) == rows_of_parts(1, 8, shape, reserved=1025) == 0
+    expected = {8: 1, 32: 1, 64: 1, 128: 8, 512: 8, 1024: 0}
+    assert {rows: rows_of_parts(rows, 128, (1536, 2048)) for rows in expected} == expected
+    assert rows_of_parts(1, 8, (2**27 + 1, 256)) == rows_of_parts(1, 1025, (256, 256)) == 0
+
+
+@pytest.mark.parametrize(
+    ("parts", "clusters"),
+    [(1, 96), (8, 16), (66, 2), (72, 3), (82, 3), (128, 1), (140, 4)],
+)
+def test_parts_share_the_processors(library, parts, clusters):
+    """One has all of them, eight an eighth each; 72, which would leave 60 idle, each a third of two turns."""
+    assert library.expert_clusters(parts, 96, 8, 132, 1, 8) == clusters
+
+
 def test_which_experts_are_fused(library):
     def fused(rows, experts, shape, arch=900, reserved=1024):
         return bool(library.experts_are_fused(rows, experts, *shape, arch, reserved))
@@ -715,10 +815,10 @@ def test_which_experts_are_fused(library):
 
 # Not measured.
 CHOICES = [
-    (QWEN_GATE_UP, {1: (16, 2), 2: (16, 1), 16: (16, 1), 256: (32, 1), 2048: (128, 1)}),
-    (QWEN_DOWN, {1: (16, 2), 2: (16, 1), 16: (16, 1), 256: (32, 1), 2048: (128, 1)}),
-    (MIXTRAL_GATE_UP, {1: (16, 1), 16: (16, 1), 256: (128, 1), 2048: (256, 1)}),
-    (MIXTRAL_DOWN, {1: (16, 4), 16: (16, 1), 256: (64, 2), 2048: (256, 1)}),
+    (QWEN_GATE_UP, {128: (16, 1), 256: (32, 1), 2048: (128, 1)}),
+    (QWEN_DOWN, {128: (16, 1), 256: (32, 1), 2048: (128, 1)}),
+    (MIXTRAL_GATE_UP, {64: (32, 1), 256: (128, 1), 2048: (128, 1)}),
+    (MIXTRAL_DOWN, {64: (32, 1), 256: (128, 1), 2048: (128, 1)}),
 ]
 
 
