@@ -127,6 +127,8 @@ PEFT_NAMES = (
     Name(f"{_TUNER}Layer.quantization_backend"),
     Name("peft.tuners.tuners_utils:check_adapters_to_merge", ("module", "adapter_names")),
     Name(f"{_TUNER}._create_and_replace", ("self",)),
+    Name("peft.tuners.lora.layer:ParamWrapper._activate_lora", ("self", "active_adapters")),
+    Name("peft.tuners.lora.layer:ParamWrapper.get_param", ("self",)),
     Name("peft.utils.quantization_utils:QuantizationBackend"),
 )
 PEFT_HOOKS = (
@@ -273,7 +275,7 @@ def _why_not_peft() -> str:
 
 
 def _refuse_adapters(problem: str) -> None:
-    from hf_kbit.nn.linear import KbitLinear
+    from hf_kbit.nn.weight import KbitWeight
 
     tuner = pkgutil.resolve_name(_TUNER)
     inject = tuner.inject_adapter
@@ -283,7 +285,7 @@ def _refuse_adapters(problem: str) -> None:
     @wraps(inject)
     def refusing(self, model, *args, **kwargs):
         for name, module in model.named_modules():
-            if isinstance(module, KbitLinear):
+            if isinstance(module, KbitWeight):
                 raise ImportError(f"{name}: found a quantized layer, to which this peft can add no adapter: {problem}")
         return inject(self, model, *args, **kwargs)
 

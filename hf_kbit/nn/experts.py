@@ -8,7 +8,7 @@ the file finds such modules and tensors in a model: names, shapes and order, whe
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -41,6 +41,9 @@ class KbitProjection(KbitWeight):
     torch.Size([5, 48])
     """
 
+    adapter: Callable[..., torch.Tensor] | None = None
+    """What to add to the product, of x, rows and offsets: set while an adapter's forward runs around the experts'."""
+
     def __init__(self, num_experts: int, in_features: int, out_features: int, **settings: Any):
         super().__init__(in_features, out_features, lead=(num_experts,), **settings)
 
@@ -56,7 +59,8 @@ class KbitProjection(KbitWeight):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if bias is None else bias.to(x.dtype)
         packed, columns = (self.weight, self.weight_absmax, self.codebook), self.weight_columns
-        return gemm_experts(x, *packed, bias, rows, offsets, self.out_features, columns, columns is not None)
+        y = gemm_experts(x, *packed, bias, rows, offsets, self.out_features, columns, columns is not None)
+        return y if self.adapter is None else y + self.adapter(x, rows, offsets)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         if self.weight.is_floating_point():
@@ -87,7 +91,7 @@ class KbitExperts(nn.Module):
         ids, order = torch.sort(experts.reshape(-1), stable=True)
         bounds = torch.arange(self.num_experts + 1, device=ids.device, dtype=ids.dtype)
         offsets = torch.searchsorted(ids, bounds, out_int32=True)
-        (up,) = (name for name in UP_PROJECTIONS if name in self._modules or name in self._parameters)
+        (up,) = (name for name in UP_PROJECTIONS if hasattr(self, name))
         hidden = self._project(up, x, (order // count).int(), offsets)
         hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
         y = self._project(DOWN_PROJECTION, hidden, None, offsets)
@@ -156,7 +160,7 @@ def experts_class(plain: type[nn.Module]) -> type[KbitExperts]:
 
 def plain_class(experts: KbitExperts) -> type[nn.Module]:
     """Of what the experts' class was derived from."""
-    return type(experts).__bases__[1]
+    return next(kind for kind in type(experts).__mro__ if not issubclass(kind, KbitExperts))
 
 
 def _new_experts(plain: type[nn.Module]) -> KbitExperts:

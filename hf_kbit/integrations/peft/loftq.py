@@ -9,6 +9,7 @@ from safetensors import safe_open
 from torch import nn
 
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
+from hf_kbit.nn.linear import KbitLinear
 
 
 def replace_lora_weights_loftq(
@@ -48,7 +49,9 @@ def replace_lora_weights_loftq(
     layers = [
         module
         for module in peft_model.modules()
-        if isinstance(module, KbitTunerLayer) and adapter_name in getattr(module, "lora_A", ())
+        if isinstance(module, KbitTunerLayer)
+        and isinstance(module.quantized, KbitLinear)
+        and adapter_name in getattr(module, "lora_A", ())
     ]
     if not layers:
         raise ValueError(f"{adapter_name}: found no quantized layer with LoRA of that name")
