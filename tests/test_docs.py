@@ -10,7 +10,7 @@ import cases
 import peft
 import pytest
 import torch
-from adapters import kbit_layers
+from adapters import kbit_layers, load
 from byte_tokenizer import byte_tokenizer
 from torch import nn
 from transformers import (
@@ -256,9 +256,9 @@ def test_experts_of_the_finetuning_page(run_code):
     """Its code on a small mixture, and its table from the shapes of the models."""
     (code,) = [code for code in code_blocks("finetuning.md", "python") if "target_parameters" in code]
     small = {"hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 1, "num_experts": 4}
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, num_experts_per_tok=2, **small))
+    model = load(Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, num_experts_per_tok=2, **small)), bits=3)
     names = run_code(code, {"LoraConfig": peft.LoraConfig, "get_peft_model": peft.get_peft_model, "model": model})
-    assert sum("lora_A" in name for name, _ in names["model"].named_parameters()) == 4 + 2
+    assert len(tuner_layers(names["model"])) == 4 + 2
 
     qwen = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
     qwen |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}

@@ -41,8 +41,8 @@ class KbitProjection(KbitWeight):
     torch.Size([5, 48])
     """
 
+    # What to add to the product, of x, rows and offsets; set while the forward of adapters runs around the experts'.
     adapter: Callable[..., torch.Tensor] | None = None
-    """What to add to the product, of x, rows and offsets: set while an adapter's forward runs around the experts'."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, **settings: Any):
         super().__init__(in_features, out_features, lead=(num_experts,), **settings)

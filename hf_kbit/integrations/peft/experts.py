@@ -128,9 +128,13 @@ def low_rank_product(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets:
 
 def _is_grouped(x: torch.Tensor) -> bool:
     """Whether ``F.grouped_mm`` takes x, without waiting for a GPU or stopping the compiler, as its loops do."""
-    if x.is_cuda or torch.compiler.is_compiling():
-        return x.dtype == torch.bfloat16 and (not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0))
-    return x.is_cpu and x.dtype in (torch.float32, torch.float16, torch.bfloat16) and len(x) > 0
+    if not len(x):
+        return False
+    if x.is_cuda:  # others get a loop: torch 2.10, _scaled_mm_allowed_device in GroupedBlas.cpp
+        return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+    if torch.compiler.is_compiling():
+        return x.dtype == torch.bfloat16
+    return x.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 # --- creating -------------------------------------------------------------------------------------

@@ -305,6 +305,13 @@ def test_state_dicts_and_low_memory(device, tmp_path):
     assert torch.equal(logits(again), logits(model))
 
 
+def test_status(device):
+    model = adapted(quantized(device=device), lora())
+    status = model.get_model_status()
+    assert status.quantization_backend == "kbit" and status.active_adapters == ["default"] and status.enabled
+    assert len(model.get_layer_status()) == 4 + 2
+
+
 def test_copies_and_pickles():
     model = adapted(quantized(), lora())
     expected = logits(model)
@@ -543,6 +550,22 @@ def test_experts_as_modules_are_refused():
         get_peft_model(quantized(), LoraConfig(target_modules=["gate_up_proj"]))
     with pytest.raises(ValueError, match=r"experts: found it in modules_to_save"):
         get_peft_model(quantized(), LoraConfig(target_modules=["q_proj"], modules_to_save=["experts"]))
+
+
+def test_rows_with_adapters_of_their_own_are_refused_by_peft():
+    with pytest.raises(ValueError, match="mixed adapter batches"):
+        adapted(quantized(), lora())(IDS, adapter_names=["default"] * len(IDS))
+
+
+def test_sharded_experts_are_refused():
+    class Shard(torch.Tensor):
+        pass
+
+    model = quantized()
+    projection = model.model.layers[0].mlp.experts.down_proj
+    projection.weight = nn.Parameter(projection.weight.data.as_subclass(Shard), requires_grad=False)
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts\.down_proj: .*found them sharded"):
+        get_peft_model(model, lora())
 
 
 def test_loftq_leaves_experts_alone(tmp_path):
