@@ -128,13 +128,13 @@ def low_rank_product(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets:
 
 def _is_grouped(x: torch.Tensor) -> bool:
     """Whether ``F.grouped_mm`` takes x, without waiting for a GPU or stopping the compiler, as its loops do."""
-    if not len(x):
-        return False
     if x.is_cuda:  # others get a loop: torch 2.10, _scaled_mm_allowed_device in GroupedBlas.cpp
-        return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
-    if torch.compiler.is_compiling():
-        return x.dtype == torch.bfloat16
-    return x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        suits = x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+    elif torch.compiler.is_compiling():
+        suits = x.dtype == torch.bfloat16
+    else:
+        suits = x.is_cpu and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return suits and len(x) > 0
 
 
 # --- creating -------------------------------------------------------------------------------------

@@ -305,6 +305,20 @@ def test_state_dicts_and_low_memory(device, tmp_path):
     assert torch.equal(logits(again), logits(model))
 
 
+def test_adapters_of_transformers_itself(device, tmp_path):
+    """``add_adapter``, ``save_pretrained`` and ``load_adapter`` of the model."""
+    model = quantized(device=device)
+    model.add_adapter(lora(init_lora_weights=False))
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    for make in (quantized, decoded):
+        other = make(device=device)
+        other.load_adapter(str(tmp_path))
+        assert relative(logits(other.eval()), expected) < TOLERANCE[device]
+    model.disable_adapters()
+    assert torch.equal(logits(model), logits(quantized(device=device)))
+
+
 def test_status(device):
     model = adapted(quantized(device=device), lora())
     status = model.get_model_status()
@@ -357,6 +371,8 @@ def test_merge_and_unmerge(name, safe, device):
     assert len(expected) >= 6
     for key, tensor in expected.items():  # sums in another order may fall on the other side of a border
         assert (after[key] != tensor).float().mean() <= (0 if device == "cpu" else 0.01), key
+    columns = [key for key in before if key.endswith("_columns")]
+    assert columns and all(torch.equal(after[key], before[key]) for key in columns)
     assert relative(logits(ours), unmerged) < 0.5
     assert any(not torch.equal(after[key], before[key]) for key in expected)
     ours.unmerge_adapter()
@@ -406,7 +422,9 @@ def test_merge_and_unload_into_few_bits(device, tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_merge_into_16_bits(name, device, tmp_path):
     """An ordinary model, saved under the names of the architecture's checkpoints, whose experts PEFT adapts alike."""
-    model = adapted(quantized(name, device), lora(name))
+    base = quantized(name, device)
+    base.save_pretrained(tmp_path / "packed")
+    model = adapted(type(base).from_pretrained(tmp_path / "packed", device_map=device), lora(name))
     expected = logits(model)
     merged = hf_kbit.merge_and_unload(model, dequantize=True)
     assert type(merged) is type(_dense(name, torch.float32))
@@ -467,6 +485,13 @@ def test_prepared_training_lowers_the_loss_and_leaves_the_base(device):
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.5
     assert_same_state(packed_state(model), before)
+
+
+def test_prepared_where_nothing_but_experts_is_packed(device):
+    model = quantized(device=device, dtype=torch.bfloat16, modules_to_not_convert=["self_attn", "lm_head"])
+    peft.prepare_model_for_kbit_training(model)
+    floating = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    assert floating == {torch.float32} and model.is_gradient_checkpointing
 
 
 class Pieces(torch.utils.data.Dataset):
@@ -627,6 +652,15 @@ def test_low_rank_product_gradcheck():
     assert torch.autograd.gradcheck(
         lambda *tensors: low_rank_product(*tensors, offsets), factors("cpu", torch.float64, 6, 2)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_low_rank_product_reads_no_numbers(dtype):
+    """There are none on this device."""
+    x, a, b = factors("meta", dtype)
+    found = low_rank_product(x, a, b, torch.empty(6, dtype=torch.int32, device="meta"))
+    found.sum().backward()
+    assert found.shape == (11, 48) and a.grad.shape == a.shape
 
 
 def test_low_rank_product_of_no_rows(device):
