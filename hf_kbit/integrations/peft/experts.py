@@ -76,7 +76,19 @@ class KbitParamWrapper(KbitTunerLayer, ParamWrapper):
             a, b = b, a
         return (self.scaling[adapter] * a).to(dtype), b.to(dtype)
 
-    # --- what merging needs ---
+    # --- merging ---
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """As ``KbitTunerLayer.merge``.
+
+        Raises:
+            ValueError: besides what that raises, the weight is offloaded: PEFT brings in what is below a layer's own
+                base layer, and then drops what became of it.
+        """
+        packed = self.quantized
+        if packed is not None and (packed.weight.is_meta or getattr(getattr(packed, "_hf_hook", None), "offload", 0)):
+            raise ValueError(f"{self.name}.weight: found it offloaded, expected it on a device to merge into it")
+        super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
 
     def _as_plain(self, packed: KbitProjection, weight: torch.Tensor) -> nn.Module:
         plain = nn.Module()

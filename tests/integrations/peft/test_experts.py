@@ -164,6 +164,18 @@ def test_gradients_of_the_input(device):
     assert relative(*found) < 10 * TOLERANCE[device]
 
 
+def test_experts_without_tokens_have_gradients_of_zero(device):
+    """And not none, for which DistributedDataParallel would wait."""
+    model = adapted(quantized(device=device), lora())
+    model(IDS[:1, :1].to(device)).logits.sum().backward()
+    for wrapper in wrappers(model).values():
+        for gradient in (
+            wrapper.lora_A["default"].weight.grad.view(6, -1),
+            wrapper.lora_B["default"].weight.grad.view(-1, 6).T,
+        ):
+            assert gradient.any(dim=1).sum() == 2
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(reentrant, device):
     model = adapted(quantized(device=device), lora()).train()
@@ -456,8 +468,9 @@ def test_merge_into_16_bits_without_a_quantizer(device):
 @pytest.mark.parametrize("name", MODELS)
 def test_all_linear_is_what_it_is_in_16_bits(name, device, capsys):
     """For some architectures PEFT takes the experts with it, and the router."""
-    models = [get_peft_model(m(name, device), lora(name, target_parameters=None, target_modules="all-linear"))
-              for m in (quantized, decoded)]  # fmt: skip
+    models = both(name, device, [{"target_parameters": None, "target_modules": "all-linear"}])
+    if name != "llama4":  # whose router PEFT adapts, and then fails, in 16 bits too
+        assert relative(*(logits(model) for model in models)) < TOLERANCE[device]
     shapes = [{key: tuple(tensor.shape) for key, tensor in trainable(model).items()} for model in models]
     assert shapes[0] == shapes[1]
     assert bool(wrappers(models[0])) == (name in ("qwen3_moe", "mixtral"))
@@ -603,13 +616,18 @@ def test_loftq_leaves_experts_alone(tmp_path):
 
 
 def test_offloaded_experts(device):
-    """Adapters are where the experts compute."""
-    model, expected = quantized(device=device), adapted(quantized(device=device), lora())
+    """Adapters are where the experts compute; merging is refused, for PEFT would lose what is merged."""
+    experts = lora(target_modules=[])
+    model, expected = quantized(device=device), adapted(quantized(device=device), experts)
     for module in model.modules():
         if isinstance(module, KbitProjection):
             offload(module, device)
-    model = adapted(model, lora())
+    model = adapted(model, experts)
     assert {parameter.device.type for parameter in trainable(model).values()} == {device}
+    assert torch.equal(logits(model), logits(expected))
+    for merge in (model.merge_adapter, model.merge_and_unload, wrappers(model).popitem()[1].merge):
+        with pytest.raises(ValueError, match=r"experts\.(gate_up|down)_proj\.weight: found it offloaded"):
+            merge()
     assert torch.equal(logits(model), logits(expected))
 
 
