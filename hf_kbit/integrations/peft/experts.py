@@ -65,16 +65,16 @@ class KbitParamWrapper(KbitTunerLayer, ParamWrapper):
     def _added(self, adapters: list[str], x: torch.Tensor, rows: torch.Tensor | None, offsets) -> torch.Tensor:
         """What adapters add to the product of a projection: ``[R, N]``, see ``KbitProjection.forward``."""
         x = x if rows is None else x[rows]
-        return sum(low_rank_product(x, *self._factors(name, x.dtype), offsets) for name in adapters)
+        return sum(low_rank_product(x, *self._factors(name), offsets, self.scaling[name]) for name in adapters)
 
-    def _factors(self, adapter: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A, times the scaling, ``[E, r, K]``, and B ``[E, r, N]``."""
+    def _factors(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """A ``[E, r, K]``, and B ``[E, r, N]``."""
         count, rank = self.num_experts, self.r[adapter]
         a = self.lora_A[adapter].weight.view(count, rank, -1)
         b = self.lora_B[adapter].weight.view(-1, rank, count).permute(2, 1, 0)
         if self.quantized.transposed and self._did_swap_in_out_features:  # PEFT takes Llama 4's tensors for [E, N, K]
-            a, b = b, a
-        return (self.scaling[adapter] * a).to(dtype), b.to(dtype)
+            return b, a
+        return a, b
 
     # --- merging ---
 
@@ -110,29 +110,34 @@ def _in_model_order(projection: KbitProjection, tensor: torch.Tensor) -> torch.T
     return tensor.mT if projection.transposed else tensor
 
 
-def low_rank_product(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """``x[i] @ a[e].T @ b[e]`` for the rows i of expert e, without waiting for a GPU.
+def low_rank_product(
+    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, scaling: float = 1.0
+) -> torch.Tensor:
+    """``scaling * x[i] @ a[e].T @ b[e]`` for the rows i of expert e, without waiting for a GPU.
 
     Args:
         x: floating ``[R, K]``, sorted by expert.
-        a: ``[E, r, K]``, of the dtype of x.
-        b: ``[E, r, N]``, of that too.
+        a: floating ``[E, r, K]``; computed with in the dtype of x, as b is.
+        b: floating ``[E, r, N]``.
         offsets: int32 ``[E + 1]``, ascending from 0 to R: where the rows of each expert begin, and the last ones end.
+        scaling: of the result.
 
     Returns:
-        ``[R, N]``. Where torch has no grouped product that suits, all experts multiply all rows, and what is not of a
-        row's own expert is zero: E times the arithmetic.
+        ``[R, N]`` of the dtype of x. Where torch has no grouped product that suits, all experts multiply all rows, and
+        what is not of a row's own expert is zero: E times the arithmetic.
 
     >>> x, a, b = torch.ones(3, 8), torch.ones(2, 4, 8), torch.ones(2, 4, 5)
-    >>> low_rank_product(x, a, 2 * b, torch.tensor([0, 1, 3], dtype=torch.int32))[0]
+    >>> low_rank_product(x, a, b, torch.tensor([0, 1, 3], dtype=torch.int32), 2.0)[0]
     tensor([64., 64., 64., 64., 64.])
     """
     count, rank, unit = len(a), a.shape[1], 16 // x.element_size()
+    a, b = a.to(x.dtype), b.to(x.dtype)
     if _is_grouped(x) and not (x.shape[1] % unit or b.shape[2] % unit):
-        padding = (0, 0, 0, -rank % unit)  # rows must begin at multiples of 16 bytes
-        hidden = F.grouped_mm(x, F.pad(a, padding).contiguous().mT, offs=offsets[1:])
-        return F.grouped_mm(hidden, F.pad(b, padding).contiguous(), offs=offsets[1:])
-    hidden = (x @ a.reshape(count * rank, -1).T).view(-1, count, rank)
+        if short := -rank % unit:  # rows of ``hidden`` must begin at multiples of 16 bytes
+            a, b = (F.pad(factor, (0, 0, 0, short)) for factor in (a, b))
+        hidden = F.grouped_mm(x, a.contiguous().mT, offs=offsets[1:])
+        return F.grouped_mm(scaling * hidden, b.contiguous(), offs=offsets[1:])
+    hidden = scaling * (x @ a.reshape(count * rank, -1).T).view(-1, count, rank)
     numbers = torch.arange(len(x), device=x.device)[:, None]
     own = (numbers >= offsets[:-1]) & (numbers < offsets[1:])
     return hidden.masked_fill(~own[:, :, None], 0).view(-1, count * rank) @ b.reshape(count * rank, -1)
