@@ -6,7 +6,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from hf_kbit.integrations.peft.experts import check_config, shown_in_16_bits
+from hf_kbit.integrations.peft.experts import check_config, shown_in_16_bits, tell_of_experts
 from hf_kbit.integrations.peft.layer import (
     KbitTunerLayer,
     base_layer_as,
@@ -160,13 +160,17 @@ def wrap_inject_adapter(inject_adapter):
 
     @functools.wraps(inject_adapter)
     def wrapped(self, model, adapter_name, *args, **kwargs):
-        _check_modules_to_save(model, self.peft_config[adapter_name])
+        config = self.peft_config[adapter_name]
+        _check_modules_to_save(model, config)
+        by_name = getattr(config, "target_parameters", None)
         with shown_in_16_bits(model) as experts:
             self._create_and_replace = functools.partial(_create_and_replace, self._create_and_replace, experts)
             try:
-                return inject_adapter(self, model, adapter_name, *args, **kwargs)
+                inject_adapter(self, model, adapter_name, *args, **kwargs)
             finally:
                 del self._create_and_replace
+        if not by_name:
+            tell_of_experts(model, adapter_name)
 
     return wrapped
 

@@ -7,6 +7,7 @@ fit the 16-bit model too. Afterwards its wrappers are ``KbitParamWrapper``: they
 projection add ``B_e (A_e x)`` to the tokens of each expert.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -204,4 +205,22 @@ def check_config(config, name: str, projection: KbitProjection) -> None:
         raise ValueError(
             f"{what}: found them sharded over several processes, expected all experts in each: PEFT has no adapters "
             "for parts of them"
+        )
+
+
+def tell_of_experts(model: nn.Module, adapter: str) -> None:
+    """Warns of what an adapter has on experts that were not named: PEFT makes that of some ``target_modules``."""
+    factors = [
+        factor[adapter].weight.numel()
+        for wrapper in model.modules()
+        if isinstance(wrapper, KbitParamWrapper)
+        for factor in (wrapper.lora_A, wrapper.lora_B)
+        if adapter in factor
+    ]
+    if count := sum(factors):
+        warnings.warn(
+            f"hf_kbit: target_modules takes the experts too, as PEFT has it for this model: {count:,} parameters of "
+            f"adapter {adapter!r} are on them, {16 * count / 1e9:.3g} GB in float32 with gradients and AdamW. To "
+            "choose, name the linear layers in target_modules, and tensors of experts in target_parameters",
+            stacklevel=4,
         )

@@ -21,7 +21,7 @@ def replace_lora_weights_loftq(
     """Starts LoRA at the quantization error: ``scaling * B @ A`` becomes the best approximation of it of that rank.
 
     PEFT has a function of that name for bitsandbytes. The quantized weights stay as they are, so the adapter fits the
-    quantized model that was saved.
+    quantized model that was saved. Adapters on the experts of mixtures stay as they are too.
 
     Args:
         peft_model: ``PeftModel`` with LoRA on quantized layers.

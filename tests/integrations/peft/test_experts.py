@@ -468,17 +468,26 @@ def test_merge_into_16_bits_without_a_quantizer(device):
 @pytest.mark.parametrize("name", MODELS)
 def test_all_linear_is_what_it_is_in_16_bits(name, device, capsys):
     """For some architectures PEFT takes the experts with it, and the router."""
-    models = both(name, device, [{"target_parameters": None, "target_modules": "all-linear"}])
+    models = []
+    told = warned(
+        lambda: models.extend(both(name, device, [{"target_parameters": None, "target_modules": "all-linear"}]))
+    )
     if name != "llama4":  # whose router PEFT adapts, and then fails, in 16 bits too
         assert relative(*(logits(model) for model in models)) < TOLERANCE[device]
     shapes = [{key: tuple(tensor.shape) for key, tensor in trainable(model).items()} for model in models]
     assert shapes[0] == shapes[1]
-    assert bool(wrappers(models[0])) == (name in ("qwen3_moe", "mixtral"))
     printed = []
     for model in models:
         model.print_trainable_parameters()
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] and f"{sum(p.numel() for p in trainable(models[0]).values()):,}" in printed[0]
+
+    on_experts = {key: tensor.numel() for key, tensor in trainable(models[0]).items() if "experts" in key}
+    on_experts = {key: count for key, count in on_experts.items() if "shared_experts" not in key}
+    assert bool(on_experts) == bool(wrappers(models[0])) == (name in ("qwen3_moe", "mixtral")) == bool(told)
+    if told:
+        assert f"{sum(on_experts.values()):,} parameters of adapter 'default'" in told[0] and len(told) == 1
+    assert not warned(lambda: get_peft_model(quantized(name, device), lora(name)))
 
 
 # --- training ---
