@@ -22,21 +22,21 @@ import torch
 import transformers
 from load import SHAPES
 from timing import Report, gpu_and_command
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import hf_kbit
 from hf_kbit.calibration.layerwise import METHODS
 
 
-def config_of(arguments, **changes) -> LlamaConfig:
-    return LlamaConfig(**SHAPES[arguments.shape] | {"max_position_embeddings": arguments.length} | changes)
+def config_of(arguments, **changes) -> PreTrainedConfig:
+    return AutoConfig.for_model(**SHAPES[arguments.shape] | {"max_position_embeddings": arguments.length} | changes)
 
 
-def make_model(arguments, layers: int) -> LlamaForCausalLM:
+def make_model(arguments, layers: int) -> PreTrainedModel:
     """On the CPU, with random numbers that the device makes."""
     with torch.device(arguments.device):
         config = config_of(arguments, num_hidden_layers=layers)
-        return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).cpu()
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cpu()
 
 
 def measure(arguments, layers: int, ids: torch.Tensor, **options) -> dict[str, float]:

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_kbit
 
 SHAPES = {
     "llama-3-8b": {
+        "model_type": "llama",
         "vocab_size": 128256,
         "hidden_size": 4096,
         "intermediate_size": 14336,
@@ -30,14 +31,32 @@ SHAPES = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
-    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    },
+    "tiny": {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
 }
 
 
 def make_checkpoint(shape: str, folder: Path, device: str, **changes) -> None:
     """Random weights in bfloat16; ``changes`` of the shape's configuration."""
     with torch.device(device):
-        model = LlamaForCausalLM._from_config(LlamaConfig(**SHAPES[shape] | changes), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[shape] | changes), dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="5GB")
 
 

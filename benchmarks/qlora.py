@@ -2,11 +2,13 @@
 
     python benchmarks/qlora.py [--layers 32] [--bits 2,3,4,5] [--sequences 4] [--tokens 1024]
                                [--peers bitsandbytes] [--json results.jsonl] [--plot qlora.png]
+    python benchmarks/qlora.py --shape qwen3-30b-a3b --layers 8  # a mixture, with LoRA on its experts too
     python benchmarks/qlora.py --from results.jsonl --plot qlora.png
 
 One 16-bit checkpoint with random weights is written to a temporary folder, and every model is loaded from it as a user
 would, quantized on the fly. All get the same LoRA of rank 16 on all linear layers but the head, gradient checkpointing
-that is not reentrant, bfloat16 autocast and AdamW. Models in few bits are measured twice:
+that is not reentrant, bfloat16 autocast and AdamW. With that PEFT adapts the experts and the router of a mixture too,
+those with twice the rank for gate and up. Models in few bits are measured twice:
 
 - prepared no: as they are, with embedding, head and norms in bfloat16, like the model in bf16,
 - prepared yes: after PEFT's ``prepare_model_for_kbit_training``, which casts those to float32.
@@ -133,7 +135,8 @@ def label_of(line: dict) -> str:
 
 def command_line():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=SHAPES[SHAPE]["num_hidden_layers"], help="fewer are quicker")
+    parser.add_argument("--shape", choices=SHAPES, default=SHAPE)
+    parser.add_argument("--layers", type=int, help="fewer are quicker; default: those of the shape")
     parser.add_argument("--bits", type=numbers, default=list(BITS))
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=1024, help="of a sequence")
@@ -141,13 +144,14 @@ def command_line():
 
 
 def run(arguments) -> list[dict]:
+    layers = arguments.layers or SHAPES[arguments.shape]["num_hidden_layers"]
     report = Report(
         arguments.json,
         **gpu_and_command(),
         transformers=transformers.__version__,
         peft=peft.__version__,
-        shape=SHAPE,
-        layers=arguments.layers,
+        shape=arguments.shape,
+        layers=layers,
         sequences=arguments.sequences,
         tokens=arguments.tokens,
     )
@@ -165,7 +169,7 @@ def run(arguments) -> list[dict]:
         lines.append({**report.context, **entry})
 
     with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(SHAPE, folder, "cuda", num_hidden_layers=arguments.layers)
+        make_checkpoint(arguments.shape, folder, "cuda", num_hidden_layers=layers)
         emit(DENSE, None, "no")
         for peer, version in find_peers(arguments.peers).items():
             for prepared in ("no", "yes"):

@@ -10,10 +10,19 @@ import cases
 import peft
 import pytest
 import torch
-from adapters import kbit_layers
+from adapters import kbit_layers, load
 from byte_tokenizer import byte_tokenizer
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from typer.testing import CliRunner
 
 import hf_kbit
@@ -149,7 +158,7 @@ def tuner_layers(model) -> list[KbitTunerLayer]:
 @pytest.mark.slow
 def test_code_of_the_finetuning_page(run_code, hub):
     """Every block, one after the other, each with what the text says of it."""
-    screen, use, save, exact, requantized, more_bits, loftq, eva, resume, average, processes, lean = code_blocks(
+    screen, use, save, exact, requantized, more_bits, loftq, eva, resume, _, average, processes, lean = code_blocks(
         "finetuning.md", "python"
     )
     names = run_code(screen, {})
@@ -241,6 +250,39 @@ def test_memory_of_the_finetuning_page():
         assert [float(cell) for cell in cells] == pytest.approx([size / 1e9 for size in sizes], abs=0.005), row
     for number in (f"{weights / 1e6:.0f} million", f"{others / 1e6:.0f} million", f"{adapters / 1e6:.1f} million"):
         assert number in page
+
+
+def test_experts_of_the_finetuning_page(run_code):
+    """Its code on a small mixture, and its table from the shapes of the models."""
+    (code,) = [code for code in code_blocks("finetuning.md", "python") if "target_parameters" in code]
+    small = {"hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 1, "num_experts": 4}
+    model = load(Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, num_experts_per_tok=2, **small)), bits=3)
+    names = run_code(code, {"LoraConfig": peft.LoraConfig, "get_peft_model": peft.get_peft_model, "model": model})
+    assert len(tuner_layers(names["model"])) == 4 + 2
+
+    qwen = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+    qwen |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    everything, attention = {"target_modules": "all-linear"}, {"target_modules": names["attention"]}
+    rows = {
+        'Qwen3-30B-A3B, `"all-linear"`': (Qwen3MoeForCausalLM, Qwen3MoeConfig(**qwen), 48, everything),
+        "attention and experts": (
+            Qwen3MoeForCausalLM, Qwen3MoeConfig(**qwen), 48, attention | {"target_parameters": names["experts"]}
+        ),
+        "attention alone": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**qwen), 48, attention),
+        'Mixtral-8x7B, `"all-linear"`': (MixtralForCausalLM, MixtralConfig(), 32, everything),
+    }  # fmt: skip
+    page = (DOCS / "finetuning.md").read_text()
+    for row, (model_class, config, layers, targets) in rows.items():
+        expected = []
+        for rank in (16, 4):
+            config.num_hidden_layers = 1
+            with torch.device("meta"):
+                lora = peft.LoraConfig(r=rank, **targets)
+                model = peft.get_peft_model(model_class(config), lora, low_cpu_mem_usage=True)
+            count = layers * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+            expected += [f"{count / 1e6:.0f}", f"{16 * count / 1e9:.1f}"]
+        cells = re.search(rf"^\| {re.escape(row)}[^|]*\|(.*)\|$", page, flags=re.MULTILINE)[1].split("|")
+        assert [cell.strip() for cell in cells] == expected, row
 
 
 def test_methods_and_refusals_are_on_the_finetuning_page():

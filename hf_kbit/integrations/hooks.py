@@ -9,9 +9,10 @@ A function is replaced once, however often a library or this package is imported
 
 Besides these tables there are agreements with other code that no signature can tell: ``KbitLinear.W_q``, a name by
 which PEFT takes the layer for one that decodes its own weight; the attributes ``_is_hf_initialized`` and
-``_weight_conversions`` of Transformers, and ``_custom_modules`` of PEFT's configurations; ``is_loaded_in_4bit``, set
-for the time of a call of PEFT (``peft/prepare.py``); ``warn_if_padding_and_no_attention_mask`` of Transformers, left
-out on the meta device (``widths.py``); and the pass of Inductor that ``inductor.py`` installs where no other is.
+``_weight_conversions`` of Transformers, and ``_custom_modules`` of PEFT's configurations; ``num_experts``,
+``parameter_name`` and ``_did_swap_in_out_features`` of its ``ParamWrapper``; ``is_loaded_in_4bit``, set for the time
+of a call of PEFT (``peft/prepare.py``); ``warn_if_padding_and_no_attention_mask`` of Transformers, left out on the
+meta device (``widths.py``); and the pass of Inductor that ``inductor.py`` installs where no other is.
 """
 
 import importlib
@@ -127,6 +128,8 @@ PEFT_NAMES = (
     Name(f"{_TUNER}Layer.quantization_backend"),
     Name("peft.tuners.tuners_utils:check_adapters_to_merge", ("module", "adapter_names")),
     Name(f"{_TUNER}._create_and_replace", ("self",)),
+    Name("peft.tuners.lora.layer:ParamWrapper._activate_lora", ("self", "active_adapters")),
+    Name("peft.tuners.lora.layer:ParamWrapper.get_param", ("self",)),
     Name("peft.utils.quantization_utils:QuantizationBackend"),
 )
 PEFT_HOOKS = (
@@ -273,7 +276,7 @@ def _why_not_peft() -> str:
 
 
 def _refuse_adapters(problem: str) -> None:
-    from hf_kbit.nn.linear import KbitLinear
+    from hf_kbit.nn.weight import KbitWeight
 
     tuner = pkgutil.resolve_name(_TUNER)
     inject = tuner.inject_adapter
@@ -283,7 +286,7 @@ def _refuse_adapters(problem: str) -> None:
     @wraps(inject)
     def refusing(self, model, *args, **kwargs):
         for name, module in model.named_modules():
-            if isinstance(module, KbitLinear):
+            if isinstance(module, KbitWeight):
                 raise ImportError(f"{name}: found a quantized layer, to which this peft can add no adapter: {problem}")
         return inject(self, model, *args, **kwargs)
 

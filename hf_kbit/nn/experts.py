@@ -8,7 +8,7 @@ the file finds such modules and tensors in a model: names, shapes and order, whe
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -42,6 +42,9 @@ class KbitProjection(KbitWeight):
     torch.Size([5, 48])
     """
 
+    # What to add to the product, of x, rows and offsets; set while the forward of adapters runs around the experts'.
+    adapter: Callable[..., torch.Tensor] | None = None
+
     def __init__(self, num_experts: int, in_features: int, out_features: int, **settings: Any):
         super().__init__(in_features, out_features, lead=(num_experts,), **settings)
 
@@ -59,7 +62,9 @@ class KbitProjection(KbitWeight):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if bias is None else bias.to(x.dtype)
         packed, columns = (self.weight, self.weight_absmax, self.codebook), self.weight_columns
-        return gemm_experts(x, *packed, bias, rows, offsets, self.out_features, columns, columns is not None, swiglu)
+        how = self.out_features, columns, columns is not None
+        y = gemm_experts(x, *packed, bias, rows, offsets, *how, swiglu)
+        return y if self.adapter is None else y + self.adapter(x, rows, offsets)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         if self.weight.is_floating_point():
@@ -88,9 +93,9 @@ class KbitExperts(nn.Module):
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         # The class's own number, of which expert parallelism leaves each process a part.
         rows, places, offsets = route_experts(experts.reshape(-1, experts.shape[-1]), self.num_experts)
-        (up,) = (name for name in UP_PROJECTIONS if name in self._modules or name in self._parameters)
+        (up,) = (name for name in UP_PROJECTIONS if hasattr(self, name))
         hidden = self._project(up, x, rows, offsets)
-        swiglu = self._is_swiglu() and isinstance(self.down_proj, KbitProjection)
+        swiglu = self._is_swiglu() and _takes_gate(self.down_proj)
         if not swiglu:  # else on the way into the next product
             hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
         y = self._project(DOWN_PROJECTION, hidden, None, offsets, swiglu)
@@ -127,11 +132,16 @@ class KbitLlama4Experts(KbitExperts):
         tokens = hidden_states.shape[0] // self.num_experts
         offsets = tokens * torch.arange(self.num_experts + 1, dtype=torch.int32, device=hidden_states.device)
         hidden = self._project(UP_PROJECTIONS[0], hidden_states, None, offsets)
-        swiglu = _is_silu(self.act_fn) and isinstance(self.down_proj, KbitProjection)
+        swiglu = _is_silu(self.act_fn) and _takes_gate(self.down_proj)
         if not swiglu:
             gate, up = hidden.chunk(2, dim=-1)
             hidden = up * self.act_fn(gate)
         return self._project(DOWN_PROJECTION, hidden, None, offsets, swiglu)
+
+
+def _takes_gate(projection) -> bool:
+    """Whether it makes the gate itself; an adapter beside it has to see what comes out."""
+    return isinstance(projection, KbitProjection) and projection.adapter is None
 
 
 def _is_silu(function) -> bool:
@@ -171,7 +181,7 @@ def experts_class(plain: type[nn.Module]) -> type[KbitExperts]:
 
 def plain_class(experts: KbitExperts) -> type[nn.Module]:
     """Of what the experts' class was derived from."""
-    return type(experts).__bases__[1]
+    return next(kind for kind in type(experts).__mro__ if not issubclass(kind, KbitExperts))
 
 
 def _new_experts(plain: type[nn.Module]) -> KbitExperts:

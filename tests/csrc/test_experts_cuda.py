@@ -1,7 +1,7 @@
 """Products of rows with the experts that have them, on a GPU: every way to divide rows and work, transforms, graphs.
 
 Tiles and 16-bit activations take one kernel, for few rows of each expert or, on Hopper, for many; everything else
-takes torch's grouped product, or the products of one weight, one expert after the other. Results have the same bounds."""
+takes a grouped product of torch, or those of one weight, one expert after the other. Results have the same bounds."""
 
 import functools
 import itertools

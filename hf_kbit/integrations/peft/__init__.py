@@ -6,6 +6,7 @@ time its own code gets an ``nn.Linear`` to work on, in place of the ``KbitLinear
 - ``inject_adapter``: while an adapter is created, the layer has its decoded weight, so that initialisations that read
   it (PiSSA, OLoRA, DoRA) work, and those that change it have the rest quantized again. Afterwards the adapter stands
   over the ``KbitLinear``, and its class is derived from ``KbitTunerLayer``. Methods not known to work are refused.
+  Experts of mixtures are shown to PEFT as tensors, and its adapters on these become ``KbitParamWrapper``.
 - ``merge_adapter`` and ``merge_and_unload``: what requantizing the merged weights changed is reported in one warning.
 
 ``KbitTunerLayer.merge`` has PEFT merge into the decoded weight in float32 and quantizes the result with the layer's

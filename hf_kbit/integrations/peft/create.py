@@ -6,6 +6,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from hf_kbit.integrations.peft.experts import check_config, shown_in_16_bits, tell_of_experts
 from hf_kbit.integrations.peft.layer import (
     KbitTunerLayer,
     base_layer_as,
@@ -14,8 +15,8 @@ from hf_kbit.integrations.peft.layer import (
     stand_in,
     tuner_class,
 )
-from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.weight import KbitWeight
 
 # Their layers call the base layer, and read its weight only where we hand them a decoded one.
 METHODS = ("ADALORA", "BOFT", "IA3", "LOHA", "LOKR", "LORA", "MISS", "OFT", "VERA")
@@ -81,12 +82,14 @@ def _has_class_for(config, base: KbitLinear) -> bool:
     return issubclass(first, KbitLinear)
 
 
-def _create_and_replace(create, config, adapter_name, target, target_name, parent, *, current_key, **kwargs):
+def _create_and_replace(create, experts, config, adapter_name, target, target_name, parent, *, current_key, **kwargs):
     """``BaseTuner._create_and_replace``, with an ``nn.Linear`` in place of the ``KbitLinear`` while it runs.
 
-    Whatever fails, the layer is what it was.
+    Whatever fails, the layer is what it was. ``experts`` are the projections of packed ones, by their modules.
     """
     base = _base_layer(target)
+    if projection := experts.get(base, {}).get(kwargs.get("parameter_name")):
+        check_config(config, current_key, projection)
     if not isinstance(base, KbitLinear):
         return create(config, adapter_name, target, target_name, parent, current_key=current_key, **kwargs)
     _check_method(config, current_key, base, kwargs.get("parameter_name"))
@@ -144,40 +147,30 @@ def _over_quantized(layer: nn.Module, linear: nn.Linear, base: KbitLinear, name:
 def _check_modules_to_save(model: nn.Module, config) -> None:
     for ending in getattr(config, "modules_to_save", None) or ():
         for name, module in model.named_modules():
-            if name.endswith(ending) and any(isinstance(_base_layer(part), KbitLinear) for part in module.modules()):
+            if name.endswith(ending) and any(isinstance(_base_layer(part), KbitWeight) for part in module.modules()):
                 raise ValueError(
                     f"{name}: found it in modules_to_save, expected what can be trained, and quantized layers "
                     "cannot: leave them in 16 bits (modules_to_not_convert), or name them in target_modules"
                 )
 
 
-def _check_experts(model: nn.Module, config) -> None:
-    """Refuses adapters on packed experts, of which PEFT itself would find none, or say something else."""
-    targets = getattr(config, "target_modules", None) or ()
-    targets = [targets] if isinstance(targets, str) else targets
-    asked = [*(getattr(config, "target_parameters", None) or ()), *targets]
-    for name, module in model.named_modules():
-        found = [ending for ending in asked if name == ending or name.endswith(f".{ending}")]
-        if isinstance(module, KbitProjection) and found:
-            raise ValueError(
-                f"{name}: found it asked for by {found[0]!r}, expected no adapter on quantized experts, which "
-                "hf_kbit has none for yet. Adapt the attention and shared experts (target_modules), or leave the "
-                'experts in 16 bits (modules_to_not_convert=["experts"])'
-            )
-
-
 def wrap_inject_adapter(inject_adapter):
-    """``BaseTuner.inject_adapter`` that has PEFT work on an ``nn.Linear`` where there is a ``KbitLinear``."""
+    """``BaseTuner.inject_adapter`` that has PEFT work on an ``nn.Linear`` where there is a ``KbitLinear``, and on
+    tensors where there are projections of experts."""
 
     @functools.wraps(inject_adapter)
     def wrapped(self, model, adapter_name, *args, **kwargs):
-        _check_modules_to_save(model, self.peft_config[adapter_name])
-        _check_experts(model, self.peft_config[adapter_name])
-        self._create_and_replace = functools.partial(_create_and_replace, self._create_and_replace)
-        try:
-            return inject_adapter(self, model, adapter_name, *args, **kwargs)
-        finally:
-            del self._create_and_replace
+        config = self.peft_config[adapter_name]
+        _check_modules_to_save(model, config)
+        by_name = getattr(config, "target_parameters", None)
+        with shown_in_16_bits(model) as experts:
+            self._create_and_replace = functools.partial(_create_and_replace, self._create_and_replace, experts)
+            try:
+                inject_adapter(self, model, adapter_name, *args, **kwargs)
+            finally:
+                del self._create_and_replace
+        if not by_name:
+            tell_of_experts(model, adapter_name)
 
     return wrapped
 

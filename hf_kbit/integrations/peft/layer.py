@@ -1,4 +1,4 @@
-"""PEFT's adapter layers over a ``KbitLinear``: how they see it, and how they merge into it."""
+"""PEFT's adapter layers over a packed weight: how they see it, and how they merge into it."""
 
 import functools
 from collections.abc import Iterator
@@ -12,19 +12,38 @@ from torch import nn
 from hf_kbit.integrations.peft.merge_report import MergedLayer, report
 from hf_kbit.integrations.transformers.quantizer import to_dense
 from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.weight import KbitWeight
 
 
 class KbitTunerLayer:
     """Put before PEFT's class of a layer whose base layer is a ``KbitLinear``: merges by requantizing.
 
-    ``name`` is that in the model; ``merge_dtype`` other than None has ``merge`` leave a dense layer of it. While
-    adapters are merged, ``unmerged`` keeps what was there before, to restore the very same bytes: that takes the
-    memory of the packed weight a second time.
+    What is over the experts of a mixture is derived from it (``peft/experts.py``). ``name`` is that in the model;
+    ``merge_dtype`` other than None has ``merge`` leave a dense layer of it. While adapters are merged, ``unmerged``
+    keeps what was there before, to restore the very same bytes: that takes the memory of the packed weight a second
+    time.
     """
 
     name: str
     merge_dtype: torch.dtype | None = None
-    unmerged: tuple[KbitLinear] | tuple[()] = ()  # a tuple, for nn.Module would register the layer
+    unmerged: tuple[KbitWeight] | tuple[()] = ()  # a tuple, for nn.Module would register the layer
+
+    @property
+    def quantized(self) -> KbitWeight | None:
+        """What is adapted; None if it is not packed, also while PEFT's code is at work on the decoded weight."""
+        return self.base_layer if isinstance(self.base_layer, KbitLinear) else None
+
+    def _as_plain(self, packed: KbitWeight, weight: torch.Tensor) -> nn.Module:
+        """A base layer as PEFT knows it, with this weight ``[*lead, N, K]``."""
+        return _linear(packed, weight)
+
+    def _weight_of(self, plain: nn.Module) -> torch.Tensor:
+        """The weight ``[*lead, N, K]`` of such a base layer."""
+        return plain.weight
+
+    def _leave_plain(self, plain: nn.Module) -> None:
+        """Puts such a base layer in the place of the packed one, in ``merge_dtype``."""
+        self.base_layer = to_dense(self.base_layer, self.merge_dtype, plain)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Adds adapters to the weight, and quantizes it again; takes some float32 copies of the weight meanwhile.
@@ -36,8 +55,8 @@ class KbitTunerLayer:
         Raises:
             ValueError: a merged weight holds NaN or infinity. The layer is then what it was before.
         """
-        base = self.base_layer
-        if not isinstance(base, KbitLinear):  # PEFT's code, at work on the decoded weight, calls back
+        base = self.quantized
+        if base is None:
             return super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
         adapter_names = check_adapters_to_merge(self, adapter_names)
         if not adapter_names and self.merge_dtype is None:
@@ -46,18 +65,17 @@ class KbitTunerLayer:
         merged, (original,) = self.merged_adapters, self.unmerged or (_twin(base),)
         if original.weight.device != base.weight.device:  # the model was moved meanwhile
             original.to(base.weight.device)
-        exact, measured = dense(original), None
+        exact, measured = self._as_plain(original, original.dequantize(torch.float32)), None
         try:
             self.merged_adapters = []
             with base_layer_as(self, exact):
                 super().merge(safe_merge=safe_merge, adapter_names=merged + adapter_names)
             if self.merge_dtype is not None:
-                plain = to_dense(base, self.merge_dtype, exact)
-                if not plain.weight.isfinite().all():
+                if not self._weight_of(exact).to(self.merge_dtype).isfinite().all():
                     raise ValueError(
                         f"{self._what()}: found NaN or infinite values, expected finite ones in {self.merge_dtype}"
                     )
-                self.base_layer = plain
+                self._leave_plain(exact)
             elif self.merged_adapters != merged:  # this layer has at least one of the adapters
                 measured = self._take(original, exact)
         except Exception:
@@ -66,17 +84,17 @@ class KbitTunerLayer:
         if measured is not None:
             report(measured)
 
-    def _take(self, original: KbitLinear, exact: nn.Linear) -> MergedLayer:
+    def _take(self, original: KbitWeight, exact: nn.Module) -> MergedLayer:
         """Quantizes the merged layer, and measures what that changed."""
-        base, before = self.base_layer, original.dequantize(torch.float32)
-        if torch.equal(before, exact.weight):
+        base, before, weight = self.quantized, original.dequantize(torch.float32), self._weight_of(exact)
+        if torch.equal(before, weight):
             _restore(base, original)
         else:
-            requantize(base, exact.weight, self._what(), original.weight_columns)
-        if base.bias is not None:
+            requantize(base, weight, self._what(), original.weight_columns)
+        if getattr(base, "bias", None) is not None:
             base.bias = nn.Parameter(exact.bias.data.to(base.bias.dtype), base.bias.requires_grad)
         self.unmerged = (original,)
-        return MergedLayer.measure(self.name, before, exact.weight, base)
+        return MergedLayer.measure(self.name, before, weight, base)
 
     def _what(self) -> str:
         return f"{self.name}.weight with {', '.join(self.merged_adapters)} merged"
@@ -87,8 +105,8 @@ class KbitTunerLayer:
         Raises:
             ValueError: the weight is offloaded; ``unmerge_adapter()`` of the model brings it in.
         """
-        base = self.base_layer
-        if not isinstance(base, KbitLinear) or not self.unmerged:
+        base = self.quantized
+        if base is None or not self.unmerged:
             return super().unmerge()
         if base.weight.is_meta:
             raise ValueError(
@@ -100,14 +118,14 @@ class KbitTunerLayer:
 
     def get_delta_weight(self, *args, **kwargs):
         """What an adapter adds to the weight; PEFT looks at the shape of the base layer's for it."""
-        base = self.base_layer
-        with base_layer_as(self, stand_in(base) if isinstance(base, KbitLinear) else base):
+        base = self.quantized
+        with base_layer_as(self, self.base_layer if base is None else self._as_plain(base, no_weight(base))):
             return super().get_delta_weight(*args, **kwargs)
 
     @property
     def quantization_backend(self) -> QuantizationBackend | None:
         """What PEFT knows the base layer's format by, as in ``model.get_model_status()``."""
-        return BACKEND if isinstance(self.base_layer, KbitLinear) else None
+        return None if self.quantized is None else BACKEND
 
     def _cast_input_dtype(self, x, dtype):
         """PEFT's cast to the adapter's float32, but where autocast would undo it in the next product."""
@@ -178,7 +196,13 @@ def dense(layer: KbitLinear) -> nn.Linear:
 
 
 def stand_in(layer: KbitLinear) -> nn.Linear:
-    """Shape, dtype and device of the decoded layer without its memory: NaN, so that no reading goes unnoticed.
+    """Shape, dtype and device of the decoded layer without its memory."""
+    return _linear(layer, no_weight(layer))
+
+
+def no_weight(layer: KbitWeight) -> torch.Tensor:
+    """Shape ``[*lead, N, K]``, dtype and device of the decoded weight without its memory: NaN, so that no reading goes
+    unnoticed.
 
     The device is the one that the layer computes on: adapters of a layer whose weight is offloaded are not.
     """
@@ -186,18 +210,18 @@ def stand_in(layer: KbitLinear) -> nn.Linear:
     if layer.weight.is_meta and getattr(getattr(layer, "_hf_hook", None), "execution_device", None) is not None:
         device = layer._hf_hook.execution_device
     nan = torch.full((), torch.nan, dtype=layer.dense_dtype, device=device)
-    return _linear(layer, nan.expand(layer.out_features, layer.in_features))
+    return nan.expand(*layer.lead, layer.out_features, layer.in_features)
 
 
-def _twin(layer: KbitLinear) -> KbitLinear:
+def _twin(layer: KbitWeight) -> KbitWeight:
     """Another layer with the same tensors, to keep them when the layer gets others."""
-    twin = KbitLinear.__new__(KbitLinear)
+    twin = type(layer).__new__(type(layer))
     own = {"_parameters": dict(layer._parameters), "_buffers": dict(layer._buffers)}
     twin.__dict__.update(layer.__dict__ | own)
     return twin
 
 
-def _restore(layer: KbitLinear, twin: KbitLinear) -> None:
+def _restore(layer: KbitWeight, twin: KbitWeight) -> None:
     """Gives the layer the tensors of its twin, where and in the form that the layer's are."""
     tiled, device = layer.is_tiled, layer.weight.device
     twin.to(device)
@@ -208,7 +232,7 @@ def _restore(layer: KbitLinear, twin: KbitLinear) -> None:
         layer.to_planes()
 
 
-def requantize(layer: KbitLinear, weight: torch.Tensor, name: str, columns: torch.Tensor | None = None) -> None:
+def requantize(layer: KbitWeight, weight: torch.Tensor, name: str, columns: torch.Tensor | None = None) -> None:
     """Quantizes another weight into the layer, in the form in which its own is: one that is offloaded has planes.
 
     With the column scales that its own has, what is hardly changed is not rounded anew.

@@ -9,6 +9,7 @@ from safetensors import safe_open
 from torch import nn
 
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
+from hf_kbit.nn.linear import KbitLinear
 
 
 def replace_lora_weights_loftq(
@@ -20,7 +21,7 @@ def replace_lora_weights_loftq(
     """Starts LoRA at the quantization error: ``scaling * B @ A`` becomes the best approximation of it of that rank.
 
     PEFT has a function of that name for bitsandbytes. The quantized weights stay as they are, so the adapter fits the
-    quantized model that was saved.
+    quantized model that was saved. Adapters on the experts of mixtures stay as they are too.
 
     Args:
         peft_model: ``PeftModel`` with LoRA on quantized layers.
@@ -48,7 +49,9 @@ def replace_lora_weights_loftq(
     layers = [
         module
         for module in peft_model.modules()
-        if isinstance(module, KbitTunerLayer) and adapter_name in getattr(module, "lora_A", ())
+        if isinstance(module, KbitTunerLayer)
+        and isinstance(module.quantized, KbitLinear)
+        and adapter_name in getattr(module, "lora_A", ())
     ]
     if not layers:
         raise ValueError(f"{adapter_name}: found no quantized layer with LoRA of that name")

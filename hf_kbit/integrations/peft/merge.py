@@ -7,9 +7,10 @@ from torch import nn
 
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
 from hf_kbit.integrations.peft.merge_report import one_report
-from hf_kbit.integrations.transformers import selection
+from hf_kbit.integrations.transformers import experts, selection
 from hf_kbit.integrations.transformers.quantizer import to_dense
-from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.experts import KbitProjection
+from hf_kbit.nn.weight import KbitWeight
 
 
 def report_once(method):
@@ -77,7 +78,10 @@ def merge_and_unload(
     if dequantize and getattr(base, "hf_quantizer", None) is not None:
         return base.dequantize(dtype)
     if dequantize:
-        rest = {name: layer for name, layer in base.named_modules() if isinstance(layer, KbitLinear)}
+        rest = {name: layer for name, layer in base.named_modules() if isinstance(layer, KbitWeight)}
         for name, layer in rest.items():
-            selection.replace_modules(base, {name: to_dense(layer, dtype)})
+            if isinstance(layer, KbitProjection):
+                experts.put_back(base, name, dtype)
+            else:
+                selection.replace_modules(base, {name: to_dense(layer, dtype)})
     return base

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.weight import KbitWeight
 
 # Below this part of what adapters add, a merge that requantizes is said to have lost them.
 LOST = 0.5
@@ -28,8 +28,8 @@ class MergedLayer:
     weights: int
 
     @classmethod
-    def measure(cls, name: str, before: torch.Tensor, exact: torch.Tensor, layer: KbitLinear) -> "MergedLayer":
-        """Compares the weight before merging, the exact sum, and what the layer stores; float32 ``[N, K]``."""
+    def measure(cls, name: str, before: torch.Tensor, exact: torch.Tensor, layer: KbitWeight) -> "MergedLayer":
+        """Compares the weight before merging, the exact sum, and what the layer stores; float32 ``[*lead, N, K]``."""
         stored, added = layer.dequantize(torch.float32), exact - before
         return cls(
             name,

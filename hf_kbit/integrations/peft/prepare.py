@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import peft
 
-from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.weight import KbitWeight
 
 _peft_prepare = peft.prepare_model_for_kbit_training
 
 
 @functools.wraps(_peft_prepare, assigned=())  # its signature, our docstring
 def prepare_model_for_kbit_training(model, *args, **kwargs):
-    """PEFT's function of that name, with what it does for bitsandbytes done for ``KbitLinear`` too.
+    """PEFT's function of that name, with what it does for bitsandbytes done for ``KbitLinear`` and experts too.
 
     The base model is frozen, what is in 16 bits (norms, embeddings, the head, biases) is cast to float32, gradient
     checkpointing is switched on, and inputs require gradients; what is packed stays as it is. PEFT's own name is this
@@ -23,6 +23,7 @@ def prepare_model_for_kbit_training(model, *args, **kwargs):
     ``use_reentrant``. It returns the same model.
 
     >>> import torch
+    >>> from hf_kbit import KbitLinear
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
     >>> model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **shape)).to(torch.bfloat16)
@@ -32,7 +33,7 @@ def prepare_model_for_kbit_training(model, *args, **kwargs):
     >>> block.gradient_checkpointing, block.input_layernorm.weight.dtype, block.mlp.up_proj.weight.dtype
     (True, torch.float32, torch.int32)
     """
-    if not any(isinstance(module, KbitLinear) for module in model.modules()):
+    if not any(isinstance(module, KbitWeight) for module in model.modules()):
         return _peft_prepare(model, *args, **kwargs)
     # For the time of this call only: other libraries take the flag for a reason to import bitsandbytes.
     model.is_loaded_in_4bit = True

@@ -5,6 +5,7 @@ from torch import nn
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
 from hf_kbit.nn.experts import (
+    DOWN_PROJECTION,
     KbitExperts,
     KbitProjection,
     experts_class,
@@ -39,10 +40,17 @@ def put(model: nn.Module, name: str, projection: KbitProjection) -> None:
 def put_back(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> None:
     """The inverse of ``put``, of the decoded weights."""
     experts, own = place_of(model, name)
-    projection = experts._modules.pop(own)
+    projection = experts._modules[own]
     weight = projection.dequantize(dtype)
-    weight = weight.transpose(1, 2).contiguous() if projection.transposed else weight
-    experts.register_parameter(own, nn.Parameter(weight))
+    put_tensor(experts, own, nn.Parameter(weight.mT.contiguous() if projection.transposed else weight))
+
+
+def put_tensor(experts: KbitExperts, own: str, tensor: nn.Parameter) -> None:
+    """Puts a tensor, in the order of the model, in the place of a projection."""
+    del experts._modules[own]
+    experts.register_parameter(own, tensor)
+    if DOWN_PROJECTION in experts._parameters:  # last, as in all classes: the order is that in which PEFT adapts them
+        experts._parameters[DOWN_PROJECTION] = experts._parameters.pop(DOWN_PROJECTION)
     if not any(isinstance(module, KbitProjection) for module in experts.children()):
         experts.__class__ = plain_class(experts)
 

@@ -29,7 +29,7 @@ from hf_kbit import mixing
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, COLUMNS_SUFFIX
 from hf_kbit.integrations.transformers import checkpoint, experts, selection
-from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection
+from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection, projections
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Packed
 from hf_kbit.nn.weight import KbitWeight
@@ -364,7 +364,7 @@ class KbitHfQuantizer(HfQuantizer):
             raise ValueError(
                 f"{offloaded[0]}.weight: found it offloaded, expected all layers on a device to dequantize"
             )
-        previous, names = model.dtype, [name for name, layer in layers.items() if isinstance(layer, KbitProjection)]
+        previous = model.dtype
         while layers:  # one at a time, so that each packed weight is freed before the next dense one is made
             name, layer = layers.popitem()
             if isinstance(layer, KbitProjection):
@@ -376,17 +376,18 @@ class KbitHfQuantizer(HfQuantizer):
                 if tensor.dtype == previous:  # what is kept in float32 stays there
                     tensor.data = tensor.data.to(dtype)
             model.config.dtype = dtype
-        model._weight_conversions = [*self._all_weight_conversions, *_unused_conversions(model, names)]
+        model._weight_conversions = [*self._all_weight_conversions, *_unused_conversions(model)]
         return model
 
 
-def _unused_conversions(model, projections: list[str]) -> list[WeightTransform]:
+def _unused_conversions(model) -> list[WeightTransform]:
     """Those by which Transformers saves experts and which did not load these: they were packed then."""
+    names = list(projections(model))
     return [
         conversion
         for conversion in get_model_conversion_mapping(model, add_legacy=False)
         if not any(used.source_patterns == conversion.source_patterns for used in model._weight_conversions or ())
-        and any(conversion.reverse_transform().rename_source_key(name)[1] is not None for name in projections)
+        and any(conversion.reverse_transform().rename_source_key(name)[1] is not None for name in names)
     ]
 
 

@@ -1,4 +1,5 @@
-"""Every type of model in Transformers that a small random configuration can build: quantized, run, saved, reloaded.
+"""Every type of model in Transformers that a small random configuration can build: quantized, run, saved, reloaded;
+and the experts of mixtures adapted, beside PEFT's adapters on the decoded model.
 
 ``test_architectures.py`` asks more of a chosen few; here nobody chose. What cannot be built small is skipped with its
 reason, so a newer Transformers adds its models by itself.
@@ -8,6 +9,7 @@ import inspect
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -20,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
 from hf_kbit import KbitConfig
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn import experts as nn_experts
+from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.weight import KbitWeight
 
 pytestmark = pytest.mark.slow
@@ -104,6 +107,18 @@ def run(model, inputs) -> torch.Tensor:
     return next(x for x in model(**inputs).values() if isinstance(x, torch.Tensor) and x.is_floating_point())
 
 
+def run_with_adapters(model, inputs, experts: list[str]) -> torch.Tensor:
+    """The output with LoRA on these projections, whose numbers depend on their names and shapes alone."""
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(target_parameters=experts, target_modules=[], r=2))
+    for _, parameter in sorted(model.named_parameters()):
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, 0, 0.1)
+    output = run(model, inputs)
+    model.unload()
+    return output
+
+
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found - expected).norm() <= 1e-3 * expected.norm())
 
@@ -142,5 +157,9 @@ def test_whole_life(task, kind, tmp_path):
     output = run(quantized, inputs)
     quantized.save_pretrained(tmp_path / "quantized")
     assert close(run(type(model).from_pretrained(tmp_path / "quantized"), inputs), output)
+    experts = [name for name, module in quantized.named_modules() if isinstance(module, KbitProjection)]
+    with_adapters = run_with_adapters(quantized, inputs, experts) if experts else output
     quantized.dequantize()
     assert close(output, run(quantized, inputs))
+    if experts:
+        assert close(with_adapters, run_with_adapters(quantized, inputs, experts))

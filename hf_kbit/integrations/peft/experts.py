@@ -1,0 +1,226 @@
+"""LoRA on the packed experts of a mixture: PEFT's ``target_parameters``, without ever making ``W`` or what is added.
+
+PEFT adapts a tensor of experts by a ``ParamWrapper`` around their module, one around the other where it adapts two,
+and in each forward adds ``B @ A`` of all experts to the tensor. While PEFT creates adapters, the experts are shown to
+it as they are in 16 bits (``shown_in_16_bits``): so names, shapes and what is refused are those of PEFT, and adapters
+fit the 16-bit model too. Afterwards its wrappers are ``KbitParamWrapper``: they leave the weight alone, and have the
+projection add ``B_e (A_e x)`` to the tokens of each expert.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+from torch.nn import functional as F
+
+from hf_kbit.integrations.peft.layer import KbitTunerLayer, no_weight
+from hf_kbit.integrations.transformers.experts import put, put_tensor
+from hf_kbit.nn.experts import KbitExperts, KbitProjection
+
+# Those of LoRA that ParamWrapper knows and that do not look at the weight.
+INITIALISATIONS = (True, False, "gaussian")
+
+# What no grouped product can do, and ParamWrapper refuses in other words.
+REFUSED = ("lora_dropout", "use_dora", "lora_bias", "fan_in_fan_out", "velora_config", "kasa_config")
+
+
+class KbitParamWrapper(KbitTunerLayer, ParamWrapper):
+    """LoRA on one projection of packed experts. Its parameters are those of PEFT's ``ParamWrapper``:
+
+    - ``lora_A[adapter].weight``: floating ``[E * r, K]``, r rows of an expert beside each other,
+    - ``lora_B[adapter].weight``: floating ``[N, r * E]``, column ``j * E + e`` is column j of expert e,
+
+    where for Llama 4's experts, as in PEFT, K and N change places.
+    """
+
+    @property
+    def quantized(self) -> KbitProjection | None:
+        projection = getattr(self.get_base_layer(), self.parameter_name)
+        return projection if isinstance(projection, KbitProjection) else None
+
+    def get_param(self) -> torch.Tensor:
+        """The tensor of the 16-bit model, without its memory if it is packed."""
+        projection = self.quantized
+        return super().get_param() if projection is None else _in_model_order(projection, no_weight(projection))
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        """Runs the experts with these adapters."""
+        projection, active = self.quantized, [name for name in active_adapters if name in self.lora_A]
+        if projection is None:
+            with super()._activate_lora(active_adapters):
+                yield
+        elif not active:
+            yield
+        else:
+            projection.adapter = partial(self._added, active)
+            try:
+                yield
+            finally:
+                projection.adapter = None
+
+    def _added(self, adapters: list[str], x: torch.Tensor, rows: torch.Tensor | None, offsets) -> torch.Tensor:
+        """What adapters add to the product of a projection: ``[R, N]``, see ``KbitProjection.forward``."""
+        x = x if rows is None else x[rows]
+        return sum(low_rank_product(x, *self._factors(name), offsets, self.scaling[name]) for name in adapters)
+
+    def _factors(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """A ``[E, r, K]``, and B ``[E, r, N]``."""
+        count, rank = self.num_experts, self.r[adapter]
+        a = self.lora_A[adapter].weight.view(count, rank, -1)
+        b = self.lora_B[adapter].weight.view(-1, rank, count).permute(2, 1, 0)
+        if self.quantized.transposed and self._did_swap_in_out_features:  # PEFT takes Llama 4's tensors for [E, N, K]
+            return b, a
+        return a, b
+
+    # --- merging ---
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """As ``KbitTunerLayer.merge``.
+
+        Raises:
+            ValueError: besides what that raises, the weight is offloaded: PEFT brings in what is below a layer's own
+                base layer, and then drops what became of it.
+        """
+        packed = self.quantized
+        if packed is not None and (packed.weight.is_meta or getattr(getattr(packed, "_hf_hook", None), "offload", 0)):
+            raise ValueError(f"{self.name}.weight: found it offloaded, expected it on a device to merge into it")
+        super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+
+    def _as_plain(self, packed: KbitProjection, weight: torch.Tensor) -> nn.Module:
+        plain = nn.Module()
+        plain._parameters[self.parameter_name] = nn.Parameter(_in_model_order(packed, weight), requires_grad=False)
+        return plain
+
+    def _weight_of(self, plain: nn.Module) -> torch.Tensor:
+        return _in_model_order(self.quantized, plain.get_parameter(self.parameter_name))
+
+    def _leave_plain(self, plain: nn.Module) -> None:
+        tensor = plain.get_parameter(self.parameter_name).to(self.merge_dtype)
+        put_tensor(self.get_base_layer(), self.parameter_name, nn.Parameter(tensor.contiguous(), requires_grad=False))
+
+    __reduce_ex__ = object.__reduce_ex__  # pickle finds this class by its name
+
+
+def _in_model_order(projection: KbitProjection, tensor: torch.Tensor) -> torch.Tensor:
+    """``[E, N, K]`` in the order of the model, and back."""
+    return tensor.mT if projection.transposed else tensor
+
+
+def low_rank_product(
+    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, scaling: float = 1.0
+) -> torch.Tensor:
+    """``scaling * x[i] @ a[e].T @ b[e]`` for the rows i of expert e, without waiting for a GPU.
+
+    Args:
+        x: floating ``[R, K]``, sorted by expert.
+        a: floating ``[E, r, K]``; computed with in the dtype of x, as b is.
+        b: floating ``[E, r, N]``.
+        offsets: int32 ``[E + 1]``, ascending from 0 to R: where the rows of each expert begin, and the last ones end.
+        scaling: of the result.
+
+    Returns:
+        ``[R, N]`` of the dtype of x. Where torch has no grouped product that suits, all experts multiply all rows, and
+        what is not of a row's own expert is zero: E times the arithmetic.
+
+    >>> x, a, b = torch.ones(3, 8), torch.ones(2, 4, 8), torch.ones(2, 4, 5)
+    >>> low_rank_product(x, a, b, torch.tensor([0, 1, 3], dtype=torch.int32), 2.0)[0]
+    tensor([64., 64., 64., 64., 64.])
+    """
+    count, rank, unit = len(a), a.shape[1], 16 // x.element_size()
+    a, b = a.to(x.dtype), b.to(x.dtype)
+    if _is_grouped(x) and not (x.shape[1] % unit or b.shape[2] % unit):
+        if short := -rank % unit:  # rows of ``hidden`` must begin at multiples of 16 bytes
+            a, b = (F.pad(factor, (0, 0, 0, short)) for factor in (a, b))
+        hidden = F.grouped_mm(x, a.contiguous().mT, offs=offsets[1:])
+        return F.grouped_mm(scaling * hidden, b.contiguous(), offs=offsets[1:])
+    hidden = scaling * (x @ a.reshape(count * rank, -1).T).view(-1, count, rank)
+    numbers = torch.arange(len(x), device=x.device)[:, None]
+    own = (numbers >= offsets[:-1]) & (numbers < offsets[1:])
+    return hidden.masked_fill(~own[:, :, None], 0).view(-1, count * rank) @ b.reshape(count * rank, -1)
+
+
+def _is_grouped(x: torch.Tensor) -> bool:
+    """Whether ``F.grouped_mm`` takes x, without waiting for a GPU or stopping the compiler, as its loops do."""
+    if x.is_cuda:  # others get a loop: torch 2.10, _scaled_mm_allowed_device in GroupedBlas.cpp
+        suits = x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+    elif torch.compiler.is_compiling():
+        suits = x.dtype == torch.bfloat16
+    else:
+        suits = x.is_cpu and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return suits and len(x) > 0
+
+
+# --- creating -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def shown_in_16_bits(model: nn.Module) -> Iterator[dict[nn.Module, dict[str, KbitProjection]]]:
+    """Inside, experts have their own class, tensors without memory in the place of their projections, and adapters of
+    PEFT's own class; gives the projections of each module of experts, by the tensor's own name."""
+    names = {
+        module: name.replace(".base_layer", "")
+        for name, module in model.named_modules()
+        if isinstance(module, KbitExperts)
+    }
+    packed = {
+        experts: {own: part for own, part in experts.named_children() if isinstance(part, KbitProjection)}
+        for experts in names
+    }
+    for wrapper in [module for module in model.modules() if isinstance(module, KbitParamWrapper)]:
+        wrapper.__class__ = ParamWrapper
+    for experts, projections in packed.items():
+        for own, projection in projections.items():
+            tensor = _in_model_order(projection, no_weight(projection))
+            put_tensor(experts, own, nn.Parameter(tensor, requires_grad=False))
+    try:
+        yield packed
+    finally:
+        for experts, projections in packed.items():
+            for own, projection in projections.items():
+                put(experts, own, projection)
+        for module in list(model.modules()):
+            if type(module) is ParamWrapper and module.parameter_name in packed.get(module.get_base_layer(), ()):
+                module.__class__ = KbitParamWrapper
+                module.name = f"{names[module.get_base_layer()]}.{module.parameter_name}"
+
+
+def check_config(config, name: str, projection: KbitProjection) -> None:
+    """Refuses what PEFT refuses on tensors, and what would read packed words as weights.
+
+    Raises:
+        ValueError: it is asked for.
+    """
+    what = f"{name}: experts of {projection.bits} bits, adapted by target_parameters"
+    for setting in REFUSED:
+        if found := getattr(config, setting, None):
+            raise ValueError(f"{what}: found {setting}={found!r}, expected none: PEFT has it for linear layers only")
+    if (init := config.init_lora_weights) not in INITIALISATIONS:
+        raise ValueError(f"{what}: found init_lora_weights={init!r}, expected one of {list(INITIALISATIONS)}")
+    if type(projection.weight.data) is not torch.Tensor:
+        raise ValueError(
+            f"{what}: found them sharded over several processes, expected all experts in each: PEFT has no adapters "
+            "for parts of them"
+        )
+
+
+def tell_of_experts(model: nn.Module, adapter: str) -> None:
+    """Warns of what an adapter has on experts that were not named: PEFT makes that of some ``target_modules``."""
+    factors = [
+        factor[adapter].weight.numel()
+        for wrapper in model.modules()
+        if isinstance(wrapper, KbitParamWrapper)
+        for factor in (wrapper.lora_A, wrapper.lora_B)
+        if adapter in factor
+    ]
+    if count := sum(factors):
+        warnings.warn(
+            f"hf_kbit: target_modules takes the experts too, as PEFT has it for this model: {count:,} parameters of "
+            f"adapter {adapter!r} are on them, {16 * count / 1e9:.3g} GB in float32 with gradients and AdamW. To "
+            "choose, name the linear layers in target_modules, and tensors of experts in target_parameters",
+            stacklevel=4,
+        )
