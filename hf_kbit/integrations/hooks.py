@@ -93,6 +93,12 @@ TORCH_HOOKS = (
 _CARDS = "hf_kbit.integrations.transformers.cards"
 TRANSFORMERS_HOOKS = (
     Hook(
+        "transformers.quantizers.auto:AutoHfQuantizer.merge_quantization_configs",
+        ("quantization_config", "quantization_config_from_args"),
+        "hf_kbit.integrations.transformers.mxfp4:wrap_merge",
+        lost="a KbitConfig is refused for checkpoints in MXFP4",
+    ),
+    Hook(
         "transformers.modeling_utils:PreTrainedModel.save_pretrained",
         ("self", "save_directory", "is_main_process"),
         f"{_CARDS}:card_after_saving",
