@@ -122,6 +122,12 @@ TRANSFORMERS_HOOKS = (
         "hf_kbit.integrations.transformers.resizing:refuse_quantized_head",
         lost="resizing a quantized head fails in Transformers' words",
     ),
+    Hook(
+        "transformers.modeling_utils:PreTrainedModel.set_use_kernels",
+        ("self", "use_kernels", "kernel_config"),
+        "hf_kbit.integrations.transformers.kernels:refuse_packed_experts",
+        lost="use_kernels=True on packed experts fails in a kernel",
+    ),
 )
 
 _TUNER, _GLUE = "peft.tuners.tuners_utils:BaseTuner", "hf_kbit.integrations.peft"

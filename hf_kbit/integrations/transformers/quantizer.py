@@ -28,7 +28,7 @@ from transformers.utils import logging
 from hf_kbit import mixing
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, COLUMNS_SUFFIX
-from hf_kbit.integrations.transformers import checkpoint, experts, mxfp4, selection
+from hf_kbit.integrations.transformers import checkpoint, experts, kernels, mxfp4, selection
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Packed
@@ -118,7 +118,7 @@ class KbitHfQuantizer(HfQuantizer):
 
     # --- before loading ---
 
-    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, use_kernels=False, **kwargs):
         if self.pre_quantized:
             self._prepare_quantized(model, checkpoint_files)
         else:
@@ -126,6 +126,8 @@ class KbitHfQuantizer(HfQuantizer):
             tensors = checkpoint.read_unpacked(checkpoint_files or ())
             self.mxfp4 = mxfp4.projections(tensors)
             self._prepare_on_the_fly(model, [*tensors, *self.mxfp4])
+        if use_kernels:
+            kernels.check(model)
         if getattr(model.config, "distributed_config", None) is None:  # else there will be shards
             self.shapes = {name: parameter.shape for name, parameter in _unpacked(model)}
 
