@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Mxfp4Config
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from hf_kbit import KbitConfig, KbitLinear, codebooks
 from hf_kbit.integrations.transformers import mxfp4
@@ -251,6 +252,10 @@ def test_half_a_projection_is_refused(path, tmp_path):
 
 
 def test_other_configs_are_transformers_business(path):
-    """Without a KbitConfig the checkpoint is what it was, and other quantized ones are refused as before."""
+    """Without a KbitConfig the checkpoint is what it was, and those of other methods are refused as before."""
+    with pytest.raises(ValueError, match="quantized with BitsAndBytesConfig but you are passing a KbitConfig"):
+        AutoHfQuantizer.merge_quantization_configs(
+            {"quant_method": "bitsandbytes", "load_in_8bit": True}, KbitConfig()
+        )
     assert not projections(load(path))
     assert same_bits(load(path).get_parameter(NAMES[0]).detach(), decoded(path)[NAMES[0]])
