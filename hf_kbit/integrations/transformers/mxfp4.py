@@ -29,7 +29,8 @@ BITS = 4
 BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
 # E4M4 holds 1.5 * 2**n exactly for these, and every smaller n.
 LEAST, MOST = -13, 4
-LARGEST_SCALE = 251  # 6 * 2**(251 - 127) is a number of float32; 255 stands for NaN
+LARGEST_SCALE = 251  # 6 * 2**(251 - 127) is a number of float32
+NAN = 255
 
 
 class Mxfp4(NamedTuple):
@@ -64,7 +65,8 @@ def _pairs(device: torch.device) -> torch.Tensor:
     Those levels ascend; E2M1 has a sign and ascending magnitudes. Of the two zeros, 7 is the positive one.
     """
     index = [7, *range(9, 16), 8, *range(6, -1, -1)]
-    return torch.tensor([[index[byte & 15], index[byte >> 4]] for byte in range(256)], dtype=torch.uint8).to(device)
+    pairs = [[index[byte & 15], index[byte >> 4]] for byte in range(256)]
+    return torch.tensor(pairs, dtype=torch.uint8, device=device)
 
 
 def pack(stored: Mxfp4, name: str) -> tuple[Packed, int]:
@@ -110,15 +112,16 @@ def _used(stored: Mxfp4, expert: int) -> torch.Tensor:
 
 
 def _range(stored: Mxfp4, name: str) -> tuple[int, int]:
-    """The least and the largest scale of a block that is not zero."""
-    least, most = LARGEST_SCALE, 0
+    """The least and the largest scale of a block that is not zero; errors are those of ``pack``."""
+    least, most, largest = LARGEST_SCALE, 0, int(stored.scales.max())
     for i, scales in enumerate(stored.scales):
         used = scales[_used(stored, i)]
         if len(used):
             lowest, highest = torch.stack(torch.aminmax(used)).tolist()
             least, most = min(least, lowest), max(most, highest)
-    if most > LARGEST_SCALE:
-        raise ValueError(f"{name}{SCALES_SUFFIX}: found {most}, expected at most {LARGEST_SCALE}, 2**124 (255 is NaN)")
+    if largest == NAN or most > LARGEST_SCALE:
+        found = "255, which is NaN" if largest == NAN else most
+        raise ValueError(f"{name}{SCALES_SUFFIX}: found {found}, expected at most {LARGEST_SCALE}, which is 2**124")
     return (least, most) if least <= most else (125, 125)  # all zero
 
 

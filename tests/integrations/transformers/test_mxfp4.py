@@ -136,15 +136,19 @@ def test_whole_life(path, tmp_path):
     assert load_file(tmp_path / "undone" / "model.safetensors").keys() >= set(NAMES)
 
 
-def test_logits_are_those_of_the_decoded_model(path):
+def test_logits_and_gradients_are_those_of_the_decoded_model(path):
     model = AutoModelForCausalLM.from_pretrained(
         path, quantization_config=KbitConfig(modules_to_not_convert=["self_attn"]), dtype=torch.float32
     )
     dense = AutoModelForCausalLM.from_pretrained(path, quantization_config=Mxfp4Config(dequantize=True)).float()
     assert projections(model).keys() == set(NAMES)
-    with torch.no_grad():
-        expected = dense(IDS).logits
-        assert (model(IDS).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    gradients = []
+    for own in (model, dense):
+        found = own(IDS).logits
+        found.square().mean().backward()
+        gradients.append((found.detach(), own.get_input_embeddings().weight.grad))
+    for found, expected in zip(*gradients, strict=True):
+        assert expected.any() and (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_experts_in_16_bits(path):
@@ -214,7 +218,7 @@ def test_any_eighteen_octaves(least, most):
 
 
 def test_scales_of_zeros_mean_nothing():
-    blocks, scales = torch.zeros(1, 2, 2, 16, dtype=torch.uint8), torch.full((1, 2, 2), 255, dtype=torch.uint8)
+    blocks, scales = torch.zeros(1, 2, 2, 16, dtype=torch.uint8), torch.full((1, 2, 2), 254, dtype=torch.uint8)
     blocks[0, 0, 1], scales[0, 0, 1] = 0x08, 0
     packed, anew = mxfp4.pack(mxfp4.Mxfp4(blocks, scales), "down_proj")
     assert anew == 0 and packed.decoding.exponent == 0
@@ -226,7 +230,8 @@ def test_scales_of_zeros_mean_nothing():
 @pytest.mark.parametrize(
     "suffix, change, message",
     [
-        ("_scales", lambda tensor: tensor.fill_(255), r"_scales: found 255, expected at most 251"),
+        ("_scales", lambda tensor: tensor.index_fill_(2, torch.tensor(1), 255), "_scales: found 255, which is NaN"),
+        ("_scales", lambda tensor: tensor.fill_(252), r"_scales: found 252, expected at most 251, which is 2\*\*124"),
         (
             "_scales",
             lambda tensor: tensor[:, :-1].clone(),
