@@ -225,6 +225,9 @@ def test_scales_of_zeros_mean_nothing():
     blocks[0, 1, 0], scales[0, 1, 0] = 0x21, 127
     packed, anew = mxfp4.pack(mxfp4.Mxfp4(blocks, scales), "down_proj")
     assert anew == 0 and packed.decoding.exponent == 0
+    scales[0, 1, 1] = 255
+    with pytest.raises(ValueError, match="down_proj_scales: found 255, which is NaN"):
+        mxfp4.pack(mxfp4.Mxfp4(blocks, scales), "down_proj")
 
 
 @pytest.mark.parametrize(
