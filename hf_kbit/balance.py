@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_kbit.reference import encode_e4m4, power_of_two
+from hf_kbit.reference import encode_e4m4, power_of_two, row_slices
 
 # Sums are of whole numbers that float64 holds, so that no order of adding changes them: of roots, the largest being
 # this, and of ratios, 1 being this.
@@ -27,7 +27,7 @@ def balance(weight: torch.Tensor) -> torch.Tensor:
     The same bytes on every device: every step is one that IEEE 754 rounds correctly, and no sum depends on its order.
 
     Args:
-        weight: floating ``[N, K]``, finite.
+        weight: floating ``[*, N, K]``, finite: one matrix, or several that have their input in common.
 
     Returns:
         uint8 ``[K]``.
@@ -41,23 +41,29 @@ def balance(weight: torch.Tensor) -> torch.Tensor:
     >>> [round(decode_e4m4(byte), 1) for byte in balance(weight).tolist()]
     [8.0, 31.0, 1.0]
     """
-    lowest, highest = torch.aminmax(weight)  # the magnitudes would be a second copy of the weight
-    largest = torch.maximum(-lowest, highest).float()
+    in_features, at_a_time = weight.shape[-1], _SLICE_ON_CPU if weight.device.type == "cpu" else _SLICE
+    largest = torch.stack([largest_magnitude(rows) for rows in row_slices(weight, at_a_time)]).max().float()
     if not largest > 0:
-        return encode_e4m4(torch.ones_like(weight[0], dtype=torch.float32))
+        return encode_e4m4(torch.ones(in_features, dtype=torch.float32, device=weight.device))
     unit = _ROOTS / largest.sqrt()
-    sums = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
+    sums = torch.zeros(in_features, dtype=torch.float64, device=weight.device)
     total = torch.zeros((), dtype=torch.float64, device=weight.device)
-    at_a_time = _SLICE_ON_CPU if weight.device.type == "cpu" else _SLICE
-    for rows in weight.split(max(at_a_time // weight.shape[1], 1)):
+    for rows in row_slices(weight, at_a_time):
         roots = rows.float().abs().sqrt_().mul_(unit).round_()
         of_row = roots.sum(1, keepdim=True, dtype=torch.float64)
         total += of_row.sum()
-        factor = torch.where(of_row > 0, _RATIOS * weight.shape[1] / of_row, 0.0).float()
+        factor = torch.where(of_row > 0, _RATIOS * in_features / of_row, 0.0).float()
         sums += roots.mul_(factor).round_().sum(0, dtype=torch.float64)
-    mean = (sums * (1 / (_RATIOS * len(weight)))).float()  # some devices divide by a number as by a tensor, some not
+    rows = weight.numel() // in_features
+    mean = (sums * (1 / (_RATIOS * rows))).float()  # some devices divide by a number as by a tensor, some not
     root = (total / (unit.double() * weight.numel())).float()
     return _encode(mean * mean * mean.sqrt().sqrt(), root * root)
+
+
+def largest_magnitude(weight: torch.Tensor) -> torch.Tensor:
+    """A scalar on the weight's device; NaN and infinity survive."""
+    lowest, highest = torch.aminmax(weight)  # the magnitudes would be a second copy of the weight
+    return torch.maximum(-lowest, highest)
 
 
 def _encode(scale: torch.Tensor, typical: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ assumed, as safetensors does.
 Shapes: N out_features, K in_features, B = ceil(K / 32) blocks a row; ``*`` any leading dimensions.
 """
 
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 
@@ -25,6 +26,12 @@ QUANTIZE_SLICE = 1 << 22
 
 # The tiles: a tile is 16 rows x 64 in_features held by 32 lanes, a slab is four tiles along K.
 TILE_ROWS, SLAB_BLOCKS, LANES = 16, 8, 32
+
+
+def row_slices(weight: torch.Tensor, numbers: int) -> Iterator[torch.Tensor]:
+    """The rows of a weight ``[*, N, K]``, ``[n, K]`` of about so many numbers at a time: views, of any strides."""
+    for matrix in weight.reshape(-1, *weight.shape[-2:]):
+        yield from matrix.split(max(numbers // weight.shape[-1], 1))
 
 
 def _look_up(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,11 @@
 """The codebook ``"layer"``: levels refined on the weights of the layer that they are for."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 
+from hf_kbit.balance import largest_magnitude
 from hf_kbit.codebooks import Levels, bits_of, canonical, scaled
 from hf_kbit.reference import QUANTIZE_SLICE, decode_scales, unpack_codes
 
@@ -12,15 +14,16 @@ TURNS = 8
 _UNIT = 2.0**40  # sums are of integers, in this part of the largest weight: no order of adding changes them
 
 
-def refine(weight: torch.Tensor, levels: Levels, exponent: int, search: bool, signed: bool = False) -> Levels:
+def refine(parts: Iterable[torch.Tensor], levels: Levels, exponent: int, search: bool, signed: bool = False) -> Levels:
     """Levels with a squared error of this weight not above that of ``levels``, and mostly below.
 
     Lloyd's iteration: the weight is quantized, then each level becomes the mean of its weights over their scales,
     weighted by the squares of the scales. A sample of the rows is used, and all of them to compare the result with
-    ``levels``. The same on every device and with any number of threads.
+    ``levels``. The same on every device and with any number of threads, however the weight is cut into parts.
 
     Args:
-        weight: float32, float16 or bfloat16 ``[N, K]``, finite.
+        parts: the rows of the weight, float32, float16 or bfloat16 ``[n, K]`` at a time, finite; gone through three
+            times.
         levels: canonical codebook of ``2**bits`` levels, where the iteration starts.
         exponent: of the power of two by which ``hf_kbit.quantize`` wants levels multiplied for this weight.
         search: how scales are found (``hf_kbit.quantize``).
@@ -30,17 +33,31 @@ def refine(weight: torch.Tensor, levels: Levels, exponent: int, search: bool, si
 
     >>> from hf_kbit.codebooks import optimal
     >>> weight = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) - 0.3  # uniform and lopsided
-    >>> [round(level, 1) for level in refine(weight, optimal(2), exponent=0, search=True)]
+    >>> [round(level, 1) for level in refine([weight], optimal(2), exponent=0, search=True)]
     [-0.3, 0.1, 0.5, 1.0]
     """
-    largest = max(map(abs, torch.stack(torch.aminmax(weight)).tolist()))
+    extremes, sizes = zip(*((largest_magnitude(part), part.numel()) for part in parts), strict=True)
+    largest, numbers = torch.stack(extremes).max().item(), sum(sizes)
     if largest == 0.0:
         return levels
     unit = math.frexp(largest)[1]  # weights times 2**-unit are within 1
-    refined, sample = levels, weight[:: max(weight.numel() // SAMPLE, 1)]
+    refined, sample = levels, _every(max(numbers // SAMPLE, 1), parts)
     for _ in range(TURNS):
         refined = canonical(_means(sample, refined, exponent, search, signed, unit), bits_of(len(levels)))
-    return min((levels, refined), key=lambda table: _squared_error(weight, table, exponent, search, signed, unit))
+    gained = 0
+    for part in parts:
+        before, after = (_squared_error(part, table, exponent, search, signed, unit) for table in (levels, refined))
+        gained += before - after
+    return refined if gained > 0 else levels
+
+
+def _every(step: int, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Each row whose number is a multiple of ``step``."""
+    chosen, first = [], 0
+    for part in parts:
+        chosen.append(part[-first % step :: step].clone())  # a view would keep the whole part
+        first += len(part)
+    return torch.cat(chosen)
 
 
 def _integers(values: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ def squared_error(weight, levels, exponent, search, signed=False) -> float:
 def test_never_worse(kind, bits, search, signed):
     weight, start = weights()[kind], codebooks.optimal(bits, signed)
     exponent = exponent_of(weight, signed)
-    levels = refine.refine(weight, start, exponent, search, signed)
+    levels = refine.refine([weight], start, exponent, search, signed)
     assert levels == codebooks.canonical(levels, bits)
     before, after = (squared_error(weight, table, exponent, search, signed) for table in (start, levels))
     assert after <= before * (1 + 1e-6)
@@ -95,4 +95,4 @@ def test_the_order_of_adding_cannot_be_seen():
 def test_same_levels_on_a_gpu(kind, bits, signed):
     weight, start = weights()[kind], codebooks.optimal(bits, signed)
     how = start, exponent_of(weight, signed), True, signed
-    assert refine.refine(weight.cuda(), *how) == refine.refine(weight, *how)
+    assert refine.refine([weight.cuda()], *how) == refine.refine([weight], *how)

@@ -94,6 +94,12 @@ TORCH_HOOKS = (
 _CARDS = "hf_kbit.integrations.transformers.cards"
 TRANSFORMERS_HOOKS = (
     Hook(
+        "transformers.quantizers.auto:AutoHfQuantizer.merge_quantization_configs",
+        ("quantization_config", "quantization_config_from_args"),
+        "hf_kbit.integrations.transformers.mxfp4:wrap_merge",
+        lost="a KbitConfig is refused for checkpoints in MXFP4",
+    ),
+    Hook(
         "transformers.modeling_utils:PreTrainedModel.save_pretrained",
         ("self", "save_directory", "is_main_process"),
         f"{_CARDS}:card_after_saving",
@@ -116,6 +122,12 @@ TRANSFORMERS_HOOKS = (
         ("self", "new_num_tokens", "pad_to_multiple_of"),
         "hf_kbit.integrations.transformers.resizing:refuse_quantized_head",
         lost="resizing a quantized head fails in Transformers' words",
+    ),
+    Hook(
+        "transformers.modeling_utils:PreTrainedModel.set_use_kernels",
+        ("self", "use_kernels", "kernel_config"),
+        "hf_kbit.integrations.transformers.kernels:refuse_packed_experts",
+        lost="use_kernels=True on packed experts fails in a kernel",
     ),
 )
 

@@ -4,16 +4,28 @@ What decides on a decoded weight besides its tensors is a ``Decoding``. A layer 
 tensors by ``KbitLinear.load``, and keeps it in the metadata of its state dict.
 """
 
+import math
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from hf_kbit import codebooks
-from hf_kbit.balance import balance
+from hf_kbit.balance import balance, largest_magnitude
 from hf_kbit.codebooks import Levels, bits_of
-from hf_kbit.format import E4M4_BIAS, SE3M4_BIAS, check_exponent, layer_exponent
-from hf_kbit.reference import decode_e4m4
+from hf_kbit.format import (
+    BLOCK_SIZE,
+    E4M4_BIAS,
+    SE3M4_BIAS,
+    absmax_shape,
+    check_exponent,
+    layer_exponent,
+    num_blocks,
+    weight_shape,
+)
+from hf_kbit.reference import decode_e4m4, row_slices
 from hf_kbit.refine import refine
 from hf_kbit.transforms import to_stored
 
@@ -26,6 +38,9 @@ MOST_TO_TRANSFORM = 2.0**100
 # both signs, which levels hold best that are symmetric.
 STANDS_OUT = 32
 AT_A_TIME = 1 << 17  # weights: so many are mostly enough to tell that none does
+
+# Weights that are transformed and quantized at a time: they keep a device busy, and stay a small part of a large one.
+_SLICE_ON_CPU, _SLICE = 1 << 20, 1 << 25
 
 TRANSFORMS = ("rotated", "none")
 DEFAULT_TRANSFORM = "rotated"
@@ -111,8 +126,8 @@ class Decoding:
 
 
 class Packed(NamedTuple):
-    """A weight in the stored form: int32 planes ``[N, B * bits]``, uint8 scales ``[N, B]``, how they decode, and uint8
-    column scales ``[K]`` where the weight is transformed."""
+    """A weight in the stored form: int32 planes ``[*, N, B * bits]``, uint8 scales ``[*, N, B]``, how they decode, and
+    uint8 column scales ``[K]`` where the weight is transformed."""
 
     planes: torch.Tensor
     absmax: torch.Tensor
@@ -120,13 +135,57 @@ class Packed(NamedTuple):
     columns: torch.Tensor | None = None
 
 
-class Stored(NamedTuple):
-    """What is quantized for a weight: itself, ``[N, K]``, or float32 ``[N, 32 * B]`` with the column scales, uint8
-    ``[K]``, that it was divided by; and its largest magnitude."""
+class Stored:
+    """What is quantized for a weight ``[*, N, K]``: itself or, with column scales, what is left of it after the
+    division by them and the rotation, float32 ``[*, N, 32 * B]``.
 
-    weight: torch.Tensor
-    columns: torch.Tensor | None
-    largest: float
+    It is an iterable of its rows in order, some at a time, ``[n, K]`` or ``[n, 32 * B]``: made anew each time, for all
+    of them would take several times the memory of the weight.
+
+    Args:
+        weight: float32, float16 or bfloat16.
+        columns: uint8 ``[K]``, E4M4 column scales, or None.
+        name: what errors call the weight.
+    """
+
+    def __init__(self, weight: torch.Tensor, columns: torch.Tensor | None, name: str):
+        *rows, in_features = weight.shape
+        self.shape = (*rows, in_features if columns is None else num_blocks(in_features) * BLOCK_SIZE)
+        self.columns, self.device, self._original, self._name = columns, weight.device, weight, name
+        self._largest: torch.Tensor | None = None
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        columns, largest = None if self.columns is None else decode_e4m4(self.columns), []
+        numbers = _SLICE_ON_CPU if self.device.type == "cpu" else _SLICE
+        for rows in row_slices(self._original, numbers):
+            part = rows if columns is None else to_stored(rows, columns, rotated=True)
+            if self._largest is None:
+                largest.append(largest_magnitude(part))
+            yield part
+        if largest:
+            self._largest = torch.stack(largest).max()
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude, for which all parts are made if that has not been done before.
+
+        Raises:
+            ValueError: there is NaN or infinity, or float32 cannot hold what the weight decodes to.
+        """
+        if self._largest is None:
+            deque(self, maxlen=0)
+        largest = self._largest.item()
+        if not largest < float("inf"):
+            raise ValueError(f"{self._name}: found NaN or infinite values, expected finite ones")
+        if largest >= TOO_LARGE:
+            found = f"found magnitudes up to {largest:.4g}, expected them below {TOO_LARGE:.4g}"
+            raise ValueError(f"{self._name}: {found}")
+        return largest
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """All of it at once."""
+        return self._original if self.columns is None else torch.cat(list(self)).view(self.shape)
 
 
 def transformed(
@@ -135,7 +194,7 @@ def transformed(
     """Applies a transform to a weight, but to a huge one, of which float32 might not hold sums, none.
 
     Args:
-        weight: float32, float16 or bfloat16 ``[N, K]``.
+        weight: float32, float16 or bfloat16 ``[*, N, K]``.
         transform: ``"rotated"``, column scales (``balance.balance``) and the rotation, or ``"none"``.
         name: what errors call the weight.
         columns: uint8 ``[K]``, column scales to take instead; none of them 0.
@@ -146,12 +205,10 @@ def transformed(
     >>> transformed(torch.rand(4, 70), "rotated").weight.shape
     torch.Size([4, 96])
     """
-    largest = _largest(weight, name)
-    if largest > MOST_TO_TRANSFORM or transform == "none":
-        return Stored(weight, None, largest)
-    columns = balance(weight) if columns is None else columns
-    stored = to_stored(weight, decode_e4m4(columns), rotated=True)
-    return Stored(stored, columns, _largest(stored, name))
+    plain = Stored(weight, None, name)
+    if plain.largest > MOST_TO_TRANSFORM or transform == "none":
+        return plain
+    return Stored(weight, balance(weight) if columns is None else columns, name)
 
 
 def choose_decoding(stored: Stored, levels: Levels, search: bool, refined: bool = False) -> Decoding:
@@ -174,7 +231,7 @@ def choose_decoding(stored: Stored, levels: Levels, search: bool, refined: bool 
     decoding = Decoding(levels, layer_exponent(stored.largest, signed=transform != "none"), transform)
     if not refined:
         return decoding
-    levels = refine(stored.weight, levels, decoding.codebook_exponent, search, decoding.transformed)
+    levels = refine(stored, levels, decoding.codebook_exponent, search, decoding.transformed)
     return replace(decoding, levels=levels)
 
 
@@ -184,22 +241,12 @@ def _stands_out(stored: Stored) -> bool:
     if stored.largest == 0.0:
         return False
     squares = 0.0  # of ratios to the largest, which float32 holds
-    for part in stored.weight.split(max(AT_A_TIME // stored.weight.shape[1], 1)):
-        squares += (part.float() / stored.largest).square_().sum(dtype=torch.float64).item()
-        if STANDS_OUT**2 * squares >= stored.weight.numel():
-            return False
+    for rows in stored:
+        for part in rows.split(max(AT_A_TIME // rows.shape[1], 1)):
+            squares += (part.float() / stored.largest).square_().sum(dtype=torch.float64).item()
+            if STANDS_OUT**2 * squares >= math.prod(stored.shape):
+                return False
     return True
-
-
-def _largest(weight: torch.Tensor, name: str) -> float:
-    """The largest magnitude; NaN and infinity survive the extremes, so one value read back serves all checks."""
-    lowest, highest = torch.aminmax(weight)
-    largest = torch.maximum(-lowest, highest).item()
-    if not largest < float("inf"):
-        raise ValueError(f"{name}: found NaN or infinite values, expected finite ones")
-    if largest >= TOO_LARGE:
-        raise ValueError(f"{name}: found magnitudes up to {largest:.4g}, expected them below {TOO_LARGE:.4g}")
-    return largest
 
 
 def quantize_weight(
@@ -211,14 +258,29 @@ def quantize_weight(
     name: str = "weight",
     columns: torch.Tensor | None = None,
 ) -> Packed:
-    """Quantizes a weight ``[N, K]`` on its own device; arguments and errors as for the functions above.
+    """Quantizes a weight ``[*, N, K]`` on its own device, with memory for some of its rows besides the result;
+    arguments and errors as for the functions above.
 
     >>> packed = quantize_weight(torch.rand(4, 64), codebooks.normal_float(3), search=True)
     >>> packed.planes.shape, packed.absmax.shape, packed.decoding.exponent
     (torch.Size([4, 6]), torch.Size([4, 2]), 0)
     """
     stored = transformed(weight.detach(), transform, name, columns)
+    # What nearly every weight turns out to need, tried while its largest magnitude is found: transforming takes time.
+    usual = Decoding(levels, 0, "none" if stored.columns is None else "rotated")
+    packed = None if refined else _quantize(stored, usual, search)
     decoding = choose_decoding(stored, levels, search, refined)
-    codebook = decoding.codebook(weight.device)
-    planes, absmax = torch.ops.hf_kbit.quantize(stored.weight, codebook, search, decoding.transformed)
+    return packed if packed and decoding == usual else _quantize(stored, decoding, search)
+
+
+def _quantize(stored: Stored, decoding: Decoding, search: bool) -> Packed:
+    *lead, out_features, in_features = stored.shape
+    words = (*lead, *weight_shape(out_features, in_features, decoding.bits))
+    planes = torch.empty(words, dtype=torch.int32, device=stored.device)
+    absmax = torch.empty((*lead, *absmax_shape(out_features, in_features)), dtype=torch.uint8, device=stored.device)
+    codebook, first = decoding.codebook(stored.device), 0
+    for part in stored:
+        rows = slice(first, first := first + len(part))
+        quantized = torch.ops.hf_kbit.quantize(part, codebook, search, decoding.transformed)
+        planes.flatten(0, -2)[rows], absmax.flatten(0, -2)[rows] = quantized
     return Packed(planes, absmax, decoding, stored.columns)

@@ -150,9 +150,7 @@ class KbitWeight(nn.Module):
             ValueError: the weight holds NaN or infinity, or magnitudes that float32 cannot decode.
         """
         how = self.levels, self.scale == "search", self.refines_levels, self.transform
-        packed = quantize_weight(weight.reshape(-1, self.in_features), *how, name, columns)
-        rows = *self.lead, self.out_features, -1
-        return packed._replace(planes=packed.planes.view(rows), absmax=packed.absmax.view(rows))
+        return quantize_weight(weight, *how, name, columns)
 
     def load_dense(self, weight: torch.Tensor, name: str = "weight") -> None:
         """Replaces the weight by the quantized ``weight`` ``[*lead, N, K]``, which decides device and exponent too."""

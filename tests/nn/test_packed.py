@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+import hf_kbit.nn.packed as module
 from hf_kbit import codebooks
 from hf_kbit.balance import balance
 from hf_kbit.format import BITS
@@ -26,6 +28,47 @@ def test_quantizing_leaves_its_arguments_alone(transform):
     assert torch.equal(weight, before) and not packed.planes.requires_grad
     assert packed.decoding == Decoding(LEVELS, 0, transform) and packed.decoding.bits == 3
     assert (packed.columns is not None) == packed.decoding.transformed == (transform == "rotated")
+
+
+@pytest.mark.parametrize("refined", [False, True])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("size, stands_out", [(1.0, False), (1e-20, False), (1.0, True)])
+def test_parts_cannot_be_seen(size, stands_out, transform, refined, monkeypatch):
+    """Nor the order of a weight in memory: the same bytes as of one matrix at once, of any magnitude."""
+    weight = torch.randn(3, 50, 70, generator=torch.Generator().manual_seed(1)) * size
+    if stands_out:
+        weight[1, 40, 7] = 1000 * size
+    monkeypatch.setattr("hf_kbit.refine.SAMPLE", 3500)  # every third row
+    how = codebooks.optimal(4, signed=transform == "rotated"), True, refined, transform
+    expected = quantize_weight(weight.reshape(150, 70), *how)
+    for numbers in (1, 7 * 70, 1 << 30):
+        monkeypatch.setattr(module, "_SLICE_ON_CPU", numbers)
+        for given in (weight, weight.mT.contiguous().mT):
+            found = quantize_weight(given, *how)
+            assert found.decoding == expected.decoding and found.planes.shape[:2] == found.absmax.shape[:2] == (3, 50)
+            assert torch.equal(found.planes.view(150, -1), expected.planes)
+            assert torch.equal(found.absmax.view(150, -1), expected.absmax)
+            assert found.columns is None or torch.equal(found.columns, expected.columns)
+            assert torch.equal(transformed(given, transform).weight, transformed(weight, transform).weight)
+
+
+def test_a_part_at_a_time_is_alive(monkeypatch):
+    """Of what a large weight becomes by its transform: whole, it would be twice as large, and made in two copies."""
+    monkeypatch.setattr(module, "_SLICE_ON_CPU", 64 * 10)
+    weight, alive, most = torch.randn(4, 25, 64, dtype=torch.bfloat16), [], 0
+    to_stored = module.to_stored
+
+    def record(*args, **kwargs):
+        nonlocal most
+        part = to_stored(*args, **kwargs)
+        alive.append(StorageWeakRef(part.untyped_storage()))
+        most = max(most, sum(not storage.expired() for storage in alive))
+        return part
+
+    monkeypatch.setattr(module, "to_stored", record)
+    for refined in (False, True):
+        quantize_weight(weight, LEVELS, True, refined, "rotated")
+    assert len(alive) >= 12 * 6 and most <= 2
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -71,7 +114,7 @@ def test_refined_levels_belong_to_the_weight(transform):
     own = quantize_weight(weight, LEVELS, search=True, refined=True, transform=transform).decoding
     assert own.levels != LEVELS and own.bits == 3 and own.transform == transform
     stored = transformed(weight, transform)
-    assert own.levels == refine(stored.weight, LEVELS, own.codebook_exponent, True, own.transformed)
+    assert own.levels == refine([stored.weight], LEVELS, own.codebook_exponent, True, own.transformed)
     assert Decoding.from_dict(own.to_dict(), 3, "weight") == own
 
 

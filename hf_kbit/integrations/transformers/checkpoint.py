@@ -105,7 +105,7 @@ def read_unpacked(files: Iterable[str]) -> dict[str, StoredTensor]:
     return tensors
 
 
-def check_experts(model, projections: list[str], tensors: dict[str, StoredTensor]) -> None:
+def check_experts(model, projections: list[str], tensors: list[str]) -> None:
     """Refuses a checkpoint without some of the experts that are to be quantized: Transformers would look for a place
     for random numbers, and say of a projection that it is no tensor."""
     if tensors and projections:

@@ -28,7 +28,7 @@ from transformers.utils import logging
 from hf_kbit import mixing
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, COLUMNS_SUFFIX
-from hf_kbit.integrations.transformers import checkpoint, experts, selection
+from hf_kbit.integrations.transformers import checkpoint, experts, kernels, mxfp4, selection
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection, projections
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Packed
@@ -60,14 +60,13 @@ class KbitQuantize(ConversionOps):
                 converted[name] = tensor
         return converted
 
-    def _quantize(self, name: str, tensor: torch.Tensor, layer: KbitWeight) -> dict[str, torch.Tensor]:
-        if layer.transposed:
-            tensor = tensor.mT
+    def _quantize(self, name: str, tensor: torch.Tensor | mxfp4.Mxfp4, layer: KbitWeight) -> dict[str, torch.Tensor]:
         try:
-            if tuple(tensor.shape) != (*layer.lead, layer.out_features, layer.in_features):
-                expected = [*layer.lead, layer.out_features, layer.in_features]
-                raise ValueError(f"{name}: found shape {list(tensor.shape)}, expected {expected}")
-            packed = layer.quantize(tensor, name)
+            if isinstance(tensor, mxfp4.Mxfp4):
+                own_name = name.removesuffix(checkpoint.WEIGHT_SUFFIX)
+                packed, self.hf_quantizer.from_mxfp4[own_name] = mxfp4.quantize(tensor, layer, own_name)
+            else:
+                packed = layer.quantize(_as_expected(name, tensor.mT if layer.transposed else tensor, layer), name)
         except (TypeError, ValueError) as error:
             # Transformers would swallow it here; it is raised when all weights have been seen.
             self.hf_quantizer.problems.append(str(error))
@@ -78,7 +77,7 @@ class KbitQuantize(ConversionOps):
         layer.decode_as(packed.decoding)
         if columns is None and room is not None:
             # Transformers has listed this parameter as one to load; once all are loaded, the layer drops it.
-            layer.weight_columns, columns = room, torch.zeros_like(room, device=tensor.device)
+            layer.weight_columns, columns = room, torch.zeros_like(room, device=packed.planes.device)
         scales = {} if columns is None else {name + COLUMNS_SUFFIX: columns}
         return {name: packed.planes, name + ABSMAX_SUFFIX: packed.absmax, **scales}
 
@@ -95,6 +94,8 @@ class KbitHfQuantizer(HfQuantizer):
         # No quantizer has written a config without levels: somebody has put it into the config of a 16-bit model.
         self.pre_quantized = self.pre_quantized and bool(quantization_config.levels)
         self.problems: list[str] = []
+        self.mxfp4: list[str] = []  # projections that the checkpoint holds so
+        self.from_mxfp4: dict[str, int | None] = {}  # those packed, and what mxfp4.quantize says of them
         self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
 
     def validate_environment(self, *args, device_map=None, **kwargs):
@@ -117,17 +118,20 @@ class KbitHfQuantizer(HfQuantizer):
 
     # --- before loading ---
 
-    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, use_kernels=False, **kwargs):
         if self.pre_quantized:
             self._prepare_quantized(model, checkpoint_files)
         else:
             _refuse_sharding(model.config)
             tensors = checkpoint.read_unpacked(checkpoint_files or ())
-            self._prepare_on_the_fly(model, tensors)
+            self.mxfp4 = mxfp4.projections(tensors)
+            self._prepare_on_the_fly(model, [*tensors, *self.mxfp4])
+        if use_kernels:
+            kernels.check(model)
         if getattr(model.config, "distributed_config", None) is None:  # else there will be shards
             self.shapes = {name: parameter.shape for name, parameter in _unpacked(model)}
 
-    def _prepare_on_the_fly(self, model, tensors) -> None:
+    def _prepare_on_the_fly(self, model, tensors: list[str]) -> None:
         config = self.quantization_config
         chosen = selection.choose(model, config)
         checkpoint.check_experts(model, [name for name in chosen if is_projection(model, name)], tensors)
@@ -227,7 +231,7 @@ class KbitHfQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions, model=None):
         experts.fit_transposes(weight_conversions)
-        return list(weight_conversions)
+        return [*weight_conversions, *mxfp4.conversions(self.mxfp4)]
 
     # --- after loading ---
 
@@ -294,7 +298,7 @@ class KbitHfQuantizer(HfQuantizer):
 
     def _keep_packed_names(self, model, layers) -> None:
         """Takes out the conversions that saving would revert on packed tensors: to split, merge or rename these."""
-        conversions = getattr(model, "_weight_conversions", None) or []
+        conversions = [c for c in getattr(model, "_weight_conversions", None) or [] if not mxfp4.collects(c)]
         self._all_weight_conversions = conversions
         model._weight_conversions = [conversion for conversion in conversions if not _would_revert(conversion, layers)]
 
@@ -345,6 +349,18 @@ class KbitHfQuantizer(HfQuantizer):
             f"{share:.0%}",
             f": {listing}" if listing else "",
         )
+        self._report_mxfp4()
+
+    def _report_mxfp4(self) -> None:
+        exact = [name for name, anew in self.from_mxfp4.items() if anew == 0]
+        if exact:
+            logger.info("hf_kbit: %d projections of MXFP4 taken over exactly, on the levels of fp4", len(exact))
+        for name, anew in self.from_mxfp4.items():
+            if anew is None:
+                logger.warning("hf_kbit: %s: requantized from MXFP4: only 4 bits hold it exactly", name)
+            elif anew:
+                what = "taken over from MXFP4, but for %d blocks with scales below 2**-17 of the largest, requantized"
+                logger.warning(f"hf_kbit: %s: {what}", name, anew)
 
     # --- saving, undoing ---
 
@@ -389,6 +405,13 @@ def _unused_conversions(model) -> list[WeightTransform]:
         if not any(used.source_patterns == conversion.source_patterns for used in model._weight_conversions or ())
         and any(conversion.reverse_transform().rename_source_key(name)[1] is not None for name in names)
     ]
+
+
+def _as_expected(name: str, tensor: torch.Tensor, layer: KbitWeight) -> torch.Tensor:
+    expected = [*layer.lead, layer.out_features, layer.in_features]
+    if list(tensor.shape) != expected:
+        raise ValueError(f"{name}: found shape {list(tensor.shape)}, expected {expected}")
+    return tensor
 
 
 def _placeholder(model, name: str) -> KbitWeight | None:

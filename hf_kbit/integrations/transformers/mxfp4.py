@@ -1,0 +1,207 @@
+"""Experts that a checkpoint holds in MXFP4, as GPT-OSS is published: taken over as they are, onto the levels ``fp4``.
+
+A projection of E experts is two tensors there, uint8. ``NAME_blocks`` ``[E, N, B, 16]`` has the E2M1 codes of the 32
+weights of a block, two in a byte, the first in its lower half; ``NAME_scales`` ``[E, N, B]`` has the power of two of
+each block, E8M0: ``2**(byte - 127)``. Blocks are of 32 neighbours along K, as ours. So in 4 bits the codes stay what
+they are, and a scale becomes 6 times itself, for our levels end at 1: ``1.5 * 2**n``, which E4M4 holds for 18 numbers
+n in a row, the last three of them below its normal numbers. The exponent of the projection says which 18. A block of a
+smaller scale, less than 2**-17 of the largest, is quantized anew, alone. There is no transform.
+
+Source: OCP Microscaling Formats (MX) Specification 1.0; the names and the order of Transformers' ``Mxfp4Config``.
+"""
+
+import math
+from collections.abc import Iterable
+from functools import cache, wraps
+from typing import NamedTuple
+
+import torch
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from hf_kbit import codebooks
+from hf_kbit.config import KbitConfig
+from hf_kbit.format import BLOCK_SIZE, encode_e4m4
+from hf_kbit.nn.experts import KbitProjection, is_transposed, place_of
+from hf_kbit.nn.packed import Decoding, Packed
+from hf_kbit.reference import pack_codes, power_of_two
+
+BITS = 4
+BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
+# E4M4 holds 1.5 * 2**n exactly for these, and every smaller n.
+LEAST, MOST = -13, 4
+LARGEST_SCALE = 251  # 6 * 2**(251 - 127) is a number of float32
+NAN = 255
+
+
+class Mxfp4(NamedTuple):
+    """A projection as it is in a checkpoint: uint8 ``[E, N, B, 16]`` and ``[E, N, B]``."""
+
+    blocks: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.blocks.device
+
+
+def projections(names: Iterable[str]) -> list[str]:
+    """Names in the checkpoint of the tensors that it holds in MXFP4.
+
+    >>> projections(["mlp.experts.down_proj_blocks", "mlp.experts.down_proj_scales", "mlp.gate_scales"])
+    ['mlp.experts.down_proj']
+    """
+    names = set(names)
+    scaled = (name.removesuffix(SCALES_SUFFIX) for name in names if name.endswith(SCALES_SUFFIX))
+    return sorted(name for name in scaled if name + BLOCKS_SUFFIX in names)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@cache
+def _pairs(device: torch.device) -> torch.Tensor:
+    """uint8 ``[256, 2]``: the codes of a byte's two weights, as indices of ``codebooks.fp4()``.
+
+    Those levels ascend; E2M1 has a sign and ascending magnitudes. Of the two zeros, 7 is the positive one.
+    """
+    index = [7, *range(9, 16), 8, *range(6, -1, -1)]
+    pairs = [[index[byte & 15], index[byte >> 4]] for byte in range(256)]
+    return torch.tensor(pairs, dtype=torch.uint8, device=device)
+
+
+def pack(stored: Mxfp4, name: str) -> tuple[Packed, int]:
+    """The packed weight ``[E, N, 32 * B]`` in 4 bits, and how many of its blocks had to be quantized anew.
+
+    Raises:
+        ValueError: a scale is NaN, or too large for float32 to hold 6 times it.
+
+    >>> blocks, scales = torch.full((1, 2, 1, 16), 0x72, dtype=torch.uint8), torch.full((1, 2, 1), 127).byte()
+    >>> packed, anew = pack(Mxfp4(blocks, scales), "down_proj")  # 1, 6, 1, 6 and so on
+    >>> from hf_kbit import dequantize
+    >>> codebook = packed.decoding.codebook("cpu")
+    >>> dequantize(packed.planes, packed.absmax, codebook, (2, 32), torch.float32)[0, 0, :2], anew
+    (tensor([1., 6.]), 0)
+    """
+    least, most = _range(stored, name)
+    # A scale becomes 1.5 * 2**n for n = byte - 125 - exponent. With the exponent next to 0 that leaves no block above
+    # what E4M4 holds and, if there is one, none below.
+    exponent = max(most - 125 - MOST, min(0, least - 125 - LEAST))
+    decoding = Decoding(codebooks.fp4(), exponent, "none")
+    codebook, device = decoding.codebook(stored.device), stored.device
+    absmax_of = torch.tensor(
+        [encode_e4m4(math.ldexp(1.5, byte - 125 - exponent)) for byte in range(256)], dtype=torch.uint8, device=device
+    )
+    experts, out_features, blocks = stored.scales.shape
+    planes = torch.empty((experts, out_features, blocks * BITS), dtype=torch.int32, device=device)
+    absmax, anew = torch.empty_like(stored.scales), 0
+    for i in range(experts):  # an expert at a time, for codes take a byte each before they are packed
+        planes[i] = pack_codes(_pairs(device)[stored.blocks[i].int()].flatten(-2), BITS)
+        absmax[i] = absmax_of[stored.scales[i].int()]
+        small = _used(stored, i) & (stored.scales[i] < 125 + exponent + LEAST)
+        if small.any():
+            weights = _decoded(stored.blocks[i][small], stored.scales[i][small])
+            words, scales = torch.ops.hf_kbit.quantize(weights, codebook, True)
+            planes[i].view(out_features, blocks, BITS)[small], absmax[i][small] = words, scales[:, 0]
+            anew += len(weights)
+    return Packed(planes, absmax, decoding), anew
+
+
+def _used(stored: Mxfp4, expert: int) -> torch.Tensor:
+    """bool ``[N, B]``: whether a block has a weight that is not zero; else its scale means nothing."""
+    return (stored.blocks[expert] & 0x77).amax(-1) > 0
+
+
+def _range(stored: Mxfp4, name: str) -> tuple[int, int]:
+    """The least and the largest scale of a block that is not zero; errors are those of ``pack``."""
+    least, most, largest = LARGEST_SCALE, 0, int(stored.scales.max())
+    for i, scales in enumerate(stored.scales):
+        used = scales[_used(stored, i)]
+        if len(used):
+            lowest, highest = torch.stack(torch.aminmax(used)).tolist()
+            least, most = min(least, lowest), max(most, highest)
+    if largest == NAN or most > LARGEST_SCALE:
+        found = "255, which is NaN" if largest == NAN else most
+        raise ValueError(f"{name}{SCALES_SUFFIX}: found {found}, expected at most {LARGEST_SCALE}, which is 2**124")
+    return (least, most) if least <= most else (125, 125)  # all zero
+
+
+def _decoded(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float32 ``[*, 32]`` of blocks ``[*, 16]`` and scales ``[*]``."""
+    levels = codebooks.scaled(codebooks.fp4(), 0, blocks.device) * 6
+    halves = levels[_pairs(blocks.device)[blocks.int()].flatten(-2).int()] / 2
+    return halves * power_of_two(scales.int() - 126)[..., None]
+
+
+def dense(stored: Mxfp4, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """The weight ``[E, N, 32 * B]``."""
+    _range(stored, name)
+    experts, out_features, blocks = stored.scales.shape
+    weight = torch.empty((experts, out_features, blocks * BLOCK_SIZE), dtype=dtype, device=stored.device)
+    for i in range(experts):
+        weight[i] = _decoded(stored.blocks[i], stored.scales[i]).flatten(-2)
+    return weight
+
+
+def quantize(stored: Mxfp4, layer: KbitProjection, name: str) -> tuple[Packed, int | None]:
+    """What is loaded into a layer, and how many blocks of it had to be quantized anew to 4 bits; None if all were, to
+    another width.
+
+    Raises:
+        ValueError: a tensor has another shape than the layer's weights need, or a scale cannot be.
+    """
+    blocks = (*layer.lead, layer.out_features, layer.in_features // BLOCK_SIZE)
+    for suffix, tensor, expected in (
+        (BLOCKS_SUFFIX, stored.blocks, [*blocks, BLOCK_SIZE // 2]),
+        (SCALES_SUFFIX, stored.scales, [*blocks]),
+    ):
+        if list(tensor.shape) != expected:
+            raise ValueError(f"{name + suffix}: found shape {list(tensor.shape)}, expected {expected}")
+    if layer.bits == BITS:
+        return pack(stored, name)
+    return layer.quantize(dense(stored, name, layer.dense_dtype), name), None
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+class CollectMxfp4(ConversionOps):
+    """Two tensors of a checkpoint in, one projection out: for ``KbitQuantize`` if it is to be packed, else decoded."""
+
+    @torch.no_grad()
+    def convert(self, input_dict, *args, model=None, full_layer_name=None, **kwargs):
+        # Transformers has cast them to the model's dtype, which holds all of 0 to 255.
+        tensors = {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in input_dict.items()}
+        (blocks,) = (tensor.to(torch.uint8) for name, tensor in tensors.items() if name.endswith(BLOCKS_SUFFIX))
+        (scales,) = (tensor.to(torch.uint8) for name, tensor in tensors.items() if name.endswith(SCALES_SUFFIX))
+        stored = Mxfp4(blocks, scales)
+        experts, own = place_of(model, full_layer_name)
+        if isinstance(getattr(experts, own), KbitProjection):
+            return {full_layer_name: stored}
+        weight = dense(stored, full_layer_name, getattr(experts, own).dtype)
+        return {full_layer_name: weight.mT.contiguous() if is_transposed(experts) else weight}
+
+
+def conversions(names: Iterable[str]) -> list[WeightConverter]:
+    """What loads the projections of ``projections``."""
+    own_names = sorted({name.rpartition(".")[2] for name in names})
+    return [WeightConverter([own + BLOCKS_SUFFIX, own + SCALES_SUFFIX], own, [CollectMxfp4()]) for own in own_names]
+
+
+def collects(conversion) -> bool:
+    """Whether a conversion is one of ``conversions``: there is no way back to MXFP4 when a model is saved."""
+    return any(isinstance(operation, CollectMxfp4) for operation in getattr(conversion, "operations", ()))
+
+
+def wrap_merge(merge_quantization_configs):
+    """``merge_quantization_configs`` that takes the user's ``KbitConfig`` for a checkpoint in MXFP4."""
+
+    @wraps(merge_quantization_configs)
+    def wrapped(quantization_config, quantization_config_from_args, *args, **kwargs):
+        of_checkpoint = quantization_config
+        if not isinstance(of_checkpoint, dict):
+            of_checkpoint = of_checkpoint.to_dict()
+        if isinstance(quantization_config_from_args, KbitConfig) and of_checkpoint.get("quant_method") == "mxfp4":
+            return quantization_config_from_args
+        return merge_quantization_configs(quantization_config, quantization_config_from_args, *args, **kwargs)
+
+    return wrapped
