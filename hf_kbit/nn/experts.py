@@ -80,7 +80,7 @@ class KbitExperts(nn.Module):
     def forward(self, *args, **kwargs) -> torch.Tensor:
         """Arguments as of the class itself: hidden states ``[*, H]``, experts ``[*, k]`` of each token and their
         weights ``[*, k]``. The number E stands for an expert of another process, whose product is zero here."""
-        hidden_states, experts, weights = _arguments(plain_class(self), args, kwargs)
+        hidden_states, experts, weights = arguments(plain_class(self), args, kwargs)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         count = experts.shape[-1]
         # The class's own number, of which expert parallelism leaves each process a part.
@@ -102,9 +102,9 @@ class KbitExperts(nn.Module):
     def _project(self, name: str, x: torch.Tensor, rows: torch.Tensor | None, offsets: torch.Tensor) -> torch.Tensor:
         bias = getattr(self, f"{name}_bias") if self.has_bias else None
         projection = getattr(self, name)
-        if isinstance(projection, KbitProjection):
+        if isinstance(projection, nn.Module):
             return projection(x, rows, offsets, bias)
-        return _dense_product(x if rows is None else x[rows], projection, bias, offsets, self.is_transposed)
+        return dense_product(x if rows is None else x[rows], projection, bias, offsets, self.is_transposed)
 
     def __reduce_ex__(self, protocol):
         return _new_experts, (plain_class(self),), self.__getstate__()
@@ -123,7 +123,7 @@ class KbitLlama4Experts(KbitExperts):
         return self._project(DOWN_PROJECTION, up * self.act_fn(gate), None, offsets)
 
 
-def _dense_product(x, weight, bias, offsets, transposed: bool) -> torch.Tensor:
+def dense_product(x, weight, bias, offsets, transposed: bool) -> torch.Tensor:
     """What a ``KbitProjection`` computes, of a 16-bit tensor that was left as it is; waits for the GPU."""
     parts, numbers = [], offsets.tolist()
     for expert, (first, last) in enumerate(pairwise(numbers)):
@@ -133,7 +133,7 @@ def _dense_product(x, weight, bias, offsets, transposed: bool) -> torch.Tensor:
     return torch.cat([*parts, x.new_zeros(len(x) - numbers[-1], parts[0].shape[-1])])
 
 
-def _arguments(experts: type, args: tuple, kwargs: dict) -> tuple[torch.Tensor, ...]:
+def arguments(experts: type, args: tuple, kwargs: dict) -> tuple[torch.Tensor, ...]:
     """The three arguments of a class's forward, whatever it calls them."""
     if len(args) == 3 and not kwargs:
         return args
