@@ -157,7 +157,7 @@ def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, 
             weight = module.weight.T if isinstance(module, Conv1D) else module.weight
             fisher = _fisher(given[0], gradient, len(ids))
         for width in costs[name]:
-            error = (_decoded(weight, width, config) - weight.float()).square_()
+            error = _decoded(weight, width, config).sub_(weight).square_()  # in place: experts are large
             costs[name][width] += error.mul_(fisher).sum(dtype=torch.float64).item() / 2
         bar.update()
 

@@ -23,8 +23,8 @@ from hf_kbit.nn.experts import (
     plain_class,
 )
 
-# Numbers of float32, 4 GiB: in one run of the data so many experts' moments are added up as take this. Those of the
-# down projections of Mixtral, 14336 wide, two at a time; of Qwen3-30B-A3B all, of its other projections one half.
+# Numbers of float32, 4 GiB: in one run of the data the moments of so many experts are added up as take this. Those of
+# Qwen3-30B-A3B, 2048 wide, all 128; of the down projections of Mixtral-8x7B, 14336 wide, two at a time.
 AT_ONCE = 1 << 30
 
 

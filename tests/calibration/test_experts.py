@@ -261,6 +261,13 @@ def test_experts_with_few_tokens_are_quantized_without_data(tmp_path, caplog, mo
         assert projection.decoding == expected[name].decoding
 
 
+def test_what_llama4_does_not_send_is_not_counted(caplog, monkeypatch):
+    """Zeros, to each expert for all tokens but its own: with them there would be as many rows as tokens."""
+    monkeypatch.setattr(rounding, "FEW", 16 / 40)  # all 16 tokens, or more, for 40 and 64 inputs
+    _, line = line_of(caplog, lambda: hf_kbit.calibrate(llama4(), IDS[:1], bits=3))
+    assert line.startswith("hf_kbit: 16 of 16 weights")
+
+
 def test_enough_tokens_for_all(caplog):
     level, line = line_of(caplog, lambda: hf_kbit.calibrate(build("gpt_oss"), IDS, bits=3))
     assert level == logging.INFO and line.startswith("hf_kbit: 0 of 16 weights")
