@@ -11,7 +11,7 @@ from hf_kbit.calibration.capture import forwards
 
 
 class Group(NamedTuple):
-    """Linear layers that are given the same tensor, such as q, k and v."""
+    """Linear layers that are given the same tensor, such as q, k and v; or one projection of experts."""
 
     names: list[str]
     once: bool  # whether no layer around is called more than once, so that a run may end where this group is called
