@@ -1,4 +1,7 @@
-"""Mixed widths: which layers get more bits and which fewer, so that all together take a given size."""
+"""Mixed widths: which layers get more bits and which fewer, so that all together take a given size.
+
+The file is long, for the mean that a memory leaves for the weights belongs here, and with it how much a cache takes.
+"""
 
 import copy
 import inspect
@@ -7,6 +10,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -16,14 +20,15 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.calibration import capture
+from hf_kbit.calibration.experts import DenseProjection, opened
 from hf_kbit.calibration.writing import draw
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import check, evaluating
 from hf_kbit.format import BITS, BLOCK_SIZE
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.mixing import Layer, by_rule, config_of, costs_by_rule, dense_shape, left, spend, stored_weights, units
+from hf_kbit.mixing import Layer, by_rule, config_of, dense_shape, left, spend, stored_weights, units
 from hf_kbit.nn.experts import is_projection
-from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.weight import KbitWeight
 
 SCALE_BITS = 8 / BLOCK_SIZE  # of a weight
 ASKED = 8  # tokens that a model reads to tell what it keeps of them
@@ -99,15 +104,14 @@ def measure(
     costs are estimates of the divergence of what the model predicts with the layer quantized, half the quadratic form
     of the weight's error with the Fisher matrix, of which the diagonal is taken: half the sum of the squares of each
     weight's error times the gradient of the logarithms of the probabilities of tokens that are drawn as the model
-    predicts them, one for each place of a window. One backward pass gives that for all linear layers. The experts of a
-    mixture, whose products are not looked into, cost what the rule of ``widths_by_rule`` makes of all these.
+    predicts them, one for each place of a window. One backward pass gives that for all layers. A projection of experts
+    is one layer: an expert that no token goes to adds nothing to its costs.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("model: found a quantized one, expected one that is not")
     config, window = replace(config, bits=BITS[0], module_bits=left(config)), min(window, len(tokens))
     check({"model": model.config}, tokens, window, window)
-    chosen = list(selection.choose(model, config))
-    names = [name for name in chosen if not is_projection(model, name)]
+    names = list(selection.choose(model, config))
     if not names:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     device, ids = capture.resolve(device, model), tokens.to(model.device)
@@ -115,8 +119,10 @@ def measure(
         piece for piece in _windows(ids, window, model.config.get_text_config().vocab_size) if piece.shape[1] > 1
     ]
     costs = {name: dict.fromkeys(BITS, 0.0) for name in names}
+    weights = {name: stored_weights(model, [name]) for name in names}
     generator = torch.Generator(device).manual_seed(SEED)
-    with evaluating(model), tqdm(total=len(names) * len(pieces), desc="measuring", disable=not progress) as bar:
+    bar = tqdm(total=len(names) * len(pieces), desc="measuring", disable=not progress)
+    with evaluating(model), opened(model, [name for name in names if is_projection(model, name)]), bar:
         with torch.no_grad():
             capture.check(model, units(model, names), ids[None], device)
         for piece in pieces:
@@ -124,11 +130,7 @@ def measure(
     for name, found in costs.items():
         if not all(map(math.isfinite, found.values())):
             raise ValueError(f"{name}: found NaN or infinite gradients, expected finite ones")
-    rule = costs_by_rule(model, chosen)
-    unit = math.fsum(costs[name][BITS[0]] for name in names) / math.fsum(rule[name].costs[BITS[0]] for name in names)
-    for name in (name for name in chosen if name not in costs):
-        costs[name] = {width: unit * cost for width, cost in rule[name].costs.items()}
-    return {name: Layer(rule[name].weights, costs[name]) for name in chosen}
+    return {name: Layer(weights[name], costs[name]) for name in names}
 
 
 def _windows(ids: torch.Tensor, window: int, vocabulary: int) -> Iterator[torch.Tensor]:
@@ -144,19 +146,18 @@ def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, 
     head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
 
     def watch(name, module, args, keywords, output):
-        if not output.requires_grad:  # the first of two times that it is computed
-            return
-        x = (args[0] if args else next(iter(keywords.values()))).detach()
-        output.register_hook(lambda gradient: add(name, module, x, gradient))
+        if output.requires_grad:  # the second of two times that it is computed
+            given = [x.detach() if isinstance(x, torch.Tensor) else x for x in (args or keywords.values())]
+            output.register_hook(lambda gradient: add(name, module, given, gradient))
 
-    def add(name: str, module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> None:
-        rows = len(ids) if x.dim() > 2 and len(x) == len(ids) else 1  # experts read tokens of all sequences together
-        fisher = torch.zeros((gradient.shape[-1], x.shape[-1]), device=x.device)
-        for g, each in zip(gradient.reshape(rows, -1, len(fisher)), x.reshape(rows, -1, x.shape[-1]), strict=True):
-            fisher += (g.float().T @ each.float()).square_()
-        weight = module.weight.T if isinstance(module, Conv1D) else module.weight
+    def add(name: str, module: nn.Module, given: list, gradient: torch.Tensor) -> None:
+        if isinstance(module, DenseProjection):
+            weight, fisher = module.matrices, _fisher_of_experts(*given[:3], gradient)
+        else:
+            weight = module.weight.T if isinstance(module, Conv1D) else module.weight
+            fisher = _fisher(given[0], gradient, len(ids))
         for width in costs[name]:
-            error = (_decoded(weight, width, config) - weight.float()).square_()
+            error = _decoded(weight, width, config).sub_(weight).square_()  # in place: experts are large
             costs[name][width] += error.mul_(fisher).sum(dtype=torch.float64).item() / 2
         bar.update()
 
@@ -175,13 +176,34 @@ def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, 
             hook.remove()
 
 
+def _fisher(x: torch.Tensor, gradient: torch.Tensor, sequences: int) -> torch.Tensor:
+    """float32 ``[N, K]``: squares of a weight's gradients, by what its layer was given and the gradient of what it
+    made of that, added up over sequences."""
+    sequences = sequences if x.dim() > 2 and len(x) == sequences else 1  # else tokens of all are read together
+    fisher = torch.zeros((gradient.shape[-1], x.shape[-1]), device=x.device)
+    for g, each in zip(
+        gradient.reshape(sequences, -1, len(fisher)), x.reshape(sequences, -1, x.shape[-1]), strict=True
+    ):
+        fisher += (g.float().T @ each.float()).square_()
+    return fisher
+
+
+def _fisher_of_experts(x: torch.Tensor, rows: torch.Tensor | None, offsets, gradient: torch.Tensor) -> torch.Tensor:
+    """float32 ``[E, N, K]``: that of each expert, for what ``ops.gemm_experts`` takes. Sequences are together: what
+    the gradients of two have in common is 0 on average."""
+    x, bounds = x if rows is None else x[rows], offsets.tolist()
+    shares = [slice(*pair) for pair in pairwise(bounds)]
+    return torch.stack([(gradient[own].float().T @ x[own].float()).square_() for own in shares])
+
+
 @torch.no_grad()
 def _decoded(weight: torch.Tensor, width: int, config: KbitConfig) -> torch.Tensor:
-    """float32 ``[N, K]``: the weight after quantizing."""
-    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    how = config.levels_for(width), config.scale, config.transform
-    return KbitLinear.from_linear(linear, width, *how).dequantize(torch.float32)
+    """float32, as the weight ``[N, K]`` or ``[E, N, K]``: that weight after quantizing."""
+    *lead, out_features, in_features = weight.shape
+    how = {"codebook": config.levels_for(width), "scale": config.scale, "transform": config.transform}
+    layer = KbitWeight(in_features, out_features, width, device="meta", lead=tuple(lead), **how)
+    layer.load_dense(weight)
+    return layer.dequantize(torch.float32)
 
 
 def column_bytes(model, names: Iterable[str], config: KbitConfig) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.library import opcheck
 
+from hf_kbit import reference
 from hf_kbit.format import BITS
 from hf_kbit.ops import combine_experts, gemm_experts, route_experts
 
@@ -46,14 +47,15 @@ def test_product(device, shares, bits, rotated, dtype):
     for own_bias, own_rows in ((None, None), (bias, rows)):
         arguments = x, planes, absmax, codebook, own_bias, own_rows, offsets(shares), columns
         *arguments, on_device = (None if tensor is None else tensor.to(device) for tensor in arguments)
-        found = gemm_experts(*arguments, N, on_device, rotated).cpu()
-        assert found.dtype == dtype and found.shape == (TOKENS, N)
-        inputs, first = x if own_rows is None else x[own_rows.long()], 0
-        for expert, share in enumerate(shares):
-            of_expert, first = slice(first, first + share), first + share
-            dense, added = matrices[expert].T, None if own_bias is None else own_bias[expert]
-            cases.assert_product(found[of_expert], inputs[of_expert], dense, added, 2, columns, rotated)
-        assert not found[first:].any()
+        for product in (gemm_experts, reference.gemm_experts):
+            found = product(*arguments, N, on_device, rotated).cpu()
+            assert found.dtype == dtype and found.shape == (TOKENS, N)
+            inputs, first = x if own_rows is None else x[own_rows.long()], 0
+            for expert, share in enumerate(shares):
+                of_expert, first = slice(first, first + share), first + share
+                dense, added = matrices[expert].T, None if own_bias is None else own_bias[expert]
+                cases.assert_product(found[of_expert], inputs[of_expert], dense, added, 2, columns, rotated)
+            assert not found[first:].any()
 
 
 @pytest.mark.parametrize("dtype", [*cases.FLOATS, torch.float64])
@@ -147,6 +149,28 @@ def test_gradients(rotated):
 
     assert torch.autograd.gradcheck(run, (x, bias))
     assert torch.autograd.gradgradcheck(run, (x, bias))
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
+def test_gradient_of_the_reference(device, shares, rotated):
+    planes, absmax, codebook, columns = packed(len(shares), 3, rotated)
+    grad = cases.x((TOKENS,), N, torch.float64)
+    arguments = grad, planes, absmax, codebook, offsets(shares)
+    *arguments, on_device = (None if tensor is None else tensor.to(device) for tensor in (*arguments, columns))
+    found = reference.gemm_experts_gradient(*arguments, [N, K], on_device, rotated)
+    torch.testing.assert_close(found, OPS.gemm_experts_gradient(*arguments, [N, K], on_device, rotated))
+    assert found[: sum(shares)].any(1).all() and not found[sum(shares) :].any()
+
+
+@pytest.mark.parametrize("wrong", ["rows: found", "offsets: found", "offsets: found "])
+def test_errors_of_the_reference(wrong):
+    planes, absmax, codebook, _ = packed(3, 3, False)
+    right = {"rows": None, "offsets": offsets([2, 4, 1])}
+    with pytest.raises(ValueError, match=wrong.strip()):
+        reference.gemm_experts(
+            cases.x((TOKENS,), K), planes, absmax, codebook, None, *(right | WRONG[wrong]).values(), N
+        )
 
 
 def test_rows_of_no_expert_have_no_gradient():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from adapters import kbit_layers
 from architectures import ARCHITECTURES, BY_NAME
+from calibration.test_experts import KINDS as MIXTURES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -26,6 +27,7 @@ from hf_kbit.calibration.writing import draw
 from hf_kbit.format import BITS, layer_exponent
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.mixing import Layer, spend, stored_weights
+from hf_kbit.nn.experts import is_projection, is_transposed, place_of, projections
 from hf_kbit.widths import bits_for_memory, choose_widths, measure
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -90,7 +92,11 @@ def test_bits_go_where_a_weight_gains_most():
     assert spend(layers, 2 * 2000 + 1000) == {name: 2 if name == "large" else 3 for name in layers}
 
 
-LINEAR = {"modules_to_not_convert": ["experts"]}  # what is measured: linear layers
+def is_turned(model, name: str) -> bool:
+    """Whether a weight, or each expert's, is [K, N] in the model."""
+    if is_projection(model, name):
+        return is_transposed(place_of(model, name)[0])
+    return isinstance(model.get_submodule(name), Conv1D)
 
 
 def by_autograd(model, tokens, config, window) -> dict[str, dict[int, float]]:
@@ -102,8 +108,9 @@ def by_autograd(model, tokens, config, window) -> dict[str, dict[int, float]]:
         logs = model(piece[None], use_cache=False).logits[0].float().log_softmax(-1)
         logs.gather(1, draw(logs.detach().exp(), generator)).sum().backward()
         for name in selection.choose(model, config):
-            layer = model.get_submodule(name)
-            dense, gradient = (x.T if isinstance(layer, Conv1D) else x for x in (layer.weight.data, layer.weight.grad))
+            weight, turned = selection.dense_weight(model, name), is_turned(model, name)
+            dense, gradient = (x.mT if turned else x for x in (weight.data, weight.grad))
+            dense, gradient = dense.flatten(0, -2), gradient.flatten(0, -2)  # experts have one exponent
             for bits in BITS:
                 codebook = torch.tensor(config.levels_for(bits))
                 exponent = layer_exponent(dense.abs().max().item())
@@ -146,11 +153,45 @@ CAUSAL = [
 
 @pytest.mark.parametrize("row", CAUSAL, ids=str)
 def test_costs_of_architectures(row):
-    model, tokens, config = row.build(), torch.arange(24) * 7 % 90, KbitConfig(transform="none", **LINEAR)
+    model, tokens, config = row.build(), torch.arange(24) * 7 % 90, KbitConfig(transform="none")
     found, expected = measure(model, tokens, config), by_autograd(model, tokens, config, 24)
+    assert found.keys() == expected.keys() == set(selection.choose(model, KbitConfig(bits=2)))
     largest = max(costs[2] for costs in expected.values())
     for name, layer in found.items():
         assert layer.costs == pytest.approx(expected[name], rel=1e-2, abs=1e-5 * largest), name
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_costs_of_experts(kind, monkeypatch):
+    """Projections that are transposed, have a bias, no gate, or get all tokens; the model is as before."""
+    monkeypatch.setattr(widths, "LOGITS", 1)  # one window at a time: the squares of several together differ by chance
+    model, tokens, config = MIXTURES[kind](), torch.arange(24) * 7 % 90, KbitConfig(transform="none")
+    before, kinds = {**model.state_dict()}, [type(module) for module in model.modules()]
+    found, expected = measure(model, tokens, config, window=12), by_autograd(model, tokens, config, 12)
+    assert found.keys() == expected.keys() > set(projections(model))
+    largest = max(costs[2] for costs in expected.values())
+    for name, layer in found.items():
+        assert layer.costs == pytest.approx(expected[name], rel=1e-2, abs=1e-5 * largest), name
+        assert layer.weights == stored_weights(model, [name])
+    assert list(model.state_dict()) == list(before) and [type(module) for module in model.modules()] == kinds
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_several_windows_of_experts_together_cost_about_the_same(monkeypatch):
+    model, tokens, config = MIXTURES["qwen3_moe"](), torch.arange(720) * 7 % 90, KbitConfig()
+    together = measure(model, tokens, config, window=24)
+    monkeypatch.setattr(widths, "LOGITS", 1)
+    for name, layer in measure(model, tokens, config, window=24).items():
+        assert layer.costs == pytest.approx(together[name].costs, rel=0.4), name
+
+
+def test_bits_go_to_the_projections_that_matter():
+    model = MIXTURES["qwen3_moe"]()
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj.mul_(1e-3)
+    config = choose_widths(model, torch.arange(96) * 7 % 90, 3.5, window=48)
+    chosen = [config.bits_for(f"model.layers.{number}.mlp.experts.down_proj") for number in (0, 1)]
+    assert chosen[0] == 2 < chosen[1]
 
 
 def test_costs_are_near_to_the_divergence():

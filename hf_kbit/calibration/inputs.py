@@ -11,7 +11,7 @@ from hf_kbit.calibration.capture import forwards
 
 
 class Group(NamedTuple):
-    """Linear layers that are given the same tensor, such as q, k and v."""
+    """Linear layers that are given the same tensor, such as q, k and v; or one projection of experts."""
 
     names: list[str]
     once: bool  # whether no layer around is called more than once, so that a run may end where this group is called
@@ -31,10 +31,11 @@ class _Enough(Exception):
 
 def groups(linears: dict[str, nn.Module], run: Callable[[], Any]) -> list[Group]:
     """Groups of linear layers in the order in which ``run()`` calls them; those that it does not call come last."""
-    calls: list[tuple[str, torch.Tensor]] = []
-    with _hooked(linears, lambda name, x: calls.append((name, x))):
+    calls: list[tuple[str, object]] = []
+    # Projections of experts, which are told more than x, are in no group with others.
+    with _hooked(linears, lambda name, x, *ways: calls.append((name, ways or x))):
         run()
-    found: list[tuple[torch.Tensor | None, list[str]]] = []
+    found: list[tuple[object, list[str]]] = []
     for name, x in calls:
         if found and found[-1][0] is x:
             found[-1][1].append(name)
@@ -69,35 +70,41 @@ def moments(linear: nn.Module, group: Group, runs: Iterable[tuple[Callable, Call
 
 
 def _inputs(linear: nn.Module, run: Callable[[], Any], once: bool) -> torch.Tensor:
-    """float32 ``[tokens, K]``: all that the layer is given in ``run()``, which ends there if once is enough."""
-    given = []
+    """float32 ``[tokens, K]``: all that the layer is given in ``run()``."""
+    found = [x.flatten(0, -2).float() for x, *_ in given(linear, run, once)]
+    if not found:
+        weight = linear.weight  # of a layer that no token has reached, such as an expert
+        return weight.new_zeros((0, getattr(linear, "in_features", weight.shape[0])), dtype=torch.float32)
+    return torch.cat(found) if len(found) > 1 else found[0]
 
-    def take(_, x):
-        given.append(x.flatten(0, -2).float())
+
+def given(module: nn.Module, run: Callable[[], Any], once: bool) -> list[tuple]:
+    """What the module is called with in ``run()``, each time; that ends there if once is enough."""
+    calls = []
+
+    def take(_, *arguments):
+        calls.append(arguments)
         if once:
             raise _Enough
 
-    with _hooked({"": linear}, take):
+    with _hooked({"": module}, take):
         try:
             run()
         except _Enough:
             pass
-    if not given:
-        weight = linear.weight  # of a layer that no token has reached, such as an expert
-        return weight.new_zeros((0, getattr(linear, "in_features", weight.shape[0])), dtype=torch.float32)
-    return torch.cat(given) if len(given) > 1 else given[0]
+    return calls
 
 
 @contextmanager
-def _hooked(linears: dict[str, nn.Module], take: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-    """``take(name, x)`` is called with what each of the layers is given."""
+def _hooked(modules: dict[str, nn.Module], take: Callable[..., None]) -> Iterator[None]:
+    """``take(name, x, ...)`` is called with what each of the modules is given."""
     hooks = [
         # Some models call their layers by keyword.
         module.register_forward_pre_hook(
-            lambda _, args, keywords, name=name: take(name, args[0] if args else next(iter(keywords.values()))),
+            lambda _, args, keywords, name=name: take(name, *(args or keywords.values())),
             with_kwargs=True,
         )
-        for name, module in linears.items()
+        for name, module in modules.items()
     ]
     try:
         yield

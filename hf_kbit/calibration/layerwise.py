@@ -18,28 +18,21 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 import hf_kbit
-from hf_kbit import codebooks
-from hf_kbit.balance import balance_for
-from hf_kbit.calibration import capture, feedback, inputs, learned, weighted
+from hf_kbit.calibration import capture, experts, feedback, inputs, learned, weighted
 from hf_kbit.calibration.data import token_ids
-from hf_kbit.calibration.drift import aim
 from hf_kbit.calibration.resume import Finished, digest
+from hf_kbit.calibration.rounding import round_linear, round_projection
 from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import evaluating
-from hf_kbit.integrations.transformers import experts, selection
+from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.checkpoint import saved_class
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.mixing import units
 from hf_kbit.nn.experts import is_projection
-from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.nn.packed import Packed, choose_decoding, transformed
-from hf_kbit.reference import decode_e4m4
-from hf_kbit.transforms import of_moments
 
 logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/quantizer.py
 # A solver is a module with ``solve(weight, moments, codebook) -> planes, absmax`` and ``DIAGONAL``: whether moments
@@ -70,7 +63,8 @@ def calibrate(
     The layers of the model are quantized one after another, each for the inputs that the quantized ones before it
     give. The result is like that of ``from_pretrained`` with a ``KbitConfig``: it runs, trains, saves and loads the
     same way, and which layers are quantized is decided the same way. Decoders, encoders and encoder-decoders; the
-    latter read the same tokens on both sides.
+    latter read the same tokens on both sides. The experts of a mixture are quantized each for the tokens that are sent
+    to it; those that are sent fewer than an eighth of their in_features without data, and the log counts them.
 
     Args:
         model: float32, float16 or bfloat16, on one device, and it is changed; or a folder or a name on the Hub, to
@@ -145,17 +139,16 @@ def calibrate(
     if tokenizer is None and not isinstance(data, torch.Tensor):
         tokenizer = _tokenizer_of(model, **source)
     ids = token_ids(data, tokenizer, model, sequences, length)
-    projections = {name for name in widths if is_projection(model, name)}
-    if projections:
-        logger.info("hf_kbit: the experts of %d projections are quantized without data", len(projections))
+    projections = [name for name in widths if is_projection(model, name)]
     # Before a layer computes in another dtype: they stand for the weights as the model has them.
     empty = {
         name: quantizer.new_layer(model, name, bits).train(_module_of(model, name).training)
         for name, bits in widths.items()
     }
-    with evaluating(model):
+    of_experts, without_data = 0, 0
+    with evaluating(model), experts.opened(model, projections):
         layers = units(model, list(widths))
-        capture.check(model, units(model, [name for name in widths if name not in projections]), ids, device)
+        capture.check(model, layers, ids, device)
         solver = METHODS[method]
         finished = None
         if resume is not None:
@@ -171,7 +164,6 @@ def calibrate(
 
             def visit(unit: str, run: Callable[[slice], Any]):
                 names = layers.pop(unit, ())  # none if it has been here, as layers that a model shares
-                names = without_experts(names)
                 dense, new = (
                     {name: model.get_submodule(name) for name in names},
                     {name: empty.pop(name) for name in names},
@@ -184,15 +176,6 @@ def calibrate(
                 bar.update(len(names))
                 return outputs(new, dense, run)
 
-            def without_experts(names) -> list[str]:
-                """Quantizes the projections of experts, whose inputs are not known, and leaves out their names."""
-                for name in projections.intersection(names):
-                    weight, projection = selection.dense_weight(model, name).detach(), empty.pop(name)
-                    projection.load_dense(weight.mT if projection.transposed else weight, name)
-                    experts.put(model, name, projection)
-                    bar.update()
-                return [name for name in names if name not in projections]
-
             def quantize(dense, new, run) -> None:
                 done = {}
 
@@ -201,22 +184,42 @@ def calibrate(
                         run(rows)
 
                 for group in inputs.groups(dense, partial(run, last[0])):
-                    runs = (
+                    runs = [
                         (partial(quantized, rows), partial(run, rows_of_dense) if drifting else None)
                         for rows, rows_of_dense in zip(last, first, strict=True)
-                    )
-                    moments = inputs.moments(dense[group.names[0]], group, runs, solver.DIAGONAL)
-                    for name in group.names:
-                        _solve(name, new[name], dense[name], moments, solver)
-                        done[name] = new[name]
+                    ]
+                    like = dense[group.names[0]]
+                    if isinstance(like, experts.DenseProjection):
+                        round_experts(group, new, like, runs)
+                    else:
+                        moments = inputs.moments(like, group, runs, solver.DIAGONAL)
+                        for name in group.names:
+                            round_linear(name, new[name], dense[name], moments, solver)
+                    done |= {name: new[name] for name in group.names}
+
+            def round_experts(group, new, projection, runs) -> None:
+                nonlocal of_experts, without_data
+                (name,) = group.names
+                around = model.get_submodule(name.rpartition(".")[0])
+                shares = experts.shares(projection, around, group.once, runs, solver.DIAGONAL)
+                without_data += round_projection(name, new[name], projection, shares, solver)
+                of_experts += new[name].lead[0]
 
             def outputs(new, dense, run):
                 if drifting:
-                    with inputs.standing_in(new, dense):
-                        yield from ((rows, run(rows)) for rows in first)
+                    selection.replace_modules(model, dense)
+                    yield from ((rows, run(rows)) for rows in first)
+                    selection.replace_modules(model, new)
                 yield from ((rows, run(rows)) for rows in last)
 
             capture.stream(model, list(layers), both, device, visit)
+    if of_experts:  # in this run: others, before it was killed, had theirs
+        logger.log(
+            logging.WARNING if without_data else logging.INFO,
+            "hf_kbit: %d of %d weights of experts are quantized without data: the text sends them too few tokens",
+            without_data,
+            of_experts,
+        )
     for name in widths:  # as weights are marked that Transformers has loaded
         for tensor in model.get_submodule(name).packed.values():
             tensor._is_hf_initialized = True
@@ -299,19 +302,3 @@ def _check_model(model, config: KbitConfig) -> dict[str, int]:
         if not selection.dense_weight(model, name).isfinite().all():
             raise ValueError(f"{name}.weight: found NaN or infinite values, expected finite ones")
     return widths
-
-
-def _solve(name: str, layer: KbitLinear, dense: nn.Module, moments: inputs.Moments, solver: ModuleType) -> None:
-    """Gives ``layer`` the weight of ``dense``, as the solver quantizes it."""
-    if not moments.second.isfinite().all():
-        raise ValueError(f"{name}: found NaN or infinite inputs, expected finite ones")
-    weight = dense.weight.T if isinstance(dense, Conv1D) else dense.weight
-    # Feedback lost more with column scales for the inputs: it has all of their moments anyway.
-    columns = balance_for(weight, moments.second) if solver.DIAGONAL else None
-    stored = transformed(aim(weight.float(), moments), layer.transform, f"{name}.weight", columns)
-    decoding = choose_decoding(stored, layer.levels, True, layer.refines_levels)
-    second = of_moments(moments.second, None if stored.columns is None else decode_e4m4(stored.columns))
-    codebook = codebooks.scaled(decoding.levels, 0, weight.device)
-    weight = stored.weight.float() * 2.0**-decoding.codebook_exponent
-    planes, absmax = solver.solve(weight, second, codebook, decoding.transformed)
-    layer.load(Packed(planes, absmax, decoding, stored.columns))

@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Packed
+from hf_kbit.nn.weight import KbitWeight
 
 RUN = "run.json"
 PART = ".part"  # ends the name of a file that is being written
@@ -44,7 +44,7 @@ class Finished:
         else:
             _write(record, lambda file: file.write_text(json.dumps({"digest": digest})))
 
-    def save(self, unit: str, layers: dict[str, KbitLinear]) -> None:
+    def save(self, unit: str, layers: dict[str, KbitWeight]) -> None:
         """Keeps the quantized layers, by their names, of one layer of the model."""
         tensors, described = {}, {}
         for name, layer in layers.items():
@@ -55,7 +55,7 @@ class Finished:
         metadata["digest"] = digest(sorted(tensors.items()), metadata["layers"])
         _write(self._file(unit), lambda file: save_file(tensors, file, metadata))
 
-    def load(self, unit: str, layers: dict[str, KbitLinear], device: torch.device) -> bool:
+    def load(self, unit: str, layers: dict[str, KbitWeight], device: torch.device) -> bool:
         """Fills the layers with what was saved, on ``device``; False if nothing was.
 
         Raises:

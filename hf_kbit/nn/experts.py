@@ -89,7 +89,7 @@ class KbitExperts(nn.Module):
     def forward(self, *args, **kwargs) -> torch.Tensor:
         """Arguments as of the class itself: hidden states ``[*, H]``, experts ``[*, k]`` of each token and their
         weights ``[*, k]``. The number E stands for an expert of another process, whose product is zero here."""
-        hidden_states, experts, weights = _arguments(plain_class(self), args, kwargs)
+        hidden_states, experts, weights = arguments(plain_class(self), args, kwargs)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         # The class's own number, of which expert parallelism leaves each process a part.
         rows, places, offsets = route_experts(experts.reshape(-1, experts.shape[-1]), self.num_experts)
@@ -114,9 +114,9 @@ class KbitExperts(nn.Module):
         """One product; with ``swiglu``, which packed projections alone know, of what the gate makes of x."""
         bias = getattr(self, f"{name}_bias") if self.has_bias else None
         projection = getattr(self, name)
-        if isinstance(projection, KbitProjection):
-            return projection(x, rows, offsets, bias, swiglu)
-        return _dense_product(x if rows is None else x[rows], projection, bias, offsets, self.is_transposed)
+        if isinstance(projection, nn.Module):
+            return projection(x, rows, offsets, bias, **({"swiglu": True} if swiglu else {}))
+        return dense_product(x if rows is None else x[rows], projection, bias, offsets, self.is_transposed)
 
     def __reduce_ex__(self, protocol):
         return _new_experts, (plain_class(self),), self.__getstate__()
@@ -148,7 +148,7 @@ def _is_silu(function) -> bool:
     return type(function).__name__ in ("SiLU", "SiLUActivation")  # torch's, and Transformers'
 
 
-def _dense_product(x, weight, bias, offsets, transposed: bool) -> torch.Tensor:
+def dense_product(x, weight, bias, offsets, transposed: bool) -> torch.Tensor:
     """What a ``KbitProjection`` computes, of a 16-bit tensor that was left as it is; waits for the GPU."""
     parts, numbers = [], offsets.tolist()
     for expert, (first, last) in enumerate(pairwise(numbers)):
@@ -158,7 +158,7 @@ def _dense_product(x, weight, bias, offsets, transposed: bool) -> torch.Tensor:
     return torch.cat([*parts, x.new_zeros(len(x) - numbers[-1], parts[0].shape[-1])])
 
 
-def _arguments(experts: type, args: tuple, kwargs: dict) -> tuple[torch.Tensor, ...]:
+def arguments(experts: type, args: tuple, kwargs: dict) -> tuple[torch.Tensor, ...]:
     """The three arguments of a class's forward, whatever it calls them."""
     if len(args) == 3 and not kwargs:
         return args

@@ -9,7 +9,7 @@ from architectures import ARCHITECTURES
 from torch import nn
 
 import hf_kbit
-from hf_kbit.calibration import capture, inputs, layerwise, weighted
+from hf_kbit.calibration import capture, inputs, rounding, weighted
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.mixing import units
@@ -80,8 +80,8 @@ def test_moments(row, batch, diagonal, length, monkeypatch):
     dense = copy.deepcopy(model).eval()
     solver = Recorder(diagonal)
     monkeypatch.setitem(METHODS, "recorder", solver)
-    monkeypatch.setattr(layerwise, "aim", solver.aim)
-    left = {"modules_to_not_convert": ["experts"]}  # of mixtures, which are quantized without data
+    monkeypatch.setattr(rounding, "aim", solver.aim)
+    left = {"modules_to_not_convert": ["experts"]}  # test_experts.py has those
     hf_kbit.calibrate(model, ids, method="recorder", batch=batch, device="cpu", bits=2, **left)
     names = [name for name, layer in model.named_modules() if isinstance(layer, hf_kbit.KbitLinear)]
     assert sorted(names) == sorted(selection.choose(dense, hf_kbit.KbitConfig(**left)))

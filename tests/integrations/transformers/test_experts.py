@@ -114,8 +114,10 @@ def test_whole_life(saved, tmp_path, name):
     expected = logits(model)
     model.save_pretrained(tmp_path / "packed")
     stored = tensors(tmp_path / "packed")
+    assert {own for own, tensor in stored.items() if tensor.is_floating_point()} < tensors(path).keys()
     for name, own in checkpoint.stored_names(model, found).items():
         projection = found[name]
+        assert own.rpartition(".")[2] == name.rpartition(".")[2], "the name of the projection, as docs/format.md says"
         assert torch.equal(stored[f"{own}.weight"], projection.weight), own
         assert stored[f"{own}.weight"].dtype == torch.int32 and stored[f"{own}.weight"].dim() == 3
         assert stored[f"{own}.weight_absmax"].shape == stored[f"{own}.weight"].shape[:-1] + (
@@ -261,6 +263,21 @@ def test_experts_that_are_not_in_the_checkpoint(saved):
     save_file(stored, file, {"format": "pt"})
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts\.down_proj: not in the checkpoint"):
         load(dense, path, KbitConfig(bits=4))
+
+
+def test_a_bias_that_is_not_in_the_checkpoint(saved):
+    """It is made anew, and so would the experts beside it be by their class, were they not marked."""
+    dense, path = saved("gpt_oss")
+    file = path / "model.safetensors"
+    stored = load_file(file)
+    del stored["model.layers.1.mlp.experts.down_proj_bias"]
+    save_file(stored, file, {"format": "pt"})
+    model = load(dense, path, KbitConfig(bits=4))
+    for own in nn_experts.projections(dense):
+        twin = experts.new_projection(dense, own, bits=4)
+        twin.load_dense(dense.get_parameter(own).detach().mT)
+        assert torch.equal(projections(model)[own].weight, twin.weight)
+    assert not model.model.layers[1].mlp.experts.down_proj_bias.any()
 
 
 def test_values_that_are_not_finite(saved):

@@ -1,0 +1,134 @@
+"""What goes into the experts of a mixture: to each the tokens that the router sends to it.
+
+A projection of all experts is a tensor of their module, which no hook sees. Inside ``opened`` it is a module, called
+as a packed one is (``nn.experts``), and what is done to linear layers can be done to it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from hf_kbit.calibration.inputs import Moments, given
+from hf_kbit.integrations.transformers import experts as integration
+from hf_kbit.nn.experts import (
+    KbitExperts,
+    KbitProjection,
+    arguments,
+    dense_product,
+    is_transposed,
+    place_of,
+    plain_class,
+)
+
+# Numbers of float32, 4 GiB: in one run of the data the moments of so many experts are added up as take this. Those of
+# Qwen3-30B-A3B, 2048 wide, all 128; of the down projections of Mixtral-8x7B, 14336 wide, two at a time.
+AT_ONCE = 1 << 30
+
+
+class DenseProjection(nn.Module):
+    """A projection of all experts in 16 or 32 bits, called as a ``KbitProjection`` is."""
+
+    def __init__(self, weight: nn.Parameter, transposed: bool):
+        super().__init__()
+        self.weight, self.transposed = weight, transposed
+
+    @property
+    def matrices(self) -> torch.Tensor:
+        """``[E, N, K]``."""
+        return self.weight.mT if self.transposed else self.weight
+
+    def forward(self, x, rows, offsets, bias=None):
+        return dense_product(x if rows is None else x[rows], self.weight, bias, offsets, self.transposed)
+
+
+@contextmanager
+def opened(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Inside, the projections of those names are modules; afterwards tensors again, but for those that are packed."""
+    places = [place_of(model, name) for name in names]
+    before = {experts: (type(experts), dict(experts._parameters)) for experts, _ in places}
+    for name, (experts, own) in zip(names, places, strict=True):
+        integration.put(model, name, DenseProjection(experts._parameters[own], is_transposed(experts)))
+    try:
+        yield
+    finally:
+        for experts, (plain, tensors) in before.items():
+            for own in [own for own, child in experts._modules.items() if isinstance(child, DenseProjection)]:
+                del experts._modules[own]
+            experts._parameters.clear()
+            experts._parameters.update({own: x for own, x in tensors.items() if own not in experts._modules})
+            if not any(isinstance(child, KbitProjection) for child in experts.children()):
+                experts.__class__ = plain
+
+
+class Share(NamedTuple):
+    """What one expert is given: how many rows that are not all zeros, and their ``Moments``."""
+
+    rows: int
+    moments: Moments
+
+
+def shares(
+    projection: DenseProjection,
+    experts: KbitExperts,
+    once: bool,
+    runs: Sequence[tuple[Callable, Callable | None]],
+    diagonal: bool,
+) -> Iterator[Share]:
+    """The ``Share`` of each of the experts, in their order. The data is run for as many at a time as memory allows.
+
+    For the drift, a token goes through the dense experts to which the quantized layers before send it: where it would
+    have gone in 16 bits, other experts may be, whose inputs say nothing of these.
+
+    Args:
+        experts: the module that the projection is of.
+        once, runs, diagonal: as for ``inputs.moments``.
+    """
+    count, _, size = projection.matrices.shape
+    at_once = count if diagonal else max(AT_ONCE // (2 * size**2), 1)
+    for first in range(0, count, at_once):
+        yield from _shares(projection, experts, once, runs, diagonal, range(first, min(first + at_once, count)))
+
+
+def _shares(projection, experts, once, runs, diagonal, numbers) -> list[Share]:
+    sent = []
+
+    def keep(module, args, keywords):
+        sent.append(arguments(plain_class(module), args, keywords)[1:2])  # Llama 4's experts are given none
+
+    def send_again(module, args, keywords):
+        hidden_states, *others = arguments(plain_class(module), args, keywords)
+        return (hidden_states, *sent.pop(0), *others[1:]), {}
+
+    size = projection.matrices.shape[-1]
+    shape = (len(numbers), size) if diagonal else (len(numbers), size, size)
+    second = projection.weight.new_zeros(shape, dtype=torch.float32)
+    drift = None if diagonal else torch.zeros_like(second)
+    rows = [0] * len(numbers)
+    for run, run_dense in runs:
+        with experts.register_forward_pre_hook(keep, with_kwargs=True):
+            calls = given(projection, run, once)
+        dense_calls = calls
+        if run_dense is not None:
+            with experts.register_forward_pre_hook(send_again, with_kwargs=True):
+                dense_calls = given(projection, run_dense, once)
+        for (x, order, offsets, *_), (dense, *_) in zip(calls, dense_calls, strict=True):
+            bounds = offsets.tolist()
+            for place, number in enumerate(numbers):
+                own = slice(*bounds[number : number + 2])
+                own = own if order is None else order[own]
+                now, before = x[own].float(), dense[own].float()
+                rows[place] += int(now.any(1).sum())
+                if diagonal:
+                    second[place] += now.square().sum(0)
+                    continue
+                # Zeros are what Llama 4 gives to experts that a token is not sent to.
+                before = torch.where(before.any(1, keepdim=True), before, now)
+                second[place].addmm_(now.T, now)
+                drift[place].addmm_((before - now).T, now)
+    return [
+        Share(rows[place], Moments(second[place], None if drift is None else drift[place]))
+        for place in range(len(numbers))
+    ]
