@@ -112,6 +112,13 @@ TRANSFORMERS_HOOKS = (
         lost="models pushed to the Hub get no model card",
     ),
     Hook(
+        "transformers.modeling_utils:get_total_byte_count",
+        ("model", "accelerator_device_map", "hf_quantizer"),
+        "hf_kbit.integrations.transformers.experts:find_empty_projections",
+        everywhere=True,
+        lost="mixtures are not quantized while they load to a GPU",
+    ),
+    Hook(
         "transformers.modeling_utils:PreTrainedModel.num_parameters",
         ("self", "only_trainable", "exclude_embeddings"),
         "hf_kbit.integrations.counts:wrap_num_parameters",

@@ -1,5 +1,7 @@
 """The experts of a mixture in a model of Transformers: putting packed ones in their place, also while it loads."""
 
+import functools
+
 import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
@@ -94,3 +96,19 @@ def fit_transposes(conversions: list) -> None:
                 TransposeToFit(op) if isinstance(op, Transpose) and op.check_dims else op
                 for op in conversion.operations
             ]
+
+
+def find_empty_projections(get_total_byte_count):
+    """``get_total_byte_count``, by which memory of a GPU is taken before a model loads: of a state dict's names, among
+    which an empty projection has that of the tensor it stands for."""
+
+    @functools.wraps(get_total_byte_count)
+    def wrapped(model, accelerator_device_map, *args, **kwargs):
+        devices = {}
+        for name, device in accelerator_device_map.items():
+            parent, _, own = name.rpartition(".")
+            empty = isinstance(getattr(model.get_submodule(parent), own, None), KbitProjection)
+            devices[f"{name}.weight" if empty else name] = device
+        return get_total_byte_count(model, devices, *args, **kwargs)
+
+    return wrapped

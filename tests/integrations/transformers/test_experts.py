@@ -10,6 +10,7 @@ from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import modeling_utils
 
 import hf_kbit
 from hf_kbit import KbitConfig, widths
@@ -305,6 +306,27 @@ def test_offloading(saved, tmp_path):
     model = load(dense, tmp_path / "packed", device_map=device_map, offload_folder=tmp_path / "offload")
     assert model.model.layers[1].mlp.experts.gate_up_proj.weight.is_meta
     assert torch.equal(logits(model), expected)
+
+
+def test_memory_of_a_gpu_is_taken_for_packed_words(saved, monkeypatch):
+    """Before loading to one, by names of tensors that a module stands for meanwhile."""
+    counted = []
+
+    def count(model, devices, quantizer):
+        devices = {name: torch.device(device) for name, device in devices.items()}
+        counted.append(modeling_utils.get_total_byte_count(model, devices, quantizer)[torch.device("cpu")])
+
+    monkeypatch.setattr(modeling_utils, "caching_allocator_warmup", count)
+    dense, path = saved("qwen3_moe")
+    model = load(dense, path, config=KbitConfig(bits=3), device_map={"": "cpu"})
+    words = sum(projection.weight.nbytes for projection in projections(model).values())
+    scales = sum(projection.weight_absmax.nbytes for projection in projections(model).values())
+    columns = sum(projection.weight_columns.nbytes for projection in projections(model).values())
+    everything = sum(parameter.nbytes for parameter in model.parameters())
+    assert words < counted[0] == everything - scales - columns
+    model.save_pretrained(path / "kbit")
+    load(dense, path / "kbit", device_map={"": "cpu"})
+    assert counted[1] == everything
 
 
 def test_calibration_and_widths(saved):
