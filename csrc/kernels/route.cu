@@ -2,9 +2,9 @@
 //
 // route_experts: a stable counting sort by expert in one CTA, each of whose warps has an equal run of the numbers. It
 // counts them in shared memory, all warps' counts become first places, and each warp goes through its run again. Lanes
-// with the same expert find each other by a vote on each bit of its number: __match_any_sync, which goes through the
-// different ones, took 25 us for 16384 numbers of 128 experts (an H200, 2026-11-23). Of few numbers a thread compares
-// one with all others.
+// with the same expert find each other by a vote on each bit of its number. What comes out is put in order in shared
+// memory, if it has room, and stored from there: one processor is slow to store to many places. Of few numbers a
+// thread compares one with all others.
 //
 // combine_experts: a thread has 16 bytes of a token's row, or one number where rows do not begin at their multiples.
 #include "kernels/dispatch.h"
@@ -23,6 +23,7 @@ constexpr int kCompared = 128;     // numbers up to which each is compared with 
 struct Routing {
     const void* numbers;               // int64 or int32
     int count, slots, experts, warps;  // warps that count
+    bool staged;
     int32_t *rows, *places, *offsets;
 };
 
@@ -83,6 +84,7 @@ __global__ void __launch_bounds__(kThreads) route_kernel(const __grid_constant__
     if (routing.count <= kCompared) return route_few<Number>(routing, totals);
     const int bins = routing.experts + 1;
     int* const own = counts + warp * bins;
+    int* const sorted = counts + warps * bins;  // [count], if staged
     for (int i = threadIdx.x; i < warps * bins; i += kThreads) counts[i] = 0;
     __syncthreads();
     const int run = (routing.count + warps - 1) / warps;
@@ -139,11 +141,14 @@ __global__ void __launch_bounds__(kThreads) route_kernel(const __grid_constant__
             if (expert < bins && rank == 0) own[expert] += __popc(same);
             __syncwarp();
             if (expert < bins) {
-                routing.rows[place] = i / routing.slots;
+                (routing.staged ? sorted : routing.rows)[place] = i / routing.slots;
                 routing.places[i] = place;
             }
         }
     }
+    if (!routing.staged) return;
+    __syncthreads();
+    for (int i = threadIdx.x; i < routing.count; i += kThreads) routing.rows[i] = sorted[i];
 }
 
 struct Combination {
@@ -203,15 +208,18 @@ cudaError_t route_experts(const void* numbers, bool wide, int64_t tokens, int64_
     const int64_t count = tokens * slots, room = (gpu.shared_limit / kInt - kMostWarps) / (experts + 1);
     const int64_t warps = std::min({std::max(int64_t{1}, ceil_div(count, kWarpNumbers)), int64_t{kMostWarps}, room});
     if (warps < 1) return cudaErrorInvalidValue;
+    const int64_t ints = std::max<int64_t>(kCompared, kMostWarps + warps * (experts + 1));
+    const bool staged = (ints + count) * kInt <= gpu.shared_limit;
     const Routing routing{numbers,
                           static_cast<int>(count),
                           static_cast<int>(slots),
                           static_cast<int>(experts),
                           static_cast<int>(warps),
+                          staged,
                           rows,
                           places,
                           offsets};
-    const auto shared = static_cast<int>(std::max(kCompared * kInt, (kMostWarps + warps * (experts + 1)) * kInt));
+    const auto shared = static_cast<int>((ints + (staged ? count : 0)) * kInt);
     static Launcher of_int64(route_kernel<int64_t>, kThreads, kAllShared);
     static Launcher of_int32(route_kernel<int32_t>, kThreads, kAllShared);
     return (wide ? of_int64 : of_int32).launch(gpu, 1, 1, shared, stream, routing);
