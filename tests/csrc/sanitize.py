@@ -78,8 +78,15 @@ def group() -> None:
             cases.assert_product(found.cpu(), x, stored.T, columns=its_columns, rotated=rotated)
 
 
-# Experts, shape, rows: one tile for each, groups that meet after each of several tiles, several tiles of tokens.
-EXPERTS = [(3, (100, 328), 5), (130, (48, 520), 300), (3, (3072, 1024), 40), (2, (300, 768), 900)]
+# Experts, shape, rows: a row by itself, some of each expert together; then one tile for each, groups that meet after
+# each of several tiles, several tiles of tokens.
+EXPERTS = [
+    (8, (100, 328), 3),
+    (130, (48, 520), 300),
+    (16, (48, 520), 300),
+    (3, (3072, 1024), 40),
+    (2, (300, 768), 900),
+]
 
 
 def experts(bits: int) -> None:
@@ -98,6 +105,23 @@ def experts(bits: int) -> None:
             inputs = x[index[first:end].long()]
             cases.assert_product(found[first:end], inputs, stored[expert].T, bias[expert], 2, columns, True)
         assert not found[rows - 1 :].any()
+        both = cases.x((10,), 2 * shape[1], dtype)
+        gate, up = both.float().chunk(2, dim=-1)
+        on_gpu[0] = (torch.nn.functional.silu(gate) * up).to(dtype).cuda()
+        expected = OPS.gemm_experts(*on_gpu, shape[0], columns.cuda(), True).cpu().float()
+        found = OPS.gemm_experts(both.cuda(), *on_gpu[1:], shape[0], columns.cuda(), True, True).cpu().float()
+        assert (found - expected).abs().max() <= 8 * cases.EPS[dtype] * expected.abs().max()
+
+
+def way_to_experts() -> None:
+    """And back: few numbers, some, more than are put in order in shared memory."""
+    for tokens, count in ((5, 8), (700, 130), (40_000, 8)):
+        ids = torch.randint(-1, count + 1, (tokens, 2), generator=cases.generator(tokens))
+        way = reference.route_experts(ids, count)
+        same(OPS.route_experts(ids.cuda(), count), way)
+        y, weights = cases.x((2 * tokens,), 35), cases.x((tokens,), 2, seed=1)
+        found = OPS.combine_experts(y.cuda(), way[1].cuda(), weights.cuda()).cpu()
+        torch.testing.assert_close(found, reference.combine_experts(y, way[1], weights))
 
 
 def main() -> None:
@@ -136,6 +160,7 @@ def main() -> None:
         experts(bits)
     if 4 in widths:
         group()
+        way_to_experts()
     print("all kernels ran, with the reference's results")
 
 
