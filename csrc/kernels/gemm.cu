@@ -110,7 +110,7 @@ __device__ __forceinline__ int row_of_x(const Arguments& arguments, int row) {
     return min(max(arguments.rows ? arguments.rows[row] : row, 0), arguments.last_row);
 }
 
-// Where each part is a row: the row is known before its expert, of whose number it is that of experts which end
+// Where each part is a row: the row is known at once, and the number of its expert is that of experts which end
 // before.
 __device__ __forceinline__ Share share_of_row(const Arguments& arguments, int of_all, int lane) {
     const int clusters = arguments.least_clusters, row = of_all / clusters;
