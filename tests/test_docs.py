@@ -30,7 +30,7 @@ from hf_kbit import KbitLinear, cli, codebooks
 from hf_kbit.calibration.layerwise import METHODS as CALIBRATION_METHODS
 from hf_kbit.integrations.peft.create import IMPOSSIBLE_INITIALISATIONS, METHODS
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
-from hf_kbit.nn.weight import SCALES
+from hf_kbit.nn.weight import SCALES, KbitWeight
 from hf_kbit.widths import bits_for_memory, cache_bytes
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -73,6 +73,24 @@ def test_reader_of_the_format_page(reader, bits, codebook, tmp_path):
         assert width == layer.bits == (other if "down_proj" in name else bits)
         decoded = torch.tensor(rows, dtype=torch.float64).float()[:, : layer.in_features]
         assert torch.equal(decoded, layer.dequantize(torch.float32)), name
+
+
+def test_reader_of_the_format_page_on_a_mixture(reader, tmp_path):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 40, "moe_intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=1, vocab_size=64, **shape, **experts))
+    model.save_pretrained(tmp_path / "dense")
+    config = hf_kbit.KbitConfig(bits=3, module_bits={"down_proj": 4})
+    model = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
+    model.save_pretrained(tmp_path / "packed")
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
+    read = reader["read_kbit"](tmp_path / "packed")
+    assert read.keys() == layers.keys() and len(layers) == 4 + 2
+    for name, (rows, width) in read.items():
+        layer = layers[name]
+        decoded = torch.tensor(rows, dtype=torch.float64).float()[:, : layer.in_features]
+        assert width == layer.bits and torch.equal(decoded, layer.dequantize(torch.float32).flatten(0, -2)), name
 
 
 def test_example_of_the_format_page():
