@@ -107,7 +107,7 @@ class KbitExperts(nn.Module):
 
     def _is_swiglu(self) -> bool:
         """Whether the class's gate is Transformers' usual one, with its usual function."""
-        gate = getattr(type(self), "_apply_gate", None)
+        gate = getattr(self, "_apply_gate", None)
         return self.has_gate and getattr(gate, "__name__", "") == DEFAULT_GATE and _is_silu(self.act_fn)
 
     def _project(self, name: str, x: torch.Tensor, rows, offsets: torch.Tensor, swiglu: bool = False) -> torch.Tensor:
@@ -145,7 +145,9 @@ def _takes_gate(projection) -> bool:
 
 
 def _is_silu(function) -> bool:
-    return type(function).__name__ in ("SiLU", "SiLUActivation")  # torch's, and Transformers'
+    """Whether it is torch's or Transformers', and nobody has hooks on it, which want it to be called."""
+    known = type(function).__name__ in ("SiLU", "SiLUActivation")
+    return known and not (function._forward_hooks or function._forward_pre_hooks)
 
 
 def dense_product(x, weight, bias, offsets, transposed: bool) -> torch.Tensor:

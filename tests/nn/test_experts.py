@@ -157,6 +157,19 @@ def test_state_dict():
     assert torch.equal(other(*routed()), packed(*routed()))
 
 
+def test_gates_of_their_own_run():
+    """What stands in for a class's gate, or looks at its function, is not passed by."""
+    packed, plain = made(gated)
+    called = []
+    packed.act_fn.register_forward_hook(lambda *_: called.append("hook"))
+    torch.testing.assert_close(packed(*routed()), plain(*routed()), rtol=1e-4, atol=1e-5)
+    assert called == ["hook"]
+    packed, _ = made(gated)
+    packed._apply_gate = lambda hidden: called.append("gate") or hidden.chunk(2, dim=-1)[1]
+    packed(*routed())
+    assert called == ["hook", "gate"]
+
+
 def test_compiles_without_breaks():
     packed, _ = made(gated)
     compiled = torch.compile(packed, fullgraph=True)
