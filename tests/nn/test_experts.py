@@ -157,6 +157,32 @@ def test_state_dict():
     assert torch.equal(other(*routed()), packed(*routed()))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_product_of_dense_matrices(dtype, transposed):
+    """As expert by expert, also for experts without rows, and rows without an expert."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = torch.randn(4, H, INNER, generator=generator).to(dtype)
+    weight = matrices if transposed else matrices.mT.contiguous()
+    x, bias = torch.randn(9, H, generator=generator).to(dtype), torch.randn(4, INNER, generator=generator).to(dtype)
+    for ends in ([0, 3, 3, 7, 9], [0, 0, 2, 5, 6], [0, 9, 9, 9, 9]):
+        offsets = torch.tensor(ends, dtype=torch.int32)
+        for its_bias in (None, bias):
+            expected = nn_experts.dense_product(x, weight, its_bias, offsets, transposed)
+            found = nn_experts.grouped_product(x, weight if transposed else weight.mT, its_bias, offsets)
+            torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+            assert not found[ends[-1] :].any()
+
+
+def test_one_projection_left_dense_compiles():
+    packed, _ = made(gated, only="gate_up_proj")
+    packed.bfloat16()
+    x, ids, weights = routed()
+    compiled = torch.compile(packed, fullgraph=True)
+    expected = packed(x.bfloat16(), ids, weights.bfloat16())
+    torch.testing.assert_close(compiled(x.bfloat16(), ids, weights.bfloat16()), expected, rtol=0.05, atol=0.05)
+
+
 def test_gates_of_their_own_run():
     """What stands in for a class's gate, or looks at its function, is not passed by."""
     packed, plain = made(gated)

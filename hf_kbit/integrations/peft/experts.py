@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from hf_kbit.integrations.peft.layer import KbitTunerLayer, no_weight
 from hf_kbit.integrations.transformers.experts import put, put_tensor
-from hf_kbit.nn.experts import KbitExperts, KbitProjection
+from hf_kbit.nn.experts import KbitExperts, KbitProjection, has_grouped_product
 
 # Those of LoRA that ParamWrapper knows and that do not look at the weight.
 INITIALISATIONS = (True, False, "gaussian")
@@ -133,7 +133,7 @@ def low_rank_product(
     """
     count, rank, unit = len(a), a.shape[1], 16 // x.element_size()
     a, b = a.to(x.dtype), b.to(x.dtype)
-    if _is_grouped(x) and not (x.shape[1] % unit or b.shape[2] % unit):
+    if has_grouped_product(x) and not (x.shape[1] % unit or b.shape[2] % unit):
         if short := -rank % unit:  # rows of ``hidden`` must begin at multiples of 16 bytes
             a, b = (F.pad(factor, (0, 0, 0, short)) for factor in (a, b))
         hidden = F.grouped_mm(x, a.contiguous().mT, offs=offsets[1:])
@@ -142,17 +142,6 @@ def low_rank_product(
     numbers = torch.arange(len(x), device=x.device)[:, None]
     own = (numbers >= offsets[:-1]) & (numbers < offsets[1:])
     return hidden.masked_fill(~own[:, :, None], 0).view(-1, count * rank) @ b.reshape(count * rank, -1)
-
-
-def _is_grouped(x: torch.Tensor) -> bool:
-    """Whether ``F.grouped_mm`` takes x, without waiting for a GPU or stopping the compiler, as its loops do."""
-    if x.is_cuda:  # others get a loop: torch 2.10, _scaled_mm_allowed_device in GroupedBlas.cpp
-        suits = x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
-    elif torch.compiler.is_compiling():
-        suits = x.dtype == torch.bfloat16
-    else:
-        suits = x.is_cpu and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    return suits and len(x) > 0
 
 
 # --- creating -------------------------------------------------------------------------------------
