@@ -95,6 +95,19 @@ def offload(layer: nn.Module, device: str) -> None:
     attach_align_device_hook(layer, device, offload=True, weights_map=tensors)
 
 
+def train(model: nn.Module, ids: torch.Tensor, steps: int, rate: float) -> list[float]:
+    """The losses of some steps on the same tokens, each before it is taken."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
+    losses = []
+    for _ in range(steps):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference over the norm."""
     return ((found.float() - expected.float()).norm() / expected.float().norm()).item()

@@ -133,12 +133,7 @@ __device__ __forceinline__ Share share_of_experts(const Arguments& arguments, in
     int own = 0;
 #pragma unroll 4
     for (int i = begin; i < end; ++i) own += parts(i);
-    int up_to = own;
-#pragma unroll
-    for (int distance = 1; distance < kWarp; distance *= 2) {
-        const int further = __shfl_up_sync(0xFFFFFFFF, up_to, distance);
-        if (lane >= distance) up_to += further;
-    }
+    const int up_to = sum_up_to_lane(own, lane);
     const int all = __shfl_sync(0xFFFFFFFF, up_to, kWarp - 1);
     const int clusters = expert_clusters(all, arguments.row_tiles, arguments.slabs, arguments.processors,
                                          arguments.least_clusters, arguments.waves);

@@ -438,13 +438,7 @@ struct WgmmaCta {
         int before = 0;
 #pragma unroll 4
         for (int i = first; i < last; ++i) before += tiles(i);
-        const int own = before;
-#pragma unroll
-        for (int distance = 1; distance < kWarp; distance *= 2) {
-            const int further = __shfl_up_sync(0xFFFFFFFF, before, distance);
-            if (lane >= distance) before += further;
-        }
-        before -= own;
+        before = sum_up_to_lane(before, lane) - before;
 #pragma unroll 4
         for (int i = first; i < last; ++i) {
             store_shared_8(expert(i), make_uint2(row(i), before));

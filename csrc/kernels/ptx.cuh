@@ -1,4 +1,4 @@
-// One wrapper for each PTX instruction that C++ has no name for, or does not emit reliably.
+// One wrapper for each PTX instruction that C++ has no name for, or does not emit reliably; and a warp's running sum.
 #pragma once
 
 #include <cstdint>
@@ -247,6 +247,16 @@ __device__ __forceinline__ uint32_t largest_of_warp(uint32_t number) {
     uint32_t largest;
     asm volatile("redux.sync.max.u32 %0, %1, 0xFFFFFFFF;" : "=r"(largest) : "r"(number));
     return largest;
+}
+
+// The sum of the values of all lanes of a warp up to this one, by all of them.
+__device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int further = __shfl_up_sync(0xFFFFFFFF, value, distance);
+        if (lane >= distance) value += further;
+    }
+    return value;
 }
 
 // --- a warp's 8 x 8 matrix of 16-bit numbers, a row in four lanes ---

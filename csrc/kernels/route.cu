@@ -34,16 +34,6 @@ __device__ __forceinline__ int expert_of(const Routing& routing, int i) {
     return number >= 0 && number < routing.experts ? static_cast<int>(number) : routing.experts;
 }
 
-// Adds up what the lanes before have too.
-__device__ __forceinline__ int sum_of_lanes(int value, int lane) {
-#pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) {
-        const int before = __shfl_up_sync(0xFFFFFFFF, value, distance);
-        if (lane >= distance) value += before;
-    }
-    return value;
-}
-
 // Those of the lanes whose number, below 2^bits, is the same as this lane's.
 __device__ __forceinline__ unsigned lanes_with(int number, int bits) {
     unsigned same = 0xFFFFFFFF;
@@ -100,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) route_kernel(const __grid_constant__
         if (bin < bins) {
             for (int i = 0; i < warps; ++i) of_bin += counts[i * bins + bin];
         }
-        const int up_to = sum_of_lanes(of_bin, lane);
+        const int up_to = sum_up_to_lane(of_bin, lane);
         if (lane == kLanes - 1) totals[warp] = up_to;
         __syncthreads();
         int of_warps = 0, all = 0;

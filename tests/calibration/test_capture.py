@@ -6,10 +6,11 @@ from functools import partial
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from recorder import Recorder
 from torch import nn
 
 import hf_kbit
-from hf_kbit.calibration import capture, inputs, rounding, weighted
+from hf_kbit.calibration import capture, inputs, rounding
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.mixing import units
@@ -20,20 +21,6 @@ READS_TOKENS = [
     if row.name not in ("vit", "swinv2", "swin2sr", "whisper", "llava", "wav2vec2", "hubert", "clip")
 ]
 IDS = torch.randint(5, 90, (5, 9), generator=torch.Generator().manual_seed(3))
-
-
-class Recorder:
-    """A solver that quantizes anyhow, and a drift that keeps what it is given, in the order of the calls."""
-
-    def __init__(self, diagonal: bool):
-        self.DIAGONAL, self.moments = diagonal, []
-
-    def solve(self, weight, moments, codebook, signed):
-        return weighted.solve(weight, torch.ones(weight.shape[1]), codebook, signed)
-
-    def aim(self, weight, moments):
-        self.moments.append(moments)
-        return weight
 
 
 def inputs_of(model, name: str, sequence: torch.Tensor) -> torch.Tensor:

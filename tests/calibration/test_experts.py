@@ -9,12 +9,13 @@ import torch.nn.functional as F
 import transformers
 from calibration.test_layerwise import same, tensors
 from integrations.transformers.test_experts import build
+from recorder import Recorder
 from torch import nn
 from transformers import Llama4ForCausalLM, Llama4TextConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import hf_kbit
 from hf_kbit import KbitConfig
-from hf_kbit.calibration import capture, experts, rounding, weighted
+from hf_kbit.calibration import capture, experts, rounding
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_transposed, projections
@@ -41,20 +42,6 @@ def packed(model) -> dict[str, KbitProjection]:
 
 
 # --- what is measured -----------------------------------------------------------------------------
-
-
-class Recorder:
-    """A solver that quantizes anyhow, and a drift that keeps what it is given, in the order of the calls."""
-
-    def __init__(self, diagonal: bool):
-        self.DIAGONAL, self.moments = diagonal, []
-
-    def solve(self, weight, moments, codebook, signed):
-        return weighted.solve(weight, torch.ones(weight.shape[1]), codebook, signed)
-
-    def aim(self, weight, moments):
-        self.moments.append(moments)
-        return weight
 
 
 def calls_of(model, name: str, ids) -> tuple:

@@ -166,11 +166,12 @@ def wrap_inject_adapter(inject_adapter):
         with shown_in_16_bits(model) as experts:
             self._create_and_replace = functools.partial(_create_and_replace, self._create_and_replace, experts)
             try:
-                inject_adapter(self, model, adapter_name, *args, **kwargs)
+                result = inject_adapter(self, model, adapter_name, *args, **kwargs)
             finally:
                 del self._create_and_replace
         if not by_name:
             tell_of_experts(model, adapter_name)
+        return result
 
     return wrapped
 

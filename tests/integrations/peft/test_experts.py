@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
-from adapters import adapted, assert_same_state, load, offload, packed_state, relative
+from adapters import adapted, assert_same_state, load, offload, packed_state, relative, train
 from byte_tokenizer import byte_tokenizer
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
@@ -497,14 +497,7 @@ def test_prepared_training_lowers_the_loss_and_leaves_the_base(device):
     model = peft.prepare_model_for_kbit_training(quantized(device=device, dtype=torch.bfloat16, bits=4))
     model = get_peft_model(model, lora(target_modules=[])).train()
     before, ids = packed_state(model), IDS.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2, weight_decay=0.1)
-    losses = []
-    for _ in range(8):
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(model, ids, steps=8, rate=2e-2)
     assert losses[-1] < losses[0] - 0.5
     assert_same_state(packed_state(model), before)
 

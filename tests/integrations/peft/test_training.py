@@ -15,6 +15,7 @@ from adapters import (
     packed_state,
     quantized,
     relative,
+    train,
 )
 from peft import get_peft_model
 from peft.tuners.lora import LoraLayer
@@ -119,14 +120,7 @@ def test_training_changes_adapters_only(device):
     model = peft.prepare_model_for_kbit_training(quantized(device))
     before = packed_state(model)
     model, ids = get_peft_model(model, lora(target_modules="all-linear")).train(), IDS.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    losses = []
-    for _ in range(10):
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(model, ids, steps=10, rate=1e-2)
     assert losses[-1] < losses[0] - 0.5
     assert_same_state(packed_state(model), before)
 
