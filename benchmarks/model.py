@@ -1,7 +1,9 @@
-"""Times whole models of Llama-3-8B's shape with random weights: bf16, hf_kbit and other libraries, on one CUDA GPU.
+"""Times whole models of a known shape with random weights: bf16, hf_kbit and other libraries, on one CUDA GPU.
 
-    python benchmarks/model.py [--model-layers 32] [--bits 2,3,4,5] [--batches 1,4,16] [--prefill 128,512,2048]
-                               [--peers bitsandbytes] [--json results.jsonl] [--plot model.png]
+    python benchmarks/model.py [--shape llama-3-8b] [--model-layers 32] [--bits 2,3,4,5] [--batches 1,4,16]
+                               [--prefill 128,512,2048] [--peers bitsandbytes] [--json results.jsonl]
+                               [--plot model.png]
+    python benchmarks/model.py --shape qwen3-30b-a3b --model-layers 12  # a mixture; gpt-oss-20b is another
     python benchmarks/model.py --from results.jsonl --plot model.png
 
 One 16-bit checkpoint is written to a temporary folder, and every model is loaded from it as a user would, quantized on
@@ -14,6 +16,7 @@ the fly. Every number stands beside its ratio to that of bf16 in the same run. T
   ``generate`` takes by default, and compiled with ``cache_implementation="static"``, which replays a CUDA graph.
   Compiled lines tell the seconds of the first call, graphs, graph breaks, and the graphs that no CUDA graph replays.
 
+A mixture's experts in 16 bits run as Transformers chooses: ``grouped_mm`` for a prompt, ``batched_mm`` to decode.
 bitsandbytes, with NF4 in blocks of 64, runs where it is installed. --plot needs matplotlib.
 """
 
@@ -139,7 +142,7 @@ def bitsandbytes_config() -> BitsAndBytesConfig:
 PEERS = {"bitsandbytes": bitsandbytes_config}
 
 
-def measure(layers: int, widths, batches, lengths, peers: dict[str, str], emit) -> None:
+def measure(shape: str, layers: int, widths, batches, lengths, peers: dict[str, str], emit) -> None:
     """Calls ``emit`` with each measurement, those of bf16 first."""
     linear = nn.Linear(HOST_SIZE, HOST_SIZE, bias=False, device="cuda", dtype=torch.bfloat16)
     emit(DENSE, {"what": "host"}, {"us": host_us(linear)})
@@ -148,7 +151,7 @@ def measure(layers: int, widths, batches, lengths, peers: dict[str, str], emit) 
         emit({"name": "hf_kbit", "bits": bits}, {"what": "host"}, {"us": host_us(layer)})
     with tempfile.TemporaryDirectory() as folder:
         # Without an end of sequence every generation has the same length.
-        make_checkpoint(SHAPE, folder, "cuda", num_hidden_layers=layers, bos_token_id=None, eos_token_id=None)
+        make_checkpoint(shape, folder, "cuda", num_hidden_layers=layers, bos_token_id=None, eos_token_id=None)
         measure_model(folder, None, batches, lengths, partial(emit, DENSE))
         for bits in widths:
             way = {"name": "hf_kbit", "bits": bits}
@@ -215,9 +218,8 @@ def numbers(text: str) -> list[int]:
 
 def command_line():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--model-layers", type=int, default=SHAPES[SHAPE]["num_hidden_layers"], help="fewer are quicker"
-    )
+    parser.add_argument("--shape", choices=SHAPES, default=SHAPE)
+    parser.add_argument("--model-layers", type=int, help="fewer are quicker; default: those of the shape")
     parser.add_argument("--bits", type=numbers, default=list(BITS))
     parser.add_argument("--batches", type=numbers, default=[1, 4, 16])
     parser.add_argument("--prefill", type=numbers, default=[128, 512, 2048], help="tokens")
@@ -225,12 +227,13 @@ def command_line():
 
 
 def run(arguments) -> list[dict]:
+    shape, layers = arguments.shape, arguments.model_layers or SHAPES[arguments.shape]["num_hidden_layers"]
     report = Report(
         arguments.json,
         **gpu_and_command(),
         transformers=transformers.__version__,
-        shape=SHAPE,
-        layers=arguments.model_layers,
+        shape=shape,
+        layers=layers,
     )
     lines, dense = [], {}
 
@@ -242,7 +245,7 @@ def run(arguments) -> list[dict]:
         lines.append({**report.context, **entry})
 
     peers = find_peers(arguments.peers)
-    measure(arguments.model_layers, arguments.bits, arguments.batches, arguments.prefill, peers, emit)
+    measure(shape, layers, arguments.bits, arguments.batches, arguments.prefill, peers, emit)
     return lines
 
 
