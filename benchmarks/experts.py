@@ -1,12 +1,16 @@
 """Times a mixture's experts, from the router's output to y, beside Transformers' own in 16 bits, on one CUDA GPU.
 
     python benchmarks/experts.py [--models qwen3-30b-a3b,mixtral-8x7b] [--bits 2,3,4,5] [--tokens 1,16,256,2048]
-                                 [--json results.jsonl]
+                                 [--peers grouped_mm,batched_mm,humming] [--json results.jsonl] [--table]
+    python benchmarks/experts.py --from results.jsonl --table
 
 A time is the median of replays of a CUDA graph of several calls, each with tokens and experts of its own, at random,
 so that few weights are in L2; all sides of a line take turns. bfloat16; weights are random, rotated and with column
 scales, as by default. The floor is the time to read what the experts that have tokens need, at the speed of a kernel
-that only reads. ``up`` and ``down`` are the two products by themselves.
+that only reads. ``up`` and ``down`` are the two products by themselves. Humming runs where it is installed, with intN
+weights, in both ways of ``humming_experts.py``, each compared once with its own weights, decoded, in Transformers'
+experts; it compiles its kernels before the first measurement of a model. --table prints the tables of
+docs/performance.md: in that of Humming, how many times as long its faster way takes is in brackets.
 """
 
 import argparse
@@ -14,28 +18,32 @@ import copy
 from functools import partial
 
 import torch
-from timing import Report, gpu_and_command, graph_us, in_turns_us, parse, read_kernel
+from gemm import find_peers, skipped
+from timing import Report, gpu_and_command, graph_us, in_turns_us, parse, read, read_kernel
 from transformers import MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import experts as integration
 from hf_kbit.nn import experts as nn_experts
 
-PEERS = ("grouped_mm", "batched_mm")
+PEERS = ("grouped_mm", "batched_mm", "humming")
 QWEN3 = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 MIXTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2}
 MODELS = {
     "qwen3-30b-a3b": (Qwen3MoeExperts, Qwen3MoeConfig(**QWEN3), 8),
     "mixtral-8x7b": (MixtralExperts, MixtralConfig(**MIXTRAL), 2),
 }
+DEVICE = "cuda"
 FEW = 16  # tokens up to which there are as many calls in a graph, beyond a quarter
 MOST_GATHERED = 64 << 30  # bytes of weights that batched_mm may copy
+MOST_ERROR = 0.02  # of Humming's result, over its size; both sides round to bfloat16 several times
 
 
 def dense_experts(model: str):
     cls, config, _ = MODELS[model]
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         dense = cls(config).bfloat16().requires_grad_(False)
     for parameter in dense.parameters():
         parameter.data.normal_(0, 0.02)
@@ -58,9 +66,9 @@ def inputs(model: str, tokens: int, calls: int):
     _, config, top = MODELS[model]
     experts = getattr(config, "num_local_experts", None) or config.num_experts
     for _ in range(calls):
-        x = torch.randn(tokens, config.hidden_size, device="cuda", dtype=torch.bfloat16)
-        ids = torch.rand(tokens, experts, device="cuda").topk(top).indices
-        yield x, ids, torch.softmax(torch.randn(tokens, top, device="cuda"), -1).bfloat16()
+        x = torch.randn(tokens, config.hidden_size, device=DEVICE, dtype=torch.bfloat16)
+        ids = torch.rand(tokens, experts, device=DEVICE).topk(top).indices
+        yield x, ids, torch.softmax(torch.randn(tokens, top, device=DEVICE), -1).bfloat16()
 
 
 def dense_calls(dense, implementation: str, calls):
@@ -71,61 +79,156 @@ def dense_calls(dense, implementation: str, calls):
     return [partial(call, *arguments) for arguments in calls]
 
 
+def humming_blocks(dense, widths, rows) -> dict:
+    """By width, compiled for each number of rows."""
+    from humming_experts import HummingExperts, compile_kernels
+
+    blocks = {}
+    for bits in widths:
+        try:
+            blocks[bits] = HummingExperts(dense, bits)
+        except Exception as error:
+            skipped("humming", f" at {bits} bits", error)
+    compile_kernels(list(blocks.values()), rows)
+    return blocks
+
+
+def humming_calls(blocks: dict, calls) -> dict:
+    """By field of a line and width, of each way whose result is right."""
+    found = {}
+    for bits, block in blocks.items():
+        (expected,) = (call() for call in dense_calls(block.decoded, "grouped_mm", calls[:1]))
+        for way in ("indexed", "grouped"):
+            own = [partial(getattr(block, way), *each) for each in calls]
+            try:
+                error = ((own[0]() - expected).norm() / expected.norm()).item()
+                if not error < MOST_ERROR:
+                    raise ValueError(f"found an error of {error:.3g} of the result, expected less than {MOST_ERROR}")
+                found[f"humming_{way}_us", bits] = own
+            except Exception as error:
+                skipped("humming", f", {way}, at {bits} bits, {len(calls[0][0])} tokens", error)
+    return found
+
+
 def projection_calls(packed, calls):
     """Of both products alone, with what the block makes for them."""
     up, down = [], []
     for x, ids, _ in calls:
         count, (ids, order) = ids.shape[1], torch.sort(ids.reshape(-1), stable=True)
-        bounds = torch.arange(packed.num_experts + 1, device="cuda")
+        bounds = torch.arange(packed.num_experts + 1, device=DEVICE)
         offsets = torch.searchsorted(ids, bounds, out_int32=True)
         up.append(partial(packed.gate_up_proj, x, (order // count).int(), offsets))
-        hidden = torch.randn(len(order), packed.down_proj.in_features, device="cuda", dtype=torch.bfloat16)
+        hidden = torch.randn(len(order), packed.down_proj.in_features, device=DEVICE, dtype=torch.bfloat16)
         down.append(partial(packed.down_proj, hidden, None, offsets))
     return {"up": up, "down": down}
 
 
-def floor_us(weights_bytes: float, experts: int, calls) -> float:
+def floor_us(block, calls) -> float:
     """Microseconds to read the weights of the experts that have tokens, as many as in the mean of the calls."""
     hit = sum(len(ids.unique()) for _, ids, _ in calls) / len(calls)
-    size = int(weights_bytes * hit / experts) // 64 * 64
-    read, sink = read_kernel(), torch.zeros(1, dtype=torch.int32, device="cuda")
-    sources = [torch.zeros(size // 4, dtype=torch.int32, device="cuda") for _ in range(max(2, (256 << 20) // size))]
+    held = sum(parameter.nbytes for parameter in block.parameters())
+    size = int(held * hit / block.num_experts) // 64 * 64
+    read, sink = read_kernel(), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    sources = [torch.zeros(size // 4, dtype=torch.int32, device=DEVICE) for _ in range(max(2, (256 << 20) // size))]
     ways = [{"per_processor": n, "block": 2048, "warps": 4} for n in (4, 8, 16)]
     return min(graph_us([partial(read, source, sink, **way) for source in sources], budget_ms=3) for way in ways)
 
 
-def run(arguments) -> None:
+def measured(dense, packed: dict, humming: dict, peers, calls) -> dict[tuple[str, int | None], float]:
+    """Microseconds by field of a line and width, None where it is that of any."""
+    own = {("us", bits): [partial(block, *each) for each in calls] for bits, block in packed.items()}
+    for bits, block in packed.items():
+        own |= {(f"{what}_us", bits): of for what, of in projection_calls(block, calls).items()}
+    others = {}
+    gathered = sum(p.nbytes for p in dense.parameters()) / dense.num_experts * calls[0][1].numel() * len(calls)
+    for peer in peers:
+        if peer != "batched_mm" or gathered <= MOST_GATHERED:
+            others[f"{peer}_us", None] = dense_calls(dense, peer, calls)
+    others |= humming_calls(humming, calls)
+
+    def failed(side, error):
+        if side in own:
+            raise error
+        skipped(side[0], f", {len(calls[0][0])} tokens", error)
+
+    return in_turns_us(own | others, 12, failed=failed)
+
+
+def run(arguments) -> list[dict]:
     report = Report(arguments.json, **gpu_and_command())
-    for model in arguments.models.split(","):
+    versions = find_peers({"humming"} & set(arguments.peers))
+    dense_peers = [peer for peer in arguments.peers if peer != "humming"]
+    lines = []
+    for model in arguments.models:
         dense = dense_experts(model)
-        experts, size = dense.num_experts, sum(parameter.nbytes for parameter in dense.parameters())
-        packed = {int(bits): packed_experts(dense, int(bits)) for bits in arguments.bits.split(",")}
-        for tokens in map(int, arguments.tokens.split(",")):
+        packed = {bits: packed_experts(dense, bits) for bits in arguments.bits}
+        rows = [tokens * MODELS[model][2] for tokens in arguments.tokens]
+        humming = humming_blocks(dense, arguments.bits, rows) if versions else {}
+        for tokens in arguments.tokens:
             calls = list(inputs(model, tokens, 16 if tokens <= FEW else 4))
-            sides = {bits: [partial(block, *each) for each in calls] for bits, block in packed.items()}
-            for peer in arguments.peers:
-                if peer != "batched_mm" or size / experts * calls[0][1].numel() * len(calls) <= MOST_GATHERED:
-                    sides[peer] = dense_calls(dense, peer, calls)
+            times = measured(dense, packed, humming, dense_peers, calls)
+            dense_floor = floor_us(dense, calls)
             for bits, block in packed.items():
-                sides |= {(bits, what): of for what, of in projection_calls(block, calls).items()}
-            times = in_turns_us(sides, 12, failed=lambda side, error: print(f"{side}: {error}"))
-            of_peers = {f"{peer}_us": times[peer] for peer in arguments.peers if peer in times}
-            of_peers["floor_16_us"] = floor_us(size, experts, calls)
-            for bits, block in packed.items():
-                held = sum(tensor.nbytes for tensor in block.parameters())
-                own = {"us": times[bits], "up_us": times[bits, "up"], "down_us": times[bits, "down"]}
-                floor = floor_us(held, experts, calls)
-                report.line(model=model, tokens=tokens, bits=bits, **own, floor_us=floor, **of_peers)
-        del dense, packed
+                own = {field: us for (field, width), us in times.items() if width in (bits, None)}
+                floors = {"floor_us": floor_us(block, calls), "floor_16_us": dense_floor}
+                line = {"model": model, "tokens": tokens, "bits": bits, **own, **floors, **versions}
+                report.line(**line)
+                lines.append({**report.context, **line})
+        del dense, packed, humming
         torch.cuda.empty_cache()
+    return lines
+
+
+# --- the tables -----------------------------------------------------------------------------------
+
+
+def tables(lines: list[dict]) -> str:
+    """Microseconds in Markdown: ours beside Transformers', then beside Humming's if it was measured."""
+    cells = {(line["model"], line["tokens"], line["bits"]): line for line in lines}  # of several runs the last
+    places = list(dict.fromkeys((model, tokens) for model, tokens, _ in cells))
+    widths = sorted({bits for _, _, bits in cells})
+
+    def number(line, field: str) -> str:
+        return f"{line[field]:.0f}" if field in line else ""
+
+    def table(columns, cell) -> list[str]:
+        head = ["model", "tokens", *columns, *(f"{bits} bits" for bits in widths)]
+        rows = []
+        for model, tokens in places:
+            own = [cells.get((model, tokens, bits), {}) for bits in widths]
+            any_width = [number(next(filter(None, own)), field) for field in columns.values()]
+            rows.append([model, str(tokens), *any_width, *(cell(line) if line else "" for line in own)])
+        marks = "|---|" + "---:|" * (len(head) - 1)
+        return ["| " + " | ".join(head) + " |", marks, *("| " + " | ".join(row) + " |" for row in rows), ""]
+
+    def beside_floor(line) -> str:
+        return "{} ({} + {}; {})".format(*(number(line, f) for f in ("us", "up_us", "down_us", "floor_us")))
+
+    def beside_humming(line) -> str:
+        ways = [line[field] for field in ("humming_indexed_us", "humming_grouped_us") if field in line]
+        return f"{number(line, 'us')} ({min(ways) / line['us']:.2f})" if ways else ""
+
+    dense = {"grouped_mm": "grouped_mm_us", "batched_mm": "batched_mm_us", "read, 16 bits": "floor_16_us"}
+    text = table(dense, beside_floor)
+    if any("humming" in line for line in lines):
+        text += table({}, beside_humming)
+    return "\n".join(text)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--bits", default="2,3,4,5")
-    parser.add_argument("--tokens", default="1,4,16,64,256,2048")
-    run(parse(parser, PEERS))
+    parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
+    parser.add_argument("--bits", type=numbers, default=list(BITS))
+    parser.add_argument("--tokens", type=numbers, default=[1, 4, 16, 64, 256, 2048])
+    parser.add_argument("--table", action="store_true", help="print the tables of docs/performance.md at the end")
+    arguments = parse(parser, PEERS, uses=("table",))
+    lines = read(arguments.source) if arguments.source else run(arguments)
+    if arguments.table:
+        print(tables(lines))
 
 
 if __name__ == "__main__":

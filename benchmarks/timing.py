@@ -56,7 +56,8 @@ def parse(parser, peers, uses=("plot",)) -> argparse.Namespace:
     one of the arguments that are named in ``uses``."""
     parser.add_argument("--peers", default=",".join(peers), help="default %(default)s; '' for none")
     parser.add_argument("--json", help="file to append a JSON line for each measurement to")
-    parser.add_argument("--plot", help="PNG to draw")
+    if "plot" in uses:
+        parser.add_argument("--plot", help="PNG to draw")
     parser.add_argument("--from", dest="source", help="measure nothing; take this file of JSON lines")
     arguments = parser.parse_args()
     if arguments.source and not any(getattr(arguments, use) for use in uses):
