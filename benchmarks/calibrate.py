@@ -2,6 +2,7 @@
 
     python benchmarks/calibrate.py [--methods feedback,weighted] [--bits 4] [--layers 3] [--sequences 128]
                                    [--length 2048] [--batch 4] [--shape llama-3-8b] [--json results.jsonl]
+    python benchmarks/calibrate.py --shape qwen3-30b-a3b --layers 2 --methods weighted  # a mixture of 128 experts
 
 The model has random weights, with the deviation that Transformers starts training from, in bfloat16 and in CPU memory,
 and so few layers that it is quick; the tokens are random. Once all is warm, one with a single layer is calibrated and

@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 from gemm import find_peers, skipped
-from timing import Report, gpu_and_command, graph_us, in_turns_us, parse, read, read_kernel
+from timing import Report, gpu_and_command, graph_us, in_turns_us, markdown, parse, read, read_kernel
 from transformers import MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -191,15 +191,14 @@ def tables(lines: list[dict]) -> str:
     def number(line, field: str) -> str:
         return f"{line[field]:.0f}" if field in line else ""
 
-    def table(columns, cell) -> list[str]:
+    def table(columns, cell) -> str:
         head = ["model", "tokens", *columns, *(f"{bits} bits" for bits in widths)]
         rows = []
         for model, tokens in places:
             own = [cells.get((model, tokens, bits), {}) for bits in widths]
             any_width = [number(next(filter(None, own)), field) for field in columns.values()]
             rows.append([model, str(tokens), *any_width, *(cell(line) if line else "" for line in own)])
-        marks = "|---|" + "---:|" * (len(head) - 1)
-        return ["| " + " | ".join(head) + " |", marks, *("| " + " | ".join(row) + " |" for row in rows), ""]
+        return markdown(head, rows)
 
     def beside_floor(line) -> str:
         return "{} ({} + {}; {})".format(*(number(line, f) for f in ("us", "up_us", "down_us", "floor_us")))
@@ -209,10 +208,10 @@ def tables(lines: list[dict]) -> str:
         return f"{number(line, 'us')} ({min(ways) / line['us']:.2f})" if ways else ""
 
     dense = {"grouped_mm": "grouped_mm_us", "batched_mm": "batched_mm_us", "read, 16 bits": "floor_16_us"}
-    text = table(dense, beside_floor)
+    found = [table(dense, beside_floor)]
     if any("humming" in line for line in lines):
-        text += table({}, beside_humming)
-    return "\n".join(text)
+        found.append(table({}, beside_humming))
+    return "\n".join(found)
 
 
 def numbers(text: str) -> list[int]:

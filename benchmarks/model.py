@@ -2,9 +2,9 @@
 
     python benchmarks/model.py [--shape llama-3-8b] [--model-layers 32] [--bits 2,3,4,5] [--batches 1,4,16]
                                [--prefill 128,512,2048] [--peers bitsandbytes] [--json results.jsonl]
-                               [--plot model.png]
+                               [--plot model.png] [--table]
     python benchmarks/model.py --shape qwen3-30b-a3b --model-layers 12  # a mixture; gpt-oss-20b is another
-    python benchmarks/model.py --from results.jsonl --plot model.png
+    python benchmarks/model.py --from results.jsonl [--plot model.png] [--table]
 
 One 16-bit checkpoint is written to a temporary folder, and every model is loaded from it as a user would, quantized on
 the fly. Every number stands beside its ratio to that of bf16 in the same run. The kinds of lines, by ``what``:
@@ -17,7 +17,8 @@ the fly. Every number stands beside its ratio to that of bf16 in the same run. T
   Compiled lines tell the seconds of the first call, graphs, graph breaks, and the graphs that no CUDA graph replays.
 
 A mixture's experts in 16 bits run as Transformers chooses: ``grouped_mm`` for a prompt, ``batched_mm`` to decode.
-bitsandbytes, with NF4 in blocks of 64, runs where it is installed. --plot needs matplotlib.
+bitsandbytes, with NF4 in blocks of 64, runs where it is installed. --plot needs matplotlib; --table prints a table in
+Markdown for docs/performance.md.
 """
 
 import argparse
@@ -28,12 +29,13 @@ import statistics
 import tempfile
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 import transformers
 from gemm import COLOURS, find_peers, skipped
 from load import SHAPES, load, make_checkpoint
-from timing import Report, gpu_and_command, parse, run_and_plot
+from timing import Report, gpu_and_command, markdown, parse, run_and_plot
 from torch import nn
 from torch._dynamo.utils import counters
 from transformers import BitsAndBytesConfig
@@ -152,6 +154,8 @@ def measure(shape: str, layers: int, widths, batches, lengths, peers: dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         # Without an end of sequence every generation has the same length.
         make_checkpoint(shape, folder, "cuda", num_hidden_layers=layers, bos_token_id=None, eos_token_id=None)
+        for file in Path(folder).iterdir():
+            file.read_bytes()  # puts it into the page cache, which the first model to load would do else
         measure_model(folder, None, batches, lengths, partial(emit, DENSE))
         for bits in widths:
             way = {"name": "hf_kbit", "bits": bits}
@@ -173,18 +177,20 @@ OTHERS = {
 
 
 def plot(lines, file: str) -> None:
-    """Milliseconds of a step of compiled decoding for each batch, and of prefill for each length, as bars."""
+    """Of the shape measured last, milliseconds of a step of compiled decoding for each batch, and of prefill for each
+    length, as bars."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    what = lines[-1]
+    lines = [line for line in lines if (line["shape"], line["layers"]) == (what["shape"], what["layers"])]
     figure, axes = plt.subplots(1, 2, figsize=(14, 5), dpi=100)
     bars(axes[0], [line for line in lines if line.get("mode") == "compiled"], "batch")
     axes[0].set(title="Decode, compiled, static cache", xlabel="batch", ylabel="ms per token")
     bars(axes[1], [line for line in lines if line["what"] == "prefill"], "tokens")
     axes[1].set(title="Prefill, batch 1", xlabel="tokens", ylabel="ms")
-    what = lines[-1]
     figure.suptitle(f"{what['shape']}, {what['layers']} layers, bfloat16, {what['gpu']}, {what['date']}")
     handles, labels = axes[1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=9)
@@ -209,6 +215,43 @@ def bars(axis, lines, key: str) -> None:
     axis.grid(axis="y", alpha=0.3)
 
 
+# --- the tables -----------------------------------------------------------------------------------
+
+
+def tables(lines: list[dict]) -> str:
+    """In Markdown, one for each shape: a column for each model, with ratios to bf16 in brackets."""
+    return "\n".join(
+        f"{shape}, {layers} layers\n\n"
+        + table([line for line in lines if (line["shape"], line["layers"]) == (shape, layers)])
+        for shape, layers in dict.fromkeys((line["shape"], line["layers"]) for line in lines)
+    )
+
+
+def table(lines: list[dict]) -> str:
+    labels = {"bf16": "16 bits", "hf_kbit": "{bits} bits"}
+    cells, models = {}, {}
+    for line in lines:  # where a file holds several runs, the last one counts
+        models[line["name"], line["bits"]] = labels.get(line["name"], line["name"]).format(**line)
+        for label, field in labelled(line):
+            value = f"{line[field]:#.3g}" if line[field] < 99.5 else f"{line[field]:.0f}"
+            ratio = "" if line["name"] == "bf16" else f" ({line[f'{field}_over_bf16']:.2f})"
+            cells.setdefault(label, {})[line["name"], line["bits"]] = value + ratio
+    rows = [[label, *(own.get(model, "") for model in models)] for label, own in cells.items()]
+    return markdown(["", *models.values()], rows)
+
+
+def labelled(line: dict) -> list[tuple[str, str]]:
+    """What the numbers of a line are, and their fields."""
+    if line["what"] == "load":
+        names = {"loading, s": "seconds", "GPU memory, GB": "resident_GB", "its peak while loading, GB": "peak_GB"}
+        return list(names.items())
+    if line["what"] == "prefill":
+        return [(f"prefill of {line['tokens']} tokens, ms", "ms")]
+    if line["what"] == "decode":
+        return [(f"{line['mode']}, batch {line['batch']}, ms per token", "ms")]
+    return [("a call of a 256 x 256 layer, us of the host", "us")]
+
+
 # --- command line ---------------------------------------------------------------------------------
 
 
@@ -223,7 +266,8 @@ def command_line():
     parser.add_argument("--bits", type=numbers, default=list(BITS))
     parser.add_argument("--batches", type=numbers, default=[1, 4, 16])
     parser.add_argument("--prefill", type=numbers, default=[128, 512, 2048], help="tokens")
-    return parse(parser, PEERS)
+    parser.add_argument("--table", action="store_true", help="print tables at the end")
+    return parse(parser, PEERS, uses=("plot", "table"))
 
 
 def run(arguments) -> list[dict]:
@@ -254,7 +298,9 @@ def main() -> None:
     arguments = command_line()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    run_and_plot(arguments, run, plot)
+    lines = run_and_plot(arguments, run, plot)
+    if arguments.table:
+        print(tables(lines))
 
 
 if __name__ == "__main__":

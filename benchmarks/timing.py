@@ -94,6 +94,13 @@ def read(file: str) -> list[dict]:
         return [json.loads(line) for line in lines]
 
 
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """A table, with numbers in all columns but the first."""
+    marks = "|---|" + "---:|" * (len(head) - 1)
+    lines = ["| " + " | ".join(row) + " |" for row in (head, *rows)]
+    return "\n".join([lines[0], marks, *lines[1:], ""])
+
+
 def run_and_plot(arguments, run, plot) -> list[dict]:
     """``run(arguments)`` gives lines, unless ``--from`` has them; ``plot(lines, file)`` draws them, if asked to."""
     lines = read(arguments.source) if arguments.source else run(arguments)

@@ -66,6 +66,16 @@ def test_a_tiny_model(benchmark):
         assert 0.1 < line["host_GB"] < 100 and line["gpu_GB"] == 0
 
 
+def test_a_small_mixture(benchmark, monkeypatch):
+    sizes = {"vocab_size": 512, "hidden_size": 64, "moe_intermediate_size": 96, "num_experts": 8, "head_dim": 32}
+    sizes |= {"num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shapes = benchmark.module.SHAPES
+    monkeypatch.setitem(shapes, "qwen3-30b-a3b", shapes["qwen3-30b-a3b"] | sizes)
+    (line,) = benchmark("--shape", "qwen3-30b-a3b", "--layers", "2", "--methods", "weighted")
+    assert line["shape"] == "qwen3-30b-a3b" and line["seconds"] > 0
+    assert line["all_layers_s"] == pytest.approx(line["rest_s"] + 48 * line["layer_s"])
+
+
 def test_one_layer_is_refused(benchmark):
     with pytest.raises(SystemExit):
         benchmark("--layers", "1")

@@ -97,3 +97,42 @@ def test_layers_by_default(without_gpu, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["model.py", "--shape", shape, "--peers", ""])
         without_gpu.main()
     assert asked == [("gpt-oss-20b", 24), ("qwen3-30b-a3b", 48)]
+
+
+def test_tables(benchmark, monkeypatch, capsys, tmp_path):
+    """One for each shape; of several lines for a cell the last counts, and what was not measured is empty."""
+    bf16, ours = {"name": "bf16", "bits": 16}, {"name": "hf_kbit", "bits": 4}
+    peer, small = {"name": "bitsandbytes", "bits": 4}, {"shape": "s", "layers": 2}
+    decode = {"what": "decode", "mode": "eager", "batch": 16}
+    loaded = {"seconds": 2.0, "resident_GB": 11.2, "peak_GB": 123.4}
+    ratios = {f"{field}_over_bf16": 0.5 for field in loaded}
+    lines = [
+        small | bf16 | {"what": "load"} | loaded,
+        small | ours | {"what": "load"} | loaded | ratios,
+        small | ours | decode | {"ms": 1.0, "ms_over_bf16": 9.0},
+        small | ours | decode | {"ms": 2.345, "ms_over_bf16": 0.5},
+        small | peer | decode | {"ms": 4.0, "ms_over_bf16": 0.8},
+        small | bf16 | {"what": "prefill", "tokens": 8, "ms": 3.0},
+        {"shape": "t", "layers": 2} | bf16 | {"what": "host", "us": 10.0},
+    ]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(sys, "argv", ["model.py", "--from", str(tmp_path / "lines.jsonl"), "--table"])
+    benchmark.main()
+    assert capsys.readouterr().out.splitlines() == [
+        "s, 2 layers",
+        "",
+        "|  | 16 bits | 4 bits | bitsandbytes |",
+        "|---|---:|---:|---:|",
+        "| loading, s | 2.00 | 2.00 (0.50) |  |",
+        "| GPU memory, GB | 11.2 | 11.2 (0.50) |  |",
+        "| its peak while loading, GB | 123 | 123 (0.50) |  |",
+        "| eager, batch 16, ms per token |  | 2.35 (0.50) | 4.00 (0.80) |",
+        "| prefill of 8 tokens, ms | 3.00 |  |  |",
+        "",
+        "t, 2 layers",
+        "",
+        "|  | 16 bits |",
+        "|---|---:|",
+        "| a call of a 256 x 256 layer, us of the host | 10.0 |",
+        "",
+    ]
