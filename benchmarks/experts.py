@@ -97,7 +97,7 @@ def humming_calls(blocks: dict, calls) -> dict:
     """By field of a line and width, of each way whose result is right."""
     found = {}
     for bits, block in blocks.items():
-        (expected,) = (call() for call in dense_calls(block.decoded, "grouped_mm", calls[:1]))
+        expected = dense_calls(block.decoded, "grouped_mm", calls)[0]()
         for way in ("indexed", "grouped"):
             own = [partial(getattr(block, way), *each) for each in calls]
             try:
