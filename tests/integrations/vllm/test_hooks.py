@@ -1,0 +1,18 @@
+"""What the plugin relies on in vLLM."""
+
+import pytest
+
+from hf_kbit.integrations import hooks
+
+
+@pytest.mark.parametrize("entry", (*hooks.VLLM_NAMES, *hooks.VLLM_HOOKS), ids=repr)
+def test_the_installed_vllm_has_what_we_expect(entry):
+    hooks.install_vllm()
+    assert hooks.moved([entry]) == []
+
+
+def test_a_moved_hook_is_an_error(monkeypatch):
+    moved = hooks.Name("vllm.model_executor.layers.linear:LinearMethodBase.make_weights")
+    monkeypatch.setattr(hooks, "VLLM_NAMES", (*hooks.VLLM_NAMES, moved))
+    with pytest.raises(ImportError, match=r"make_weights \(found none\)"):
+        hooks.install_vllm()

@@ -1,0 +1,111 @@
+"""vLLM as ``vllm serve`` runs it: in processes of its own, on several, compiled, and behind its HTTP server."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import serving
+from byte_tokenizer import byte_tokenizer
+
+SCRIPT = Path(serving.__file__)
+ON_TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+BIND = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # or vLLM wants a NUMA node for each process
+
+
+def run(folder: Path, environment=None, **options):
+    """What ``serving.generate`` gives in a new process."""
+    everything = os.environ | serving.ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | (environment or {})
+    command = [sys.executable, SCRIPT, folder, json.dumps(options)]
+    done = subprocess.run(command, env=everything, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_in_processes_of_its_own(tmp_path):
+    """Each of which finds the plugin by its entry point."""
+    folder = serving.make("qwen3_moe", tmp_path)
+    serving.assert_same(run(folder), serving.load(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixed widths", "qwen3_moe"])
+def test_compiled(name, tmp_path):
+    """Saved again in the same folder with other widths, of which vLLM's cache of what it compiled knows nothing."""
+    folder = serving.make(name, tmp_path)
+    environment = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    serving.assert_same(run(folder, environment, enforce_eager=False), serving.load(folder))
+    serving.make("llama" if name == "mixed widths" else "experts in 16 bits", tmp_path)
+    serving.assert_same(run(folder, environment, enforce_eager=False), serving.load(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixed widths", "one on disk", "packed head", "mixtral", "gpt_oss"])
+def test_tensor_parallel(name, tmp_path):
+    folder = serving.make(name, tmp_path)
+    serving.assert_same(run(folder, BIND, **ON_TWO), serving.load(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_expert_parallel(name, tmp_path):
+    folder = serving.make(name, tmp_path)
+    serving.assert_same(run(folder, BIND, **ON_TWO, enable_expert_parallel=True), serving.load(folder))
+
+
+@pytest.mark.slow
+def test_a_head_of_keys_that_two_processes_share(tmp_path):
+    folder = serving.make("mixed widths", tmp_path, num_key_value_heads=1)
+    serving.assert_same(run(folder, BIND, **ON_TWO), serving.load(folder))
+
+
+@pytest.mark.slow
+def test_models_of_transformers_run_by_vllm(tmp_path):
+    folder = serving.make("mixed widths", tmp_path)
+    serving.assert_same(run(folder, model_impl="transformers"), serving.load(folder))
+
+
+@pytest.mark.slow
+def test_server(tmp_path):
+    folder, port = serving.make("llama", tmp_path, vocab_size=256), 8765
+    byte_tokenizer().save_pretrained(folder)
+    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *options]
+    with open(tmp_path / "log", "w") as log:
+        server = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            env=os.environ | serving.ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        for _ in range(180):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                break
+            except OSError:
+                assert server.poll() is None, (tmp_path / "log").read_text()[-4000:]
+                time.sleep(1)
+        body = {
+            "prompt": serving.PROMPTS,
+            "max_tokens": serving.TOKENS,
+            "temperature": 0,
+            "logprobs": 1,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions",
+            json.dumps({"model": str(folder), **body}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        choices = json.load(urllib.request.urlopen(request, timeout=120))["choices"]
+        found = [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+        serving.assert_same(found, serving.load(folder))
+    finally:
+        server.terminate()
+        server.wait(60)

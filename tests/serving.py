@@ -1,0 +1,146 @@
+"""Tiny quantized models for vLLM, what it makes of them, and what Transformers does.
+
+    python tests/serving.py FOLDER '{"tensor_parallel_size": 2}'
+
+prints as JSON what vLLM generates, in processes of its own; the tests call ``generate`` in theirs.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+# Before vLLM is imported: no telemetry, nothing from the Hub, little memory, and a core for each of two processes.
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+PROMPTS = [[5, 17, 99, 3], [200, 4, 8, 15, 16, 23, 42], [77]]
+TOKENS = 24
+# Sizes that vLLM's attention takes on a CPU, and that two processes can divide in blocks; 250 is no multiple of 64.
+SIZES = {
+    "vocab_size": 250,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+MIXED_WIDTHS = {"k_proj": 3, "v_proj": 5, "up_proj": 2, "layers.0.self_attn.o_proj": None}
+# {name: (model type, settings of its configuration, settings of KbitConfig)}
+MODELS = {
+    "llama": ("llama", {}, {"bits": 4}),
+    "tied": ("llama", {"tie_word_embeddings": True}, {"bits": 3}),
+    "mixed widths": ("llama", {}, {"bits": 4, "module_bits": MIXED_WIDTHS}),
+    "some in 16 bits": ("llama", {}, {"bits": 4, "module_bits": {"k_proj": None, "gate_proj": None}}),
+    "own levels": ("llama", {}, {"bits": 3, "transform": "none", "codebook": "layer"}),
+    "packed head": ("llama", {}, {"bits": 4, "module_bits": {"lm_head": 5}}),
+    "odd widths": ("llama", {"intermediate_size": 72}, {"bits": 2}),
+    "biases": ("qwen2", {}, {"bits": 2}),
+    "one on disk": ("phi3", {}, {"bits": 4}),
+    "gemma": ("gemma2", {"head_dim": 32}, {"bits": 4}),
+    "qwen3_moe": ("qwen3_moe", {"head_dim": 32, **MIXTURE}, {"bits": 4, "module_bits": {"gate_up_proj": 3}}),
+    "shared expert": ("qwen2_moe", {"shared_expert_intermediate_size": 96, **MIXTURE}, {"bits": 5}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}, {"bits": 4}),
+    "granitemoe": ("granitemoe", {"num_local_experts": 4}, {"bits": 4, "transform": "none"}),
+    "gpt_oss": ("gpt_oss", {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}, {"bits": 4}),
+    "experts in 16 bits": (
+        "qwen3_moe",
+        {"head_dim": 32, **MIXTURE},
+        {"bits": 4, "modules_to_not_convert": ["experts"]},
+    ),
+}
+
+
+def make(name: str, folder: Path, **changes) -> Path:
+    """Saves a quantized model of the table, some of whose weights need an exponent, and returns its folder."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from hf_kbit import KbitConfig
+
+    model_type, settings, quantized = MODELS[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(SIZES | settings | changes)))
+    with torch.no_grad():
+        for own, parameter in model.float().named_parameters():
+            if own.endswith("bias"):
+                parameter.normal_(0, 0.2)
+            if own.endswith("v_proj.weight"):
+                parameter *= 2.0**-9
+    model.save_pretrained(folder / "dense")
+    config = KbitConfig(**quantized)
+    model = AutoModelForCausalLM.from_pretrained(folder / "dense", quantization_config=config, dtype=torch.float32)
+    model.save_pretrained(folder / "quantized")
+    return folder / "quantized"
+
+
+def load(folder: Path):
+    """The same model in Transformers, the reference."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def assert_same(found, model, tolerance: float = 2e-4) -> None:
+    """That ``generate`` chose what a model in Transformers would choose, with its log-probabilities."""
+    import torch
+
+    for prompt, (tokens, log_probabilities) in zip(PROMPTS, found, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)
+        assert tokens == expected.argmax(-1).tolist() and len(tokens) == TOKENS
+        own = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(log_probabilities), own, rtol=0, atol=tolerance)
+
+
+def options(**changes) -> dict:
+    """Arguments of ``vllm.LLM``."""
+    return {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        **changes,
+    }
+
+
+def generate(folder: Path, lora: Path | None = None, **changes) -> list[tuple[list[int], list[float]]]:
+    """Of each prompt the most probable tokens that follow, and their log-probabilities."""
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.lora.request import LoRARequest
+
+    model = None
+    try:
+        model = LLM(str(folder), **options(**changes))
+        sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, detokenize=False, ignore_eos=True)
+        request = LoRARequest("adapter", 1, str(lora)) if lora else None
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        results = [result.outputs[0] for result in model.generate(prompts, sampling, lora_request=request)]
+        return [
+            (
+                list(result.token_ids),
+                [step[token].logprob for token, step in zip(result.token_ids, result.logprobs, strict=True)],
+            )
+            for result in results
+        ]
+    finally:
+        del model
+        cleanup_dist_env_and_memory()
+
+
+if __name__ == "__main__":
+    os.environ.update(ENVIRONMENT)
+    print(json.dumps(generate(Path(sys.argv[1]), **json.loads(sys.argv[2]))))
