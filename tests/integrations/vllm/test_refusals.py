@@ -113,11 +113,3 @@ def test_experts_that_are_packed_in_part(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serving, "MODELS", table)
         refused(serving.make("half", tmp_path), "['gate_up_proj'] alone packed")
-
-
-def test_columns_that_processes_cannot_divide():
-    from hf_kbit.integrations.vllm.linear import check_columns
-
-    with pytest.raises(ValueError, match="down_proj: found 96 columns for 2 processes, expected a multiple of 32"):
-        check_columns("down_proj", 48, 96)
-    check_columns("down_proj", 72, 72)
