@@ -8,6 +8,7 @@ from importlib import import_module as _import_module
 from hf_kbit import codebooks
 from hf_kbit.calibration import calibrate
 from hf_kbit.config import KbitConfig
+from hf_kbit.in_memory import quantize_model
 from hf_kbit.integrations import hooks as _hooks
 from hf_kbit.integrations.transformers import quantizer as _quantizer  # noqa: F401  registers itself
 from hf_kbit.nn.linear import KbitLinear
@@ -22,6 +23,7 @@ __all__ = [
     "dequantize",
     "gemm",
     "quantize",
+    "quantize_model",
     "repack",
     "set_batch_invariant",
 ]

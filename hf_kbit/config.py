@@ -306,3 +306,16 @@ class KbitConfig(QuantizationConfigMixin):
         defaults = {f.name: f.default if f.default is not MISSING else f.default_factory() for f in fields(self)}
         shown = [f"{name}={value!r}" for name, value in given.items() if name == "bits" or value != defaults[name]]
         return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def config_or(config: KbitConfig | None, arguments: Mapping[str, Any]) -> KbitConfig:
+    """``config``, or one of ``arguments``: what functions take that quantize a model.
+
+    Raises:
+        TypeError: both are given, or ``config`` is no ``KbitConfig``.
+    """
+    if config is not None and arguments:
+        raise TypeError(f"config: found it and {sorted(arguments)}, expected one; put these into the config")
+    if not isinstance(config, KbitConfig | None):
+        raise TypeError(f"config: found {type(config).__name__}, expected a KbitConfig")
+    return config or KbitConfig(**arguments)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.config import KbitConfig
@@ -133,7 +134,8 @@ def costs_by_rule(model: nn.Module, names: list[str]) -> dict[str, Layer]:
 
 def _sensitivity(model: nn.Module, name: str, unit: str) -> float:
     """What an error of one weight of a layer costs; ``unit`` is the layer of the model that it is in."""
-    text, own = model.config.get_text_config(), name.rpartition(".")[2]
+    config, own = getattr(model, "config", None), name.rpartition(".")[2]
+    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else None
     *_, outputs, inputs = dense_shape(model, name)
     heads, sharing = (getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
     found = 1.0

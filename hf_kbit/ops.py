@@ -116,7 +116,7 @@ def _(weight, codebook, search=False, signed=False):
 
 
 def quantize(
-    weight: torch.Tensor, codebook: torch.Tensor, search: bool = False, signed: bool = False
+    weight: torch.Tensor, codebook: torch.Tensor | None = None, search: bool = False, signed: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes a weight to the stored form: for each block of 32 in_features one scale and 32 codes.
 
@@ -127,7 +127,7 @@ def quantize(
 
     Args:
         weight: float32, float16 or bfloat16 ``[*, N, K]``, any strides, N and K at least 1.
-        codebook: float32 ``[2**bits]``, ascending, bits 2 to 5.
+        codebook: float32 ``[2**bits]``, ascending, bits 2 to 5; there is no default.
         search: takes for each block, of the scales from about half to 1.3 times that one (0.6 to 1.4 with signs), the
             one with the least squared error of the decoded block.
         signed: gives the scale of a block a sign, as rotated weights have it: the one with which the weight of largest
@@ -153,9 +153,12 @@ def quantize(
     """
     if not isinstance(weight, torch.Tensor):
         raise TypeError(
-            f"weight: found {type(weight).__name__}, expected a tensor. A model is quantized while it is loaded, by "
-            "from_pretrained(name, quantization_config=hf_kbit.KbitConfig(bits=3)), or in memory by hf_kbit.calibrate"
+            f"weight: found {type(weight).__name__}, expected a tensor. A model is quantized by "
+            "hf_kbit.quantize_model(model, bits=3), with data by hf_kbit.calibrate, or while it is loaded, by "
+            "from_pretrained(name, quantization_config=hf_kbit.KbitConfig(bits=3))"
         )
+    if codebook is None:
+        raise TypeError("codebook: found none, expected float32 levels, such as those of hf_kbit.codebooks")
     if not (
         weight.is_meta
         or torch.compiler.is_compiling()

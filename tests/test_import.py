@@ -48,6 +48,7 @@ ORDER = [
     "mixing",
     "evaluation",
     "integrations",
+    "in_memory",
     "calibration",
     "widths",
     "cli",

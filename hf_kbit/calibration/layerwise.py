@@ -26,7 +26,7 @@ from hf_kbit.calibration.data import token_ids
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.rounding import round_linear, round_projection
 from hf_kbit.calibration.writing import write
-from hf_kbit.config import KbitConfig
+from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.evaluation import evaluating
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.checkpoint import saved_class
@@ -117,11 +117,7 @@ def calibrate(
         raise ValueError(f"method: found {method!r}, expected one of {sorted(METHODS)}")
     if batch < 1:
         raise ValueError(f"batch: found {batch}, expected 1 or more")
-    if config is not None and arguments:
-        raise TypeError(f"config: found it and {sorted(arguments)}, expected one; put these into the config")
-    if not isinstance(config, KbitConfig | None):
-        raise TypeError(f"config: found {type(config).__name__}, expected a KbitConfig")
-    quantizer = KbitHfQuantizer(config or KbitConfig(**arguments), pre_quantized=False)
+    quantizer = KbitHfQuantizer(config_or(config, arguments), pre_quantized=False)
     if quantizer.quantization_config.scale != "search":
         raise ValueError(f"scale: found {quantizer.quantization_config.scale!r}, expected 'search' or none")
     if quantizer.quantization_config.bits % 1:
@@ -142,7 +138,7 @@ def calibrate(
     projections = [name for name in widths if is_projection(model, name)]
     # Before a layer computes in another dtype: they stand for the weights as the model has them.
     empty = {
-        name: quantizer.new_layer(model, name, bits).train(_module_of(model, name).training)
+        name: quantizer.new_layer(model, name, bits).train(selection.holder(model, name).training)
         for name, bits in widths.items()
     }
     of_experts, without_data = 0, 0
@@ -220,12 +216,7 @@ def calibrate(
             without_data,
             of_experts,
         )
-    for name in widths:  # as weights are marked that Transformers has loaded
-        for tensor in model.get_submodule(name).packed.values():
-            tensor._is_hf_initialized = True
-    model.hf_quantizer, model.is_quantized = quantizer, True
-    model.quantization_method = quantizer.quantization_config.quant_method
-    quantizer.postprocess_model(model)
+    quantizer.adopt(model, widths)
     return model
 
 
@@ -279,11 +270,6 @@ def _tokenizer_of(model: PreTrainedModel, **source: Any) -> PreTrainedTokenizerB
         return AutoTokenizer.from_pretrained(model.name_or_path, **source)
     except (OSError, ValueError):
         return None
-
-
-def _module_of(model, name: str) -> nn.Module:
-    """A layer, or the experts that a projection is of."""
-    return model.get_submodule(name.rpartition(".")[0] if is_projection(model, name) else name)
 
 
 def _check_model(model, config: KbitConfig) -> dict[str, int]:

@@ -14,6 +14,7 @@ replaces layers, the weights are loaded, new heads initialised, hooks for offloa
 import copy
 import re
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -234,6 +235,15 @@ class KbitHfQuantizer(HfQuantizer):
         return [*weight_conversions, *mxfp4.conversions(self.mxfp4)]
 
     # --- after loading ---
+
+    def adopt(self, model, names: Iterable[str]) -> None:
+        """Makes a model of which layers were quantized in memory what loading would have made it."""
+        for name in names:  # as weights are marked that Transformers has loaded
+            for tensor in model.get_submodule(name).packed.values():
+                tensor._is_hf_initialized = True
+        model.hf_quantizer, model.is_quantized = self, True
+        model.quantization_method = self.quantization_config.quant_method
+        self.postprocess_model(model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         checkpoint.refuse(self.problems, "cannot quantize the checkpoint")

@@ -3,12 +3,14 @@
 import dis
 import inspect
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 from transformers.pytorch_utils import Conv1D
 
@@ -105,7 +107,7 @@ def skips(model) -> dict[str, str]:
     fused, reasons = set(projections(model)), {}
     # A number in its name means that the last module is the end of a layer, not a head.
     last = next(reversed(dict(model.named_parameters())), "").rpartition(".")[0]
-    output = model.get_output_embeddings()
+    output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     for name in linears:
         if model.get_submodule(name) is output or (name == last and not re.search(r"(^|\.)\d+(\.|$)", name)):
             reasons[name] = "head"
@@ -119,8 +121,9 @@ def skips(model) -> dict[str, str]:
             submodule = getattr(module, child, None)
             if isinstance(submodule, nn.Module) and (first := _first_linear(submodule)) is not None:
                 reasons[f"{name}.{child}.{first}".strip(".")] = "read"
-    tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
-    float32 = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    tied = _tied(model)
+    kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    float32 = {part for attribute in kept for part in getattr(model, attribute, None) or ()}
     for name in linears | fused:
         if (
             f"{name}.weight" in tied
@@ -129,6 +132,21 @@ def skips(model) -> dict[str, str]:
         ):
             reasons[name] = "fixed"
     return {name: reason for name, reason in reasons.items() if name in linears | fused}
+
+
+def _tied(model: nn.Module) -> set[str]:
+    """Names of parameters that are one, or that a model of Transformers says are to be."""
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    declared = getattr(model, "all_tied_weights_keys", {})
+    found = {*declared, *declared.values()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for same in names.values():
+        # A module that stands in two places is one, and is replaced in both.
+        if len({id(modules[name.rpartition(".")[0]]) for name in same}) > 1:
+            found |= set(same)
+    return found
 
 
 def packable(model) -> list[str]:
@@ -140,6 +158,11 @@ def packable(model) -> list[str]:
 def dense_weight(model, name: str) -> nn.Parameter:
     """The weight of a linear layer, or a projection's, as the model has it."""
     return model.get_parameter(name if is_projection(model, name) else f"{name}.weight")
+
+
+def holder(model, name: str) -> nn.Module:
+    """A linear layer, or the experts that a projection is of."""
+    return model.get_submodule(name.rpartition(".")[0] if is_projection(model, name) else name)
 
 
 def replace_modules(model, replacements: dict[str, nn.Module]) -> None:
