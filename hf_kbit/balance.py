@@ -1,5 +1,7 @@
 """Column scales that balance a weight: from the weight alone, or for inputs whose second moments are known."""
 
+import math
+
 import torch
 
 from hf_kbit.reference import encode_e4m4, power_of_two, row_slices
@@ -27,7 +29,8 @@ def balance(weight: torch.Tensor) -> torch.Tensor:
     The same bytes on every device: every step is one that IEEE 754 rounds correctly, and no sum depends on its order.
 
     Args:
-        weight: floating ``[*, N, K]``, finite: one matrix, or several that have their input in common.
+        weight: floating ``[*, N, K]``, finite: one matrix, or several that have their input in common
+            (``reference.matrices``).
 
     Returns:
         uint8 ``[K]``.
@@ -54,9 +57,9 @@ def balance(weight: torch.Tensor) -> torch.Tensor:
         total += of_row.sum()
         factor = torch.where(of_row > 0, _RATIOS * in_features / of_row, 0.0).float()
         sums += roots.mul_(factor).round_().sum(0, dtype=torch.float64)
-    rows = weight.numel() // in_features
+    rows = math.prod(weight.shape[:-1])
     mean = (sums * (1 / (_RATIOS * rows))).float()  # some devices divide by a number as by a tensor, some not
-    root = (total / (unit.double() * weight.numel())).float()
+    root = (total / (unit.double() * rows * in_features)).float()
     return _encode(mean * mean * mean.sqrt().sqrt(), root * root)
 
 

@@ -562,14 +562,15 @@ torch.library.register_autograd(
 # The experts of a mixture, each with the tokens that were sent to it: route_experts, gemm_experts and combine_experts
 # in turn. The numbers of tokens stay where they were computed: nothing waits for a GPU.
 _LIB.define("route_experts(Tensor experts, SymInt num_experts) -> (Tensor, Tensor, Tensor)")
+_MOST_EXPERTS = 2**13  # those that the kernel can count in the shared memory of any GPU
 
 
 def _check_route_experts(experts, num_experts):
     _check_dtype("experts", experts, (torch.int64, torch.int32))
     if experts.dim() != 2:
         raise ValueError(f"experts: found shape {list(experts.shape)}, expected [tokens, experts of each]")
-    if num_experts < 1:
-        raise ValueError(f"num_experts: found {num_experts}, expected 1 or more")
+    if not 1 <= num_experts <= _MOST_EXPERTS:
+        raise ValueError(f"num_experts: found {num_experts}, expected 1 to {_MOST_EXPERTS}")
 
 
 @torch.library.impl(_LIB, "route_experts", "CompositeExplicitAutograd")
@@ -591,7 +592,7 @@ def route_experts(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor
     Args:
         experts: int64 or int32 ``[T, k]``, the experts of each token: 0 to ``num_experts - 1``; what is none of these
             comes last.
-        num_experts: E.
+        num_experts: E, from 1 to 8192.
 
     Returns:
         ``rows`` int32 ``[T * k]``, the token of each place in that order; ``places`` int32 ``[T, k]``, where in it the

@@ -9,7 +9,7 @@ assumed, as safetensors does.
 Shapes: N out_features, K in_features, B = ceil(K / 32) blocks a row; ``*`` any leading dimensions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import pairwise
 
@@ -28,9 +28,15 @@ QUANTIZE_SLICE = 1 << 22
 TILE_ROWS, SLAB_BLOCKS, LANES = 16, 8, 32
 
 
-def row_slices(weight: torch.Tensor, numbers: int) -> Iterator[torch.Tensor]:
-    """The rows of a weight ``[*, N, K]``, ``[n, K]`` of about so many numbers at a time: views, of any strides."""
-    for matrix in weight.reshape(-1, *weight.shape[-2:]):
+def matrices(weight: torch.Tensor | Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """The matrices ``[N, K]`` of a weight ``[*, N, K]``: views of a tensor, without gradients; or the weight itself,
+    if it is none but has the ``shape`` and ``device`` of one, and makes its matrices when it is gone through."""
+    return weight.detach().reshape(-1, *weight.shape[-2:]) if isinstance(weight, torch.Tensor) else weight
+
+
+def row_slices(weight: torch.Tensor | Iterable[torch.Tensor], numbers: int) -> Iterator[torch.Tensor]:
+    """The rows of a weight (``matrices``), ``[n, K]`` of about so many numbers at a time: views, of any strides."""
+    for matrix in matrices(weight):
         yield from matrix.split(max(numbers // weight.shape[-1], 1))
 
 

@@ -237,8 +237,11 @@ def test_errors_of_the_way():
         route_experts(right.float(), 4)
     with pytest.raises((TypeError, ValueError, RuntimeError), match="experts: found shape"):
         route_experts(right[0], 4)
-    with pytest.raises((TypeError, ValueError, RuntimeError), match="num_experts: found 0"):
-        route_experts(right, 0)
+    for number in (0, 2**13 + 1, 2**31):  # more than a GPU can count, which would stop with an error of CUDA
+        for device in ("cpu", "meta"):
+            with pytest.raises(ValueError, match=f"num_experts: found {number}, expected 1 to 8192"):
+                route_experts(right.to(device), number)
+    assert route_experts(right, 2**13)[2].shape == (2**13 + 1,)
     y, places, weights = torch.zeros(6, 5), right.int(), torch.zeros(2, 3)
     wrong = {
         "y: found dtype": (y.int(), places, weights),

@@ -250,9 +250,11 @@ Tensor gemm_experts(const Tensor& x, const Tensor& weight, const Tensor& absmax,
 std::tuple<Tensor, Tensor, Tensor> route_experts(const Tensor& experts, int64_t num_experts) {
     if (experts.scalar_type() != ScalarType::Int) check_dtype("experts", experts, ScalarType::Long);
     if (experts.dim() != 2) refuse("experts", "shape " + to_string(shape_of(experts)), "[tokens, experts of each]");
-    if (num_experts < 1 || num_experts >= INT32_MAX || experts.numel() > INT32_MAX) {
-        refuse("num_experts", std::to_string(num_experts) + ", of " + std::to_string(experts.numel()) + " numbers",
-               "1 or more, and both in 32 bits");
+    if (num_experts < 1 || num_experts > backend::kMostExperts) {
+        refuse("num_experts", std::to_string(num_experts), "1 to " + std::to_string(backend::kMostExperts));
+    }
+    if (experts.numel() > INT32_MAX) {
+        refuse("experts", std::to_string(experts.numel()) + " numbers", "a count that fits into 32 bits");
     }
     Tensor rows = new_tensor(experts, {experts.numel()}, ScalarType::Int);
     Tensor places = new_tensor(experts, shape_of(experts), ScalarType::Int);

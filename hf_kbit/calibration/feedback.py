@@ -1,13 +1,11 @@
 """Error feedback: what rounding a weight does to a layer's outputs, the weights not yet rounded make up for; then each
 is rounded again, now that all the others are known."""
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 
 from hf_kbit.calibration.hessian import cholesky, damping_of
+from hf_kbit.calibration.launches import one_launch
 from hf_kbit.codebooks import bits_of
 from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.reference import (
@@ -69,12 +67,10 @@ def solve(
     codes = torch.empty_like(columns, dtype=torch.uint8)
     absmax = torch.empty((len(columns) // BLOCK_SIZE, len(weight)), dtype=torch.uint8, device=weight.device)
     first = slice(BLOCK_SIZE)
-    round_block = _one_launch(
-        partial(_block, codebook=codebook, signed=signed), columns[first], root[first, first], kept[first]
-    )
+    round_block = one_launch(_block, columns[first], root[first, first], kept[first], codebook, signed=signed)
     for block, start in enumerate(range(0, len(columns), BLOCK_SIZE)):
         own = slice(start, start + BLOCK_SIZE)
-        codes[own], absmax[block], errors = round_block(columns[own], root[own, own], kept[own])
+        codes[own], absmax[block], errors = round_block(columns[own], root[own, own], kept[own], codebook)
         columns[own.stop :] -= root[own, own.stop :].T @ errors
     hessian.diagonal().add_(damping)
     _sweep(codes, absmax, target, hessian, kept, codebook, signed)
@@ -99,26 +95,6 @@ def _inverse_root(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
     upper = cholesky(hessian.flip(0, 1), damping).flip(0, 1)
     unit = torch.eye(len(upper), dtype=upper.dtype, device=upper.device)
     return torch.linalg.solve_triangular(upper, unit, upper=True).float()
-
-
-def _one_launch(function: Callable, *like: torch.Tensor) -> Callable:
-    """``function`` of tensors that are as those in ``like``. On a GPU its hundreds of small kernels become one CUDA
-    graph, whose results are good until the next call: launching them would take several times as long as they do."""
-    if not like[0].is_cuda:
-        return function
-    taken = [tensor.clone() for tensor in like]
-    function(*taken)  # libraries and tables come into being outside the graph
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = function(*taken)
-
-    def replay(*tensors):
-        for own, given in zip(taken, tensors, strict=True):
-            own.copy_(given)
-        graph.replay()
-        return results
-
-    return replay
 
 
 def _block(columns: torch.Tensor, root: torch.Tensor, kept: torch.Tensor, codebook: torch.Tensor, signed: bool):
@@ -165,9 +141,9 @@ def _sweep(codes, absmax, target, hessian, kept, codebook, signed) -> None:
 
     def parts(block):
         own = slice(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
-        return codes[own], absmax[block], gradient[own], hessian[own, own], kept[own]
+        return codes[own], absmax[block], gradient[own], hessian[own, own], kept[own], codebook
 
-    round_again = _one_launch(partial(_round_again, codebook=codebook, signed=signed), *parts(0))
+    round_again = one_launch(_round_again, *parts(0), signed=signed)
     for _ in range(SWEEPS):
         for block in range(len(absmax)):
             own = slice(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)

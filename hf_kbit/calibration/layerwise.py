@@ -226,9 +226,10 @@ def load(
     dtype: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    **arguments: Any,
 ) -> PreTrainedModel:
     """The model of a folder or of a name on the Hub, of the class that was saved, in ``dtype``: ``"auto"`` is the one
-    that it has there.
+    that it has there; ``arguments`` are of ``from_pretrained``.
 
     Its weights are on the CPU, mapped from the files: memory takes what is read of them, until it is short.
 
@@ -241,7 +242,7 @@ def load(
         model_class = class_to_load(config)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    return model_class.from_pretrained(name, dtype=dtype, **source)
+    return model_class.from_pretrained(name, dtype=dtype, **source, **arguments)
 
 
 def class_to_load(config: PreTrainedConfig) -> type:

@@ -8,6 +8,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_kbit import codebooks
 from hf_kbit.balance import balance_for
+from hf_kbit.calibration import launches
 from hf_kbit.calibration.drift import aim
 from hf_kbit.calibration.experts import DenseProjection
 from hf_kbit.calibration.inputs import Moments
@@ -36,6 +37,7 @@ def round_linear(name: str, layer: KbitLinear, dense: nn.Module, moments: Moment
     layer.load(Packed(planes, absmax, decoding, stored.columns))
 
 
+@launches.shared()
 def round_projection(name: str, layer: KbitProjection, dense: DenseProjection, shares, solver: ModuleType) -> int:
     """Each expert for its own share; levels, exponent and column scales are those of all together, as they are before
     the drift moves them. Experts with few rows are quantized without data: returns how many.

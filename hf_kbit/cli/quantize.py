@@ -26,7 +26,7 @@ from hf_kbit.cli.output import line
 from hf_kbit.cli.text import Column, Dataset, Split, Text, read_text
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import BITS
-from hf_kbit.integrations.transformers import selection
+from hf_kbit.integrations.transformers import mxfp4, selection
 
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 MEASURED = (8, 256)  # sequences, and tokens of each, on which widths are chosen
@@ -39,7 +39,12 @@ BESIDE = (
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="Folder, or name on the Hub, of a model in 16 or 32 bits.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Folder, or name on the Hub, of a model in 16 or 32 bits, or of GPT-OSS with MXFP4 experts."
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="Folder to save the quantized model in: a new one, or an empty one.")],
     bits: Annotated[
         float | None,
@@ -106,15 +111,16 @@ def command(
     start = time.monotonic()
     device, size = resolve_device(device), None if memory is None else _bytes(memory)
     source = {"revision": revision, "trust_remote_code": trust_remote_code}
-    _check(model, bits, size, method, source)
+    needs_dense = calibrate or size is not None or bool(bits and bits % 1)
+    _check(model, bits, size, method, source, needs_dense)
     dtype = check_dtype(dtype)
     choices = {"codebook": codebook} if codebook else {}
     config = KbitConfig(modules_to_not_convert=skip or [], **choices)
-    if not (calibrate or size or (bits and bits % 1)) and (text or dataset):
+    if not needs_dense and (text or dataset):
         raise ValueError("--text: found data, but neither --calibrate nor mixed widths need it")
     data = read_text(text, dataset, split, column) if text or dataset else None
     with claim(out) as output:
-        dense = load(model, dtype=dtype, **source)
+        dense = load(model, dtype=dtype, **source) if needs_dense else None
         mean = (bits or KbitConfig().bits) if size is None else _fit(dense, size, context, config)
         if calibrate or mean % 1:
             named = ", ".join(map(str, text or ())) or dataset
@@ -132,11 +138,8 @@ def command(
             options = {"method": method, "batch": batch, "device": device}
             quantized = hf_kbit.calibrate(dense, ids, config=config, resume=output.layers, progress=True, **options)
         else:
-            kind = type(dense)
             del dense
-            quantized = kind.from_pretrained(
-                model, dtype=dtype, device_map=device, quantization_config=config, **source
-            )
+            quantized = load(model, dtype=dtype, device_map=device, quantization_config=config, **source)
         quantized.save_pretrained(output.model)
         _copy_beside(model, revision, output.model)
         output.publish()
@@ -148,7 +151,7 @@ def command(
         line("uploaded", push_to_hub)
 
 
-def _check(model: str, bits: float | None, size: int | None, method: str, source: dict) -> None:
+def _check(model: str, bits: float | None, size: int | None, method: str, source: dict, needs_dense: bool) -> None:
     """Refuses what can be refused before anything large is loaded."""
     if bits is not None and size is not None:
         raise ValueError("--memory: found it and --bits, expected one")
@@ -156,8 +159,14 @@ def _check(model: str, bits: float | None, size: int | None, method: str, source
         raise ValueError(f"--bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
     if method not in METHODS:
         raise ValueError(f"--method: found {method!r}, expected one of {sorted(METHODS)}")
-    if getattr(AutoConfig.from_pretrained(model, **source), "quantization_config", None) is not None:
+    found = getattr(AutoConfig.from_pretrained(model, **source), "quantization_config", None)
+    if found is not None and not mxfp4.is_config(found):
         raise ValueError(f"{model}: found it quantized already, expected a model in 16 or 32 bits")
+    if found is not None and needs_dense:
+        raise ValueError(
+            f"{model}: found experts in MXFP4, which are quantized without data, expected neither --calibrate nor "
+            "--memory nor a mean of --bits"
+        )
 
 
 def _bytes(size: str) -> int:

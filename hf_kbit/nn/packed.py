@@ -143,7 +143,7 @@ class Stored:
     of them would take several times the memory of the weight.
 
     Args:
-        weight: float32, float16 or bfloat16.
+        weight: float32, float16 or bfloat16, a tensor or made a matrix at a time (``reference.matrices``).
         columns: uint8 ``[K]``, E4M4 column scales, or None.
         name: what errors call the weight.
     """
@@ -258,14 +258,15 @@ def quantize_weight(
     name: str = "weight",
     columns: torch.Tensor | None = None,
 ) -> Packed:
-    """Quantizes a weight ``[*, N, K]`` on its own device, with memory for some of its rows besides the result;
-    arguments and errors as for the functions above.
+    """Quantizes a weight ``[*, N, K]`` on its own device, with memory for some of its rows besides the result, or for
+    one of its matrices where these are made when they are gone through (``reference.matrices``); arguments and errors
+    as for the functions above.
 
     >>> packed = quantize_weight(torch.rand(4, 64), codebooks.normal_float(3), search=True)
     >>> packed.planes.shape, packed.absmax.shape, packed.decoding.exponent
     (torch.Size([4, 6]), torch.Size([4, 2]), 0)
     """
-    stored = transformed(weight.detach(), transform, name, columns)
+    stored = transformed(weight, transform, name, columns)
     # What nearly every weight turns out to need, tried while its largest magnitude is found: transforming takes time.
     usual = Decoding(levels, 0, "none" if stored.columns is None else "rotated")
     packed = None if refined else _quantize(stored, usual, search)

@@ -1,5 +1,6 @@
 """KbitWeight: what every layer with a packed weight has in common, and in what forms it holds it."""
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -207,9 +208,17 @@ class KbitWeight(nn.Module):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The decoded weight ``[*lead, N, K]``, in ``dtype``, or in that of the weight that was quantized."""
+        return self._decoded(self.weight, self.weight_absmax, dtype)
+
+    def matrices(self, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
+        """The matrices ``[N, K]`` of ``dequantize``, one after another, with memory for one."""
+        for index in itertools.product(*map(range, self.lead)):
+            yield self._decoded(self.weight[index], self.weight_absmax[index], dtype)
+
+    def _decoded(self, weight: torch.Tensor, absmax: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         shape, dtype = [self.out_features, self.in_features], dtype or self.dense_dtype
-        packed = self.weight, self.weight_absmax, self.codebook
-        return torch.ops.hf_kbit.dequantize(*packed, shape, dtype, self.weight_columns, self.decoding.transformed)
+        how = self.codebook, shape, dtype, self.weight_columns, self.decoding.transformed
+        return torch.ops.hf_kbit.dequantize(weight, absmax, *how)
 
     # --- nn.Module's ways in and out: always in the stored form ---
 

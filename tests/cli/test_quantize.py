@@ -25,10 +25,11 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hf_kbit
-from hf_kbit import KbitLinear, cli, widths
-from hf_kbit.calibration.layerwise import METHODS
+from hf_kbit import KbitLinear, cli, codebooks, widths
+from hf_kbit.calibration.layerwise import METHODS, load
 from hf_kbit.calibration.resume import Finished
 from hf_kbit.cli.folder import UNFINISHED, claim
+from tests import gpt_oss
 
 
 @pytest.fixture
@@ -64,6 +65,30 @@ def test_quantize_without_data(run_quantize, tmp_path):
 def test_quantize_to_4_bits_if_nothing_is_said(run_quantize, tmp_path):
     assert run_quantize("dense", tmp_path).exit_code == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.quantization_config.bits == 4
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+def test_quantize_what_has_experts_in_mxfp4(run_quantize, bits, monkeypatch, tmp_path):
+    """As ``from_pretrained`` does it, bit for bit in 4 bits; the decoded model, of 4 times the size, is not loaded."""
+    original, loaded = tmp_path / "original", []
+    gpt_oss.save(original, experts=2, hidden=64, inner=32, layers=1)
+
+    def record(*args, **kwargs):
+        loaded.append(kwargs.get("quantization_config"))
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(cli.quantize, "load", record)
+    result = run_quantize(original, tmp_path / "out", "--bits", bits)
+    assert result.exit_code == 0, result.output
+    expected = AutoModelForCausalLM.from_pretrained(original, quantization_config=hf_kbit.KbitConfig(bits=bits))
+    assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict(), expected.state_dict())
+    projection = expected.model.layers[0].mlp.experts.down_proj
+    assert (projection.levels == codebooks.fp4()) == (bits == 4)
+    assert [config and config.bits for config in loaded] == [bits]
+    for options in (["--calibrate"], ["--memory", "1MB"], ["--bits", 3.5]):
+        result = run_quantize(original, tmp_path / "refused", *options)
+        assert result.exit_code == 1 and "original: found experts in MXFP4, which are quantized" in result.stderr
+        assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize("data", ["--text", "--dataset", "its own"])

@@ -30,6 +30,16 @@ def test_quantizing_leaves_its_arguments_alone(transform):
     assert (packed.columns is not None) == packed.decoding.transformed == (transform == "rotated")
 
 
+class MadeAnew:
+    """A weight that is no tensor, ``reference.matrices``."""
+
+    def __init__(self, weight: torch.Tensor):
+        self.shape, self.device, self._weight = weight.shape, weight.device, weight
+
+    def __iter__(self):
+        return (matrix.clone() for matrix in self._weight)
+
+
 @pytest.mark.parametrize("refined", [False, True])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("size, stands_out", [(1.0, False), (1e-20, False), (1.0, True)])
@@ -43,13 +53,14 @@ def test_parts_cannot_be_seen(size, stands_out, transform, refined, monkeypatch)
     expected = quantize_weight(weight.reshape(150, 70), *how)
     for numbers in (1, 7 * 70, 1 << 30):
         monkeypatch.setattr(module, "_SLICE_ON_CPU", numbers)
-        for given in (weight, weight.mT.contiguous().mT):
+        for given in (weight, weight.mT.contiguous().mT, MadeAnew(weight)):
             found = quantize_weight(given, *how)
             assert found.decoding == expected.decoding and found.planes.shape[:2] == found.absmax.shape[:2] == (3, 50)
             assert torch.equal(found.planes.view(150, -1), expected.planes)
             assert torch.equal(found.absmax.view(150, -1), expected.absmax)
             assert found.columns is None or torch.equal(found.columns, expected.columns)
-            assert torch.equal(transformed(given, transform).weight, transformed(weight, transform).weight)
+        turned = weight.mT.contiguous().mT
+        assert torch.equal(transformed(turned, transform).weight, transformed(weight, transform).weight)
 
 
 def test_a_part_at_a_time_is_alive(monkeypatch):

@@ -96,18 +96,45 @@ class KbitParamWrapper(KbitTunerLayer, ParamWrapper):
         plain._parameters[self.parameter_name] = nn.Parameter(_in_model_order(packed, weight), requires_grad=False)
         return plain
 
-    def _weight_of(self, plain: nn.Module) -> torch.Tensor:
-        return _in_model_order(self.quantized, plain.get_parameter(self.parameter_name))
+    def _merged(self, original: KbitProjection, adapter_names: list[str], safe_merge: bool) -> "MergedExperts":
+        self.merged_adapters = [name for name in adapter_names if name in self.lora_A]
+        return MergedExperts(original, [(*self._factors(name), self.scaling[name]) for name in self.merged_adapters])
 
-    def _leave_plain(self, plain: nn.Module) -> None:
-        tensor = plain.get_parameter(self.parameter_name).to(self.merge_dtype)
-        put_tensor(self.get_base_layer(), self.parameter_name, nn.Parameter(tensor.contiguous(), requires_grad=False))
+    def _weight_of(self, exact: "MergedExperts") -> "MergedExperts":
+        return exact
+
+    def _leave_plain(self, exact: "MergedExperts") -> None:
+        order = _in_model_order(self.quantized, no_weight(self.quantized))
+        tensor = torch.empty(order.shape, dtype=self.merge_dtype, device=exact.device)
+        for own, matrix in zip(tensor, exact, strict=True):
+            self._check(own.copy_(_in_model_order(self.quantized, matrix)))
+        put_tensor(self.get_base_layer(), self.parameter_name, nn.Parameter(tensor, requires_grad=False))
 
     __reduce_ex__ = object.__reduce_ex__  # pickle finds this class by its name
 
 
+class MergedExperts:
+    """The weight ``[E, N, K]`` of a projection with adapters added, float32: a matrix is made when it is gone through
+    (``reference.matrices``), each time anew, for all of them are several times the size of the model's.
+
+    Args:
+        packed: the projection; it is not changed.
+        added: of each adapter A ``[E, r, K]``, B ``[E, r, N]``, and what to multiply ``B_e.T @ A_e`` by.
+    """
+
+    def __init__(self, packed: KbitProjection, added: list[tuple[torch.Tensor, torch.Tensor, float]]):
+        self.shape, self.device = (*packed.lead, packed.out_features, packed.in_features), packed.weight.device
+        self._packed, self._added = packed, [(a.detach(), b.detach(), scaling) for a, b, scaling in added]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for expert, matrix in enumerate(self._packed.matrices(torch.float32)):
+            for a, b, scaling in self._added:
+                matrix += (b[expert].T @ a[expert] * scaling).to(matrix)  # in the adapter's dtype, as PEFT does
+            yield matrix
+
+
 def _in_model_order(projection: KbitProjection, tensor: torch.Tensor) -> torch.Tensor:
-    """``[E, N, K]`` in the order of the model, and back."""
+    """``[*, N, K]`` in the order of the model, and back."""
     return tensor.mT if projection.transposed else tensor
 
 

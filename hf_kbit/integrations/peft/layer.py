@@ -13,6 +13,7 @@ from hf_kbit.integrations.peft.merge_report import MergedLayer, report
 from hf_kbit.integrations.transformers.quantizer import to_dense
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.reference import matrices
 
 
 class KbitTunerLayer:
@@ -37,16 +38,29 @@ class KbitTunerLayer:
         """A base layer as PEFT knows it, with this weight ``[*lead, N, K]``."""
         return _linear(packed, weight)
 
-    def _weight_of(self, plain: nn.Module) -> torch.Tensor:
-        """The weight ``[*lead, N, K]`` of such a base layer."""
-        return plain.weight
+    def _merged(self, original: KbitWeight, adapter_names: list[str], safe_merge: bool) -> nn.Module:
+        """A base layer as PEFT knows it, in float32, into which it has merged those adapters that the layer has."""
+        exact = self._as_plain(original, original.dequantize(torch.float32))
+        with base_layer_as(self, exact):
+            super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+        return exact
 
-    def _leave_plain(self, plain: nn.Module) -> None:
-        """Puts such a base layer in the place of the packed one, in ``merge_dtype``."""
-        self.base_layer = to_dense(self.base_layer, self.merge_dtype, plain)
+    def _weight_of(self, exact):
+        """The weight of what ``_merged`` gives, to go through (``reference.matrices``)."""
+        return exact.weight
+
+    def _leave_plain(self, exact) -> None:
+        """Puts what ``_merged`` gives in the place of the packed weight, in ``merge_dtype``."""
+        self._check(exact.weight.to(self.merge_dtype))
+        self.base_layer = to_dense(self.base_layer, self.merge_dtype, exact)
+
+    def _check(self, weight: torch.Tensor) -> None:
+        if not weight.isfinite().all():
+            raise ValueError(f"{self._what()}: found NaN or infinite values, expected finite ones in {weight.dtype}")
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds adapters to the weight, and quantizes it again; takes some float32 copies of the weight meanwhile.
+        """Adds adapters to the weight, and quantizes it again; takes some float32 copies of the weight meanwhile, of
+        experts those of one.
 
         Args:
             safe_merge: has PEFT look for NaN; a weight that is not finite is refused without it too.
@@ -65,16 +79,11 @@ class KbitTunerLayer:
         merged, (original,) = self.merged_adapters, self.unmerged or (_twin(base),)
         if original.weight.device != base.weight.device:  # the model was moved meanwhile
             original.to(base.weight.device)
-        exact, measured = self._as_plain(original, original.dequantize(torch.float32)), None
+        measured = None
         try:
             self.merged_adapters = []
-            with base_layer_as(self, exact):
-                super().merge(safe_merge=safe_merge, adapter_names=merged + adapter_names)
+            exact = self._merged(original, merged + adapter_names, safe_merge)
             if self.merge_dtype is not None:
-                if not self._weight_of(exact).to(self.merge_dtype).isfinite().all():
-                    raise ValueError(
-                        f"{self._what()}: found NaN or infinite values, expected finite ones in {self.merge_dtype}"
-                    )
                 self._leave_plain(exact)
             elif self.merged_adapters != merged:  # this layer has at least one of the adapters
                 measured = self._take(original, exact)
@@ -84,17 +93,17 @@ class KbitTunerLayer:
         if measured is not None:
             report(measured)
 
-    def _take(self, original: KbitWeight, exact: nn.Module) -> MergedLayer:
-        """Quantizes the merged layer, and measures what that changed."""
-        base, before, weight = self.quantized, original.dequantize(torch.float32), self._weight_of(exact)
-        if torch.equal(before, weight):
+    def _take(self, original: KbitWeight, exact) -> MergedLayer:
+        """Quantizes what ``_merged`` gives, and measures what that changed."""
+        base, weight = self.quantized, self._weight_of(exact)
+        if all(map(torch.equal, original.matrices(torch.float32), matrices(weight))):
             _restore(base, original)
         else:
             requantize(base, weight, self._what(), original.weight_columns)
         if getattr(base, "bias", None) is not None:
             base.bias = nn.Parameter(exact.bias.data.to(base.bias.dtype), base.bias.requires_grad)
         self.unmerged = (original,)
-        return MergedLayer.measure(self.name, before, weight, base)
+        return MergedLayer.measure(self.name, original, weight, base)
 
     def _what(self) -> str:
         return f"{self.name}.weight with {', '.join(self.merged_adapters)} merged"
@@ -232,14 +241,15 @@ def _restore(layer: KbitWeight, twin: KbitWeight) -> None:
         layer.to_planes()
 
 
-def requantize(layer: KbitWeight, weight: torch.Tensor, name: str, columns: torch.Tensor | None = None) -> None:
-    """Quantizes another weight into the layer, in the form in which its own is: one that is offloaded has planes.
+def requantize(layer: KbitWeight, weight, name: str, columns: torch.Tensor | None = None) -> None:
+    """Quantizes another weight (``reference.matrices``) into the layer, in the form in which its own is: one that is
+    offloaded has planes.
 
     With the column scales that its own has, what is hardly changed is not rounded anew.
     """
     tiled = layer.is_tiled
     if columns is not None:  # zeros are those of a layer that never had a weight
         columns = columns.data.to(weight.device) if columns.all() else None
-    layer.load(layer.quantize(weight.data, name, columns))
+    layer.load(layer.quantize(weight, name, columns))
     if not tiled:
         layer.to_planes()

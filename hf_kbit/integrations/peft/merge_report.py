@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.reference import matrices
 
 # Below this part of what adapters add, a merge that requantizes is said to have lost them.
 LOST = 0.5
@@ -28,19 +29,17 @@ class MergedLayer:
     weights: int
 
     @classmethod
-    def measure(cls, name: str, before: torch.Tensor, exact: torch.Tensor, layer: KbitWeight) -> "MergedLayer":
-        """Compares the weight before merging, the exact sum, and what the layer stores; float32 ``[*lead, N, K]``."""
-        stored, added = layer.dequantize(torch.float32), exact - before
-        return cls(
-            name,
-            layer.bits,
-            exact.square().sum().item(),
-            (stored - exact).square().sum().item(),
-            added.square().sum().item(),
-            ((stored - before) * added).sum().item(),
-            int((stored != before).sum()),
-            exact.numel(),
-        )
+    def measure(cls, name: str, before: KbitWeight, exact, layer: KbitWeight) -> "MergedLayer":
+        """Compares the weight before merging, the exact sum in float32 (``reference.matrices``), and what the layer
+        stores."""
+        sums = []
+        decoded = before.matrices(torch.float32), matrices(exact), layer.matrices(torch.float32)
+        for old, new, stored in zip(*decoded, strict=True):
+            added, error = new - old, stored - new
+            kept, changed = ((stored - old) * added).sum(), (stored != old).sum()
+            sums.append(torch.stack([*(x.square().sum() for x in (new, error, added)), kept, changed]).double())
+        exact, error, added, kept, changed = torch.stack(sums).sum(0).tolist()
+        return cls(name, layer.bits, exact, error, added, kept, int(changed), layer.num_weights)
 
     @property
     def relative_error(self) -> float:

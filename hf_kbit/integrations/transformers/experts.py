@@ -25,8 +25,6 @@ def new_projection(model: nn.Module, name: str, **settings) -> KbitProjection:
     dtype = experts._parameters[own].dtype
     projection = KbitProjection(count, in_features, out_features, device="meta", dtype=dtype, **settings)
     projection.transposed = is_transposed(experts)
-    # A class's _init_weights may be about to fill what has the name of a tensor.
-    projection._is_hf_initialized = True
     return projection
 
 

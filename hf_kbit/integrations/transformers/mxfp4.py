@@ -192,15 +192,18 @@ def collects(conversion) -> bool:
     return any(isinstance(operation, CollectMxfp4) for operation in getattr(conversion, "operations", ()))
 
 
+def is_config(quantization_config) -> bool:
+    """Whether it says, as an object or as a dict, that a checkpoint has experts in MXFP4."""
+    found = quantization_config if isinstance(quantization_config, dict) else quantization_config.to_dict()
+    return found.get("quant_method") == "mxfp4"
+
+
 def wrap_merge(merge_quantization_configs):
     """``merge_quantization_configs`` that takes the user's ``KbitConfig`` for a checkpoint in MXFP4."""
 
     @wraps(merge_quantization_configs)
     def wrapped(quantization_config, quantization_config_from_args, *args, **kwargs):
-        of_checkpoint = quantization_config
-        if not isinstance(of_checkpoint, dict):
-            of_checkpoint = of_checkpoint.to_dict()
-        if isinstance(quantization_config_from_args, KbitConfig) and of_checkpoint.get("quant_method") == "mxfp4":
+        if isinstance(quantization_config_from_args, KbitConfig) and is_config(quantization_config):
             return quantization_config_from_args
         return merge_quantization_configs(quantization_config, quantization_config_from_args, *args, **kwargs)
 

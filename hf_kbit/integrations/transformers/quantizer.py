@@ -95,6 +95,7 @@ class KbitHfQuantizer(HfQuantizer):
         # No quantizer has written a config without levels: somebody has put it into the config of a 16-bit model.
         self.pre_quantized = self.pre_quantized and bool(quantization_config.levels)
         self.problems: list[str] = []
+        self.made_together: list[list[str]] = []  # parts of names of tensors that one conversion makes
         self.mxfp4: list[str] = []  # projections that the checkpoint holds so
         self.from_mxfp4: dict[str, int | None] = {}  # those packed, and what mxfp4.quantize says of them
         self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
@@ -220,18 +221,24 @@ class KbitHfQuantizer(HfQuantizer):
     # --- while loading ---
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
-        return not self.pre_quantized and _placeholder(model, param_name) is not None
+        """Of the tensors that a conversion makes Transformers asks for the first, and means all."""
+        names = [param_name]
+        for first, *others in self.made_together:
+            if first in param_name:
+                names += [param_name.replace(first, other, 1) for other in others]
+        return not self.pre_quantized and any(_placeholder(model, name) is not None for name in names)
 
     def get_quantize_ops(self) -> KbitQuantize:
         return KbitQuantize(self)
 
     def param_element_size(self, model, param_name: str, param: torch.Tensor) -> float:
-        if self.param_needs_quantization(model, param_name):
+        if not self.pre_quantized and _placeholder(model, param_name) is not None:
             return torch.int32.itemsize  # the placeholder has the shape of the words but another dtype
         return super().param_element_size(model, param_name, param)
 
     def update_weight_conversions(self, weight_conversions, model=None):
         experts.fit_transposes(weight_conversions)
+        self.made_together = [c.target_patterns for c in weight_conversions if len(c.target_patterns) > 1]
         return [*weight_conversions, *mxfp4.conversions(self.mxfp4)]
 
     # --- after loading ---
@@ -250,8 +257,9 @@ class KbitHfQuantizer(HfQuantizer):
         self._check_shapes(model)
         layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
         if not self.pre_quantized:
+            self._check_packed(layers)
             for name in [name for name, layer in layers.items() if layer.weight.is_floating_point()]:
-                if not self._quantize_late(name, layers[name]) and isinstance(layers[name], KbitLinear):
+                if isinstance(layers[name], KbitLinear):
                     self._restore_new_head(model, name, layers.pop(name))
         checkpoint.refuse(
             [
@@ -281,15 +289,16 @@ class KbitHfQuantizer(HfQuantizer):
         )
 
     @staticmethod
-    def _quantize_late(name: str, layer: KbitWeight) -> bool:
-        """Packs a weight that a conversion of several tensors let through as it was; False if there is none."""
-        weight = layer.weight
-        if not getattr(weight, "_is_hf_initialized", False):
-            return False
-        layer.load_dense(weight.mT if layer.transposed else weight, f"{name}.weight")
-        for tensor in layer.packed.values():
-            tensor._is_hf_initialized = True
-        return True
+    def _check_packed(layers: dict[str, KbitWeight]) -> None:
+        """That no weight came past ``KbitQuantize``, and would be taken for a head that the checkpoint has not."""
+        checkpoint.refuse(
+            [
+                f"{name}.weight: found it in {layer.weight.dtype} after loading, expected it packed"
+                for name, layer in layers.items()
+                if layer.weight.is_floating_point() and getattr(layer.weight, "_is_hf_initialized", False)
+            ],
+            "this Transformers reads weights in a way that hf_kbit does not know",
+        )
 
     @staticmethod
     def _restore_new_head(model, name: str, layer: KbitLinear) -> None:
@@ -426,7 +435,10 @@ def _as_expected(name: str, tensor: torch.Tensor, layer: KbitWeight) -> torch.Te
 
 def _placeholder(model, name: str) -> KbitWeight | None:
     """The empty layer that a 16-bit tensor of that name is to be packed into, if there is one."""
-    module, own = get_module_from_name(model, name)
+    try:
+        module, own = get_module_from_name(model, name)
+    except AttributeError:  # as with names in a conversion that are of other layers
+        return None
     if isinstance(module, KbitExperts):
         module, own = module._modules.get(own), "weight"
     return module if isinstance(module, KbitWeight) and own == "weight" else None

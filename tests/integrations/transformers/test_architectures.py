@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear, codebooks
 from hf_kbit.balance import balance
+from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.packed import quantize_weight
 from hf_kbit.nn.weight import KbitWeight
@@ -718,6 +719,73 @@ def test_sharded_float_checkpoint(load, tmp_path):
     assert len(list(path.glob("*.safetensors"))) > 3
     model = BY_NAME["llama"].cls.from_pretrained(path, quantization_config=KbitConfig(bits=3))
     assert_same_tensors(model, load("llama", KbitConfig(bits=3)), "quantized from several files")
+
+
+DECODER = dict(vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+DECODER |= dict(num_key_value_heads=4, max_position_embeddings=64, pad_token_id=0)
+IN_THREE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]}
+# A checkpoint has these as one tensor: queries, keys, values and a gate; the experts for text and those for images.
+FUSED = {
+    "hrm_text": ("HrmTextForCausalLM", DECODER | dict(head_dim=16), "attn.gqkv_proj.weight"),
+    "ernie4_5_vl_moe": (
+        "Ernie4_5_VLMoeModel",
+        dict(
+            text_config=DECODER
+            | dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=[40, 24], mlp_layer_types=["sparse", "sparse"])
+            | dict(rope_parameters=IN_THREE),
+            vision_config=dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=4, patch_size=4),
+        ),
+        "mlp.experts.0.down_proj.weight",
+    ),
+}
+
+
+def save_fused(name: str, path: Path) -> PreTrainedModel:
+    class_name, settings, stored = FUSED[name]
+    torch.manual_seed(0)
+    cls = getattr(transformers, class_name)
+    model = cls(cls.config_class(**settings))
+    with safe_open(save(model, path) / "model.safetensors", "pt") as file:
+        assert any(own.endswith(stored) for own in file.keys())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("hrm_text", []),
+        ("hrm_text", ["self_attn.gate_proj"]),  # the first of the tensors that Transformers makes, or another
+        ("hrm_text", ["k_proj"]),
+        ("ernie4_5_vl_moe", ["text_moe"]),
+        ("ernie4_5_vl_moe", ["vision_moe"]),
+    ],
+)
+def test_layers_of_one_tensor_of_the_checkpoint(tmp_path, name, left):
+    """Each is quantized or left as it is by itself."""
+    original = save_fused(name, tmp_path / "float")
+    config = KbitConfig(bits=3, modules_to_not_convert=left)
+    model = type(original).from_pretrained(tmp_path / "float", quantization_config=config)
+    layers = quantized(model)
+    assert len(layers) > 8 and not any(part in own for own in layers for part in left)
+    for own, layer in layers.items():
+        packed = layer.quantize(dense_weight(original, own, layer).detach())
+        assert torch.equal(layer.weight, packed.planes) and torch.equal(layer.weight_absmax, packed.absmax), own
+    for own, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            assert torch.equal(parameter, original.get_parameter(own)), own
+    reloaded = type(original).from_pretrained(save(model, tmp_path / "saved"))
+    assert_same_tensors(reloaded, model, "reload")
+
+
+def test_a_weight_that_came_past_the_quantizer_is_no_new_head(tmp_path, monkeypatch):
+    """Which would be drawn anew."""
+    original = save_fused("hrm_text", tmp_path)
+    monkeypatch.setattr(
+        KbitHfQuantizer, "update_weight_conversions", lambda self, conversions, model=None: conversions
+    )
+    config = KbitConfig(bits=3, modules_to_not_convert=["k_proj", "self_attn.gate_proj"])
+    with pytest.raises(ValueError, match=r"0\.self_attn\.q_proj\.weight: found it in torch\.float32 after loading"):
+        type(original).from_pretrained(tmp_path, quantization_config=config)
 
 
 NEW_HEADS = [

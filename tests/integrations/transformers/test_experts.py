@@ -267,7 +267,8 @@ def test_experts_that_are_not_in_the_checkpoint(saved):
 
 
 def test_a_bias_that_is_not_in_the_checkpoint(saved):
-    """It is made anew, and so would the experts beside it be by their class, were they not marked."""
+    """It is made anew by its class, which would make experts, other biases and routers anew too, were they not marked
+    as loaded."""
     dense, path = saved("gpt_oss")
     file = path / "model.safetensors"
     stored = load_file(file)
@@ -278,7 +279,12 @@ def test_a_bias_that_is_not_in_the_checkpoint(saved):
         twin = experts.new_projection(dense, own, bits=4)
         twin.load_dense(dense.get_parameter(own).detach().mT)
         assert torch.equal(projections(model)[own].weight, twin.weight)
-    assert not model.model.layers[1].mlp.experts.down_proj_bias.any()
+    made = "model.layers.1.mlp.experts.down_proj_bias"
+    assert not model.get_parameter(made).any() and dense.get_parameter(made).any()
+    for own, parameter in model.named_parameters():
+        if parameter.is_floating_point() and own != made:
+            assert parameter.any() or "self_attn" in own, "or this would prove nothing"
+            assert torch.equal(parameter, dense.get_parameter(own)), own
 
 
 def test_values_that_are_not_finite(saved):

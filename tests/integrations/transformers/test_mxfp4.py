@@ -2,66 +2,31 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Mxfp4Config
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from hf_kbit import KbitConfig, KbitLinear, codebooks
 from hf_kbit.integrations.transformers import mxfp4
 from hf_kbit.nn.experts import KbitProjection
-from tests import cases
+from tests import cases, gpt_oss
 
 E, H, INNER, LAYERS = 3, 64, 96, 2
-SHAPES = {"gate_up_proj": (E, 2 * INNER, H // 32), "down_proj": (E, H, INNER // 32)}  # of scales
-NAMES = [f"model.layers.{layer}.mlp.experts.{own}" for layer in range(LAYERS) for own in SHAPES]
+NAMES = [f"model.layers.{layer}.mlp.experts.{own}" for layer in range(LAYERS) for own in ("gate_up_proj", "down_proj")]
 WIDE = NAMES[2]
+SAVED = Path(__file__).parents[2] / "data" / "mxfp4"
 IDS = torch.arange(3, 27).view(2, 12)
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """A bfloat16 GPT-OSS of random weights, as openai/gpt-oss-20b is stored: all 16 codes, scales of 18 octaves."""
-    torch.manual_seed(0)
-    config = GptOssConfig(
-        vocab_size=96,
-        hidden_size=H,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=E,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-    )
-    model = GptOssForCausalLM(config)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.1)
     folder = tmp_path_factory.mktemp("mxfp4")
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in NAMES:
-        del tensors[name]
-        shape, generator = SHAPES[name.rpartition(".")[2]], cases.generator(NAMES.index(name))
-        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(118, 125, shape, generator=generator, dtype=torch.uint8)
-        scales[0, 0, 0], scales[0, 1, 0] = 124, 124 - 17
-        tensors[f"{name}_scales"] = scales
-    write(folder, tensors)
+    assert gpt_oss.save(folder, E, H, INNER, LAYERS).keys() == set(NAMES)
     return folder
-
-
-def write(folder, tensors) -> None:
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens"]}
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.fixture
@@ -70,7 +35,7 @@ def changed(path, tmp_path):
 
     def change(**tensors):
         (tmp_path / "config.json").write_text((path / "config.json").read_text())
-        write(tmp_path, load_file(path / "model.safetensors") | tensors)
+        gpt_oss.write(tmp_path, load_file(path / "model.safetensors") | tensors)
         return tmp_path
 
     return change
@@ -134,6 +99,20 @@ def test_whole_life(path, tmp_path):
         assert same_bits(undone.get_parameter(name).detach(), expected[name])
     undone.save_pretrained(tmp_path / "undone")
     assert load_file(tmp_path / "undone" / "model.safetensors").keys() >= set(NAMES)
+
+
+def test_taken_over_and_saved_by_any_transformers(tmp_path):
+    """``tests/data/mxfp4`` was made like this by Transformers 5.23: another version makes the same bytes, so that what
+    either saves is what the other reads, and computes the same with them."""
+    gpt_oss.save(tmp_path / "original", experts=2, hidden=32, inner=32, layers=1)
+    model, saved = load(tmp_path / "original", bits=4), load(SAVED)
+    assert len(projections(saved)) == 2 and torch.equal(logits(saved), logits(model))
+    for number, own in enumerate((model, saved)):
+        own.save_pretrained(tmp_path / str(number) / "mxfp4")
+        found = tmp_path / str(number) / "mxfp4"
+        assert (found / "model.safetensors").read_bytes() == (SAVED / "model.safetensors").read_bytes()
+        configs = [json.loads((folder / "config.json").read_text()) for folder in (found, SAVED)]
+        assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
 
 
 def test_logits_and_gradients_are_those_of_the_decoded_model(path):
@@ -254,7 +233,7 @@ def test_half_a_projection_is_refused(path, tmp_path):
     tensors = load_file(path / "model.safetensors")
     del tensors[f"{NAMES[1]}_scales"]
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
-    write(tmp_path, tensors)
+    gpt_oss.write(tmp_path, tensors)
     with pytest.raises(ValueError, match=f"{NAMES[1]}: not in the checkpoint"):
         load(tmp_path, bits=4)
 
