@@ -119,6 +119,12 @@ TRANSFORMERS_HOOKS = (
         lost="mixtures are not quantized while they load to a GPU",
     ),
     Hook(
+        "transformers.modeling_utils:PreTrainedModel.maybe_distribute_model",
+        ("model", "distributed_config"),
+        "hf_kbit.integrations.transformers.parallel:shard_packed",
+        lost="quantized models fail under tensor and expert parallelism",
+    ),
+    Hook(
         "transformers.modeling_utils:PreTrainedModel.num_parameters",
         ("self", "only_trainable", "exclude_embeddings"),
         "hf_kbit.integrations.counts:wrap_num_parameters",
