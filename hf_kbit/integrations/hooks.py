@@ -65,6 +65,7 @@ TRANSFORMERS_NAMES = (
     Name(f"{_LOADING}:rename_source_key", ("source_key", "weight_renamings", "weight_converters")),
     Name(f"{_LOADING}:revert_weight_conversion", ("model", "state_dict")),
     Name("transformers.conversion_mapping:get_model_conversion_mapping", ("model",)),
+    Name("transformers.modeling_utils:PreTrainedModel.should_save_on_this_rank", ("self", "is_main_process")),
     Name("transformers.pytorch_utils:Conv1D"),
     Name("transformers.quantizers.auto:register_quantization_config", ("method",)),
     Name("transformers.quantizers.auto:register_quantizer", ("name",)),

@@ -87,10 +87,13 @@ def _follow_rule(model: nn.Module, name: str, layer: KbitWeight) -> None:
                 _shard(layer, COLUMNS, mesh, Shard(0))
         layer.local_shape = rows, width
     if isinstance(layer, KbitProjection):
-        experts = model.get_submodule(name.rpartition(".")[0])
+        experts_name = name.rpartition(".")[0]
+        experts = model.get_submodule(experts_name)
         found = layer.lead[0] // mesh.size() if placement is not None and placement.dim == 0 else layer.lead[0]
         if found != experts.num_experts:
             raise ValueError(f"{name}: found a rule that gives a process {found} experts, expected {experts.num_experts}")
+        if placement is not None and "forward" not in experts.__dict__:  # where a rule puts what it communicates
+            raise ValueError(f"{name}: found a rule for it, expected one for {experts_name} too, to sum up what comes out")
 
 
 def _shards(weight: torch.Tensor):
