@@ -90,6 +90,19 @@ TORCH_HOOKS = (
         "hf_kbit.integrations.averaging:copy_packed_words",
         lost="AveragedModel averages packed words and destroys quantized weights",
     ),
+    Hook(
+        "torch.distributed.fsdp:FullyShardedDataParallel.__init__",
+        ("self", "module"),
+        "hf_kbit.integrations.sharding:refuse_fsdp1",
+        lost="FSDP1 fails on quantized models in torch's words",
+    ),
+    Hook(
+        "torch.distributed.fsdp:fully_shard",
+        ("module",),
+        "hf_kbit.integrations.sharding:refuse_old_torch",
+        everywhere=True,
+        lost="FSDP2 of an old torch fails on quantized models in torch's words",
+    ),
 )
 
 _CARDS = "hf_kbit.integrations.transformers.cards"

@@ -67,33 +67,26 @@ def _count_local_experts(model: nn.Module, distributed_config) -> None:
 
 def _follow_rule(model: nn.Module, name: str, layer: KbitWeight) -> None:
     """Shards what belongs to words that a rule has sharded, and tells the layer what it has of a matrix."""
+    mesh, placement = _shards(layer.weight)
     if isinstance(layer, KbitProjection):
         layer.__dict__.pop("forward", None)  # with the communication that a rule has put around it
-    mesh, placement = _shards(layer.weight)
-    rows, width, lead = layer.out_features, layer.in_features, len(layer.lead)
-    if placement is not None:
-        processes = mesh.size()
-        if isinstance(layer, KbitProjection) and placement.dim > 0:
-            placement = _shard_projection(model, name, layer, mesh, placement)
-        if placement.dim == lead:
-            groups = getattr(placement, "split_factor", 1) * processes
-            _check_divides(f"{name}.out_features", rows, groups, f"{processes} processes")
-            rows //= processes
-        elif placement.dim == lead + 1:
-            whole_blocks = f"whole blocks of {BLOCK_SIZE} in each of {processes} processes"
-            _check_divides(f"{name}.in_features", width, BLOCK_SIZE * processes, whole_blocks)
-            width //= processes
-            if layer.weight_columns is not None:
-                _shard(layer, COLUMNS, mesh, Shard(0))
-        layer.local_shape = rows, width
-    if isinstance(layer, KbitProjection):
-        experts_name = name.rpartition(".")[0]
-        experts = model.get_submodule(experts_name)
-        found = layer.lead[0] // mesh.size() if placement is not None and placement.dim == 0 else layer.lead[0]
-        if found != experts.num_experts:
-            raise ValueError(f"{name}: found a rule that gives a process {found} experts, expected {experts.num_experts}")
-        if placement is not None and "forward" not in experts.__dict__:  # where a rule puts what it communicates
-            raise ValueError(f"{name}: found a rule for it, expected one for {experts_name} too, to sum up what comes out")
+        _check_experts(model, name, layer, mesh, placement)
+    if placement is None:
+        return
+    if layer.transposed and layer.lead and placement.dim > 0:
+        placement = _transpose(layer, mesh, placement)
+    rows, width, lead, processes = layer.out_features, layer.in_features, len(layer.lead), mesh.size()
+    if placement.dim == lead:
+        groups = getattr(placement, "split_factor", 1) * processes
+        _check_divides(f"{name}.out_features", rows, groups, f"{processes} processes")
+        rows //= processes
+    elif placement.dim == lead + 1:
+        whole_blocks = f"whole blocks of {BLOCK_SIZE} in each of {processes} processes"
+        _check_divides(f"{name}.in_features", width, BLOCK_SIZE * processes, whole_blocks)
+        width //= processes
+        if layer.weight_columns is not None:
+            _shard(layer, COLUMNS, mesh, Shard(0))
+    layer.local_shape = rows, width
 
 
 def _shards(weight: torch.Tensor):
@@ -106,23 +99,33 @@ def _shards(weight: torch.Tensor):
     return mesh[names[-1]] if mesh.ndim > 1 else mesh, placement
 
 
+def _check_experts(model: nn.Module, name: str, layer: KbitProjection, mesh, placement) -> None:
+    """Refuses rules that would give wrong results: of experts as a whole they are what sums up, and counts."""
+    experts_name = name.rpartition(".")[0]
+    experts = model.get_submodule(experts_name)
+    found = layer.lead[0] // mesh.size() if placement is not None and placement.dim == 0 else layer.lead[0]
+    if found != experts.num_experts:
+        raise ValueError(f"{name}: found a rule that leaves a process {found} experts, not {experts.num_experts}")
+    if placement is not None and "forward" not in experts.__dict__:  # where a rule puts what it communicates
+        raise ValueError(f"{name}: found a rule for it, expected one for {experts_name} too, which sums up results")
+    if placement is not None and placement.dim > 0 and experts.has_bias:
+        raise ValueError(f"{name}: found a rule for parts of each expert, expected none: each process adds its bias")
+
+
 def _check_divides(name: str, size: int, unit: int, what: str) -> None:
     if size % unit:
         raise ValueError(
-            f"{name}: found {size}, expected a multiple of {unit}, for {what}. Take fewer processes, or leave the layer "
-            "in 16 bits (modules_to_not_convert) when the model is quantized"
+            f"{name}: found {size}, expected a multiple of {unit}, for {what}. Take fewer processes, or leave the "
+            "layer in 16 bits (modules_to_not_convert) when the model is quantized"
         )
 
 
-def _shard_projection(model: nn.Module, name: str, layer: KbitProjection, mesh, placement):
-    """Shards inside the matrices of experts; a rule for ``[E, K, N]`` means the other dimension of ``[E, N, K]``."""
-    if model.get_submodule(name.rpartition(".")[0]).has_bias:
-        raise ValueError(f"{name}: found a rule for parts of each expert, whose biases would be added by all processes")
-    if layer.transposed:
-        factor, dim = getattr(placement, "split_factor", None), 3 - placement.dim
-        placement = Shard(dim) if factor is None else _StridedShard(dim, split_factor=factor)
-        for own in (WEIGHT, ABSMAX):
-            _shard(layer, own, mesh, placement)
+def _transpose(layer: KbitProjection, mesh, placement):
+    """Shards ``[E, N, K]`` as a rule for ``[E, K, N]`` means it."""
+    factor, dim = getattr(placement, "split_factor", None), 3 - placement.dim
+    placement = Shard(dim) if factor is None else _StridedShard(dim, split_factor=factor)
+    for own in (WEIGHT, ABSMAX):
+        _shard(layer, own, mesh, placement)
     return placement
 
 

@@ -28,6 +28,7 @@ from transformers.utils import logging
 from hf_kbit import mixing
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, COLUMNS_SUFFIX
+from hf_kbit.integrations.sharding import refuse_zero3
 from hf_kbit.integrations.transformers import checkpoint, experts, kernels, mxfp4, selection
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection, projections
 from hf_kbit.nn.linear import KbitLinear
@@ -99,6 +100,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
 
     def validate_environment(self, *args, device_map=None, **kwargs):
+        refuse_zero3()
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
                 "device_map: found layers on disk, expected none while quantizing: a layer on disk is read from the "
@@ -110,6 +112,7 @@ class KbitHfQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
+        refuse_zero3()  # a Trainer may be told of it after the model was loaded
         return True
 
     @property
