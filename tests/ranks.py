@@ -1,0 +1,134 @@
+"""Two processes on this machine, for tests of models that are spread over several; and the models."""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from packaging.version import Version
+from torch import multiprocessing
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from hf_kbit import KbitConfig
+from hf_kbit.nn.weight import KbitWeight
+
+SIZE = 2
+IDS = torch.arange(2 * 9).reshape(2, 9) + 5
+# Sizes are whole blocks of 32 in each of two processes.
+SETTINGS = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+MIXTURE = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MODELS = {
+    "llama": ("llama", {"attention_bias": True}),
+    "qwen3_moe": ("qwen3_moe", MIXTURE),
+    # Turned around, with biases and a gate of its own.
+    "gpt_oss": (
+        "gpt_oss",
+        {"num_local_experts": 4, "head_dim": 16, "sliding_window": 4, "rope_parameters": {"rope_type": "default"}},
+    ),
+    # Turned around, and every expert gets all tokens.
+    "llama4": (
+        "llama4_text",
+        {"intermediate_size": 64, "intermediate_size_mlp": 128, "num_local_experts": 4, "head_dim": 16},
+    ),
+}
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def run(function: Callable, folder: Path) -> list:
+    """What ``function(rank, folder)`` returns in each process of a group, of gloo; an error of one is raised here.
+
+    The function is looked up by its name in its file, for pytest has test files in no module that others could import.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["ranks", "peft"])  # imported once for all
+    place = function.__code__.co_filename, function.__name__, folder
+    multiprocessing.start_processes(_in_group, place, SIZE, start_method="forkserver")
+    return [torch.load(folder / f"found{rank}.pt") for rank in range(SIZE)]
+
+
+def _in_group(rank: int, file: str, name: str, folder: Path) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(SIZE)}
+    torch.set_num_threads(1)
+    patience = timedelta(seconds=60)
+    dist.init_process_group("gloo", f"file://{folder}/group", timeout=patience, world_size=SIZE, rank=rank)
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    torch.save(getattr(module, name)(rank, folder), folder / f"found{rank}.pt")
+    dist.destroy_process_group()
+
+
+def complaint(function: Callable, *args, **kwargs) -> str:
+    """What the ValueError says that a call raises."""
+    try:
+        function(*args, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def save_quantized(model: str, folder: Path, name: str = "", **settings) -> None:
+    """A model of random weights in 3 bits into ``folder / name``, what it was made of into ``folder / name / dense``."""
+    name, (kind, own) = name or model, MODELS[model]
+    torch.manual_seed(0)
+    dense = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SETTINGS | own | settings)))
+    with torch.no_grad():
+        for parameter in dense.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    dense.save_pretrained(folder / name / "dense")
+    load(folder / name / "dense", quantization_config=KbitConfig(bits=3)).save_pretrained(folder / name)
+
+
+def load(path: Path, **kwargs) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **kwargs)
+
+
+def expert_parallel() -> DistributedConfig:
+    if Version(transformers.__version__) < Version("5.21"):
+        return DistributedConfig(tp_size=SIZE, enable_expert_parallel=True)
+    return DistributedConfig(tp_size=SIZE, ep_size=SIZE)
+
+
+def as_on_a_gpu(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with tiles in the place of planes."""
+    for layer in model.modules():
+        if isinstance(layer, KbitWeight):
+            layer._hold(layer._repacked(inverse=False))
+            assert layer.is_tiled
+    return model
+
+
+def logits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        return {"logits": model(IDS).logits}
+
+
+def outcome(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Logits, and the gradient of what goes into the first layer."""
+    embeddings = model.get_input_embeddings()(IDS).detach()
+    embeddings.requires_grad_()
+    found = model(inputs_embeds=embeddings).logits
+    found.square().sum().backward()
+    return {"logits": found.detach(), "gradient": embeddings.grad}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
