@@ -9,7 +9,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from adapters import lora, relative, train
 from packaging.version import Version
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import multiprocessing
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
@@ -56,7 +59,7 @@ def run(function: Callable, folder: Path) -> list:
 
     The function is looked up by its name in its file, for pytest has test files in no module that others could import.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["ranks", "peft"])  # imported once for all
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["ranks"])  # imported once for all
     place = function.__code__.co_filename, function.__name__, folder
     multiprocessing.start_processes(_in_group, place, SIZE, start_method="forkserver")
     return [torch.load(folder / f"found{rank}.pt") for rank in range(SIZE)]
@@ -86,7 +89,7 @@ def complaint(function: Callable, *args, **kwargs) -> str:
 
 
 def save_quantized(model: str, folder: Path, name: str = "", **settings) -> None:
-    """A model of random weights in 3 bits into ``folder / name``, what it was made of into ``folder / name / dense``."""
+    """A model of random weights in 3 bits into ``folder / name``, its 16-bit one into ``folder / name / dense``."""
     name, (kind, own) = name or model, MODELS[model]
     torch.manual_seed(0)
     dense = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SETTINGS | own | settings)))
@@ -130,5 +133,34 @@ def outcome(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {"logits": found.detach(), "gradient": embeddings.grad}
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+# --- training on parts of a batch -----------------------------------------------------------------
+
+BATCH = torch.randint(5, 90, (2 * SIZE, 9), generator=torch.Generator().manual_seed(1))
+STEPS = 3
+
+
+def part_of_batch(rank: int) -> torch.Tensor:
+    return BATCH.chunk(SIZE)[rank]
+
+
+def adapt(model: PreTrainedModel) -> PeftModel:
+    """Adapters on linear layers and on experts, no factor of them zero."""
+    torch.manual_seed(3)
+    targets = {"target_modules": ["q_proj", "v_proj", "o_proj"], "target_parameters": ["gate_up_proj", "down_proj"]}
+    return get_peft_model(model, lora(**targets, init_lora_weights=False)).train()
+
+
+def trained(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """The losses of some steps, by SGD: AdamW would not tell a sum of gradients from their mean."""
+    return torch.tensor(train(model, ids, STEPS, 0.1, torch.optim.SGD))
+
+
+def saved_adapters(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def assert_close_adapters(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Up to the order of sums."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert relative(found[name], tensor) < 1e-5, name

@@ -42,9 +42,19 @@ def check_scale(scale: object) -> str:
     return scale
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, of which this process has a shard."""
+    return hasattr(tensor, "to_local")
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor: of a DTensor its shard."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """What this process has of a tensor."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor; of one that is sharded, all processes have to ask for it."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def _sharded_like(shard: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -209,8 +219,7 @@ class KbitWeight(nn.Module):
     def to_tiles(self) -> None:
         """Repacks the weight in place into what GPU kernels read; does nothing if it is not on a GPU, or if FSDP2 has
         sharded it."""
-        sharded = type(self.weight.data) is not torch.Tensor
-        if sharded and (self.local_shape is None or self.weight.device_mesh.ndim > 1):
+        if is_sharded(self.weight) and (self.local_shape is None or self.weight.device_mesh.ndim > 1):
             return
         if self.weight.is_cuda and _native.library("cuda").loaded and not self.is_tiled:
             self._hold(self._repacked(inverse=False))
@@ -222,10 +231,10 @@ class KbitWeight(nn.Module):
 
     def _hold(self, tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
         for name, tensor in zip(PACKED, tensors, strict=False):
-            if type(tensor) is torch.Tensor:
-                self._parameters[name].data = tensor
-            else:  # a DTensor is more than its data
+            if is_sharded(tensor):  # a DTensor is more than its data
                 self._parameters[name] = _frozen(tensor)
+            else:
+                self._parameters[name].data = tensor
 
     def _repacked(self, inverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
         tensors = self.weight.data, self.weight_absmax.data
@@ -233,8 +242,9 @@ class KbitWeight(nn.Module):
             made = torch.ops.hf_kbit.repack(*map(local, tensors), self.bits, list(self.local_shape), inverse)
             return tuple(map(_sharded_like, made, tensors))
         # Tiles that FSDP2 has sharded are gathered: its shards are of row tiles, and no shards of rows.
-        whole = [getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)() for tensor in tensors]
-        return torch.ops.hf_kbit.repack(*whole, self.bits, [self.out_features, self.in_features], inverse)
+        return torch.ops.hf_kbit.repack(
+            *map(whole, tensors), self.bits, [self.out_features, self.in_features], inverse
+        )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The decoded weight ``[*lead, N, K]``, in ``dtype``, or in that of the weight that was quantized.
@@ -242,7 +252,7 @@ class KbitWeight(nn.Module):
         Raises:
             ValueError: it is sharded over several processes.
         """
-        if local(self.weight) is not self.weight:
+        if is_sharded(self.weight):
             raise ValueError(
                 "weight: found it sharded over several processes, expected all of it in this one to decode it: save "
                 "the model, and load it in one process"
@@ -295,7 +305,7 @@ class KbitWeight(nn.Module):
         if not given:  # of adapters, say: what is packed need not be turned around
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
             return
-        if self.is_tiled and type(self.weight.data) is not torch.Tensor and self.local_shape is None:
+        if self.is_tiled and is_sharded(self.weight) and self.local_shape is None:
             errors.append(f"{prefix}weight: found it sharded as tiles, expected a layer to load before it is sharded")
             return
         decoding, columns, faults = self.decoding, self.weight_columns, len(errors)

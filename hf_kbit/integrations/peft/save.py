@@ -2,7 +2,7 @@
 
 import functools
 
-from hf_kbit.nn.weight import KbitWeight, without_packed_weights
+from hf_kbit.nn.weight import KbitWeight, whole, without_packed_weights
 
 
 def wrap_get_state_dict(get_peft_model_state_dict):
@@ -18,8 +18,6 @@ def wrap_get_state_dict(get_peft_model_state_dict):
             state = get_peft_model_state_dict(model, *args, **kwargs)
         if not any(isinstance(module, KbitWeight) for module in model.modules()):
             return state
-        return {
-            name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in state.items()
-        }
+        return {name: whole(tensor) for name, tensor in state.items()}
 
     return wrapped

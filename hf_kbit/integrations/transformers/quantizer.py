@@ -17,6 +17,7 @@ from collections import Counter
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
 from transformers.pytorch_utils import Conv1D
@@ -33,7 +34,7 @@ from hf_kbit.integrations.transformers import checkpoint, experts, kernels, mxfp
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection, projections
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Packed
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.nn.weight import KbitWeight, is_sharded
 
 # A child of the logger of Transformers, so that transformers.logging.set_verbosity speaks of it too.
 logger = logging.get_logger("transformers.hf_kbit")
@@ -373,7 +374,11 @@ class KbitHfQuantizer(HfQuantizer):
             return super().get_state_dict_and_metadata(model)
         self._record(model, layers)  # merging adapters may have changed exponents
         model.config.quantization_config = self.quantization_config  # the model may have been given another config
-        return None, {checkpoint.DIGEST: self.quantization_config.digest()}
+        state = None
+        if getattr(model.config, "distributed_config", None) is None and any(map(is_sharded, model.parameters())):
+            # By FSDP2, and not by Transformers, which would gather them: all for the first process, none for others.
+            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        return state, {checkpoint.DIGEST: self.quantization_config.digest()}
 
     def _dequantize(self, model, dtype=None):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
