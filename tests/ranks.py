@@ -21,6 +21,7 @@ from hf_kbit import KbitConfig
 from hf_kbit.nn.weight import KbitWeight
 
 SIZE = 2
+OLD = Version(transformers.__version__) < Version("5.21")  # Transformers, with other settings for experts
 IDS = torch.arange(2 * 9).reshape(2, 9) + 5
 # Sizes are whole blocks of 32 in each of two processes.
 SETTINGS = {
@@ -105,7 +106,7 @@ def load(path: Path, **kwargs) -> PreTrainedModel:
 
 
 def expert_parallel() -> DistributedConfig:
-    if Version(transformers.__version__) < Version("5.21"):
+    if OLD:
         return DistributedConfig(tp_size=SIZE, enable_expert_parallel=True)
     return DistributedConfig(tp_size=SIZE, ep_size=SIZE)
 
