@@ -127,11 +127,10 @@ def logits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def outcome(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Logits, and the gradient of what goes into the first layer."""
-    embeddings = model.get_input_embeddings()(IDS).detach()
-    embeddings.requires_grad_()
-    found = model(inputs_embeds=embeddings).logits
-    found.square().sum().backward()
-    return {"logits": found.detach(), "gradient": embeddings.grad}
+    found = logits(model)  # FSDP2 wants to see the whole model run before a part of it
+    embeddings = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    model(inputs_embeds=embeddings).logits.square().sum().backward()
+    return found | {"gradient": embeddings.grad}
 
 
 # --- training on parts of a batch -----------------------------------------------------------------

@@ -29,6 +29,11 @@ def in_each_process(rank, folder):
         ranks.as_on_a_gpu(model)
         found[name, "tiles"] = ranks.outcome(model)
         model.save_pretrained(folder / name / "from tiles")
+    if not ranks.OLD:
+        plan = DistributedConfig(fsdp_size=ranks.SIZE, ep_size=ranks.SIZE)
+        model = ranks.load(folder / "qwen3_moe", distributed_config=plan)
+        found["beside FSDP2"] = ranks.outcome(model)
+        model.save_pretrained(folder / "beside FSDP2")
 
     def by_rules(name, gate_up, down):
         rules = {".gate_up_proj": gate_up, ".down_proj": down, "": "moe_tp_experts"}
@@ -83,6 +88,16 @@ def test_each_process_has_half_of_the_experts(found, name):
 def test_saving_gives_the_bytes_of_one_process(found, folder, name, form):
     for file in ("model.safetensors", "config.json"):
         assert (folder / name / f"from {form}" / file).read_bytes() == (folder / name / file).read_bytes()
+
+
+@pytest.mark.skipif(ranks.OLD, reason="this Transformers combines no ways")
+def test_beside_fsdp2(found, folder):
+    """Of which experts are no part, but all else is."""
+    for what, tensor in ranks.outcome(ranks.load(folder / "qwen3_moe")).items():
+        for process in found:
+            assert relative(process["beside FSDP2"][what], tensor) < ROUNDING, what
+    original = folder / "qwen3_moe" / "model.safetensors"
+    assert (folder / "beside FSDP2" / "model.safetensors").read_bytes() == original.read_bytes()
 
 
 @pytest.mark.parametrize(
