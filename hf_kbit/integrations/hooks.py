@@ -136,7 +136,7 @@ TRANSFORMERS_HOOKS = (
         "transformers.modeling_utils:PreTrainedModel.maybe_distribute_model",
         ("model", "distributed_config"),
         "hf_kbit.integrations.transformers.parallel:shard_packed",
-        lost="quantized models fail under tensor and expert parallelism",
+        lost="quantized models fail, or go wrong, under tensor and expert parallelism",
     ),
     Hook(
         "transformers.modeling_utils:PreTrainedModel.num_parameters",

@@ -85,7 +85,8 @@ class KbitWeight(nn.Module):
     outside: what goes in, and what ``dequantize`` gives, is the weight that multiplies the layer's input.
 
     On a GPU the first two hold the tiles that kernels read (``repack``): made once when the layer arrives there by
-    ``to``, ``cuda``, quantizing or loading, and turned back when it moves away. What others see is in the stored form:
+    ``to``, ``cuda``, quantizing or loading, and turned back when it moves away; also where it has a shard of tensor or
+    expert parallelism (``local_shape``), but not where FSDP2 has sharded it. What others see is in the stored form:
     its state dict (in CPU memory, so that saving takes no second copy on the GPU), pickles and copies. The metadata of
     a state dict has the decoding, so that ``load_state_dict`` of another layer takes it over; a state dict that lost
     its metadata, such as a plain dict of its tensors, fits layers of the same levels, exponent and transform alone.

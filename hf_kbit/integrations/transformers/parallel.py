@@ -53,8 +53,8 @@ def _size(distributed_config, name: str) -> int:
 
 
 def _count_local_experts(model: nn.Module, distributed_config) -> None:
-    """Tells experts how many of them a process gets: their rule wants to know it before they are sharded, and that of
-    a tensor would have told them."""
+    """Tells experts how many of them a process gets, which the rule of the experts asks them before any is sharded; in
+    16 bits the rule of a tensor tells them."""
     # Transformers 5.17 has the flag alone.
     default = _size(distributed_config, "tp_size") if distributed_config.enable_expert_parallel else 1
     processes = getattr(distributed_config, "ep_size", None) or default
