@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from hf_kbit import KbitConfig
+from hf_kbit.nn import weight
 from hf_kbit.nn.weight import KbitWeight
 
 SIZE = 2
@@ -112,12 +114,15 @@ def expert_parallel() -> DistributedConfig:
 
 
 def as_on_a_gpu(model: torch.nn.Module) -> torch.nn.Module:
-    """The model with tiles in the place of planes."""
-    for layer in model.modules():
-        if isinstance(layer, KbitWeight):
-            layer._hold(layer._repacked(inverse=False))
-            assert layer.is_tiled
+    """The model after an arrival where kernels read tiles."""
+    for layer in quantized_layers(model):
+        with patch.object(weight, "reads_tiles", return_value=True):
+            layer.settle(torch.device("cpu"))
     return model
+
+
+def quantized_layers(model: torch.nn.Module) -> list[KbitWeight]:
+    return [layer for layer in model.modules() if isinstance(layer, KbitWeight)]
 
 
 def logits(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -42,6 +42,11 @@ def check_scale(scale: object) -> str:
     return scale
 
 
+def reads_tiles(device: torch.device) -> bool:
+    """Whether the kernels of a device read tiles."""
+    return device.type == "cuda" and _native.library("cuda").loaded
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor, of which this process has a shard."""
     return hasattr(tensor, "to_local")
@@ -220,9 +225,8 @@ class KbitWeight(nn.Module):
     def to_tiles(self) -> None:
         """Repacks the weight in place into what GPU kernels read; does nothing if it is not on a GPU, or if FSDP2 has
         sharded it."""
-        if is_sharded(self.weight) and (self.local_shape is None or self.weight.device_mesh.ndim > 1):
-            return
-        if self.weight.is_cuda and _native.library("cuda").loaded and not self.is_tiled:
+        by_fsdp2 = is_sharded(self.weight) and (self.local_shape is None or self.weight.device_mesh.ndim > 1)
+        if reads_tiles(self.weight.device) and not by_fsdp2 and not self.is_tiled:
             self._hold(self._repacked(inverse=False))
 
     def to_planes(self) -> None:

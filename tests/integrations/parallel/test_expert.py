@@ -27,6 +27,7 @@ def in_each_process(rank, folder):
         found[name, "planes"] = ranks.outcome(model)
         model.save_pretrained(folder / name / "from planes")
         ranks.as_on_a_gpu(model)
+        found[name, "tiled"] = all(layer.is_tiled for layer in ranks.quantized_layers(model))
         found[name, "tiles"] = ranks.outcome(model)
         model.save_pretrained(folder / name / "from tiles")
     if not ranks.OLD:
@@ -73,6 +74,7 @@ def test_results_are_those_of_one_process(found, folder, name, form):
     """Though in each most tokens are sent to experts that it has not."""
     for what, tensor in ranks.outcome(ranks.load(folder / name)).items():
         for process in found:
+            assert process[name, "tiled"]
             assert relative(process[name, form][what], tensor) < ROUNDING, what
 
 

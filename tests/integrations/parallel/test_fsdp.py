@@ -16,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 from transformers.distributed import DistributedConfig
 
 from hf_kbit.integrations.sharding import OLDEST_TORCH
-from hf_kbit.nn.weight import KbitWeight
 
 pytestmark = pytest.mark.skipif(
     Version(torch.__version__) < Version(OLDEST_TORCH), reason=f"FSDP2 shards integers from torch {OLDEST_TORCH} on"
@@ -61,9 +60,11 @@ def in_each_process(rank, folder):
         if "tiles" in way:
             ranks.as_on_a_gpu(model)
         model = shard_by_accelerate(model, rank) if "accelerate" in way else shard(model)
-        layers = [layer for layer in model.modules() if isinstance(layer, KbitWeight)]
+        ranks.as_on_a_gpu(model)  # once sharded, they stay what they are
+        layers = ranks.quantized_layers(model)
         tensors = [tensor for layer in layers for tensor in layer.packed.values()]
         found[way] = {
+            "tiled": {layer.is_tiled for layer in layers},
             "sharded": all(tensor.to_local().numel() == tensor.numel() // ranks.SIZE for tensor in tensors),
             "losses": ranks.trained(model, ids),
             "state": whole_state(model),
@@ -117,7 +118,9 @@ def test_training_is_that_of_one_process(found, alone, folder, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_packed_weights_are_sharded_and_stay_what_they_are(found, alone, way):
-    assert all(process[way]["sharded"] for process in found)
+    for process in found:
+        assert process[way]["sharded"]
+        assert process[way]["tiled"] == {way == "tiles"}, "accelerate shards what is in the state dict"
     assert_same_state(found[0][way]["state"], alone["state"])
 
 

@@ -51,12 +51,13 @@ def in_each_process(rank, folder):
         found[name, "planes"] = ranks.logits(model) if name == "llama4" else ranks.outcome(model)
         model.save_pretrained(folder / name / "from planes")
         ranks.as_on_a_gpu(model)
+        found[name, "tiled"] = all(layer.is_tiled for layer in ranks.quantized_layers(model))
         found[name, "tiles"] = ranks.logits(model) if name == "llama4" else ranks.outcome(model)
         model.save_pretrained(folder / name / "from tiles")
     moved = model.to("cpu")
     found["moved"] = (
         ranks.logits(moved),
-        [layer.is_tiled for layer in moved.modules() if isinstance(layer, KbitWeight)],
+        any(layer.is_tiled for layer in ranks.quantized_layers(moved)),
     )
     found["complaints"] = {
         "dequantize": ranks.complaint(moved.dequantize),
@@ -98,6 +99,7 @@ def test_results_are_those_of_one_process(found, folder, name, form):
     model = ranks.load(folder / name)
     expected = ranks.logits(model) if name == "llama4" else ranks.outcome(model)
     for process in found:
+        assert process[name, "tiled"]
         for what, tensor in expected.items():
             assert relative(process[name, form][what], tensor) < ROUNDING, what
 
@@ -129,7 +131,7 @@ def test_moving_keeps_shards(found, folder):
     for process in found:
         outcome, tiled = process["moved"]
         assert relative(outcome["logits"], expected) < ROUNDING
-        assert not any(tiled), "moved to a CPU, tiles are planes again"
+        assert not tiled, "where nothing reads tiles, they are planes again"
 
 
 def test_a_plan_of_ones_own(found, folder):
