@@ -388,6 +388,11 @@ class KbitHfQuantizer(HfQuantizer):
             raise ValueError(
                 f"{offloaded[0]}.weight: found it offloaded, expected all layers on a device to dequantize"
             )
+        if sharded := [name for name, layer in layers.items() if is_sharded(layer.weight)]:
+            raise ValueError(
+                f"{sharded[0]}.weight: found it sharded over several processes, expected all of it in this one to "
+                "dequantize: save the model, and load it in one process"
+            )
         previous = model.dtype
         while layers:  # one at a time, so that each packed weight is freed before the next dense one is made
             name, layer = layers.popitem()

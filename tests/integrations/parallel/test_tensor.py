@@ -71,6 +71,7 @@ def in_each_process(rank, folder):
     plan = DistributedConfig(tp_size=ranks.SIZE, tp_plan=own | {"model.layers.*.mlp.down_proj": "rowwise"})
     found["own plan"] = ranks.outcome(ranks.load(folder / "llama", distributed_config=plan))
     model = adapt(load("llama"))
+    found["complaints"]["merge"] = ranks.complaint(model.merge_adapter)
     found["new adapters"] = step(model)
     model.save_pretrained(folder / f"adapters{rank}")
     model = PeftModel.from_pretrained(load("llama"), folder / f"adapters{rank}", is_trainable=True)
@@ -168,7 +169,11 @@ def test_saved_adapters_are_whole(found, folder):
         ),
         ("quantize", "Quantize and save in one process first"),
         ("experts", "found them sharded over several processes"),
-        ("dequantize", "weight: found it sharded over several processes"),
+        (
+            "dequantize",
+            "self_attn.q_proj.weight: found it sharded over several processes, expected all of it in this one",
+        ),
+        ("merge", "model.layers.0.self_attn.q_proj.weight: found it sharded over several processes, expected all of"),
     ],
 )
 def test_refused(found, what, complaint):
