@@ -41,6 +41,7 @@ MIXTURE = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_inte
 MODELS = {
     "llama": ("llama", {"attention_bias": True}),
     "qwen3_moe": ("qwen3_moe", MIXTURE),
+    "half": ("qwen3_moe", MIXTURE),
     # Turned around, with biases and a gate of its own.
     "gpt_oss": (
         "gpt_oss",
@@ -52,6 +53,7 @@ MODELS = {
         {"intermediate_size": 64, "intermediate_size_mlp": 128, "num_local_experts": 4, "head_dim": 16},
     ),
 }
+LEFT_IN_16_BITS = {"half": ["gate_up_proj"]}
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -100,7 +102,8 @@ def save_quantized(model: str, folder: Path, name: str = "", **settings) -> None
         for parameter in dense.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
     dense.save_pretrained(folder / name / "dense")
-    load(folder / name / "dense", quantization_config=KbitConfig(bits=3)).save_pretrained(folder / name)
+    config = KbitConfig(bits=3, modules_to_not_convert=LEFT_IN_16_BITS.get(model, []))
+    load(folder / name / "dense", quantization_config=config).save_pretrained(folder / name)
 
 
 def load(path: Path, **kwargs) -> PreTrainedModel:

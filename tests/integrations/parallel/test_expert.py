@@ -8,7 +8,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 
-MODELS = ("qwen3_moe", "gpt_oss")
+MODELS = ("qwen3_moe", "half", "gpt_oss")
 ROUNDING = 2e-6
 
 

@@ -11,7 +11,7 @@ from transformers.distributed import DistributedConfig
 from hf_kbit import KbitConfig
 from hf_kbit.nn.weight import KbitWeight, local, whole
 
-MODELS = ("llama", "qwen3_moe", "llama4")
+MODELS = ("llama", "qwen3_moe", "half", "llama4")
 LINEARS = ["q_proj", "v_proj", "o_proj", "down_proj"]
 BY_ROWS, BY_COLUMNS = ("q_proj", "gate_proj", "gate_up_proj"), ("o_proj", "down_proj")
 # No sum of partial products is in the order of one process's.
@@ -115,7 +115,9 @@ def test_each_process_has_its_part(found, name):
                 assert parts == (2, 2, 1), layer
             elif own in BY_COLUMNS:
                 assert parts == (2, 2, 2), layer
-        assert any(layer.endswith("gate_up_proj") for layer in process[name, "sizes"]) == (name != "llama")
+        assert any(layer.endswith("gate_up_proj") for layer in process[name, "sizes"]) == (
+            name in ("qwen3_moe", "llama4")
+        )
 
 
 @pytest.mark.parametrize("form", ["planes", "tiles"])
