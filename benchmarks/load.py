@@ -31,6 +31,15 @@ SHAPES = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
+    "llama-3-70b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe",
         "vocab_size": 151936,

@@ -95,9 +95,9 @@ def offload(layer: nn.Module, device: str) -> None:
     attach_align_device_hook(layer, device, offload=True, weights_map=tensors)
 
 
-def train(model: nn.Module, ids: torch.Tensor, steps: int, rate: float) -> list[float]:
+def train(model: nn.Module, ids: torch.Tensor, steps: int, rate: float, optimizer=torch.optim.AdamW) -> list[float]:
     """The losses of some steps on the same tokens, each before it is taken."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
+    optimizer = optimizer(model.parameters(), lr=rate, weight_decay=0.1)
     losses = []
     for _ in range(steps):
         loss = model(ids, labels=ids).loss

@@ -1,6 +1,7 @@
 """The documentation is true where it can be run: the reader in docs/format.md, the code of other pages."""
 
 import importlib.util
+import os
 import re
 import shlex
 from itertools import product
@@ -9,8 +10,9 @@ from pathlib import Path
 import cases
 import peft
 import pytest
+import ranks
 import torch
-from adapters import kbit_layers, load
+from adapters import kbit_layers, load, relative
 from byte_tokenizer import byte_tokenizer
 from torch import nn
 from transformers import (
@@ -30,7 +32,7 @@ from hf_kbit import KbitLinear, cli, codebooks
 from hf_kbit.calibration.layerwise import METHODS as CALIBRATION_METHODS
 from hf_kbit.integrations.peft.create import IMPOSSIBLE_INITIALISATIONS, METHODS
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
-from hf_kbit.nn.weight import SCALES, KbitWeight
+from hf_kbit.nn.weight import SCALES, KbitWeight, is_sharded
 from hf_kbit.widths import bits_for_memory, cache_bytes
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -308,6 +310,36 @@ def test_methods_and_refusals_are_on_the_finetuning_page():
     (methods,) = re.findall(r"^\| methods \| (.*) \|$", page, flags=re.MULTILINE)
     assert tuple(sorted(method.upper() for method in methods.split(", "))) == METHODS
     assert all(f'init_lora_weights="{name}"' in page for name in IMPOSSIBLE_INITIALISATIONS)
+
+
+# --- docs/parallel.md ---
+
+
+def parallel_page(rank, folder):
+    """Run in each of two processes."""
+    os.chdir(folder)
+    _, tensor, expert, sharded = code_blocks("parallel.md", "python")
+    if ranks.OLD:
+        expert = expert.replace("ep_size=2", "enable_expert_parallel=True")
+    found, names = [], {"device": "cpu"}
+    for code in (tensor, expert, sharded):
+        exec(compile(code, "docs/parallel.md", "exec"), names)
+        found.append((sum(map(is_sharded, names["model"].parameters())), ranks.logits(names["model"])["logits"]))
+    return found
+
+
+def test_code_of_the_parallel_page(tmp_path, monkeypatch):
+    """What it shards computes what one process does, in bfloat16."""
+    monkeypatch.chdir(tmp_path)
+    ranks.save_quantized("llama", tmp_path, "original")
+    ranks.save_quantized("qwen3_moe", tmp_path, "mixture-3bit")
+    exec(code_blocks("parallel.md", "python")[0], {"name": str(tmp_path / "original" / "dense")})
+    expected = [
+        ranks.logits(ranks.load(Path(name)))["logits"] for name in ("model-3bit", "mixture-3bit", "model-3bit")
+    ]
+    for process in ranks.run(parallel_page, tmp_path):
+        for (shards, logits), of_one in zip(process, expected, strict=True):
+            assert shards and relative(logits, of_one) < 0.05
 
 
 # --- docs/calibration.md ---

@@ -114,7 +114,7 @@ def test_widths_and_patterns_of_the_config():
     "change, message",
     [
         (lambda model: model.blocks[1].weight.data.fill_(float("nan")), "blocks.1.weight: found NaN or infinite"),
-        (lambda model: model.blocks[1].to("meta"), "blocks.1.weight: found it placed by accelerate or on the meta"),
+        (lambda model: model.blocks[1].to("meta"), "blocks.1.weight: found it on the meta device"),
         (lambda model: model.blocks[1].double(), "blocks.1.weight: found torch.float64"),
         (lambda model: model.blocks.append(KbitLinear(64, 64)), "blocks.2: found it quantized already"),
     ],

@@ -65,6 +65,7 @@ TRANSFORMERS_NAMES = (
     Name(f"{_LOADING}:rename_source_key", ("source_key", "weight_renamings", "weight_converters")),
     Name(f"{_LOADING}:revert_weight_conversion", ("model", "state_dict")),
     Name("transformers.conversion_mapping:get_model_conversion_mapping", ("model",)),
+    Name("transformers.modeling_utils:PreTrainedModel.should_save_on_this_rank", ("self", "is_main_process")),
     Name("transformers.pytorch_utils:Conv1D"),
     Name("transformers.quantizers.auto:register_quantization_config", ("method",)),
     Name("transformers.quantizers.auto:register_quantizer", ("name",)),
@@ -88,6 +89,19 @@ TORCH_HOOKS = (
         ("self", "model"),
         "hf_kbit.integrations.averaging:copy_packed_words",
         lost="AveragedModel averages packed words and destroys quantized weights",
+    ),
+    Hook(
+        "torch.distributed.fsdp:FullyShardedDataParallel.__init__",
+        ("self", "module"),
+        "hf_kbit.integrations.sharding:refuse_fsdp1",
+        lost="FSDP1 fails on quantized models in torch's words",
+    ),
+    Hook(
+        "torch.distributed.fsdp:fully_shard",
+        ("module",),
+        "hf_kbit.integrations.sharding:refuse_old_torch",
+        everywhere=True,
+        lost="FSDP2 of an old torch fails on quantized models in torch's words",
     ),
 )
 
@@ -117,6 +131,12 @@ TRANSFORMERS_HOOKS = (
         "hf_kbit.integrations.transformers.experts:find_empty_projections",
         everywhere=True,
         lost="mixtures are not quantized while they load to a GPU",
+    ),
+    Hook(
+        "transformers.modeling_utils:PreTrainedModel.maybe_distribute_model",
+        ("model", "distributed_config"),
+        "hf_kbit.integrations.transformers.parallel:shard_packed",
+        lost="quantized models fail, or go wrong, under tensor and expert parallelism",
     ),
     Hook(
         "transformers.modeling_utils:PreTrainedModel.num_parameters",

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.nn.weight import KbitWeight, local
 from hf_kbit.ops import combine_experts, gemm_experts, route_experts
 
 LLAMA4 = "Llama4TextExperts"
@@ -62,8 +62,10 @@ class KbitProjection(KbitWeight):
         if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if bias is None else bias.to(x.dtype)
-        packed, columns = (self.weight, self.weight_absmax, self.codebook), self.weight_columns
-        how = self.out_features, columns, columns is not None
+        # Nothing communicates around a projection, which would put shards in the place of DTensors.
+        packed = local(self.weight), local(self.weight_absmax), self.codebook
+        columns = None if self.weight_columns is None else local(self.weight_columns)
+        how = (self.local_shape or (self.out_features,))[0], columns, columns is not None
         y = gemm_experts(x, *packed, bias, rows, offsets, *how, swiglu)
         return y if self.adapter is None else y + self.adapter(x, rows, offsets)
 

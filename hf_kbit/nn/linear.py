@@ -5,8 +5,6 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from hf_kbit import reference
-from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.nn.packed import DEFAULT_TRANSFORM
 from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight
 from hf_kbit.ops import product
@@ -126,25 +124,17 @@ class KbitLinear(KbitWeight, nn.Linear):
         # and nn.Module's look-ups are a good part of it. A copy of nn.DataParallel has its parameters elsewhere.
         own = self._parameters if "weight" in self._parameters else self.__dict__
         weight, absmax = own["weight"], own["weight_absmax"]
-        if x.shape[-1:] != (self.in_features,):
-            self._check_shard_width(x, weight, absmax)
+        # Under tensor parallelism a part of the weight, and x of the same part of K.
+        rows, width = self.local_shape or (self.out_features, self.in_features)
+        if x.shape[-1:] != (width,):
+            raise ValueError(f"x: found shape {list(x.shape)}, expected [*, {width}], the in_features of the layer")
         if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = self.bias
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        # A shard of tensor parallelism has fewer rows than out_features; it is never tiled.
-        rows = self.out_features if reference.is_tiled(weight, absmax, self.bits) else weight.shape[0]
         columns = own.get("weight_columns")
         return product(x, weight, absmax, self._buffers["codebook"], bias, rows, columns, columns is not None)
-
-    def _check_shard_width(self, x: torch.Tensor, weight: torch.Tensor, absmax: torch.Tensor) -> None:
-        """Refuses x of another width, but where tensor parallelism gives each process whole blocks of the columns."""
-        width = absmax.shape[-1] * BLOCK_SIZE
-        sharded = not self.is_tiled and width < self.in_features
-        expected = width if sharded else self.in_features
-        if x.shape[-1:] != (expected,):
-            raise ValueError(f"x: found shape {list(x.shape)}, expected [*, {expected}], the in_features of the layer")
 
     def reset_parameters(self) -> None:
         """Does nothing: a quantized weight has no random initialisation."""

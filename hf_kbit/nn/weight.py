@@ -43,6 +43,36 @@ def check_scale(scale: object) -> str:
     return scale
 
 
+def reads_tiles(device: torch.device) -> bool:
+    """Whether the kernels of a device read tiles."""
+    return device.type == "cuda" and _native.library("cuda").loaded
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, of which this process has a shard."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor; of one that is sharded, all processes have to ask for it."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def _sharded_like(shard: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """A DTensor of shards of one size, along the dimension of that of ``whole``, which has it for the same things."""
+    shape = list(shard.shape)
+    for processes, placement in zip(whole.device_mesh.shape, whole.placements, strict=True):
+        if hasattr(placement, "dim"):
+            shape[placement.dim] *= processes
+    stride, place = torch.empty(shape, device="meta").stride(), (whole.device_mesh, whole.placements)
+    return type(whole).from_local(shard, *place, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
 def _frozen(tensor: torch.Tensor | None) -> nn.Parameter | None:
     return None if tensor is None else nn.Parameter(tensor, requires_grad=False)
 
@@ -61,7 +91,8 @@ class KbitWeight(nn.Module):
     outside: what goes in, and what ``dequantize`` gives, is the weight that multiplies the layer's input.
 
     On a GPU the first two hold the tiles that kernels read (``repack``): made once when the layer arrives there by
-    ``to``, ``cuda``, quantizing or loading, and turned back when it moves away. What others see is in the stored form:
+    ``to``, ``cuda``, quantizing or loading, and turned back when it moves away; also where it has a shard of tensor or
+    expert parallelism (``local_shape``), but not where FSDP2 has sharded it. What others see is in the stored form:
     its state dict (in CPU memory, so that saving takes no second copy on the GPU), pickles and copies. The metadata of
     a state dict has the decoding, so that ``load_state_dict`` of another layer takes it over; a state dict that lost
     its metadata, such as a plain dict of its tensors, fits layers of the same levels, exponent and transform alone.
@@ -111,6 +142,8 @@ class KbitWeight(nn.Module):
         levels = codebooks.resolve(codebook, check_bits(bits), lopsided(transform, scale))
         self.dense_dtype = dtype or torch.get_default_dtype()
         self.transposed = False  # whether the layer stands for one whose weight is [*lead, K, N]
+        # [N, K] of what this process multiplies by, under tensor or expert parallelism; None: by whole matrices.
+        self.local_shape: tuple[int, int] | None = None
         planes, absmax = weight_shape(out_features, in_features, bits), absmax_shape(out_features, in_features)
         self.weight = _frozen(torch.zeros((*lead, *planes), dtype=torch.int32, device=device))
         self.weight_absmax = _frozen(torch.zeros((*lead, *absmax), dtype=torch.uint8, device=device))
@@ -191,31 +224,53 @@ class KbitWeight(nn.Module):
         return reference.is_tiled(self.weight, self.weight_absmax, self.bits)
 
     def to_tiles(self) -> None:
-        """Repacks the weight in place into what GPU kernels read; does nothing if it is not on a GPU, or sharded."""
-        here = type(self.weight.data) is torch.Tensor and self.weight.is_cuda and _native.library("cuda").loaded
-        if here and not self.is_tiled:
-            self.weight.data, self.weight_absmax.data = self._repacked(inverse=False)
+        """Repacks the weight in place into what GPU kernels read; does nothing if it is not on a GPU, or if FSDP2 has
+        sharded it."""
+        by_fsdp2 = is_sharded(self.weight) and (self.local_shape is None or self.weight.device_mesh.ndim > 1)
+        if reads_tiles(self.weight.device) and not by_fsdp2 and not self.is_tiled:
+            self._hold(self._repacked(inverse=False))
 
     def to_planes(self) -> None:
         """Turns tiles back into the stored planes, in place and where they are."""
         if self.is_tiled:
-            self.weight.data, self.weight_absmax.data = self._repacked(inverse=True)
+            self._hold(self._repacked(inverse=True))
+
+    def _hold(self, tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
+        for name, tensor in zip(PACKED, tensors, strict=False):
+            if is_sharded(tensor):  # a DTensor is more than its data
+                self._parameters[name] = _frozen(tensor)
+            else:
+                self._parameters[name].data = tensor
 
     def _repacked(self, inverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        tensors = self.weight.data, self.weight_absmax.data
+        if self.local_shape is not None:
+            made = torch.ops.hf_kbit.repack(*map(local, tensors), self.bits, list(self.local_shape), inverse)
+            return tuple(map(_sharded_like, made, tensors))
         # Tiles that FSDP2 has sharded are gathered: its shards are of row tiles, and no shards of rows.
-        whole = [getattr(t, "full_tensor", lambda t=t: t)() for t in (self.weight.data, self.weight_absmax.data)]
-        return torch.ops.hf_kbit.repack(*whole, self.bits, [self.out_features, self.in_features], inverse)
+        return torch.ops.hf_kbit.repack(
+            *map(whole, tensors), self.bits, [self.out_features, self.in_features], inverse
+        )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The decoded weight ``[*lead, N, K]``, in ``dtype``, or in that of the weight that was quantized."""
+        """The decoded weight ``[*lead, N, K]``, in ``dtype``, or in that of the weight that was quantized.
+
+        Raises:
+            ValueError: it is sharded over several processes.
+        """
         return self._decoded(self.weight, self.weight_absmax, dtype)
 
     def matrices(self, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-        """The matrices ``[N, K]`` of ``dequantize``, one after another, with memory for one."""
+        """The matrices ``[N, K]`` of ``dequantize``, one after another, with memory for one; errors as there."""
         for index in itertools.product(*map(range, self.lead)):
             yield self._decoded(self.weight[index], self.weight_absmax[index], dtype)
 
     def _decoded(self, weight: torch.Tensor, absmax: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        if is_sharded(self.weight):
+            raise ValueError(
+                "weight: found it sharded over several processes, expected all of it in this one to decode it: save "
+                "the model, and load it in one process"
+            )
         shape, dtype = [self.out_features, self.in_features], dtype or self.dense_dtype
         how = self.codebook, shape, dtype, self.weight_columns, self.decoding.transformed
         return torch.ops.hf_kbit.dequantize(weight, absmax, *how)
@@ -247,9 +302,11 @@ class KbitWeight(nn.Module):
             destination._metadata[prefix[:-1]][DECODING] = self.decoding.to_dict()
         if self.is_tiled:
             for name, tensor in zip(PACKED, self._repacked(inverse=True), strict=False):
-                destination[prefix + name] = tensor.cpu()
+                # What is sharded stays on the GPU, for it will be gathered there.
+                destination[prefix + name] = tensor if self.local_shape else tensor.cpu()
             if self.weight_columns is not None:
-                destination[prefix + PACKED[2]] = self.weight_columns.data.cpu()
+                columns = self.weight_columns.data
+                destination[prefix + PACKED[2]] = columns if self.local_shape else columns.cpu()
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         given = [name for name in PACKED if prefix + name in state_dict]
@@ -262,7 +319,7 @@ class KbitWeight(nn.Module):
         if not given:  # of adapters, say: what is packed need not be turned around
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
             return
-        if self.is_tiled and type(self.weight.data) is not torch.Tensor:
+        if self.is_tiled and is_sharded(self.weight) and self.local_shape is None:
             errors.append(f"{prefix}weight: found it sharded as tiles, expected a layer to load before it is sharded")
             return
         decoding, columns, faults = self.decoding, self.weight_columns, len(errors)

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from hf_kbit.integrations.peft.layer import KbitTunerLayer, no_weight
 from hf_kbit.integrations.transformers.experts import put, put_tensor
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, has_grouped_product
+from hf_kbit.nn.weight import is_sharded
 
 # Those of LoRA that ParamWrapper knows and that do not look at the weight.
 INITIALISATIONS = (True, False, "gaussian")
@@ -217,7 +218,7 @@ def check_config(config, name: str, projection: KbitProjection) -> None:
             raise ValueError(f"{what}: found {setting}={found!r}, expected none: PEFT has it for linear layers only")
     if (init := config.init_lora_weights) not in INITIALISATIONS:
         raise ValueError(f"{what}: found init_lora_weights={init!r}, expected one of {list(INITIALISATIONS)}")
-    if type(projection.weight.data) is not torch.Tensor:
+    if is_sharded(projection.weight):
         raise ValueError(
             f"{what}: found them sharded over several processes, expected all experts in each: PEFT has no adapters "
             "for parts of them"

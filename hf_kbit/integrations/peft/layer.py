@@ -12,7 +12,7 @@ from torch import nn
 from hf_kbit.integrations.peft.merge_report import MergedLayer, report
 from hf_kbit.integrations.transformers.quantizer import to_dense
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.nn.weight import KbitWeight, is_sharded
 from hf_kbit.reference import matrices
 
 
@@ -67,11 +67,17 @@ class KbitTunerLayer:
             adapter_names: None for the active ones.
 
         Raises:
-            ValueError: a merged weight holds NaN or infinity. The layer is then what it was before.
+            ValueError: a merged weight holds NaN or infinity, or the weight is sharded over several processes. The
+                layer is then what it was before.
         """
         base = self.quantized
         if base is None:
             return super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+        if is_sharded(base.weight):
+            raise ValueError(
+                f"{self.name}.weight: found it sharded over several processes, expected all of it in this one to "
+                "merge into it: save the adapters, and load them in one process"
+            )
         adapter_names = check_adapters_to_merge(self, adapter_names)
         if not adapter_names and self.merge_dtype is None:
             return

@@ -100,7 +100,7 @@ def card_after_saving(save_pretrained):
     @wraps(save_pretrained)
     def wrapped(self, save_directory, is_main_process=True, *args, **kwargs):
         model = with_quantizer(self)
-        writes = _is_kbit(model) and is_main_process
+        writes = _is_kbit(model) and model.should_save_on_this_rank(is_main_process)
         if writes:  # what is wrong with the card is better known before gigabytes are written
             name = os.path.basename(os.path.abspath(save_directory))
             read_model_card(save_directory, name)

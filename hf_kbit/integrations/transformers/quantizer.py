@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
 from transformers.pytorch_utils import Conv1D
@@ -29,11 +30,12 @@ from transformers.utils import logging
 from hf_kbit import mixing
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, COLUMNS_SUFFIX
+from hf_kbit.integrations.sharding import refuse_zero3
 from hf_kbit.integrations.transformers import checkpoint, experts, kernels, mxfp4, selection
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection, projections
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Packed
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.nn.weight import KbitWeight, is_sharded
 
 # A child of the logger of Transformers, so that transformers.logging.set_verbosity speaks of it too.
 logger = logging.get_logger("transformers.hf_kbit")
@@ -101,6 +103,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
 
     def validate_environment(self, *args, device_map=None, **kwargs):
+        refuse_zero3()
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
                 "device_map: found layers on disk, expected none while quantizing: a layer on disk is read from the "
@@ -112,6 +115,7 @@ class KbitHfQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
+        refuse_zero3()  # a Trainer may be told of it after the model was loaded
         return True
 
     @property
@@ -389,7 +393,11 @@ class KbitHfQuantizer(HfQuantizer):
             return super().get_state_dict_and_metadata(model)
         self._record(model, layers)  # merging adapters may have changed exponents
         model.config.quantization_config = self.quantization_config  # the model may have been given another config
-        return None, {checkpoint.DIGEST: self.quantization_config.digest()}
+        state = None
+        if getattr(model.config, "distributed_config", None) is None and any(map(is_sharded, model.parameters())):
+            # By FSDP2, and not by Transformers, which would gather them: all for the first process, none for others.
+            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        return state, {checkpoint.DIGEST: self.quantization_config.digest()}
 
     def _dequantize(self, model, dtype=None):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -398,6 +406,11 @@ class KbitHfQuantizer(HfQuantizer):
         if offloaded:
             raise ValueError(
                 f"{offloaded[0]}.weight: found it offloaded, expected all layers on a device to dequantize"
+            )
+        if sharded := [name for name, layer in layers.items() if is_sharded(layer.weight)]:
+            raise ValueError(
+                f"{sharded[0]}.weight: found it sharded over several processes, expected all of it in this one to "
+                "dequantize: save the model, and load it in one process"
             )
         previous = model.dtype
         while layers:  # one at a time, so that each packed weight is freed before the next dense one is made

@@ -76,13 +76,10 @@ class KbitVllmConfig(QuantizationConfig):
         self.layers, self.experts = read_decodings(folder, self.config)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper) -> None:
-        def mapped(names: dict) -> dict:
-            of_weights = {name: hf_to_vllm_mapper.map_name(name + checkpoint.WEIGHT_SUFFIX) for name in names}
-            return {
-                of_weight.removesuffix(checkpoint.WEIGHT_SUFFIX): names[name]
-                for name, of_weight in of_weights.items()
-                if of_weight is not None  # left out of vLLM's model
-            }
+        def mapped(names: dict) -> dict:  # without those that are not in vLLM's model
+            weights = {name + checkpoint.WEIGHT_SUFFIX: value for name, value in names.items()}
+            found = hf_to_vllm_mapper.apply_dict(weights)
+            return {name.removesuffix(checkpoint.WEIGHT_SUFFIX): value for name, value in found.items()}
 
         self.layers, self.experts = mapped(self.layers), mapped(self.experts)
 

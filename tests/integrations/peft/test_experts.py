@@ -652,17 +652,6 @@ def test_rows_with_adapters_of_their_own_are_refused_by_peft():
         adapted(quantized(), lora())(IDS, adapter_names=["default"] * len(IDS))
 
 
-def test_sharded_experts_are_refused():
-    class Shard(torch.Tensor):
-        pass
-
-    model = quantized()
-    projection = model.model.layers[0].mlp.experts.down_proj
-    projection.weight = nn.Parameter(projection.weight.data.as_subclass(Shard), requires_grad=False)
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts\.down_proj: .*found them sharded"):
-        get_peft_model(model, lora())
-
-
 def test_loftq_leaves_experts_alone(tmp_path):
     model = get_peft_model(quantized(), lora())
     before = {name: parameter.clone() for name, parameter in trainable(model).items()}

@@ -1,0 +1,137 @@
+"""Tensor and expert parallelism of Transformers, for packed weights.
+
+A plan of Transformers has a rule for each layer, which shards all parameters of the layer along one dimension. Words
+and scales ``[*, N, B]`` can be sharded so, along K by whole blocks; column scales ``[K]`` go with K, and with nothing
+else. A projection of experts has a rule of its own, but nothing to communicate: the rule of the experts sums up what
+comes out of all of them, and the gradient of what goes in.
+
+FSDP2 needs nothing of this, for it gathers what it has sharded before a layer runs.
+"""
+
+from functools import wraps
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from hf_kbit.format import BLOCK_SIZE
+from hf_kbit.nn.experts import KbitExperts, KbitProjection
+from hf_kbit.nn.weight import PACKED, KbitWeight
+
+WEIGHT, ABSMAX, COLUMNS = PACKED
+MESHES = ("tp", "ep")  # Transformers' names of them; FSDP2's have others
+
+
+def shard_packed(maybe_distribute_model):
+    """``maybe_distribute_model``, which shards a model before its weights are loaded, for packed weights too.
+
+    Raises:
+        ValueError: so many processes cannot share a layer; the message names it.
+    """
+
+    @wraps(maybe_distribute_model)
+    def wrapped(model, distributed_config, *args, **kwargs):
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
+        if not layers or max(_size(distributed_config, "tp_size"), _size(distributed_config, "ep_size")) == 1:
+            return maybe_distribute_model(model, distributed_config, *args, **kwargs)
+        _count_local_experts(model, distributed_config)
+        columns = {layer: layer._parameters[COLUMNS] for layer in layers.values()}
+        for layer in layers.values():
+            layer._parameters[COLUMNS] = None  # no rule shall see them
+        model = maybe_distribute_model(model, distributed_config, *args, **kwargs)
+        for name, layer in layers.items():
+            layer._parameters[COLUMNS] = columns[layer]
+            _follow_rule(model, name, layer)
+        return model
+
+    return wrapped
+
+
+def _size(distributed_config, name: str) -> int:
+    return getattr(distributed_config, name, None) or 1
+
+
+def _count_local_experts(model: nn.Module, distributed_config) -> None:
+    """Tells experts how many of them a process gets, which the rule of the experts asks them before any is sharded; in
+    16 bits the rule of a tensor tells them."""
+    # Transformers 5.17 has the flag alone.
+    default = _size(distributed_config, "tp_size") if distributed_config.enable_expert_parallel else 1
+    processes = getattr(distributed_config, "ep_size", None) or default
+    for name, experts in model.named_modules():
+        if isinstance(experts, KbitExperts):
+            if experts.num_experts % processes:
+                raise ValueError(f"{name}: found {experts.num_experts} experts, expected a multiple of {processes}")
+            experts.num_experts //= processes
+
+
+def _follow_rule(model: nn.Module, name: str, layer: KbitWeight) -> None:
+    """Shards what belongs to words that a rule has sharded, and tells the layer what it has of a matrix."""
+    mesh, placement = _shards(layer.weight)
+    if isinstance(layer, KbitProjection):
+        layer.__dict__.pop("forward", None)  # with the communication that a rule has put around it
+        _check_experts(model, name, layer, mesh, placement)
+    if placement is None:
+        return
+    if layer.transposed and layer.lead and placement.dim > 0:
+        placement = _transpose(layer, mesh, placement)
+    rows, width, lead, processes = layer.out_features, layer.in_features, len(layer.lead), mesh.size()
+    if placement.dim == lead:
+        groups = getattr(placement, "split_factor", 1) * processes
+        _check_divides(f"{name}.out_features", rows, groups, f"{processes} processes")
+        rows //= processes
+    elif placement.dim == lead + 1:
+        whole_blocks = f"whole blocks of {BLOCK_SIZE} in each of {processes} processes"
+        _check_divides(f"{name}.in_features", width, BLOCK_SIZE * processes, whole_blocks)
+        width //= processes
+        if layer.weight_columns is not None:
+            _shard(layer, COLUMNS, mesh, Shard(0))
+    layer.local_shape = rows, width
+
+
+def _shards(weight: torch.Tensor):
+    """The mesh and the placement by which a rule has sharded words; None and None if none has."""
+    if not isinstance(weight, DTensor):
+        return None, None
+    mesh, names, placement = weight.device_mesh, weight.device_mesh.mesh_dim_names, weight.placements[-1]
+    if (names and names[-1] not in MESHES) or placement.is_replicate():
+        return None, None
+    return mesh[names[-1]] if mesh.ndim > 1 else mesh, placement
+
+
+def _check_experts(model: nn.Module, name: str, layer: KbitProjection, mesh, placement) -> None:
+    """Refuses rules that would give wrong results: of experts as a whole they are what sums up, and counts."""
+    experts_name = name.rpartition(".")[0]
+    experts = model.get_submodule(experts_name)
+    found = layer.lead[0] // mesh.size() if placement is not None and placement.dim == 0 else layer.lead[0]
+    if found != experts.num_experts:
+        raise ValueError(f"{name}: found a rule that leaves a process {found} experts, not {experts.num_experts}")
+    if placement is not None and "forward" not in experts.__dict__:  # where a rule puts what it communicates
+        raise ValueError(f"{name}: found a rule for it, expected one for {experts_name} too, which sums up results")
+    if placement is not None and placement.dim > 0 and experts.has_bias:
+        raise ValueError(f"{name}: found a rule for parts of each expert, expected none: each process adds its bias")
+
+
+def _check_divides(name: str, size: int, unit: int, what: str) -> None:
+    if size % unit:
+        raise ValueError(
+            f"{name}: found {size}, expected a multiple of {unit}, for {what}. Take fewer processes, or leave the "
+            "layer in 16 bits (modules_to_not_convert) when the model is quantized"
+        )
+
+
+def _transpose(layer: KbitProjection, mesh, placement):
+    """Shards ``[E, N, K]`` as a rule for ``[E, K, N]`` means it."""
+    factor, dim = getattr(placement, "split_factor", None), 3 - placement.dim
+    placement = Shard(dim) if factor is None else _StridedShard(dim, split_factor=factor)
+    for own in (WEIGHT, ABSMAX):
+        _shard(layer, own, mesh, placement)
+    return placement
+
+
+def _shard(layer: KbitWeight, own: str, mesh, placement) -> None:
+    """Makes a parameter, which is on the meta device, a DTensor."""
+    tensor = layer._parameters[own]
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    sharded = distribute_tensor(empty, mesh, [placement], src_data_rank=None)
+    layer._parameters[own] = nn.Parameter(sharded, requires_grad=False)

@@ -1,0 +1,123 @@
+"""Expert parallelism of quantized mixtures, on two processes: each has half of the experts, whole."""
+
+import pytest
+import ranks
+from adapters import lora, relative
+from peft import get_peft_model
+from transformers.distributed import DistributedConfig
+
+from hf_kbit.nn.experts import KbitExperts, KbitProjection
+
+MODELS = ("qwen3_moe", "half", "gpt_oss")
+ROUNDING = 2e-6
+
+
+def in_each_process(rank, folder):
+    def load(name, **kwargs):
+        return ranks.load(folder / name, distributed_config=ranks.expert_parallel(), **kwargs)
+
+    found = {}
+    for name in MODELS:
+        model = load(name)
+        experts = [module for module in model.modules() if isinstance(module, KbitExperts)]
+        projections = [module for module in model.modules() if isinstance(module, KbitProjection)]
+        found[name, "experts"] = {module.num_experts for module in experts}
+        found[name, "sizes"] = {tuple(t.to_local().shape[0] for t in (p.weight, p.weight_absmax)) for p in projections}
+        found[name, "columns"] = {p.weight_columns.numel() == p.in_features for p in projections}
+        found[name, "planes"] = ranks.outcome(model)
+        model.save_pretrained(folder / name / "from planes")
+        ranks.as_on_a_gpu(model)
+        found[name, "tiled"] = all(layer.is_tiled for layer in ranks.quantized_layers(model))
+        found[name, "tiles"] = ranks.outcome(model)
+        model.save_pretrained(folder / name / "from tiles")
+    if not ranks.OLD:
+        plan = DistributedConfig(fsdp_size=ranks.SIZE, ep_size=ranks.SIZE)
+        model = ranks.load(folder / "qwen3_moe", distributed_config=plan)
+        found["beside FSDP2"] = ranks.outcome(model)
+        model.save_pretrained(folder / "beside FSDP2")
+
+    def by_rules(name, gate_up, down):
+        rules = {".gate_up_proj": gate_up, ".down_proj": down, "": "moe_tp_experts"}
+        plan = {f"model.layers.*.mlp.experts{own}": rule for own, rule in rules.items()}
+        return ranks.load(folder / name, distributed_config=DistributedConfig(tp_size=ranks.SIZE, tp_plan=plan))
+
+    found["complaints"] = {
+        "counted": ranks.complaint(by_rules, "qwen3_moe", "grouped_gemm", "grouped_gemm"),
+        "biased": ranks.complaint(by_rules, "gpt_oss", "packed_colwise", "rowwise"),
+        "lone": ranks.complaint(load, "llama4"),
+        "odd": ranks.complaint(load, "odd"),
+        "experts": ranks.complaint(
+            get_peft_model, load("qwen3_moe"), lora(target_modules=[], target_parameters=["experts.down_proj"])
+        ),
+    }
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("expert")
+    for name in MODELS:
+        ranks.save_quantized(name, folder)
+    ranks.save_quantized("llama4", folder)
+    ranks.save_quantized("qwen3_moe", folder, "odd", num_experts=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return ranks.run(in_each_process, folder)
+
+
+@pytest.mark.parametrize("form", ["planes", "tiles"])
+@pytest.mark.parametrize("name", MODELS)
+def test_results_are_those_of_one_process(found, folder, name, form):
+    """Though in each most tokens are sent to experts that it has not."""
+    for what, tensor in ranks.outcome(ranks.load(folder / name)).items():
+        for process in found:
+            assert process[name, "tiled"]
+            assert relative(process[name, form][what], tensor) < ROUNDING, what
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_process_has_half_of_the_experts(found, name):
+    for process in found:
+        assert process[name, "experts"] == {2}
+        assert process[name, "sizes"] == {(2, 2)} and process[name, "columns"] == {True}
+
+
+@pytest.mark.parametrize("form", ["planes", "tiles"])
+@pytest.mark.parametrize("name", MODELS)
+def test_saving_gives_the_bytes_of_one_process(found, folder, name, form):
+    for file in ("model.safetensors", "config.json"):
+        assert (folder / name / f"from {form}" / file).read_bytes() == (folder / name / file).read_bytes()
+
+
+@pytest.mark.skipif(ranks.OLD, reason="this Transformers combines no ways")
+def test_beside_fsdp2(found, folder):
+    """Of which experts are no part, but all else is."""
+    for what, tensor in ranks.outcome(ranks.load(folder / "qwen3_moe")).items():
+        for process in found:
+            assert relative(process["beside FSDP2"][what], tensor) < ROUNDING, what
+    original = folder / "qwen3_moe" / "model.safetensors"
+    assert (folder / "beside FSDP2" / "model.safetensors").read_bytes() == original.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("what", "complaint"),
+    [
+        ("counted", "proj: found a rule that leaves a process 2 experts, not 4"),
+        ("biased", "proj: found a rule for parts of each expert, expected none: each process adds its"),
+        ("odd", "model.layers.0.mlp.experts: found 3 experts, expected a multiple of 2"),
+        ("experts", "found them sharded over several processes, expected all experts in each"),
+    ],
+)
+def test_refused(found, what, complaint):
+    for process in found:
+        assert complaint in process["complaints"][what]
+
+
+def test_experts_that_nobody_sums_up_are_refused(found):
+    """Transformers 5.17 has rules for the tensors of Llama 4's experts and none for the experts, 5.23 has none."""
+    for process in found:
+        complaint = process["complaints"]["lone"]
+        assert "expected one for model.layers.0.feed_forward.experts too" in complaint or "no `ep_plan`" in complaint

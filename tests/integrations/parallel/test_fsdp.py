@@ -1,0 +1,139 @@
+"""FSDP2 of quantized models, on two processes: QLoRA, state dicts, saving and resuming."""
+
+from types import SimpleNamespace
+
+import pytest
+import ranks
+import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from adapters import assert_same_state, relative
+from packaging.version import Version
+from peft import PeftModel
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers.distributed import DistributedConfig
+
+from hf_kbit.integrations.sharding import OLDEST_TORCH
+
+pytestmark = pytest.mark.skipif(
+    Version(torch.__version__) < Version(OLDEST_TORCH), reason=f"FSDP2 shards integers from torch {OLDEST_TORCH} on"
+)
+WAYS = ("planes", "tiles", "accelerate", "accelerate, tiles")
+
+
+def shard(model):
+    """By layers, as a loop of one's own does."""
+    mesh = init_device_mesh("cpu", (ranks.SIZE,))
+    for layer in (model.get_base_model() if hasattr(model, "get_base_model") else model).model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def shard_by_accelerate(model, rank):
+    """What ``Accelerator.prepare`` does on GPUs: on CPUs it leaves FSDP out."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=True
+    )
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh={("all",): init_device_mesh("cpu", (ranks.SIZE,))},
+        parallelism_config=SimpleNamespace(fsdp_dim_names=["all"]),
+        is_main_process=rank == 0,
+        mixed_precision="no",
+        device=torch.device("cpu"),
+    )
+    return fsdp2_prepare_model(accelerator, model)
+
+
+def whole_state(model) -> dict[str, torch.Tensor]:
+    """Of all that is no adapter, in the first process; none in the other."""
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return {name: tensor for name, tensor in state.items() if "lora" not in name}
+
+
+def in_each_process(rank, folder):
+    found, ids = {}, ranks.part_of_batch(rank)
+    for way in WAYS:
+        model = ranks.adapt(ranks.load(folder / "qwen3_moe"))
+        if "tiles" in way:
+            ranks.as_on_a_gpu(model)
+        model = shard_by_accelerate(model, rank) if "accelerate" in way else shard(model)
+        ranks.as_on_a_gpu(model)  # once sharded, they stay what they are
+        layers = ranks.quantized_layers(model)
+        tensors = [tensor for layer in layers for tensor in layer.packed.values()]
+        found[way] = {
+            "tiled": {layer.is_tiled for layer in layers},
+            "sharded": all(tensor.to_local().numel() == tensor.numel() // ranks.SIZE for tensor in tensors),
+            "losses": ranks.trained(model, ids),
+            "state": whole_state(model),
+        }
+        model.save_pretrained(folder / f"{way}{rank}")
+    model = PeftModel.from_pretrained(ranks.load(folder / "qwen3_moe"), folder / f"planes{rank}", is_trainable=True)
+    found["resumed"] = ranks.trained(shard(model.train()), ids)
+    model = shard(ranks.as_on_a_gpu(ranks.load(folder / "qwen3_moe")))
+    model.save_pretrained(folder / "by hand")
+    model = ranks.load(folder / "qwen3_moe", distributed_config=DistributedConfig(fsdp_size=ranks.SIZE))
+    model.save_pretrained(folder / "by Transformers")
+    found["loaded"] = ranks.logits(model)["logits"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fsdp")
+    ranks.save_quantized("qwen3_moe", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return ranks.run(in_each_process, folder)
+
+
+@pytest.fixture(scope="module")
+def alone(folder, found):
+    """What one process makes of the whole batch, and of the adapters that two have trained."""
+    model = ranks.adapt(ranks.load(folder / "qwen3_moe"))
+    state = {name: tensor for name, tensor in model.state_dict().items() if "lora" not in name}
+    losses = ranks.trained(model, ranks.BATCH)
+    model.save_pretrained(folder / "alone")
+    model = PeftModel.from_pretrained(ranks.load(folder / "qwen3_moe"), folder / "planes0", is_trainable=True)
+    return {"losses": losses, "state": state, "resumed": ranks.trained(model.train(), ranks.BATCH)}
+
+
+def mean(losses: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(losses).mean(0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_is_that_of_one_process(found, alone, folder, way):
+    torch.testing.assert_close(mean([process[way]["losses"] for process in found]), alone["losses"])
+    for rank in range(ranks.SIZE):
+        ranks.assert_close_adapters(
+            ranks.saved_adapters(folder / f"{way}{rank}"), ranks.saved_adapters(folder / "alone")
+        )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_packed_weights_are_sharded_and_stay_what_they_are(found, alone, way):
+    for process in found:
+        assert process[way]["sharded"]
+        assert process[way]["tiled"] == {way == "tiles"}, "accelerate shards what is in the state dict"
+    assert_same_state(found[0][way]["state"], alone["state"])
+
+
+def test_resuming(found, alone):
+    torch.testing.assert_close(mean([process["resumed"] for process in found]), alone["resumed"])
+
+
+@pytest.mark.parametrize("way", ["by hand", "by Transformers"])
+def test_saving_gives_the_bytes_of_one_process(found, folder, way):
+    for file in ("model.safetensors", "config.json"):
+        assert (folder / way / file).read_bytes() == (folder / "qwen3_moe" / file).read_bytes()
+
+
+def test_a_checkpoint_loads_sharded(found, folder):
+    expected = ranks.logits(ranks.load(folder / "qwen3_moe"))["logits"]
+    assert all(relative(process["loaded"], expected) < 2e-6 for process in found)

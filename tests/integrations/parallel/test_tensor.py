@@ -1,0 +1,183 @@
+"""Tensor parallelism of quantized models, dense and mixtures, on two processes."""
+
+import pytest
+import ranks
+import torch
+from adapters import lora, relative
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers.distributed import DistributedConfig
+
+from hf_kbit import KbitConfig
+from hf_kbit.nn.weight import KbitWeight, local, whole
+
+MODELS = ("llama", "qwen3_moe", "half", "llama4")
+LINEARS = ["q_proj", "v_proj", "o_proj", "down_proj"]
+BY_ROWS, BY_COLUMNS = ("q_proj", "gate_proj", "gate_up_proj"), ("o_proj", "down_proj")
+# No sum of partial products is in the order of one process's.
+ROUNDING = 2e-6
+
+
+def adapt(model):
+    torch.manual_seed(3)
+    return get_peft_model(model, lora(target_modules=LINEARS, init_lora_weights=False))
+
+
+def step(model) -> dict[str, torch.Tensor]:
+    """The loss, and the gradients of adapters."""
+    loss = model(ranks.IDS, labels=ranks.IDS).loss
+    loss.backward()
+    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.requires_grad}
+    return {"loss": loss.detach(), **gradients}
+
+
+def sizes(model) -> dict[str, tuple[int, ...]]:
+    """For each quantized layer, how often its packed tensors have what this process has of them."""
+    return {
+        name: tuple(tensor.numel() // local(tensor).numel() for tensor in layer.packed.values())
+        for name, layer in model.named_modules()
+        if isinstance(layer, KbitWeight)
+    }
+
+
+def in_each_process(rank, folder):
+    def load(name, **kwargs):
+        return ranks.load(folder / name, distributed_config=DistributedConfig(tp_size=ranks.SIZE), **kwargs)
+
+    found = {}
+    for name in MODELS:
+        model = load(name)
+        found[name, "sizes"] = sizes(model)
+        found[name, "planes"] = ranks.logits(model) if name == "llama4" else ranks.outcome(model)
+        model.save_pretrained(folder / name / "from planes")
+        ranks.as_on_a_gpu(model)
+        found[name, "tiled"] = all(layer.is_tiled for layer in ranks.quantized_layers(model))
+        found[name, "tiles"] = ranks.logits(model) if name == "llama4" else ranks.outcome(model)
+        model.save_pretrained(folder / name / "from tiles")
+    moved = model.to("cpu")
+    found["moved"] = (
+        ranks.logits(moved),
+        any(layer.is_tiled for layer in ranks.quantized_layers(moved)),
+    )
+    found["complaints"] = {
+        "dequantize": ranks.complaint(moved.dequantize),
+        "narrow": ranks.complaint(load, "narrow"),
+        "quantize": ranks.complaint(load, "llama/dense", quantization_config=KbitConfig(bits=3)),
+        "experts": ranks.complaint(
+            get_peft_model, load("qwen3_moe"), lora(target_modules=[], target_parameters=["experts.down_proj"])
+        ),
+    }
+    own = {f"model.layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")}
+    plan = DistributedConfig(tp_size=ranks.SIZE, tp_plan=own | {"model.layers.*.mlp.down_proj": "rowwise"})
+    found["own plan"] = ranks.outcome(ranks.load(folder / "llama", distributed_config=plan))
+    model = adapt(load("llama"))
+    found["complaints"]["merge"] = ranks.complaint(model.merge_adapter)
+    found["new adapters"] = step(model)
+    model.save_pretrained(folder / f"adapters{rank}")
+    model = PeftModel.from_pretrained(load("llama"), folder / f"adapters{rank}", is_trainable=True)
+    found["loaded adapters"] = step(ranks.as_on_a_gpu(model))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tensor")
+    for name in MODELS:
+        ranks.save_quantized(name, folder)
+    ranks.save_quantized("llama", folder, "narrow", intermediate_size=96)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return ranks.run(in_each_process, folder)
+
+
+@pytest.mark.parametrize("form", ["planes", "tiles"])
+@pytest.mark.parametrize("name", MODELS)
+def test_results_are_those_of_one_process(found, folder, name, form):
+    """The gradient too, where there is one in 16 bits: Llama 4 changes a sum of all processes in place."""
+    model = ranks.load(folder / name)
+    expected = ranks.logits(model) if name == "llama4" else ranks.outcome(model)
+    for process in found:
+        assert process[name, "tiled"]
+        for what, tensor in expected.items():
+            assert relative(process[name, form][what], tensor) < ROUNDING, what
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_process_has_its_part(found, name):
+    """Of words and of scales; of columns where they are those of its part of K."""
+    for process in found:
+        for layer, parts in process[name, "sizes"].items():
+            own = layer.rpartition(".")[2]
+            if own in BY_ROWS:
+                assert parts == (2, 2, 1), layer
+            elif own in BY_COLUMNS:
+                assert parts == (2, 2, 2), layer
+        assert any(layer.endswith("gate_up_proj") for layer in process[name, "sizes"]) == (
+            name in ("qwen3_moe", "llama4")
+        )
+
+
+@pytest.mark.parametrize("form", ["planes", "tiles"])
+@pytest.mark.parametrize("name", MODELS)
+def test_saving_gives_the_bytes_of_one_process(found, folder, name, form):
+    saved, original = folder / name / f"from {form}", folder / name
+    for file in ("model.safetensors", "config.json"):
+        assert (saved / file).read_bytes() == (original / file).read_bytes()
+    assert "kbit" in (saved / "README.md").read_text()
+
+
+def test_moving_keeps_shards(found, folder):
+    expected = ranks.logits(ranks.load(folder / "llama4"))["logits"]
+    for process in found:
+        outcome, tiled = process["moved"]
+        assert relative(outcome["logits"], expected) < ROUNDING
+        assert not tiled, "where nothing reads tiles, they are planes again"
+
+
+def test_a_plan_of_ones_own(found, folder):
+    for what, tensor in ranks.outcome(ranks.load(folder / "llama")).items():
+        assert relative(found[0]["own plan"][what], tensor) < ROUNDING, what
+
+
+@pytest.mark.parametrize("adapters", ["new adapters", "loaded adapters"])
+def test_adapters_have_the_gradients_of_one_process(found, folder, adapters):
+    expected = step(adapt(ranks.load(folder / "llama")))
+    for process in found:
+        assert process[adapters].keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert relative(process[adapters][name], tensor) < 2 * ROUNDING, name
+
+
+def test_saved_adapters_are_whole(found, folder):
+    state = {
+        name: tensor for name, tensor in adapt(ranks.load(folder / "llama")).state_dict().items() if "lora" in name
+    }
+    for rank in range(ranks.SIZE):
+        saved = load_file(folder / f"adapters{rank}" / "adapter_model.safetensors")
+        assert {name.replace(".default", "") for name in state} == saved.keys()
+        assert all(torch.equal(saved[name.replace(".default", "")], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize(
+    ("what", "complaint"),
+    [
+        (
+            "narrow",
+            "model.layers.0.mlp.down_proj.in_features: found 96, expected a multiple of 64, for whole blocks of 32 in "
+            "each of 2 processes",
+        ),
+        ("quantize", "Quantize and save in one process first"),
+        ("experts", "found them sharded over several processes"),
+        (
+            "dequantize",
+            "self_attn.q_proj.weight: found it sharded over several processes, expected all of it in this one",
+        ),
+        ("merge", "model.layers.0.self_attn.q_proj.weight: found it sharded over several processes, expected all of"),
+    ],
+)
+def test_refused(found, what, complaint):
+    for process in found:
+        assert complaint in process["complaints"][what]
