@@ -108,6 +108,9 @@ def test_widths_and_patterns_of_the_config():
     model = Twice()
     done = quantize_model(model, KbitConfig(bits=2, module_bits={"blocks.1": 5}, modules_to_not_convert=["first"]))
     assert dict(done.bits) == {"blocks.0": 2, "blocks.1": 5} and done.left["first"] == "asked for"
+    sizes = {"first": 64 * 96, "blocks.0": 64 * 64, "blocks.1": 64 * 64}
+    mean = quantize_model(Twice(), bits=3.5).bits
+    assert 3 < sum(bits * sizes[name] for name, bits in mean.items()) / sum(sizes.values()) <= 3.5
 
 
 @pytest.mark.parametrize(

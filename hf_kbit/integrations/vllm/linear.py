@@ -60,7 +60,8 @@ class KbitLinearMethod(LinearMethodBase):
             raise ValueError(f"{list(self.decodings)}: found the part {shard!r}, expected a number or {list(SHARDS)}")
         if name != "weight_columns":
             loaded = self._own_rows(layer, loaded, sources)
-        loaded = own_columns(loaded, layer.tp_rank, self.columns, self.all_columns)
+        rank = getattr(layer, "tp_rank", 0)  # a head, which has all columns, has none in vLLM 0.26
+        loaded = own_columns(loaded, rank, self.columns, self.all_columns)
         here = loaded.to(place.device, copy=True).contiguous()
         self.arrived.setdefault((sources[0], sources[-1] + 1), {})[name] = here
 
