@@ -99,9 +99,9 @@ TORCH_HOOKS = (
     Hook(
         "torch.distributed.fsdp:fully_shard",
         ("module",),
-        "hf_kbit.integrations.sharding:refuse_old_torch",
+        "hf_kbit.integrations.sharding:shard_integers",
         everywhere=True,
-        lost="FSDP2 of an old torch fails on quantized models in torch's words",
+        lost="FSDP2 of torch 2.10 and 2.11 fails on quantized models",
     ),
 )
 

@@ -1,6 +1,5 @@
-"""What cannot shard packed weights, refused before it fails on them in words of its own: FSDP1 and DeepSpeed's ZeRO-3.
-
-FSDP2 can (``torch.distributed.fsdp.fully_shard``), from the torch on that shards integers.
+"""FSDP2, which shards packed weights, and what cannot, refused before it fails on them in words of its own: FSDP1 and
+DeepSpeed's ZeRO-3.
 """
 
 from functools import wraps
@@ -8,11 +7,11 @@ from functools import wraps
 import torch
 from packaging.version import Version
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_kbit.nn.weight import KbitWeight
-
-OLDEST_TORCH = "2.12"  # of which FSDP2 shards integers
 
 
 def refuse_fsdp1(init):
@@ -30,16 +29,29 @@ def refuse_fsdp1(init):
     return wrapped
 
 
-def refuse_old_torch(fully_shard):
-    """``fully_shard`` that says which torch it takes."""
-    if Version(torch.__version__) >= Version(OLDEST_TORCH):
-        return fully_shard
+def shard_integers(fully_shard):
+    """``fully_shard``, which from here on takes integers with any torch: before 2.12 its parameters want gradients
+    while they are made, and a policy of mixed precision casts all of them."""
+    if Version(torch.__version__) < Version("2.12") and _fsdp_param.nn is nn:
+        _fsdp_param.nn = _Modules
+        _fsdp_param.FSDPParam.init_dtype_attrs = _cast_floats_alone(_fsdp_param.FSDPParam.init_dtype_attrs)
+    return fully_shard
 
-    @wraps(fully_shard)
-    def wrapped(module, *args, **kwargs):
-        for part in module if isinstance(module, (list, tuple)) else [module]:
-            _refuse(part, f"expected torch {OLDEST_TORCH} or newer to shard them, found {torch.__version__}")
-        return fully_shard(module, *args, **kwargs)
+
+class _Modules:
+    """What FSDP2's parameters use of ``torch.nn``."""
+
+    Module = nn.Module
+
+    @staticmethod
+    def Parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+
+def _cast_floats_alone(init_dtype_attrs):
+    @wraps(init_dtype_attrs)
+    def wrapped(self, mp_policy):
+        init_dtype_attrs(self, mp_policy if self.sharded_param.is_floating_point() else MixedPrecisionPolicy())
 
     return wrapped
 

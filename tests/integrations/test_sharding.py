@@ -1,15 +1,17 @@
-"""What cannot shard quantized models says so, and leaves other models alone."""
+"""FSDP2 of quantized layers; what cannot shard quantized models says so, and leaves other models alone."""
 
+import copy
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from adapters import quantized
-from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers import LlamaForCausalLM
 from transformers.integrations import deepspeed
 
@@ -41,21 +43,25 @@ def test_fsdp1(group):
     assert wrap(dense)(torch.ones(1, 64)).shape == (1, 64)
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_fsdp2_of_a_torch_that_shards_no_integers(group, monkeypatch, several):
-    monkeypatch.setattr(torch, "__version__", "2.11.1+cu126")
-    refusing = sharding.refuse_old_torch(fully_shard)
-    monkeypatch.undo()
-    packed, dense = models()
-    with pytest.raises(ValueError, match=r"found a quantized layer, expected torch 2\.12 or newer to shard them"):
-        refusing([dense, packed] if several else packed)
-    mesh = init_device_mesh("cpu", (1,))
-    refusing(dense, mesh=mesh)
-    assert refusing.state(dense) is not None, "by which torch itself asks the function about modules"
-
-
-def test_fsdp2_of_this_torch_is_left_as_it_is():
-    assert (sharding.refuse_old_torch(fully_shard) is fully_shard) == (Version(torch.__version__) >= Version("2.12"))
+@pytest.mark.parametrize("version", [None, "2.11.1+cu126"], ids=["this torch", "2.11"])
+def test_fsdp2_casts_no_integers(group, monkeypatch, version):
+    if version:  # what is changed for it, which this one may not need
+        monkeypatch.setattr(torch, "__version__", version)
+        monkeypatch.setattr(_fsdp_param, "nn", nn)
+        monkeypatch.setattr(FSDPParam, "init_dtype_attrs", FSDPParam.init_dtype_attrs)
+        assert sharding.shard_integers(fully_shard) is fully_shard
+    packed, _ = models()
+    packed.append(nn.Linear(64, 64))
+    x = torch.randn(3, 64)
+    expected = copy.deepcopy(packed).bfloat16()(x.bfloat16())
+    words = packed[1].weight.clone()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(packed, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    assert packed[1].weight.dtype == torch.int32 and not packed[1].weight.requires_grad
+    torch.testing.assert_close(packed(x), expected, rtol=2e-2, atol=2e-2)
+    packed(x).sum().backward()
+    assert packed[-1].weight.grad is not None
+    assert torch.equal(packed[1].weight.full_tensor(), words)
 
 
 def test_zero3(monkeypatch, tmp_path):

@@ -8,18 +8,12 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from adapters import assert_same_state, relative
-from packaging.version import Version
 from peft import PeftModel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers.distributed import DistributedConfig
 
-from hf_kbit.integrations.sharding import OLDEST_TORCH
-
-pytestmark = pytest.mark.skipif(
-    Version(torch.__version__) < Version(OLDEST_TORCH), reason=f"FSDP2 shards integers from torch {OLDEST_TORCH} on"
-)
 WAYS = ("planes", "tiles", "accelerate", "accelerate, tiles")
 
 
