@@ -17,7 +17,12 @@ from hf_kbit.nn.experts import is_projection
 from hf_kbit.nn.weight import KbitWeight
 
 SHOWN_AFTER = 3  # seconds, the bar
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Where a module keeps hooks and how they want to be called.
+HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
+)
 
 
 @dataclass(frozen=True)

@@ -97,9 +97,13 @@ def test_its_state_dict_loads_into_another(tmp_path):
 def test_what_somebody_put_on_a_layer_stays():
     model, seen = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval(), []
     model[0].register_forward_hook(lambda module, args, output: seen.append(type(module)))
-    model[0].register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    model[0].register_forward_pre_hook(lambda module, args, kwargs: ((2 * args[0],), kwargs), with_kwargs=True)
+    model[0].register_full_backward_hook(lambda module, grads, _: (3 * grads[0],))
     quantize_model(model, bits=4)
-    x = torch.randn(3, 64)
+    x = torch.randn(3, 64, requires_grad=True)
+    (grad,) = torch.autograd.grad(model[0](x).sum(), x)
+    torch.testing.assert_close(grad[0], 3 * 2 * model[0].dequantize().sum(0), rtol=1e-4, atol=1e-4)
+    seen.clear()
     torch.testing.assert_close(model[0](x), 2 * x @ model[0].dequantize().T + model[0].bias, rtol=1e-4, atol=1e-4)
     assert seen == [KbitLinear] and not model[0].training
 
