@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-# Before vLLM is imported: no telemetry, nothing from the Hub, little memory, and a core for each of two processes.
+# Before vLLM is imported: no telemetry, nothing from the Hub, little memory.
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",

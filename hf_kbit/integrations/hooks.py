@@ -7,6 +7,8 @@ which one moved is met with one message that says which, what is lost by it, and
 
 A function is replaced once, however often a library or this package is imported or reloaded.
 
+Past 400 lines, for the tables of all libraries stand together.
+
 Besides these tables there are agreements with other code that no signature can tell: ``KbitLinear.W_q``, a name by
 which PEFT takes the layer for one that decodes its own weight; the attributes ``_is_hf_initialized`` and
 ``_weight_conversions`` of Transformers, and ``_custom_modules`` of PEFT's configurations; ``num_experts``,
