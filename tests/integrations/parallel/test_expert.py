@@ -53,19 +53,11 @@ def in_each_process(rank, folder):
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("expert")
+def checkpoints(folder):
     for name in MODELS:
         ranks.save_quantized(name, folder)
     ranks.save_quantized("llama4", folder)
     ranks.save_quantized("qwen3_moe", folder, "odd", num_experts=3)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def found(folder):
-    return ranks.run(in_each_process, folder)
 
 
 @pytest.mark.parametrize("form", ["planes", "tiles"])

@@ -74,16 +74,8 @@ def in_each_process(rank, folder):
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("fsdp")
+def checkpoints(folder):
     ranks.save_quantized("qwen3_moe", folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def found(folder):
-    return ranks.run(in_each_process, folder)
 
 
 @pytest.fixture(scope="module")

@@ -79,18 +79,10 @@ def in_each_process(rank, folder):
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tensor")
+def checkpoints(folder):
     for name in MODELS:
         ranks.save_quantized(name, folder)
     ranks.save_quantized("llama", folder, "narrow", intermediate_size=96)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def found(folder):
-    return ranks.run(in_each_process, folder)
 
 
 @pytest.mark.parametrize("form", ["planes", "tiles"])
