@@ -34,10 +34,10 @@ std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<P
 Tensor gemm_experts(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
                     const std::optional<Tensor>& rows, const Tensor& offsets, bool swiglu);
 
-constexpr int64_t kMostExperts = 1 << 13;  // those that the kernel can count in the shared memory of any GPU
+constexpr int64_t kMostRoutedExperts = 1 << 13;  // those that the kernel can count in the shared memory of any GPU
 
 // Sorts the numbers of `experts`, int64 or int32 [T, k]; rows int32 [T * k], places int32 [T, k], offsets int32 [E +
-// 1]. All contiguous, E at most kMostExperts.
+// 1]. All contiguous, E at most kMostRoutedExperts.
 void route_experts(const Tensor& experts, int64_t num_experts, Tensor& rows, Tensor& places, Tensor& offsets);
 
 // out [T, N], of y's dtype: the rows of y [R, N] at `places`, int32 [T, k], times `weights` [T, k], of y's dtype or

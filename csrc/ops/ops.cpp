@@ -250,8 +250,8 @@ Tensor gemm_experts(const Tensor& x, const Tensor& weight, const Tensor& absmax,
 std::tuple<Tensor, Tensor, Tensor> route_experts(const Tensor& experts, int64_t num_experts) {
     if (experts.scalar_type() != ScalarType::Int) check_dtype("experts", experts, ScalarType::Long);
     if (experts.dim() != 2) refuse("experts", "shape " + to_string(shape_of(experts)), "[tokens, experts of each]");
-    if (num_experts < 1 || num_experts > backend::kMostExperts) {
-        refuse("num_experts", std::to_string(num_experts), "1 to " + std::to_string(backend::kMostExperts));
+    if (num_experts < 1 || num_experts > backend::kMostRoutedExperts) {
+        refuse("num_experts", std::to_string(num_experts), "1 to " + std::to_string(backend::kMostRoutedExperts));
     }
     if (experts.numel() > INT32_MAX) {
         refuse("experts", std::to_string(experts.numel()) + " numbers", "a count that fits into 32 bits");
