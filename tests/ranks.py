@@ -141,6 +141,12 @@ def outcome(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found | {"gradient": embeddings.grad}
 
 
+def assert_saved_as(found: Path, expected: Path) -> None:
+    """That a folder has the very bytes of another."""
+    for file in ("model.safetensors", "config.json"):
+        assert (found / file).read_bytes() == (expected / file).read_bytes(), file
+
+
 # --- training on parts of a batch -----------------------------------------------------------------
 
 BATCH = torch.randint(5, 90, (2 * SIZE, 9), generator=torch.Generator().manual_seed(1))

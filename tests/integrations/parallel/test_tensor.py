@@ -115,9 +115,8 @@ def test_each_process_has_its_part(found, name):
 @pytest.mark.parametrize("form", ["planes", "tiles"])
 @pytest.mark.parametrize("name", MODELS)
 def test_saving_gives_the_bytes_of_one_process(found, folder, name, form):
-    saved, original = folder / name / f"from {form}", folder / name
-    for file in ("model.safetensors", "config.json"):
-        assert (saved / file).read_bytes() == (original / file).read_bytes()
+    saved = folder / name / f"from {form}"
+    ranks.assert_saved_as(saved, folder / name)
     assert "kbit" in (saved / "README.md").read_text()
 
 
