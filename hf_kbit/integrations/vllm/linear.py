@@ -108,17 +108,20 @@ class KbitLinearMethod(LinearMethodBase):
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = [part.out_features for part in layer.parts]
         biases = [None] * len(rows) if bias is None else bias.split(rows)
-        products, of_packed = [], []
-        for part, own in zip(layer.parts, biases, strict=True):
-            is_packed = isinstance(part, KbitLinear)
-            products.append(None if is_packed else F.linear(x, part.weight, own))
-            if is_packed:
-                columns = part.weight_columns
-                weight = part.weight, part.weight_absmax, part.codebook
-                of_packed.append((*weight, own, part.out_features, columns, int(columns is not None)))
-        packed = iter(torch.ops.hf_kbit.gemm_group(x, *map(list, zip(*of_packed, strict=True))))
-        products = [next(packed) if product is None else product for product in products]
+        parts = list(zip(layer.parts, biases, strict=True))
+        of_packed = zip(*(_operands(part, own) for part, own in parts if isinstance(part, KbitLinear)), strict=True)
+        packed = iter(torch.ops.hf_kbit.gemm_group(x, *map(list, of_packed)))
+        products = [
+            next(packed) if isinstance(part, KbitLinear) else F.linear(x, part.weight, own) for part, own in parts
+        ]
         return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+
+
+def _operands(part: KbitLinear, bias: torch.Tensor | None) -> tuple:
+    """What ``gemm_group`` wants of a weight."""
+    columns = part.weight_columns
+    weight = part.weight, part.weight_absmax, part.codebook
+    return *weight, bias, part.out_features, columns, int(columns is not None)
 
 
 def check_columns(name: str, columns: int, all_columns: int) -> None:
