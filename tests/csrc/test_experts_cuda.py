@@ -267,7 +267,7 @@ def test_launches(bits, dtype):
     assert kernels_of(lambda: OPS.combine_experts(y, places, weights)) == {"combine_kernel"}
 
 
-@pytest.mark.parametrize("count", [1, 128, 257, 1024, 3000, 50_000])
+@pytest.mark.parametrize("count", [1, 128, 257, 1024, 3000, 8192])
 def test_route_of_many(count):
     """As the reference has it, to the number."""
     for tokens, each in ((1, 1), (16, 8), (129, 1), (40, 8), (9000, 8), (100_000, 2)):
