@@ -7,8 +7,10 @@
 Widths that are named run alone, so that several processes can share the work.
 
 Of gemm_wgmma_kernel and experts_wgmma_kernel racecheck reports the slabs, and of gradient_wgmma_kernel the weights,
-most likely without reason: a warp's lanes read them, then, behind a __syncwarp, of which no instruction is left for
-the tool to see, lane 0 tells the barrier that those who bring the next ones wait for.
+without reason: a warp's lanes read them, then, behind a __syncwarp, of which no instruction is left for the tool to
+see, lane 0 tells the barrier that those who bring the next ones wait for. With every lane telling it for itself, an
+experiment, the report of the gradient's weights is gone. That of the slabs stays: bulk copies bring them, asked for by
+another warp, and only of those that the reading warp asks for, as gemm_kernel's, the tool sees what they wait for.
 
 Inputs are made on the CPU and outputs are compared there: torch's own kernels take no part.
 """
