@@ -417,6 +417,10 @@ constexpr int experts_shared_bytes(int bits, int token_tile, int groups, int x_s
            wgmma_exchange_bytes(token_tile, groups, 1);
 }
 
+// Tiles of 128 tokens are multiplied in as many steps of rows as those that they have take, others whole.
+constexpr int kExpertStep = 32;
+constexpr int expert_steps(int token_tile) { return token_tile == 128 ? 4 : 1; }
+
 // At most so many tiles of tokens have a row: those without a full one, and all full ones.
 constexpr int64_t most_token_tiles(int64_t rows, int64_t experts, int token_tile) {
     const int64_t with_rows = std::min(rows, experts);
@@ -432,13 +436,14 @@ inline bool experts_are_fused(int64_t rows, int64_t experts, int64_t out_feature
            ceil_div(rows, kLeastTokens) * experts <= kMostTiles / ceil_div(out_features, kLeastRows);
 }
 
-// The tiles of tokens that there are in the mean if each row has any of the experts, at random: an expert then has so
-// many rows as a Poisson distribution says, and a tile for the first and for each that follows a full one.
-inline double expected_token_tiles(int64_t rows, int64_t experts, int token_tile) {
+// The tiles of tokens that there are in the mean, with more than `beyond` rows each, if each row has any of the
+// experts, at random: an expert then has so many rows as a Poisson distribution says, and a tile for the first and for
+// each that follows a full one.
+inline double expected_token_tiles(int64_t rows, int64_t experts, int token_tile, int beyond = 0) {
     const double mean = static_cast<double>(rows) / static_cast<double>(experts);
-    if (mean > 4 * token_tile) return experts * (mean / token_tile + 0.5);
-    double tiles = 1 - std::exp(-mean);
-    for (int full = token_tile; full < mean + 5 * std::sqrt(mean); full += token_tile) {
+    if (mean > 4 * token_tile) return experts * ((mean - beyond) / token_tile + 0.5);
+    double tiles = beyond == 0 ? 1 - std::exp(-mean) : 0;
+    for (int full = beyond == 0 ? token_tile : beyond; full < mean + 5 * std::sqrt(mean); full += token_tile) {
         tiles += 0.5 * std::erfc((full + 0.5 - mean) / std::sqrt(2 * mean));  // the chance of more rows than these
     }
     return experts * tiles;
@@ -521,14 +526,17 @@ inline FewExpertsPlan plan_few_experts(int64_t rows, int64_t experts, int64_t ou
     return plan;
 }
 
-// Cycles of a tile, as wgmma_tile_cycles, but where each tile has another expert's weight: fitted to one H200, CUDA
-// 13.0, 2026-11-23, for Qwen3-30B-A3B's and Mixtral-8x7B's experts, 4 bits, 1 to 2048 tokens; what is chosen so takes
-// 2% longer than the best in the mean, 11% at most.
-constexpr double expert_tile_cycles(int64_t slabs, int bits, int token_tile, int groups) {
+// Cycles of a tile with so many steps of tokens, as wgmma_tile_cycles, but where each tile has another expert's
+// weight: fitted to one H200, CUDA 13.0, 2026-11-23, for Qwen3-30B-A3B's and Mixtral-8x7B's experts, 4 bits, 1 to 4096
+// tokens.
+constexpr double expert_tile_cycles(int64_t slabs, int bits, int token_tile, int groups, int steps) {
     constexpr double kSlab[] = {2550, 2890, 3930, 5470, 6040}, kSlabBits5 = 800;
+    constexpr double kSlabOfSteps[] = {3800, 4100, 4700};  // of 128 tokens
     constexpr double kTile = 1150, kGroupToken = 100;
-    const double slab = kSlab[log2_ceil(token_tile / 16)] + (bits == 5 ? kSlabBits5 : 0);
-    return ceil_div(slabs, groups) * slab + kTile + (groups > 1 ? kGroupToken * groups * token_tile : 0);
+    const bool whole = steps == expert_steps(token_tile);
+    const double slab = whole ? kSlab[log2_ceil(token_tile / 16)] : kSlabOfSteps[steps - 1];
+    return ceil_div(slabs, groups) * (slab + (bits == 5 ? kSlabBits5 : 0)) + kTile +
+           (groups > 1 ? kGroupToken * groups * token_tile : 0);
 }
 
 // With batch_invariant a CTA goes through all slabs of its tiles. rows, experts and processors: 1 or more.
@@ -551,9 +559,17 @@ inline WgmmaPlan plan_experts(int64_t rows, int64_t experts, int64_t out_feature
                 })) {
                 continue;
             }
+            double of_tiles = 0;  // cycles of all tiles of the same rows: of each step what it adds
+            for (int step = 0; step < expert_steps(token_tile); ++step) {
+                const auto up_to = [&](int steps) {
+                    return steps == 0 ? 0 : expert_tile_cycles(slabs, bits, token_tile, groups, steps);
+                };
+                of_tiles += expected_token_tiles(rows, experts, token_tile, step * kExpertStep) *
+                            (up_to(step + 1) - up_to(step));
+            }
             const double shares = row_groups * token_tiles / plan.clusters;
             const double turns = shares <= 1 ? 1 : shares + 0.5;
-            const double time = turns * expert_tile_cycles(slabs, bits, token_tile, groups);
+            const double time = turns * of_tiles / token_tiles;
             if (best.token_tile == 0 || time < best_time) {
                 best = plan;
                 best_time = time;

@@ -45,6 +45,7 @@ __device__ __forceinline__ uint64_t swizzled_matrix(uint32_t smem) {
 #define HF_KBIT_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define HF_KBIT_16 HF_KBIT_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define HF_KBIT_32 HF_KBIT_16 ", %16, %17, %18, %19" HF_KBIT_TEN(2) ", %30, %31"
+#define HF_KBIT_48 HF_KBIT_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define HF_KBIT_64 \
     HF_KBIT_32 ", %32, %33, %34, %35, %36, %37, %38, %39" HF_KBIT_TEN(4) HF_KBIT_TEN(5) ", %60, " \
                                                                                         "%61, %62, %63"
@@ -57,6 +58,7 @@ __device__ __forceinline__ uint64_t swizzled_matrix(uint32_t smem) {
         "+f"(d[i + 7])
 #define HF_KBIT_D16(i) HF_KBIT_D8(i), HF_KBIT_D8(i + 8)
 #define HF_KBIT_D32(i) HF_KBIT_D16(i), HF_KBIT_D16(i + 16)
+#define HF_KBIT_D48(i) HF_KBIT_D32(i), HF_KBIT_D16(i + 32)
 #define HF_KBIT_D64(i) HF_KBIT_D32(i), HF_KBIT_D32(i + 32)
 #define HF_KBIT_D128(i) HF_KBIT_D64(i), HF_KBIT_D64(i + 64)
 
@@ -77,13 +79,14 @@ __device__ __forceinline__ uint64_t swizzled_matrix(uint32_t smem) {
     }
 
 // Begins d [64, kColumns] = a [64, 16] @ b [16, kColumns] (+ d, if accumulate) for a warpgroup: a as of mma.m16n8k16
-// in each of its warps, d a float32 fragment m16n8 of each eight columns.
-template <typename T, int kColumns>
-__device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], const uint32_t (&a)[4], uint64_t columns,
-                                      int accumulate) {
+// in each of its warps, d a float32 fragment m16n8 of each eight columns, perhaps followed by others.
+template <typename T, int kColumns, int kSums>
+__device__ __forceinline__ void wgmma(float (&d)[kSums], const uint32_t (&a)[4], uint64_t columns, int accumulate) {
+    static_assert(kSums >= kColumns / 2);
     HF_KBIT_WGMMA_OF(16, 8, 8, 9, 10, 11, 12, 13)
     HF_KBIT_WGMMA_OF(32, 16, 16, 17, 18, 19, 20, 21)
     HF_KBIT_WGMMA_OF(64, 32, 32, 33, 34, 35, 36, 37)
+    HF_KBIT_WGMMA_OF(96, 48, 48, 49, 50, 51, 52, 53)
     HF_KBIT_WGMMA_OF(128, 64, 64, 65, 66, 67, 68, 69)
     HF_KBIT_WGMMA_OF(256, 128, 128, 129, 130, 131, 132, 133)
 }
@@ -92,11 +95,13 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], const uint32_t (
 #undef HF_KBIT_WGMMA
 #undef HF_KBIT_D128
 #undef HF_KBIT_D64
+#undef HF_KBIT_D48
 #undef HF_KBIT_D32
 #undef HF_KBIT_D16
 #undef HF_KBIT_D8
 #undef HF_KBIT_128
 #undef HF_KBIT_64
+#undef HF_KBIT_48
 #undef HF_KBIT_32
 #undef HF_KBIT_16
 #undef HF_KBIT_8

@@ -143,6 +143,18 @@ def test_every_way_to_divide_rows_and_work(count, shape, most, bits, dtype, pois
 
 @BITS
 @HALVES
+def test_every_number_of_rows_in_a_tile(bits, dtype, poison):
+    """Of tiles of 128 tokens, whose rows are multiplied in steps of 32, at both ends of each step."""
+    shares = [1, 31, 32, 33, 64, 65, 0, 96, 97, 127, 128, 129, 160, 161, 225, 256, 257, 300]
+    experts = random_experts(len(shares), (300, 1100), bits)
+    offsets = torch.tensor([0, *itertools.accumulate(shares)]).int().cuda()
+    x = cases.x((sum(shares),), 1100, dtype).cuda()
+    poison("cuda", len(x) * 300 * 2)
+    experts.check(experts.multiply(x, None, offsets), x, None, offsets)
+
+
+@BITS
+@HALVES
 @TRANSFORMS
 def test_transforms(bits, dtype, scaled, rotated, poison):
     """With rows picked from x, or x as it is; with bias and without."""

@@ -142,8 +142,8 @@ extern "C" void experts_plan(int64_t rows, int64_t experts, int64_t out_features
 extern "C" int64_t most_token_tiles(int64_t rows, int64_t experts, int token_tile) {
     return hf_kbit::most_token_tiles(rows, experts, token_tile);
 }
-extern "C" double expected_token_tiles(int64_t rows, int64_t experts, int token_tile) {
-    return hf_kbit::expected_token_tiles(rows, experts, token_tile);
+extern "C" double expected_token_tiles(int64_t rows, int64_t experts, int token_tile, int beyond) {
+    return hf_kbit::expected_token_tiles(rows, experts, token_tile, beyond);
 }
 extern "C" int experts_are_fused(int64_t rows, int64_t experts, int64_t out_features, int64_t in_features, int arch,
                                  int shared_reserved) {
@@ -199,7 +199,7 @@ def library(compile_for_cpu):
     loaded.experts_plan.restype = None
     loaded.most_token_tiles.argtypes = [*[ctypes.c_int64] * 2, ctypes.c_int]
     loaded.most_token_tiles.restype = ctypes.c_int64
-    loaded.expected_token_tiles.argtypes = [*[ctypes.c_int64] * 2, ctypes.c_int]
+    loaded.expected_token_tiles.argtypes = [*[ctypes.c_int64] * 2, *[ctypes.c_int] * 2]
     loaded.expected_token_tiles.restype = ctypes.c_double
     loaded.few_experts_plan.argtypes = [*[ctypes.c_int64] * 4, *[ctypes.c_int] * 6, ctypes.POINTER(FewExpertsPlan)]
     loaded.few_experts_plan.restype = None
@@ -721,13 +721,14 @@ def test_most_tiles_of_tokens(library):
 
 
 @pytest.mark.parametrize(("rows", "experts"), [(8, 128), (128, 128), (512, 128), (2048, 128), (40, 8), (3000, 8)])
-@pytest.mark.parametrize("token_tile", [16, 64, 256])
-def test_tiles_of_tokens_in_the_mean(library, rows, experts, token_tile):
-    """Near what comes out of rows that have experts at random."""
+@pytest.mark.parametrize(("token_tile", "beyond"), [(16, 0), (64, 0), (256, 0), (128, 32), (128, 96)])
+def test_tiles_of_tokens_in_the_mean(library, rows, experts, token_tile, beyond):
+    """Near what comes out of rows that have experts at random; those with more than so many rows too."""
     owners = torch.randint(0, experts, (200, rows), generator=cases.generator(rows, experts))
     shares = torch.nn.functional.one_hot(owners, experts).sum(1)
-    mean = shares.add(token_tile - 1).div(token_tile, rounding_mode="floor").sum(1).double().mean().item()
-    assert abs(library.expected_token_tiles(rows, experts, token_tile) / mean - 1) < 0.1
+    tiles = shares.sub(beyond).clamp(min=0).add(token_tile - 1).div(token_tile, rounding_mode="floor")
+    mean = tiles.sum(1).double().mean().item()
+    assert abs(library.expected_token_tiles(rows, experts, token_tile, beyond) - mean) < 0.1 * mean + 0.001 * experts
 
 
 class FewExpertsPlan(ctypes.Structure):
