@@ -1,4 +1,5 @@
-// Looks rows of a packed table up and decodes them, from bit-planes or from tiles, to the bits that dequantize.cu gives.
+// Looks rows of a packed table up and decodes them, from bit-planes or from tiles, to the bits that dequantize.cu
+// gives.
 //
 //   indices   int64 or int32 [count], each 0 to V - 1
 //   planes    int32 [V, B * bits]        or words  int32 [V/16, D/256, bits, 32, 4]
@@ -13,12 +14,14 @@
 //   from planes   0 8 ..  1 9 ..  ...  7 15 ..      are neighbours; and block 4 q + u of tiles, half a slab, of which
 //   from tiles    0 1 ..  4 5 ..  ...  28 29 ..     a row's four lanes g hold the words
 //
-// As many CTAs as the GPU has room for go through the turns, and load the next index while they decode. The lanes of a
-// warp share a row, so that whether its tiles have it above or below is no divergence.
+// As many CTAs as the GPU has room for go through the rows, and load the next index while they decode. The lanes of a
+// warp share a row, so that which half of its tiles has it is no divergence.
 //
-// The limit is memory: a weight of 16 bits is 2 bytes out for bits / 8 + 1/32 in, from tiles twice that, as their
-// words hold rows g and g + 8 together. At 4 bits 16 x 2048 rows of 4096 are 340 MB from planes and 411 MB from tiles,
-// 81 and 98 us at the 4.2 TB/s of an H200. Counted in its code (sm_90a, bfloat16), INSTRUCTIONS
+// The limit is memory: a weight of 16 bits is 2 bytes out for bits / 8 + 1/32 in, from tiles twice that in, as their
+// words and scales hold rows g and g + 8 together. At 4 bits 16 x 2048 rows of 4096 are 340 MB from planes and 411 MB
+// from tiles, at the 4.2 TB/s of an H200 81 and 98 us. That allows 20 and 24 instructions a weight; counted in the
+// code for bfloat16 (sm_90a, nvcc 13) there are 13 from planes (5 bits: 16) and 11 from tiles, and 13 more to turn a
+// weight back (transform.cuh), for which 1.2 times as long is the least. Not yet measured.
 #undef NDEBUG  // the assertion is part of what the op promises
 #include <cassert>
 
@@ -35,6 +38,8 @@ namespace {
 constexpr int kThreads = 128, kWarps = kThreads / kWarp;
 constexpr int kQuads = kWarp / 4, kQuadBlocks = kPartBlocks, kTurnBlocks = kQuads * kQuadBlocks;
 
+constexpr int64_t kRounds = 4;  // with fewer, warps with one more than others would take a fourth of the time
+
 // The table as a kernel reads it.
 struct Table {
     const int32_t* words;
@@ -42,23 +47,38 @@ struct Table {
     int64_t rows, columns;
 };
 
-// --- what a quad loads of a row ------------------------------------------------------------------
+// A warp's turn: a row of the table, the first of the blocks, and how many columns there are from it on.
+struct Turn {
+    int64_t row;
+    unsigned first;
+    int held;
 
-// Block number u of the quad lies block(quad, u) behind the first of the turn. Loads of blocks behind the row's last
-// one are of that one.
+    __device__ __forceinline__ Turn(const Table& table, int64_t row, unsigned number)
+        : row(row), first(number * kTurnBlocks) {
+        held = static_cast<int>(min(table.columns - before(), int64_t{kTurnBlocks * kBlockSize}));
+    }
+    __device__ __forceinline__ int64_t before() const { return int64_t{first} * kBlockSize; }
+};
+
+// --- what a quad loads of a turn -----------------------------------------------------------------
+
+// Its octet u is in block kFirst * quad + kStep * u of the turn. Where the row has ended, the last block is loaded.
 template <int kBits>
 struct FromPlanes {
+    static constexpr int kFirst = 1, kStep = kQuads;
     uint32_t planes[kQuadBlocks][kBits], scales[kQuadBlocks];
 
-    static __device__ __forceinline__ int block(int quad, int u) { return u * kQuads + quad; }
-
-    __device__ __forceinline__ void load(const Table& table, int64_t row, unsigned first, int quad, int) {
-        const auto blocks = static_cast<unsigned>(num_blocks(table.columns));
+    __device__ __forceinline__ void load(const Table& table, const Turn& turn, int quad, int) {
+        const int64_t from = turn.row * num_blocks(table.columns) + turn.first;
+        const int32_t* gmem_words = table.words + from * kBits;
+        const uint8_t* gmem_scales = table.scales + from;
+        asm("" : "+l"(gmem_words), "+l"(gmem_scales));  // or the compiler takes them apart, for longer sums
+        const unsigned last = static_cast<unsigned>(turn.held - 1) / kBlockSize;
 #pragma unroll
         for (int u = 0; u < kQuadBlocks; ++u) {
-            const unsigned its_block = min(first + block(quad, u), blocks - 1);
-            load_block<kBits>(table.words + row * blocks * kBits, its_block, planes[u]);
-            scales[u] = table.scales[row * blocks + its_block];
+            const unsigned block = min(static_cast<unsigned>(kFirst * quad + kStep * u), last);
+            load_block<kBits>(gmem_words, block, planes[u]);
+            scales[u] = gmem_scales[block];
         }
     }
     __device__ __forceinline__ void decode(int u, int t, uint32_t sign, const Levels<kBits>& levels,
@@ -69,17 +89,16 @@ struct FromPlanes {
 
 template <int kBits>
 struct FromTiles {
+    static constexpr int kFirst = kQuadBlocks, kStep = 1;
     uint32_t words[kPartTiles][kBits];
     uint2 scales;
     bool lower;  // whether the row is g + 8
 
-    static __device__ __forceinline__ int block(int quad, int u) { return quad * kQuadBlocks + u; }
-
-    __device__ __forceinline__ void load(const Table& table, int64_t row, unsigned first, int quad, int t) {
-        const int64_t slabs = num_slabs(table.columns);
-        const int64_t slab = row / kTileRows * slabs + min(int64_t{first / kSlabBlocks + quad / kParts}, slabs - 1);
-        const int g = static_cast<int>(row % 8), part = quad % kParts;
-        lower = row % kTileRows >= 8;
+    __device__ __forceinline__ void load(const Table& table, const Turn& turn, int quad, int t) {
+        const int g = static_cast<int>(turn.row % 8), part = quad % kParts;
+        const int64_t slab = turn.row / kTileRows * num_slabs(table.columns) + turn.first / kSlabBlocks +
+                             min(quad / kParts, (turn.held - 1) / kSlabColumns);
+        lower = turn.row & 8;
         load_part<kBits>(reinterpret_cast<const uint4*>(table.words) + slab * kBits * kWarp + 4 * g + t, part, words);
         scales = reinterpret_cast<const uint2*>(table.scales)[(slab * kTileRows / 2 + g) * kParts + part];
     }
@@ -95,23 +114,19 @@ struct FromTiles {
 
 // --- the kernel ----------------------------------------------------------------------------------
 
-// Stores the octets of a warp, that of a lane at `column` of a row of so many; lanes 16 apart are `apart` columns
-// apart.
-template <typename T>
-__device__ __forceinline__ void store_octets(const float (&values)[kOctet], int64_t column, int apart, int64_t columns,
-                                             T* gmem_row) {
-    if (sizeof(T) == 8 || columns % kOctet) {
-        store_ragged(values, gmem_row + column, columns - column);
-    } else if constexpr (sizeof(T) == 4) {  // first all of the lower 16 octets, then of the upper ones
+// Stores the octets of a warp in pieces: that of a lane goes to gmem_out, where `left` columns are left, and those of
+// lanes 16 apart are kApart columns apart.
+template <int kApart, typename T>
+__device__ __forceinline__ void store_pieces(const float (&values)[kOctet], int left, T* gmem_out) {
+    if constexpr (sizeof(T) == 4) {  // first all of the lower 16 octets, then of the upper ones
         const bool second = threadIdx.x % kWarp >= 16;
-        uint4 pieces[2] = {as_piece(values, gmem_row), as_piece(values + 4, gmem_row)};
+        uint4 pieces[2] = {as_piece(values, gmem_out), as_piece(values + 4, gmem_out)};
         exchange_pieces<16>(pieces, second);
-        if (second) column -= apart;
-        T* out = gmem_row + column + (second ? 4 : 0);
-        if (column < columns) store_16(out, pieces[0]);
-        if (column + apart < columns) store_16(out + apart, pieces[1]);
-    } else if (column < columns) {
-        store_16(gmem_row + column, as_piece(values, gmem_row));
+        if (second) gmem_out += 4 - kApart, left += kApart;
+        if (left > 0) store_16(gmem_out, pieces[0]);
+        if (left > kApart) store_16(gmem_out + kApart, pieces[1]);
+    } else if (left > 0) {
+        store_16(gmem_out, as_piece(values, gmem_out));
     }
 }
 
@@ -126,32 +141,45 @@ __global__ void __launch_bounds__(kThreads)
     const int quad = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
     const auto turns = static_cast<unsigned>(ceil_div(num_blocks(table.columns), kTurnBlocks));  // of a row
     const unsigned warp = blockIdx.x * kWarps + threadIdx.x / kWarp, warps = gridDim.x * kWarps;
-    int64_t i = warp / turns;
-    unsigned turn = warp % turns;
+    // So many warps share a row that each has some rounds, if there are as many turns; those left over have no row.
+    const int64_t wanted = max(kRounds * warps / count, int64_t{1});
+    const unsigned sharing = min(static_cast<unsigned>(min(wanted, int64_t{turns})), warps);
+    unsigned step = warps / sharing;
+    asm("" : "+r"(step));  // or the compiler divides again at each row
+    int64_t i = warp < step * sharing ? warp / sharing : count;
     int64_t next = i < count ? index_of(i) : 0;
     levels.load(gmem_codebook, kThreads);
     const uint32_t sign = transform.rotated ? kSignBit : 0;
+    const bool whole = table.columns % kOctet == 0;  // octets
     while (i < count) {
         const int64_t row = next;
         assert(0 <= row && row < table.rows && "indices: each is 0 to V - 1");
-        const unsigned first = turn * kTurnBlocks;
         T* gmem_row = gmem_out + i * table.columns;
-        Source<kBits> source;
-        source.load(table, row, first, quad, t);
-        i += warps / turns, turn += warps % turns;
-        if (turn >= turns) ++i, turn -= turns;
+        i += step;
         if (i < count) next = index_of(i);
+        for (unsigned number = warp % sharing; number < turns; number += sharing) {
+            const Turn turn(table, row, number);
+            Source<kBits> source;
+            source.load(table, turn, quad, t);
+            // Of the lane's octets, the first one's column in the turn, and how many there are to the next one's.
+            constexpr int kApart = Source<kBits>::kFirst * kBlockSize, kStep = Source<kBits>::kStep * kBlockSize;
+            const int own = kApart * quad + t * kOctet, left = turn.held - own;
+            T* out = gmem_row + turn.before() + own;
+            const Transform its_transform{transform.columns ? transform.columns + turn.before() + own : nullptr,
+                                          transform.rotated};
 #pragma unroll
-        for (int u = 0; u < kQuadBlocks; ++u) {
-            const int64_t column = int64_t{first + Source<kBits>::block(quad, u)} * kBlockSize + t * kOctet;
-            float values[kOctet];
-            source.decode(u, t, sign, levels, values);
-            if (transform.any()) {
-                to_original(values, load_scales(transform, column, table.columns), transform.rotated, t);
+            for (int u = 0; u < kQuadBlocks; ++u) {
+                float values[kOctet];
+                source.decode(u, t, sign, levels, values);
+                if (transform.any()) {
+                    to_original(values, load_scales(its_transform, kStep * u, left), transform.rotated, t);
+                }
+                if (sizeof(T) < 8 && whole) {
+                    store_pieces<16 / 4 * kApart>(values, left - kStep * u, out + kStep * u);
+                } else {
+                    store_ragged(values, out + kStep * u, left - kStep * u);
+                }
             }
-            constexpr int kApart = 4;  // quads
-            const int apart = Source<kBits>::block(kApart, u) - Source<kBits>::block(0, u);
-            store_octets(values, column, apart * kBlockSize, table.columns, gmem_row);
         }
     }
 }
