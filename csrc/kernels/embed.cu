@@ -1,5 +1,4 @@
-// Looks rows of a packed table up and decodes them, from bit-planes or from tiles, to the bits that dequantize.cu
-// gives.
+// Looks rows of a packed table up and decodes them, from bit-planes or from tiles, to the bits of dequantize.cu.
 //
 //   indices   int64 or int32 [count], each 0 to V - 1
 //   planes    int32 [V, B * bits]        or words  int32 [V/16, D/256, bits, 32, 4]
