@@ -101,7 +101,7 @@ OPS = torch.ops.hf_kbit
 codebook = torch.tensor(hf_kbit.codebooks.normal_float(4)).cuda()
 planes, absmax = OPS.quantize(torch.randn(50, 96).cuda(), codebook)
 found = OPS.embed(torch.tensor([3, {index}]).cuda(), *{form}, codebook, [50, 96], torch.float16)
-print("went on")
+print("went on", flush=True)
 torch.cuda.synchronize()
 print("was not stopped")
 """
