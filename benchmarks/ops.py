@@ -1,11 +1,11 @@
-"""Times quantize, dequantize, repack and gemm beside the memory ceilings, or beside torch, measured in the same run.
+"""Times quantize, dequantize, embed, repack and gemm beside the memory ceilings, or torch, measured in the same run.
 
     python benchmarks/ops.py [--device cuda|cpu] [--shapes 4096x4096,8192x8192] [--json results.jsonl]
 
 CUDA: replays of a CUDA graph that walks through inputs and outputs of more than 256 MB, so that nothing is in L2. A
-line's ceiling is the time of a kernel that only reads (quantize), only writes (dequantize) or copies (repack) as many
-bytes as the op reads and writes together. CPU: medians of calls that take turns, gemm with ``F.linear``; the ceiling
-is a copy.
+line's ceiling is the time of a kernel that only reads (quantize), only writes (dequantize, embed) or copies (repack)
+as many bytes as the op reads and writes together. CPU: medians of calls that take turns; the ceiling is a copy. Beside
+gemm, on a CPU, stands ``F.linear``, beside embed ``F.embedding``, of a weight or table in the dtype of the result.
 """
 
 import argparse
@@ -23,6 +23,9 @@ from hf_kbit.format import BITS
 
 OPS = torch.ops.hf_kbit
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+# Look-ups: tokens, and rows of a table that no cache holds.
+LOOK_UPS = {"cuda": (16 * 2048, 1 << 17), "cpu": (2048, 1 << 15)}
 
 
 def cpu_name() -> str:
@@ -95,6 +98,29 @@ def on_cuda(shapes, report: Report) -> None:
             what = {"shape": shape, "bits": bits, "dtype": "-"}
             measure("repack", "copy", planes, lambda p: OPS.repack(*p, bits, [n, k]), **what)
             measure("repack inverse", "copy", tiles, lambda p: OPS.repack(*p, bits, [n, k], True), **what)
+    for k in sorted({k for _, k in shapes}):
+        look_ups_on_cuda(k, report, ceilings)
+
+
+def look_ups_on_cuda(k: int, report: Report, ceilings: Ceilings) -> None:
+    tokens, rows = LOOK_UPS["cuda"]
+    indices = [torch.randperm(rows, device="cuda")[:tokens] for _ in range(4)]
+    for dtype in (torch.float32, torch.bfloat16):
+        dense = torch.randn(rows, k, device="cuda", dtype=dtype)
+        torch_us = graph_us([partial(F.embedding, some, dense) for some in indices])
+        for bits in BITS:
+            codebook = torch.tensor(hf_kbit.codebooks.normal_float(bits), device="cuda")
+            planes = OPS.quantize(dense, codebook)
+            for form, packed in (("planes", planes), ("tiles", OPS.repack(*planes, bits, [rows, k]))):
+                us = graph_us([partial(OPS.embed, some, *packed, codebook, [rows, k], dtype) for some in indices])
+                # Tiles hold two rows together.
+                stored = sum(t.nbytes for t in packed) * tokens // rows * (2 if form == "tiles" else 1)
+                size = indices[0].nbytes + stored + tokens * k * dtype.itemsize
+                ceiling = ceilings.us("write", size)
+                what = {"op": f"embed {form}", "shape": f"{rows}x{k}", "bits": bits, "dtype": name_of(dtype)}
+                speed = {"tokens": tokens, "us": us, "GBps": size / us / 1e3, "ceiling": "write"}
+                speed |= {"ceiling_us": ceiling, "fraction": ceiling / us}
+                report.line(**what, **speed, torch_us=torch_us, over_torch=us / torch_us)
 
 
 # --- CPU ------------------------------------------------------------------------------------------
@@ -135,6 +161,7 @@ def on_cpu(shapes, report: Report) -> None:
                     what = {"op": op, "shape": shape, "bits": bits, "dtype": name_of(dtype)}
                     speed = {"us": ms * 1e3, "GBps": size / ms / 1e6, "Mweights_s": weights / ms / 1e3}
                     report.line(**what, **speed, ceiling="copy", ceiling_us=floor * 1e3, fraction=floor / ms)
+        look_ups_on_cpu(k, report, copy_ms / (2 * source.nbytes))
         for dtype in FLOATS:
             for tokens in (1, 4, 8, 16, 32, 64, 256, 512):
                 # Several copies of each weight, walked through in turn: a model's layers do not stay in the cache.
@@ -152,6 +179,28 @@ def on_cpu(shapes, report: Report) -> None:
                     speed = {"us": ms[bits] * 1e3, "GBps": size / ms[bits] / 1e6}
                     speed |= {"ceiling": "copy", "ceiling_us": floor * 1e3, "fraction": floor / ms[bits]}
                     report.line(**what, **speed, torch_us=ms["torch"] * 1e3, over_torch=ms[bits] / ms["torch"])
+
+
+def look_ups_on_cpu(k: int, report: Report, copy_ms_of_a_byte: float) -> None:
+    tokens, rows = LOOK_UPS["cpu"]
+    indices = torch.randperm(rows)[:tokens]
+    for dtype in FLOATS:
+        dense = torch.randn(rows, k).to(dtype)
+        for bits in BITS:
+            codebook = torch.tensor(hf_kbit.codebooks.normal_float(bits))
+            packed = OPS.quantize(dense, codebook)
+            calls = {
+                "embed planes": lambda: OPS.embed(indices, *packed, codebook, [rows, k], dtype),
+                "torch": lambda: F.embedding(indices, dense),
+            }
+            ms = medians_ms(calls, 7)
+            us, torch_us = ms["embed planes"] * 1e3, ms["torch"] * 1e3
+            size = indices.nbytes + sum(t.nbytes for t in packed) * tokens // rows + tokens * k * dtype.itemsize
+            floor = copy_ms_of_a_byte * size * 1e3
+            what = {"op": "embed planes", "shape": f"{rows}x{k}", "bits": bits, "dtype": name_of(dtype)}
+            speed = {"tokens": tokens, "us": us, "GBps": size / us / 1e3, "ceiling": "copy"}
+            speed |= {"ceiling_us": floor, "fraction": floor / us}
+            report.line(**what, **speed, torch_us=torch_us, over_torch=us / torch_us)
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 import cases
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -83,6 +84,67 @@ def test_quantize_refuses_what_is_not_finite(value):
     weight[3, 7] = value
     with pytest.raises(ValueError, match="weight: found 1 NaN or infinite values, expected finite ones"):
         hf_kbit.quantize(weight, cases.codebook(3))
+
+
+# --- embed --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", [hf_kbit.embed, reference.embed], ids=["op", "reference"])
+@pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
+@pytest.mark.parametrize("bits", cases.BITS)
+def test_embed_gives_rows_of_the_decoded_table(bits, tiled, op, monkeypatch):
+    monkeypatch.setattr(reference, "QUANTIZE_SLICE", 1 << 16)  # the reference's slices, of a few rows
+    for shape in [*cases.SHAPES, (37, 90)]:
+        for scaled, rotated in ((False, False), *cases.TRANSFORMS):
+            columns = cases.columns(shape[1], scaled)
+            *packed, codebook = cases.quantized(shape, bits, columns=columns, rotated=rotated)
+            decoded = hf_kbit.dequantize(*packed, codebook, shape, torch.bfloat16, columns, rotated)
+            words = hf_kbit.repack(*packed, bits, shape) if tiled else packed
+            indices = torch.randint(0, shape[0], (3, 35), generator=cases.generator(*shape))
+            for some in (indices, indices.T, indices[0, 0].int(), indices[:0], indices[:, ::2].int()):
+                found = op(some, *words, codebook, shape, torch.bfloat16, columns, rotated)
+                assert torch.equal(found, decoded[some.long()]) and found.is_contiguous()
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
+def test_embed_decodes_only_the_rows_asked_for(tiled, monkeypatch):
+    """Of tiles their sixteen rows; a table is larger than any result of its look-ups."""
+    planes, absmax, codebook = cases.quantized((700, 64), 3)
+    words = hf_kbit.repack(planes, absmax, 3, (700, 64)) if tiled else (planes, absmax)
+    decoded = []
+    for name in ("repack", "dequantize"):
+        whole = getattr(reference, name)
+        monkeypatch.setattr(
+            reference,
+            name,
+            lambda *args, whole=whole, **named: decoded.append(args[0].numel()) or whole(*args, **named),
+        )
+    reference.embed(torch.tensor([5, 699, 5]), *words, codebook, [700, 64], torch.float32)
+    assert decoded and max(decoded) <= 3 * 16 * 3 * 8  # slabs of 256 columns have 8 blocks of 3 words
+
+
+def test_rows_have_no_gradient_but_may_get_one():
+    """As PEFT has it, so that gradients reach adapters behind checkpoints; and they are changed in place."""
+    planes, absmax, codebook = cases.quantized((7, 33), 3)
+    rows = hf_kbit.embed(torch.tensor([[2, 5]]), planes, absmax, codebook, (7, 33))
+    assert not rows.requires_grad and not rows._is_view()
+    rows.requires_grad_()
+    (rows * 2).sum().backward()
+    assert torch.equal(rows.grad, torch.full((1, 2, 33), 2.0))
+    with torch.no_grad():
+        rows += 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
+@pytest.mark.parametrize("op", [hf_kbit.embed, reference.embed], ids=["op", "reference"])
+def test_embed_refuses_an_index_that_is_no_row(op, tiled, dtype):
+    """From 7 to 15 there is padding in the tile."""
+    planes, absmax, codebook = cases.quantized((7, 33), 3)
+    words = hf_kbit.repack(planes, absmax, 3, (7, 33)) if tiled else (planes, absmax)
+    for index in (-1, 7, 16, 2**31 - 1):
+        with pytest.raises(ValueError, match=f"indices: found .*{index}.*, expected 0 to 6"):
+            op(torch.tensor([[0, index]], dtype=dtype), *words, codebook, (7, 33), torch.float32)
 
 
 # --- repack -------------------------------------------------------------------------------------------
@@ -272,6 +334,7 @@ def test_opcheck(bits):
     opcheck(OPS.quantize.default, (cases.weight((2, *shape), torch.bfloat16), codebook))
     for words in ((planes, absmax), tiles):
         opcheck(OPS.dequantize.default, (*words, codebook, list(shape), torch.float16))
+        opcheck(OPS.embed.default, (torch.tensor([[3, 16]]), *words, codebook, list(shape), torch.bfloat16))
         opcheck(OPS.gemm.default, (x, *words, codebook, bias, 17))
         opcheck(OPS.gemm.default, (x.detach().half(), *words, codebook, None, 17))
         opcheck(OPS.gemm_gradient.default, (cases.x((2, 3), 17).requires_grad_(), *words, codebook, list(shape)))
@@ -288,6 +351,8 @@ def test_opcheck_of_transformed_weights():
     grad, transform = cases.x((2, 3), 17).requires_grad_(), (columns, True)
     for words in ((planes, absmax), hf_kbit.repack(planes, absmax, 3, shape)):
         opcheck(OPS.dequantize.default, (*words, codebook, list(shape), torch.float16, *transform))
+        indices = torch.tensor([3, 16, 3], dtype=torch.int32)
+        opcheck(OPS.embed.default, (indices, *words, codebook, list(shape), torch.float32, *transform))
         opcheck(OPS.gemm.default, (x, *words, codebook, bias, 17, *transform))
         opcheck(OPS.gemm_gradient.default, (grad, *words, codebook, list(shape), *transform))
         group = [words[0]] * 2, [words[1]] * 2, [codebook] * 2, [None] * 2, [17] * 2, [None, columns], [0, 1]
@@ -336,6 +401,23 @@ def test_compile_dynamic_batch():
     assert counter.frame_count == 1
 
 
+def test_compile_embed_of_any_number_of_tokens():
+    packed = cases.quantized((17, 70), 4)
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def run(tokens):
+        return hf_kbit.embed(tokens, *packed, (17, 70), torch.bfloat16) * 2
+
+    compiled = torch.compile(run, backend=counter, dynamic=True, fullgraph=True)
+    for count in (2, 3, 9, 70):
+        tokens = torch.arange(count)[None] % 17
+        assert torch.equal(compiled(tokens), run(tokens))
+    assert counter.frame_count == 1
+    on_meta = [tensor.to("meta") for tensor in (tokens, *packed)]
+    rows = hf_kbit.embed(*on_meta, (17, 70), torch.bfloat16)
+    assert rows.shape == (1, 70, 70) and rows.dtype == torch.bfloat16 and rows.is_meta
+
+
 # --- on a GPU -----------------------------------------------------------------------------------------
 
 
@@ -351,6 +433,11 @@ def test_gpu_gives_the_bytes_of_the_cpu(shape, bits, dtype):
     tiles = hf_kbit.repack(*packed, bits, shape[-2:])
     on_gpu_tiles = hf_kbit.repack(*on_gpu, bits, shape[-2:])
     assert all(map(torch.equal, (tensor.cpu() for tensor in on_gpu_tiles), tiles))
+    if len(shape) == 2:
+        indices = torch.tensor([[shape[0] - 1, 0, shape[0] // 2]])
+        for words in (on_gpu, on_gpu_tiles):
+            rows = hf_kbit.embed(indices.cuda(), *words, codebook.cuda(), shape, dtype)
+            assert torch.equal(rows.cpu(), hf_kbit.embed(indices, *packed, codebook, shape, dtype))
     for words in (on_gpu, on_gpu_tiles):
         decoded = hf_kbit.dequantize(*words, codebook.cuda(), shape[-2:], dtype)
         assert torch.equal(decoded.cpu(), hf_kbit.dequantize(*packed, codebook, shape[-2:], dtype))
@@ -380,6 +467,7 @@ def test_gpu_opcheck_and_compile():
     x = cases.x((2, 3), 70).cuda().requires_grad_()
     opcheck(OPS.quantize.default, (cases.weight((17, 70)).cuda(), codebook))
     opcheck(OPS.dequantize.default, (planes, absmax, codebook, [17, 70], torch.float16))
+    opcheck(OPS.embed.default, (torch.tensor([3, 16]).cuda(), planes, absmax, codebook, [17, 70], torch.float16))
     opcheck(OPS.gemm.default, (x, planes, absmax, codebook, None, 17))
     compiled = torch.compile(lambda x: hf_kbit.gemm(x, planes, absmax, codebook) * 2, fullgraph=True)
     torch.testing.assert_close(compiled(x), hf_kbit.gemm(x, planes, absmax, codebook) * 2)
@@ -408,6 +496,7 @@ def test_devices_must_agree():
 
 PLANES, ABSMAX, CODEBOOK = cases.quantized((7, 33), 3)
 X, BIAS, COLUMNS = cases.x((2,), 33), cases.x((), 7), cases.columns(33)
+INDICES = torch.tensor([2, 5])
 REFUSED = {
     "quantize: dtype": (
         lambda: hf_kbit.quantize(torch.ones(2, 2, dtype=torch.int32), CODEBOOK),
@@ -498,6 +587,43 @@ REFUSED = {
         lambda: hf_kbit.dequantize(PLANES, ABSMAX, CODEBOOK, (7, 33), columns=COLUMNS.to("meta")),
         ValueError,
         "columns: found on meta, expected on cpu like weight",
+    ),
+    "embed: indices' dtype": (
+        lambda: hf_kbit.embed(torch.ones(2), PLANES, ABSMAX, CODEBOOK, (7, 33)),
+        TypeError,
+        "indices: found dtype float32, expected int64 or int32",
+    ),
+    "embed: several tables, of a fake": (
+        lambda: OPS.embed(
+            *(tensor.to("meta") for tensor in (INDICES, PLANES[None], ABSMAX[None], CODEBOOK)), [7, 33], torch.float16
+        ),
+        ValueError,
+        r"weight: found shape \[1, 7, 6\], expected one table, without leading dimensions",
+    ),
+    "embed: several tables": (
+        lambda: OPS.embed(INDICES, PLANES[None], ABSMAX[None], CODEBOOK, [7, 33], torch.float16),
+        ValueError,
+        r"weight: found shape \[1, 7, 6\], expected one table, without leading dimensions",
+    ),
+    "embed: shape": (
+        lambda: hf_kbit.embed(INDICES, PLANES, ABSMAX, CODEBOOK, (7, 65)),
+        ValueError,
+        r"weight: found shape \[7, 6\], expected \[7, 9\]",
+    ),
+    "embed: integer rows": (
+        lambda: hf_kbit.embed(INDICES, PLANES, ABSMAX, CODEBOOK, (7, 33), torch.int32),
+        TypeError,
+        "dtype: found torch.int32",
+    ),
+    "embed: columns' shape": (
+        lambda: hf_kbit.embed(INDICES, PLANES, ABSMAX, CODEBOOK, (7, 33), columns=COLUMNS[1:]),
+        ValueError,
+        r"columns: found shape \[32\], expected \[33\]",
+    ),
+    "embed: indices' device": (
+        lambda: hf_kbit.embed(INDICES.to("meta"), PLANES, ABSMAX, CODEBOOK, (7, 33)),
+        ValueError,
+        "weight: found on cpu, expected on meta like indices",
     ),
     "gemm: columns' shape": (
         lambda: hf_kbit.gemm(X, PLANES, ABSMAX, CODEBOOK, columns=COLUMNS[:32]),

@@ -42,6 +42,12 @@ cudaError_t dequantize_tiles(const int32_t* words, const uint8_t* scales, const 
                              int64_t in_features, int64_t row_slabs, void* out, Dtype dtype, const Gpu& gpu,
                              cudaStream_t stream);
 
+// out [count, K]: the rows that `indices`, int64 (wide) or int32 [count], names of a table [rows, K], in planes or
+// `tiled`, decoded to the same bits. An index that names none stops the kernel with an assertion.
+cudaError_t embed(const void* indices, bool wide, int64_t count, const int32_t* words, const uint8_t* scales,
+                  bool tiled, const float* codebook, const Transform& transform, int bits, int64_t rows,
+                  int64_t in_features, void* out, Dtype dtype, const Gpu& gpu, cudaStream_t stream);
+
 // Planes to tiles (zeros where they pad) and tiles to planes.
 cudaError_t repack(const int32_t* planes, const uint8_t* absmax, int bits, int64_t count, int64_t out_features,
                    int64_t in_features, int32_t* words, uint8_t* scales, const Gpu& gpu, cudaStream_t stream);

@@ -18,6 +18,10 @@ void dequantize(const Packed& packed, Tensor& out, Dtype dtype);
 // out [out_features, columns]: the columns of one matrix from `first` on, a multiple of 256.
 void dequantize_columns(const Packed& packed, int64_t first, Tensor& out, Dtype dtype);
 
+// out [*, in_features], not empty: the rows of one matrix that `indices`, int64 or int32 [*], names, decoded as by
+// dequantize. Both contiguous.
+void embed(const Tensor& indices, const Packed& packed, Tensor& out, Dtype dtype);
+
 // From packed.form to the other one.
 void repack(const Packed& packed, Tensor& words, Tensor& scales);
 

@@ -128,6 +128,44 @@ void dequantize_columns(const Packed& packed, int64_t first, Tensor& out, Dtype 
     dequantize(columns_of(as_planes(packed), first, out.size(1)), out, dtype);
 }
 
+void embed(const Tensor& indices, const Packed& packed, Tensor& out, Dtype dtype) {
+    const bool wide = indices.scalar_type() == ScalarType::Long;
+    const auto index = [&, data = indices.const_data_ptr()](int64_t i) {
+        return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+    };
+    for (int64_t i = 0; i < indices.numel(); ++i) {
+        if (index(i) < 0 || index(i) >= packed.out_features) {
+            refuse("indices", std::to_string(index(i)), "0 to " + std::to_string(packed.out_features - 1));
+        }
+    }
+    auto* rows = static_cast<char*>(out.mutable_data_ptr());
+    const auto decode = [&](const int32_t* words, const uint8_t* scales, int64_t i) {
+        cpu::dequantize(words, scales, packed.signed_scales, codebook_of(packed), packed.bits, packed.in_features,
+                        column_scales_of(packed), packed.rotated, rows + i * packed.in_features * bytes_of(dtype),
+                        dtype, 0, 1);
+    };
+    const int64_t row_scales = num_blocks(packed.in_features), row_words = row_scales * packed.bits;
+    torch::stable::parallel_for(0, indices.numel(), row_grain(packed.in_features), [&](int64_t begin, int64_t end) {
+        if (packed.form == Form::planes) {
+            for (int64_t i = begin; i < end; ++i) {
+                decode(words_of(packed) + index(i) * row_words, scales_of(packed) + index(i) * row_scales, i);
+            }
+            return;
+        }
+        // Of the tiles that have a row, as planes those up to it.
+        const int64_t slabs = num_slabs(packed.in_features);
+        std::vector<int32_t> words(kTileRows * row_words);
+        std::vector<uint8_t> scales(kTileRows * row_scales);
+        for (int64_t i = begin; i < end; ++i) {
+            const int64_t slab = index(i) / kTileRows * slabs, row = index(i) % kTileRows;
+            cpu::repack_inverse(words_of(packed) + slab * TileLayout::slab_words(packed.bits),
+                                scales_of(packed) + slab * TileLayout::kSlabScales, packed.bits, row + 1,
+                                packed.in_features, words.data(), scales.data(), 0, 1);
+            decode(words.data() + row * row_words, scales.data() + row * row_scales, i);
+        }
+    });
+}
+
 void repack(const Packed& packed, Tensor& words, Tensor& scales) {
     const int64_t row_tiles = ceil_div(packed.out_features, kTileRows);
     const int64_t words_from = packed.words.numel() / packed.count, scales_from = packed.scales.numel() / packed.count;

@@ -133,6 +133,17 @@ void dequantize_columns(const Packed& packed, int64_t first, Tensor& out, Dtype 
     }
 }
 
+void embed(const Tensor& indices, const Packed& packed, Tensor& out, Dtype dtype) {
+    check_size(packed);
+    const Launch launch(packed.words);
+    const Tensor words = aligned(packed.words), scales = aligned(packed.scales);
+    const HeldTransform transform(packed);
+    check("embed", cuda::embed(indices.const_data_ptr(), indices.scalar_type() == ScalarType::Long, indices.numel(),
+                               read<int32_t>(words), read<uint8_t>(scales), packed.form == Form::tiles,
+                               read<float>(packed.codebook), transform.from(0), packed.bits, packed.out_features,
+                               packed.in_features, out.mutable_data_ptr(), dtype, launch.gpu, launch.stream));
+}
+
 void repack(const Packed& packed, Tensor& words, Tensor& scales) {
     check_size(packed);
     const Launch launch(packed.words);

@@ -155,6 +155,23 @@ Tensor dequantize(const Tensor& weight, const Tensor& absmax, const Tensor& code
     return decoded(packed, out_dtype);
 }
 
+Tensor embed(const Tensor& indices, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
+             torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, ScalarType dtype,
+             const std::optional<Tensor>& columns, bool rotated) {
+    if (indices.scalar_type() != ScalarType::Int) check_dtype("indices", indices, ScalarType::Long);
+    const Dtype out_dtype = float_dtype("dtype", dtype, true);
+    if (shape.size() != 2) refuse("shape", to_string(shape.vec()), "[rows, columns] of the table");
+    Packed packed = check_packed(weight, absmax, codebook, check_codebook(codebook), shape[0], shape[1]);
+    check_columns(packed, columns, rotated);
+    if (!packed.lead.empty()) {
+        refuse("weight", "shape " + to_string(shape_of(weight)), "one table, without leading dimensions");
+    }
+    check_same_device("indices", indices, "weight", weight);
+    Tensor out = new_tensor(weight, concat(shape_of(indices), {packed.in_features}), dtype);
+    if (out.numel() > 0) backend::embed(as_contiguous(indices), packed, out, out_dtype);
+    return out;
+}
+
 std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, int64_t bits,
                                   torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, bool inverse) {
     if (shape.size() != 2) refuse("shape", to_string(shape.vec()), "[out_features, in_features]");
@@ -335,6 +352,7 @@ Tensor gemm_experts_gradient(const Tensor& grad, const Tensor& weight, const Ten
 STABLE_TORCH_LIBRARY_IMPL(hf_kbit, HF_KBIT_DISPATCH_KEY, library) {
     library.impl("quantize", TORCH_BOX(&quantize));
     library.impl("dequantize", TORCH_BOX(&dequantize));
+    library.impl("embed", TORCH_BOX(&embed));
     library.impl("repack", TORCH_BOX(&repack));
     library.impl("gemm", TORCH_BOX(&gemm));
     library.impl("gemm_inference", TORCH_BOX(&gemm));

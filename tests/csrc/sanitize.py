@@ -142,6 +142,7 @@ def main() -> None:
             tiles = reference.repack(*planes, bits, list(shape))
             same(OPS.repack(*(t.cuda() for t in planes), bits, list(shape)), tiles)
             same(OPS.repack(*(t.cuda() for t in tiles), bits, list(shape), True), planes)
+            some = torch.arange(0, 2 * shape[0], 3) % shape[0]
             for dtype in (*cases.FLOATS, torch.float64):
                 expected = reference.dequantize(*planes, codebook, list(shape), dtype)
                 of_columns = cases.columns(shape[1])
@@ -150,6 +151,11 @@ def main() -> None:
                     on_gpu = [tensor.cuda() for tensor in (*packed, codebook)]
                     same(OPS.dequantize(*on_gpu, list(shape), dtype), expected)
                     same(OPS.dequantize(*on_gpu, list(shape), dtype, of_columns.cuda(), True), turned)
+                    for indices in (some, some.int()):
+                        found = OPS.embed(indices.cuda(), *on_gpu, list(shape), dtype)
+                        same(found, expected[some])
+                        found = OPS.embed(indices.cuda(), *on_gpu, list(shape), dtype, of_columns.cuda(), True)
+                        same(found, turned[some])
             columns = shape[1] // 8 * 8  # for others torch copies x first
             if columns > 0:
                 packed = reference.quantize(weight[:, :columns], codebook)

@@ -35,6 +35,9 @@ def test_numbers_that_start_at_any_byte(dtype, bits):
     decoded = reference.dequantize(*packed, codebook, shape, dtype)
     assert_same([OPS.dequantize(*moved, levels, shape, dtype)], [decoded])
     assert_same([OPS.dequantize(*moved_tiles, levels, shape, dtype)], [decoded])
+    indices = torch.tensor([[16, 0], [3, 3]])
+    assert_same([OPS.embed(shifted(indices), *moved, levels, shape, dtype)], [decoded[indices]])
+    assert_same([OPS.embed(shifted(indices.int()), *moved_tiles, levels, shape, dtype)], [decoded[indices]])
     bias = cases.x((), 17, dtype)
     for batch in ((1,), (3,), (40,)):
         x = cases.x(batch, 257, dtype)
@@ -55,6 +58,7 @@ def test_sizes_beyond_any_memory(device, shape):
     packed = [tensor.to(device) for tensor in (*cases.random_packed([2, 32], 4), cases.codebook(4))]
     calls = [
         lambda: OPS.dequantize(*packed, shape, torch.float32),
+        lambda: OPS.embed(torch.ones(1, dtype=torch.int64, device=device), *packed, shape, torch.float32),
         lambda: OPS.repack(*packed[:2], 4, shape),
         lambda: OPS.gemm_gradient(torch.ones(1, 2, device=device), *packed, shape),
     ]

@@ -27,10 +27,19 @@ def calls(bits: int, device="cuda") -> dict:
     x, more = (cases.x((tokens,), 300, torch.float16).to(device) for tokens in (5, 40))
     columns = cases.columns(300).to(device)
     transformed = [*tiles, codebook, columns]
+    indices = torch.arange(200, device=device).flip(0) % 130
     return {
         "quantize": (lambda: OPS.quantize(weight, codebook), [weight, codebook]),
         "dequantize planes": (lambda: OPS.dequantize(*planes, codebook, shape, torch.float16), [*planes, codebook]),
         "dequantize tiles": (lambda: OPS.dequantize(*tiles, codebook, shape, torch.float32), [*tiles, codebook]),
+        "embed planes": (
+            lambda: OPS.embed(indices, *planes, codebook, shape, torch.float16),
+            [indices, *planes, codebook],
+        ),
+        "embed tiles": (
+            lambda: OPS.embed(indices.int(), *tiles, codebook, shape, torch.float32, columns, True),
+            [indices, *transformed],
+        ),
         "repack": (lambda: OPS.repack(*planes, bits, shape), planes),
         "repack inverse": (lambda: OPS.repack(*tiles, bits, shape, True), tiles),
         "gemm planes": (lambda: OPS.gemm(x, *planes, codebook, None, 130), [x, *planes, codebook]),
@@ -176,6 +185,23 @@ def test_more_than_4_gib(bits, free_memory):
             part = reference.dequantize(*expected, codebook, [len(weight[spot]), columns], torch.bfloat16)
             assert torch.equal(decoded[spot], part)
         del decoded
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
+def test_rows_of_a_table_of_more_than_4_gib(tiled, free_memory):
+    """4.3 billion weights of 5 bits, as many looked up, last row first: table and result beyond 32-bit offsets."""
+    rows, columns, bits = (1 << 20) + 48, 4096, 5
+    planes = torch.randint(-(2**31), 2**31, (rows, columns // 32 * bits), dtype=torch.int32, device="cuda")
+    absmax = torch.randint(0, 256, (rows, columns // 32), dtype=torch.uint8, device="cuda")
+    codebook = cases.codebook(bits).cuda()
+    packed = OPS.repack(planes, absmax, bits, [rows, columns]) if tiled else (planes, absmax)
+    backwards = torch.arange(rows - 1, -1, -1, device="cuda")
+    found = OPS.embed(backwards, *packed, codebook, [rows, columns], torch.bfloat16)
+    for turn in (0, 1 << 18, 1 << 19, 1 << 20, rows):
+        first, last = max(turn - 16, 0), min(turn + 16, rows)
+        own = planes[first:last], absmax[first:last]
+        expected = reference.dequantize(*own, codebook, [last - first, columns], torch.bfloat16)
+        assert torch.equal(found[rows - last : rows - first].flip(0), expected)
 
 
 @pytest.mark.parametrize("tokens", [16, 40])
