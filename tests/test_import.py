@@ -46,11 +46,11 @@ ORDER = [
     "nn",
     "config",
     "mixing",
-    "evaluation",
     "integrations",
-    "in_memory",
     "calibration",
+    "evaluation",
     "widths",
+    "in_memory",
     "cli",
 ]
 
