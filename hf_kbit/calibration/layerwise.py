@@ -111,13 +111,8 @@ def calibrate(
     >>> calibrate(model, torch.randint(64, (8, 32)), bits=3).model.layers[0].mlp.down_proj
     KbitLinear(in_features=64, out_features=32, bias=False, bits=3)
     """
-    if method not in METHODS:
-        raise ValueError(f"method: found {method!r}, expected one of {sorted(METHODS)}")
-    if batch < 1:
-        raise ValueError(f"batch: found {batch}, expected 1 or more")
     quantizer = KbitHfQuantizer(config_or(config, arguments), pre_quantized=False)
-    if quantizer.quantization_config.scale != "search":
-        raise ValueError(f"scale: found {quantizer.quantization_config.scale!r}, expected 'search' or none")
+    check(method, batch, quantizer.quantization_config)
     if quantizer.quantization_config.bits % 1:
         raise ValueError(
             f"bits: found {quantizer.quantization_config.bits}, expected 2, 3, 4 or 5, or the config that "
@@ -216,6 +211,20 @@ def calibrate(
         )
     quantizer.adopt(model, widths)
     return model
+
+
+def check(method: str, batch: int, config: KbitConfig) -> None:
+    """Refuses what ``calibrate`` cannot do, whatever the model and the data are.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method: found {method!r}, expected one of {sorted(METHODS)}")
+    if batch < 1:
+        raise ValueError(f"batch: found {batch}, expected 1 or more")
+    if config.scale != "search":
+        raise ValueError(f"scale: found {config.scale!r}, expected 'search' or none")
 
 
 def load(
