@@ -14,6 +14,7 @@ from hf_kbit.integrations import hooks as _hooks
 from hf_kbit.integrations.transformers import quantizer as _quantizer  # noqa: F401  registers itself
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.ops import dequantize, gemm, quantize, repack, set_batch_invariant
+from hf_kbit.saving import load_into, save
 from hf_kbit.widths import bits_for_memory, choose_widths
 
 __version__ = "0.1.0.dev0"
@@ -27,9 +28,11 @@ __all__ = [
     "dequantize",
     "evaluate",
     "gemm",
+    "load_into",
     "quantize",
     "quantize_model",
     "repack",
+    "save",
     "set_batch_invariant",
 ]
 

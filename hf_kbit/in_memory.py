@@ -217,12 +217,18 @@ def _quantize_all(
 
 
 def _quantize(model: nn.Module, name: str, layer: KbitWeight, device: torch.device | str | None) -> None:
-    dense, weight = selection.holder(model, name), selection.dense_weight(model, name)
+    weight = selection.dense_weight(model, name)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else weight.device
     moved = weight.to(device)
     layer.load_dense(moved.mT if layer.transposed else moved, f"{name}.weight")
-    layer.to(weight.device).train(dense.training)
+    put(model, name, layer.to(weight.device))
+
+
+def put(model: nn.Module, name: str, layer: KbitWeight) -> None:
+    """Puts a layer in the place of what it stands for, with what somebody has set or put on that."""
+    dense = selection.holder(model, name)
+    layer.train(dense.training)
     if not is_projection(model, name):
         for hooks in HOOKS:  # that somebody put on it
             setattr(layer, hooks, getattr(dense, hooks))

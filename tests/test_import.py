@@ -51,6 +51,7 @@ ORDER = [
     "evaluation",
     "widths",
     "in_memory",
+    "saving",
     "cli",
 ]
 
