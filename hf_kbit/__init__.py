@@ -8,24 +8,32 @@ from importlib import import_module as _import_module
 from hf_kbit import codebooks
 from hf_kbit.calibration import calibrate
 from hf_kbit.config import KbitConfig
+from hf_kbit.evaluation import evaluate
 from hf_kbit.in_memory import quantize_model
 from hf_kbit.integrations import hooks as _hooks
 from hf_kbit.integrations.transformers import quantizer as _quantizer  # noqa: F401  registers itself
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.ops import dequantize, embed, gemm, quantize, repack, set_batch_invariant
+from hf_kbit.saving import load_into, save
+from hf_kbit.widths import bits_for_memory, choose_widths
 
 __version__ = "0.1.0.dev0"
 __all__ = [
     "KbitConfig",
     "KbitLinear",
+    "bits_for_memory",
     "calibrate",
+    "choose_widths",
     "codebooks",
     "dequantize",
     "embed",
+    "evaluate",
     "gemm",
+    "load_into",
     "quantize",
     "quantize_model",
     "repack",
+    "save",
     "set_batch_invariant",
 ]
 

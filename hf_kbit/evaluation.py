@@ -1,14 +1,19 @@
 """What quantization costs a causal language model: perplexity, and divergence from the model it was made of."""
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from hf_kbit.calibration.capture import evaluating
+from hf_kbit.calibration.data import text_of, tokenize, tokenizer_of
+from hf_kbit.calibration.writing import write
 
 # Logits that are looked at together: 32 MiB in float32, of which up to ten copies are alive at a time.
 CHUNK = 1 << 23
@@ -39,9 +44,10 @@ class Evaluation:
 
 def evaluate(
     model: torch.nn.Module,
-    tokens: torch.Tensor,
+    data: torch.Tensor | str | Path | Iterable[str] | None,
     *,
     reference: torch.nn.Module | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     window: int = 2048,
     stride: int | None = None,
     progress: bool = False,
@@ -59,7 +65,7 @@ def evaluate(
     With a smaller stride they overlap, and each but the first predicts only what the one before did not reach: every
     token but the first of the text is predicted once, with at least ``window - stride`` tokens before it, or all that
     there are. The last window may be shorter, and each of its predictions counts as much as any other. The tables made
-    with GPTQ's script drop it; for their figure cut the text: ``tokens[: len(tokens) // window * window]``.
+    with GPTQ's script drop it; for their figure cut the ids of the text: ``ids[: len(ids) // window * window]``.
 
     Logarithms of probabilities are float32, their sums float64. In memory at a time: the logits of one window from
     each model, in the model's dtype, and up to half a GiB. Models may be on different devices. Those in training mode
@@ -67,14 +73,17 @@ def evaluate(
 
     Args:
         model: a causal language model of Transformers, quantized or not, or one with PEFT adapters.
-        tokens: int64 ``[length]``, 2 or more: the ids of the whole text.
+        data: the text to predict, all of it: a text; a ``pathlib.Path``, of a file in UTF-8; rows of text, with an
+            empty line between two; int64 ``[length]``, 2 or more: its ids; or ``[sequences, length]``, of which each
+            is a text by itself. None: text that the reference, or the model if there is none, writes by itself.
         reference: the model to compare with, of the same vocabulary; usually the 16-bit one.
+        tokenizer: for all but token ids. Default: that of the model's folder or name, or of the reference's.
         window: 2 or more, at most the positions that the models have.
         stride: 1 to ``window``; None is ``window``.
         progress: shows a bar on stderr.
 
     Raises:
-        TypeError: ``tokens`` is no int64 tensor.
+        TypeError: ``data`` is neither token ids nor text nor rows of text.
         ValueError: an argument is out of range, a model is no causal language model, the vocabularies differ, or a
             model's logits hold NaN or infinity.
 
@@ -89,26 +98,26 @@ def evaluate(
     >>> quantized = LlamaForCausalLM.from_pretrained(
     ...     None, config=reference.config, state_dict=weights, quantization_config=config
     ... )
-    >>> tokens = torch.tensor(list("Any text, as the ids of its tokens.".encode()))
-    >>> found = evaluate(quantized, tokens, reference=reference, window=16)
+    >>> ids = torch.tensor(list("Any text, as the ids of its tokens.".encode()))
+    >>> found = evaluate(quantized, ids, reference=reference, window=16)
     >>> found.tokens, found.kl_divergence > 0, 0 < found.top1_agreement <= 1
     (32, True, True)
     """
     models = {"model": model} if reference is None else {"model": model, "reference": reference}
     stride = window if stride is None else stride
-    check({name: each.config for name, each in models.items()}, tokens, window, stride)
-    pieces = list(_windows(len(tokens), window, stride))
+    ids = _ids(data, tokenizer, list(models.values()), progress)
+    check({name: each.config for name, each in models.items()}, ids, window, stride)
+    texts = ids if ids.dim() > 1 else ids[None]
+    pieces = [(text, *place) for text in texts for place in _windows(len(text), window, stride)]
     sums, predicted = torch.zeros(4, dtype=torch.float64), 0
     with ExitStack() as stack, torch.no_grad():
         for each in models.values():
             stack.enter_context(evaluating(each))
-        for begin, end, first in tqdm(pieces, desc="evaluating", unit="window", disable=not progress):
-            ids = tokens[begin:end]
+        for text, begin, end, first in tqdm(pieces, desc="evaluating", unit="window", disable=not progress):
+            seen = text[begin:end]
             rows = slice(first - begin - 1, -1)  # the logits after a token are those of the next one
             # Without a name for the logits, which would keep them while those of the next window are made.
-            sums += _sums(
-                {name: logits_of(each, ids)[rows] for name, each in models.items()}, tokens[first:end], first
-            )
+            sums += _sums({name: logits_of(each, seen)[rows] for name, each in models.items()}, text[first:end], first)
             predicted += end - first
     nll, reference_nll, divergence, agreed = (sums / predicted).tolist()
     found = Evaluation(_exp(nll), predicted, window, stride)
@@ -117,58 +126,68 @@ def evaluate(
     return Evaluation(_exp(nll), predicted, window, stride, _exp(reference_nll), divergence, agreed)
 
 
-def check(configs: dict[str, PreTrainedConfig], tokens: torch.Tensor, window: int, stride: int) -> None:
-    """Refuses what ``evaluate`` cannot do as far as the configs of models tell, by the names that errors give them.
+def _ids(data, tokenizer: PreTrainedTokenizerBase | None, models: list, progress: bool) -> torch.Tensor:
+    """int64: ``[length]`` of a whole text, or ids as they are given."""
+    if data is None:
+        data = write(models[-1], progress=progress)
+    if isinstance(data, torch.Tensor):
+        return data
+    found = (tokenizer or tokenizer_of(each.name_or_path) for each in models)
+    tokenizer = next((each for each in found if each is not None), None)
+    if tokenizer is None:
+        raise ValueError("tokenizer: found none, expected one, for the data is a text")
+    return tokenize(text_of(data), tokenizer)
+
+
+def check(configs: dict[str, PreTrainedConfig], ids: torch.Tensor, window: int, stride: int) -> None:
+    """Refuses what ``evaluate`` cannot do as far as the configs of models tell, by the names that errors give them;
+    ``ids`` are ``[length]`` or ``[sequences, length]``.
 
     Raises:
         TypeError, ValueError: as ``evaluate``.
     """
-    if not isinstance(tokens, torch.Tensor) or tokens.dtype != torch.int64:
-        found = tokens.dtype if isinstance(tokens, torch.Tensor) else type(tokens).__name__
-        raise TypeError(f"tokens: found {found}, expected a tensor of int64")
-    if tokens.dim() != 1 or len(tokens) < 2:
-        raise ValueError(f"tokens: found shape {list(tokens.shape)}, expected one dimension of 2 or more")
+    if ids.dtype != torch.int64:
+        raise TypeError(f"data: found {ids.dtype}, expected token ids, a tensor of int64, or a text")
+    if ids.dim() not in (1, 2) or ids.shape[-1] < 2 or ids.numel() == 0:
+        raise ValueError(f"data: found shape {list(ids.shape)}, expected [length] or [sequences, length] of 2 or more")
     if window < 2:
         raise ValueError(f"window: found {window}, expected 2 or more")
     if not 1 <= stride <= window:
         raise ValueError(f"stride: found {stride}, expected 1 to {window}, the window")
     for name, config in configs.items():
         _check_causal(config, name)
-        _check_fits(config.get_text_config(), name, tokens, min(window, len(tokens)))
+        _check_fits(config.get_text_config(), name, ids, min(window, ids.shape[-1]))
+
+
+def is_causal(config: PreTrainedConfig) -> bool:
+    """Whether the model reads none of the tokens after a token."""
+    return not config.is_encoder_decoder and not _is_encoder(config)
+
+
+def _is_encoder(config: PreTrainedConfig) -> bool:
+    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
 
 
 def _check_causal(config: PreTrainedConfig, name: str) -> None:
     kind = config.model_type
     if config.is_encoder_decoder:
         raise ValueError(f"{name}: found {kind}, which has an encoder and a decoder, expected a causal language model")
-    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+    if _is_encoder(config):
         raise ValueError(
             f"{name}: found {kind}, an encoder, expected a causal language model: an encoder reads the tokens after a "
             "token too, so that its perplexity is not defined"
         )
 
 
-def _check_fits(config: PreTrainedConfig, name: str, tokens: torch.Tensor, window: int) -> None:
-    lowest, highest = (extreme.item() for extreme in tokens.aminmax())
+def _check_fits(config: PreTrainedConfig, name: str, ids: torch.Tensor, window: int) -> None:
+    lowest, highest = (extreme.item() for extreme in ids.aminmax())
     if lowest < 0 or highest >= config.vocab_size:
         raise ValueError(
-            f"tokens: found ids from {lowest} to {highest}, expected 0 to {config.vocab_size - 1}, as {name} has"
+            f"data: found ids from {lowest} to {highest}, expected 0 to {config.vocab_size - 1}, as {name} has"
         )
     positions = getattr(config, "max_position_embeddings", None) or window  # where there is no such number, no limit
     if window > positions:
         raise ValueError(f"window: found {window} tokens, expected at most {positions}, the positions of {name}")
-
-
-@contextmanager
-def evaluating(model) -> Iterator[None]:
-    """Dropout is off inside, and afterwards each module is in the mode that it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:

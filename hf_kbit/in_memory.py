@@ -1,22 +1,30 @@
 """``quantize_model``: quantizes a model that is in memory already, of Transformers or of anybody."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_kbit import mixing
+from hf_kbit import mixing, widths
+from hf_kbit.calibration import capture, layerwise
+from hf_kbit.calibration.data import token_ids
+from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
+from hf_kbit.evaluation import is_causal
+from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.experts import is_projection
 from hf_kbit.nn.weight import KbitWeight
 
 SHOWN_AFTER = 3  # seconds, the bar
+MEASURED = (8, 256)  # sequences, and tokens of each, on which widths are chosen
 # Where a module keeps hooks and how they want to be called.
 HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -44,30 +52,68 @@ class Quantized:
     bytes_after: int
 
 
-@torch.no_grad()
 def quantize_model(
-    model: nn.Module, config: KbitConfig | None = None, *, device: torch.device | str | None = None, **arguments: Any
+    model: nn.Module,
+    config: KbitConfig | None = None,
+    *,
+    data: torch.Tensor | str | Path | Iterable[str] | None = None,
+    calibrate: bool | None = None,
+    memory: int | str | None = None,
+    context: int = 8192,
+    measure: bool | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    sequences: int | None = None,
+    length: int | None = None,
+    method: str = "feedback",
+    batch: int = 4,
+    resume: str | Path | None = None,
+    device: torch.device | str | None = None,
+    report: Callable[[str, str], object] | None = None,
+    **arguments: Any,
 ) -> Quantized:
     """Quantizes the linear layers of a model in place, one after another, and the experts of mixtures.
 
     Any ``nn.Module`` will do: a model of Transformers becomes what ``from_pretrained`` with the config would have
     loaded, is saved by ``save_pretrained`` to the same bytes, and trains with adapters. Another module runs, and its
-    ``state_dict`` loads into one that was quantized likewise. A bar shows on stderr if it takes more than seconds.
+    ``state_dict`` loads into one that was quantized likewise. Bars show on stderr if it takes more than seconds.
+
+    A model of Transformers that reads tokens can be calibrated (``hf_kbit.calibrate``), and any be made to fit into a
+    memory, each layer with a width of its own (``hf_kbit.bits_for_memory``, ``choose_widths``). This is all that the
+    command ``hf-kbit quantize`` does with a model that it has loaded.
 
     Args:
-        model: weights float32, float16 or bfloat16, on any devices, and they stay there.
+        model: weights float32, float16 or bfloat16, on any devices, and they stay there; on one to be calibrated.
         config: what to quantize, as for loading.
-        device: where a weight is while it is quantized. Default: a GPU where there is one, else where it is.
+        data: what the model is for, as for ``calibrate``.
+        calibrate: whether to quantize with data, or with text that the model writes if there is none. Default: if
+            there is data.
+        memory: bytes, or a size such as ``"20GB"``, that the model may take, instead of ``bits``.
+        context: with ``memory``: tokens of a sequence that there must be room for.
+        measure: whether the widths for a mean, as of ``bits=3.5`` or ``memory``, are chosen by what few bits in each
+            layer cost on the data, or on text that the model writes; else by the rule that loading takes. Default:
+            with data, ``calibrate`` or ``memory``, if the model is a causal language model.
+        tokenizer: for data that is a text. Default: that of the model's folder or name.
+        sequences: of a text, or to write, as for ``calibrate``.
+        length: tokens of each, as for ``calibrate``.
+        method: how ``calibrate`` chooses weights.
+        batch: sequences that go through a layer at a time.
+        resume: a folder for the layers that were calibrated, as for ``calibrate``.
+        device: where a weight is while it is quantized, and what computes on data. Default: a GPU where there is one,
+            else where it is.
+        report: called with a word and a line of text for each thing that was chosen, with the reasons, as soon as it
+            was, and before each long step: ``report=print`` shows them.
         arguments: of ``KbitConfig``, such as ``bits=3``, instead of ``config``.
 
     Returns:
         What was done.
 
     Raises:
-        TypeError: ``config`` is no ``KbitConfig`` or stands beside arguments of one, an argument is unknown, or a
-            weight has another dtype.
-        ValueError: an argument is out of range, the model is quantized already, there is no layer to quantize, or a
-            weight is NaN, infinite, or not in memory. In all these cases the model is as it was.
+        TypeError: the model is no ``nn.Module``, or none of Transformers and to be calibrated or measured, ``config``
+            is no ``KbitConfig`` or stands beside arguments of one, an argument is unknown, or a weight has another
+            dtype.
+        ValueError: an argument is out of range or has no use, the model is quantized already, there is no layer to
+            quantize, a weight is NaN, infinite, or not in memory, the memory is too small, or the model cannot be
+            calibrated. In all these cases the model is as it was.
 
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     >>> quantize_model(model, bits=3).bits
@@ -75,19 +121,66 @@ def quantize_model(
     >>> model[0]
     KbitLinear(in_features=64, out_features=64, bias=True, bits=3)
     """
-    quantizer = KbitHfQuantizer(config_or(config, arguments), pre_quantized=False)
-    config = quantizer.quantization_config
+    config = config_or(config, arguments)
+    calibrate = data is not None if calibrate is None else calibrate
+    if calibrate:
+        layerwise.check(method, batch, config)
+    _check_use(model, config, data is not None, calibrate, measure, memory, "bits" in arguments)
+    report = report or _silent
     chosen = _choose(model, config)
     before, reasons = _bytes(model), selection.skips(model)
     left = {name: reasons.get(name, "asked for") for name in selection.packable(model) if name not in chosen}
-    if config.bits % 1:  # a mean
-        chosen = mixing.by_rule(model, list(chosen), config.bits)
-        quantizer.quantization_config = mixing.config_of(config, chosen)
-    for name, bits in tqdm(chosen.items(), desc="quantizing", unit="layer", delay=SHOWN_AFTER):
-        _quantize(model, name, quantizer.new_layer(model, name, bits), device)
-    if isinstance(model, PreTrainedModel):
-        quantizer.adopt(model, chosen)
+    mean = config.bits if memory is None else _fit(model, widths.parse_size(memory), context, config, report)
+    if measure is None:
+        measure = (calibrate or data is not None or memory is not None) and _predicts_tokens(model)
+    where = device
+    if calibrate or (mean % 1 and measure):
+        where = capture.resolve(None, model) if device is None else device
+        source = _name(data)
+        if data is None:
+            amount = (sequences, length) if calibrate else MEASURED
+            data = write(model, *amount, device=device, progress=True)
+            source = "the built-in text" if data is None else "text that the model wrote"
+        ids = token_ids(data, tokenizer, model, sequences, length)
+    if mean % 1:
+        if measure:
+            chosen = _measured(model, mean, ids, f"{source}, on {where}", config, device, report)
+        else:
+            chosen = mixing.by_rule(model, list(chosen), mean)
+            _report_widths(model, chosen, ", by names and shapes", report)
+        config = mixing.config_of(config, chosen)
+    elif memory is not None:
+        config, chosen = replace(config, bits=int(mean)), dict.fromkeys(chosen, int(mean))
+    if calibrate:
+        report("calibrating", f"{method}, {len(ids):,} x {ids.shape[1]:,} tokens of {source}, on {where}")
+        options = {"method": method, "batch": batch, "device": device, "resume": resume}
+        layerwise.calibrate(model, ids, config=config, progress=True, **options)
+    else:
+        _quantize_all(model, config, chosen, device)
     return Quantized(chosen, left, before, _bytes(model))
+
+
+def _silent(label: str, text: str) -> None:
+    """Reports nothing."""
+
+
+def _check_use(model, config: KbitConfig, data: bool, calibrate: bool, measure, memory, bits: bool) -> None:
+    """Refuses what does not go together; ``data`` and ``bits`` say whether there are any."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model: found {type(model).__name__}, expected a torch.nn.Module, such as a part of a pipeline; a model "
+            "that has a name or a folder is quantized while it loads, by AutoModelForCausalLM.from_pretrained(name, "
+            "quantization_config=hf_kbit.KbitConfig(bits=3))"
+        )
+    if memory is not None and (bits or any(config.module_bits.values())):
+        raise ValueError("memory: found it and bits or widths in module_bits, expected one")
+    if data and not calibrate and memory is None and not config.bits % 1:
+        raise ValueError("data: found it, but neither calibrate nor mixed widths need it")
+    if (data or calibrate or measure) and not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model: found {type(model).__name__}, expected a model of Transformers to calibrate or to measure: of a "
+            "module that holds one, quantize that part with data"
+        )
 
 
 def _choose(model: nn.Module, config: KbitConfig) -> dict[str, int]:
@@ -111,13 +204,31 @@ def _choose(model: nn.Module, config: KbitConfig) -> dict[str, int]:
     return chosen
 
 
+@torch.no_grad()
+def _quantize_all(
+    model: nn.Module, config: KbitConfig, chosen: Mapping[str, int], device: torch.device | str | None
+) -> None:
+    """Without data."""
+    quantizer = KbitHfQuantizer(config, pre_quantized=False)
+    for name, bits in tqdm(chosen.items(), desc="quantizing", unit="layer", delay=SHOWN_AFTER):
+        _quantize(model, name, quantizer.new_layer(model, name, bits), device)
+    if isinstance(model, PreTrainedModel):
+        quantizer.adopt(model, chosen)
+
+
 def _quantize(model: nn.Module, name: str, layer: KbitWeight, device: torch.device | str | None) -> None:
-    dense, weight = selection.holder(model, name), selection.dense_weight(model, name)
+    weight = selection.dense_weight(model, name)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else weight.device
     moved = weight.to(device)
     layer.load_dense(moved.mT if layer.transposed else moved, f"{name}.weight")
-    layer.to(weight.device).train(dense.training)
+    put(model, name, layer.to(weight.device))
+
+
+def put(model: nn.Module, name: str, layer: KbitWeight) -> None:
+    """Puts a layer in the place of what it stands for, with what somebody has set or put on that."""
+    dense = selection.holder(model, name)
+    layer.train(dense.training)
     if not is_projection(model, name):
         for hooks in HOOKS:  # that somebody put on it
             setattr(layer, hooks, getattr(dense, hooks))
@@ -126,3 +237,71 @@ def _quantize(model: nn.Module, name: str, layer: KbitWeight, device: torch.devi
 
 def _bytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+# --- what a memory or a mean comes to -------------------------------------------------------------
+
+
+def _predicts_tokens(model: nn.Module) -> bool:
+    """Whether it is a causal language model, of which can be measured what few bits cost."""
+    if not isinstance(model, PreTrainedModel):
+        return False
+    return is_causal(model.config) and model.can_generate() and capture.reads_tokens(model)
+
+
+def _name(data: object) -> str:
+    """What reports call it: a file by its name, another by the one that it has, if it has one."""
+    name = str(data) if isinstance(data, Path) else getattr(data, "name", None)
+    return name if isinstance(name, str) else "the data"
+
+
+def _fit(model: nn.Module, size: int, context: int, config: KbitConfig, report) -> float:
+    """The mean width with which the model takes so many bytes; says what they are for."""
+    bits = widths.bits_for_memory(model, size, context=context, config=config)
+    chosen = selection.choose(model, config)
+    weights = mixing.stored_weights(model, chosen)
+    parts = {
+        "what is not quantized": widths.rest_bytes(model, chosen),
+        "column scales": widths.column_bytes(model, chosen, config),
+        f"what is kept of {context:,} tokens": widths.cache_bytes(model, context),
+        f"{weights:,} weights, {bits:.2f} bits and {widths.SCALE_BITS} for scales": int(
+            weights * (bits + widths.SCALE_BITS) / 8
+        ),
+    }
+    report("memory", f"{size:,} bytes")
+    for what, taken in parts.items():
+        report("", f"{taken:,} for {what}")
+    report("", f"{size - sum(parts.values()):,} left over")
+    return bits
+
+
+def _measured(
+    model, mean: float, ids: torch.Tensor, source: str, config: KbitConfig, device, report
+) -> dict[str, int]:
+    """Widths for a mean, by what each layer loses; says which layers get how many, and why."""
+    sample = ids[:: max(len(ids) // MEASURED[0], 1), : MEASURED[1]][: MEASURED[0]]
+    tokens = sample.numel()
+    report("measuring", f"what few bits in each layer cost on {tokens:,} tokens of {source}")
+    layers = widths.measure(model, sample, config, device=device, progress=True)
+    chosen = mixing.spend(layers, mean * sum(layer.weights for layer in layers.values()))
+    _report_widths(model, chosen, "", report)
+    costs = sorted(layers, key=lambda name: layers[name].costs[BITS[0]] / layers[name].weights)
+    for extreme, name in (("most", costs[-1]), ("least", costs[0])):
+        cost = layers[name].costs[BITS[0]] / tokens
+        report(
+            "", f"{name}: {chosen[name]} bits, for {BITS[0]} cost {cost:.2g} nats a token, the {extreme} for its size"
+        )
+    return chosen
+
+
+def _report_widths(model: nn.Module, chosen: Mapping[str, int], how: str, report) -> None:
+    """Says how many layers have which width, and the mean of each kind."""
+    counts = ", ".join(f"{count} in {width} bits" for width, count in sorted(Counter(chosen.values()).items()))
+    weights, used = Counter(), Counter()
+    for name, width in chosen.items():
+        for key in ("", name.rpartition(".")[2]):
+            weights[key] += (stored := mixing.stored_weights(model, [name]))
+            used[key] += stored * width
+    means = {key: used[key] / weights[key] for key in weights}
+    report("widths", f"{means.pop(''):.2f} bits for a weight{how}: {counts}")
+    report("", ", ".join(f"{kind} {width:.2f}" for kind, width in means.items()))

@@ -6,24 +6,28 @@ The file is long, for the mean that a memory leaves for the weights belongs here
 import copy
 import inspect
 import math
+import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.calibration import capture
+from hf_kbit.calibration.data import token_ids
 from hf_kbit.calibration.experts import DenseProjection, opened
-from hf_kbit.calibration.writing import draw
-from hf_kbit.config import KbitConfig
-from hf_kbit.evaluation import check, evaluating
+from hf_kbit.calibration.writing import draw, write
+from hf_kbit.config import KbitConfig, config_or
+from hf_kbit.evaluation import check
 from hf_kbit.format import BITS, BLOCK_SIZE
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.mixing import Layer, by_rule, config_of, dense_shape, left, spend, stored_weights, units
@@ -35,39 +39,49 @@ ASKED = 8  # tokens that a model reads to tell what it keeps of them
 CACHES = ("past_key_values", "cache_params", "state", "mems")  # names of the cache among a model's outputs
 LOGITS = 1 << 27  # as many at once, with their gradients
 SEED = 0  # of the tokens that are drawn
+SEQUENCES = 8  # of a text, unless others are asked for
+UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 def choose_widths(
     model: PreTrainedModel,
-    tokens: torch.Tensor,
+    data: torch.Tensor | str | Path | Iterable[str] | None,
     bits: float,
     *,
-    config: KbitConfig | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    sequences: int = SEQUENCES,
     window: int = 512,
     device: torch.device | str | None = None,
     progress: bool = False,
+    config: KbitConfig | None = None,
+    **arguments: Any,
 ) -> KbitConfig:
     """A config that gives each layer a width of its own, ``bits`` on average, so that the model loses least.
 
     What a width costs a layer is estimated from the errors that it makes in its weights and from the gradients of what
-    the model predicts on ``tokens`` (``measure``). Costs of layers are taken to add up. Bits go where one for each
+    the model predicts on ``data`` (``measure``). Costs of layers are taken to add up. Bits go where one for each
     weight lowers the cost most, until none are left. The model is as before when this returns.
 
     Args:
         model: a causal language model that is not quantized, in eval mode or not.
-        tokens: int64 ``[length]``, 2 or more: ids of a text like what the model is for; some hundred will do.
+        data: what the model is for, some hundred tokens of it: all that ``calibrate`` takes, also None, for text that
+            the model writes by itself; or int64 ``[length]``, the ids of one text.
         bits: mean width of the weights of the layers to quantize, 2 to 5, with padding; their scales take 0.25 more.
-        config: which layers, levels and scales; of ``module_bits`` only what stays in 16 bits is kept. Default:
-            ``KbitConfig()``.
-        window: tokens that the model sees at once; gradients are squared for each window by itself.
+        tokenizer: for all but token ids. Default: that of the model's folder or name.
+        sequences: so many of a text at most, evenly spread over it. Token ids are all taken.
+        window: tokens that the model sees at once, of a text or of the ids of one; gradients are squared for each
+            window by itself. Sequences of ids are taken as they are.
         device: where each layer computes, as for ``calibrate``: a model on a CPU can be larger than the GPU.
         progress: shows a bar on stderr.
+        config: which layers, levels and scales; of ``module_bits`` only what stays in 16 bits is kept.
+        arguments: of ``KbitConfig``, such as ``codebook="int"``, instead of ``config``.
 
     Returns:
         A copy of ``config`` with other ``bits`` and ``module_bits``.
 
     Raises:
-        TypeError: ``tokens`` is no int64 tensor.
+        TypeError: ``data`` is neither token ids nor text nor rows of text, or ``config`` and ``arguments`` are not as
+            for ``calibrate``.
         ValueError: an argument is out of range, the model is quantized or no causal language model, or has no layer to
             quantize.
 
@@ -84,21 +98,26 @@ def choose_widths(
     """
     if not BITS[0] <= bits <= BITS[-1]:
         raise ValueError(f"bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
-    config = config or KbitConfig()
-    layers = measure(model, tokens, config, window=window, device=device, progress=progress)
+    config = config_or(config, arguments)
+    if data is None:
+        data = write(model, sequences, window, device=device, progress=progress)
+    if not isinstance(data, torch.Tensor):
+        data = token_ids(data, tokenizer, model, sequences, window)
+    layers = measure(model, data, config, window=window, device=device, progress=progress)
     return config_of(config, spend(layers, bits * sum(layer.weights for layer in layers.values())))
 
 
 def measure(
     model: PreTrainedModel,
-    tokens: torch.Tensor,
+    ids: torch.Tensor,
     config: KbitConfig,
     *,
     window: int = 512,
     device: torch.device | str | None = None,
     progress: bool = False,
 ) -> dict[str, Layer]:
-    """What each width costs each layer that ``config`` would quantize, by name, in nats for all of ``tokens``.
+    """What each width costs each layer that ``config`` would quantize, by name, in nats for all of ``ids``, int64
+    ``[length]``, which are cut into windows, or ``[sequences, length]``, which are not.
 
     Widths that ``config`` gives do not matter, but for None. Arguments and errors are those of ``choose_widths``. The
     costs are estimates of the divergence of what the model predicts with the layer quantized, half the quadratic form
@@ -109,22 +128,23 @@ def measure(
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("model: found a quantized one, expected one that is not")
-    config, window = replace(config, bits=BITS[0], module_bits=left(config)), min(window, len(tokens))
-    check({"model": model.config}, tokens, window, window)
+    config = replace(config, bits=BITS[0], module_bits=left(config))
+    window = ids.shape[1] if ids.dim() > 1 else window
+    check({"model": model.config}, ids, window, window)
+    window = min(window, ids.shape[-1])
     names = list(selection.choose(model, config))
     if not names:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
-    device, ids = capture.resolve(device, model), tokens.to(model.device)
-    pieces = [
-        piece for piece in _windows(ids, window, model.config.get_text_config().vocab_size) if piece.shape[1] > 1
-    ]
+    device, ids = capture.resolve(device, model), ids.to(model.device)
+    together = max(LOGITS // (window * model.config.get_text_config().vocab_size), 1)
+    pieces = [piece for piece in _windows(ids, window, together) if piece.shape[1] > 1]
     costs = {name: dict.fromkeys(BITS, 0.0) for name in names}
     weights = {name: stored_weights(model, [name]) for name in names}
     generator = torch.Generator(device).manual_seed(SEED)
     bar = tqdm(total=len(names) * len(pieces), desc="measuring", disable=not progress)
-    with evaluating(model), opened(model, [name for name in names if is_projection(model, name)]), bar:
+    with capture.evaluating(model), opened(model, [name for name in names if is_projection(model, name)]), bar:
         with torch.no_grad():
-            capture.check(model, units(model, names), ids[None], device)
+            capture.check(model, units(model, names), pieces[0], device)
         for piece in pieces:
             _add_costs(model, piece, config, device, generator, costs, bar)
     for name, found in costs.items():
@@ -133,12 +153,15 @@ def measure(
     return {name: Layer(weights[name], costs[name]) for name in names}
 
 
-def _windows(ids: torch.Tensor, window: int, vocabulary: int) -> Iterator[torch.Tensor]:
-    """``[n, window]``, as many at once as LOGITS allows, and what is left over."""
+def _windows(ids: torch.Tensor, window: int, together: int) -> Iterator[torch.Tensor]:
+    """``[n, window]``, so many at once, and what is left over; sequences as they are."""
     whole = len(ids) // window * window
-    if whole:
-        yield from ids[:whole].view(-1, window).split(max(LOGITS // (window * vocabulary), 1))
-    yield ids[None, whole:]
+    if ids.dim() > 1:
+        yield from ids.split(together)
+    else:
+        if whole:
+            yield from ids[:whole].view(-1, window).split(together)
+        yield ids[None, whole:]
 
 
 def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, costs: dict, bar: tqdm) -> None:
@@ -251,7 +274,12 @@ def widths_by_rule(model: PreTrainedModel, bits: float, *, config: KbitConfig | 
 
 
 def bits_for_memory(
-    model: PreTrainedModel, memory: int, *, context: int = 0, config: KbitConfig | None = None
+    model: nn.Module,
+    memory: int | str,
+    *,
+    context: int = 0,
+    config: KbitConfig | None = None,
+    **arguments: Any,
 ) -> float:
     """The mean width with which a model and its KV cache take ``memory`` bytes.
 
@@ -260,26 +288,30 @@ def bits_for_memory(
     states. What computing takes comes on top: about one layer's activations.
 
     Args:
-        model: on any device, also meta, in the dtype that it will have: float16 or bfloat16, as a rule.
-        memory: bytes.
+        model: on any device, also meta, in the dtype that it will have: float16 or bfloat16, as a rule. One that is
+            not of Transformers keeps no tokens.
+        memory: bytes, or a size such as ``"20GB"`` or ``"800MiB"``.
         context: tokens of the sequence that the cache has room for. Several sequences of so many tokens together take
             as much; more, where layers keep a window or a state of each.
-        config: which layers are quantized. Default: ``KbitConfig()``.
+        config: which layers are quantized, and how; its widths do not matter.
+        arguments: of ``KbitConfig``, such as ``transform="none"``, instead of ``config``.
 
     Returns:
         2 to 5, for ``choose_widths``; 5 where there is memory to spare.
 
     Raises:
-        ValueError: not even 2 bits fit; the message says what is needed. Or the model cannot be asked what it keeps.
+        TypeError: ``config`` and ``arguments`` are not as for ``calibrate``.
+        ValueError: ``memory`` is no size, or not even 2 bits fit; the message says what is needed. Or the model cannot
+            be asked what it keeps.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
     >>> with torch.device("meta"):
     ...     model = LlamaForCausalLM(LlamaConfig(vocab_size=1000, **shape)).bfloat16()
-    >>> round(bits_for_memory(model, 1_600_000, context=64), 2)
+    >>> round(bits_for_memory(model, "1.6MB", context=64), 2)
     2.42
     """
-    config = config or KbitConfig()
+    config, memory = config_or(config, arguments), parse_size(memory)
     chosen = selection.choose(model, config)
     if not chosen:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
@@ -295,13 +327,30 @@ def bits_for_memory(
     return min(bits, float(BITS[-1]))
 
 
-def rest_bytes(model: PreTrainedModel, chosen: Iterable[str]) -> int:
+def parse_size(size: int | str, name: str = "memory") -> int:
+    """Bytes; errors begin with ``name``.
+
+    Raises:
+        ValueError: it is a text, and no size.
+
+    >>> parse_size("20GB"), parse_size("1.5 MiB"), parse_size(7)
+    (20000000000, 1572864, 7)
+    """
+    if not isinstance(size, str):
+        return size
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]|[KMGT]i)?B", size)
+    if not match:
+        raise ValueError(f"{name}: found {size!r}, expected a size such as 20GB or 800MiB")
+    return int(float(match[1]) * UNITS[match[2] or ""])
+
+
+def rest_bytes(model: nn.Module, chosen: Iterable[str]) -> int:
     """Of all parameters but the weights of these layers."""
     weights = sum(selection.dense_weight(model, name).nbytes for name in chosen)
     return sum(parameter.nbytes for parameter in model.parameters()) - weights
 
 
-def cache_bytes(model: PreTrainedModel, context: int) -> int:
+def cache_bytes(model: nn.Module, context: int) -> int:
     """What the model keeps of one sequence of ``context`` tokens while it generates; 0 if it does not generate.
 
     The model is asked: one of its configuration, on the meta device, reads a few tokens, and each layer of the cache
@@ -312,7 +361,7 @@ def cache_bytes(model: PreTrainedModel, context: int) -> int:
     Raises:
         ValueError: the model does not run on the meta device, or not on tokens alone.
     """
-    if not context or not model.can_generate():
+    if not context or not isinstance(model, PreTrainedModel) or not model.can_generate():
         return 0
     try:
         cache, states = _cache(model, min(context, ASKED), context)

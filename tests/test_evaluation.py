@@ -5,12 +5,14 @@ import math
 
 import pytest
 import torch
+from byte_tokenizer import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaModel, T5Config, T5Model
 
 import hf_kbit
 from hf_kbit import KbitConfig, evaluation
+from hf_kbit.calibration.writing import write
 from hf_kbit.evaluation import evaluate
 
 VOCABULARY, POSITIONS = 67, 64
@@ -100,6 +102,41 @@ def test_a_model_against_itself(reference, device):
     assert found.perplexity == found.reference_perplexity
 
 
+@pytest.mark.parametrize("kind", ["text", "rows", "file"])
+def test_a_text_is_what_its_ids_are(kind, tmp_path):
+    """All of it: nothing is cut off, also of one that is longer than what calibrates."""
+    model, rows = llama(256), ["First, an é.", "Then more of it."]
+    (tmp_path / "text").write_text("\n\n".join(rows))
+    data = {"text": "\n\n".join(rows), "rows": iter(rows), "file": tmp_path / "text"}[kind]
+    ids = torch.tensor(list("\n\n".join(rows).encode()))
+    assert evaluate(model, data, tokenizer=byte_tokenizer(), window=16) == evaluate(model, ids, window=16)
+
+
+def test_the_tokenizer_of_the_model_or_of_its_reference(tmp_path):
+    model = llama(256)
+    for name in ("model", "reference"):
+        model.save_pretrained(tmp_path / name)
+    byte_tokenizer().save_pretrained(tmp_path / "reference")
+    models = [LlamaForCausalLM.from_pretrained(tmp_path / name) for name in ("model", "reference")]
+    ids = torch.tensor(list(b"Any text."))
+    assert evaluate(models[0], "Any text.", reference=models[1]) == evaluate(model, ids, reference=model)
+
+
+def test_sequences_are_texts_of_their_own(quantized, reference):
+    """Means are over the predictions of all, none of which reaches across from one to another."""
+    rows, models = TOKENS.view(4, 30), {"reference": reference, "window": 16}
+    found, parts = evaluate(quantized, rows, **models), [evaluate(quantized, row, **models) for row in rows]
+    assert found.tokens == sum(part.tokens for part in parts) == 4 * 28
+    for name in ("kl_divergence", "top1_agreement"):
+        assert getattr(found, name) == pytest.approx(sum(getattr(part, name) for part in parts) / 4, rel=1e-5)
+
+
+def test_without_data_the_reference_writes_it(quantized, reference):
+    assert evaluate(quantized, None, reference=reference) == evaluate(quantized, write(reference), reference=reference)
+    assert evaluate(quantized, None) == evaluate(quantized, write(quantized))
+    assert not torch.equal(write(quantized), write(reference))
+
+
 def test_without_a_reference(reference, quantized):
     compared = evaluate(quantized, TOKENS, reference=reference, window=32)
     assert figures(evaluate(quantized, TOKENS, window=32)) == (compared.perplexity, compared.tokens, None, None, None)
@@ -109,9 +146,9 @@ def test_without_a_reference(reference, quantized):
 @pytest.mark.parametrize("rows", [1, 5, 31, 1000])
 def test_chunks_change_nothing(reference, quantized, monkeypatch, device, rows):
     models = {"model": copy.deepcopy(quantized).to(device), "reference": copy.deepcopy(reference).to(device)}
-    whole = evaluate(tokens=TOKENS, window=32, **models)
+    whole = evaluate(data=TOKENS, window=32, **models)
     monkeypatch.setattr(evaluation, "CHUNK", rows * VOCABULARY + 1)
-    chunked = evaluate(tokens=TOKENS, window=32, **models)
+    chunked = evaluate(data=TOKENS, window=32, **models)
     assert figures(chunked) == pytest.approx(figures(whole), rel=1e-6)
 
 
@@ -184,7 +221,7 @@ def test_logits_that_are_not_finite(reference, monkeypatch, value, name, rows):
     models = {"model": reference, "reference": reference, name: broken}
     monkeypatch.setattr(evaluation, "CHUNK", rows * VOCABULARY)
     with pytest.raises(ValueError, match=rf"^{name}: found NaN or infinite logits where it predicts token 41,"):
-        evaluate(tokens=TOKENS, window=16, **models)
+        evaluate(data=TOKENS, window=16, **models)
 
 
 def test_a_perplexity_beyond_float64(reference):
@@ -197,12 +234,14 @@ def test_a_perplexity_beyond_float64(reference):
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        ({"tokens": [1, 2]}, TypeError, "tokens: found list, expected a tensor of int64"),
-        ({"tokens": TOKENS.int()}, TypeError, "tokens: found torch.int32, expected a tensor of int64"),
-        ({"tokens": TOKENS[:1]}, ValueError, r"tokens: found shape \[1\], expected one dimension of 2 or more"),
-        ({"tokens": TOKENS[None]}, ValueError, r"tokens: found shape \[1, 120\], expected one dimension"),
-        ({"tokens": TOKENS + 1}, ValueError, "tokens: found ids from 1 to 67, expected 0 to 66, as model has"),
-        ({"tokens": TOKENS - 1}, ValueError, "tokens: found ids from -1 to 65, expected 0 to 66"),
+        ({"data": 5, "tokenizer": byte_tokenizer()}, TypeError, "data: found int, expected token ids"),
+        ({"data": "a text"}, ValueError, "tokenizer: found none, expected one, for the data is a text"),
+        ({"data": TOKENS.int()}, TypeError, "data: found torch.int32, expected token ids, a tensor of int64"),
+        ({"data": TOKENS[:1]}, ValueError, r"data: found shape \[1\], expected \[length\] or"),
+        ({"data": TOKENS[:, None]}, ValueError, r"data: found shape \[120, 1\], expected \[length\] or"),
+        ({"data": TOKENS[None, :0]}, ValueError, r"data: found shape \[1, 0\], expected \[length\] or"),
+        ({"data": TOKENS + 1}, ValueError, "data: found ids from 1 to 67, expected 0 to 66, as model has"),
+        ({"data": TOKENS - 1}, ValueError, "data: found ids from -1 to 65, expected 0 to 66"),
         ({"window": 1}, ValueError, "window: found 1, expected 2 or more"),
         ({"window": 65}, ValueError, "window: found 65 tokens, expected at most 64, the positions of model"),
         ({"stride": 0}, ValueError, "stride: found 0, expected 1 to 32"),
@@ -212,7 +251,7 @@ def test_a_perplexity_beyond_float64(reference):
 )
 def test_arguments_out_of_range(reference, arguments, error, message):
     with pytest.raises(error, match=message):
-        evaluate(reference, **{"tokens": TOKENS, "window": 32, **arguments})
+        evaluate(reference, **{"data": TOKENS, "window": 32, **arguments})
 
 
 def test_a_window_beyond_the_text_is_fine(reference):

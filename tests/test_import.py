@@ -46,11 +46,12 @@ ORDER = [
     "nn",
     "config",
     "mixing",
-    "evaluation",
     "integrations",
-    "in_memory",
     "calibration",
+    "evaluation",
     "widths",
+    "in_memory",
+    "saving",
     "cli",
 ]
 

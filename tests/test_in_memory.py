@@ -2,16 +2,21 @@
 
 import copy
 from pathlib import Path
+from unittest.mock import Mock
 
 import architectures
 import peft
 import pytest
 import torch
+from byte_tokenizer import byte_tokenizer
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
-from hf_kbit import KbitConfig, KbitLinear, quantize_model
+from hf_kbit import KbitConfig, KbitLinear, in_memory, quantize_model
+from hf_kbit.calibration import layerwise
+from hf_kbit.calibration.writing import write
+from hf_kbit.in_memory import MEASURED
 
 NAMES = ["llama", "gpt2", "t5", "qwen3_moe"]
 MODELS = [architecture for architecture in architectures.ARCHITECTURES if architecture.name in NAMES]
@@ -56,6 +61,134 @@ def test_like_a_model_that_was_quantized_while_it_loaded(architecture, settings,
     again = architecture.cls.from_pretrained(tmp_path / "in memory")
     inputs = architecture.inputs()
     torch.testing.assert_close(again(**inputs)[0], model(**inputs)[0], rtol=0, atol=0)
+
+
+# --- with data, and to a memory -------------------------------------------------------------------
+
+SHAPE = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+ROWS = [f"{n} bottles hang on the wall; take one away." for n in range(9)]
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=256, max_position_embeddings=48, initializer_range=0.2, **SHAPE)
+    return LlamaForCausalLM(config).bfloat16().eval()
+
+
+def bert() -> BertLMHeadModel:
+    return BertLMHeadModel(BertConfig(vocab_size=256, **SHAPE))
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    one, other = one.state_dict(), other.state_dict()
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("arguments", [{"data": ROWS}, {"calibrate": True}], ids=["data", "its own text"])
+def test_with_data_it_calibrates(arguments, monkeypatch, tmp_path):
+    """As ``calibrate`` does; what it keeps of a run goes into the folder of that name."""
+    monkeypatch.setattr(layerwise, "calibrate", calibrated := Mock(side_effect=layerwise.calibrate))
+    model, settings = llama(), {"method": "weighted", "sequences": 3, "length": 20, "batch": 2, "bits": 3}
+    done = quantize_model(model, **arguments, tokenizer=byte_tokenizer(), resume=tmp_path, **settings)
+    expected = hf_kbit.calibrate(llama(), arguments.get("data"), tokenizer=byte_tokenizer(), **settings)
+    assert calibrated.call_args.kwargs["batch"] == 2  # which changes no more than the last bit of a sum
+    assert same(model, expected) and set(done.bits.values()) == {3} and done.left == {"lm_head": "head"}
+    assert model.config.quantization_config == expected.config.quantization_config
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model.layers.0.safetensors", "run.json"]
+    quantize_model(plain := llama(), bits=3)
+    assert not same(model, plain)
+
+
+@pytest.mark.parametrize("calibrate", [False, True])
+def test_a_mean_with_data_is_measured(calibrate):
+    """The widths are those of ``choose_widths``, and calibrating keeps them."""
+    model, ids = llama(), torch.randint(256, (4, 40), generator=torch.Generator().manual_seed(0))
+    done = quantize_model(model, bits=3.5, data=ids, calibrate=calibrate, method="weighted")
+    config = hf_kbit.choose_widths(llama(), ids, 3.5)
+    assert done.bits == {name: config.bits_for(name) for name in done.bits} and len(set(done.bits.values())) > 1
+    expected = llama()
+    if calibrate:
+        hf_kbit.calibrate(expected, ids, config=config, method="weighted")
+    else:
+        quantize_model(expected, config)
+    assert same(model, expected)
+    assert done.bits != quantize_model(llama(), bits=3.5).bits, "the rule gives the same: this tests nothing"
+
+
+def test_a_mean_is_measured_on_text_that_the_model_writes(monkeypatch):
+    """If that is asked for; the amount is small, for it is not calibrated."""
+    monkeypatch.setattr(in_memory, "write", writing := Mock(side_effect=write))
+    lines, model = [], llama()
+    done = quantize_model(model, bits=3.5, measure=True, report=lambda *line: lines.append(line))
+    written = write(llama(), *MEASURED)
+    assert done.bits == quantize_model(llama(), bits=3.5, data=written, calibrate=False).bits
+    writing.assert_called_once_with(model, *MEASURED, device=None, progress=True)
+    where = "384 tokens of text that the model wrote, on cpu"
+    assert lines[0] == ("measuring", f"what few bits in each layer cost on {where}")
+    assert [label for label, _ in lines] == ["measuring", "widths", "", "", ""]
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert", "module"])
+@pytest.mark.parametrize("measure", [None, False])
+def test_to_a_memory(kind, measure):
+    """As much of it as the weights leave; measured where a model predicts tokens, else by rule."""
+    model = {"llama": llama, "bert": bert, "module": Twice}[kind]()
+    size, lines = bits_bytes(model, 3.3), []
+    settings = {"memory": f"{size}B", "context": 0, "measure": measure}
+    done = quantize_model(model, **settings, report=lambda *line: lines.append(line))
+    taken = sum(parameter.nbytes for parameter in model.parameters())
+    assert size * 0.97 < taken <= size and len(set(done.bits.values())) > 1
+    labels = [label for label, _ in lines if label]
+    assert labels == ["memory", *(["measuring"] if kind == "llama" and measure is None else []), "widths"]
+    assert ("by names and shapes" in dict(lines)["widths"]) == ("measuring" not in labels)
+
+
+def bits_bytes(model: nn.Module, bits: float) -> int:
+    """Of its parameters with a mean of so many bits, from a model that all layers have 3 bits."""
+    three = copy.deepcopy(model)
+    done = quantize_model(three, bits=3)
+    weights = sum(32 * three.get_submodule(name).weight_absmax.numel() for name in done.bits)
+    return int(sum(parameter.nbytes for parameter in three.parameters()) + weights * (bits - 3) / 8)
+
+
+def test_more_memory_than_there_is_use_for():
+    assert set(quantize_model(llama(), memory="2MB").bits.values()) == {5}
+
+
+def test_what_is_called_by_its_name(tmp_path):
+    lines, options = [], {"tokenizer": byte_tokenizer(), "method": "weighted", "bits": 3, "sequences": 2}
+    (tmp_path / "rows.txt").write_text("".join(ROWS))
+    for data in (tmp_path / "rows.txt", ROWS):
+        quantize_model(llama(), data=data, report=lambda *line: lines.append(line), **options)
+    assert lines[0] == ("calibrating", f"weighted, 2 x 48 tokens of {tmp_path / 'rows.txt'}, on cpu")
+    assert lines[1] == ("calibrating", "weighted, 2 x 48 tokens of the data, on cpu")
+
+
+WRONG = [
+    (llama, {"memory": "1MB", "bits": 3}, "memory: found it and bits"),
+    (llama, {"memory": "1MB", "module_bits": {"k_proj": 3}}, "memory: found it and bits or widths in module_bits"),
+    (llama, {"memory": "much"}, "memory: found 'much', expected a size"),
+    (llama, {"memory": 9}, "memory: found 9 bytes, expected"),
+    (llama, {"data": ROWS, "calibrate": False}, "data: found it, but neither calibrate nor mixed widths need it"),
+    (llama, {"data": ROWS}, "tokenizer: found none"),
+    (llama, {"data": ROWS, "method": "gptq"}, "method: found 'gptq'"),
+    (llama, {"calibrate": True, "scale": "absmax"}, "scale: found 'absmax'"),
+    (bert, {"bits": 3.5, "measure": True, "tokenizer": byte_tokenizer()}, "expected a causal language model"),
+    (Twice, {"data": ROWS}, "model: found Twice, expected a model of Transformers to calibrate"),
+    (Twice, {"measure": True}, "model: found Twice, expected a model of Transformers to calibrate or to measure"),
+]
+
+
+@pytest.mark.parametrize("build, arguments, message", WRONG, ids=[message for *_, message in WRONG])
+def test_what_does_not_go_together(build, arguments, message, monkeypatch):
+    model = build()
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises((TypeError, ValueError), match=message):
+        quantize_model(model, **arguments)
+    assert [type(module) for module in model.modules()] == kinds
+
+
+# --- what it becomes ------------------------------------------------------------------------------
 
 
 def test_training_with_adapters():
@@ -147,3 +280,5 @@ def test_refused_arguments():
         quantize_model(Twice(), KbitConfig(), bits=3)
     with pytest.raises(TypeError, match=r"hf_kbit\.quantize_model"):
         hf_kbit.quantize(Twice())
+    with pytest.raises(TypeError, match=r"found str, .* while it loads, by AutoModelForCausalLM.from_pretrained\("):
+        quantize_model("Qwen/Qwen3-0.6B", bits=3)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from adapters import kbit_layers
 from architectures import ARCHITECTURES, BY_NAME
+from byte_tokenizer import byte_tokenizer
 from calibration.test_experts import KINDS as MIXTURES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit import KbitConfig, KbitLinear, widths
-from hf_kbit.calibration.writing import draw
+from hf_kbit.calibration.writing import draw, write
 from hf_kbit.format import BITS, layer_exponent
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.mixing import Layer, spend, stored_weights
@@ -270,6 +271,38 @@ def test_the_model_is_as_before_after_an_error(backward, monkeypatch):
     assert next(calls) == 1
     assert {name: (x.data_ptr(), x.dtype) for name, x in model.named_parameters()} == before
     assert not any("forward" in vars(module) for module in model.modules() if module is not layer)
+
+
+def test_sequences_are_windows_of_their_own():
+    """As those that a text of the same tokens is cut into."""
+    config, rows = KbitConfig(bits=2), TOKENS[:192].view(3, 64)
+    expected = measure(llama(), rows.flatten(), config, window=64)
+    for name, layer in measure(llama(), rows, config, window=16).items():
+        assert layer.costs == pytest.approx(expected[name].costs, rel=1e-4)
+
+
+def test_widths_for_a_text(monkeypatch):
+    """As for its ids: all of a short text, windows that are evenly spread over a long one."""
+    text = "".join(f"{n} bottles hang on the wall. " for n in range(60))
+    ids, taken = torch.tensor(list(text.encode())), []
+
+    def recorded(model, ids, *arguments, **keywords):
+        taken.append(ids)
+        return measure(model, ids, *arguments, **keywords)
+
+    monkeypatch.setattr(widths, "measure", recorded)
+    choices = {"tokenizer": byte_tokenizer(), "window": 64, "modules_to_not_convert": ["k_proj"], "codebook": "int"}
+    found = [choose_widths(llama(), text[:320], 3.5, **choices), choose_widths(llama(), text, 3.5, **choices)]
+    assert torch.equal(taken[0], ids[:320].view(5, 64))
+    windows = ids.unfold(0, 64, 64)
+    assert torch.equal(taken[1], windows[[place * (len(windows) - 1) // 7 for place in range(8)]])
+    for config in found:
+        assert config.modules_to_not_convert == ["k_proj"] and config.codebook == "int" and config.module_bits
+
+
+def test_widths_for_text_that_the_model_writes():
+    written = write(llama(), 8, 48)
+    assert choose_widths(llama(), None, 3.5, window=48) == choose_widths(llama(), written, 3.5)
 
 
 def test_costs_do_not_depend_on_what_is_measured_together(monkeypatch):
@@ -553,7 +586,12 @@ def test_quantized_models_encoders_and_models_without_layers_are_refused():
     with pytest.raises(ValueError, match="found no linear layer to quantize in Llama"):
         choose_widths(model, TOKENS, 3, config=KbitConfig(modules_to_not_convert=["proj"]))
     with pytest.raises(ValueError, match="found no linear layer to quantize in Llama"):
-        bits_for_memory(model, 10**9, config=KbitConfig(modules_to_not_convert=["proj"]))
+        bits_for_memory(model, 10**9, modules_to_not_convert=["proj"])
+    for function, *others in ((choose_widths, TOKENS, 3), (bits_for_memory, 10**9)):
+        with pytest.raises(TypeError, match="config: found it and"):
+            function(model, *others, config=KbitConfig(), codebook="int")
+    with pytest.raises(ValueError, match="memory: found '3 apples', expected a size such as 20GB or 800MiB"):
+        bits_for_memory(model, "3 apples")
     with pytest.raises(ValueError, match="an encoder"):
         choose_widths(BertForMaskedLM(BertConfig(vocab_size=256, **SHAPE)), TOKENS, 3)
     quantized = LlamaForCausalLM.from_pretrained(

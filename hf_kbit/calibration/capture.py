@@ -138,6 +138,18 @@ def forwards(replaced: dict[nn.Module, Callable]) -> Iterator[None]:
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout is off inside, and afterwards each module is in the mode that it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
 def recomputed(model: nn.Module, names: Iterable[str], device: torch.device) -> Iterator[torch.Tensor]:
     """Inside, layers of the model keep nothing for a backward pass but what they are given: they are computed again
     when the gradient of their output is there, so that one layer's weights and activations are needed at a time.

@@ -3,9 +3,10 @@
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 SEQUENCES, LENGTH = 128, 2048  # of a text, and tokens of each, unless others are asked for
 CHARACTERS = 16  # of a text for each token that is read: more than any usual text has for one
@@ -29,7 +30,8 @@ def token_ids(
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)  # where there is no such number, no limit
     if not isinstance(data, torch.Tensor):
-        text = _text(data)
+        text = text_of(data)
+        tokenizer = tokenizer or tokenizer_of(model.name_or_path)
         if tokenizer is None:
             raise ValueError("tokenizer: found none, expected one, for the data is a text")
         data = _cut(text, tokenizer, min(length, limit or length, tokenizer.model_max_length), sequences)
@@ -57,6 +59,19 @@ def amount(sequences: int | None, length: int | None, usual: tuple[int, int]) ->
     return (usual[0] if sequences is None else sequences), (usual[1] if length is None else length)
 
 
+def tokenizer_of(name: str | Path, **source: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a folder or of a model on the Hub, if it has one; ``source`` is of ``from_pretrained``."""
+    try:
+        return AutoTokenizer.from_pretrained(name, **source)
+    except (OSError, ValueError):
+        return None
+
+
+def tokenize(text: str, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """int64 ``[length]``: the whole text at once, with the special tokens that the tokenizer adds to any text."""
+    return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+
+
 def read(file: Path) -> str:
     """The text of a file in UTF-8; a ValueError that names it if it is none."""
     try:
@@ -65,7 +80,7 @@ def read(file: Path) -> str:
         raise ValueError(f"{file}: found bytes that are no UTF-8, expected text ({error})") from None
 
 
-def _text(data: str | Path | Iterable[str] | None) -> str:
+def text_of(data: str | Path | Iterable[str] | None) -> str:
     """The text itself, of a file, of the built-in set if there is none, or rows with an empty line between two."""
     if data is None:
         data = PROMPTS
@@ -101,7 +116,7 @@ def _cut(text: str, tokenizer: PreTrainedTokenizerBase, length: int, sequences: 
     piece = length * CHARACTERS
     if len(text) > sequences * piece:
         text = "".join(text[start : start + piece] for start in _spread(len(text) - piece, sequences))
-    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+    ids = tokenize(text, tokenizer)
     if len(ids) < length:
         return ids[None]
     rows = ids[: len(ids) // length * length].view(-1, length)

@@ -13,7 +13,6 @@ from tqdm.auto import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -22,12 +21,11 @@ from transformers.utils import logging
 
 import hf_kbit
 from hf_kbit.calibration import capture, experts, feedback, inputs, learned, weighted
-from hf_kbit.calibration.data import token_ids
+from hf_kbit.calibration.data import token_ids, tokenizer_of
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.rounding import round_linear, round_projection
 from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
-from hf_kbit.evaluation import evaluating
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.checkpoint import saved_class
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
@@ -113,17 +111,12 @@ def calibrate(
     >>> calibrate(model, torch.randint(64, (8, 32)), bits=3).model.layers[0].mlp.down_proj
     KbitLinear(in_features=64, out_features=32, bias=False, bits=3)
     """
-    if method not in METHODS:
-        raise ValueError(f"method: found {method!r}, expected one of {sorted(METHODS)}")
-    if batch < 1:
-        raise ValueError(f"batch: found {batch}, expected 1 or more")
     quantizer = KbitHfQuantizer(config_or(config, arguments), pre_quantized=False)
-    if quantizer.quantization_config.scale != "search":
-        raise ValueError(f"scale: found {quantizer.quantization_config.scale!r}, expected 'search' or none")
+    check(method, batch, quantizer.quantization_config)
     if quantizer.quantization_config.bits % 1:
         raise ValueError(
             f"bits: found {quantizer.quantization_config.bits}, expected 2, 3, 4 or 5, or the config that "
-            "hf_kbit.widths.choose_widths returns for such a mean"
+            "hf_kbit.choose_widths returns for such a mean"
         )
     source = {"revision": revision, "trust_remote_code": trust_remote_code}
     if not isinstance(model, nn.Module):
@@ -133,7 +126,7 @@ def calibrate(
     if data is None:
         data = write(model, sequences, length, device=device, progress=progress)
     if tokenizer is None and not isinstance(data, torch.Tensor):
-        tokenizer = _tokenizer_of(model, **source)
+        tokenizer = tokenizer_of(model.name_or_path, **source)
     ids = token_ids(data, tokenizer, model, sequences, length)
     projections = [name for name in widths if is_projection(model, name)]
     # Before a layer computes in another dtype: they stand for the weights as the model has them.
@@ -142,7 +135,7 @@ def calibrate(
         for name, bits in widths.items()
     }
     of_experts, without_data = 0, 0
-    with evaluating(model), experts.opened(model, projections):
+    with capture.evaluating(model), experts.opened(model, projections):
         layers = units(model, list(widths))
         capture.check(model, layers, ids, device)
         solver = METHODS[method]
@@ -220,6 +213,20 @@ def calibrate(
     return model
 
 
+def check(method: str, batch: int, config: KbitConfig) -> None:
+    """Refuses what ``calibrate`` cannot do, whatever the model and the data are.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method: found {method!r}, expected one of {sorted(METHODS)}")
+    if batch < 1:
+        raise ValueError(f"batch: found {batch}, expected 1 or more")
+    if config.scale != "search":
+        raise ValueError(f"scale: found {config.scale!r}, expected 'search' or none")
+
+
 def load(
     name: str | Path,
     *,
@@ -263,14 +270,6 @@ def class_to_load(config: PreTrainedConfig) -> type:
     if not isinstance(config, found.config_class):
         raise ValueError(f"architectures: found {name}, expected a model class for a {type(config).__name__}")
     return found
-
-
-def _tokenizer_of(model: PreTrainedModel, **source: Any) -> PreTrainedTokenizerBase | None:
-    """What lies where the model is from, if that is known."""
-    try:
-        return AutoTokenizer.from_pretrained(model.name_or_path, **source)
-    except (OSError, ValueError):
-        return None
 
 
 def _check_model(model, config: KbitConfig) -> dict[str, int]:

@@ -10,7 +10,6 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from hf_kbit.calibration import capture
 from hf_kbit.calibration.data import amount
-from hf_kbit.evaluation import evaluating
 
 SEED = 0
 # Sequences, and tokens of each, unless others are asked for, by the type of the device that computes; "" is any other.
@@ -66,7 +65,7 @@ def write(
     starts = _starts(model, sequences)
     try:
         _check_room(model, device)
-        with evaluating(model), capture.placed(model, "", device):
+        with capture.evaluating(model), capture.placed(model, "", device):
             return _written(model, starts.to(device), min(length, limit), progress).to(starts.device)
     except _NotFinite as error:
         raise ValueError(str(error)) from None

@@ -8,6 +8,7 @@ import torch
 import typer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from hf_kbit.calibration.data import tokenize
 from hf_kbit.cli.device import resolve_device
 from hf_kbit.cli.model import Dtype, Revision, TrustRemoteCode, check_dtype
 from hf_kbit.cli.output import line
@@ -86,15 +87,13 @@ def _quantization(model: str, config, bits: int | None, codebook: str | None, sc
 
 
 def _tokenize(text: str, name: str, source: dict) -> torch.Tensor:
-    """int64 ``[length]``: the whole text at once, with the special tokens that the tokenizer adds to any text."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **source)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{name}: found no tokenizer, expected one; name another with --tokenizer ({error})"
         ) from None
-    ids = tokenizer(text, verbose=False)["input_ids"]
-    return torch.tensor(ids, dtype=torch.int64)
+    return tokenize(text, tokenizer)
 
 
 def _show(found: Evaluation) -> None:

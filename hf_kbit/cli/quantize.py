@@ -1,24 +1,17 @@
 """``hf-kbit quantize``: quantizes a model and saves it."""
 
-import re
 import shutil
 import time
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from huggingface_hub import snapshot_download, upload_folder
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
-import hf_kbit
-from hf_kbit import mixing, widths
-from hf_kbit.calibration.data import LENGTH, SEQUENCES, token_ids
+from hf_kbit.calibration.data import LENGTH, SEQUENCES, tokenizer_of
 from hf_kbit.calibration.layerwise import METHODS, load
 from hf_kbit.calibration.writing import AMOUNTS as WRITTEN
-from hf_kbit.calibration.writing import write
 from hf_kbit.cli.device import resolve_device
 from hf_kbit.cli.folder import claim
 from hf_kbit.cli.model import Dtype, Revision, TrustRemoteCode, check_dtype
@@ -26,10 +19,10 @@ from hf_kbit.cli.output import line
 from hf_kbit.cli.text import Column, Dataset, Split, Text, read_text
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import BITS
-from hf_kbit.integrations.transformers import mxfp4, selection
+from hf_kbit.in_memory import quantize_model
+from hf_kbit.integrations.transformers import mxfp4
+from hf_kbit.widths import parse_size
 
-UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-MEASURED = (8, 256)  # sequences, and tokens of each, on which widths are chosen
 INTERRUPTED = "interrupted; the same command goes on after the last layer that was calibrated, if any was"
 # What lies beside a model and is copied as it is: tokenizers, processors, chat templates.
 BESIDE = (
@@ -109,36 +102,25 @@ def command(
     it cannot. Given again, the command goes on where calibrating was interrupted or killed.
     """
     start = time.monotonic()
-    device, size = resolve_device(device), None if memory is None else _bytes(memory)
+    device, size = resolve_device(device), None if memory is None else parse_size(memory, "--memory")
     source = {"revision": revision, "trust_remote_code": trust_remote_code}
-    needs_dense = calibrate or size is not None or bool(bits and bits % 1)
+    mixed = bool(bits and bits % 1)
+    needs_dense = calibrate or size is not None or mixed
     _check(model, bits, size, method, source, needs_dense)
     dtype = check_dtype(dtype)
-    choices = {"codebook": codebook} if codebook else {}
+    choices = ({"codebook": codebook} if codebook else {}) | ({"bits": bits if mixed else int(bits)} if bits else {})
     config = KbitConfig(modules_to_not_convert=skip or [], **choices)
     if not needs_dense and (text or dataset):
         raise ValueError("--text: found data, but neither --calibrate nor mixed widths need it")
     data = read_text(text, dataset, split, column) if text or dataset else None
     with claim(out) as output:
-        dense = load(model, dtype=dtype, **source) if needs_dense else None
-        mean = (bits or KbitConfig().bits) if size is None else _fit(dense, size, context, config)
-        if calibrate or mean % 1:
-            named = ", ".join(map(str, text or ())) or dataset
-            if data is None:
-                amount = (sequences, length) if calibrate else MEASURED
-                data = write(dense, *amount, device=device, progress=True)
-                named = "the built-in text" if data is None else "text that the model wrote"
-            ids = token_ids(data, AutoTokenizer.from_pretrained(model, **source), dense, sequences, length)
-        if mean % 1:
-            config = _mix(dense, mean, ids, named, config, device)
+        if needs_dense:
+            quantized = load(model, dtype=dtype, **source)
+            fit = {"memory": size, "context": context, "measure": mixed or None}
+            read = {"data": data, "sequences": sequences, "length": length, "tokenizer": tokenizer_of(model, **source)}
+            how = {"calibrate": calibrate, "method": method, "batch": batch, "resume": output.layers, "device": device}
+            quantize_model(quantized, config, **fit, **read, **how, report=line)
         else:
-            config = replace(config, bits=int(mean))
-        if calibrate:
-            line("calibrating", f"{method}, {len(ids):,} x {ids.shape[1]:,} tokens of {named}, on {device}")
-            options = {"method": method, "batch": batch, "device": device}
-            quantized = hf_kbit.calibrate(dense, ids, config=config, resume=output.layers, progress=True, **options)
-        else:
-            del dense
             quantized = load(model, dtype=dtype, device_map=device, quantization_config=config, **source)
         quantized.save_pretrained(output.model)
         _copy_beside(model, revision, output.model)
@@ -167,62 +149,6 @@ def _check(model: str, bits: float | None, size: int | None, method: str, source
             f"{model}: found experts in MXFP4, which are quantized without data, expected neither --calibrate nor "
             "--memory nor a mean of --bits"
         )
-
-
-def _bytes(size: str) -> int:
-    """
-    >>> _bytes("20GB"), _bytes("1.5 MiB")
-    (20000000000, 1572864)
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]|[KMGT]i)?B", size)
-    if not match:
-        raise ValueError(f"--memory: found {size!r}, expected a size such as 20GB or 800MiB")
-    return int(float(match[1]) * UNITS[match[2] or ""])
-
-
-def _fit(model, size: int, context: int, config: KbitConfig) -> float:
-    """The mean width with which the model takes so many bytes; says what they are for."""
-    bits = widths.bits_for_memory(model, size, context=context, config=config)
-    chosen = selection.choose(model, config)
-    weights = mixing.stored_weights(model, chosen)
-    parts = {
-        "what is not quantized": widths.rest_bytes(model, chosen),
-        "column scales": widths.column_bytes(model, chosen, config),
-        f"what is kept of {context:,} tokens": widths.cache_bytes(model, context),
-        f"{weights:,} weights, {bits:.2f} bits and {widths.SCALE_BITS} for scales": int(
-            weights * (bits + widths.SCALE_BITS) / 8
-        ),
-    }
-    line("memory", f"{size:,} bytes")
-    for what, taken in parts.items():
-        line("", f"{taken:,} for {what}")
-    line("", f"{size - sum(parts.values()):,} left over")
-    return bits
-
-
-def _mix(model, mean: float, ids: torch.Tensor, source: str, config: KbitConfig, device: str) -> KbitConfig:
-    """Widths for a mean, by what each layer loses; says which layers get how many, and why."""
-    sample = ids[:: max(len(ids) // MEASURED[0], 1), : MEASURED[1]][: MEASURED[0]]
-    tokens = sample.numel()
-    line("measuring", f"what few bits in each layer cost on {tokens:,} tokens of {source}, on {device}")
-    layers = widths.measure(model, sample.flatten(), config, window=sample.shape[1], device=device, progress=True)
-    chosen = mixing.spend(layers, mean * sum(layer.weights for layer in layers.values()))
-    counts = ", ".join(f"{count} in {width} bits" for width, count in sorted(Counter(chosen.values()).items()))
-    weights, used = Counter(), Counter()
-    for name, layer in layers.items():
-        for key in ("", name.rpartition(".")[2]):
-            weights[key] += layer.weights
-            used[key] += layer.weights * chosen[name]
-    means = {key: used[key] / weights[key] for key in weights}
-    line("widths", f"{means.pop(''):.2f} bits for a weight: {counts}")
-    line("", ", ".join(f"{kind} {width:.2f}" for kind, width in means.items()))
-    costs = sorted(layers, key=lambda name: layers[name].costs[BITS[0]] / layers[name].weights)
-    for extreme, name in (("most", costs[-1]), ("least", costs[0])):
-        cost = layers[name].costs[BITS[0]] / tokens
-        line(
-            "", f"{name}: {chosen[name]} bits, for {BITS[0]} cost {cost:.2g} nats a token, the {extreme} for its size"
-        )
-    return mixing.config_of(config, chosen)
 
 
 def _copy_beside(model: str, revision: str | None, out: Path) -> None:

@@ -20,15 +20,24 @@ Column = Annotated[str, typer.Option(help="Name of the dataset's column that has
 READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 
 
-def read_text(files: list[Path] | None, dataset: str | None, split: str, column: str) -> str:
+class NamedText(str):
+    """A text, and what reports call it."""
+
+    def __new__(cls, text: str, name: str):
+        new = super().__new__(cls, text)
+        new.name = name
+        return new
+
+
+def read_text(files: list[Path] | None, dataset: str | None, split: str, column: str) -> NamedText:
     """The files, or the rows of the dataset, with an empty line between two."""
     if bool(files) == bool(dataset):
         raise ValueError(f"found {'both' if files else 'neither'} of --text and --dataset, expected one")
     if dataset:
-        return "\n\n".join(_rows(dataset, split, column))
+        return NamedText("\n\n".join(_rows(dataset, split, column)), dataset)
     if missing := [file for file in files if not file.is_file()]:
         raise ValueError(f"--text: found no file {missing[0]}, expected one of text in UTF-8")
-    return "\n\n".join(map(read, files))
+    return NamedText("\n\n".join(map(read, files)), ", ".join(map(str, files)))
 
 
 def _rows(dataset: str, split: str, column: str) -> list[str]:

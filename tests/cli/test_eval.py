@@ -150,7 +150,7 @@ def test_eval_of_a_dataset_of_the_hub(figures, folder, monkeypatch):
     [
         (["packed"], "packed: found no tokenizer, expected one; name another with --tokenizer"),
         (["dense", "--text", "none.txt"], "--text: found no file none.txt, expected one of text in UTF-8"),
-        (["dense", "--text", "empty.txt"], "tokens: found shape [0], expected one dimension of 2 or more"),
+        (["dense", "--text", "empty.txt"], "data: found shape [0], expected [length] or [sequences, length] of 2"),
         (["dense", "--text", "bytes.txt"], "bytes.txt: found bytes that are no UTF-8"),
         (["dense", "--text", "rows.txt", "--dataset", "x"], "found both of --text and --dataset, expected one"),
         (["dense"], "window: found 358 tokens, expected at most 96, the positions of dense"),

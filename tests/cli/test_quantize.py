@@ -25,7 +25,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hf_kbit
-from hf_kbit import KbitLinear, cli, codebooks, widths
+from hf_kbit import KbitLinear, cli, codebooks, in_memory, widths
 from hf_kbit.calibration.layerwise import METHODS, load
 from hf_kbit.calibration.resume import Finished
 from hf_kbit.cli.folder import UNFINISHED, claim
@@ -133,7 +133,7 @@ def test_quantize_to_a_mean_width(run_quantize, calibrate, device, tmp_path):
     dense = AutoModelForCausalLM.from_pretrained("dense")
     text = torch.tensor(list(f"{TEXT}\n\n{TEXT}".encode()))
     rows = text[: len(text) // 96 * 96].view(-1, 96)  # fewer than are wanted, so all of them
-    assert len(rows) <= cli.quantize.MEASURED[0]
+    assert len(rows) <= in_memory.MEASURED[0]
     tokens = rows.flatten()
     expected = widths.choose_widths(dense, tokens, 3.4, window=96, device=device)
     measured = widths.measure(dense, tokens, hf_kbit.KbitConfig(bits=2), window=96, device=device)
@@ -272,8 +272,11 @@ def test_quantize_makes_up_no_tokenizer(run_quantize, folder, tmp_path):
     result = run_quantize(tmp_path / "bare", tmp_path / "out")
     assert result.exit_code == 0 and f"tokenizer     none in {tmp_path / 'bare'}" in result.stdout
     assert files_of(tmp_path / "out") == OF_A_MODEL
-    result = run_quantize(tmp_path / "bare", tmp_path / "calibrated", "--calibrate")
-    assert result.exit_code == 1 and not (tmp_path / "calibrated").exists()
+    choices = ("--calibrate", "--method", "weighted", "--sequences", 2)
+    result = run_quantize(tmp_path / "bare", tmp_path / "calibrated", *choices, "--text", "rows.txt")
+    assert result.exit_code == 1 and "tokenizer: found none, expected one" in result.stderr
+    assert not (tmp_path / "calibrated").exists()
+    assert run_quantize(tmp_path / "bare", tmp_path / "its own text", *choices).exit_code == 0
 
 
 def test_what_lies_beside_a_model_of_the_hub(run_quantize, folder, monkeypatch, tmp_path):

@@ -114,6 +114,16 @@ def check_experts(model, projections: list[str], tensors: list[str]) -> None:
         refuse([f"{name}: not in the checkpoint" for name in projections if name not in found])
 
 
+def check_config(config: KbitConfig, packed: Iterable[str]) -> None:
+    """Refuses a config that speaks of layers which are not among ``packed``, or lacks the levels of these."""
+    packed = set(packed)
+    unknown = config.layers.keys() - packed
+    refuse([f"{name}: in layers of config.json, not in the checkpoint" for name in sorted(unknown)])
+    widths = {config.layers.get(name, {}).get("bits", config.bits) for name in packed} - config.levels.keys()
+    found = sorted(config.levels)
+    refuse([f"levels: found {found} in config.json, expected {bits} too" for bits in sorted(widths)])
+
+
 def check_digest(files: Iterable[str], config: KbitConfig) -> None:
     """Compares the digest in each file with what ``config.json`` says of decoding. Files of old have none.
 
@@ -268,7 +278,7 @@ def check_tensors(
         stored = {suffix: tensors.get(stored_name + suffix) for suffix in PACKED_SUFFIXES}
         found.update(module_name + suffix for suffix in PACKED_SUFFIXES)
         if module_name in layers:
-            problems += _compare_packed(stored_name, stored, layers[module_name])
+            problems += compare_packed(stored_name, stored, layers[module_name])
         elif left_over or module_name + WEIGHT_SUFFIX in expected:
             problems += [
                 f"{stored_name + suffix}: left over, the model has no such quantized layer"
@@ -304,7 +314,7 @@ def _tied_to(found: set[str], model) -> set[str]:
     return set().union(*(group for group in groups.values() if group & found))
 
 
-def _compare_packed(stored_name: str, stored: dict[str, StoredTensor | None], layer: KbitWeight) -> list[str]:
+def compare_packed(stored_name: str, stored: dict[str, StoredTensor | None], layer: KbitWeight) -> list[str]:
     """What is wrong with the packed tensors of a layer, by their suffixes."""
     columns = StoredTensor("U8", (layer.in_features,)) if layer.decoding.transformed else None
     expected = (

@@ -14,7 +14,7 @@ replaces layers, the weights are loaded, new heads initialised, hooks for offloa
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -184,17 +184,15 @@ class KbitHfQuantizer(HfQuantizer):
             self._replace_packed(target, packed)
             whole = target is (saved or model)
             checkpoint.check_tensors(target, tensors, packed, missing=whole, left_over=target is saved, shapes=whole)
-        config = self.quantization_config
-        unknown = config.layers.keys() - packed.values()
-        checkpoint.refuse([f"{name}: in layers of config.json, not in the checkpoint" for name in sorted(unknown)])
-        widths = {
-            config.layers.get(name, {}).get("bits", config.bits) for name in packed.values()
-        } - config.levels.keys()
-        found = sorted(config.levels)
-        checkpoint.refuse([f"levels: found {found} in config.json, expected {bits} too" for bits in sorted(widths)])
-        checkpoint.check_digest(files, config)
+        checkpoint.check_config(self.quantization_config, packed.values())
+        checkpoint.check_digest(files, self.quantization_config)
 
     def _replace_packed(self, model, packed: dict[str, str]) -> None:
+        selection.replace_modules(model, self.stored_layers(model, packed))
+
+    def stored_layers(self, model, packed: dict[str, str]) -> dict[str, KbitWeight]:
+        """Empty stand-ins that decode as the config says, for what is packed and the model has; ``packed`` is
+        ``{module name: its name in the checkpoint}``."""
         config, linears = self.quantization_config, dict(model.named_modules(remove_duplicate=False))
         layers = {}
         for name, stored_name in packed.items():
@@ -206,7 +204,7 @@ class KbitHfQuantizer(HfQuantizer):
                 layers[name] = self.new_layer(model, name, bits)
                 transform = own.get("transform", config.transform)
                 layers[name].decode_as(Decoding(levels, own.get("exponent", 0), transform))
-        selection.replace_modules(model, layers)
+        return layers
 
     def new_layer(self, model, name: str, bits: int) -> KbitWeight:
         """An empty stand-in on the meta device that knows what it stands for."""
@@ -326,24 +324,8 @@ class KbitHfQuantizer(HfQuantizer):
         model._weight_conversions = [conversion for conversion in conversions if not _would_revert(conversion, layers)]
 
     def _record(self, model, layers) -> None:
-        """Writes into the config what a reader needs besides the tensors: levels, and what sets layers apart."""
-        config = self.quantization_config
-        config.levels = {
-            bits: list(config.levels_for(bits)) for bits in sorted({layer.bits for layer in layers.values()})
-        }
         names = checkpoint.stored_names(model, layers)
-        config.layers = {}
-        config.format_version = 2 if any(layer.decoding.transformed or layer.lead for layer in layers.values()) else 1
-        config.transform = "none" if config.format_version == 1 else "rotated"
-        for name, layer in layers.items():
-            entry = {
-                **({"bits": layer.bits} if layer.bits != config.bits else {}),
-                **({"exponent": layer.exponent} if layer.exponent != 0 else {}),
-                **({"levels": list(layer.levels)} if layer.levels != config.levels_for(layer.bits) else {}),
-                **({"transform": layer.decoding.transform} if layer.decoding.transform != config.transform else {}),
-            }
-            if entry:
-                config.layers[names[name]] = entry
+        record(self.quantization_config, {names[name]: layer for name, layer in layers.items()})
 
     def _report(self, model, layers) -> None:
         """One line on what is quantized and what is left, like names gathered: ``layers.*.experts.gate_up_proj``."""
@@ -426,6 +408,24 @@ class KbitHfQuantizer(HfQuantizer):
             model.config.dtype = dtype
         model._weight_conversions = [*self._all_weight_conversions, *_unused_conversions(model)]
         return model
+
+
+def record(config: KbitConfig, layers: Mapping[str, KbitWeight]) -> None:
+    """Writes into the config what a reader needs besides the tensors: levels, and what sets layers apart, by the names
+    that they are stored under."""
+    config.levels = {bits: list(config.levels_for(bits)) for bits in sorted({layer.bits for layer in layers.values()})}
+    config.layers = {}
+    config.format_version = 2 if any(layer.decoding.transformed or layer.lead for layer in layers.values()) else 1
+    config.transform = "none" if config.format_version == 1 else "rotated"
+    for name, layer in layers.items():
+        entry = {
+            **({"bits": layer.bits} if layer.bits != config.bits else {}),
+            **({"exponent": layer.exponent} if layer.exponent != 0 else {}),
+            **({"levels": list(layer.levels)} if layer.levels != config.levels_for(layer.bits) else {}),
+            **({"transform": layer.decoding.transform} if layer.decoding.transform != config.transform else {}),
+        }
+        if entry:
+            config.layers[name] = entry
 
 
 def _unused_conversions(model) -> list[WeightTransform]:

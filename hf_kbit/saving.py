@@ -1,0 +1,238 @@
+"""``save`` and ``load_into``: quantized modules that are nobody's, in a folder.
+
+A folder has ``kbit_config.json``, which says how the tensors decode, and ``kbit.safetensors``, or several such files.
+Nothing of it is read into a module before all of it was checked.
+"""
+
+import json
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_kbit.config import KbitConfig
+from hf_kbit.format import ABSMAX_SUFFIX
+from hf_kbit.in_memory import put
+from hf_kbit.integrations.transformers import checkpoint, selection
+from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer, record
+from hf_kbit.nn.experts import is_projection
+from hf_kbit.nn.packed import Packed
+from hf_kbit.nn.weight import KbitWeight, is_sharded
+
+CONFIG = "kbit_config.json"
+FILES = "kbit{suffix}.safetensors"
+SHARD = re.compile(r"kbit(-\d{5}-of-\d{5})?\.safetensors")
+# Of a KbitConfig, what decides how tensors decode: how they were made is not known of a module.
+DECODING = ("quant_method", "format_version", "bits", "levels", "transform", "layers")
+
+
+@torch.no_grad()
+def save(module: nn.Module, folder: str | os.PathLike, *, max_shard_size: int | str = "5GB") -> None:
+    """Saves a quantized module that is not of Transformers, for ``load_into``: its parameters and buffers.
+
+    The same module gives the same bytes, wherever it is. What an earlier call has saved in the folder is replaced;
+    other files stay.
+
+    Args:
+        module: has layers that ``quantize_model`` has quantized, or a ``KbitLinear`` put there by hand.
+        folder: made where it is missing.
+        max_shard_size: of a file: bytes, or a text such as ``"5GB"``.
+
+    Raises:
+        TypeError: the module is a model of Transformers, which ``save_pretrained`` saves with all that belongs to it,
+            or keeps state that is no tensor.
+        ValueError: it has no quantized layer, or a tensor is not all in this process's memory.
+
+    >>> import tempfile, hf_kbit
+    >>> model, fresh = (nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.ReLU()) for _ in "ab")
+    >>> done = hf_kbit.quantize_model(model, bits=3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(model, folder)
+    ...     load_into(fresh, folder)
+    >>> x = torch.randn(2, 64)
+    >>> torch.equal(fresh(x), model(x))
+    True
+    """
+    _refuse_transformers(module, "save_pretrained")
+    layers = {name: part for name, part in module.named_modules() if isinstance(part, KbitWeight)}
+    if not layers or "" in layers:
+        found = "a quantized layer alone" if layers else "no quantized layer"
+        raise ValueError(f"module: found {found} in {type(module).__name__}, expected a module that has some")
+    tensors, folder = _stored(module, layers), Path(folder)
+    config = _config_of(layers)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).unlink(missing_ok=True)  # until all is written there is nothing to load
+    for file in _files(folder):
+        file.unlink()
+    metadata = {"format": "pt", checkpoint.DIGEST: config.digest()}
+    shards = split_torch_state_dict_into_shards(tensors, filename_pattern=FILES, max_shard_size=max_shard_size)
+    for name, names in shards.filename_to_tensors.items():
+        save_file({tensor: tensors[tensor] for tensor in names}, folder / name, metadata)
+    checkpoint.order_metadata(folder)
+    entries = {key: value for key, value in config.to_dict().items() if key in DECODING}
+    (folder / CONFIG).write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
+
+
+@torch.no_grad()
+def load_into(module: nn.Module, folder: str | os.PathLike) -> None:
+    """Makes a module that is not quantized what ``save`` has saved: quantizes its layers, and fills all of it.
+
+    Args:
+        module: built as the saved one was, before it was quantized; on any devices, and it stays there, or on the meta
+            device: then it is in CPU memory afterwards.
+        folder: what ``save`` has written.
+
+    Raises:
+        TypeError: the module is a model of Transformers, which ``from_pretrained`` loads.
+        ValueError: the module is quantized already; a file is missing, damaged or of another save; a tensor is
+            missing, left over, or of another shape or dtype. The message names all there are, and the module is as it
+            was.
+    """
+    _refuse_transformers(module, "from_pretrained")
+    if quantized := next((name for name, part in module.named_modules() if isinstance(part, KbitWeight)), None):
+        raise ValueError(f"{quantized}: found it quantized already, expected a module as it was before quantizing")
+    folder = Path(folder)
+    config, files = _read_config(folder / CONFIG), _files(folder)
+    headers = checkpoint.read_headers(files)
+    ending = checkpoint.WEIGHT_SUFFIX + ABSMAX_SUFFIX
+    packed = [name.removesuffix(ending) for name in headers if name.endswith(ending)]
+    checkpoint.check_config(config, packed)
+    checkpoint.check_digest(files, config)
+    layers = KbitHfQuantizer(config, pre_quantized=True).stored_layers(module, {name: name for name in packed})
+    parts = {name: {suffix: headers.get(name + suffix) for suffix in checkpoint.PACKED_SUFFIXES} for name in packed}
+    expected, optional = _dense(module, layers)
+    tensors = _read(files)
+    rest = tensors.keys() - {name + suffix for name in packed for suffix in checkpoint.PACKED_SUFFIXES}
+    problems = [f"{name}: left over, the module has no such linear layer" for name in packed if name not in layers]
+    for name, layer in layers.items():
+        problems += checkpoint.compare_packed(name, parts[name], layer)
+    left_over = sorted(rest - expected.keys() - optional)
+    problems += [f"{name}: left over, the module has no such tensor" for name in left_over]
+    for name, tensor in expected.items():
+        if name not in rest:
+            problems.append(f"{name}: missing, expected {_kind(tensor)}")
+        elif _kind(tensors[name]) != _kind(tensor):
+            problems.append(f"{name}: found {_kind(tensors[name])}, expected {_kind(tensor)}")
+    checkpoint.refuse(problems, f"{folder}: what is saved there does not fit the module ({type(module).__name__})")
+    for name, layer in layers.items():
+        device = selection.dense_weight(module, name).device
+        stored = (tensors[name + suffix] for suffix in checkpoint.PACKED_SUFFIXES if parts[name][suffix])
+        planes, absmax, *columns = (tensor.to("cpu" if device.type == "meta" else device) for tensor in stored)
+        layer.load(Packed(planes, absmax, layer.decoding, *columns))
+        put(module, name, layer)
+    _fill(module, {id(tensor): tensors[name] for name, tensor in expected.items()})
+
+
+def _refuse_transformers(module: nn.Module, method: str) -> None:
+    if isinstance(module, PreTrainedModel):
+        # Its config, generation config and card belong to it, and its checkpoints have names of their own.
+        raise TypeError(f"module: found {type(module).__name__}, a model of Transformers; call its {method}(folder)")
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if SHARD.fullmatch(file.name))
+
+
+def _stored(module: nn.Module, layers: dict[str, KbitWeight]) -> dict[str, torch.Tensor]:
+    """All that is to be saved, by its first name, none of it in memory that it shares."""
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    for name, layer in layers.items():
+        packed = layer.state_dict()  # in the stored form
+        tensors |= {f"{name}.{key}": packed[key] for key in layer.packed}
+        del tensors[f"{name}.codebook"]
+    for name, part in module.named_modules():
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            raise TypeError(f"{name}: found extra state in {type(part).__name__}, expected tensors alone")
+    storages = set()
+    for name, tensor in tensors.items():
+        if tensor.is_meta or is_sharded(tensor):
+            found = "on the meta device" if tensor.is_meta else "sharded over several processes"
+            raise ValueError(f"{name}: found it {found}, expected it in this process's memory")
+        whole = tensor.detach().contiguous()
+        storage = whole.untyped_storage()
+        shared = storage.nbytes() != whole.nbytes or (storage.data_ptr() in storages and whole.numel() > 0)
+        storages.add(storage.data_ptr())
+        tensors[name] = whole.clone() if shared else whole
+    return tensors
+
+
+def _config_of(layers: dict[str, KbitWeight]) -> KbitConfig:
+    """What layers have in common, and what sets others apart."""
+    levels = {}
+    for layer in layers.values():
+        levels.setdefault(layer.bits, layer.levels)
+    common = Counter(layer.bits for layer in layers.values()).most_common(1)[0][0]
+    config = KbitConfig(bits=common, levels=levels)
+    record(config, layers)
+    return config
+
+
+def _read_config(file: Path) -> KbitConfig:
+    if not file.is_file():
+        raise ValueError(f"{file.parent}: found no {file.name}, expected a folder that hf_kbit.save has written")
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(entries, dict) or not entries.get("levels"):
+            raise ValueError("found no levels, expected those of a quantized module")
+        return KbitConfig.from_dict(entries)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _dense(module: nn.Module, layers: dict[str, KbitWeight]) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """What is to be filled besides ``layers``, by its first name, and the names of what need not be: buffers that no
+    state dict holds, unless the module waits for them on the meta device."""
+    packed = {
+        (selection.holder(module, name), name.rpartition(".")[2] if is_projection(module, name) else "weight")
+        for name in layers
+    }
+    kept, tensors, optional, seen = module.state_dict().keys(), {}, set(), set()
+    for prefix, part in module.named_modules():
+        for own, tensor in (*part._parameters.items(), *part._buffers.items()):
+            name = f"{prefix}.{own}" if prefix else own
+            if tensor is None or (part, own) in packed or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            if name in kept or tensor.is_meta:
+                tensors[name] = tensor
+            else:
+                optional.add(name)
+    return tensors, optional
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _read(files: list[Path]) -> dict[str, torch.Tensor]:
+    """All tensors, mapped from the files: memory takes what is read of them."""
+    tensors = {}
+    for file in files:
+        with safe_open(file, "pt") as stored:
+            tensors |= {name: stored.get_tensor(name) for name in stored.keys()}
+    return tensors
+
+
+def _fill(module: nn.Module, tensors: dict[int, torch.Tensor]) -> None:
+    """Puts the tensors into the parameters and buffers of these identities; on the meta device, in their place."""
+    new = {}
+    for part in module.modules():
+        for own in (part._parameters, part._buffers):
+            for name, tensor in own.items():
+                if id(tensor) not in tensors:
+                    continue
+                if not tensor.is_meta:
+                    tensor.copy_(tensors[id(tensor)])
+                elif isinstance(tensor, nn.Parameter):
+                    if id(tensor) not in new:
+                        new[id(tensor)] = nn.Parameter(tensors[id(tensor)], requires_grad=tensor.requires_grad)
+                    own[name] = new[id(tensor)]
+                else:
+                    own[name] = tensors[id(tensor)]

@@ -1,0 +1,246 @@
+"""Modules that are nobody's, saved and loaded: the same in every byte, or refused by name and as they were."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_kbit import KbitLinear, load_into, quantize_model, save, saving
+from hf_kbit.integrations.transformers.checkpoint import DIGEST
+from hf_kbit.saving import CONFIG
+
+
+class Attention(nn.Module):
+    """Has tied weights, a layer in two places, and buffers of all kinds."""
+
+    def __init__(self, width: int = 64):
+        super().__init__()
+        self.embed = nn.Embedding(50, width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
+        self.again = self.proj
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, 50, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.rand(()))
+        self.register_buffer("mask", torch.rand(5, 5).tril(), persistent=False)
+        self.register_buffer("top", self.mask[:2], persistent=False)
+
+    def forward(self, ids):
+        q, k, v = self.qkv(self.embed(ids)).chunk(3, -1)
+        x = self.again(self.proj((q @ k.mT * self.scale * self.mask) @ v))
+        return self.head(self.norm(x.mT).mT) + self.top.sum()
+
+
+IDS = torch.arange(10).view(2, 5)
+
+
+def build(seed: int = 0) -> Attention:
+    torch.manual_seed(seed)
+    model = Attention().eval()
+    model.qkv.weight.data *= 2.0**12  # so that it has an exponent
+    return model
+
+
+SETTINGS = {
+    "plain": {"bits": 4},
+    "widths": {"bits": 2, "module_bits": {"proj": 5}},
+    "version 1": {"bits": 3, "transform": "none", "codebook": "int"},
+    "levels of each": {"bits": 2, "codebook": "layer"},
+}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A quantized module, and the folder it is saved in."""
+    quantize_model(model := build(), **SETTINGS["widths"])
+    save(model, tmp_path)
+    return model, tmp_path
+
+
+def alike(one: nn.Module, other: nn.Module) -> None:
+    found, expected = one.state_dict(), other.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("device", ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_saved_and_loaded(name, device, tmp_path):
+    model = build()
+    done = quantize_model(model, **SETTINGS[name])
+    save(model, tmp_path, max_shard_size="3KB")
+    assert len(list(tmp_path.glob("kbit-*-of-*.safetensors"))) > 2
+    with torch.device(device if device == "meta" else "cpu"):
+        fresh = Attention().eval()
+    fresh = fresh if device == "meta" else fresh.to(device)
+    fresh.norm.weight.requires_grad_(False)
+    load_into(fresh, tmp_path)
+    alike(fresh, model)
+    assert fresh.head.weight is fresh.embed.weight and fresh.again is fresh.proj
+    assert {name: fresh.get_submodule(name).bits for name in done.bits} == dict(done.bits)
+    assert fresh.qkv.bias.requires_grad and not fresh.norm.weight.requires_grad and not fresh.proj.training
+    if device == "meta":  # else it has its own, of another seed
+        torch.testing.assert_close(fresh.top, model.top, rtol=0, atol=0)
+    fresh.mask, fresh.top = model.mask.to(fresh.mask.device), model.top.to(fresh.mask.device)
+    close = {"rtol": 0, "atol": 0} if device != "cuda" else {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(fresh.cpu()(IDS), model(IDS), **close)
+
+
+def test_the_same_bytes_each_time(saved, tmp_path):
+    """And what an earlier save has left is gone, nobody else's files are."""
+    model, folder = saved
+    again = tmp_path / "again"
+    again.mkdir()
+    (again / "kbit_notes.safetensors").write_text("mine")
+    save(build_of(folder), again, max_shard_size="3KB")
+    save(build_of(folder), again)
+    files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    assert files.keys() == {CONFIG, "kbit.safetensors"}
+    assert files["kbit.safetensors"][8:].startswith(b'{"__metadata__":{"format":')  # an order left to chance
+    assert {file.name: file.read_bytes() for file in again.iterdir()} == files | {"kbit_notes.safetensors": b"mine"}
+    load_into(fresh := Attention(), again)
+    save(fresh, again)  # over the files that it is mapped from
+    alike(fresh, model)
+
+
+def build_of(folder) -> Attention:
+    load_into(model := build(1), folder)
+    model.mask, model.top = build().mask, build().top
+    return model
+
+
+def test_a_part_of_transformers_is_no_model_of_it(tmp_path):
+    shape = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 99}
+    one, other = (nn.ModuleDict({"lm": LlamaForCausalLM(LlamaConfig(**shape))}) for _ in range(2))
+    quantize_model(one, bits=3)
+    save(one, tmp_path)
+    load_into(other, tmp_path)
+    alike(other, one)
+    with pytest.raises(TypeError, match=r"LlamaForCausalLM, a model of Transformers; call its save_pretrained"):
+        save(one["lm"], tmp_path)
+    with pytest.raises(TypeError, match=r"call its from_pretrained"):
+        load_into(LlamaForCausalLM(LlamaConfig(**shape)), tmp_path)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def tensors(change):
+    """Changes the tensors of the file; its metadata stays."""
+
+    def damage(folder):
+        file = folder / "kbit.safetensors"
+        digest = json.loads((header := file.read_bytes())[8 : 8 + int.from_bytes(header[:8], "little")])
+        found = {name: tensor.clone() for name, tensor in load_file(file).items()}
+        change(found)
+        save_file(found, file, digest["__metadata__"])
+
+    return damage
+
+
+def config(change):
+    def damage(folder):
+        change(entries := json.loads((folder / CONFIG).read_text()))
+        (folder / CONFIG).write_text(json.dumps(entries))
+
+    return damage
+
+
+def cut(file, size):
+    return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:size])
+
+
+DAMAGES = {
+    "found no kbit_config.json, expected a folder that": lambda folder: (folder / CONFIG).unlink(),
+    "kbit_config.json: Expecting": cut(CONFIG, 40),
+    "kbit_config.json: found no levels": config(lambda entries: entries.pop("levels")),
+    "kbit_config.json: bits: found 7": config(lambda entries: entries.update(bits=7)),
+    r"kbit_config.json: quantization_config: found \['more'\]": config(lambda entries: entries.update(more=1)),
+    "format_version: found 9": config(lambda entries: entries.update(format_version=9)),
+    f"expected tensors saved with this .*{DIGEST}": config(lambda entries: entries["layers"].pop("qkv")),
+    "nowhere: in layers of": config(lambda entries: entries["layers"].update(nowhere={"exponent": 1})),
+    "kbit.safetensors: damaged or cut short": cut("kbit.safetensors", 5),
+    "kbit.safetensors: damaged or cut short at tensor": cut("kbit.safetensors", -1),
+    "proj.weight_columns: found none, expected U8": tensors(lambda found: found.pop("proj.weight_columns")),
+    "qkv: in layers of config.json, not in": tensors(lambda found: found.pop("qkv.weight_absmax")),
+    "qkv.weight: found none, expected I32": tensors(lambda found: found.pop("qkv.weight")),
+    "embed.weight: missing, expected float32": tensors(lambda found: found.pop("embed.weight")),
+    "qkv.bias: missing": tensors(lambda found: found.pop("qkv.bias")),
+    "scale: missing": tensors(lambda found: found.pop("scale")),
+    "surplus: left over, the module has no such tensor": tensors(lambda found: found.update(surplus=torch.zeros(3))),
+    r"norm.weight: found float32 \[63\], expected float32 \[64\]": tensors(
+        lambda found: found.update({"norm.weight": torch.zeros(63)})
+    ),
+    r"norm.weight: found bfloat16 \[64\], expected float32 \[64\]": tensors(
+        lambda found: found.update({"norm.weight": torch.zeros(64, dtype=torch.bfloat16)})
+    ),
+    r"qkv.weight: found I32 \[192, 5\], expected I32 \[192, 4\] for a \[192, 64\] weight in 2 bits": tensors(
+        lambda found: found.update({"qkv.weight": torch.zeros(192, 5, dtype=torch.int32)})
+    ),
+    "head.weight: left over": tensors(lambda found: found.update({"head.weight": torch.zeros(50, 64)})),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_damaged(saved, message):
+    _, folder = saved
+    DAMAGES[message](folder)
+    refused(build(1), folder, message)
+
+
+def refused(model, folder, message):
+    """And the module is as it was."""
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    kinds = [type(part) for part in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        load_into(model, folder)
+    assert [type(part) for part in model.modules()] == kinds
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_modules_that_it_does_not_fit(saved):
+    model, folder = saved
+    refused(Attention(32), folder, r"qkv.weight: found I32 \[192, 4\], expected I32 \[96, 2\]")
+    other = build()
+    other.proj = nn.Identity()
+    refused(other, folder, "proj: left over, the module has no such linear layer")
+    (untied := build()).head.weight = nn.Parameter(torch.zeros(50, 64))
+    refused(untied, folder, "head.weight: missing")
+    refused(build().bfloat16(), folder, "qkv.bias: found float32")
+    refused(model, folder, "qkv: found it quantized already")
+    without = build()
+    without.register_buffer("mask", None)
+    refused(without, folder, "mask: left over, the module has no such tensor")
+
+
+def test_what_cannot_be_saved(tmp_path):
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"a": 1}
+
+    quantize_model(model := build(), bits=3)
+    for broken, message in [
+        (build(), "found no quantized layer in Attention"),
+        (KbitLinear(64, 64), "found a quantized layer alone"),
+        (nn.ModuleList([model, Extra(3, 3)]), "1: found extra state in Extra"),
+        (nn.ModuleList([model, nn.Linear(3, 3, device="meta")]), "1.weight: found it on the meta device"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            save(broken, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_save_that_was_killed_is_no_save(saved, monkeypatch):
+    """Also over one that was whole."""
+    model, folder = saved
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saving, "save_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(model, folder)
+    refused(build(), folder, f"found no {CONFIG}")
