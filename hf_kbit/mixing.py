@@ -68,10 +68,12 @@ def left(config: KbitConfig) -> dict[str, None]:
 
 
 def dense_shape(model, name: str) -> tuple[int, ...]:
-    """``(N, K)`` of a linear layer, ``(E, N, K)`` of a projection of experts."""
+    """``(N, K)`` of a linear layer or a table, ``(E, N, K)`` of a projection of experts."""
     if is_projection(model, name):
         return shape_of(model, name)
     module = model.get_submodule(name)
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
     return (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)
 
 

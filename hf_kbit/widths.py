@@ -109,7 +109,7 @@ def measure(
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("model: found a quantized one, expected one that is not")
-    config, window = replace(config, bits=BITS[0], module_bits=left(config)), min(window, len(tokens))
+    config, window = _of_layers(config), min(window, len(tokens))
     check({"model": model.config}, tokens, window, window)
     names = list(selection.choose(model, config))
     if not names:
@@ -131,6 +131,11 @@ def measure(
         if not all(map(math.isfinite, found.values())):
             raise ValueError(f"{name}: found NaN or infinite gradients, expected finite ones")
     return {name: Layer(weights[name], costs[name]) for name in names}
+
+
+def _of_layers(config: KbitConfig) -> KbitConfig:
+    """Which layers get a width of their own: all that it quantizes but tables, which have ``embedding_bits``."""
+    return replace(config, bits=BITS[0], module_bits=left(config), embedding_bits=None)
 
 
 def _windows(ids: torch.Tensor, window: int, vocabulary: int) -> Iterator[torch.Tensor]:
@@ -241,7 +246,7 @@ def widths_by_rule(model: PreTrainedModel, bits: float, *, config: KbitConfig | 
     if not BITS[0] <= bits <= BITS[-1]:
         raise ValueError(f"bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
     config = config or KbitConfig()
-    names = list(selection.choose(model, replace(config, bits=BITS[0], module_bits=left(config))))
+    names = list(selection.choose(model, _of_layers(config)))
     if not names:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     return config_of(config, by_rule(model, names, bits))
@@ -283,14 +288,17 @@ def bits_for_memory(
     chosen = selection.choose(model, config)
     if not chosen:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
-    weights = stored_weights(model, chosen)
-    rest = rest_bytes(model, chosen) + column_bytes(model, chosen, config) + cache_bytes(model, context)
+    tables = selection.with_tables(model)
+    weights = stored_weights(model, [name for name in chosen if name not in tables])
+    rest = rest_bytes(model, chosen) + table_bytes(model, chosen) + column_bytes(model, chosen, config)
+    rest += cache_bytes(model, context)
     bits = (memory - rest) * 8 / weights - SCALE_BITS
     if bits < BITS[0]:
         least = rest + weights * (BITS[0] + SCALE_BITS) / 8
         raise ValueError(
             f"memory: found {memory:,} bytes, expected {least:,.0f} or more: {rest:,} for what is not quantized, "
-            f"column scales and the cache of {context:,} tokens, the rest for {weights:,} weights of {BITS[0]} bits"
+            f"tables, column scales and the cache of {context:,} tokens, the rest for {weights:,} weights of "
+            f"{BITS[0]} bits"
         )
     return min(bits, float(BITS[-1]))
 
@@ -299,6 +307,12 @@ def rest_bytes(model: PreTrainedModel, chosen: Iterable[str]) -> int:
     """Of all parameters but the weights of these layers."""
     weights = sum(selection.dense_weight(model, name).nbytes for name in chosen)
     return sum(parameter.nbytes for parameter in model.parameters()) - weights
+
+
+def table_bytes(model: PreTrainedModel, chosen: Mapping[str, int]) -> int:
+    """Of the tables among these layers, each in its width, with scales."""
+    tables = {name: bits for name, bits in chosen.items() if name in selection.with_tables(model)}
+    return sum(round(stored_weights(model, [name]) * (bits + SCALE_BITS) / 8) for name, bits in tables.items())
 
 
 def cache_bytes(model: PreTrainedModel, context: int) -> int:

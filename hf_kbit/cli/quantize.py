@@ -184,9 +184,10 @@ def _fit(model, size: int, context: int, config: KbitConfig) -> float:
     """The mean width with which the model takes so many bytes; says what they are for."""
     bits = widths.bits_for_memory(model, size, context=context, config=config)
     chosen = selection.choose(model, config)
-    weights = mixing.stored_weights(model, chosen)
+    weights = mixing.stored_weights(model, chosen.keys() - selection.with_tables(model))
     parts = {
         "what is not quantized": widths.rest_bytes(model, chosen),
+        "tables of embeddings": widths.table_bytes(model, chosen),
         "column scales": widths.column_bytes(model, chosen, config),
         f"what is kept of {context:,} tokens": widths.cache_bytes(model, context),
         f"{weights:,} weights, {bits:.2f} bits and {widths.SCALE_BITS} for scales": int(
