@@ -80,28 +80,36 @@ def quantize_model(
     quantizer = KbitHfQuantizer(config_or(config, arguments), pre_quantized=False)
     config = quantizer.quantization_config
     chosen = _choose(model, config)
-    before, reasons, ties = _bytes(model), selection.skips(model), selection.ties(model)
-    ties = {name: first for name, first in ties.items() if first in chosen}
+    before, reasons, tied = _bytes(model), selection.skips(model), selection.ties(model)
     if config.embedding_bits is None:
         reasons = dict.fromkeys(selection.tables(model), "table") | reasons
     left = {
         name: reasons.get(name, "asked for")
         for name in selection.packable(model)
-        if name not in chosen and name not in ties
+        if name not in chosen and tied.get(name) not in chosen
     }
     if config.bits % 1:  # a mean
         widths = mixing.by_rule(model, [name for name, bits in chosen.items() if bits % 1], config.bits)
         quantizer.quantization_config = mixing.config_of(config, widths)
         chosen |= widths
-    for name, bits in tqdm(chosen.items(), desc="quantizing", unit="layer", delay=SHOWN_AFTER):
-        _quantize(model, name, quantizer.new_layer(model, name, bits), device)
-    for name, first in ties.items():
-        layer, dense = quantizer.new_layer(model, name, chosen[first]), model.get_submodule(name)
-        layer.tie_to(model.get_submodule(first))
-        _put(model, name, layer, dense)
+    quantize_layers(model, chosen, quantizer, device)
     if isinstance(model, PreTrainedModel):
         quantizer.adopt(model, chosen)
     return Quantized(chosen, left, before, _bytes(model))
+
+
+def quantize_layers(
+    model: nn.Module, chosen: Mapping[str, int], quantizer: KbitHfQuantizer, device: torch.device | str | None
+) -> None:
+    """Puts quantized layers of these widths in the place of those in the model, and of what is tied to them."""
+    tied = selection.ties(model)
+    for name, bits in tqdm(chosen.items(), desc="quantizing", unit="layer", delay=SHOWN_AFTER):
+        _quantize(model, name, quantizer.new_layer(model, name, bits), device)
+    for name, first in tied.items():
+        if first in chosen:
+            layer, dense = quantizer.new_layer(model, name, chosen[first]), model.get_submodule(name)
+            layer.tie_to(model.get_submodule(first))
+            _put(model, name, layer, dense)
 
 
 def _choose(model: nn.Module, config: KbitConfig) -> dict[str, int]:

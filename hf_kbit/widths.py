@@ -24,13 +24,23 @@ from hf_kbit.calibration.experts import DenseProjection, opened
 from hf_kbit.calibration.writing import draw
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import check, evaluating
-from hf_kbit.format import BITS, BLOCK_SIZE
+from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.mixing import Layer, by_rule, config_of, dense_shape, left, spend, stored_weights, units
+from hf_kbit.mixing import (
+    SCALE_BITS,
+    Layer,
+    by_rule,
+    column_bytes,
+    config_of,
+    left,
+    packed_bytes,
+    spend,
+    stored_weights,
+    units,
+)
 from hf_kbit.nn.experts import is_projection
 from hf_kbit.nn.weight import KbitWeight
 
-SCALE_BITS = 8 / BLOCK_SIZE  # of a weight
 ASKED = 8  # tokens that a model reads to tell what it keeps of them
 CACHES = ("past_key_values", "cache_params", "state", "mems")  # names of the cache among a model's outputs
 LOGITS = 1 << 27  # as many at once, with their gradients
@@ -211,13 +221,6 @@ def _decoded(weight: torch.Tensor, width: int, config: KbitConfig) -> torch.Tens
     return layer.dequantize(torch.float32)
 
 
-def column_bytes(model, names: Iterable[str], config: KbitConfig) -> int:
-    """Bytes of these layers' column scales, one for each of their inputs where weights are transformed."""
-    if config.transform == "none":
-        return 0
-    return sum(dense_shape(model, name)[-1] for name in names)
-
-
 # --- without data ---------------------------------------------------------------------------------
 
 
@@ -288,9 +291,10 @@ def bits_for_memory(
     chosen = selection.choose(model, config)
     if not chosen:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
-    tables = selection.with_tables(model)
-    weights = stored_weights(model, [name for name in chosen if name not in tables])
-    rest = rest_bytes(model, chosen) + table_bytes(model, chosen) + column_bytes(model, chosen, config)
+    tables = selection.table_widths(model, chosen)
+    layers = [name for name in chosen if name not in tables]
+    weights = stored_weights(model, layers)
+    rest = rest_bytes(model, chosen) + packed_bytes(model, tables, config) + column_bytes(model, layers, config)
     rest += cache_bytes(model, context)
     bits = (memory - rest) * 8 / weights - SCALE_BITS
     if bits < BITS[0]:
@@ -307,12 +311,6 @@ def rest_bytes(model: PreTrainedModel, chosen: Iterable[str]) -> int:
     """Of all parameters but the weights of these layers."""
     weights = sum(selection.dense_weight(model, name).nbytes for name in chosen)
     return sum(parameter.nbytes for parameter in model.parameters()) - weights
-
-
-def table_bytes(model: PreTrainedModel, chosen: Mapping[str, int]) -> int:
-    """Of the tables among these layers, each in its width, with scales."""
-    tables = {name: bits for name, bits in chosen.items() if name in selection.with_tables(model)}
-    return sum(round(stored_weights(model, [name]) * (bits + SCALE_BITS) / 8) for name, bits in tables.items())
 
 
 def cache_bytes(model: PreTrainedModel, context: int) -> int:

@@ -59,7 +59,7 @@ def test_what_is_no_row_is_refused():
 def test_what_is_more_than_a_look_up_is_refused(setting):
     embedding = nn.Embedding(ROWS, WIDTH, **setting)
     assert not is_table(embedding)
-    with pytest.raises(ValueError, match="embedding: found Embedding.*expected one without max_norm"):
+    with pytest.raises(ValueError, match=r"embedding: found Embedding.*expected one without max_norm"):
         KbitEmbedding.from_embedding(embedding)
 
 

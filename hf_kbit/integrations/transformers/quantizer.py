@@ -42,6 +42,7 @@ from hf_kbit.nn.weight import KbitWeight, distinct, is_sharded
 logger = logging.get_logger("transformers.hf_kbit")
 # Of the weights left in 16 bits: from here on a warning says so, for few bits then help little.
 MUCH_LEFT = 0.1
+USUAL_FOR_TABLES = 5  # bits: with fewer, tied heads lose more than all layers in 4 bits do
 
 
 class KbitQuantize(ConversionOps):
@@ -383,7 +384,7 @@ class KbitHfQuantizer(HfQuantizer):
         much = share > MUCH_LEFT and not self.pre_quantized  # what is quantized already was told of then
         logger.log(
             logging.WARNING if much else logging.INFO,
-            "hf_kbit: %d quantized layers with %s weights (%s); left as they are: %d tensors with %s weights (%s)%s",
+            "hf_kbit: %d quantized layers with %s weights (%s); left as they are: %d tensors with %s weights (%s)%s%s",
             len(layers),
             f"{weights:,}",
             widths or "none",
@@ -391,8 +392,25 @@ class KbitHfQuantizer(HfQuantizer):
             f"{sizes.total():,}",
             f"{share:.0%}",
             f": {listing}" if listing else "",
+            self._advice(model),
         )
         self._report_mxfp4()
+
+    def _advice(self, model) -> str:
+        """What tables take that are left only because nobody has asked for them, and what they would take packed."""
+        config = self.quantization_config
+        if self.pre_quantized or config.embedding_bits is not None:
+            return ""
+        others = {"modules_to_not_convert": config.modules_to_not_convert, "transform": config.transform}
+        packed = KbitConfig(embedding_bits=USUAL_FOR_TABLES, **others)
+        tables = selection.table_widths(model, selection.choose(model, packed))
+        if not tables:
+            return ""
+        taken = sum(selection.dense_weight(model, name).nbytes for name in tables) / 1e6
+        left = mixing.packed_bytes(model, tables, packed) / 1e6
+        return (
+            f"; embedding_bits={USUAL_FOR_TABLES} would bring the tables among them from {taken:.3g} to {left:.3g} MB"
+        )
 
     def _report_mxfp4(self) -> None:
         exact = [name for name, anew in self.from_mxfp4.items() if anew == 0]

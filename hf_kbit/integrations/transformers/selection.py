@@ -169,6 +169,12 @@ def tables(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if is_table(module)}
 
 
+def table_widths(model: nn.Module, chosen: dict[str, int]) -> dict[str, int]:
+    """Of what ``choose`` gives: tables, and heads that are stored for a table that is tied to them."""
+    looked_up = with_tables(model)
+    return {name: bits for name, bits in chosen.items() if name in looked_up}
+
+
 def ties(model: nn.Module) -> dict[str, str]:
     """``{name: name of the layer whose weight it has}`` of what is quantized with a table: heads, and other tables."""
     reasons, found = skips(model), {}
@@ -277,7 +283,9 @@ def choose(model, config: KbitConfig) -> dict[str, int]:
             asked_for or reason is None or (reason == "head" and not config.skip_default_modules)
         ):
             chosen[name] = bits
-    return chosen if _tells_dtype(model, chosen) else {name: chosen[name] for name in chosen if name not in looked_up}
+    if not _tells_dtype(model, chosen):
+        chosen = {name: bits for name, bits in chosen.items() if name not in looked_up}
+    return chosen
 
 
 def _tells_dtype(model: nn.Module, chosen: dict[str, int]) -> bool:
