@@ -12,6 +12,7 @@ from hf_kbit.evaluation import evaluate
 from hf_kbit.in_memory import quantize_model
 from hf_kbit.integrations import hooks as _hooks
 from hf_kbit.integrations.transformers import quantizer as _quantizer  # noqa: F401  registers itself
+from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.ops import dequantize, embed, gemm, quantize, repack, set_batch_invariant
 from hf_kbit.saving import load_into, save
@@ -20,6 +21,7 @@ from hf_kbit.widths import bits_for_memory, choose_widths
 __version__ = "0.1.0.dev0"
 __all__ = [
     "KbitConfig",
+    "KbitEmbedding",
     "KbitLinear",
     "bits_for_memory",
     "calibrate",

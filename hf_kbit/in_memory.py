@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_kbit import mixing, widths
@@ -19,18 +18,11 @@ from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.evaluation import is_causal
 from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import selection
+from hf_kbit.integrations.transformers.in_place import quantize_layers
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
-from hf_kbit.nn.experts import is_projection
 from hf_kbit.nn.weight import KbitWeight
 
-SHOWN_AFTER = 3  # seconds, the bar
 MEASURED = (8, 256)  # sequences, and tokens of each, on which widths are chosen
-# Where a module keeps hooks and how they want to be called.
-HOOKS = (
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
-)
 
 
 @dataclass(frozen=True)
@@ -38,10 +30,11 @@ class Quantized:
     """What ``quantize_model`` did.
 
     Attributes:
-        bits: ``{name: width}`` of the layers and projections of experts that it quantized.
-        left: ``{name: why}`` of linear layers and projections that it left: ``"asked for"`` by the config, or a reason
-            of its own: ``"head"``, ``"router"``, ``"read"`` by the model's code instead of called, or ``"fixed"``,
-            tied to another tensor or kept in float32.
+        bits: ``{name: width}`` of the layers, tables and projections of experts that it quantized; of a table and what
+            is tied to it one name.
+        left: ``{name: why}`` of those that it left: ``"asked for"`` by the config, or a reason of its own: ``"head"``,
+            ``"router"``, ``"table"`` of embeddings, ``"small"`` table, ``"read"`` by the model's code instead of
+            called, ``"tied"`` to a table that is left, or ``"fixed"``, tied to another tensor or kept in float32.
         bytes_before: of all parameters and buffers.
         bytes_after: of the same, quantized.
     """
@@ -71,7 +64,8 @@ def quantize_model(
     report: Callable[[str, str], object] | None = None,
     **arguments: Any,
 ) -> Quantized:
-    """Quantizes the linear layers of a model in place, one after another, and the experts of mixtures.
+    """Quantizes the linear layers of a model in place, one after another, and the experts of mixtures; tables of
+    embeddings too if ``embedding_bits`` says so.
 
     Any ``nn.Module`` will do: a model of Transformers becomes what ``from_pretrained`` with the config would have
     loaded, is saved by ``save_pretrained`` to the same bytes, and trains with adapters. Another module runs, and its
@@ -128,8 +122,16 @@ def quantize_model(
     _check_use(model, config, data is not None, calibrate, measure, memory, "bits" in arguments)
     report = report or _silent
     chosen = _choose(model, config)
-    before, reasons = _bytes(model), selection.skips(model)
-    left = {name: reasons.get(name, "asked for") for name in selection.packable(model) if name not in chosen}
+    before, reasons, tied = _bytes(model), selection.skips(model), selection.ties(model)
+    if config.embedding_bits is None:
+        reasons = dict.fromkeys(selection.tables(model), "table") | reasons
+    left = {
+        name: reasons.get(name, "asked for")
+        for name in selection.packable(model)
+        if name not in chosen and tied.get(name) not in chosen
+    }
+    tables = selection.table_widths(model, chosen)
+    layers = [name for name in chosen if name not in tables]
     mean = config.bits if memory is None else _fit(model, widths.parse_size(memory), context, config, report)
     if measure is None:
         measure = (calibrate or data is not None or memory is not None) and _predicts_tokens(model)
@@ -144,13 +146,13 @@ def quantize_model(
         ids = token_ids(data, tokenizer, model, sequences, length)
     if mean % 1:
         if measure:
-            chosen = _measured(model, mean, ids, f"{source}, on {where}", config, device, report)
+            own = _measured(model, mean, ids, f"{source}, on {where}", config, device, report)
         else:
-            chosen = mixing.by_rule(model, list(chosen), mean)
-            _report_widths(model, chosen, ", by names and shapes", report)
-        config = mixing.config_of(config, chosen)
+            own = mixing.by_rule(model, layers, mean)
+            _report_widths(model, own, ", by names and shapes", report)
+        config, chosen = mixing.config_of(config, own), chosen | own
     elif memory is not None:
-        config, chosen = replace(config, bits=int(mean)), dict.fromkeys(chosen, int(mean))
+        config, chosen = replace(config, bits=int(mean)), chosen | dict.fromkeys(layers, int(mean))
     if calibrate:
         report("calibrating", f"{method}, {len(ids):,} x {ids.shape[1]:,} tokens of {source}, on {where}")
         options = {"method": method, "batch": batch, "device": device, "resume": resume}
@@ -204,35 +206,14 @@ def _choose(model: nn.Module, config: KbitConfig) -> dict[str, int]:
     return chosen
 
 
-@torch.no_grad()
 def _quantize_all(
     model: nn.Module, config: KbitConfig, chosen: Mapping[str, int], device: torch.device | str | None
 ) -> None:
     """Without data."""
     quantizer = KbitHfQuantizer(config, pre_quantized=False)
-    for name, bits in tqdm(chosen.items(), desc="quantizing", unit="layer", delay=SHOWN_AFTER):
-        _quantize(model, name, quantizer.new_layer(model, name, bits), device)
+    quantize_layers(model, chosen, quantizer, device)
     if isinstance(model, PreTrainedModel):
         quantizer.adopt(model, chosen)
-
-
-def _quantize(model: nn.Module, name: str, layer: KbitWeight, device: torch.device | str | None) -> None:
-    weight = selection.dense_weight(model, name)
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else weight.device
-    moved = weight.to(device)
-    layer.load_dense(moved.mT if layer.transposed else moved, f"{name}.weight")
-    put(model, name, layer.to(weight.device))
-
-
-def put(model: nn.Module, name: str, layer: KbitWeight) -> None:
-    """Puts a layer in the place of what it stands for, with what somebody has set or put on that."""
-    dense = selection.holder(model, name)
-    layer.train(dense.training)
-    if not is_projection(model, name):
-        for hooks in HOOKS:  # that somebody put on it
-            setattr(layer, hooks, getattr(dense, hooks))
-    selection.replace_modules(model, {name: layer})
 
 
 def _bytes(model: nn.Module) -> int:
@@ -259,13 +240,16 @@ def _fit(model: nn.Module, size: int, context: int, config: KbitConfig, report) 
     """The mean width with which the model takes so many bytes; says what they are for."""
     bits = widths.bits_for_memory(model, size, context=context, config=config)
     chosen = selection.choose(model, config)
-    weights = mixing.stored_weights(model, chosen)
+    tables = selection.table_widths(model, chosen)
+    layers = [name for name in chosen if name not in tables]
+    weights = mixing.stored_weights(model, layers)
     parts = {
         "what is not quantized": widths.rest_bytes(model, chosen),
-        "column scales": widths.column_bytes(model, chosen, config),
+        "tables of embeddings": mixing.packed_bytes(model, tables, config),
+        "column scales": mixing.column_bytes(model, layers, config),
         f"what is kept of {context:,} tokens": widths.cache_bytes(model, context),
-        f"{weights:,} weights, {bits:.2f} bits and {widths.SCALE_BITS} for scales": int(
-            weights * (bits + widths.SCALE_BITS) / 8
+        f"{weights:,} weights, {bits:.2f} bits and {mixing.SCALE_BITS} for scales": int(
+            weights * (bits + mixing.SCALE_BITS) / 8
         ),
     }
     report("memory", f"{size:,} bytes")

@@ -19,18 +19,18 @@ from transformers import PreTrainedModel
 
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX
-from hf_kbit.in_memory import put
 from hf_kbit.integrations.transformers import checkpoint, selection
+from hf_kbit.integrations.transformers.in_place import put
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer, record
 from hf_kbit.nn.experts import is_projection
 from hf_kbit.nn.packed import Packed
-from hf_kbit.nn.weight import KbitWeight, is_sharded
+from hf_kbit.nn.weight import KbitWeight, distinct, is_sharded
 
 CONFIG = "kbit_config.json"
 FILES = "kbit{suffix}.safetensors"
 SHARD = re.compile(r"kbit(-\d{5}-of-\d{5})?\.safetensors")
 # Of a KbitConfig, what decides how tensors decode: how they were made is not known of a module.
-DECODING = ("quant_method", "format_version", "bits", "levels", "transform", "layers")
+DECODING = ("quant_method", "format_version", "bits", "embedding_bits", "levels", "transform", "layers")
 
 
 @torch.no_grad()
@@ -62,6 +62,8 @@ def save(module: nn.Module, folder: str | os.PathLike, *, max_shard_size: int | 
     """
     _refuse_transformers(module, "save_pretrained")
     layers = {name: part for name, part in module.named_modules() if isinstance(part, KbitWeight)}
+    first = set(map(id, distinct(layers.values())))  # of those that are tied
+    layers = {name: layer for name, layer in layers.items() if id(layer) in first}
     if not layers or "" in layers:
         found = "a quantized layer alone" if layers else "no quantized layer"
         raise ValueError(f"module: found {found} in {type(module).__name__}, expected a module that has some")
@@ -105,7 +107,9 @@ def load_into(module: nn.Module, folder: str | os.PathLike) -> None:
     packed = [name.removesuffix(ending) for name in headers if name.endswith(ending)]
     checkpoint.check_config(config, packed)
     checkpoint.check_digest(files, config)
-    layers = KbitHfQuantizer(config, pre_quantized=True).stored_layers(module, {name: name for name in packed})
+    quantizer = KbitHfQuantizer(config, pre_quantized=True)
+    layers = quantizer.stored_layers(module, {name: name for name in packed})
+    tied = {name: first for name, first in selection.ties(module).items() if first in layers}
     parts = {name: {suffix: headers.get(name + suffix) for suffix in checkpoint.PACKED_SUFFIXES} for name in packed}
     expected, optional = _dense(module, layers)
     tensors = _read(files)
@@ -127,6 +131,10 @@ def load_into(module: nn.Module, folder: str | os.PathLike) -> None:
         planes, absmax, *columns = (tensor.to("cpu" if device.type == "meta" else device) for tensor in stored)
         layer.load(Packed(planes, absmax, layer.decoding, *columns))
         put(module, name, layer)
+    for name, first in tied.items():
+        layer = quantizer.new_layer(module, name, layers[first].bits)
+        layer.tie_to(layers[first])
+        put(module, name, layer)
     _fill(module, {id(tensor): tensors[name] for name, tensor in expected.items()})
 
 
@@ -146,8 +154,9 @@ def _stored(module: nn.Module, layers: dict[str, KbitWeight]) -> dict[str, torch
     for name, layer in layers.items():
         packed = layer.state_dict()  # in the stored form
         tensors |= {f"{name}.{key}": packed[key] for key in layer.packed}
-        del tensors[f"{name}.codebook"]
     for name, part in module.named_modules():
+        if isinstance(part, KbitWeight):
+            tensors.pop(f"{name}.codebook", None)
         if type(part).get_extra_state is not nn.Module.get_extra_state:
             raise TypeError(f"{name}: found extra state in {type(part).__name__}, expected tensors alone")
     storages = set()

@@ -18,11 +18,11 @@ class Attention(nn.Module):
 
     def __init__(self, width: int = 64):
         super().__init__()
-        self.embed = nn.Embedding(50, width)
+        self.embed = nn.Embedding(80, width)
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
         self.again = self.proj
         self.norm = nn.BatchNorm1d(width)
-        self.head = nn.Linear(width, 50, bias=False)
+        self.head = nn.Linear(width, 80, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.rand(()))
         self.register_buffer("mask", torch.rand(5, 5).tril(), persistent=False)
@@ -49,6 +49,7 @@ SETTINGS = {
     "widths": {"bits": 2, "module_bits": {"proj": 5}},
     "version 1": {"bits": 3, "transform": "none", "codebook": "int"},
     "levels of each": {"bits": 2, "codebook": "layer"},
+    "table": {"bits": 4, "embedding_bits": 5},
 }
 
 
@@ -78,6 +79,7 @@ def test_saved_and_loaded(name, device, tmp_path):
     fresh = fresh if device == "meta" else fresh.to(device)
     fresh.norm.weight.requires_grad_(False)
     load_into(fresh, tmp_path)
+    assert ("embed" in done.bits) == (name == "table")
     alike(fresh, model)
     assert fresh.head.weight is fresh.embed.weight and fresh.again is fresh.proj
     assert {name: fresh.get_submodule(name).bits for name in done.bits} == dict(done.bits)

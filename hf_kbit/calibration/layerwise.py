@@ -28,6 +28,7 @@ from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.checkpoint import saved_class
+from hf_kbit.integrations.transformers.in_place import quantize_layers
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.mixing import units
 from hf_kbit.nn.experts import is_projection
@@ -128,6 +129,9 @@ def calibrate(
     if tokenizer is None and not isinstance(data, torch.Tensor):
         tokenizer = tokenizer_of(model.name_or_path, **source)
     ids = token_ids(data, tokenizer, model, sequences, length)
+    tables = selection.table_widths(model, widths)  # which data does not go through, but comes from
+    quantize_layers(model, tables, quantizer, device)
+    widths = {name: bits for name, bits in widths.items() if name not in tables}
     projections = [name for name in widths if is_projection(model, name)]
     # Before a layer computes in another dtype: they stand for the weights as the model has them.
     empty = {
@@ -209,7 +213,7 @@ def calibrate(
             without_data,
             of_experts,
         )
-    quantizer.adopt(model, widths)
+    quantizer.adopt(model, {**tables, **widths})
     return model
 
 

@@ -81,6 +81,12 @@ def command(
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Number of sequences that go through a layer at a time.")] = 4,
+    embedding_bits: Annotated[
+        int | None,
+        typer.Option(
+            help="Bits for tables of embeddings and heads tied to them: 2, 3, 4 or 5. Default: they stay as they are."
+        ),
+    ] = None,
     codebook: Annotated[str | None, typer.Option(help="Name of the codebook: the levels of a weight.")] = None,
     skip: Annotated[
         list[str] | None,
@@ -109,7 +115,7 @@ def command(
     _check(model, bits, size, method, source, needs_dense)
     dtype = check_dtype(dtype)
     choices = ({"codebook": codebook} if codebook else {}) | ({"bits": bits if mixed else int(bits)} if bits else {})
-    config = KbitConfig(modules_to_not_convert=skip or [], **choices)
+    config = KbitConfig(modules_to_not_convert=skip or [], embedding_bits=embedding_bits, **choices)
     if not needs_dense and (text or dataset):
         raise ValueError("--text: found data, but neither --calibrate nor mixed widths need it")
     data = read_text(text, dataset, split, column) if text or dataset else None

@@ -1,0 +1,51 @@
+"""Quantizing layers of a model that is in memory, in their place."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from hf_kbit.integrations.transformers import selection
+from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
+from hf_kbit.nn.experts import is_projection
+from hf_kbit.nn.weight import KbitWeight
+
+SHOWN_AFTER = 3  # seconds, the bar
+# Where a module keeps hooks and how they want to be called.
+HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
+)
+
+
+@torch.no_grad()
+def quantize_layers(
+    model: nn.Module, chosen: Mapping[str, int], quantizer: KbitHfQuantizer, device: torch.device | str | None
+) -> None:
+    """Puts quantized layers of these widths in the place of those in the model, and of what is tied to them; each is
+    quantized on ``device``, or on a GPU where there is one, and ends where it was."""
+    tied, tables = selection.ties(model), selection.table_widths(model, chosen)
+    for name, bits in tqdm(chosen.items(), desc="quantizing", unit="layer", delay=SHOWN_AFTER):
+        layer = quantizer.new_layer(model, name, bits)
+        layer.balances = name not in tables
+        weight = selection.dense_weight(model, name)
+        moved = weight.to(device or ("cuda" if torch.cuda.is_available() else weight.device))
+        layer.load_dense(moved.mT if layer.transposed else moved, f"{name}.weight")
+        put(model, name, layer.to(weight.device))
+    for name, first in tied.items():
+        if first in chosen:
+            layer = quantizer.new_layer(model, name, chosen[first])
+            layer.tie_to(model.get_submodule(first))
+            put(model, name, layer)
+
+
+def put(model: nn.Module, name: str, layer: KbitWeight) -> None:
+    """Puts a layer in the place of what it stands for, with what somebody has set or put on that."""
+    dense = selection.holder(model, name)
+    layer.train(dense.training)
+    if not is_projection(model, name):
+        for hooks in HOOKS:  # that somebody put on it
+            setattr(layer, hooks, getattr(dense, hooks))
+    selection.replace_modules(model, {name: layer})
