@@ -111,7 +111,7 @@ def load_into(module: nn.Module, folder: str | os.PathLike) -> None:
     layers = quantizer.stored_layers(module, {name: name for name in packed})
     tied = {name: first for name, first in selection.ties(module).items() if first in layers}
     parts = {name: {suffix: headers.get(name + suffix) for suffix in checkpoint.PACKED_SUFFIXES} for name in packed}
-    expected, optional = _dense(module, layers)
+    expected, optional = _dense(module, {*layers, *tied})
     tensors = _read(files)
     rest = tensors.keys() - {name + suffix for name in packed for suffix in checkpoint.PACKED_SUFFIXES}
     problems = [f"{name}: left over, the module has no such linear layer" for name in packed if name not in layers]
@@ -195,7 +195,7 @@ def _read_config(file: Path) -> KbitConfig:
         raise ValueError(f"{file}: {error}") from error
 
 
-def _dense(module: nn.Module, layers: dict[str, KbitWeight]) -> tuple[dict[str, torch.Tensor], set[str]]:
+def _dense(module: nn.Module, layers: set[str]) -> tuple[dict[str, torch.Tensor], set[str]]:
     """What is to be filled besides ``layers``, by its first name, and the names of what need not be: buffers that no
     state dict holds, unless the module waits for them on the meta device."""
     packed = {
