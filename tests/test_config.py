@@ -23,6 +23,7 @@ CONFIGS = [
     KbitConfig(bits=3, levels={3: codebooks.normal_float(3)}, layers={"a.b": {"bits": 4, "exponent": -7}}),
     KbitConfig(bits=3, levels={3: codebooks.normal_float(3)}, layers={"a.b": {"transform": "none"}}),
     KbitConfig(bits=3, transform="none"),
+    KbitConfig(bits=3, embedding_bits=5),
     KbitConfig(bits=3.25, module_bits={"layers.0": None}),
     KbitConfig(bits=3, transform="none", levels={3: codebooks.normal_float(3)}, format_version=1),
     KbitConfig(transform="none", levels={4: codebooks.optimal(4)}, layers={"a": {"transform": "rotated"}}),
@@ -170,6 +171,9 @@ def test_repr():
         ({"bits": 3.3, "codebook": codebooks.integer(3)}, ValueError, "codebook: found one table"),
         ({"bits": 3.3, "codebook": {3: codebooks.integer(3)}}, ValueError, r"expected one for \[2, 4, 5\]"),
         ({"bits": True}, ValueError, "bits: found True"),
+        ({"embedding_bits": 6}, ValueError, "embedding_bits: found 6, expected one of 2, 3, 4, 5"),
+        ({"embedding_bits": 3.3}, ValueError, "embedding_bits: found 3.3"),
+        ({"bits": 2, "codebook": [1, 2, 3, 4], "embedding_bits": 5}, ValueError, r"widths \[2, 5\]"),
         ({"scale": "mse"}, ValueError, r"scale: found 'mse', expected one of \['absmax', 'search'\]"),
         ({"codebook": "fp4", "bits": 3}, ValueError, "found 'fp4' for 3 bits"),
         ({"bits": "4"}, ValueError, "bits: found '4'"),
@@ -242,6 +246,22 @@ def test_bits_for():
         ValueError, match=re.escape("model.layers.0.mlp.down_proj: module_bits['down_proj'] asks for 5")
     ):
         config.bits_for("model.layers.0.mlp.down_proj")
+
+
+def test_bits_for_tables():
+    config = KbitConfig(
+        bits=3,
+        embedding_bits=5,
+        modules_to_not_convert=["visual"],
+        module_bits={"encoder": 2, "decoder": None, "embed_positions": 4},
+    )
+    found = {
+        name: config.bits_for(name, table=True) for name in ("embed", "encoder.embed", "decoder.embed", "visual.a")
+    }
+    assert found == {"embed": 5, "encoder.embed": 5, "decoder.embed": None, "visual.a": None}
+    assert config.bits_for("encoder.embed_positions", table=True) == 4, "by its own name"
+    assert config.bits_for("encoder.embed_positions") == 2, "as a layer by the first that matches"
+    assert KbitConfig(bits=3).bits_for("embed", table=True) is None
 
 
 def test_the_first_matching_pattern_decides():

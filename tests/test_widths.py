@@ -441,14 +441,15 @@ def test_memory(context, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_memory_counts_what_a_saved_model_has(dtype):
+@pytest.mark.parametrize("embedding_bits", [None, 5])
+def test_memory_counts_what_a_saved_model_has(dtype, embedding_bits):
     model = llama().to(dtype)
-    config = KbitConfig(bits=3)
+    config = KbitConfig(bits=3, embedding_bits=embedding_bits)
     quantized = LlamaForCausalLM.from_pretrained(
         None, config=model.config, state_dict=model.state_dict(), quantization_config=config, dtype=dtype
     )
     size = sum(p.nbytes for p in quantized.parameters())
-    assert bits_for_memory(model, size) == pytest.approx(3, abs=1e-6)
+    assert bits_for_memory(model, size, config=config) == pytest.approx(3, abs=1e-6)
 
 
 STATES = {  # by kind of model, besides the architectures of the other tests: what they keep does not grow with tokens

@@ -389,3 +389,14 @@ def test_loses_less_than_without_data(bits, weighted, learned, feedback):
         model = AutoModelForCausalLM.from_pretrained(trained_lm())
         loss = mean_loss(hf_kbit.calibrate(model, data, bits=bits, method=method, batch=32), held_out())
         assert loss - dense < bound * (free - dense)
+
+
+def test_tables_are_quantized_without_data_and_stay_tied(tmp_path):
+    model, other = llama(tie_word_embeddings=True), llama(tie_word_embeddings=True)
+    hf_kbit.calibrate(model, IDS, bits=3, embedding_bits=5)
+    hf_kbit.quantize_model(other, bits=3, embedding_bits=5)
+    table, expected = model.model.embed_tokens, other.model.embed_tokens
+    assert table.bits == 5 and all(map(torch.equal, table.packed.values(), expected.packed.values()))
+    assert model.lm_head.weight is table.weight
+    model.save_pretrained(tmp_path)
+    assert torch.equal(LlamaForCausalLM.from_pretrained(tmp_path)(IDS).logits, model(IDS).logits)

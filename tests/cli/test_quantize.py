@@ -51,11 +51,13 @@ def same(first: dict, second: dict) -> bool:
 
 
 def test_quantize_without_data(run_quantize, tmp_path):
-    result = run_quantize("dense", tmp_path / "out", "--bits", 2, "--codebook", "int", "--skip", "k_proj")
+    result = run_quantize(
+        "dense", tmp_path / "out", "--bits", 2, "--codebook", "int", "--skip", "k_proj", "--embedding-bits", 5
+    )
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1].startswith(f"saved         {tmp_path / 'out'}: ")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    chosen = hf_kbit.KbitConfig(bits=2, codebook="int", modules_to_not_convert=["k_proj"])
+    chosen = hf_kbit.KbitConfig(bits=2, codebook="int", modules_to_not_convert=["k_proj"], embedding_bits=5)
     expected = AutoModelForCausalLM.from_pretrained("dense", quantization_config=chosen)
     assert model.config.quantization_config.to_dict() == expected.config.quantization_config.to_dict()
     assert same(model.state_dict(), expected.state_dict()) and model.dtype == torch.bfloat16

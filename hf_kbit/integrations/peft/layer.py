@@ -81,11 +81,7 @@ class KbitTunerLayer:
         adapter_names = check_adapters_to_merge(self, adapter_names)
         if not adapter_names and self.merge_dtype is None:
             return
-        if base.tied:
-            raise ValueError(
-                f"{self.name}.weight: found it tied to a table of embeddings, expected one of its own to merge into: "
-                "keep the adapter beside the model, or quantize the model without embedding_bits"
-            )
+        self.refuse_tied()
         # All of them anew on what was there before any: rounded once, not once for each.
         merged, (original,) = self.merged_adapters, self.unmerged or (_twin(base),)
         if original.weight.device != base.weight.device:  # the model was moved meanwhile
@@ -103,6 +99,14 @@ class KbitTunerLayer:
             raise
         if measured is not None:
             report(measured)
+
+    def refuse_tied(self) -> None:
+        """Raises if merging would change, or leave apart, what else has the weight."""
+        if self.quantized is not None and self.quantized.tied:
+            raise ValueError(
+                f"{self.name}.weight: found it tied to a table of embeddings, expected one of its own to merge into: "
+                "keep the adapter beside the model, or quantize the model without embedding_bits"
+            )
 
     def _take(self, original: KbitWeight, exact) -> MergedLayer:
         """Quantizes what ``_merged`` gives, and measures what that changed."""

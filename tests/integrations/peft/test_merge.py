@@ -22,7 +22,7 @@ from adapters import (
     relative,
 )
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
 from hf_kbit import KbitLinear
@@ -383,3 +383,27 @@ def test_gpu_to_cpu_and_back_while_merged():
     model.unmerge_adapter()
     assert_same_state(packed_state(model), before)
     assert all(layer.weight.is_cuda and layer.codebook.is_cuda for layer in kbit_layers(model).values())
+
+
+def test_merging_into_a_tied_head_is_refused():
+    """It would change the table, or leave the two apart."""
+    model = tied_model()
+    before = packed_state(model)
+    tuned = adapted(model, lora(target_modules=["lm_head", "q_proj"]))
+    expected = tuned(IDS).logits
+    for merging in (tuned.merge_adapter, lambda: hf_kbit.merge_and_unload(tuned, dequantize=True)):
+        with pytest.raises(ValueError, match=r"lm_head\.weight: found it tied to a table of embeddings, expected"):
+            merging()
+    tuned.unmerge_adapter()
+    assert torch.equal(tuned(IDS).logits, expected)
+    tuned.unload()
+    assert packed_state(model).keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in packed_state(model).items())
+
+
+def tied_model():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 4, "vocab_size": 99}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, tie_word_embeddings=True, **shape))
+    hf_kbit.quantize_model(model, bits=3, embedding_bits=5)
+    return model
