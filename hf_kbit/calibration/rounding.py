@@ -30,7 +30,7 @@ def round_linear(name: str, layer: KbitLinear, dense: nn.Module, moments: Moment
     _check(name, moments)
     weight = dense.weight.T if isinstance(dense, Conv1D) else dense.weight
     # Feedback lost more with column scales for the inputs: it has all of their moments anyway.
-    columns = balance_for(weight, moments.second) if solver.DIAGONAL else None
+    columns = balance_for(weight, moments.second) if solver.DIAGONAL else layer.fixed_columns(weight.device)
     stored = transformed(aim(weight.float(), moments), layer.transform, f"{name}.weight", columns)
     decoding = choose_decoding(stored, layer.levels, True, layer.refines_levels)
     planes, absmax = _rounded(stored.weight.float(), moments, decoding, stored.columns, solver)

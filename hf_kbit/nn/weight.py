@@ -195,10 +195,15 @@ class KbitWeight(nn.Module):
         Raises:
             ValueError: the weight holds NaN or infinity, or magnitudes that float32 cannot decode.
         """
-        if columns is None and not self.balances:
-            columns = torch.full((self.in_features,), encode_e4m4(1.0), dtype=torch.uint8, device=weight.device)
+        columns = self.fixed_columns(weight.device) if columns is None else columns
         how = self.levels, self.scale == "search", self.refines_levels, self.transform
         return quantize_weight(weight, *how, name, columns)
+
+    def fixed_columns(self, device: torch.device) -> torch.Tensor | None:
+        """Column scales of 1, if that is what a transformed weight is to have."""
+        if self.balances:
+            return None
+        return torch.full((self.in_features,), encode_e4m4(1.0), dtype=torch.uint8, device=device)
 
     def load_dense(self, weight: torch.Tensor, name: str = "weight") -> None:
         """Replaces the weight by the quantized ``weight`` ``[*lead, N, K]``, which decides device and exponent too."""

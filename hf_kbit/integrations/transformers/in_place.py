@@ -29,7 +29,7 @@ def quantize_layers(
     tied, tables = selection.ties(model), selection.table_widths(model, chosen)
     for name, bits in tqdm(chosen.items(), desc="quantizing", unit="layer", delay=SHOWN_AFTER):
         layer = quantizer.new_layer(model, name, bits)
-        layer.balances = name not in tables
+        layer.balances &= name not in tables
         weight = selection.dense_weight(model, name)
         moved = weight.to(device or ("cuda" if torch.cuda.is_available() else weight.device))
         layer.load_dense(moved.mT if layer.transposed else moved, f"{name}.weight")

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
 from transformers.pytorch_utils import Conv1D
@@ -231,6 +232,8 @@ class KbitHfQuantizer(HfQuantizer):
         dtype = dense.weight.dtype
         layer = KbitLinear(in_features, out_features, False, bits, device="meta", dtype=dtype, **settings)
         layer.bias, layer.transposed = dense.bias, isinstance(dense, Conv1D)
+        # As of a table (KbitEmbedding): what was measured there is the head's share.
+        layer.balances = not (isinstance(model, PreTrainedModel) and dense is model.get_output_embeddings())
         return layer
 
     # --- while loading ---

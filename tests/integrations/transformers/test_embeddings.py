@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM
 
-from hf_kbit import KbitConfig, KbitLinear, quantize_model
+from hf_kbit import KbitConfig, KbitLinear, calibrate, quantize_model, reference
 from hf_kbit.integrations.transformers import parallel, selection
 from hf_kbit.nn import weight as nn_weight
 from hf_kbit.nn.embedding import KbitEmbedding
@@ -81,6 +81,21 @@ def test_tables_are_packed_and_tied(case):
         plain.weight.data = weight.T.contiguous() if layer.transposed else weight
     torch.testing.assert_close(logits(model, inputs), logits(dense, inputs), rtol=1e-3, atol=1e-4)
     assert model.num_parameters() == dense.num_parameters()
+
+
+@pytest.mark.parametrize("how", ["loaded", "in memory", "feedback"])
+def test_a_head_of_its_own_has_no_balanced_columns(how, tmp_path):
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=96, **SMALL))
+    config = KbitConfig(bits=4, module_bits={"lm_head": 5})
+    if how == "loaded":
+        model.save_pretrained(tmp_path)
+        model = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    elif how == "in memory":
+        quantize_model(model, config)
+    else:
+        calibrate(model, TOKENS.repeat(2, 8), config=config, method=how)
+    assert set(reference.decode_e4m4(model.lm_head.weight_columns).tolist()) == {1.0}
+    assert len(model.model.layers[0].mlp.up_proj.weight_columns.unique()) > 1
 
 
 def test_saved_once_and_tied_again(case, tmp_path):
