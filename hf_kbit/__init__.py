@@ -12,7 +12,7 @@ from hf_kbit.in_memory import quantize_model
 from hf_kbit.integrations import hooks as _hooks
 from hf_kbit.integrations.transformers import quantizer as _quantizer  # noqa: F401  registers itself
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.ops import dequantize, gemm, quantize, repack, set_batch_invariant
+from hf_kbit.ops import dequantize, embed, gemm, quantize, repack, set_batch_invariant
 
 __version__ = "0.1.0.dev0"
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "calibrate",
     "codebooks",
     "dequantize",
+    "embed",
     "gemm",
     "quantize",
     "quantize_model",

@@ -76,7 +76,10 @@ class KbitConfig(QuantizationConfigMixin):
         skip_default_modules: False quantizes the output embedding and the head too.
         module_bits: ``{pattern: bits}`` for layers that get another width, or None to leave them in 16 bits; the first
             pattern that matches decides. It overrides the default skips, so ``{"lm_head": 5}`` quantizes the head;
-            weights that are tied or kept in float32 cannot be quantized. A list of pairs will do too.
+            a head that is tied goes with its table, and weights kept in float32 cannot be quantized. A table gets a
+            width by a pattern for its own name, not for a part of the model that it is in. A list of pairs will do.
+        embedding_bits: 2, 3, 4 or 5: the width of tables of embeddings that are looked up, and of heads tied to them;
+            None leaves them in 16 bits.
         format_version: version of the stored format: 2 where a layer is transformed, else 1; written by the quantizer.
         levels: ``{bits: levels}`` that a quantized model was quantized with; written by the quantizer.
         layers: ``{module name in the checkpoint: {"bits", "exponent", "levels", "transform"}}``, only what differs
@@ -103,6 +106,7 @@ class KbitConfig(QuantizationConfigMixin):
     modules_to_not_convert: Sequence[str] | None = field(default_factory=list)
     skip_default_modules: bool = True
     module_bits: Mapping[str, int | None] | list | None = field(default_factory=dict)
+    embedding_bits: int | None = None
     format_version: int = FORMAT_VERSIONS[-1]
     levels: Mapping[int, Sequence[float]] | None = field(default_factory=dict)
     layers: Mapping[str, Mapping[str, Any]] | None = field(default_factory=dict)
@@ -118,6 +122,8 @@ class KbitConfig(QuantizationConfigMixin):
             )
         if not (isinstance(self.bits, float) and self.bits % 1 and BITS[0] < self.bits < BITS[-1]):
             check_bits(self.bits)
+        if self.embedding_bits is not None:
+            check_bits(self.embedding_bits, "embedding_bits")
         if not isinstance(self.skip_default_modules, bool):
             raise ValueError(f"skip_default_modules: found {self.skip_default_modules!r}, expected True or False")
         check_scale(self.scale)
@@ -167,7 +173,7 @@ class KbitConfig(QuantizationConfigMixin):
         return dict(module_bits)
 
     def _codebook(self, codebook):
-        widths = {self.bits, *(bits for bits in self.module_bits.values() if bits is not None)}
+        widths = {self.bits, self.embedding_bits, *self.module_bits.values()} - {None}
         if self.bits % 1:
             widths = set(BITS)
         if isinstance(codebook, str):
@@ -186,8 +192,8 @@ class KbitConfig(QuantizationConfigMixin):
             return tables
         if len(widths) > 1:
             raise ValueError(
-                f"codebook: found one table, but bits and module_bits name the widths {sorted(widths)}; expected "
-                "{bits: table} with a table for each"
+                f"codebook: found one table, but bits, embedding_bits and module_bits name the widths "
+                f"{sorted(widths)}; expected {{bits: table}} with a table for each"
             )
         return list(codebooks.canonical(codebook, self.bits))
 
@@ -227,9 +233,9 @@ class KbitConfig(QuantizationConfigMixin):
             config_dict = {"codebook": "normal_float", "scale": "absmax", "transform": transform, **config_dict}
         return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
 
-    def bits_for(self, module_name: str) -> int | None:
+    def bits_for(self, module_name: str, table: bool = False) -> int | None:
         """Width of a layer, or the mean that ``bits`` may be, or None if ``module_bits`` or
-        ``modules_to_not_convert`` leaves it in 16 bits.
+        ``modules_to_not_convert`` leaves it in 16 bits; of a table ``embedding_bits`` if its name has no other.
 
         Raises:
             ValueError: ``module_bits`` gives it a width and ``modules_to_not_convert`` forbids it.
@@ -237,17 +243,30 @@ class KbitConfig(QuantizationConfigMixin):
         >>> config = KbitConfig(bits=3, module_bits={"down_proj": 4, "layers.0": None})
         >>> [config.bits_for(f"layers.{name}") for name in ("0.q_proj", "1.q_proj", "0.down_proj")]
         [None, 3, 4]
+        >>> KbitConfig(bits=3, embedding_bits=5, module_bits={"encoder": 4}).bits_for("encoder.embed", table=True)
+        5
         """
         excluded = next((p for p in self.modules_to_not_convert if matches(module_name, p)), None)
+        pattern = self.pattern_for(module_name, table)
+        if pattern is None:
+            return None if excluded is not None else self.embedding_bits if table else self.bits
+        bits = self.module_bits[pattern]
+        if bits is not None and excluded is not None:
+            raise ValueError(
+                f"{module_name}: module_bits[{pattern!r}] asks for {bits} bits, {excluded!r} in "
+                "modules_to_not_convert for none: choose one"
+            )
+        return bits
+
+    def pattern_for(self, module_name: str, table: bool = False) -> str | None:
+        """The pattern of ``module_bits`` that decides on a layer, or on a table: of those for a part of the model that
+        a table is in, only one that leaves it in 16 bits."""
+        part = module_name.rpartition(".")[0]
         for pattern, bits in self.module_bits.items():
-            if matches(module_name, pattern):
-                if bits is not None and excluded is not None:
-                    raise ValueError(
-                        f"{module_name}: module_bits[{pattern!r}] asks for {bits} bits, {excluded!r} in "
-                        "modules_to_not_convert for none: choose one"
-                    )
-                return bits
-        return None if excluded is not None else self.bits
+            for_part = table and bits is not None and part and matches(part, pattern)
+            if matches(module_name, pattern) and not for_part:
+                return pattern
+        return None
 
     def levels_for(self, bits: int) -> codebooks.Levels:
         """The canonical codebook of a width: the one the model was quantized with, or the one ``codebook`` names."""
@@ -291,6 +310,8 @@ class KbitConfig(QuantizationConfigMixin):
         [['layers.0', None], ['down_proj', 5]]
         """
         entries = super().to_dict()
+        if self.embedding_bits is None:
+            del entries["embedding_bits"]  # which a model without packed tables need not know of
         if list(self.module_bits) != sorted(self.module_bits):
             entries["module_bits"] = [[pattern, bits] for pattern, bits in self.module_bits.items()]
         if self.levels and self.transform == _transform_of(self.format_version):

@@ -30,10 +30,11 @@ class Quantized:
     """What ``quantize_model`` did.
 
     Attributes:
-        bits: ``{name: width}`` of the layers and projections of experts that it quantized.
-        left: ``{name: why}`` of linear layers and projections that it left: ``"asked for"`` by the config, or a reason
-            of its own: ``"head"``, ``"router"``, ``"read"`` by the model's code instead of called, or ``"fixed"``,
-            tied to another tensor or kept in float32.
+        bits: ``{name: width}`` of the layers, tables and projections of experts that it quantized; of a table and what
+            is tied to it one name.
+        left: ``{name: why}`` of those that it left: ``"asked for"`` by the config, or a reason of its own: ``"head"``,
+            ``"router"``, ``"table"`` of embeddings, ``"few rows"`` in it, ``"read"`` by the model's code instead of
+            called, ``"tied"`` to a table that is left, or ``"fixed"``, tied to another tensor or kept in float32.
         bytes_before: of all parameters and buffers.
         bytes_after: of the same, quantized.
     """
@@ -48,7 +49,8 @@ class Quantized:
 def quantize_model(
     model: nn.Module, config: KbitConfig | None = None, *, device: torch.device | str | None = None, **arguments: Any
 ) -> Quantized:
-    """Quantizes the linear layers of a model in place, one after another, and the experts of mixtures.
+    """Quantizes the linear layers of a model in place, one after another, and the experts of mixtures; tables of
+    embeddings too if ``embedding_bits`` says so.
 
     Any ``nn.Module`` will do: a model of Transformers becomes what ``from_pretrained`` with the config would have
     loaded, is saved by ``save_pretrained`` to the same bytes, and trains with adapters. Another module runs, and its
@@ -78,16 +80,36 @@ def quantize_model(
     quantizer = KbitHfQuantizer(config_or(config, arguments), pre_quantized=False)
     config = quantizer.quantization_config
     chosen = _choose(model, config)
-    before, reasons = _bytes(model), selection.skips(model)
-    left = {name: reasons.get(name, "asked for") for name in selection.packable(model) if name not in chosen}
+    before, reasons, tied = _bytes(model), selection.skips(model), selection.ties(model)
+    if config.embedding_bits is None:
+        reasons = dict.fromkeys(selection.tables(model), "table") | reasons
+    left = {
+        name: reasons.get(name, "asked for")
+        for name in selection.packable(model)
+        if name not in chosen and tied.get(name) not in chosen
+    }
     if config.bits % 1:  # a mean
-        chosen = mixing.by_rule(model, list(chosen), config.bits)
-        quantizer.quantization_config = mixing.config_of(config, chosen)
-    for name, bits in tqdm(chosen.items(), desc="quantizing", unit="layer", delay=SHOWN_AFTER):
-        _quantize(model, name, quantizer.new_layer(model, name, bits), device)
+        widths = mixing.by_rule(model, [name for name, bits in chosen.items() if bits % 1], config.bits)
+        quantizer.quantization_config = mixing.config_of(config, widths)
+        chosen |= widths
+    quantize_layers(model, chosen, quantizer, device)
     if isinstance(model, PreTrainedModel):
         quantizer.adopt(model, chosen)
     return Quantized(chosen, left, before, _bytes(model))
+
+
+def quantize_layers(
+    model: nn.Module, chosen: Mapping[str, int], quantizer: KbitHfQuantizer, device: torch.device | str | None
+) -> None:
+    """Puts quantized layers of these widths in the place of those in the model, and of what is tied to them."""
+    tied = selection.ties(model)
+    for name, bits in tqdm(chosen.items(), desc="quantizing", unit="layer", delay=SHOWN_AFTER):
+        _quantize(model, name, quantizer.new_layer(model, name, bits), device)
+    for name, first in tied.items():
+        if first in chosen:
+            layer, dense = quantizer.new_layer(model, name, chosen[first]), model.get_submodule(name)
+            layer.tie_to(model.get_submodule(first))
+            _put(model, name, layer, dense)
 
 
 def _choose(model: nn.Module, config: KbitConfig) -> dict[str, int]:
@@ -117,7 +139,11 @@ def _quantize(model: nn.Module, name: str, layer: KbitWeight, device: torch.devi
         device = "cuda" if torch.cuda.is_available() else weight.device
     moved = weight.to(device)
     layer.load_dense(moved.mT if layer.transposed else moved, f"{name}.weight")
-    layer.to(weight.device).train(dense.training)
+    _put(model, name, layer.to(weight.device), dense)
+
+
+def _put(model: nn.Module, name: str, layer: KbitWeight, dense: nn.Module) -> None:
+    layer.train(dense.training)
     if not is_projection(model, name):
         for hooks in HOOKS:  # that somebody put on it
             setattr(layer, hooks, getattr(dense, hooks))

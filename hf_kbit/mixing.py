@@ -15,6 +15,8 @@ from hf_kbit.config import KbitConfig
 from hf_kbit.format import BITS, BLOCK_SIZE, absmax_shape
 from hf_kbit.nn.experts import is_projection, shape_of
 
+SCALE_BITS = 8 / BLOCK_SIZE  # of a weight
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -68,10 +70,12 @@ def left(config: KbitConfig) -> dict[str, None]:
 
 
 def dense_shape(model, name: str) -> tuple[int, ...]:
-    """``(N, K)`` of a linear layer, ``(E, N, K)`` of a projection of experts."""
+    """``(N, K)`` of a linear layer or a table, ``(E, N, K)`` of a projection of experts."""
     if is_projection(model, name):
         return shape_of(model, name)
     module = model.get_submodule(name)
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
     return (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)
 
 
@@ -79,6 +83,19 @@ def stored_weights(model, names: Iterable[str]) -> int:
     """Number of weights of these layers as they are stored: with what pads the last block of a row."""
     shapes = [dense_shape(model, name) for name in names]
     return sum(math.prod((*shape[:-2], *absmax_shape(*shape[-2:]))) * BLOCK_SIZE for shape in shapes)
+
+
+def column_bytes(model, names: Iterable[str], config: KbitConfig) -> int:
+    """Bytes of these layers' column scales, one for each of their inputs where weights are transformed."""
+    if config.transform == "none":
+        return 0
+    return sum(dense_shape(model, name)[-1] for name in names)
+
+
+def packed_bytes(model, widths: Mapping[str, int], config: KbitConfig) -> int:
+    """Bytes of these layers, each in its width, with all scales."""
+    words = sum(stored_weights(model, [name]) * (bits + SCALE_BITS) for name, bits in widths.items())
+    return round(words / 8) + column_bytes(model, widths, config)
 
 
 def units(model: nn.Module, names: list[str]) -> dict[str, list[str]]:

@@ -252,6 +252,81 @@ def dequantize(
     return torch.ops.hf_kbit.dequantize(weight, absmax, codebook, list(shape), dtype, columns, rotated)
 
 
+# --- embed ----------------------------------------------------------------------------------------
+
+_LIB.define(
+    "embed(Tensor indices, Tensor weight, Tensor absmax, Tensor codebook, SymInt[] shape, ScalarType dtype,"
+    " Tensor? columns=None, bool rotated=False) -> Tensor",
+)
+
+
+def _check_embed(indices, weight, absmax, codebook, shape, dtype, columns):
+    _check_dtype("indices", indices, (torch.int64, torch.int32))
+    bits = _check_dequantize(weight, absmax, codebook, shape, dtype, columns)
+    if weight.dim() != (5 if reference.is_tiled(weight, absmax, bits) else 2):
+        raise ValueError(f"weight: found shape {list(weight.shape)}, expected one table, without leading dimensions")
+    _check_device(indices=indices, weight=weight)
+
+
+@torch.library.impl(_LIB, "embed", "CompositeExplicitAutograd")
+def _(indices, weight, absmax, codebook, shape, dtype, columns=None, rotated=False):
+    _check_embed(indices, weight, absmax, codebook, shape, dtype, columns)
+    _native.warn_missing(weight.device.type)
+    return reference.embed(indices, weight, absmax, codebook, shape, dtype, columns, rotated)
+
+
+@torch.library.register_fake("hf_kbit::embed", lib=_LIB)
+def _(indices, weight, absmax, codebook, shape, dtype, columns=None, rotated=False):
+    _check_embed(indices, weight, absmax, codebook, shape, dtype, columns)
+    return weight.new_empty((*indices.shape, shape[1]), dtype=dtype)
+
+
+def embed(
+    indices: torch.Tensor,
+    weight: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    columns: torch.Tensor | None = None,
+    rotated: bool = False,
+) -> torch.Tensor:
+    """Rows of a packed table: ``dequantize(...)[indices]``, of which only these rows are read and decoded.
+
+    The result has no gradient: the table is frozen.
+
+    Args:
+        indices: int64 or int32 ``[*]``, any shape and strides, each 0 to V - 1.
+        weight: int32 planes ``[V, B * bits]`` of the table, quantized as a weight is, or their tiles (``repack``).
+        absmax: uint8 ``[V, B]``, or that of the tiles.
+        codebook: float32 ``[2**bits]``.
+        shape: ``(V, D)``, without the padding.
+        dtype: float32, float16, bfloat16 or float64.
+        columns: uint8 ``[D]`` or None; see ``dequantize``.
+        rotated: whether each block was rotated; if so, its scale has a sign.
+
+    Returns:
+        ``dtype`` ``[*, D]``, contiguous: bit for bit the rows that ``dequantize`` gives.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device does not fit; the message names the tensor.
+        ValueError: an index is negative, or V or more. A GPU's kernel, for which nothing waits, stops with an
+            assertion instead, after which the process cannot use the GPU any more, as with ``nn.Embedding``.
+
+    >>> import torch
+    >>> from hf_kbit.codebooks import normal_float
+    >>> codebook = torch.tensor(normal_float(4))
+    >>> table = quantize(torch.randn(1000, 96), codebook)
+    >>> tokens = torch.tensor([[3, 999, 3], [0, 1, 2]])
+    >>> embed(tokens, *table, codebook, (1000, 96), torch.bfloat16).shape
+    torch.Size([2, 3, 96])
+    >>> torch.equal(embed(tokens, *table, codebook, (1000, 96)), dequantize(*table, codebook, (1000, 96))[tokens])
+    True
+    """
+    _check_embed(indices, weight, absmax, codebook, shape, dtype, columns)
+    return torch.ops.hf_kbit.embed(indices, weight, absmax, codebook, list(shape), dtype, columns, rotated)
+
+
 # --- repack ---------------------------------------------------------------------------------------
 
 _LIB.define(

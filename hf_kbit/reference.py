@@ -252,6 +252,38 @@ def dequantize(
     return transforms.to_original(stored, scales, rotated, shape[-1]).to(dtype).contiguous()
 
 
+def embed(
+    indices: torch.Tensor,
+    weight: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    shape: list[int],
+    dtype: torch.dtype,
+    columns: torch.Tensor | None = None,
+    rotated: bool = False,
+) -> torch.Tensor:
+    """See ``hf_kbit.embed``. Some rows at a time: of tiles, sixteen rows are read for each."""
+    rows, bits = _checked_index("indices", indices.flatten(), shape[0]), bits_of(codebook.numel())
+    tiled = is_tiled(weight, absmax, bits)
+    out = weight.new_empty((*indices.shape, shape[1]), dtype=dtype)
+    step = max(QUANTIZE_SLICE // (TILE_ROWS * shape[1]), 1)
+    for part, to in zip(rows.split(step), out.view(-1, shape[1]).split(step), strict=True):
+        first = part // TILE_ROWS if tiled else part
+        packed = weight.index_select(0, first), absmax.index_select(0, first)
+        if tiled:  # one matrix of sixteen rows after the other
+            packed = repack(*(tensor[:, None] for tensor in packed), bits, [TILE_ROWS, shape[1]], inverse=True)
+            own = part % TILE_ROWS + TILE_ROWS * torch.arange(len(part), device=part.device)
+            packed = [tensor.flatten(0, 1).index_select(0, own) for tensor in packed]
+        to.copy_(dequantize(*packed, codebook, [len(part), shape[1]], dtype, columns, rotated))
+    return out
+
+
+def _checked_index(name: str, index: torch.Tensor, count: int) -> torch.Tensor:
+    if len(index) and not 0 <= int(index.min()) <= int(index.max()) < count:
+        raise ValueError(f"{name}: found {int(index.min())} to {int(index.max())}, expected 0 to {count - 1}")
+    return index
+
+
 # --- tiles ----------------------------------------------------------------------------------------
 
 
@@ -355,7 +387,7 @@ def _untile(tiles, scales, bits, shape):
 
     absmax = scales.reshape(-1, row_tiles, slabs, 8, SLAB_BLOCKS, 2).permute(0, 1, 5, 3, 2, 4)
     absmax = absmax.reshape(-1, row_tiles * TILE_ROWS, slabs * SLAB_BLOCKS)[:, : shape[0], :blocks]
-    return planes.reshape(*lead, shape[0], -1), absmax.contiguous().reshape(*lead, shape[0], -1)
+    return planes.reshape(*lead, *planes.shape[1:]), absmax.contiguous().reshape(*lead, *absmax.shape[1:])
 
 
 # --- gemm -----------------------------------------------------------------------------------------
@@ -415,7 +447,7 @@ def gemm_experts(
     if swiglu:
         gate, up = x.chunk(2, dim=-1)
         x = F.silu(gate) * up
-    x = x if rows is None else x[_checked_rows(rows, len(x))]
+    x = x if rows is None else x[_checked_index("rows", rows, len(x))]
     y = x.new_zeros((len(x), out_features))
     for expert, (first, last) in enumerate(_shares(offsets, len(x))):
         if last > first:
@@ -442,12 +474,6 @@ def gemm_experts_gradient(
             dense = dequantize(weight[expert], absmax[expert], codebook, shape, grad.dtype, columns, rotated)
             grad_x[first:last] = grad[first:last] @ dense
     return grad_x
-
-
-def _checked_rows(rows: torch.Tensor, tokens: int) -> torch.Tensor:
-    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < tokens:
-        raise ValueError(f"rows: found {int(rows.min())} to {int(rows.max())}, expected 0 to {tokens - 1}")
-    return rows
 
 
 def _shares(offsets: torch.Tensor, rows: int) -> list[tuple[int, int]]:

@@ -24,13 +24,23 @@ from hf_kbit.calibration.experts import DenseProjection, opened
 from hf_kbit.calibration.writing import draw
 from hf_kbit.config import KbitConfig
 from hf_kbit.evaluation import check, evaluating
-from hf_kbit.format import BITS, BLOCK_SIZE
+from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.mixing import Layer, by_rule, config_of, dense_shape, left, spend, stored_weights, units
+from hf_kbit.mixing import (
+    SCALE_BITS,
+    Layer,
+    by_rule,
+    column_bytes,
+    config_of,
+    left,
+    packed_bytes,
+    spend,
+    stored_weights,
+    units,
+)
 from hf_kbit.nn.experts import is_projection
 from hf_kbit.nn.weight import KbitWeight
 
-SCALE_BITS = 8 / BLOCK_SIZE  # of a weight
 ASKED = 8  # tokens that a model reads to tell what it keeps of them
 CACHES = ("past_key_values", "cache_params", "state", "mems")  # names of the cache among a model's outputs
 LOGITS = 1 << 27  # as many at once, with their gradients
@@ -109,7 +119,7 @@ def measure(
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("model: found a quantized one, expected one that is not")
-    config, window = replace(config, bits=BITS[0], module_bits=left(config)), min(window, len(tokens))
+    config, window = _of_layers(config), min(window, len(tokens))
     check({"model": model.config}, tokens, window, window)
     names = list(selection.choose(model, config))
     if not names:
@@ -131,6 +141,11 @@ def measure(
         if not all(map(math.isfinite, found.values())):
             raise ValueError(f"{name}: found NaN or infinite gradients, expected finite ones")
     return {name: Layer(weights[name], costs[name]) for name in names}
+
+
+def _of_layers(config: KbitConfig) -> KbitConfig:
+    """Which layers get a width of their own: all that it quantizes but tables, which have ``embedding_bits``."""
+    return replace(config, bits=BITS[0], module_bits=left(config), embedding_bits=None)
 
 
 def _windows(ids: torch.Tensor, window: int, vocabulary: int) -> Iterator[torch.Tensor]:
@@ -206,13 +221,6 @@ def _decoded(weight: torch.Tensor, width: int, config: KbitConfig) -> torch.Tens
     return layer.dequantize(torch.float32)
 
 
-def column_bytes(model, names: Iterable[str], config: KbitConfig) -> int:
-    """Bytes of these layers' column scales, one for each of their inputs where weights are transformed."""
-    if config.transform == "none":
-        return 0
-    return sum(dense_shape(model, name)[-1] for name in names)
-
-
 # --- without data ---------------------------------------------------------------------------------
 
 
@@ -241,7 +249,7 @@ def widths_by_rule(model: PreTrainedModel, bits: float, *, config: KbitConfig | 
     if not BITS[0] <= bits <= BITS[-1]:
         raise ValueError(f"bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
     config = config or KbitConfig()
-    names = list(selection.choose(model, replace(config, bits=BITS[0], module_bits=left(config))))
+    names = list(selection.choose(model, _of_layers(config)))
     if not names:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     return config_of(config, by_rule(model, names, bits))
@@ -283,14 +291,18 @@ def bits_for_memory(
     chosen = selection.choose(model, config)
     if not chosen:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
-    weights = stored_weights(model, chosen)
-    rest = rest_bytes(model, chosen) + column_bytes(model, chosen, config) + cache_bytes(model, context)
+    tables = selection.table_widths(model, chosen)
+    layers = [name for name in chosen if name not in tables]
+    weights = stored_weights(model, layers)
+    rest = rest_bytes(model, chosen) + packed_bytes(model, tables, config) + column_bytes(model, layers, config)
+    rest += cache_bytes(model, context)
     bits = (memory - rest) * 8 / weights - SCALE_BITS
     if bits < BITS[0]:
         least = rest + weights * (BITS[0] + SCALE_BITS) / 8
         raise ValueError(
             f"memory: found {memory:,} bytes, expected {least:,.0f} or more: {rest:,} for what is not quantized, "
-            f"column scales and the cache of {context:,} tokens, the rest for {weights:,} weights of {BITS[0]} bits"
+            f"tables, column scales and the cache of {context:,} tokens, the rest for {weights:,} weights of "
+            f"{BITS[0]} bits"
         )
     return min(bits, float(BITS[-1]))
 

@@ -28,6 +28,7 @@ from hf_kbit.calibration.rounding import round_linear, round_projection
 from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.evaluation import evaluating
+from hf_kbit.in_memory import quantize_layers
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.checkpoint import saved_class
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
@@ -135,6 +136,9 @@ def calibrate(
     if tokenizer is None and not isinstance(data, torch.Tensor):
         tokenizer = _tokenizer_of(model, **source)
     ids = token_ids(data, tokenizer, model, sequences, length)
+    tables = selection.table_widths(model, widths)  # which data does not go through, but comes from
+    quantize_layers(model, tables, quantizer, device)
+    widths = {name: bits for name, bits in widths.items() if name not in tables}
     projections = [name for name in widths if is_projection(model, name)]
     # Before a layer computes in another dtype: they stand for the weights as the model has them.
     empty = {
@@ -216,7 +220,7 @@ def calibrate(
             without_data,
             of_experts,
         )
-    quantizer.adopt(model, widths)
+    quantizer.adopt(model, {**tables, **widths})
     return model
 
 

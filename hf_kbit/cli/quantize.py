@@ -88,6 +88,12 @@ def command(
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Number of sequences that go through a layer at a time.")] = 4,
+    embedding_bits: Annotated[
+        int | None,
+        typer.Option(
+            help="Bits for tables of embeddings and heads tied to them: 2, 3, 4 or 5. Default: they stay as they are."
+        ),
+    ] = None,
     codebook: Annotated[str | None, typer.Option(help="Name of the codebook: the levels of a weight.")] = None,
     skip: Annotated[
         list[str] | None,
@@ -115,7 +121,7 @@ def command(
     _check(model, bits, size, method, source, needs_dense)
     dtype = check_dtype(dtype)
     choices = {"codebook": codebook} if codebook else {}
-    config = KbitConfig(modules_to_not_convert=skip or [], **choices)
+    config = KbitConfig(modules_to_not_convert=skip or [], embedding_bits=embedding_bits, **choices)
     if not needs_dense and (text or dataset):
         raise ValueError("--text: found data, but neither --calibrate nor mixed widths need it")
     data = read_text(text, dataset, split, column) if text or dataset else None
@@ -184,13 +190,16 @@ def _fit(model, size: int, context: int, config: KbitConfig) -> float:
     """The mean width with which the model takes so many bytes; says what they are for."""
     bits = widths.bits_for_memory(model, size, context=context, config=config)
     chosen = selection.choose(model, config)
-    weights = mixing.stored_weights(model, chosen)
+    tables = selection.table_widths(model, chosen)
+    layers = [name for name in chosen if name not in tables]
+    weights = mixing.stored_weights(model, layers)
     parts = {
         "what is not quantized": widths.rest_bytes(model, chosen),
-        "column scales": widths.column_bytes(model, chosen, config),
+        "tables of embeddings": mixing.packed_bytes(model, tables, config),
+        "column scales": mixing.column_bytes(model, layers, config),
         f"what is kept of {context:,} tokens": widths.cache_bytes(model, context),
-        f"{weights:,} weights, {bits:.2f} bits and {widths.SCALE_BITS} for scales": int(
-            weights * (bits + widths.SCALE_BITS) / 8
+        f"{weights:,} weights, {bits:.2f} bits and {mixing.SCALE_BITS} for scales": int(
+            weights * (bits + mixing.SCALE_BITS) / 8
         ),
     }
     line("memory", f"{size:,} bytes")

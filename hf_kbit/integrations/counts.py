@@ -4,16 +4,13 @@ import functools
 
 from torch import nn
 
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.nn.weight import KbitWeight, distinct
 
 
 def _missed(model: nn.Module) -> int:
     """Weights of quantized layers less what their packed form has in elements; none of them is trainable."""
-    return sum(
-        layer.num_weights - sum(tensor.numel() for tensor in layer.packed.values())
-        for layer in model.modules()
-        if isinstance(layer, KbitWeight)
-    )
+    layers = distinct(layer for layer in model.modules() if isinstance(layer, KbitWeight))
+    return sum(layer.num_weights - sum(tensor.numel() for tensor in layer.packed.values()) for layer in layers)
 
 
 def wrap_num_parameters(num_parameters):

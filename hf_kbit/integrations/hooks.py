@@ -153,6 +153,12 @@ TRANSFORMERS_HOOKS = (
         lost="resizing a quantized head fails in Transformers' words",
     ),
     Hook(
+        "transformers.modeling_utils:PreTrainedModel._adjust_bias",
+        ("self", "output_embeddings", "input_embeddings"),
+        "hf_kbit.integrations.transformers.tying:keep_bias",
+        lost="tie_weights() cuts the bias of a quantized head on a GPU",
+    ),
+    Hook(
         "transformers.modeling_utils:PreTrainedModel.set_use_kernels",
         ("self", "use_kernels", "kernel_config"),
         "hf_kbit.integrations.transformers.kernels:refuse_packed_experts",

@@ -5,9 +5,11 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_kbit import _native, codebooks, reference
 from hf_kbit.format import absmax_shape, check_bits, weight_shape
@@ -19,6 +21,8 @@ PACKED = ("weight", "weight_absmax", "weight_columns")  # the last where there a
 DECODING = "kbit"  # in the metadata of a state dict
 
 
+# The planes of tiles, by the words of the tiles, the name and the device, as long as somebody has them.
+_PLANES = WeakTensorKeyDictionary()
 _LEFT_OUT = ContextVar("packed weights are left out of state dicts", default=False)
 
 
@@ -30,6 +34,11 @@ def without_packed_weights() -> Iterator[None]:
         yield
     finally:
         _LEFT_OUT.reset(token)
+
+
+def distinct(layers: Iterable["KbitWeight"]) -> list["KbitWeight"]:
+    """Of layers that are tied to one another only the first."""
+    return list({id(layer.weight): layer for layer in reversed(list(layers))}.values())[::-1]
 
 
 def check_scale(scale: object) -> str:
@@ -142,6 +151,7 @@ class KbitWeight(nn.Module):
         levels = codebooks.resolve(codebook, check_bits(bits), lopsided(transform, scale))
         self.dense_dtype = dtype or torch.get_default_dtype()
         self.transposed = False  # whether the layer stands for one whose weight is [*lead, K, N]
+        self.tied = False  # whether its parameters are those of other layers of the model too (tie_to)
         # [N, K] of what this process multiplies by, under tensor or expert parallelism; None: by whole matrices.
         self.local_shape: tuple[int, int] | None = None
         planes, absmax = weight_shape(out_features, in_features, bits), absmax_shape(out_features, in_features)
@@ -191,7 +201,16 @@ class KbitWeight(nn.Module):
         self.load(self.quantize(weight, name))
 
     def load(self, packed: Packed) -> None:
-        """Replaces the weight by a packed one, which also decides the device."""
+        """Replaces the weight by a packed one, which also decides the device.
+
+        Raises:
+            ValueError: it is tied, and other layers would keep theirs.
+        """
+        if self.tied:
+            raise ValueError(
+                "weight: found it tied to that of another layer, expected one of its own to replace: undo the "
+                "quantization first (dequantize), or leave this layer as it is"
+            )
         for name, tensor in zip(PACKED, (packed.planes, packed.absmax, packed.columns), strict=True):
             setattr(self, name, _frozen(tensor))
         self.decode_as(packed.decoding)
@@ -201,6 +220,14 @@ class KbitWeight(nn.Module):
         """Takes over how the weight decodes that is loaded, or that Transformers is about to put here."""
         self.decoding, self.bits, self.refines_levels = decoding, decoding.bits, False
         self._make_room_for_columns(decoding)
+
+    def tie_to(self, other: "KbitWeight") -> None:
+        """Takes over the weight of another layer of the same shape: both have the same parameters from now on."""
+        for name in PACKED:
+            self._parameters[name] = other._parameters[name]
+        self.decode_as(other.decoding)
+        self.tied = other.tied = True
+        self.settle(other.codebook.device)
 
     def _make_room_for_columns(self, decoding: Decoding) -> None:
         """Column scales are there if they are to be: zeros, before a weight has come."""
@@ -252,6 +279,17 @@ class KbitWeight(nn.Module):
             *map(whole, tensors), self.bits, [self.out_features, self.in_features], inverse
         )
 
+    def _stored(self, device: torch.device) -> dict[str, nn.Parameter]:
+        """The packed parameters in the stored form, of tiles; while somebody has them, the same for all layers that
+        are tied, so that what is copied or saved is tied, too."""
+        known = _PLANES.setdefault(self.weight, WeakValueDictionary())
+        stored = {name: known.get((name, device)) for name in self.packed}
+        if any(tensor is None for tensor in stored.values()):
+            tensors = dict(zip(stored, (*self._repacked(inverse=True), self.weight_columns), strict=False))
+            stored = {name: _frozen(tensor.detach().to(device)) for name, tensor in tensors.items()}
+            known.update({(name, device): tensor for name, tensor in stored.items()})
+        return stored
+
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The decoded weight ``[*lead, N, K]``, in ``dtype``, or in that of the weight that was quantized.
 
@@ -301,12 +339,9 @@ class KbitWeight(nn.Module):
         if hasattr(destination, "_metadata"):
             destination._metadata[prefix[:-1]][DECODING] = self.decoding.to_dict()
         if self.is_tiled:
-            for name, tensor in zip(PACKED, self._repacked(inverse=True), strict=False):
-                # What is sharded stays on the GPU, for it will be gathered there.
-                destination[prefix + name] = tensor if self.local_shape else tensor.cpu()
-            if self.weight_columns is not None:
-                columns = self.weight_columns.data
-                destination[prefix + PACKED[2]] = columns if self.local_shape else columns.cpu()
+            # What is sharded stays on the GPU, for it will be gathered there.
+            device = self.weight.device if self.local_shape else torch.device("cpu")
+            destination.update({prefix + name: tensor for name, tensor in self._stored(device).items()})
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         given = [name for name in PACKED if prefix + name in state_dict]
@@ -342,8 +377,7 @@ class KbitWeight(nn.Module):
     def __getstate__(self):
         if not self.is_tiled:
             return self.__dict__
-        planes = (nn.Parameter(tensor, requires_grad=False) for tensor in self._repacked(inverse=True))
-        return {**self.__dict__, "_parameters": {**self._parameters, **dict(zip(PACKED, planes, strict=False))}}
+        return {**self.__dict__, "_parameters": {**self._parameters, **self._stored(self.weight.device)}}
 
     def __setstate__(self, state):
         super().__setstate__(state)

@@ -15,6 +15,7 @@ from hf_kbit.integrations.peft.layer import (
     stand_in,
     tuner_class,
 )
+from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.weight import KbitWeight
 
@@ -90,6 +91,11 @@ def _create_and_replace(create, experts, config, adapter_name, target, target_na
     base = _base_layer(target)
     if projection := experts.get(base, {}).get(kwargs.get("parameter_name")):
         check_config(config, current_key, projection)
+    if isinstance(base, KbitEmbedding):
+        raise ValueError(
+            f"{current_key}: found a table quantized to {base.bits} bits, expected one in 16 bits for an adapter: "
+            "quantize the model without embedding_bits, or leave the table out of target_modules"
+        )
     if not isinstance(base, KbitLinear):
         return create(config, adapter_name, target, target_name, parent, current_key=current_key, **kwargs)
     _check_method(config, current_key, base, kwargs.get("parameter_name"))
@@ -144,6 +150,16 @@ def _over_quantized(layer: nn.Module, linear: nn.Linear, base: KbitLinear, name:
     return layer
 
 
+def _check_trained_tokens(model: nn.Module, config) -> None:
+    tables = (name for name, module in model.named_modules() if isinstance(module, KbitEmbedding))
+    name = next(tables, None)
+    if getattr(config, "trainable_token_indices", None) and name is not None:
+        raise ValueError(
+            f"{name}: found it quantized, and trainable_token_indices, expected one in 16 bits, whose rows can be "
+            "trained: quantize the model without embedding_bits"
+        )
+
+
 def _check_modules_to_save(model: nn.Module, config) -> None:
     for ending in getattr(config, "modules_to_save", None) or ():
         for name, module in model.named_modules():
@@ -162,6 +178,7 @@ def wrap_inject_adapter(inject_adapter):
     def wrapped(self, model, adapter_name, *args, **kwargs):
         config = self.peft_config[adapter_name]
         _check_modules_to_save(model, config)
+        _check_trained_tokens(model, config)
         by_name = getattr(config, "target_parameters", None)
         with shown_in_16_bits(model) as experts:
             self._create_and_replace = functools.partial(_create_and_replace, self._create_and_replace, experts)

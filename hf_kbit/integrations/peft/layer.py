@@ -67,8 +67,8 @@ class KbitTunerLayer:
             adapter_names: None for the active ones.
 
         Raises:
-            ValueError: a merged weight holds NaN or infinity, or the weight is sharded over several processes. The
-                layer is then what it was before.
+            ValueError: a merged weight holds NaN or infinity, or the weight is sharded over several processes, or tied
+                to a table. The layer is then what it was before.
         """
         base = self.quantized
         if base is None:
@@ -81,6 +81,11 @@ class KbitTunerLayer:
         adapter_names = check_adapters_to_merge(self, adapter_names)
         if not adapter_names and self.merge_dtype is None:
             return
+        if base.tied:
+            raise ValueError(
+                f"{self.name}.weight: found it tied to a table of embeddings, expected one of its own to merge into: "
+                "keep the adapter beside the model, or quantize the model without embedding_bits"
+            )
         # All of them anew on what was there before any: rounded once, not once for each.
         merged, (original,) = self.merged_adapters, self.unmerged or (_twin(base),)
         if original.weight.device != base.weight.device:  # the model was moved meanwhile

@@ -11,8 +11,9 @@ from yaml import YAMLError
 
 from hf_kbit.integrations.transformers import checkpoint
 from hf_kbit.integrations.transformers.quantizer import with_quantizer
+from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitProjection
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.nn.weight import KbitWeight, distinct
 
 HEADING = "## How to load"
 TAGS = ["kbit"]
@@ -38,16 +39,17 @@ Without the import, Transformers warns of an unknown quantization type and stops
 
 
 def _what(model) -> str:
-    experts = any(isinstance(layer, KbitProjection) for layer in model.modules())
-    return "linear layers and the experts are" if experts else "linear layers are"
+    kinds = {"the experts": KbitProjection, "the embeddings": KbitEmbedding}
+    found = [what for what, kind in kinds.items() if any(isinstance(layer, kind) for layer in model.modules())]
+    *first, last = "linear layers", *found
+    return f"{', '.join(first)} and {last} are" if first else f"{last} are"
 
 
 def _widths(model) -> str:
     """``3 bits``, or ``2 to 5 bits (3.40 on average)`` where layers differ."""
     weights = Counter()
-    for layer in model.modules():
-        if isinstance(layer, KbitWeight):
-            weights[layer.bits] += layer.num_weights
+    for layer in distinct(module for module in model.modules() if isinstance(module, KbitWeight)):
+        weights[layer.bits] += layer.num_weights
     if len(weights) < 2:
         return f"{next(iter(weights), model.config.quantization_config.bits)} bits"
     mean = sum(bits * count for bits, count in weights.items()) / weights.total()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_kbit.format import BLOCK_SIZE
+from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.weight import PACKED, KbitWeight
 
@@ -27,7 +28,7 @@ def shard_packed(maybe_distribute_model):
     """``maybe_distribute_model``, which shards a model before its weights are loaded, for packed weights too.
 
     Raises:
-        ValueError: so many processes cannot share a layer; the message names it.
+        ValueError: so many processes cannot share a layer, or a table is packed; the message names it.
     """
 
     @wraps(maybe_distribute_model)
@@ -35,6 +36,11 @@ def shard_packed(maybe_distribute_model):
         layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
         if not layers or max(_size(distributed_config, "tp_size"), _size(distributed_config, "ep_size")) == 1:
             return maybe_distribute_model(model, distributed_config, *args, **kwargs)
+        if table := next((name for name, layer in layers.items() if isinstance(layer, KbitEmbedding)), None):
+            raise ValueError(
+                f"{table}: found a packed table of embeddings, expected one in 16 bits to share the model among "
+                "several processes: quantize it without embedding_bits"
+            )
         _count_local_experts(model, distributed_config)
         columns = {layer: layer._parameters[COLUMNS] for layer in layers.values()}
         for layer in layers.values():

@@ -31,16 +31,18 @@ from hf_kbit import mixing
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, COLUMNS_SUFFIX
 from hf_kbit.integrations.sharding import refuse_zero3
-from hf_kbit.integrations.transformers import checkpoint, experts, kernels, mxfp4, selection
+from hf_kbit.integrations.transformers import checkpoint, experts, kernels, mxfp4, selection, tying
+from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection, projections
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Packed
-from hf_kbit.nn.weight import KbitWeight, is_sharded
+from hf_kbit.nn.weight import KbitWeight, distinct, is_sharded
 
 # A child of the logger of Transformers, so that transformers.logging.set_verbosity speaks of it too.
 logger = logging.get_logger("transformers.hf_kbit")
 # Of the weights left in 16 bits: from here on a warning says so, for few bits then help little.
 MUCH_LEFT = 0.1
+USUAL_FOR_TABLES = 5  # bits: with fewer, tied heads lose more than all layers in 4 bits do
 
 
 class KbitQuantize(ConversionOps):
@@ -58,6 +60,7 @@ class KbitQuantize(ConversionOps):
                 if isinstance(layer, KbitProjection):  # which the checkpoint knows by the name of a tensor
                     missing_keys.discard(name)
                     name += checkpoint.WEIGHT_SUFFIX
+                self.hf_quantizer.loaded.append(name.removesuffix(checkpoint.WEIGHT_SUFFIX))
                 converted |= self._quantize(name, tensor, layer)
             else:
                 converted[name] = tensor
@@ -97,6 +100,7 @@ class KbitHfQuantizer(HfQuantizer):
         # No quantizer has written a config without levels: somebody has put it into the config of a 16-bit model.
         self.pre_quantized = self.pre_quantized and bool(quantization_config.levels)
         self.problems: list[str] = []
+        self.loaded: list[str] = []  # layers that were quantized from the checkpoint
         self.made_together: list[list[str]] = []  # parts of names of tensors that one conversion makes
         self.mxfp4: list[str] = []  # projections that the checkpoint holds so
         self.from_mxfp4: dict[str, int | None] = {}  # those packed, and what mxfp4.quantize says of them
@@ -142,17 +146,20 @@ class KbitHfQuantizer(HfQuantizer):
         chosen = selection.choose(model, config)
         checkpoint.check_experts(model, [name for name in chosen if is_projection(model, name)], tensors)
         if chosen and config.bits % 1:  # a mean
-            chosen = mixing.by_rule(model, list(chosen), config.bits)
-            self.quantization_config = mixing.config_of(config, chosen)
+            widths = mixing.by_rule(model, [name for name, bits in chosen.items() if bits % 1], config.bits)
+            self.quantization_config = mixing.config_of(config, widths)
+            chosen |= widths
         layers = {name: self.new_layer(model, name, bits) for name, bits in chosen.items()}
         if not layers:
             logger.warning("hf_kbit: found no linear layer to quantize in %s", type(model).__name__)
+        layers |= tying.new_layers(self, model, layers)
         for layer in layers.values():
             # Packed shape, so that sizes and shards are right, but the dtype of the weight to come: Transformers
             # 5.17 casts what it reads to the dtype it finds here, and an integer one would destroy it.
             placeholder = torch.empty(layer.weight.shape, dtype=layer.dense_dtype, device="meta")
             layer.weight = nn.Parameter(placeholder, requires_grad=False)
         selection.replace_modules(model, layers)
+        tying.declare(model)
 
     def _prepare_quantized(self, model, checkpoint_files) -> None:
         if checkpoint_files is None:
@@ -164,8 +171,10 @@ class KbitHfQuantizer(HfQuantizer):
             self._replace_as_stored(model, checkpoint_files)
         for module in model.modules():
             if isinstance(module, KbitWeight):
-                # Transformers would draw random weights for a layer that is offloaded to disk.
-                module._is_hf_initialized = True
+                # Transformers would draw random weights for a layer that is offloaded to disk. What a table has
+                # besides, such as Gemma's scale, is in no checkpoint, and Transformers shall fill it in.
+                for filled in module.packed.values() if len(module._buffers) > 1 else [module]:
+                    filled._is_hf_initialized = True
 
     def _replace_as_stored(self, model, files: list[str]) -> None:
         """Replaces what is packed, and checks the checkpoint against the model that was saved, if it can be known.
@@ -198,7 +207,7 @@ class KbitHfQuantizer(HfQuantizer):
         config, linears = self.quantization_config, dict(model.named_modules(remove_duplicate=False))
         layers = {}
         for name, stored_name in packed.items():
-            known = name in linears and selection.is_linear(linears[name])
+            known = name in linears and (selection.is_linear(linears[name]) or is_table(linears[name]))
             if known or is_projection(model, name):
                 own = config.layers.get(stored_name, {})
                 bits = own.get("bits", config.bits)
@@ -206,7 +215,8 @@ class KbitHfQuantizer(HfQuantizer):
                 layers[name] = self.new_layer(model, name, bits)
                 transform = own.get("transform", config.transform)
                 layers[name].decode_as(Decoding(levels, own.get("exponent", 0), transform))
-        selection.replace_modules(model, layers)
+        selection.replace_modules(model, layers | tying.new_layers(self, model, layers))
+        tying.declare(model)
 
     def new_layer(self, model, name: str, bits: int) -> KbitWeight:
         """An empty stand-in on the meta device that knows what it stands for."""
@@ -216,6 +226,8 @@ class KbitHfQuantizer(HfQuantizer):
         if is_projection(model, name):
             return experts.new_projection(model, name, bits=bits, **settings)
         dense = model.get_submodule(name)
+        if is_table(dense):
+            return KbitEmbedding.empty_like(dense, bits, **settings)
         out_features, in_features = mixing.dense_shape(model, name)
         dtype = dense.weight.dtype
         layer = KbitLinear(in_features, out_features, False, bits, device="meta", dtype=dtype, **settings)
@@ -252,6 +264,7 @@ class KbitHfQuantizer(HfQuantizer):
         for name in names:  # as weights are marked that Transformers has loaded
             for tensor in model.get_submodule(name).packed.values():
                 tensor._is_hf_initialized = True
+        tying.declare(model)
         model.hf_quantizer, model.is_quantized = self, True
         model.quantization_method = self.quantization_config.quant_method
         self.postprocess_model(model)
@@ -263,8 +276,8 @@ class KbitHfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             self._check_packed(layers)
             for name in [name for name, layer in layers.items() if layer.weight.is_floating_point()]:
-                if isinstance(layers[name], KbitLinear):
-                    self._restore_new_head(model, name, layers.pop(name))
+                if isinstance(layers[name], KbitLinear | KbitEmbedding):
+                    self._restore_new_layer(model, name, layers.pop(name))
         checkpoint.refuse(
             [
                 f"{name}.{tensor_name}: not in the checkpoint"
@@ -273,6 +286,7 @@ class KbitHfQuantizer(HfQuantizer):
                 if not getattr(tensor, "_is_hf_initialized", False) and not hasattr(layer, "_hf_hook")
             ]
         )
+        tying.follow(model, self.loaded)
         for layer in layers.values():
             layer.decode_as(layer.decoding)  # drops column scales that have only kept a place
             # Loading fills buffers that no checkpoint holds with whatever memory held.
@@ -305,16 +319,17 @@ class KbitHfQuantizer(HfQuantizer):
         )
 
     @staticmethod
-    def _restore_new_head(model, name: str, layer: KbitLinear) -> None:
-        """Puts back the 16-bit layer where the checkpoint had no weight: a new head, to be trained."""
-        device = layer.weight.device
-        with device:
-            if layer.transposed:
+    def _restore_new_layer(model, name: str, layer: KbitLinear | KbitEmbedding) -> None:
+        """Puts back the 16-bit layer where the checkpoint had no weight: a new head, to be trained, or a table."""
+        with layer.weight.device:
+            if isinstance(layer, KbitEmbedding):
+                dense = layer.to_embedding(weight=nn.Parameter(torch.empty(layer.out_features, layer.in_features)))
+            elif layer.transposed:
                 dense = Conv1D(layer.out_features, layer.in_features)
             else:
                 dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
         dense.to(layer.dense_dtype)
-        if layer.bias is not None:
+        if getattr(layer, "bias", None) is not None:
             dense.bias = layer.bias
         model._init_weights(dense)
         selection.replace_modules(model, {name: dense})
@@ -331,11 +346,17 @@ class KbitHfQuantizer(HfQuantizer):
         config.levels = {
             bits: list(config.levels_for(bits)) for bits in sorted({layer.bits for layer in layers.values()})
         }
-        names = checkpoint.stored_names(model, layers)
+        names, tied = checkpoint.stored_names(model, layers), tying.tied(model)
         config.layers = {}
-        config.format_version = 2 if any(layer.decoding.transformed or layer.lead for layer in layers.values()) else 1
+        tables = [layer.bits for layer in layers.values() if isinstance(layer, KbitEmbedding)]
+        if tables and config.embedding_bits is None:  # so that an hf_kbit that knows no tables refuses the entry
+            config.embedding_bits = tables[0]
+        new = any(layer.decoding.transformed or layer.lead for layer in layers.values()) or bool(tables)
+        config.format_version = 2 if new else 1
         config.transform = "none" if config.format_version == 1 else "rotated"
         for name, layer in layers.items():
+            if name in tied:  # and stored under another name
+                continue
             entry = {
                 **({"bits": layer.bits} if layer.bits != config.bits else {}),
                 **({"exponent": layer.exponent} if layer.exponent != 0 else {}),
@@ -354,7 +375,7 @@ class KbitHfQuantizer(HfQuantizer):
                 pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name.removesuffix(".weight"))
                 left[pattern] += 1
                 sizes[pattern] += parameter.numel()
-        weights = sum(layer.num_weights for layer in layers.values())
+        weights = sum(layer.num_weights for layer in distinct(layers.values()))
         widths = ", ".join(
             f"{count} in {bits} bits" for bits, count in sorted(Counter(x.bits for x in layers.values()).items())
         )
@@ -363,7 +384,7 @@ class KbitHfQuantizer(HfQuantizer):
         much = share > MUCH_LEFT and not self.pre_quantized  # what is quantized already was told of then
         logger.log(
             logging.WARNING if much else logging.INFO,
-            "hf_kbit: %d quantized layers with %s weights (%s); left as they are: %d tensors with %s weights (%s)%s",
+            "hf_kbit: %d quantized layers with %s weights (%s); left as they are: %d tensors with %s weights (%s)%s%s",
             len(layers),
             f"{weights:,}",
             widths or "none",
@@ -371,8 +392,25 @@ class KbitHfQuantizer(HfQuantizer):
             f"{sizes.total():,}",
             f"{share:.0%}",
             f": {listing}" if listing else "",
+            self._advice(model),
         )
         self._report_mxfp4()
+
+    def _advice(self, model) -> str:
+        """What tables take that are left only because nobody has asked for them, and what they would take packed."""
+        config = self.quantization_config
+        if self.pre_quantized or config.embedding_bits is not None:
+            return ""
+        others = {"modules_to_not_convert": config.modules_to_not_convert, "transform": config.transform}
+        packed = KbitConfig(embedding_bits=USUAL_FOR_TABLES, **others)
+        tables = selection.table_widths(model, selection.choose(model, packed))
+        if not tables:
+            return ""
+        taken = sum(selection.dense_weight(model, name).nbytes for name in tables) / 1e6
+        left = mixing.packed_bytes(model, tables, packed) / 1e6
+        return (
+            f"; embedding_bits={USUAL_FOR_TABLES} would bring the tables among them from {taken:.3g} to {left:.3g} MB"
+        )
 
     def _report_mxfp4(self) -> None:
         exact = [name for name, anew in self.from_mxfp4.items() if anew == 0]
@@ -412,13 +450,14 @@ class KbitHfQuantizer(HfQuantizer):
                 f"{sharded[0]}.weight: found it sharded over several processes, expected all of it in this one to "
                 "dequantize: save the model, and load it in one process"
             )
-        previous = model.dtype
+        previous, tied = model.dtype, tying.tied(model)
         while layers:  # one at a time, so that each packed weight is freed before the next dense one is made
             name, layer = layers.popitem()
             if isinstance(layer, KbitProjection):
                 experts.put_back(model, name, dtype)
-            else:
+            elif name not in tied:
                 selection.replace_modules(model, {name: to_dense(layer, dtype)})
+        tying.put_back(model, tied)
         if dtype != previous:
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensor.dtype == previous:  # what is kept in float32 stays there
@@ -495,19 +534,23 @@ def _refuse_sharding(config) -> None:
 
 
 def _would_revert(conversion: WeightTransform, layers: dict[str, KbitWeight]) -> bool:
-    """Whether saving would convert a packed tensor, or give that of a projection the name of a linear layer's."""
+    """Whether saving would convert a packed tensor, or give that of a projection the name of a linear layer's, or a
+    weight another name than what belongs to it."""
     reverse = conversion.reverse_transform()
     for name, layer in layers.items():
         renamed, pattern = reverse.rename_source_key(f"{name}.weight")
         own = name.rpartition(".")[2]
         projection_lost = isinstance(layer, KbitProjection) and not renamed.endswith(f".{own}.weight")
-        if pattern is not None and (isinstance(conversion, WeightConverter) or projection_lost):
+        apart = reverse.rename_source_key(f"{name}.weight{ABSMAX_SUFFIX}")[0] != renamed + ABSMAX_SUFFIX
+        if pattern is not None and (isinstance(conversion, WeightConverter) or projection_lost or apart):
             return True
     return False
 
 
-def to_dense(layer: KbitLinear, dtype: torch.dtype, decoded: nn.Linear | None = None) -> nn.Module:
-    """What the layer was before it was quantized, of the decoded weight: an ``nn.Linear``, or GPT-2's Conv1D."""
+def to_dense(layer: KbitWeight, dtype: torch.dtype, decoded: nn.Linear | None = None) -> nn.Module:
+    """What the layer was before it was quantized, of the decoded weight: ``nn.Linear``, GPT-2's Conv1D or a table."""
+    if isinstance(layer, KbitEmbedding):
+        return layer.to_embedding(dtype)
     linear = (decoded or layer.to_linear(dtype)).to(dtype)
     if not layer.transposed:
         return linear

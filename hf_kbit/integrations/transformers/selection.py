@@ -1,4 +1,5 @@
-"""Which modules of a model are quantized, and putting others in their place."""
+"""Which modules of a model are quantized, and putting others in their place: linear layers, tables of embeddings, and
+the projections of experts."""
 
 import dis
 import inspect
@@ -6,7 +7,6 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.config import KbitConfig
 from hf_kbit.integrations.transformers import experts
+from hf_kbit.nn.embedding import PREPARES, is_table
 from hf_kbit.nn.experts import is_projection, projections
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.patterns import matches
@@ -23,8 +24,8 @@ from hf_kbit.patterns import matches
 # Subclasses of nn.Linear whose own forward computes what nn.Linear's does.
 PLAIN_LINEAR_CLASSES = ("FalconLinear",)
 
-# Methods that fill weights rather than use them.
-INITIALISERS = ("__init__", "_init_weights", "reset_parameters")
+# A table of fewer rows takes next to nothing, and one scale for each of its columns is much beside them.
+FEW_ROWS = 32
 
 # Instructions that load an attribute; before Python 3.12 that of a method which is called has a name of its own.
 LOADS = ("LOAD_ATTR", "LOAD_METHOD")
@@ -50,28 +51,37 @@ class Reads:
     """Names of submodules of which a class reads what ``nn.Linear`` would have, without calling them.
 
     Attributes:
-        weights: ``self.NAME.weight``.
+        weights: ``self.NAME.weight``, and what is deeper, by its last name.
         parameters: ``self.NAME.parameters()``; what such code wants is the dtype of the first one.
+        variables: ``NAME.weight`` of something else than ``self``; "" of what has no name, such as an element.
     """
 
     weights: frozenset[str] = frozenset()
     parameters: frozenset[str] = frozenset()
+    variables: frozenset[str] = frozenset()
 
 
 @cache
 def _reads(module_class: type) -> Reads:
     """What a class's methods read of its submodules, to multiply by it or to cast to its dtype."""
-    methods = {name: method for parent in reversed(module_class.__mro__) for name, method in vars(parent).items()}
-    found = {"weight": set(), "parameters": set()}
+    own = [parent for parent in reversed(module_class.__mro__) if parent not in PreTrainedModel.__mro__]
+    methods = {name: method for parent in own for name, method in vars(parent).items()}
+    found, variables = {"weight": set(), "parameters": set()}, set()
     for name, method in methods.items():
         code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-        if name in INITIALISERS or code is None or not found.keys() & set(code.co_names):
+        if PREPARES.search(name) or code is None or not found.keys() & set(code.co_names):
             continue
         steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
-        for child, attribute in pairwise(steps):
-            if child.opname == "LOAD_ATTR" and attribute.opname in LOADS and attribute.argval in found:
+        for child, attribute, then in zip(steps, steps[1:], steps[2:], strict=False):
+            if attribute.opname not in LOADS or attribute.argval not in found or then.argval == "device":
+                continue
+            if child.opname == "LOAD_ATTR":
                 found[attribute.argval].add(child.argval)
-    return Reads(frozenset(found["weight"]), frozenset(found["parameters"]))
+            elif attribute.argval == "weight":
+                # Python 3.13 loads two variables at once.
+                loaded = child.argval[-1] if isinstance(child.argval, tuple) else child.argval
+                variables.add(loaded if child.opname.startswith("LOAD_FAST") else "")
+    return Reads(frozenset(found["weight"]), frozenset(found["parameters"]), frozenset(variables - {"self"}))
 
 
 def _first_linear(module: nn.Module) -> str | None:
@@ -95,16 +105,19 @@ def _is_router(model, name: str) -> bool:
 
 
 def skips(model) -> dict[str, str]:
-    """``{name: reason}`` of linear layers and projections that stay in 16 bits unless, or even if, they are asked for.
+    """``{name: reason}`` of linear layers, tables and projections that stay in 16 bits unless, or even if, they are
+    asked for.
 
     - ``"head"``: the output embedding, or a head at the end of the model: small or sensitive.
     - ``"router"``: it routes tokens to experts: small, and a small error sends a token elsewhere.
+    - ``"few rows"``: a table of so few that it takes next to nothing.
     - ``"read"``: the model's code reads the weight instead of calling the layer (Mamba, WavLM, ColPali and many more),
       or its dtype through ``parameters()`` (Swin V2), and packed integers would give it a wrong answer or none.
-    - ``"fixed"``: the weight is tied to another tensor, or kept in float32 by the model.
+    - ``"tied"``: the weight is that of a table, and is quantized with it or not at all (``ties``).
+    - ``"fixed"``: the weight is tied to what cannot be quantized, or kept in float32 by the model.
     """
     linears = {name for name, module in model.named_modules(remove_duplicate=False) if is_linear(module)}
-    fused, reasons = set(projections(model)), {}
+    looked_up, fused, reasons = tables(model), set(projections(model)), {}
     # A number in its name means that the last module is the end of a layer, not a head.
     last = next(reversed(dict(model.named_parameters())), "").rpartition(".")[0]
     output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
@@ -113,55 +126,115 @@ def skips(model) -> dict[str, str]:
             reasons[name] = "head"
         elif _is_router(model, name):
             reasons[name] = "router"
+    for name in looked_up:
+        if model.get_submodule(name).num_embeddings < FEW_ROWS:
+            reasons[name] = "few rows"
+    reasons |= _read(model, looked_up)
+    kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    float32 = {part for attribute in kept for part in getattr(model, attribute, None) or ()}
+    for name in linears | looked_up | fused:
+        if any(re.search(rf"(^|\.){part}($|\.)", name) for part in float32):
+            reasons[name] = "fixed"
+    for group in _tied(model):
+        names = [name.removesuffix(".weight") for name in group]
+        if _is_one_table(model, names, reasons):
+            reasons.pop(names[0], None)
+            reasons |= dict.fromkeys(names[1:], "tied")
+        else:
+            reasons |= dict.fromkeys(names, "fixed")
+    return {name: reason for name, reason in reasons.items() if name in linears | looked_up | fused}
+
+
+def _read(model, looked_up: set[str]) -> dict[str, str]:
+    """``"read"`` for all layers and tables that are."""
+    found = set()
     for name, module in model.named_modules():
         reads = _reads(type(module))
         for child in reads.weights:
-            reasons[f"{name}.{child}".lstrip(".")] = "read"
+            found.add(f"{name}.{child}".lstrip("."))
+            if child not in module._modules:  # it is deeper, or elsewhere in the model
+                found |= {table for table in looked_up if table.rpartition(".")[2] == child}
         for child in reads.parameters:
             submodule = getattr(module, child, None)
             if isinstance(submodule, nn.Module) and (first := _first_linear(submodule)) is not None:
-                reasons[f"{name}.{child}.{first}".strip(".")] = "read"
-    tied = _tied(model)
-    kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-    float32 = {part for attribute in kept for part in getattr(model, attribute, None) or ()}
-    for name in linears | fused:
-        if (
-            f"{name}.weight" in tied
-            or name in tied
-            or any(re.search(rf"(^|\.){part}($|\.)", name) for part in float32)
-        ):
-            reasons[name] = "fixed"
-    return {name: reason for name, reason in reasons.items() if name in linears | fused}
+                found.add(f"{name}.{child}.{first}".strip("."))
+        for variable in reads.variables:
+            named = {table for table in looked_up if table.rpartition(".")[2] == variable}
+            found |= named or looked_up  # it may hold any of them
+    return dict.fromkeys(found, "read")
 
 
-def _tied(model: nn.Module) -> set[str]:
-    """Names of parameters that are one, or that a model of Transformers says are to be."""
-    names = defaultdict(list)
+def tables(model: nn.Module) -> set[str]:
+    """Names of the tables of embeddings that can be packed."""
+    return {name for name, module in model.named_modules() if is_table(module)}
+
+
+def table_widths(model: nn.Module, chosen: dict[str, int]) -> dict[str, int]:
+    """Of what ``choose`` gives: tables, and heads that are stored for a table that is tied to them."""
+    looked_up = with_tables(model)
+    return {name: bits for name, bits in chosen.items() if name in looked_up}
+
+
+def ties(model: nn.Module) -> dict[str, str]:
+    """``{name: name of the layer whose weight it has}`` of what is quantized with a table: heads, and other tables."""
+    reasons, found = skips(model), {}
+    for group in _tied(model):
+        first, *others = (name.removesuffix(".weight") for name in group)
+        found |= {name: first for name in others if reasons.get(name) == "tied"}
+    return found
+
+
+def with_tables(model: nn.Module) -> set[str]:
+    """Names of tables, and of heads that are stored for a table that is tied to them."""
+    return tables(model) | set(ties(model).values())
+
+
+def _is_one_table(model: nn.Module, names: list[str], reasons: dict[str, str]) -> bool:
+    """Whether what is tied can be quantized as one: tables and linear layers of one shape, that are called."""
+    modules = [dict(model.named_modules(remove_duplicate=False)).get(name) for name in names]
+    return (
+        any(module is not None and is_table(module) for module in modules)
+        and all(module is not None and (is_table(module) or is_linear(module)) for module in modules)
+        and not any(isinstance(module, Conv1D) for module in modules)
+        and len({module.weight.shape for module in modules}) == 1
+        and not any(reasons.get(name) in ("read", "fixed", "few rows") for name in names)
+    )
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one, or that a model of Transformers says are to be; the first is that which is
+    stored."""
+    groups = defaultdict(list)
+    for name, source in getattr(model, "all_tied_weights_keys", {}).items():
+        groups[source].append(name)
+    found = [[source, *names] for source, names in groups.items()]
+    same = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    declared = getattr(model, "all_tied_weights_keys", {})
-    found = {*declared, *declared.values()}
+        same[id(parameter)].append(name)
     modules = dict(model.named_modules(remove_duplicate=False))
-    for same in names.values():
+    for names in same.values():
+        known = next((group for group in found if set(group) & set(names)), None)
+        if known is not None:
+            known += [name for name in names if name not in known]
         # A module that stands in two places is one, and is replaced in both.
-        if len({id(modules[name.rpartition(".")[0]]) for name in same}) > 1:
-            found |= set(same)
+        elif len({id(modules[name.rpartition(".")[0]]) for name in names}) > 1:
+            found.append(names)
     return found
 
 
 def packable(model) -> list[str]:
-    """Names of what can be quantized, in the order of the model: linear layers, and the projections of experts."""
+    """Names of what can be quantized, in the order of the model: linear layers, tables, projections of experts."""
     linears = [name for name, module in model.named_modules() if is_linear(module)]
-    return sorted([*linears, *projections(model)], key=dot_natural_key)
+    return sorted([*linears, *tables(model), *projections(model)], key=dot_natural_key)
 
 
 def dense_weight(model, name: str) -> nn.Parameter:
-    """The weight of a linear layer, or a projection's, as the model has it."""
+    """The weight of a linear layer or a table, or a projection's, as the model has it."""
     return model.get_parameter(name if is_projection(model, name) else f"{name}.weight")
 
 
 def holder(model, name: str) -> nn.Module:
-    """A linear layer, or the experts that a projection is of."""
+    """A linear layer or a table, or the experts that a projection is of."""
     return model.get_submodule(name.rpartition(".")[0] if is_projection(model, name) else name)
 
 
@@ -181,21 +254,27 @@ def replace_modules(model, replacements: dict[str, nn.Module]) -> None:
 
 
 def choose(model, config: KbitConfig) -> dict[str, int]:
-    """``{name: bits}`` of the layers and projections to quantize, in the order of the model.
+    """``{name: bits}`` of the layers, tables and projections to quantize, in the order of the model; of what is tied
+    to a table the name under which it is stored (``ties`` has the others).
 
     Raises:
-        ValueError: a pattern of ``module_bits`` names no linear layer or experts, or what cannot be quantized.
+        ValueError: a pattern of ``module_bits`` names nothing of the kind, or what cannot be quantized.
     """
     names = packable(model)
     for pattern in config.module_bits:
         if not any(matches(name, pattern) for name in names):
-            found = f"found no linear layer or experts of that name in {type(model).__name__}"
+            found = f"found no linear layer, table or experts of that name in {type(model).__name__}"
             raise ValueError(f"module_bits[{pattern!r}]: {found}")
-    reasons, chosen = skips(model), {}
+    reasons, tied, looked_up, chosen = skips(model), ties(model), with_tables(model), {}
     for name in names:
-        bits, reason = config.bits_for(name), reasons.get(name)
-        asked_for = any(b is not None and matches(name, pattern) for pattern, b in config.module_bits.items())
-        if bits is not None and asked_for and reason == "fixed":
+        bits, reason = config.bits_for(name, name in looked_up), reasons.get(name)
+        asked_for = bits is not None and config.pattern_for(name, name in looked_up) is not None
+        if asked_for and reason == "tied":
+            raise ValueError(
+                f"{name}: module_bits asks for {bits} bits, but {type(model).__name__} ties its weight to "
+                f"{tied[name]}: embedding_bits, or a pattern for that name, quantizes both"
+            )
+        if asked_for and reason == "fixed":
             raise ValueError(
                 f"{name}: module_bits asks for {bits} bits, but {type(model).__name__} ties its weight or keeps it in "
                 "float32"
@@ -204,4 +283,14 @@ def choose(model, config: KbitConfig) -> dict[str, int]:
             asked_for or reason is None or (reason == "head" and not config.skip_default_modules)
         ):
             chosen[name] = bits
+    if not _tells_dtype(model, chosen):
+        chosen = {name: bits for name, bits in chosen.items() if name not in looked_up}
     return chosen
+
+
+def _tells_dtype(model: nn.Module, chosen: dict[str, int]) -> bool:
+    """Whether a floating parameter is left, which Transformers asks for the dtype of a model: OLMo's norms have none,
+    and its tables must stay."""
+    packed = {id(dense_weight(model, name)) for name in (*chosen, *ties(model))}
+    floating = (id(parameter) for parameter in model.parameters() if parameter.is_floating_point())
+    return not isinstance(model, PreTrainedModel) or any(parameter not in packed for parameter in floating)

@@ -18,6 +18,7 @@ from hf_kbit.integrations.transformers import checkpoint
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.integrations.vllm.experts import KbitExpertsMethod
 from hf_kbit.integrations.vllm.linear import KbitLinearMethod
+from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import DOWN_PROJECTION, KbitProjection
 
 # Of what vLLM makes one layer where a model's class does not say it.
@@ -106,7 +107,8 @@ def read_decodings(folder: Path, config: KbitConfig) -> tuple[dict, dict]:
     """``layers`` and ``experts`` of ``KbitVllmConfig``, by their names in the checkpoint.
 
     Raises:
-        ValueError: a file is damaged, or the tensors do not fit the model of ``config.json``; the message names them.
+        ValueError: a file is damaged, the tensors do not fit the model of ``config.json``, or a table of embeddings is
+            packed; the message names them.
     """
     files = _files(folder)
     model_config = AutoConfig.from_pretrained(folder)
@@ -118,6 +120,11 @@ def read_decodings(folder: Path, config: KbitConfig) -> tuple[dict, dict]:
     layers, experts = {}, {}
     for name, stored in checkpoint.packed_modules(model, checkpoint.read_headers(files)).items():
         layer = model.get_submodule(name)
+        if isinstance(layer, KbitEmbedding):
+            raise ValueError(
+                f"{stored}.weight: found a packed table of embeddings, expected one in 16 bits, the only kind that "
+                "runs in vLLM: quantize the model without embedding_bits"
+            )
         if isinstance(layer, KbitProjection):
             parent, _, own = stored.rpartition(".")
             experts.setdefault(parent, (parent, {}))[1][own] = layer.decoding

@@ -410,9 +410,16 @@ def test_tied_weights_stay_whatever_the_config_says(load, name, stays):
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-@pytest.mark.parametrize(("name", "asked"), [("gemma2", "lm_head"), ("t5", "lm_head"), ("t5", "wo")])
-def test_asking_for_a_tied_or_float32_weight_is_an_error(load, name, asked):
-    with pytest.raises(ValueError, match=rf"{asked}: module_bits asks for 4 bits.*ties its weight or keeps"):
+@pytest.mark.parametrize(
+    ("name", "asked", "why"),
+    [
+        ("gemma2", "lm_head", "ties its weight to model.embed_tokens: embedding_bits, or a pattern"),
+        ("t5", "lm_head", "ties its weight to shared: embedding_bits, or a pattern"),
+        ("t5", "wo", "ties its weight or keeps"),
+    ],
+)
+def test_asking_for_a_tied_or_float32_weight_is_an_error(load, name, asked, why):
+    with pytest.raises(ValueError, match=rf"{asked}: module_bits asks for 4 bits.*{why}"):
         load(name, KbitConfig(bits=3, module_bits={asked: 4}))
 
 

@@ -105,7 +105,7 @@ def test_heads():
     assert "lm_head" in selection.choose(llama, KbitConfig(skip_default_modules=False))
     assert selection.choose(llama, KbitConfig(module_bits={"lm_head": 5}))["lm_head"] == 5
     bert = build("BertForSequenceClassification", "BertConfig", vocab_size=64, **SMALL)
-    assert selection.skips(bert) == {"classifier": "head"}
+    assert selection.skips(bert) == {"classifier": "head", "bert.embeddings.token_type_embeddings": "few rows"}
     base = build("BertModel", "BertConfig", vocab_size=64, **SMALL)
     base.pooler = None
     assert "encoder.layer.0.output.dense" in selection.choose(base, KbitConfig()), "the end of a layer is no head"
@@ -215,7 +215,7 @@ def test_no_mixture_has_its_router_quantized():
 def test_patterns_that_match_nothing_are_errors():
     llama = build("LlamaForCausalLM", "LlamaConfig", vocab_size=64, **SMALL)
     with pytest.raises(
-        ValueError, match=r"module_bits\['dwn_proj'\]: found no linear layer or experts of that name in Llama"
+        ValueError, match=r"module_bits\['dwn_proj'\]: found no linear layer, table or experts of that name in Llama"
     ):
         selection.choose(llama, KbitConfig(module_bits={"dwn_proj": 4}))
 

@@ -143,7 +143,9 @@ def test_whole_life(task, kind, tmp_path):
             raise
         pytest.skip(f"it cannot be built small: {type(error).__name__}: {str(error)[:80]}")
 
-    quantized = type(model).from_pretrained(tmp_path / "dense", quantization_config=KbitConfig(bits=4))
+    quantized = type(model).from_pretrained(
+        tmp_path / "dense", quantization_config=KbitConfig(bits=4, embedding_bits=5)
+    )
     layers = [module for module in quantized.modules() if isinstance(module, KbitWeight)]
     assert not list(nn_experts.projections(quantized))
     if not layers:

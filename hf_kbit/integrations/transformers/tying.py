@@ -1,0 +1,93 @@
+"""Heads and tables that are tied: one packed weight, which the look-up and the product read.
+
+A model of Transformers says which parameters are one (``all_tied_weights_keys``, names of targets and sources), and
+ties them after loading, counts them once on a device, and saves them once. So a packed weight is tied as a dense one
+is, but that it is up to three parameters, and that what is tied has to decode in the same way.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import wraps
+
+import torch
+from torch import nn
+
+from hf_kbit.integrations.transformers import selection
+from hf_kbit.nn.embedding import KbitEmbedding
+from hf_kbit.nn.weight import PACKED, KbitWeight
+
+WEIGHT = f".{PACKED[0]}"
+
+
+def new_layers(quantizer, model: nn.Module, layers: Mapping[str, KbitWeight]) -> dict[str, KbitWeight]:
+    """Empty stand-ins for what is tied to one of ``layers``, which are not in the model yet."""
+    new = {}
+    for name, first in selection.ties(model).items():
+        packed = next((layers[other] for other in (first, name) if other in layers), None)
+        for other in (first, name):
+            if packed is not None and other not in layers and other not in new:
+                new[other] = quantizer.new_layer(model, other, packed.bits)
+                new[other].decode_as(packed.decoding)
+    return new
+
+
+def tied(model: nn.Module) -> dict[str, str]:
+    """``{name: name of the layer whose weight it has}`` of packed layers."""
+    modules, found = dict(model.named_modules()), {}
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        names = [name.removesuffix(WEIGHT) for name in (target, source)]
+        if target.endswith(WEIGHT) and all(isinstance(modules.get(name), KbitWeight) for name in names):
+            found[names[0]] = names[1]
+    return found
+
+
+def declare(model: nn.Module) -> None:
+    """Has Transformers tie all that belongs to a tied weight, while it loads."""
+    for name, first in tied(model).items():
+        for own in PACKED:
+            if model.get_submodule(name)._parameters[own] is not None:
+                model.all_tied_weights_keys[f"{name}.{own}"] = f"{first}.{own}"
+
+
+def follow(model: nn.Module, loaded: Iterable[str]) -> None:
+    """Has what Transformers has tied decode as that which was ``loaded``. What it has not, for the checkpoint has two
+    different weights, gets scales of its own."""
+    groups, loaded = defaultdict(list), set(loaded)
+    for name, first in tied(model).items():
+        groups[first].append(name)
+    for first, names in groups.items():
+        source = model.get_submodule(next((name for name in (first, *names) if name in loaded), first))
+        for layer in map(model.get_submodule, (first, *names)):
+            layer.decode_as(source.decoding)
+            layer.tied = True
+    for target in list(model.all_tied_weights_keys):
+        name, _, own = target.rpartition(".")
+        if own in PACKED[1:] and f"{name}{WEIGHT}" not in model.all_tied_weights_keys:
+            layer, _ = model.get_submodule(name), model.all_tied_weights_keys.pop(target)
+            layer._parameters[own] = nn.Parameter(layer._parameters[own].clone(), requires_grad=False)
+
+
+def put_back(model: nn.Module, layers: Iterable[str]) -> None:
+    """Puts 16-bit layers in the place of tied ones, of which those that they are tied to are in 16 bits already."""
+    for name in layers:
+        layer = model.get_submodule(name)
+        if isinstance(layer, KbitEmbedding):
+            dense = layer.to_embedding(weight=nn.Parameter(torch.empty(0)))
+        else:
+            dense = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta").train(layer.training)
+            dense.bias = layer.bias
+        selection.replace_modules(model, {name: dense})
+        for own in PACKED[1:]:
+            model.all_tied_weights_keys.pop(f"{name}.{own}", None)
+    model.tie_weights(recompute_mapping=False)
+
+
+def keep_bias(adjust_bias):
+    """``_adjust_bias``, which fits a tied head's bias to the number of rows of its weight: tiles have another."""
+
+    @wraps(adjust_bias)
+    def wrapped(self, output_embeddings, input_embeddings, *args, **kwargs):
+        if not isinstance(output_embeddings, KbitWeight):
+            adjust_bias(self, output_embeddings, input_embeddings, *args, **kwargs)
+
+    return wrapped

@@ -1,0 +1,215 @@
+"""KbitEmbedding: rows of a packed table, also of classes with a look-up of their own, and what is tied to it."""
+
+import copy
+import io
+import pickle
+
+import cases
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hf_kbit import KbitLinear
+from hf_kbit.nn import weight as nn_weight
+from hf_kbit.nn.embedding import KbitEmbedding, is_table
+
+ROWS, WIDTH = 130, 100
+TRANSFORMS = pytest.mark.parametrize("transform", ["rotated", "none"])
+
+
+def dense(dtype=torch.float32, padding_idx=None) -> nn.Embedding:
+    embedding = nn.Embedding(ROWS, WIDTH, padding_idx, dtype=dtype)
+    embedding.weight.data = cases.weight((ROWS, WIDTH), dtype)
+    return embedding
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.randint(ROWS, shape, generator=cases.generator(*shape))
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+@TRANSFORMS
+def test_looks_up_what_it_decodes_to(bits, dtype, transform):
+    table = KbitEmbedding.from_embedding(dense(dtype), bits=bits, transform=transform)
+    assert isinstance(table, nn.Embedding) and (table.num_embeddings, table.embedding_dim) == (ROWS, WIDTH)
+    for shape in [(), (7,), (2, 3), (0,)]:
+        found = table(ids(*shape))
+        assert found.dtype == dtype and torch.equal(found, F.embedding(ids(*shape), table.dequantize()))
+    assert not found.requires_grad and not any(parameter.requires_grad for parameter in table.parameters())
+    as_linear = KbitLinear.from_linear(linear_of(dense(dtype)), bits=bits, transform=transform)
+    assert all(map(torch.equal, table.packed.values(), as_linear.packed.values())), "packed as a linear weight is"
+
+
+def linear_of(embedding: nn.Embedding, bias: bool = False) -> nn.Linear:
+    linear = nn.Linear(WIDTH, ROWS, bias)
+    linear.weight = embedding.weight
+    return linear
+
+
+def test_what_is_no_row_is_refused():
+    table = KbitEmbedding.from_embedding(dense())
+    for wrong, kind in (([ROWS], ValueError), ([-1], ValueError), ([0.5], TypeError)):
+        with pytest.raises(kind, match="indices: found"):
+            table(torch.tensor(wrong))
+
+
+@pytest.mark.parametrize("setting", [{"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}])
+def test_what_is_more_than_a_look_up_is_refused(setting):
+    embedding = nn.Embedding(ROWS, WIDTH, **setting)
+    assert not is_table(embedding)
+    with pytest.raises(ValueError, match=r"embedding: found Embedding.*expected one without max_norm"):
+        KbitEmbedding.from_embedding(embedding)
+
+
+def test_casts_change_what_is_looked_up_and_autocast_does_not():
+    table = KbitEmbedding.from_embedding(dense(), bits=3)
+    before = {name: tensor.clone() for name, tensor in table.packed.items()}
+    assert table.bfloat16()(ids(3)).dtype == torch.bfloat16
+    assert all(torch.equal(tensor, before[name]) for name, tensor in table.packed.items())
+    with torch.autocast("cpu", torch.float16):
+        assert table(ids(3)).dtype == F.embedding(ids(3), dense(torch.bfloat16).weight).dtype
+
+
+# --- classes with a look-up of their own ----------------------------------------------------------
+
+
+class Scaled(nn.Embedding):
+    """As Gemma's: of a packed weight the dtype would be an integer one, and the scale cut to a whole number."""
+
+    def __init__(self, *args, factor=6.3125, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.factor = nn.Buffer(torch.tensor(factor), persistent=False)
+        self.offset = 2
+
+    def forward(self, input_ids):
+        return super().forward(input_ids + self.offset) * self.factor.to(self.weight.dtype)
+
+
+class Normed(nn.Embedding):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, input_ids):
+        return self.norm(super().forward(input_ids))
+
+
+class Reading(nn.Embedding):
+    def forward(self, input_ids):
+        return self.weight[input_ids] + super().forward(input_ids)
+
+
+class Aside(nn.Embedding):
+    def forward(self, input_ids):
+        return F.embedding(input_ids, self.weight)
+
+
+class Heir(Scaled):
+    pass
+
+
+class Keeping(nn.Embedding):
+    def _apply(self, fn, recurse=True):
+        return self
+
+
+@pytest.mark.parametrize("kind", [Scaled, Normed])
+def test_a_class_keeps_its_look_up(kind):
+    embedding = kind(ROWS, WIDTH)
+    table, few = KbitEmbedding.from_embedding(embedding, bits=5), ids(2, 3) % 64
+    assert isinstance(table, kind) and table.training == embedding.training
+    expected = copy.deepcopy(embedding)
+    expected.weight = nn.Parameter(table.dequantize())
+    for other in (table, copy.deepcopy(table), pickle.loads(pickle.dumps(table)), table.to_embedding()):
+        assert torch.equal(other(few), expected(few))
+    assert type(table.to_embedding()) is kind and not isinstance(table.to_embedding(), KbitEmbedding)
+    assert table.state_dict().keys() - {"weight_absmax", "weight_columns"} == embedding.state_dict().keys()
+    compiled = torch.compile(table, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(few), expected(few))
+    assert torch.equal(table.bfloat16()(few), expected.bfloat16()(few)), "scaled by a number of that dtype"
+
+
+class Clashing(nn.Embedding):
+    """Has an attribute by a name that a packed weight needs."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.exponent = 2
+
+
+@pytest.mark.parametrize("kind", [Reading, Aside, Heir, Keeping, Clashing])
+def test_a_class_that_reads_its_table_is_left(kind):
+    assert not is_table(kind(ROWS, WIDTH))
+
+
+# --- tied -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["planes", "tiles"])
+def pair(request, monkeypatch):
+    """A table and a head tied to it, on a device whose kernels read the one or the other."""
+    if request.param == "tiles":
+        monkeypatch.setattr(nn_weight, "reads_tiles", lambda device: device.type == "cpu")
+    model = nn.Module()
+    model.head = KbitLinear(WIDTH, ROWS, bias=True, bits=5)
+    model.table = KbitEmbedding.from_embedding(dense(), bits=5)
+    model.head.tie_to(model.table)
+    assert model.head.is_tiled == (request.param == "tiles")
+    return model
+
+
+def assert_tied(model):
+    assert all(model.head.packed[name] is tensor for name, tensor in model.table.packed.items())
+    assert model.head.decoding == model.table.decoding
+    x, weight = cases.x((3,), WIDTH), model.table.dequantize()
+    torch.testing.assert_close(model.head(x), x @ weight.T + model.head.bias)
+    assert torch.equal(model.table(ids(2, 3)), weight[ids(2, 3)])
+
+
+def test_head_and_table_are_one_weight(pair):
+    form = pair.head.is_tiled
+    assert_tied(pair)
+    for move in (lambda: pair.to("cpu"), lambda: pair.table.float(), lambda: pair.head.float()):
+        move()
+        assert_tied(pair)
+        assert pair.head.is_tiled == form, "whoever moves last"
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_copies_are_tied(pair, way):
+    if way == "torch.save":
+        torch.save(pair, file := io.BytesIO())
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+        assert len(file.getvalue()) < 1.5 * sum(tensor.nbytes for tensor in pair.table.packed.values()) + 30000
+    else:
+        other = copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    assert_tied(other)
+    assert other.head.is_tiled == pair.head.is_tiled
+    assert other.table.weight.data_ptr() != pair.table.weight.data_ptr()
+
+
+def test_a_state_dict_has_both_names_and_one_memory(pair):
+    state = pair.state_dict()
+    for name in pair.table.packed:
+        assert state[f"head.{name}"].data_ptr() == state[f"table.{name}"].data_ptr(), name
+    other = nn.Module()
+    other.head, other.table = KbitLinear(WIDTH, ROWS, bits=5), KbitEmbedding(ROWS, WIDTH, bits=5)
+    other.head.tie_to(other.table)
+    other.load_state_dict(state)
+    assert_tied(other)
+    assert torch.equal(other.table(ids(7)), pair.table(ids(7)))
+
+
+def test_a_tied_weight_cannot_be_replaced_for_one(pair):
+    for layer in (pair.head, pair.table):
+        with pytest.raises(ValueError, match="weight: found it tied to that of another layer"):
+            layer.load_dense(dense().weight)
+    assert_tied(pair)
+
+
+def test_a_table_alone_stays_in_planes(monkeypatch):
+    monkeypatch.setattr(nn_weight, "reads_tiles", lambda device: device.type == "cpu")
+    assert not KbitEmbedding.from_embedding(dense()).to("cpu").is_tiled
