@@ -33,7 +33,7 @@ class Quantized:
         bits: ``{name: width}`` of the layers, tables and projections of experts that it quantized; of a table and what
             is tied to it one name.
         left: ``{name: why}`` of those that it left: ``"asked for"`` by the config, or a reason of its own: ``"head"``,
-            ``"router"``, ``"table"`` of embeddings, ``"few rows"`` in it, ``"read"`` by the model's code instead of
+            ``"router"``, ``"table"`` of embeddings, ``"small"`` table, ``"read"`` by the model's code instead of
             called, ``"tied"`` to a table that is left, or ``"fixed"``, tied to another tensor or kept in float32.
         bytes_before: of all parameters and buffers.
         bytes_after: of the same, quantized.
@@ -102,9 +102,11 @@ def quantize_layers(
     model: nn.Module, chosen: Mapping[str, int], quantizer: KbitHfQuantizer, device: torch.device | str | None
 ) -> None:
     """Puts quantized layers of these widths in the place of those in the model, and of what is tied to them."""
-    tied = selection.ties(model)
+    tied, tables = selection.ties(model), selection.table_widths(model, chosen)
     for name, bits in tqdm(chosen.items(), desc="quantizing", unit="layer", delay=SHOWN_AFTER):
-        _quantize(model, name, quantizer.new_layer(model, name, bits), device)
+        layer = quantizer.new_layer(model, name, bits)
+        layer.balances = name not in tables
+        _quantize(model, name, layer, device)
     for name, first in tied.items():
         if first in chosen:
             layer, dense = quantizer.new_layer(model, name, chosen[first]), model.get_submodule(name)

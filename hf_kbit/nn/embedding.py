@@ -32,6 +32,10 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
     they decode and move: the rows are N out_features, their length is K in_features. There is no gradient to the
     table, so ``padding_idx`` means nothing besides what it is.
 
+    Where it is transformed, its column scales are all 1. Scales that balance columns, as of a linear layer, would
+    store large ones less exactly, and with these a tied head multiplies its largest inputs: with SmolLM2-135M's head
+    in 5 bits the divergence was .224 with them, .022 without a transform, and .009 so.
+
     On a GPU its rows stay in the stored form, where each is in one piece; a table that is tied to the head of its
     model is there in the tiles that the product reads (``tie_to``).
 
@@ -76,6 +80,7 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
         transform: str = DEFAULT_TRANSFORM,
     ):
         super().__init__(embedding_dim, num_embeddings, bits, codebook, exponent, device, dtype, scale, transform)
+        self.balances = False
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_kbit import _native, codebooks, reference
-from hf_kbit.format import absmax_shape, check_bits, weight_shape
+from hf_kbit.format import absmax_shape, check_bits, encode_e4m4, weight_shape
 from hf_kbit.nn.packed import DEFAULT_TRANSFORM, Decoding, Packed, check_transform, lopsided, quantize_weight
 
 SCALES = ("absmax", "search")
@@ -151,6 +151,7 @@ class KbitWeight(nn.Module):
         levels = codebooks.resolve(codebook, check_bits(bits), lopsided(transform, scale))
         self.dense_dtype = dtype or torch.get_default_dtype()
         self.transposed = False  # whether the layer stands for one whose weight is [*lead, K, N]
+        self.balances = True  # whether column scales are found for a weight that is transformed; else all are 1
         self.tied = False  # whether its parameters are those of other layers of the model too (tie_to)
         # [N, K] of what this process multiplies by, under tensor or expert parallelism; None: by whole matrices.
         self.local_shape: tuple[int, int] | None = None
@@ -188,11 +189,14 @@ class KbitWeight(nn.Module):
         Args:
             weight: float32, float16 or bfloat16 ``[*lead, N, K]``.
             name: what errors call the weight.
-            columns: uint8 ``[K]``, column scales to take if the weight is transformed, instead of finding some.
+            columns: uint8 ``[K]``, column scales to take if the weight is transformed, instead of finding some, or of
+                1 where the layer does not balance.
 
         Raises:
             ValueError: the weight holds NaN or infinity, or magnitudes that float32 cannot decode.
         """
+        if columns is None and not self.balances:
+            columns = torch.full((self.in_features,), encode_e4m4(1.0), dtype=torch.uint8, device=weight.device)
         how = self.levels, self.scale == "search", self.refines_levels, self.transform
         return quantize_weight(weight, *how, name, columns)
 

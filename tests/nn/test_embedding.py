@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hf_kbit import KbitLinear
+from hf_kbit import KbitLinear, reference
 from hf_kbit.nn import weight as nn_weight
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 
@@ -38,14 +38,10 @@ def test_looks_up_what_it_decodes_to(bits, dtype, transform):
         found = table(ids(*shape))
         assert found.dtype == dtype and torch.equal(found, F.embedding(ids(*shape), table.dequantize()))
     assert not found.requires_grad and not any(parameter.requires_grad for parameter in table.parameters())
-    as_linear = KbitLinear.from_linear(linear_of(dense(dtype)), bits=bits, transform=transform)
+    as_linear = KbitLinear(WIDTH, ROWS, bits=bits, transform=transform)
+    as_linear.load(as_linear.quantize(dense(dtype).weight, columns=table.weight_columns))
     assert all(map(torch.equal, table.packed.values(), as_linear.packed.values())), "packed as a linear weight is"
-
-
-def linear_of(embedding: nn.Embedding, bias: bool = False) -> nn.Linear:
-    linear = nn.Linear(WIDTH, ROWS, bias)
-    linear.weight = embedding.weight
-    return linear
+    assert transform == "none" or set(reference.decode_e4m4(table.weight_columns).tolist()) == {1.0}
 
 
 def test_what_is_no_row_is_refused():

@@ -15,6 +15,7 @@ from transformers.core_model_loading import dot_natural_key
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.config import KbitConfig
+from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.integrations.transformers import experts
 from hf_kbit.nn.embedding import PREPARES, is_table
 from hf_kbit.nn.experts import is_projection, projections
@@ -24,8 +25,9 @@ from hf_kbit.patterns import matches
 # Subclasses of nn.Linear whose own forward computes what nn.Linear's does.
 PLAIN_LINEAR_CLASSES = ("FalconLinear",)
 
-# A table of fewer rows takes next to nothing, and one scale for each of its columns is much beside them.
-FEW_ROWS = 32
+# Tables of fewer rows take next to nothing, and those of shorter rows are mostly padding: kinds of tokens, buckets of
+# distances.
+FEW_ROWS, SHORT_ROWS = 64, BLOCK_SIZE
 
 # Instructions that load an attribute; before Python 3.12 that of a method which is called has a name of its own.
 LOADS = ("LOAD_ATTR", "LOAD_METHOD")
@@ -110,7 +112,7 @@ def skips(model) -> dict[str, str]:
 
     - ``"head"``: the output embedding, or a head at the end of the model: small or sensitive.
     - ``"router"``: it routes tokens to experts: small, and a small error sends a token elsewhere.
-    - ``"few rows"``: a table of so few that it takes next to nothing.
+    - ``"small"``: a table of so few or so short rows that there is next to nothing to save.
     - ``"read"``: the model's code reads the weight instead of calling the layer (Mamba, WavLM, ColPali and many more),
       or its dtype through ``parameters()`` (Swin V2), and packed integers would give it a wrong answer or none.
     - ``"tied"``: the weight is that of a table, and is quantized with it or not at all (``ties``).
@@ -127,8 +129,9 @@ def skips(model) -> dict[str, str]:
         elif _is_router(model, name):
             reasons[name] = "router"
     for name in looked_up:
-        if model.get_submodule(name).num_embeddings < FEW_ROWS:
-            reasons[name] = "few rows"
+        table = model.get_submodule(name)
+        if table.num_embeddings < FEW_ROWS or table.embedding_dim < SHORT_ROWS:
+            reasons[name] = "small"
     reasons |= _read(model, looked_up)
     kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     float32 = {part for attribute in kept for part in getattr(model, attribute, None) or ()}
@@ -197,7 +200,7 @@ def _is_one_table(model: nn.Module, names: list[str], reasons: dict[str, str]) -
         and all(module is not None and (is_table(module) or is_linear(module)) for module in modules)
         and not any(isinstance(module, Conv1D) for module in modules)
         and len({module.weight.shape for module in modules}) == 1
-        and not any(reasons.get(name) in ("read", "fixed", "few rows") for name in names)
+        and not any(reasons.get(name) in ("read", "fixed", "small") for name in names)
     )
 
 

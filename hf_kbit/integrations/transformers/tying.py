@@ -28,6 +28,7 @@ def new_layers(quantizer, model: nn.Module, layers: Mapping[str, KbitWeight]) ->
             if packed is not None and other not in layers and other not in new:
                 new[other] = quantizer.new_layer(model, other, packed.bits)
                 new[other].decode_as(packed.decoding)
+                new[other].balances = packed.balances = False  # as of any table
     return new
 
 

@@ -105,7 +105,7 @@ def test_heads():
     assert "lm_head" in selection.choose(llama, KbitConfig(skip_default_modules=False))
     assert selection.choose(llama, KbitConfig(module_bits={"lm_head": 5}))["lm_head"] == 5
     bert = build("BertForSequenceClassification", "BertConfig", vocab_size=64, **SMALL)
-    assert selection.skips(bert) == {"classifier": "head", "bert.embeddings.token_type_embeddings": "few rows"}
+    assert selection.skips(bert) == {"classifier": "head", "bert.embeddings.token_type_embeddings": "small"}
     base = build("BertModel", "BertConfig", vocab_size=64, **SMALL)
     base.pooler = None
     assert "encoder.layer.0.output.dense" in selection.choose(base, KbitConfig()), "the end of a layer is no head"
