@@ -55,7 +55,7 @@ PLAIN, ROTATED, SCALED = "as it is", "rotated", "rotated, column scales"
 TABLE, LOOK_UP, HEAD, WORDS = "table", "look-up", "head", "word table"
 WINDOW, TOKENS = 1024, 1 << 14
 MEANS, TO_MEASURE = (4, 5), 1 << 11  # bits of layers on average; tokens from which their widths are chosen
-ROWS = 256  # of logits at a time
+TABLE_SHARE = 4 / 15  # weights of SmolLM2's table over those of its linear layers
 
 
 # --- quantizing to any width ----------------------------------------------------------------------
@@ -143,6 +143,9 @@ def smollm2_methods() -> Iterator[Method]:
     for mean in MEANS:
         for widths in ("2 3 4 5", "2 3 4 5 6", "2 3 4 5 6 8"):
             yield Method(TABLE, DENSE, ROTATED, mean, widths)
+    for mean in (4, 3):  # of layers beside a table of 6 bits, and beside others so that all take the same bytes
+        for bits in (4, 5, 6, 8):
+            yield Method(TABLE, bits, ROTATED, round(mean + TABLE_SHARE * (6 - bits), 2), "2 3 4 5")
     for way in (PLAIN, SCALED):
         for bits in WIDTHS:
             yield Method(TABLE, bits, way)
