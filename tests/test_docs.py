@@ -32,6 +32,7 @@ from hf_kbit import KbitLinear, cli, codebooks
 from hf_kbit.calibration.layerwise import METHODS as CALIBRATION_METHODS
 from hf_kbit.integrations.peft.create import IMPOSSIBLE_INITIALISATIONS, METHODS
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
+from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.weight import SCALES, KbitWeight, is_sharded
 from hf_kbit.widths import bits_for_memory, cache_bytes
 
@@ -178,8 +179,8 @@ def tuner_layers(model) -> list[KbitTunerLayer]:
 @pytest.mark.slow
 def test_code_of_the_finetuning_page(run_code, hub):
     """Every block, one after the other, each with what the text says of it."""
-    screen, use, save, exact, requantized, more_bits, loftq, eva, resume, _, average, processes, lean = code_blocks(
-        "finetuning.md", "python"
+    screen, use, save, exact, requantized, more_bits, loftq, eva, resume, _, rows, average, processes, lean = (
+        code_blocks("finetuning.md", "python")
     )
     names = run_code(screen, {})
     trained = names["model"]
@@ -218,6 +219,9 @@ def test_code_of_the_finetuning_page(run_code, hub):
     steps = names["trainer"].state.global_step
     run_code(resume, names)
     assert names["trainer"].state.global_step >= steps
+    run_code(rows, names)
+    table = names["packed"].get_input_embeddings().token_adapter
+    assert type(table.base_layer) is KbitEmbedding and table.trainable_tokens_delta["default"].shape[0] == 2
     run_code(average, names)
     packed = {name: layer.weight for name, layer in kbit_layers(names["model"]).items()}
     assert all(torch.equal(names["averaged"].module.get_submodule(n).weight, packed[n]) for n in packed)

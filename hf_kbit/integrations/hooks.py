@@ -177,6 +177,10 @@ PEFT_NAMES = (
     Name(f"{_TUNER}._create_and_replace", ("self",)),
     Name("peft.tuners.lora.layer:ParamWrapper._activate_lora", ("self", "active_adapters")),
     Name("peft.tuners.lora.layer:ParamWrapper.get_param", ("self",)),
+    Name("peft.tuners.trainable_tokens:TrainableTokensLayer._check_overlapping_tokens", ("self", "adapter_names")),
+    Name("peft.tuners.trainable_tokens:TrainableTokensLayer.forward_adapters", ("self", "x", "active_adapters")),
+    Name("peft.tuners.trainable_tokens:TrainableTokensLayer.get_merged_weights", ("self", "active_adapters")),
+    Name(f"{_TUNER}Layer._get_embed_scale", ("self",)),
     Name("peft.utils.quantization_utils:QuantizationBackend"),
 )
 PEFT_HOOKS = (
@@ -191,6 +195,12 @@ PEFT_HOOKS = (
             lost="print_trainable_parameters() counts packed words as weights",
         )
         for place in ("peft.peft_model:PeftModel", "peft.mixed_model:PeftMixedModel")
+    ),
+    Hook(
+        "peft.tuners.trainable_tokens:TrainableTokensLayer.update_layer",
+        ("self", "adapter_name"),
+        f"{_GLUE}.tokens:wrap_update_layer",
+        lost="trainable_token_indices fails on packed tables",
     ),
     Hook(
         "peft.utils.save_and_load:get_peft_model_state_dict",

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,9 +21,10 @@ from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, Llam
 import hf_kbit
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.format import BITS
+from hf_kbit.reference import encode_e4m4
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("data", "methods", "measure", "peers", "report", "train")
+NAMES = ("data", "methods", "measure", "peers", "report", "tables", "train")
 WIDTH, INNER, LAYERS = 64, 128, 2
 
 
@@ -425,6 +427,74 @@ def test_mean_squares_of_inputs(quality, folder):
     torch.testing.assert_close(found["model.layers.0.self_attn.q_proj"], first.square().mean(0).detach())
     assert len(found["model.layers.1.mlp.down_proj"]) == INNER
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+# --- tables, heads, and widths that hf_kbit has not -------------------------------------------------
+
+
+def table(rows: int = 512) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("way", ["as it is", "rotated", "rotated, column scales"])
+def test_decoded_as_a_layer_would(quality, bits, way):
+    linear = torch.nn.Linear(WIDTH, 512, bias=False)
+    linear.weight.data = table()
+    layer = hf_kbit.KbitLinear.from_linear(linear, bits, transform="none" if way == "as it is" else "rotated")
+    if way == "rotated":
+        layer.load(layer.quantize(table(), columns=encode_e4m4(torch.ones(WIDTH))))
+    assert torch.equal(quality.tables.decoded(table(), bits, way), layer.dequantize(torch.float32))
+
+
+def test_a_sixth_bit_quarters_the_error(quality):
+    """With levels that are not the best ones the ratios would be nearer to 1."""
+    errors = [(quality.tables.decoded(table(), bits, "rotated") - table()).square().mean() for bits in (4, 5, 6)]
+    for before, after in pairwise(errors):
+        assert 3.6 < before / after < 4.4
+
+
+def test_widths_are_chosen_as_choose_widths_does(quality):
+    costs = {bits: 4.0**-bits for bits in BITS}
+    layers = {
+        f"layer{n}": hf_kbit.mixing.Layer(256, {bits: 5.0**n * cost for bits, cost in costs.items()})
+        for n in range(12)
+    }
+    for mean in (2.5, 3.25, 4):
+        assert quality.tables.spend(layers, mean, BITS) == hf_kbit.mixing.spend(layers, mean * 12 * 256)
+    wide = quality.tables.spend(layers, 4, (*BITS, 6, 8))
+    assert wide["layer11"] == 8 and sum(wide.values()) <= 4 * 12
+
+
+def test_a_tied_table_in_either_of_its_places(quality):
+    """The look-up alone, the head alone, or both: a method changes these, and the next one puts them back."""
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    model, Method = LlamaForCausalLM(config), quality.tables.Method
+    dense, look_up, head = model.lm_head.weight, model.model.embed_tokens, model.lm_head
+    windows = torch.randint(512, (2, 32), generator=torch.Generator().manual_seed(0))
+    measured = quality.tables.measured_smollm2(model, windows)
+    layers = dict.fromkeys(quality.methods.linears(model), 16)
+    linear_bytes = sum(2 * layer.weight.numel() for layer in quality.methods.linears(model).values())
+    packed = 512 * WIDTH * (4 / 8 + 1 / 32)
+    quantized = quality.tables.decoded(dense, 4, "rotated")
+    for part, in_look_up, in_head, size in (
+        ("table", quantized, quantized, packed),
+        ("look-up", quantized, dense, packed + 2 * dense.numel()),
+        ("head", dense, quantized, packed + 2 * dense.numel()),
+    ):
+        found = measured.measure(Method(part, 4, "rotated"), layers)
+        assert torch.equal(look_up.weight, in_look_up) and torch.equal(head.weight, in_head)
+        assert found["MB"] == pytest.approx((size + linear_bytes) / 1e6)
+        assert found["kl_divergence"] > 0 and found["gap"] != 0
+    found = measured.measure(Method("table", 16, "rotated"), layers)
+    assert found["gap"] == found["kl_divergence"] == 0
 
 
 # --- a published model ----------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """Adapters of PEFT on quantized layers: loaded when the program imports PEFT.
 
 PEFT has no registry of quantizers. So methods of its ``BaseTuner`` are wrapped (``hooks.py`` lists them), and each
-time its own code gets an ``nn.Linear`` to work on, in place of the ``KbitLinear``:
+time its own code gets an ``nn.Linear`` or ``nn.Embedding`` to work on, in place of the packed layer:
 
 - ``inject_adapter``: while an adapter is created, the layer has its decoded weight, so that initialisations that read
   it (PiSSA, OLoRA, DoRA) work, and those that change it have the rest quantized again. Afterwards the adapter stands
-  over the ``KbitLinear``, and its class is derived from ``KbitTunerLayer``. Methods not known to work are refused.
+  over the packed layer, and its class is derived from ``KbitTunerLayer``. Methods not known to work are refused.
   Experts of mixtures are shown to PEFT as tensors, and its adapters on these become ``KbitParamWrapper``.
+- ``TrainableTokensLayer.update_layer``: rows to train start from the decoded table (``tokens.py``).
 - ``merge_adapter`` and ``merge_and_unload``: what requantizing the merged weights changed is reported in one warning.
 
 ``KbitTunerLayer.merge`` has PEFT merge into the decoded weight in float32 and quantizes the result with the layer's

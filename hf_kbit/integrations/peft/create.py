@@ -1,4 +1,4 @@
-"""Creating adapters: what PEFT sees of a ``KbitLinear`` while it does, and what is refused."""
+"""Creating adapters: what PEFT sees of a packed layer or table while it does, and what is refused."""
 
 import functools
 
@@ -8,6 +8,7 @@ from torch import nn
 
 from hf_kbit.integrations.peft.experts import check_config, shown_in_16_bits, tell_of_experts
 from hf_kbit.integrations.peft.layer import (
+    ADAPTED,
     KbitTunerLayer,
     base_layer_as,
     dense,
@@ -15,12 +16,14 @@ from hf_kbit.integrations.peft.layer import (
     stand_in,
     tuner_class,
 )
+from hf_kbit.integrations.peft.tokens import name_layers
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.weight import KbitWeight
 
 # Their layers call the base layer, and read its weight only where we hand them a decoded one.
 METHODS = ("ADALORA", "BOFT", "IA3", "LOHA", "LOKR", "LORA", "MISS", "OFT", "VERA")
+TABLE_METHODS = ("LORA",)
 
 # Initialisations of LoRA that do not look at the weight; for its others, and for DoRA, it is decoded. No other one of
 # the METHODS looks at it, however it is initialised: with NaN for a weight PEFT makes the same adapters.
@@ -43,12 +46,14 @@ def _method(config) -> str:
     return getattr(config.peft_type, "value", config.peft_type)
 
 
-def _check_method(config, name: str, layer: KbitLinear, parameter_name: str | None) -> None:
+def _check_method(config, name: str, layer: KbitWeight, parameter_name: str | None) -> None:
     """Refuses what would read packed words as weights."""
-    what = f"{name}: a KbitLinear of {layer.bits} bits, whose weight is frozen and packed"
+    table = isinstance(layer, KbitEmbedding)
+    kind, methods = ("KbitEmbedding", TABLE_METHODS) if table else ("KbitLinear", METHODS)
+    what = f"{name}: a {kind} of {layer.bits} bits, whose weight is frozen and packed"
     method, init = _method(config), getattr(config, "init_lora_weights", True)
-    if method not in METHODS:
-        known = ", ".join(METHODS)
+    if method not in methods:
+        known = ", ".join(methods)
         raise ValueError(
             f"{what}: found the PEFT method {method}, expected one of {known}. For {method} call model.dequantize() "
             "first, or leave the layer in 16 bits (modules_to_not_convert)"
@@ -63,6 +68,8 @@ def _check_method(config, name: str, layer: KbitLinear, parameter_name: str | No
         raise ValueError(
             f"{what}: KaSA changes the weight for good, also while it runs; use init_lora_weights='pissa'"
         )
+    if table and config.use_dora:
+        raise ValueError(f"{what}: DoRA reads the whole table in every step; use it without, for the layers alone")
     for impossible, why in IMPOSSIBLE_INITIALISATIONS.items():
         if isinstance(init, str) and init.lower().startswith(impossible):
             raise ValueError(f"{what}: init_lora_weights={init!r} {why}")
@@ -73,30 +80,25 @@ def _reads_weight(config) -> bool:
     return _method(config) == "LORA" and (config.init_lora_weights not in BLIND_INITIALISATIONS or config.use_dora)
 
 
-def _has_class_for(config, base: KbitLinear) -> bool:
-    """Whether ``config._register_custom_module`` gave a class for ``KbitLinear`` itself: that gets the layer as it is.
+def _has_class_for(config, base: KbitWeight) -> bool:
+    """Whether ``config._register_custom_module`` gave a class for packed layers or tables: that gets them as they are.
 
-    A class for ``nn.Linear`` gets what PEFT's own get.
+    A class for ``nn.Linear`` or ``nn.Embedding`` gets what PEFT's own get.
     """
     custom = getattr(config, "_custom_modules", None) or {}
     first = next((key for key in custom if isinstance(base, key)), nn.Linear)
-    return issubclass(first, KbitLinear)
+    return issubclass(first, KbitWeight)
 
 
 def _create_and_replace(create, experts, config, adapter_name, target, target_name, parent, *, current_key, **kwargs):
-    """``BaseTuner._create_and_replace``, with an ``nn.Linear`` in place of the ``KbitLinear`` while it runs.
+    """``BaseTuner._create_and_replace``, with a dense layer in place of a packed one while it runs.
 
     Whatever fails, the layer is what it was. ``experts`` are the projections of packed ones, by their modules.
     """
     base = _base_layer(target)
     if projection := experts.get(base, {}).get(kwargs.get("parameter_name")):
         check_config(config, current_key, projection)
-    if isinstance(base, KbitEmbedding):
-        raise ValueError(
-            f"{current_key}: found a table quantized to {base.bits} bits, expected one in 16 bits for an adapter: "
-            "quantize the model without embedding_bits, or leave the table out of target_modules"
-        )
-    if not isinstance(base, KbitLinear):
+    if not isinstance(base, ADAPTED):
         return create(config, adapter_name, target, target_name, parent, current_key=current_key, **kwargs)
     _check_method(config, current_key, base, kwargs.get("parameter_name"))
     first = target is base  # or the layer has adapters
@@ -112,13 +114,13 @@ def _create_and_replace(create, experts, config, adapter_name, target, target_na
             f"{current_key}: found {', '.join(target.merged_adapters)} merged, expected the layer as it was: the "
             "adapter's initialisation reads the weight. Call unmerge_adapter() first"
         )
-    linear = dense(base) if reads else stand_in(base)
+    plain = dense(base) if reads else stand_in(base)
     try:
         if first:
-            create(config, adapter_name, linear, target_name, parent, current_key=current_key, **kwargs)
-            layer = _over_quantized(getattr(parent, target_name), linear, base, current_key)
+            create(config, adapter_name, plain, target_name, parent, current_key=current_key, **kwargs)
+            layer = _over_quantized(getattr(parent, target_name), plain, base, current_key)
         else:
-            with base_layer_as(target, linear):
+            with base_layer_as(target, plain):
                 create(config, adapter_name, target, target_name, parent, current_key=current_key, **kwargs)
             layer = target
             if getattr(parent, target_name) is not target:
@@ -129,8 +131,8 @@ def _create_and_replace(create, experts, config, adapter_name, target, target_na
         if reads:
             with base_layer_as(layer, stand_in(base)):  # its dtype is that of adapters on a model in 16 bits
                 layer._move_adapter_to_device_of_base_layer(adapter_name)
-            if not torch.equal(linear.weight, base.dequantize(torch.float32)):
-                requantize(base, linear.weight, f"{current_key}.weight less what {adapter_name} starts with")
+            if not torch.equal(plain.weight, base.dequantize(torch.float32)):
+                requantize(base, plain.weight, f"{current_key}.weight less what {adapter_name} starts with")
     except BaseException:  # an interrupt too must leave no stand-in behind
         setattr(parent, target_name, target)
         if not first:
@@ -138,9 +140,9 @@ def _create_and_replace(create, experts, config, adapter_name, target, target_na
         raise
 
 
-def _over_quantized(layer: nn.Module, linear: nn.Linear, base: KbitLinear, name: str) -> KbitTunerLayer:
-    """The adapter layer that PEFT made over ``linear``, over ``base``."""
-    if not isinstance(layer, BaseTunerLayer) or getattr(layer, "base_layer", None) is not linear:
+def _over_quantized(layer: nn.Module, plain: nn.Linear, base: KbitWeight, name: str) -> KbitTunerLayer:
+    """The adapter layer that PEFT made over ``plain``, over ``base``."""
+    if not isinstance(layer, BaseTunerLayer) or getattr(layer, "base_layer", None) is not plain:
         raise TypeError(
             f"{name}: found a {type(layer).__name__} made for a quantized layer, expected a BaseTunerLayer of PEFT "
             "with that layer as its base_layer"
@@ -148,16 +150,6 @@ def _over_quantized(layer: nn.Module, linear: nn.Linear, base: KbitLinear, name:
     layer.base_layer = base
     layer.__class__, layer.name = tuner_class(type(layer)), name
     return layer
-
-
-def _check_trained_tokens(model: nn.Module, config) -> None:
-    tables = (name for name, module in model.named_modules() if isinstance(module, KbitEmbedding))
-    name = next(tables, None)
-    if getattr(config, "trainable_token_indices", None) and name is not None:
-        raise ValueError(
-            f"{name}: found it quantized, and trainable_token_indices, expected one in 16 bits, whose rows can be "
-            "trained: quantize the model without embedding_bits"
-        )
 
 
 def _check_modules_to_save(model: nn.Module, config) -> None:
@@ -171,14 +163,13 @@ def _check_modules_to_save(model: nn.Module, config) -> None:
 
 
 def wrap_inject_adapter(inject_adapter):
-    """``BaseTuner.inject_adapter`` that has PEFT work on an ``nn.Linear`` where there is a ``KbitLinear``, and on
+    """``BaseTuner.inject_adapter`` that has PEFT work on dense layers where there are packed ones, and on
     tensors where there are projections of experts."""
 
     @functools.wraps(inject_adapter)
     def wrapped(self, model, adapter_name, *args, **kwargs):
         config = self.peft_config[adapter_name]
         _check_modules_to_save(model, config)
-        _check_trained_tokens(model, config)
         by_name = getattr(config, "target_parameters", None)
         with shown_in_16_bits(model) as experts:
             self._create_and_replace = functools.partial(_create_and_replace, self._create_and_replace, experts)
@@ -186,6 +177,7 @@ def wrap_inject_adapter(inject_adapter):
                 result = inject_adapter(self, model, adapter_name, *args, **kwargs)
             finally:
                 del self._create_and_replace
+        name_layers(model)
         if not by_name:
             tell_of_experts(model, adapter_name)
         return result

@@ -11,13 +11,16 @@ from torch import nn
 
 from hf_kbit.integrations.peft.merge_report import MergedLayer, report
 from hf_kbit.integrations.transformers.quantizer import to_dense
+from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.weight import KbitWeight, is_sharded
 from hf_kbit.reference import matrices
 
+ADAPTED = KbitLinear, KbitEmbedding  # what PEFT sees as the dense layer that it was
+
 
 class KbitTunerLayer:
-    """Put before PEFT's class of a layer whose base layer is a ``KbitLinear``: merges by requantizing.
+    """Put before PEFT's class of a layer whose base layer is one of ``ADAPTED``: merges by requantizing.
 
     What is over the experts of a mixture is derived from it (``peft/experts.py``). ``name`` is that in the model;
     ``merge_dtype`` other than None has ``merge`` leave a dense layer of it. While adapters are merged, ``unmerged``
@@ -32,11 +35,11 @@ class KbitTunerLayer:
     @property
     def quantized(self) -> KbitWeight | None:
         """What is adapted; None if it is not packed, also while PEFT's code is at work on the decoded weight."""
-        return self.base_layer if isinstance(self.base_layer, KbitLinear) else None
+        return self.base_layer if isinstance(self.base_layer, ADAPTED) else None
 
     def _as_plain(self, packed: KbitWeight, weight: torch.Tensor) -> nn.Module:
         """A base layer as PEFT knows it, with this weight ``[*lead, N, K]``."""
-        return _linear(packed, weight)
+        return plain_layer(packed, weight)
 
     def _merged(self, original: KbitWeight, adapter_names: list[str], safe_merge: bool) -> nn.Module:
         """A base layer as PEFT knows it, in float32, into which it has merged those adapters that the layer has."""
@@ -175,7 +178,7 @@ def _new_tuner_layer(plain: type[BaseTunerLayer]) -> KbitTunerLayer:
     return layer_class.__new__(layer_class)
 
 
-# --- a KbitLinear as PEFT sees it -----------------------------------------------------------------
+# --- a packed layer as PEFT sees it ---------------------------------------------------------------
 
 
 class KbitBackend(QuantizationBackend):
@@ -183,7 +186,7 @@ class KbitBackend(QuantizationBackend):
 
     layer_type, supports_merge, backend_name = "linear", True, "kbit"
 
-    def get_base_weight(self, base_layer: KbitLinear) -> torch.Tensor:
+    def get_base_weight(self, base_layer: KbitWeight) -> torch.Tensor:
         return base_layer.dequantize(torch.float32)
 
     def set_base_weight(self, peft_layer: KbitTunerLayer, weight_data: torch.Tensor) -> None:
@@ -204,24 +207,28 @@ def base_layer_as(layer: BaseTunerLayer, base: nn.Module) -> Iterator[None]:
         layer.base_layer = own
 
 
-def _linear(layer: KbitLinear, weight: torch.Tensor) -> nn.Linear:
-    """An ``nn.Linear`` with a weight of the layer's size, frozen, and a copy of its bias."""
-    linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta").train(layer.training)
+def plain_layer(layer: KbitLinear | KbitEmbedding, weight: torch.Tensor) -> nn.Linear | nn.Embedding:
+    """The layer before it was quantized, frozen: with a weight of its size, and a copy of the bias if it has one."""
+    if isinstance(layer, KbitEmbedding):
+        plain, bias = layer.to_embedding(weight=layer.weight), None
+    else:
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta").train(layer.training)
+        bias = layer.bias
     # By the dictionary, for PEFT's low_cpu_mem_usage turns every parameter that is set into a meta tensor.
-    linear._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-    if layer.bias is not None:
-        linear._parameters["bias"] = nn.Parameter(layer.bias.data.to(weight.dtype, copy=True), requires_grad=False)
-    return linear
+    plain._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        plain._parameters["bias"] = nn.Parameter(bias.data.to(weight.dtype, copy=True), requires_grad=False)
+    return plain
 
 
-def dense(layer: KbitLinear) -> nn.Linear:
+def dense(layer: KbitLinear | KbitEmbedding) -> nn.Linear | nn.Embedding:
     """The decoded layer, in float32."""
-    return _linear(layer, layer.dequantize(torch.float32))
+    return plain_layer(layer, layer.dequantize(torch.float32))
 
 
-def stand_in(layer: KbitLinear) -> nn.Linear:
+def stand_in(layer: KbitLinear | KbitEmbedding) -> nn.Linear | nn.Embedding:
     """Shape, dtype and device of the decoded layer without its memory."""
-    return _linear(layer, no_weight(layer))
+    return plain_layer(layer, no_weight(layer))
 
 
 def no_weight(layer: KbitWeight) -> torch.Tensor:

@@ -555,10 +555,11 @@ def _would_revert(conversion: WeightTransform, layers: dict[str, KbitWeight]) ->
     return False
 
 
-def to_dense(layer: KbitWeight, dtype: torch.dtype, decoded: nn.Linear | None = None) -> nn.Module:
-    """What the layer was before it was quantized, of the decoded weight: ``nn.Linear``, GPT-2's Conv1D or a table."""
+def to_dense(layer: KbitWeight, dtype: torch.dtype, decoded: nn.Module | None = None) -> nn.Module:
+    """What the layer was before it was quantized, of the decoded weight, or of that of ``decoded`` if there is such a
+    layer: ``nn.Linear``, GPT-2's Conv1D or a table."""
     if isinstance(layer, KbitEmbedding):
-        return layer.to_embedding(dtype)
+        return layer.to_embedding(dtype, nn.Parameter(decoded.weight.to(dtype)) if decoded else None)
     linear = (decoded or layer.to_linear(dtype)).to(dtype)
     if not layer.transposed:
         return linear
