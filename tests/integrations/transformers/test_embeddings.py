@@ -119,6 +119,30 @@ def test_saved_once_and_tied_again(case, tmp_path):
         assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "saved" / file).read_bytes(), file
 
 
+@pytest.mark.gpu
+def test_on_a_gpu(case, tmp_path):
+    """What is tied is one set of tiles, which the look-up reads too; other tables stay planes. Saved bytes and moves."""
+    name, architecture, inputs, folder, model = case
+    on_gpu = architecture.cls.from_pretrained(
+        folder / "dense", quantization_config=KbitConfig(**CONFIG), device_map="cuda"
+    )
+    moved = copy.deepcopy(model).cuda()
+    for other in (on_gpu, moved):
+        assert_tied_as(other, name)
+        assert all(layer.is_tiled == layer.tied for layer in of_tables(other).values())
+    there = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+    found = logits(on_gpu, there)
+    torch.testing.assert_close(found.cpu(), logits(model, inputs), rtol=1e-2, atol=1e-3)
+    assert torch.equal(logits(moved, there), found)
+    on_gpu.save_pretrained(tmp_path / "gpu")
+    model.save_pretrained(tmp_path / "cpu")
+    file = "model.safetensors"
+    assert (tmp_path / "gpu" / file).read_bytes() == (tmp_path / "cpu" / file).read_bytes()
+    back = moved.cpu()
+    assert_tied_as(back, name)
+    assert torch.equal(logits(back, inputs), logits(model, inputs))
+
+
 def test_in_memory_as_while_loading(case, tmp_path):
     name, architecture, inputs, folder, model = case
     other = architecture.cls.from_pretrained(folder / "dense")
