@@ -64,7 +64,7 @@ def saved(tmp_path):
 def alike(one: nn.Module, other: nn.Module) -> None:
     found, expected = one.state_dict(), other.state_dict()
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(torch.equal(found[name].cpu(), expected[name].cpu()) for name in expected)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -243,6 +243,9 @@ VLLM_NAMES = (
         ("self", "model_name", "hf_config", "revision"),
     ),
     Name(f"{_LAYERS}.vocab_parallel_embedding:ParallelLMHead"),
+    Name(f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding"),
+    Name("vllm.config:get_current_vllm_config_or_none", ()),
+    Name("vllm.model_executor.models.utils:PPMissingLayer"),
 )
 VLLM_HOOKS = (
     Hook(
@@ -250,6 +253,12 @@ VLLM_HOOKS = (
         ("self", "model_config", "model"),
         "hf_kbit.integrations.vllm.experts:wrap_get_all_weights",
         lost="quantized experts cannot be loaded",
+    ),
+    Hook(
+        "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.load_weights",
+        ("self", "model", "model_config"),
+        "hf_kbit.integrations.vllm.embedding:wrap_load_weights",
+        lost="packed tables and heads cannot be loaded",
     ),
 )
 

@@ -43,7 +43,7 @@ from hf_kbit.nn.weight import KbitWeight, distinct, is_sharded
 logger = logging.get_logger("transformers.hf_kbit")
 # Of the weights left in 16 bits: from here on a warning says so, for few bits then help little.
 MUCH_LEFT = 0.1
-USUAL_FOR_TABLES = 5  # bits: with fewer, tied heads lose more than all layers in 4 bits do
+USUAL_FOR_TABLES = 5  # bits: in 4, a tied head costs nearly as much as all layers in 4 bits (docs/quality.md)
 
 
 class KbitQuantize(ConversionOps):

@@ -11,15 +11,15 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from hf_kbit.config import KbitConfig
-from hf_kbit.integrations.transformers import checkpoint
+from hf_kbit.integrations.transformers import checkpoint, tying
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.integrations.vllm.experts import KbitExpertsMethod
 from hf_kbit.integrations.vllm.linear import KbitLinearMethod
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import DOWN_PROJECTION, KbitProjection
+from hf_kbit.nn.linear import KbitLinear
 
 # Of what vLLM makes one layer where a model's class does not say it.
 MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -31,6 +31,7 @@ class KbitVllmConfig(QuantizationConfig):
 
     Attributes:
         layers: ``{name: Decoding}`` of packed layers, by the name that vLLM gives each as soon as it is known.
+        tables: ``{name: (Decoding, whether a head is tied to it)}`` of packed tables of embeddings.
         experts: ``{name: (name in the checkpoint, {own name of a projection: Decoding})}`` of packed experts.
 
     Raises:
@@ -44,7 +45,7 @@ class KbitVllmConfig(QuantizationConfig):
                 "quantization: found 'kbit' for a model that is not quantized, expected a quantized one. Quantize it "
                 "first: hf-kbit quantize MODEL FOLDER --bits 4"
             )
-        self.config, self.layers, self.experts = config, {}, {}
+        self.config, self.layers, self.tables, self.experts = config, {}, {}, {}
 
     def __repr__(self):
         return f"{type(self).__name__}({self.config!r})"
@@ -74,7 +75,7 @@ class KbitVllmConfig(QuantizationConfig):
             folder = Path(model_name)
         else:
             folder = Path(snapshot_download(model_name, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
-        self.layers, self.experts = read_decodings(folder, self.config)
+        self.layers, self.tables, self.experts = read_decodings(folder, self.config)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper) -> None:
         def mapped(names: dict) -> dict:  # without those that are not in vLLM's model
@@ -82,17 +83,15 @@ class KbitVllmConfig(QuantizationConfig):
             found = hf_to_vllm_mapper.apply_dict(weights)
             return {name.removesuffix(checkpoint.WEIGHT_SUFFIX): value for name, value in found.items()}
 
-        self.layers, self.experts = mapped(self.layers), mapped(self.experts)
+        self.layers, self.tables, self.experts = map(mapped, (self.layers, self.tables, self.experts))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
         if isinstance(layer, LinearBase):
             decodings = {name: self.layers.get(name) for name in self._sources(prefix)}
             return KbitLinearMethod(decodings) if any(decodings.values()) else UnquantizedLinearMethod()
-        if isinstance(layer, ParallelLMHead) and prefix in self.layers:
-            return KbitLinearMethod({prefix: self.layers[prefix]})
         if isinstance(layer, RoutedExperts) and prefix in self.experts:
             return KbitExpertsMethod(layer.moe_config, *self.experts[prefix])
-        return None
+        return None  # of tables and heads, too: embedding.py gives them theirs
 
     def _sources(self, name: str) -> list[str]:
         """Names of the layers that vLLM has made one of, in order; of one that is in the checkpoint its own."""
@@ -103,12 +102,12 @@ class KbitVllmConfig(QuantizationConfig):
         return [f"{parent}.{source}".removeprefix(".") for source in merged]
 
 
-def read_decodings(folder: Path, config: KbitConfig) -> tuple[dict, dict]:
-    """``layers`` and ``experts`` of ``KbitVllmConfig``, by their names in the checkpoint.
+def read_decodings(folder: Path, config: KbitConfig) -> tuple[dict, dict, dict]:
+    """``layers``, ``tables`` and ``experts`` of ``KbitVllmConfig``, by their names in the checkpoint.
 
     Raises:
-        ValueError: a file is damaged, the tensors do not fit the model of ``config.json``, or a table of embeddings is
-            packed; the message names them.
+        ValueError: a file is damaged, or tensors do not fit the model of ``config.json``, or are not as vLLM loads
+            them; the message names them.
     """
     files = _files(folder)
     model_config = AutoConfig.from_pretrained(folder)
@@ -117,22 +116,31 @@ def read_decodings(folder: Path, config: KbitConfig) -> tuple[dict, dict]:
     with torch.device("meta"):
         model = saved(model_config)
     KbitHfQuantizer(config, pre_quantized=True).preprocess_model(model, checkpoint_files=files)
-    layers, experts = {}, {}
-    for name, stored in checkpoint.packed_modules(model, checkpoint.read_headers(files)).items():
+    packed, ties = checkpoint.packed_modules(model, checkpoint.read_headers(files)), tying.tied(model)
+    problems = [
+        f"{packed[head]}.weight: found it instead of {table}.weight, to which it is tied, and which alone vLLM loads"
+        for head, table in ties.items()
+        if head in packed and table not in packed
+    ]
+    problems += [
+        f"{stored}.weight: found a packed Conv1D, expected a linear layer: vLLM turns its tensors around"
+        for name, stored in packed.items()
+        if isinstance(layer := model.get_submodule(name), KbitLinear) and layer.transposed
+    ]
+    checkpoint.refuse(problems, "vLLM cannot run the quantized checkpoint; serve it with Transformers")
+    layers, tables, experts = {}, {}, {}
+    for name, stored in packed.items():
         layer = model.get_submodule(name)
-        if isinstance(layer, KbitEmbedding):
-            raise ValueError(
-                f"{stored}.weight: found a packed table of embeddings, expected one in 16 bits, the only kind that "
-                "runs in vLLM: quantize the model without embedding_bits"
-            )
         if isinstance(layer, KbitProjection):
             parent, _, own = stored.rpartition(".")
             experts.setdefault(parent, (parent, {}))[1][own] = layer.decoding
+        elif isinstance(layer, KbitEmbedding):
+            tables[stored] = layer.decoding, name in ties.values()
         else:
             layers[stored] = layer.decoding
     for name, (_, projections) in experts.items():  # in the order in which they run
         experts[name] = name, dict(sorted(projections.items(), key=lambda item: item[0] == DOWN_PROJECTION))
-    return layers, experts
+    return layers, tables, experts
 
 
 def _files(folder: Path) -> list[str]:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from vllm.model_executor.layers.linear import LinearMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.nn.linear import KbitLinear
@@ -67,9 +66,6 @@ class KbitLinearMethod(LinearMethodBase):
 
     def _own_rows(self, layer: nn.Module, tensor: torch.Tensor, sources: tuple[int, ...]) -> torch.Tensor:
         """Those that this process has of each source."""
-        if isinstance(layer, VocabParallelEmbedding):
-            first, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
-            return F.pad(tensor[first:end], (0, 0, 0, self.rows[0] - (end - first)))
         sizes = [len(tensor)]
         if len(sources) > 1:
             # What vLLM calls the rows of all processes; keys and values that several have in common count as often.

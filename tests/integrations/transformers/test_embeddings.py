@@ -121,7 +121,7 @@ def test_saved_once_and_tied_again(case, tmp_path):
 
 @pytest.mark.gpu
 def test_on_a_gpu(case, tmp_path):
-    """What is tied is one set of tiles, which the look-up reads too; other tables stay planes. Saved bytes and moves."""
+    """What is tied is one set of tiles, which the look-up reads too; other tables stay planes; saved and moved."""
     name, architecture, inputs, folder, model = case
     on_gpu = architecture.cls.from_pretrained(
         folder / "dense", quantization_config=KbitConfig(**CONFIG), device_map="cuda"

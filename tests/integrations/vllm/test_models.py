@@ -12,9 +12,10 @@ def test_same_as_transformers(name, tmp_path):
     serving.assert_same(found, serving.load(folder))
 
 
-def test_an_adapter(tmp_path):
+@pytest.mark.parametrize("name", ["mixed widths", "tied"])
+def test_an_adapter(name, tmp_path):
     peft = pytest.importorskip("peft")
-    folder = serving.make("mixed widths", tmp_path)
+    folder = serving.make(name, tmp_path)
     torch.manual_seed(1)
     config = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
     model = peft.get_peft_model(serving.load(folder), config)

@@ -44,7 +44,9 @@ def test_compiled(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixed widths", "one on disk", "packed head", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["mixed widths", "tied", "positions", "one on disk", "packed head", "mixtral", "gpt_oss"]
+)
 def test_tensor_parallel(name, tmp_path):
     folder = serving.make(name, tmp_path)
     serving.assert_same(run(folder, BIND, **ON_TWO), serving.load(folder))

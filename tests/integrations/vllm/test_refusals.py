@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_kbit.integrations.vllm import config
 
-LAYER = "model.layers.1.self_attn"
+LAYER, TABLE = "model.layers.1.self_attn", "model.embed_tokens"
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,10 @@ def refused(folder, message, **options):
         f"{LAYER}.k_proj.weight_columns",
         f"{LAYER}.o_proj.weight",
         "model.layers.0.self_attn.o_proj.weight",  # in 16 bits
+        f"{TABLE}.weight",
+        f"{TABLE}.weight_absmax",
+        f"{TABLE}.weight_columns",
+        "lm_head.weight",
         "model.norm.weight",
         "model.layers.0.mlp.gate_proj.weight",
     ],
@@ -51,26 +55,37 @@ def test_a_missing_tensor(damage, name):
     refused(damage(lambda tensors, settings: tensors.pop(name)), name)
 
 
-def test_a_whole_layer_that_is_missing(damage):
+@pytest.mark.parametrize("name", [f"{LAYER}.k_proj", TABLE])
+def test_a_whole_layer_that_is_missing(damage, name):
     def change(tensors, settings):
         for suffix in ("", "_absmax", "_columns"):
-            del tensors[f"{LAYER}.k_proj.weight{suffix}"]
+            del tensors[f"{name}.weight{suffix}"]
 
-    refused(damage(change), f"{LAYER}.k_proj.weight")
+    refused(damage(change), f"{name}.weight")
 
 
-def test_another_shape(damage):
+def test_a_table_that_the_model_has_not(damage):
     def change(tensors, settings):
-        tensors[f"{LAYER}.v_proj.weight"] = tensors[f"{LAYER}.v_proj.weight"][:, :-1].contiguous()
+        for suffix in ("", "_absmax", "_columns"):
+            tensors[f"model.embed_positions.weight{suffix}"] = tensors[f"{TABLE}.weight{suffix}"].clone()
 
-    refused(damage(change), f"{LAYER}.v_proj.weight: found I32 [64, 19], expected I32 [64, 20]")
+    refused(damage(change), "model.embed_positions.weight: left over")
 
 
-def test_another_width_in_the_config(damage):
+@pytest.mark.parametrize(("name", "rows"), [(f"{LAYER}.v_proj", 64), (TABLE, 250)])
+def test_another_shape(damage, name, rows):
     def change(tensors, settings):
-        settings["quantization_config"]["layers"][f"{LAYER}.v_proj"]["bits"] = 4
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"][:, :-1].contiguous()
 
-    refused(damage(change), f"{LAYER}.v_proj.weight: found I32 [64, 20]")
+    refused(damage(change), f"{name}.weight: found I32 [{rows}, 19], expected I32 [{rows}, 20]")
+
+
+@pytest.mark.parametrize(("name", "rows"), [(f"{LAYER}.v_proj", 64), (TABLE, 250)])
+def test_another_width_in_the_config(damage, name, rows):
+    def change(tensors, settings):
+        settings["quantization_config"]["layers"].setdefault(name, {})["bits"] = 4
+
+    refused(damage(change), f"{name}.weight: found I32 [{rows}, 20]")
 
 
 def test_a_file_that_was_cut_short(folder, tmp_path):
@@ -89,27 +104,55 @@ def test_the_config_of_another_save(folder, tmp_path):
     refused(tmp_path, "kbit_digest")
 
 
-@pytest.mark.parametrize("suffixes", [[""], ["_absmax"], ["", "_absmax", "_columns"]])
-def test_what_does_not_arrive(folder, damage, monkeypatch, suffixes):
+@pytest.mark.parametrize(
+    ("layer", "suffixes"),
+    [
+        (f"{LAYER}.k_proj", [""]),
+        (f"{LAYER}.k_proj", ["_absmax"]),
+        (f"{LAYER}.k_proj", ["", "_absmax", "_columns"]),
+        (TABLE, ["_columns"]),
+        (TABLE, ["", "_absmax", "_columns"]),
+    ],
+)
+def test_what_does_not_arrive(folder, damage, monkeypatch, layer, suffixes):
     """Though it was there when headers were read."""
     read = config.read_decodings
     monkeypatch.setattr(config, "read_decodings", lambda _, *rest: read(folder, *rest))
 
     def change(tensors, settings):
         for suffix in suffixes:
-            del tensors[f"{LAYER}.k_proj.weight{suffix}"]
+            del tensors[f"{layer}.weight{suffix}"]
 
-    refused(damage(change), f"{LAYER}.k_proj")
+    refused(damage(change), layer)
 
 
 def test_a_model_in_16_bits(folder):
     refused(folder.parent / "dense", "hf-kbit quantize", quantization="kbit")
 
 
-def test_experts_that_are_packed_in_part(tmp_path):
-    table = serving.MODELS | {
-        "half": ("qwen3_moe", serving.MODELS["qwen3_moe"][1], {"bits": 4, "module_bits": {"experts.down_proj": None}})
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving, "MODELS", table)
-        refused(serving.make("half", tmp_path), "['gate_up_proj'] alone packed")
+def made(monkeypatch, folder, *model):
+    monkeypatch.setitem(serving.MODELS, "other", model)
+    return serving.make("other", folder)
+
+
+def test_experts_that_are_packed_in_part(monkeypatch, tmp_path):
+    half = {"bits": 4, "module_bits": {"experts.down_proj": None}}
+    refused(
+        made(monkeypatch, tmp_path, "qwen3_moe", serving.MODELS["qwen3_moe"][1], half),
+        "['gate_up_proj'] alone packed",
+    )
+
+
+def test_layers_that_vllm_turns_around(monkeypatch, tmp_path):
+    folder = made(monkeypatch, tmp_path, "gpt2", {}, {"bits": 4, "embedding_bits": 5})
+    refused(folder, "transformer.h.0.attn.c_attn.weight: found a packed Conv1D")
+
+
+def test_a_table_under_the_name_of_its_head(monkeypatch, tmp_path):
+    tied = "llama", {"tie_word_embeddings": True}, {"bits": 4, "embedding_bits": 4}
+    folder = made(monkeypatch, tmp_path, *tied)
+    tensors = load_file(folder / "model.safetensors")
+    for suffix in ("", "_absmax", "_columns"):
+        tensors[f"lm_head.weight{suffix}"] = tensors.pop(f"{TABLE}.weight{suffix}")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    refused(folder, f"lm_head.weight: found it instead of {TABLE}.weight")

@@ -1,0 +1,142 @@
+"""Tables of embeddings in vLLM, and heads, which may be tied to them.
+
+Many models of vLLM make these without a name, or without telling the quantization of them. So they become packed ones
+when the whole model is there, in which all have names, and nothing has been loaded yet. What vLLM has tied by then is
+tied to the packed table: one weight serves look-up and product.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.utils import PPMissingLayer
+
+from hf_kbit.integrations.transformers.selection import replace_modules
+from hf_kbit.integrations.vllm.config import KbitVllmConfig
+from hf_kbit.integrations.vllm.linear import KbitLinearMethod, packed_of
+from hf_kbit.nn.embedding import KbitEmbedding, is_table
+from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.packed import Decoding, Packed
+from hf_kbit.nn.weight import PACKED
+
+
+class KbitHeadMethod(KbitLinearMethod):
+    """Loads and runs a head."""
+
+    def _own_rows(self, layer: nn.Module, tensor: torch.Tensor, sources: tuple[int, ...]) -> torch.Tensor:
+        """Those of the tokens that this process has, then zeros, for vLLM has a multiple of 64 rows."""
+        first, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
+        return F.pad(tensor[first:end], (0, 0, 0, self.rows[0] - (end - first)))
+
+
+class KbitTableMethod(KbitHeadMethod):
+    """Loads a table and looks it up, and gives its weight to those that multiply by it.
+
+    Args:
+        name: of the table.
+        decoding: of its weight.
+        heads: the layers that multiply by its weight, where the head of the model is tied to it. The table is one of
+            them, for some models of vLLM have no other.
+    """
+
+    def __init__(self, name: str, decoding: Decoding, heads: list[nn.Module]):
+        super().__init__({name: decoding})
+        self.name, self.decoding, self.heads = name, decoding, heads
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        size = self.rows[0], self.columns
+        layer.table = KbitEmbedding(*size, bits=self.decoding.bits, device="meta", dtype=self.dtype)
+        layer.table.load(self._packed())
+        for own in PACKED:
+            del layer._parameters[own]
+        for head in self.heads:
+            part = KbitLinear(*reversed(size), bias=False, bits=self.decoding.bits, device="meta")
+            part.tie_to(layer.table)
+            head.parts = nn.ModuleList([part])
+        for each in {layer, *self.heads}:
+            each.weight = layer.table.weight  # whose device vLLM wants to know
+
+    def _packed(self) -> Packed:
+        return packed_of(self.name, self.arrived.pop((0, 1), {}), self.decoding)
+
+    def embedding(self, layer: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        return layer.table(ids)
+
+
+class KbitTiedMethod(KbitLinearMethod):
+    """Runs a head, which has its weight from a table."""
+
+    def __init__(self):
+        super().__init__({})
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing: that of the table does it."""
+
+
+class KbitWholeTableMethod(KbitTableMethod):
+    """Loads a table that each process has all of, an ``nn.Embedding`` in vLLM: the layer is a ``KbitEmbedding``."""
+
+    def _own_rows(self, layer: nn.Module, tensor: torch.Tensor, sources: tuple[int, ...]) -> torch.Tensor:
+        return tensor
+
+    def process_weights_after_loading(self, layer: KbitEmbedding) -> None:
+        layer.load(self._packed())
+
+
+def wrap_load_weights(original: Callable) -> Callable:
+    """Makes room for packed tables and heads in a model before it loads."""
+
+    @wraps(original)
+    def load_weights(self, model, model_config):
+        current = get_current_vllm_config_or_none()
+        # A draft of speculative decoding is loaded under the configuration of the model that it drafts for.
+        if current and current.model_config is model_config and isinstance(current.quant_config, KbitVllmConfig):
+            make_room(model, current.quant_config)
+        return original(self, model, model_config)
+
+    return load_weights
+
+
+def make_room(model: nn.Module, config: KbitVllmConfig) -> None:
+    """Has the packed tables and heads of a new model wait for their tensors.
+
+    Raises:
+        ValueError: vLLM has no table where the checkpoint has a packed one, or one that does more than look up.
+    """
+    modules = dict(model.named_modules())
+    untied = {name: (decoding, False) for name, decoding in config.layers.items()}
+    for name, (decoding, tied) in {**untied, **config.tables}.items():
+        layer = modules.get(name)
+        if isinstance(layer, ParallelLMHead):
+            _await(layer, KbitHeadMethod({name: decoding}), layer.num_embeddings_per_partition, layer.weight)
+        elif isinstance(layer, VocabParallelEmbedding):
+            heads, dense = _with_weight(layer.weight, model) if tied else [], layer.weight
+            for head in heads:
+                head.quant_method, head.weight = KbitTiedMethod(), None
+            _await(layer, KbitTableMethod(name, decoding, heads), layer.num_embeddings_per_partition, dense)
+            layer.use_fused_embedding = False  # a kernel for tables in 16 bits, chosen when the layer was made
+        elif isinstance(layer, nn.Embedding) and is_table(layer):
+            packed = KbitEmbedding.empty_like(layer, decoding.bits)
+            replace_modules(model, {name: packed})
+            _await(packed, KbitWholeTableMethod(name, decoding, []), layer.num_embeddings, layer.weight)
+        elif name in config.tables and not isinstance(layer, PPMissingLayer):
+            raise ValueError(
+                f"{name}: found a packed table of embeddings, for which vLLM has a layer of type "
+                f"{type(layer).__name__}, expected one that only looks up: quantize the model with this name in "
+                "modules_to_not_convert"
+            )
+
+
+def _with_weight(weight: nn.Parameter, model: nn.Module) -> list[nn.Module]:
+    return [layer for layer in model.modules() if layer._parameters.get("weight") is weight]
+
+
+def _await(layer: nn.Module, method: KbitLinearMethod, rows: int, dense: torch.Tensor) -> None:
+    """Gives a layer the method by which it gets its tensors, to be where ``dense`` is, which it replaces."""
+    layer.quant_method, columns = method, layer.embedding_dim
+    with dense.device:
+        method.create_weights(layer, columns, [rows], columns, rows, dense.dtype)
