@@ -1,13 +1,14 @@
-"""Which layers of a model of vLLM wait for packed tables, and which cannot."""
+"""Which layers of a model of vLLM wait for packed tables, which cannot, and for which rows."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from hf_kbit.codebooks import optimal
-from hf_kbit.integrations.vllm.embedding import make_room
+from hf_kbit.integrations.vllm.embedding import KbitHeadMethod, make_room
 from hf_kbit.nn.packed import Decoding
 
 TABLES = SimpleNamespace(layers={}, tables={"table": (Decoding(optimal(4)), False)})
@@ -28,3 +29,14 @@ def test_a_table_that_another_process_has():
     model = nn.ModuleDict({"table": PPMissingLayer()})
     make_room(model, TABLES)
     assert isinstance(model["table"], PPMissingLayer)
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 128), (128, 250)])
+def test_rows_of_one_of_two_processes(first, end):
+    """250 rows are 256 in vLLM, of which the last are zeros."""
+    method = KbitHeadMethod({"lm_head": None})
+    method.rows = [128]
+    indices = SimpleNamespace(org_vocab_start_index=first, org_vocab_end_index=end)
+    absmax = torch.arange(1, 251, dtype=torch.uint8)[:, None]
+    expected = torch.cat([absmax[first:end], torch.zeros(128 - (end - first), 1, dtype=torch.uint8)])
+    assert torch.equal(method._own_rows(SimpleNamespace(shard_indices=indices), absmax, (0,)), expected)
