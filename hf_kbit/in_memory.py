@@ -119,6 +119,8 @@ def quantize_model(
     calibrate = data is not None if calibrate is None else calibrate
     if calibrate:
         layerwise.check(method, batch, config)
+    if resume is not None and not calibrate:
+        raise ValueError(f"resume: found {str(resume)!r}, but nothing is calibrated, expected none")
     _check_use(model, config, data is not None, calibrate, measure, memory, "bits" in arguments)
     report = report or _silent
     chosen = _choose(model, config)
@@ -176,13 +178,14 @@ def _check_use(model, config: KbitConfig, data: bool, calibrate: bool, measure, 
         )
     if memory is not None and (bits or any(config.module_bits.values())):
         raise ValueError("memory: found it and bits or widths in module_bits, expected one")
-    if data and not calibrate and memory is None and not config.bits % 1:
-        raise ValueError("data: found it, but neither calibrate nor mixed widths need it")
     if (data or calibrate or measure) and not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model: found {type(model).__name__}, expected a model of Transformers to calibrate or to measure: of a "
             "module that holds one, quantize that part with data"
         )
+    measured = (memory is not None or config.bits % 1) and (_predicts_tokens(model) if measure is None else measure)
+    if data and not calibrate and not measured:
+        raise ValueError("data: found it, but neither calibrate nor measured widths need it")
 
 
 def _choose(model: nn.Module, config: KbitConfig) -> dict[str, int]:

@@ -92,7 +92,11 @@ def test_with_data_it_calibrates(arguments, monkeypatch, tmp_path):
     done = quantize_model(model, **arguments, tokenizer=byte_tokenizer(), resume=tmp_path, **settings)
     expected = hf_kbit.calibrate(llama(), arguments.get("data"), tokenizer=byte_tokenizer(), **settings)
     assert calibrated.call_args.kwargs["batch"] == 2  # which changes no more than the last bit of a sum
-    assert same(model, expected) and set(done.bits.values()) == {3} and done.left == {"lm_head": "head"}
+    assert (
+        same(model, expected)
+        and set(done.bits.values()) == {3}
+        and done.left == {"lm_head": "head", "model.embed_tokens": "table"}
+    )
     assert model.config.quantization_config == expected.config.quantization_config
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.layers.0.safetensors", "run.json"]
     quantize_model(plain := llama(), bits=3)
@@ -169,7 +173,9 @@ WRONG = [
     (llama, {"memory": "1MB", "module_bits": {"k_proj": 3}}, "memory: found it and bits or widths in module_bits"),
     (llama, {"memory": "much"}, "memory: found 'much', expected a size"),
     (llama, {"memory": 9}, "memory: found 9 bytes, expected"),
-    (llama, {"data": ROWS, "calibrate": False}, "data: found it, but neither calibrate nor mixed widths need it"),
+    (llama, {"data": ROWS, "calibrate": False}, "data: found it, but neither calibrate nor measured widths need it"),
+    (llama, {"data": ROWS, "calibrate": False, "memory": "1MB", "measure": False}, "data: found it, but neither"),
+    (llama, {"resume": "layers", "bits": 3.5}, "resume: found 'layers', but nothing is calibrated"),
     (llama, {"data": ROWS}, "tokenizer: found none"),
     (llama, {"data": ROWS, "method": "gptq"}, "method: found 'gptq'"),
     (llama, {"calibrate": True, "scale": "absmax"}, "scale: found 'absmax'"),
