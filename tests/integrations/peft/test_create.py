@@ -485,18 +485,3 @@ def test_experts_left_in_16_bits(device):
         output.loss.backward()
     for name, parameter in trainable(reference).items():
         assert relative(trainable(model)[name].grad, parameter.grad) < 10 * TOLERANCE[device], name
-
-
-# --- tables ---
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"target_modules": ["embed_tokens"]}, {"trainable_token_indices": [3]}, {"modules_to_save": ["embed_tokens"]}],
-    ids=str,
-)
-def test_packed_tables_are_refused(settings):
-    model = quantized(embedding_bits=5)
-    with pytest.raises(ValueError, match=r"embed_tokens: found (a table quantized|it)"):
-        get_peft_model(model, lora(**settings))
-    assert model(IDS).logits.isfinite().all()

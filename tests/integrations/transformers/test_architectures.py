@@ -55,12 +55,13 @@ def turned(weight: torch.Tensor) -> torch.Tensor:
     return (blocks * 32**-0.5).flatten(1)
 
 
-def rounded(weight: torch.Tensor, bits: int, levels=None) -> torch.Tensor:
+def rounded(weight: torch.Tensor, bits: int, levels=None, balanced: bool = True) -> torch.Tensor:
     """What a weight ``[N, K]`` becomes, in float32, straight from the definition of the format, version 2.
 
-    Of hf_kbit it takes the named levels and the choice of column scales; there are no bit-planes here.
+    Of hf_kbit it takes the named levels and the choice of column scales, where they are not all 1; there are no
+    bit-planes here.
     """
-    scales = E4M4[balance(weight).int()]
+    scales = E4M4[balance(weight).int()] if balanced else torch.ones(weight.shape[1])
     decoded = rounded_as_it_is(turned(weight.float() / scales), bits, levels, signed=True)
     return turned(decoded)[:, : weight.shape[1]] * scales
 
@@ -124,10 +125,12 @@ def dense_weight(model: PreTrainedModel, name: str, layer: KbitWeight) -> nn.Par
 def with_rounded_weights(model: PreTrainedModel, layers: dict[str, KbitWeight]) -> PreTrainedModel:
     """The float model with each weight of ``layers`` replaced by what the format makes of it: of the experts of a
     projection as of one matrix."""
+    head = getattr(model.get_output_embeddings(), "weight", None)
     for name, layer in layers.items():
         tensor = dense_weight(model, name, layer)
         weight = tensor.detach().mT if layer.transposed else tensor.detach()
-        weight = rounded(weight.reshape(-1, weight.shape[-1]), layer.bits).view(weight.shape)
+        matrix = weight.reshape(-1, weight.shape[-1])
+        weight = rounded(matrix, layer.bits, balanced=tensor is not head).view(weight.shape)
         tensor.data = (weight.mT.contiguous() if layer.transposed else weight).to(tensor.dtype)
     return model
 
