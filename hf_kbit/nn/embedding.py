@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from itertools import pairwise
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import nn
@@ -85,7 +86,7 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
 
     @classmethod
-    def empty_like(cls, embedding: nn.Embedding, bits: int = 4, **settings) -> "KbitEmbedding":
+    def empty_like(cls, embedding: nn.Embedding, bits: int = 4, **settings: Any) -> "KbitEmbedding":
         """One on the meta device that does what ``embedding`` does, with all that this has besides its table.
 
         Args:
@@ -101,7 +102,7 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
         return table
 
     @classmethod
-    def from_embedding(cls, embedding: nn.Embedding, bits: int = 4, **settings) -> "KbitEmbedding":
+    def from_embedding(cls, embedding: nn.Embedding, bits: int = 4, **settings: Any) -> "KbitEmbedding":
         """Quantizes a table where it is; ``embedding`` stays as it was.
 
         Args:
