@@ -124,7 +124,9 @@ def command(
             quantized = load(model, dtype=dtype, **source)
             fit = {"memory": size, "context": context, "measure": mixed or None}
             read = {"data": data, "sequences": sequences, "length": length, "tokenizer": tokenizer_of(model, **source)}
-            how = {"calibrate": calibrate, "method": method, "batch": batch, "resume": output.layers, "device": device}
+            how = {"calibrate": calibrate, "method": method, "batch": batch, "device": device}
+            if calibrate:
+                how["resume"] = output.layers
             quantize_model(quantized, config, **fit, **read, **how, report=line)
         else:
             quantized = load(model, dtype=dtype, device_map=device, quantization_config=config, **source)
