@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_kbit import mixing, widths
-from hf_kbit.calibration import capture, layerwise
+from hf_kbit.calibration import capture, layerwise, tuning
 from hf_kbit.calibration.data import token_ids
 from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
@@ -58,6 +58,7 @@ def quantize_model(
     sequences: int | None = None,
     length: int | None = None,
     method: str = "feedback",
+    tune: int | bool = 0,
     batch: int = 4,
     resume: str | Path | None = None,
     device: torch.device | str | None = None,
@@ -90,6 +91,7 @@ def quantize_model(
         sequences: of a text, or to write, as for ``calibrate``.
         length: tokens of each, as for ``calibrate``.
         method: how ``calibrate`` chooses weights.
+        tune: steps of training what is stored, after that, as for ``calibrate``; True: as many as are mostly enough.
         batch: sequences that go through a layer at a time.
         resume: a folder for the layers that were calibrated, as for ``calibrate``.
         device: where a weight is while it is quantized, and what computes on data. Default: a GPU where there is one,
@@ -119,6 +121,10 @@ def quantize_model(
     calibrate = data is not None if calibrate is None else calibrate
     if calibrate:
         layerwise.check(method, batch, config)
+        if isinstance(model, PreTrainedModel):
+            tuning.check(model, tune)
+    if tune and not calibrate:
+        raise ValueError(f"tune: found {tune!r}, but nothing is calibrated, expected data, or calibrate=True")
     if resume is not None and not calibrate:
         raise ValueError(f"resume: found {str(resume)!r}, but nothing is calibrated, expected none")
     _check_use(model, config, data is not None, calibrate, measure, memory, "bits" in arguments)
@@ -142,8 +148,10 @@ def quantize_model(
         where = capture.resolve(None, model) if device is None else device
         source = _name(data)
         if data is None:
-            amount = (sequences, length) if calibrate else MEASURED
-            data = write(model, *amount, device=device, progress=True)
+            if calibrate:
+                data = layerwise.written(model, sequences, length, tune, device, progress=True)
+            else:
+                data = write(model, *MEASURED, device=device, progress=True)
             source = "the built-in text" if data is None else "text that the model wrote"
         ids = token_ids(data, tokenizer, model, sequences, length)
     if mean % 1:
@@ -157,8 +165,10 @@ def quantize_model(
         config, chosen = replace(config, bits=int(mean)), chosen | dict.fromkeys(layers, int(mean))
     if calibrate:
         report("calibrating", f"{method}, {len(ids):,} x {ids.shape[1]:,} tokens of {source}, on {where}")
-        options = {"method": method, "batch": batch, "device": device, "resume": resume}
+        options = {"method": method, "tune": tune, "batch": batch, "device": device, "resume": resume}
         layerwise.calibrate(model, ids, config=config, progress=True, **options)
+        if model.hf_quantizer.tuned:
+            report("tuned", model.hf_quantizer.tuned)
     else:
         _quantize_all(model, config, chosen, device)
     return Quantized(chosen, left, before, _bytes(model))

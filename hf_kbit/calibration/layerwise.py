@@ -20,8 +20,8 @@ from transformers import (
 from transformers.utils import logging
 
 import hf_kbit
-from hf_kbit.calibration import capture, experts, feedback, inputs, learned, weighted
-from hf_kbit.calibration.data import token_ids, tokenizer_of
+from hf_kbit.calibration import capture, experts, feedback, inputs, learned, tuning, weighted
+from hf_kbit.calibration.data import SEQUENCES, token_ids, tokenizer_of
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.rounding import round_linear, round_projection
 from hf_kbit.calibration.writing import write
@@ -30,7 +30,7 @@ from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.checkpoint import saved_class
 from hf_kbit.integrations.transformers.in_place import quantize_layers
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
-from hf_kbit.mixing import units
+from hf_kbit.mixing import stored_weights, units
 from hf_kbit.nn.experts import is_projection
 
 logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/quantizer.py
@@ -48,6 +48,7 @@ def calibrate(
     sequences: int | None = None,
     length: int | None = None,
     method: str = "feedback",
+    tune: int | bool = 0,
     batch: int = 4,
     device: torch.device | str | None = None,
     resume: str | Path | None = None,
@@ -123,12 +124,20 @@ def calibrate(
     if not isinstance(model, nn.Module):
         model = load(model, **source)
     widths = _check_model(model, quantizer.quantization_config)
+    tuning.check(model, tune)
     device = capture.resolve(device, model)
     if data is None:
-        data = write(model, sequences, length, device=device, progress=progress)
+        data = written(model, sequences, length, tune, device, progress)
     if tokenizer is None and not isinstance(data, torch.Tensor):
         tokenizer = tokenizer_of(model.name_or_path, **source)
-    ids = token_ids(data, tokenizer, model, sequences, length)
+    ids = text = token_ids(data, tokenizer, model, sequences, length)
+    steps = tuning.steps_on(device, tune)
+    if steps:
+        tuning.check(model, tune, len(text))
+        ids = text[:: max(len(text) // SEQUENCES, 1)][:SEQUENCES]
+    of_layer = max(steps // tuning.LAYER_STEPS, 1)
+    whole = steps and tuning.fits(model, stored_weights(model, widths), text, device)
+    before = tuning.sharing_copy(model).eval() if whole else None
     tables = selection.table_widths(model, widths)  # which data does not go through, but comes from
     quantize_layers(model, tables, quantizer, device)
     widths = {name: bits for name, bits in widths.items() if name not in tables}
@@ -138,15 +147,15 @@ def calibrate(
         name: quantizer.new_layer(model, name, bits).train(selection.holder(model, name).training)
         for name, bits in widths.items()
     }
-    of_experts, without_data = 0, 0
+    of_experts, without_data, errors, finished = 0, 0, [], None
     with capture.evaluating(model), experts.opened(model, projections):
         layers = units(model, list(widths))
         capture.check(model, layers, ids, device)
         solver = METHODS[method]
-        finished = None
         if resume is not None:
             run = (hf_kbit.__version__, torch.__version__, device.type, method, batch, quantizer.quantization_config)
-            finished = Finished(Path(resume), digest([("ids", ids), *model.state_dict().items()], *run))
+            run += (steps,) if steps else ()
+            finished = Finished(Path(resume), digest([("ids", text), *model.state_dict().items()], *run))
 
         # Beside the data as quantized layers pass it on, which comes last, the data as the dense ones would.
         drifting = not solver.DIAGONAL
@@ -163,6 +172,8 @@ def calibrate(
                 )
                 if names and (finished is None or not finished.load(unit, new, device)):
                     quantize(dense, new, run)
+                    if steps:
+                        errors.append(tuning.tune_layer(model, new, run, ids, drifting, of_layer, device))
                     if finished is not None:
                         finished.save(unit, new)
                 selection.replace_modules(model, new)
@@ -213,8 +224,29 @@ def calibrate(
             without_data,
             of_experts,
         )
+    tuned = []
+    if errors:
+        was, now = (sum(each) / len(errors) for each in zip(*errors, strict=True))
+        tuned.append(f"squared error of layers' outputs {was:.3g} -> {now:.3g} of their squares")
+    if whole:
+        with capture.evaluating(model):
+            gain = tuning.tune_model(model, before, widths, text, steps, device, finished, progress)
+        tuned.append(f"then {gain}")
     quantizer.adopt(model, {**tables, **widths})
+    if tuned:
+        quantizer.tuned = ", ".join(tuned)
+        logger.info("hf_kbit: tuned: %s", quantizer.tuned)
     return model
+
+
+def written(model, sequences: int | None, length: int | None, tune: int | bool, device, progress: bool):
+    """What ``calibrate`` takes without data: token ids that the model writes, or None where it cannot."""
+    device = capture.resolve(device, model)
+    if not tune:
+        return write(model, sequences, length, device=device, progress=progress)
+    amount = tuning.AMOUNTS.get(device.type, tuning.AMOUNTS[""])
+    sequences, length = sequences or amount[0], length or amount[1]
+    return write(model, sequences, length, varied=True, device=device, progress=progress)
 
 
 def check(method: str, batch: int, config: KbitConfig) -> None:

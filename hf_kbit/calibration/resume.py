@@ -16,6 +16,7 @@ from hf_kbit.nn.weight import KbitWeight
 
 RUN = "run.json"
 PART = ".part"  # ends the name of a file that is being written
+TUNING = "tuning."  # in the place of a layer's name, none of which ends so
 
 
 class Finished:
@@ -72,6 +73,36 @@ class Finished:
                 planes, absmax, *columns = (stored.get_tensor(f"{name}.{key}") for key in layer.packed)
                 layer.load(Packed(planes, absmax, decoding, *columns))
         return True
+
+    def save_state(self, tensors: dict[str, torch.Tensor], place: tuple[float, ...]) -> None:
+        """Keeps where tuning is: tensors by name, and a few numbers."""
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        metadata = {"place": json.dumps(place)}
+        metadata["digest"] = digest(sorted(tensors.items()), metadata["place"])
+        _write(self._file(TUNING), lambda file: save_file(tensors, file, metadata))
+
+    def load_state(self, tensors: dict[str, torch.Tensor]) -> tuple[float, ...] | None:
+        """Fills the tensors with what was kept, and returns the numbers; None if nothing was.
+
+        Raises:
+            ValueError: the file is damaged; the message names it.
+        """
+        file = self._file(TUNING)
+        if not file.exists():
+            return None
+        try:
+            with safe_open(file, "pt") as stored:
+                metadata, found = stored.metadata() or {}, {name: stored.get_tensor(name) for name in stored.keys()}
+            whole = digest(sorted(found.items()), metadata.get("place")) == metadata.get("digest")
+        except (OSError, SafetensorError):
+            whole = False
+        if not whole or found.keys() != tensors.keys():
+            raise ValueError(
+                f"{file}: found it damaged, expected what this run has written; remove it, and tuning starts anew"
+            )
+        for name, tensor in tensors.items():
+            tensor.copy_(found[name])
+        return tuple(json.loads(metadata["place"]))
 
     @staticmethod
     def _recorded(record: Path) -> str:

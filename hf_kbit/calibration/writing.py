@@ -14,7 +14,7 @@ from hf_kbit.calibration.data import amount
 SEED = 0
 # Sequences, and tokens of each, unless others are asked for, by the type of the device that computes; "" is any other.
 AMOUNTS = {"cpu": (64, 256), "": (128, 640)}
-TOGETHER = 128  # sequences that are written at once, if there is memory for what the model keeps of them
+TOGETHER = 1024  # sequences that are written at once, if there is memory for what the model keeps of them
 
 
 @torch.no_grad()
@@ -23,6 +23,7 @@ def write(
     sequences: int | None = None,
     length: int | None = None,
     *,
+    varied: bool = False,
     device: torch.device | str | None = None,
     progress: bool = False,
 ) -> torch.Tensor | None:
@@ -37,6 +38,8 @@ def write(
         model: on any one device.
         sequences: default: 64 on a CPU, 128 elsewhere.
         length: tokens of each, or what the model has positions for. Default: 256 on a CPU, 640 elsewhere.
+        varied: every other sequence, the second the first of them, starts at a random token: a model of chats then
+            writes more than chats.
         device: as for ``calibrate``.
         progress: shows a bar on stderr.
 
@@ -63,6 +66,8 @@ def write(
     sequences, length = amount(sequences, length, AMOUNTS.get(device.type, AMOUNTS[""]))
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
     starts = _starts(model, sequences)
+    if varied:
+        starts[1::2] = _random(model, sequences // 2)
     try:
         _check_room(model, device)
         with capture.evaluating(model), capture.placed(model, "", device):
@@ -146,7 +151,12 @@ def _starts(model: PreTrainedModel, sequences: int) -> torch.Tensor:
             found = found[0] if isinstance(found, list | tuple) and found else found
             if isinstance(found, int) and 0 <= found < vocabulary:
                 return torch.full((sequences, 1), found, device=model.device)
-    generator = torch.Generator().manual_seed(SEED)
+    return _random(model, sequences)
+
+
+def _random(model: PreTrainedModel, sequences: int) -> torch.Tensor:
+    """int64 ``[sequences, 1]``: any tokens, the same each time, on the model's device."""
+    vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(SEED)
     return torch.randint(vocabulary, (sequences, 1), generator=generator).to(model.device)
 
 

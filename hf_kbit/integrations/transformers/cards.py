@@ -23,6 +23,8 @@ def loading_section(model, name: str) -> str:
     """The part of a model card that says how the model is loaded; ``name`` is its directory or Hub repository."""
     architecture = type(model).__name__
     auto_class = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else architecture
+    tuned = model.hf_quantizer.tuned
+    tuned = f"\nTuned after that on the model in 16 bits: {tuned}.\n" if tuned else ""
     return f"""{HEADING}
 
 The {_what(model)} quantized to {_widths(model)} with [hf_kbit](https://pypi.org/project/hf_kbit). After
@@ -35,7 +37,7 @@ model = {auto_class}.from_pretrained({json.dumps(name, ensure_ascii=False)})
 ```
 
 Without the import, Transformers warns of an unknown quantization type and stops with mismatched sizes.
-"""
+{tuned}"""
 
 
 def _what(model) -> str:

@@ -106,6 +106,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.mxfp4: list[str] = []  # projections that the checkpoint holds so
         self.from_mxfp4: dict[str, int | None] = {}  # those packed, and what mxfp4.quantize says of them
         self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
+        self.tuned = ""  # what tuning has gained, if it has been done
 
     def validate_environment(self, *args, device_map=None, **kwargs):
         refuse_zero3()

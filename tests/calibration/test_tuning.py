@@ -1,0 +1,303 @@
+"""Tuning: a quantized model is trained on what it was in 16 bits, and is stored like any other."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from architectures import BY_NAME
+from calibration.test_launches import recorded  # noqa: F401, a fixture
+from calibration.test_layerwise import llama, same, tensors
+from trained_lm import batches, held_out, mean_loss, trained_lm
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import hf_kbit
+from hf_kbit.calibration import tuning
+from hf_kbit.calibration.writing import write
+from hf_kbit.integrations.transformers import selection
+from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.reference import decode_e4m4
+
+IDS = torch.randint(5, 90, (48, 16), generator=torch.Generator().manual_seed(1))
+CHOICES = {"bits": 2, "method": "weighted"}
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch):
+    """A step reads few sequences, so that there are several batches."""
+    monkeypatch.setitem(tuning.TOKENS, "cpu", 256)
+    monkeypatch.setitem(tuning.TOKENS, "", 256)
+
+
+@pytest.fixture
+def by_layer(monkeypatch):
+    """No model fits as a whole."""
+    monkeypatch.setattr(tuning, "LAYER_STEPS", 1)
+    monkeypatch.setattr(tuning, "fits", lambda *_: False)
+
+
+def calibrated(tune=40, model=None, **choices):
+    return hf_kbit.calibrate(llama() if model is None else model, IDS, tune=tune, **CHOICES | choices)
+
+
+# --- what it is for -------------------------------------------------------------------------------
+
+
+def test_comes_nearer_to_16_bits(monkeypatch):
+    """Of trained weights, on held-out text, over what solved layers lose."""
+    monkeypatch.setitem(tuning.TOKENS, "cpu", 1024)
+    data = torch.cat(list(batches(16)))
+    dense = mean_loss(AutoModelForCausalLM.from_pretrained(trained_lm()), held_out())
+    errors, tune_layer, lost = [], tuning.tune_layer, []
+
+    def told(*arguments):
+        errors.append(tune_layer(*arguments))
+        return errors[-1]
+
+    monkeypatch.setattr(tuning, "tune_layer", told)
+    for fits, steps in ((False, 0), (False, 100), (True, 100)):
+        monkeypatch.setattr(tuning, "fits", lambda *_, fits=fits: fits)
+        model = AutoModelForCausalLM.from_pretrained(trained_lm())
+        hf_kbit.calibrate(model, data, bits=2, batch=32, tune=steps, device="cpu")
+        lost.append(mean_loss(model, held_out()) - dense)
+    print(lost)
+    assert len(errors) == 2 * len(model.model.layers) and all(after < before for before, after in errors)
+    assert lost[0] > 1.1 * lost[1] > 1.1 * 1.1 * lost[2]
+    assert model.hf_quantizer.tuned.startswith("squared error of layers' outputs")
+    assert "held out" in model.hf_quantizer.tuned
+
+
+@pytest.mark.parametrize("how", ["whole", "layer"])
+def test_a_checkpoint_like_any_other(how, request, device, tmp_path):
+    """Of the same bytes as without, saved and loaded to the same logits."""
+    if how == "layer":
+        request.getfixturevalue("by_layer")
+    model, plain = calibrated(model=llama().to(device)), calibrated(0)
+    assert not same(tensors(model), tensors(plain))
+    sizes = [{name: (x.dtype, x.shape) for name, x in tensors(each).items()} for each in (model, plain)]
+    assert sizes[0] == sizes[1]
+    model.save_pretrained(tmp_path)
+    again = LlamaForCausalLM.from_pretrained(tmp_path).to(device)
+    assert torch.equal(again(IDS.to(device)).logits, model(IDS.to(device)).logits)
+    assert model.hf_quantizer.tuned in (tmp_path / "README.md").read_text()
+
+
+# --- what it starts from and ends with ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [{}, {"transform": "none"}, {"codebook": "layer"}, {"embedding_bits": 4}, {"bits": 5}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_starts_from_what_was_solved(name, choices, monkeypatch):
+    """Without steps that move anything the model computes what it did; K is no multiple of 32, one layer has an
+    exponent, one a block of zeros."""
+    model = BY_NAME[name].build()
+    first = selection.dense_weight(model, next(iter(selection.choose(model, hf_kbit.KbitConfig()))))
+    first.data *= 2.0**-16
+    first.data.flatten()[:32] = 0
+    dense = tuning.sharing_copy(model)
+    hf_kbit.quantize_model(model, **{"bits": 3} | choices)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
+    tables = [name for name in layers if "emb" in name or "head" in name or "wte" in name]
+    expected, start = model(IDS).logits, tensors(model)
+    seen = []
+
+    def descend(trained, step, look, start, *_):
+        values = trained.values(dense)
+        for name, weight in values.items():
+            own = name.removesuffix(".weight")
+            if own in layers:
+                stored = layers[own].dequantize(torch.float32)
+                assert torch.allclose(weight, stored.mT if layers[own].transposed else stored, atol=1e-6), name
+                seen.append(own)
+        trained.unpack(trained.packed())
+        return 0, look()
+
+    monkeypatch.setattr(tuning._Trained, "descend", descend)
+    trained = [name for name in layers if name not in tables]
+    gain = tuning.tune_model(model, dense, trained, IDS, 3, torch.device("cpu"))
+    assert sorted(seen) == sorted(trained)
+    assert same(tensors(model), start) and torch.allclose(model(IDS).logits, expected)
+    assert gain.before == gain.after
+
+
+def test_bytes_between_bytes():
+    """All that E4M4 has decode to what they are, and grow to what the next one is."""
+    places = torch.arange(256.0, requires_grad=True)
+    values = tuning._Bytes.apply(places)
+    assert torch.equal(values, decode_e4m4(torch.arange(256, dtype=torch.uint8)))
+    values.sum().backward()
+    assert torch.equal(places.grad[:-1], values.detach().diff())
+    assert torch.equal(tuning._Bytes.apply(places.detach() + 0.4), values)
+
+
+def test_blocks_as_autograd_has_them():
+    """But for the rounding, whose derivative is 1."""
+    generator = torch.Generator().manual_seed(0)
+    levels, rotation = torch.tensor([-1.0, -0.25, 0.25, 1.0]), torch.linalg.qr(torch.rand(32, 32))[0]
+    rotation = (rotation + rotation.T) / 2
+    numbers = torch.rand(3, 32, generator=generator).sub_(0.5).mul_(2).requires_grad_()
+    scales = torch.rand(3, generator=generator).requires_grad_()
+    found = tuning._Blocks.apply(numbers, scales, levels, rotation, torch.float32)
+    nearby = levels[(numbers.detach()[..., None] - levels).abs().argmin(-1)]
+    rounded = numbers + (nearby - numbers).detach()
+    expected = (rounded * scales[:, None]) @ rotation
+    weight = torch.rand(3, 32, generator=generator)
+    given = [torch.autograd.grad((each * weight).sum(), (numbers, scales)) for each in (found, expected)]
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(*given, strict=True))
+
+
+def test_divergence_as_autograd_has_it(monkeypatch):
+    monkeypatch.setattr(tuning, "CHUNK", 100)  # several parts
+    before, after = torch.randn(2, 5, 33), torch.randn(2, 5, 33, requires_grad=True)
+    expected = torch.nn.functional.kl_div(
+        after.log_softmax(-1).flatten(0, 1),
+        before.log_softmax(-1).flatten(0, 1),
+        reduction="batchmean",
+        log_target=True,
+    )
+    found = tuning._Divergence.apply(after, before)
+    assert torch.allclose(found, expected, rtol=1e-5)
+    assert torch.allclose(*(torch.autograd.grad(3 * each, after)[0] for each in (found, expected)), atol=1e-6)
+
+
+def test_the_best_that_was_seen_is_kept(monkeypatch):
+    """Steps that ruin the model leave it as it was, its norms too."""
+    for name in ("SCALES", "CODES", "VECTORS"):
+        monkeypatch.setattr(tuning, name, 100.0)
+    assert same(tensors(calibrated(20)), tensors(calibrated(0)))
+
+
+def test_norms_and_biases_are_trained():
+    model, plain = (calibrated(tune, BY_NAME["gpt2"].build()) for tune in (30, 0))
+    moved = {
+        name
+        for (name, vector), other in zip(model.named_parameters(), plain.parameters(), strict=True)
+        if vector.is_floating_point() and not torch.equal(vector, other)
+    }
+    assert any("ln_1.weight" in name for name in moved) and any("c_fc.bias" in name for name in moved)
+    assert all(model.get_parameter(name).dim() == 1 for name in moved)
+
+
+# --- each time the same ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["whole", "layer"])
+def test_the_same_bytes_each_time(how, request, device):
+    if how == "layer":
+        request.getfixturevalue("by_layer")
+    assert same(*(tensors(calibrated(model=llama().to(device))) for _ in range(2)))
+
+
+def test_as_one_launch(recorded):  # noqa: F811
+    """On a GPU a step is recorded; the recorder of this test calls the function again."""
+    found = tensors(calibrated(device="cpu"))
+    assert recorded == [(16, 16)]
+    recorded.clear()
+    tuning.one_launch, before = (lambda function, *_: function), tuning.one_launch
+    try:
+        assert same(found, tensors(calibrated(device="cpu")))
+    finally:
+        tuning.one_launch = before
+
+
+def test_a_model_that_cannot_be_recorded(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("not while a graph is recorded")
+
+    expected = tensors(calibrated())
+    monkeypatch.setattr(tuning, "one_launch", refuse)
+    assert same(tensors(calibrated()), expected)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("how", ["whole", "layer"])
+def test_a_killed_run_goes_on(how, request, device, monkeypatch, tmp_path):
+    if how == "layer":
+        request.getfixturevalue("by_layer")
+    monkeypatch.setattr(tuning, "KEPT", 0)
+    whole = tensors(calibrated(model=llama().to(device)))
+    step, taken = torch.optim.Adam.step, itertools.count()
+
+    def killed(optimizer):
+        if next(taken) == 30 + 30 * (how == "layer"):
+            raise Killed
+        step(optimizer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.Adam, "step", killed)
+        with pytest.raises(Killed):
+            calibrated(model=llama().to(device), resume=tmp_path)
+    counted = []
+    monkeypatch.setattr(torch.optim.Adam, "step", lambda optimizer: counted.append(step(optimizer)))
+    assert same(tensors(calibrated(model=llama().to(device), resume=tmp_path)), whole)
+    assert len(counted) < 45, "it has not started anew"
+
+
+def test_a_damaged_record_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuning, "KEPT", 0)
+    calibrated(resume=tmp_path)
+    (file,) = tmp_path.glob("tuning*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{file.name}: found it damaged"):
+        calibrated(resume=tmp_path)
+    with pytest.raises(ValueError, match="another model, data, device or setting"):
+        calibrated(41, resume=tmp_path)
+
+
+# --- text, and what is refused --------------------------------------------------------------------
+
+
+def test_the_model_writes_more_and_more_kinds_of_text(monkeypatch):
+    monkeypatch.setitem(tuning.AMOUNTS, "cpu", (6, 8))
+    monkeypatch.setitem(tuning.AMOUNTS, "", (6, 8))
+    expected = write(llama(), 6, 8, varied=True)
+    starts = expected[:, 0].tolist()
+    assert starts[::2] == [1, 1, 1] and len(set(starts[1::2])) > 1
+    assert same(
+        tensors(hf_kbit.calibrate(llama(), bits=2, tune=5)),
+        tensors(hf_kbit.calibrate(llama(), expected, bits=2, tune=5)),
+    )
+
+
+def test_layers_are_solved_for_a_part(monkeypatch):
+    """Of much data: those sequences, evenly spread, that a calibration without tuning would take."""
+    monkeypatch.setattr("hf_kbit.calibration.layerwise.SEQUENCES", 12)
+    monkeypatch.setattr(tuning, "tune_model", lambda *_: "")
+    assert same(tensors(calibrated()), tensors(hf_kbit.calibrate(llama(), IDS[::4], **CHOICES)))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error", "message"),
+    [
+        ("llama", {"tune": -1}, ValueError, "tune: found -1, expected 0 or more steps"),
+        ("llama", {"tune": 1.5}, TypeError, "tune: found 1.5, expected a number of steps"),
+        ("llama", {"tune": 5, "data": IDS[:1]}, ValueError, "data: found 1 sequence, expected 2 or more"),
+        ("bert-masked", {"tune": 5}, ValueError, "tune: found BertForMaskedLM, expected a causal language model"),
+        ("t5", {"tune": 5}, ValueError, "tune: found T5ForConditionalGeneration, expected a causal language model"),
+    ],
+)
+def test_refused_before_anything_changes(name, arguments, error, message):
+    model = BY_NAME[name].build()
+    before = copy.deepcopy(tensors(model))
+    with pytest.raises(error, match=message):
+        hf_kbit.calibrate(model, **{"data": IDS, "bits": 3} | arguments)
+    assert same(tensors(model), before)
+
+
+def test_in_memory():
+    lines, model = [], llama()
+    hf_kbit.quantize_model(model, data=IDS, tune=20, report=lambda *line: lines.append(line), **CHOICES)
+    assert same(tensors(model), tensors(calibrated(20)))
+    assert ("tuned", model.hf_quantizer.tuned) in lines
+    with pytest.raises(ValueError, match="tune: found 20, but nothing is calibrated"):
+        hf_kbit.quantize_model(llama(), bits=2, tune=20)
