@@ -41,6 +41,8 @@ MIXED_BITS, CALIBRATED_MIXED_BITS, WIDTHS_ONE_IN = (2.5, 3, 3.5, 4.5), (2.5, 3.5
 MIXED = ", mixed"  # ends the words for one, whose layers are quantized as the words before it say
 OWN_TEXT_BITS = (2, 3, 4)  # calibrated on the text that hf_kbit takes when it is given none
 OWN_TEXT = ", own text"
+TUNED_BITS = (2, 2.5, 3, 4)  # the same, and tuned
+TUNED = ", tuned"
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,13 @@ def load_calibrated(folder: Path, device: str, bits: int, method: str, data=trai
     return calibrate(model, data(folder, model), bits=bits, method=method)
 
 
+def load_tuned(folder: Path, device: str, bits: float) -> nn.Module:
+    """On what the model writes, all of which is in the time that it takes."""
+    model = load(folder, device)
+    hf_kbit.quantize_model(model, bits=bits, calibrate=True, tune=True)
+    return model
+
+
 def mixed_config(model: nn.Module, sequences: torch.Tensor, bits: float) -> hf_kbit.KbitConfig:
     return choose_widths(model, sequences[::WIDTHS_ONE_IN].flatten(), bits)
 
@@ -214,6 +223,16 @@ def kbit_methods() -> list[Method]:
         )
         for bits in OWN_TEXT_BITS
     ]
+    tuned = [
+        Method(
+            "hf_kbit",
+            bits,
+            f"optimal, feedback{OWN_TEXT}{TUNED}{'' if bits in BITS else MIXED}",
+            partial(load_tuned, bits=bits),
+            kbit_storage,
+        )
+        for bits in TUNED_BITS
+    ]
     mixed = [
         Method("hf_kbit", bits, f"optimal, search{MIXED}", partial(load_mixed, bits=bits), kbit_storage)
         for bits in MIXED_BITS
@@ -229,7 +248,7 @@ def kbit_methods() -> list[Method]:
         for bits in CALIBRATED_MIXED_BITS
         for text, data in (("", training_sequences), (OWN_TEXT, own_sequences))
     ]
-    return free + calibrated + on_own_text + mixed + mixed_calibrated
+    return free + calibrated + on_own_text + tuned + mixed + mixed_calibrated
 
 
 def methods() -> list[Method]:

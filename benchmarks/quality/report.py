@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import hf_kbit
-from benchmarks.quality.methods import MIXED, OWN_TEXT
+from benchmarks.quality.methods import MIXED, OWN_TEXT, TUNED
 from hf_kbit.calibration.layerwise import METHODS
 
 SMOLLM2, TRAINED, MINILM = "SmolLM2-135M-Instruct", "trained", "all-MiniLM-L6-v2"
@@ -41,6 +41,8 @@ SMOLLM2_TARGETS = {
     FEEDBACK + OWN_TEXT: {4: 0.04, 3: 0.17, 2: 1.2},
     FEEDBACK: {4: 0.028, 3: 0.14, 2: 0.95},
     FEEDBACK + OWN_TEXT + MIXED: {3.5: 0.08, 2.5: 0.45},
+    FEEDBACK + OWN_TEXT + TUNED: {4: 0.025, 3: 0.09, 2: 0.45},
+    FEEDBACK + OWN_TEXT + TUNED + MIXED: {2.5: 0.22},
 }
 
 
@@ -244,6 +246,7 @@ COLOURS = (
     "#a6761d",
     "#1f78b4",
     "#e31a1c",
+    "#8c6bb1",
 )
 MARKERS = {
     "hf_kbit": "o",
