@@ -25,7 +25,7 @@ def loading_section(model, name: str) -> str:
     auto_class = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else architecture
     return f"""{HEADING}
 
-The {_what(model)} quantized to {_widths(model)} with [hf_kbit](https://pypi.org/project/hf_kbit). After
+The {_what(model)} quantized to {widths(model)} with [hf_kbit](https://pypi.org/project/hf_kbit). After
 `pip install hf_kbit`:
 
 ```python
@@ -45,7 +45,7 @@ def _what(model) -> str:
     return f"{', '.join(first)} and {last} are" if first else f"{last} are"
 
 
-def _widths(model) -> str:
+def widths(model) -> str:
     """``3 bits``, or ``2 to 5 bits (3.40 on average)`` where layers differ."""
     weights = Counter()
     for layer in distinct(module for module in model.modules() if isinstance(module, KbitWeight)):
