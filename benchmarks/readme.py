@@ -20,6 +20,7 @@ OWN_TEXT = "optimal, feedback, own text"
 ROWS = (
     ("16 bits", "fp16", 16, "as trained", "bf16"),
     ("GGUF Q4_K_M", "llama_cpp_python", 5, "Q4_K_M", None),
+    ("GGUF IQ4_NL", "llama_cpp_python", 4, "IQ4_NL", None),
     ("bitsandbytes NF4", "bitsandbytes", 4, "NF4, block 64", "bitsandbytes"),
     ("HQQ 4 bits, groups of 64", "hqq", 4, "group 64", None),
     ("**hf_kbit 4 bits**", "hf_kbit", 4, "optimal, search", "hf_kbit"),
