@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -65,14 +66,23 @@ def command(
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON. Default: a table to read.")] = False,
+    card: Annotated[
+        bool,
+        typer.Option(
+            "--card", help="Write the figures into README.md in MODEL, a folder. Default: they are printed alone."
+        ),
+    ] = False,
     traceback: Traceback = False,
 ) -> None:
     """Measure what quantization costs: perplexity, and how far the model is from the 16-bit one."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from hf_kbit.evaluation import check, evaluate
+    from hf_kbit.integrations.transformers.cards import write_figures
 
     load = {"device_map": resolve_device(device), "dtype": check_dtype(dtype)}
+    if card and (bits is not None or not Path(model).is_dir()):
+        raise ValueError(f"--card: found it for {model}, expected a folder with the quantized model, and no --bits")
     if bits is not None and reference is None:
         reference = model
     # What is said of MODEL holds for the other arguments where they name it too.
@@ -86,11 +96,16 @@ def command(
     evaluated = AutoModelForCausalLM.from_pretrained(model, **load, **source[model], **quantization)
     compared = AutoModelForCausalLM.from_pretrained(reference, **load, **source[reference]) if reference else None
     found = evaluate(evaluated, tokens, reference=compared, window=window, stride=stride, progress=True)
+    rows = _rows(found)
+    if card:
+        source_text = ", ".join(map(str, text or [dataset]))
+        write_figures(model, {"text": source_text, **({"compared with": reference} if reference else {})} | rows)
     if as_json:
         width = getattr(getattr(evaluated.config, "quantization_config", None), "bits", None)
         typer.echo(json.dumps({"model": model, "bits": width, "reference": reference} | asdict(found)))
     else:
-        _show(found)
+        for label, value in rows.items():
+            line(label, value)
 
 
 def _quantization(model: str, config, bits: int | None, codebook: str | None, scale: str | None) -> dict:
@@ -121,7 +136,7 @@ def _tokenize(text: str, name: str, source: dict) -> "torch.Tensor":
     return tokenize(text, tokenizer)
 
 
-def _show(found: "Evaluation") -> None:
+def _rows(found: "Evaluation") -> dict[str, str]:
     stride = "" if found.stride == found.window else f", {found.stride} apart"
     rows = {"tokens": f"{found.tokens:,} predicted, in windows of {found.window:,}{stride}"}
     rows["perplexity"] = f"{found.perplexity:.4f}"
@@ -129,5 +144,4 @@ def _show(found: "Evaluation") -> None:
         rows["reference"] = f"{found.reference_perplexity:.4f}"
         rows["KL divergence"] = f"{found.kl_divergence:.5f} nats"
         rows["same top-1"] = f"{found.top1_agreement:.2%}"
-    for label, value in rows.items():
-        line(label, value)
+    return rows
