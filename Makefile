@@ -19,7 +19,7 @@ PYTEST := bin/python -m pytest --timeout=900 --numprocesses=auto --dist=loadfile
 test test-all test-oldest: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-oldest-torch test-vllm docs wheel lint format clean
+.PHONY: help demo test test-all test-oldest test-oldest-torch test-vllm docs wheel release lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,10 @@ wheel: $(VENV)/.torch-$(TORCH) ## build the release wheel into dist/, with CUDA 
 	            "&& cmake --build build --target hf_kbit_$$half" >&2; exit 1; }; \
 	done
 
+release: wheel $(VENV)/.release ## the wheel and a source distribution in dist/, both as twine wants them
+	$(VENV)/bin/python -m build --sdist --outdir dist .
+	$(VENV)/bin/python -m twine check --strict dist/*
+
 lint: $(VENV)/.test ## ruff check, ruff format --check and clang-format --dry-run
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -80,7 +84,7 @@ clean: ## remove the virtual environments and everything built or cached
 # again.
 .SECONDEXPANSION:
 $(OLDEST)/.test: PINS := transformers==$(OLDEST_TRANSFORMERS)
-$(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(OLDEST)/.test: $$(@D)/.torch-$(TORCH) pyproject.toml $(NATIVE)
+$(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(VENV)/.release $(OLDEST)/.test: $$(@D)/.torch-$(TORCH) pyproject.toml $(NATIVE)
 	@echo "Installing hf_kbit and its $(@F:.%=%) extra into $(@D) ..."
 	@$(@D)/$(PIP_INSTALL) --editable ".[$(@F:.%=%)]" $(PINS)
 	@touch $@

@@ -129,6 +129,11 @@ def test_errors_of_codebooks_on_the_quickstart_page():
                 assert float(cell) == pytest.approx(error, rel=0.01), (codebook, scale, bits)
 
 
+def test_version_of_the_citation():
+    citation = (DOCS.parent / "CITATION.cff").read_text()
+    assert re.findall(r"^version: (.*)$", citation, flags=re.MULTILINE) == [hf_kbit.__version__]
+
+
 # --- docs/finetuning.md ---
 
 NOTES = "A model learns what it reads, block by block.\n" * 300
