@@ -84,7 +84,8 @@ clean: ## remove the virtual environments and everything built or cached
 # again.
 .SECONDEXPANSION:
 $(OLDEST)/.test: PINS := transformers==$(OLDEST_TRANSFORMERS)
-$(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(VENV)/.release $(OLDEST)/.test: $$(@D)/.torch-$(TORCH) pyproject.toml $(NATIVE)
+$(VENV)/.demo $(VENV)/.test $(VENV)/.docs \
+    $(VENV)/.release $(OLDEST)/.test: $$(@D)/.torch-$(TORCH) pyproject.toml $(NATIVE)
 	@echo "Installing hf_kbit and its $(@F:.%=%) extra into $(@D) ..."
 	@$(@D)/$(PIP_INSTALL) --editable ".[$(@F:.%=%)]" $(PINS)
 	@touch $@
