@@ -46,6 +46,7 @@ ORDER = [
     "nn",
     "config",
     "mixing",
+    "decoding",
     "integrations",
     "calibration",
     "evaluation",

@@ -1,0 +1,269 @@
+"""hf_kbit.decode against ``generate``, token by token; on a CPU as a GPU runs it, with a stand-in for CUDA graphs."""
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, BY_NAME
+from byte_tokenizer import byte_tokenizer
+from cpu_graph import cpu_graph
+from torch._dynamo.testing import CompileCounter
+from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
+
+import hf_kbit
+from hf_kbit import decoding
+
+DECODERS = [each for each in ARCHITECTURES if each.generates and each.name not in ("t5", "whisper")]
+SAMPLED = {"do_sample": True, "temperature": 1.2, "top_k": 40, "top_p": 0.9}
+CUDA = decoding.WAYS["cuda"]
+
+
+@pytest.fixture
+def as_a_gpu(monkeypatch):
+    """Steps on a CPU are recorded and launched ahead."""
+    monkeypatch.setitem(decoding.WAYS, "cpu", decoding.Way(None, cpu_graph, CUDA.ahead))
+
+
+@pytest.fixture(scope="module")
+def llama(device):
+    return BY_NAME["llama"].build(vocab_size=256).to(device)
+
+
+def prompts(device, lengths=(7, 3, 5)) -> dict:
+    """Padded on the left."""
+    ids = torch.randint(5, 90, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(2)).to(device)
+    mask = torch.stack([torch.arange(max(lengths)) >= max(lengths) - length for length in lengths]).long().to(device)
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def same(model, inputs: dict, **settings) -> torch.Tensor:
+    """What generate finds, which decode must find too."""
+    found = []
+    for way in ({}, {"custom_generate": hf_kbit.decode}):
+        torch.manual_seed(4)
+        found.append(model.generate(**inputs, **{"max_new_tokens": 9, **settings, **way}))
+    assert torch.equal(*found), found
+    return found[0]
+
+
+@pytest.mark.parametrize("architecture", DECODERS, ids=str)
+def test_architectures(architecture, as_a_gpu, device):
+    """Padded prompts, past every window; plain ones, with images where there are some."""
+    model = architecture.build().to(device)
+    same(model, prompts(device), disable_compile=True)
+    inputs = {name: tensor.to(device) for name, tensor in architecture.inputs().items()}
+    same(model, inputs, disable_compile=True, **SAMPLED)
+
+
+class Even(LogitsProcessor):
+    """Allows only tokens of the parity of the length."""
+
+    def __call__(self, input_ids, scores):
+        return scores.masked_fill(torch.arange(256, device=scores.device) % 2 != input_ids.shape[1] % 2, -torch.inf)
+
+
+class Seen(StoppingCriteria):
+    """Ends a sequence at a token that it had before."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, :-1] == input_ids[:, -1:]).any(1)
+
+
+SETTINGS = {
+    "one token": {"max_new_tokens": 1},
+    "two tokens": {"max_new_tokens": 2},
+    "a length": {"max_new_tokens": None, "max_length": 20},
+    "several sequences": SAMPLED | {"num_return_sequences": 2},
+    "sampling by min_p": {"do_sample": True, "min_p": 0.05, "top_k": 0},
+    "sampling by typical_p": {"do_sample": True, "typical_p": 0.5},
+    "repetition penalty": {"repetition_penalty": 1.7},
+    "no repeated n-grams": {"no_repeat_ngram_size": 2},
+    "bad words": {"bad_words_ids": [[7], [8, 9]], "eos_token_id": 3},
+    "least tokens": {"min_new_tokens": 6, "eos_token_id": list(range(3, 200))},
+    "guidance": {"guidance_scale": 1.5},
+    "a chunked prompt": {"prefill_chunk_size": 3},
+    "a static cache": {"cache_implementation": "static"},
+    "padding": {"eos_token_id": list(range(40, 250)), "pad_token_id": 2},
+    "a processor": {"logits_processor": [Even()]},
+    "a criterion": {"stopping_criteria": [Seen()]},
+    "a criterion and an end": {"stopping_criteria": [Seen()], "eos_token_id": list(range(200, 256))},
+    "no time": {"max_time": 0.0},
+    "stop strings": {"stop_strings": ["a", "\x10"], "tokenizer": byte_tokenizer(), "max_new_tokens": 30},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_settings(settings, as_a_gpu, llama, device):
+    same(llama, prompts(device), disable_compile=True, **settings)
+
+
+def test_embeddings_for_a_prompt(as_a_gpu, llama, device):
+    inputs = prompts(device)
+    embeddings = llama.get_input_embeddings()(inputs.pop("input_ids"))
+    same(llama, inputs | {"inputs_embeds": embeddings}, disable_compile=True)
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_ends(settings, as_a_gpu, llama, device):
+    """A sequence ends at each of its tokens in turn; a batch ends with the last one; the rest is padding."""
+    plain = same(llama, prompts(device), eos_token_id=None, disable_compile=True, **settings)
+    for column in range(7, 16):
+        same(llama, prompts(device), eos_token_id=plain[1, column].item(), disable_compile=True, **settings)
+        every = plain[:, column].tolist()
+        found = same(llama, prompts(device), eos_token_id=every, pad_token_id=1, disable_compile=True, **settings)
+        assert found.shape[1] <= column + 1
+
+
+def test_a_full_context(as_a_gpu, llama, device):
+    """To the last position that the model has, and a cache that is full to its last place."""
+    found = same(llama, prompts(device, (50, 44)), max_new_tokens=14, disable_compile=True)
+    assert found.shape[1] == llama.config.max_position_embeddings == decoding.ROOM
+
+
+def test_without_a_graph(llama, device, monkeypatch):
+    """As on other devices: a step is called, and looked at before the next; random numbers are left where they were."""
+    monkeypatch.setattr(decoding, "WAYS", {})
+    same(llama, prompts(device), **SAMPLED)
+    drawn = torch.rand(3, device=device)
+    same(llama, prompts(device), **SAMPLED)
+    assert torch.equal(drawn, torch.rand(3, device=device))
+
+
+# --- how steps are run ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forwards(llama, monkeypatch):
+    """Lengths of what goes through the model from Python."""
+    lengths, forward = [], llama.forward
+
+    def counted(*args, **kwargs):
+        lengths.append(kwargs["input_ids"].shape[1])
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(llama, "forward", counted)
+    return lengths
+
+
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.7}], ids=["recorded", "between steps"])
+def test_a_step_is_recorded_once(settings, as_a_gpu, llama, device, forwards):
+    """The prompt, a first step, and the second, which is recorded; all others repeat it."""
+    llama.generate(
+        **prompts(device), max_new_tokens=9, disable_compile=True, custom_generate=hf_kbit.decode, **settings
+    )
+    assert forwards == [7, 1, 1]
+
+
+def test_steps_past_the_end(llama, device, monkeypatch, forwards):
+    """As many as are launched ahead, and none past the greatest length."""
+    monkeypatch.setitem(decoding.WAYS, device, decoding.Way(ahead=2))
+    plain = llama.generate(**prompts(device), max_new_tokens=9, custom_generate=hf_kbit.decode)
+    assert forwards == [7] + 8 * [1]
+    del forwards[:]
+    ends = plain[:, 10].tolist()
+    found = llama.generate(**prompts(device), max_new_tokens=9, eos_token_id=ends, custom_generate=hf_kbit.decode)
+    assert len(forwards) == found.shape[1] - 7 + 2
+
+
+def test_lengths_share_compiled_code(llama, device, monkeypatch):
+    """Caches and paddings of other lengths too; another batch is compiled for itself."""
+    torch.compiler.reset()
+    counter = CompileCounter()
+    monkeypatch.setitem(
+        decoding.WAYS, device, decoding.Way(lambda: torch.compile(decoding._logits, backend=counter, dynamic=False))
+    )
+    for new_tokens in (9, 40, 120):
+        same(llama, prompts(device), max_new_tokens=new_tokens, use_cache=True)
+    assert counter.frame_count == 1
+    same(llama, prompts(device, (6, 4)))
+    assert counter.frame_count == 2
+
+
+def test_a_forward_that_reads_back(as_a_gpu, llama, device, monkeypatch):
+    """It cannot be recorded: an error says so."""
+    forward = llama.forward
+
+    def reading(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        assert output.logits.isfinite().all().item()
+        return output
+
+    monkeypatch.setattr(llama, "forward", reading)
+    with pytest.raises(ValueError, match="LlamaForCausalLM cannot be recorded in a CUDA graph"):
+        llama.generate(**prompts(device), disable_compile=True, custom_generate=hf_kbit.decode)
+
+
+# --- streamers, errors ------------------------------------------------------------------------------
+
+
+class Streamer:
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.given = []
+
+    def put(self, tokens):
+        assert tokens.device.type == "cpu"
+        self.given.append(tokens.tolist())
+
+    def end(self):
+        self.given.append("end")
+
+
+@pytest.mark.parametrize("settings", [{}, {"eos_token_id": list(range(100, 250))}], ids=["to the length", "ended"])
+def test_streamers(settings, as_a_gpu, llama, device):
+    """They get the prompt, each token once it is known, none past the end, and are told of the end."""
+    streamers = Streamer(), Streamer()
+    for streamer, way in zip(streamers, ({}, {"custom_generate": hf_kbit.decode}), strict=True):
+        llama.generate(**prompts(device), max_new_tokens=9, streamer=streamer, disable_compile=True, **settings, **way)
+    assert streamers[0].given == streamers[1].given and streamers[0].given[-1] == "end"
+
+
+REFUSED = {
+    "generation mode beam_search": {"num_beams": 2},
+    "generation mode assisted_generation": {"prompt_lookup_num_tokens": 2},
+    "return_dict_in_generate=True": {"return_dict_in_generate": True},
+    "use_cache=False": {"use_cache": False},
+    "cache_implementation='offloaded'": {"cache_implementation": "offloaded"},
+    "past_key_values": {"past_key_values": DynamicCache()},
+    "synced_gpus=True": {"synced_gpus": True},
+}
+
+
+@pytest.mark.parametrize(("found", "settings"), REFUSED.items(), ids=REFUSED)
+def test_refusals(found, settings, llama, device, forwards):
+    with pytest.raises(ValueError, match=f"hf_kbit.decode: found {found}, expected "):
+        llama.generate(**prompts(device), custom_generate=hf_kbit.decode, **settings)
+    assert not forwards
+
+
+def test_models_that_are_refused():
+    with pytest.raises(ValueError, match="found T5ForConditionalGeneration, an encoder-decoder, expected a decoder"):
+        BY_NAME["t5"].build().generate(torch.tensor([[5]]), custom_generate=hf_kbit.decode)
+
+
+def test_an_assistant_is_refused(llama, device):
+    with pytest.raises(ValueError, match="found generation mode assisted_generation"):
+        llama.generate(**prompts(device, (3,)), assistant_model=llama, custom_generate=hf_kbit.decode)
+
+
+def test_no_probabilities(as_a_gpu, llama, device):
+    """A model whose logits are NaN does not draw from them in silence."""
+
+    class Broken(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return scores * torch.nan if input_ids.shape[1] > 9 else scores
+
+    settings = dict(logits_processor=[Broken()], do_sample=True, disable_compile=True)
+    with pytest.raises(ValueError, match="found probabilities that are NaN"):
+        llama.generate(**prompts(device), custom_generate=hf_kbit.decode, **settings)
+
+
+def test_other_callables_get_what_they_did(llama, device):
+    """Transformers keeps streamers from them."""
+    got = {}
+
+    def custom(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        got.update(kwargs)
+        return input_ids
+
+    llama.generate(**prompts(device), streamer=Streamer(), custom_generate=custom)
+    assert "streamer" not in got and "past_key_values" in got
