@@ -8,7 +8,7 @@ from importlib import import_module as _import_module
 from hf_kbit import codebooks
 from hf_kbit.calibration import calibrate
 from hf_kbit.config import KbitConfig
-from hf_kbit.decoding import decode
+from hf_kbit.decoding.loop import decode
 from hf_kbit.evaluation import evaluate
 from hf_kbit.in_memory import quantize_model
 from hf_kbit.integrations import hooks as _hooks

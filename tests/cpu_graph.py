@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs on a CPU, as strict: what was launched is repeated, by the tensors it was launched with."""
+"""A stand-in for CUDA graphs on a CPU, as strict: what was launched is repeated, with the tensors it was given."""
 
 from collections.abc import Callable
 

@@ -176,7 +176,7 @@ TRANSFORMERS_HOOKS = (
     Hook(
         f"{_GENERATION}._extract_generation_mode_kwargs",
         ("self", "custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer"),
-        "hf_kbit.decoding:pass_all_on",
+        "hf_kbit.decoding.loop:pass_all_on",
         lost="hf_kbit.decode gets no streamer, and no tokenizer for stop strings",
     ),
 )

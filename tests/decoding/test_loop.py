@@ -9,17 +9,17 @@ from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 
 import hf_kbit
-from hf_kbit import decoding
+from hf_kbit.decoding import cache, step
 
 DECODERS = [each for each in ARCHITECTURES if each.generates and each.name not in ("t5", "whisper")]
 SAMPLED = {"do_sample": True, "temperature": 1.2, "top_k": 40, "top_p": 0.9}
-CUDA = decoding.WAYS["cuda"]
+CUDA = step.WAYS["cuda"]
 
 
 @pytest.fixture
 def as_a_gpu(monkeypatch):
     """Steps on a CPU are recorded and launched ahead."""
-    monkeypatch.setitem(decoding.WAYS, "cpu", decoding.Way(None, cpu_graph, CUDA.ahead))
+    monkeypatch.setitem(step.WAYS, "cpu", step.Way(None, cpu_graph, CUDA.ahead))
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +115,12 @@ def test_ends(settings, as_a_gpu, llama, device):
 def test_a_full_context(as_a_gpu, llama, device):
     """To the last position that the model has, and a cache that is full to its last place."""
     found = same(llama, prompts(device, (50, 44)), max_new_tokens=14, disable_compile=True)
-    assert found.shape[1] == llama.config.max_position_embeddings == decoding.ROOM
+    assert found.shape[1] == llama.config.max_position_embeddings == cache.ROOM
 
 
 def test_without_a_graph(llama, device, monkeypatch):
-    """As on other devices: a step is called, and looked at before the next; random numbers are left where they were."""
-    monkeypatch.setattr(decoding, "WAYS", {})
+    """As on other devices: a step is called, and looked at before the next; no random numbers are lost."""
+    monkeypatch.delitem(step.WAYS, device, raising=False)
     same(llama, prompts(device), **SAMPLED)
     drawn = torch.rand(3, device=device)
     same(llama, prompts(device), **SAMPLED)
@@ -154,7 +154,7 @@ def test_a_step_is_recorded_once(settings, as_a_gpu, llama, device, forwards):
 
 def test_steps_past_the_end(llama, device, monkeypatch, forwards):
     """As many as are launched ahead, and none past the greatest length."""
-    monkeypatch.setitem(decoding.WAYS, device, decoding.Way(ahead=2))
+    monkeypatch.setitem(step.WAYS, device, step.Way(ahead=2))
     plain = llama.generate(**prompts(device), max_new_tokens=9, custom_generate=hf_kbit.decode)
     assert forwards == [7] + 8 * [1]
     del forwards[:]
@@ -168,7 +168,7 @@ def test_lengths_share_compiled_code(llama, device, monkeypatch):
     torch.compiler.reset()
     counter = CompileCounter()
     monkeypatch.setitem(
-        decoding.WAYS, device, decoding.Way(lambda: torch.compile(decoding._logits, backend=counter, dynamic=False))
+        step.WAYS, device, step.Way(lambda: torch.compile(step.logits_of, backend=counter, dynamic=False))
     )
     for new_tokens in (9, 40, 120):
         same(llama, prompts(device), max_new_tokens=new_tokens, use_cache=True)
