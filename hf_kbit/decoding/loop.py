@@ -4,7 +4,7 @@
 the time the GPU waits. Here a step is one CUDA graph, launched before the token of the step before has been read. In
 the order of a call: ``refusals.py`` names what cannot be done; the prompt goes through the model as in ``generate``;
 ``cache.py`` gives its keys and values places for all tokens to come; ``choice.py`` makes tokens of logits; ``step.py``
-runs a step; and tokens reach the host a few steps late.
+runs a step, with ``attention.py``; and tokens reach the host a few steps late.
 """
 
 from collections import deque

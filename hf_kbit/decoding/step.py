@@ -1,14 +1,16 @@
 """A step of decoding, and how steps are run on a type of device: compiled, recorded, ahead of what is looked at."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from hf_kbit.decoding.attention import of_one_token
 from hf_kbit.decoding.cache import with_room
 from hf_kbit.decoding.choice import Choice
 
@@ -40,9 +42,9 @@ class Step:
         past = model_kwargs.pop("past_key_values")
         self.position = choice.token.new_tensor(past.get_seq_length())
         self.inputs = _inputs(model, choice, with_room(past, tokens, self.position), model_kwargs)
-        self.forward = logits_of
+        self.forward, self.attention = logits_of, nullcontext
         if way.compile is not None and compiled and _can_be_compiled(model):
-            self.forward = way.compile()
+            self.forward, self.attention = way.compile(), partial(of_one_token, model)
             _any_length(self.inputs)
         self.run = self._run
 
@@ -56,7 +58,8 @@ class Step:
             self.choice(logits, length)
 
     def _run(self) -> Tensor:
-        logits = self.forward(self.model, self.inputs)
+        with self.attention():
+            logits = self.forward(self.model, self.inputs)
         self.position += 1
         if "position_ids" in self.inputs:
             self.inputs["position_ids"] += 1

@@ -1,0 +1,61 @@
+"""Attention of one token to a cache, in sums of products of which Inductor makes three kernels.
+
+``scaled_dot_product_attention`` has no kernel for a mask and heads that share keys: Transformers copies the keys and
+values for each head first, and the kernel then has as many blocks as there are heads, each of which goes through all
+keys alone.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "hf_kbit_one_token"
+
+
+def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings):
+    """What Transformers calls for attention, where a model runs ``of_one_token``.
+
+    Args:
+        module: the layer.
+        query: ``[batch, heads, 1, size]``; of more tokens ``sdpa`` does it.
+        key: ``[batch, heads that keys have, length, size]``.
+        value: likewise.
+        attention_mask: bool ``[batch, 1, 1, length]``, what there is to attend to.
+        settings: ``scaling`` of the products; others but those that leave out nothing here are for ``sdpa``.
+
+    Returns:
+        ``[batch, 1, heads, size]`` in the dtype of ``query``, computed in float32, and no weights.
+    """
+    masked = attention_mask is not None and attention_mask.dtype == torch.bool
+    if query.shape[2] != 1 or not masked or settings.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+    batch, heads, _, size = query.shape
+    scaling = settings.get("scaling")
+    scaling = size**-0.5 if scaling is None else scaling
+    grouped = (query.float() * scaling).view(batch, key.shape[1], -1, 1, size)
+    scores = (grouped * key.float()[:, :, None]).sum(-1)
+    weights = scores.masked_fill(~attention_mask, -torch.inf).softmax(-1)
+    attended = (weights[..., None] * value.float()[:, :, None]).sum(3)
+    return attended.view(batch, 1, heads, value.shape[3]).to(query.dtype), None
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+@contextmanager
+def of_one_token(model) -> Iterator[None]:
+    """Inside, a model that has ``sdpa`` attends by ``attend`` instead, which is slow unless it is compiled."""
+    config = model.config.get_text_config(decoder=True)
+    before = config._attn_implementation
+    if before == "sdpa":
+        config._attn_implementation_internal = NAME  # the property would change sub-configs too
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = before
