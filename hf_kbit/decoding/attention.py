@@ -7,6 +7,7 @@ keys alone.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -15,24 +16,27 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "hf_kbit_one_token"
+_alone = Lock()  # of two threads with one model the second would take what the first has put there for its own
 
 
 def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings):
-    """What Transformers calls for attention, where a model runs ``of_one_token``.
+    """What Transformers calls for attention, where a model runs ``of_one_token``. ``sdpa`` does what is not of one
+    token with a mask, and what is not compiled, for which these products would each be written to memory.
 
     Args:
         module: the layer.
-        query: ``[batch, heads, 1, size]``; of more tokens ``sdpa`` does it.
+        query: ``[batch, heads, 1, size]``.
         key: ``[batch, heads that keys have, length, size]``.
         value: likewise.
         attention_mask: bool ``[batch, 1, 1, length]``, what there is to attend to.
-        settings: ``scaling`` of the products; others but those that leave out nothing here are for ``sdpa``.
+        settings: ``scaling`` of the products; a ``position_bias`` is for ``sdpa``.
 
     Returns:
         ``[batch, 1, heads, size]`` in the dtype of ``query``, computed in float32, and no weights.
     """
     masked = attention_mask is not None and attention_mask.dtype == torch.bool
-    if query.shape[2] != 1 or not masked or settings.get("position_bias") is not None:
+    biased = settings.get("position_bias") is not None
+    if query.shape[2] != 1 or not masked or biased or not torch.compiler.is_compiling():
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     batch, heads, _, size = query.shape
     scaling = settings.get("scaling")
@@ -50,12 +54,13 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @contextmanager
 def of_one_token(model) -> Iterator[None]:
-    """Inside, a model that has ``sdpa`` attends by ``attend`` instead, which is slow unless it is compiled."""
+    """Inside, a model that has ``sdpa`` calls ``attend`` instead."""
     config = model.config.get_text_config(decoder=True)
-    before = config._attn_implementation
-    if before == "sdpa":
-        config._attn_implementation_internal = NAME  # the property would change sub-configs too
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = before
+    with _alone:
+        before = config._attn_implementation
+        if before == "sdpa":
+            config._attn_implementation_internal = NAME  # the property would change sub-configs too
+        try:
+            yield
+        finally:
+            config._attn_implementation_internal = before

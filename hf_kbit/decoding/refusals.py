@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationConfig, GenerationMode
 
+from hf_kbit.decoding.attention import NAME as ONE_TOKEN
 from hf_kbit.decoding.cache import GROWING
 
 
@@ -30,7 +31,7 @@ def _of_settings(config: GenerationConfig, synced_gpus, assistant_model, model_k
     if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
         yield "past_key_values", "none, for it makes its own cache"
     if config.compile_config is not None:
-        yield "a compile_config", "none; disable_compile=True if nothing is to be compiled"
+        yield "a compile_config", "none, for it compiles in its own way, or not at all with disable_compile=True"
     if synced_gpus:
         yield "synced_gpus=True", "a model that is not sharded"
 
@@ -44,7 +45,7 @@ def _of_model(model, input_ids: Tensor) -> Iterator[tuple[str, str]]:
         yield f"{name}, whose cache has a {layer.__name__}", "attention alone, whose keys and values stay as they are"
     if not model._supports_default_dynamic_cache():
         yield f"{name}, which has a cache of its own", "attention alone, whose keys and values stay as they are"
-    if config._attn_implementation not in ("sdpa", "eager"):
+    if config._attn_implementation not in ("sdpa", "eager", ONE_TOKEN):  # the last while another thread compiles
         yield f"attn_implementation={config._attn_implementation!r}", "'sdpa' or 'eager'"
     devices = sorted(set(map(str, (getattr(model, "hf_device_map", None) or {}).values())))
     if len(devices) > 1:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -126,9 +127,12 @@ def _inductor() -> Callable:
     return torch.compile(logits_of, dynamic=False)
 
 
+_recording = Lock()  # all threads record on one stream
+
+
 def _cuda_graph(function: Callable) -> Callable:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with _recording, torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = function()
 
     def replay():

@@ -17,14 +17,14 @@ def test_against_torch(heads, dtype, device):
     states = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     mask = torch.rand(3, 1, 1, 20, generator=generator).to(device) < 0.5
     mask[..., -1] = True
-    found, weights = attend(torch.nn.Identity(), *states, mask, scaling=0.5)
+    found, weights = torch.compile(attend, backend="eager")(torch.nn.Identity(), *states, mask, scaling=0.5)
     exact = [state.double() for state in states]
     expected = scaled_dot_product_attention(*exact, mask, scale=0.5, enable_gqa=True).transpose(1, 2)
     assert weights is None and found.dtype == dtype
     torch.testing.assert_close(found.double(), expected, rtol=1.01 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-@pytest.mark.parametrize("left_to_torch", ["several tokens", "no mask", "a bias"])
+@pytest.mark.parametrize("left_to_torch", ["several tokens", "no mask", "a bias", "not compiled"])
 def test_what_is_left_to_torch(left_to_torch, monkeypatch):
     asked = []
     monkeypatch.setattr(
@@ -34,6 +34,7 @@ def test_what_is_left_to_torch(left_to_torch, monkeypatch):
     query, keys = torch.rand(1, 2, tokens, 8), torch.rand(1, 2, 5, 8)
     mask = None if left_to_torch == "no mask" else torch.ones(1, 1, tokens, 5, dtype=torch.bool)
     settings = {"position_bias": torch.rand(1, 2, 1, 5)} if left_to_torch == "a bias" else {}
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: left_to_torch != "not compiled")
     attend(torch.nn.Identity(), query, keys, keys, mask, **settings)
     assert len(asked) == 1
 

@@ -5,11 +5,20 @@ import torch
 from architectures import ARCHITECTURES, BY_NAME
 from byte_tokenizer import byte_tokenizer
 from cpu_graph import cpu_graph
+from peft import LoraConfig, get_peft_model
 from torch._dynamo.testing import CompileCounter
-from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CompileConfig,
+    DynamicCache,
+    LogitsProcessor,
+    StoppingCriteria,
+)
 
 import hf_kbit
 from hf_kbit.decoding import cache, step
+from hf_kbit.decoding.attention import NAME
 
 DECODERS = [each for each in ARCHITECTURES if each.generates and each.name not in ("t5", "whisper")]
 SAMPLED = {"do_sample": True, "temperature": 1.2, "top_k": 40, "top_p": 0.9}
@@ -177,8 +186,37 @@ def test_lengths_share_compiled_code(llama, device, monkeypatch):
     assert counter.frame_count == 2
 
 
-def test_a_forward_that_reads_back(as_a_gpu, llama, device, monkeypatch):
-    """It cannot be recorded: an error says so."""
+@pytest.mark.parametrize(("disabled", "attention"), [(False, NAME), (True, "sdpa")])
+def test_attention_of_compiled_steps(disabled, attention, llama, device, monkeypatch):
+    seen, logits_of = [], step.logits_of
+
+    def spying(model, inputs):
+        seen.append(model.config._attn_implementation)
+        return logits_of(model, inputs)
+
+    monkeypatch.setitem(step.WAYS, device, step.Way(lambda: spying))
+    monkeypatch.setattr(step, "logits_of", spying)
+    llama.generate(**prompts(device), max_new_tokens=3, disable_compile=disabled, custom_generate=hf_kbit.decode)
+    assert seen == [attention, attention]
+
+
+@pytest.mark.parametrize("bits", [None, 3], ids=["16 bits", "3 bits"])
+def test_adapters(bits, as_a_gpu, device):
+    """PEFT's, over packed weights and others."""
+    model = BY_NAME["llama"].build()
+    if bits is not None:
+        hf_kbit.quantize_model(model, bits=bits)
+    config = LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(5)
+    adapted = get_peft_model(model, config).to(device)
+    found = same(adapted, prompts(device), disable_compile=True)
+    with adapted.disable_adapter():
+        assert not torch.equal(found, same(adapted, prompts(device), disable_compile=True))
+
+
+def test_a_forward_that_reads_back(as_a_gpu, monkeypatch):
+    """It cannot be recorded: an error says so. On a CPU alone, for CUDA is not to be trusted after it in a process."""
+    llama = BY_NAME["llama"].build()
     forward = llama.forward
 
     def reading(*args, **kwargs):
@@ -188,7 +226,7 @@ def test_a_forward_that_reads_back(as_a_gpu, llama, device, monkeypatch):
 
     monkeypatch.setattr(llama, "forward", reading)
     with pytest.raises(ValueError, match="LlamaForCausalLM cannot be recorded in a CUDA graph"):
-        llama.generate(**prompts(device), disable_compile=True, custom_generate=hf_kbit.decode)
+        llama.generate(**prompts("cpu"), max_new_tokens=9, custom_generate=hf_kbit.decode)
 
 
 # --- streamers, errors ------------------------------------------------------------------------------
@@ -224,20 +262,68 @@ REFUSED = {
     "use_cache=False": {"use_cache": False},
     "cache_implementation='offloaded'": {"cache_implementation": "offloaded"},
     "past_key_values": {"past_key_values": DynamicCache()},
+    "a compile_config": {"compile_config": CompileConfig()},
     "synced_gpus=True": {"synced_gpus": True},
 }
 
 
 @pytest.mark.parametrize(("found", "settings"), REFUSED.items(), ids=REFUSED)
 def test_refusals(found, settings, llama, device, forwards):
-    with pytest.raises(ValueError, match=f"hf_kbit.decode: found {found}, expected "):
+    with pytest.raises(ValueError, match=f"^hf_kbit.decode: found {found}, expected [^;]*$"):
         llama.generate(**prompts(device), custom_generate=hf_kbit.decode, **settings)
     assert not forwards
 
 
-def test_models_that_are_refused():
-    with pytest.raises(ValueError, match="found T5ForConditionalGeneration, an encoder-decoder, expected a decoder"):
-        BY_NAME["t5"].build().generate(torch.tensor([[5]]), custom_generate=hf_kbit.decode)
+def test_all_that_is_refused_is_named(llama, device):
+    with pytest.raises(
+        ValueError, match=r"found generation mode beam_sample, .*; found use_cache=False, .*; found a comp"
+    ):
+        settings = {"num_beams": 3, "do_sample": True, "use_cache": False, "compile_config": CompileConfig()}
+        llama.generate(**prompts(device), custom_generate=hf_kbit.decode, **settings)
+
+
+def mamba():
+    config = dict(hidden_size=16, state_size=4, num_hidden_layers=1, vocab_size=99, pad_token_id=0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **config))
+
+
+def mixed():
+    """Layers of attention, and one of linear attention."""
+    config = BY_NAME["qwen3"].settings | {"layer_types": ["linear_attention", "full_attention"]}
+    config |= {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "num_experts": 2, "num_experts_per_tok": 1}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_next", **config))
+
+
+def on_two_devices():
+    model = BY_NAME["llama"].build()
+    model.hf_device_map = {"model": 0, "lm_head": "cpu"}
+    return model
+
+
+MODELS = {
+    "T5ForConditionalGeneration, an encoder-decoder, expected a decoder": BY_NAME["t5"].build,
+    "MambaForCausalLM, whose cache has a LinearAttentionLayer": mamba,
+    "Qwen3NextForCausalLM, whose cache has a LinearAttentionLayer": mixed,
+    "a model on 0, cpu, expected one device": on_two_devices,
+    "attn_implementation='flex_attention'": lambda: BY_NAME["llama"].build(attn_implementation="flex_attention"),
+}
+
+
+@pytest.mark.parametrize(("found", "build"), MODELS.items(), ids=MODELS)
+def test_models_that_are_refused(found, build):
+    with pytest.raises(ValueError, match=f"found {found}"):
+        build().generate(torch.tensor([[5, 6]]), max_new_tokens=3, custom_generate=hf_kbit.decode)
+
+
+@pytest.mark.gpu
+def test_more_models_that_are_refused():
+    """On a GPU."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(
+        ValueError, match=r"found input_ids on cpu, expected .* where the model is; found rope_type='dyn"
+    ):
+        model = BY_NAME["llama"].build(rope_parameters=rope).cuda()
+        model.generate(torch.tensor([[5, 6]]), custom_generate=hf_kbit.decode)
 
 
 def test_an_assistant_is_refused(llama, device):
