@@ -29,22 +29,22 @@ def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Te
         key: ``[batch, heads that keys have, length, size]``.
         value: likewise.
         attention_mask: bool ``[batch, 1, 1, length]``, what there is to attend to.
-        settings: ``scaling`` of the products; a ``position_bias`` is for ``sdpa``.
+        settings: ``scaling`` of the products; with a ``position_bias``, a ``softcap`` or ``dropout`` ``sdpa`` does it.
 
     Returns:
         ``[batch, 1, heads, size]`` in the dtype of ``query``, computed in float32, and no weights.
     """
     masked = attention_mask is not None and attention_mask.dtype == torch.bool
-    biased = settings.get("position_bias") is not None
-    if query.shape[2] != 1 or not masked or biased or not torch.compiler.is_compiling():
+    plain = settings.get("position_bias") is None and settings.get("softcap") is None and not settings.get("dropout")
+    if query.shape[2] != 1 or not masked or not plain or not torch.compiler.is_compiling():
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     batch, heads, _, size = query.shape
     scaling = settings.get("scaling")
     scaling = size**-0.5 if scaling is None else scaling
     grouped = (query.float() * scaling).view(batch, key.shape[1], -1, 1, size)
-    scores = (grouped * key.float()[:, :, None]).sum(-1)
+    scores = (grouped * key[:, :, None]).sum(-1)
     weights = scores.masked_fill(~attention_mask, -torch.inf).softmax(-1)
-    attended = (weights[..., None] * value.float()[:, :, None]).sum(3)
+    attended = (weights[..., None] * value[:, :, None]).sum(3)
     return attended.view(batch, 1, heads, value.shape[3]).to(query.dtype), None
 
 

@@ -47,14 +47,14 @@ class Step:
         if way.compile is not None and compiled and _can_be_compiled(model):
             self.forward, self.attention = way.compile(), partial(of_one_token, model)
             _any_length(self.inputs)
-        self.run = self._run
+        self.replay: Callable[[], Tensor] | None = None
 
     def __call__(self, length: int) -> None:
         """``length``: of the sequences with the tokens of this step."""
         self.calls += 1
         if self.calls == 2 and self.way.record is not None:
             self._record()
-        logits = self.run()
+        logits = self.replay() if self.replay else self._run()
         if not self.choice.recorded:
             self.choice(logits, length)
 
@@ -70,7 +70,7 @@ class Step:
 
     def _record(self) -> None:
         try:
-            self.run = self.way.record(self._run)
+            self.replay = self.way.record(self._run)
         except RuntimeError as error:
             raise ValueError(
                 f"hf_kbit.decode: found that {type(self.model).__name__} cannot be recorded in a CUDA graph, expected "

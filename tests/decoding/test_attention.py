@@ -24,7 +24,9 @@ def test_against_torch(heads, dtype, device):
     torch.testing.assert_close(found.double(), expected, rtol=1.01 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-@pytest.mark.parametrize("left_to_torch", ["several tokens", "no mask", "a bias", "not compiled"])
+@pytest.mark.parametrize(
+    "left_to_torch", ["several tokens", "no mask", "not compiled", "position_bias", "softcap", "dropout"]
+)
 def test_what_is_left_to_torch(left_to_torch, monkeypatch):
     asked = []
     monkeypatch.setattr(
@@ -33,7 +35,8 @@ def test_what_is_left_to_torch(left_to_torch, monkeypatch):
     tokens = 2 if left_to_torch == "several tokens" else 1
     query, keys = torch.rand(1, 2, tokens, 8), torch.rand(1, 2, 5, 8)
     mask = None if left_to_torch == "no mask" else torch.ones(1, 1, tokens, 5, dtype=torch.bool)
-    settings = {"position_bias": torch.rand(1, 2, 1, 5)} if left_to_torch == "a bias" else {}
+    settings = {"position_bias": torch.rand(1, 2, 1, 5), "softcap": 30.0, "dropout": 0.1}
+    settings = {name: value if name == left_to_torch else None for name, value in settings.items()}
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: left_to_torch != "not compiled")
     attend(torch.nn.Identity(), query, keys, keys, mask, **settings)
     assert len(asked) == 1

@@ -1,5 +1,8 @@
 """hf_kbit.decode against ``generate``, token by token; on a CPU as a GPU runs it, with a stand-in for CUDA graphs."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from architectures import ARCHITECTURES, BY_NAME
@@ -130,10 +133,12 @@ def test_a_full_context(as_a_gpu, llama, device):
 def test_without_a_graph(llama, device, monkeypatch):
     """As on other devices: a step is called, and looked at before the next; no random numbers are lost."""
     monkeypatch.delitem(step.WAYS, device, raising=False)
-    same(llama, prompts(device), **SAMPLED)
-    drawn = torch.rand(3, device=device)
-    same(llama, prompts(device), **SAMPLED)
-    assert torch.equal(drawn, torch.rand(3, device=device))
+    drawn = []
+    for way in ({}, {"custom_generate": hf_kbit.decode}):
+        torch.manual_seed(4)
+        found = llama.generate(**prompts(device, (7,)), eos_token_id=list(range(128, 256)), **SAMPLED, **way)
+        drawn.append(torch.rand(3, device=device))
+    assert found.shape[1] < 20 and torch.equal(*drawn)
 
 
 # --- how steps are run ----------------------------------------------------------------------------
@@ -184,6 +189,25 @@ def test_lengths_share_compiled_code(llama, device, monkeypatch):
     assert counter.frame_count == 1
     same(llama, prompts(device, (6, 4)))
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("new_tokens", [2, 3, 9])
+def test_nothing_is_kept(new_tokens, as_a_gpu, llama, device, monkeypatch):
+    """The keys and values go with the call, and do not wait for the garbage collector."""
+    kept, with_room = [], step.with_room
+
+    def spying(*args):
+        found = with_room(*args)
+        kept.extend(weakref.ref(layer.keys) for layer in found.layers)
+        return found
+
+    monkeypatch.setattr(step, "with_room", spying)
+    gc.disable()
+    try:
+        same(llama, prompts(device), max_new_tokens=new_tokens, disable_compile=True)
+    finally:
+        gc.enable()
+    assert len(kept) == 2 and not any(keys() is not None for keys in kept)
 
 
 @pytest.mark.parametrize(("disabled", "attention"), [(False, NAME), (True, "sdpa")])
