@@ -3,10 +3,24 @@
 from collections.abc import Callable
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 READS = {"_local_scalar_dense", "nonzero", "_unique2", "masked_select"}
+
+
+def _refuse() -> None:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+class _Lists(TorchFunctionMode):
+    """On a CPU these read memory, past every operation."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.tolist, torch.Tensor.numpy):
+            _refuse()
+        return function(*args, **(kwargs or {}))
 
 
 class _Launches(TorchDispatchMode):
@@ -20,7 +34,7 @@ class _Launches(TorchDispatchMode):
         kwargs = kwargs or {}
         schema = operation._schema
         if schema.name.removeprefix("aten::") in READS:
-            raise RuntimeError("operation not permitted when stream is capturing")
+            _refuse()
         for argument, given in zip(schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.before.setdefault(id(given), (given, given.clone()))
@@ -32,7 +46,7 @@ class _Launches(TorchDispatchMode):
 def cpu_graph(function: Callable) -> Callable:
     """Repeats what ``function`` launched when this was called, which itself has had no effect."""
     random = torch.get_rng_state()
-    with (mode := _Launches()):
+    with _Lists(), (mode := _Launches()):
         recorded = function()
     torch.set_rng_state(random)
     for tensor, held in mode.before.values():

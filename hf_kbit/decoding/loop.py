@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from hf_kbit.decoding.choice import Choice
-from hf_kbit.decoding.refusals import refuse
+from hf_kbit.decoding.refusals import refuse, refuse_cache
 from hf_kbit.decoding.step import WAYS, Step, Way
 
 
@@ -73,6 +73,10 @@ def decode(
     with torch.cuda.device_of(input_ids):
         model_kwargs["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
         outputs = model._prefill(input_ids, generation_config, model_kwargs)
+        embeddings = model_kwargs.get("inputs_embeds")
+        refuse_cache(
+            model, model_kwargs["past_key_values"], (input_ids if embeddings is None else embeddings).shape[1]
+        )
         choice = Choice(input_ids, logits_processor, stopping_criteria, generation_config)
         choice(outputs.logits[:, -1], prompt + 1)
         reports.add(choice.report)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationConfig, GenerationMode
 
 from hf_kbit.decoding.attention import NAME as ONE_TOKEN
@@ -16,6 +16,15 @@ def refuse(model, input_ids: Tensor, config: GenerationConfig, synced_gpus, assi
     if problems:
         told = "; ".join(f"found {found}, expected {expected}" for found, expected in problems)
         raise ValueError(f"hf_kbit.decode: {told}")
+
+
+def refuse_cache(model, cache: Cache, tokens: int) -> None:
+    """Raises a ValueError if the model has kept anything but keys and values of each token of the prompt."""
+    if (kept := cache.get_seq_length()) != tokens:
+        raise ValueError(
+            f"hf_kbit.decode: found that {type(model).__name__} kept keys and values of {kept} tokens of a prompt of "
+            f"{tokens}, expected those of all of them and no others"
+        )
 
 
 def _of_settings(config: GenerationConfig, synced_gpus, assistant_model, model_kwargs) -> Iterator[tuple[str, str]]:
