@@ -1,5 +1,6 @@
 """A step of decoding, and how steps are run on a type of device: compiled, recorded, ahead of what is looked at."""
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ def _can_be_compiled(model) -> bool:
 def _inputs(model, choice: Choice, cache: Cache, model_kwargs: dict) -> dict[str, Any]:
     """What ``generate`` would pass to the model, but in tensors that change in place, and with a mask of padding as
     long as the cache, of which the model makes that of each position."""
+    padding = model_kwargs.pop("attention_mask", None)
     inputs = model.prepare_inputs_for_generation(
         choice.token, next_sequence_length=1, past_key_values=cache, **model_kwargs
     )
@@ -99,11 +101,11 @@ def _inputs(model, choice: Choice, cache: Cache, model_kwargs: dict) -> dict[str
             f"hf_kbit.decode: found that a step of {type(model).__name__} takes {', '.join(unknown)}, expected no "
             f"tensors but {', '.join(INPUTS)}"
         )
-    if "attention_mask" in inputs:
+    if "attention_mask" in inspect.signature(model.forward).parameters:
         # Also where nothing is padded: some models, given no mask, look for padding themselves.
         inputs["attention_mask"] = choice.token.new_ones(len(choice.token), cache.get_max_length())
-        if (mask := model_kwargs.get("attention_mask")) is not None:
-            inputs["attention_mask"][:, : mask.shape[1]] = mask
+        if padding is not None:
+            inputs["attention_mask"][:, : padding.shape[1]] = padding
     if "position_ids" in inputs:
         inputs["position_ids"] = inputs["position_ids"].clone()
     return inputs | {"input_ids": choice.token, "past_key_values": cache}

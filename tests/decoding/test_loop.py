@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import wraps
 
 import pytest
 import torch
@@ -149,6 +150,7 @@ def forwards(llama, monkeypatch):
     """Lengths of what goes through the model from Python."""
     lengths, forward = [], llama.forward
 
+    @wraps(forward)
     def counted(*args, **kwargs):
         lengths.append(kwargs["input_ids"].shape[1])
         return forward(*args, **kwargs)
@@ -244,6 +246,7 @@ def test_a_forward_that_reads_back(read, as_a_gpu, monkeypatch):
     llama = BY_NAME["llama"].build()
     forward = llama.forward
 
+    @wraps(forward)
     def reading(*args, **kwargs):
         output = forward(*args, **kwargs)
         read(output.logits.sum())
