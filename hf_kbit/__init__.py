@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_kbit import codebooks
     from hf_kbit.calibration import calibrate
     from hf_kbit.config import KbitConfig
+    from hf_kbit.decoding.loop import decode
     from hf_kbit.evaluation import evaluate
     from hf_kbit.in_memory import quantize_model
     from hf_kbit.nn.embedding import KbitEmbedding
@@ -31,6 +32,7 @@ __all__ = [
     "calibrate",
     "choose_widths",
     "codebooks",
+    "decode",
     "dequantize",
     "embed",
     "evaluate",
@@ -51,6 +53,7 @@ _HOMES = {
     "bits_for_memory": "widths",
     "calibrate": "calibration",
     "choose_widths": "widths",
+    "decode": "decoding.loop",
     "dequantize": "ops",
     "embed": "ops",
     "evaluate": "evaluation",

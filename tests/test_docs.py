@@ -448,6 +448,18 @@ def test_code_of_the_parallel_page(tmp_path, monkeypatch):
             assert shards and relative(logits, of_one) < 0.05
 
 
+# --- docs/decoding.md ---
+
+
+def test_code_of_the_decoding_page():
+    (code,) = code_blocks("decoding.md", "python")
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape)).eval()
+    names = {"model": model, "inputs": {"input_ids": torch.tensor([[1, 5, 9]])}}
+    exec(compile(code, "docs/decoding.md", "exec"), names)
+    assert torch.equal(names["output"], model.generate(**names["inputs"], max_new_tokens=200))
+
+
 # --- docs/calibration.md ---
 
 

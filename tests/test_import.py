@@ -75,6 +75,7 @@ ORDER = [
     "nn",
     "config",
     "mixing",
+    "decoding",
     "integrations",
     "calibration",
     "evaluation",
