@@ -69,7 +69,7 @@ def command(
         typer.echo(f"\n{title}")
         for label, value in values.items():
             bar = "█" * max(1, round(BAR * value / max(values.values())))
-            typer.echo(f"  {label:<{max(map(len, values))}}  {bar} {value:,.4g}")
+            typer.echo(f"  {label:<{max(map(len, values))}}  {bar} {_number(value)}")
     if png is not None:
         _draw(figures, png, model)
         line("\ndrawn", str(png))
@@ -87,6 +87,11 @@ def _figures(speeds: dict[str, "Speed"], prompt_tokens: int, new_tokens: int) ->
     return {title: values for title, values in found.items() if None not in values.values()}
 
 
+def _number(value: float) -> str:
+    """With four digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 def _pyplot():
     try:
         import matplotlib
@@ -101,7 +106,7 @@ def _pyplot():
 def _draw(figures: dict[str, dict[str, float]], file: Path, name: str) -> None:
     figure, axes = _pyplot().subplots(1, len(figures), figsize=(4 * len(figures), 3), squeeze=False)
     for axis, (title, values) in zip(axes[0], figures.items(), strict=True):
-        axis.bar_label(axis.bar(list(values), list(values.values()), color=["#1b9e77", "#999999"]), fmt="{:,.4g}")
+        axis.bar_label(axis.bar(list(values), list(values.values()), color=["#1b9e77", "#999999"]), fmt=_number)
         axis.set_title(title, fontsize=9)
     figure.suptitle(name)
     figure.tight_layout()

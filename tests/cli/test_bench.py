@@ -48,6 +48,11 @@ def test_figures(run_bench, folder, device):
             }
 
 
+@pytest.mark.parametrize(("value", "shown"), [(0.07123, "0.07123"), (16.061, "16.06"), (12345.6, "12,346")])
+def test_numbers(value, shown):
+    assert bench._number(value) == shown
+
+
 def test_the_clock(monkeypatch):
     """The prompt is handed on first and takes no time; the first token comes when the prompt has been read."""
     now = iter([10.0, 12.0, 12.5, 13.0, 13.5])
