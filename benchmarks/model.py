@@ -13,8 +13,9 @@ the fly. Every number stands beside its ratio to that of bf16 in the same run. T
 - load: seconds of ``from_pretrained`` with the files in the page cache, GPU memory that stays in use, and its peak,
 - prefill: milliseconds of the eager forward of a prompt, as ``generate`` runs it,
 - decode: milliseconds from token to token in ``generate``, after a prompt of 128 tokens: eager with the cache that
-  ``generate`` takes by default, and compiled with ``cache_implementation="static"``, which replays a CUDA graph.
-  Compiled lines tell the seconds of the first call, graphs, graph breaks, and the graphs that no CUDA graph replays.
+  ``generate`` takes by default; compiled with ``cache_implementation="static"``, which replays a CUDA graph; and with
+  ``custom_generate=hf_kbit.decode``. Compiled lines, which are the last two, tell the seconds of the first call,
+  graphs, graph breaks, and the graphs that Inductor's CUDA graphs leave out.
 
 A mixture's experts in 16 bits run as Transformers chooses: ``grouped_mm`` for a prompt, ``batched_mm`` to decode.
 bitsandbytes, with NF4 in blocks of 64, runs where it is installed. --plot needs matplotlib; --table prints a table in
@@ -46,7 +47,7 @@ from hf_kbit.format import BITS
 
 SHAPE = "llama-3-8b"
 PROMPT, NEW_TOKENS = 128, 48
-SETTLED = 8  # tokens after which a call of generate has recorded its CUDA graphs
+SETTLED = 8  # tokens after which a call has recorded its CUDA graphs
 PREFILLS = 5
 HOST_SIZE, HOST_CALLS, HOST_RUNS = 256, 200, 5
 
@@ -84,28 +85,38 @@ def prefill_ms(model, tokens: int) -> float:
     return statistics.median(times[1:]) * 1e3
 
 
+class Clock:
+    """A streamer: when each token was known to the host, after the prompt."""
+
+    def __init__(self):
+        self.stamps = []
+
+    def put(self, tokens) -> None:
+        self.stamps.append(time.perf_counter())
+
+    def end(self) -> None: ...
+
+
 def decode(model, batch: int, **kwargs) -> tuple[float, float]:
     """Milliseconds from token to token, the median of one call of ``generate``, and seconds of the call before it."""
-    ids, stamps = prompt(model, batch, PROMPT), []
-
-    def clock(_, scores):  # generate waits for each token before it goes on to the next
-        stamps.append(time.perf_counter())
-        return scores
-
+    ids, clock = prompt(model, batch, PROMPT), Clock()
     kwargs |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False}
     start = time.perf_counter()
     model.generate(ids, **kwargs)
     first = time.perf_counter() - start
-    model.generate(ids, logits_processor=[clock], **kwargs)
-    steps = [after - before for before, after in itertools.pairwise(stamps[SETTLED:])]
+    model.generate(ids, streamer=clock, **kwargs)
+    steps = [after - before for before, after in itertools.pairwise(clock.stamps[SETTLED + 1 :])]
     return statistics.median(steps) * 1e3, first
 
 
-def decode_compiled(model, batch: int) -> tuple[float, dict]:
+COMPILED = {"compiled": {"cache_implementation": "static"}, "hf_kbit.decode": {"custom_generate": hf_kbit.decode}}
+
+
+def decode_compiled(model, batch: int, mode: str) -> tuple[float, dict]:
     # Forgets the graphs of other batches: beside them this one would be compiled for any size.
     torch._dynamo.reset()
     counters.clear()
-    ms, first = decode(model, batch, cache_implementation="static")
+    ms, first = decode(model, batch, **COMPILED[mode])
     return ms, {
         "first_call_s": first,
         "graphs": counters["stats"]["unique_graphs"],
@@ -125,9 +136,9 @@ def measure_model(folder: str, config, batches, lengths, emit) -> None:
         emit({"what": "prefill", "tokens": tokens}, {"ms": prefill_ms(model, tokens)})
     for batch in batches:
         emit({"what": "decode", "mode": "eager", "batch": batch}, {"ms": decode(model, batch)[0]})
-    for batch in batches:
-        ms, compilation = decode_compiled(model, batch)
-        emit({"what": "decode", "mode": "compiled", "batch": batch}, {"ms": ms}, **compilation)
+    for mode, batch in itertools.product(COMPILED, batches):
+        ms, compilation = decode_compiled(model, batch, mode)
+        emit({"what": "decode", "mode": mode, "batch": batch}, {"ms": ms}, **compilation)
 
 
 # --- the run --------------------------------------------------------------------------------------

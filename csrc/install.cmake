@@ -1,6 +1,6 @@
 # Compiles the libraries and installs what came of it: those that compiled, the output of one that did not, and
-# _build.json, which says so. CMakeLists.txt sets `source`, `build`, and hf_kbit_cpu and hf_kbit_cuda to the files of the
-# libraries that it found the means for; why it found none is in `build`/_build.json.
+# _build.json, which says so. CMakeLists.txt sets `source`, `build`, and hf_kbit_cpu and hf_kbit_cuda to the files of
+# the libraries that it found the means for; why it found none is in `build`/_build.json.
 
 set(advice_cpu "another C++ compiler, named in CXX, or another torch")
 set(advice_cuda "another CUDA toolkit, whose nvcc CUDACXX names, or another torch, or with HF_KBIT_CUDA_ARCHS=none")

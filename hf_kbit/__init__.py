@@ -1,22 +1,27 @@
 """Low-bit weights for Transformers: quantize to 2, 3, 4 or 5 bits while loading, run, fine-tune, save, share.
 
-Importing the package registers the quantization method ``"kbit"`` with Transformers.
+Importing the package registers the quantization method ``"kbit"`` with Transformers: at once where torch or
+Transformers is imported already, else with the import of Transformers, which takes seconds and may never be needed.
 """
 
+import sys as _sys
 from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 
-from hf_kbit import codebooks
-from hf_kbit.calibration import calibrate
-from hf_kbit.config import KbitConfig
-from hf_kbit.evaluation import evaluate
-from hf_kbit.in_memory import quantize_model
 from hf_kbit.integrations import hooks as _hooks
-from hf_kbit.integrations.transformers import quantizer as _quantizer  # noqa: F401  registers itself
-from hf_kbit.nn.embedding import KbitEmbedding
-from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.ops import dequantize, embed, gemm, quantize, repack, set_batch_invariant
-from hf_kbit.saving import load_into, save
-from hf_kbit.widths import bits_for_memory, choose_widths
+
+if TYPE_CHECKING:
+    from hf_kbit import codebooks
+    from hf_kbit.calibration import calibrate
+    from hf_kbit.config import KbitConfig
+    from hf_kbit.decoding.loop import decode
+    from hf_kbit.evaluation import evaluate
+    from hf_kbit.in_memory import quantize_model
+    from hf_kbit.nn.embedding import KbitEmbedding
+    from hf_kbit.nn.linear import KbitLinear
+    from hf_kbit.ops import dequantize, embed, gemm, quantize, repack, set_batch_invariant
+    from hf_kbit.saving import load_into, save
+    from hf_kbit.widths import bits_for_memory, choose_widths
 
 __version__ = "0.1.0.dev0"
 __all__ = [
@@ -27,6 +32,7 @@ __all__ = [
     "calibrate",
     "choose_widths",
     "codebooks",
+    "decode",
     "dequantize",
     "embed",
     "evaluate",
@@ -39,18 +45,48 @@ __all__ = [
     "set_batch_invariant",
 ]
 
-# What needs PEFT, and is no part of __all__ because of that: an import of * works without it.
-_WITH_PEFT = {
-    "merge_and_unload": "merge",
-    "prepare_model_for_kbit_training": "prepare",
-    "replace_lora_weights_loftq": "loftq",
+# Where the public names are, which are imported when they are first asked for.
+_HOMES = {
+    "KbitConfig": "config",
+    "KbitEmbedding": "nn.embedding",
+    "KbitLinear": "nn.linear",
+    "bits_for_memory": "widths",
+    "calibrate": "calibration",
+    "choose_widths": "widths",
+    "decode": "decoding.loop",
+    "dequantize": "ops",
+    "embed": "ops",
+    "evaluate": "evaluation",
+    "gemm": "ops",
+    "load_into": "saving",
+    "quantize": "ops",
+    "quantize_model": "in_memory",
+    "repack": "ops",
+    "save": "saving",
+    "set_batch_invariant": "ops",
+    # What needs PEFT, and is no part of __all__ because of that: an import of * works without it.
+    "merge_and_unload": "integrations.peft.merge",
+    "prepare_model_for_kbit_training": "integrations.peft.prepare",
+    "replace_lora_weights_loftq": "integrations.peft.loftq",
 }
 
-_hooks.install_always()
-_hooks.after_import("peft", _hooks.install_peft)  # not imported here: that takes seconds
+
+def _register() -> None:
+    _import_module("hf_kbit.integrations.transformers.quantizer")  # registers itself
+    _hooks.install_always()
 
 
 def __getattr__(name: str):
-    if name in _WITH_PEFT:
-        return getattr(_import_module(f"hf_kbit.integrations.peft.{_WITH_PEFT[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "codebooks":
+        return _import_module("hf_kbit.codebooks")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _import_module("transformers")  # first of all, by which the method is registered
+    globals()[name] = found = getattr(_import_module(f"hf_kbit.{_HOMES[name]}"), name)
+    return found
+
+
+_hooks.after_import("transformers", _register)
+_hooks.after_import("peft", _hooks.install_peft)
+if "torch" in _sys.modules:
+    _import_module("transformers")

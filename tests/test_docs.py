@@ -1,9 +1,12 @@
 """The documentation is true where it can be run: the reader in docs/format.md, the code of other pages."""
 
+import dataclasses
 import importlib.util
+import inspect
 import os
 import re
 import shlex
+import shutil
 from itertools import product
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import peft
 import pytest
 import ranks
 import torch
+import transformers
 from adapters import kbit_layers, load, relative
 from byte_tokenizer import byte_tokenizer
 from torch import nn
@@ -123,6 +127,11 @@ def test_errors_of_codebooks_on_the_quickstart_page():
             if cell.strip():
                 error = benchmark.relative_error(benchmark.gaussian(), codebook, scale, bits)
                 assert float(cell) == pytest.approx(error, rel=0.01), (codebook, scale, bits)
+
+
+def test_version_of_the_citation():
+    citation = (DOCS.parent / "CITATION.cff").read_text()
+    assert re.findall(r"^version: (.*)$", citation, flags=re.MULTILINE) == [hf_kbit.__version__]
 
 
 # --- docs/finetuning.md ---
@@ -239,16 +248,109 @@ def test_code_of_the_finetuning_page(run_code, hub):
     assert all(layer.base_layer.weight.grad is None for layer in tuner_layers(model))
 
 
+# --- README.md, docs/recipes.md, docs/coming-from.md ---
+
+
 def test_code_of_the_readme(run_code):
     load, finetune = code_blocks("../README.md", "python")
+    assert len([line for line in load.splitlines() if line]) == 6
     names = run_code(load, {})
     packed = {name: layer.weight.clone() for name, layer in kbit_layers(names["model"]).items()}
-    assert len(packed) == 14 and all(layer.bits == 3 for layer in kbit_layers(names["model"]).values())
-    loaded = Qwen3ForCausalLM.from_pretrained("qwen3-0.6b-3bit")
+    assert len(packed) == 14 and all(layer.bits == 4 for layer in kbit_layers(names["model"]).values())
+    loaded = Qwen3ForCausalLM.from_pretrained("qwen3-0.6b-4bit")
     assert all(torch.equal(layer.weight, packed[name]) for name, layer in kbit_layers(loaded).items())
     run_code(finetune, names)
     assert Path("adapter/adapter_model.safetensors").exists()
     assert kinds_of_layers(names["merged"]) == {nn.Linear}
+
+
+# Commands that are not run here: CI runs make and pip, the tests of vLLM and of serving their servers.
+ELSEWHERE = re.compile(r"pip install |make |vllm serve |hf-kbit run ")
+
+
+@pytest.mark.parametrize("page", ["../README.md", "quickstart.md", "recipes.md"])
+def test_commands_as_they_stand(hub, tmp_path, monkeypatch, page):
+    """In blocks and between words, those of a section one after the other. Chats end at once: nothing is typed."""
+    ran = 0
+    for number, section in enumerate(re.split("^## ", (DOCS / page).read_text(), flags=re.MULTILINE)):
+        monkeypatch.chdir(shutil.copytree(hub, tmp_path / str(number), ignore=shutil.ignore_patterns("*bit*")))
+        blocks = [
+            line
+            for block in re.findall("^```bash\n(.*?)^```", section, re.DOTALL | re.M)
+            for line in block.splitlines()
+        ]
+        for command in blocks + re.findall(r"`((?:hf-kbit|vllm|make) [^`]+ [^`]+)`", section):
+            if ELSEWHERE.match(command) or re.search(r" (NAME|COMMAND) ", command):  # words that stand for others
+                continue
+            name, *arguments = shlex.split(command)
+            if arguments[0] == "eval" and not Path(arguments[1]).exists():
+                CliRunner().invoke(cli.app, ["quantize", "Qwen/Qwen3-0.6B", arguments[1]])
+            if "--calibrate" in arguments:
+                arguments += ["--sequences", "2", "--length", "32"]
+            if arguments[0] == "bench":
+                arguments += ["--new-tokens", "4", "--repeats", "1"]
+            result = CliRunner().invoke(cli.app, arguments, input="")
+            assert name == "hf-kbit" and result.exit_code == 0, f"{command}: {result.output}"
+            ran += 1
+    assert ran >= 3
+
+
+def test_make_in_the_readme():
+    """Each target is there, and is run by CI or by a test."""
+    makefile = (DOCS.parent / "Makefile").read_text()
+    (block,) = [block for block in code_blocks("../README.md", "bash") if "make" in block]
+    assert block.split("\n")[:-1] == ["make demo", "make test"]
+    assert all(re.search(rf"^{target}:.*## ", makefile, flags=re.MULTILINE) for target in ("demo", "test"))
+    assert "$(VENV)/bin/python examples/demo.py" in makefile  # tests/examples/test_demo.py
+
+
+def test_table_of_the_readme():
+    """As ``benchmarks/readme.py`` makes it of the lines of benchmarks; and its limits are few."""
+    spec = importlib.util.spec_from_file_location("readme_benchmark", DOCS.parent / "benchmarks" / "readme.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    page = (DOCS.parent / "README.md").read_text()
+    start, end = benchmark.MARKS
+    assert page.split(start)[1].split(end)[0].strip() == benchmark.table().strip()
+    (limits,) = re.findall(r"^## Limits\n(.*?)^## ", page, flags=re.DOTALL | re.MULTILINE)
+    assert len(re.findall("^- ", limits, flags=re.MULTILINE)) <= 10
+
+
+def test_code_of_the_recipes_and_of_those_who_come_from_elsewhere(run_code):
+    (finetune,) = code_blocks("recipes.md", "python")
+    assert len(tuner_layers(run_code(finetune, {})["model"])) == 14
+    load, calibrated = code_blocks("coming-from.md", "python")
+    names = run_code(load, {})
+    assert {layer.bits for layer in kbit_layers(names["model"]).values()} == {4}
+    model = run_code(calibrated, names)["model"]
+    assert {layer.bits for layer in kbit_layers(model).values()} == {3}
+
+
+@pytest.mark.parametrize(
+    ("heading", "classes"),
+    [
+        ("bitsandbytes", [transformers.BitsAndBytesConfig]),
+        ("HQQ", [transformers.HqqConfig]),
+        ("GPTQ and AWQ", [transformers.GPTQConfig, transformers.AwqConfig]),
+    ],
+)
+def test_arguments_of_those_who_come_from_elsewhere(heading, classes):
+    """Names on the left are those of the class, all of bitsandbytes' and HQQ's; names on the right are ours."""
+    section = (DOCS / "coming-from.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    theirs = {name for c in classes for name in inspect.signature(c).parameters}
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", section, flags=re.MULTILINE)[1:]
+    named = {name for left, _ in rows for name in re.findall(r"`(\w+)", left)}
+    assert named <= theirs
+    if len(classes) == 1:
+        assert named == theirs - {"kwargs"}
+    ours = {f.name for f in dataclasses.fields(hf_kbit.KbitConfig)} | set(
+        inspect.signature(hf_kbit.calibrate).parameters
+    )
+    given = {name for _, right in rows for name in re.findall(r"`(\w+)(?:=[^`]*)?`", right)} - {
+        "from_pretrained",
+        "KbitConfig",
+    }
+    assert given <= ours | {"dtype"}
 
 
 def test_memory_of_the_finetuning_page():
@@ -346,6 +448,18 @@ def test_code_of_the_parallel_page(tmp_path, monkeypatch):
             assert shards and relative(logits, of_one) < 0.05
 
 
+# --- docs/decoding.md ---
+
+
+def test_code_of_the_decoding_page():
+    (code,) = code_blocks("decoding.md", "python")
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape)).eval()
+    names = {"model": model, "inputs": {"input_ids": torch.tensor([[1, 5, 9]])}}
+    exec(compile(code, "docs/decoding.md", "exec"), names)
+    assert torch.equal(names["output"], model.generate(**names["inputs"], max_new_tokens=200))
+
+
 # --- docs/calibration.md ---
 
 
@@ -384,7 +498,7 @@ def test_memory_in_the_commands_is_enough():
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config).bfloat16()
     page, readme = ((DOCS / name).read_text() for name in ("calibration.md", "../README.md"))
-    commands = re.findall(r"^hf-kbit quantize Qwen/Qwen3-0\.6B .*--memory.*$", page + readme, flags=re.MULTILINE)
+    commands = re.findall(r"hf-kbit quantize Qwen/Qwen3-0\.6B [^`\n]*--memory[^`\n]*", page + readme)
     assert len(commands) == 2
     for command in commands:
         size, tokens = re.search(r"--memory (\d+)MB --context (\d+)", command).groups()

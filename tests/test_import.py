@@ -21,8 +21,37 @@ def test_import_without_optional_packages(absent):
     assert run.stdout.strip() == "KbitConfig(bits=3)", run.stderr
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import hf_kbit; import transformers",
+        "import hf_kbit; hf_kbit.KbitConfig",
+        "import hf_kbit.nn.linear",
+        "import torch; import hf_kbit; torch.ops.hf_kbit.quantize",
+    ],
+)
+def test_registered_however_it_is_imported(code):
+    """Before there is a quantized layer, and before Transformers is used."""
+    done = "'hf_kbit.integrations.transformers.quantizer' in sys.modules, fully_shard._is_hook_of_hf_kbit"
+    code = f"{code}\nimport sys\nfrom torch.distributed.fsdp import fully_shard\nprint({done})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.stdout == "True True\n", run.stderr
+
+
+def test_what_takes_seconds_is_not_imported_at_once():
+    code = "import sys, hf_kbit; print({'torch', 'transformers', 'peft'} & sys.modules.keys())"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.stdout == "set()\n", run.stderr
+
+
 def test_public_names():
-    assert all(hasattr(hf_kbit, name) for name in hf_kbit.__all__)
+    """Each is there, for type checkers too."""
+    body = ast.parse((PACKAGE / "__init__.py").read_text()).body
+    typed = next(node for node in body if isinstance(node, ast.If))
+    names = {alias.name for node in typed.body for alias in node.names}
+    assert names == set(hf_kbit.__all__) and all(hasattr(hf_kbit, name) for name in names)
+    with pytest.raises(AttributeError, match="no attribute 'kbit_config'"):
+        getattr(hf_kbit, "kbit_" + "config")
 
 
 def test_format_needs_the_standard_library_only():
@@ -46,6 +75,7 @@ ORDER = [
     "nn",
     "config",
     "mixing",
+    "decoding",
     "integrations",
     "calibration",
     "evaluation",

@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -189,18 +190,25 @@ def verdict(ratio: float, target: float) -> str:
 
 
 def where_from(methods: dict[tuple, dict]) -> str:
-    """For each machine and day the versions and the commands."""
+    """For each machine and day the versions, and the commands in a block of code."""
     found = {}
     for line in methods.values():
         where = "a CPU" if line["gpu"] == "none" else line["gpu"]
         versions, commands = found.setdefault((where, line["date"]), ({}, {}))
         versions |= {name: line[name] for name in ("torch", "transformers", "hf_kbit")}
         versions |= {line["library"]: line["version"]} if "version" in line else {}
-        commands[f"`{line['command']}`"] = None
-    return "; ".join(
-        f"{where}, {date}, {', '.join(map(' '.join, versions.items()))}: {', '.join(commands)}"
+        commands[line["command"]] = None
+    return "\n\n".join(
+        wrapped(f"Measured on {where}, {date}, with {', '.join(map(' '.join, versions.items()))}:")
+        + "\n\n```bash\n"
+        + "\n".join(commands)
+        + "\n```"
         for (where, date), (versions, commands) in found.items()
     )
+
+
+def wrapped(paragraph: str) -> str:
+    return textwrap.fill(paragraph, 120, break_long_words=False, break_on_hyphens=False)
 
 
 LANGUAGE_MODELS = {SMOLLM2: smollm2_targets, TRAINED: trained_targets}
@@ -213,13 +221,13 @@ def text_of(models: dict[str, dict[tuple, dict]], images: dict[str, Path]) -> st
         if methods := models.get(model):
             line = next(reversed(methods.values()))
             text = f"{line['tokens']} held-out tokens of the text with SHA-256 {line['text_sha256'][:12]}..."
-            parts.append(f"**{model}**, {line['parameters'] / 1e6:.1f}M parameters, {text}; {where_from(methods)}")
+            parts.append(wrapped(f"**{model}**, {line['parameters'] / 1e6:.1f}M parameters, {text}"))
             if model in images:
                 parts.append(f"![Perplexity and divergence of {model} against bits per weight]({images[model]})")
-            parts += [targets_table(targets(methods)), language_table(methods)]
+            parts += [targets_table(targets(methods)), language_table(methods), where_from(methods)]
     if methods := models.get(MINILM):
         line = next(reversed(methods.values()))
-        parts += [f"**{MINILM}**, {line['sentences']} sentences; {where_from(methods)}", minilm_table(methods)]
+        parts += [f"**{MINILM}**, {line['sentences']} sentences", minilm_table(methods), where_from(methods)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 

@@ -2,58 +2,87 @@
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hf_kbit.calibration.data import tokenize
 from hf_kbit.cli.device import resolve_device
 from hf_kbit.cli.model import Dtype, Revision, TrustRemoteCode, check_dtype
-from hf_kbit.cli.output import line
+from hf_kbit.cli.output import Traceback, line
 from hf_kbit.cli.text import Column, Dataset, Split, Text, read_text
-from hf_kbit.config import KbitConfig
-from hf_kbit.evaluation import Evaluation, check, evaluate
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_kbit.evaluation import Evaluation
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="Folder, or name on the Hub: a quantized model or one in 16 bits.")],
+    model: Annotated[
+        str, typer.Argument(help="Model to evaluate: a folder, or a name on the Hub, quantized or in 16 bits.")
+    ],
     reference: Annotated[
-        str | None, typer.Option(help="The 16-bit model to compare with. With --bits it is MODEL itself.")
+        str | None, typer.Option(help="16-bit model to compare with. Default: MODEL itself with --bits, else none.")
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Folder, or name on the Hub, of the tokenizer, if it is not with MODEL.")
+        str | None, typer.Option(help="Folder, or name on the Hub, of the tokenizer. Default: that of MODEL.")
     ] = None,
     text: Text = None,
     dataset: Dataset = None,
     split: Split = "test",
     column: Column = "text",
-    window: Annotated[int, typer.Option(help="Number of tokens that the model sees at once.")] = 2048,
+    window: Annotated[int, typer.Option(help="Number of tokens that the model reads at once.")] = 2048,
     stride: Annotated[
-        int | None, typer.Option(help="Tokens from the start of a window to that of the next. Default: --window.")
+        int | None,
+        typer.Option(
+            help="Number of tokens from the start of a window to the start of the next. Default: that of --window."
+        ),
     ] = None,
     limit_tokens: Annotated[
         int | None, typer.Option(min=2, help="Number of tokens to evaluate, from the start of the text. Default: all.")
     ] = None,
     bits: Annotated[
-        int | None, typer.Option(help="Quantize MODEL while loading it, to 2, 3, 4 or 5 bits for each weight.")
+        int | None,
+        typer.Option(
+            help="Number of bits to quantize MODEL to while it loads: 2, 3, 4 or 5. Default: it stays as it is."
+        ),
     ] = None,
-    codebook: Annotated[str | None, typer.Option(help="With --bits: name of the codebook.")] = None,
-    scale: Annotated[str | None, typer.Option(help="With --bits: how scales are found, absmax or search.")] = None,
+    codebook: Annotated[
+        str | None,
+        typer.Option(help="With --bits: codebook, the levels that weights are rounded to. Default: optimal."),
+    ] = None,
+    scale: Annotated[
+        str | None, typer.Option(help="With --bits: how scales are found, absmax or search. Default: search.")
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            help="Where to compute: cpu, cuda, cuda:1, or auto for all GPUs. Default: a GPU, if there is one."
+            help="Device to compute on: cpu, cuda, cuda:1, or auto for all GPUs. Default: the first GPU, or the CPU "
+            "if there is none."
         ),
     ] = None,
     dtype: Dtype = "auto",
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON. Default: a table to read.")] = False,
+    card: Annotated[
+        bool,
+        typer.Option(
+            "--card", help="Write the figures into README.md in MODEL, a folder. Default: they are printed alone."
+        ),
+    ] = False,
+    traceback: Traceback = False,
 ) -> None:
-    """Measures perplexity, and KL divergence and top-1 agreement against the 16-bit model."""
+    """Measure what quantization costs: perplexity, and how far the model is from the 16-bit one."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from hf_kbit.evaluation import check, evaluate
+    from hf_kbit.integrations.transformers.cards import write_figures
+
     load = {"device_map": resolve_device(device), "dtype": check_dtype(dtype)}
+    if card and (bits is not None or not Path(model).is_dir()):
+        raise ValueError(f"--card: found it for {model}, expected a folder with the quantized model, and no --bits")
     if bits is not None and reference is None:
         reference = model
     # What is said of MODEL holds for the other arguments where they name it too.
@@ -67,11 +96,16 @@ def command(
     evaluated = AutoModelForCausalLM.from_pretrained(model, **load, **source[model], **quantization)
     compared = AutoModelForCausalLM.from_pretrained(reference, **load, **source[reference]) if reference else None
     found = evaluate(evaluated, tokens, reference=compared, window=window, stride=stride, progress=True)
+    rows = _rows(found)
+    if card:
+        source_text = ", ".join(map(str, text or [dataset]))
+        write_figures(model, {"text": source_text, **({"compared with": reference} if reference else {})} | rows)
     if as_json:
         width = getattr(getattr(evaluated.config, "quantization_config", None), "bits", None)
         typer.echo(json.dumps({"model": model, "bits": width, "reference": reference} | asdict(found)))
     else:
-        _show(found)
+        for label, value in rows.items():
+            line(label, value)
 
 
 def _quantization(model: str, config, bits: int | None, codebook: str | None, scale: str | None) -> dict:
@@ -83,10 +117,16 @@ def _quantization(model: str, config, bits: int | None, codebook: str | None, sc
         return {}
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"--bits: found {bits}, expected none, for {model} is quantized already")
+    from hf_kbit.config import KbitConfig
+
     return {"quantization_config": KbitConfig(bits=bits, **given)}
 
 
-def _tokenize(text: str, name: str, source: dict) -> torch.Tensor:
+def _tokenize(text: str, name: str, source: dict) -> "torch.Tensor":
+    from transformers import AutoTokenizer
+
+    from hf_kbit.calibration.data import tokenize
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **source)
     except (OSError, ValueError) as error:
@@ -96,7 +136,7 @@ def _tokenize(text: str, name: str, source: dict) -> torch.Tensor:
     return tokenize(text, tokenizer)
 
 
-def _show(found: Evaluation) -> None:
+def _rows(found: "Evaluation") -> dict[str, str]:
     stride = "" if found.stride == found.window else f", {found.stride} apart"
     rows = {"tokens": f"{found.tokens:,} predicted, in windows of {found.window:,}{stride}"}
     rows["perplexity"] = f"{found.perplexity:.4f}"
@@ -104,5 +144,4 @@ def _show(found: Evaluation) -> None:
         rows["reference"] = f"{found.reference_perplexity:.4f}"
         rows["KL divergence"] = f"{found.kl_divergence:.5f} nats"
         rows["same top-1"] = f"{found.top1_agreement:.2%}"
-    for label, value in rows.items():
-        line(label, value)
+    return rows

@@ -4,11 +4,8 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
-
 import hf_kbit
-from hf_kbit import _native
-from hf_kbit.cli.output import line
+from hf_kbit.cli.output import Traceback, line
 
 
 def _version(package: str) -> str:
@@ -18,8 +15,12 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def command() -> None:
-    """Shows what is loaded, what is missing, why, and what to do about it."""
+def command(traceback: Traceback = False) -> None:
+    """Show what is installed and what is missing, why, and what to do about it."""
+    import torch
+
+    from hf_kbit import _native
+
     build = _native.build_info()
     line("hf_kbit", f"{hf_kbit.__version__}, Python {platform.python_version()}, {platform.platform()}")
     line("torch", f"{torch.__version__} in {torch.__path__[0]}")

@@ -8,13 +8,18 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 Dtype = Annotated[
     str,
-    typer.Option(help="Dtype of what is not quantized: float32, float16, bfloat16, or auto for the checkpoint's."),
+    typer.Option(
+        help="Dtype of what is not quantized: float32, float16 or bfloat16. auto takes that of the checkpoint."
+    ),
 ]
 Revision = Annotated[
-    str | None, typer.Option(help="Branch, tag or commit of MODEL on the Hub. Default: its main branch.")
+    str | None, typer.Option(help="Branch, tag or commit of the model on the Hub. Default: its main branch.")
 ]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with MODEL, if it needs any.")
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Allow Python code that comes with the model to run. Default: it is not run."
+    ),
 ]
 
 

@@ -6,22 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from huggingface_hub import snapshot_download, upload_folder
-from transformers import AutoConfig
 
-from hf_kbit.calibration.data import LENGTH, SEQUENCES, tokenizer_of
-from hf_kbit.calibration.layerwise import METHODS, load
-from hf_kbit.calibration.writing import AMOUNTS as WRITTEN
-from hf_kbit.cli.device import resolve_device
-from hf_kbit.cli.folder import claim
+from hf_kbit.cli.device import Device, resolve_device
 from hf_kbit.cli.model import Dtype, Revision, TrustRemoteCode, check_dtype
-from hf_kbit.cli.output import line
+from hf_kbit.cli.output import Traceback, line
 from hf_kbit.cli.text import Column, Dataset, Split, Text, read_text
-from hf_kbit.config import KbitConfig
 from hf_kbit.format import BITS
-from hf_kbit.in_memory import quantize_model
-from hf_kbit.integrations.transformers import mxfp4
-from hf_kbit.widths import parse_size
 
 INTERRUPTED = "interrupted; the same command goes on after the last layer that was calibrated, if any was"
 # What lies beside a model and is copied as it is: tokenizers, processors, chat templates.
@@ -35,30 +25,33 @@ def command(
     model: Annotated[
         str,
         typer.Argument(
-            help="Folder, or name on the Hub, of a model in 16 or 32 bits, or of GPT-OSS with MXFP4 experts."
+            help="Model to quantize: a folder, or a name on the Hub, in 16 or 32 bits, or GPT-OSS with MXFP4 experts."
         ),
     ],
-    out: Annotated[Path, typer.Argument(help="Folder to save the quantized model in: a new one, or an empty one.")],
+    out: Annotated[Path, typer.Argument(help="Folder to save the quantized model in: a new one or an empty one.")],
     bits: Annotated[
         float | None,
         typer.Option(
-            help="Bits for each weight: 2, 3, 4 or 5, or a mean such as 3.4, for which each layer gets its own width. "
-            "Default: 4."
+            help="Number of bits for each weight: 2, 3, 4 or 5, or a mean such as 3.4, for which each layer gets its "
+            "own width. Default: 4."
         ),
     ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Instead of --bits: the memory, such as 20GB or 800MiB, that the model may take."
+            metavar="SIZE",
+            help="Memory that the model may take, such as 20GB or 800MiB, instead of --bits. Default: not limited.",
         ),
     ] = None,
     context: Annotated[
         int,
-        typer.Option(min=0, help="With --memory: tokens of a sequence that there must be room for."),
+        typer.Option(min=0, help="With --memory: number of tokens of a sequence that must fit in it too."),
     ] = 8192,
-    calibrate: Annotated[bool, typer.Option(help="Quantize with data, which is better and takes longer.")] = False,
+    calibrate: Annotated[
+        bool, typer.Option(help="Quantize with data: better, most of all at 2 and 3 bits, and slower.")
+    ] = False,
     method: Annotated[
-        str, typer.Option(help=f"With --calibrate: how weights are chosen, one of {', '.join(METHODS)}.")
+        str, typer.Option(help="With --calibrate: how weights are chosen, by feedback, weighted or learned.")
     ] = "feedback",
     text: Text = None,
     dataset: Dataset = None,
@@ -68,45 +61,63 @@ def command(
         int | None,
         typer.Option(
             min=1,
-            help="With --calibrate: number of sequences to take of the text, at most, or that the model writes. "
-            f"Default: {SEQUENCES}; {WRITTEN['cpu'][0]} if it writes them on a CPU.",
+            help="Number of sequences to calibrate on: the most to take of a text, or what the model writes. "
+            "Default: 128, or 64 if the model writes them on a CPU.",
         ),
     ] = None,
     length: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Tokens in a sequence. Best as many as the model will read at once. "
-            f"Default: {LENGTH} of a text; {WRITTEN[''][1]} that the model writes, {WRITTEN['cpu'][1]} on a CPU.",
+            help="Number of tokens in a sequence, best as many as the model will read at once. "
+            "Default: 2048 of a text, 640 if the model writes them, 256 if it does so on a CPU.",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Number of sequences that go through a layer at a time.")] = 4,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Number of sequences that go through a layer at once; fewer need less memory.")
+    ] = 4,
     embedding_bits: Annotated[
         int | None,
         typer.Option(
-            help="Bits for tables of embeddings and heads tied to them: 2, 3, 4 or 5. Default: they stay as they are."
+            help="Number of bits for tables of embeddings, and for heads tied to them: 2, 3, 4 or 5. "
+            "Default: they stay in 16 bits."
         ),
     ] = None,
-    codebook: Annotated[str | None, typer.Option(help="Name of the codebook: the levels of a weight.")] = None,
+    codebook: Annotated[
+        str | None,
+        typer.Option(
+            help="Codebook, the levels that weights are rounded to: optimal, normal_float, int, fp4 or layer. "
+            "Default: optimal."
+        ),
+    ] = None,
     skip: Annotated[
         list[str] | None,
-        typer.Option(help="Name or pattern of layers to leave in 16 bits. Can be given several times."),
+        typer.Option(help="Name or pattern of layers to leave in 16 bits. Can be given several times. Default: none."),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Where to compute: cpu, cuda or cuda:1. Default: a GPU, if there is one.")
-    ] = None,
+    device: Device = None,
     dtype: Dtype = "auto",
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
     push_to_hub: Annotated[
-        str | None, typer.Option(metavar="REPOSITORY", help="Name on the Hub to upload the saved model to as well.")
+        str | None,
+        typer.Option(
+            metavar="REPOSITORY", help="Name on the Hub to upload the saved model to. Default: it is not uploaded."
+        ),
     ] = None,
+    traceback: Traceback = False,
 ) -> None:
-    """Quantizes a model and saves it, to a width or to a memory, with a little data or none.
+    """Quantize a model and save it.
 
-    Without --text and --dataset, what needs data takes text that the model writes by itself, or the built-in text if
-    it cannot. Given again, the command goes on where calibrating was interrupted or killed.
+    Without --text and --dataset, calibrating takes text that the model writes itself, or the built-in text if the
+    model cannot write. If it is interrupted, the same command goes on after the last layer that was finished.
     """
+    from hf_kbit.calibration.data import tokenizer_of
+    from hf_kbit.calibration.layerwise import load
+    from hf_kbit.cli.folder import claim
+    from hf_kbit.config import KbitConfig
+    from hf_kbit.in_memory import quantize_model
+    from hf_kbit.widths import parse_size
+
     start = time.monotonic()
     device, size = resolve_device(device), None if memory is None else parse_size(memory, "--memory")
     source = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -136,6 +147,8 @@ def command(
     saved = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     line("saved", f"{out}: {saved / 1e6:,.3g} MB, after {time.monotonic() - start:,.0f} s")
     if push_to_hub is not None:
+        from huggingface_hub import upload_folder
+
         quantized.push_to_hub(push_to_hub)
         upload_folder(repo_id=push_to_hub, folder_path=out, allow_patterns=list(BESIDE))
         line("uploaded", push_to_hub)
@@ -143,6 +156,11 @@ def command(
 
 def _check(model: str, bits: float | None, size: int | None, method: str, source: dict, needs_dense: bool) -> None:
     """Refuses what can be refused before anything large is loaded."""
+    from transformers import AutoConfig
+
+    from hf_kbit.calibration.layerwise import METHODS
+    from hf_kbit.integrations.transformers import mxfp4
+
     if bits is not None and size is not None:
         raise ValueError("--memory: found it and --bits, expected one")
     if bits is not None and not BITS[0] <= bits <= BITS[-1]:
@@ -164,6 +182,8 @@ def _copy_beside(model: str, revision: str | None, out: Path) -> None:
     if Path(model).is_dir():
         folder = Path(model)
     else:
+        from huggingface_hub import snapshot_download
+
         folder = Path(snapshot_download(model, revision=revision, allow_patterns=list(BESIDE)))
     files = [file for pattern in BESIDE for file in folder.glob(pattern) if file.is_file()]
     for file in files:

@@ -1,13 +1,16 @@
 """``hf-kbit run``: other programs, where quantized models are known."""
 
+import os
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 # All that follows the program's name is its own, options too.
 SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False, "ignore_unknown_options": True}
+CHILDREN = str(Path(__file__).parent / "children")  # has what the program's own processes import
 
 
 def command(
@@ -16,9 +19,9 @@ def command(
         str, typer.Argument(help="Name of a program that a Python package installed, such as lm-eval.")
     ],
 ) -> None:
-    """Runs another program, with its own arguments, where quantized models are known.
+    """Run another program, such as lm-eval or trl, so that it can load quantized models.
 
-    The program runs in this process. What it starts as processes of its own does not know quantized models.
+    All that follows the program's name is passed on to it. Python processes that it starts know quantized models too.
     """
     found = entry_points(group="console_scripts", name=program)
     if not found:
@@ -30,4 +33,5 @@ def command(
         raise typer.Exit(1)
     main = next(iter(found)).load()
     sys.argv = [program, *context.args]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [CHILDREN, os.environ.get("PYTHONPATH")]))
     sys.exit(main())

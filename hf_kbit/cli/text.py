@@ -5,16 +5,17 @@ from typing import Annotated
 
 import typer
 
-from hf_kbit.calibration.data import read
-
 # Options of commands that read text.
-Text = Annotated[list[Path] | None, typer.Option(help="File of text in UTF-8. Can be given several times.")]
+Text = Annotated[list[Path] | None, typer.Option(help="File of text in UTF-8 to read. Can be given several times.")]
 Dataset = Annotated[
     str | None,
-    typer.Option(metavar="NAME[:CONFIG]", help="Instead of --text: a dataset of the Hub, a folder or a file of rows."),
+    typer.Option(
+        metavar="NAME[:CONFIG]",
+        help="Dataset to read instead of --text: a name on the Hub, a folder, or a file of rows.",
+    ),
 ]
-Split = Annotated[str, typer.Option(help="Name of the dataset's split to read.")]
-Column = Annotated[str, typer.Option(help="Name of the dataset's column that has the text.")]
+Split = Annotated[str, typer.Option(help="With --dataset: name of its split.")]
+Column = Annotated[str, typer.Option(help="With --dataset: name of its column that has the text.")]
 
 # How datasets reads a file, by the end of its name.
 READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
@@ -31,6 +32,8 @@ class NamedText(str):
 
 def read_text(files: list[Path] | None, dataset: str | None, split: str, column: str) -> NamedText:
     """The files, or the rows of the dataset, with an empty line between two."""
+    from hf_kbit.calibration.data import read
+
     if bool(files) == bool(dataset):
         raise ValueError(f"found {'both' if files else 'neither'} of --text and --dataset, expected one")
     if dataset:

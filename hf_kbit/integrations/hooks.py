@@ -84,6 +84,15 @@ TRANSFORMERS_NAMES = (
     Name(f"{_QUANTIZER}.validate_environment", ("self",)),
 )
 
+# Those that hf_kbit.decode alone relies on: the rest works without them.
+_GENERATION = "transformers.generation.utils:GenerationMixin"
+DECODING_NAMES = (
+    Name(f"{_GENERATION}._optimize_model_for_decode", ("self",)),
+    Name(f"{_GENERATION}._prefill", ("self", "input_ids", "generation_config", "model_kwargs")),
+    Name(f"{_GENERATION}._update_model_kwargs_for_generation", ("self", "outputs", "model_kwargs")),
+    Name(f"{_GENERATION}.prepare_inputs_for_generation", ("self", "input_ids", "next_sequence_length")),
+)
+
 TORCH_NAMES = (Name("torch.autograd.forward_ad:_current_level"),)
 TORCH_HOOKS = (
     Hook(
@@ -163,6 +172,12 @@ TRANSFORMERS_HOOKS = (
         ("self", "use_kernels", "kernel_config"),
         "hf_kbit.integrations.transformers.kernels:refuse_packed_experts",
         lost="use_kernels=True on packed experts fails in a kernel",
+    ),
+    Hook(
+        f"{_GENERATION}._extract_generation_mode_kwargs",
+        ("self", "custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer"),
+        "hf_kbit.decoding.loop:pass_all_on",
+        lost="hf_kbit.decode gets no streamer, and no tokenizer for stop strings",
     ),
 )
 

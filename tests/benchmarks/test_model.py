@@ -74,7 +74,7 @@ def test_a_small_model(without_gpu, shape, monkeypatch, tmp_path):
     without_gpu.main()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert {(line["shape"], line["layers"]) for line in lines} == {(shape, 2)}
-    whats = [("load", None), ("prefill", None), *(("decode", n) for n in (1, 3, 1, 3))]
+    whats = [("load", None), ("prefill", None), *(("decode", n) for n in (1, 3, 1, 3, 1, 3))]
     for name in ("bf16", "hf_kbit"):
         found = [(line["what"], line.get("batch")) for line in lines if line["name"] == name]
         assert found == [("host", None), *whats]

@@ -79,7 +79,7 @@ def test_quantize_what_has_experts_in_mxfp4(run_quantize, bits, monkeypatch, tmp
         loaded.append(kwargs.get("quantization_config"))
         return load(*args, **kwargs)
 
-    monkeypatch.setattr(cli.quantize, "load", record)
+    monkeypatch.setattr("hf_kbit.calibration.layerwise.load", record)
     result = run_quantize(original, tmp_path / "out", "--bits", bits)
     assert result.exit_code == 0, result.output
     expected = AutoModelForCausalLM.from_pretrained(original, quantization_config=hf_kbit.KbitConfig(bits=bits))
@@ -290,8 +290,8 @@ def test_what_lies_beside_a_model_of_the_hub(run_quantize, folder, monkeypatch, 
         assert "tokenizer*" in allow_patterns and "*.safetensors" not in allow_patterns
         return str(folder / "dense")
 
-    monkeypatch.setattr(cli.quantize, "snapshot_download", snapshot)
-    monkeypatch.setattr(cli.quantize, "upload_folder", lambda **keywords: uploaded.append(keywords))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.setattr("huggingface_hub.upload_folder", lambda **keywords: uploaded.append(keywords))
     monkeypatch.setattr(
         LlamaForCausalLM, "push_to_hub", lambda self, name: uploaded.append((self.config.model_type, name))
     )

@@ -1,7 +1,10 @@
 """``hf-kbit run``: other programs on quantized models, lm-eval's harness above all, with a task of its own."""
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +18,7 @@ from hf_kbit import cli
 
 lm_eval = pytest.importorskip("lm_eval")
 
+ROOT = Path(__file__).parents[2]
 ROWS = [{"question": f"{n} plus {n} is", "choices": [str(2 * n), str(2 * n + 1), "no"]} for n in range(12)]
 # YAML reads JSON too. The first choice is the right one.
 TASK = {
@@ -101,6 +105,38 @@ def test_a_program_and_its_arguments(monkeypatch):
     monkeypatch.setattr(sys, "argv", [])
     result = CliRunner().invoke(cli.app, ["run", "program", "--help", "-x", "3", "file", "--version"])
     assert result.exit_code == 7 and seen == [["program", "--help", "-x", "3", "file", "--version"]]
+
+
+def test_processes_of_a_program_know_quantized_models(monkeypatch, tmp_path):
+    """Also where the environment has a sitecustomize of its own, which counts as before; not Python -I, nor others."""
+    (tmp_path / "sitecustomize.py").write_text("print('its own', end=' ')")
+    printed = []
+
+    def program():
+        code = "import sys; print('hf_kbit' in sys.modules, sys.modules['sitecustomize'].__file__)"
+        printed.append(subprocess.check_output([sys.executable, "-c", code], text=True, cwd=tmp_path))
+
+    main = SimpleNamespace(load=lambda: program)
+    monkeypatch.setattr(cli.run, "entry_points", lambda group, name: [main])
+    monkeypatch.setattr(sys, "argv", [])
+    for path in ("", str(tmp_path)):
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), path])))
+        CliRunner().invoke(cli.app, ["run", "program"])
+    assert printed[0] == f"True {cli.run.CHILDREN}/sitecustomize.py\n"
+    assert printed[1] == f"its own True {tmp_path}/sitecustomize.py\n"
+
+
+@pytest.mark.slow
+def test_accelerate_launch(folder, monkeypatch, tmp_path):
+    """A script that does not import hf_kbit, in a process that accelerate starts."""
+    script = tmp_path / "script.py"
+    load = f"AutoModelForCausalLM.from_pretrained({str(folder / 'packed')!r})"
+    script.write_text(
+        f"from transformers import AutoModelForCausalLM\nprint(type({load}.model.layers[0].mlp.up_proj))"
+    )
+    command = [sys.executable, "-m", "hf_kbit.cli", "run", "accelerate", "launch", "--cpu", "--num_processes", "1"]
+    run = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert "hf_kbit.nn.linear.KbitLinear" in run.stdout, run.stderr
 
 
 def test_a_program_that_is_not_there():

@@ -12,6 +12,7 @@ TABLES = (
     hooks.TORCH_NAMES,
     hooks.TORCH_HOOKS,
     hooks.TRANSFORMERS_NAMES,
+    hooks.DECODING_NAMES,
     hooks.TRANSFORMERS_HOOKS,
     hooks.PEFT_NAMES,
     hooks.PEFT_HOOKS,

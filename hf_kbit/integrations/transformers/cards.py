@@ -4,9 +4,11 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import wraps
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from yaml import YAMLError
 
 from hf_kbit.integrations.transformers import checkpoint
@@ -15,7 +17,8 @@ from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.weight import KbitWeight, distinct
 
-HEADING = "## How to load"
+HEADING, FIGURES = "## How to load", "## What quantization cost"
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 TAGS = ["kbit"]
 
 
@@ -27,8 +30,8 @@ def loading_section(model, name: str) -> str:
     tuned = f"\nTuned after that on the model in 16 bits: {tuned}.\n" if tuned else ""
     return f"""{HEADING}
 
-The {_what(model)} quantized to {_widths(model)} with [hf_kbit](https://pypi.org/project/hf_kbit). After
-`pip install hf_kbit`:
+The {_what(model)} quantized to {widths(model)} with [hf_kbit](https://pypi.org/project/hf_kbit).
+{_sizes(model)} After `pip install hf_kbit`:
 
 ```python
 import hf_kbit  # makes Transformers know the format
@@ -47,7 +50,7 @@ def _what(model) -> str:
     return f"{', '.join(first)} and {last} are" if first else f"{last} are"
 
 
-def _widths(model) -> str:
+def widths(model) -> str:
     """``3 bits``, or ``2 to 5 bits (3.40 on average)`` where layers differ."""
     weights = Counter()
     for layer in distinct(module for module in model.modules() if isinstance(module, KbitWeight)):
@@ -56,6 +59,37 @@ def _widths(model) -> str:
         return f"{next(iter(weights), model.config.quantization_config.bits)} bits"
     mean = sum(bits * count for bits, count in weights.items()) / weights.total()
     return f"{min(weights)} to {max(weights)} bits ({mean:.2f} on average)"
+
+
+def _sizes(model) -> str:
+    layers = distinct(module for module in model.modules() if isinstance(module, KbitWeight))
+    packed = {id(parameter): parameter for layer in layers for parameter in layer.packed.values()}
+    others = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in packed)
+    stored = sum(parameter.nbytes for parameter in packed.values())
+    weights = sum(layer.num_weights for layer in layers)
+    return (
+        f"All weights take {(stored + others) / 1e6:,.3g} MB, where they took {(2 * weights + others) / 1e6:,.3g} in "
+        f"16 bits; those quantized take {8 * stored / max(weights, 1):.2f} bits each, with scales."
+    )
+
+
+def _of_base(model) -> dict[str, str]:
+    """What a card's head can say of the model that was quantized: its name on the Hub, and its licence, if its own
+    card is at hand. A quantized model that was loaded says nothing of that."""
+    name, quantizer = str(getattr(model, "name_or_path", "")), getattr(model, "hf_quantizer", None)
+    if quantizer is None or quantizer.pre_quantized or not name:
+        return {}
+    if os.path.isdir(name):
+        found, card = {}, os.path.join(name, "README.md")
+    elif HUB_NAME.fullmatch(name):
+        found = {"base_model": name, "base_model_relation": "quantized"}
+        card = try_to_load_from_cache(name, "README.md")
+    else:
+        return {}
+    with suppress(OSError, TypeError, ValueError, YAMLError, RecursionError):  # a card of others, or none
+        if isinstance(licence := ModelCard.load(card).data.license, str):
+            found["license"] = licence
+    return found
 
 
 def _heading(name: str) -> str:
@@ -92,10 +126,29 @@ def write_model_card(model, directory: str | os.PathLike, name: str) -> None:
         ValueError: see ``read_model_card``.
     """
     card = read_model_card(directory, name)
-    # An older section of ours tells of another model; it ends where the next heading begins.
-    text = re.sub(rf"^{HEADING}$.*?(?=^# |^## |\Z)", "", card.text, flags=re.DOTALL | re.MULTILINE)
-    card.text = f"{text.rstrip()}\n\n{loading_section(model, name)}"
+    if not card.data.base_model:  # else the user knows better
+        for key, value in _of_base(model).items():
+            setattr(card.data, key, getattr(card.data, key, None) or value)
+    # Older sections of ours tell of another model.
+    card.text = f"{_without(FIGURES, _without(HEADING, card.text))}\n\n{loading_section(model, name)}"
     card.save(os.path.join(directory, "README.md"))
+
+
+def write_figures(directory: str | os.PathLike, figures: Mapping[str, str]) -> None:
+    """Adds what was measured to the card of a saved model, in place of what was there of an earlier measurement.
+
+    Raises:
+        ValueError: see ``read_model_card``.
+    """
+    card = read_model_card(directory, os.path.basename(os.path.abspath(directory)))
+    rows = "".join(f"| {_heading(label)} | {_heading(value)} |\n" for label, value in figures.items())
+    card.text = f"{_without(FIGURES, card.text)}\n\n{FIGURES}\n\nAs `hf-kbit eval` found:\n\n| | |\n|---|---|\n{rows}"
+    card.save(os.path.join(directory, "README.md"))
+
+
+def _without(heading: str, text: str) -> str:
+    """The text without a section, which ends where the next heading begins."""
+    return re.sub(rf"^{heading}$.*?(?=^# |^## |\Z)", "", text, flags=re.DOTALL | re.MULTILINE).rstrip()
 
 
 def card_after_saving(save_pretrained):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from hf_kbit import KbitConfig, KbitLinear
+from hf_kbit.integrations.transformers import cards
 
 TOKENS = torch.arange(12).reshape(2, 6)
 
@@ -96,6 +97,48 @@ def test_a_new_card_is_tagged(model, tmp_path):
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.tags == ["kbit"] and card.data.library_name == "transformers"
     assert "quantized to 3 bits" in card.text
+
+
+def test_a_card_says_of_what_and_how_large(model, dense, tmp_path, monkeypatch):
+    """The base by its name on the Hub, with the licence that its card has here; sizes are those of the file."""
+    (dense / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    model.save_pretrained(tmp_path / "local")
+    card = ModelCard.load(tmp_path / "local" / "README.md")
+    assert card.data.license == "apache-2.0" and card.data.base_model is None, "a folder is no name on the Hub"
+    megabytes, dense_megabytes = re.search(r"take ([\d.]+) MB, where they took ([\d.]+) in", card.text).groups()
+    tensors = load_file(tmp_path / "local" / "model.safetensors")
+    weights = sum(layer.num_weights for layer in model.modules() if isinstance(layer, KbitLinear))
+    stored = sum(tensor.nbytes for tensor in tensors.values())
+    others = sum(tensor.nbytes for name, tensor in tensors.items() if "_proj." not in name)
+    assert megabytes == f"{stored / 1e6:.3g}" and dense_megabytes == f"{(others + 2 * weights) / 1e6:.3g}"
+
+    monkeypatch.setattr(cards, "try_to_load_from_cache", lambda name, file: str(dense / file))
+    model.name_or_path = "org/model-1.5"
+    model.save_pretrained(tmp_path / "hub")
+    card = ModelCard.load(tmp_path / "hub" / "README.md")
+    assert (card.data.base_model, card.data.base_model_relation) == ("org/model-1.5", "quantized")
+    assert card.data.license == "apache-2.0"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
+    again.name_or_path = "me/model-3bit"
+    again.save_pretrained(tmp_path / "again")
+    assert ModelCard.load(tmp_path / "again" / "README.md").data.base_model is None, "it is not its own base"
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "README.md").write_text("---\nbase_model: mine\nlicense: mit\n---\n")
+    model.save_pretrained(tmp_path / "own")
+    card = ModelCard.load(tmp_path / "own" / "README.md")
+    assert (card.data.base_model, card.data.license) == ("mine", "mit")
+
+
+def test_figures_on_a_card(model, tmp_path):
+    """Those of the last measurement; another model that is saved there has none."""
+    model.save_pretrained(tmp_path)
+    for perplexity in ("12.5", "13.5"):
+        cards.write_figures(tmp_path, {"text": "a|b <i>.txt", "perplexity": perplexity})
+    text = (tmp_path / "README.md").read_text()
+    assert "| perplexity | 13.5 |" in text and "12.5" not in text and r"| text | a\|b \<i\>.txt |" in text
+    assert text.count(cards.FIGURES) == text.count(cards.HEADING) == 1 and "from_pretrained" in code(tmp_path)
+    model.save_pretrained(tmp_path)
+    assert cards.FIGURES not in (tmp_path / "README.md").read_text()
 
 
 def test_what_the_user_wrote_is_kept(model, tmp_path):

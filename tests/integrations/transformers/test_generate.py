@@ -1,4 +1,5 @@
-"""Long greedy generations of trained weights: a static cache and compiled code choose the tokens that eager code does.
+"""Long greedy generations of trained weights: a static cache, compiled code and hf_kbit.decode choose the tokens that
+eager code does.
 
 Slow, for the model is trained first: pytest tests/integrations/transformers/test_generate.py
 """
@@ -10,6 +11,7 @@ from torch._dynamo.utils import counters
 from trained_lm import held_out, trained_lm
 from transformers import AutoModelForCausalLM, StaticCache
 
+import hf_kbit
 from hf_kbit import KbitConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("bits", [3, 4])]
@@ -65,6 +67,18 @@ def test_compiled_chooses_the_same_tokens(bits, batch, compilations):
     if not torch.equal(compiled, eager):
         assert_greedy(model, compiled)
         assert_greedy(model, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 4])
+def test_decode_chooses_the_same_tokens(bits, batch, compilations):
+    model = load(bits, "cuda", torch.float16)
+    decoded = generate(model, batch, 2000, custom_generate=hf_kbit.decode)
+    assert compilations["stats"]["unique_graphs"] > 0 and not compilations["graph_break"]
+    plain = generate(model, batch, 2000)
+    if not torch.equal(decoded, plain):
+        assert_greedy(model, decoded)
+        assert_greedy(model, plain)
 
 
 @torch.no_grad()

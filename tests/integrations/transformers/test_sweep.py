@@ -1,5 +1,5 @@
 """Every type of model in Transformers that a small random configuration can build: quantized, run, saved, reloaded;
-and the experts of mixtures adapted, beside PEFT's adapters on the decoded model.
+the experts of mixtures adapted, beside PEFT's adapters on the decoded model; decoders decoded, beside ``generate``.
 
 ``test_architectures.py`` asks more of a chosen few; here nobody chose. What cannot be built small is skipped with its
 reason, so a newer Transformers adds its models by itself.
@@ -9,6 +9,7 @@ import inspect
 
 import pytest
 import torch
+from cpu_graph import cpu_graph
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import CONFIG_MAPPING
@@ -19,7 +20,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
+import hf_kbit
 from hf_kbit import KbitConfig
+from hf_kbit.decoding import step
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn import experts as nn_experts
 from hf_kbit.nn.experts import KbitProjection
@@ -62,6 +65,7 @@ WRONG = {
     "vit_mae": "it masks at random",
 }
 BUILT = ("bert", "gemma3_text", "gpt2", "llama", "mamba", "mixtral", "opt", "qwen3", "t5", "vit")  # never skipped
+DECODED = ("gemma3_text", "gpt2", "gpt_oss", "llama", "mixtral", "olmo2", "phi3", "qwen3_moe")
 CASES = [
     *(("causal", kind) for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     *(("base", kind) for kind in MODEL_MAPPING_NAMES),
@@ -165,3 +169,25 @@ def test_whole_life(task, kind, tmp_path):
     assert close(output, run(quantized, inputs))
     if experts:
         assert close(with_adapters, run_with_adapters(quantized, inputs, experts))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+def test_decoding(kind, monkeypatch):
+    """``hf_kbit.decode`` finds the tokens that ``generate`` does, of padded prompts, or says by name why it cannot."""
+    monkeypatch.setitem(step.WAYS, "cpu", step.Way(None, cpu_graph, ahead=2))
+    mask = torch.ones(2, 7, dtype=torch.int64)
+    mask[1, :3] = 0
+    ids = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(1)) * mask
+    settings = {"attention_mask": mask, "max_new_tokens": 20, "eos_token_id": None, "do_sample": False}
+    try:
+        model, _ = build(MODEL_FOR_CAUSAL_LM_MAPPING, kind)
+        expected = model.generate(ids, **settings)
+    except Exception as error:
+        if kind in DECODED:
+            raise
+        pytest.skip(f"it cannot be built small, or generates nothing: {type(error).__name__}: {str(error)[:80]}")
+    try:
+        assert torch.equal(model.generate(ids, custom_generate=hf_kbit.decode, **settings), expected)
+    except ValueError as error:
+        assert str(error).startswith("hf_kbit.decode: found ") and kind not in DECODED

@@ -1,0 +1,66 @@
+"""``hf-kbit chat``: talk to a model in the terminal."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from hf_kbit.cli.device import Device, resolve_device
+from hf_kbit.cli.model import Dtype, Revision, TrustRemoteCode, check_dtype
+from hf_kbit.cli.output import Traceback
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="Model to talk to: a folder, or a name on the Hub.")],
+    prompt: Annotated[
+        str | None, typer.Option(help="Say this, print the answer and end. Default: ask until Ctrl-D.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Number of tokens that an answer has at most.")] = 512,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    traceback: Traceback = False,
+) -> None:
+    """Talk to a model: answers appear as they are written, with the number of tokens per second.
+
+    A model without a chat template continues the text that it is given.
+    """
+    device, dtype = resolve_device(device), check_dtype(dtype)
+
+    from transformers import AutoTokenizer, TextStreamer
+
+    from hf_kbit.cli.generate import Clock, generate, load
+
+    source = {"revision": revision, "trust_remote_code": trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(model, **source)
+    speaker = load(model, device, dtype, **source)
+    said = []
+    while (text := prompt if prompt is not None else _ask()) is not None:
+        said.append({"role": "user", "content": text})
+        if tokenizer.chat_template is None:
+            inputs = tokenizer(text, return_tensors="pt")
+        else:
+            inputs = tokenizer.apply_chat_template(
+                said, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        clock = Clock(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+        ids = generate(speaker, **inputs.to(speaker.device), max_new_tokens=max_new_tokens, streamer=clock)
+        answer = ids[0, inputs["input_ids"].shape[1] :]
+        said.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
+        speed = "" if clock.tokens_per_second is None else f", {clock.tokens_per_second:.1f} tokens/s"
+        typer.echo(f"[{len(answer)} tokens{speed}]", err=True)
+        if prompt is not None:
+            break
+
+
+def _ask() -> str | None:
+    """What the user types next; None at the end of the input."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  by which the line can be edited
+    while True:
+        try:
+            if text := input("> ").strip():
+                return text
+        except EOFError:
+            return None

@@ -1,0 +1,69 @@
+"""What ``hf_kbit.decode`` cannot do: each is named before anything runs."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationConfig, GenerationMode
+
+from hf_kbit.decoding.attention import NAME as ONE_TOKEN
+from hf_kbit.decoding.cache import GROWING
+
+
+def refuse(model, input_ids: Tensor, config: GenerationConfig, synced_gpus, assistant_model, model_kwargs) -> None:
+    """Raises a ValueError that says what was found of all that the loop cannot do, and what was expected."""
+    problems = [*_of_settings(config, synced_gpus, assistant_model, model_kwargs), *_of_model(model, input_ids)]
+    if problems:
+        told = "; ".join(f"found {found}, expected {expected}" for found, expected in problems)
+        raise ValueError(f"hf_kbit.decode: {told}")
+
+
+def refuse_cache(model, cache: Cache, tokens: int) -> None:
+    """Raises a ValueError if the model has kept anything but keys and values of each token of the prompt."""
+    if (kept := cache.get_seq_length()) != tokens:
+        raise ValueError(
+            f"hf_kbit.decode: found that {type(model).__name__} kept keys and values of {kept} tokens of a prompt of "
+            f"{tokens}, expected those of all of them and no others"
+        )
+
+
+def _of_settings(config: GenerationConfig, synced_gpus, assistant_model, model_kwargs) -> Iterator[tuple[str, str]]:
+    mode = config.get_generation_mode(assistant_model)
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        yield f"generation mode {mode.value}", "greedy decoding or sampling"
+    if config.return_dict_in_generate:
+        yield "return_dict_in_generate=True", "False, for token ids are all that it gives"
+    if config.use_cache is False:
+        yield "use_cache=False", "True"
+    if config.cache_implementation not in (None, "dynamic", "static", "hybrid"):
+        yield f"cache_implementation={config.cache_implementation!r}", "none, for it makes its own cache"
+    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
+        yield "past_key_values", "none, for it makes its own cache"
+    if config.compile_config is not None:
+        yield "a compile_config", "none, for it compiles in its own way, or not at all with disable_compile=True"
+    if synced_gpus:
+        yield "synced_gpus=True", "a model that is not sharded"
+
+
+def _of_model(model, input_ids: Tensor) -> Iterator[tuple[str, str]]:
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        yield f"{name}, an encoder-decoder", "a decoder"
+        return
+    for layer in {type(layer) for layer in DynamicCache(config=config).layers}.difference(GROWING):
+        yield f"{name}, whose cache has a {layer.__name__}", "attention alone, whose keys and values stay as they are"
+    if not model._supports_default_dynamic_cache():
+        yield f"{name}, which has a cache of its own", "attention alone, whose keys and values stay as they are"
+    if config._attn_implementation not in ("sdpa", "eager", ONE_TOKEN):  # the last while another thread compiles
+        yield f"attn_implementation={config._attn_implementation!r}", "'sdpa' or 'eager'"
+    devices = sorted(set(map(str, (getattr(model, "hf_device_map", None) or {}).values())))
+    if len(devices) > 1:
+        yield f"a model on {', '.join(devices)}", "one device"
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        yield "tensor parallelism", "a model that is not sharded"
+    if input_ids.device != model.device:
+        yield f"input_ids on {input_ids.device}", f"them on {model.device}, where the model is"
+    rope = str(getattr(config, "rope_parameters", None))
+    for kind in ("dynamic", "longrope"):
+        if model.device.type == "cuda" and f"'{kind}'" in rope:
+            yield f"rope_type={kind!r}", "positions whose rotation does not depend on the longest sequence"
