@@ -106,8 +106,6 @@ def _inputs(model, choice: Choice, cache: Cache, model_kwargs: dict) -> dict[str
         inputs["attention_mask"] = choice.token.new_ones(len(choice.token), cache.get_max_length())
         if padding is not None:
             inputs["attention_mask"][:, : padding.shape[1]] = padding
-    if "position_ids" in inputs:
-        inputs["position_ids"] = inputs["position_ids"].clone()
     return inputs | {"input_ids": choice.token, "past_key_values": cache}
 
 

@@ -302,6 +302,15 @@ def test_refusals(found, settings, llama, device, forwards):
     assert not forwards
 
 
+def test_tensors_that_may_differ_from_step_to_step(llama, device):
+    """Nothing that is not known to stay is recorded."""
+    with pytest.raises(
+        ValueError, match="a step of LlamaForCausalLM takes logits_to_keep, expected no tensors but inp"
+    ):
+        last = torch.tensor([-1], device=device)
+        llama.generate(**prompts(device), logits_to_keep=last, max_new_tokens=3, custom_generate=hf_kbit.decode)
+
+
 def test_all_that_is_refused_is_named(llama, device):
     with pytest.raises(
         ValueError, match=r"found generation mode beam_sample, .*; found use_cache=False, .*; found a comp"
@@ -310,9 +319,8 @@ def test_all_that_is_refused_is_named(llama, device):
         llama.generate(**prompts(device), custom_generate=hf_kbit.decode, **settings)
 
 
-def mamba():
-    config = dict(hidden_size=16, state_size=4, num_hidden_layers=1, vocab_size=99, pad_token_id=0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **config))
+def small(kind: str, **sizes):
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, vocab_size=99, pad_token_id=0))
 
 
 def mixed():
@@ -320,11 +328,6 @@ def mixed():
     config = BY_NAME["qwen3"].settings | {"layer_types": ["linear_attention", "full_attention"]}
     config |= {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "num_experts": 2, "num_experts_per_tok": 1}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_next", **config))
-
-
-def without_a_cache():
-    config = dict(n_embd=16, n_layer=1, n_head=2, vocab_size=99, pad_token_id=0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("openai-gpt", **config))
 
 
 def on_two_devices():
@@ -335,9 +338,14 @@ def on_two_devices():
 
 MODELS = {
     "T5ForConditionalGeneration, an encoder-decoder, expected a decoder": BY_NAME["t5"].build,
-    "MambaForCausalLM, whose cache has a LinearAttentionLayer": mamba,
+    "MambaForCausalLM, whose cache has a LinearAttentionLayer": lambda: small(
+        "mamba", hidden_size=16, state_size=4, num_hidden_layers=1
+    ),
     "Qwen3NextForCausalLM, whose cache has a LinearAttentionLayer": mixed,
-    "that OpenAIGPTLMHeadModel kept keys and values of 0 tokens of a prompt of 2": without_a_cache,
+    "that OpenAIGPTLMHeadModel kept keys and values of 0 tokens of a prompt of 2": lambda: small(
+        "openai-gpt", n_embd=16, n_layer=1, n_head=2
+    ),
+    "RwkvForCausalLM, which has a cache of its own": lambda: small("rwkv", hidden_size=16, num_hidden_layers=2),
     "a model on 0, cpu, expected one device": on_two_devices,
     "attn_implementation='flex_attention'": lambda: BY_NAME["llama"].build(attn_implementation="flex_attention"),
 }
