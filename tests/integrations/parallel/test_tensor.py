@@ -78,6 +78,9 @@ def in_each_process(rank, folder):
         model = ranks.load(folder / "half", distributed_config=plan)
         found[rule] = sizes(model)["model.embed_tokens"], model.get_input_embeddings()(ranks.IDS)
         model.save_pretrained(folder / rule)
+    rules = {"model.embed_tokens": rule, "lm_head": "colwise_gather_output"}
+    plan = DistributedConfig(tp_size=ranks.SIZE, tp_plan=rules)
+    found["differing rules"] = ranks.outcome(ranks.load(folder / "tied", distributed_config=plan))
     found["complaints"]["no such row"] = ranks.complaint(load("tied").get_input_embeddings(), torch.tensor([3, 96]))
     model = adapt(load("llama"))
     found["complaints"]["merge"] = ranks.complaint(model.merge_adapter)
@@ -113,7 +116,7 @@ def test_each_process_has_its_part(found, name):
     for process in found:
         for layer, parts in process[name, "sizes"].items():
             if layer in ("model.embed_tokens", "lm_head"):
-                # Transformers 5.17 has no rule for tables: one that is tied goes with the head.
+                # Transformers 5.17 has no rule for a table that is not tied.
                 assert parts == ((1, 1, 1) if ranks.OLD and name == "half" else (2, 2, 1))
             own = layer.rpartition(".")[2]
             if own in BY_ROWS:
@@ -154,6 +157,12 @@ def test_rules_for_tables(found, folder, rule):
         parts, rows = process[rule]
         assert parts == TABLES[rule] and torch.equal(rows, expected)
     ranks.assert_saved_as(folder / rule, folder / "half")
+
+
+def test_a_tied_table_follows_the_head(found, folder):
+    """Whatever its own rule: here that shares parts of rows, and the head's whole rows."""
+    for what, tensor in ranks.outcome(ranks.load(folder / "tied")).items():
+        assert all(relative(process["differing rules"][what], tensor) < ROUNDING for process in found), what
 
 
 @pytest.mark.parametrize("adapters", ["new adapters", "loaded adapters"])
