@@ -123,16 +123,16 @@ def quantize_model(
         raise ValueError(f"resume: found {str(resume)!r}, but nothing is calibrated, expected none")
     _check_use(model, config, data is not None, calibrate, measure, memory, "bits" in arguments)
     report = report or _silent
-    chosen = _choose(model, config)
-    before, reasons, tied = _bytes(model), selection.skips(model), selection.ties(model)
+    packable, chosen = _choose(model, config)
+    before, reasons = _bytes(model), packable.reasons
     if config.embedding_bits is None:
-        reasons = dict.fromkeys(selection.tables(model), "table") | reasons
+        reasons = dict.fromkeys(packable.tables, "table") | reasons
     left = {
         name: reasons.get(name, "asked for")
-        for name in selection.packable(model)
-        if name not in chosen and tied.get(name) not in chosen
+        for name in packable.names
+        if name not in chosen and packable.ties.get(name) not in chosen
     }
-    tables = selection.table_widths(model, chosen)
+    tables = packable.tables_in(chosen)
     layers = [name for name in chosen if name not in tables]
     mean = config.bits if memory is None else _fit(model, widths.parse_size(memory), context, config, report)
     if measure is None:
@@ -160,7 +160,7 @@ def quantize_model(
         options = {"method": method, "batch": batch, "device": device, "resume": resume}
         layerwise.calibrate(model, ids, config=config, progress=True, **options)
     else:
-        _quantize_all(model, config, chosen, device)
+        _quantize_all(model, packable, config, chosen, device)
     return Quantized(chosen, left, before, _bytes(model))
 
 
@@ -188,13 +188,14 @@ def _check_use(model, config: KbitConfig, data: bool, calibrate: bool, measure, 
         raise ValueError("data: found it, but neither calibrate nor measured widths need it")
 
 
-def _choose(model: nn.Module, config: KbitConfig) -> dict[str, int]:
-    """``{name: bits}`` of what is to be quantized, of a model that can be."""
+def _choose(model: nn.Module, config: KbitConfig) -> tuple[selection.Packable, dict[str, int]]:
+    """What can be quantized, and ``{name: bits}`` of what is to be, of a model that can be."""
     if quantized := next((name for name, module in model.named_modules() if isinstance(module, KbitWeight)), None):
         raise ValueError(f"{quantized}: found it quantized already, expected a model in 16 or 32 bits")
     if selection.is_linear(model):
         raise ValueError("model: found one linear layer, expected a module that has some; see KbitLinear.from_linear")
-    chosen = selection.choose(model, config)
+    packable = selection.Packable(model)
+    chosen = packable.choose(config)
     if not chosen:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     for name in chosen:
@@ -206,15 +207,19 @@ def _choose(model: nn.Module, config: KbitConfig) -> dict[str, int]:
             raise TypeError(f"{name}.weight: found {weight.dtype}, expected float32, float16 or bfloat16")
         if not weight.isfinite().all():
             raise ValueError(f"{name}.weight: found NaN or infinite values, expected finite ones")
-    return chosen
+    return packable, chosen
 
 
 def _quantize_all(
-    model: nn.Module, config: KbitConfig, chosen: Mapping[str, int], device: torch.device | str | None
+    model: nn.Module,
+    packable: selection.Packable,
+    config: KbitConfig,
+    chosen: Mapping[str, int],
+    device: torch.device | str | None,
 ) -> None:
     """Without data."""
     quantizer = KbitHfQuantizer(config, pre_quantized=False)
-    quantize_layers(model, chosen, quantizer, device)
+    quantize_layers(model, packable, chosen, quantizer, device)
     if isinstance(model, PreTrainedModel):
         quantizer.adopt(model, chosen)
 
@@ -242,8 +247,9 @@ def _name(data: object) -> str:
 def _fit(model: nn.Module, size: int, context: int, config: KbitConfig, report) -> float:
     """The mean width with which the model takes so many bytes; says what they are for."""
     bits = widths.bits_for_memory(model, size, context=context, config=config)
-    chosen = selection.choose(model, config)
-    tables = selection.table_widths(model, chosen)
+    packable = selection.Packable(model)
+    chosen = packable.choose(config)
+    tables = packable.tables_in(chosen)
     layers = [name for name in chosen if name not in tables]
     weights = mixing.stored_weights(model, layers)
     parts = {

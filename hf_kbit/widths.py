@@ -141,7 +141,7 @@ def measure(
     config, window = _of_layers(config), ids.shape[1] if ids.dim() > 1 else window
     check({"model": model.config}, ids, window, window)
     window = min(window, ids.shape[-1])
-    names = list(selection.choose(model, config))
+    names = list(selection.Packable(model).choose(config))
     if not names:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     device, ids = capture.resolve(device, model), ids.to(model.device)
@@ -271,7 +271,7 @@ def widths_by_rule(model: PreTrainedModel, bits: float, *, config: KbitConfig | 
     if not BITS[0] <= bits <= BITS[-1]:
         raise ValueError(f"bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
     config = config or KbitConfig()
-    names = list(selection.choose(model, _of_layers(config)))
+    names = list(selection.Packable(model).choose(_of_layers(config)))
     if not names:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     return config_of(config, by_rule(model, names, bits))
@@ -319,10 +319,11 @@ def bits_for_memory(
     2.42
     """
     config, memory = config_or(config, arguments), parse_size(memory)
-    chosen = selection.choose(model, config)
+    packable = selection.Packable(model)
+    chosen = packable.choose(config)
     if not chosen:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
-    tables = selection.table_widths(model, chosen)
+    tables = packable.tables_in(chosen)
     layers = [name for name in chosen if name not in tables]
     weights = stored_weights(model, layers)
     rest = rest_bytes(model, chosen) + packed_bytes(model, tables, config) + column_bytes(model, layers, config)

@@ -122,15 +122,15 @@ def calibrate(
     source = {"revision": revision, "trust_remote_code": trust_remote_code}
     if not isinstance(model, nn.Module):
         model = load(model, **source)
-    widths = _check_model(model, quantizer.quantization_config)
+    packable, widths = _check_model(model, quantizer.quantization_config)
     device = capture.resolve(device, model)
     if data is None:
         data = write(model, sequences, length, device=device, progress=progress)
     if tokenizer is None and not isinstance(data, torch.Tensor):
         tokenizer = tokenizer_of(model.name_or_path, **source)
     ids = token_ids(data, tokenizer, model, sequences, length)
-    tables = selection.table_widths(model, widths)  # which data does not go through, but comes from
-    quantize_layers(model, tables, quantizer, device)
+    tables = packable.tables_in(widths)  # which data does not go through, but comes from
+    quantize_layers(model, packable, tables, quantizer, device)
     widths = {name: bits for name, bits in widths.items() if name not in tables}
     projections = [name for name in widths if is_projection(model, name)]
     # Before a layer computes in another dtype: they stand for the weights as the model has them.
@@ -276,8 +276,8 @@ def class_to_load(config: PreTrainedConfig) -> type:
     return found
 
 
-def _check_model(model, config: KbitConfig) -> dict[str, int]:
-    """``{module name: bits}`` of the layers to quantize, of a model that can be calibrated."""
+def _check_model(model, config: KbitConfig) -> tuple[selection.Packable, dict[str, int]]:
+    """What can be quantized, and ``{module name: bits}`` of what is to be, of a model that can be calibrated."""
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError("model: found it quantized already, expected one in 16 or 32 bits")
     if not capture.reads_tokens(model):
@@ -285,10 +285,11 @@ def _check_model(model, config: KbitConfig) -> dict[str, int]:
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1 or devices == {"meta"}:
         raise ValueError(f"model: found it on {sorted(devices)}, expected one device")
-    widths = selection.choose(model, config)
+    packable = selection.Packable(model)
+    widths = packable.choose(config)
     if not widths:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     for name in widths:
         if not selection.dense_weight(model, name).isfinite().all():
             raise ValueError(f"{name}.weight: found NaN or infinite values, expected finite ones")
-    return widths
+    return packable, widths

@@ -43,7 +43,7 @@ def test_goes_on_with_the_layer_that_was_not_finished(name, stop, kept, device, 
 
     def build():
         model = architecture(name).to(device)
-        first = next(iter(selection.choose(model, hf_kbit.KbitConfig())))
+        first = next(iter(selection.Packable(model).choose(hf_kbit.KbitConfig())))
         model.get_submodule(first).weight.data *= 2.0**-16  # so that it has an exponent
         return model
 

@@ -319,11 +319,11 @@ def test_tables_that_are_left():
         bert = BertModel(BertConfig(vocab_size=99, **SMALL))
         olmo = transformers.OlmoModel(transformers.OlmoConfig(vocab_size=99, **SMALL))
         deberta = transformers.DebertaForMaskedLM(transformers.DebertaConfig(vocab_size=99, legacy=False, **SMALL))
-    assert selection.skips(bert)["embeddings.token_type_embeddings"] == "small"
-    assert "embeddings.word_embeddings" in selection.choose(bert, KbitConfig(**CONFIG))
+    assert selection.Packable(bert).reasons["embeddings.token_type_embeddings"] == "small"
+    assert "embeddings.word_embeddings" in selection.Packable(bert).choose(KbitConfig(**CONFIG))
     # Without any floating weight Transformers could not tell a dtype.
-    assert "embed_tokens" not in selection.choose(olmo, KbitConfig(**CONFIG))
-    read = {name for name, reason in selection.skips(deberta).items() if reason in ("read", "fixed")}
+    assert "embed_tokens" not in selection.Packable(olmo).choose(KbitConfig(**CONFIG))
+    read = {name for name, reason in selection.Packable(deberta).reasons.items() if reason in ("read", "fixed")}
     assert "deberta.embeddings.word_embeddings" in read, "read through a variable"
 
 
