@@ -1,6 +1,6 @@
 """``calibrate``: quantizes a model one layer at a time, with solvers that know what goes through its layers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +28,7 @@ from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.checkpoint import saved_class
-from hf_kbit.integrations.transformers.in_place import quantize_layers
+from hf_kbit.integrations.transformers.in_place import quantize_layers, tie
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.mixing import units
 from hf_kbit.nn.experts import is_projection
@@ -129,15 +129,19 @@ def calibrate(
     if tokenizer is None and not isinstance(data, torch.Tensor):
         tokenizer = tokenizer_of(model.name_or_path, **source)
     ids = token_ids(data, tokenizer, model, sequences, length)
-    tables = packable.tables_in(widths)  # which data does not go through, but comes from
-    quantize_layers(model, packable, tables, quantizer, device)
+    tables, heads = packable.tables_in(widths), _heads(model, packable, widths)
+    untied = {name: bits for name, bits in tables.items() if name not in heads.values()}
+    quantize_layers(model, packable, untied, quantizer, device)  # which data does not go through, but comes from
     widths = {name: bits for name, bits in widths.items() if name not in tables}
+    widths |= {head: tables[first] for head, first in heads.items()}
     projections = [name for name in widths if is_projection(model, name)]
     # Before a layer computes in another dtype: they stand for the weights as the model has them.
     empty = {
         name: quantizer.new_layer(model, name, bits).train(selection.holder(model, name).training)
         for name, bits in widths.items()
     }
+    for head in heads:
+        empty[head].balances = False  # as a table
     of_experts, without_data = 0, 0
     with capture.evaluating(model), experts.opened(model, projections):
         layers = units(model, list(widths))
@@ -162,23 +166,27 @@ def calibrate(
                     {name: empty.pop(name) for name in names},
                 )
                 if names and (finished is None or not finished.load(unit, new, device)):
-                    quantize(dense, new, run)
+                    # Of one that is a layer of the model by itself, such as a head, the outputs would be large.
+                    alone = [inputs.Group(names, True)] if names == [unit] else None
+                    quantize(dense, new, run, alone)
                     if finished is not None:
                         finished.save(unit, new)
                 selection.replace_modules(model, new)
                 bar.update(len(names))
                 return outputs(new, dense, run)
 
-            def quantize(dense, new, run) -> None:
+            def quantize(dense, new, run, alone) -> None:
                 done = {}
 
                 def quantized(rows):
                     with inputs.standing_in(dense, done):
                         run(rows)
 
-                for group in inputs.groups(dense, partial(run, last[0])):
+                for group in alone or inputs.groups(dense, partial(run, last[0])):
+                    # A table that made up for the drift of the head's inputs would be another one to look-ups.
+                    made_up = drifting and group.names[0] not in heads
                     runs = [
-                        (partial(quantized, rows), partial(run, rows_of_dense) if drifting else None)
+                        (partial(quantized, rows), partial(run, rows_of_dense) if made_up else None)
                         for rows, rows_of_dense in zip(last, first, strict=True)
                     ]
                     like = dense[group.names[0]]
@@ -206,6 +214,8 @@ def calibrate(
                 yield from ((rows, run(rows)) for rows in last)
 
             capture.stream(model, list(layers), both, device, visit)
+    for head in heads:
+        tie(model, packable, quantizer, head)
     if of_experts:  # in this run: others, before it was killed, had theirs
         logger.log(
             logging.WARNING if without_data else logging.INFO,
@@ -293,3 +303,15 @@ def _check_model(model, config: KbitConfig) -> tuple[selection.Packable, dict[st
         if not selection.dense_weight(model, name).isfinite().all():
             raise ValueError(f"{name}.weight: found NaN or infinite values, expected finite ones")
     return packable, widths
+
+
+def _heads(model, packable: selection.Packable, widths: Mapping[str, int]) -> dict[str, str]:
+    """``{name: name under which its weight is stored}`` of heads that are tied to tables: their rounding errors cost
+    nearly all that those of the tables do, and their inputs are known (docs/quality.md)."""
+    heads = {}
+    for first in dict.fromkeys(packable.ties.values()):
+        tied = (first, *(name for name, stored in packable.ties.items() if stored == first))
+        called = [name for name in tied if selection.is_linear(model.get_submodule(name))]
+        if called and first in widths:
+            heads[called[0]] = first
+    return heads
