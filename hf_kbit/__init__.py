@@ -16,7 +16,7 @@ from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.ops import dequantize, embed, gemm, quantize, repack, set_batch_invariant
 from hf_kbit.saving import load_into, save
-from hf_kbit.widths import bits_for_memory, choose_widths
+from hf_kbit.widths import bits_for_memory, choose_widths, embedding_bits_for_memory
 
 __version__ = "0.1.0.dev0"
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "codebooks",
     "dequantize",
     "embed",
+    "embedding_bits_for_memory",
     "evaluate",
     "gemm",
     "load_into",

@@ -65,7 +65,7 @@ def quantize_model(
     **arguments: Any,
 ) -> Quantized:
     """Quantizes the linear layers of a model in place, one after another, and the experts of mixtures; tables of
-    embeddings too if ``embedding_bits`` says so.
+    embeddings too if ``embedding_bits`` or a memory says so.
 
     Any ``nn.Module`` will do: a model of Transformers becomes what ``from_pretrained`` with the config would have
     loaded, is saved by ``save_pretrained`` to the same bytes, and trains with adapters. Another module runs, and its
@@ -81,7 +81,9 @@ def quantize_model(
         data: what the model is for, as for ``calibrate``.
         calibrate: whether to quantize with data, or with text that the model writes if there is none. Default: if
             there is data.
-        memory: bytes, or a size such as ``"20GB"``, that the model may take, instead of ``bits``.
+        memory: bytes, or a size such as ``"20GB"``, that the model may take, instead of ``bits``; tables are packed
+            for that if the other layers would have fewer than 4 bits otherwise
+            (``hf_kbit.embedding_bits_for_memory``).
         context: with ``memory``: tokens of a sequence that there must be room for.
         measure: whether the widths for a mean, as of ``bits=3.5`` or ``memory``, are chosen by what few bits in each
             layer cost on the data, or on text that the model writes; else by the rule that loading takes. Default:
@@ -123,6 +125,13 @@ def quantize_model(
         raise ValueError(f"resume: found {str(resume)!r}, but nothing is calibrated, expected none")
     _check_use(model, config, data is not None, calibrate, measure, memory, "bits" in arguments)
     report = report or _silent
+    if memory is not None:
+        memory = widths.parse_size(memory)
+        tables = widths.embedding_bits_for_memory(model, memory, context=context, config=config)
+        if tables != config.embedding_bits:
+            fewer = f"beside tables in 16 the other layers would have fewer than {widths.ENOUGH_FOR_LAYERS}"
+            report("tables", f"of embeddings in {tables} bits, for {fewer}")
+        config = replace(config, embedding_bits=tables)
     packable, chosen = _choose(model, config)
     before, reasons = _bytes(model), packable.reasons
     if config.embedding_bits is None:
@@ -134,7 +143,7 @@ def quantize_model(
     }
     tables = packable.tables_in(chosen)
     layers = [name for name in chosen if name not in tables]
-    mean = config.bits if memory is None else _fit(model, widths.parse_size(memory), context, config, report)
+    mean = config.bits if memory is None else _fit(model, packable, memory, context, config, report)
     if measure is None:
         measure = (calibrate or data is not None or memory is not None) and _predicts_tokens(model)
     where = device
@@ -244,10 +253,9 @@ def _name(data: object) -> str:
     return name if isinstance(name, str) else "the data"
 
 
-def _fit(model: nn.Module, size: int, context: int, config: KbitConfig, report) -> float:
+def _fit(model: nn.Module, packable: selection.Packable, size: int, context: int, config: KbitConfig, report) -> float:
     """The mean width with which the model takes so many bytes; says what they are for."""
     bits = widths.bits_for_memory(model, size, context=context, config=config)
-    packable = selection.Packable(model)
     chosen = packable.choose(config)
     tables = packable.tables_in(chosen)
     layers = [name for name in chosen if name not in tables]

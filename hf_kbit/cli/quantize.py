@@ -84,7 +84,8 @@ def command(
     embedding_bits: Annotated[
         int | None,
         typer.Option(
-            help="Bits for tables of embeddings and heads tied to them: 2, 3, 4 or 5. Default: they stay as they are."
+            help="Bits for tables of embeddings and heads tied to them: 2, 3, 4 or 5. Default: they stay as they are, "
+            "or with --memory get 5 where the other layers would have fewer than 4."
         ),
     ] = None,
     codebook: Annotated[str | None, typer.Option(help="Name of the codebook: the levels of a weight.")] = None,
