@@ -13,7 +13,7 @@ from torch import nn
 from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
-from hf_kbit import KbitConfig, KbitEmbedding, KbitLinear, in_memory, quantize_model
+from hf_kbit import KbitConfig, KbitEmbedding, KbitLinear, in_memory, mixing, quantize_model
 from hf_kbit.calibration import layerwise
 from hf_kbit.calibration.writing import write
 from hf_kbit.in_memory import MEASURED
@@ -176,6 +176,14 @@ def bits_bytes(model: nn.Module, bits: float, **settings) -> int:
     layers = map(three.get_submodule, quantize_model(three, bits=3, **settings).bits)
     weights = sum(32 * layer.weight_absmax.numel() for layer in layers if not isinstance(layer, KbitEmbedding))
     return int(sum(parameter.nbytes for parameter in three.parameters()) + weights * (bits - 3) / 8)
+
+
+def test_widths_are_those_of_their_layers_alone():
+    """Though the name of one is the end, or the beginning, of another's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64)))
+    config = mixing.config_of(KbitConfig(), {"0": 5, "1.0": 2, "1.2": 2})
+    assert quantize_model(model, config).bits == {"0": 5, "1.0": 2, "1.2": 2}
 
 
 def test_more_memory_than_there_is_use_for():
