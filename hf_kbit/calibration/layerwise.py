@@ -63,7 +63,8 @@ def calibrate(
     give. The result is like that of ``from_pretrained`` with a ``KbitConfig``: it runs, trains, saves and loads the
     same way, and which layers are quantized is decided the same way. Decoders, encoders and encoder-decoders; the
     latter read the same tokens on both sides. The experts of a mixture are quantized each for the tokens that are sent
-    to it; those that are sent fewer than an eighth of their in_features without data, and the log counts them.
+    to it; those that are sent fewer than an eighth of their in_features without data, and the log counts them. A table
+    of embeddings that is tied to a head is quantized last, for what goes into the head; any other without data.
 
     Args:
         model: float32, float16 or bfloat16, on one device, and it is changed; or a folder or a name on the Hub, to

@@ -34,9 +34,9 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
     they decode and move: the rows are N out_features, their length is K in_features. There is no gradient to the
     table, so ``padding_idx`` means nothing besides what it is.
 
-    Where it is transformed, its column scales are all 1. Scales that balance columns, as of a linear layer, would
-    store large ones less exactly, and with these a tied head multiplies its largest inputs: with SmolLM2-135M's head
-    in 5 bits the divergence was .224 with them, .022 without a transform, and .009 so.
+    Where it is transformed without data, its column scales are all 1. Scales that balance columns, as of a linear
+    layer, would store large ones less exactly, and with these a tied head multiplies its largest inputs: with
+    SmolLM2-135M's head in 5 bits the divergence was .224 with them, .022 without a transform, and .009 so.
 
     On a GPU its rows stay in the stored form, where each is in one piece; a table that is tied to the head of its
     model is there in the tiles that the product reads (``tie_to``).
