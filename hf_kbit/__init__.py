@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hf_kbit.nn.linear import KbitLinear
     from hf_kbit.ops import dequantize, embed, gemm, quantize, repack, set_batch_invariant
     from hf_kbit.saving import load_into, save
-    from hf_kbit.widths import bits_for_memory, choose_widths
+    from hf_kbit.widths import bits_for_memory, choose_widths, embedding_bits_for_memory
 
 __version__ = "0.1.0.dev0"
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "decode",
     "dequantize",
     "embed",
+    "embedding_bits_for_memory",
     "evaluate",
     "gemm",
     "load_into",
@@ -56,6 +57,7 @@ _HOMES = {
     "decode": "decoding.loop",
     "dequantize": "ops",
     "embed": "ops",
+    "embedding_bits_for_memory": "widths",
     "evaluate": "evaluation",
     "gemm": "ops",
     "load_into": "saving",

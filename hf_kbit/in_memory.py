@@ -66,7 +66,7 @@ def quantize_model(
     **arguments: Any,
 ) -> Quantized:
     """Quantizes the linear layers of a model in place, one after another, and the experts of mixtures; tables of
-    embeddings too if ``embedding_bits`` says so.
+    embeddings too if ``embedding_bits`` or a memory says so.
 
     Any ``nn.Module`` will do: a model of Transformers becomes what ``from_pretrained`` with the config would have
     loaded, is saved by ``save_pretrained`` to the same bytes, and trains with adapters. Another module runs, and its
@@ -82,7 +82,9 @@ def quantize_model(
         data: what the model is for, as for ``calibrate``.
         calibrate: whether to quantize with data, or with text that the model writes if there is none. Default: if
             there is data.
-        memory: bytes, or a size such as ``"20GB"``, that the model may take, instead of ``bits``.
+        memory: bytes, or a size such as ``"20GB"``, that the model may take, instead of ``bits``; tables are packed
+            for that if the other layers would have fewer than 4 bits otherwise
+            (``hf_kbit.embedding_bits_for_memory``).
         context: with ``memory``: tokens of a sequence that there must be room for.
         measure: whether the widths for a mean, as of ``bits=3.5`` or ``memory``, are chosen by what few bits in each
             layer cost on the data, or on text that the model writes; else by the rule that loading takes. Default:
@@ -129,18 +131,25 @@ def quantize_model(
         raise ValueError(f"resume: found {str(resume)!r}, but nothing is calibrated, expected none")
     _check_use(model, config, data is not None, calibrate, measure, memory, "bits" in arguments)
     report = report or _silent
-    chosen = _choose(model, config)
-    before, reasons, tied = _bytes(model), selection.skips(model), selection.ties(model)
+    if memory is not None:
+        memory = widths.parse_size(memory)
+        tables = widths.embedding_bits_for_memory(model, memory, context=context, config=config)
+        if tables != config.embedding_bits:
+            fewer = f"beside tables in 16 the other layers would have fewer than {widths.ENOUGH_FOR_LAYERS}"
+            report("tables", f"of embeddings in {tables} bits, for {fewer}")
+        config = replace(config, embedding_bits=tables)
+    packable, chosen = _choose(model, config)
+    before, reasons = _bytes(model), packable.reasons
     if config.embedding_bits is None:
-        reasons = dict.fromkeys(selection.tables(model), "table") | reasons
+        reasons = dict.fromkeys(packable.tables, "table") | reasons
     left = {
         name: reasons.get(name, "asked for")
-        for name in selection.packable(model)
-        if name not in chosen and tied.get(name) not in chosen
+        for name in packable.names
+        if name not in chosen and packable.ties.get(name) not in chosen
     }
-    tables = selection.table_widths(model, chosen)
+    tables = packable.tables_in(chosen)
     layers = [name for name in chosen if name not in tables]
-    mean = config.bits if memory is None else _fit(model, widths.parse_size(memory), context, config, report)
+    mean = config.bits if memory is None else _fit(model, packable, memory, context, config, report)
     if measure is None:
         measure = (calibrate or data is not None or memory is not None) and _predicts_tokens(model)
     where = device
@@ -170,7 +179,7 @@ def quantize_model(
         if model.hf_quantizer.tuned:
             report("tuned", model.hf_quantizer.tuned)
     else:
-        _quantize_all(model, config, chosen, device)
+        _quantize_all(model, packable, config, chosen, device)
     return Quantized(chosen, left, before, _bytes(model))
 
 
@@ -198,13 +207,14 @@ def _check_use(model, config: KbitConfig, data: bool, calibrate: bool, measure, 
         raise ValueError("data: found it, but neither calibrate nor measured widths need it")
 
 
-def _choose(model: nn.Module, config: KbitConfig) -> dict[str, int]:
-    """``{name: bits}`` of what is to be quantized, of a model that can be."""
+def _choose(model: nn.Module, config: KbitConfig) -> tuple[selection.Packable, dict[str, int]]:
+    """What can be quantized, and ``{name: bits}`` of what is to be, of a model that can be."""
     if quantized := next((name for name, module in model.named_modules() if isinstance(module, KbitWeight)), None):
         raise ValueError(f"{quantized}: found it quantized already, expected a model in 16 or 32 bits")
     if selection.is_linear(model):
         raise ValueError("model: found one linear layer, expected a module that has some; see KbitLinear.from_linear")
-    chosen = selection.choose(model, config)
+    packable = selection.Packable(model)
+    chosen = packable.choose(config)
     if not chosen:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     for name in chosen:
@@ -216,15 +226,19 @@ def _choose(model: nn.Module, config: KbitConfig) -> dict[str, int]:
             raise TypeError(f"{name}.weight: found {weight.dtype}, expected float32, float16 or bfloat16")
         if not weight.isfinite().all():
             raise ValueError(f"{name}.weight: found NaN or infinite values, expected finite ones")
-    return chosen
+    return packable, chosen
 
 
 def _quantize_all(
-    model: nn.Module, config: KbitConfig, chosen: Mapping[str, int], device: torch.device | str | None
+    model: nn.Module,
+    packable: selection.Packable,
+    config: KbitConfig,
+    chosen: Mapping[str, int],
+    device: torch.device | str | None,
 ) -> None:
     """Without data."""
     quantizer = KbitHfQuantizer(config, pre_quantized=False)
-    quantize_layers(model, chosen, quantizer, device)
+    quantize_layers(model, packable, chosen, quantizer, device)
     if isinstance(model, PreTrainedModel):
         quantizer.adopt(model, chosen)
 
@@ -249,11 +263,11 @@ def _name(data: object) -> str:
     return name if isinstance(name, str) else "the data"
 
 
-def _fit(model: nn.Module, size: int, context: int, config: KbitConfig, report) -> float:
+def _fit(model: nn.Module, packable: selection.Packable, size: int, context: int, config: KbitConfig, report) -> float:
     """The mean width with which the model takes so many bytes; says what they are for."""
     bits = widths.bits_for_memory(model, size, context=context, config=config)
-    chosen = selection.choose(model, config)
-    tables = selection.table_widths(model, chosen)
+    chosen = packable.choose(config)
+    tables = packable.tables_in(chosen)
     layers = [name for name in chosen if name not in tables]
     weights = mixing.stored_weights(model, layers)
     parts = {

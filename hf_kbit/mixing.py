@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import BITS, BLOCK_SIZE, absmax_shape
 from hf_kbit.nn.experts import is_projection, shape_of
+from hf_kbit.patterns import exactly
 
 SCALE_BITS = 8 / BLOCK_SIZE  # of a weight
 
@@ -60,7 +61,7 @@ def spend(layers: Mapping[str, Layer], budget: float) -> dict[str, int]:
 def config_of(config: KbitConfig, chosen: Mapping[str, int]) -> KbitConfig:
     """A copy of ``config`` with the widths chosen."""
     common = Counter(chosen.values()).most_common(1)[0][0]
-    others = {name: own for name, own in chosen.items() if own != common}
+    others = {exactly(name): own for name, own in chosen.items() if own != common}
     return replace(config, bits=common, module_bits={**left(config), **others})
 
 

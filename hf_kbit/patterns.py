@@ -43,6 +43,19 @@ def matches(module_name: str, pattern: str) -> bool:
     return found is not None or module_name.endswith(pattern)
 
 
+def exactly(module_name: str) -> str:
+    """The pattern for one module, and nothing else: a name as it is stands for what is in a module too, and for other
+    names that end in it.
+
+    >>> pattern = exactly("blocks.0")
+    >>> pattern
+    '^blocks\\\\.0$'
+    >>> [matches(name, pattern) for name in ("blocks.0", "blocks.0.proj", "more.blocks.0", "more_blocks.0")]
+    [True, False, False, False]
+    """
+    return f"^{re.escape(module_name)}$"
+
+
 def check_pattern(pattern: object, name: str) -> None:
     """Raises if ``matches`` does not take a pattern.
 

@@ -109,7 +109,7 @@ def load_into(module: nn.Module, folder: str | os.PathLike) -> None:
     checkpoint.check_digest(files, config)
     quantizer = KbitHfQuantizer(config, pre_quantized=True)
     layers = quantizer.stored_layers(module, {name: name for name in packed})
-    tied = {name: first for name, first in selection.ties(module).items() if first in layers}
+    tied = {name: first for name, first in selection.Packable(module).ties.items() if first in layers}
     parts = {name: {suffix: headers.get(name + suffix) for suffix in checkpoint.PACKED_SUFFIXES} for name in packed}
     expected, optional = _dense(module, {*layers, *tied})
     tensors = _read(files)

@@ -30,6 +30,7 @@ from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.evaluation import check
 from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import selection
+from hf_kbit.integrations.transformers.quantizer import USUAL_FOR_TABLES
 from hf_kbit.mixing import (
     SCALE_BITS,
     Layer,
@@ -50,6 +51,7 @@ CACHES = ("past_key_values", "cache_params", "state", "mems")  # names of the ca
 LOGITS = 1 << 27  # as many at once, with their gradients
 SEED = 0  # of the tokens that are drawn
 SEQUENCES = 8  # of a text, unless others are asked for
+ENOUGH_FOR_LAYERS = 4  # bits on average, with which tables may take 16
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
@@ -141,7 +143,7 @@ def measure(
     config, window = _of_layers(config), ids.shape[1] if ids.dim() > 1 else window
     check({"model": model.config}, ids, window, window)
     window = min(window, ids.shape[-1])
-    names = list(selection.choose(model, config))
+    names = list(selection.Packable(model).choose(config))
     if not names:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     device, ids = capture.resolve(device, model), ids.to(model.device)
@@ -271,7 +273,7 @@ def widths_by_rule(model: PreTrainedModel, bits: float, *, config: KbitConfig | 
     if not BITS[0] <= bits <= BITS[-1]:
         raise ValueError(f"bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
     config = config or KbitConfig()
-    names = list(selection.choose(model, _of_layers(config)))
+    names = list(selection.Packable(model).choose(_of_layers(config)))
     if not names:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     return config_of(config, by_rule(model, names, bits))
@@ -319,23 +321,69 @@ def bits_for_memory(
     2.42
     """
     config, memory = config_or(config, arguments), parse_size(memory)
-    chosen = selection.choose(model, config)
-    if not chosen:
-        raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
-    tables = selection.table_widths(model, chosen)
+    bits, least = _mean_and_least(model, selection.Packable(model), memory, cache_bytes(model, context), config)
+    if bits < BITS[0]:
+        raise ValueError(
+            f"memory: found {memory:,} bytes, expected {least:,.0f} or more, for what is not quantized, tables, "
+            f"column scales, the cache of {context:,} tokens and weights of {BITS[0]} bits"
+        )
+    return bits
+
+
+def embedding_bits_for_memory(
+    model: nn.Module,
+    memory: int | str,
+    *,
+    context: int = 0,
+    config: KbitConfig | None = None,
+    **arguments: Any,
+) -> int | None:
+    """The ``embedding_bits`` with which a model and its KV cache best take ``memory`` bytes; None leaves tables of
+    embeddings in 16 bits.
+
+    That is 5 where the other layers would have fewer than 4 bits on average beside tables in 16: what tables take is
+    better spent on these then (docs/quality.md). Arguments and errors are those of ``bits_for_memory``, which counts
+    tables as a config has them; ``memory`` that is too small for both is an error there alone.
+
+    Returns:
+        Of a config that says it, its ``embedding_bits``. None if the model has no tables to quantize, or there are no
+        levels for them.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
+    >>> with torch.device("meta"):
+    ...     model = LlamaForCausalLM(LlamaConfig(vocab_size=1000, **shape)).bfloat16()
+    >>> [embedding_bits_for_memory(model, size) for size in ("1.6MB", "2MB")]
+    [5, None]
+    """
+    config, memory = config_or(config, arguments), parse_size(memory)
+    if config.embedding_bits is not None:
+        return config.embedding_bits
+    packable = selection.Packable(model)
+    try:
+        packed = replace(config, embedding_bits=USUAL_FOR_TABLES)
+    except ValueError:  # levels of one's own, for another width
+        return None
+    if not packable.tables_in(packable.choose(packed)).keys() - packable.choose(config).keys():
+        return None
+    bits, _ = _mean_and_least(model, packable, memory, cache_bytes(model, context), config)
+    return USUAL_FOR_TABLES if bits < ENOUGH_FOR_LAYERS else None
+
+
+def _mean_and_least(
+    model: nn.Module, packable: selection.Packable, memory: int, cache: int, config: KbitConfig
+) -> tuple[float, float]:
+    """The mean width of linear layers, 5 at most, and the bytes that all takes with 2 bits."""
+    chosen = packable.choose(config)
+    tables = packable.tables_in(chosen)
     layers = [name for name in chosen if name not in tables]
+    if not layers:
+        raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     weights = stored_weights(model, layers)
     rest = rest_bytes(model, chosen) + packed_bytes(model, tables, config) + column_bytes(model, layers, config)
-    rest += cache_bytes(model, context)
+    rest += cache
     bits = (memory - rest) * 8 / weights - SCALE_BITS
-    if bits < BITS[0]:
-        least = rest + weights * (BITS[0] + SCALE_BITS) / 8
-        raise ValueError(
-            f"memory: found {memory:,} bytes, expected {least:,.0f} or more: {rest:,} for what is not quantized, "
-            f"tables, column scales and the cache of {context:,} tokens, the rest for {weights:,} weights of "
-            f"{BITS[0]} bits"
-        )
-    return min(bits, float(BITS[-1]))
+    return min(bits, float(BITS[-1])), rest + weights * (BITS[0] + SCALE_BITS) / 8
 
 
 def parse_size(size: int | str, name: str = "memory") -> int:

@@ -20,6 +20,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_kbit import KbitConfig
 from hf_kbit.nn import weight
+from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.weight import KbitWeight
 
 SIZE = 2
@@ -42,6 +43,9 @@ MODELS = {
     "llama": ("llama", {"attention_bias": True}),
     "qwen3_moe": ("qwen3_moe", MIXTURE),
     "half": ("qwen3_moe", MIXTURE),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    # A class of table with a look-up of its own.
+    "scaled": ("gemma3_text", {"head_dim": 16, "sliding_window": 4, "tie_word_embeddings": True}),
     # Turned around, with biases and a gate of its own.
     "gpt_oss": (
         "gpt_oss",
@@ -53,7 +57,12 @@ MODELS = {
         {"intermediate_size": 64, "intermediate_size_mlp": 128, "num_local_experts": 4, "head_dim": 16},
     ),
 }
-LEFT_IN_16_BITS = {"half": ["gate_up_proj"]}
+# Beside 3 bits.
+CONFIGS = {
+    "half": {"modules_to_not_convert": ["gate_up_proj"], "embedding_bits": 5},
+    "tied": {"embedding_bits": 5},
+    "scaled": {"embedding_bits": 5},
+}
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -102,7 +111,7 @@ def save_quantized(model: str, folder: Path, name: str = "", **settings) -> None
         for parameter in dense.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
     dense.save_pretrained(folder / name / "dense")
-    config = KbitConfig(bits=3, modules_to_not_convert=LEFT_IN_16_BITS.get(model, []))
+    config = KbitConfig(bits=3, **CONFIGS.get(model, {}))
     load(folder / name / "dense", quantization_config=config).save_pretrained(folder / name)
 
 
@@ -126,6 +135,12 @@ def as_on_a_gpu(model: torch.nn.Module) -> torch.nn.Module:
 
 def quantized_layers(model: torch.nn.Module) -> list[KbitWeight]:
     return [layer for layer in model.modules() if isinstance(layer, KbitWeight)]
+
+
+def all_tiled(model: torch.nn.Module) -> bool:
+    """Whether all layers hold tiles but tables that are tied to no head, which never do."""
+    layers = quantized_layers(model)
+    return all(layer.is_tiled for layer in layers if layer.tied or not isinstance(layer, KbitEmbedding))
 
 
 def logits(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -32,13 +32,13 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hf_kbit
-from hf_kbit import KbitLinear, cli, codebooks
+from hf_kbit import KbitConfig, KbitLinear, cli, codebooks, mixing
 from hf_kbit.calibration.layerwise import METHODS as CALIBRATION_METHODS
 from hf_kbit.integrations.peft.create import IMPOSSIBLE_INITIALISATIONS, METHODS
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.weight import SCALES, KbitWeight, is_sharded
-from hf_kbit.widths import bits_for_memory, cache_bytes
+from hf_kbit.widths import bits_for_memory, cache_bytes, embedding_bits_for_memory
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -509,9 +509,12 @@ def test_memory_in_the_commands_is_enough():
     assert f"{memory // 10**6} MB give {bits:.2f} bits" in prose
     embedding, kept = model.model.embed_tokens.weight.nbytes, cache_bytes(model, tokens)
     assert f"the embedding takes {embedding / 1e6:.0f} MB and {tokens:,} tokens take {kept / 1e6:.0f} MB" in prose
-    with pytest.raises(ValueError, match=r"expected 552,[0-9,]* or more"):
-        bits_for_memory(model, 10**6, context=tokens)
-    assert "it needs 553 MB" in prose
+    assert [embedding_bits_for_memory(model, f"{size}MB", context=tokens) for size in (662, 663)] == [5, None]
+    packed = mixing.packed_bytes(model, {"model.embed_tokens": 5}, KbitConfig()) / 1e6
+    assert f"in less than 663 MB the embedding gets 5 bits and takes {packed:.0f} MB" in prose
+    with pytest.raises(ValueError, match=r"expected 343,[0-9,]* or more"):
+        bits_for_memory(model, 10**6, context=tokens, embedding_bits=5)
+    assert "it needs 344 MB" in prose
 
 
 def test_methods_of_the_calibration_page():

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
-from hf_kbit import KbitConfig, KbitLinear, in_memory, quantize_model
+from hf_kbit import KbitConfig, KbitEmbedding, KbitLinear, in_memory, mixing, quantize_model
 from hf_kbit.calibration import layerwise
 from hf_kbit.calibration.writing import write
 from hf_kbit.in_memory import MEASURED
@@ -137,7 +137,7 @@ def test_a_mean_is_measured_on_text_that_the_model_writes(monkeypatch):
 def test_to_a_memory(kind, measure):
     """As much of it as the weights leave; measured where a model predicts tokens, else by rule."""
     model = {"llama": llama, "bert": bert, "module": Twice}[kind]()
-    size, lines = bits_bytes(model, 3.3), []
+    size, lines = bits_bytes(model, 4.3), []
     settings = {"memory": f"{size}B", "context": 0, "measure": measure}
     done = quantize_model(model, **settings, report=lambda *line: lines.append(line))
     taken = sum(parameter.nbytes for parameter in model.parameters())
@@ -147,12 +147,43 @@ def test_to_a_memory(kind, measure):
     assert ("by names and shapes" in dict(lines)["widths"]) == ("measuring" not in labels)
 
 
-def bits_bytes(model: nn.Module, bits: float) -> int:
-    """Of its parameters with a mean of so many bits, from a model that all layers have 3 bits."""
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_to_a_memory_in_which_tables_are_packed(kind, tmp_path):
+    """Where layers would have fewer than 4 bits otherwise; they get the bytes, and the config a plain number."""
+    model, lines = {"llama": llama, "bert": bert}[kind](), []
+    size = bits_bytes(model, 3.3, embedding_bits=5)
+    done = quantize_model(model, memory=size, context=0, measure=False, report=lambda *line: lines.append(line))
+    taken = sum(parameter.nbytes for parameter in model.parameters())
+    assert size * 0.97 < taken <= size and isinstance(model.get_input_embeddings(), KbitEmbedding)
+    assert lines[0] == (
+        "tables",
+        "of embeddings in 5 bits, for beside tables in 16 the other layers would have fewer than 4",
+    )
+    assert "table" not in done.left.values() and model.config.quantization_config.embedding_bits == 5
+    model.save_pretrained(tmp_path)
+    assert same(type(model).from_pretrained(tmp_path), model)
+
+
+def test_tables_that_are_to_stay_do():
+    size = bits_bytes(llama(), 3.3)
+    done = quantize_model(llama(), memory=size, context=0, measure=False, modules_to_not_convert=["embed_tokens"])
+    assert done.left["model.embed_tokens"] == "table" and 3 in done.bits.values()
+
+
+def bits_bytes(model: nn.Module, bits: float, **settings) -> int:
+    """Of its parameters with a mean of so many bits, from a model of which all layers but tables have 3 bits."""
     three = copy.deepcopy(model)
-    done = quantize_model(three, bits=3)
-    weights = sum(32 * three.get_submodule(name).weight_absmax.numel() for name in done.bits)
+    layers = map(three.get_submodule, quantize_model(three, bits=3, **settings).bits)
+    weights = sum(32 * layer.weight_absmax.numel() for layer in layers if not isinstance(layer, KbitEmbedding))
     return int(sum(parameter.nbytes for parameter in three.parameters()) + weights * (bits - 3) / 8)
+
+
+def test_widths_are_those_of_their_layers_alone():
+    """Though the name of one is the end, or the beginning, of another's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64)))
+    config = mixing.config_of(KbitConfig(), {"0": 5, "1.0": 2, "1.2": 2})
+    assert quantize_model(model, config).bits == {"0": 5, "1.0": 2, "1.2": 2}
 
 
 def test_more_memory_than_there_is_use_for():

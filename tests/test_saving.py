@@ -167,7 +167,7 @@ DAMAGES = {
     "kbit.safetensors: damaged or cut short": cut("kbit.safetensors", 5),
     "kbit.safetensors: damaged or cut short at tensor": cut("kbit.safetensors", -1),
     "proj.weight_columns: found none, expected U8": tensors(lambda found: found.pop("proj.weight_columns")),
-    "qkv: in layers of config.json, not in": tensors(lambda found: found.pop("qkv.weight_absmax")),
+    "qkv: in layers of the quantization config, not in": tensors(lambda found: found.pop("qkv.weight_absmax")),
     "qkv.weight: found none, expected I32": tensors(lambda found: found.pop("qkv.weight")),
     "embed.weight: missing, expected float32": tensors(lambda found: found.pop("embed.weight")),
     "qkv.bias: missing": tensors(lambda found: found.pop("qkv.bias")),

@@ -108,7 +108,7 @@ def by_autograd(model, tokens, config, window) -> dict[str, dict[int, float]]:
     for piece in pieces:
         logs = model(piece[None], use_cache=False).logits[0].float().log_softmax(-1)
         logs.gather(1, draw(logs.detach().exp(), generator)).sum().backward()
-        for name in selection.choose(model, config):
+        for name in selection.Packable(model).choose(config):
             weight, turned = selection.dense_weight(model, name), is_turned(model, name)
             dense, gradient = (x.mT if turned else x for x in (weight.data, weight.grad))
             dense, gradient = dense.flatten(0, -2), gradient.flatten(0, -2)  # experts have one exponent
@@ -156,7 +156,7 @@ CAUSAL = [
 def test_costs_of_architectures(row):
     model, tokens, config = row.build(), torch.arange(24) * 7 % 90, KbitConfig(transform="none")
     found, expected = measure(model, tokens, config), by_autograd(model, tokens, config, 24)
-    assert found.keys() == expected.keys() == set(selection.choose(model, KbitConfig(bits=2)))
+    assert found.keys() == expected.keys() == set(selection.Packable(model).choose(KbitConfig(bits=2)))
     largest = max(costs[2] for costs in expected.values())
     for name, layer in found.items():
         assert layer.costs == pytest.approx(expected[name], rel=1e-2, abs=1e-5 * largest), name
@@ -359,7 +359,7 @@ def by_rule(bits, build=LlamaForCausalLM, **settings):
     with torch.device("meta"):
         model = build(build.config_class(**{**shape, "vocab_size": 256, "num_hidden_layers": 12, **settings}))
     config = widths.widths_by_rule(model, bits)
-    chosen = selection.choose(model, config)
+    chosen = selection.Packable(model).choose(config)
     sizes = {name: stored_weights(model, [name]) for name in chosen}
     return sum(chosen[name] * size for name, size in sizes.items()) / sum(sizes.values()), chosen
 
@@ -388,9 +388,9 @@ def test_a_rule_spends_it_where_it_counts():
 def test_a_rule_for_every_model(row):
     with torch.device("meta"):
         model = row.build()
-    if selection.choose(model, KbitConfig()):
+    if selection.Packable(model).choose(KbitConfig()):
         config = widths.widths_by_rule(model, 3.5, config=KbitConfig(codebook="int"))
-        assert config.codebook == "int" and set(selection.choose(model, config).values()) <= set(BITS)
+        assert config.codebook == "int" and set(selection.Packable(model).choose(config).values()) <= set(BITS)
     with pytest.raises(ValueError, match="bits: found 6, expected 2 to 5"):
         widths.widths_by_rule(model, 6)
 
@@ -401,7 +401,7 @@ def test_a_mean_while_a_model_loads(device, tmp_path):
     model.save_pretrained(tmp_path / "dense")
     config = KbitConfig(bits=3.3, module_bits={"k_proj": None})
     quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config, device_map=device)
-    chosen = selection.choose(model, widths.widths_by_rule(model, 3.3, config=config))
+    chosen = selection.Packable(model).choose(widths.widths_by_rule(model, 3.3, config=config))
     assert {name: layer.bits for name, layer in kbit_layers(quantized).items()} == chosen
     assert len(set(chosen.values())) > 1 and not any("k_proj" in name for name in chosen) and config.bits == 3.3
     quantized.save_pretrained(tmp_path / "quantized")

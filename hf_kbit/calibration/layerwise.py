@@ -1,6 +1,6 @@
 """``calibrate``: quantizes a model one layer at a time, with solvers that know what goes through its layers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +28,7 @@ from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.checkpoint import saved_class
-from hf_kbit.integrations.transformers.in_place import quantize_layers
+from hf_kbit.integrations.transformers.in_place import quantize_layers, tie
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.mixing import stored_weights, units
 from hf_kbit.nn.experts import is_projection
@@ -64,7 +64,8 @@ def calibrate(
     give. The result is like that of ``from_pretrained`` with a ``KbitConfig``: it runs, trains, saves and loads the
     same way, and which layers are quantized is decided the same way. Decoders, encoders and encoder-decoders; the
     latter read the same tokens on both sides. The experts of a mixture are quantized each for the tokens that are sent
-    to it; those that are sent fewer than an eighth of their in_features without data, and the log counts them.
+    to it; those that are sent fewer than an eighth of their in_features without data, and the log counts them. A table
+    of embeddings that is tied to a head is quantized last, for what goes into the head; any other without data.
 
     Args:
         model: float32, float16 or bfloat16, on one device, and it is changed; or a folder or a name on the Hub, to
@@ -123,7 +124,7 @@ def calibrate(
     source = {"revision": revision, "trust_remote_code": trust_remote_code}
     if not isinstance(model, nn.Module):
         model = load(model, **source)
-    widths = _check_model(model, quantizer.quantization_config)
+    packable, widths = _check_model(model, quantizer.quantization_config)
     tuning.check(model, tune)
     device = capture.resolve(device, model)
     if data is None:
@@ -138,15 +139,19 @@ def calibrate(
     of_layer = max(steps // tuning.LAYER_STEPS, 1)
     whole = steps and tuning.fits(model, stored_weights(model, widths), text, device)
     before = tuning.sharing_copy(model).eval() if whole else None
-    tables = selection.table_widths(model, widths)  # which data does not go through, but comes from
-    quantize_layers(model, tables, quantizer, device)
+    tables, heads = packable.tables_in(widths), _heads(model, packable, widths)
+    untied = {name: bits for name, bits in tables.items() if name not in heads.values()}
+    quantize_layers(model, packable, untied, quantizer, device)  # which data does not go through, but comes from
     widths = {name: bits for name, bits in widths.items() if name not in tables}
+    widths |= {head: tables[first] for head, first in heads.items()}
     projections = [name for name in widths if is_projection(model, name)]
     # Before a layer computes in another dtype: they stand for the weights as the model has them.
     empty = {
         name: quantizer.new_layer(model, name, bits).train(selection.holder(model, name).training)
         for name, bits in widths.items()
     }
+    for head in heads:
+        empty[head].balances = False  # as a table
     of_experts, without_data, errors, finished = 0, 0, [], None
     with capture.evaluating(model), experts.opened(model, projections):
         layers = units(model, list(widths))
@@ -171,8 +176,10 @@ def calibrate(
                     {name: empty.pop(name) for name in names},
                 )
                 if names and (finished is None or not finished.load(unit, new, device)):
-                    quantize(dense, new, run)
-                    if steps:
+                    # Of one that is a layer of the model by itself, such as a head, the outputs would be large.
+                    alone = [inputs.Group(names, True)] if names == [unit] else None
+                    quantize(dense, new, run, alone)
+                    if steps and not alone:
                         errors.append(tuning.tune_layer(model, new, run, ids, drifting, of_layer, device))
                     if finished is not None:
                         finished.save(unit, new)
@@ -180,16 +187,18 @@ def calibrate(
                 bar.update(len(names))
                 return outputs(new, dense, run)
 
-            def quantize(dense, new, run) -> None:
+            def quantize(dense, new, run, alone) -> None:
                 done = {}
 
                 def quantized(rows):
                     with inputs.standing_in(dense, done):
                         run(rows)
 
-                for group in inputs.groups(dense, partial(run, last[0])):
+                for group in alone or inputs.groups(dense, partial(run, last[0])):
+                    # A table that made up for the drift of the head's inputs would be another one to look-ups.
+                    made_up = drifting and group.names[0] not in heads
                     runs = [
-                        (partial(quantized, rows), partial(run, rows_of_dense) if drifting else None)
+                        (partial(quantized, rows), partial(run, rows_of_dense) if made_up else None)
                         for rows, rows_of_dense in zip(last, first, strict=True)
                     ]
                     like = dense[group.names[0]]
@@ -217,6 +226,8 @@ def calibrate(
                 yield from ((rows, run(rows)) for rows in last)
 
             capture.stream(model, list(layers), both, device, visit)
+    for head in heads:
+        tie(model, packable, quantizer, head)
     if of_experts:  # in this run: others, before it was killed, had theirs
         logger.log(
             logging.WARNING if without_data else logging.INFO,
@@ -230,7 +241,8 @@ def calibrate(
         tuned.append(f"squared error of layers' outputs {was:.3g} -> {now:.3g} of their squares")
     if whole:
         with capture.evaluating(model):
-            gain = tuning.tune_model(model, before, widths, text, steps, device, finished, progress)
+            trained = [name for name in widths if name not in heads]
+            gain = tuning.tune_model(model, before, trained, text, steps, device, finished, progress)
         tuned.append(f"then {gain}")
     quantizer.adopt(model, {**tables, **widths})
     if tuned:
@@ -308,8 +320,8 @@ def class_to_load(config: PreTrainedConfig) -> type:
     return found
 
 
-def _check_model(model, config: KbitConfig) -> dict[str, int]:
-    """``{module name: bits}`` of the layers to quantize, of a model that can be calibrated."""
+def _check_model(model, config: KbitConfig) -> tuple[selection.Packable, dict[str, int]]:
+    """What can be quantized, and ``{module name: bits}`` of what is to be, of a model that can be calibrated."""
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError("model: found it quantized already, expected one in 16 or 32 bits")
     if not capture.reads_tokens(model):
@@ -317,10 +329,23 @@ def _check_model(model, config: KbitConfig) -> dict[str, int]:
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1 or devices == {"meta"}:
         raise ValueError(f"model: found it on {sorted(devices)}, expected one device")
-    widths = selection.choose(model, config)
+    packable = selection.Packable(model)
+    widths = packable.choose(config)
     if not widths:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     for name in widths:
         if not selection.dense_weight(model, name).isfinite().all():
             raise ValueError(f"{name}.weight: found NaN or infinite values, expected finite ones")
-    return widths
+    return packable, widths
+
+
+def _heads(model, packable: selection.Packable, widths: Mapping[str, int]) -> dict[str, str]:
+    """``{name: name under which its weight is stored}`` of heads that are tied to tables: their rounding errors cost
+    nearly all that those of the tables do, and their inputs are known (docs/quality.md)."""
+    heads = {}
+    for first in dict.fromkeys(packable.ties.values()):
+        tied = (first, *(name for name, stored in packable.ties.items() if stored == first))
+        called = [name for name in tied if selection.is_linear(model.get_submodule(name))]
+        if called and first in widths:
+            heads[called[0]] = first
+    return heads

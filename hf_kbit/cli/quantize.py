@@ -80,7 +80,7 @@ def command(
         int | None,
         typer.Option(
             help="Number of bits for tables of embeddings, and for heads tied to them: 2, 3, 4 or 5. "
-            "Default: they stay in 16 bits."
+            "Default: they stay in 16 bits, or with --memory get 5 where the other layers would have fewer than 4."
         ),
     ] = None,
     codebook: Annotated[

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from hf_kbit.nn.packed import DEFAULT_TRANSFORM
-from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight
+from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight, local
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
 # What code may ask of a weight that it does not read, and names of methods that prepare weights rather than use them.
@@ -33,9 +34,9 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
     they decode and move: the rows are N out_features, their length is K in_features. There is no gradient to the
     table, so ``padding_idx`` means nothing besides what it is.
 
-    Where it is transformed, its column scales are all 1. Scales that balance columns, as of a linear layer, would
-    store large ones less exactly, and with these a tied head multiplies its largest inputs: with SmolLM2-135M's head
-    in 5 bits the divergence was .224 with them, .022 without a transform, and .009 so.
+    Where it is transformed without data, its column scales are all 1. Scales that balance columns, as of a linear
+    layer, would store large ones less exactly, and with these a tied head multiplies its largest inputs: with
+    SmolLM2-135M's head in 5 bits the divergence was .224 with them, .022 without a transform, and .009 so.
 
     On a GPU its rows stay in the stored form, where each is in one piece; a table that is tied to the head of its
     model is there in the tiles that the product reads (``tie_to``).
@@ -63,9 +64,6 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
     >>> table(torch.tensor([[3, 1, 999]])).shape
     torch.Size([1, 3, 64])
     """
-
-    # Tensor parallelism in Transformers then runs the forward on local shards, which the ops take.
-    _hf_quantized_needs_local_tp = True
 
     def __init__(
         self,
@@ -160,18 +158,36 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
         """
         if ids.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"indices: found dtype {str(ids.dtype).removeprefix('torch.')}, expected int64 or int32")
+        return self._rows(ids) if self.local_shape is None else self._gathered(ids)
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows, or a part of each, of what this process has of the table; ids count from the first that it has."""
         own = self._parameters if "weight" in self._parameters else self.__dict__  # a copy of nn.DataParallel
         size, columns = self.local_shape or (self.out_features, self.in_features), own.get("weight_columns")
         return torch.ops.hf_kbit.embed(
             ids,
-            own["weight"],
-            own["weight_absmax"],
+            local(own["weight"]),
+            local(own["weight_absmax"]),
             self._buffers["codebook"],
             list(size),
             self.dense_dtype,
-            columns,
+            None if columns is None else local(columns),
             columns is not None,
         )
+
+    def _gathered(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a table that several processes share, by rows or by parts of each; all look up the same ids."""
+        mesh, (rows, width) = self.weight.device_mesh, self.local_shape
+        mesh = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
+        if width < self.in_features:
+            found = DTensor.from_local(self._rows(ids), mesh, [Shard(-1)], run_check=False)
+        else:
+            # Ids that no process has stay out of range.
+            elsewhere = (ids >= 0) & (ids < self.out_features) & (ids // rows != mesh.get_local_rank())
+            own = self._rows((ids - mesh.get_local_rank() * rows).masked_fill(elsewhere, 0))
+            own = own.masked_fill(elsewhere[..., None], 0)
+            found = DTensor.from_local(own, mesh, [Partial()], run_check=False)
+        return found.redistribute(placements=[Replicate()]).to_local()
 
     def to_tiles(self) -> None:
         """Does something for a table alone that is tied to a head, whose product reads tiles."""

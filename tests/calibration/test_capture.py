@@ -71,7 +71,7 @@ def test_moments(row, batch, diagonal, length, monkeypatch):
     left = {"modules_to_not_convert": ["experts"]}  # test_experts.py has those
     hf_kbit.calibrate(model, ids, method="recorder", batch=batch, device="cpu", bits=2, **left)
     names = [name for name, layer in model.named_modules() if isinstance(layer, hf_kbit.KbitLinear)]
-    assert sorted(names) == sorted(selection.choose(dense, hf_kbit.KbitConfig(**left)))
+    assert sorted(names) == sorted(selection.Packable(dense).choose(hf_kbit.KbitConfig(**left)))
     expected = moments_by_whole_passes(dense, model, names, ids)
     assert len(solver.moments) == len(expected) == len(names)
     close = partial(torch.testing.assert_close, rtol=1e-3)

@@ -118,17 +118,17 @@ def check_config(config: KbitConfig, packed: Iterable[str]) -> None:
     """Refuses a config that speaks of layers which are not among ``packed``, or lacks the levels of these."""
     packed = set(packed)
     unknown = config.layers.keys() - packed
-    refuse([f"{name}: in layers of config.json, not in the checkpoint" for name in sorted(unknown)])
+    refuse([f"{name}: in layers of the quantization config, not in the checkpoint" for name in sorted(unknown)])
     widths = {config.layers.get(name, {}).get("bits", config.bits) for name in packed} - config.levels.keys()
     found = sorted(config.levels)
-    refuse([f"levels: found {found} in config.json, expected {bits} too" for bits in sorted(widths)])
+    refuse([f"levels: found {found} in the quantization config, expected {bits} too" for bits in sorted(widths)])
 
 
 def check_digest(files: Iterable[str], config: KbitConfig) -> None:
-    """Compares the digest in each file with what ``config.json`` says of decoding. Files of old have none.
+    """Compares the digest in each file with what the config beside it says of decoding. Files of old have none.
 
     Raises:
-        ValueError: a file has another one, or only some have one: config.json and files are not of the same save.
+        ValueError: a file has another one, or only some have one: config and files are not of the same save.
     """
     found = {}
     for file in files:
@@ -137,7 +137,10 @@ def check_digest(files: Iterable[str], config: KbitConfig) -> None:
     if any(found.values()):
         expected = config.digest()
         others = [f"{file}: found {DIGEST} {digest}" for file, digest in found.items() if digest != expected]
-        refuse(others, f"expected tensors saved with this config.json, of {DIGEST} {expected}; was a save cut short?")
+        refuse(
+            others,
+            f"expected tensors saved with this config, of {DIGEST} {expected}; was a save cut short?",
+        )
 
 
 def order_metadata(directory: str | os.PathLike) -> None:

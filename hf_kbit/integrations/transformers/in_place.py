@@ -22,11 +22,15 @@ HOOKS = (
 
 @torch.no_grad()
 def quantize_layers(
-    model: nn.Module, chosen: Mapping[str, int], quantizer: KbitHfQuantizer, device: torch.device | str | None
+    model: nn.Module,
+    packable: selection.Packable,
+    chosen: Mapping[str, int],
+    quantizer: KbitHfQuantizer,
+    device: torch.device | str | None,
 ) -> None:
-    """Puts quantized layers of these widths in the place of those in the model, and of what is tied to them; each is
-    quantized on ``device``, or on a GPU where there is one, and ends where it was."""
-    tied, tables = selection.ties(model), selection.table_widths(model, chosen)
+    """Puts quantized layers of these widths in the place of those in the model, of which ``packable`` is, and of what
+    is tied to them; each is quantized on ``device``, or on a GPU where there is one, and ends where it was."""
+    tables = packable.tables_in(chosen)
     for name, bits in tqdm(chosen.items(), desc="quantizing", unit="layer", delay=SHOWN_AFTER):
         layer = quantizer.new_layer(model, name, bits)
         layer.balances &= name not in tables
@@ -34,11 +38,17 @@ def quantize_layers(
         moved = weight.to(device or ("cuda" if torch.cuda.is_available() else weight.device))
         layer.load_dense(moved.mT if layer.transposed else moved, f"{name}.weight")
         put(model, name, layer.to(weight.device))
-    for name, first in tied.items():
-        if first in chosen:
-            layer = quantizer.new_layer(model, name, chosen[first])
-            layer.tie_to(model.get_submodule(first))
-            put(model, name, layer)
+        tie(model, packable, quantizer, name)
+
+
+def tie(model: nn.Module, packable: selection.Packable, quantizer: KbitHfQuantizer, quantized: str) -> None:
+    """Puts layers with the weight of that which is ``quantized`` in the place of all that it was tied to."""
+    first, layer = packable.ties.get(quantized, quantized), model.get_submodule(quantized)
+    for name in (first, *(name for name, stored in packable.ties.items() if stored == first)):
+        if name != quantized:
+            other = quantizer.new_layer(model, name, layer.bits)
+            other.tie_to(layer)
+            put(model, name, other)
 
 
 def put(model: nn.Module, name: str, layer: KbitWeight) -> None:

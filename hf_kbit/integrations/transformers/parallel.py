@@ -3,11 +3,13 @@
 A plan of Transformers has a rule for each layer, which shards all parameters of the layer along one dimension. Words
 and scales ``[*, N, B]`` can be sharded so, along K by whole blocks; column scales ``[K]`` go with K, and with nothing
 else. A projection of experts has a rule of its own, but nothing to communicate: the rule of the experts sums up what
-comes out of all of them, and the gradient of what goes in.
+comes out of all of them, and the gradient of what goes in. A table gathers what all processes have of the rows itself
+(``KbitEmbedding``), whatever its rule; one that is tied to a head is shared as the head is.
 
 FSDP2 needs nothing of this, for it gathers what it has sharded before a layer runs.
 """
 
+from collections import defaultdict
 from functools import wraps
 
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_kbit.format import BLOCK_SIZE
+from hf_kbit.integrations.transformers import tying
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.weight import PACKED, KbitWeight
@@ -28,7 +31,7 @@ def shard_packed(maybe_distribute_model):
     """``maybe_distribute_model``, which shards a model before its weights are loaded, for packed weights too.
 
     Raises:
-        ValueError: so many processes cannot share a layer, or a table is packed; the message names it.
+        ValueError: so many processes cannot share a layer; the message names it.
     """
 
     @wraps(maybe_distribute_model)
@@ -36,18 +39,15 @@ def shard_packed(maybe_distribute_model):
         layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
         if not layers or max(_size(distributed_config, "tp_size"), _size(distributed_config, "ep_size")) == 1:
             return maybe_distribute_model(model, distributed_config, *args, **kwargs)
-        if table := next((name for name, layer in layers.items() if isinstance(layer, KbitEmbedding)), None):
-            raise ValueError(
-                f"{table}: found a packed table of embeddings, expected one in 16 bits to share the model among "
-                "several processes: quantize it without embedding_bits"
-            )
         _count_local_experts(model, distributed_config)
         columns = {layer: layer._parameters[COLUMNS] for layer in layers.values()}
         for layer in layers.values():
             layer._parameters[COLUMNS] = None  # no rule shall see them
         model = maybe_distribute_model(model, distributed_config, *args, **kwargs)
-        for name, layer in layers.items():
+        for layer in layers.values():
             layer._parameters[COLUMNS] = columns[layer]
+        _share_as_tied(model)
+        for name, layer in layers.items():
             _follow_rule(model, name, layer)
         return model
 
@@ -71,11 +71,29 @@ def _count_local_experts(model: nn.Module, distributed_config) -> None:
             experts.num_experts //= processes
 
 
+def _share_as_tied(model: nn.Module) -> None:
+    """Shards tables as the head is that they are tied to: it has its rule's communication, they have their own."""
+    groups = defaultdict(list)
+    for name, first in tying.tied(model).items():
+        groups[first].append(name)
+    for first, others in groups.items():
+        names = sorted((first, *others), key=lambda name: isinstance(model.get_submodule(name), KbitEmbedding))
+        leader, *followers = names
+        mesh, placement = _shards(model.get_submodule(leader).weight)
+        for name in followers:
+            layer = model.get_submodule(name)
+            if not isinstance(layer, KbitEmbedding) and _shards(layer.weight) != (mesh, placement):
+                raise ValueError(f"{name}: found another rule than that of {leader}, expected one, for they are tied")
+            for own in (WEIGHT, ABSMAX):
+                _shard(layer, own, mesh, placement)
+
+
 def _follow_rule(model: nn.Module, name: str, layer: KbitWeight) -> None:
     """Shards what belongs to words that a rule has sharded, and tells the layer what it has of a matrix."""
     mesh, placement = _shards(layer.weight)
-    if isinstance(layer, KbitProjection):
+    if isinstance(layer, KbitProjection | KbitEmbedding):
         layer.__dict__.pop("forward", None)  # with the communication that a rule has put around it
+    if isinstance(layer, KbitProjection):
         _check_experts(model, name, layer, mesh, placement)
     if placement is None:
         return
@@ -136,8 +154,9 @@ def _transpose(layer: KbitProjection, mesh, placement):
 
 
 def _shard(layer: KbitWeight, own: str, mesh, placement) -> None:
-    """Makes a parameter, which is on the meta device, a DTensor."""
+    """Makes a parameter, which is on the meta device, a DTensor; a plain tensor if there is no placement."""
     tensor = layer._parameters[own]
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    sharded = distribute_tensor(empty, mesh, [placement], src_data_rank=None)
-    layer._parameters[own] = nn.Parameter(sharded, requires_grad=False)
+    new = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if placement is not None:
+        new = distribute_tensor(new, mesh, [placement], src_data_rank=None)
+    layer._parameters[own] = nn.Parameter(new, requires_grad=False)

@@ -144,8 +144,8 @@ class KbitHfQuantizer(HfQuantizer):
             self.shapes = {name: parameter.shape for name, parameter in _unpacked(model)}
 
     def _prepare_on_the_fly(self, model, tensors: list[str]) -> None:
-        config = self.quantization_config
-        chosen = selection.choose(model, config)
+        config, packable = self.quantization_config, selection.Packable(model)
+        chosen = packable.choose(config)
         checkpoint.check_experts(model, [name for name in chosen if is_projection(model, name)], tensors)
         if chosen and config.bits % 1:  # a mean
             widths = mixing.by_rule(model, [name for name, bits in chosen.items() if bits % 1], config.bits)
@@ -154,7 +154,7 @@ class KbitHfQuantizer(HfQuantizer):
         layers = {name: self.new_layer(model, name, bits) for name, bits in chosen.items()}
         if not layers:
             logger.warning("hf_kbit: found no linear layer to quantize in %s", type(model).__name__)
-        layers |= tying.new_layers(self, model, layers)
+        layers |= tying.new_layers(self, model, packable.ties, layers)
         for layer in layers.values():
             # Packed shape, so that sizes and shards are right, but the dtype of the weight to come: Transformers
             # 5.17 casts what it reads to the dtype it finds here, and an integer one would destroy it.
@@ -167,7 +167,7 @@ class KbitHfQuantizer(HfQuantizer):
         if checkpoint_files is None:
             # from_pretrained(None, state_dict=...): no file says what is packed, so the config must.
             names, config = checkpoint.Names(model), self.quantization_config
-            packed = {name: name for name in selection.choose(model, config)}
+            packed = {name: name for name in selection.Packable(model).choose(config)}
             self._replace_packed(model, packed | {names.module(f"{name}.weight"): name for name in config.layers})
         else:
             self._replace_as_stored(model, checkpoint_files)
@@ -199,8 +199,8 @@ class KbitHfQuantizer(HfQuantizer):
         checkpoint.check_digest(files, self.quantization_config)
 
     def _replace_packed(self, model, packed: dict[str, str]) -> None:
-        layers = self.stored_layers(model, packed)
-        selection.replace_modules(model, layers | tying.new_layers(self, model, layers))
+        layers, ties = self.stored_layers(model, packed), selection.Packable(model).ties
+        selection.replace_modules(model, layers | tying.new_layers(self, model, ties, layers))
         tying.declare(model)
 
     def stored_layers(self, model, packed: dict[str, str]) -> dict[str, KbitWeight]:
@@ -363,8 +363,9 @@ class KbitHfQuantizer(HfQuantizer):
         listing = ", ".join(f"{name} ({count} x, {sizes[name]:,})" for name, count in left.items())
         share = sizes.total() / max(weights + sizes.total(), 1)
         much = share > MUCH_LEFT and not self.pre_quantized  # what is quantized already was told of then
+        level = logging.WARNING if much else logging.INFO
         logger.log(
-            logging.WARNING if much else logging.INFO,
+            level,
             "hf_kbit: %d quantized layers with %s weights (%s); left as they are: %d tensors with %s weights (%s)%s%s",
             len(layers),
             f"{weights:,}",
@@ -373,7 +374,7 @@ class KbitHfQuantizer(HfQuantizer):
             f"{sizes.total():,}",
             f"{share:.0%}",
             f": {listing}" if listing else "",
-            self._advice(model),
+            self._advice(model) if logger.isEnabledFor(level) else "",
         )
         self._report_mxfp4()
 
@@ -383,8 +384,8 @@ class KbitHfQuantizer(HfQuantizer):
         if self.pre_quantized or config.embedding_bits is not None:
             return ""
         others = {"modules_to_not_convert": config.modules_to_not_convert, "transform": config.transform}
-        packed = KbitConfig(embedding_bits=USUAL_FOR_TABLES, **others)
-        tables = selection.table_widths(model, selection.choose(model, packed))
+        packed, packable = KbitConfig(embedding_bits=USUAL_FOR_TABLES, **others), selection.Packable(model)
+        tables = packable.tables_in(packable.choose(packed))
         if not tables:
             return ""
         taken = sum(selection.dense_weight(model, name).nbytes for name in tables) / 1e6

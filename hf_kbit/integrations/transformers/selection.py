@@ -5,6 +5,7 @@ import dis
 import inspect
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -106,46 +107,121 @@ def _is_router(model, name: str) -> bool:
     )
 
 
-def skips(model) -> dict[str, str]:
-    """``{name: reason}`` of linear layers, tables and projections that stay in 16 bits unless, or even if, they are
-    asked for.
+class Packable:
+    """What of a model can be quantized, what of that is left unless it is asked for, and what is tied; found out once.
 
-    - ``"head"``: the output embedding, or a head at the end of the model: small or sensitive.
-    - ``"router"``: it routes tokens to experts: small, and a small error sends a token elsewhere.
-    - ``"small"``: a table of so few or so short rows that there is next to nothing to save.
-    - ``"read"``: the model's code reads the weight instead of calling the layer (Mamba, WavLM, ColPali and many more),
-      or its dtype through ``parameters()`` (Swin V2), and packed integers would give it a wrong answer or none.
-    - ``"tied"``: the weight is that of a table, and is quantized with it or not at all (``ties``).
-    - ``"fixed"``: the weight is tied to what cannot be quantized, or kept in float32 by the model.
+    Attributes:
+        names: of linear layers, tables and projections of experts, in the order of the model.
+        tables: names of the tables of embeddings among them.
+        ties: ``{name: name of the layer whose weight it has}`` of what is quantized with a table: heads, and other
+            tables.
+        reasons: ``{name: reason}`` of what stays in 16 bits unless, or even if, it is asked for:
+
+            - ``"head"``: the output embedding, or a head at the end of the model: small or sensitive.
+            - ``"router"``: it routes tokens to experts: small, and a small error sends a token elsewhere.
+            - ``"small"``: a table of so few or so short rows that there is next to nothing to save.
+            - ``"read"``: the model's code reads the weight instead of calling the layer (Mamba, WavLM, ColPali and
+              many more), or its dtype through ``parameters()`` (Swin V2), and packed integers would give it a wrong
+              answer or none.
+            - ``"tied"``: the weight is that of a table, and is quantized with it or not at all (``ties``).
+            - ``"fixed"``: the weight is tied to what cannot be quantized, or kept in float32 by the model.
     """
-    linears = {name for name, module in model.named_modules(remove_duplicate=False) if is_linear(module)}
-    looked_up, fused, reasons = tables(model), set(projections(model)), {}
+
+    def __init__(self, model: nn.Module):
+        self._model, modules = model, dict(model.named_modules(remove_duplicate=False))
+        linears, fused = {name for name, module in modules.items() if is_linear(module)}, set(projections(model))
+        once = [name for name, _ in model.named_modules()]
+        self.tables = {name for name in once if is_table(modules[name])}
+        self.names = sorted([*linears.intersection(once), *self.tables, *fused], key=dot_natural_key)
+        everything, groups = linears | self.tables | fused, _tied(model, modules)
+        reasons = _heads_and_routers(model, linears) | _small(model, self.tables) | _read(model, self.tables)
+        reasons |= _kept_in_float32(model, everything)
+        for group in groups:
+            if _is_one_table(modules, group, reasons):
+                reasons.pop(group[0], None)
+                reasons |= dict.fromkeys(group[1:], "tied")
+            else:
+                reasons |= dict.fromkeys(group, "fixed")
+        self.reasons = {name: reason for name, reason in reasons.items() if name in everything}
+        self.ties = {name: first for first, *others in groups for name in others if self.reasons.get(name) == "tied"}
+
+    @property
+    def stored_as_tables(self) -> set[str]:
+        """Names of tables, and of heads that are stored for a table that is tied to them."""
+        return self.tables | set(self.ties.values())
+
+    def tables_in(self, chosen: Mapping[str, int]) -> dict[str, int]:
+        """Those of ``stored_as_tables`` in what ``choose`` gives."""
+        names = self.stored_as_tables
+        return {name: bits for name, bits in chosen.items() if name in names}
+
+    def choose(self, config: KbitConfig) -> dict[str, int]:
+        """``{name: bits}`` of the layers, tables and projections to quantize, in the order of the model; of what is
+        tied to a table the name under which it is stored (``ties`` has the others).
+
+        Raises:
+            ValueError: a pattern of ``module_bits`` names nothing of the kind, or what cannot be quantized.
+        """
+        model_class, looked_up, chosen = type(self._model).__name__, self.stored_as_tables, {}
+        for pattern in config.module_bits:
+            if not any(matches(name, pattern) for name in self.names):
+                found = f"found no linear layer, table or experts of that name in {model_class}"
+                raise ValueError(f"module_bits[{pattern!r}]: {found}")
+        for name in self.names:
+            bits, reason = config.bits_for(name, name in looked_up), self.reasons.get(name)
+            asked_for = bits is not None and config.pattern_for(name, name in looked_up) is not None
+            if asked_for and reason == "tied":
+                raise ValueError(
+                    f"{name}: module_bits asks for {bits} bits, but {model_class} ties its weight to "
+                    f"{self.ties[name]}: embedding_bits, or a pattern for that name, quantizes both"
+                )
+            if asked_for and reason == "fixed":
+                raise ValueError(
+                    f"{name}: module_bits asks for {bits} bits, but {model_class} ties its weight or keeps it in "
+                    "float32"
+                )
+            if bits is not None and (
+                asked_for or reason is None or (reason == "head" and not config.skip_default_modules)
+            ):
+                chosen[name] = bits
+        if not self._tells_dtype(chosen):
+            chosen = {name: bits for name, bits in chosen.items() if name not in looked_up}
+        return chosen
+
+    def _tells_dtype(self, chosen: Mapping[str, int]) -> bool:
+        """Whether a floating parameter is left, which Transformers asks for the dtype of a model: OLMo's norms have
+        none, and its tables must stay."""
+        packed = {id(dense_weight(self._model, name)) for name in (*chosen, *self.ties)}
+        floating = (id(parameter) for parameter in self._model.parameters() if parameter.is_floating_point())
+        return not isinstance(self._model, PreTrainedModel) or any(parameter not in packed for parameter in floating)
+
+
+def _heads_and_routers(model, linears: set[str]) -> dict[str, str]:
+    found = {}
     # A number in its name means that the last module is the end of a layer, not a head.
     last = next(reversed(dict(model.named_parameters())), "").rpartition(".")[0]
     output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     for name in linears:
         if model.get_submodule(name) is output or (name == last and not re.search(r"(^|\.)\d+(\.|$)", name)):
-            reasons[name] = "head"
+            found[name] = "head"
         elif _is_router(model, name):
-            reasons[name] = "router"
-    for name in looked_up:
-        table = model.get_submodule(name)
-        if table.num_embeddings < FEW_ROWS or table.embedding_dim < SHORT_ROWS:
-            reasons[name] = "small"
-    reasons |= _read(model, looked_up)
+            found[name] = "router"
+    return found
+
+
+def _small(model, tables: set[str]) -> dict[str, str]:
+    sizes = {name: model.get_submodule(name) for name in tables}
+    return {
+        name: "small"
+        for name, table in sizes.items()
+        if table.num_embeddings < FEW_ROWS or table.embedding_dim < SHORT_ROWS
+    }
+
+
+def _kept_in_float32(model, names: set[str]) -> dict[str, str]:
     kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-    float32 = {part for attribute in kept for part in getattr(model, attribute, None) or ()}
-    for name in linears | looked_up | fused:
-        if any(re.search(rf"(^|\.){part}($|\.)", name) for part in float32):
-            reasons[name] = "fixed"
-    for group in _tied(model):
-        names = [name.removesuffix(".weight") for name in group]
-        if _is_one_table(model, names, reasons):
-            reasons.pop(names[0], None)
-            reasons |= dict.fromkeys(names[1:], "tied")
-        else:
-            reasons |= dict.fromkeys(names, "fixed")
-    return {name: reason for name, reason in reasons.items() if name in linears | looked_up | fused}
+    parts = {part for attribute in kept for part in getattr(model, attribute, None) or ()}
+    return {name: "fixed" for name in names if any(re.search(rf"(^|\.){part}($|\.)", name) for part in parts)}
 
 
 def _read(model, looked_up: set[str]) -> dict[str, str]:
@@ -167,34 +243,9 @@ def _read(model, looked_up: set[str]) -> dict[str, str]:
     return dict.fromkeys(found, "read")
 
 
-def tables(model: nn.Module) -> set[str]:
-    """Names of the tables of embeddings that can be packed."""
-    return {name for name, module in model.named_modules() if is_table(module)}
-
-
-def table_widths(model: nn.Module, chosen: dict[str, int]) -> dict[str, int]:
-    """Of what ``choose`` gives: tables, and heads that are stored for a table that is tied to them."""
-    looked_up = with_tables(model)
-    return {name: bits for name, bits in chosen.items() if name in looked_up}
-
-
-def ties(model: nn.Module) -> dict[str, str]:
-    """``{name: name of the layer whose weight it has}`` of what is quantized with a table: heads, and other tables."""
-    reasons, found = skips(model), {}
-    for group in _tied(model):
-        first, *others = (name.removesuffix(".weight") for name in group)
-        found |= {name: first for name in others if reasons.get(name) == "tied"}
-    return found
-
-
-def with_tables(model: nn.Module) -> set[str]:
-    """Names of tables, and of heads that are stored for a table that is tied to them."""
-    return tables(model) | set(ties(model).values())
-
-
-def _is_one_table(model: nn.Module, names: list[str], reasons: dict[str, str]) -> bool:
+def _is_one_table(named: Mapping[str, nn.Module], names: list[str], reasons: Mapping[str, str]) -> bool:
     """Whether what is tied can be quantized as one: tables and linear layers of one shape, that are called."""
-    modules = [dict(model.named_modules(remove_duplicate=False)).get(name) for name in names]
+    modules = [named.get(name) for name in names]
     return (
         any(module is not None and is_table(module) for module in modules)
         and all(module is not None and (is_table(module) or is_linear(module)) for module in modules)
@@ -204,9 +255,9 @@ def _is_one_table(model: nn.Module, names: list[str], reasons: dict[str, str]) -
     )
 
 
-def _tied(model: nn.Module) -> list[list[str]]:
-    """Names of parameters that are one, or that a model of Transformers says are to be; the first is that which is
-    stored."""
+def _tied(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Names of what has a parameter in common, or what a model of Transformers says is to have one; the first is that
+    under which it is stored."""
     groups = defaultdict(list)
     for name, source in getattr(model, "all_tied_weights_keys", {}).items():
         groups[source].append(name)
@@ -214,7 +265,6 @@ def _tied(model: nn.Module) -> list[list[str]]:
     same = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         same[id(parameter)].append(name)
-    modules = dict(model.named_modules(remove_duplicate=False))
     for names in same.values():
         known = next((group for group in found if set(group) & set(names)), None)
         if known is not None:
@@ -222,13 +272,7 @@ def _tied(model: nn.Module) -> list[list[str]]:
         # A module that stands in two places is one, and is replaced in both.
         elif len({id(modules[name.rpartition(".")[0]]) for name in names}) > 1:
             found.append(names)
-    return found
-
-
-def packable(model) -> list[str]:
-    """Names of what can be quantized, in the order of the model: linear layers, tables, projections of experts."""
-    linears = [name for name, module in model.named_modules() if is_linear(module)]
-    return sorted([*linears, *tables(model), *projections(model)], key=dot_natural_key)
+    return [[name.removesuffix(".weight") for name in group] for group in found]
 
 
 def dense_weight(model, name: str) -> nn.Parameter:
@@ -254,46 +298,3 @@ def replace_modules(model, replacements: dict[str, nn.Module]) -> None:
         for name, child in parent._modules.items():
             if child in new:
                 parent._modules[name] = new[child]
-
-
-def choose(model, config: KbitConfig) -> dict[str, int]:
-    """``{name: bits}`` of the layers, tables and projections to quantize, in the order of the model; of what is tied
-    to a table the name under which it is stored (``ties`` has the others).
-
-    Raises:
-        ValueError: a pattern of ``module_bits`` names nothing of the kind, or what cannot be quantized.
-    """
-    names = packable(model)
-    for pattern in config.module_bits:
-        if not any(matches(name, pattern) for name in names):
-            found = f"found no linear layer, table or experts of that name in {type(model).__name__}"
-            raise ValueError(f"module_bits[{pattern!r}]: {found}")
-    reasons, tied, looked_up, chosen = skips(model), ties(model), with_tables(model), {}
-    for name in names:
-        bits, reason = config.bits_for(name, name in looked_up), reasons.get(name)
-        asked_for = bits is not None and config.pattern_for(name, name in looked_up) is not None
-        if asked_for and reason == "tied":
-            raise ValueError(
-                f"{name}: module_bits asks for {bits} bits, but {type(model).__name__} ties its weight to "
-                f"{tied[name]}: embedding_bits, or a pattern for that name, quantizes both"
-            )
-        if asked_for and reason == "fixed":
-            raise ValueError(
-                f"{name}: module_bits asks for {bits} bits, but {type(model).__name__} ties its weight or keeps it in "
-                "float32"
-            )
-        if bits is not None and (
-            asked_for or reason is None or (reason == "head" and not config.skip_default_modules)
-        ):
-            chosen[name] = bits
-    if not _tells_dtype(model, chosen):
-        chosen = {name: bits for name, bits in chosen.items() if name not in looked_up}
-    return chosen
-
-
-def _tells_dtype(model: nn.Module, chosen: dict[str, int]) -> bool:
-    """Whether a floating parameter is left, which Transformers asks for the dtype of a model: OLMo's norms have none,
-    and its tables must stay."""
-    packed = {id(dense_weight(model, name)) for name in (*chosen, *ties(model))}
-    floating = (id(parameter) for parameter in model.parameters() if parameter.is_floating_point())
-    return not isinstance(model, PreTrainedModel) or any(parameter not in packed for parameter in floating)

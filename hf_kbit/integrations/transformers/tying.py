@@ -19,10 +19,13 @@ from hf_kbit.nn.weight import PACKED, KbitWeight
 WEIGHT = f".{PACKED[0]}"
 
 
-def new_layers(quantizer, model: nn.Module, layers: Mapping[str, KbitWeight]) -> dict[str, KbitWeight]:
-    """Empty stand-ins for what is tied to one of ``layers``, which are not in the model yet."""
+def new_layers(
+    quantizer, model: nn.Module, ties: Mapping[str, str], layers: Mapping[str, KbitWeight]
+) -> dict[str, KbitWeight]:
+    """Empty stand-ins for what is tied to one of ``layers``, which are not in the model yet; ``ties`` are those of
+    ``Packable``."""
     new = {}
-    for name, first in selection.ties(model).items():
+    for name, first in ties.items():
         packed = next((layers[other] for other in (first, name) if other in layers), None)
         for other in (first, name):
             if packed is not None and other not in layers and other not in new:

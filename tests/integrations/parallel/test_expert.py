@@ -27,7 +27,7 @@ def in_each_process(rank, folder):
         found[name, "planes"] = ranks.outcome(model)
         model.save_pretrained(folder / name / "from planes")
         ranks.as_on_a_gpu(model)
-        found[name, "tiled"] = all(layer.is_tiled for layer in ranks.quantized_layers(model))
+        found[name, "tiled"] = ranks.all_tiled(model)
         found[name, "tiles"] = ranks.outcome(model)
         model.save_pretrained(folder / name / "from tiles")
     if not ranks.OLD:

@@ -317,11 +317,11 @@ CONFIGS = {
     "unknown key": (key("group_size", 64), "group_size", "expected"),
     "unknown layer": (
         config(lambda entries: entries["layers"].update({"model.layers.7.mlp.up_proj": {"bits": 4}})),
-        "model.layers.7.mlp.up_proj: in layers of config.json, not in the checkpoint",
+        "model.layers.7.mlp.up_proj: in layers of the quantization config, not in the checkpoint",
     ),
     "layer that is not quantized": (
         config(lambda entries: entries["layers"].update({"lm_head": {"exponent": 1}})),
-        "lm_head: in layers of config.json, not in the checkpoint",
+        "lm_head: in layers of the quantization config, not in the checkpoint",
     ),
     "no layers, of the wrong type": (key("layers", False), "layers: found False, expected"),
     "layers a list": (key("layers", [DOWN_PROJ]), f"layers: found ['{DOWN_PROJ}'], expected"),
@@ -627,7 +627,7 @@ def test_each_file_has_the_digest_of_the_config(model, saved, sharded):
 def test_a_save_that_ended_after_the_config_is_refused(sharded, other_save):
     shutil.copy(other_save / "config.json", sharded)
     with pytest.raises(
-        ValueError, match=r"(?s)this config.json, of kbit_digest \w+; .*model-00001-of-0000\d.safetensors: found kbit"
+        ValueError, match=r"(?s)this config, of kbit_digest \w+; .*model-00001-of-0000\d.safetensors: found kbit"
     ):
         AutoModelForCausalLM.from_pretrained(sharded)
 

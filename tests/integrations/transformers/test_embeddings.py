@@ -2,7 +2,6 @@
 
 import copy
 import re
-from types import SimpleNamespace
 
 import accelerate
 import pytest
@@ -14,7 +13,7 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM
 
 from hf_kbit import KbitConfig, KbitLinear, calibrate, quantize_model, reference
-from hf_kbit.integrations.transformers import parallel, selection
+from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn import weight as nn_weight
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.weight import KbitWeight, distinct
@@ -320,19 +319,12 @@ def test_tables_that_are_left():
         bert = BertModel(BertConfig(vocab_size=99, **SMALL))
         olmo = transformers.OlmoModel(transformers.OlmoConfig(vocab_size=99, **SMALL))
         deberta = transformers.DebertaForMaskedLM(transformers.DebertaConfig(vocab_size=99, legacy=False, **SMALL))
-    assert selection.skips(bert)["embeddings.token_type_embeddings"] == "small"
-    assert "embeddings.word_embeddings" in selection.choose(bert, KbitConfig(**CONFIG))
+    assert selection.Packable(bert).reasons["embeddings.token_type_embeddings"] == "small"
+    assert "embeddings.word_embeddings" in selection.Packable(bert).choose(KbitConfig(**CONFIG))
     # Without any floating weight Transformers could not tell a dtype.
-    assert "embed_tokens" not in selection.choose(olmo, KbitConfig(**CONFIG))
-    read = {name for name, reason in selection.skips(deberta).items() if reason in ("read", "fixed")}
+    assert "embed_tokens" not in selection.Packable(olmo).choose(KbitConfig(**CONFIG))
+    read = {name for name, reason in selection.Packable(deberta).reasons.items() if reason in ("read", "fixed")}
     assert "deberta.embeddings.word_embeddings" in read, "read through a variable"
-
-
-def test_several_processes_are_refused(saved):
-    model = LlamaForCausalLM.from_pretrained(saved)
-    plan = SimpleNamespace(tp_size=2, ep_size=1)
-    with pytest.raises(ValueError, match=r"model\.embed_tokens: found a packed table of embeddings, expected"):
-        parallel.shard_packed(lambda model, plan: model)(model, plan)
 
 
 def test_resizing_a_packed_table_is_refused(saved):

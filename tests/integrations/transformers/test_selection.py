@@ -64,8 +64,8 @@ def test_swin_v2_reads_the_dtype_of_a_perceptron():
     small = {"image_size": 32, "patch_size": 4, "embed_dim": 32, "depths": [1], "num_heads": [2], "window_size": 4}
     swin = build("Swinv2Model", "Swinv2Config", **small)
     mlp = "encoder.layers.0.blocks.0.attention.self.continuous_position_bias_mlp"
-    assert selection.skips(swin) == {f"{mlp}.0": "read"}
-    assert f"{mlp}.2" in selection.choose(swin, KbitConfig())
+    assert selection.Packable(swin).reasons == {f"{mlp}.0": "read"}
+    assert f"{mlp}.2" in selection.Packable(swin).choose(KbitConfig())
 
 
 def build(class_name, config_name, **kwargs):
@@ -78,16 +78,19 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 
 def test_mamba_and_wavlm_read_weights():
     mamba = build("MambaForCausalLM", "MambaConfig", hidden_size=32, num_hidden_layers=1, vocab_size=64)
-    read = [name for name, reason in selection.skips(mamba).items() if reason == "read"]
+    read = [name for name, reason in selection.Packable(mamba).reasons.items() if reason == "read"]
     assert sorted(read) == [f"backbone.layers.0.mixer.{child}" for child in ("dt_proj", "out_proj", "x_proj")]
-    assert list(selection.choose(mamba, KbitConfig())) == ["backbone.layers.0.mixer.in_proj"]
-    assert len(selection.choose(mamba, KbitConfig(skip_default_modules=False))) == 1, (
+    assert list(selection.Packable(mamba).choose(KbitConfig())) == ["backbone.layers.0.mixer.in_proj"]
+    assert len(selection.Packable(mamba).choose(KbitConfig(skip_default_modules=False))) == 1, (
         "only the head is cleared by that"
     )
-    assert selection.choose(mamba, KbitConfig(module_bits={"out_proj": 3}))["backbone.layers.0.mixer.out_proj"] == 3
+    assert (
+        selection.Packable(mamba).choose(KbitConfig(module_bits={"out_proj": 3}))["backbone.layers.0.mixer.out_proj"]
+        == 3
+    )
 
     wavlm = build("WavLMModel", "WavLMConfig", **SMALL)
-    read = {name.rpartition(".")[2] for name, reason in selection.skips(wavlm).items() if reason == "read"}
+    read = {name.rpartition(".")[2] for name, reason in selection.Packable(wavlm).reasons.items() if reason == "read"}
     assert read == {"q_proj", "k_proj", "v_proj", "out_proj"}
 
 
@@ -101,23 +104,25 @@ def test_a_model_that_reads_weights_runs(tmp_path):
 
 def test_heads():
     llama = build("LlamaForCausalLM", "LlamaConfig", vocab_size=64, **SMALL)
-    assert selection.skips(llama) == {"lm_head": "head"}
-    assert "lm_head" in selection.choose(llama, KbitConfig(skip_default_modules=False))
-    assert selection.choose(llama, KbitConfig(module_bits={"lm_head": 5}))["lm_head"] == 5
+    assert selection.Packable(llama).reasons == {"lm_head": "head"}
+    assert "lm_head" in selection.Packable(llama).choose(KbitConfig(skip_default_modules=False))
+    assert selection.Packable(llama).choose(KbitConfig(module_bits={"lm_head": 5}))["lm_head"] == 5
     bert = build("BertForSequenceClassification", "BertConfig", vocab_size=64, **SMALL)
-    assert selection.skips(bert) == {"classifier": "head", "bert.embeddings.token_type_embeddings": "small"}
+    assert selection.Packable(bert).reasons == {"classifier": "head", "bert.embeddings.token_type_embeddings": "small"}
     base = build("BertModel", "BertConfig", vocab_size=64, **SMALL)
     base.pooler = None
-    assert "encoder.layer.0.output.dense" in selection.choose(base, KbitConfig()), "the end of a layer is no head"
+    assert "encoder.layer.0.output.dense" in selection.Packable(base).choose(KbitConfig()), (
+        "the end of a layer is no head"
+    )
 
 
 def test_what_is_tied_or_kept_in_float32_cannot_be_asked_for():
     tied = build("LlamaForCausalLM", "LlamaConfig", vocab_size=64, tie_word_embeddings=True, **SMALL)
-    assert "lm_head" not in selection.choose(tied, KbitConfig(skip_default_modules=False))
+    assert "lm_head" not in selection.Packable(tied).choose(KbitConfig(skip_default_modules=False))
     with pytest.raises(ValueError, match="lm_head: module_bits asks for 4 bits, but LlamaForCausalLM ties its weight"):
-        selection.choose(tied, KbitConfig(module_bits={"lm_head": 4}))
+        selection.Packable(tied).choose(KbitConfig(module_bits={"lm_head": 4}))
     t5 = build("T5ForConditionalGeneration", "T5Config", d_model=32, d_ff=64, num_layers=1, num_heads=2, d_kv=16)
-    assert {name for name, reason in selection.skips(t5).items() if reason == "fixed"} >= {
+    assert {name for name, reason in selection.Packable(t5).reasons.items() if reason == "fixed"} >= {
         "encoder.block.0.layer.1.DenseReluDense.wo"
     }
 
@@ -169,13 +174,13 @@ ROUTERS = [
 @pytest.mark.parametrize(("model_type", "settings", "routers"), [pytest.param(*row, id=row[0]) for row in ROUTERS])
 def test_routers_stay_unless_asked_for(model_type, settings, routers):
     model = mixture(model_type, **settings)
-    found = {name for name, reason in selection.skips(model).items() if reason == "router"}
+    found = {name for name, reason in selection.Packable(model).reasons.items() if reason == "router"}
     endings = {name: ending for name in found for ending in routers if name.endswith(f".{ending}")}
     assert endings.keys() == found and set(endings.values()) == routers
-    chosen = selection.choose(model, KbitConfig(skip_default_modules=False))
+    chosen = selection.Packable(model).choose(KbitConfig(skip_default_modules=False))
     assert chosen and not found & chosen.keys()
     name = min(found)
-    assert selection.choose(model, KbitConfig(module_bits={name: 5}))[name] == 5
+    assert selection.Packable(model).choose(KbitConfig(module_bits={name: 5}))[name] == 5
 
 
 def test_gates_of_dense_layers_are_quantized():
@@ -206,7 +211,7 @@ def test_no_mixture_has_its_router_quantized():
         except Exception:  # a type needs other settings, or a library
             continue
         built += 1
-        chosen = selection.choose(model, KbitConfig(skip_default_modules=False))
+        chosen = selection.Packable(model).choose(KbitConfig(skip_default_modules=False))
         routers = [name for name in chosen if EXPERTS <= mixing.dense_shape(model, name)[-2] <= EXPERTS + 1]
         assert not routers, f"{model_type}: {routers}"
     assert built > 40
@@ -217,7 +222,7 @@ def test_patterns_that_match_nothing_are_errors():
     with pytest.raises(
         ValueError, match=r"module_bits\['dwn_proj'\]: found no linear layer, table or experts of that name in Llama"
     ):
-        selection.choose(llama, KbitConfig(module_bits={"dwn_proj": 4}))
+        selection.Packable(llama).choose(KbitConfig(module_bits={"dwn_proj": 4}))
 
 
 def test_is_linear():

@@ -153,8 +153,8 @@ def test_whole_life(task, kind, tmp_path):
     layers = [module for module in quantized.modules() if isinstance(module, KbitWeight)]
     assert not list(nn_experts.projections(quantized))
     if not layers:
-        assert not selection.choose(dense, KbitConfig())
-        pytest.skip(f"no layer of it is to be quantized: {selection.skips(dense)}")
+        assert not selection.Packable(dense).choose(KbitConfig())
+        pytest.skip(f"no layer of it is to be quantized: {selection.Packable(dense).reasons}")
     packed = {id(tensor) for layer in layers for tensor in (layer.weight, layer.weight_absmax)}
     left = {name: tensor for name, tensor in quantized.named_parameters() if id(tensor) not in packed}
     assert not unchanged(left, dict(dense.named_parameters()))
