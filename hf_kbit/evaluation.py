@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from hf_kbit.calibration.capture import evaluating
+from hf_kbit.calibration.capture import evaluating, is_causal
 from hf_kbit.calibration.data import text_of, tokenize, tokenizer_of
 from hf_kbit.calibration.writing import write
 
@@ -159,20 +158,11 @@ def check(configs: dict[str, PreTrainedConfig], ids: torch.Tensor, window: int, 
         _check_fits(config.get_text_config(), name, ids, min(window, ids.shape[-1]))
 
 
-def is_causal(config: PreTrainedConfig) -> bool:
-    """Whether the model reads none of the tokens after a token."""
-    return not config.is_encoder_decoder and not _is_encoder(config)
-
-
-def _is_encoder(config: PreTrainedConfig) -> bool:
-    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
-
-
 def _check_causal(config: PreTrainedConfig, name: str) -> None:
     kind = config.model_type
     if config.is_encoder_decoder:
         raise ValueError(f"{name}: found {kind}, which has an encoder and a decoder, expected a causal language model")
-    if _is_encoder(config):
+    if not is_causal(config):
         raise ValueError(
             f"{name}: found {kind}, an encoder, expected a causal language model: an encoder reads the tokens after a "
             "token too, so that its perplexity is not defined"

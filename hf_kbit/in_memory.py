@@ -15,7 +15,6 @@ from hf_kbit.calibration import capture, layerwise, tuning
 from hf_kbit.calibration.data import token_ids
 from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
-from hf_kbit.evaluation import is_causal
 from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.in_place import quantize_layers
@@ -254,7 +253,7 @@ def _predicts_tokens(model: nn.Module) -> bool:
     """Whether it is a causal language model, of which can be measured what few bits cost."""
     if not isinstance(model, PreTrainedModel):
         return False
-    return is_causal(model.config) and model.can_generate() and capture.reads_tokens(model)
+    return capture.is_causal(model.config) and model.can_generate() and capture.reads_tokens(model)
 
 
 def _name(data: object) -> str:

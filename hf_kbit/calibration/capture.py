@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hf_kbit.mixing import elements
 
@@ -33,6 +35,12 @@ def dtype_on(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """
     halves = (torch.bfloat16, torch.float16)
     return torch.float32 if device.type == "cpu" and dtype in halves else dtype
+
+
+def is_causal(config: PreTrainedConfig) -> bool:
+    """Whether the model reads none of the tokens after a token."""
+    encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
+    return not config.is_encoder_decoder and not encoder
 
 
 def reads_tokens(model: nn.Module) -> bool:

@@ -42,7 +42,6 @@ from hf_kbit import codebooks
 from hf_kbit.calibration import capture
 from hf_kbit.calibration.launches import one_launch
 from hf_kbit.calibration.resume import Finished
-from hf_kbit.evaluation import CHUNK, is_causal
 from hf_kbit.format import BLOCK_SIZE, E4M4_BIAS
 from hf_kbit.nn.packed import Decoding, Packed
 from hf_kbit.nn.weight import KbitWeight
@@ -68,6 +67,7 @@ LOOKS = 10  # at what was held out, evenly spread over the steps; the best that 
 HELD_OUT, MOST_HELD_OUT = 16, 64  # one of so many sequences, and at most so many of them
 KEPT = 300  # seconds after which a run that may be killed writes where it is, again and again
 SEED, TINY = 0, 1e-20
+CHUNK = 1 << 27  # logits whose probabilities are in memory at a time, in float32
 # Bytes for each weight of the whole model: its code, and its share of a scale with gradient and moments; what is
 # decoded, its gradient and products on the way take as much in the dtype to compute in, so many times.
 OWN_BYTES, COPIES = 2, 4
@@ -110,7 +110,7 @@ def check(model: nn.Module, steps: int | bool, rows: int | None = None) -> None:
         raise TypeError(f"tune: found {steps!r}, expected a number of steps, or True")
     if steps < 0:
         raise ValueError(f"tune: found {steps}, expected 0 or more steps")
-    if steps and not (is_causal(model.config) and capture.reads_tokens(model) and model.can_generate()):
+    if steps and not (capture.is_causal(model.config) and capture.reads_tokens(model) and model.can_generate()):
         raise ValueError(
             f"tune: found {type(model).__name__}, expected a causal language model: what is trained on is how it "
             "predicts the next token"

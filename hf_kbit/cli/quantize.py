@@ -53,6 +53,21 @@ def command(
     method: Annotated[
         str, typer.Option(help="With --calibrate: how weights are chosen, by feedback, weighted or learned.")
     ] = "feedback",
+    tune: Annotated[
+        bool,
+        typer.Option(
+            help="With --calibrate: then train what is stored, each layer and then the whole model, towards 16 bits: "
+            "better still at 2 and 3 bits, and slower."
+        ),
+    ] = False,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of steps of --tune for the whole model; each layer gets a fifth. "
+            "Default: 1500, or 200 on a CPU.",
+        ),
+    ] = None,
     text: Text = None,
     dataset: Dataset = None,
     split: Split = "train",
@@ -62,7 +77,7 @@ def command(
         typer.Option(
             min=1,
             help="Number of sequences to calibrate on: the most to take of a text, or what the model writes. "
-            "Default: 128, or 64 if the model writes them on a CPU.",
+            "Default: 128, or 64 if the model writes them on a CPU; with --tune 4096 and 256.",
         ),
     ] = None,
     length: Annotated[
@@ -127,6 +142,10 @@ def command(
     dtype = check_dtype(dtype)
     choices = ({"codebook": codebook} if codebook else {}) | ({"bits": bits if mixed else int(bits)} if bits else {})
     config = KbitConfig(modules_to_not_convert=skip or [], embedding_bits=embedding_bits, **choices)
+    if tune and not calibrate:
+        raise ValueError("--tune: found it without --calibrate, expected both")
+    if steps and not tune:
+        raise ValueError(f"--steps: found {steps} without --tune, expected both")
     if not needs_dense and (text or dataset):
         raise ValueError("--text: found data, but neither --calibrate nor mixed widths need it")
     data = read_text(text, dataset, split, column) if text or dataset else None
@@ -135,7 +154,7 @@ def command(
             quantized = load(model, dtype=dtype, **source)
             fit = {"memory": size, "context": context, "measure": mixed or None}
             read = {"data": data, "sequences": sequences, "length": length, "tokenizer": tokenizer_of(model, **source)}
-            how = {"calibrate": calibrate, "method": method, "batch": batch, "device": device}
+            how = {"calibrate": calibrate, "method": method, "tune": steps or tune, "batch": batch, "device": device}
             if calibrate:
                 how["resume"] = output.layers
             quantize_model(quantized, config, **fit, **read, **how, report=line)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import hf_kbit
 from hf_kbit import cli, codebooks
+from hf_kbit.calibration import tuning
 from hf_kbit.calibration.data import LENGTH, SEQUENCES
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.calibration.writing import AMOUNTS
@@ -151,7 +152,7 @@ def options() -> list[Option]:
 def test_options_say_what_they_are_and_their_default(option):
     """In sentences, and with a unit where they are a number; typer adds defaults other than none."""
     assert re.fullmatch(r"[A-Z\d-].*\.", option.help)
-    if option.default in (None, False) and option.name not in ("text", "dataset", "calibrate"):
+    if option.default in (None, False) and option.name not in ("text", "dataset", "calibrate", "tune"):
         assert "Default: " in option.help
     if option.kind in (int, int | None, float | None):
         assert re.search("[nN]umber of ", option.help)
@@ -169,8 +170,10 @@ def test_help_has_the_figures_and_names_of_the_code():
         assert help_of[command, "codebook"].endswith(f"Default: {config.codebook}.")
     assert help_of["eval", "scale"].endswith(f"Default: {config.scale}.")
     assert help_of["quantize", "bits"].endswith(f"Default: {config.bits}.")
-    default = f"Default: {SEQUENCES}, or {AMOUNTS['cpu'][0]} if the model writes them on a CPU."
+    default = f"Default: {SEQUENCES}, or {AMOUNTS['cpu'][0]} if the model writes them on a CPU; "
+    default += f"with --tune {tuning.AMOUNTS[''][0]} and {tuning.AMOUNTS['cpu'][0]}."
     assert help_of["quantize", "sequences"].endswith(default) and AMOUNTS[""][0] == SEQUENCES
+    assert help_of["quantize", "steps"].endswith(f"Default: {tuning.STEPS['']}, or {tuning.STEPS['cpu']} on a CPU.")
     of_a_text, written, on_cpu = LENGTH, AMOUNTS[""][1], AMOUNTS["cpu"][1]
     default = f"Default: {of_a_text} of a text, {written} if the model writes them, {on_cpu} if it does so on a CPU."
     assert help_of["quantize", "length"].endswith(default)

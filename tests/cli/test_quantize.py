@@ -93,12 +93,14 @@ def test_quantize_what_has_experts_in_mxfp4(run_quantize, bits, monkeypatch, tmp
         assert not (tmp_path / "refused").exists()
 
 
-@pytest.mark.parametrize("data", ["--text", "--dataset", "its own"])
+@pytest.mark.parametrize("data", ["--text", "--dataset", "its own", "its own, tuned"])
 def test_quantize_with_data(run_quantize, data, device, tmp_path):
     """As ``calibrate`` does it, with the same text; nothing of the run is left in the folder."""
     if data == "--dataset":
         pytest.importorskip("datasets")
-    source = () if data == "its own" else (data, "rows.txt")
+    tune = {"tune": 10} if data == "its own, tuned" else {}
+    data = data.removesuffix(", tuned")
+    source = ("--tune", "--steps", 10) if tune else () if data == "its own" else (data, "rows.txt")
     choices = (
         "--bits",
         3,
@@ -120,7 +122,10 @@ def test_quantize_with_data(run_quantize, data, device, tmp_path):
     assert "calibrating: 100%" in result.stderr and ("writing: 100%" in result.stderr) == (data == "its own")
     text = {"--text": TEXT, "--dataset": "\n\n".join(TEXT.splitlines()), "its own": None}[data]
     keywords = {"method": "weighted", "bits": 3, "codebook": "layer", "sequences": 3, "length": 70, "batch": 2}
-    hf_kbit.calibrate("dense", text, device=device, **keywords).save_pretrained(tmp_path / "expected")
+    expected = hf_kbit.calibrate("dense", text, device=device, **keywords, **tune)
+    expected.save_pretrained(tmp_path / "expected")
+    tuned = [line for line in result.stdout.splitlines() if line.startswith("tuned")]
+    assert [line.split(maxsplit=1)[1] for line in tuned] == ([expected.hf_quantizer.tuned] if tune else [])
     assert same(stored(tmp_path), stored(tmp_path / "expected"))
     assert not (tmp_path / UNFINISHED).exists()
 
@@ -326,6 +331,8 @@ def test_what_lies_beside_a_model_of_the_hub(run_quantize, folder, monkeypatch, 
         (["dense", "--memory", "much"], "--memory: found 'much', expected a size such as 20GB"),
         (["dense", "--memory", "10kB"], "memory: found 10,000 bytes, expected 1,0"),
         (["dense", "--text", "rows.txt"], "--text: found data, but neither --calibrate nor mixed widths need it"),
+        (["dense", "--tune"], "--tune: found it without --calibrate, expected both"),
+        (["dense", "--calibrate", "--steps", 9], "--steps: found 9 without --tune, expected both"),
         (["dense", "--calibrate", "--method", "gptq"], "--method: found 'gptq', expected one of ['feedback', "),
         (
             ["dense", "--calibrate", "--text", "none.txt"],
