@@ -56,11 +56,12 @@ def _in_fork(code: str) -> tuple[int, str, str]:
 
 
 if __name__ == "__main__":
-    import accelerate  # noqa: F401
-    import torch  # noqa: F401
+    # What takes long to import, once for all that is forked.
+    import accelerate  # noqa: F401  as above
+    import torch  # noqa: F401  as above
     import transformers.core_model_loading
     import transformers.generation
-    import transformers.modeling_utils  # noqa: F401
+    import transformers.modeling_utils  # noqa: F401  as above
 
     assert not {"hf_kbit", "peft"} & sys.modules.keys()
     for line in sys.stdin:

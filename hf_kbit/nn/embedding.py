@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from hf_kbit.nn.packed import DEFAULT_TRANSFORM
 from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight, local
@@ -177,6 +176,8 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
 
     def _gathered(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of a table that several processes share, by rows or by parts of each; all look up the same ids."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # which not every torch has
+
         mesh, (rows, width) = self.weight.device_mesh, self.local_shape
         mesh = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
         if width < self.in_features:
