@@ -1,7 +1,8 @@
 """Times calibrating a model whose layers go to the GPU one after another: seconds of a layer, and memory.
 
     python benchmarks/calibrate.py [--methods feedback,weighted] [--bits 4] [--layers 3] [--sequences 128]
-                                   [--length 2048] [--batch 4] [--shape llama-3-8b] [--json results.jsonl]
+                                   [--length 2048] [--batch 4] [--shape llama-3-8b] [--tune 1500]
+                                   [--json results.jsonl]
     python benchmarks/calibrate.py --shape qwen3-30b-a3b --layers 2 --methods weighted  # a mixture of 128 experts
 
 The model has random weights, with the deviation that Transformers starts training from, in bfloat16 and in CPU memory,
@@ -10,6 +11,9 @@ one with ``--layers``. The difference gives the seconds of a layer, what the sin
 checks, moving what is there once. ``all_layers_s`` is EXTRAPOLATED from these to the layers of the shape. Peaks are
 those of calibrating ``--layers``: what torch allocated on the GPU and what it reserved for that, and the memory of the
 process so far. That of the host grows with the layers, for the model is in it; that of the GPU does not.
+
+``--tune`` trains each layer after that, a fifth of so many steps. Of tuning this is the stage that takes one layer at
+a time; the other, of the whole model, is left out, as where the whole shape does not fit.
 """
 
 import argparse
@@ -26,6 +30,7 @@ from timing import Report, gpu_and_command
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import hf_kbit
+from hf_kbit.calibration import tuning
 from hf_kbit.calibration.layerwise import METHODS
 
 
@@ -65,22 +70,23 @@ def run(arguments) -> None:
     transformers.logging.set_verbosity_error()
     where = gpu_and_command() if arguments.device == "cuda" else {"gpu": "none"}
     where["command"] = shlex.join(["python", *sys.argv])
-    names = ("shape", "layers", "sequences", "length", "batch")
+    names = ("shape", "layers", "sequences", "length", "batch", "tune")
     what = {name: getattr(arguments, name) for name in names}
     report = Report(arguments.json, **where, transformers=transformers.__version__, **what)
     torch.manual_seed(0)
+    tuning.ROOM = 0.0
     config = config_of(arguments)
     ids = torch.randint(config.vocab_size, (arguments.sequences, arguments.length))
     widths = [int(bits) for bits in arguments.bits.split(",")]
     for method in arguments.methods.split(","):
-        measure(arguments, 1, ids[: arguments.batch], method=method, bits=widths[0])  # warms up
+        measure(arguments, 1, ids[: arguments.batch], method=method, bits=widths[0], tune=0)  # warms up
         for bits in widths:
-            options = {"method": method, "bits": bits}
+            options = {"method": method, "bits": bits, "tune": arguments.tune}
             one, found = (measure(arguments, layers, ids, **options) for layers in (1, arguments.layers))
             layer = (found["seconds"] - one["seconds"]) / (arguments.layers - 1)
             rest = one["seconds"] - layer
             times = {"layer_s": layer, "rest_s": rest, "all_layers_s": rest + config.num_hidden_layers * layer}
-            report.line(**options, **found, **times)
+            report.line(method=method, bits=bits, **found, **times)
 
 
 def main() -> None:
@@ -92,6 +98,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence; default %(default)s")
     parser.add_argument("--batch", type=int, default=4, help="sequences that a layer takes at a time")
+    parser.add_argument("--tune", type=int, default=0, help="steps, a fifth of which a layer takes; default none")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", help="file to append a JSON line for each method and width to")
     arguments = parser.parse_args()

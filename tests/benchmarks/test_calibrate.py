@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from hf_kbit.calibration import tuning
 from hf_kbit.calibration.layerwise import METHODS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -29,6 +30,7 @@ def benchmark(monkeypatch, tmp_path):
         return [json.loads(line) for line in file.read_text().splitlines()]
 
     verbosity = transformers.logging.get_verbosity()
+    monkeypatch.setattr(tuning, "ROOM", tuning.ROOM)
     run.module = module
     yield run
     transformers.logging.set_verbosity(verbosity)
@@ -38,15 +40,16 @@ def test_seconds(benchmark, monkeypatch):
     """By a clock on which a model takes 5 s, each of its layers 2 s, and the first call of a method 100 s more."""
     now, calls = [0.0], []
 
-    def calibrate(model, ids, *, device, batch, method, bits):
+    def calibrate(model, ids, *, device, batch, method, bits, tune):
         now[0] += 5 + 2 * len(model.model.layers) + 100 * (method not in {call[0] for call in calls})
+        assert tune == 50 * (method in {call[0] for call in calls}), "not to warm up"
         calls.append((method, bits))
         assert (model.device.type, device, batch, ids.shape[1]) == ("cpu", "cpu", 2, 32)
         assert 0 <= ids.min() <= ids.max() < model.config.vocab_size
 
     monkeypatch.setattr(benchmark.module.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(benchmark.module.hf_kbit, "calibrate", calibrate)
-    lines = benchmark("--methods", "weighted,feedback", "--bits", "2,4", "--layers", "4")
+    lines = benchmark("--methods", "weighted,feedback", "--bits", "2,4", "--layers", "4", "--tune", "50")
     assert [(line["method"], line["bits"]) for line in lines] == [
         (method, bits) for method in ("weighted", "feedback") for bits in (2, 4)
     ]
@@ -74,6 +77,19 @@ def test_a_small_mixture(benchmark, monkeypatch):
     (line,) = benchmark("--shape", "qwen3-30b-a3b", "--layers", "2", "--methods", "weighted")
     assert line["shape"] == "qwen3-30b-a3b" and line["seconds"] > 0
     assert line["all_layers_s"] == pytest.approx(line["rest_s"] + 48 * line["layer_s"])
+
+
+def test_tuning_takes_the_stage_of_layers(benchmark, monkeypatch):
+    steps, tune_layer = [], tuning.tune_layer
+
+    def told(*arguments):
+        steps.append(arguments[5])
+        return tune_layer(*arguments)
+
+    monkeypatch.setattr(tuning, "tune_layer", told)
+    monkeypatch.setattr(tuning, "tune_model", None)
+    (line,) = benchmark("--layers", "2", "--methods", "weighted", "--tune", "20")
+    assert line["tune"] == 20 and steps == [4] * 3  # of one layer, and of two
 
 
 def test_one_layer_is_refused(benchmark):
