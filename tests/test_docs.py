@@ -33,6 +33,7 @@ from typer.testing import CliRunner
 
 import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear, cli, codebooks, mixing
+from hf_kbit.calibration import tuning
 from hf_kbit.calibration.layerwise import METHODS as CALIBRATION_METHODS
 from hf_kbit.integrations.peft.create import IMPOSSIBLE_INITIALISATIONS, METHODS
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
@@ -463,9 +464,11 @@ def test_code_of_the_decoding_page():
 # --- docs/calibration.md ---
 
 
-def test_code_of_the_calibration_page(run_code):
-    """On less text: what it saves is a quantized model."""
-    (code,) = code_blocks("calibration.md", "python")
+def test_code_of_the_calibration_page(run_code, monkeypatch, capsys):
+    """On less text, and with fewer steps: what it saves is a quantized model."""
+    monkeypatch.setitem(tuning.AMOUNTS, "cpu", (4, 32))
+    monkeypatch.setitem(tuning.STEPS, "cpu", 10)
+    code, tuning_code = code_blocks("calibration.md", "python")
     Path("notes.txt").write_text(NOTES[:3000])
     try:
         names = run_code(code, {})
@@ -474,12 +477,13 @@ def test_code_of_the_calibration_page(run_code):
     loaded = Qwen3ForCausalLM.from_pretrained("qwen3-0.6b-3bit")
     assert kinds_of_layers(loaded) == {KbitLinear}
     assert loss_of_notes(loaded) == pytest.approx(loss_of_notes(names["model"].to("cpu")), abs=1e-6)
+    names = run_code(tuning_code.replace("tune=True", 'tune=True, device="cpu"'), {"hf_kbit": hf_kbit})
+    assert names["model"].hf_quantizer.tuned in capsys.readouterr().out
 
 
 def test_commands_of_the_calibration_page(run_code):
     """Each makes a model that loads; the memory is smaller, for the model that stands in is."""
-    (commands,) = code_blocks("calibration.md", "bash")
-    for command in commands.splitlines():
+    for command in "".join(code_blocks("calibration.md", "bash")).splitlines():
         if "--memory" in command:
             command = re.sub(r"(--memory) \S+", r"\1 1.2MB", command)
         name, *arguments = shlex.split(command)

@@ -130,7 +130,7 @@ def test_numbers_without_cuda_library(monkeypatch):
 
 @needs_library
 def test_unknown_instruction_set():
-    ran = run("-c", "import hf_kbit", HF_KBIT_CPU="sse2")
+    ran = run("-c", "import hf_kbit.ops", HF_KBIT_CPU="sse2")
     assert ran.returncode == 1
     last = ran.stderr.strip().splitlines()[-1]
     assert last.startswith("ValueError: HF_KBIT_CPU: found sse2, ") and last.endswith("portable")

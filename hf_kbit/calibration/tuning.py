@@ -225,20 +225,22 @@ def tune_layer(
     trained = _Trained(layers, weights, {}, steps, device, capture.dtype_on(device, model.dtype))
     fixed = _fixed(model, {})
 
-    def loss(part: slice) -> torch.Tensor:
+    def error(part: slice) -> torch.Tensor:
+        """A sum over outputs: of the squares of differences, over the mean square of what is aimed at."""
         with torch.no_grad():
-            aim = _output(run(part))
+            aim = _output(run(part)).float()
         with holding(model, fixed | trained.values(model)):
-            found = _output(run(slice(part.start + after, part.stop + after)))
-        return (found.float() - aim.float()).square().sum() / aim.float().square().sum().clamp(min=TINY)
+            found = _output(run(slice(part.start + after, part.stop + after))).float()
+        return (found - aim).square().sum() / aim.square().mean().clamp(min=TINY)
 
     def look() -> tuple[float, ...]:
         parts = [slice(start, min(start + rows, count)) for start in range(_held_out(count), count, rows)]
         with torch.no_grad():
-            return (sum(loss(part).item() for part in parts) / len(parts),)
+            sums = [error(part).item() / _output(run(part)).numel() for part in parts]
+        return (sum(sums) / len(sums),)
 
     with _deterministic():
-        step = trained.stepper(loss)
+        step = trained.stepper(error)
         start = look()
         _, best = trained.descend(lambda number, rate: step(batches[number], rate), look, start)
     trained.store(model)
@@ -290,26 +292,26 @@ class _Trained:
         }
         return {_parameter(model, name): weight for name, weight in weights} | vectors
 
-    def stepper(self, loss: Callable, like: torch.Tensor | None = None) -> Callable[[Any, float], torch.Tensor]:
-        """A function of a batch and of a factor for all rates that takes one step, and returns the loss before it.
+    def stepper(self, loss: Callable, like: torch.Tensor | None = None) -> Callable[[Any, float], object]:
+        """A function of a batch and of a factor for all rates that takes one step.
 
-        With ``like``, a batch, it is one launch on a GPU, where the model allows that: what it computes may not depend
-        on what a tensor holds, as where experts are chosen one after another.
+        The loss is a sum: of means, the gradient of a single weight of a large model would be nothing beside what Adam
+        adds to its size, and nothing at all in float16. With ``like``, a batch, a step is one launch on a GPU, where
+        the model allows that: what it computes may not depend on what a tensor holds.
         """
 
-        def step(part, rate: torch.Tensor) -> tuple[torch.Tensor]:
+        def step(part, rate: torch.Tensor) -> tuple[()]:
             for parameter in self.parameters:
                 parameter.grad = None
             with torch.enable_grad():
-                found = loss(part)
-                found.backward()
+                loss(part).backward()
             for group, own in zip(self.optimizer.param_groups, self.rates, strict=True):
                 group["lr"].copy_(own * rate)
             self.optimizer.step()
             with torch.no_grad():
                 for group in self.groups:
                     group.confine()
-            return (found.detach(),)
+            return ()
 
         zero = torch.zeros((), device=self.device)
         if like is not None:
@@ -318,15 +320,12 @@ class _Trained:
             except RuntimeError:  # then its kernels are launched one by one
                 pass
 
-        def scaled(part, rate: float) -> torch.Tensor:
-            return step(part, zero + rate)[0]
-
-        return scaled
+        return lambda part, rate: step(part, zero + rate)
 
     @torch.no_grad()
     def descend(
         self,
-        step: Callable[[int, float], torch.Tensor],
+        step: Callable[[int, float], object],
         look: Callable[[], tuple[float, ...]],
         start: tuple[float, ...],
         finished: Finished | None = None,
@@ -347,12 +346,12 @@ class _Trained:
         with tqdm(total=self.steps, initial=first, desc="tuning", unit="step", disable=not progress) as bar:
             for number in range(first, self.steps):
                 fall = (1 + math.cos(math.pi * number / self.steps)) / 2
-                loss = step(number, min((number + 1) / warm_up, 1.0) * fall)
+                step(number, min((number + 1) / warm_up, 1.0) * fall)
                 bar.update()
                 if (number + 1) % every and number + 1 < self.steps:
                     continue
                 now = look()
-                bar.set_postfix_str(f"{loss.item():.3g}, held out {now[-1]:.3g}")
+                bar.set_postfix_str(f"held out: {now[-1]:.3g}, at first {start[-1]:.3g}")
                 if now[-1] < best[1][-1]:
                     best = number + 1, now
                     for mine, new in zip(kept, self.packed(), strict=True):
@@ -514,24 +513,24 @@ class _Blocks(torch.autograd.Function):
 
 
 class _Divergence(torch.autograd.Function):
-    """Mean KL(before || after) of logits ``[*, vocabulary]``; its gradient is made at once, in their dtype."""
+    """The sum of KL(before || after) of logits ``[*, vocabulary]``; its gradient is made at once, in their dtype."""
 
     @staticmethod
     def forward(ctx, after, before):
-        flat, gradient = after.flatten(0, -2), torch.empty_like(after)
+        gradient = torch.empty_like(after)
         total, rows = after.new_zeros((), dtype=torch.float32), max(CHUNK // after.shape[-1], 1)
-        parts = (x.split(rows) for x in (flat, before.flatten(0, -2), gradient.flatten(0, -2)))
+        parts = (x.flatten(0, -2).split(rows) for x in (after, before, gradient))
         for new, old, own in zip(*parts, strict=True):
             new, old = new.float().log_softmax(-1), old.float().log_softmax(-1)
             aim = old.exp()
             total += (aim * (old - new)).sum()
-            own.copy_((new.exp() - aim) / len(flat))
+            own.copy_(new.exp() - aim)
         ctx.save_for_backward(gradient)
-        return total / len(flat)
+        return total
 
     @staticmethod
-    def backward(ctx, by_mean):
-        return ctx.saved_tensors[0] * by_mean, None
+    def backward(ctx, by_sum):
+        return ctx.saved_tensors[0] * by_sum, None
 
 
 # --- pieces ---------------------------------------------------------------------------------------
@@ -623,7 +622,7 @@ def _measure(after: Callable, before: Callable, parts: Iterable[torch.Tensor]) -
     nll = divergence = predicted = 0.0
     for part in parts:
         logits, target = after(part)[:, :-1], part[:, 1:]
-        divergence += _Divergence.apply(logits, before(part)[:, :-1]).item() * target.numel()
+        divergence += _Divergence.apply(logits, before(part)[:, :-1]).item()
         nll += sum(
             F.cross_entropy(row.float(), own, reduction="sum").item() for row, own in zip(logits, target, strict=True)
         )
