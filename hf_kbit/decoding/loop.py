@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 from hf_kbit.decoding.choice import Choice
 from hf_kbit.decoding.refusals import refuse, refuse_cache
@@ -23,15 +25,15 @@ from hf_kbit.decoding.step import WAYS, Step, Way
 
 
 def decode(
-    model,
+    model: PreTrainedModel,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     synced_gpus: bool = False,
-    streamer=None,
-    tokenizer=None,
-    assistant_model=None,
+    streamer: BaseStreamer | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    assistant_model: PreTrainedModel | None = None,
     **model_kwargs: Any,
 ) -> Tensor:
     """A ``custom_generate`` of Transformers' ``generate`` that does not wait for the host: on a CUDA GPU each step is
