@@ -9,7 +9,8 @@ errors add up or cancel out, and few of them reach the logits. Two stages train 
 2. ``tune_model``, of the whole model if it fits, on the divergence of its predictions: scales, and the vectors that
    stay in 16 bits: weights of norms, and biases.
 
-Rounding counts as the identity on the way back (a straight-through estimate). The result is stored as any other.
+Rounding counts as the identity on the way back (a straight-through estimate). The result is stored as any other. The
+file is long because both stages train the same things by the same loop: the stages come first, then what is trained.
 
 What was tried and left out, on SmolLM2-135M (one H200, 300 to 1000 steps of 4,096 or 8,192 tokens, 2026-11-23): codes
 in the second stage, whose gradients are noise for a single weight, so that either none changes or a tenth of them at
