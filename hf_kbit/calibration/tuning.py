@@ -173,7 +173,7 @@ def tune_model(
         trained = _Trained(layers, None, _vectors(dense), steps, device, capture.dtype_on(device, dense.dtype))
         others = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
         others = {name: module.dequantize().to(device, trained.dtype) for name, module in others.items()}
-        fixed = _fixed(dense, {name: weight for name, weight in others.items() if name not in layers})
+        fixed = {_parameter(dense, name): weight for name, weight in others.items() if name not in layers}
 
         def before(part: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
@@ -224,24 +224,24 @@ def tune_layer(
     batches = _batches(_held_out(count), rows, steps)
     weights = {name: model.get_submodule(name).weight.detach() for name in layers}
     trained = _Trained(layers, weights, {}, steps, device, capture.dtype_on(device, model.dtype))
-    fixed = _fixed(model, {})
 
-    def error(part: slice) -> torch.Tensor:
-        """A sum over outputs: of the squares of differences, over the mean square of what is aimed at."""
+    def error(part: slice) -> tuple[torch.Tensor, int]:
+        """A sum over outputs: of the squares of differences, over the mean square of what is aimed at; and of how
+        many numbers."""
         with torch.no_grad():
             aim = _output(run(part)).float()
-        with holding(model, fixed | trained.values(model)):
+        with holding(model, trained.values(model)):
             found = _output(run(slice(part.start + after, part.stop + after))).float()
-        return (found - aim).square().sum() / aim.square().mean().clamp(min=TINY)
+        return (found - aim).square().sum() / aim.square().mean().clamp(min=TINY), aim.numel()
 
     def look() -> tuple[float, ...]:
         parts = [slice(start, min(start + rows, count)) for start in range(_held_out(count), count, rows)]
         with torch.no_grad():
-            sums = [error(part).item() / _output(run(part)).numel() for part in parts]
-        return (sum(sums) / len(sums),)
+            means = [total.item() / count for total, count in map(error, parts)]
+        return (sum(means) / len(means),)
 
     with _deterministic():
-        step = trained.stepper(error)
+        step = trained.stepper(lambda part: error(part)[0])
         start = look()
         _, best = trained.descend(lambda number, rate: step(batches[number], rate), look, start)
     trained.store(model)
@@ -305,7 +305,7 @@ class _Trained:
             for parameter in self.parameters:
                 parameter.grad = None
             with torch.enable_grad():
-                loss(part).backward()
+                loss(part).backward(inputs=self.parameters)
             for group, own in zip(self.optimizer.param_groups, self.rates, strict=True):
                 group["lr"].copy_(own * rate)
             self.optimizer.step()
@@ -575,13 +575,6 @@ def _parameter(model: nn.Module, name: str) -> str:
     """The name of the parameter of a layer's weight, or of a projection's in a module of experts."""
     parent, _, own = name.rpartition(".")
     return name if own in model.get_submodule(parent)._parameters else f"{name}.weight"
-
-
-def _fixed(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All parameters, without gradients, of which the layers in ``weights`` have these."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    found = {name: parameter.detach() for name, parameter in parameters}
-    return found | {_parameter(model, name): weight for name, weight in weights.items()}
 
 
 def _stored(layer: KbitWeight, device: torch.device) -> list[torch.Tensor]:

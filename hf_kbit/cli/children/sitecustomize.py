@@ -17,4 +17,4 @@ with suppress(ModuleNotFoundError):
 sys.modules.setdefault(__name__, ours)
 
 if find_spec("hf_kbit"):  # the process may be of another Python
-    import hf_kbit  # noqa: F401
+    import hf_kbit  # noqa: F401  by which they know them
