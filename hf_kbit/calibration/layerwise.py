@@ -85,6 +85,12 @@ def calibrate(
             float32, a few times over, for a layer of K in_features. ``"weighted"``: only scales are chosen, by errors
             weighted by the inputs' squares; quicker. ``"learned"``: scales by gradient descent on the error of the
             layer's outputs.
+        tune: then train what is stored, for so many steps (docs/calibration.md): scales and codes of each layer of the
+            model, a fifth of the steps, on its output; then scales, norms and biases of the whole model on how it
+            predicted the next token in 16 bits, if there is memory for it some six times in 16 bits, and for its
+            activations. The bytes stay as many; what is gained on sequences that were held out is in the log and the
+            model card. True: 1500 steps, or 200 on a CPU. Without data the model then writes 4096 sequences, or 256 on
+            a CPU; of these, or of the data's, 128 at most are for the layers. Causal language models only.
         batch: sequences that go through a layer at a time.
         device: where a layer is while it is calibrated: a GPU then has room for one of them, with its statistics, a
             few times over. Default: where the model is; if that is a CPU, the GPU, where there is one.
@@ -100,11 +106,11 @@ def calibrate(
         ``model``.
 
     Raises:
-        TypeError: ``data`` is neither token ids nor text nor rows of text, ``config`` is no ``KbitConfig`` or stands
-            beside arguments of one, or an argument is unknown.
-        ValueError: an argument is out of range, the model is quantized already, is spread over devices, or has layers
-            that tokens do not go through, a weight is NaN or infinite, or ``resume`` is of another run: the model is
-            as it was. Or the inputs of a layer are: then the model is unusable.
+        TypeError: ``data`` is neither token ids nor text nor rows of text, ``tune`` is no number, ``config`` is no
+            ``KbitConfig`` or stands beside arguments of one, or an argument is unknown.
+        ValueError: an argument is out of range, the model is quantized already, is spread over devices, cannot be
+            tuned, or has layers that tokens do not go through, a weight is NaN or infinite, or ``resume`` is of
+            another run: the model is as it was. Or the inputs of a layer are: then the model is unusable.
 
     Source: layer by layer as GPTQ (arXiv:2210.17323); the solvers' files name their own.
 
