@@ -1,8 +1,8 @@
-"""Attention of one token to a cache, in sums of products of which Inductor makes three kernels.
+"""Attention of one token to a cache, on a GPU.
 
 ``scaled_dot_product_attention`` has no kernel for a mask and heads that share keys: Transformers copies the keys and
 values for each head first, and the kernel then has as many blocks as there are heads, each of which goes through all
-keys alone.
+keys alone. So ``attention_kernels.py`` has two small ones.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _alone = Lock()  # of two threads with one model the second would take what the 
 
 def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings):
     """What Transformers calls for attention, where a model runs ``of_one_token``. ``sdpa`` does what is not of one
-    token with a mask, and what is not compiled, for which these products would each be written to memory.
+    token with a mask.
 
     Args:
         module: the layer.
@@ -36,16 +36,24 @@ def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Te
     """
     masked = attention_mask is not None and attention_mask.dtype == torch.bool
     plain = settings.get("position_bias") is None and settings.get("softcap") is None and not settings.get("dropout")
-    if query.shape[2] != 1 or not masked or not plain or not torch.compiler.is_compiling():
+    if query.shape[2] != 1 or not masked or not plain:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
-    batch, heads, _, size = query.shape
     scaling = settings.get("scaling")
-    scaling = size**-0.5 if scaling is None else scaling
-    grouped = (query.float() * scaling).view(batch, key.shape[1], -1, 1, size)
-    scores = (grouped * key[:, :, None]).sum(-1)
-    weights = scores.masked_fill(~attention_mask, -torch.inf).softmax(-1)
-    attended = (weights[..., None] * value[:, :, None]).sum(3)
-    return attended.view(batch, 1, heads, value.shape[3]).to(query.dtype), None
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    return attend_one_token(query, key, value, attention_mask, scaling), None
+
+
+@torch.library.custom_op("hf_kbit::attend_one_token", mutates_args=())
+def attend_one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """The op of ``attend``, of tensors of any strides: sums of products in float32, and a softmax between them."""
+    from hf_kbit.decoding import attention_kernels  # Triton is where PyTorch compiles for a GPU
+
+    return attention_kernels.attend(query, key, value, mask, scaling)
+
+
+@attend_one_token.register_fake
+def _(query, key, value, mask, scaling):
+    return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])
 
 
 AttentionInterface.register(NAME, attend)

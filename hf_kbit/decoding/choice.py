@@ -14,6 +14,8 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+ROW = 512  # numbers of a vocabulary that are compared with each other first
+
 # Processors that read scores alone, and nothing back, can be part of a recorded step. Others are called between steps.
 RECORDED = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
@@ -24,7 +26,8 @@ class Choice:
     Attributes:
         ids: int64 ``[batch, length]``, the tokens so far, then zeros.
         token: int64 ``[batch, 1]``, the last of each sequence.
-        report: int64 ``[batch + 2]``, the last tokens, whether any sequence goes on, whether all was well.
+        reports: int64 ``[length, batch + 2]``, for each place of ``ids`` that has come to be: the tokens there,
+            whether any sequence goes on, whether all was well.
         recorded: whether it can be recorded: it reads no tokens but the last ones, and nothing back.
     """
 
@@ -50,7 +53,7 @@ class Choice:
         self.token = input_ids.new_zeros(batch, 1)
         self.goes_on = torch.ones(batch, dtype=torch.bool, device=device)
         self.well = torch.ones(1, dtype=torch.bool, device=device)
-        self.report = input_ids.new_zeros(batch + 2)
+        self.reports = input_ids.new_zeros(criteria.max_length, batch + 2)
 
     def __call__(self, logits: Tensor, length: int) -> None:
         """``logits``: ``[batch, vocabulary]``. ``length``: of sequences with these tokens, for what looks at all."""
@@ -58,16 +61,27 @@ class Choice:
         if self.sample:
             probabilities = scores.softmax(-1)
             # The draw of torch.multinomial, which would also read back whether they are probabilities.
-            best, token = (probabilities / torch.empty_like(probabilities).exponential_()).max(-1)
+            best, token = largest(probabilities / torch.empty_like(probabilities).exponential_())
             self.well &= (best > 0).all()
         else:
-            token = scores.argmax(-1)
+            token = largest(scores)[1]
         if self.pad is not None:
             token = torch.where(self.goes_on, token, self.pad)
         self.token.copy_(token[:, None])
         self.ids.index_copy_(1, self.place, self.token)
-        self.place += 1
         self.goes_on &= (self.token != self.ends).all(-1)
         if self.criteria:
             self.goes_on &= ~self.criteria(self.ids[:, :length], None)
-        self.report.copy_(torch.cat([token, self.goes_on.any()[None], self.well]))
+        report = torch.cat([token, self.goes_on.any()[None], self.well])
+        self.reports.index_copy_(0, self.place, report[None])
+        self.place += 1
+
+
+def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """What ``scores.max(-1)`` returns, of ``[batch, vocabulary]``: first of each row of some numbers, then of rows,
+    for a GPU gives each sequence only a processor or two otherwise."""
+    rows = -(-scores.shape[-1] // ROW)
+    padded = torch.nn.functional.pad(scores, (0, rows * ROW - scores.shape[-1]), value=-torch.inf)
+    values, places = padded.unflatten(-1, (rows, ROW)).max(-1)
+    best, row = values.max(-1)
+    return best, row * ROW + places.gather(-1, row[:, None])[:, 0]

@@ -70,7 +70,6 @@ def decode(
     """
     refuse(model, input_ids, generation_config, synced_gpus, assistant_model, model_kwargs)
     way = WAYS.get(model.device.type, Way())
-    reports = _Reports(way.ahead, len(input_ids), streamer)
     prompt, longest = input_ids.shape[1], stopping_criteria.max_length
     with torch.cuda.device_of(input_ids):
         model_kwargs["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -81,7 +80,8 @@ def decode(
         )
         choice = Choice(input_ids, logits_processor, stopping_criteria, generation_config)
         choice(outputs.logits[:, -1], prompt + 1)
-        reports.add(choice.report)
+        reports = _Reports(choice.reports, way.ahead, streamer)
+        reports.add(prompt)
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
         compiled = not generation_config.disable_compile
         with model._optimize_model_for_decode():
@@ -91,7 +91,7 @@ def decode(
                     break
                 step = step or Step(model, choice, longest - prompt - 1, way, compiled, model_kwargs)
                 step(length)
-                reports.add(choice.report)
+                reports.add(length - 1)
         new = reports.finish()
     if streamer is not None:
         streamer.end()
@@ -99,16 +99,23 @@ def decode(
 
 
 class _Reports:
-    """Tokens on the host, ``ahead`` steps after they were launched: it waits for none but the oldest."""
+    """Tokens on the host, ``ahead`` steps after they were launched: it waits for none but the oldest. They are copied
+    beside the steps, which would else wait for each copy."""
 
-    def __init__(self, ahead: int, batch: int, streamer):
-        self.ahead, self.batch, self.streamer = ahead, batch, streamer
+    def __init__(self, reports: Tensor, ahead: int, streamer):
+        self.reports, self.ahead, self.streamer = reports, ahead, streamer
+        self.stream = torch.cuda.Stream(reports.device) if reports.is_cuda else None
         self.pending, self.read, self.ended = deque(), 0, False
 
-    def add(self, report: Tensor) -> None:
-        """Takes what was launched last, and looks at what was launched ``ahead`` steps before."""
-        copy = report.to("cpu", non_blocking=report.is_cuda, copy=True)
-        self.pending.append((copy, torch.cuda.current_stream().record_event() if report.is_cuda else None))
+    def add(self, place: int) -> None:
+        """Takes what was launched last, for this place, and looks at what was launched ``ahead`` steps before."""
+        report, event = self.reports[place], None
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                report = report.to("cpu", non_blocking=True)
+                event = self.stream.record_event()
+        self.pending.append((report, event))
         if len(self.pending) > self.ahead:
             self._look()
 
@@ -127,7 +134,7 @@ class _Reports:
         if not report[-1]:
             raise ValueError("hf_kbit.decode: found probabilities that are NaN or all 0, expected finite logits")
         if self.streamer is not None:
-            self.streamer.put(report[: self.batch])
+            self.streamer.put(report[:-2])
         self.read += 1
         self.ended = not report[-2]
 
