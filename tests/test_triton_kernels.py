@@ -142,7 +142,8 @@ with torch.no_grad():
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(tokens), expected)
     weight, absmax, columns = layer.packed.values()
-    rows = hf_kbit.embed(torch.tensor([3, 1]), weight, absmax, layer.codebook, (24, 100), columns=columns, rotated=True)
+    packed = weight, absmax, layer.codebook, (24, 100)
+    rows = hf_kbit.embed(torch.tensor([3, 1]), *packed, columns=columns, rotated=True)
     assert torch.equal(rows, dense[[3, 1]])
 """
 
