@@ -128,7 +128,8 @@ def triton_missing(device_type: str) -> str:
     try:
         from hf_kbit import triton_kernels
 
-        triton_kernels.check(device_type)
+        for dtype in (torch.float16, torch.bfloat16):
+            triton_kernels.check(device_type, dtype)
     except Exception as error:  # Triton's, its compilers' and drivers', which have no class in common
         return f"Triton's kernels fail here ({type(error).__name__}: {error})"
     return ""

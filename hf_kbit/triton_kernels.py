@@ -143,12 +143,11 @@ def dequantize(
     out = weight.new_empty((*weight.shape[:-2], *shape), dtype=dtype)
     tile = {"tile_rows": 8, "tile_blocks": 4}
     rows, row_blocks = out.numel() // shape[1], num_blocks(shape[1])
-    if rows:
-        grid = triton.cdiv(rows, tile["tile_rows"]), triton.cdiv(row_blocks, tile["tile_blocks"])
-        tensors = [_contiguous(tensor) for tensor in (weight, absmax, codebook, columns)]
-        how = {"bits": bits, "scaled": columns is not None, "rotated": rotated}
-        with torch.accelerator.device_index(weight.device.index):
-            _dequantize_kernel[grid](*tensors, out, rows, shape[1], row_blocks, **how, **tile, **_OPTIONS)
+    grid = triton.cdiv(rows, tile["tile_rows"]), triton.cdiv(row_blocks, tile["tile_blocks"])
+    tensors = [_contiguous(tensor) for tensor in (weight, absmax, codebook, columns)]
+    how = {"bits": bits, "scaled": columns is not None, "rotated": rotated}
+    with torch.accelerator.device_index(weight.device.index):
+        _dequantize_kernel[grid](*tensors, out, rows, shape[1], row_blocks, **how, **tile, **_OPTIONS)
     return out
 
 
@@ -196,8 +195,8 @@ def _of_input(x: torch.Tensor, columns: torch.Tensor | None, rotated: bool) -> t
     return out
 
 
-def check(device_type: str) -> None:
-    """Runs all kernels once, on a device of which there may be no test.
+def check(device_type: str, dtype: torch.dtype) -> None:
+    """Runs all kernels once, on a device of which there may be no test, in float16 or bfloat16.
 
     Raises:
         RuntimeError: they do not give what ``reference`` gives; or whatever Triton raises where it does not work.
@@ -206,11 +205,11 @@ def check(device_type: str) -> None:
     planes, absmax = (numbers[:30] * 0x5BD1E995).view(3, 10), (numbers[:6] * 41).to(torch.uint8).view(3, 2)
     packed = planes, absmax, torch.linspace(-1, 1, 32, device=device_type)
     transform = (numbers * 6).to(torch.uint8), True
-    x = torch.ones(2, 40, dtype=torch.bfloat16, device=device_type)
-    found = dequantize(*packed, [3, 40], x.dtype, *transform)
-    expected = reference.dequantize(*packed, [3, 40], x.dtype, *transform)
+    x = torch.ones(2, 40, dtype=dtype, device=device_type)
+    found = dequantize(*packed, [3, 40], dtype, *transform)
+    expected = reference.dequantize(*packed, [3, 40], dtype, *transform)
     error = gemm(x, *packed, None, 3, *transform) - reference.gemm(x, *packed, None, 3, *transform)
-    # Rounding to bfloat16, in another basis, makes a third of this bound at most.
+    # To round to bfloat16, in another basis, makes a third of this bound at most.
     if not torch.equal(found, expected) or not (error.abs() < expected.abs().sum(-1) / 16).all():
         raise RuntimeError("they do not give what plain PyTorch gives")
 

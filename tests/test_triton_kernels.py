@@ -122,7 +122,7 @@ import hf_kbit
 from hf_kbit import _native, triton_kernels
 
 _native.TRITON_DEVICES = ("cpu",)
-triton_kernels.check = lambda device_type: None  # in bfloat16, which the interpreter does not multiply
+triton_kernels.check = lambda device_type, dtype: None  # in bfloat16, which the interpreter does not multiply
 
 calls = []
 for name in ("dequantize", "gemm"):
@@ -164,8 +164,17 @@ def test_ops_of_a_device_without_library():
 
 @pytest.mark.gpu
 def test_triton_serves_this_gpu():
-    triton_kernels.check("cuda")
     assert _native.triton_missing("cuda") == ""
+
+
+@pytest.mark.parametrize("op", ["dequantize", "gemm"])
+def test_check_finds_other_numbers(monkeypatch, device, op):
+    """A weight that is a bit off, or a product that is of another weight."""
+    triton_kernels.check(device, torch.float16)
+    right = getattr(reference, op)
+    monkeypatch.setattr(reference, op, lambda *args: right(*args) * (1.001 if op == "dequantize" else -1))
+    with pytest.raises(RuntimeError, match="they do not give what plain PyTorch gives"):
+        triton_kernels.check(device, torch.float16)
 
 
 COMPILE = """
@@ -203,29 +212,27 @@ def test_kernels_compile_for_other_gpus(tmp_path):
     assert all(not fused or kernel == "_gemm_kernel" for _, kernel, fused in made), made
 
 
-@pytest.mark.parametrize("failing", ["", "absent", "compiler", "numbers"])
-def test_reasons_for_plain_pytorch(monkeypatch, failing):
-    monkeypatch.setattr(_native, "TRITON_DEVICES", ("cpu", "cuda", "xpu"))
+def test_reasons_for_plain_pytorch(monkeypatch):
+    def fail(device_type, dtype):
+        raise RuntimeError("Failed to find C compiler")
 
-    def check(device_type):
-        if failing == "compiler":
-            raise RuntimeError("Failed to find C compiler")
-        if failing == "numbers":
-            monkeypatch.setattr(reference, "dequantize", lambda *args: decode(*args) * 1.01)
-            whole(device_type)
+    missing = _native.triton_missing.__wrapped__
+    monkeypatch.setattr(triton_kernels, "check", fail)
+    assert missing("xpu") == "Triton's kernels fail here (RuntimeError: Failed to find C compiler)"
+    monkeypatch.setattr(triton_kernels, "check", lambda device_type, dtype: None)
+    assert missing("xpu") == ""
+    monkeypatch.setattr(_native.importlib.util, "find_spec", lambda name: None)
+    assert missing("xpu") == "Triton is not installed"
 
-    whole, decode = triton_kernels.check, reference.dequantize
-    monkeypatch.setattr(triton_kernels, "check", check)
-    if failing == "absent":
-        monkeypatch.setattr(_native.importlib.util, "find_spec", lambda name: None)
-    expected = {
-        "": "",
-        "absent": "Triton is not installed",
-        "compiler": "Triton's kernels fail here (RuntimeError: Failed to find C compiler)",
-        "numbers": "Triton's kernels fail here (RuntimeError: they do not give what plain PyTorch gives)",
-    }
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert _native.triton_missing.__wrapped__(device) == expected[failing]
+
+@pytest.mark.parametrize(("hip", "capability"), [(None, (7, 5)), (None, (8, 0)), ("7.0", (6, 0))])
+def test_gpus_that_are_too_old(monkeypatch, hip, capability):
+    """Of NVIDIA; those of AMD are numbered otherwise."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(triton_kernels, "check", lambda device_type, dtype: None)
+    expected = "Triton's products in bfloat16 need compute capability 8.0" if capability == (7, 5) else ""
+    assert _native.triton_missing.__wrapped__("cuda") == expected
 
 
 def test_no_triton_elsewhere():
