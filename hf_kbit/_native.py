@@ -1,4 +1,4 @@
-"""Finds and loads the compiled libraries, and says why when one is missing.
+"""Finds and loads the compiled libraries, and says why when one is missing, and what runs instead.
 
 Loading a library registers its kernels with the ops' schemas for one dispatch key. There is one for CPUs and one for
 CUDA, built against torch's stable ABI, so that neither depends on the version of torch or Python. The CUDA library is
@@ -7,14 +7,19 @@ loaded where torch itself was built with CUDA, whether or not there is a GPU.
 
 import ctypes
 import functools
+import importlib.util
 import json
 import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
+from hf_kbit import reference
+
+TRITON_DEVICES = ("cuda", "xpu")  # ROCm's are "cuda" too
 REINSTALL_OPTIONS = "--force-reinstall --no-deps --no-cache-dir"
 
 
@@ -104,17 +109,52 @@ def library(name: str) -> Library:
     """The library of a device type, ``cpu`` or ``cuda``, loaded at the first call."""
     if name not in ("cpu", "cuda"):
         return Library(name, None, f"hf_kbit has no compiled kernels for {name} devices")
+    if name == "cuda" and torch.version.hip is not None:
+        return Library(name, None, "hf_kbit has no compiled kernels for ROCm")
     if name == "cuda" and torch.version.cuda is None:
         return Library(name, None, f"torch {torch.__version__} was built without CUDA; install a torch with CUDA")
     return _load(name)
 
 
 @functools.cache
+def triton_missing(device_type: str) -> str:
+    """Why Triton's kernels cannot stand in for the library of a device type; empty if they can."""
+    if device_type not in TRITON_DEVICES:
+        return f"Triton has no kernels for {device_type} devices"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device_type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
+        return "Triton's products in bfloat16 need compute capability 8.0"
+    try:
+        from hf_kbit import triton_kernels
+
+        for dtype in (torch.float16, torch.bfloat16):
+            triton_kernels.check(device_type, dtype)
+    except Exception as error:  # Triton's, its compilers' and drivers', which have no class in common
+        return f"Triton's kernels fail here ({type(error).__name__}: {error})"
+    return ""
+
+
+def fallback(device_type: str) -> ModuleType:
+    """What has ``dequantize`` and ``gemm`` for a device type without library: Triton's kernels or the reference."""
+    if triton_missing(device_type):
+        return reference
+    from hf_kbit import triton_kernels
+
+    return triton_kernels
+
+
+@functools.cache
 def warn_missing(device_type: str) -> None:
-    """Says once for each device type that its ops run in plain PyTorch, why, and what to do."""
-    found = library(device_type)
+    """Says once for each device type in what its ops run, why, and what to do."""
+    kernels, why = "plain PyTorch", library(device_type).missing
+    if device_type in TRITON_DEVICES:
+        if missing := triton_missing(device_type):
+            why = f"{why}; {missing}"
+        else:
+            kernels = "Triton's kernels and plain PyTorch"
     warnings.warn(
-        f"hf_kbit: the ops run in plain PyTorch on {device_type}, correct but slower: {found.missing}. "
+        f"hf_kbit: the ops run in {kernels} on {device_type}, correct but slower: {why}. "
         "`hf-kbit info` shows what is installed",
         RuntimeWarning,
         stacklevel=2,

@@ -3,8 +3,8 @@
 Past 800 lines, half of them documentation: what belongs to an op stands in one place.
 
 ``reference`` implements all of them on every device; a compiled library (``_native``) takes over a device by
-registering its kernels for that dispatch key. ``bits`` is never an argument where a codebook is one: a codebook has
-``2**bits`` levels.
+registering its kernels for that dispatch key, and ``triton_kernels`` has some ops for other GPUs. ``bits`` is never an
+argument where a codebook is one: a codebook has ``2**bits`` levels.
 
 Shapes: N out_features, K in_features, B = ceil(K / 32) blocks a row, ``*`` any leading dimensions. All tensors of a
 call are on one device. The *planes* of a weight are its stored form, its *tiles* a private form for GPUs (``repack``).
@@ -192,7 +192,7 @@ def _check_dequantize(weight, absmax, codebook, shape, dtype, columns):
 def _(weight, absmax, codebook, shape, dtype, columns=None, rotated=False):
     _check_dequantize(weight, absmax, codebook, shape, dtype, columns)
     _native.warn_missing(weight.device.type)
-    return reference.dequantize(weight, absmax, codebook, shape, dtype, columns, rotated)
+    return _native.fallback(weight.device.type).dequantize(weight, absmax, codebook, shape, dtype, columns, rotated)
 
 
 @torch.library.register_fake("hf_kbit::dequantize", lib=_LIB)
@@ -423,8 +423,8 @@ def _(x, weight, absmax, codebook, bias, out_features, columns=None, rotated=Fal
     _native.warn_missing(weight.device.type)
     if _native.batch_invariant:
         missing = _native.library(weight.device.type).missing
-        raise RuntimeError(f"batch-invariant products were asked for, and plain PyTorch has none: {missing}")
-    return reference.gemm(x, weight, absmax, codebook, bias, out_features, columns, rotated)
+        raise RuntimeError(f"batch-invariant products were asked for, and only libraries have them: {missing}")
+    return _native.fallback(weight.device.type).gemm(x, weight, absmax, codebook, bias, out_features, columns, rotated)
 
 
 @torch.library.impl(_LIB, "gemm_group", "CompositeExplicitAutograd")
@@ -596,7 +596,8 @@ def _check_gemm_gradient(grad, weight, absmax, codebook, shape, columns):
 def _(grad, weight, absmax, codebook, shape, columns=None, rotated=False):
     _check_gemm_gradient(grad, weight, absmax, codebook, shape, columns)
     _native.warn_missing(weight.device.type)
-    return grad @ reference.dequantize(weight, absmax, codebook, shape, grad.dtype, columns, rotated)
+    decode = _native.fallback(weight.device.type).dequantize
+    return grad @ decode(weight, absmax, codebook, shape, grad.dtype, columns, rotated)
 
 
 @torch.library.register_fake("hf_kbit::gemm_gradient", lib=_LIB)

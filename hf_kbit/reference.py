@@ -1,4 +1,4 @@
-"""Every op in plain PyTorch: the executable specification, and the fallback wherever no compiled library serves.
+"""Every op in plain PyTorch: the executable specification, and the fallback wherever no kernel serves.
 
 Past 400 lines: an op's specification is nowhere else.
 

@@ -1,10 +1,14 @@
 """What all tests share: the devices, and that GPU tests are skipped, with the reason, where there is no GPU."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from fresh import Fresh
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on CPUs, one operation at a time; read by its import
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

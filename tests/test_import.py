@@ -67,6 +67,7 @@ ORDER = [
     "patterns",
     "transforms",
     "reference",
+    "triton_kernels",
     "_native",
     "inductor",
     "ops",

@@ -115,6 +115,13 @@ def test_torch_with_cuda_and_no_cuda_library(empty, monkeypatch):
     assert library("cuda") == _native.Library("cuda", None, "no nvcc")
 
 
+def test_torch_with_rocm(monkeypatch):
+    """Its devices are of the type cuda, too; a torch with CUDA would not serve them."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert library("cuda") == _native.Library("cuda", None, "hf_kbit has no compiled kernels for ROCm")
+
+
 def test_device_without_kernels():
     assert library("mps").missing == "hf_kbit has no compiled kernels for mps devices"
 
@@ -161,6 +168,7 @@ def test_other_kernels(wanted):
 
 def test_warning_comes_once_for_each_device_type(monkeypatch):
     monkeypatch.setattr(_native, "library", lambda name: _native.Library(name, None, f"no {name}; buy one"))
+    monkeypatch.setattr(_native, "triton_missing", lambda name: f"no Triton for {name}")
     _native.warn_missing.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -170,7 +178,8 @@ def test_warning_comes_once_for_each_device_type(monkeypatch):
     assert [warning.category for warning in caught] == [RuntimeWarning] * 2
     for warning, name in zip(caught, ("cpu", "cuda"), strict=True):
         assert f"in plain PyTorch on {name}, " in str(warning.message)
-        assert f"no {name}; buy one" in str(warning.message) and "`hf-kbit info`" in str(warning.message)
+        why = f"no {name}; buy one" + ("; no Triton for cuda" if name == "cuda" else "")
+        assert f": {why}. " in str(warning.message) and "`hf-kbit info`" in str(warning.message)
 
 
 CALLS = """
@@ -207,5 +216,5 @@ def test_no_batch_invariant_products_without_libraries(without_libraries):
     """Plain PyTorch adds up as it likes."""
     code = CALLS + "import hf_kbit; hf_kbit.set_batch_invariant(True); digests(hf_kbit)"
     ran = run("-c", code, folder=without_libraries)
-    assert ran.returncode and "RuntimeError: batch-invariant products were asked for, and plain PyTorch" in ran.stderr
+    assert ran.returncode and "RuntimeError: batch-invariant products were asked for, and only libraries" in ran.stderr
     assert "libhf_kbit_cpu.so does not exist; install hf_kbit again" in ran.stderr.splitlines()[-1]

@@ -26,12 +26,14 @@ def command(traceback: Traceback = False) -> None:
     line("torch", f"{torch.__version__} in {torch.__path__[0]}")
     for package in ("transformers", "accelerate", "peft"):
         line(package, _version(package))
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    gpus = [of.get_device_name(i) for of in (torch.cuda, torch.xpu) for i in range(of.device_count())]
     line("GPUs", ", ".join(gpus) or "none that torch can use")
-    for name in ("cpu", "cuda"):
+    for name in ("cpu", "cuda", *(["xpu"] if torch.xpu.is_available() else [])):
         library, built = _native.library(name), build.get(name, {})
         if not library.loaded:
             line(f"{name} kernels", f"missing: {library.missing}")
+            if name in _native.TRITON_DEVICES and getattr(torch, name).is_available():
+                line("", _native.triton_missing(name) or "Triton's kernels decode weights and multiply instead")
             continue
         line(f"{name} kernels", str(library.path))
         if built:
