@@ -1,8 +1,8 @@
 """Times whole models of a known shape with random weights: bf16, hf_kbit and other libraries, on one CUDA GPU.
 
     python benchmarks/model.py [--shape llama-3-8b] [--model-layers 32] [--bits 2,3,4,5] [--batches 1,4,16]
-                               [--prefill 128,512,2048] [--peers bitsandbytes] [--json results.jsonl]
-                               [--plot model.png] [--table]
+                               [--prefill 128,512,2048] [--modes eager,compiled,hf_kbit.decode]
+                               [--peers bitsandbytes] [--json results.jsonl] [--plot model.png] [--table]
     python benchmarks/model.py --shape qwen3-30b-a3b --model-layers 12  # a mixture; gpt-oss-20b is another
     python benchmarks/model.py --from results.jsonl [--plot model.png] [--table]
 
@@ -109,6 +109,7 @@ def decode(model, batch: int, **kwargs) -> tuple[float, float]:
     return statistics.median(steps) * 1e3, first
 
 
+MODES = ["eager", "compiled", "hf_kbit.decode"]
 COMPILED = {"compiled": {"cache_implementation": "static"}, "hf_kbit.decode": {"custom_generate": hf_kbit.decode}}
 
 
@@ -125,7 +126,7 @@ def decode_compiled(model, batch: int, mode: str) -> tuple[float, dict]:
     }
 
 
-def measure_model(folder: str, config, batches, lengths, emit) -> None:
+def measure_model(folder: str, config, batches, lengths, modes, emit) -> None:
     torch._dynamo.reset()
     gc.collect()
     before = torch.cuda.memory_allocated()
@@ -134,10 +135,8 @@ def measure_model(folder: str, config, batches, lengths, emit) -> None:
     emit({"what": "load"}, {"seconds": seconds, "resident_GB": resident / 1e9, "peak_GB": peak / 1e9})
     for tokens in lengths:
         emit({"what": "prefill", "tokens": tokens}, {"ms": prefill_ms(model, tokens)})
-    for batch in batches:
-        emit({"what": "decode", "mode": "eager", "batch": batch}, {"ms": decode(model, batch)[0]})
-    for mode, batch in itertools.product(COMPILED, batches):
-        ms, compilation = decode_compiled(model, batch, mode)
+    for mode, batch in itertools.product(modes, batches):
+        ms, compilation = decode_compiled(model, batch, mode) if mode in COMPILED else (decode(model, batch)[0], {})
         emit({"what": "decode", "mode": mode, "batch": batch}, {"ms": ms}, **compilation)
 
 
@@ -155,7 +154,7 @@ def bitsandbytes_config() -> BitsAndBytesConfig:
 PEERS = {"bitsandbytes": bitsandbytes_config}
 
 
-def measure(shape: str, layers: int, widths, batches, lengths, peers: dict[str, str], emit) -> None:
+def measure(shape: str, layers: int, widths, batches, lengths, modes, peers: dict[str, str], emit) -> None:
     """Calls ``emit`` with each measurement, those of bf16 first."""
     linear = nn.Linear(HOST_SIZE, HOST_SIZE, bias=False, device="cuda", dtype=torch.bfloat16)
     emit(DENSE, {"what": "host"}, {"us": host_us(linear)})
@@ -167,14 +166,14 @@ def measure(shape: str, layers: int, widths, batches, lengths, peers: dict[str, 
         make_checkpoint(shape, folder, "cuda", num_hidden_layers=layers, bos_token_id=None, eos_token_id=None)
         for file in Path(folder).iterdir():
             file.read_bytes()  # puts it into the page cache, which the first model to load would do else
-        measure_model(folder, None, batches, lengths, partial(emit, DENSE))
+        measure_model(folder, None, batches, lengths, modes, partial(emit, DENSE))
         for bits in widths:
             way = {"name": "hf_kbit", "bits": bits}
-            measure_model(folder, hf_kbit.KbitConfig(bits=bits), batches, lengths, partial(emit, way))
+            measure_model(folder, hf_kbit.KbitConfig(bits=bits), batches, lengths, modes, partial(emit, way))
         for peer, version in peers.items():
             way = {"name": peer, "bits": 4, "version": version}
             try:
-                measure_model(folder, PEERS[peer](), batches, lengths, partial(emit, way))
+                measure_model(folder, PEERS[peer](), batches, lengths, modes, partial(emit, way))
             except Exception as error:
                 skipped(peer, " from here on", error)
 
@@ -270,6 +269,13 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
+def modes(text: str) -> list[str]:
+    chosen = text.split(",")
+    if unknown := set(chosen) - set(MODES):
+        raise argparse.ArgumentTypeError(f"found {', '.join(unknown)}, expected some of {', '.join(MODES)}")
+    return chosen
+
+
 def command_line():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default=SHAPE)
@@ -277,6 +283,7 @@ def command_line():
     parser.add_argument("--bits", type=numbers, default=list(BITS))
     parser.add_argument("--batches", type=numbers, default=[1, 4, 16])
     parser.add_argument("--prefill", type=numbers, default=[128, 512, 2048], help="tokens")
+    parser.add_argument("--modes", type=modes, default=MODES, help="of decoding")
     parser.add_argument("--table", action="store_true", help="print tables at the end")
     return parse(parser, PEERS, uses=("plot", "table"))
 
@@ -300,7 +307,7 @@ def run(arguments) -> list[dict]:
         lines.append({**report.context, **entry})
 
     peers = find_peers(arguments.peers)
-    measure(shape, layers, arguments.bits, arguments.batches, arguments.prefill, peers, emit)
+    measure(shape, layers, arguments.bits, arguments.batches, arguments.prefill, arguments.modes, peers, emit)
     return lines
 
 

@@ -30,7 +30,7 @@ def command(
 
     from transformers import AutoTokenizer, TextStreamer
 
-    from hf_kbit.cli.generate import Clock, load
+    from hf_kbit.cli.generate import Clock, generate, load
 
     source = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(model, **source)
@@ -45,7 +45,9 @@ def command(
                 said, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
         clock = Clock(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
-        ids = speaker.generate(**inputs.to(speaker.device), max_new_tokens=max_new_tokens, streamer=clock)
+        length = {"max_new_tokens": max_new_tokens}
+        # Compiled, the first answer would come after half a minute.
+        ids = generate(speaker, **inputs.to(speaker.device), **length, streamer=clock, disable_compile=True)
         answer = ids[0, inputs["input_ids"].shape[1] :]
         said.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
         speed = "" if clock.tokens_per_second is None else f", {clock.tokens_per_second:.1f} tokens/s"

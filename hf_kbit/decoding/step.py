@@ -2,9 +2,9 @@
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from threading import Lock
 from typing import Any
 
@@ -26,11 +26,13 @@ class Way:
 
     Attributes:
         compile: returns ``logits_of``, compiled; None leaves that out.
+        attend: of a model, makes a context in which its attention is of one token; steps are run inside.
         record: of a function without arguments, makes one that repeats what that launched, on the same tensors.
         ahead: how many steps are launched before the first of them is looked at.
     """
 
     compile: Callable[[], Callable] | None = None
+    attend: Callable[[Any], AbstractContextManager] = nullcontext
     record: Callable[[Callable], Callable] | None = None
     ahead: int = 0
 
@@ -44,9 +46,9 @@ class Step:
         past = model_kwargs.pop("past_key_values")
         self.position = choice.token.new_tensor(past.get_seq_length())
         self.inputs = _inputs(model, choice, with_room(past, tokens, self.position), model_kwargs)
-        self.forward, self.attention = logits_of, nullcontext
+        self.forward = logits_of
         if way.compile is not None and compiled and _can_be_compiled(model):
-            self.forward, self.attention = way.compile(), partial(of_one_token, model)
+            self.forward = way.compile()
             _any_length(self.inputs)
         self.replay: Callable[[], Tensor] | None = None
 
@@ -60,7 +62,7 @@ class Step:
             self.choice(logits, length)
 
     def _run(self) -> Tensor:
-        with self.attention():
+        with self.way.attend(self.model):
             logits = self.forward(self.model, self.inputs)
         self.position += 1
         if "position_ids" in self.inputs:
@@ -142,4 +144,5 @@ def _cuda_graph(function: Callable) -> Callable:
     return replay
 
 
-WAYS = {"cuda": Way(_inductor, _cuda_graph, ahead=2)}  # by type of device; on others steps are merely called
+# By type of device; on others steps are merely called.
+WAYS = {"cuda": Way(_inductor, of_one_token, _cuda_graph, ahead=2)}

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import hf_kbit
 from hf_kbit import cli
 from hf_kbit.cli import bench, generate
 
@@ -60,6 +61,28 @@ def test_the_clock(monkeypatch):
     for n in range(5):
         clock.put(torch.tensor([n]))
     assert clock.times == [2.0, 2.5, 3.0, 3.5] and clock.tokens_per_second == 2.0
+
+
+def test_gpus_decode_by_our_loop_where_it_can():
+    """Else by Transformers' own; the prompt that both ways hand on counts once."""
+    ways, clock = [], generate.Clock()
+
+    class Model:
+        device = torch.device("cuda")
+
+        def generate(self, streamer, custom_generate=None):
+            ways.append(custom_generate)
+            streamer.put(torch.tensor([[1, 2]]))
+            if custom_generate is not None:
+                raise ValueError(f"{problem}: found it, expected none")
+            streamer.put(torch.tensor([3]))
+
+    problem = "hf_kbit.decode"
+    generate.generate(Model(), streamer=clock)
+    assert ways == [hf_kbit.decode, None] and len(clock.times) == 1
+    problem = "temperature"
+    with pytest.raises(ValueError, match="temperature: found it"):
+        generate.generate(Model(), streamer=clock)
 
 
 def test_drawn(run_bench, folder, tmp_path):

@@ -5,23 +5,55 @@ import torch
 from architectures import BY_NAME
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_kbit.decoding.attention import NAME, attend, of_one_token
+from hf_kbit.decoding.attention import NAME, attend, attend_one_token, of_one_token
+
+# Heads, those that keys have, size, that of values, length, sequences.
+SHAPES = {
+    "each its own keys": (4, 4, 8, 12, 20, 3),
+    "some share keys": (6, 2, 24, 24, 100, 2),
+    "more than a program has": (18, 1, 16, 16, 70, 1),
+    "in many parts": (4, 2, 64, 64, 1030, 1),
+    "large": (2, 1, 256, 200, 90, 1),
+}
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_against_torch(heads, dtype, device):
-    """Heads that share keys; values of another size; in bfloat16 its only rounding is that of the result."""
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_against_torch(shape, dtype, device):
+    """In 16 bits its only rounding is that of the result. What is masked is not read: it may be NaN."""
+    pytest.importorskip("triton")
+    if (device, dtype) == ("cpu", torch.bfloat16):
+        pytest.skip("Triton's interpreter has no products of bfloat16")
+    heads, shared, size, value_size, length, batch = shape
     generator = torch.Generator().manual_seed(0)
-    shapes = (3, heads[0], 1, 8), (3, heads[1], 20, 8), (3, heads[1], 20, 12)
-    states = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-    mask = torch.rand(3, 1, 1, 20, generator=generator).to(device) < 0.5
-    mask[..., -1] = True
-    found, weights = attend(torch.nn.Identity(), *states, mask, scaling=0.5)
+    mask = torch.rand(batch, 1, 1, length, generator=generator) < 0.5
+    mask[..., length // 3 : length // 2] = False
+    mask[0, ..., 33:] = False
+    mask[..., 5] = True
+    query, key, value = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((batch, 1, heads, size), (batch, length, shared, size), (batch, shared, length, value_size))
+    )
+    states = query.transpose(1, 2), key.transpose(1, 2), value
     exact = [state.double() for state in states]
     expected = scaled_dot_product_attention(*exact, mask, scale=0.5, enable_gqa=True).transpose(1, 2)
+    for state in states[1:]:
+        state.transpose(1, 2)[~mask[:, 0, 0]] = torch.nan
+    on_device = [state.to(device) for state in (*states, mask)]
+    found, weights = attend(torch.nn.Identity(), *on_device, scaling=0.5)
     assert weights is None and found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, rtol=1.01 * torch.finfo(dtype).eps, atol=1e-6)
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=1.01 * torch.finfo(dtype).eps, atol=2e-6)
+
+
+def test_the_op(device):
+    """Its fake too, with a mask that all sequences share and with a scale of its own."""
+    pytest.importorskip("triton")
+    query, keys = torch.randn(2, 4, 1, 8, device=device), torch.randn(2, 2, 5, 8, device=device)
+    mask = torch.ones(1, 1, 1, 5, dtype=torch.bool, device=device)
+    torch.library.opcheck(attend_one_token, (query, keys, keys, mask, 0.5))
+    found, _ = attend(torch.nn.Identity(), query, keys, keys, mask)
+    expected = scaled_dot_product_attention(query, keys, keys, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("left_to_torch", ["several tokens", "no mask", "position_bias", "softcap", "dropout"])

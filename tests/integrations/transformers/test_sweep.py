@@ -175,7 +175,7 @@ def test_whole_life(task, kind, tmp_path):
 @pytest.mark.parametrize("kind", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 def test_decoding(kind, monkeypatch):
     """``hf_kbit.decode`` finds the tokens that ``generate`` does, of padded prompts, or says by name why it cannot."""
-    monkeypatch.setitem(step.WAYS, "cpu", step.Way(None, cpu_graph, ahead=2))
+    monkeypatch.setitem(step.WAYS, "cpu", step.Way(record=cpu_graph, ahead=2))
     mask = torch.ones(2, 7, dtype=torch.int64)
     mask[1, :3] = 0
     ids = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(1)) * mask
