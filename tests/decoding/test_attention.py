@@ -36,11 +36,11 @@ def test_against_torch(shape, dtype, device):
     )
     states = query.transpose(1, 2), key.transpose(1, 2), value
     exact = [state.double() for state in states]
-    expected = scaled_dot_product_attention(*exact, mask, scale=0.5, enable_gqa=True).transpose(1, 2)
+    expected = scaled_dot_product_attention(*exact, mask, scale=0.9 * size**-0.5, enable_gqa=True).transpose(1, 2)
     for state in states[1:]:
         state.transpose(1, 2)[~mask[:, 0, 0]] = torch.nan
     on_device = [state.to(device) for state in (*states, mask)]
-    found, weights = attend(torch.nn.Identity(), *on_device, scaling=0.5)
+    found, weights = attend(torch.nn.Identity(), *on_device, scaling=0.9 * size**-0.5)
     assert weights is None and found.dtype == dtype
     torch.testing.assert_close(found.double().cpu(), expected, rtol=1.01 * torch.finfo(dtype).eps, atol=2e-6)
 
