@@ -70,13 +70,14 @@ wheel: $(VENV)/.torch-$(TORCH) ## build the release wheel into dist/, with CUDA 
 
 # auditwheel gives the wheel the tag of the oldest C library that it runs with, which is about as old as that of the
 # machine that builds it. It copies none of torch's libraries, which torch has loaded before ours.
-release: wheel $(VENV)/.release ## the wheel with a manylinux tag and a source distribution in dist/, as PyPI wants them
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" auditwheel repair --exclude "libtorch*.so" --wheel-dir dist dist/*-linux_*.whl
+release: wheel $(VENV)/.release ## a wheel with a manylinux tag and a source distribution in dist/, as PyPI wants both
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" auditwheel repair --exclude "libtorch*.so" --wheel-dir dist \
+	    dist/*-linux_*.whl
 	rm dist/*-linux_*.whl
 	$(VENV)/bin/python -m build --sdist --outdir dist .
 	$(VENV)/bin/python -m twine check --strict dist/*
 
-try-wheel: $(VENV)/.release ## install the wheel of dist/ beside other Pythons and torches: TRY="3.11:2.10.0 3.14:2.13.0"
+try-wheel: $(VENV)/.release ## try the wheel of dist/ beside other Pythons and torches: TRY="3.11:2.10.0 3.14:2.13.0"
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" .ci/try-wheel $(TRY)
 
 lint: $(VENV)/.test ## ruff check, ruff format --check and clang-format --dry-run
