@@ -21,7 +21,8 @@ PYTEST := bin/python -m pytest --timeout=900 --numprocesses=auto --dist=loadfile
 test test-all test-oldest: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-oldest-torch test-vllm docs notebooks wheel release try-wheel lint format clean
+.PHONY: help demo test test-all test-oldest test-oldest-torch test-vllm docs notebooks
+.PHONY: wheel release try-wheel lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,8 +65,8 @@ wheel: $(VENV)/.torch-$(TORCH) ## build the release wheel into dist/, with CUDA 
 	echo "$$(ls dist/*.whl): $$(stat --format=%s dist/*.whl) bytes, built in $$(($$(date +%s) - start)) s"
 	@for half in cpu cuda; do \
 	    $(VENV)/bin/python -m zipfile --list dist/*.whl | grep --quiet libhf_kbit_$$half.so || { rm -rf dist; \
-	        echo "the wheel has no $$half library; see why with: cmake -S csrc -B build -D HF_KBIT_CUDA_ARCHS=$(CUDA_ARCHS)" \
-	            "&& cmake --build build --target hf_kbit_$$half" >&2; exit 1; }; \
+	        echo "the wheel has no $$half library; see why with: cmake -S csrc -B build" \
+	            "-D HF_KBIT_CUDA_ARCHS=$(CUDA_ARCHS) && cmake --build build --target hf_kbit_$$half" >&2; exit 1; }; \
 	done
 
 # auditwheel gives the wheel the tag of the oldest C library that it runs with, which is about as old as that of the
