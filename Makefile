@@ -4,6 +4,8 @@ TORCH ?= 2.13.0
 OLDEST_TORCH ?= 2.10.0
 OLDEST_TRANSFORMERS ?= 5.17.0
 VLLM_CPU ?= 0.32.0
+CUDA_ARCHS ?= release
+TRY ?= 3.10:$(OLDEST_TORCH) 3.11:$(OLDEST_TORCH) 3.12:$(TORCH) 3.13:$(TORCH) 3.14:2.15.0
 PYTEST_ARGS ?=
 
 VENV := .venv
@@ -19,7 +21,8 @@ PYTEST := bin/python -m pytest --timeout=900 --numprocesses=auto --dist=loadfile
 test test-all test-oldest: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-oldest-torch test-vllm docs wheel release lint format clean
+.PHONY: help demo test test-all test-oldest test-oldest-torch test-vllm docs notebooks
+.PHONY: wheel release try-wheel lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,21 +52,34 @@ test-vllm: $(VLLM)/.vllm-$(VLLM_CPU) ## the plugin for vLLM, in an environment o
 docs: $(VENV)/.docs ## build the documentation into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
+notebooks: $(VENV)/.test ## run the notebooks and store in them what they show: some minutes
+	cd notebooks && HF_HUB_OFFLINE=1 ../$(VENV)/bin/python -c "import nbclient, nbformat; from pathlib import Path; \
+	    [nbformat.write(nbclient.execute(nbformat.read(path, 4), timeout=600, record_timing=False), path) \
+	     for path in Path().glob('*.ipynb')]"
+
 wheel: $(VENV)/.torch-$(TORCH) ## build the release wheel into dist/, with CUDA code for all supported GPUs; needs nvcc
 	@rm -rf dist
 	@start=$$(date +%s); \
-	HF_KBIT_CUDA_ARCHS=release $(VENV)/bin/python -m pip wheel --disable-pip-version-check --no-deps \
+	HF_KBIT_CUDA_ARCHS="$(CUDA_ARCHS)" $(VENV)/bin/python -m pip wheel --disable-pip-version-check --no-deps \
 	    --wheel-dir dist . && \
 	echo "$$(ls dist/*.whl): $$(stat --format=%s dist/*.whl) bytes, built in $$(($$(date +%s) - start)) s"
 	@for half in cpu cuda; do \
 	    $(VENV)/bin/python -m zipfile --list dist/*.whl | grep --quiet libhf_kbit_$$half.so || { rm -rf dist; \
-	        echo "the wheel has no $$half library; see why with: cmake -S csrc -B build -D HF_KBIT_CUDA_ARCHS=release" \
-	            "&& cmake --build build --target hf_kbit_$$half" >&2; exit 1; }; \
+	        echo "the wheel has no $$half library; see why with: cmake -S csrc -B build" \
+	            "-D HF_KBIT_CUDA_ARCHS=$(CUDA_ARCHS) && cmake --build build --target hf_kbit_$$half" >&2; exit 1; }; \
 	done
 
-release: wheel $(VENV)/.release ## the wheel and a source distribution in dist/, both as twine wants them
+# auditwheel gives the wheel the tag of the oldest C library that it runs with, which is about as old as that of the
+# machine that builds it. It copies none of torch's libraries, which torch has loaded before ours.
+release: wheel $(VENV)/.release ## a wheel with a manylinux tag and a source distribution in dist/, as PyPI wants both
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" auditwheel repair --exclude "libtorch*.so" --wheel-dir dist \
+	    dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
 	$(VENV)/bin/python -m build --sdist --outdir dist .
 	$(VENV)/bin/python -m twine check --strict dist/*
+
+try-wheel: $(VENV)/.release ## try the wheel of dist/ beside other Pythons and torches: TRY="3.11:2.10.0 3.14:2.13.0"
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" .ci/try-wheel $(TRY)
 
 lint: $(VENV)/.test ## ruff check, ruff format --check and clang-format --dry-run
 	$(VENV)/bin/ruff check .

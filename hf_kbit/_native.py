@@ -9,6 +9,7 @@ import ctypes
 import functools
 import importlib.util
 import json
+import re
 import sys
 import warnings
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from hf_kbit import reference
 
 TRITON_DEVICES = ("cuda", "xpu")  # ROCm's are "cuda" too
 REINSTALL_OPTIONS = "--force-reinstall --no-deps --no-cache-dir"
+OLDEST_DRIVERS = {12: "525", 13: "580"}  # that run what each CUDA built, in NVIDIA's table of compatibility
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,32 @@ def build_info() -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def _driver_cuda() -> int:
+    """The newest CUDA that the driver of this machine runs, as 12080 for 12.8; 0 without a driver."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
+
+
+def _old_driver() -> str:
+    """What to do where the driver is older than the CUDA that the library was built with; empty where it is not.
+
+    A torch built with an older CUDA works there, and every kernel of ours would fail.
+    """
+    compiler = build_info().get("cuda", {}).get("compiler", "")
+    found, built = _driver_cuda(), re.fullmatch(r"nvcc (\d+)\..*", compiler)
+    if not found or not built or found // 1000 >= int(built[1]):
+        return ""
+    oldest = OLDEST_DRIVERS.get(int(built[1]), f"for CUDA {built[1]}")
+    return (
+        f"the CUDA library was built with CUDA {built[1]} and needs NVIDIA driver {oldest} or newer, found one for "
+        f"CUDA {found // 1000}.{found % 1000 // 10}; install a newer driver, or hf_kbit from source with an older nvcc"
+    )
+
+
 def _load(name: str) -> Library:
     path = _folder() / f"libhf_kbit_{name}.so"
     # The record comes first: a library that the newest build left out may lie there from an older one.
@@ -58,6 +86,8 @@ def _load(name: str) -> Library:
         return Library(name, None, missing + output)
     if not path.exists():
         return Library(name, None, f"{path} does not exist; install hf_kbit again")
+    if name == "cuda" and (old := _old_driver()):
+        return Library(name, None, old)
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -123,9 +153,9 @@ def triton_missing(device_type: str) -> str:
         return f"Triton has no kernels for {device_type} devices"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if device_type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
-        return "Triton's products in bfloat16 need compute capability 8.0"
     try:
+        if device_type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
+            return "Triton's products in bfloat16 need compute capability 8.0"
         from hf_kbit import triton_kernels
 
         for dtype in (torch.float16, torch.bfloat16):

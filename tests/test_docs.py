@@ -111,7 +111,7 @@ def test_example_of_the_format_page():
     planes, absmax = torch.tensor([words], dtype=torch.int32), torch.tensor([[byte]], dtype=torch.uint8)
     decoded = hf_kbit.dequantize(planes, absmax, codebook, (1, 32))
     assert decoded.tolist() == [[value] * 32]
-    signed = float(re.search(r"its stored weights\s+are (\S+)\.\n", page)[1])
+    signed = float(re.search(r"its\s+stored\s+weights\s+are\s+(\S+)\.\n", page)[1])
     assert cases.stored(planes, absmax, 16 * codebook, signed=True).tolist() == [[signed] * 32]
 
 

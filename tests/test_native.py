@@ -16,6 +16,7 @@ from hf_kbit import _native, reference
 
 ROOT = Path(__file__).parents[1]
 library = _native.library.__wrapped__  # without the cache, which would outlive a test
+needs_compiler = pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler is installed")
 needs_library = pytest.mark.skipif(
     not _native.library("cpu").loaded, reason=f"CPU library: {_native.library('cpu').missing}"
 )
@@ -120,6 +121,48 @@ def test_torch_with_rocm(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert library("cuda") == _native.Library("cuda", None, "hf_kbit has no compiled kernels for ROCm")
+
+
+@needs_compiler
+def test_driver_too_old(tmp_path):
+    """A stand-in for the driver of CUDA 12.8, beside a torch with CUDA and a library that CUDA 13 built."""
+    source = 'extern "C" int cuDriverGetVersion(int *version) { *version = 12080; return 0; }'
+    (tmp_path / "driver.cpp").write_text(source)
+    command = ["c++", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.cpp"]
+    subprocess.run(command, check=True, timeout=60)
+    (tmp_path / "_build.json").write_text(json.dumps({"cuda": {"missing": "", "compiler": "nvcc 13.0.88"}}))
+    (tmp_path / "libhf_kbit_cuda.so").touch()
+    code = f"""
+import torch, hf_kbit
+torch.version.cuda = "12.8"
+hf_kbit.__path__ = [{str(tmp_path)!r}]
+hf_kbit._native.warn_missing("cuda")
+"""
+    ran = run("-c", f"import hf_kbit._native{code}", LD_LIBRARY_PATH=str(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    assert (
+        "correct but slower: the CUDA library was built with CUDA 13 and needs NVIDIA driver 580 or newer, found "
+        "one for CUDA 12.8; install a newer driver, or hf_kbit from source with an older nvcc"
+    ) in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("driver", "compiler", "expected"),
+    [
+        (13000, "nvcc 13.0.88", None),
+        (13010, "nvcc 12.8.93", None),
+        (12080, "nvcc 12.9.41", None),  # an older one of the same CUDA runs it
+        (0, "nvcc 13.0.88", None),  # no driver, and no GPU
+        (12090, "nvcc ", None),
+        (11040, "nvcc 12.8.93", "CUDA 12 and needs NVIDIA driver 525 or newer, found one for CUDA 11.4;"),
+        (13020, "nvcc 14.1.0", "CUDA 14 and needs NVIDIA driver for CUDA 14 or newer, found one for CUDA 13.2;"),
+    ],
+)
+def test_drivers(empty, monkeypatch, driver, compiler, expected):
+    (empty / "_build.json").write_text(json.dumps({"cuda": {"missing": "", "compiler": compiler}}))
+    monkeypatch.setattr(_native, "_driver_cuda", lambda: driver)
+    found = _native._old_driver()
+    assert expected in found if expected else found == ""
 
 
 def test_device_without_kernels():

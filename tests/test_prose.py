@@ -56,6 +56,17 @@ def long_lines_of(file: Path) -> list[str]:
     return [f"{name}:{number}" for number in found(text.splitlines())]
 
 
+def bold_powers(text: str) -> list[str]:
+    """Powers outside of code, of which Markdown takes the stars of two for bold."""
+    prose = re.sub(r"^\s*(```+|~~~~+).*?^\s*\1|`[^`]+`", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"\b\d+\*\*-?\w+", prose)
+
+
+def test_powers_are_code():
+    found = {file.name: bold_powers(file.read_text(encoding="utf-8")) for file in files() if file.suffix == ".md"}
+    assert not any(found.values()), found
+
+
 def test_no_long_lines():
     found = [place for file in files() for place in long_lines_of(file)]
     assert not found, f"wrap at {MOST} characters: " + ", ".join(found)

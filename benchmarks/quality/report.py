@@ -7,7 +7,7 @@ prints the tables, and with ``--page`` also writes them between the two marks th
 the benchmark trained, then all-MiniLM-L6-v2. Where files hold several runs, the last line of each method counts. There
 is a plot of each language model, with the relative gap of perplexity and the KL divergence against bits per weight:
 calibrated models bold, mixed widths dashed in the colour of what is one width for all, peers dotted, hf_kbit's
-codebooks other than the default pale. It needs matplotlib.
+codebooks other than the default pale; and one of SmolLM2 in short. They need matplotlib.
 """
 
 import argparse
@@ -330,6 +330,44 @@ def plot(methods: dict[tuple, dict], file: Path) -> None:
     figure.savefig(file)
 
 
+# Of SmolLM2's plot in short: a label, the library, its ways, and a colour.
+IN_SHORT = (
+    ("hf_kbit, no data", "hf_kbit", (DEFAULT,), "#1b9e77"),
+    ("hf_kbit, calibrated on its own text", "hf_kbit", (FEEDBACK + OWN_TEXT,), "#00441b"),
+    ("bitsandbytes NF4", "bitsandbytes", ("NF4, block 64",), "#7570b3"),
+    ("HQQ, groups of 64", "hqq", ("group 64",), "#d95f02"),
+    ("HQQ, groups of 32", "hqq", ("group 32",), "#fdae6b"),
+    ("SINQ, groups of 64", "sinq", ("group 64",), "#e7298a"),
+    ("llama.cpp, Q3_K_M and Q4_K_M", "llama_cpp_python", ("Q3_K_M", "Q4_K_M"), "#666666"),
+    ("AutoRound, calibrated", "auto-round", ("symmetric, group 64",), "#e6ab02"),
+)
+
+
+def plot_in_short(methods: dict[tuple, dict], file: Path) -> None:
+    """What a user chooses between: perplexity alone, up to where a model is of no use."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(9, 5), dpi=110, layout="constrained")
+    for label, library, ways, colour in IN_SHORT:
+        lines = [line for line in methods.values() if line["library"] == library and line["way"] in ways]
+        lines.sort(key=lambda line: line["bits_per_weight"])
+        sizes = [line["bits_per_weight"] for line in lines]
+        ours = {"linewidth": 2.5, "zorder": 3} if library == "hf_kbit" else {"linewidth": 1}
+        axis.plot(sizes, [100 * relative_gap(line) for line in lines], "o-", color=colour, label=label, **ours)
+    axis.set(yscale="log", xlim=(2, 5.8), ylim=(0.1, 1000), xlabel="bits per weight, with scales, zeros and levels")
+    axis.yaxis.set_major_formatter("+{x:g}%")
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False)
+    line = next(iter(methods.values()))
+    axis.set_title(
+        f"Perplexity of {line['model']} above that in 16 bits; one {line['gpu']}, {line['date']}", fontsize=11
+    )
+    figure.savefig(file)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, nargs="+", help="files of JSON lines")
@@ -343,6 +381,8 @@ def main() -> None:
         images = {model: arguments.plots / f"quality-{model.lower()}.png" for model in drawn}
     for model, image in images.items():
         plot(models[model], image)
+    if SMOLLM2 in images:
+        plot_in_short(models[SMOLLM2], arguments.plots / "quality-in-short.png")
     if arguments.page:
         images = {model: image.relative_to(arguments.page.parent) for model, image in images.items()}
     text = text_of(models, images)

@@ -60,13 +60,12 @@ def decode(
     Raises:
         ValueError: for what it cannot do, such as beams, before anything runs; and for probabilities that are NaN.
 
-    Example:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> size = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1)
-        >>> model = LlamaForCausalLM(LlamaConfig(**size, vocab_size=64)).eval()
-        >>> ids = torch.tensor([[1, 5, 9]])
-        >>> model.generate(ids, max_new_tokens=4, eos_token_id=None, custom_generate=decode).shape
-        torch.Size([1, 7])
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> size = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1)
+    >>> model = LlamaForCausalLM(LlamaConfig(**size, vocab_size=64)).eval()
+    >>> ids = torch.tensor([[1, 5, 9]])
+    >>> model.generate(ids, max_new_tokens=4, eos_token_id=None, custom_generate=decode).shape
+    torch.Size([1, 7])
     """
     refuse(model, input_ids, generation_config, synced_gpus, assistant_model, model_kwargs)
     way = WAYS.get(model.device.type, Way())

@@ -671,6 +671,15 @@ def test_tables(quality, results):
     assert sorted(marks, key=text.index) == marks
 
 
+def test_plot_in_short_has_committed_lines(quality):
+    """Of all ways that it names: one that was renamed would silently be missing."""
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    measured = quality.report.read(results.glob("quality-smollm2-*.jsonl"))[quality.report.SMOLLM2]
+    found = {(library, way) for library, _, way in measured}
+    for label, library, ways, _ in quality.report.IN_SHORT:
+        assert {(library, way) for way in ways} <= found, label
+
+
 def test_targets_of_the_published_model(quality, results):
     """Gaps over the perplexity of 16 bits, which is 20 here; of what was not measured there is no row."""
     found = quality.report.smollm2_targets(quality.report.read([results])["SmolLM2-135M-Instruct"])
