@@ -94,9 +94,12 @@ struct Avx512 {
 
     // --- levels ---
     static constexpr int kFifthBit = 4;
+    static constexpr bool kUsesAntisymmetry = false;
 
     template <int bits>
     struct Levels {
+        static constexpr int kBits = bits;
+        static constexpr bool kAntisymmetric = false;
         F low, high;  // levels 0 to 15, 16 to 31
 
         explicit Levels(const float* codebook) {
@@ -113,8 +116,8 @@ struct Avx512 {
         }
 
         // The levels of the codes in byte p of each lane are part p.
-        void of_bytes(I codes, F (&parts)[4]) const {
-            for (int p = 0; p < 4; ++p) parts[p] = of_lanes(shift_right(codes, 8 * p));
+        void of_bytes(I codes, I fifth, F (&parts)[4]) const {
+            for (int p = 0; p < 4; ++p) parts[p] = of_lanes(shift_right(bit_or(codes, fifth), 8 * p));
         }
 
         // The 32 levels of one block in order.
@@ -175,9 +178,12 @@ struct Avx512 {
         if constexpr (bits == 3) return;
         planes[3] = _mm512_unpackhi_epi64(high_01, high_23);
         if constexpr (bits == 5) {
-            planes[4] = _mm512_setr_epi32(words[4], words[9], words[14], words[19], words[24], words[29], words[34],
-                                          words[39], words[44], words[49], words[54], words[59], words[64], words[69],
-                                          words[74], words[79]);
+            // Words 4, 9, .. 79: no two of them are in the same lane of the group's five registers.
+            constexpr __mmask16 kHeld[5] = {0x4210, 0x2108, 0x1084, 0x0842, 0x8421};
+            I found = zero_index();
+            for (int i = 0; i < 5; ++i) found = _mm512_mask_loadu_epi32(found, kHeld[i], words + i * kWidth);
+            planes[4] = _mm512_permutexvar_epi32(
+                _mm512_setr_epi32(4, 9, 14, 3, 8, 13, 2, 7, 12, 1, 6, 11, 0, 5, 10, 15), found);
         }
     }
 };
