@@ -115,8 +115,8 @@ struct Avx2 {
 
     // Levels are looked up byte by byte: tables[n / 16][i][n % 16] is byte i of level n, in both halves of the
     // register. One VPSHUFB serves 32 codes; a VPERMPS, for twice the price, 8 codes of a table of 8. Shuffles are the
-    // greater part of gemm's work with one token: 3 for 8 weights, and 4 at 5 bits, unless the levels are antisymmetric:
-    // then the fifth bit is the sign.
+    // greater part of gemm's work with one token: 3 for 8 weights, and 4 at 5 bits, unless the levels are
+    // antisymmetric: then the fifth bit is the sign.
     template <int bits, bool antisymmetric = false>
     struct Levels {
         static constexpr int kBits = bits;

@@ -138,7 +138,8 @@ static inline void multiply_rows(const float* panel, int64_t panel_tokens, int t
     const int64_t groups = ceil_div(blocks, V::kWidth);
     for (int64_t g = 0; g < groups; ++g, panel += panel_tokens * kGroup) {
         for (int row = 0; row < rows; ++row) {
-            const Group<V, Levels::kBits> group(words + row * blocks * Levels::kBits, scales + row * blocks, g, blocks);
+            const int64_t block = row * blocks;
+            const Group<V, Levels::kBits> group(words + block * Levels::kBits, scales + block, g, blocks);
             const auto all = V::load_scales(group.scales, sign);
             const typename V::F spread[4] = {V::spread(all, 0), V::spread(all, 1), V::spread(all, 2),
                                              V::spread(all, 3)};
@@ -179,8 +180,8 @@ static void gemm_rows(const float* panel, int64_t tokens, bool batch_invariant, 
             const int rows = static_cast<int>(end - row < kRows ? end - row : kRows);
             std::memset(totals, 0, sizeof totals);
             multiply_rows<V>(panel + first * kGroupVectors * V::kWidth, tokens, count,
-                                   planes + row * blocks * Levels::kBits, absmax + row * blocks, sign, rows, blocks, levels,
-                                   totals);
+                             planes + row * blocks * Levels::kBits, absmax + row * blocks, sign, rows, blocks, levels,
+                             totals);
             for (int r = 0; r < rows; ++r) {
                 for (int t = 0; t < count; ++t) {
                     store(first + t, row + r, V::sum(V::load(totals + (r * kTokenSlab + t) * V::kWidth)));
@@ -205,13 +206,13 @@ static void gemm_with(const float* panel, int64_t tokens, bool batch_invariant, 
 }
 
 template <class V>
-static int64_t gemm_panel_size_with(int64_t tokens, int64_t in_features) {
+static int64_t gemm_panel_size_with(Dtype, int64_t tokens, bool, int64_t in_features) {
     return ceil_div(num_blocks(in_features), V::kWidth) * tokens * kGroupVectors * V::kWidth;
 }
 
 template <class V>
-static void gemm_pack_with(const void* x, Dtype dtype, int64_t tokens, int64_t in_features, const uint8_t* columns,
-                           bool rotated, float* panel) {
+static void gemm_pack_with(const void* x, Dtype dtype, int64_t tokens, bool, int64_t in_features,
+                           const uint8_t* columns, bool rotated, float* panel, int64_t begin, int64_t end) {
     constexpr int kGroup = kGroupVectors * V::kWidth;
     int source[kGroup];  // for each place in a group, its column
     for (int i = 0; i < kGroup; ++i) {
@@ -221,7 +222,8 @@ static void gemm_pack_with(const void* x, Dtype dtype, int64_t tokens, int64_t i
     with_dtype(dtype, [&](auto type) {
         for (int64_t first = 0; first < in_features; first += kGroup) {
             const int64_t held = in_features - first < kGroup ? in_features - first : kGroup;
-            for (int64_t token = 0; token < tokens; ++token, panel += kGroup) {
+            float* target = panel + (first / kGroup * tokens + begin) * kGroup;
+            for (int64_t token = begin; token < end; ++token, target += kGroup) {
                 const char* row = static_cast<const char*>(x) + token * in_features * size_of(type());
                 alignas(64) float group[kGroup] = {};
                 for (int64_t i = 0; i < held; i += kBlockSize) {
@@ -229,7 +231,7 @@ static void gemm_pack_with(const void* x, Dtype dtype, int64_t tokens, int64_t i
                     transform_block<V, type()>(row, first + i, held - i, columns, rotated, values);
                     for (int v = 0; v < kBlockSize / V::kWidth; ++v) V::store(group + i + v * V::kWidth, values[v]);
                 }
-                for (int i = 0; i < kGroup; ++i) panel[i] = group[source[i]];
+                for (int i = 0; i < kGroup; ++i) target[i] = group[source[i]];
             }
         }
     });

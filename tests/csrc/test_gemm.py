@@ -6,7 +6,7 @@ import torch
 
 from hf_kbit import codebooks, reference
 
-TOKENS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 70]
+TOKENS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 70, 256, 257]
 FORMS = pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
 
 
