@@ -92,13 +92,13 @@ def _load(name: str) -> Library:
         torch.ops.load_library(str(path))
     except OSError as error:
         return Library(name, path, f"{path} does not load ({error.__cause__ or error}); install hf_kbit again")
-    if name == "cpu" and (found := instruction_set(path)) not in ("avx512", "avx2", "portable"):
+    if name == "cpu" and (found := instruction_set(path)) not in ("amx", "avx512", "avx2", "portable"):
         raise ValueError(found)
     return Library(name, path)
 
 
 def instruction_set(path: Path) -> str:
-    """What the CPU library uses here: ``avx512``, ``avx2`` or ``portable``, or what is wrong with ``HF_KBIT_CPU``."""
+    """What the CPU library uses here, from ``amx`` to ``portable``, or what is wrong with ``HF_KBIT_CPU``."""
     function = ctypes.CDLL(str(path)).hf_kbit_cpu_instruction_set
     function.restype = ctypes.c_char_p
     return function().decode()

@@ -8,6 +8,7 @@
 //   lookup<entries>(table, index)   table[index] for each lane; the table repeats up to 16 entries
 //   less, bits, append              a comparison, its lanes as bits, and 2 * index + comparison
 //   Levels<bits>                    the codebook: of_bytes (four codes a lane) and of_block (one block, in order)
+//   kUsesAntisymmetry               whether Levels<5, true>, for levels[31 - n] = -levels[n], is there and is faster
 //   butterfly<distance>(a)          the sum of each two lanes at that distance, then the first less the second
 //   block_of, byte_of, spread       which block and which byte of its codes are in a lane of of_bytes' parts
 //   load_planes                     of one group of kWidth blocks, a block in each lane

@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
+
 #include "cpu/algorithms.h"
 
 namespace hf_kbit::cpu {
@@ -109,18 +111,22 @@ struct Avx2 {
 
     // --- levels ---
     static constexpr int kFifthBit = 7;
+    static constexpr bool kUsesAntisymmetry = true;
 
     // Levels are looked up byte by byte: tables[n / 16][i][n % 16] is byte i of level n, in both halves of the
     // register. One VPSHUFB serves 32 codes; a VPERMPS, for twice the price, 8 codes of a table of 8. Shuffles are the
-    // greater part of gemm's work with one token: 3 for 8 weights, 4 at 5 bits.
-    template <int bits>
+    // greater part of gemm's work with one token: 3 for 8 weights, and 4 at 5 bits, unless the levels are
+    // antisymmetric: then the fifth bit is the sign.
+    template <int bits, bool antisymmetric = false>
     struct Levels {
-        static constexpr int kTables = bits == 5 ? 2 : 1;
+        static constexpr int kBits = bits;
+        static constexpr bool kAntisymmetric = antisymmetric;
+        static constexpr int kTables = bits == 5 && !antisymmetric ? 2 : 1;
         I tables[kTables][4];
 
         explicit Levels(const float* codebook) {
             alignas(32) uint8_t bytes[kTables][4][32] = {};
-            for (int n = 0; n < 1 << bits; ++n) {
+            for (int n = 0; n < std::min(16 * kTables, 1 << bits); ++n) {
                 for (int i = 0; i < 4; ++i) {
                     const auto byte = static_cast<uint8_t>(bits_of(codebook[n]) >> (8 * i));
                     bytes[n / 16][i][n % 16] = bytes[n / 16][i][n % 16 + 16] = byte;
@@ -129,18 +135,18 @@ struct Avx2 {
             std::memcpy(tables, bytes, sizeof tables);
         }
 
-        // The levels of 32 codes, a code in each byte: bits 0 to 3 and, for the fifth, bit 7. Part p holds bytes
-        // 4 p .. 4 p + 3 of the low half, then those of the high half.
-        void of_bytes(I codes, F (&parts)[4]) const {
+        // The levels of 32 codes: bits 0 to 3 in the bytes of `codes`, the fifth as bit 7 of those of `fifth`. Part p
+        // holds bytes 4 p .. 4 p + 3 of the low half, then those of the high half.
+        void of_bytes(I codes, I fifth, F (&parts)[4]) const {
+            const I first = kTables == 2 ? bit_or(codes, fifth) : codes;
             I bytes[4];
-            for (int i = 0; i < 4; ++i) bytes[i] = _mm256_shuffle_epi8(tables[0][i], codes);
-            if constexpr (bits == 5) {
+            for (int i = 0; i < 4; ++i) bytes[i] = _mm256_shuffle_epi8(tables[0][i], first);
+            if constexpr (kTables == 2) {
                 // VPSHUFB gives 0 where bit 7 is set, so the two halves of the codebook can be or-ed.
-                const I others = bit_xor(codes, splat(0x80808080));
-                for (int i = 0; i < 4; ++i) {
-                    bytes[i] = bit_or(bytes[i], _mm256_shuffle_epi8(tables[kTables - 1][i], others));
-                }
+                const I others = bit_xor(first, splat(0x80808080));
+                for (int i = 0; i < 4; ++i) bytes[i] = bit_or(bytes[i], _mm256_shuffle_epi8(tables[1][i], others));
             }
+            if constexpr (antisymmetric) bytes[3] = bit_xor(bytes[3], fifth);
             const I low_01 = _mm256_unpacklo_epi8(bytes[0], bytes[1]);
             const I low_23 = _mm256_unpacklo_epi8(bytes[2], bytes[3]);
             const I high_01 = _mm256_unpackhi_epi8(bytes[0], bytes[1]);
@@ -157,13 +163,13 @@ struct Avx2 {
             // of_bytes makes part p of eight neighbours.
             const I octet = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3));
             const I bit = _mm256_setr_m128i(_mm_set1_epi32(0x08040201), _mm_set1_epi32(static_cast<int>(0x80402010)));
+            const auto spread = [&](int plane, uint32_t place) {
+                const I found = bit_and(_mm256_shuffle_epi8(_mm256_set1_epi32(words[plane]), octet), bit);
+                return bit_and(_mm256_cmpeq_epi8(found, bit), splat(0x01010101u * place));
+            };
             I codes = zero_index();
-            for (int plane = 0; plane < bits; ++plane) {
-                const I spread = bit_and(_mm256_shuffle_epi8(_mm256_set1_epi32(words[plane]), octet), bit);
-                const uint32_t place = 1u << (plane < 4 ? plane : kFifthBit);
-                codes = bit_or(codes, bit_and(_mm256_cmpeq_epi8(spread, bit), splat(0x01010101u * place)));
-            }
-            of_bytes(codes, parts);
+            for (int plane = 0; plane < std::min(bits, 4); ++plane) codes = bit_or(codes, spread(plane, 1u << plane));
+            of_bytes(codes, bits == 5 ? spread(4, 1u << kFifthBit) : zero_index(), parts);
         }
     };
 

@@ -1,4 +1,10 @@
 // Chooses the instruction set, once, and sends every kernel there.
+#if defined(HF_KBIT_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -10,6 +16,18 @@ namespace hf_kbit::cpu {
 
 namespace {
 
+#if defined(HF_KBIT_AMX)
+// Whether there are AMX and AVX512_BF16, and Linux lets this process use the tile registers, for which it must ask.
+bool can_use_amx() {
+    constexpr unsigned kTile = 1u << 24, kBfloat16 = 1u << 22, kAvx512Bfloat16 = 1u << 5;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & kTile) || !(edx & kBfloat16)) return false;
+    if (!__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) || !(eax & kAvx512Bfloat16)) return false;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
 // What this machine can run, best first.
 std::vector<const Implementation*> supported() {
     std::vector<const Implementation*> found;
@@ -19,6 +37,9 @@ std::vector<const Implementation*> supported() {
                       __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#if defined(HF_KBIT_AMX)
+    if (avx512 && can_use_amx()) found.push_back(&amx_implementation);
+#endif
     if (avx512) found.push_back(&avx512_implementation);
     if (avx2) found.push_back(&avx2_implementation);
 #endif
@@ -65,11 +86,13 @@ void transform(const void* x, Dtype dtype, int64_t in_features, const uint8_t* c
     chosen().transform(x, dtype, in_features, columns, rotated, out, out_dtype, begin, end);
 }
 
-int64_t gemm_panel_size(int64_t tokens, int64_t in_features) { return chosen().gemm_panel_size(tokens, in_features); }
+int64_t gemm_panel_size(Dtype dtype, int64_t tokens, bool batch_invariant, int64_t in_features) {
+    return chosen().gemm_panel_size(dtype, tokens, batch_invariant, in_features);
+}
 
-void gemm_pack(const void* x, Dtype dtype, int64_t tokens, int64_t in_features, const uint8_t* columns, bool rotated,
-               float* panel) {
-    chosen().gemm_pack(x, dtype, tokens, in_features, columns, rotated, panel);
+void gemm_pack(const void* x, Dtype dtype, int64_t tokens, bool batch_invariant, int64_t in_features,
+               const uint8_t* columns, bool rotated, float* panel, int64_t begin, int64_t end) {
+    chosen().gemm_pack(x, dtype, tokens, batch_invariant, in_features, columns, rotated, panel, begin, end);
 }
 
 void gemm(const float* panel, int64_t tokens, bool batch_invariant, const int32_t* planes, const uint8_t* absmax,

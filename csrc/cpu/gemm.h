@@ -27,14 +27,24 @@ static inline void swap_bits(typename V::I& a, typename V::I& b, int shift, uint
     a = V::bit_xor(a, V::shift_left(changed, shift));
 }
 
+// Whether level 31 - n is level n with the other sign, of a codebook of 5 bits.
+static inline bool is_antisymmetric(const float* codebook) {
+    for (int n = 0; n < 16; ++n) {
+        if (bits_of(codebook[31 - n]) != (bits_of(codebook[n]) ^ 0x80000000)) return false;
+    }
+    return true;
+}
+
 // Calls sink(v, part, levels) for the vectors v = 4 * j + part of a group. A vector holds the weights 8 * byte + j of
 // blocks; V::block_of(part, lane) and V::byte_of(part, lane) say which.
-template <class V, int bits, class Sink>
-static inline __attribute__((always_inline)) void decode_group(const int32_t* words,
-                                                               const typename V::template Levels<bits>& levels,
-                                                               Sink sink) {
+template <class V, class Levels, class Sink>
+static inline __attribute__((always_inline)) void decode_group(const int32_t* words, const Levels& levels, Sink sink) {
     typename V::I planes[5] = {V::splat(0), V::splat(0), V::splat(0), V::splat(0), V::splat(0)};
-    V::template load_planes<bits>(words, planes);
+    V::template load_planes<Levels::kBits>(words, planes);
+    if constexpr (Levels::kAntisymmetric) {
+        // Code n of the upper half has the level of 31 - n, which is ~n, with the other sign.
+        for (int plane = 0; plane < 4; ++plane) planes[plane] = V::bit_xor(planes[plane], planes[4]);
+    }
     // Transposes the bits of planes 0 to 3: nibble n of planes[k] becomes the low four bits of the code of weight
     // 4 n + k.
     swap_bits<V>(planes[0], planes[1], 1, 0x55555555);
@@ -43,14 +53,15 @@ static inline __attribute__((always_inline)) void decode_group(const int32_t* wo
     swap_bits<V>(planes[1], planes[3], 2, 0x33333333);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
-        auto codes = V::bit_and(V::shift_right(planes[j % 4], j / 4 * 4), V::splat(0x0F0F0F0F));
-        if constexpr (bits == 5) {
-            const int up = V::kFifthBit - j;  // from bit j of every byte to where V::Levels wants the fifth bit
+        const auto codes = V::bit_and(V::shift_right(planes[j % 4], j / 4 * 4), V::splat(0x0F0F0F0F));
+        auto fifth = V::splat(0);
+        if constexpr (Levels::kBits == 5) {
+            const int up = V::kFifthBit - j;  // from bit j of every byte to where Levels wants the fifth bit
             const auto moved = up >= 0 ? V::shift_left(planes[4], up) : V::shift_right(planes[4], -up);
-            codes = V::bit_or(codes, V::bit_and(moved, V::splat(0x01010101u << V::kFifthBit)));
+            fifth = V::bit_and(moved, V::splat(0x01010101u << V::kFifthBit));
         }
         typename V::F parts[4];
-        levels.of_bytes(codes, parts);
+        levels.of_bytes(codes, fifth, parts);
 #pragma GCC unroll 4
         for (int part = 0; part < 4; ++part) sink(4 * j + part, part, parts[part]);
     }
@@ -78,15 +89,15 @@ struct Group {
 };
 
 // One row times the only token.
-template <class V, int bits>
+template <class V, class Levels>
 static inline float multiply_row(const float* panel, const int32_t* row_words, const uint8_t* row_scales,
-                                 uint32_t sign, int64_t blocks, const typename V::template Levels<bits>& levels) {
+                                 uint32_t sign, int64_t blocks, const Levels& levels) {
     const int64_t groups = ceil_div(blocks, V::kWidth);
     auto total = V::zero();
     for (int64_t g = 0; g < groups; ++g, panel += kGroupVectors * V::kWidth) {
-        const Group<V, bits> group(row_words, row_scales, g, blocks);
+        const Group<V, Levels::kBits> group(row_words, row_scales, g, blocks);
         typename V::F sums[4] = {V::zero(), V::zero(), V::zero(), V::zero()};
-        decode_group<V, bits>(group.words, levels, [&](int v, int part, typename V::F values) {
+        decode_group<V>(group.words, levels, [&](int v, int part, typename V::F values) {
             sums[part] = V::fma(values, V::load(panel + v * V::kWidth), sums[part]);
         });
         const auto scales = V::load_scales(group.scales, sign);
@@ -117,22 +128,23 @@ static inline void multiply_tile(const float* weights, const float* x, float* to
 }
 
 // Up to kRows rows times up to kTokenSlab of all the tokens that the panel holds: totals[row][token][lane].
-template <class V, int bits>
+template <class V, class Levels>
 static inline void multiply_rows(const float* panel, int64_t panel_tokens, int tokens, const int32_t* words,
-                                 const uint8_t* scales, uint32_t sign, int rows, int64_t blocks,
-                                 const typename V::template Levels<bits>& levels, float* totals) {
+                                 const uint8_t* scales, uint32_t sign, int rows, int64_t blocks, const Levels& levels,
+                                 float* totals) {
     constexpr int kGroup = kGroupVectors * V::kWidth;
     alignas(64) float weights[kRows * kGroup];
     std::memset(weights, 0, sizeof weights);  // rows past the last one
     const int64_t groups = ceil_div(blocks, V::kWidth);
     for (int64_t g = 0; g < groups; ++g, panel += panel_tokens * kGroup) {
         for (int row = 0; row < rows; ++row) {
-            const Group<V, bits> group(words + row * blocks * bits, scales + row * blocks, g, blocks);
+            const int64_t block = row * blocks;
+            const Group<V, Levels::kBits> group(words + block * Levels::kBits, scales + block, g, blocks);
             const auto all = V::load_scales(group.scales, sign);
             const typename V::F spread[4] = {V::spread(all, 0), V::spread(all, 1), V::spread(all, 2),
                                              V::spread(all, 3)};
             float* target = weights + row * kGroup;
-            decode_group<V, bits>(group.words, levels, [&](int v, int part, typename V::F values) {
+            decode_group<V>(group.words, levels, [&](int v, int part, typename V::F values) {
                 V::store(target + v * V::kWidth, V::mul(values, spread[part]));
             });
         }
@@ -144,11 +156,11 @@ static inline void multiply_rows(const float* panel, int64_t panel_tokens, int t
     }
 }
 
-template <class V, int bits>
+template <class V, class Levels>
 static void gemm_rows(const float* panel, int64_t tokens, bool batch_invariant, const int32_t* planes,
                       const uint8_t* absmax, bool signed_scales, const float* codebook, const void* bias, void* out,
                       Dtype dtype, int64_t out_features, int64_t in_features, int64_t begin, int64_t end) {
-    const typename V::template Levels<bits> levels(codebook);
+    const Levels levels(codebook);
     const int64_t blocks = num_blocks(in_features);
     const uint32_t sign = signed_scales ? kSignBit : 0;
     const auto store = [&](int64_t token, int64_t row, float sum) {
@@ -156,8 +168,8 @@ static void gemm_rows(const float* panel, int64_t tokens, bool batch_invariant, 
     };
     if (tokens == 1 && !batch_invariant) {
         for (int64_t row = begin; row < end; ++row) {
-            const int32_t* words = planes + row * blocks * bits;
-            store(0, row, multiply_row<V, bits>(panel, words, absmax + row * blocks, sign, blocks, levels));
+            const int32_t* words = planes + row * blocks * Levels::kBits;
+            store(0, row, multiply_row<V>(panel, words, absmax + row * blocks, sign, blocks, levels));
         }
         return;
     }
@@ -167,9 +179,9 @@ static void gemm_rows(const float* panel, int64_t tokens, bool batch_invariant, 
         for (int64_t row = begin; row < end; row += kRows) {
             const int rows = static_cast<int>(end - row < kRows ? end - row : kRows);
             std::memset(totals, 0, sizeof totals);
-            multiply_rows<V, bits>(panel + first * kGroupVectors * V::kWidth, tokens, count,
-                                   planes + row * blocks * bits, absmax + row * blocks, sign, rows, blocks, levels,
-                                   totals);
+            multiply_rows<V>(panel + first * kGroupVectors * V::kWidth, tokens, count,
+                             planes + row * blocks * Levels::kBits, absmax + row * blocks, sign, rows, blocks, levels,
+                             totals);
             for (int r = 0; r < rows; ++r) {
                 for (int t = 0; t < count; ++t) {
                     store(first + t, row + r, V::sum(V::load(totals + (r * kTokenSlab + t) * V::kWidth)));
@@ -184,19 +196,23 @@ static void gemm_with(const float* panel, int64_t tokens, bool batch_invariant, 
                       const uint8_t* absmax, bool signed_scales, const float* codebook, int bits, const void* bias,
                       void* out, Dtype dtype, int64_t out_features, int64_t in_features, int64_t begin, int64_t end) {
     with_bits(bits, [&](auto width) {
-        gemm_rows<V, width()>(panel, tokens, batch_invariant, planes, absmax, signed_scales, codebook, bias, out,
-                              dtype, out_features, in_features, begin, end);
+        auto rows = gemm_rows<V, typename V::template Levels<width()>>;
+        if constexpr (width() == 5 && V::kUsesAntisymmetry) {
+            if (is_antisymmetric(codebook)) rows = gemm_rows<V, typename V::template Levels<5, true>>;
+        }
+        rows(panel, tokens, batch_invariant, planes, absmax, signed_scales, codebook, bias, out, dtype, out_features,
+             in_features, begin, end);
     });
 }
 
 template <class V>
-static int64_t gemm_panel_size_with(int64_t tokens, int64_t in_features) {
+static int64_t gemm_panel_size_with(Dtype, int64_t tokens, bool, int64_t in_features) {
     return ceil_div(num_blocks(in_features), V::kWidth) * tokens * kGroupVectors * V::kWidth;
 }
 
 template <class V>
-static void gemm_pack_with(const void* x, Dtype dtype, int64_t tokens, int64_t in_features, const uint8_t* columns,
-                           bool rotated, float* panel) {
+static void gemm_pack_with(const void* x, Dtype dtype, int64_t tokens, bool, int64_t in_features,
+                           const uint8_t* columns, bool rotated, float* panel, int64_t begin, int64_t end) {
     constexpr int kGroup = kGroupVectors * V::kWidth;
     int source[kGroup];  // for each place in a group, its column
     for (int i = 0; i < kGroup; ++i) {
@@ -206,7 +222,8 @@ static void gemm_pack_with(const void* x, Dtype dtype, int64_t tokens, int64_t i
     with_dtype(dtype, [&](auto type) {
         for (int64_t first = 0; first < in_features; first += kGroup) {
             const int64_t held = in_features - first < kGroup ? in_features - first : kGroup;
-            for (int64_t token = 0; token < tokens; ++token, panel += kGroup) {
+            float* target = panel + (first / kGroup * tokens + begin) * kGroup;
+            for (int64_t token = begin; token < end; ++token, target += kGroup) {
                 const char* row = static_cast<const char*>(x) + token * in_features * size_of(type());
                 alignas(64) float group[kGroup] = {};
                 for (int64_t i = 0; i < held; i += kBlockSize) {
@@ -214,7 +231,7 @@ static void gemm_pack_with(const void* x, Dtype dtype, int64_t tokens, int64_t i
                     transform_block<V, type()>(row, first + i, held - i, columns, rotated, values);
                     for (int v = 0; v < kBlockSize / V::kWidth; ++v) V::store(group + i + v * V::kWidth, values[v]);
                 }
-                for (int i = 0; i < kGroup; ++i) panel[i] = group[source[i]];
+                for (int i = 0; i < kGroup; ++i) target[i] = group[source[i]];
             }
         }
     });

@@ -19,6 +19,7 @@ extern const Implementation portable_implementation;  // portable.cpp
 #if defined(__x86_64__)
 extern const Implementation avx2_implementation;    // avx2.cpp
 extern const Implementation avx512_implementation;  // avx512.cpp
+extern const Implementation amx_implementation;     // amx.cpp, if HF_KBIT_AMX is defined
 #endif
 
 }  // namespace hf_kbit::cpu

@@ -1,6 +1,6 @@
 // The ops for CPUs: raw pointers in, a range of rows to work on, no threads of their own (csrc/ops spreads the rows
-// over torch's pool). The best instruction set is chosen at run time: AVX-512, AVX2 with FMA and F16C, or portable
-// C++; the environment variable HF_KBIT_CPU names a lower one.
+// over torch's pool). The best instruction set is chosen at run time: AVX-512 with AMX, AVX-512, AVX2 with FMA and
+// F16C, or portable C++; the environment variable HF_KBIT_CPU names a lower one.
 //
 // Shapes: N rows (out_features), K in_features, B = ceil(K / 32) blocks a row, M tokens. Everything is row-major and
 // contiguous. planes is int32 [N, B * bits], absmax uint8 [N, B], with signs if signed_scales, codebook float32
@@ -14,7 +14,8 @@
 
 namespace hf_kbit::cpu {
 
-// The instruction set in use: "avx512", "avx2" or "portable". Throws std::runtime_error for another HF_KBIT_CPU.
+// The instruction set in use: "amx", "avx512", "avx2" or "portable". Throws std::runtime_error for another
+// HF_KBIT_CPU.
 const char* instruction_set();
 
 // Rows [begin, end) of weight [N, K] (float32, float16 or bfloat16) to planes and absmax, whose scales are searched or
@@ -33,15 +34,19 @@ void dequantize(const int32_t* planes, const uint8_t* absmax, bool signed_scales
 void transform(const void* x, Dtype dtype, int64_t in_features, const uint8_t* columns, bool rotated, void* out,
                Dtype out_dtype, int64_t begin, int64_t end);
 
-// x @ W.T + bias for few tokens, in two steps. `gemm_pack` transforms x [M, K] and puts it into the order that `gemm`
-// reads, as float32 padded with zeros; `panel` has gemm_panel_size(M, K) floats and is aligned to 64 bytes.
-int64_t gemm_panel_size(int64_t tokens, int64_t in_features);
-void gemm_pack(const void* x, Dtype dtype, int64_t tokens, int64_t in_features, const uint8_t* columns, bool rotated,
-               float* panel);
+// With AMX, up to so many tokens of bfloat16 are multiplied by its tiles; bounds a buffer of sums.
+constexpr int kMostTileTokens = 256;
 
-// Columns [begin, end) of out [M, N] = x @ W.T + bias. Weights are decoded in registers, sums are kept in float32 and
-// rounded once to dtype. bias (dtype, [N]) may be null. One token is added up in an order of its own, which is faster,
-// unless batch_invariant.
+// x @ W.T + bias, in two steps. `gemm_pack` transforms rows [begin, end) of x [M, K] and puts them into the order that
+// `gemm` reads, as float32 or, for tiles, bfloat16, padded with zeros; `panel` has gemm_panel_size floats and is
+// aligned to 64 bytes.
+int64_t gemm_panel_size(Dtype dtype, int64_t tokens, bool batch_invariant, int64_t in_features);
+void gemm_pack(const void* x, Dtype dtype, int64_t tokens, bool batch_invariant, int64_t in_features,
+               const uint8_t* columns, bool rotated, float* panel, int64_t begin, int64_t end);
+
+// Columns [begin, end) of out [M, N] = x @ W.T + bias. Weights are decoded in registers, for tiles rounded to
+// bfloat16, sums are kept in float32 and rounded once to dtype. bias (dtype, [N]) may be null. One token is added up
+// in an order of its own, which is faster, unless batch_invariant.
 void gemm(const float* panel, int64_t tokens, bool batch_invariant, const int32_t* planes, const uint8_t* absmax,
           bool signed_scales, const float* codebook, int bits, const void* bias, void* out, Dtype dtype,
           int64_t out_features, int64_t in_features, int64_t begin, int64_t end);

@@ -111,15 +111,19 @@ struct Portable {
 
     // --- levels ---
     static constexpr int kFifthBit = 4;
+    static constexpr bool kUsesAntisymmetry = false;
 
     template <int bits>
     struct Levels {
+        static constexpr int kBits = bits;
+        static constexpr bool kAntisymmetric = false;
         float table[1 << bits];
 
         explicit Levels(const float* codebook) { std::memcpy(table, codebook, sizeof table); }
 
         // The levels of the codes in byte p of each lane are part p.
-        void of_bytes(I codes, F (&parts)[4]) const {
+        void of_bytes(I codes, I fifth, F (&parts)[4]) const {
+            codes = bit_or(codes, fifth);
             for (int p = 0; p < 4; ++p) {
                 parts[p] = each<F>([&](int i) { return table[codes.lane[i] >> (8 * p) & 0xFF]; });
             }

@@ -21,9 +21,6 @@ namespace {
 
 // Work for a thread, in weights: less is not worth waking one up.
 constexpr int64_t kGrain = 1 << 15;
-// Up to so many tokens the fused kernel is faster than decoding a slice and multiplying; with matrix units for
-// bfloat16 up to half as many. (2 threads each of an EPYC Milan and of a Xeon with AMX, 2026-11-21.)
-constexpr int64_t kFusedTokens = 32;
 // Weights decoded at a time for more tokens: 16 MB of float32, small beside the model and large enough for a matmul.
 constexpr int64_t kSlice = 1 << 22;
 
@@ -42,6 +39,14 @@ bool has_bfloat16_arithmetic() {
 #else
     return false;
 #endif
+}
+
+// Up to so many tokens the fused kernel is faster than decoding a slice and having torch multiply. (2 threads each of
+// an EPYC Milan, 2026-11-21, and of a Xeon with AMX, 2026-11-23.)
+int64_t fused_tokens(Dtype dtype) {
+    if (dtype != Dtype::bfloat16 || !has_bfloat16_arithmetic()) return 32;
+    static const bool tiles = std::string(cpu::instruction_set()) == "amx";
+    return tiles ? cpu::kMostTileTokens : 16;
 }
 
 const int32_t* words_of(const Packed& packed) { return static_cast<const int32_t*>(packed.words.const_data_ptr()); }
@@ -90,11 +95,13 @@ Tensor transformed(const Tensor& x, Dtype dtype, const Packed& packed, int64_t w
 Tensor fused_gemm(const Tensor& x, Dtype dtype, const Packed& planes, const std::optional<Tensor>& bias,
                   bool invariant, Tensor out) {
     const int64_t tokens = x.numel() / planes.in_features;
-    const int64_t panel_size = cpu::gemm_panel_size(tokens, planes.in_features);
+    const int64_t panel_size = cpu::gemm_panel_size(dtype, tokens, invariant, planes.in_features);
     Tensor panel = new_tensor(x, {panel_size}, ScalarType::Float);
     auto* panel_data = static_cast<float*>(panel.mutable_data_ptr());
-    cpu::gemm_pack(x.const_data_ptr(), dtype, tokens, planes.in_features, column_scales_of(planes), planes.rotated,
-                   panel_data);
+    torch::stable::parallel_for(0, tokens, row_grain(planes.in_features), [&](int64_t begin, int64_t end) {
+        cpu::gemm_pack(x.const_data_ptr(), dtype, tokens, invariant, planes.in_features, column_scales_of(planes),
+                       planes.rotated, panel_data, begin, end);
+    });
     const void* bias_data = bias ? bias->const_data_ptr() : nullptr;
     void* out_data = out.mutable_data_ptr();
     torch::stable::parallel_for(0, planes.out_features, row_grain(planes.in_features),
@@ -195,7 +202,7 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
         return linear(x, decoded(planes, dtype), bias);
     }
     const bool matrix_units = dtype == Dtype::bfloat16 && has_bfloat16_arithmetic();
-    if (invariant || tokens <= (matrix_units ? kFusedTokens / 2 : kFusedTokens)) {
+    if (invariant || tokens <= fused_tokens(dtype)) {
         std::optional<Tensor> contiguous_bias;
         if (bias) contiguous_bias = as_contiguous(*bias);
         return fused_gemm(as_contiguous(x), dtype, planes, contiguous_bias, invariant, out);

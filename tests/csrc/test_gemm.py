@@ -4,9 +4,9 @@ import cases
 import pytest
 import torch
 
-from hf_kbit import reference
+from hf_kbit import codebooks, reference
 
-TOKENS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 70]
+TOKENS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 70, 256, 257]
 FORMS = pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
 
 
@@ -52,6 +52,18 @@ def test_every_shape(device, shape, bits, dtype, tiled):
     *packed, codebook = cases.quantized(shape, bits)
     for tokens in (1, 6, 16, 40):
         assert_gemm(cases.x((tokens,), shape[1], dtype), packed, codebook, shape, None, device, tiled)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("other", [None, 0, 7, 15, 16, 31], ids="{}".format)
+def test_levels_that_are_not_antisymmetric(device, other, tokens):
+    """At 5 bits a CPU takes half as many look-ups where the upper levels are the lower ones with the other sign."""
+    shape = (35, 520)
+    packed = cases.random_packed(shape, 5)
+    codebook = torch.tensor(codebooks.optimal(5, signed=True)) if other is None else cases.codebook(5)
+    if other is not None:
+        codebook[other] *= 0.75
+    assert_gemm(cases.x((tokens,), shape[1]), packed, codebook, shape, None, device, False)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 16, 40])
