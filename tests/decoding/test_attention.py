@@ -45,6 +45,20 @@ def test_against_torch(shape, dtype, device):
     torch.testing.assert_close(found.double().cpu(), expected, rtol=1.01 * torch.finfo(dtype).eps, atol=2e-6)
 
 
+def test_one_part(device, monkeypatch):
+    """Of many blocks, whose largest products grow, and are so large that no weight may be computed without them."""
+    kernels = pytest.importorskip("hf_kbit.decoding.attention_kernels", exc_type=ImportError)
+    query, keys = torch.full((1, 2, 1, 16), 5.0), torch.rand(1, 2, 200, 16, generator=torch.Generator().manual_seed(0))
+    keys *= torch.linspace(0, 9, 200)[:, None]
+    mask = torch.ones(1, 1, 1, 200, dtype=torch.bool)
+    expected = scaled_dot_product_attention(query.double(), keys.double(), keys.double(), scale=1.0).transpose(1, 2)
+    on_device = [state.to(device) for state in (query, keys, keys, mask)]
+    for programs in (1, kernels.PROGRAMS):
+        monkeypatch.setattr(kernels, "PROGRAMS", programs)
+        found = attend_one_token(*on_device, 1.0)
+        torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-3, atol=0)
+
+
 def test_the_op(device):
     """Its fake too, with a mask that all sequences share and with a scale of its own."""
     pytest.importorskip("triton")
