@@ -289,7 +289,8 @@ def test_same_as_float_model_with_rounded_weights(case):
         expected = weight.mT if layer.transposed else weight
         assert torch.equal(layer.dequantize(case.dtype), expected), f"{name}: decoded weight"
     assert_same_outputs(run(case.model, case.inputs), run(reference, case.inputs), "forward", exact=False)
-    if case.architecture.generates:
+    # In 16 bits the two best tokens may be nearer each other than products of another order of sums are.
+    if case.architecture.generates and case.dtype == torch.float32:
         found, expected = generate(case.model, case.inputs), generate(reference, case.inputs)
         assert found.shape[1] >= NEW_TOKENS and torch.equal(found, expected), "generate"
 
