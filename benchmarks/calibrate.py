@@ -1,7 +1,7 @@
 """Times calibrating a model whose layers go to the GPU one after another: seconds of a layer, and memory.
 
     python benchmarks/calibrate.py [--methods feedback,weighted] [--bits 4] [--layers 3] [--sequences 128]
-                                   [--length 2048] [--batch 4] [--shape llama-3-8b] [--tune 1500]
+                                   [--length 2048] [--batch 4] [--shape llama-3-8b] [--tune 1000]
                                    [--json results.jsonl]
     python benchmarks/calibrate.py --shape qwen3-30b-a3b --layers 2 --methods weighted  # a mixture of 128 experts
 

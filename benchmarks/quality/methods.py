@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 import hf_kbit
 from benchmarks.quality.data import training_text
 from hf_kbit.calibration.data import PROMPTS, token_ids
-from hf_kbit.calibration.layerwise import METHODS
+from hf_kbit.calibration.layerwise import METHODS, written
 from hf_kbit.calibration.writing import write
 from hf_kbit.format import BITS
 from hf_kbit.widths import choose_widths
@@ -172,10 +172,17 @@ def load_calibrated(folder: Path, device: str, bits: int, method: str, data=trai
     return calibrate(model, data(folder, model), bits=bits, method=method)
 
 
-def load_tuned(folder: Path, device: str, bits: float) -> nn.Module:
-    """On what the model writes, all of which is in the time that it takes."""
+@cache
+def text_to_tune_on(folder: Path, device: str) -> torch.Tensor:
+    """What the model writes where it is to be tuned without data. It takes as long as tuning does: once for all."""
     model = load(folder, device)
-    hf_kbit.quantize_model(model, bits=bits, calibrate=True, tune=True)
+    return written(model, None, None, True, torch.device(device), False).cpu()
+
+
+def load_tuned(folder: Path, device: str, bits: float) -> nn.Module:
+    """What ``calibrate=True, tune=True`` gives without data."""
+    text, model = text_to_tune_on(folder, device), load(folder, device)
+    hf_kbit.quantize_model(model, data=text, bits=bits, tune=True)
     return model
 
 

@@ -89,7 +89,7 @@ def calibrate(
             model, a fifth of the steps, on its output; then scales, norms and biases of the whole model on how it
             predicted the next token in 16 bits, if there is memory for it some six times in 16 bits, and for its
             activations. The bytes stay as many; what is gained on sequences that were held out is in the log and the
-            model card. True: 1500 steps, or 200 on a CPU. Without data the model then writes 4096 sequences, or 256 on
+            model card. True: 1000 steps, or 200 on a CPU. Without data the model then writes 4096 sequences, or 256 on
             a CPU; of these, or of the data's, 128 at most are for the layers. Causal language models only.
         batch: sequences that go through a layer at a time.
         device: where a layer is while it is calibrated: a GPU then has room for one of them, with its statistics, a

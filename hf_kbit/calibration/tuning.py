@@ -51,7 +51,7 @@ from hf_kbit.transforms import rotate, to_stored
 
 # By the type of the device that computes; "" is any other than a CPU. Steps unless a number is asked for, tokens of
 # each, and how many sequences and tokens of each the model writes if there is no data.
-STEPS, TOKENS = {"cpu": 200, "": 1500}, {"cpu": 1024, "": 8192}
+STEPS, TOKENS = {"cpu": 200, "": 1000}, {"cpu": 1024, "": 8192}
 LAYER_STEPS = 5  # of the steps for the whole model, one of so many is taken for each layer
 AMOUNTS = {"cpu": (256, 256), "": (4096, 640)}
 # Of the first steps; they fall to 0 as a cosine. Measured on SmolLM2-135M as above, and codes on a trained model of

@@ -65,7 +65,7 @@ def command(
         typer.Option(
             min=1,
             help="Number of steps of --tune for the whole model; each layer gets a fifth. "
-            "Default: 1500, or 200 on a CPU.",
+            "Default: 1000, or 200 on a CPU.",
         ),
     ] = None,
     text: Text = None,
