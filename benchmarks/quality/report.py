@@ -334,6 +334,12 @@ def plot(methods: dict[tuple, dict], file: Path) -> None:
 IN_SHORT = (
     ("hf_kbit, no data", "hf_kbit", (DEFAULT,), "#1b9e77"),
     ("hf_kbit, calibrated on its own text", "hf_kbit", (FEEDBACK + OWN_TEXT,), "#00441b"),
+    (
+        "hf_kbit, tuned on its own text",
+        "hf_kbit",
+        (FEEDBACK + OWN_TEXT + TUNED, FEEDBACK + OWN_TEXT + TUNED + MIXED),
+        "#000000",
+    ),
     ("bitsandbytes NF4", "bitsandbytes", ("NF4, block 64",), "#7570b3"),
     ("HQQ, groups of 64", "hqq", ("group 64",), "#d95f02"),
     ("HQQ, groups of 32", "hqq", ("group 32",), "#fdae6b"),
