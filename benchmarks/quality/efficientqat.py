@@ -1,4 +1,4 @@
-"""The recipe of EfficientQAT by our own code, on its own grid and on the text that hf_kbit's tuned rows are trained on.
+"""The recipe of EfficientQAT in our own code, on its own grid and on the text that hf_kbit's tuned rows train on.
 
 A group of ``GROUP`` weights has a scale in float16 and a zero point of as many bits as a weight: code ``c`` stands for
 ``(c - zero) * scale``. Rounding counts as the identity on the way back. Two stages train what is stored:
@@ -7,9 +7,8 @@ A group of ``GROUP`` weights has a scale in float16 and a zero point of as many 
    to that of the model in 16 bits. The layer reads what the quantized layers before it make.
 2. E2E-QP, of the whole model: scales alone, on how it predicts the next token of the text.
 
-Adam takes as many steps, of as many tokens, as in ``hf_kbit.calibration.tuning``. Other than in the paper, rates are
-of what a group of weights is, so that they fit models of any size; the paper's, for weights of Llama 2, are of the same
-order for its many more steps.
+Adam takes as many steps, of as many tokens, as in ``hf_kbit.calibration.tuning``. Rates are relative to the weights
+and to the scales, as the paper's are for models of one family and for more steps.
 
 Source: arXiv:2407.11062.
 """
@@ -32,7 +31,8 @@ GROUP, BITS = 64, (2, 3)
 WEIGHTS, SCALES, ZEROS = 5e-3, 5e-3, 5e-3
 SCALES_OF_WHOLE = 1e-3
 LAST = 0.05  # of the rates that they fall to, as a cosine
-TINY = 1e-8
+TINY = 1e-8  # the least of a scale
+EPSILON = 1e-20  # Adam's: the gradient of a mean is tiny for a single weight
 
 
 class Grid:
@@ -45,8 +45,9 @@ class Grid:
                 raise ValueError(f"{name}: found rows of {shape[-1]} weights, expected a multiple of {GROUP}")
         self.most = 2**bits - 1
         self.weights = torch.cat([weight.float().view(-1, GROUP) for weight in weights.values()])
-        low, high = (end.clamp(**zero) for end, zero in zip(self.weights.aminmax(dim=1, keepdim=True), ZERO_INSIDE))
-        self.scales = ((high - low) / self.most).clamp(min=TINY)
+        low, high = self.weights.aminmax(dim=1, keepdim=True)
+        low = low.clamp(max=0)
+        self.scales = ((high.clamp(min=0) - low) / self.most).clamp(min=TINY)
         self.zeros = -low / self.scales
 
     def parameters(self) -> list[torch.Tensor]:
@@ -63,16 +64,10 @@ class Grid:
 
     def values(self, codes, scales, zeros, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Decoded weights, by the names of the model's parameters."""
-        decoded = (
-            ((codes - zeros) * scales).to(dtype).split([shape.numel() // GROUP for shape in self.shapes.values()])
-        )
-        return {
-            f"{name}.weight": part.view(shape)
-            for (name, shape), part in zip(self.shapes.items(), decoded, strict=True)
-        }
-
-
-ZERO_INSIDE = {"max": 0}, {"min": 0}  # of what a group's codes reach
+        sizes = [shape.numel() // GROUP for shape in self.shapes.values()]
+        parts = ((codes - zeros) * scales).to(dtype).split(sizes)
+        shapes = self.shapes.items()
+        return {f"{name}.weight": part.view(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
 
 
 def _through(value: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
@@ -85,7 +80,7 @@ def descend(
 ) -> list[float]:
     """Takes the steps; ``loss`` of a step's number is to be small. Returns the mean of each tenth of them."""
     groups = [{"params": [parameter], "lr": rate} for parameter, rate in rates]
-    optimizer = torch.optim.Adam(groups, fused=True)
+    optimizer = torch.optim.Adam(groups, eps=EPSILON, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: LAST + (1 - LAST) * (1 + math.cos(math.pi * step / steps)) / 2
     )
