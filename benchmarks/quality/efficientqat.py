@@ -121,8 +121,9 @@ def train(model: nn.Module, text: torch.Tensor, bits: int, steps: int) -> tuple[
             return [(slice(0, 2 * len(read)), run(slice(None)))]
         grid = Grid({name: model.get_submodule(name).weight for name in names[layer]}, bits)
         weights, scales, zeros = grid.parameters()
-        aims = [_output(run(part)) for part in _parts(0, len(read), rows)]
-        inputs = _parts(len(read), 2 * len(read), rows)
+        first, inputs = _parts(0, len(read), rows), _parts(len(read), 2 * len(read), rows)
+        dense = [run(part) for part in first]
+        aims = [_output(output) for output in dense]
 
         def error(number: int) -> torch.Tensor:
             place = number % len(inputs)
@@ -134,8 +135,7 @@ def train(model: nn.Module, text: torch.Tensor, bits: int, steps: int) -> tuple[
         grids[layer] = grid
         with tuning.holding(model, grid.values(*grid.stored(), dtype)):
             found = [run(part) for part in inputs]
-        dense = [run(part) for part in _parts(0, len(read), rows)]
-        return list(zip([*_parts(0, len(read), rows), *inputs], [*dense, *found], strict=True))
+        return zip([*first, *inputs], [*dense, *found], strict=True)
 
     capture.stream(model, list(names), torch.cat([read, read]), device, visit)
     return losses, _train_scales(model, list(grids.values()), text, rows, steps)
