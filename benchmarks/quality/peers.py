@@ -13,7 +13,18 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GgufConfig, SinqConfig
 
-from benchmarks.quality.methods import HEADS, Method, Storage, dtype_of, linears, load, training_sequences
+from benchmarks.quality.efficientqat import efficientqat_methods
+from benchmarks.quality.methods import (
+    HEADS,
+    OWN_TEXT,
+    Method,
+    Storage,
+    dtype_of,
+    linears,
+    load,
+    own_sequences,
+    training_sequences,
+)
 
 # Half-precision scale and zero for so many weights: 0.5 bits, the 0.25 of hf_kbit, and more than either.
 HQQ_GROUPS = (64, 128, 32)
@@ -239,12 +250,14 @@ def sinq_methods() -> list[Method]:
 # --- AutoRound ------------------------------------------------------------------------------------
 
 
-def load_autoround(folder: Path, device: str, bits: int, group: int, symmetric: bool) -> nn.Module:
+def load_autoround(
+    folder: Path, device: str, bits: int, group: int, symmetric: bool, data=training_sequences
+) -> nn.Module:
     """Calibrated on the sequences that hf_kbit reads: the data it takes by itself are on the Hub."""
     from auto_round import AutoRound
 
     model, tokenizer = load(folder, device), AutoTokenizer.from_pretrained(folder)
-    sequences = training_sequences(folder, model)
+    sequences = data(folder, model)
     quantizer = AutoRound(
         model,
         tokenizer,
@@ -277,13 +290,14 @@ def autoround_methods() -> list[Method]:
         Method(
             "auto-round",
             bits,
-            f"{'symmetric, ' if symmetric else ''}group {group}",
-            partial(load_autoround, bits=bits, group=group, symmetric=symmetric),
+            f"{'symmetric, ' if symmetric else ''}group {group}{text}",
+            partial(load_autoround, bits=bits, group=group, symmetric=symmetric, data=data),
             autoround_storage,
             "decoded weights, torch",
         )
         for bits in (2, 3, 4)
         for group, symmetric in AUTOROUND
+        for text, data in (("", training_sequences), (OWN_TEXT, own_sequences))
     ]
 
 
@@ -387,5 +401,6 @@ def peers() -> list[Method]:
         *torchao_methods(),
         *sinq_methods(),
         *autoround_methods(),
+        *efficientqat_methods(),
         *llama_cpp_methods(),
     ]

@@ -3,6 +3,7 @@
 import gzip
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -19,12 +20,13 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
+from hf_kbit.calibration import tuning
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.format import BITS
 from hf_kbit.reference import encode_e4m4
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("data", "methods", "measure", "peers", "report", "tables", "train")
+NAMES = ("data", "efficientqat", "methods", "measure", "peers", "report", "tables", "train")
 WIDTH, INNER, LAYERS = 64, 128, 2
 
 
@@ -415,6 +417,37 @@ def test_bits_per_weight_of_autoround(quality, folder, symmetric, overhead):
     storage = quality.peers.autoround_storage(model)
     assert storage.weights == WEIGHTS
     assert 8 * (storage.code_bytes + storage.other_bytes) / WEIGHTS == pytest.approx(3 + overhead, rel=1e-3)
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_efficientqat(quality, trained, bits, monkeypatch, capsys):
+    """What is left is on its grid, and each stage makes its loss fall; nothing else of the model changes."""
+    folder, _ = trained
+    monkeypatch.setitem(tuning.STEPS, "cpu", 60)
+    text = quality.methods.training_sequences(folder, quality.methods.load(folder, "cpu"))
+    monkeypatch.setattr(quality.efficientqat, "text_to_tune_on", lambda *_: text)
+    own = r"torch {} EfficientQAT's recipe in our own code, group 64, own text"
+    (method,) = [method for method in quality.peers.peers() if method.label == own.format(bits)]
+    model, reference = method.load(folder, "cpu"), quality.methods.load(folder, "cpu")
+    layers, layers_after, whole, whole_after = map(float, re.findall(r"\d+\.?\d*(?:e-\d+)?", capsys.readouterr().out))
+    assert layers_after < 0.9 * layers and whole_after < whole - 0.01
+    assert quality.measure.sizes(method, model, reference)["bits_per_weight"] == bits + (16 + bits) / 64
+    quantized = quality.methods.linears(model)
+    for name, parameter in reference.named_parameters():
+        now = model.get_parameter(name)
+        if name.removesuffix(".weight") not in quantized:
+            assert torch.equal(now, parameter), name
+            continue
+        levels = [group.unique() for group in now.detach().double().view(-1, 64)]
+        assert max(map(len, levels)) == 2**bits, name
+        full = torch.stack([own for own in levels if len(own) == 2**bits])
+        places = full / full.diff().amin(dim=1, keepdim=True)  # of float16, so not quite whole numbers
+        torch.testing.assert_close(places, places.round(), rtol=0, atol=0.05)
+
+
+def test_rows_that_efficientqat_cannot_group_are_refused(quality):
+    with pytest.raises(ValueError, match="q_proj: found rows of 96 weights, expected a multiple of 64"):
+        quality.efficientqat.Grid({"q_proj": torch.ones(2, 96)}, 2)
 
 
 def test_mean_squares_of_inputs(quality, folder):
