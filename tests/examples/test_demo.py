@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from byte_tokenizer import byte_tokenizer
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import hf_kbit
@@ -34,7 +34,6 @@ def demo(monkeypatch):
         print(result.stdout)
 
     monkeypatch.setattr(module.subprocess, "run", run)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return module
 
 
@@ -52,8 +51,12 @@ def model(tmp_path):
     return tmp_path
 
 
-def test_all_of_it(demo, model, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["demo.py", "--model", str(model)])
+@pytest.mark.parametrize("tuned", [False, True])
+def test_all_of_it(tuned, demo, model, monkeypatch, capsys):
+    calibration = {"sequences": 2, "length": 32} | ({"tune": 5} if tuned else {})
+    monkeypatch.setattr(demo, "TUNING" if tuned else "CALIBRATION", calibration)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--model", str(model), *["--tune"] * tuned])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     verbosity = transformers.logging.get_verbosity()
     try:
         demo.main()
@@ -76,8 +79,32 @@ def test_all_of_it(demo, model, monkeypatch, capsys):
         assert perplexity == f"{found:.1f}"
         assert float(bits) == pytest.approx(settings.get("bits", 16) + bool(settings) * 0.25, abs=0.5)
 
+    assert rows[-1][0] == ("2 bits, calibrated, tuned" if tuned else "2 bits, calibrated")
+    calibrated = AutoModelForCausalLM.from_pretrained(model)
+    hf_kbit.quantize_model(calibrated, bits=2, calibrate=True, tokenizer=byte_tokenizer(), **calibration)
+    found = hf_kbit.evaluate(calibrated, demo.PASSAGE, tokenizer=byte_tokenizer()).perplexity
+    assert rows[-1][-1] == f"{found:.1f}"
+    (answers,) = [text for part, text in parts.items() if part.startswith("ten more questions")]
+    assert sum(f"{question}\n    " in answers for question in demo.SIMPLE_QUESTIONS) == 10
+
     losses = [float(loss) for loss in re.findall(r"loss (\S+),", printed)]
     assert losses[-1] < losses[0] / 2 and len(losses) <= demo.STEPS
+
+
+def test_questions_answered_together(demo, model, device, capsys):
+    """Each is answered as it is alone, though they differ in length."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.pad_token = tokenizer.eos_token
+    assert len({len(question) for question in demo.SIMPLE_QUESTIONS}) > 1
+    speaker = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, device_map=device)
+    demo.ask_simple_questions(speaker, tokenizer)
+    alone = []
+    for question in demo.SIMPLE_QUESTIONS:
+        ids = tokenizer(f"<u>{question}<a>", return_tensors="pt").to(device)
+        ids = speaker.generate(**ids, max_new_tokens=demo.SIMPLE_ANSWER_TOKENS, do_sample=False)
+        said = tokenizer.decode(ids[0], skip_special_tokens=True).partition("<a>")[2]
+        alone.append(f"{question}\n    {' '.join(said.split())}\n")
+    assert capsys.readouterr().out == "".join(alone)
 
 
 def test_a_package_that_is_missing(demo, monkeypatch, tmp_path):
