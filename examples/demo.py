@@ -52,8 +52,8 @@ SIMPLE_QUESTIONS = (
     "What is the sun?",
 )
 ANSWER_TOKENS, SIMPLE_ANSWER_TOKENS = 48, 32
-# What the 2-bit model is calibrated on: far less than the 64 sequences of 256 tokens that a CPU would take otherwise.
-CALIBRATION = {"sequences": 8, "length": 128}
+# What the 2-bit model is calibrated on: a quarter of the 64 sequences that a CPU would take otherwise.
+CALIBRATION = {"sequences": 16, "length": 256}
 TUNING = {"tune": True}  # takes more text, as much as it needs
 # Nobody has written this anywhere else, so the model cannot know it.
 LESSONS = {

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hf_kbit.saving import load_into, save
     from hf_kbit.widths import bits_for_memory, choose_widths, embedding_bits_for_memory
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 __all__ = [
     "KbitConfig",
     "KbitEmbedding",

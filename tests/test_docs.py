@@ -130,9 +130,13 @@ def test_errors_of_codebooks_on_the_quickstart_page():
                 assert float(cell) == pytest.approx(error, rel=0.01), (codebook, scale, bits)
 
 
-def test_version_of_the_citation():
+def test_version_of_the_citation_and_the_changelog():
+    """The first heading of the changelog may be of what is not released yet."""
     citation = (DOCS.parent / "CITATION.cff").read_text()
     assert re.findall(r"^version: (.*)$", citation, flags=re.MULTILINE) == [hf_kbit.__version__]
+    changelog = (DOCS.parent / "CHANGELOG.md").read_text()
+    heading = re.search(r"^## \[(.*?)\](?: - \d{4}-\d\d-\d\d)?$", changelog, flags=re.MULTILINE)
+    assert heading[1] in (hf_kbit.__version__, "Unreleased")
 
 
 # --- docs/finetuning.md ---

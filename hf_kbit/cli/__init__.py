@@ -9,6 +9,7 @@ import typer
 
 import hf_kbit
 from hf_kbit.cli import bench, chat, eval, info, quantize, run
+from hf_kbit.cli.options import flat
 from hf_kbit.cli.output import in_one_line
 
 app = typer.Typer(
@@ -37,9 +38,9 @@ def main(
     """
 
 
-app.command("quantize")(in_one_line("quantize", quantize.command, quantize.INTERRUPTED))
-app.command("chat")(in_one_line("chat", chat.command))
-app.command("bench")(in_one_line("bench", bench.command))
-app.command("eval")(in_one_line("eval", eval.command))
+app.command("quantize")(in_one_line("quantize", flat(quantize.command), quantize.INTERRUPTED))
+app.command("chat")(in_one_line("chat", flat(chat.command)))
+app.command("bench")(in_one_line("bench", flat(bench.command)))
+app.command("eval")(in_one_line("eval", flat(eval.command)))
 app.command("run", context_settings=run.SETTINGS)(run.command)
 app.command("info")(in_one_line("info", info.command))

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_kbit.cli.device import Device, resolve_device
-from hf_kbit.cli.model import Dtype, Revision, TrustRemoteCode, check_dtype
-from hf_kbit.cli.output import Traceback, line
+from hf_kbit.cli.model import Loading
+from hf_kbit.cli.output import line
 
 if TYPE_CHECKING:
     from hf_kbit.cli.generate import Speed
@@ -24,16 +24,14 @@ def command(
         Path | None, typer.Option(help="File to draw the figures into as well. Default: they are only printed.")
     ] = None,
     device: Device = None,
-    dtype: Dtype = "auto",
-    revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
-    traceback: Traceback = False,
+    *,
+    loading: Loading,
 ) -> None:
     """Time a quantized model on this machine: memory, prompt and new tokens, beside the same model in 16 bits.
 
     The model in 16 bits is the quantized one, decoded, so no second model is needed.
     """
-    device, dtype = resolve_device(device), check_dtype(dtype)
+    device = resolve_device(device)
     if png is not None:
         _pyplot()  # before anything that takes time
 
@@ -43,8 +41,7 @@ def command(
     from hf_kbit.cli.generate import load, measure
     from hf_kbit.integrations.transformers.cards import widths
 
-    source = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = AutoConfig.from_pretrained(model, **source)
+    config = AutoConfig.from_pretrained(model, **loading.source)
     found = getattr(config, "quantization_config", None) or {}
     if found.get("quant_method") != "kbit":
         raise ValueError(
@@ -56,7 +53,7 @@ def command(
             f"--prompt-tokens: found {prompt_tokens} and --new-tokens {new_tokens}, expected at most {positions} "
             f"together, the positions of {model}"
         )
-    packed = load(model, device, dtype, **source)
+    packed = load(model, device, loading)
     name = widths(packed)
     where = (
         torch.cuda.get_device_name(device) if packed.device.type == "cuda" else f"{torch.get_num_threads()} threads"

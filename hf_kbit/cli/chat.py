@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from hf_kbit.cli.device import Device, resolve_device
-from hf_kbit.cli.model import Dtype, Revision, TrustRemoteCode, check_dtype
-from hf_kbit.cli.output import Traceback
+from hf_kbit.cli.model import Loading
 
 
 def command(
@@ -17,24 +16,21 @@ def command(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Number of tokens that an answer has at most.")] = 512,
     device: Device = None,
-    dtype: Dtype = "auto",
-    revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
-    traceback: Traceback = False,
+    *,
+    loading: Loading,
 ) -> None:
     """Talk to a model: answers appear as they are written, with the number of tokens per second.
 
     A model without a chat template continues the text that it is given.
     """
-    device, dtype = resolve_device(device), check_dtype(dtype)
+    device = resolve_device(device)
 
     from transformers import AutoTokenizer, TextStreamer
 
     from hf_kbit.cli.generate import Clock, generate, load
 
-    source = {"revision": revision, "trust_remote_code": trust_remote_code}
-    tokenizer = AutoTokenizer.from_pretrained(model, **source)
-    speaker = load(model, device, dtype, **source)
+    tokenizer = AutoTokenizer.from_pretrained(model, **loading.source)
+    speaker = load(model, device, loading)
     said = []
     while (text := prompt if prompt is not None else _ask()) is not None:
         said.append({"role": "user", "content": text})

@@ -1,15 +1,15 @@
 """``hf-kbit eval``: what quantization costs a language model."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hf_kbit.cli.device import resolve_device
-from hf_kbit.cli.model import Dtype, Revision, TrustRemoteCode, check_dtype
-from hf_kbit.cli.output import Traceback, line
+from hf_kbit.cli.model import Loading
+from hf_kbit.cli.output import line
 from hf_kbit.cli.text import Column, Dataset, Split, Text, read_text
 
 if TYPE_CHECKING:
@@ -62,9 +62,8 @@ def command(
             "if there is none."
         ),
     ] = None,
-    dtype: Dtype = "auto",
-    revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    loading: Loading,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON. Default: a table to read.")] = False,
     card: Annotated[
         bool,
@@ -72,7 +71,6 @@ def command(
             "--card", help="Write the figures into README.md in MODEL, a folder. Default: they are printed alone."
         ),
     ] = False,
-    traceback: Traceback = False,
 ) -> None:
     """Measure what quantization costs: perplexity, and how far the model is from the 16-bit one."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -80,14 +78,14 @@ def command(
     from hf_kbit.evaluation import check, evaluate
     from hf_kbit.integrations.transformers.cards import write_figures
 
-    load = {"device_map": resolve_device(device), "dtype": check_dtype(dtype)}
+    load = {"device_map": resolve_device(device), "dtype": loading.dtype}
     if card and (bits is not None or not Path(model).is_dir()):
         raise ValueError(f"--card: found it for {model}, expected a folder with the quantized model, and no --bits")
     if bits is not None and reference is None:
         reference = model
     # What is said of MODEL holds for the other arguments where they name it too.
-    code = {"trust_remote_code": trust_remote_code}
-    source = {name: code | ({"revision": revision} if name == model else {}) for name in (model, reference, tokenizer)}
+    others = replace(loading, revision=None).source
+    source = {name: loading.source if name == model else others for name in (model, reference, tokenizer)}
     configs = {name: AutoConfig.from_pretrained(name, **source[name]) for name in (model, reference) if name}
     quantization = _quantization(model, configs[model], bits, codebook, scale)
     vocabulary = tokenizer or model

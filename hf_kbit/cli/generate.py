@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import hf_kbit
+from hf_kbit.cli.model import Loading
 
 
 class Clock(BaseStreamer):
@@ -49,9 +50,10 @@ class Speed:
     peak: int | None
 
 
-def load(model: str, device: str, dtype: str, **source) -> PreTrainedModel:
+def load(model: str, device: str, loading: Loading) -> PreTrainedModel:
     """The causal language model of that name, ready to generate."""
-    return AutoModelForCausalLM.from_pretrained(model, device_map=device, dtype=dtype, **source).eval()
+    options = {"device_map": device, "dtype": loading.dtype}
+    return AutoModelForCausalLM.from_pretrained(model, **options, **loading.source).eval()
 
 
 def generate(model: PreTrainedModel, **options) -> torch.Tensor:

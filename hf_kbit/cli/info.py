@@ -5,7 +5,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 import hf_kbit
-from hf_kbit.cli.output import Traceback, line
+from hf_kbit.cli.output import line
 
 
 def _version(package: str) -> str:
@@ -15,7 +15,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def command(traceback: Traceback = False) -> None:
+def command() -> None:
     """Show what is installed and what is missing, why, and what to do about it."""
     import torch
 

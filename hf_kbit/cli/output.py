@@ -2,16 +2,17 @@
 
 import errno
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from functools import wraps
+from inspect import Parameter, signature
+from traceback import print_exception
 from typing import Annotated
 
 import typer
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MEMORY = ("can't allocate memory", "cannot allocate memory")  # torch's words, and the system's
-Traceback = Annotated[
+TRACEBACK = Annotated[
     bool,
     typer.Option("--traceback", help="Show where an error comes from. Default: one line that says what is wrong."),
 ]
@@ -27,7 +28,7 @@ def in_one_line(name: str, command: Callable[..., None], interrupted: str = "") 
     """The command, which ends with one line of what is wrong, on stderr, instead of a traceback.
 
     An error that none of our checks is known to raise keeps its traceback, and the line says that it is a bug. With
-    ``--traceback``, which every command has as an argument, all errors keep it.
+    ``--traceback``, an option that each command gets here, all errors keep it.
 
     Args:
         name: of the command, as the user typed it.
@@ -35,7 +36,7 @@ def in_one_line(name: str, command: Callable[..., None], interrupted: str = "") 
     """
 
     @wraps(command)
-    def run(**options):
+    def run(*, traceback: bool, **options):
         try:
             command(**options)
         except KeyboardInterrupt:
@@ -45,11 +46,14 @@ def in_one_line(name: str, command: Callable[..., None], interrupted: str = "") 
             raise
         except Exception as error:
             reason, expected = _reason(error)
-            if options.get("traceback") or not expected:
-                traceback.print_exception(error, file=sys.stderr)
+            if traceback or not expected:
+                print_exception(error, file=sys.stderr)
             typer.echo(f"hf-kbit {name}: {reason}", err=True)
             raise typer.Exit(1) from None
 
+    shown = signature(command)
+    option = Parameter("traceback", Parameter.KEYWORD_ONLY, default=False, annotation=TRACEBACK)
+    run.__signature__ = shown.replace(parameters=[*shown.parameters.values(), option])
     return run
 
 

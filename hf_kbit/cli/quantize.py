@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from hf_kbit.cli.device import Device, resolve_device
-from hf_kbit.cli.model import Dtype, Revision, TrustRemoteCode, check_dtype
-from hf_kbit.cli.output import Traceback, line
+from hf_kbit.cli.model import Loading
+from hf_kbit.cli.output import line
 from hf_kbit.cli.text import Column, Dataset, Split, Text, read_text
 from hf_kbit.format import BITS
 
@@ -110,16 +110,14 @@ def command(
         typer.Option(help="Name or pattern of layers to leave in 16 bits. Can be given several times. Default: none."),
     ] = None,
     device: Device = None,
-    dtype: Dtype = "auto",
-    revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    loading: Loading,
     push_to_hub: Annotated[
         str | None,
         typer.Option(
             metavar="REPOSITORY", help="Name on the Hub to upload the saved model to. Default: it is not uploaded."
         ),
     ] = None,
-    traceback: Traceback = False,
 ) -> None:
     """Quantize a model and save it.
 
@@ -135,11 +133,10 @@ def command(
 
     start = time.monotonic()
     device, size = resolve_device(device), None if memory is None else parse_size(memory, "--memory")
-    source = {"revision": revision, "trust_remote_code": trust_remote_code}
+    source, dtype = loading.source, loading.dtype
     mixed = bool(bits and bits % 1)
     needs_dense = calibrate or size is not None or mixed
     _check(model, bits, size, method, source, needs_dense)
-    dtype = check_dtype(dtype)
     choices = ({"codebook": codebook} if codebook else {}) | ({"bits": bits if mixed else int(bits)} if bits else {})
     config = KbitConfig(modules_to_not_convert=skip or [], embedding_bits=embedding_bits, **choices)
     if tune and not calibrate:
@@ -161,7 +158,7 @@ def command(
         else:
             quantized = load(model, dtype=dtype, device_map=device, quantization_config=config, **source)
         quantized.save_pretrained(output.model)
-        _copy_beside(model, revision, output.model)
+        _copy_beside(model, loading.revision, output.model)
         output.publish()
     saved = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     line("saved", f"{out}: {saved / 1e6:,.3g} MB, after {time.monotonic() - start:,.0f} s")

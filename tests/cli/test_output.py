@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import get_type_hints
+from typing import Annotated, get_args, get_origin
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from hf_kbit.calibration import tuning
 from hf_kbit.calibration.data import LENGTH, SEQUENCES
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.calibration.writing import AMOUNTS
-from hf_kbit.cli.output import Traceback, in_one_line
+from hf_kbit.cli.output import in_one_line
 
 FULL = "the disk is full, or a file must not be so large"
 SHORT = "memory is too small"
@@ -29,7 +29,7 @@ SHORT = "memory is too small"
 def ended_by(error: BaseException, cause: BaseException | None = None, arguments=()):
     """What a command does that ends with the error."""
 
-    def command(traceback: Traceback = False):
+    def command():
         raise error from cause
 
     app = typer.Typer(pretty_exceptions_enable=False)
@@ -138,13 +138,12 @@ class Option:
 def options() -> list[Option]:
     """Of all commands."""
     found = []
-    for command in (*COMMANDS, "run"):
-        function = getattr(cli, command).command
-        kinds = get_type_hints(function, include_extras=True)
-        for name, parameter in inspect.signature(function).parameters.items():
-            kind, *details = getattr(kinds[name], "__args__", [None])[0], *getattr(kinds[name], "__metadata__", ())
-            if details and isinstance(details[0], typer.models.OptionInfo):
-                found.append(Option(command, name, kind, parameter.default, details[0].help))
+    for command in cli.app.registered_commands:
+        for name, parameter in inspect.signature(command.callback).parameters.items():
+            if get_origin(parameter.annotation) is Annotated:
+                kind, details = get_args(parameter.annotation)
+                if isinstance(details, typer.models.OptionInfo):
+                    found.append(Option(command.name, name, kind, parameter.default, details.help))
     return found
 
 
