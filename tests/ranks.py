@@ -68,22 +68,26 @@ CONFIGS = {
 # --- processes ------------------------------------------------------------------------------------
 
 
-def run(function: Callable, folder: Path) -> list:
-    """What ``function(rank, folder)`` returns in each process of a group, of gloo; an error of one is raised here.
+def run(function: Callable, folder: Path, device: str = "cpu") -> list:
+    """What ``function(rank, folder)`` returns in each process of a group, of gloo or, with a GPU for each, of NCCL; an
+    error of one is raised here.
 
     The function is looked up by its name in its file, for pytest has test files in no module that others could import.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["ranks"])  # imported once for all
-    place = function.__code__.co_filename, function.__name__, folder
+    place = function.__code__.co_filename, function.__name__, folder, device
     multiprocessing.start_processes(_in_group, place, SIZE, start_method="forkserver")
-    return [torch.load(folder / f"found{rank}.pt") for rank in range(SIZE)]
+    return [torch.load(folder / f"found{rank}.pt", map_location="cpu") for rank in range(SIZE)]
 
 
-def _in_group(rank: int, file: str, name: str, folder: Path) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(SIZE)}
+def _in_group(rank: int, file: str, name: str, folder: Path, device: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(SIZE), "LOCAL_WORLD_SIZE": str(SIZE)}
     torch.set_num_threads(1)
-    patience = timedelta(seconds=60)
-    dist.init_process_group("gloo", f"file://{folder}/group", timeout=patience, world_size=SIZE, rank=rank)
+    backend, patience = "gloo", timedelta(seconds=60)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        backend, patience = "nccl", timedelta(seconds=300)  # compiling takes longer in one process than in another
+    dist.init_process_group(backend, f"file://{folder}/group", timeout=patience, world_size=SIZE, rank=rank)
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     torch.save(getattr(module, name)(rank, folder), folder / f"found{rank}.pt")
@@ -145,13 +149,13 @@ def all_tiled(model: torch.nn.Module) -> bool:
 
 def logits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     with torch.no_grad():
-        return {"logits": model(IDS).logits}
+        return {"logits": model(IDS.to(model.device)).logits}
 
 
 def outcome(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Logits, and the gradient of what goes into the first layer."""
     found = logits(model)  # FSDP2 wants to see the whole model run before a part of it
-    embeddings = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    embeddings = model.get_input_embeddings()(IDS.to(model.device)).detach().requires_grad_()
     model(inputs_embeds=embeddings).logits.square().sum().backward()
     return found | {"gradient": embeddings.grad}
 
