@@ -111,8 +111,10 @@ def load_shared(folder: Path, plan: DistributedConfig | None):
 def fsdp(folder: Path):
     model = adapted(load(folder, device_map=own_device()), prepared=False)
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
-    for layer in model.get_base_model().model.layers:
-        fully_shard(layer, mesh=mesh)
+    base = model.get_base_model()
+    for part in (base.model.embed_tokens, *base.model.layers):
+        fully_shard(part, mesh=mesh)
+    fully_shard([base.model.norm, base.lm_head], mesh=mesh, reshard_after_forward=False)  # backward begins with them
     return fully_shard(model, mesh=mesh)
 
 
@@ -185,7 +187,11 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3-70b")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--ways", default="tensor,fsdp,ddp", help=f"of {','.join(WAYS)}; default %(default)s")
+    parser.add_argument(
+        "--ways",
+        default="tensor,fsdp,ddp",
+        help=f"of {','.join(WAYS)}; '' makes the checkpoint alone; default %(default)s",
+    )
     parser.add_argument("--modes", type=modes, default=MODES, help="of decoding")
     parser.add_argument("--sequences", type=int, default=4, help="in each process")
     parser.add_argument("--tokens", type=int, default=1024, help="of a sequence")
@@ -207,7 +213,7 @@ def main() -> None:
         if first:
             report.line(**line)
 
-    for way in arguments.ways.split(","):
+    for way in filter(None, arguments.ways.split(",")):
         measure(way, folder, (arguments.sequences, arguments.tokens), arguments.modes, emit)
     dist.destroy_process_group()
 

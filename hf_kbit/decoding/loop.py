@@ -7,8 +7,9 @@ the order of a call: ``refusals.py`` names what cannot be done; the prompt goes 
 runs a step, with ``attention.py``; and tokens reach the host a few steps late.
 """
 
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -89,7 +90,7 @@ def decode(
         reports.add(prompt)
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
         compiled = not generation_config.disable_compile
-        with model._optimize_model_for_decode():
+        with model._optimize_model_for_decode(), _without_backward_hooks(model):
             step = None
             for length in range(prompt + 2, longest + 1):
                 if reports.ended:
@@ -107,6 +108,19 @@ def _processes(model) -> ProcessGroup | None:
     """Those that share the model, each of which runs the same steps."""
     mesh = getattr(model, "_device_mesh", None)
     return None if mesh is None else (mesh["tp"] if mesh.ndim > 1 else mesh).get_group()
+
+
+@contextmanager
+def _without_backward_hooks(model) -> Iterator[None]:
+    """Inside, the model has none: plans of tensor parallelism put some on norms, and they cut compiled code up."""
+    hooked = [(module, module._backward_hooks) for module in model.modules() if module._backward_hooks]
+    for module, _ in hooked:
+        module._backward_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        for module, hooks in hooked:
+            module._backward_hooks = hooks
 
 
 class _Reports:

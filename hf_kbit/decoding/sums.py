@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch.distributed import ProcessGroup, _functional_collectives
+from torch.distributed import ProcessGroup
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.fx import Graph, Node
 
@@ -58,7 +58,7 @@ class SumDirectly(CustomGraphPass):
             x, _, group = node.args
             with graph.inserting_before(node):
                 summed = graph.call_function(torch.ops.hf_kbit.sum_directly.default, (x, group))
-            summed.meta.update(wait.meta)
+            summed.meta["val"] = wait.meta["val"]
             wait.replace_all_uses_with(summed)
             graph.erase_node(wait)
             graph.erase_node(node)
@@ -77,7 +77,8 @@ def _is_small(node: Node) -> bool:
 def sum_directly(x: Tensor, group: str) -> Tensor:
     """The sum over the processes of a group that is connected, of ``x`` of at most ``MOST_BYTES``, in its dtype."""
     if not x.is_cuda:
-        return _functional_collectives.all_reduce(x, "sum", group)
+        collectives = torch.ops._c10d_functional
+        return collectives.wait_tensor(collectives.all_reduce(x, "sum", group))
     part = _parts[group][: x.nbytes].view(x.dtype).view(x.shape)
     return torch.ops.symm_mem.one_shot_all_reduce_copy(part, x.contiguous(), "sum", group)
 
