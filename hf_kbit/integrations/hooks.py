@@ -168,6 +168,12 @@ TRANSFORMERS_HOOKS = (
         lost="tie_weights() cuts the bias of a quantized head on a GPU",
     ),
     Hook(
+        "transformers.modeling_utils:PreTrainedModel.gather_sharded_state_dict_for_save",
+        ("self", "model_to_save", "state_dict", "distributed_config"),
+        "hf_kbit.integrations.transformers.tying:store_once",
+        lost="a table that is tied to a head is stored twice from a model on disk or sharded by FSDP2",
+    ),
+    Hook(
         "transformers.modeling_utils:PreTrainedModel.set_use_kernels",
         ("self", "use_kernels", "kernel_config"),
         "hf_kbit.integrations.transformers.kernels:refuse_packed_experts",

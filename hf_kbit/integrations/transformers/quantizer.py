@@ -417,12 +417,6 @@ class KbitHfQuantizer(HfQuantizer):
         if getattr(model.config, "distributed_config", None) is None and any(map(is_sharded, model.parameters())):
             # By FSDP2, and not by Transformers, which would gather them: all for the first process, none for others.
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        if tied := tying.tied(model):
-            # Transformers itself saves them once, but not of a model that is on disk.
-            state = model.state_dict() if state is None else state
-            for name in tied:
-                for suffix in checkpoint.PACKED_SUFFIXES:
-                    state.pop(name + suffix, None)
         return state, {checkpoint.DIGEST: self.quantization_config.digest()}
 
     def _dequantize(self, model, dtype=None):

@@ -71,11 +71,14 @@ def in_each_process(rank, folder):
     model = ranks.load(folder / "qwen3_moe", distributed_config=DistributedConfig(fsdp_size=ranks.SIZE))
     model.save_pretrained(folder / "by Transformers")
     found["loaded"] = ranks.logits(model)["logits"]
+    plan = DistributedConfig(fsdp_size=ranks.SIZE)
+    ranks.load(folder / "tied", distributed_config=plan).save_pretrained(folder / "tied" / "by Transformers")
     return found
 
 
 def checkpoints(folder):
-    ranks.save_quantized("qwen3_moe", folder)
+    for name in ("qwen3_moe", "tied"):
+        ranks.save_quantized(name, folder)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +120,10 @@ def test_resuming(found, alone):
 @pytest.mark.parametrize("way", ["by hand", "by Transformers"])
 def test_saving_gives_the_bytes_of_one_process(found, folder, way):
     ranks.assert_saved_as(folder / way, folder / "qwen3_moe")
+
+
+def test_a_tied_head_is_stored_once(found, folder):
+    ranks.assert_saved_as(folder / "tied" / "by Transformers", folder / "tied")
 
 
 def test_a_checkpoint_loads_sharded(found, folder):
