@@ -21,7 +21,7 @@ from transformers.distributed import DistributedConfig
 from hf_kbit import KbitConfig
 from hf_kbit.nn import weight
 from hf_kbit.nn.embedding import KbitEmbedding
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.nn.weight import KbitWeight, local
 
 SIZE = 2
 OLD = Version(transformers.__version__) < Version("5.21")  # Transformers, with other settings for experts
@@ -103,6 +103,12 @@ def complaint(function: Callable, *args, **kwargs) -> str:
     return "none"
 
 
+def complaint_before_reading(function: Callable, *args, **kwargs) -> str:
+    """``complaint``, of a call that reads no weight before."""
+    with patch.object(PreTrainedModel, "_load_pretrained_model", side_effect=AssertionError):
+        return complaint(function, *args, **kwargs)
+
+
 # --- models ---------------------------------------------------------------------------------------
 
 
@@ -115,8 +121,12 @@ def save_quantized(model: str, folder: Path, name: str = "", **settings) -> None
         for parameter in dense.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
     dense.save_pretrained(folder / name / "dense")
-    config = KbitConfig(bits=3, **CONFIGS.get(model, {}))
-    load(folder / name / "dense", quantization_config=config).save_pretrained(folder / name)
+    load(folder / name / "dense", quantization_config=config(model)).save_pretrained(folder / name)
+
+
+def config(model: str, **settings) -> KbitConfig:
+    """How ``save_quantized`` quantizes a model, but for what is given."""
+    return KbitConfig(**({"bits": 3} | CONFIGS.get(model, {}) | settings))
 
 
 def load(path: Path, **kwargs) -> PreTrainedModel:
@@ -145,6 +155,21 @@ def all_tiled(model: torch.nn.Module) -> bool:
     """Whether all layers hold tiles but tables that are tied to no head, which never do."""
     layers = quantized_layers(model)
     return all(layer.is_tiled for layer in layers if layer.tied or not isinstance(layer, KbitEmbedding))
+
+
+def sizes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """For each quantized layer, how often its packed tensors have what this process has of them."""
+    return {
+        name: tuple(tensor.numel() // local(tensor).numel() for tensor in layer.packed.values())
+        for name, layer in model.named_modules()
+        if isinstance(layer, KbitWeight)
+    }
+
+
+def kept_besides(model: torch.nn.Module) -> set[int]:
+    """Bytes of memory that packed tensors keep besides what this process has of them, as views of whole ones do."""
+    parts = [local(tensor) for layer in quantized_layers(model) for tensor in layer.packed.values()]
+    return {part.untyped_storage().nbytes() - part.nbytes for part in parts}
 
 
 def logits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
