@@ -36,6 +36,7 @@ from timing import Report, driver
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -126,10 +127,15 @@ DECODING, TRAINING = {"tensor": tensor, "expert": expert}, {"fsdp": fsdp, "ddp":
 WAYS = DECODING | TRAINING
 
 
-def decoded(model, mode: str) -> dict:
+def decoded(model, mode: str, kernels: bool) -> dict:
     torch.manual_seed(0)  # all processes work on the same prompt
     with torch.no_grad():
         ms, compilation = decode_compiled(model, 1, mode) if mode in COMPILED else (decode(model, 1)[0], {})
+        if kernels:
+            with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+                decode(model, 1, **COMPILED.get(mode, {}))
+    if kernels and dist.get_rank() == 0:
+        print(profiled.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=80))
     return {"ms": ms, **compilation}
 
 
@@ -164,7 +170,7 @@ def most(number: float) -> float:
     return numbers.item()
 
 
-def measure(way: str, folder: Path, shape: tuple[int, int], of_decoding: list[str], emit) -> None:
+def measure(way: str, folder: Path, shape: tuple[int, int], of_decoding: list[str], kernels: bool, emit) -> None:
     """Calls ``emit`` with what was measured of each mode, or of training."""
     gc.collect()
     if DEVICE == "cuda":
@@ -177,7 +183,7 @@ def measure(way: str, folder: Path, shape: tuple[int, int], of_decoding: list[st
     model = WAYS[way](folder)
     loaded = {"load_s": most(now() - start), "loaded_GB": most(allocated() - before) / 1e9}
     for mode in of_decoding if way in DECODING else ["training"]:
-        measured = decoded(model, mode) if way in DECODING else trained(model, shape)
+        measured = decoded(model, mode, kernels) if way in DECODING else trained(model, shape)
         emit(way=way, mode=mode, **measured, **loaded, peak_GB=most(peak() - before) / 1e9)
 
 
@@ -193,6 +199,7 @@ def main() -> None:
         help=f"of {','.join(WAYS)}; '' makes the checkpoint alone; default %(default)s",
     )
     parser.add_argument("--modes", type=modes, default=MODES, help="of decoding")
+    parser.add_argument("--kernels", action="store_true", help="print the time of each kernel in decoding")
     parser.add_argument("--sequences", type=int, default=4, help="in each process")
     parser.add_argument("--tokens", type=int, default=1024, help="of a sequence")
     parser.add_argument("--json", help="file to append a JSON line for each measurement to")
@@ -214,7 +221,8 @@ def main() -> None:
             report.line(**line)
 
     for way in filter(None, arguments.ways.split(",")):
-        measure(way, folder, (arguments.sequences, arguments.tokens), arguments.modes, emit)
+        shape = arguments.sequences, arguments.tokens
+        measure(way, folder, shape, arguments.modes, arguments.kernels, emit)
     dist.destroy_process_group()
 
 

@@ -74,10 +74,16 @@ def in_each_process(rank, folder):
         found[way, name] = {"tiled": ranks.all_tiled(model), torch.float32: ranks.outcome(model)}
         if saves(way, name):
             model.save_pretrained(folder / way / name)
-        loops = LOOPS if (way, name) in COMPILED else ["generate", "decode, not compiled"]
+        # Masks of eager attention, which GPT-OSS has, cannot be recorded as Transformers makes them before 5.24.
+        plain = "decode" if name == "gpt_oss" else "decode, not compiled"
+        loops = LOOPS if (way, name) in COMPILED else ["generate", plain]
         found[way, name] |= {loop: tokens(model, loop) for loop in loops}
         torch.compiler.reset()
         found[way, name][torch.bfloat16] = ranks.logits(load(way, folder / name, torch.bfloat16))
+    plan = DistributedConfig(tp_size=ranks.SIZE)
+    model = ranks.load(folder / "llama" / "dense", distributed_config=plan, quantization_config=ranks.config("llama"))
+    model.save_pretrained(folder / "on the fly")
+    found["on the fly"] = ranks.all_tiled(model)
     found["connected"] = sorted(sums._parts)
     for way in TRAINED:
         model = ranks.adapt(ranks.load(folder / "qwen3_moe", device_map="cpu" if "planes" in way else f"cuda:{rank}"))
@@ -124,6 +130,11 @@ def test_saving_gives_the_bytes_of_one_process(found, folder, way, name):
     if not saves(way, name):
         pytest.skip("this torch cannot gather what is sharded in strides")
     ranks.assert_saved_as(folder / way / name, folder / name)
+
+
+def test_quantizing_while_loading_gives_the_bytes_of_one_process(found, folder):
+    ranks.assert_saved_as(folder / "on the fly", folder / "llama")
+    assert all(process["on the fly"] for process in found)
 
 
 @pytest.mark.parametrize("way", TRAINED)
