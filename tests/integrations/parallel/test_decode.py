@@ -84,8 +84,8 @@ def test_other_seeds_are_refused(found):
 
 
 def test_sums_of_compiled_code(found, folder):
-    """Two of each layer; the logits, which are gathered, stay as they are."""
+    """Two of each layer, and that of the table where Transformers shares it; the logits are gathered, not summed."""
     expected = logits_of(ranks.load(folder / "llama"), {"input_ids": ranks.IDS})
     for process in found:
-        assert sum(process["replaced"]) == 2 * ranks.SETTINGS["num_hidden_layers"]
+        assert sum(process["replaced"]) == 2 * ranks.SETTINGS["num_hidden_layers"] + (not ranks.OLD)
         assert relative(process["compiled"], expected) < 2e-6
