@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_kbit.decoding.cache import CACHE
 from hf_kbit.decoding.choice import Choice
-from hf_kbit.decoding.refusals import refuse, refuse_cache, refuse_generators
+from hf_kbit.decoding.refusals import refuse, refuse_cache, refuse_in_processes
 from hf_kbit.decoding.step import WAYS, Step, Way
 from hf_kbit.decoding.sums import connect
 
@@ -73,8 +73,7 @@ def decode(
     """
     refuse(model, input_ids, generation_config, synced_gpus, assistant_model, model_kwargs)
     if (group := _processes(model)) is not None:
-        if generation_config.do_sample:
-            refuse_generators(group, model.device)
+        refuse_in_processes(generation_config, group, model.device)
         if model.device.type == "cuda":
             connect(group, model.device)
     way = WAYS.get(model.device.type, Way())

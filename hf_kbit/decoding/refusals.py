@@ -30,8 +30,15 @@ def refuse_cache(model, cache: Cache, tokens: int) -> None:
         )
 
 
-def refuse_generators(group: ProcessGroup, device: torch.device) -> None:
-    """Raises a ValueError if processes that share a model would draw different tokens of the same probabilities."""
+def refuse_in_processes(config: GenerationConfig, group: ProcessGroup, device: torch.device) -> None:
+    """Raises a ValueError if processes that share a model would come to different tokens, or to different ends."""
+    if config.max_time is not None:
+        raise ValueError(
+            "hf_kbit.decode: found max_time, expected none for a model that processes share: one of them would end "
+            "before another, which would wait for it"
+        )
+    if not config.do_sample:
+        return
     own = (torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()).numpy().tobytes()
     states = [None] * group.size()
     dist.all_gather_object(states, own, group=group)

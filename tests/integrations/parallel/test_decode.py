@@ -42,7 +42,10 @@ def in_each_process(rank, folder):
             "sampled": tokens(model, custom_generate=hf_kbit.decode, **SAMPLED),
         }
     sample = {"custom_generate": hf_kbit.decode, **SAMPLED}
-    found["complaint"] = ranks.complaint(tokens, model, seed=rank, **sample)
+    found["complaints"] = {
+        "seed": ranks.complaint(tokens, model, seed=rank, **sample),
+        "time": ranks.complaint(tokens, model, max_time=60.0, custom_generate=hf_kbit.decode),
+    }
     return found | compiled(load("tensor", folder / "llama"))
 
 
@@ -78,9 +81,10 @@ def test_tokens_are_those_of_one_process(found, folder, way, name, settings):
         assert torch.equal(process[way, name]["sampled" if settings else "greedy"], expected)
 
 
-def test_other_seeds_are_refused(found):
+def test_what_processes_would_not_agree_on_is_refused(found):
     for process in found:
-        assert "found random generators in different states in the processes" in process["complaint"]
+        assert "found random generators in different states in the processes" in process["complaints"]["seed"]
+        assert "found max_time, expected none for a model that processes share" in process["complaints"]["time"]
 
 
 def test_sums_of_compiled_code(found, folder):
