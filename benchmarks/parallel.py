@@ -9,6 +9,8 @@ into --folder, where later runs find it. The ways:
 
 - tensor, expert: decoding of one sequence by the parallelism of that name, for each of --modes as ``model.py`` has
   them, with its milliseconds from token to token; with one process, a model on one GPU,
+- sums: microseconds of the sum over processes of what one token hands from layer to layer, in a CUDA graph of many, by
+  NCCL and, where GPUs can, directly, as ``hf_kbit.decode`` does it,
 - fsdp, ddp: LoRA as in ``qlora.py``, milliseconds of a step of --sequences in each process; with one process, ``ddp``
   is a step on one GPU.
 
@@ -41,9 +43,10 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hf_kbit
+from hf_kbit.decoding.sums import connect, connected, sum_directly
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WARM_UP, STEPS = 2, 5
+WARM_UP, STEPS, SUMS = 2, 5, 100
 
 
 # --- the checkpoint -------------------------------------------------------------------------------
@@ -121,6 +124,25 @@ def fsdp(folder: Path):
 
 def ddp(folder: Path):
     return DistributedDataParallel(adapted(load(folder, device_map=own_device()), prepared=False))
+
+
+def sum_us(numbers: int, direct: bool) -> float:
+    x, group = torch.ones(1, numbers, dtype=torch.bfloat16, device=own_device()), dist.group.WORLD
+
+    def many():
+        for _ in range(SUMS):
+            sum_directly(x, group.group_name) if direct else dist.all_reduce(x.clone())
+
+    many()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        many()
+    times = []
+    for _ in range(WARM_UP + STEPS):
+        start = now()
+        graph.replay()
+        times.append(now() - start)
+    return statistics.median(times[WARM_UP:]) / SUMS * 1e6
 
 
 DECODING, TRAINING = {"tensor": tensor, "expert": expert}, {"fsdp": fsdp, "ddp": ddp}
@@ -221,6 +243,12 @@ def main() -> None:
             report.line(**line)
 
     for way in filter(None, arguments.ways.split(",")):
+        if way == "sums":
+            connect(dist.group.WORLD, own_device())
+            for direct in (False, True)[: 1 + connected(dist.group.WORLD)]:
+                us = sum_us(SHAPES[arguments.shape]["hidden_size"], direct)
+                emit(way=way, mode="direct" if direct else "NCCL", us=most(us))
+            continue
         shape = arguments.sequences, arguments.tokens
         measure(way, folder, shape, arguments.modes, arguments.kernels, emit)
     dist.destroy_process_group()

@@ -40,6 +40,11 @@ def connect(group: ProcessGroup, device: torch.device) -> None:
             config.post_grad_custom_post_pass = SumDirectly()
 
 
+def connected(group: ProcessGroup) -> bool:
+    """Whether ``sum_directly`` sums over the processes of the group on their GPUs."""
+    return group.group_name in _parts
+
+
 def _on_one_machine(group: ProcessGroup) -> bool:
     """Whether all processes are on this machine, and see the GPUs of one another."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == dist.get_world_size()
