@@ -6,10 +6,11 @@ import pytest
 import ranks
 import torch
 from adapters import relative
+from torch._dynamo.utils import counters
 from transformers.distributed import DistributedConfig
 
 import hf_kbit
-from hf_kbit.decoding import sums
+from hf_kbit.decoding import loop, sums
 from hf_kbit.decoding.step import logits_of
 
 WAYS = {"tensor": ("llama", "qwen3_moe", "tied"), "expert": ("qwen3_moe", "gpt_oss")}
@@ -46,7 +47,17 @@ def in_each_process(rank, folder):
         "seed": ranks.complaint(tokens, model, seed=rank, **sample),
         "time": ranks.complaint(tokens, model, max_time=60.0, custom_generate=hf_kbit.decode),
     }
+    found["graphs"] = graphs(load("tensor", folder / "qwen3_moe"))
     return found | compiled(load("tensor", folder / "llama"))
+
+
+def graphs(model) -> tuple[int, int, bool]:
+    """How many graphs a step is, and how many breaks it has; and whether the model has its hooks afterwards."""
+    counters.clear()
+    with loop._without_backward_hooks(model), torch.no_grad():
+        torch.compile(logits_of, dynamic=False, backend="eager")(model, {"input_ids": ranks.IDS})
+    hooks = any(module._backward_hooks for module in model.modules())
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), hooks
 
 
 def compiled(model) -> dict:
@@ -85,6 +96,12 @@ def test_what_processes_would_not_agree_on_is_refused(found):
     for process in found:
         assert "found random generators in different states in the processes" in process["complaints"]["seed"]
         assert "found max_time, expected none for a model that processes share" in process["complaints"]["time"]
+
+
+def test_a_step_is_one_graph(found):
+    """Though plans of Transformers 5.17 put hooks on Qwen3's norms, that add up gradients; the model keeps them."""
+    for process in found:
+        assert process["graphs"] == (1, 0, ranks.OLD)
 
 
 def test_sums_of_compiled_code(found, folder):
