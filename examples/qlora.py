@@ -2,18 +2,22 @@
 
     python examples/qlora.py --model Qwen/Qwen3-0.6B --data notes.txt --out adapter
     accelerate launch --num_processes 2 examples/qlora.py --model Qwen/Qwen3-0.6B --data notes.jsonl --out adapter
+    accelerate launch --num_processes 2 --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \\
+        examples/qlora.py --model qwen3-4bit --data notes.jsonl --out adapter
 
 The data is a text file, or a .jsonl file whose lines have a field "text". It is cut into blocks of --block tokens; the
 last ones are held out, and the loss on them is printed before and after training. --out gets the adapter and the
 checkpoints, from which --resume goes on. --merge writes a model that has the adapter in its weights.
 
-Without a network, --model is a folder that holds a model and its tokenizer. With several processes, each has all of
-the model on a GPU of its own, and a batch of its own. Needs hf_kbit[peft].
+Without a network, --model is a folder that holds a model and its tokenizer. With several processes, each has a GPU and
+a batch of its own, and all of the model or, by FSDP2 as in the last command, a part of each layer; a model that no GPU
+can hold should be quantized before. Needs hf_kbit[peft].
 """
 
 import argparse
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -32,6 +36,8 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_kbit
+
+SHARDED = os.environ.get("ACCELERATE_USE_FSDP") == "true"  # by accelerate launch --use_fsdp
 
 
 def command_line() -> argparse.Namespace:
@@ -61,6 +67,8 @@ def command_line() -> argparse.Namespace:
         parser.error(f"--held-out: found {arguments.held_out}, expected more than 0 and less than 1")
     if arguments.merge_kbit and not arguments.merge:
         parser.error("--merge-kbit needs --merge")
+    if arguments.merge and SHARDED:
+        parser.error("--merge: found a model that FSDP shards, expected all of it in a process: merge it afterwards")
     checkpoint = get_last_checkpoint(arguments.out) if arguments.out.is_dir() else None
     if arguments.resume and not checkpoint:
         parser.error(f"--resume: found no checkpoint in {arguments.out}")
@@ -138,7 +146,7 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
 
 
 def load(arguments: argparse.Namespace, training: TrainingArguments):
-    """The quantized model with a new adapter, all of it on the device of this process."""
+    """The quantized model with a new adapter, all of it on the device of this process, or still to be sharded."""
     if getattr(AutoConfig.from_pretrained(arguments.model), "quantization_config", None) is None:
         quantization = {"quantization_config": hf_kbit.KbitConfig(bits=arguments.bits or 4)}
     elif arguments.bits is None:
@@ -146,9 +154,9 @@ def load(arguments: argparse.Namespace, training: TrainingArguments):
     else:
         sys.exit(f"--bits: found {arguments.bits}, expected none, for {arguments.model} is quantized already")
     dtype = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(
-        arguments.model, dtype=dtype, device_map={"": training.device}, **quantization
-    )
+    # A GPU quantizes faster, but need not be able to hold what is to be sharded.
+    device = "cpu" if SHARDED and not quantization else training.device
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, device_map={"": device}, **quantization)
     # Not reentrant: that other kind of checkpointing works under DistributedDataParallel with restrictions only.
     model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
     lora = LoraConfig(r=arguments.rank, lora_alpha=arguments.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -178,7 +186,10 @@ def main() -> None:
     trainable, _ = model.get_nb_trainable_parameters()
     say(f"{len(train)} blocks to train on, {len(held_out)} held out, {trainable / 1e6:.2f} million trained parameters")
     trainer.train(resume_from_checkpoint=arguments.resume)
-    trainer.save_model()
+    if SHARDED:  # of which Trainer would save all of the model, or nothing
+        trainer.model.save_pretrained(arguments.out, is_main_process=trainer.is_world_process_zero())
+    else:
+        trainer.save_model()
     trainer.evaluate()
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     say(f"held-out loss: {losses[0]:.4f} before training, {losses[-1]:.4f} after it")

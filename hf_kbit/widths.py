@@ -47,7 +47,7 @@ from hf_kbit.nn.experts import is_projection
 from hf_kbit.nn.weight import KbitWeight
 
 ASKED = 8  # tokens that a model reads to tell what it keeps of them
-CACHES = ("past_key_values", "cache_params", "state", "mems")  # names of the cache among a model's outputs
+CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")  # names of the cache among a model's outputs
 LOGITS = 1 << 27  # as many at once, with their gradients
 SEED = 0  # of the tokens that are drawn
 SEQUENCES = 8  # of a text, unless others are asked for

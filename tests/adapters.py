@@ -5,16 +5,24 @@ import functools
 import tempfile
 
 import peft
+import pytest
 import torch
 from accelerate.hooks import attach_align_device_hook
+from packaging.version import Version
 from peft import LoraConfig
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_kbit import KbitConfig, KbitLinear
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]  # [72, 72], [36, 72] and [72, 100]: no block of 32 fits
 IDS = torch.arange(2 * 9).reshape(2, 9)
+
+through_transformers = pytest.mark.skipif(
+    Version(peft.__version__) < Version(MIN_PEFT_VERSION),
+    reason=f"the models of this Transformers take adapters by PEFT {MIN_PEFT_VERSION}, found {peft.__version__}",
+)
 
 
 def load(dense: PreTrainedModel, device="cpu", **settings) -> PreTrainedModel:

@@ -21,7 +21,7 @@ from transformers.distributed import DistributedConfig
 from hf_kbit import KbitConfig
 from hf_kbit.nn import weight
 from hf_kbit.nn.embedding import KbitEmbedding
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.nn.weight import KbitWeight, local
 
 SIZE = 2
 OLD = Version(transformers.__version__) < Version("5.21")  # Transformers, with other settings for experts
@@ -68,22 +68,26 @@ CONFIGS = {
 # --- processes ------------------------------------------------------------------------------------
 
 
-def run(function: Callable, folder: Path) -> list:
-    """What ``function(rank, folder)`` returns in each process of a group, of gloo; an error of one is raised here.
+def run(function: Callable, folder: Path, device: str = "cpu") -> list:
+    """What ``function(rank, folder)`` returns in each process of a group, of gloo or, with a GPU for each, of NCCL; an
+    error of one is raised here.
 
     The function is looked up by its name in its file, for pytest has test files in no module that others could import.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["ranks"])  # imported once for all
-    place = function.__code__.co_filename, function.__name__, folder
+    place = function.__code__.co_filename, function.__name__, folder, device
     multiprocessing.start_processes(_in_group, place, SIZE, start_method="forkserver")
-    return [torch.load(folder / f"found{rank}.pt") for rank in range(SIZE)]
+    return [torch.load(folder / f"found{rank}.pt", map_location="cpu") for rank in range(SIZE)]
 
 
-def _in_group(rank: int, file: str, name: str, folder: Path) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(SIZE)}
+def _in_group(rank: int, file: str, name: str, folder: Path, device: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(SIZE), "LOCAL_WORLD_SIZE": str(SIZE)}
     torch.set_num_threads(1)
-    patience = timedelta(seconds=60)
-    dist.init_process_group("gloo", f"file://{folder}/group", timeout=patience, world_size=SIZE, rank=rank)
+    backend, patience = "gloo", timedelta(seconds=60)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        backend, patience = "nccl", timedelta(seconds=300)  # compiling takes longer in one process than in another
+    dist.init_process_group(backend, f"file://{folder}/group", timeout=patience, world_size=SIZE, rank=rank)
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     torch.save(getattr(module, name)(rank, folder), folder / f"found{rank}.pt")
@@ -99,6 +103,12 @@ def complaint(function: Callable, *args, **kwargs) -> str:
     return "none"
 
 
+def complaint_before_reading(function: Callable, *args, **kwargs) -> str:
+    """``complaint``, of a call that reads no weight before."""
+    with patch.object(PreTrainedModel, "_load_pretrained_model", side_effect=AssertionError):
+        return complaint(function, *args, **kwargs)
+
+
 # --- models ---------------------------------------------------------------------------------------
 
 
@@ -111,8 +121,12 @@ def save_quantized(model: str, folder: Path, name: str = "", **settings) -> None
         for parameter in dense.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
     dense.save_pretrained(folder / name / "dense")
-    config = KbitConfig(bits=3, **CONFIGS.get(model, {}))
-    load(folder / name / "dense", quantization_config=config).save_pretrained(folder / name)
+    load(folder / name / "dense", quantization_config=config(model)).save_pretrained(folder / name)
+
+
+def config(model: str, **settings) -> KbitConfig:
+    """How ``save_quantized`` quantizes a model, but for what is given."""
+    return KbitConfig(**({"bits": 3} | CONFIGS.get(model, {}) | settings))
 
 
 def load(path: Path, **kwargs) -> PreTrainedModel:
@@ -143,15 +157,30 @@ def all_tiled(model: torch.nn.Module) -> bool:
     return all(layer.is_tiled for layer in layers if layer.tied or not isinstance(layer, KbitEmbedding))
 
 
+def sizes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """For each quantized layer, how often its packed tensors have what this process has of them."""
+    return {
+        name: tuple(tensor.numel() // local(tensor).numel() for tensor in layer.packed.values())
+        for name, layer in model.named_modules()
+        if isinstance(layer, KbitWeight)
+    }
+
+
+def kept_besides(model: torch.nn.Module) -> set[int]:
+    """Bytes of memory that packed tensors keep besides what this process has of them, as views of whole ones do."""
+    parts = [local(tensor) for layer in quantized_layers(model) for tensor in layer.packed.values()]
+    return {part.untyped_storage().nbytes() - part.nbytes for part in parts}
+
+
 def logits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     with torch.no_grad():
-        return {"logits": model(IDS).logits}
+        return {"logits": model(IDS.to(model.device)).logits}
 
 
 def outcome(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Logits, and the gradient of what goes into the first layer."""
     found = logits(model)  # FSDP2 wants to see the whole model run before a part of it
-    embeddings = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    embeddings = model.get_input_embeddings()(IDS.to(model.device)).detach().requires_grad_()
     model(inputs_embeds=embeddings).logits.square().sum().backward()
     return found | {"gradient": embeddings.grad}
 

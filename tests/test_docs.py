@@ -429,11 +429,11 @@ def test_methods_and_refusals_are_on_the_finetuning_page():
 def parallel_page(rank, folder):
     """Run in each of two processes."""
     os.chdir(folder)
-    _, tensor, expert, sharded = code_blocks("parallel.md", "python")
+    _, tensor, expert, quantizing, sharded = code_blocks("parallel.md", "python")
     if ranks.OLD:
         expert = expert.replace("ep_size=2", "enable_expert_parallel=True")
-    found, names = [], {"device": "cpu"}
-    for code in (tensor, expert, sharded):
+    found, names = [], {"device": "cpu", "name": str(folder / "original" / "dense")}
+    for code in (tensor, expert, quantizing, sharded):
         exec(compile(code, "docs/parallel.md", "exec"), names)
         found.append((sum(map(is_sharded, names["model"].parameters())), ranks.logits(names["model"])["logits"]))
     return found
@@ -445,9 +445,8 @@ def test_code_of_the_parallel_page(tmp_path, monkeypatch):
     ranks.save_quantized("llama", tmp_path, "original")
     ranks.save_quantized("qwen3_moe", tmp_path, "mixture-3bit")
     exec(code_blocks("parallel.md", "python")[0], {"name": str(tmp_path / "original" / "dense")})
-    expected = [
-        ranks.logits(ranks.load(Path(name)))["logits"] for name in ("model-3bit", "mixture-3bit", "model-3bit")
-    ]
+    quantized = ("model-3bit", "mixture-3bit", "model-3bit", "model-3bit")
+    expected = [ranks.logits(ranks.load(Path(name)))["logits"] for name in quantized]
     for process in ranks.run(parallel_page, tmp_path):
         for (shards, logits), of_one in zip(process, expected, strict=True):
             assert shards and relative(logits, of_one) < 0.05

@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_kbit import KbitConfig, KbitLinear, widths
 from hf_kbit.calibration.writing import draw, write
+from hf_kbit.decoding.cache import CACHE
 from hf_kbit.format import BITS, layer_exponent
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.mixing import Layer, spend, stored_weights
@@ -533,7 +534,7 @@ def test_the_cache_is_what_the_model_keeps(name):
             for kept in ("conv1d_state", "recurrent_states")  # which the modules of RecurrentGemma keep
             if isinstance(getattr(module, kept, None), torch.Tensor)
         ]
-        kept = found.get("past_key_values", found.get("cache_params"))
+        kept = found.get(CACHE, found.get("cache_params"))
         assert widths.cache_bytes(model, tokens) == bytes_of(kept) + bytes_of(states) > 0
     assert widths.cache_bytes(model, 0) == 0
 
@@ -545,7 +546,7 @@ def test_the_cache_of_a_model_whose_encoder_reads_no_tokens():
     features = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)
     with torch.no_grad():
         found = model(input_features=features, decoder_input_ids=torch.zeros(1, 11, dtype=torch.int64), use_cache=True)
-    assert widths.cache_bytes(model, 11) == bytes_of(found.past_key_values) > 0
+    assert widths.cache_bytes(model, 11) == bytes_of(found[CACHE]) > 0
 
 
 def test_a_model_that_cannot_be_asked_is_refused_by_name():

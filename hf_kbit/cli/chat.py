@@ -42,8 +42,10 @@ def command(
             )
         clock = Clock(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
         length = {"max_new_tokens": max_new_tokens}
-        # Compiled, the first answer would come after half a minute.
-        ids = generate(speaker, **inputs.to(speaker.device), **length, streamer=clock, disable_compile=True)
+        # Compiled, the first answer would come after half a minute. The masks of eager attention need that: made as
+        # Transformers before 5.24 does, they cannot be recorded.
+        soon = speaker.config.get_text_config(decoder=True)._attn_implementation != "eager"
+        ids = generate(speaker, **inputs.to(speaker.device), **length, streamer=clock, disable_compile=soon)
         answer = ids[0, inputs["input_ids"].shape[1] :]
         said.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
         speed = "" if clock.tokens_per_second is None else f", {clock.tokens_per_second:.1f} tokens/s"

@@ -1,10 +1,17 @@
 """Keys and values in tensors that stay where they are: what a CUDA graph reads and writes."""
 
+import inspect
+
 from torch import Tensor
-from transformers import cache_utils
+from transformers import GenerationMixin, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 ROOM = 64  # lengths are multiples of it: attention kernels want aligned masks
+
+# What models call their cache: past_key_values before Transformers 5.24.
+CACHE = "cache"
+if CACHE not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
+    CACHE = "past_key_values"
 
 # Layers of Transformers' caches whose keys and values are those of the tokens, or that have none.
 GROWING = tuple(

@@ -7,21 +7,25 @@ the order of a call: ``refusals.py`` names what cannot be done; the prompt goes 
 runs a step, with ``attention.py``; and tokens reach the host a few steps late.
 """
 
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from hf_kbit.decoding.cache import CACHE
 from hf_kbit.decoding.choice import Choice
-from hf_kbit.decoding.refusals import refuse, refuse_cache
+from hf_kbit.decoding.refusals import refuse, refuse_cache, refuse_in_processes
 from hf_kbit.decoding.step import WAYS, Step, Way
+from hf_kbit.decoding.sums import connect
 
 
 def decode(
@@ -43,7 +47,7 @@ def decode(
     models and of others; ``docs/decoding.md`` has its limits. The arguments are those that ``generate`` passes.
 
     Args:
-        model: a decoder of Transformers, on one device.
+        model: a decoder of Transformers, on one device, or shared by processes under tensor or expert parallelism.
         input_ids: the prompt, int64 ``[batch, tokens]``, padded on the left.
         logits_processor: what ``generate`` made of temperature, penalties and the like, and of those given to it.
         stopping_criteria: likewise.
@@ -68,22 +72,24 @@ def decode(
     torch.Size([1, 7])
     """
     refuse(model, input_ids, generation_config, synced_gpus, assistant_model, model_kwargs)
+    if (group := _processes(model)) is not None:
+        refuse_in_processes(generation_config, group, model.device)
+        if model.device.type == "cuda":
+            connect(group, model.device)
     way = WAYS.get(model.device.type, Way())
     prompt, longest = input_ids.shape[1], stopping_criteria.max_length
     with torch.cuda.device_of(input_ids):
-        model_kwargs["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
+        model_kwargs[CACHE] = DynamicCache(config=model.config.get_text_config(decoder=True))
         outputs = model._prefill(input_ids, generation_config, model_kwargs)
         embeddings = model_kwargs.get("inputs_embeds")
-        refuse_cache(
-            model, model_kwargs["past_key_values"], (input_ids if embeddings is None else embeddings).shape[1]
-        )
+        refuse_cache(model, model_kwargs[CACHE], (input_ids if embeddings is None else embeddings).shape[1])
         choice = Choice(input_ids, logits_processor, stopping_criteria, generation_config)
         choice(outputs.logits[:, -1], prompt + 1)
         reports = _Reports(choice.reports, way.ahead, streamer)
         reports.add(prompt)
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
         compiled = not generation_config.disable_compile
-        with model._optimize_model_for_decode():
+        with model._optimize_model_for_decode(), _without_backward_hooks(model):
             step = None
             for length in range(prompt + 2, longest + 1):
                 if reports.ended:
@@ -95,6 +101,25 @@ def decode(
     if streamer is not None:
         streamer.end()
     return choice.ids[:, : prompt + new].clone()
+
+
+def _processes(model) -> ProcessGroup | None:
+    """Those that share the model, each of which runs the same steps."""
+    mesh = getattr(model, "_device_mesh", None)
+    return None if mesh is None else (mesh["tp"] if mesh.ndim > 1 else mesh).get_group()
+
+
+@contextmanager
+def _without_backward_hooks(model) -> Iterator[None]:
+    """Inside, the model has none: plans of tensor parallelism put some on norms, and they cut compiled code up."""
+    hooked = [(module, module._backward_hooks) for module in model.modules() if module._backward_hooks]
+    for module, _ in hooked:
+        module._backward_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        for module, hooks in hooked:
+            module._backward_hooks = hooks
 
 
 class _Reports:

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationConfig, GenerationMode
 
 from hf_kbit.decoding.attention import NAME as ONE_TOKEN
-from hf_kbit.decoding.cache import GROWING
+from hf_kbit.decoding.cache import CACHE, GROWING
 
 
 def refuse(model, input_ids: Tensor, config: GenerationConfig, synced_gpus, assistant_model, model_kwargs) -> None:
@@ -27,6 +30,25 @@ def refuse_cache(model, cache: Cache, tokens: int) -> None:
         )
 
 
+def refuse_in_processes(config: GenerationConfig, group: ProcessGroup, device: torch.device) -> None:
+    """Raises a ValueError if processes that share a model would come to different tokens, or to different ends."""
+    if config.max_time is not None:
+        raise ValueError(
+            "hf_kbit.decode: found max_time, expected none for a model that processes share: one of them would end "
+            "before another, which would wait for it"
+        )
+    if not config.do_sample:
+        return
+    own = (torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()).numpy().tobytes()
+    states = [None] * group.size()
+    dist.all_gather_object(states, own, group=group)
+    if len(set(states)) > 1:
+        raise ValueError(
+            "hf_kbit.decode: found random generators in different states in the processes that share the model, "
+            "expected one state: call torch.manual_seed with the same number in all of them before"
+        )
+
+
 def _of_settings(config: GenerationConfig, synced_gpus, assistant_model, model_kwargs) -> Iterator[tuple[str, str]]:
     mode = config.get_generation_mode(assistant_model)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
@@ -37,8 +59,8 @@ def _of_settings(config: GenerationConfig, synced_gpus, assistant_model, model_k
         yield "use_cache=False", "True"
     if config.cache_implementation not in (None, "dynamic", "static", "hybrid"):
         yield f"cache_implementation={config.cache_implementation!r}", "none, for it makes its own cache"
-    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
-        yield "past_key_values", "none, for it makes its own cache"
+    if getattr(model_kwargs.get(CACHE), "_is_user_defined", False):
+        yield CACHE, "none, for it makes its own cache"
     if config.compile_config is not None:
         yield "a compile_config", "none, for it compiles in its own way, or not at all with disable_compile=True"
     if synced_gpus:
@@ -59,8 +81,6 @@ def _of_model(model, input_ids: Tensor) -> Iterator[tuple[str, str]]:
     devices = sorted(set(map(str, (getattr(model, "hf_device_map", None) or {}).values())))
     if len(devices) > 1:
         yield f"a model on {', '.join(devices)}", "one device"
-    if (getattr(model, "_tp_size", None) or 1) > 1:
-        yield "tensor parallelism", "a model that is not sharded"
     if input_ids.device != model.device:
         yield f"input_ids on {input_ids.device}", f"them on {model.device}, where the model is"
     rope = str(getattr(config, "rope_parameters", None))

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_kbit.decoding.attention import of_one_token
-from hf_kbit.decoding.cache import with_room
+from hf_kbit.decoding.cache import CACHE, with_room
 from hf_kbit.decoding.choice import Choice
 
 # Tensors that a step may take. Types of tokens stay what the last one of the prompt has.
@@ -43,7 +43,7 @@ class Step:
     def __init__(self, model, choice: Choice, tokens: int, way: Way, compiled: bool, model_kwargs: dict):
         """``tokens``: how many are to come. ``model_kwargs``: as they are after the prompt; its cache is emptied."""
         self.model, self.choice, self.way, self.calls = model, choice, way, 0
-        past = model_kwargs.pop("past_key_values")
+        past = model_kwargs.pop(CACHE)
         self.position = choice.token.new_tensor(past.get_seq_length())
         self.inputs = _inputs(model, choice, with_room(past, tokens, self.position), model_kwargs)
         self.forward = logits_of
@@ -95,7 +95,7 @@ def _inputs(model, choice: Choice, cache: Cache, model_kwargs: dict) -> dict[str
     long as the cache, of which the model makes that of each position."""
     padding = model_kwargs.pop("attention_mask", None)
     inputs = model.prepare_inputs_for_generation(
-        choice.token, next_sequence_length=1, past_key_values=cache, **model_kwargs
+        choice.token, next_sequence_length=1, **{CACHE: cache}, **model_kwargs
     )
     unknown = [name for name, value in inputs.items() if isinstance(value, Tensor) and name not in INPUTS]
     if unknown:
@@ -108,14 +108,14 @@ def _inputs(model, choice: Choice, cache: Cache, model_kwargs: dict) -> dict[str
         inputs["attention_mask"] = choice.token.new_ones(len(choice.token), cache.get_max_length())
         if padding is not None:
             inputs["attention_mask"][:, : padding.shape[1]] = padding
-    return inputs | {"input_ids": choice.token, "past_key_values": cache}
+    return inputs | {"input_ids": choice.token, CACHE: cache}
 
 
 def _any_length(inputs: dict[str, Any]) -> None:
     """Has torch.compile make one code for caches of all lengths."""
     from torch._dynamo import maybe_mark_dynamic
 
-    for layer in inputs["past_key_values"].layers:
+    for layer in inputs[CACHE].layers:
         if layer.keys is not None:
             maybe_mark_dynamic(layer.keys, 2)
             maybe_mark_dynamic(layer.values, 2)

@@ -58,6 +58,7 @@ class Hook:
 
 
 _LOADING, _QUANTIZER = "transformers.core_model_loading", "transformers.quantizers.base:HfQuantizer"
+_SHARDING = "transformers.distributed.sharding_utils"
 TRANSFORMERS_NAMES = (
     Name(f"{_LOADING}:ConversionOps.convert", ("self", "input_dict")),
     Name(f"{_LOADING}:WeightConverter"),
@@ -67,6 +68,9 @@ TRANSFORMERS_NAMES = (
     Name(f"{_LOADING}:rename_source_key", ("source_key", "weight_renamings", "weight_converters")),
     Name(f"{_LOADING}:revert_weight_conversion", ("model", "state_dict")),
     Name("transformers.conversion_mapping:get_model_conversion_mapping", ("model",)),
+    Name(f"{_SHARDING}:DtensorShardOperation", ("param",)),
+    Name(f"{_SHARDING}:DtensorShardOperation.shard_tensor", ("self", "source")),
+    Name(f"{_SHARDING}:_dtensor_from_local_like", ("local_tensor", "ref")),
     Name("transformers.modeling_utils:PreTrainedModel.should_save_on_this_rank", ("self", "is_main_process")),
     Name("transformers.pytorch_utils:Conv1D"),
     Name("transformers.quantizers.auto:register_quantization_config", ("method",)),
@@ -160,6 +164,12 @@ TRANSFORMERS_HOOKS = (
         ("self", "new_num_tokens", "pad_to_multiple_of"),
         "hf_kbit.integrations.transformers.resizing:refuse_quantized_head",
         lost="resizing a quantized head fails in Transformers' words",
+    ),
+    Hook(
+        "transformers.modeling_utils:PreTrainedModel.gather_sharded_state_dict_for_save",
+        ("self", "model_to_save", "state_dict", "distributed_config"),
+        "hf_kbit.integrations.transformers.tying:store_once",
+        lost="a table that is tied to a head is stored twice from a model on disk or sharded by FSDP2",
     ),
     Hook(
         "transformers.modeling_utils:PreTrainedModel._adjust_bias",

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_kbit import _native, codebooks, reference
@@ -59,7 +60,7 @@ def reads_tiles(device: torch.device) -> bool:
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor, of which this process has a shard."""
-    return hasattr(tensor, "to_local")
+    return isinstance(tensor, DTensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from transformers import (
 import hf_kbit
 from hf_kbit.decoding import cache, step
 from hf_kbit.decoding.attention import NAME, of_one_token
+from hf_kbit.decoding.cache import CACHE
 from hf_kbit.decoding.choice import largest
 
 DECODERS = [each for each in ARCHITECTURES if each.generates and each.name not in ("t5", "whisper")]
@@ -307,7 +308,7 @@ REFUSED = {
     "return_dict_in_generate=True": {"return_dict_in_generate": True},
     "use_cache=False": {"use_cache": False},
     "cache_implementation='offloaded'": {"cache_implementation": "offloaded"},
-    "past_key_values": {"past_key_values": DynamicCache()},
+    CACHE: {CACHE: DynamicCache()},
     "a compile_config": {"compile_config": CompileConfig()},
     "synced_gpus=True": {"synced_gpus": True},
 }
@@ -412,4 +413,4 @@ def test_other_callables_get_what_they_did(llama, device):
         return input_ids
 
     llama.generate(**prompts(device), streamer=Streamer(), custom_generate=custom)
-    assert "streamer" not in got and "past_key_values" in got
+    assert "streamer" not in got and CACHE in got

@@ -161,6 +161,30 @@ def test_two_processes_train_one_adapter(trained, device):
     assert_same_adapter(folder / "both", folder / "out", device)
 
 
+FSDP2 = ["--use_fsdp", "--fsdp_version", 2, "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_sharded(trained, device):
+    """By FSDP2, quantized while loading: what one process learns from batches twice the size; and it resumes."""
+    if device == "cpu":
+        pytest.skip("accelerate leaves FSDP out on CPUs")
+    folder, output = trained
+    launcher = ["-m", "accelerate.commands.launch", "--num_processes", 2, "--num_machines", 1]
+    launcher += [*FSDP2, "--main_process_port", 0, "--mixed_precision", "bf16", "--dynamo_backend", "no", SCRIPT]
+    settings = {"launcher": launcher, "batch": 2, "gpus": "0,1"}
+    sharded = launch(folder, "cuda", "--out", "sharded", **settings)
+    assert printed_losses(sharded) == pytest.approx(printed_losses(output), abs=LOSS["cuda"])
+    assert_same_adapter(folder / "sharded", folder / "out", "cuda")
+    name = f"checkpoint-{SAVE_STEPS}"
+    shutil.copytree(folder / "sharded" / name, folder / "sharded half" / name)
+    again = launch(folder, "cuda", "--out", "sharded half", "--resume", **settings)
+    assert printed_losses(again) == pytest.approx(printed_losses(output), abs=LOSS["cuda"])
+    assert_same_adapter(folder / "sharded half", folder / "out", "cuda")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -105,13 +105,29 @@ def read_unpacked(files: Iterable[str]) -> dict[str, StoredTensor]:
     return tensors
 
 
-def check_experts(model, projections: list[str], tensors: list[str]) -> None:
-    """Refuses a checkpoint without some of the experts that are to be quantized: Transformers would look for a place
-    for random numbers, and say of a projection that it is no tensor."""
-    if tensors and projections:
+def check_present(model, weights: list[str], tensors: list[str]) -> None:
+    """Refuses a checkpoint without some of the weights that have to be in it: of experts Transformers would look for a
+    place for random numbers, and say of a projection that it is no tensor; and several processes would each draw
+    random numbers of their own."""
+    if tensors and weights:
         names = Names(model)
         found = {target for name in tensors for target in names.targets(name)[0]}
-        refuse([f"{name}: not in the checkpoint" for name in projections if name not in found])
+        found |= _tied_to(found, model)
+        refuse([f"{name}: not in the checkpoint" for name in weights if name not in found])
+
+
+def check_apart(model, weights: list[str], tensors: list[str], mxfp4: list[str]) -> None:
+    """Refuses what processes cannot share: of a checkpoint they read whole what is to be quantized, and their parts of
+    the rest, so no tensor may hold both; and of MXFP4, which is to become 16 bits, no rule knows the parts."""
+    names, problems = Names(model), []
+    for name in tensors:
+        targets = [target for target in names.targets(name)[0] if target in names]
+        left = [target for target in targets if target not in weights]
+        if left and len(left) < len(targets):
+            problems.append(f"{left[0]}: found it left in 16 bits, expected it quantized as what is in {name} with it")
+        elif left and name in mxfp4:
+            problems.append(f"{name}: found it left in 16 bits, expected it quantized, for it is in MXFP4")
+    refuse(problems, "several processes cannot share the checkpoint")
 
 
 def check_config(config: KbitConfig, packed: Iterable[str]) -> None:
@@ -215,6 +231,9 @@ class Names:
             return [name], False
         first, *others = self._by_pattern[pattern].target_patterns
         return [name, *(name.replace(first, other) for other in others)], True
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._state_dict
 
     def module(self, stored_weight: str) -> str:
         """Name in the model of the module whose packed ``weight`` has that name; packed tensors are only renamed."""

@@ -7,6 +7,11 @@ comes out of all of them, and the gradient of what goes in. A table gathers what
 (``KbitEmbedding``), whatever its rule; one that is tied to a head is shared as the head is.
 
 FSDP2 needs nothing of this, for it gathers what it has sharded before a layer runs.
+
+A 16-bit weight that is quantized while it loads is read whole by each process, for its column scales, exponent and
+levels look at all of it. Quantizing is deterministic, so that all processes come to the same bytes, of which each
+keeps its part. Transformers reads whole what goes into a plain tensor: plain stand-ins are in the places of the packed
+tensors until these come, and know how they are sharded.
 """
 
 from collections import defaultdict
@@ -16,12 +21,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from transformers.distributed.sharding_utils import DtensorShardOperation, _dtensor_from_local_like
 
 from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.integrations.transformers import tying
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
-from hf_kbit.nn.weight import PACKED, KbitWeight
+from hf_kbit.nn.weight import PACKED, KbitWeight, local
 
 WEIGHT, ABSMAX, COLUMNS = PACKED
 MESHES = ("tp", "ep")  # Transformers' names of them; FSDP2's have others
@@ -37,21 +43,54 @@ def shard_packed(maybe_distribute_model):
     @wraps(maybe_distribute_model)
     def wrapped(model, distributed_config, *args, **kwargs):
         layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
+        empty = [layer for layer in layers.values() if layer.weight.is_floating_point()]
+        for layer in empty:
+            layer._parameters.update({own: stand_in.stands_for for own, stand_in in layer.packed.items()})
         if not layers or max(_size(distributed_config, "tp_size"), _size(distributed_config, "ep_size")) == 1:
-            return maybe_distribute_model(model, distributed_config, *args, **kwargs)
-        _count_local_experts(model, distributed_config)
-        columns = {layer: layer._parameters[COLUMNS] for layer in layers.values()}
-        for layer in layers.values():
-            layer._parameters[COLUMNS] = None  # no rule shall see them
-        model = maybe_distribute_model(model, distributed_config, *args, **kwargs)
-        for layer in layers.values():
-            layer._parameters[COLUMNS] = columns[layer]
-        _share_as_tied(model)
-        for name, layer in layers.items():
-            _follow_rule(model, name, layer)
+            model = maybe_distribute_model(model, distributed_config, *args, **kwargs)
+        else:
+            _count_local_experts(model, distributed_config)
+            columns = {layer: layer._parameters[COLUMNS] for layer in layers.values()}
+            for layer in layers.values():
+                layer._parameters[COLUMNS] = None  # no rule shall see them
+            model = maybe_distribute_model(model, distributed_config, *args, **kwargs)
+            for layer in layers.values():
+                layer._parameters[COLUMNS] = columns[layer]
+            _share_as_tied(model)
+            for name, layer in layers.items():
+                _follow_rule(model, name, layer)
+        for layer in empty:
+            put_stand_ins(layer)
         return model
 
     return wrapped
+
+
+def put_stand_ins(layer: KbitWeight) -> None:
+    """Puts plain tensors on the meta device in the places of the packed ones until ``KbitQuantize`` has made these: of
+    their shapes, but that of the words has the dtype of the weight to come, for Transformers 5.17 casts what it reads
+    to the dtype it finds, and an integer one would destroy it."""
+    for own, packed in layer.packed.items():
+        dtype = layer.dense_dtype if own == WEIGHT else packed.dtype
+        stand_in = nn.Parameter(torch.empty(packed.shape, dtype=dtype, device="meta"), requires_grad=False)
+        stand_in.stands_for = packed
+        layer._parameters[own] = stand_in
+
+
+def own_part(tensor: torch.Tensor, stand_in: nn.Parameter) -> torch.Tensor:
+    """What takes the place of a stand-in: a tensor or, of one that is to be sharded, the DTensor of this process's
+    part, cut as Transformers cuts what is in a quantized checkpoint."""
+    sharded = stand_in.stands_for
+    if not isinstance(sharded, DTensor):
+        return tensor
+    part = DtensorShardOperation(sharded).shard_tensor(tensor, device=tensor.device, dtype=tensor.dtype)
+    # A copy, for a view would keep all of the tensor in memory.
+    return _dtensor_from_local_like(part.clone(memory_format=torch.contiguous_format), sharded)
+
+
+def share(stand_in: nn.Parameter) -> float:
+    """Which part of a packed tensor this process is to have."""
+    return local(stand_in.stands_for).numel() / stand_in.numel()
 
 
 def _size(distributed_config, name: str) -> int:

@@ -30,14 +30,14 @@ from transformers.utils import logging
 
 from hf_kbit import mixing
 from hf_kbit.config import KbitConfig
-from hf_kbit.format import ABSMAX_SUFFIX, COLUMNS_SUFFIX
+from hf_kbit.format import ABSMAX_SUFFIX
 from hf_kbit.integrations.sharding import refuse_zero3
-from hf_kbit.integrations.transformers import checkpoint, experts, kernels, mxfp4, selection, tying
+from hf_kbit.integrations.transformers import checkpoint, experts, kernels, mxfp4, parallel, selection, tying
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection, projections
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Packed
-from hf_kbit.nn.weight import KbitWeight, distinct, is_sharded
+from hf_kbit.nn.weight import PACKED, KbitWeight, distinct, is_sharded
 
 # A child of the logger of Transformers, so that transformers.logging.set_verbosity speaks of it too.
 logger = logging.get_logger("transformers.hf_kbit")
@@ -80,13 +80,14 @@ class KbitQuantize(ConversionOps):
             planes = torch.zeros(layer.weight.shape, dtype=torch.int32, device=tensor.device)
             absmax = torch.zeros(layer.weight_absmax.shape, dtype=torch.uint8, device=tensor.device)
             packed = Packed(planes, absmax, Decoding(layer.levels))
-        columns, room = packed.columns, layer.weight_columns
+        stand_ins, columns = layer.packed, packed.columns
         layer.decode_as(packed.decoding)
-        if columns is None and room is not None:
+        if columns is None and (room := stand_ins.get(parallel.COLUMNS)) is not None:
             # Transformers has listed this parameter as one to load; once all are loaded, the layer drops it.
             layer.weight_columns, columns = room, torch.zeros_like(room, device=packed.planes.device)
-        scales = {} if columns is None else {name + COLUMNS_SUFFIX: columns}
-        return {name: packed.planes, name + ABSMAX_SUFFIX: packed.absmax, **scales}
+        tensors = dict(zip(PACKED, (packed.planes, packed.absmax, columns), strict=True))
+        prefix = name.removesuffix(parallel.WEIGHT)
+        return {prefix + own: parallel.own_part(tensors[own], stand_in) for own, stand_in in stand_ins.items()}
 
 
 @register_quantizer("kbit")
@@ -134,7 +135,6 @@ class KbitHfQuantizer(HfQuantizer):
         if self.pre_quantized:
             self._prepare_quantized(model, checkpoint_files)
         else:
-            _refuse_sharding(model.config)
             tensors = checkpoint.read_unpacked(checkpoint_files or ())
             self.mxfp4 = mxfp4.projections(tensors)
             self._prepare_on_the_fly(model, [*tensors, *self.mxfp4])
@@ -146,7 +146,12 @@ class KbitHfQuantizer(HfQuantizer):
     def _prepare_on_the_fly(self, model, tensors: list[str]) -> None:
         config, packable = self.quantization_config, selection.Packable(model)
         chosen = packable.choose(config)
-        checkpoint.check_experts(model, [name for name in chosen if is_projection(model, name)], tensors)
+        shared = _is_shared(model.config)
+        fused = {name: is_projection(model, name) for name in chosen}
+        weights = [name if fused[name] else f"{name}.weight" for name in chosen if fused[name] or shared]
+        checkpoint.check_present(model, weights, tensors)
+        if shared:
+            checkpoint.check_apart(model, weights, tensors, self.mxfp4)
         if chosen and config.bits % 1:  # a mean
             widths = mixing.by_rule(model, [name for name, bits in chosen.items() if bits % 1], config.bits)
             self.quantization_config = mixing.config_of(config, widths)
@@ -156,10 +161,7 @@ class KbitHfQuantizer(HfQuantizer):
             logger.warning("hf_kbit: found no linear layer to quantize in %s", type(model).__name__)
         layers |= tying.new_layers(self, model, packable.ties, layers)
         for layer in layers.values():
-            # Packed shape, so that sizes and shards are right, but the dtype of the weight to come: Transformers
-            # 5.17 casts what it reads to the dtype it finds here, and an integer one would destroy it.
-            placeholder = torch.empty(layer.weight.shape, dtype=layer.dense_dtype, device="meta")
-            layer.weight = nn.Parameter(placeholder, requires_grad=False)
+            parallel.put_stand_ins(layer)
         selection.replace_modules(model, layers)
         tying.declare(model)
 
@@ -252,7 +254,8 @@ class KbitHfQuantizer(HfQuantizer):
 
     def param_element_size(self, model, param_name: str, param: torch.Tensor) -> float:
         if not self.pre_quantized and _placeholder(model, param_name) is not None:
-            return torch.int32.itemsize  # the placeholder has the shape of the words but another dtype
+            # The stand-in has the shape of all words, but another dtype.
+            return torch.int32.itemsize * parallel.share(param)
         return super().param_element_size(model, param_name, param)
 
     def update_weight_conversions(self, weight_conversions, model=None):
@@ -279,7 +282,7 @@ class KbitHfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             self._check_packed(layers)
             for name in [name for name, layer in layers.items() if layer.weight.is_floating_point()]:
-                if isinstance(layers[name], KbitLinear | KbitEmbedding):
+                if isinstance(layers[name], KbitLinear | KbitEmbedding) and not _is_shared(model.config):
                     self._restore_new_layer(model, name, layers.pop(name))
         checkpoint.refuse(
             [
@@ -417,12 +420,6 @@ class KbitHfQuantizer(HfQuantizer):
         if getattr(model.config, "distributed_config", None) is None and any(map(is_sharded, model.parameters())):
             # By FSDP2, and not by Transformers, which would gather them: all for the first process, none for others.
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        if tied := tying.tied(model):
-            # Transformers itself saves them once, but not of a model that is on disk.
-            state = model.state_dict() if state is None else state
-            for name in tied:
-                for suffix in checkpoint.PACKED_SUFFIXES:
-                    state.pop(name + suffix, None)
         return state, {checkpoint.DIGEST: self.quantization_config.digest()}
 
     def _dequantize(self, model, dtype=None):
@@ -532,15 +529,20 @@ def with_quantizer(model):
     return model
 
 
-def _refuse_sharding(config) -> None:
-    """Raises if the model is about to be spread over several processes."""
+def _is_shared(config) -> bool:
+    """Whether the model is about to be spread over several processes.
+
+    Raises:
+        ValueError: each of them is to have some of the layers alone.
+    """
     plan = getattr(config, "distributed_config", None)
-    sizes = {name: getattr(plan, name, None) for name in ("tp_size", "fsdp_size", "pp_size", "ep_size")}
-    if found := {name: size for name, size in sizes.items() if (size or 1) > 1}:
+    sizes = {name: getattr(plan, name, None) or 1 for name in ("tp_size", "fsdp_size", "pp_size", "ep_size")}
+    if sizes["pp_size"] > 1:
         raise ValueError(
-            f"distributed_config: found {found}, expected none while quantizing, for a weight is quantized whole. "
-            "Quantize and save in one process first: a quantized checkpoint can be loaded with distributed_config"
+            f"distributed_config: found pp_size={sizes['pp_size']}, expected none while quantizing: quantize and save "
+            "first, in one process, or by tp_size or fsdp_size"
         )
+    return max(sizes.values()) > 1
 
 
 def _would_revert(conversion: WeightTransform, layers: dict[str, KbitWeight]) -> bool:

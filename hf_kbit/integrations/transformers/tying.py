@@ -86,6 +86,19 @@ def put_back(model: nn.Module, layers: Iterable[str]) -> None:
     model.tie_weights(recompute_mapping=False)
 
 
+def store_once(gather_sharded_state_dict_for_save):
+    """``gather_sharded_state_dict_for_save``, which gives the state dict that a model is saved by, without what is
+    tied: Transformers leaves that out itself, but not of a model that is on disk or sharded by FSDP2."""
+
+    @wraps(gather_sharded_state_dict_for_save)
+    def wrapped(self, model_to_save, *args, **kwargs):
+        state = gather_sharded_state_dict_for_save(self, model_to_save, *args, **kwargs)
+        left_out = {f"{name}.{own}" for name in tied(model_to_save) for own in PACKED}
+        return {name: tensor for name, tensor in state.items() if name not in left_out}
+
+    return wrapped
+
+
 def keep_bias(adjust_bias):
     """``_adjust_bias``, which fits a tied head's bias to the number of rows of its weight: tiles have another."""
 

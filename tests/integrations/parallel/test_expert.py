@@ -6,9 +6,13 @@ from adapters import lora, relative
 from peft import get_peft_model
 from transformers.distributed import DistributedConfig
 
+from hf_kbit import KbitConfig
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
+from tests import gpt_oss
 
 MODELS = ("qwen3_moe", "half", "gpt_oss")
+# Quantized while they load, or before: as stored, and as tiles.
+FORMS = ("quantized", "planes", "tiles")
 ROUNDING = 2e-6
 
 
@@ -16,16 +20,20 @@ def in_each_process(rank, folder):
     def load(name, **kwargs):
         return ranks.load(folder / name, distributed_config=ranks.expert_parallel(), **kwargs)
 
+    def quantize(name, **kwargs):
+        return load(f"{name}/dense", quantization_config=ranks.config(name), **kwargs)
+
     found = {}
     for name in MODELS:
-        model = load(name)
-        experts = [module for module in model.modules() if isinstance(module, KbitExperts)]
-        projections = [module for module in model.modules() if isinstance(module, KbitProjection)]
-        found[name, "experts"] = {module.num_experts for module in experts}
-        found[name, "sizes"] = {tuple(t.to_local().shape[0] for t in (p.weight, p.weight_absmax)) for p in projections}
-        found[name, "columns"] = {p.weight_columns.numel() == p.in_features for p in projections}
-        found[name, "planes"] = ranks.outcome(model)
-        model.save_pretrained(folder / name / "from planes")
+        for form, way in (("quantized", quantize), ("planes", load)):
+            model = way(name)
+            parts, modules = ranks.sizes(model), dict(model.named_modules())
+            projections = [module for module in modules if isinstance(modules[module], KbitProjection)]
+            found[name, form, "experts"] = {m.num_experts for m in modules.values() if isinstance(m, KbitExperts)}
+            found[name, form, "kept"] = ranks.kept_besides(model)
+            found[name, form, "sizes"] = {parts[projection] for projection in projections}
+            found[name, form] = ranks.outcome(model)
+            model.save_pretrained(folder / name / f"from {form}")
         ranks.as_on_a_gpu(model)
         found[name, "tiled"] = ranks.all_tiled(model)
         found[name, "tiles"] = ranks.outcome(model)
@@ -35,6 +43,11 @@ def in_each_process(rank, folder):
         model = ranks.load(folder / "qwen3_moe", distributed_config=plan)
         found["beside FSDP2"] = ranks.outcome(model)
         model.save_pretrained(folder / "beside FSDP2")
+        dense, config = folder / "qwen3_moe" / "dense", ranks.config("qwen3_moe")
+        model = ranks.load(dense, distributed_config=plan, quantization_config=config)
+        model.save_pretrained(folder / "quantized beside FSDP2")
+    for bits in (3, 4):
+        load("mxfp4", quantization_config=KbitConfig(bits=bits)).save_pretrained(folder / "mxfp4" / f"{bits} here")
 
     def by_rules(name, gate_up, down):
         rules = {".gate_up_proj": gate_up, ".down_proj": down, "": "moe_tp_experts"}
@@ -46,6 +59,10 @@ def in_each_process(rank, folder):
         "biased": ranks.complaint(by_rules, "gpt_oss", "packed_colwise", "rowwise"),
         "lone": ranks.complaint(load, "llama4"),
         "odd": ranks.complaint(load, "odd"),
+        "quantize odd": ranks.complaint_before_reading(quantize, "odd"),
+        "mxfp4": ranks.complaint_before_reading(
+            load, "mxfp4", quantization_config=KbitConfig(modules_to_not_convert=["down_proj"])
+        ),
         "experts": ranks.complaint(
             get_peft_model, load("qwen3_moe"), lora(target_modules=[], target_parameters=["experts.down_proj"])
         ),
@@ -58,9 +75,13 @@ def checkpoints(folder):
         ranks.save_quantized(name, folder)
     ranks.save_quantized("llama4", folder)
     ranks.save_quantized("qwen3_moe", folder, "odd", num_experts=3)
+    gpt_oss.save(folder / "mxfp4", experts=4, hidden=64, inner=96, layers=1)
+    for bits in (3, 4):
+        model = ranks.load(folder / "mxfp4", quantization_config=KbitConfig(bits=bits))
+        model.save_pretrained(folder / "mxfp4" / str(bits))
 
 
-@pytest.mark.parametrize("form", ["planes", "tiles"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MODELS)
 def test_results_are_those_of_one_process(found, folder, name, form):
     """Though in each most tokens are sent to experts that it has not."""
@@ -70,14 +91,18 @@ def test_results_are_those_of_one_process(found, folder, name, form):
             assert relative(process[name, form][what], tensor) < ROUNDING, what
 
 
+@pytest.mark.parametrize("form", ["quantized", "planes"])
 @pytest.mark.parametrize("name", MODELS)
-def test_each_process_has_half_of_the_experts(found, name):
+def test_each_process_has_half_of_the_experts(found, name, form):
+    """But all column scales, which they have in common."""
     for process in found:
-        assert process[name, "experts"] == {2}
-        assert process[name, "sizes"] == {(2, 2)} and process[name, "columns"] == {True}
+        if form == "quantized":
+            assert process[name, form, "kept"] == {0}, "no process keeps all experts"
+        assert process[name, form, "experts"] == {2}
+        assert process[name, form, "sizes"] == {(2, 2, 1)}
 
 
-@pytest.mark.parametrize("form", ["planes", "tiles"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MODELS)
 def test_saving_gives_the_bytes_of_one_process(found, folder, name, form):
     ranks.assert_saved_as(folder / name / f"from {form}", folder / name)
@@ -89,8 +114,15 @@ def test_beside_fsdp2(found, folder):
     for what, tensor in ranks.outcome(ranks.load(folder / "qwen3_moe")).items():
         for process in found:
             assert relative(process["beside FSDP2"][what], tensor) < ROUNDING, what
-    original = folder / "qwen3_moe" / "model.safetensors"
-    assert (folder / "beside FSDP2" / "model.safetensors").read_bytes() == original.read_bytes()
+    original = (folder / "qwen3_moe" / "model.safetensors").read_bytes()
+    for saved in ("beside FSDP2", "quantized beside FSDP2"):
+        assert (folder / saved / "model.safetensors").read_bytes() == original
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_mxfp4_gives_the_bytes_of_one_process(found, folder, bits):
+    """Requantized to another width, and taken over in 4 bits."""
+    ranks.assert_saved_as(folder / "mxfp4" / f"{bits} here", folder / "mxfp4" / str(bits))
 
 
 @pytest.mark.parametrize(
@@ -99,6 +131,8 @@ def test_beside_fsdp2(found, folder):
         ("counted", "proj: found a rule that leaves a process 2 experts, not 4"),
         ("biased", "proj: found a rule for parts of each expert, expected none: each process adds its"),
         ("odd", "model.layers.0.mlp.experts: found 3 experts, expected a multiple of 2"),
+        ("quantize odd", "model.layers.0.mlp.experts: found 3 experts, expected a multiple of 2"),
+        ("mxfp4", "model.layers.0.mlp.experts.down_proj: found it left in 16 bits, expected it quantized, for it is"),
         ("experts", "found them sharded over several processes, expected all experts in each"),
     ],
 )

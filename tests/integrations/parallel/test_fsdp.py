@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers.distributed import DistributedConfig
 
 WAYS = ("planes", "tiles", "accelerate", "accelerate, tiles")
+QUANTIZED = ("qwen3_moe", "half", "tied", "gpt_oss", "llama4")  # while they load
 
 
 def shard(model):
@@ -71,11 +72,20 @@ def in_each_process(rank, folder):
     model = ranks.load(folder / "qwen3_moe", distributed_config=DistributedConfig(fsdp_size=ranks.SIZE))
     model.save_pretrained(folder / "by Transformers")
     found["loaded"] = ranks.logits(model)["logits"]
+    plan = DistributedConfig(fsdp_size=ranks.SIZE)
+    ranks.load(folder / "tied", distributed_config=plan).save_pretrained(folder / "tied" / "by Transformers")
+    for name in QUANTIZED:
+        dense = folder / name / "dense"
+        model = ranks.load(dense, distributed_config=plan, quantization_config=ranks.config(name))
+        found[name, "sizes"], found[name, "kept"] = ranks.sizes(model), ranks.kept_besides(model)
+        model.save_pretrained(folder / name / "quantized")
+        found[name] = ranks.logits(model)["logits"]
     return found
 
 
 def checkpoints(folder):
-    ranks.save_quantized("qwen3_moe", folder)
+    for name in QUANTIZED:
+        ranks.save_quantized(name, folder)
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +129,20 @@ def test_saving_gives_the_bytes_of_one_process(found, folder, way):
     ranks.assert_saved_as(folder / way, folder / "qwen3_moe")
 
 
+def test_a_tied_head_is_stored_once(found, folder):
+    ranks.assert_saved_as(folder / "tied" / "by Transformers", folder / "tied")
+
+
 def test_a_checkpoint_loads_sharded(found, folder):
     expected = ranks.logits(ranks.load(folder / "qwen3_moe"))["logits"]
     assert all(relative(process["loaded"], expected) < 2e-6 for process in found)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantizing_while_loading(found, folder, name):
+    """To the bytes of one process, of which each has half, and keeps no more."""
+    ranks.assert_saved_as(folder / name / "quantized", folder / name)
+    expected = ranks.logits(ranks.load(folder / name))["logits"]
+    for process in found:
+        assert {min(parts) for parts in process[name, "sizes"].values()} == {2} and process[name, "kept"] == {0}
+        assert relative(process[name], expected) < 2e-6

@@ -1,17 +1,28 @@
 """Tensor parallelism of quantized models, dense and mixtures, on two processes."""
 
+from unittest.mock import patch
+
 import pytest
 import ranks
 import torch
 from adapters import lora, relative
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
+from transformers import modeling_utils
 from transformers.distributed import DistributedConfig
 
-from hf_kbit import KbitConfig
 from hf_kbit.nn.weight import KbitWeight, local, whole
 
 MODELS = ("llama", "qwen3_moe", "half", "tied", "scaled", "llama4")
+# Quantized while they load, or before: as stored, and as tiles.
+FORMS = ("quantized", "planes", "tiles")
+# Other ways to quantize.
+SETTINGS = {
+    "layer": {"codebook": "layer"},
+    "absmax": {"scale": "absmax"},
+    "untransformed": {"transform": "none"},
+    "mean width": {"bits": 3.5},
+}
 LINEARS = ["q_proj", "v_proj", "o_proj", "down_proj"]
 BY_ROWS, BY_COLUMNS = ("q_proj", "gate_proj", "gate_up_proj"), ("o_proj", "down_proj")
 # Rules for a table, and how often its words, scales and columns have what a process has of them.
@@ -33,25 +44,36 @@ def step(model) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach(), **gradients}
 
 
-def sizes(model) -> dict[str, tuple[int, ...]]:
-    """For each quantized layer, how often its packed tensors have what this process has of them."""
-    return {
-        name: tuple(tensor.numel() // local(tensor).numel() for tensor in layer.packed.values())
-        for name, layer in model.named_modules()
-        if isinstance(layer, KbitWeight)
-    }
+def foreseen(quantize) -> tuple[int, int]:
+    """Bytes of packed words that Transformers makes room for on a GPU, and that there are after ``quantize``."""
+    sizes = {}
+
+    def count(model, devices, quantizer):
+        for name in devices:
+            tensor = model.get_parameter_or_buffer(name)
+            sizes[name] = tensor.numel() * quantizer.param_element_size(model, name, tensor)
+
+    with patch.object(modeling_utils, "caching_allocator_warmup", count):
+        model = quantize("llama")
+    words = {f"{name}.weight": local(m.weight) for name, m in model.named_modules() if isinstance(m, KbitWeight)}
+    return sum(sizes[name] for name in words), sum(tensor.nbytes for tensor in words.values())
 
 
 def in_each_process(rank, folder):
     def load(name, **kwargs):
         return ranks.load(folder / name, distributed_config=DistributedConfig(tp_size=ranks.SIZE), **kwargs)
 
+    def quantize(name, **settings):
+        return load(f"{name}/dense", quantization_config=ranks.config(name, **settings))
+
     found = {}
     for name in MODELS:
-        model = load(name)
-        found[name, "sizes"] = sizes(model)
-        found[name, "planes"] = ranks.logits(model) if name == "llama4" else ranks.outcome(model)
-        model.save_pretrained(folder / name / "from planes")
+        for form, way in (("quantized", quantize), ("planes", load)):
+            model = way(name)
+            found[name, form, "sizes"] = ranks.sizes(model)
+            found[name, form, "kept"] = ranks.kept_besides(model)
+            found[name, form] = ranks.logits(model) if name == "llama4" else ranks.outcome(model)
+            model.save_pretrained(folder / name / f"from {form}")
         ranks.as_on_a_gpu(model)
         found[name, "tiled"] = ranks.all_tiled(model)
         found[name, "tiles"] = ranks.logits(model) if name == "llama4" else ranks.outcome(model)
@@ -65,18 +87,23 @@ def in_each_process(rank, folder):
         "dequantize": ranks.complaint(moved.dequantize),
         "narrow": ranks.complaint(load, "narrow"),
         "odd": ranks.complaint(load, "odd"),
-        "quantize": ranks.complaint(load, "llama/dense", quantization_config=KbitConfig(bits=3)),
+        "quantize narrow": ranks.complaint_before_reading(quantize, "narrow"),
+        "quantize odd": ranks.complaint_before_reading(quantize, "odd", embedding_bits=5),
+        "quantize nan": ranks.complaint(quantize, "nan"),
         "experts": ranks.complaint(
             get_peft_model, load("qwen3_moe"), lora(target_modules=[], target_parameters=["experts.down_proj"])
         ),
     }
+    found["foreseen"] = foreseen(quantize)
+    for settings, own in SETTINGS.items():
+        quantize("half", **own).save_pretrained(folder / settings / "here")
     own = {f"model.layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")}
     plan = DistributedConfig(tp_size=ranks.SIZE, tp_plan=own | {"model.layers.*.mlp.down_proj": "rowwise"})
     found["own plan"] = ranks.outcome(ranks.load(folder / "llama", distributed_config=plan))
     for rule in TABLES:
         plan = DistributedConfig(tp_size=ranks.SIZE, tp_plan={"model.embed_tokens": rule})
         model = ranks.load(folder / "half", distributed_config=plan)
-        found[rule] = sizes(model)["model.embed_tokens"], model.get_input_embeddings()(ranks.IDS)
+        found[rule] = ranks.sizes(model)["model.embed_tokens"], model.get_input_embeddings()(ranks.IDS)
         model.save_pretrained(folder / rule)
     rules = {"model.embed_tokens": rule, "lm_head": "colwise_gather_output"}
     plan = DistributedConfig(tp_size=ranks.SIZE, tp_plan=rules)
@@ -96,9 +123,21 @@ def checkpoints(folder):
         ranks.save_quantized(name, folder)
     ranks.save_quantized("llama", folder, "narrow", intermediate_size=96)
     ranks.save_quantized("tied", folder, "odd", vocab_size=97)
+    for settings, own in SETTINGS.items():
+        model = ranks.load(folder / "half" / "dense", quantization_config=ranks.config("half", **own))
+        model.save_pretrained(folder / settings)
+    spoil(folder)
 
 
-@pytest.mark.parametrize("form", ["planes", "tiles"])
+def spoil(folder):
+    """A checkpoint with a number that only one process would see in its part."""
+    model = ranks.load(folder / "llama" / "dense")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[-1, -1] = torch.nan
+    model.save_pretrained(folder / "nan" / "dense")
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MODELS)
 def test_results_are_those_of_one_process(found, folder, name, form):
     """The gradient too, where there is one in 16 bits: Llama 4 changes a sum of all processes in place."""
@@ -110,11 +149,14 @@ def test_results_are_those_of_one_process(found, folder, name, form):
             assert relative(process[name, form][what], tensor) < ROUNDING, what
 
 
+@pytest.mark.parametrize("form", ["quantized", "planes"])
 @pytest.mark.parametrize("name", MODELS)
-def test_each_process_has_its_part(found, name):
+def test_each_process_has_its_part(found, name, form):
     """Of words and of scales; of columns where they are those of its part of K."""
     for process in found:
-        for layer, parts in process[name, "sizes"].items():
+        if form == "quantized":
+            assert process[name, form, "kept"] == {0}, "no process keeps a whole weight"
+        for layer, parts in process[name, form, "sizes"].items():
             if layer in ("model.embed_tokens", "lm_head"):
                 # Transformers 5.17 has no rule for a table that is not tied.
                 assert parts == ((1, 1, 1) if ranks.OLD and name == "half" else (2, 2, 1))
@@ -123,17 +165,29 @@ def test_each_process_has_its_part(found, name):
                 assert parts == (2, 2, 1), layer
             elif own in BY_COLUMNS:
                 assert parts == (2, 2, 2), layer
-        assert any(layer.endswith("gate_up_proj") for layer in process[name, "sizes"]) == (
+        assert any(layer.endswith("gate_up_proj") for layer in process[name, form, "sizes"]) == (
             name in ("qwen3_moe", "llama4")
         )
 
 
-@pytest.mark.parametrize("form", ["planes", "tiles"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MODELS)
 def test_saving_gives_the_bytes_of_one_process(found, folder, name, form):
     saved = folder / name / f"from {form}"
     ranks.assert_saved_as(saved, folder / name)
     assert "kbit" in (saved / "README.md").read_text()
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_quantizing_gives_the_bytes_of_one_process(found, folder, settings):
+    """Which look at whole weights: at their scales for levels of their own, and at all of them for a mean width."""
+    ranks.assert_saved_as(folder / settings / "here", folder / settings)
+
+
+def test_memory_is_foreseen_for_a_part(found):
+    for process in found:
+        foreseen, taken = process["foreseen"]
+        assert foreseen == taken
 
 
 def test_moving_keeps_shards(found, folder):
@@ -194,7 +248,16 @@ def test_saved_adapters_are_whole(found, folder):
         ),
         ("odd", "(97) must be" if ranks.OLD else "out_features: found 97, expected a multiple of 2, for 2 processes"),
         ("no such row", "indices: found"),
-        ("quantize", "Quantize and save in one process first"),
+        (
+            "quantize narrow",
+            "model.layers.0.mlp.down_proj.in_features: found 96, expected a multiple of 64, for whole blocks of 32 in "
+            "each of 2 processes",
+        ),
+        (
+            "quantize odd",
+            "(97) must be" if ranks.OLD else "out_features: found 97, expected a multiple of 2, for 2 processes",
+        ),
+        ("quantize nan", "model.layers.1.mlp.up_proj.weight: found NaN or infinite values"),
         ("experts", "found them sharded over several processes"),
         (
             "dequantize",

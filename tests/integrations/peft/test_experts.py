@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
-from adapters import adapted, assert_same_state, load, offload, packed_state, relative, train
+from adapters import adapted, assert_same_state, load, offload, packed_state, relative, through_transformers, train
 from byte_tokenizer import byte_tokenizer
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
@@ -318,6 +318,7 @@ def test_state_dicts_and_low_memory(device, tmp_path):
     assert torch.equal(logits(again), logits(model))
 
 
+@through_transformers
 def test_adapters_of_transformers_itself(device, tmp_path):
     """``add_adapter``, ``save_pretrained`` and ``load_adapter`` of the model."""
     model = quantized(device=device)

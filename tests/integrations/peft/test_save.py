@@ -6,7 +6,7 @@ import pickle
 import peft
 import pytest
 import torch
-from adapters import IDS, adapted, kbit_layers, lora, quantized, relative
+from adapters import IDS, adapted, kbit_layers, lora, quantized, relative, through_transformers
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -38,7 +38,9 @@ def take_state_dict(model, folder) -> None:
     torch.save(peft.get_peft_model_state_dict(model), folder / "state.pt")
 
 
-@pytest.mark.parametrize("save", [save_adapters, save_through_transformers, take_state_dict])
+@pytest.mark.parametrize(
+    "save", [save_adapters, pytest.param(save_through_transformers, marks=through_transformers), take_state_dict]
+)
 @pytest.mark.parametrize("settings", [{}, {"bias": "all", "modules_to_save": ["lm_head"]}], ids=["alone", "and more"])
 def test_saving_adapters_does_not_touch_packed_weights(settings, save, device, tmp_path, monkeypatch):
     """No tile is brought back to the stored form or copied, and the files are those of a model that has none."""
@@ -106,6 +108,7 @@ def test_adapters_are_saved_alone_and_load_everywhere(device, tmp_path):
     assert relative(onto_decoded(ids).logits, logits) < TOLERANCE[device]
 
 
+@through_transformers
 def test_adapters_through_transformers(device, tmp_path):
     """``add_adapter``, ``save_pretrained`` and ``load_adapter`` of the model itself."""
     model, ids = quantized(device, module_bits={"v_proj": 4}), IDS.to(device)

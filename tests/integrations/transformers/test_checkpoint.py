@@ -519,17 +519,51 @@ def test_only_classes_of_models_are_taken(names, found):
     assert saved_class(SimpleNamespace(architectures=names)) is found
 
 
-@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"fsdp_size": 2}], ids=str)
-def test_quantizing_on_several_processes_is_refused_first(model, checkpoint, monkeypatch, sizes):
+# --- quantizing on several processes ----------------------------------------------------------------
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """Several processes that are not there, and do not come to read a weight."""
+
     def prepare(cls, config, device_map=None, **kwargs):
         return config, device_map, None
 
     monkeypatch.setattr(transformers.PreTrainedModel, "prepare_distribute_model", classmethod(prepare))
     monkeypatch.setattr(transformers.PreTrainedModel, "_load_pretrained_model", None)
-    plan = DistributedConfig(**sizes)
-    with pytest.raises(ValueError, match=rf"distributed_config: found {re.escape(str(sizes))}, expected none while"):
+
+
+def test_parts_of_a_pipeline_are_refused(model, unread):
+    plan = DistributedConfig(pp_size=2)
+    with pytest.raises(ValueError, match="distributed_config: found pp_size=2, expected none while quantizing"):
         AutoModelForCausalLM.from_pretrained(
             model.name_or_path, distributed_config=plan, quantization_config=KbitConfig()
+        )
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"fsdp_size": 2}], ids=str)
+def test_a_weight_that_each_process_would_draw_is_refused(tmp_path, unread, sizes):
+    """A head that the checkpoint has not: one process leaves it in 16 bits, to be trained."""
+    config = LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
+    transformers.LlamaModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"lm_head\.weight: not in the checkpoint"):
+        LlamaForCausalLM.from_pretrained(
+            tmp_path,
+            distributed_config=DistributedConfig(**sizes),
+            quantization_config=KbitConfig(skip_default_modules=False),
+        )
+
+
+def test_a_tensor_of_which_one_part_is_quantized_is_refused(tmp_path, unread):
+    """It would be read whole for q_proj, and in parts for k_proj."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.NomicBertModel(transformers.NomicBertConfig(vocab_size=96, **sizes)).save_pretrained(tmp_path)
+    complaint = r"k_proj\.weight: found it left in 16 bits, expected it quantized as what is in .*Wqkv\.weight with it"
+    with pytest.raises(ValueError, match=complaint):
+        transformers.NomicBertModel.from_pretrained(
+            tmp_path,
+            distributed_config=DistributedConfig(tp_size=2),
+            quantization_config=KbitConfig(modules_to_not_convert=["k_proj"]),
         )
 
 

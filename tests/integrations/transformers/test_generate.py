@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 
 import hf_kbit
 from hf_kbit import KbitConfig
+from hf_kbit.decoding.cache import CACHE
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("bits", [3, 4])]
 PROMPT = 32
@@ -49,8 +50,8 @@ def test_a_step_of_decoding_is_one_graph(bits, compilations):
     model, ids = load(bits), held_out()[:4, : 2 * PROMPT]
     step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
     cache = StaticCache(model.config, max_cache_len=2 * PROMPT)
-    model(ids[:, :PROMPT], past_key_values=cache)
-    logits = [step(tokens, past_key_values=cache).logits for tokens in ids[:, PROMPT:].split(1, dim=1)]
+    model(ids[:, :PROMPT], **{CACHE: cache})
+    logits = [step(tokens, **{CACHE: cache}).logits for tokens in ids[:, PROMPT:].split(1, dim=1)]
     torch.testing.assert_close(torch.cat(logits, dim=1), model(ids).logits[:, PROMPT:], rtol=1e-4, atol=1e-4)
     assert compilations["stats"]["unique_graphs"] == 1
 
