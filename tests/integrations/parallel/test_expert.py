@@ -142,7 +142,8 @@ def test_refused(found, what, complaint):
 
 
 def test_experts_that_nobody_sums_up_are_refused(found):
-    """Transformers 5.17 has rules for the tensors of Llama 4's experts and none for the experts, 5.23 has none."""
+    """Transformers 5.17 has rules for the tensors of Llama 4's experts and none for the experts, 5.20 some that leave
+    packed tensors whole, 5.23 has none."""
+    reasons = "expected one for model.layers.0.feed_forward.experts too", "4 experts, not 2", "no `ep_plan`"
     for process in found:
-        complaint = process["complaints"]["lone"]
-        assert "expected one for model.layers.0.feed_forward.experts too" in complaint or "no `ep_plan`" in complaint
+        assert any(reason in process["complaints"]["lone"] for reason in reasons)
