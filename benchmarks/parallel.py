@@ -15,7 +15,7 @@ into --folder, where later runs find it. The ways:
   is a step on one GPU.
 
 A line also has the seconds of loading, GPU memory that the loaded model takes, and its peak, all of the process that
-takes most. Without a GPU it runs on CPUs, by gloo, to see that it runs.
+takes most. Without a GPU all but ``sums`` runs on CPUs, by gloo, to see that it runs.
 """
 
 import argparse

@@ -26,7 +26,6 @@ def connect(group: ProcessGroup, device: torch.device) -> None:
     name = group.group_name
     if name in _parts or not _on_one_machine(group):
         return
-    part = None
     try:
         part = symmetric_memory.empty(MOST_BYTES, dtype=torch.uint8, device=device)
         symmetric_memory.rendezvous(part, group)
@@ -57,8 +56,8 @@ class SumDirectly(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         collectives = torch.ops._c10d_functional
         for node in graph.find_nodes(op="call_function", target=collectives.all_reduce.default):
-            (wait,) = list(node.users) if len(node.users) == 1 else (None,)
-            if wait is None or wait.target is not collectives.wait_tensor.default or not _is_small(node):
+            wait, *others = node.users
+            if others or wait.target is not collectives.wait_tensor.default or not _is_small(node):
                 continue
             x, _, group = node.args
             with graph.inserting_before(node):

@@ -72,7 +72,7 @@ def compiled(model) -> dict:
         def uuid(self):
             return None  # never from a cache
 
-    group = model._device_mesh["tp"].get_group() if model._device_mesh.ndim > 1 else model._device_mesh.get_group()
+    group = loop._processes(model)
     passes = torch._inductor.config.patch(post_grad_custom_post_pass=Counted())
     with patch.dict(sums._parts, {group.group_name: torch.empty(0)}), passes, torch.no_grad():
         found = torch.compile(logits_of, dynamic=False)(model, {"input_ids": ranks.IDS})
