@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,16 @@ if not torch.cuda.is_available():
 def device(request) -> str:
     """A test that takes it runs on a CPU and, marked ``gpu``, on a GPU."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """What a test, or a library in it, does to the environment ends with the test.
+
+    PEFT's BOFT, where its CUDA code does not compile, leaves ``CXX=gcc``, with which Inductor links no C++.
+    """
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")
