@@ -86,7 +86,9 @@ def _of_base(model) -> dict[str, str]:
         card = try_to_load_from_cache(name, "README.md")
     else:
         return {}
-    with suppress(OSError, TypeError, ValueError, YAMLError, RecursionError):  # a card of others, or none
+    if not isinstance(card, str) or not os.path.isfile(card):  # which ModelCard would look for on the Hub
+        return found
+    with suppress(OSError, TypeError, ValueError, YAMLError, RecursionError):  # a card of others
         if isinstance(licence := ModelCard.load(card).data.license, str):
             found["license"] = licence
     return found

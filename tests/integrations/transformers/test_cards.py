@@ -129,6 +129,20 @@ def test_a_card_says_of_what_and_how_large(model, dense, tmp_path, monkeypatch):
     assert (card.data.base_model, card.data.license) == ("mine", "mit")
 
 
+def test_saving_asks_the_hub_for_nothing(model, tmp_path, monkeypatch):
+    """Without a network that would take half a minute; and what a folder is called is nobody's business."""
+
+    def ask(*_, **__):
+        raise AssertionError("asked the Hub")
+
+    monkeypatch.setattr("huggingface_hub.repocard.hf_hub_download", ask)
+    monkeypatch.chdir(tmp_path)
+    Path("base").mkdir()
+    for base in ("base", "org/not-in-the-cache"):
+        model.name_or_path = base
+        model.save_pretrained(tmp_path / "saved")
+
+
 def test_figures_on_a_card(model, tmp_path):
     """Those of the last measurement; another model that is saved there has none."""
     model.save_pretrained(tmp_path)
