@@ -161,28 +161,43 @@ def test_two_processes_train_one_adapter(trained, device):
     assert_same_adapter(folder / "both", folder / "out", device)
 
 
-FSDP2 = ["--use_fsdp", "--fsdp_version", 2, "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+def assert_two_learn_what_one_does(trained, device: str, out: str, *options, precision: str) -> None:
+    """By ``accelerate launch`` with these options, from batches half the size, and from half of the steps on too."""
+    folder, output = trained
+    launcher = ["-m", "accelerate.commands.launch", "--num_processes", 2, "--num_machines", 1, *options]
+    launcher += ["--main_process_port", 0, "--mixed_precision", precision, "--dynamo_backend", "no", SCRIPT]
+    checkpoint = f"checkpoint-{SAVE_STEPS}"
+    for name, more in ((out, ()), (f"{out} half", ("--resume",))):
+        if more:
+            shutil.copytree(folder / out / checkpoint, folder / name / checkpoint)
+        printed = launch(folder, device, "--out", name, *more, launcher=launcher, batch=2, gpus="0,1")
+        assert printed_losses(printed) == pytest.approx(printed_losses(output), abs=LOSS[device])
+        assert_same_adapter(folder / name, folder / "out", device)
 
 
 @pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
-def test_sharded(trained, device):
-    """By FSDP2, quantized while loading: what one process learns from batches twice the size; and it resumes."""
+def test_fsdp2(trained, device):
+    """Quantized while loading, and sharded."""
     if device == "cpu":
         pytest.skip("accelerate leaves FSDP out on CPUs")
-    folder, output = trained
-    launcher = ["-m", "accelerate.commands.launch", "--num_processes", 2, "--num_machines", 1]
-    launcher += [*FSDP2, "--main_process_port", 0, "--mixed_precision", "bf16", "--dynamo_backend", "no", SCRIPT]
-    settings = {"launcher": launcher, "batch": 2, "gpus": "0,1"}
-    sharded = launch(folder, "cuda", "--out", "sharded", **settings)
-    assert printed_losses(sharded) == pytest.approx(printed_losses(output), abs=LOSS["cuda"])
-    assert_same_adapter(folder / "sharded", folder / "out", "cuda")
-    name = f"checkpoint-{SAVE_STEPS}"
-    shutil.copytree(folder / "sharded" / name, folder / "sharded half" / name)
-    again = launch(folder, "cuda", "--out", "sharded half", "--resume", **settings)
-    assert printed_losses(again) == pytest.approx(printed_losses(output), abs=LOSS["cuda"])
-    assert_same_adapter(folder / "sharded half", folder / "out", "cuda")
+    wrap = "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"
+    assert_two_learn_what_one_does(
+        trained, device, "fsdp2", "--use_fsdp", "--fsdp_version", 2, *wrap, precision="bf16"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero(trained, device, stage):
+    """By DeepSpeed, which shares what the optimizer keeps, and gradients."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two GPUs")
+    precision = {"cpu": "no", "cuda": "bf16"}[device]
+    zero = "--use_deepspeed", "--zero_stage", stage
+    assert_two_learn_what_one_does(trained, device, f"zero{stage}", *zero, precision=precision)
 
 
 @pytest.mark.parametrize(
