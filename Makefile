@@ -19,6 +19,9 @@ NATIVE := $(shell find csrc -type f)
 CXX_FILES := $(filter %.h %.cpp %.cuh %.cu,$(NATIVE))
 # A process per core and a thread per process; tests of a file share its fixtures.
 PYTEST := bin/python -m pytest --timeout=900 --numprocesses=auto --dist=loadfile
+# Kernels, ops and the build know nothing of Transformers.
+WITHOUT_TRANSFORMERS := $(addprefix tests/,csrc $(addsuffix .py,test_build test_inductor test_native test_ops \
+    test_ops_experts test_prose test_triton_kernels))
 test test-all test-oldest: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
@@ -38,7 +41,7 @@ test-all: $(VENV)/.test lint ## ruff, then all tests, with slow ones, every type
 	$(VENV)/$(PYTEST) --nbmake --nbmake-timeout=600 $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST)/.test ## the quick tests, and generating, on the oldest supported Transformers
-	$(OLDEST)/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	$(OLDEST)/$(PYTEST) -m "not slow" $(addprefix --ignore=,$(WITHOUT_TRANSFORMERS)) $(PYTEST_ARGS)
 	$(OLDEST)/$(PYTEST) -m slow tests/test_trained_lm.py tests/integrations/transformers/test_generate.py
 
 test-oldest-torch: $(HEADERS)/.unpacked ## compile what sees torch in csrc with the oldest supported torch's headers
