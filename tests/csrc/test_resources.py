@@ -1,11 +1,14 @@
 """Registers, spills, stack and static shared memory of every CUDA kernel, as ``ptxas`` reports them, against
 ``resources.json``; and which registers the tensor cores still read when they are written.
 
-    python tests/csrc/test_resources.py   # records anew, with the nvcc that is found first
+    python tests/csrc/test_resources.py   # checks all, and records anew, with the nvcc that is found first
 
-The shared memory that gemm is launched with is no part of it: ``plan_gemm`` computes that.
+Compiling takes ten minutes of two cores, and its result follows from the sources: where the record is of these very
+sources and this nvcc, nothing is compiled. The shared memory that gemm is launched with is no part of it:
+``plan_gemm`` computes that.
 """
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -38,6 +41,15 @@ def run(*command) -> str:
 
 def nvcc_version() -> str:
     return re.search(r"\bV([\d.]+)", run("nvcc", "--version"))[1]
+
+
+def sources() -> str:
+    """A hash of all that is compiled, and how."""
+    found = hashlib.sha256(repr((ARCHS, FLAGS)).encode())
+    for folder in ("common", "kernels"):
+        for file in sorted((ROOT / "csrc" / folder).iterdir()):
+            found.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}".encode())
+    return found.hexdigest()
 
 
 def disassembled(cubin: str) -> str:
@@ -107,7 +119,7 @@ def by_kernel(compiled: dict) -> dict:
     return table
 
 
-def dumps(nvcc: str, table: dict) -> str:
+def dumps(nvcc: str, sources: str, table: dict) -> str:
     """One kernel in a line: a number for every architecture, or one where they have the same."""
     for name, archs in table.items():
         assert tuple(archs) == ARCHS, f"{name}: found for {', '.join(archs)}, expected for {', '.join(ARCHS)}"
@@ -119,7 +131,7 @@ def dumps(nvcc: str, table: dict) -> str:
             entry[what] = numbers if len(set(numbers)) > 1 else numbers[0]
         lines.append(f"    {json.dumps(name)}: {json.dumps(entry)}")
     kernels = ",\n".join(lines)
-    head = f'  "nvcc": {json.dumps(nvcc)},\n  "archs": {json.dumps(ARCHS)},\n'
+    head = f'  "nvcc": {json.dumps(nvcc)},\n  "sources": {json.dumps(sources)},\n  "archs": {json.dumps(ARCHS)},\n'
     return f'{{\n{head}  "kernels": {{\n{kernels}\n  }}\n}}\n'
 
 
@@ -141,6 +153,9 @@ def instructions():
 
 @pytest.fixture(scope="module")
 def compiled(instructions):
+    record = json.loads(RECORD.read_text())
+    if (record["nvcc"], record["sources"]) == (nvcc_version(), sources()):
+        pytest.skip("resources.json is of these very sources and this nvcc")
     return compile_all(instructions)
 
 
@@ -264,9 +279,15 @@ def test_record_is_as_written():
     """Edited by hand or merged, it would change with the next recording."""
     record = json.loads(RECORD.read_text())
     assert tuple(record["archs"]) == ARCHS, AGAIN
-    assert RECORD.read_text() == dumps(record["nvcc"], recorded_by_kernel(record)), AGAIN
+    assert RECORD.read_text() == dumps(record["nvcc"], record["sources"], recorded_by_kernel(record)), AGAIN
 
 
 if __name__ == "__main__":
-    RECORD.write_text(dumps(nvcc_version(), by_kernel(compile_all())))
+    listings = {}
+    compilation = compile_all(listings)
+    test_no_warnings(compilation)
+    test_operands_of_wgmma_stay_until_it_is_done(compilation, listings)
+    kernels = by_kernel(compilation)
+    test_gemm_keeps_all_in_registers(kernels)
+    RECORD.write_text(dumps(nvcc_version(), sources(), kernels))
     print(f"wrote {RECORD}")
