@@ -62,7 +62,8 @@ def test_comes_nearer_to_16_bits(monkeypatch):
         hf_kbit.calibrate(model, data, bits=2, batch=32, tune=steps, device="cpu")
         lost.append(mean_loss(model, held_out()) - dense)
     assert len(errors) == 2 * len(model.model.layers) and all(after < before for before, after in errors)
-    # What layers alone gain or lose is noise here: the model, which is trained anew on each machine, loses 0.006 nats.
+    # What layers alone gain or lose is noise here: of one model 0.0058 nats became 0.0063 with Transformers 5.24 and
+    # torch 2.13, and 0.0063 became 0.0055 with 5.17 and 2.11.
     assert lost[2] < 0.9 * min(lost[:2])
     assert model.hf_quantizer.tuned.startswith("squared error of layers' outputs")
     assert "held out" in model.hf_quantizer.tuned
