@@ -64,7 +64,7 @@ def test_comes_nearer_to_16_bits(monkeypatch):
     assert len(errors) == 2 * len(model.model.layers) and all(after < before for before, after in errors)
     # What layers alone gain or lose is noise here: of one model 0.0058 nats became 0.0063 with Transformers 5.24 and
     # torch 2.13, and 0.0063 became 0.0055 with 5.17 and 2.11.
-    assert lost[2] < 0.9 * min(lost[:2])
+    assert lost[1] < 1.2 * lost[0] and lost[2] < 0.9 * min(lost[:2])
     assert model.hf_quantizer.tuned.startswith("squared error of layers' outputs")
     assert "held out" in model.hf_quantizer.tuned
 
