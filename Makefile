@@ -19,7 +19,7 @@ NATIVE := $(shell find csrc -type f)
 CXX_FILES := $(filter %.h %.cpp %.cuh %.cu,$(NATIVE))
 # A process per core and a thread per process; tests of a file share its fixtures.
 PYTEST := bin/python -m pytest --timeout=900 --numprocesses=auto --dist=loadfile
-# Kernels, ops and the build know nothing of Transformers.
+# Tests of kernels, ops, the build and prose, which the version of Transformers does not matter to.
 WITHOUT_TRANSFORMERS := $(addprefix tests/,csrc $(addsuffix .py,test_build test_inductor test_native test_ops \
     test_ops_experts test_prose test_triton_kernels))
 test test-all test-oldest: export OMP_NUM_THREADS = 1

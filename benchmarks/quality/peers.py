@@ -1,6 +1,8 @@
 """The ways of other libraries to quantize a model, by their own code, that ``measure`` compares with those of hf_kbit.
 
 A library is imported where it is used, so that the others are measured where it is missing.
+
+Past 400 lines: one library after another, with how it loads, what it stores and which of its ways are measured.
 """
 
 import ctypes

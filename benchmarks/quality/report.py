@@ -8,6 +8,8 @@ the benchmark trained, then all-MiniLM-L6-v2. Where files hold several runs, the
 is a plot of each language model, with the relative gap of perplexity and the KL divergence against bits per weight:
 calibrated models bold, mixed widths dashed in the colour of what is one width for all, peers dotted, hf_kbit's
 codebooks other than the default pale; and one of SmolLM2 in short. They need matplotlib.
+
+Past 400 lines: tables and plots choose and name the same lines.
 """
 
 import argparse

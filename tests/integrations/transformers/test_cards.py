@@ -130,7 +130,7 @@ def test_a_card_says_of_what_and_how_large(model, dense, tmp_path, monkeypatch):
 
 
 def test_saving_asks_the_hub_for_nothing(model, tmp_path, monkeypatch):
-    """Without a network that would take half a minute; and what a folder is called is nobody's business."""
+    """Without a network that would take 24 s; and what a folder is called is nobody's business."""
 
     def ask(*_, **__):
         raise AssertionError("asked the Hub")
