@@ -10,7 +10,7 @@ into --folder, where later runs find it. The ways:
 - tensor, expert: decoding of one sequence by the parallelism of that name, for each of --modes as ``model.py`` has
   them, with its milliseconds from token to token; with one process, a model on one GPU,
 - sums: microseconds of the sum over processes of what one token hands from layer to layer, in a CUDA graph of many, by
-  NCCL and, where GPUs can, directly, as ``hf_kbit.decode`` does it,
+  NCCL and, where GPUs can, directly, as ``hf_kbit.decode`` does it, the latter also with the norm that follows,
 - fsdp, ddp: LoRA as in ``qlora.py``, milliseconds of a step of --sequences in each process; with one process, ``ddp``
   is a step on one GPU.
 
@@ -24,6 +24,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -43,7 +44,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hf_kbit
-from hf_kbit.decoding.sums import connect, connected, sum_directly
+from hf_kbit.decoding.sums import connect, connected, sum_and_norm, sum_directly
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WARM_UP, STEPS, SUMS = 2, 5, 100
@@ -126,12 +127,19 @@ def ddp(folder: Path):
     return DistributedDataParallel(adapted(load(folder, device_map=own_device()), prepared=False))
 
 
-def sum_us(numbers: int, direct: bool) -> float:
-    x, group = torch.ones(1, numbers, dtype=torch.bfloat16, device=own_device()), dist.group.WORLD
+WAYS_OF_SUMS = {
+    "NCCL": lambda x, group: dist.all_reduce(x.clone()),
+    "direct": lambda x, group: sum_directly(x, group),
+    "direct, norm": lambda x, group: sum_and_norm(x, x, x.flatten(), 1e-5, group),
+}
+
+
+def sum_us(numbers: int, sum_over_processes: Callable) -> float:
+    x, group = torch.ones(1, numbers, dtype=torch.bfloat16, device=own_device()), dist.group.WORLD.group_name
 
     def many():
         for _ in range(SUMS):
-            sum_directly(x, group.group_name) if direct else dist.all_reduce(x.clone())
+            sum_over_processes(x, group)
 
     many()
     graph = torch.cuda.CUDAGraph()
@@ -245,9 +253,10 @@ def main() -> None:
     for way in filter(None, arguments.ways.split(",")):
         if way == "sums":
             connect(dist.group.WORLD, own_device())
-            for direct in (False, True)[: 1 + connected(dist.group.WORLD)]:
-                us = sum_us(SHAPES[arguments.shape]["hidden_size"], direct)
-                emit(way=way, mode="direct" if direct else "NCCL", us=most(us))
+            for mode, sum_over_processes in WAYS_OF_SUMS.items():
+                if mode == "NCCL" or connected(dist.group.WORLD):
+                    us = sum_us(SHAPES[arguments.shape]["hidden_size"], sum_over_processes)
+                    emit(way=way, mode=mode, us=most(us))
             continue
         shape = arguments.sequences, arguments.tokens
         measure(way, folder, shape, arguments.modes, arguments.kernels, emit)

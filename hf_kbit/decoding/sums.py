@@ -1,11 +1,13 @@
 """Sums over the processes of tensor parallelism, of a few tokens, in what ``torch.compile`` compiles for GPUs.
 
-A step of decoding has two such sums in each layer. NCCL makes of each some kernels and copies, whose time does not
-depend on how small it is; a kernel of torch's (symmetric memory) writes this process's part to where the others read
-it, waits for theirs, and adds them up. It takes GPUs of one machine that read each other's memory.
+A step of decoding has two such sums in each layer, each followed by the residual and a norm. NCCL's time for them does
+not depend on how small they are; a kernel of our own (``sum_kernels.py``), which has the norm in it, takes less. It
+needs GPUs of one machine that read each other's memory (torch's symmetric memory).
 """
 
 import os
+from dataclasses import dataclass
+from operator import getitem
 
 import torch
 import torch.distributed as dist
@@ -16,32 +18,63 @@ from torch.distributed import ProcessGroup
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.fx import Graph, Node
 
-MOST_BYTES = 128 << 10  # of a sum; of more, each GPU would read too much of the others
-_parts: dict[str, Tensor] = {}  # by the names of groups: where this process's part lies for the others to read
+MOST_BYTES = 128 << 10  # of a sum; of more, each GPU would write too much to the others
+MOST_ROW_BYTES = 64 << 10  # of a row that one program has, for its norm
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the processes of a group write what this one reads, and the other way round.
+
+    Attributes:
+        of_all: int64 ``[processes]``, for each the address at which its memory is seen from this GPU.
+        state: int32 ``[2]``, zeros before the first sum.
+        rank: of this process.
+        most_words: of 4 bytes in a sum.
+        memory: what others write to, which has to stay.
+    """
+
+    of_all: Tensor
+    state: Tensor
+    rank: int
+    most_words: int
+    memory: Tensor
+
+
+_places: dict[str, Place] = {}  # by the names of groups
 
 
 def connect(group: ProcessGroup, device: torch.device) -> None:
     """Has code that is compiled from here on sum directly. All processes of the group call it; where one cannot, all
     leave the sums to NCCL."""
     name = group.group_name
-    if name in _parts or not _on_one_machine(group):
+    if name in _places or not _on_one_machine(group):
         return
     try:
-        part = symmetric_memory.empty(MOST_BYTES, dtype=torch.uint8, device=device)
-        symmetric_memory.rendezvous(part, group)
+        place = _place(group, device)
     except RuntimeError:  # without NVLink or another way from GPU to GPU, say
-        part = None
-    all_can = torch.tensor(int(part is not None), device=device)
-    dist.all_reduce(all_can, dist.ReduceOp.MIN, group=group)
+        place = None
+    all_can = torch.tensor(int(place is not None), device=device)
+    dist.all_reduce(all_can, dist.ReduceOp.MIN, group=group)  # and all memory is zeros from here on
     if all_can:
-        _parts[name] = part
+        _places[name] = place
         if config.post_grad_custom_post_pass is None:
             config.post_grad_custom_post_pass = SumDirectly()
 
 
+def _place(group: ProcessGroup, device: torch.device) -> Place:
+    size, words = group.size(), MOST_BYTES // 4
+    memory = symmetric_memory.empty(2 * size * words, dtype=torch.int64, device=device).zero_()
+    handle = symmetric_memory.rendezvous(memory, group)
+    seen = [handle.get_buffer(rank, memory.shape, memory.dtype).data_ptr() for rank in range(size)]
+    state = torch.zeros(2, dtype=torch.int32, device=device)
+    return Place(torch.tensor(seen, device=device), state, handle.rank, words, memory)
+
+
 def connected(group: ProcessGroup) -> bool:
     """Whether ``sum_directly`` sums over the processes of the group on their GPUs."""
-    return group.group_name in _parts
+    return group.group_name in _places
 
 
 def _on_one_machine(group: ProcessGroup) -> bool:
@@ -51,30 +84,101 @@ def _on_one_machine(group: ProcessGroup) -> bool:
 
 
 class SumDirectly(CustomGraphPass):
-    """Replaces sums over processes that are connected, of a size that is known and small, by ``sum_directly``."""
+    """Replaces sums over processes that are connected, of a size that is known and small, by ``sum_and_norm`` where a
+    residual and RMSNorm follow, and by ``sum_directly`` elsewhere."""
 
     def __call__(self, graph: Graph) -> None:
-        collectives = torch.ops._c10d_functional
+        collectives, replaced = torch.ops._c10d_functional, []
         for node in graph.find_nodes(op="call_function", target=collectives.all_reduce.default):
             wait, *others = node.users
             if others or wait.target is not collectives.wait_tensor.default or not _is_small(node):
                 continue
             x, _, group = node.args
-            with graph.inserting_before(node):
-                summed = graph.call_function(torch.ops.hf_kbit.sum_directly.default, (x, group))
-            summed.meta["val"] = wait.meta["val"]
-            wait.replace_all_uses_with(summed)
-            graph.erase_node(wait)
+            if norm := _norm_after(wait):
+                with graph.inserting_before(norm.added):
+                    arguments = x, norm.residual, norm.weight, norm.eps, group
+                    both = graph.call_function(torch.ops.hf_kbit.sum_and_norm.default, arguments)
+                    both.meta["val"] = norm.added.meta["val"], norm.normed.meta["val"]
+                    for index, old in enumerate((norm.added, norm.normed)):
+                        new = graph.call_function(getitem, (both, index))
+                        new.meta.update(old.meta)
+                        old.replace_all_uses_with(new)
+            else:
+                with graph.inserting_before(node):
+                    summed = graph.call_function(torch.ops.hf_kbit.sum_directly.default, (x, group))
+                    summed.meta["val"] = wait.meta["val"]
+                wait.replace_all_uses_with(summed)
+            replaced += wait, node
+        graph.eliminate_dead_code()  # norms, but nothing that waits for other processes
+        for node in replaced:
             graph.erase_node(node)
 
     def uuid(self):
-        return get_hash_for_files((__file__,), " ".join(sorted(_parts)))
+        return get_hash_for_files((__file__,), " ".join(sorted(_places)))
 
 
 def _is_small(node: Node) -> bool:
     (_, operation, group), value = node.args, node.meta["val"]
     known = all(isinstance(size, int) for size in value.shape)
-    return operation == "sum" and group in _parts and known and 0 < value.nbytes <= MOST_BYTES
+    whole_words = value.dtype in DTYPES and known and value.nbytes % 4 == 0
+    return operation == "sum" and group in _places and whole_words and 0 < value.nbytes <= MOST_BYTES
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """Nodes of RMSNorm over what a residual and a sum are together."""
+
+    added: Node
+    residual: Node
+    weight: Node
+    eps: float
+    normed: Node
+
+
+def _norm_after(summed: Node) -> _Norm | None:
+    """As Llama's has it, and most others: the weight is no more than a factor."""
+    aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
+    value = summed.meta["val"]
+
+    def user(node: Node, target) -> Node | None:
+        return next((each for each in node.users if each.target is target), None)
+
+    def converted(node: Node, dtype: torch.dtype) -> Node | None:
+        return node if node.meta["val"].dtype == dtype else user(node, convert)
+
+    def other(node: Node, one: Node):
+        first, second = node.args
+        return second if first is one else first
+
+    def like(node, shape) -> bool:
+        found = node.meta.get("val") if isinstance(node, Node) else None
+        return isinstance(found, Tensor) and found.dtype == value.dtype and found.shape == shape
+
+    added = user(summed, aten.add.Tensor)
+    if added is None or len(summed.users) > 1 or added.kwargs or value.shape[-1] * value.element_size() % 4:
+        return None
+    wide = converted(added, torch.float32)
+    square = wide and user(wide, aten.pow.Tensor_Scalar)
+    mean = square and user(square, aten.mean.dim)
+    shifted = mean and user(mean, aten.add.Tensor)
+    root = shifted and user(shifted, aten.rsqrt.default)
+    scaled = root and user(root, aten.mul.Tensor)
+    narrow = scaled and converted(scaled, value.dtype)
+    normed = narrow and user(narrow, aten.mul.Tensor)
+    if not normed:
+        return None
+    residual, weight, eps = other(added, summed), other(normed, narrow), other(shifted, mean)
+    as_expected = (
+        square.args[1] == 2,
+        mean.args[1:] == ([-1], True),
+        isinstance(eps, float),
+        set(scaled.args) == {wide, root},
+        like(residual, value.shape),
+        like(weight, value.shape[-1:]) and weight.op == "placeholder",  # there before the sum
+        all(len(node.users) == 1 for node in (square, mean, shifted, root, scaled, narrow)),
+        value.shape[-1] * value.element_size() <= MOST_ROW_BYTES,
+    )
+    return _Norm(added, residual, weight, eps, normed) if all(as_expected) else None
 
 
 @torch.library.custom_op("hf_kbit::sum_directly", mutates_args=())
@@ -83,10 +187,28 @@ def sum_directly(x: Tensor, group: str) -> Tensor:
     if not x.is_cuda:
         collectives = torch.ops._c10d_functional
         return collectives.wait_tensor(collectives.all_reduce(x, "sum", group))
-    part = _parts[group][: x.nbytes].view(x.dtype).view(x.shape)
-    return torch.ops.symm_mem.one_shot_all_reduce_copy(part, x.contiguous(), "sum", group)
+    from hf_kbit.decoding import sum_kernels  # Triton is where PyTorch compiles for a GPU
+
+    return sum_kernels.sum_directly(x.contiguous(), _places[group])
 
 
 @sum_directly.register_fake
 def _(x, group):
     return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("hf_kbit::sum_and_norm", mutates_args=())
+def sum_and_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str) -> tuple[Tensor, Tensor]:
+    """``residual + sum_directly(x)``, and RMSNorm of that; weight ``[columns]``, all of one dtype."""
+    if not x.is_cuda:
+        added = residual + sum_directly(x, group)
+        return added, torch.nn.functional.rms_norm(added.float(), weight.shape, eps=eps).to(x.dtype) * weight
+    from hf_kbit.decoding import sum_kernels
+
+    x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
+    return sum_kernels.sum_and_norm(x, _places[group], residual, weight, eps)
+
+
+@sum_and_norm.register_fake
+def _(x, residual, weight, eps, group):
+    return x.new_empty(x.shape), x.new_empty(x.shape)

@@ -62,19 +62,21 @@ def graphs(model) -> tuple[int, int, bool]:
 
 def compiled(model) -> dict:
     """Logits of code that sums directly: by gloo here, as a CPU has no memory that other processes read."""
-    replaced = []
+    replaced = dict.fromkeys(("sum_directly", "sum_and_norm"), 0)
 
     class Counted(sums.SumDirectly):
         def __call__(self, graph):
             super().__call__(graph)
-            replaced.append(len(graph.find_nodes(op="call_function", target=torch.ops.hf_kbit.sum_directly.default)))
+            for name in replaced:
+                target = getattr(torch.ops.hf_kbit, name).default
+                replaced[name] += len(graph.find_nodes(op="call_function", target=target))
 
         def uuid(self):
             return None  # never from a cache
 
     group = loop._processes(model)
     passes = torch._inductor.config.patch(post_grad_custom_post_pass=Counted())
-    with patch.dict(sums._parts, {group.group_name: torch.empty(0)}), passes, torch.no_grad():
+    with patch.dict(sums._places, {group.group_name: None}), passes, torch.no_grad():
         found = torch.compile(logits_of, dynamic=False)(model, {"input_ids": ranks.IDS})
     return {"compiled": found, "replaced": replaced}
 
@@ -105,8 +107,10 @@ def test_a_step_is_one_graph(found):
 
 
 def test_sums_of_compiled_code(found, folder):
-    """Two of each layer, and that of the table where Transformers shares it; the logits are gathered, not summed."""
+    """Two of each layer, of which a bias parts one from its norm, and that of the table where Transformers shares it;
+    the logits are gathered, not summed."""
     expected = logits_of(ranks.load(folder / "llama"), {"input_ids": ranks.IDS})
     for process in found:
-        assert sum(process["replaced"]) == 2 * ranks.SETTINGS["num_hidden_layers"] + (not ranks.OLD)
+        layers = ranks.SETTINGS["num_hidden_layers"]
+        assert process["replaced"] == {"sum_directly": layers + (not ranks.OLD), "sum_and_norm": layers}
         assert relative(process["compiled"], expected) < 2e-6

@@ -3,6 +3,7 @@
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from adapters import relative
 from packaging.version import Version
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,6 +33,9 @@ LOOPS = {
     "generate, sampled": {"do_sample": True, "top_k": 20, "disable_compile": True},
 }
 TRAINED = ("fsdp", "fsdp, planes", "ddp")
+# One row and several, whole blocks of the kernel and odd ones, one program and several.
+SHAPES = (1, 64), (1, 1, 8192), (3, 2730), (7, 576), (1, 16000)
+REPLAYS, EPS = 20, 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,48 @@ def shard(model):
     return fully_shard(model, mesh=mesh)
 
 
+def sums_in_a_graph(rank) -> dict:
+    """For each dtype and shape what the kernel and NCCL make of numbers that change from replay to replay."""
+    inputs = {
+        (dtype, shape): [torch.empty(shape, dtype=dtype, device="cuda") for _ in range(2)]
+        for dtype in sums.DTYPES
+        for shape in SHAPES
+    }
+    (name,) = sums._places
+
+    def run():
+        return {
+            case: (
+                sums.sum_directly(x, name),
+                *sums.sum_and_norm(x, residual, residual.flatten()[: x.shape[-1]], EPS, name),
+            )
+            for case, (x, residual) in inputs.items()
+        }
+
+    graph = torch.cuda.CUDAGraph()
+    run()
+    with torch.cuda.graph(graph):
+        made = run()
+    found = {case: [] for case in inputs}
+    for replay in range(REPLAYS):
+        expected = {}
+        for number, (case, (x, residual)) in enumerate(inputs.items()):
+            torch.manual_seed(1000 * replay + number)
+            residual.normal_()
+            torch.manual_seed(1000 * replay + 2 * number + rank)
+            summed = x.normal_().double()
+            dist.all_reduce(summed)
+            added = residual + summed
+            weight = residual.flatten()[: x.shape[-1]].double()
+            expected[case] = summed, added, torch.nn.functional.rms_norm(added, weight.shape, weight, EPS)
+        graph.replay()
+        for case, tensors in made.items():
+            found[case].append(
+                [(tensor.cpu(), other.cpu()) for tensor, other in zip(tensors, expected[case], strict=True)]
+            )
+    return found
+
+
 def in_each_process(rank, folder):
     found = {}
     for way, name in CASES:
@@ -84,7 +130,8 @@ def in_each_process(rank, folder):
     model = ranks.load(folder / "llama" / "dense", distributed_config=plan, quantization_config=ranks.config("llama"))
     model.save_pretrained(folder / "on the fly")
     found["on the fly"] = ranks.all_tiled(model)
-    found["connected"] = bool(sums._parts)
+    if sums._places:
+        found["sums"] = sums_in_a_graph(rank)
     for way in TRAINED:
         model = ranks.adapt(ranks.load(folder / "qwen3_moe", device_map="cpu" if "planes" in way else f"cuda:{rank}"))
         model = DistributedDataParallel(model) if way == "ddp" else shard(model)
@@ -119,10 +166,14 @@ def test_tokens_are_those_of_one_gpu(found, folder, way, name, loop):
 
 
 def test_gpus_sum_directly(found):
-    """Where each reads the other's memory."""
+    """Where each reads the other's memory; all get the same bits."""
     if not torch.cuda.can_device_access_peer(0, 1):
         pytest.skip("GPUs that cannot read each other's memory")
-    assert all(process["connected"] for process in found)
+    for case, replays in found[0]["sums"].items():
+        for tensors, others in zip(replays, found[1]["sums"][case], strict=True):
+            for (made, expected), (other, _) in zip(tensors, others, strict=True):
+                assert torch.equal(made, other), case
+                assert relative(made, expected) < 3 * torch.finfo(made.dtype).eps, case
 
 
 @pytest.mark.parametrize(("way", "name"), CASES)
