@@ -235,6 +235,12 @@ PEFT_HOOKS = (
         lost="saving adapters copies the quantized weights of the base",
     ),
     Hook(
+        "peft.peft_model:PeftModel.save_pretrained",
+        ("self", "save_directory"),
+        f"{_GLUE}.save:wrap_save_pretrained",
+        lost="save_pretrained fails on adapters of quantized models that FSDP2 has sharded",
+    ),
+    Hook(
         "peft.tuners.adaption_prompt.layer:_BaseAdaptedAttention.__init__",
         ("self", "model_type", "adapter_len", "model", "target_dtype"),
         f"{_GLUE}.create:wrap_adapted_attention",

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 import pytest
 import ranks
 import torch
-from accelerate import FullyShardedDataParallelPlugin
-from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model, load_fsdp_model, save_fsdp_model
 from adapters import assert_same_state, relative
 from peft import PeftModel
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers.distributed import DistributedConfig
 
 WAYS = ("planes", "tiles", "accelerate", "accelerate, tiles")
+STATE_DICTS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")  # of accelerate's checkpoints, by default the first
 QUANTIZED = ("qwen3_moe", "half", "tied", "gpt_oss", "llama4")  # while they load
 
 
@@ -26,20 +29,49 @@ def shard(model):
     return fully_shard(model, mesh=mesh)
 
 
-def shard_by_accelerate(model, rank):
-    """What ``Accelerator.prepare`` does on GPUs: on CPUs it leaves FSDP out."""
+def accelerator(rank, state_dicts="SHARDED_STATE_DICT"):
+    """What accelerate's functions ask of an ``Accelerator`` with FSDP2: on CPUs it makes none."""
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=True
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        cpu_ram_efficient_loading=True,
+        state_dict_type=state_dicts,
     )
-    accelerator = SimpleNamespace(
+    PartialState(cpu=True)  # accelerate does not log without
+    return SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh={("all",): init_device_mesh("cpu", (ranks.SIZE,))},
         parallelism_config=SimpleNamespace(fsdp_dim_names=["all"]),
+        is_fsdp2=True,
         is_main_process=rank == 0,
+        process_index=rank,
+        num_processes=ranks.SIZE,
+        wait_for_everyone=dist.barrier,
         mixed_precision="no",
         device=torch.device("cpu"),
     )
-    return fsdp2_prepare_model(accelerator, model)
+
+
+def shard_by_accelerate(model, rank):
+    """What ``Accelerator.prepare`` does."""
+    return fsdp2_prepare_model(accelerator(rank), model)
+
+
+def through_checkpoint(model, other, rank, state_dicts, folder):
+    """``other`` with the adapters of ``model``, as ``Accelerator.save_state`` and ``load_state`` bring them there."""
+    ours = accelerator(rank, state_dicts)
+    place = ours.state.fsdp_plugin, ours
+    save_fsdp_model(*place, model, folder, adapter_only=True)
+    load_fsdp_model(*place, other, folder, adapter_only=True)
+    return other
+
+
+def without_adapters(model):
+    """The model with adapters that are all zeros."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.zero_()
+    return model
 
 
 def whole_state(model) -> dict[str, torch.Tensor]:
@@ -65,6 +97,10 @@ def in_each_process(rank, folder):
             "state": whole_state(model),
         }
         model.save_pretrained(folder / f"{way}{rank}")
+    for state_dicts in STATE_DICTS:  # of the model that was trained last, which accelerate has sharded
+        other = shard_by_accelerate(without_adapters(ranks.adapt(ranks.load(folder / "qwen3_moe"))), rank)
+        other = through_checkpoint(model, other, rank, state_dicts, folder / state_dicts)
+        other.save_pretrained(folder / f"{state_dicts}{rank}")
     model = PeftModel.from_pretrained(ranks.load(folder / "qwen3_moe"), folder / f"planes{rank}", is_trainable=True)
     found["resumed"] = ranks.trained(shard(model.train()), ids)
     model = shard(ranks.as_on_a_gpu(ranks.load(folder / "qwen3_moe")))
@@ -122,6 +158,25 @@ def test_packed_weights_are_sharded_and_stay_what_they_are(found, alone, way):
 
 def test_resuming(found, alone):
     torch.testing.assert_close(mean([process["resumed"] for process in found]), alone["resumed"])
+
+
+@pytest.mark.parametrize("state_dicts", STATE_DICTS)
+def test_checkpoints_of_accelerate_give_back_adapters(found, folder, state_dicts):
+    for rank in range(ranks.SIZE):
+        saved = ranks.saved_adapters(folder / f"{WAYS[-1]}{rank}")
+        assert all(tensor.any() for tensor in saved.values()), "as the other model has none but zeros"
+        assert_same_state(ranks.saved_adapters(folder / f"{state_dicts}{rank}"), saved)
+
+
+def test_checkpoints_of_accelerate_have_adapters_alone(found, folder):
+    """And of shards from each process its own: PEFT before 0.21.1 cannot load whole tensors into shards."""
+    reader = FileSystemReader(folder / "SHARDED_STATE_DICT" / "pytorch_model_fsdp_0")
+    sharded = reader.read_metadata().state_dict_metadata
+    whole = torch.load(folder / "FULL_STATE_DICT" / "pytorch_model_fsdp.bin")
+    for checkpoint in (sharded, whole):
+        assert len(checkpoint) == len(ranks.saved_adapters(folder / f"{WAYS[-1]}0"))
+        assert all("lora_" in name for name in checkpoint)
+    assert {len(tensor.chunks) for tensor in sharded.values()} == {ranks.SIZE}
 
 
 @pytest.mark.parametrize("way", ["by hand", "by Transformers"])
