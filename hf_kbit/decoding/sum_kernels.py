@@ -61,6 +61,19 @@ def _rounded(numbers, DTYPE: tl.constexpr):
     return numbers.to(DTYPE).to(tl.float32)
 
 
+@triton.jit
+def _await(pointers, sum_numbers):
+    """The words that other processes store there, once they are of these sums."""
+    return tl.inline_asm_elementwise(
+        _AWAIT,
+        "=&r,=&r,l,l,r,r",
+        [pointers, sum_numbers],
+        dtype=tl.uint32,
+        is_pure=False,
+        pack=2,
+    )
+
+
 # Were rows known to begin at multiples of 16 bytes, Triton would have a thread store more words than it awaits, and
 # wait for each in two layouts.
 @triton.jit(do_not_specialize_on_alignment=["x", "residual", "weight", "out", "normed"])
@@ -112,14 +125,7 @@ def sum_over_processes(
         if process == RANK:
             words = own
         else:
-            words = tl.inline_asm_elementwise(
-                _AWAIT,
-                "=&r,=&r,l,l,r,r",
-                [here + slot + process * MOST_WORDS, tl.zeros([BLOCK], tl.int32) + sum_number],
-                dtype=tl.uint32,
-                is_pure=False,
-                pack=2,
-            )
+            words = _await(here + slot + process * MOST_WORDS, tl.zeros([BLOCK], tl.int32) + sum_number)
         low += _low(words, DTYPE)
         high += _high(words, DTYPE)
     if NORM:

@@ -79,7 +79,7 @@ def connected(group: ProcessGroup) -> bool:
 
 def _on_one_machine(group: ProcessGroup) -> bool:
     """Whether all processes are on this machine, and see the GPUs of one another."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == dist.get_world_size()
+    local = not torch.version.hip and int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == dist.get_world_size()
     return local and 1 < group.size() <= torch.cuda.device_count()
 
 
