@@ -28,6 +28,7 @@ class Place:
     """Where the processes of a group write what this one reads, and the other way round.
 
     Attributes:
+        group: of the processes; one that is made after it has ended may have its name.
         of_all: int64 ``[processes]``, for each the address at which its memory is seen from this GPU.
         state: int32 ``[2]``, zeros before the first sum.
         rank: of this process.
@@ -35,6 +36,7 @@ class Place:
         memory: what others write to, which has to stay.
     """
 
+    group: ProcessGroup
     of_all: Tensor
     state: Tensor
     rank: int
@@ -48,8 +50,10 @@ _places: dict[str, Place] = {}  # by the names of groups
 def connect(group: ProcessGroup, device: torch.device) -> None:
     """Has code that is compiled from here on sum directly. All processes of the group call it; where one cannot, all
     leave the sums to NCCL."""
-    name = group.group_name
-    if name in _places or not _on_one_machine(group):
+    if connected(group):
+        return
+    _places.pop(group.group_name, None)
+    if not _on_one_machine(group):
         return
     try:
         place = _place(group, device)
@@ -58,7 +62,7 @@ def connect(group: ProcessGroup, device: torch.device) -> None:
     all_can = torch.tensor(int(place is not None), device=device)
     dist.all_reduce(all_can, dist.ReduceOp.MIN, group=group)  # and all memory is zeros from here on
     if all_can:
-        _places[name] = place
+        _places[group.group_name] = place
         if config.post_grad_custom_post_pass is None:
             config.post_grad_custom_post_pass = SumDirectly()
 
@@ -69,18 +73,20 @@ def _place(group: ProcessGroup, device: torch.device) -> Place:
     handle = symmetric_memory.rendezvous(memory, group)
     seen = [handle.get_buffer(rank, memory.shape, memory.dtype).data_ptr() for rank in range(size)]
     state = torch.zeros(2, dtype=torch.int32, device=device)
-    return Place(torch.tensor(seen, device=device), state, handle.rank, words, memory)
+    return Place(group, torch.tensor(seen, device=device), state, handle.rank, words, memory)
 
 
 def connected(group: ProcessGroup) -> bool:
     """Whether ``sum_directly`` sums over the processes of the group on their GPUs."""
-    return group.group_name in _places
+    place = _places.get(group.group_name)
+    return place is not None and place.group is group
 
 
 def _on_one_machine(group: ProcessGroup) -> bool:
     """Whether all processes are on this machine, and see the GPUs of one another."""
-    local = not torch.version.hip and int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == dist.get_world_size()
-    return local and 1 < group.size() <= torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == dist.get_world_size()
+    nvidia = torch.version.hip is None  # whose instructions the kernel has
+    return local and nvidia and 1 < group.size() <= torch.cuda.device_count()
 
 
 class SumDirectly(CustomGraphPass):

@@ -43,7 +43,7 @@ def place_of(rank: int, folder: Path) -> sums.Place:
         for process in range(ranks.SIZE)
     ]
     addresses = torch.tensor([part.data_ptr() for part in memory])
-    return sums.Place(addresses, torch.zeros(2, dtype=torch.int32), rank, words, memory)
+    return sums.Place(None, addresses, torch.zeros(2, dtype=torch.int32), rank, words, memory)
 
 
 def in_each_process(rank, folder):
