@@ -23,7 +23,7 @@ class _Lists(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class _Launches(TorchDispatchMode):
+class Launches(TorchDispatchMode):
     """Keeps each operation with its tensors and results, and what the tensors held that it wrote to."""
 
     def __init__(self):
@@ -35,9 +35,11 @@ class _Launches(TorchDispatchMode):
         schema = operation._schema
         if schema.name.removeprefix("aten::") in READS:
             _refuse()
-        for argument, given in zip(schema.arguments, args, strict=False):
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        for argument in schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                self.before.setdefault(id(given), (given, given.clone()))
+                for tensor in tree_leaves(given[argument.name]):
+                    self.before.setdefault(id(tensor), (tensor, tensor.clone()))
         result = operation(*args, **kwargs)
         self.launched.append((operation, args, kwargs, result))
         return result
@@ -46,7 +48,7 @@ class _Launches(TorchDispatchMode):
 def cpu_graph(function: Callable) -> Callable:
     """Repeats what ``function`` launched when this was called, which itself has had no effect."""
     random = torch.get_rng_state()
-    with _Lists(), (mode := _Launches()):
+    with _Lists(), (mode := Launches()):
         recorded = function()
     torch.set_rng_state(random)
     for tensor, held in mode.before.values():

@@ -100,7 +100,7 @@ def decode(
         new = reports.finish()
     if streamer is not None:
         streamer.end()
-    return choice.ids[:, : prompt + new].clone()
+    return choice.tokens(prompt + new)
 
 
 def _processes(model) -> ProcessGroup | None:
@@ -155,12 +155,13 @@ class _Reports:
             event.synchronize()
         if self.ended:
             return  # was computed past the end
-        if not report[-1]:
+        tokens, goes_on, well = report
+        if not well.all():
             raise ValueError("hf_kbit.decode: found probabilities that are NaN or all 0, expected finite logits")
         if self.streamer is not None:
-            self.streamer.put(report[:-2])
+            self.streamer.put(tokens)
         self.read += 1
-        self.ended = not report[-2]
+        self.ended = not goes_on.any()
 
 
 def pass_all_on(extract: Callable) -> Callable:

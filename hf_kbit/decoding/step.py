@@ -46,6 +46,9 @@ class Step:
         past = model_kwargs.pop(CACHE)
         self.position = choice.token.new_tensor(past.get_seq_length())
         self.inputs = _inputs(model, choice, with_room(past, tokens, self.position), model_kwargs)
+        choice.counters.append(self.position)
+        if "position_ids" in self.inputs:
+            choice.counters.append(self.inputs["position_ids"])
         self.forward = logits_of
         if way.compile is not None and compiled and _can_be_compiled(model):
             self.forward = way.compile()
@@ -64,9 +67,6 @@ class Step:
     def _run(self) -> Tensor:
         with self.way.attend(self.model):
             logits = self.forward(self.model, self.inputs)
-        self.position += 1
-        if "position_ids" in self.inputs:
-            self.inputs["position_ids"] += 1
         if self.choice.recorded:
             self.choice(logits, length=1)
         return logits

@@ -8,7 +8,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, BY_NAME
 from byte_tokenizer import byte_tokenizer
-from cpu_graph import cpu_graph
+from cpu_graph import Launches, cpu_graph
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.testing import CompileCounter
 from transformers import (
@@ -16,15 +16,20 @@ from transformers import (
     AutoModelForCausalLM,
     CompileConfig,
     DynamicCache,
+    GenerationConfig,
     LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
     StoppingCriteria,
+    StoppingCriteriaList,
 )
+from transformers.generation import EosTokenCriteria
 
 import hf_kbit
 from hf_kbit.decoding import cache, step
 from hf_kbit.decoding.attention import NAME, of_one_token
 from hf_kbit.decoding.cache import CACHE
-from hf_kbit.decoding.choice import largest
+from hf_kbit.decoding.choice import Choice, largest
 
 DECODERS = [each for each in ARCHITECTURES if each.generates and each.name not in ("t5", "whisper")]
 SAMPLED = {"do_sample": True, "temperature": 1.2, "top_k": 40, "top_p": 0.9}
@@ -72,7 +77,7 @@ def test_architectures(architecture, as_a_gpu, device):
     same(model, inputs, disable_compile=True, **SAMPLED)
 
 
-@pytest.mark.parametrize("size", [1, 511, 512, 513, 2000])
+@pytest.mark.parametrize("size", [1, 384, 511, 512, 513, 2000])
 def test_the_largest(size, device):
     """And of equal ones the first, as in torch; NaN is larger than all."""
     scores = torch.randint(9, (4, size), generator=torch.Generator().manual_seed(size)).float().to(device)
@@ -81,6 +86,19 @@ def test_the_largest(size, device):
     scores[3] = -torch.inf
     scores[3, -1] = -5.0
     torch.testing.assert_close(largest(scores), tuple(scores.max(-1)), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("ends", "operations"), [([], 7), ([2], 10), ([2, 3], 11)])
+def test_operations_of_a_greedy_choice(ends, operations):
+    """Each is a kernel on a GPU, though there is little to do."""
+    criteria = StoppingCriteriaList([MaxLengthCriteria(9), *[EosTokenCriteria(ends)] * bool(ends)])
+    config = GenerationConfig()
+    config._pad_token_tensor = torch.tensor(0)
+    choose = Choice(torch.ones(1, 3, dtype=torch.int64), LogitsProcessorList(), criteria, config)
+    logits = torch.randn(1, 32000)
+    with Launches() as launches:
+        choose(logits, 4)
+    assert sum(not operation.is_view for operation, *_ in launches.launched) == operations
 
 
 class Even(LogitsProcessor):
