@@ -72,7 +72,7 @@ class Choice:
             probabilities = logits.softmax(-1)
             # The draw of torch.multinomial, which would also read back whether they are probabilities.
             best, token = largest(probabilities / torch.empty_like(probabilities).exponential_())
-            self.report[0, 2] *= best > 0
+            self.report[0, 2].mul_(best > 0)
         else:
             token = largest(logits)[1]
         if self.may_end and self.pad is not None:
