@@ -5,8 +5,8 @@ A number goes to another GPU in 8 bytes: 4 of numbers (two of 16 bits), and 4 th
 after (NCCL's low-latency protocol does so too). A sum writes to one of two places in turn. That suffices: a process
 whose numbers of this sum are here has begun it, so it has ended the sum before, and read all of the one before that.
 
-A sum of 16 KB over two H100s takes as long as one way through NVLink and a launch. What follows it in a model, the
-residual and RMSNorm, is part of the kernel, for one that only reads 16 KB takes as long again.
+What follows a sum in most models, the residual and RMSNorm, is part of the kernel: of 16 KB on two H100s, in a CUDA
+graph, the sum takes 2.7 us, with the norm 4.5, where a kernel of the norm alone takes 4 (docs/parallel.md).
 """
 
 import torch
