@@ -142,9 +142,8 @@ class _Norm:
 
 
 def _norm_after(summed: Node) -> _Norm | None:
-    """As Llama's has it, and most others: the weight is no more than a factor."""
+    """As Llama's has it, and most others: the weight is no more than a factor. Mixtures sum rows in another shape."""
     aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
-    value = summed.meta["val"]
 
     def user(node: Node, target) -> Node | None:
         return next((each for each in node.users if each.target is target), None)
@@ -160,7 +159,11 @@ def _norm_after(summed: Node) -> _Norm | None:
         found = node.meta.get("val") if isinstance(node, Node) else None
         return isinstance(found, Tensor) and found.dtype == value.dtype and found.shape == shape
 
-    added = user(summed, aten.add.Tensor)
+    if reshaped := user(summed, aten.reshape.default):
+        if len(summed.users) > 1 or reshaped.meta["val"].shape[-1] != summed.meta["val"].shape[-1]:
+            return None
+        summed = reshaped
+    value, added = summed.meta["val"], user(summed, aten.add.Tensor)
     if added is None or len(summed.users) > 1 or added.kwargs or value.shape[-1] * value.element_size() % 4:
         return None
     wide = converted(added, torch.float32)
@@ -205,7 +208,8 @@ def _(x, group):
 
 @torch.library.custom_op("hf_kbit::sum_and_norm", mutates_args=())
 def sum_and_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str) -> tuple[Tensor, Tensor]:
-    """``residual + sum_directly(x)``, and RMSNorm of that; weight ``[columns]``, all of one dtype."""
+    """``residual`` + the sum of ``x``, with its rows, and RMSNorm of that; weight ``[columns]``, all of a dtype."""
+    x = x.reshape(residual.shape)
     if not x.is_cuda:
         added = residual + sum_directly(x, group)
         return added, torch.nn.functional.rms_norm(added.float(), weight.shape, eps=eps).to(x.dtype) * weight
@@ -217,4 +221,4 @@ def sum_and_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, group:
 
 @sum_and_norm.register_fake
 def _(x, residual, weight, eps, group):
-    return x.new_empty(x.shape), x.new_empty(x.shape)
+    return x.new_empty(residual.shape), x.new_empty(residual.shape)
