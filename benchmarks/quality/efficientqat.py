@@ -23,10 +23,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.quality.methods import Method, Storage, dtype_of, linears, load, text_to_tune_on
+from benchmarks.quality.methods import OWN_TEXT, Method, Storage, dtype_of, linears, load, text_to_tune_on
 from hf_kbit.calibration import capture, tuning
 
 GROUP, BITS = 64, (2, 3)
+WAY = f"EfficientQAT's recipe in our own code, group {GROUP}{OWN_TEXT}"
 # Of the first steps, over the mean magnitude of weights, or of scales; zeros are in steps of the grid. Measured on two
 # layers of SmolLM2 at 2 bits: for weights half of it leaves 7 to 16% more error, 2.5 times as much more still.
 WEIGHTS, SCALES, ZEROS = 2e-2, 5e-3, 5e-3
@@ -193,7 +194,7 @@ def efficientqat_methods() -> list[Method]:
         Method(
             "torch",
             bits,
-            f"EfficientQAT's recipe in our own code, group {GROUP}, own text",
+            WAY,
             partial(load_efficientqat, bits=bits),
             partial(efficientqat_storage, bits=bits),
             "decoded weights, torch",

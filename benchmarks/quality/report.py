@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import hf_kbit
+from benchmarks.quality.efficientqat import WAY as EFFICIENTQAT
 from benchmarks.quality.methods import MIXED, OWN_TEXT, TUNED
 from hf_kbit.calibration.layerwise import METHODS
 
@@ -33,9 +34,10 @@ GAP = "gap, of fp16's perplexity"
 NF4 = ("bitsandbytes", 4, "NF4, block 64")
 PLAIN = "normal_float, absmax"
 TARGETS = {4: (0.6, NF4), 3: (0.7, ("hf_kbit", 3, PLAIN)), 2: (0.35, ("hf_kbit", 2, PLAIN))}
-# The same for error feedback, against the default without data; and the most that its gap may be of fp16's perplexity.
+# The same for error feedback, against the default without data; and the most that the gap of what is calibrated may be
+# of fp16's perplexity.
 CALIBRATED_TARGETS = {4: (0.6, ("hf_kbit", 4, DEFAULT)), 3: (0.5, ("hf_kbit", 3, DEFAULT))}
-RELATIVE_TARGETS = {2: 0.25}
+RELATIVE_TARGETS = {FEEDBACK: {2: 0.25}, FEEDBACK + OWN_TEXT + TUNED: {2: 0.06}}
 # The most that a mean width may have of what a straight line between two widths gives a model of its size.
 MIXED_TARGETS = {3.5: (1.0, 3, 4)}
 # Of SmolLM2, for each way and width: the most that the gap may be of the 16-bit model's perplexity.
@@ -142,9 +144,12 @@ def of_hf_kbit(methods: dict[tuple, dict]) -> dict[tuple, dict]:
 
 
 def smollm2_targets(methods: dict[tuple, dict]) -> Iterator[Target]:
-    """Those whose lines are there."""
-    ours = of_hf_kbit(methods)
-    for way, most in SMOLLM2_TARGETS.items():
+    return relative_targets(of_hf_kbit(methods), SMOLLM2_TARGETS)
+
+
+def relative_targets(ours: dict[tuple, dict], targets: dict[str, dict[float, float]]) -> Iterator[Target]:
+    """Those of the gap over the 16-bit model's perplexity whose lines are there."""
+    for way, most in targets.items():
         for bits, target in most.items():
             if (bits, way) in ours:
                 yield bits, way, GAP, relative_gap(ours[bits, way]), target
@@ -158,9 +163,7 @@ def trained_targets(methods: dict[tuple, dict]) -> Iterator[Target]:
             if key in methods and (bits, way) in ours:
                 found = ours[bits, way]["gap"] / methods[key]["gap"]
                 yield bits, way, f"gap, of that of {key[0]}, {key[2]}", found, target
-    for bits, target in RELATIVE_TARGETS.items():
-        if (bits, FEEDBACK) in ours:
-            yield bits, FEEDBACK, GAP, relative_gap(ours[bits, FEEDBACK]), target
+    yield from relative_targets(ours, RELATIVE_TARGETS)
     for way in (DEFAULT, FEEDBACK):
         for bits, (target, *ends) in MIXED_TARGETS.items():
             needed = [(bits, way + MIXED), *((end, way) for end in ends)]
@@ -327,9 +330,16 @@ def plot(methods: dict[tuple, dict], file: Path) -> None:
         axis.grid(which="both", alpha=0.2)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=7)
     last = next(reversed(methods.values()))
-    figure.suptitle(f"{last['model']}, {last['parameters'] / 1e6:.0f}M parameters, {last['gpu']}, {last['date']}")
-    figure.tight_layout(rect=(0, 0, 0.81, 1))
+    model = f"{last['model']}, {last['parameters'] / 1e6:.0f}M parameters"
+    figure.suptitle(f"{model}, {measured_on(methods.values())}")
+    figure.tight_layout(rect=(0, 0, 0.76, 1))
     figure.savefig(file)
+
+
+def measured_on(lines: Iterable[dict]) -> str:
+    """The GPUs, and the first and the last day."""
+    gpus, dates = (sorted({line[key] for line in lines}) for key in ("gpu", "date"))
+    return f"{' and '.join(gpus)}, {' to '.join(sorted({dates[0], dates[-1]}))}"
 
 
 # Of SmolLM2's plot in short: a label, the library, its ways, and a colour.
@@ -347,7 +357,9 @@ IN_SHORT = (
     ("HQQ, groups of 32", "hqq", ("group 32",), "#fdae6b"),
     ("SINQ, groups of 64", "sinq", ("group 64",), "#e7298a"),
     ("llama.cpp, Q3_K_M and Q4_K_M", "llama_cpp_python", ("Q3_K_M", "Q4_K_M"), "#666666"),
-    ("AutoRound, calibrated", "auto-round", ("symmetric, group 64",), "#e6ab02"),
+    ("AutoRound, on text like the test's", "auto-round", ("symmetric, group 64",), "#e6ab02"),
+    ("AutoRound, on the model's own text", "auto-round", (f"symmetric, group 64{OWN_TEXT}",), "#a6761d"),
+    ("EfficientQAT's recipe, on the model's own text", "torch", (EFFICIENTQAT,), "#80b1d3"),
 )
 
 
@@ -359,20 +371,19 @@ def plot_in_short(methods: dict[tuple, dict], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(9, 5), dpi=110, layout="constrained")
+    drawn = []
     for label, library, ways, colour in IN_SHORT:
         lines = [line for line in methods.values() if line["library"] == library and line["way"] in ways]
         lines.sort(key=lambda line: line["bits_per_weight"])
+        drawn += lines
         sizes = [line["bits_per_weight"] for line in lines]
         ours = {"linewidth": 2.5, "zorder": 3} if library == "hf_kbit" else {"linewidth": 1}
         axis.plot(sizes, [100 * relative_gap(line) for line in lines], "o-", color=colour, label=label, **ours)
     axis.set(yscale="log", xlim=(2, 5.8), ylim=(0.1, 1000), xlabel="bits per weight, with scales, zeros and levels")
     axis.yaxis.set_major_formatter("+{x:g}%")
     axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
-    line = next(iter(methods.values()))
-    axis.set_title(
-        f"Perplexity of {line['model']} above that in 16 bits; one {line['gpu']}, {line['date']}", fontsize=11
-    )
+    axis.legend(frameon=False, fontsize=8)
+    axis.set_title(f"Perplexity of {SMOLLM2} above that in 16 bits; {measured_on(drawn)}", fontsize=9)
     figure.savefig(file)
 
 
