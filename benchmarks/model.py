@@ -48,6 +48,7 @@ from hf_kbit.format import BITS
 SHAPE = "llama-3-8b"
 PROMPT, NEW_TOKENS = 128, 48
 SETTLED = 8  # tokens after which a call has recorded its CUDA graphs
+CALLS = 6
 PREFILLS = 5
 HOST_SIZE, HOST_CALLS, HOST_RUNS = 256, 200, 5
 
@@ -98,14 +99,16 @@ class Clock:
 
 
 def decode(model, batch: int, **kwargs) -> tuple[float, float]:
-    """Milliseconds from token to token, the median of one call of ``generate``, and seconds of the call before it."""
-    ids, clock = prompt(model, batch, PROMPT), Clock()
+    """Milliseconds from token to token, the median of several calls of ``generate``, and seconds of the first."""
+    ids, steps = prompt(model, batch, PROMPT), []
     kwargs |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False}
     start = time.perf_counter()
     model.generate(ids, **kwargs)
     first = time.perf_counter() - start
-    model.generate(ids, streamer=clock, **kwargs)
-    steps = [after - before for before, after in itertools.pairwise(clock.stamps[SETTLED + 1 :])]
+    for _ in range(CALLS):
+        clock = Clock()
+        model.generate(ids, streamer=clock, **kwargs)
+        steps += [after - before for before, after in itertools.pairwise(clock.stamps[SETTLED + 1 :])]
     return statistics.median(steps) * 1e3, first
 
 
