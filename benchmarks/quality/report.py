@@ -331,7 +331,7 @@ def plot(methods: dict[tuple, dict], file: Path) -> None:
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=7)
     last = next(reversed(methods.values()))
     model = f"{last['model']}, {last['parameters'] / 1e6:.0f}M parameters"
-    figure.suptitle(f"{model}, {measured_on(methods.values())}")
+    figure.suptitle(f"{model}, {measured_on(methods.values())}", x=0.38, fontsize=11)
     figure.tight_layout(rect=(0, 0, 0.76, 1))
     figure.savefig(file)
 
