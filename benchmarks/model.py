@@ -48,7 +48,7 @@ from hf_kbit.format import BITS
 SHAPE = "llama-3-8b"
 PROMPT, NEW_TOKENS = 128, 48
 SETTLED = 8  # tokens after which a call has recorded its CUDA graphs
-CALLS = 6
+CALLS = 6  # for the first three CUDA graphs of a process are replayed faster than later ones
 PREFILLS = 5
 HOST_SIZE, HOST_CALLS, HOST_RUNS = 256, 200, 5
 

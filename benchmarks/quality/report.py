@@ -18,6 +18,7 @@ import math
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import hf_kbit
@@ -143,12 +144,9 @@ def of_hf_kbit(methods: dict[tuple, dict]) -> dict[tuple, dict]:
     return {(bits, way): line for (library, bits, way), line in methods.items() if library == "hf_kbit"}
 
 
-def smollm2_targets(methods: dict[tuple, dict]) -> Iterator[Target]:
-    return relative_targets(of_hf_kbit(methods), SMOLLM2_TARGETS)
-
-
-def relative_targets(ours: dict[tuple, dict], targets: dict[str, dict[float, float]]) -> Iterator[Target]:
+def relative_targets(methods: dict[tuple, dict], targets: dict[str, dict[float, float]]) -> Iterator[Target]:
     """Those of the gap over the 16-bit model's perplexity whose lines are there."""
+    ours = of_hf_kbit(methods)
     for way, most in targets.items():
         for bits, target in most.items():
             if (bits, way) in ours:
@@ -163,7 +161,7 @@ def trained_targets(methods: dict[tuple, dict]) -> Iterator[Target]:
             if key in methods and (bits, way) in ours:
                 found = ours[bits, way]["gap"] / methods[key]["gap"]
                 yield bits, way, f"gap, of that of {key[0]}, {key[2]}", found, target
-    yield from relative_targets(ours, RELATIVE_TARGETS)
+    yield from relative_targets(methods, RELATIVE_TARGETS)
     for way in (DEFAULT, FEEDBACK):
         for bits, (target, *ends) in MIXED_TARGETS.items():
             needed = [(bits, way + MIXED), *((end, way) for end in ends)]
@@ -216,7 +214,7 @@ def wrapped(paragraph: str) -> str:
     return textwrap.fill(paragraph, 120, break_long_words=False, break_on_hyphens=False)
 
 
-LANGUAGE_MODELS = {SMOLLM2: smollm2_targets, TRAINED: trained_targets}
+LANGUAGE_MODELS = {SMOLLM2: partial(relative_targets, targets=SMOLLM2_TARGETS), TRAINED: trained_targets}
 
 
 def text_of(models: dict[str, dict[tuple, dict]], images: dict[str, Path]) -> str:
@@ -301,6 +299,9 @@ def styles(ways: Iterable[tuple[str, str]]) -> dict[tuple[str, str], dict]:
     return found
 
 
+PLOTS = 0.76  # of the figure's width; the legend has the rest
+
+
 def is_calibrated(way: str) -> bool:
     return not METHODS.keys().isdisjoint(way.split(", "))
 
@@ -331,8 +332,8 @@ def plot(methods: dict[tuple, dict], file: Path) -> None:
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=7)
     last = next(reversed(methods.values()))
     model = f"{last['model']}, {last['parameters'] / 1e6:.0f}M parameters"
-    figure.suptitle(f"{model}, {measured_on(methods.values())}", x=0.38, fontsize=11)
-    figure.tight_layout(rect=(0, 0, 0.76, 1))
+    figure.suptitle(f"{model}, {measured_on(methods.values())}", x=PLOTS / 2, fontsize=11)
+    figure.tight_layout(rect=(0, 0, PLOTS, 1))
     figure.savefig(file)
 
 

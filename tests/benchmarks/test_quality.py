@@ -664,6 +664,7 @@ def results(tmp_path):
             ("hf_kbit", 3.5, "optimal, search, mixed", 2.21),
             ("hf_kbit", 3.5, "optimal, feedback, mixed", 0.1),  # without one at 3 bits there is no line
             ("hf_kbit", 2, "optimal, feedback", 5.0),
+            ("hf_kbit", 2, "optimal, feedback, own text, tuned", 1.4),
         ]
     ]
     for line in lines:
@@ -688,6 +689,7 @@ def test_tables(quality, results):
         "| 3 bits: optimal, search | gap, of that of hf_kbit, normal_float, absmax | 0.72 | 0.7 | missed |",
         "| 4 bits: optimal, feedback | gap, of that of hf_kbit, optimal, search | 0.4 | 0.6 | reached |",
         "| 2 bits: optimal, feedback | gap, of fp16's perplexity | 0.25 | 0.25 | reached |",
+        "| 2 bits: optimal, feedback, own text, tuned | gap, of fp16's perplexity | 0.07 | 0.06 | missed |",
         # It takes 3.5 bits a weight, a quarter of the way from 3.25 to 4.25:
         # 2.21 of 7.2 - 6.7 / 4, 0.98 of 10.37 - 10.32 / 4.
         "| 3.5 bits: optimal, search, mixed | gap, of that on the line from 3 to 4 bits | 0.4 | 1.0 | reached |",
@@ -715,13 +717,21 @@ def test_plot_in_short_has_committed_lines(quality):
 
 def test_targets_of_the_published_model(quality, results):
     """Gaps over the perplexity of 16 bits, which is 20 here; of what was not measured there is no row."""
-    found = quality.report.smollm2_targets(quality.report.read([results])["SmolLM2-135M-Instruct"])
+    targets = quality.report.LANGUAGE_MODELS["SmolLM2-135M-Instruct"]
+    found = targets(quality.report.read([results])["SmolLM2-135M-Instruct"])
     assert [(bits, way, pytest.approx(ratio), most) for bits, way, _, ratio, most in found] == [
         (4, "optimal, search", 0.5 / 20, 0.09),
         (3, "optimal, search", 7.2 / 20, 0.45),
         (4, "optimal, feedback", 0.2 / 20, 0.028),
         (2, "optimal, feedback", 5 / 20, 0.95),
+        (2, "optimal, feedback, own text, tuned", 1.4 / 20, 0.45),
     ]
+
+
+def test_titles_name_all_gpus_and_days(quality):
+    lines = [{"gpu": gpu, "date": f"2026-11-{day}"} for gpu, day in (("B", 25), ("A", 22), ("B", 24))]
+    assert quality.report.measured_on(lines) == "A and B, 2026-11-22 to 2026-11-25"
+    assert quality.report.measured_on(lines[:1]) == "B, 2026-11-25"
 
 
 def test_a_page_without_marks_is_refused(quality, tmp_path):
@@ -740,6 +750,7 @@ def test_plot(quality, results, tmp_path):
         ("bitsandbytes", "NF4, block 64"): [4],
         ("hf_kbit", "int, search"): [4],
         ("hf_kbit", "optimal, feedback"): [2, 4],
+        ("hf_kbit", "optimal, feedback, own text, tuned"): [2],
         ("hf_kbit", "normal_float, absmax"): [3],
         ("hf_kbit", "optimal, search, mixed"): [3.5],
         ("hf_kbit", "optimal, feedback, mixed"): [3.5],
