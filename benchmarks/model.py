@@ -48,7 +48,7 @@ from hf_kbit.format import BITS
 SHAPE = "llama-3-8b"
 PROMPT, NEW_TOKENS = 128, 48
 SETTLED = 8  # tokens after which a call has recorded its CUDA graphs
-CALLS = 6  # for the first three CUDA graphs of a process are replayed faster than later ones
+CALLS = 6  # for the CUDA graphs of a process are replayed faster until it has made some
 PREFILLS = 5
 HOST_SIZE, HOST_CALLS, HOST_RUNS = 256, 200, 5
 
@@ -190,25 +190,37 @@ OTHERS = {
 
 
 def plot(lines, file: str) -> None:
-    """Of the shape measured last, milliseconds of a step of compiled decoding for each batch, and of prefill for each
-    length, as bars."""
+    """Of the shape measured last, the panels below, side by side."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     what = lines[-1]
-    lines = [line for line in lines if (line["shape"], line["layers"]) == (what["shape"], what["layers"])]
-    figure, axes = plt.subplots(1, 2, figsize=(14, 5), dpi=100)
-    bars(axes[0], [line for line in lines if line.get("mode") == "compiled"], "batch")
-    axes[0].set(title="Decode, compiled, static cache", xlabel="batch", ylabel="ms per token")
-    bars(axes[1], [line for line in lines if line["what"] == "prefill"], "tokens")
-    axes[1].set(title="Prefill, batch 1", xlabel="tokens", ylabel="ms")
+    shown = panels([line for line in lines if (line["shape"], line["layers"]) == (what["shape"], what["layers"])])
+    figure, axes = plt.subplots(1, len(shown), figsize=(7 * len(shown), 5), dpi=100, squeeze=False)
+    for axis, (title, key, unit, own) in zip(axes[0], shown, strict=True):
+        bars(axis, own, key)
+        axis.set(title=title, xlabel=key, ylabel=unit)
     figure.suptitle(f"{what['shape']}, {what['layers']} layers, bfloat16, {what['gpu']}, {what['date']}")
-    handles, labels = axes[1].get_legend_handles_labels()
+    handles, labels = axes[0, -1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=9)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(file)
+
+
+TITLES = {"compiled": "Decode, compiled, static cache", "hf_kbit.decode": "Decode, hf_kbit.decode"}
+
+
+def panels(lines) -> list[tuple[str, str, str, list[dict]]]:
+    """Of each compiled way of decoding that was timed, and of prefill: a title, the field along the axis, the unit of
+    the bars, and the lines."""
+    decoding = [
+        (title, "batch", "ms per token", [line for line in lines if line.get("mode") == mode])
+        for mode, title in TITLES.items()
+    ]
+    prefill = ("Prefill, batch 1", "tokens", "ms", [line for line in lines if line["what"] == "prefill"])
+    return [panel for panel in (*decoding, prefill) if panel[-1]]
 
 
 def bars(axis, lines, key: str) -> None:

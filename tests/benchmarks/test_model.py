@@ -136,3 +136,13 @@ def test_tables(benchmark, monkeypatch, capsys, tmp_path):
         "| a call of a 256 x 256 layer, us of the host | 10.0 |",
         "",
     ]
+
+
+@pytest.mark.parametrize("modes", [["compiled"], ["hf_kbit.decode"], ["eager", "compiled", "hf_kbit.decode"], []])
+def test_panels_are_of_what_was_timed(benchmark, modes):
+    """One for each compiled way of decoding, and one for prompts, each with its own lines alone."""
+    decoding = [{"what": "decode", "mode": mode, "batch": 1, "ms": 2.0} for mode in modes]
+    prefill = {"what": "prefill", "tokens": 128, "ms": 3.0}
+    shown = benchmark.panels([{"what": "host", "us": 1.0}, *decoding, prefill])
+    expected = [("batch", [line]) for line in decoding if line["mode"] != "eager"]
+    assert [(key, lines) for _, key, _, lines in shown] == [*expected, ("tokens", [prefill])]
