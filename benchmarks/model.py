@@ -209,15 +209,12 @@ def plot(lines, file: str) -> None:
     figure.savefig(file)
 
 
-TITLES = {"compiled": "Decode, compiled, static cache", "hf_kbit.decode": "Decode, hf_kbit.decode"}
-
-
 def panels(lines) -> list[tuple[str, str, str, list[dict]]]:
     """Of each compiled way of decoding that was timed, and of prefill: a title, the field along the axis, the unit of
     the bars, and the lines."""
     decoding = [
-        (title, "batch", "ms per token", [line for line in lines if line.get("mode") == mode])
-        for mode, title in TITLES.items()
+        (f"Decode, {mode}", "batch", "ms per token", [line for line in lines if line.get("mode") == mode])
+        for mode in COMPILED
     ]
     prefill = ("Prefill, batch 1", "tokens", "ms", [line for line in lines if line["what"] == "prefill"])
     return [panel for panel in (*decoding, prefill) if panel[-1]]

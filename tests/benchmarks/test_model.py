@@ -144,5 +144,24 @@ def test_panels_are_of_what_was_timed(benchmark, modes):
     decoding = [{"what": "decode", "mode": mode, "batch": 1, "ms": 2.0} for mode in modes]
     prefill = {"what": "prefill", "tokens": 128, "ms": 3.0}
     shown = benchmark.panels([{"what": "host", "us": 1.0}, *decoding, prefill])
-    expected = [("batch", [line]) for line in decoding if line["mode"] != "eager"]
-    assert [(key, lines) for _, key, _, lines in shown] == [*expected, ("tokens", [prefill])]
+    expected = [(f"Decode, {line['mode']}", "batch", [line]) for line in decoding if line["mode"] != "eager"]
+    found = [(title, key, lines) for title, key, _, lines in shown]
+    assert found == [*expected, ("Prefill, batch 1", "tokens", [prefill])]
+
+
+def test_plot(benchmark, monkeypatch, tmp_path):
+    """Of lines of a run: the panels beside each other, with the bars of what was timed."""
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn, save = [], figures.Figure.savefig
+    monkeypatch.setattr(figures.Figure, "savefig", lambda self, file: (drawn.append(self), save(self, file)))
+    lines = BENCHMARKS / "results" / "model-decode-h100-2026-11-25.jsonl"
+    monkeypatch.setattr(sys, "argv", ["model.py", "--from", str(lines), "--plot", str(tmp_path / "plot.png")])
+    benchmark.main()
+    decode, prefill = drawn[0].axes
+    assert (decode.get_title(), prefill.get_title()) == ("Decode, hf_kbit.decode", "Prefill, batch 1")
+    assert [[round(bar.get_height(), 2) for bar in bars] for bars in decode.containers] == [
+        [6.68, 7.08],
+        [2.66, 3.5],
+        [2.41, 3.4],
+    ]
+    assert (tmp_path / "plot.png").stat().st_size > 1000
