@@ -71,9 +71,10 @@ class KbitConfig(QuantizationConfigMixin):
             and its blocks of 32 rotated, with which a language model keeps far more of its quality, or ``"none"``,
             which every version of hf_kbit can read.
         modules_to_not_convert: patterns of modules to leave in 16 bits besides those left by default: the output
-            embedding (``lm_head``), a head at the end of the model, routers of mixtures of experts, tied weights, what
-            the model keeps in float32, and layers whose weight the model's code reads instead of calling them.
-        skip_default_modules: False quantizes the output embedding and the head too.
+            embedding (``lm_head``) and other layers outside the base model, routers of mixtures of experts, tied
+            weights, what the model keeps in float32, layers whose weight the model's code reads instead of calling
+            them, and those with more to them than a weight and a bias. A pattern that matches nothing is refused.
+        skip_default_modules: False quantizes the output embedding and other layers outside the base model too.
         module_bits: ``{pattern: bits}`` for layers that get another width, or None to leave them in 16 bits; the first
             pattern that matches decides. It overrides the default skips, so ``{"lm_head": 5}`` quantizes the head;
             a head that is tied goes with its table, and weights kept in float32 cannot be quantized. A table gets a

@@ -17,7 +17,8 @@ from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.integrations.transformers.in_place import quantize_layers
+from hf_kbit.integrations.transformers.in_place import keep_adapters, quantize_layers
+from hf_kbit.integrations.transformers.plain import is_linear
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.weight import KbitWeight
 
@@ -33,7 +34,8 @@ class Quantized:
             is tied to it one name.
         left: ``{name: why}`` of those that it left: ``"asked for"`` by the config, or a reason of its own: ``"head"``,
             ``"router"``, ``"table"`` of embeddings, ``"small"`` table, ``"read"`` by the model's code instead of
-            called, ``"tied"`` to a table that is left, or ``"fixed"``, tied to another tensor or kept in float32.
+            called, ``"tied"`` to a table that is left, ``"fixed"``, tied to another tensor or kept in float32, or
+            ``"adapter"`` of PEFT. Or what it has that a quantized layer would lose: ``"has a forward of its own"``.
         bytes_before: of all parameters and buffers.
         bytes_after: of the same, quantized.
     """
@@ -210,7 +212,7 @@ def _choose(model: nn.Module, config: KbitConfig) -> tuple[selection.Packable, d
     """What can be quantized, and ``{name: bits}`` of what is to be, of a model that can be."""
     if quantized := next((name for name, module in model.named_modules() if isinstance(module, KbitWeight)), None):
         raise ValueError(f"{quantized}: found it quantized already, expected a model in 16 or 32 bits")
-    if selection.is_linear(model):
+    if is_linear(model):
         raise ValueError("model: found one linear layer, expected a module that has some; see KbitLinear.from_linear")
     packable = selection.Packable(model)
     chosen = packable.choose(config)
@@ -238,8 +240,9 @@ def _quantize_all(
     """Without data."""
     quantizer = KbitHfQuantizer(config, pre_quantized=False)
     quantize_layers(model, packable, chosen, quantizer, device)
+    keep_adapters(model)
     if isinstance(model, PreTrainedModel):
-        quantizer.adopt(model, chosen)
+        quantizer.adopt(model, chosen, packable.unusual)
 
 
 def _bytes(model: nn.Module) -> int:

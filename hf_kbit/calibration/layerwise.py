@@ -28,7 +28,8 @@ from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.checkpoint import saved_class
-from hf_kbit.integrations.transformers.in_place import quantize_layers, tie
+from hf_kbit.integrations.transformers.in_place import keep_adapters, quantize_layers, tie
+from hf_kbit.integrations.transformers.plain import is_linear
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.mixing import stored_weights, units
 from hf_kbit.nn.experts import is_projection
@@ -250,7 +251,8 @@ def calibrate(
             trained = [name for name in widths if name not in heads]
             gain = tuning.tune_model(model, before, trained, text, steps, device, finished, progress)
         tuned.append(f"then {gain}")
-    quantizer.adopt(model, {**tables, **widths})
+    keep_adapters(model)
+    quantizer.adopt(model, {**tables, **widths}, packable.unusual)
     if tuned:
         quantizer.tuned = ", ".join(tuned)
         logger.info("hf_kbit: tuned: %s", quantizer.tuned)
@@ -351,7 +353,7 @@ def _heads(model, packable: selection.Packable, widths: Mapping[str, int]) -> di
     heads = {}
     for first in dict.fromkeys(packable.ties.values()):
         tied = (first, *(name for name, stored in packable.ties.items() if stored == first))
-        called = [name for name in tied if selection.is_linear(model.get_submodule(name))]
+        called = [name for name in tied if is_linear(model.get_submodule(name))]
         if called and first in widths:
             heads[called[0]] = first
     return heads

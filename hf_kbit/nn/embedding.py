@@ -95,7 +95,7 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
         rows, dtype = embedding.num_embeddings, embedding.weight.dtype
         size = rows, embedding.embedding_dim, embedding.padding_idx
         KbitEmbedding.__init__(table, *size, bits, device="meta", dtype=dtype, **settings)
-        table._take_besides(embedding)
+        table.take_besides(embedding)
         return table
 
     @classmethod
@@ -130,10 +130,10 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
         embedding = plain.__new__(plain)
         nn.Embedding.__init__(embedding, self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
         embedding.weight = nn.Parameter(self.dequantize(dtype)) if weight is None else weight
-        KbitEmbedding._take_besides(embedding, self)
+        KbitEmbedding.take_besides(embedding, self)
         return embedding
 
-    def _take_besides(self, other: nn.Embedding) -> None:
+    def take_besides(self, other: nn.Embedding) -> None:
         """Takes over what a table of the same class has besides its weight: a scale, an offset, a norm."""
         taken = vars(other).keys() - _names_of_ours()
         self.__dict__.update({name: vars(other)[name] for name in taken})

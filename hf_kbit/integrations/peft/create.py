@@ -6,6 +6,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from hf_kbit.integrations.peft.base import decode_heads
 from hf_kbit.integrations.peft.experts import check_config, shown_in_16_bits, tell_of_experts
 from hf_kbit.integrations.peft.layer import (
     ADAPTED,
@@ -169,6 +170,7 @@ def wrap_inject_adapter(inject_adapter):
     @functools.wraps(inject_adapter)
     def wrapped(self, model, adapter_name, *args, **kwargs):
         config = self.peft_config[adapter_name]
+        decode_heads(model, getattr(config, "modules_to_save", None) or [])
         _check_modules_to_save(model, config)
         by_name = getattr(config, "target_parameters", None)
         with shown_in_16_bits(model) as experts:

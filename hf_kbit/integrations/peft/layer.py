@@ -10,7 +10,7 @@ from peft.utils.quantization_utils import QuantizationBackend
 from torch import nn
 
 from hf_kbit.integrations.peft.merge_report import MergedLayer, report
-from hf_kbit.integrations.transformers.quantizer import to_dense
+from hf_kbit.integrations.transformers.dense import to_dense
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.weight import KbitWeight, is_sharded

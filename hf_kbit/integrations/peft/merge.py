@@ -8,7 +8,7 @@ from torch import nn
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
 from hf_kbit.integrations.peft.merge_report import one_report
 from hf_kbit.integrations.transformers import experts, selection
-from hf_kbit.integrations.transformers.quantizer import to_dense
+from hf_kbit.integrations.transformers.dense import to_dense
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.weight import KbitWeight
 

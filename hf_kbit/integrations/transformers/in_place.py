@@ -1,5 +1,6 @@
 """Quantizing layers of a model that is in memory, in their place."""
 
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -8,16 +9,9 @@ from tqdm.auto import tqdm
 
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
-from hf_kbit.nn.experts import is_projection
 from hf_kbit.nn.weight import KbitWeight
 
 SHOWN_AFTER = 3  # seconds, the bar
-# Where a module keeps hooks and how they want to be called.
-HOOKS = (
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
-)
 
 
 @torch.no_grad()
@@ -29,7 +23,7 @@ def quantize_layers(
     device: torch.device | str | None,
 ) -> None:
     """Puts quantized layers of these widths in the place of those in the model, of which ``packable`` is, and of what
-    is tied to them; each is quantized on ``device``, or on a GPU where there is one, and ends where it was."""
+    is tied to them. Each is quantized on ``device``, or on a GPU where there is one, and ends where it was."""
     tables = packable.tables_in(chosen)
     for name, bits in tqdm(chosen.items(), desc="quantizing", unit="layer", delay=SHOWN_AFTER):
         layer = quantizer.new_layer(model, name, bits)
@@ -39,6 +33,14 @@ def quantize_layers(
         layer.load_dense(moved.mT if layer.transposed else moved, f"{name}.weight")
         put(model, name, layer.to(weight.device))
         tie(model, packable, quantizer, name)
+
+
+def keep_adapters(model: nn.Module) -> None:
+    """Has adapters of PEFT work on layers that were quantized under them."""
+    if "peft" in sys.modules:
+        from hf_kbit.integrations.peft.base import adopt
+
+        adopt(model)
 
 
 def tie(model: nn.Module, packable: selection.Packable, quantizer: KbitHfQuantizer, quantized: str) -> None:
@@ -52,10 +54,6 @@ def tie(model: nn.Module, packable: selection.Packable, quantizer: KbitHfQuantiz
 
 
 def put(model: nn.Module, name: str, layer: KbitWeight) -> None:
-    """Puts a layer in the place of what it stands for, with what somebody has set or put on that."""
-    dense = selection.holder(model, name)
-    layer.train(dense.training)
-    if not is_projection(model, name):
-        for hooks in HOOKS:  # that somebody put on it
-            setattr(layer, hooks, getattr(dense, hooks))
+    """Puts a layer in the place of what it stands for."""
+    layer.train(selection.holder(model, name).training)
     selection.replace_modules(model, {name: layer})

@@ -15,6 +15,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -32,7 +33,8 @@ from hf_kbit import mixing
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX
 from hf_kbit.integrations.sharding import refuse_zero3
-from hf_kbit.integrations.transformers import checkpoint, experts, kernels, mxfp4, parallel, selection, tying
+from hf_kbit.integrations.transformers import checkpoint, experts, kernels, mxfp4, parallel, plain, selection, tying
+from hf_kbit.integrations.transformers.dense import dense_like, empty_weight, shown_dense, to_dense
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection, projections
 from hf_kbit.nn.linear import KbitLinear
@@ -107,6 +109,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.mxfp4: list[str] = []  # projections that the checkpoint holds so
         self.from_mxfp4: dict[str, int | None] = {}  # those packed, and what mxfp4.quantize says of them
         self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
+        self.unusual: dict[str, str] = {}  # what layers have that stay in 16 bits for it (plain.unusual)
         self.tuned = ""  # what tuning has gained, if it has been done
 
     def validate_environment(self, *args, device_map=None, **kwargs):
@@ -142,10 +145,11 @@ class KbitHfQuantizer(HfQuantizer):
             kernels.check(model)
         if getattr(model.config, "distributed_config", None) is None:  # else there will be shards
             self.shapes = {name: parameter.shape for name, parameter in _unpacked(model)}
+        model.initialize_weights = partial(self._initialize_weights, model)
 
     def _prepare_on_the_fly(self, model, tensors: list[str]) -> None:
         config, packable = self.quantization_config, selection.Packable(model)
-        chosen = packable.choose(config)
+        chosen, self.unusual = packable.choose(config), packable.unusual
         shared = _is_shared(model.config)
         fused = {name: is_projection(model, name) for name in chosen}
         weights = [name if fused[name] else f"{name}.weight" for name in chosen if fused[name] or shared]
@@ -173,12 +177,6 @@ class KbitHfQuantizer(HfQuantizer):
             self._replace_packed(model, packed | {names.module(f"{name}.weight"): name for name in config.layers})
         else:
             self._replace_as_stored(model, checkpoint_files)
-        for module in model.modules():
-            if isinstance(module, KbitWeight):
-                # Transformers would draw random weights for a layer that is offloaded to disk. What a table has
-                # besides, such as Gemma's scale, is in no checkpoint, and Transformers shall fill it in.
-                for filled in module.packed.values() if len(module._buffers) > 1 else [module]:
-                    filled._is_hf_initialized = True
 
     def _replace_as_stored(self, model, files: list[str]) -> None:
         """Replaces what is packed, and checks the checkpoint against the model that was saved, if it can be known.
@@ -209,10 +207,16 @@ class KbitHfQuantizer(HfQuantizer):
         """Empty stand-ins that decode as the config says, for what is packed and the model has; ``packed`` is
         ``{module name: its name in the checkpoint}``."""
         config, linears = self.quantization_config, dict(model.named_modules(remove_duplicate=False))
-        layers = {}
+        layers, known = {}, [name for name in packed if name in linears and _can_be_packed(linears[name])]
+        known += [name for name in packed if is_projection(model, name)]
+        checkpoint.refuse(
+            [
+                f"{packed[name]}: found it packed, expected 16 bits: {name} of {type(model).__name__} {what}"
+                for name, what in plain.unusual(model, known).items()
+            ]
+        )
         for name, stored_name in packed.items():
-            known = name in linears and (selection.is_linear(linears[name]) or is_table(linears[name]))
-            if known or is_projection(model, name):
+            if name in known:
                 own = config.layers.get(stored_name, {})
                 bits = own.get("bits", config.bits)
                 levels = tuple(own.get("levels") or config.levels_for(bits))
@@ -263,10 +267,39 @@ class KbitHfQuantizer(HfQuantizer):
         self.made_together = [c.target_patterns for c in weight_conversions if len(c.target_patterns) > 1]
         return [*weight_conversions, *mxfp4.conversions(self.mxfp4)]
 
+    def _initialize_weights(self, model) -> None:
+        """``initialize_weights`` of a model whose weights have come: what the checkpoint lacks is filled in by the
+        model's own code, which may be anybody's and write where it likes. So it sees dense layers."""
+        del model.initialize_weights
+        if not self.pre_quantized and not _is_shared(model.config):
+            self._restore_new_layers(model)
+        with shown_dense(model):
+            model.initialize_weights()
+
+    @staticmethod
+    def _restore_new_layers(model) -> None:
+        """Puts back 16-bit layers where the checkpoint had no weight: a new head, to be trained, or a table."""
+        tied, layers = tying.tied(model), {}
+        for name, layer in model.named_modules():
+            source = model.get_submodule(tied.get(name, name))
+            empty = isinstance(source, KbitWeight) and source.weight.is_floating_point()
+            if empty and isinstance(layer, KbitLinear | KbitEmbedding):
+                if not getattr(source.weight, "_is_hf_initialized", False):
+                    layers[name] = layer
+        new = {name: dense_like(layer, empty_weight(layer, layer.weight.device)) for name, layer in layers.items()}
+        selection.replace_modules(model, new)
+        tying.forget(model, new)
+
     # --- after loading ---
 
-    def adopt(self, model, names: Iterable[str]) -> None:
-        """Makes a model of which layers were quantized in memory what loading would have made it."""
+    def adopt(self, model, names: Iterable[str], unusual: Mapping[str, str]) -> None:
+        """Makes a model of which layers were quantized in memory what loading would have made it.
+
+        Args:
+            names: of what was quantized.
+            unusual: what others have that were left for it.
+        """
+        self.unusual = dict(unusual)
         for name in names:  # as weights are marked that Transformers has loaded
             for tensor in model.get_submodule(name).packed.values():
                 tensor._is_hf_initialized = True
@@ -281,9 +314,6 @@ class KbitHfQuantizer(HfQuantizer):
         layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
         if not self.pre_quantized:
             self._check_packed(layers)
-            for name in [name for name, layer in layers.items() if layer.weight.is_floating_point()]:
-                if isinstance(layers[name], KbitLinear | KbitEmbedding) and not _is_shared(model.config):
-                    self._restore_new_layer(model, name, layers.pop(name))
         checkpoint.refuse(
             [
                 f"{name}.{tensor_name}: not in the checkpoint"
@@ -297,6 +327,7 @@ class KbitHfQuantizer(HfQuantizer):
             layer.decode_as(layer.decoding)  # drops column scales that have only kept a place
             # Loading fills buffers that no checkpoint holds with whatever memory held.
             layer.settle(layer.codebook.device)
+            layer._is_hf_initialized = True  # init_weights() of the model passes it by
         self._keep_packed_names(model, layers)
         self._record(model, layers)
         self._report(model, layers)
@@ -324,22 +355,6 @@ class KbitHfQuantizer(HfQuantizer):
             "this Transformers reads weights in a way that hf_kbit does not know",
         )
 
-    @staticmethod
-    def _restore_new_layer(model, name: str, layer: KbitLinear | KbitEmbedding) -> None:
-        """Puts back the 16-bit layer where the checkpoint had no weight: a new head, to be trained, or a table."""
-        with layer.weight.device:
-            if isinstance(layer, KbitEmbedding):
-                dense = layer.to_embedding(weight=nn.Parameter(torch.empty(layer.out_features, layer.in_features)))
-            elif layer.transposed:
-                dense = Conv1D(layer.out_features, layer.in_features)
-            else:
-                dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-        dense.to(layer.dense_dtype)
-        if getattr(layer, "bias", None) is not None:
-            dense.bias = layer.bias
-        model._init_weights(dense)
-        selection.replace_modules(model, {name: dense})
-
     def _keep_packed_names(self, model, layers) -> None:
         """Takes out the conversions that saving would revert on packed tensors: to split, merge or rename these."""
         conversions = [c for c in getattr(model, "_weight_conversions", None) or [] if not mxfp4.collects(c)]
@@ -351,12 +366,12 @@ class KbitHfQuantizer(HfQuantizer):
         record(self.quantization_config, {names[name]: layer for name, layer in layers.items() if name not in tied})
 
     def _report(self, model, layers) -> None:
-        """One line on what is quantized and what is left, like names gathered: ``layers.*.experts.gate_up_proj``."""
+        """One line on what is quantized and what is left, like names gathered."""
         packed = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
         left, sizes = Counter(), Counter()
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and parameter.is_floating_point() and id(parameter) not in packed:
-                pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name.removesuffix(".weight"))
+                pattern = _gathered(name.removesuffix(".weight"))
                 left[pattern] += 1
                 sizes[pattern] += parameter.numel()
         weights = sum(layer.num_weights for layer in distinct(layers.values()))
@@ -379,7 +394,14 @@ class KbitHfQuantizer(HfQuantizer):
             f": {listing}" if listing else "",
             self._advice(model) if logger.isEnabledFor(level) else "",
         )
+        self._report_unusual()
         self._report_mxfp4()
+
+    def _report_unusual(self) -> None:
+        counts = Counter(f"{_gathered(name)} {what}" for name, what in self.unusual.items())
+        if counts:
+            listing = "; ".join(f"{what} ({count} x)" for what, count in counts.most_common(checkpoint.MAX_NAMED))
+            logger.warning("hf_kbit: left in 16 bits, for quantized layers would lose what they have: %s", listing)
 
     def _advice(self, model) -> str:
         """What tables take that are left only because nobody has asked for them, and what they would take packed."""
@@ -503,6 +525,15 @@ def _placeholder(model, name: str) -> KbitWeight | None:
     return module if isinstance(module, KbitWeight) and own == "weight" else None
 
 
+def _can_be_packed(module: nn.Module) -> bool:
+    return plain.is_linear(module) or is_table(module)
+
+
+def _gathered(name: str) -> str:
+    """What like names of all layers have in common: ``layers.*.experts.gate_up_proj``."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
 def _unpacked(model):
     """Names and parameters of all but quantized layers."""
     for module_name, module in model.named_modules():
@@ -557,16 +588,3 @@ def _would_revert(conversion: WeightTransform, layers: dict[str, KbitWeight]) ->
         if pattern is not None and (isinstance(conversion, WeightConverter) or projection_lost or apart):
             return True
     return False
-
-
-def to_dense(layer: KbitWeight, dtype: torch.dtype, decoded: nn.Module | None = None) -> nn.Module:
-    """What the layer was before it was quantized, of the decoded weight, or of that of ``decoded`` if there is such a
-    layer: ``nn.Linear``, GPT-2's Conv1D or a table."""
-    if isinstance(layer, KbitEmbedding):
-        return layer.to_embedding(dtype, nn.Parameter(decoded.weight.to(dtype)) if decoded else None)
-    linear = (decoded or layer.to_linear(dtype)).to(dtype)
-    if not layer.transposed:
-        return linear
-    conv = Conv1D(layer.out_features, layer.in_features)
-    conv.weight, conv.bias = nn.Parameter(linear.weight.T.contiguous()), linear.bias
-    return conv.train(layer.training)

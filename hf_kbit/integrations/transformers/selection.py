@@ -4,13 +4,13 @@ the projections of experts."""
 import dis
 import inspect
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 from transformers.pytorch_utils import Conv1D
@@ -18,13 +18,10 @@ from transformers.pytorch_utils import Conv1D
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.integrations.transformers import experts
+from hf_kbit.integrations.transformers.plain import is_linear, take_over, unusual
 from hf_kbit.nn.embedding import PREPARES, is_table
 from hf_kbit.nn.experts import is_projection, projections
-from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.patterns import matches
-
-# Subclasses of nn.Linear whose own forward computes what nn.Linear's does.
-PLAIN_LINEAR_CLASSES = ("FalconLinear",)
 
 # Tables of fewer rows take next to nothing, and those of shorter rows are mostly padding: kinds of tokens, buckets of
 # distances.
@@ -34,19 +31,6 @@ FEW_ROWS, SHORT_ROWS = 64, BLOCK_SIZE
 LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 
 GATE = re.compile(r"^gate$|(^|_)experts?_gate$")
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether a ``KbitLinear`` can stand in for the module: a Linear that is used by calling it, or GPT-2's Conv1D."""
-    if isinstance(module, Conv1D):
-        return True
-    # nn.MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear without calling it.
-    return (
-        isinstance(module, nn.Linear)
-        and not isinstance(module, (KbitLinear, NonDynamicallyQuantizableLinear))
-        and (type(module).forward is nn.Linear.forward or type(module).__name__ in PLAIN_LINEAR_CLASSES)
-        and module.weight.numel() > 0
-    )
 
 
 @dataclass(frozen=True)
@@ -68,7 +52,10 @@ class Reads:
 def _reads(module_class: type) -> Reads:
     """What a class's methods read of its submodules, to multiply by it or to cast to its dtype."""
     own = [parent for parent in reversed(module_class.__mro__) if parent not in PreTrainedModel.__mro__]
-    methods = {name: method for parent in own for name, method in vars(parent).items()}
+    members = {name: member for parent in own for name, member in vars(parent).items()}
+    methods = {
+        name: getattr(member, "fget", None) or getattr(member, "func", member) for name, member in members.items()
+    }
     found, variables = {"weight": set(), "parameters": set()}, set()
     for name, method in methods.items():
         code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
@@ -85,6 +72,11 @@ def _reads(module_class: type) -> Reads:
                 loaded = child.argval[-1] if isinstance(child.argval, tuple) else child.argval
                 variables.add(loaded if child.opname.startswith("LOAD_FAST") else "")
     return Reads(frozenset(found["weight"]), frozenset(found["parameters"]), frozenset(variables - {"self"}))
+
+
+def _function(member: object) -> object:
+    """What a member of a class runs: of a property what it gets its value by."""
+    return getattr(member, "fget", None) or getattr(member, "func", member)
 
 
 def _first_linear(module: nn.Module) -> str | None:
@@ -117,7 +109,7 @@ class Packable:
             tables.
         reasons: ``{name: reason}`` of what stays in 16 bits unless, or even if, it is asked for:
 
-            - ``"head"``: the output embedding, or a head at the end of the model: small or sensitive.
+            - ``"head"``: the output embedding, or a layer outside the base model or at the end: small or sensitive.
             - ``"router"``: it routes tokens to experts: small, and a small error sends a token elsewhere.
             - ``"small"``: a table of so few or so short rows that there is next to nothing to save.
             - ``"read"``: the model's code reads the weight instead of calling the layer (Mamba, WavLM, ColPali and
@@ -125,6 +117,10 @@ class Packable:
               answer or none.
             - ``"tied"``: the weight is that of a table, and is quantized with it or not at all (``ties``).
             - ``"fixed"``: the weight is tied to what cannot be quantized, or kept in float32 by the model.
+            - ``"adapter"``: it belongs to an adapter of PEFT, or is trained beside one.
+            - what it has, in words, if there is more to it than a packed layer could take over (``plain.unusual``).
+
+        unusual: those of the last kind, which nothing can ask for.
     """
 
     def __init__(self, model: nn.Module):
@@ -134,10 +130,11 @@ class Packable:
         self.tables = {name for name in once if is_table(modules[name])}
         self.names = sorted([*linears.intersection(once), *self.tables, *fused], key=dot_natural_key)
         everything, groups = linears | self.tables | fused, _tied(model, modules)
+        self.unusual = unusual(model, self.names)
         reasons = _heads_and_routers(model, linears) | _small(model, self.tables) | _read(model, self.tables)
-        reasons |= _kept_in_float32(model, everything)
+        reasons |= _kept_in_float32(model, everything) | self.unusual | _of_adapters(model, everything)
         for group in groups:
-            if _is_one_table(modules, group, reasons):
+            if _is_one_table(modules, group, reasons) and not self.unusual.keys() & set(group):
                 reasons.pop(group[0], None)
                 reasons |= dict.fromkeys(group[1:], "tied")
             else:
@@ -160,13 +157,11 @@ class Packable:
         tied to a table the name under which it is stored (``ties`` has the others).
 
         Raises:
-            ValueError: a pattern of ``module_bits`` names nothing of the kind, or what cannot be quantized.
+            ValueError: a pattern of ``module_bits`` names nothing of the kind, or what cannot be quantized; one of
+                ``modules_to_not_convert`` names nothing at all.
         """
         model_class, looked_up, chosen = type(self._model).__name__, self.stored_as_tables, {}
-        for pattern in config.module_bits:
-            if not any(matches(name, pattern) for name in self.names):
-                found = f"found no linear layer, table or experts of that name in {model_class}"
-                raise ValueError(f"module_bits[{pattern!r}]: {found}")
+        self._check_patterns(config)
         for name in self.names:
             bits, reason = config.bits_for(name, name in looked_up), self.reasons.get(name)
             asked_for = bits is not None and config.pattern_for(name, name in looked_up) is not None
@@ -180,6 +175,11 @@ class Packable:
                     f"{name}: module_bits asks for {bits} bits, but {model_class} ties its weight or keeps it in "
                     "float32"
                 )
+            if asked_for and name in self.unusual:
+                raise ValueError(
+                    f"{name}: module_bits asks for {bits} bits, but it {reason}, which a quantized layer would lose: "
+                    "leave it in 16 bits"
+                )
             if bits is not None and (
                 asked_for or reason is None or (reason == "head" and not config.skip_default_modules)
             ):
@@ -187,6 +187,19 @@ class Packable:
         if not self._tells_dtype(chosen):
             chosen = {name: bits for name, bits in chosen.items() if name not in looked_up}
         return chosen
+
+    def _check_patterns(self, config: KbitConfig) -> None:
+        every = [*self.names, *(name for name, _ in self._model.named_modules() if name)]
+        for option, kind, known in (
+            ("module_bits", "linear layer, table or experts", self.names),
+            ("modules_to_not_convert", "module", every),
+        ):
+            for pattern in getattr(config, option):
+                if not any(matches(name, pattern) for name in known):
+                    raise ValueError(
+                        f"{option}[{pattern!r}]: found no {kind} of that name in {type(self._model).__name__}, "
+                        "expected a regular expression for whole parts of a dotted name, or the end of one"
+                    )
 
     def _tells_dtype(self, chosen: Mapping[str, int]) -> bool:
         """Whether a floating parameter is left, which Transformers asks for the dtype of a model: OLMo's norms have
@@ -201,12 +214,30 @@ def _heads_and_routers(model, linears: set[str]) -> dict[str, str]:
     # A number in its name means that the last module is the end of a layer, not a head.
     last = next(reversed(dict(model.named_parameters())), "").rpartition(".")[0]
     output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    base = base_of(model)
     for name in linears:
-        if model.get_submodule(name) is output or (name == last and not re.search(r"(^|\.)\d+(\.|$)", name)):
+        at_the_end = name == last and not re.search(r"(^|\.)\d+(\.|$)", name)
+        if model.get_submodule(name) is output or not f"{name}.".startswith(base) or at_the_end:
             found[name] = "head"
         elif _is_router(model, name):
             found[name] = "router"
     return found
+
+
+def base_of(model: nn.Module) -> str:
+    """What the names of a base model's layers begin with, such as ``"bert."``; "" if the model is one itself."""
+    prefix = model.base_model_prefix if isinstance(model, PreTrainedModel) else ""
+    return f"{prefix}." if isinstance(getattr(model, prefix or "_", None), nn.Module) else ""
+
+
+def _of_adapters(model: nn.Module, names: set[str]) -> dict[str, str]:
+    """``"adapter"`` for what PEFT has put into the model, and for what its adapters need in 16 bits."""
+    if "peft" not in sys.modules:
+        return {}
+    from hf_kbit.integrations.peft.base import of_adapters
+
+    begin = tuple(of_adapters(model))
+    return {name: "adapter" for name in names if f"{name}.".startswith(begin)}
 
 
 def _small(model, tables: set[str]) -> dict[str, str]:
@@ -228,6 +259,8 @@ def _read(model, looked_up: set[str]) -> dict[str, str]:
     """``"read"`` for all layers and tables that are."""
     found = set()
     for name, module in model.named_modules():
+        if type(module).__module__.startswith("peft."):  # whose reads our adapter layers answer
+            continue
         reads = _reads(type(module))
         for child in reads.weights:
             found.add(f"{name}.{child}".lstrip("."))
@@ -286,14 +319,16 @@ def holder(model, name: str) -> nn.Module:
 
 
 def replace_modules(model, replacements: dict[str, nn.Module]) -> None:
-    """Puts modules in place of those with the given names, wherever else in the model the same ones stand; projections
-    in place of the tensors of experts."""
+    """Puts modules in place of those with the given names, wherever else in the model the same ones stand, with what
+    somebody has put on these (``take_over``); projections in place of the tensors of experts."""
     new = {}
     for name, module in replacements.items():
         if is_projection(model, name):
             experts.put(model, name, module)
         else:
-            new[model.get_submodule(name)] = module
+            old = model.get_submodule(name)
+            new[old] = module
+            take_over(module, old)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in new:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.nn.embedding import KbitEmbedding
+from hf_kbit.integrations.transformers.dense import dense_like
 from hf_kbit.nn.weight import PACKED, KbitWeight
 
 WEIGHT = f".{PACKED[0]}"
@@ -74,16 +74,17 @@ def follow(model: nn.Module, loaded: Iterable[str]) -> None:
 def put_back(model: nn.Module, layers: Iterable[str]) -> None:
     """Puts 16-bit layers in the place of tied ones, of which those that they are tied to are in 16 bits already."""
     for name in layers:
-        layer = model.get_submodule(name)
-        if isinstance(layer, KbitEmbedding):
-            dense = layer.to_embedding(weight=nn.Parameter(torch.empty(0)))
-        else:
-            dense = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta").train(layer.training)
-            dense.bias = layer.bias
+        dense = dense_like(model.get_submodule(name), nn.Parameter(torch.empty(0)))
         selection.replace_modules(model, {name: dense})
+    forget(model, layers)
+    model.tie_weights(recompute_mapping=False)
+
+
+def forget(model: nn.Module, layers: Iterable[str]) -> None:
+    """Has Transformers tie no more than the weights of layers that are in 16 bits again."""
+    for name in layers:
         for own in PACKED[1:]:
             model.all_tied_weights_keys.pop(f"{name}.{own}", None)
-    model.tie_weights(recompute_mapping=False)
 
 
 def store_once(gather_sharded_state_dict_for_save):

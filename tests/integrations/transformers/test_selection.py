@@ -1,12 +1,14 @@
 """Which modules are quantized: told from how a model uses them, not from names alone."""
 
+import re
+from functools import cached_property
+
 import pytest
 import torch
 import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.pytorch_utils import Conv1D
 
 from hf_kbit import KbitConfig, KbitLinear, mixing
 from hf_kbit.integrations.transformers import selection
@@ -38,6 +40,20 @@ def test_reads_are_found_in_the_code():
     assert selection._reads(Reader).weights == {"multiplied", "cast_to"}
     assert selection._reads(Heir).weights == {"multiplied", "deep"}, "an overridden method reads no more"
     assert selection._reads(nn.Linear) == selection.Reads()
+
+
+class PropertyReader(Reader):
+    @property
+    def dtype(self):
+        return self.called.weight.dtype
+
+    @cached_property
+    def own_dtype(self):
+        return self.deep.weight.dtype
+
+
+def test_reads_are_found_in_properties():
+    assert selection._reads(PropertyReader).weights == {"multiplied", "cast_to", "called", "deep"}
 
 
 class DtypeReader(nn.Module):
@@ -225,23 +241,36 @@ def test_patterns_that_match_nothing_are_errors():
         selection.Packable(llama).choose(KbitConfig(module_bits={"dwn_proj": 4}))
 
 
-def test_is_linear():
-    class Scaled(nn.Linear):
-        def forward(self, x):
-            return 2 * super().forward(x)
+@pytest.mark.parametrize("pattern", ["donw_proj", "model.layers.0.", "visual", "re:.*mlp.*"])
+def test_a_module_not_to_convert_that_is_none_is_an_error(pattern):
+    llama = build("LlamaForCausalLM", "LlamaConfig", **SMALL, vocab_size=64)
+    found = "found no module of that name in LlamaForCausalLM"
+    with pytest.raises(ValueError, match=re.escape(f"modules_to_not_convert[{pattern!r}]: {found}")):
+        selection.Packable(llama).choose(KbitConfig(modules_to_not_convert=[pattern]))
 
-    class Renamed(nn.Linear):
-        pass
 
-    attention = nn.MultiheadAttention(8, 2)
-    assert (
-        selection.is_linear(nn.Linear(2, 2))
-        and selection.is_linear(Renamed(2, 2))
-        and selection.is_linear(Conv1D(2, 2))
-    )
-    assert not selection.is_linear(Scaled(2, 2)), "its forward does something else"
-    assert not selection.is_linear(attention.out_proj), "its weight is read by nn.MultiheadAttention"
-    assert not selection.is_linear(KbitLinear(2, 2)) and not selection.is_linear(nn.Linear(0, 2))
+def test_modules_not_to_convert_may_be_any():
+    llama = build("LlamaForCausalLM", "LlamaConfig", **SMALL, vocab_size=64)
+    named = ["norm", "rotary_emb", "lm_head", "layers.0.self_attn", "up_proj"]
+    chosen = selection.Packable(llama).choose(KbitConfig(modules_to_not_convert=named))
+    assert list(chosen) == ["model.layers.0.mlp.down_proj", "model.layers.0.mlp.gate_proj"]
+
+
+def test_layers_outside_the_base_model_are_heads():
+    bert = build("BertForMaskedLM", "BertConfig", **SMALL, vocab_size=64)
+    t5 = build("T5ForSequenceClassification", "T5Config", d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
+    wav2vec2 = build("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", **SMALL)
+    for model, head in (
+        (bert, "cls.predictions.transform.dense"),
+        (t5, "classification_head.dense"),
+        (wav2vec2, "projector"),
+    ):
+        packable = selection.Packable(model)
+        assert packable.reasons[head] == "head" and head not in packable.choose(KbitConfig())
+        assert head in packable.choose(KbitConfig(skip_default_modules=False))
+        assert packable.choose(KbitConfig(module_bits={head: 3}))[head] == 3
+        chosen = packable.choose(KbitConfig())
+        assert chosen and all(name.startswith(selection.base_of(model)) for name in chosen)
 
 
 def test_a_shared_module_is_replaced_everywhere():

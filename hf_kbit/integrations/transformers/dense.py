@@ -1,0 +1,78 @@
+"""Dense layers in the places of packed ones: for good, of decoded weights, or while a model's own code is at work."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_kbit.integrations.transformers import experts, selection
+from hf_kbit.integrations.transformers.plain import take_over
+from hf_kbit.nn.embedding import KbitEmbedding
+from hf_kbit.nn.experts import KbitProjection, place_of
+from hf_kbit.nn.weight import KbitWeight
+
+
+def dense_like(layer: KbitWeight, weight: nn.Parameter) -> nn.Module:
+    """What a packed layer was before it was quantized: ``nn.Linear``, GPT-2's Conv1D or a table. It has this weight,
+    in the order of the model, and the layer's own bias, hooks and attributes."""
+    if isinstance(layer, KbitEmbedding):
+        dense = layer.to_embedding(weight=weight)
+    else:
+        with torch.device("meta"):
+            kind = Conv1D if layer.transposed else nn.Linear
+            size = (layer.out_features, layer.in_features)
+            dense = kind(*(size if layer.transposed else reversed(size)))
+        dense.weight, dense.bias = weight, layer.bias
+    take_over(dense, layer)
+    return dense.train(layer.training)
+
+
+def to_dense(layer: KbitWeight, dtype: torch.dtype, decoded: nn.Module | None = None) -> nn.Module:
+    """What the layer was before it was quantized, of the decoded weight, or of that of ``decoded`` if there is such a
+    layer."""
+    if isinstance(layer, KbitEmbedding):
+        return dense_like(layer, nn.Parameter(decoded.weight.to(dtype) if decoded else layer.dequantize(dtype)))
+    linear = (decoded or layer.to_linear(dtype)).to(dtype)
+    dense = dense_like(layer, nn.Parameter(linear.weight.T.contiguous()) if layer.transposed else linear.weight)
+    dense.bias = linear.bias
+    return dense
+
+
+@contextmanager
+def shown_dense(model: nn.Module) -> Iterator[None]:
+    """Inside, a model has dense layers in the places of packed ones, for code that knows no others. What it does to
+    their weights, which take no memory, is lost; what it does to biases, buffers and all else stays."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
+    projections = {name: layer for name, layer in layers.items() if isinstance(layer, KbitProjection)}
+    layers = {name: layer for name, layer in layers.items() if name not in projections}
+    for name, projection in projections.items():
+        experts.put_tensor(*place_of(model, name), _without_memory(projection))
+    dense = {name: dense_like(layer, _without_memory(layer)) for name, layer in layers.items()}
+    selection.replace_modules(model, dense)
+    try:
+        yield
+    finally:
+        for name, projection in projections.items():
+            experts.put(model, name, projection)
+        for name, layer in layers.items():
+            if isinstance(layer, KbitEmbedding):
+                layer.take_besides(dense[name])
+            else:
+                layer.bias = dense[name].bias
+        selection.replace_modules(model, layers)
+
+
+def _without_memory(layer: KbitWeight) -> nn.Parameter:
+    """A weight that Transformers takes for one that was loaded."""
+    weight = empty_weight(layer, "meta")
+    weight._is_hf_initialized = True
+    return weight
+
+
+def empty_weight(layer: KbitWeight, device: torch.device | str) -> nn.Parameter:
+    """The weight that a packed one stands for, in the order of the model, with whatever memory holds."""
+    size = (layer.out_features, layer.in_features)
+    shape = (*layer.lead, *(reversed(size) if layer.transposed else size))
+    return nn.Parameter(torch.empty(shape, dtype=layer.dense_dtype, device=device))
