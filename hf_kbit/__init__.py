@@ -1,7 +1,7 @@
 """Low-bit weights for Transformers: quantize to 2, 3, 4 or 5 bits while loading, run, fine-tune, save, share.
 
-Importing the package registers the quantization method ``"kbit"`` with Transformers: at once where torch or
-Transformers is imported already, else with the import of Transformers, which takes seconds and may never be needed.
+Importing the package registers the quantization method ``"kbit"`` with Transformers, as soon as the program imports
+its models (``transformers.modeling_utils``): that takes seconds and may never be needed.
 """
 
 import sys as _sys
@@ -73,22 +73,19 @@ _HOMES = {
 }
 
 
-def _register() -> None:
-    _import_module("hf_kbit.integrations.transformers.quantizer")  # registers itself
-    _hooks.install_always()
-
-
 def __getattr__(name: str):
     if name == "codebooks":
         return _import_module("hf_kbit.codebooks")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _import_module("transformers")  # first of all, by which the method is registered
+    _import_module("transformers.modeling_utils")  # first of all, by which the method is registered
+    _import_module("hf_kbit.integrations.transformers.quantizer")  # raises what that has only warned of
     globals()[name] = found = getattr(_import_module(f"hf_kbit.{_HOMES[name]}"), name)
     return found
 
 
-_hooks.after_import("transformers", _register)
+_hooks.after_import("transformers.modeling_utils", _hooks.install_transformers)
 _hooks.after_import("peft", _hooks.install_peft)
+_hooks.after_import("hf_kbit.decoding.loop", _hooks.install_decoding)
 if "torch" in _sys.modules:
-    _import_module("transformers")
+    _import_module("hf_kbit.ops")  # for programs that call torch.ops.hf_kbit

@@ -24,24 +24,53 @@ def test_import_without_optional_packages(absent):
 @pytest.mark.parametrize(
     "code",
     [
-        "import hf_kbit; import transformers",
+        "import hf_kbit; from transformers import LlamaForCausalLM",
+        "from transformers import LlamaForCausalLM; import hf_kbit",
         "import hf_kbit; hf_kbit.KbitConfig",
         "import hf_kbit.nn.linear",
-        "import torch; import hf_kbit; torch.ops.hf_kbit.quantize",
+        "import torch; import hf_kbit; torch.ops.hf_kbit.quantize; from transformers import LlamaForCausalLM",
     ],
 )
 def test_registered_however_it_is_imported(code):
-    """Before there is a quantized layer, and before Transformers is used."""
+    """Before there is a quantized layer, and before a model of Transformers is made."""
     done = "'hf_kbit.integrations.transformers.quantizer' in sys.modules, fully_shard._is_hook_of_hf_kbit"
     code = f"{code}\nimport sys\nfrom torch.distributed.fsdp import fully_shard\nprint({done})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.stdout == "True True\n", run.stderr
 
 
-def test_what_takes_seconds_is_not_imported_at_once():
-    code = "import sys, hf_kbit; print({'torch', 'transformers', 'peft'} & sys.modules.keys())"
+MODELS = "transformers.modeling_utils"
+SLOW = {"torch", "transformers", MODELS, "peft", "torch._inductor", "hf_kbit.decoding.loop"}
+
+
+@pytest.mark.parametrize("others", ["sys", "transformers", "torch, transformers"], ids=["alone", "lazy", "with torch"])
+def test_what_takes_seconds_is_not_imported_at_once(others):
+    code = f"import sys, {others}\nbefore = {SLOW} & sys.modules.keys()\nimport hf_kbit\n"
+    code += f"print(before == {SLOW} & sys.modules.keys(), {MODELS!r} in before)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert run.stdout == "set()\n", run.stderr
+    assert run.stdout == "True False\n", run.stderr
+
+
+def test_models_that_are_not_quantized_are_compiled_as_without_us(fresh):
+    """Inductor has our pass from the first quantized layer on that is traced, where a library joins products."""
+    code = """
+import os, sys, torch
+import hf_kbit, transformers.modeling_utils
+from torch import nn
+from torch._inductor import config
+from hf_kbit import _native
+_native.group_limits = lambda: (16, 4)
+print("hf_kbit.decoding.loop" in sys.modules)
+dense = nn.Linear(64, 64)
+layers = dense, hf_kbit.KbitLinear.from_linear(dense).requires_grad_(False)
+for layer in layers:
+    layer(torch.ones(1, 64))
+    print(config.post_grad_custom_pre_pass)
+for layer in layers:
+    torch.compile(layer, backend="aot_eager")(torch.ones(1, 64))
+    print(type(config.post_grad_custom_pre_pass).__name__)
+"""
+    assert fresh.run(code).split() == ["False", "None", "None", "NoneType", "JoinProducts"]
 
 
 def test_public_names():

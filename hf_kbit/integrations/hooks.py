@@ -1,7 +1,7 @@
 """Every hook into another library: what it is, the parameters it is expected to have, what is lost where it moved.
 
-There are two tables for each library. ``..._NAMES`` are private names that our code imports or overrides: without
-them nothing of it works. ``..._HOOKS`` are functions and methods that we replace, each by what a *wrapper* makes of
+There are two tables for each library, and for parts that little needs. ``..._NAMES`` are private names that our code
+imports or overrides: without them nothing of it works, and the import of the library goes on. ``..._HOOKS`` are functions and methods that we replace, each by what a *wrapper* makes of
 it. A hook holds if the thing is there and its first parameters have the expected names; a version of a library in
 which one moved is met with one message that says which, what is lost by it, and what to do.
 
@@ -58,7 +58,6 @@ class Hook:
 
 
 _LOADING, _QUANTIZER = "transformers.core_model_loading", "transformers.quantizers.base:HfQuantizer"
-_SHARDING = "transformers.distributed.sharding_utils"
 TRANSFORMERS_NAMES = (
     Name(f"{_LOADING}:ConversionOps.convert", ("self", "input_dict")),
     Name(f"{_LOADING}:WeightConverter"),
@@ -68,9 +67,6 @@ TRANSFORMERS_NAMES = (
     Name(f"{_LOADING}:rename_source_key", ("source_key", "weight_renamings", "weight_converters")),
     Name(f"{_LOADING}:revert_weight_conversion", ("model", "state_dict")),
     Name("transformers.conversion_mapping:get_model_conversion_mapping", ("model",)),
-    Name(f"{_SHARDING}:DtensorShardOperation", ("param",)),
-    Name(f"{_SHARDING}:DtensorShardOperation.shard_tensor", ("self", "source")),
-    Name(f"{_SHARDING}:_dtensor_from_local_like", ("local_tensor", "ref")),
     Name("transformers.modeling_utils:PreTrainedModel.should_save_on_this_rank", ("self", "is_main_process")),
     Name("transformers.pytorch_utils:Conv1D"),
     Name("transformers.quantizers.auto:register_quantization_config", ("method",)),
@@ -88,13 +84,27 @@ TRANSFORMERS_NAMES = (
     Name(f"{_QUANTIZER}.validate_environment", ("self",)),
 )
 
-# Those that hf_kbit.decode alone relies on: the rest works without them.
+# Those that quantizing into shards alone relies on, and hf_kbit.decode alone: the rest works without them.
+_SHARDING = "transformers.distributed.sharding_utils"
+SHARDING_NAMES = (
+    Name(f"{_SHARDING}:DtensorShardOperation", ("param",)),
+    Name(f"{_SHARDING}:DtensorShardOperation.shard_tensor", ("self", "source")),
+    Name(f"{_SHARDING}:_dtensor_from_local_like", ("local_tensor", "ref")),
+)
 _GENERATION = "transformers.generation.utils:GenerationMixin"
 DECODING_NAMES = (
     Name(f"{_GENERATION}._optimize_model_for_decode", ("self",)),
     Name(f"{_GENERATION}._prefill", ("self", "input_ids", "generation_config", "model_kwargs")),
     Name(f"{_GENERATION}._update_model_kwargs_for_generation", ("self", "outputs", "model_kwargs")),
     Name(f"{_GENERATION}.prepare_inputs_for_generation", ("self", "input_ids", "next_sequence_length")),
+)
+DECODING_HOOKS = (
+    Hook(
+        f"{_GENERATION}._extract_generation_mode_kwargs",
+        ("self", "custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer"),
+        "hf_kbit.decoding.loop:pass_all_on",
+        lost="hf_kbit.decode gets no streamer, and no tokenizer for stop strings",
+    ),
 )
 
 TORCH_NAMES = (Name("torch.autograd.forward_ad:_current_level"),)
@@ -182,12 +192,6 @@ TRANSFORMERS_HOOKS = (
         ("self", "use_kernels", "kernel_config"),
         "hf_kbit.integrations.transformers.kernels:refuse_packed_experts",
         lost="use_kernels=True on packed experts fails in a kernel",
-    ),
-    Hook(
-        f"{_GENERATION}._extract_generation_mode_kwargs",
-        ("self", "custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer"),
-        "hf_kbit.decoding.loop:pass_all_on",
-        lost="hf_kbit.decode gets no streamer, and no tokenizer for stop strings",
     ),
 )
 
@@ -310,20 +314,24 @@ def moved(entries: Iterable[Name | Hook]) -> list[str]:
         except (ImportError, AttributeError):
             problems.append(f"{entry.place} (found none)")
             continue
-        if entry.parameters is None:
-            continue
-        parameters = tuple(inspect.signature(found).parameters)
-        if parameters[: len(entry.parameters)] != entry.parameters:
-            expected = ", ".join(entry.parameters)
-            problems.append(f"{entry.place} (found parameters {', '.join(parameters)}, expected {expected} first)")
+        if entry.parameters is not None:
+            parameters = tuple(inspect.signature(found).parameters)
+            if parameters[: len(entry.parameters)] != entry.parameters:
+                expected = ", ".join(entry.parameters)
+                problems.append(f"{entry.place} (found parameters {', '.join(parameters)}, expected {expected} first)")
+        if isinstance(entry, Hook):
+            try:
+                pkgutil.resolve_name(entry.wrapper)
+            except Exception as error:  # whatever our file says of this library, importing that goes on
+                problems.append(f"{entry.place} (found that our {entry.wrapper} does not go with it: {error!r})")
     return problems
 
 
-def require(library: str, names: Iterable[Name]) -> None:
-    """Raises one ImportError that lists all private names of a library that moved."""
+def require(library: str, names: Iterable[Name], what: str = "this hf_kbit") -> None:
+    """Raises one ImportError that lists all private names of a library that moved, and what relies on them."""
     if problems := moved(names):
         raise ImportError(
-            f"{library} {sys.modules[library].__version__}: found names moved that this hf_kbit relies on: "
+            f"{library} {sys.modules[library].__version__}: found names moved that {what} relies on: "
             f"{'; '.join(problems)}. Take a newer hf_kbit, or an older {library}"
         )
 
@@ -369,11 +377,22 @@ def _replace_everywhere(old: Callable, new: Callable) -> None:
                 setattr(module, name, new)
 
 
-def install_always() -> None:
-    """The hooks into libraries that this package cannot do without; those of PEFT wait for its import."""
-    require("torch", TORCH_NAMES)
-    install("torch", TORCH_HOOKS)
-    install("transformers", TRANSFORMERS_HOOKS)
+def install_transformers() -> None:
+    """Makes Transformers know the method. Where that fails, it stays as it is: the program may well use it for models
+    that are not quantized."""
+    try:
+        importlib.import_module("hf_kbit.integrations.transformers.quantizer")  # registers itself
+    except Exception as error:  # whatever our files say of this Transformers, importing it goes on
+        warnings.warn(f"hf_kbit: models can be neither quantized nor loaded: {error}", RuntimeWarning, stacklevel=2)
+    else:
+        install("torch", TORCH_HOOKS)
+        install("transformers", TRANSFORMERS_HOOKS)
+
+
+def install_decoding() -> None:
+    """Makes ``generate`` pass all that it is given on to ``hf_kbit.decode``."""
+    require("transformers", DECODING_NAMES, "hf_kbit.decode")
+    install("transformers", DECODING_HOOKS)
 
 
 def install_vllm() -> None:
@@ -402,11 +421,6 @@ def _why_not_peft() -> str:
         return f"found peft {version}, expected {OLDEST_PEFT} or newer: pip install -U peft"
     if problems := moved((*PEFT_NAMES, *(hook for hook in PEFT_HOOKS if not hook.lost))):
         return f"found that in peft {version} this moved: {'; '.join(problems)}. Take a newer hf_kbit"
-    try:
-        for hook in PEFT_HOOKS:
-            pkgutil.resolve_name(hook.wrapper)
-    except Exception as error:  # whatever our files say of this peft, importing it goes on
-        return f"found that our glue does not work with peft {version} ({error!r}). Take a newer hf_kbit"
     return ""
 
 

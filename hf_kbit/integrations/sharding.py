@@ -8,7 +8,6 @@ import torch
 from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_kbit.nn.weight import KbitWeight
@@ -32,9 +31,12 @@ def refuse_fsdp1(init):
 def shard_integers(fully_shard):
     """``fully_shard``, which from here on takes integers with any torch: before 2.12 its parameters want gradients
     while they are made, and a policy of mixed precision casts all of them."""
-    if Version(torch.__version__) < Version("2.12") and _fsdp_param.nn is nn:
-        _fsdp_param.nn = _Modules
-        _fsdp_param.FSDPParam.init_dtype_attrs = _cast_floats_alone(_fsdp_param.FSDPParam.init_dtype_attrs)
+    if Version(torch.__version__) < Version("2.12"):
+        from torch.distributed.fsdp._fully_shard import _fsdp_param  # private: elsewhere in a later torch, maybe
+
+        if _fsdp_param.nn is nn:
+            _fsdp_param.nn = _Modules
+            _fsdp_param.FSDPParam.init_dtype_attrs = _cast_floats_alone(_fsdp_param.FSDPParam.init_dtype_attrs)
     return fully_shard
 
 

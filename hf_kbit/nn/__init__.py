@@ -1,3 +1,3 @@
 """Layers whose weights are quantized."""
 
-import transformers  # noqa: F401  by which the hooks into it and into torch are there before there is such a layer
+import transformers.modeling_utils  # noqa: F401  by which hooks into it and torch are there before there is such a layer

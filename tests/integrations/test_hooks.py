@@ -1,6 +1,8 @@
 """The hooks into other libraries: that they hold, and what happens where a library is too old or has moved one."""
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import peft
@@ -12,11 +14,24 @@ TABLES = (
     hooks.TORCH_NAMES,
     hooks.TORCH_HOOKS,
     hooks.TRANSFORMERS_NAMES,
+    hooks.SHARDING_NAMES,
     hooks.DECODING_NAMES,
     hooks.TRANSFORMERS_HOOKS,
+    hooks.DECODING_HOOKS,
     hooks.PEFT_NAMES,
     hooks.PEFT_HOOKS,
 )
+
+# Code: in ``with caught():`` warnings of ours are printed.
+CAUGHT = """
+import contextlib, warnings
+@contextlib.contextmanager
+def caught():
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield
+    print(*(w.message for w in found if "hf_kbit" in str(w.message)))
+"""
 
 
 @pytest.mark.parametrize("entry", [entry for table in TABLES for entry in table], ids=repr)
@@ -39,31 +54,87 @@ def test_what_moved_is_found(entry, found):
     assert hooks.moved([entry]) == [found]
 
 
-def test_a_moved_name_of_transformers_is_one_import_error(fresh):
-    code = """
+def test_moved_names_of_transformers_are_one_error_for_who_wants_quantized_models(fresh):
+    code = f"""
+{CAUGHT}
 import transformers.core_model_loading as loading, transformers.quantizers.base as base
 del loading.dot_natural_key
 del base.HfQuantizer.param_element_size
-try:
+with caught():
     import hf_kbit
+for _ in range(2):
+    try:
+        hf_kbit.KbitConfig
+    except ImportError as error:
+        print(error)
+"""
+    warned, *raised = fresh.run(code).splitlines()
+    assert raised == 2 * [warned.removeprefix("hf_kbit: models can be neither quantized nor loaded: ")]
+    assert raised[0].startswith("transformers ") and "newer hf_kbit, or an older transformers" in raised[0]
+    assert "core_model_loading:dot_natural_key (found none)" in raised[0]
+    assert "HfQuantizer.param_element_size (found none)" in raised[0]
+
+
+@pytest.mark.parametrize("name", ["_current_level", "make_dual"], ids=["in the table", "public"])
+def test_the_import_of_transformers_goes_on(name):
+    """Whatever our files miss. The name is one that only they use."""
+    code = f"""
+{CAUGHT}
+import hf_kbit
+import torch.autograd.forward_ad as forward
+del forward.{name}
+with caught():
+    from transformers import LlamaForCausalLM
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert process.stdout.count("hf_kbit: models can be neither") == (name == "_current_level"), process.stderr
+    assert process.returncode == 0
+
+
+def test_moved_names_for_shards_cost_quantizing_into_them(fresh, tmp_path):
+    code = f"""
+{CAUGHT}
+import transformers.distributed.sharding_utils as sharding
+del sharding._dtensor_from_local_like
+with caught():
+    import hf_kbit
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
+shape = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1, vocab_size=64)
+LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained({str(tmp_path)!r})
+how = dict(quantization_config=hf_kbit.KbitConfig())
+print(type(LlamaForCausalLM.from_pretrained({str(tmp_path)!r}, **how).model.layers[0].mlp.up_proj).__name__)
+try:
+    LlamaForCausalLM.from_pretrained({str(tmp_path)!r}, distributed_config=DistributedConfig(tp_size=1), **how)
 except ImportError as error:
     print(error)
 """
-    message = fresh.run(code)
-    assert message.startswith("transformers ") and "newer hf_kbit, or an older transformers" in message
-    assert "core_model_loading:dot_natural_key (found none)" in message
-    assert "HfQuantizer.param_element_size (found none)" in message
+    loaded, refused = fresh.run(code).splitlines()
+    assert loaded == "KbitLinear" and "_dtensor_from_local_like (found none)" in refused
+    assert "found names moved that quantizing into shards relies on" in refused
+
+
+def test_a_file_of_ours_that_fails_costs_what_it_is_for(fresh):
+    code = f"""
+{CAUGHT}
+import sys
+sys.modules["hf_kbit.integrations.transformers.cards"] = None
+with caught():
+    import hf_kbit
+print(hf_kbit.KbitConfig().bits)
+"""
+    warned, bits = fresh.run(code).splitlines()
+    assert warned.startswith("hf_kbit: saved models get no model card; models pushed to the Hub get no model card, for")
+    assert "cards:card_after_saving does not go with it" in warned and bits == "4"
 
 
 def test_a_moved_hook_of_transformers_costs_what_it_is_for(fresh, tmp_path):
     code = f"""
-import warnings
+{CAUGHT}
 import transformers.utils.hub as hub
 del hub.PushToHubMixin._upload_modified_files
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
+with caught():
     import hf_kbit
-print(*(w.message for w in caught if "hf_kbit" in str(w.message)))
 from transformers import LlamaConfig, LlamaForCausalLM
 shape = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1, vocab_size=64)
 LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained({str(tmp_path / "dense")!r})
@@ -121,14 +192,12 @@ assert peft.__version__ == "0.19.1"
 
 def test_a_moved_hook_of_peft_serves_models_without_quantized_layers(fresh):
     code = f"""
-import sys, warnings
+{CAUGHT}
 import hf_kbit
 from hf_kbit.integrations import hooks
 hooks.PEFT_HOOKS = (*hooks.PEFT_HOOKS, hooks.Hook("peft:get_peft_mode", (), ""))
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
+with caught():
     import peft
-print(*(w.message for w in caught if "hf_kbit" in str(w.message)))
 {ADAPT}"""
     warned, adapted, refused = fresh.run(code).splitlines()
     assert warned.startswith("hf_kbit: adapters on quantized layers are refused") and "get_peft_mode (" in warned
@@ -155,17 +224,16 @@ import fickle
 def test_a_hook_of_peft_that_little_needs_is_left_out(fresh):
     """Adapters work, and one warning says what does not."""
     code = f"""
-import dataclasses, warnings
+{CAUGHT}
+import dataclasses
 import hf_kbit
 from hf_kbit.integrations import hooks
 hooks.PEFT_HOOKS = tuple(
     dataclasses.replace(hook, parameters=("model", "moved")) if "get_nb" in hook.place else hook
     for hook in hooks.PEFT_HOOKS
 )
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
+with caught():
     import peft
-print(*(w.message for w in caught if "hf_kbit" in str(w.message)))
 {ADAPT}
 print(hf_kbit.prepare_model_for_kbit_training is peft.prepare_model_for_kbit_training)
 """
@@ -285,4 +353,4 @@ sys.modules["hf_kbit.integrations.peft.merge"] = broken
 import peft
 {ADAPT}"""
     adapted, refused = fresh.run(code).splitlines()
-    assert adapted == "adapted" and "our glue does not work with peft" in refused and "report_once" in refused
+    assert adapted == "adapted" and "found that our hf_kbit.integrations.peft.merge:report_once does not go" in refused

@@ -4,4 +4,5 @@ import transformers  # noqa: F401  what is checked next
 
 from hf_kbit.integrations import hooks
 
+hooks.require("torch", hooks.TORCH_NAMES)
 hooks.require("transformers", hooks.TRANSFORMERS_NAMES)

@@ -20,10 +20,9 @@ from functools import wraps
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
-from transformers.distributed.sharding_utils import DtensorShardOperation, _dtensor_from_local_like
 
 from hf_kbit.format import BLOCK_SIZE
+from hf_kbit.integrations import hooks
 from hf_kbit.integrations.transformers import tying
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
@@ -38,12 +37,15 @@ def shard_packed(maybe_distribute_model):
 
     Raises:
         ValueError: so many processes cannot share a layer; the message names it.
+        ImportError: what quantizing into shards relies on has moved in Transformers.
     """
 
     @wraps(maybe_distribute_model)
     def wrapped(model, distributed_config, *args, **kwargs):
         layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
         empty = [layer for layer in layers.values() if layer.weight.is_floating_point()]
+        if empty and distributed_config is not None:
+            hooks.require("transformers", hooks.SHARDING_NAMES, "quantizing into shards")
         for layer in empty:
             layer._parameters.update({own: stand_in.stands_for for own, stand_in in layer.packed.items()})
         if not layers or max(_size(distributed_config, "tp_size"), _size(distributed_config, "ep_size")) == 1:
@@ -83,6 +85,8 @@ def own_part(tensor: torch.Tensor, stand_in: nn.Parameter) -> torch.Tensor:
     sharded = stand_in.stands_for
     if not isinstance(sharded, DTensor):
         return tensor
+    from transformers.distributed.sharding_utils import DtensorShardOperation, _dtensor_from_local_like
+
     part = DtensorShardOperation(sharded).shard_tensor(tensor, device=tensor.device, dtype=tensor.dtype)
     # A copy, for a view would keep all of the tensor in memory.
     return _dtensor_from_local_like(part.clone(memory_format=torch.contiguous_format), sharded)
@@ -186,7 +190,7 @@ def _check_divides(name: str, size: int, unit: int, what: str) -> None:
 def _transpose(layer: KbitProjection, mesh, placement):
     """Shards ``[E, N, K]`` as a rule for ``[E, K, N]`` means it."""
     factor, dim = getattr(placement, "split_factor", None), 3 - placement.dim
-    placement = Shard(dim) if factor is None else _StridedShard(dim, split_factor=factor)
+    placement = Shard(dim) if factor is None else type(placement)(dim, split_factor=factor)
     for own in (WEIGHT, ABSMAX):
         _shard(layer, own, mesh, placement)
     return placement
