@@ -1,9 +1,10 @@
 """Every hook into another library: what it is, the parameters it is expected to have, what is lost where it moved.
 
 There are two tables for each library, and for parts that little needs. ``..._NAMES`` are private names that our code
-imports or overrides: without them nothing of it works, and the import of the library goes on. ``..._HOOKS`` are functions and methods that we replace, each by what a *wrapper* makes of
-it. A hook holds if the thing is there and its first parameters have the expected names; a version of a library in
-which one moved is met with one message that says which, what is lost by it, and what to do.
+imports or overrides: without them nothing of it works, and the import of the library goes on. ``..._HOOKS`` are
+functions and methods that we replace, each by what a *wrapper* makes of it. A hook holds if the thing is there and its
+first parameters have the expected names; a version of a library in which one moved is met with one message that says
+which, what is lost by it, and what to do.
 
 A function is replaced once, however often a library or this package is imported or reloaded.
 
@@ -23,6 +24,7 @@ import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from importlib.abc import MetaPathFinder
@@ -45,7 +47,8 @@ class Hook:
     Attributes:
         place: ``module:name`` or ``module:Class.name``.
         parameters: names of its first ones.
-        wrapper: ``module:name`` of what is called with the original, and returns what takes its place.
+        wrapper: ``module:name`` of what is called with the original, and returns what takes its place; a class method
+            is one with ``cls`` for both.
         everywhere: whether it is replaced in each module that has it by name, not only where it is defined.
         lost: what there is not without the hook, as the rest of a sentence; empty if nothing works without it.
     """
@@ -360,13 +363,20 @@ def _install(hook: Hook) -> None:
     original = pkgutil.resolve_name(hook.place)
     if getattr(original, "_is_hook_of_hf_kbit", False):
         return
-    replacement = pkgutil.resolve_name(hook.wrapper)(original)
-    replacement._is_hook_of_hf_kbit = True
+    original = getattr(original, "_refused", original)
+    wrap = pkgutil.resolve_name(hook.wrapper)
     if hook.everywhere:
+        replacement = wrap(original)
         _replace_everywhere(original, replacement)
     else:
-        parent, _, name = hook.place.rpartition(".")
-        setattr(pkgutil.resolve_name(parent), name, replacement)
+        place, _, name = hook.place.rpartition(".")
+        owner = pkgutil.resolve_name(place)
+        method = inspect.getattr_static(owner, name)
+        if of_class := isinstance(method, classmethod | staticmethod):
+            original = method.__func__
+        replacement = wrap(original)
+        setattr(owner, name, type(method)(replacement) if of_class else replacement)
+    replacement._is_hook_of_hf_kbit = True
 
 
 def _replace_everywhere(old: Callable, new: Callable) -> None:
@@ -431,6 +441,7 @@ def _refuse_adapters(problem: str) -> None:
     inject = tuner.inject_adapter
     if getattr(inject, "_is_hook_of_hf_kbit", False):
         return
+    inject = getattr(inject, "_refused", inject)
 
     @wraps(inject)
     def refusing(self, model, *args, **kwargs):
@@ -439,27 +450,35 @@ def _refuse_adapters(problem: str) -> None:
                 raise ImportError(f"{name}: found a quantized layer, to which this peft can add no adapter: {problem}")
         return inject(self, model, *args, **kwargs)
 
-    refusing._is_hook_of_hf_kbit = True
+    refusing._refused = inject  # what a PEFT that suits gets its hooks on
     tuner.inject_adapter = refusing
 
 
 # --- a library that may be imported later ---------------------------------------------------------
 
 
-class _Finder(MetaPathFinder):
-    """Finds a library as the finders after it do, and calls ``then`` each time it has been imported or reloaded.
+_sought: ContextVar[str | None] = ContextVar("the library for which a finder of ours asks the others", default=None)
 
-    It is never taken out of ``sys.meta_path``: another thread may be going through that list.
+
+class _Finder(MetaPathFinder):
+    """Finds a library as the other finders do, and calls ``then`` each time it has been imported or reloaded.
+
+    It is never taken out of ``sys.meta_path``: another thread may be going through that list. It need not be in there
+    itself: another tool may have taken it out, to ask it on its own.
     """
 
     def __init__(self, library: str, then: Callable[[], None]):
         self.library, self.then = library, then
 
     def find_spec(self, name, path=None, target=None):
-        if name != self.library:
+        if name != self.library or _sought.get() == name:
             return None
-        later = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in later)), None)
+        token = _sought.set(name)
+        try:
+            found = (finder.find_spec(name, path, target) for finder in list(sys.meta_path))
+            spec = next(filter(None, found), None)
+        finally:
+            _sought.reset(token)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

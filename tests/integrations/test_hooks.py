@@ -124,8 +124,26 @@ with caught():
 print(hf_kbit.KbitConfig().bits)
 """
     warned, bits = fresh.run(code).splitlines()
-    assert warned.startswith("hf_kbit: saved models get no model card; models pushed to the Hub get no model card, for")
+    assert warned.startswith(
+        "hf_kbit: saved models get no model card; models pushed to the Hub get no model card, for"
+    )
     assert "cards:card_after_saving does not go with it" in warned and bits == "4"
+
+
+def test_a_class_method_stays_one(fresh):
+    """It is called on the class, on an object and on a class derived from it."""
+    code = """
+from transformers.quantizers.auto import AutoHfQuantizer
+import hf_kbit
+from transformers import Mxfp4Config
+class Derived(AutoHfQuantizer): ...
+config = hf_kbit.KbitConfig(bits=3)
+for place in AutoHfQuantizer, AutoHfQuantizer(), Derived, Derived():
+    print(place.merge_quantization_configs(config, None).bits, end=" ")
+    print(place.merge_quantization_configs(Mxfp4Config(), config).bits, place.merge_quantization_configs.__self__)
+"""
+    base, derived = "<class 'transformers.quantizers.auto.AutoHfQuantizer'>", "<class '__main__.Derived'>"
+    assert fresh.run(code).splitlines() == [f"3 3 {owner}" for owner in (base, base, derived, derived)]
 
 
 def test_a_moved_hook_of_transformers_costs_what_it_is_for(fresh, tmp_path):
@@ -293,6 +311,42 @@ for module in (hf_kbit, peft, hf_kbit.integrations.hooks, hf_kbit):
 {RELOADED}
 """
     fresh.run(code)
+
+
+def test_a_library_is_hooked_by_who_took_our_finder_out(fresh, tmp_path):
+    """Another tool keeps the finders that it found, and asks them itself."""
+    (tmp_path / "kept.py").touch()
+    code = f"""
+import sys; sys.path.insert(0, {str(tmp_path)!r})
+from hf_kbit.integrations.hooks import after_import
+after_import("kept", lambda: print("hooked"))
+class Tool:
+    finders = list(sys.meta_path)
+    def find_spec(self, *args):
+        return next(filter(None, (finder.find_spec(*args) for finder in self.finders)), None)
+sys.meta_path[:] = [Tool(), *sys.meta_path[-1:]]
+import kept
+"""
+    assert fresh.run(code) == "hooked"
+
+
+def test_a_peft_that_suits_gets_hooks_after_one_that_did_not(fresh):
+    """As in a notebook, where one is installed and imported anew."""
+    code = f"""
+import importlib, warnings
+import hf_kbit
+from hf_kbit.integrations import hooks
+warnings.simplefilter("ignore")
+oldest, hooks.OLDEST_PEFT = hooks.OLDEST_PEFT, "99"
+import peft
+importlib.reload(peft)
+{ADAPT}
+hooks.OLDEST_PEFT = oldest
+importlib.reload(peft)
+adapt(nn.Sequential(hf_kbit.KbitLinear.from_linear(nn.Linear(64, 64))))
+"""
+    adapted, refused, adapted_quantized = fresh.run(code).splitlines()
+    assert adapted == adapted_quantized == "adapted" and "expected 99 or newer" in refused
 
 
 @pytest.mark.parametrize("first", ["library", "hf_kbit"])

@@ -202,9 +202,9 @@ def wrap_merge(merge_quantization_configs):
     """``merge_quantization_configs`` that takes the user's ``KbitConfig`` for a checkpoint in MXFP4."""
 
     @wraps(merge_quantization_configs)
-    def wrapped(quantization_config, quantization_config_from_args, *args, **kwargs):
+    def wrapped(cls, quantization_config, quantization_config_from_args, *args, **kwargs):
         if isinstance(quantization_config_from_args, KbitConfig) and is_config(quantization_config):
             return quantization_config_from_args
-        return merge_quantization_configs(quantization_config, quantization_config_from_args, *args, **kwargs)
+        return merge_quantization_configs(cls, quantization_config, quantization_config_from_args, *args, **kwargs)
 
     return wrapped

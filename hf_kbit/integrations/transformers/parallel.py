@@ -41,7 +41,7 @@ def shard_packed(maybe_distribute_model):
     """
 
     @wraps(maybe_distribute_model)
-    def wrapped(model, distributed_config, *args, **kwargs):
+    def wrapped(cls, model, distributed_config, *args, **kwargs):
         layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
         empty = [layer for layer in layers.values() if layer.weight.is_floating_point()]
         if empty and distributed_config is not None:
@@ -49,13 +49,13 @@ def shard_packed(maybe_distribute_model):
         for layer in empty:
             layer._parameters.update({own: stand_in.stands_for for own, stand_in in layer.packed.items()})
         if not layers or max(_size(distributed_config, "tp_size"), _size(distributed_config, "ep_size")) == 1:
-            model = maybe_distribute_model(model, distributed_config, *args, **kwargs)
+            model = maybe_distribute_model(cls, model, distributed_config, *args, **kwargs)
         else:
             _count_local_experts(model, distributed_config)
             columns = {layer: layer._parameters[COLUMNS] for layer in layers.values()}
             for layer in layers.values():
                 layer._parameters[COLUMNS] = None  # no rule shall see them
-            model = maybe_distribute_model(model, distributed_config, *args, **kwargs)
+            model = maybe_distribute_model(cls, model, distributed_config, *args, **kwargs)
             for layer in layers.values():
                 layer._parameters[COLUMNS] = columns[layer]
             _share_as_tied(model)
