@@ -1,6 +1,7 @@
 """Importing the package: what it registers, what it exports, and what it does without."""
 
 import ast
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,22 @@ for layer in layers:
     print(type(config.post_grad_custom_pre_pass).__name__)
 """
     assert fresh.run(code).split() == ["False", "None", "None", "NoneType", "JoinProducts"]
+
+
+@pytest.mark.parametrize(
+    "place, home",
+    [
+        ("hf_kbit.integrations.transformers:KbitHfQuantizer", "quantizer"),
+        ("hf_kbit.integrations.peft:KbitTunerLayer", "layer"),
+        ("hf_kbit.integrations.peft:merge_and_unload", "merge"),
+        ("hf_kbit.integrations.peft:prepare_model_for_kbit_training", "prepare"),
+    ],
+)
+def test_names_of_the_time_when_an_integration_was_one_file(place, home):
+    package, name = place.split(":")
+    assert pkgutil.resolve_name(place) is pkgutil.resolve_name(f"{package}.{home}:{name}")
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
+        pkgutil.resolve_name(f"{package}:nothing")
 
 
 def test_public_names():

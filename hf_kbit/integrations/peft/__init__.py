@@ -14,4 +14,15 @@ time its own code gets an ``nn.Linear`` or ``nn.Embedding`` to work on, in place
 bits, levels and way to find scales.
 """
 
+from importlib import import_module
+
 import peft  # noqa: F401  first of all: its import installs the hooks, which are in the files of this folder
+
+# Names of this package, and the files that they are in.
+_HOMES = {"KbitTunerLayer": "layer", "merge_and_unload": "merge", "prepare_model_for_kbit_training": "prepare"}
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
