@@ -8,7 +8,7 @@ the file finds such modules and tensors in a model: names, shapes and order, whe
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +22,10 @@ from hf_kbit.ops import combine_experts, gemm_experts, route_experts
 LLAMA4 = "Llama4TextExperts"
 UP_PROJECTIONS, DOWN_PROJECTION = ("gate_up_proj", "up_proj"), "down_proj"
 DEFAULT_GATE = "_default_apply_gate"  # name of the method that classes of Transformers without one get
+
+# By the names of projections, what adapters make of x, rows and offsets to add to their products.
+Adapters = Mapping[str, Callable[..., torch.Tensor]]
+NO_ADAPTERS: Adapters = {}
 
 
 class KbitProjection(KbitWeight):
@@ -43,9 +47,6 @@ class KbitProjection(KbitWeight):
     torch.Size([5, 48])
     """
 
-    # What to add to the product, of x, rows and offsets; set while the forward of adapters runs around the experts'.
-    adapter: Callable[..., torch.Tensor] | None = None
-
     def __init__(self, num_experts: int, in_features: int, out_features: int, **settings: Any):
         super().__init__(in_features, out_features, lead=(num_experts,), **settings)
 
@@ -56,9 +57,10 @@ class KbitProjection(KbitWeight):
         offsets: torch.Tensor,
         bias: torch.Tensor | None = None,
         swiglu: bool = False,
+        adapter: Callable[..., torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """``x`` floating ``[T, K]`` (``[T, 2 K]`` with ``swiglu``) to ``[R, N]`` of the same dtype, or of autocast's;
-        see ``ops.gemm_experts``."""
+        see ``ops.gemm_experts``. ``adapter`` makes of x, rows and offsets what is added to the product."""
         if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if bias is None else bias.to(x.dtype)
@@ -67,7 +69,7 @@ class KbitProjection(KbitWeight):
         columns = None if self.weight_columns is None else local(self.weight_columns)
         how = (self.local_shape or (self.out_features,))[0], columns, columns is not None
         y = gemm_experts(x, *packed, bias, rows, offsets, *how, swiglu)
-        return y if self.adapter is None else y + self.adapter(x, rows, offsets)
+        return y if adapter is None else y + adapter(x, rows, offsets)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         if self.weight.is_floating_point():
@@ -89,7 +91,7 @@ class KbitExperts(nn.Module):
     the same order.
     """
 
-    def forward(self, *args, **kwargs) -> torch.Tensor:
+    def forward(self, *args, adapters: Adapters = NO_ADAPTERS, **kwargs) -> torch.Tensor:
         """Arguments as of the class itself: hidden states ``[*, H]``, experts ``[*, k]`` of each token and their
         weights ``[*, k]``. The number E stands for an expert of another process, whose product is zero here."""
         hidden_states, experts, weights = arguments(plain_class(self), args, kwargs)
@@ -97,11 +99,11 @@ class KbitExperts(nn.Module):
         # The class's own number, of which expert parallelism leaves each process a part.
         rows, places, offsets = route_experts(experts.reshape(-1, experts.shape[-1]), self.num_experts)
         (up,) = (name for name in UP_PROJECTIONS if hasattr(self, name))
-        hidden = self._project(up, x, rows, offsets)
-        swiglu = self._is_swiglu() and _takes_gate(self.down_proj)
+        hidden = self._project(up, x, rows, offsets, adapters)
+        swiglu = self._is_swiglu() and self._takes_gate(adapters)
         if not swiglu:  # else on the way into the next product
             hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
-        y = self._project(DOWN_PROJECTION, hidden, None, offsets, swiglu)
+        y = self._project(DOWN_PROJECTION, hidden, None, offsets, adapters, swiglu)
         if getattr(self, "has_post_expert_norm", False):
             y = self.post_expert_norm(y)
         weights = weights.reshape(places.shape)
@@ -113,12 +115,18 @@ class KbitExperts(nn.Module):
         gate = getattr(self, "_apply_gate", None)
         return self.has_gate and getattr(gate, "__name__", "") == DEFAULT_GATE and _is_silu(self.act_fn)
 
-    def _project(self, name: str, x: torch.Tensor, rows, offsets: torch.Tensor, swiglu: bool = False) -> torch.Tensor:
-        """One product; with ``swiglu``, which packed projections alone know, of what the gate makes of x."""
+    def _takes_gate(self, adapters: Adapters) -> bool:
+        """Whether the second product makes the gate itself; an adapter beside it has to see what comes out."""
+        return isinstance(self.down_proj, KbitProjection) and DOWN_PROJECTION not in adapters
+
+    def _project(self, name: str, x, rows, offsets, adapters: Adapters, swiglu: bool = False) -> torch.Tensor:
+        """One product; with ``swiglu``, which packed projections alone know, as adapters, of what the gate makes of
+        x."""
         bias = getattr(self, f"{name}_bias") if self.has_bias else None
         projection = getattr(self, name)
         if isinstance(projection, nn.Module):
-            return projection(x, rows, offsets, bias, **({"swiglu": True} if swiglu else {}))
+            known = ({"swiglu": True} if swiglu else {}) | ({"adapter": adapters[name]} if name in adapters else {})
+            return projection(x, rows, offsets, bias, **known)
         return dense_product(x if rows is None else x[rows], projection, bias, offsets, self.is_transposed)
 
     def __reduce_ex__(self, protocol):
@@ -130,21 +138,16 @@ class KbitLlama4Experts(KbitExperts):
 
     has_gate, has_bias, is_transposed = True, False, True
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, adapters: Adapters = NO_ADAPTERS) -> torch.Tensor:
         """``[E * T, H]`` to the same shape: T rows for each expert."""
         tokens = hidden_states.shape[0] // self.num_experts
         offsets = tokens * torch.arange(self.num_experts + 1, dtype=torch.int32, device=hidden_states.device)
-        hidden = self._project(UP_PROJECTIONS[0], hidden_states, None, offsets)
-        swiglu = _is_silu(self.act_fn) and _takes_gate(self.down_proj)
+        hidden = self._project(UP_PROJECTIONS[0], hidden_states, None, offsets, adapters)
+        swiglu = _is_silu(self.act_fn) and self._takes_gate(adapters)
         if not swiglu:
             gate, up = hidden.chunk(2, dim=-1)
             hidden = up * self.act_fn(gate)
-        return self._project(DOWN_PROJECTION, hidden, None, offsets, swiglu)
-
-
-def _takes_gate(projection) -> bool:
-    """Whether it makes the gate itself; an adapter beside it has to see what comes out."""
-    return isinstance(projection, KbitProjection) and projection.adapter is None
+        return self._project(DOWN_PROJECTION, hidden, None, offsets, adapters, swiglu)
 
 
 def _is_silu(function) -> bool:

@@ -48,21 +48,19 @@ class KbitParamWrapper(KbitTunerLayer, ParamWrapper):
         projection = self.quantized
         return super().get_param() if projection is None else _in_model_order(projection, no_weight(projection))
 
-    @contextmanager
-    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
-        """Runs the experts with these adapters."""
-        projection, active = self.quantized, [name for name in active_adapters if name in self.lora_A]
-        if projection is None:
-            with super()._activate_lora(active_adapters):
-                yield
-        elif not active:
-            yield
-        else:
-            projection.adapter = partial(self._added, active)
-            try:
-                yield
-            finally:
-                projection.adapter = None
+    def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """As the experts' own. What active adapters add goes through the call, where no other thread sees it."""
+        if self.quantized is None:
+            return super().forward(x, *args, **kwargs)
+        self._check_forward_args(x, *args, **kwargs)
+        kwargs.pop("adapter_names", None)
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        if active and not (self.disable_adapters or self.merged):
+            adapters = {**kwargs.get("adapters", {}), self.parameter_name: partial(self._added, active)}
+            kwargs["adapters"] = adapters
+        return self.base_layer(x, *args, **kwargs)
 
     def _added(self, adapters: list[str], x: torch.Tensor, rows: torch.Tensor | None, offsets) -> torch.Tensor:
         """What adapters add to the product of a projection: ``[R, N]``, see ``KbitProjection.forward``."""

@@ -145,9 +145,10 @@ class KbitTunerLayer:
 
     def get_delta_weight(self, *args, **kwargs):
         """What an adapter adds to the weight; PEFT looks at the shape of the base layer's for it."""
-        base = self.quantized
-        with base_layer_as(self, self.base_layer if base is None else self._as_plain(base, no_weight(base))):
-            return super().get_delta_weight(*args, **kwargs)
+        base, get = self.quantized, super().get_delta_weight
+        if base is None:
+            return get(*args, **kwargs)
+        return get.__func__(_Over(self, self._as_plain(base, no_weight(base))), *args, **kwargs)
 
     @property
     def quantization_backend(self) -> QuantizationBackend | None:
@@ -195,6 +196,20 @@ class KbitBackend(QuantizationBackend):
 
 
 BACKEND = KbitBackend()
+
+
+class _Over:
+    """An adapter layer over another base layer, for a method of PEFT that a forward calls: the layer itself stays what
+    it is, which another thread may be running."""
+
+    def __init__(self, layer: BaseTunerLayer, base: nn.Module):
+        self._layer, self.base_layer = layer, base
+
+    def get_base_layer(self) -> nn.Module:
+        return self.base_layer
+
+    def __getattr__(self, name: str):
+        return getattr(self._layer, name)
 
 
 @contextmanager

@@ -4,6 +4,8 @@ Past 400 lines: each way to make an adapter, and what comes of it.
 """
 
 import copy
+import pkgutil
+import threading
 
 import peft
 import pytest
@@ -98,6 +100,30 @@ def test_adapters_have_the_dtype_they_have_on_16_bits(name, device, monkeypatch)
     assert found == expected and torch.bfloat16 in found.values()
     if name not in {*READING, "DoRA"}:
         assert all(torch.equal(made[0][name], tensor) for name, tensor in made[1].items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "step"), [("LoHa", "loha.layer.make_weight"), ("LoKr", "lokr.layer.make_kron")])
+def test_threads_share_a_model_with_adapters(name, step, monkeypatch):
+    """One of them runs the model while the other makes what an adapter adds, of the shape of the base layer."""
+    model, turns = adapted(quantized(), CONFIGS[name]()), threading.Barrier(2)
+    expected, make = model(IDS).logits, pkgutil.resolve_name(f"peft.tuners.{step}")
+
+    def waiting(*args, **kwargs):
+        if threading.current_thread() is other and not paused:
+            paused.append(turns.wait(60))
+            turns.wait(60)
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(f"peft.tuners.{step}", waiting)
+    paused, found = [], []
+    other = threading.Thread(target=lambda: found.append(model(IDS).logits))
+    other.start()
+    turns.wait(60)
+    found.append(model(IDS).logits)
+    turns.wait(60)
+    other.join()
+    assert len(found) == 2 and all(relative(each, expected) < 1e-5 for each in found)
 
 
 def test_creating_with_default_dtypes(device):

@@ -6,6 +6,7 @@ Past 350 lines: each way to use an adapter, and the ways to compute it.
 import copy
 import functools
 import pickle
+import threading
 import warnings
 
 import peft
@@ -185,7 +186,29 @@ def test_gradient_checkpointing(reentrant, device):
     model.enable_input_require_grads()
     found = gradients(model)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
-    assert not any(wrapper.quantized.adapter for wrapper in wrappers(model).values())
+
+
+def test_threads_share_a_model_with_adapters():
+    """One of them ends while the other is between its two projections."""
+    model = adapted(quantized(), lora()).eval()
+    experts = next(iter(wrappers(model).values())).get_base_layer()
+    expected, act, turns = logits(model), experts.act_fn, threading.Barrier(2)
+
+    class Waits(nn.Module):
+        def forward(self, x):
+            if threading.current_thread() is other:
+                turns.wait(60)
+                turns.wait(60)
+            return act(x)
+
+    experts.act_fn, found = Waits(), []
+    other = threading.Thread(target=lambda: found.append(logits(model)))
+    other.start()
+    turns.wait(60)
+    found.append(logits(model))
+    turns.wait(60)
+    other.join()
+    assert len(found) == 2 and all(relative(each, expected) < 1e-5 for each in found)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
