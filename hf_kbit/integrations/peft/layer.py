@@ -148,7 +148,7 @@ class KbitTunerLayer:
         base, get = self.quantized, super().get_delta_weight
         if base is None:
             return get(*args, **kwargs)
-        return get.__func__(_Over(self, self._as_plain(base, no_weight(base))), *args, **kwargs)
+        return get.__func__(Over(self, self._as_plain(base, no_weight(base))), *args, **kwargs)
 
     @property
     def quantization_backend(self) -> QuantizationBackend | None:
@@ -198,7 +198,7 @@ class KbitBackend(QuantizationBackend):
 BACKEND = KbitBackend()
 
 
-class _Over:
+class Over:
     """An adapter layer over another base layer, for a method of PEFT that a forward calls: the layer itself stays what
     it is, which another thread may be running."""
 

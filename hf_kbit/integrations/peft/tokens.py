@@ -11,7 +11,7 @@ from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import nn
 from torch.nn import functional as F
 
-from hf_kbit.integrations.peft.layer import ADAPTED, KbitTunerLayer, base_layer_as, plain_layer
+from hf_kbit.integrations.peft.layer import ADAPTED, KbitTunerLayer, Over, base_layer_as, plain_layer
 from hf_kbit.nn.embedding import KbitEmbedding
 
 
@@ -50,9 +50,10 @@ class KbitTrainableTokens(KbitTunerLayer, TrainableTokensLayer):
 
     def get_merged_weights(self, active_adapters) -> torch.Tensor:
         """The decoded table with the trained rows, for models that ask for it."""
-        packed = self.quantized
-        with base_layer_as(self, self.base_layer if packed is None else plain_layer(packed, packed.dequantize())):
-            return super().get_merged_weights(active_adapters)
+        packed, get = self.quantized, super().get_merged_weights
+        if packed is None:
+            return get(active_adapters)
+        return get.__func__(Over(self, plain_layer(packed, packed.dequantize())), active_adapters)
 
     __reduce_ex__ = object.__reduce_ex__  # pickle finds this class by its name
 
