@@ -188,13 +188,13 @@ def wrap_inject_adapter(inject_adapter):
 
 
 def wrap_adapted_attention(init):
-    """Gives adaption prompts the dtype they have in 16 bits; PEFT takes that of ``q_proj.weight``: packed integers."""
+    """Has adaption prompts in float32, as PEFT has them on layers of bitsandbytes: they go with inputs of any dtype,
+    also after ``prepare_model_for_kbit_training``. PEFT would take the dtype of ``q_proj.weight``: packed integers."""
 
     @functools.wraps(init)
     def wrapped(self, model_type, adapter_len, model, target_dtype=torch.float32):
-        quantized = next((module for module in model.modules() if isinstance(module, KbitLinear)), None)
-        if quantized is not None and not target_dtype.is_floating_point:
-            target_dtype = quantized.dense_dtype
+        if any(isinstance(module, KbitLinear) for module in model.modules()):
+            target_dtype = torch.float32
         init(self, model_type, adapter_len, model, target_dtype)
 
     return wrapped

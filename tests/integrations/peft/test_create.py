@@ -365,7 +365,8 @@ PROMPTS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", PROMPTS)
 def test_prompts(name, dtype, device):
-    """Methods that put no adapters on layers: the same prompts in the same dtype, outputs and gradients."""
+    """Methods that put no adapters on layers: the same prompts, outputs and gradients, in the same dtype; adaption
+    prompts in float32, as over bitsandbytes."""
     ids, results = IDS.to(device), []
     for make in (quantized, decoded):
         torch.manual_seed(0)
@@ -379,16 +380,27 @@ def test_prompts(name, dtype, device):
     tolerance = TOLERANCE[device] if dtype == torch.float32 else 5e-2  # W is rounded to bfloat16 on one side only
     assert relative(logits, reference) < tolerance and found.keys() == expected.keys()
     for key, (dtype, grad) in expected.items():
-        assert found[key][0] == dtype and found[key][1].isfinite().all(), key
+        assert found[key][0] == (torch.float32 if name == "adaption prompt" else dtype), key
+        assert found[key][1].isfinite().all(), key
         # Those of p-tuning are sums of what nearly cancels: in bfloat16 there are no digits left of them.
         assert logits.dtype == torch.bfloat16 or relative(found[key][1], grad) < 4 * tolerance, key
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_adaption_prompts_after_preparing(dtype, device):
+    model = peft.prepare_model_for_kbit_training(quantized(device, dtype), use_gradient_checkpointing=False)
+    model = get_peft_model(model, PROMPTS["adaption prompt"]())
+    output = model(IDS.to(device), labels=IDS.to(device))
+    output.loss.backward()
+    assert output.logits.dtype == torch.float32
+    assert all(parameter.grad.isfinite().all() for parameter in trainable(model).values())
 
 
 def test_adaption_prompts_of_gpt2(device):
     config = GPT2Config(n_embd=40, n_layer=1, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0)
     model = load(GPT2LMHeadModel(config).to(torch.bfloat16), device, bits=3)
     model = get_peft_model(model, peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM"))
-    assert {parameter.dtype for parameter in trainable(model).values()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in trainable(model).values()} == {torch.float32}
     ids = IDS.to(device)
     model(ids, labels=ids).loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in trainable(model).values())
