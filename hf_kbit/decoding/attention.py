@@ -5,6 +5,7 @@ values for each head first, and the kernel then has as many blocks as there are 
 keys alone. So ``attention_kernels.py`` has two small ones.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
@@ -16,7 +17,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "hf_kbit_one_token"
-_alone = Lock()  # of two threads with one model the second would take what the first has put there for its own
+_inside = Counter()  # threads, by the id of the config of the model that they run
+_lock = Lock()
 
 
 def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings):
@@ -62,13 +64,19 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @contextmanager
 def of_one_token(model) -> Iterator[None]:
-    """Inside, a model that has ``sdpa`` calls ``attend`` instead."""
+    """Inside, a model that has ``sdpa`` calls ``attend`` instead: until the last of several threads leaves."""
     config = model.config.get_text_config(decoder=True)
-    with _alone:
-        before = config._attn_implementation
-        if before == "sdpa":
+    with _lock:
+        if config._attn_implementation == "sdpa":
             config._attn_implementation_internal = NAME  # the property would change sub-configs too
-        try:
-            yield
-        finally:
-            config._attn_implementation_internal = before
+        if switched := config._attn_implementation == NAME:
+            _inside[id(config)] += 1
+    try:
+        yield
+    finally:
+        if switched:
+            with _lock:
+                _inside[id(config)] -= 1
+                if not _inside[id(config)]:
+                    del _inside[id(config)]
+                    config._attn_implementation_internal = "sdpa"

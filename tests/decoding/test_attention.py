@@ -1,5 +1,7 @@
 """Attention of one token, against that of torch, and where it is in place of it."""
 
+import threading
+
 import pytest
 import torch
 from architectures import BY_NAME
@@ -94,3 +96,20 @@ def test_where_it_is_used(attention, inside):
         assert model.config.vision_config._attn_implementation == attention
         raise InterruptedError
     assert model.config.text_config._attn_implementation == attention
+
+
+def test_threads_share_a_model():
+    """Neither waits for the other, as compiling takes long, and the first leaves before the second does."""
+    model = BY_NAME["llama"].build(attn_implementation="sdpa")
+    both, left, seen = threading.Barrier(2, timeout=10), threading.Event(), []
+
+    def enter(wait):
+        with of_one_token(model):
+            both.wait()
+            wait()
+            seen.append(model.config._attn_implementation)
+        left.set()
+
+    threads = [threading.Thread(target=enter, args=[wait]) for wait in (bool, left.wait)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    assert seen == 2 * [NAME] and model.config._attn_implementation == "sdpa"
