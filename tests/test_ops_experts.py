@@ -231,6 +231,22 @@ def test_errors(message, wrong):
         gemm_experts(*(right | wrong).values(), N)
 
 
+@pytest.mark.parametrize("rows", [None, torch.zeros(0, dtype=torch.int32)], ids=["no tokens", "none picked"])
+@pytest.mark.parametrize("wrong", [[1, 0, 0, 0], [0, 0, 0, 1], [0, -1, 0, 0], [-1, 0, 0, 0]], ids=str)
+def test_errors_without_rows(wrong, rows):
+    """Of the op, of its gradient and of the reference; zeros alone are right."""
+    planes, absmax, codebook, _ = packed(3, 3, False)
+    x, right = cases.x((0 if rows is None else 4,), K), torch.zeros(4, dtype=torch.int32)
+    for run in (gemm_experts, reference.gemm_experts):
+        assert run(x, planes, absmax, codebook, None, rows, right, N).shape == (0, N)
+        with pytest.raises((ValueError, RuntimeError), match="offsets: found"):
+            run(x, planes, absmax, codebook, None, rows, torch.tensor(wrong, dtype=torch.int32), N)
+    for run in (OPS.gemm_experts_gradient, reference.gemm_experts_gradient):
+        assert run(cases.x((0,), N), planes, absmax, codebook, right, [N, K]).shape == (0, K)
+        with pytest.raises((ValueError, RuntimeError), match="offsets: found"):
+            run(cases.x((0,), N), planes, absmax, codebook, torch.tensor(wrong, dtype=torch.int32), [N, K])
+
+
 def test_errors_of_the_way():
     right = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises((TypeError, ValueError, RuntimeError), match="experts: found dtype"):

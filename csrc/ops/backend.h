@@ -38,6 +38,10 @@ std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<P
 Tensor gemm_experts(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
                     const std::optional<Tensor>& rows, const Tensor& offsets, bool swiglu);
 
+// Refuses offsets of experts that do not ascend from 0 to `rows` at most; not those on a GPU, which would have to be
+// waited for.
+void check_offsets(const Tensor& offsets, int64_t rows);
+
 constexpr int64_t kMostRoutedExperts = 1 << 13;  // those that the kernel can count in the shared memory of any GPU
 
 // Sorts the numbers of `experts`, int64 or int32 [T, k]; rows int32 [T * k], places int32 [T, k], offsets int32 [E +

@@ -245,19 +245,23 @@ void gemm_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor
     gradient_in_slices(grad, dtype, packed, grad_x);
 }
 
+void check_offsets(const Tensor& offsets, int64_t rows) {
+    const auto* ends = static_cast<const int32_t*>(offsets.const_data_ptr());
+    if (ends[0] != 0) refuse("offsets", std::to_string(ends[0]), "0 first");
+    for (int64_t expert = 0; expert + 1 < offsets.size(0); ++expert) {
+        if (ends[expert + 1] < ends[expert] || ends[expert + 1] > rows) {
+            refuse("offsets", std::to_string(ends[expert + 1]) + " behind " + std::to_string(ends[expert]),
+                   "not less, and at most " + std::to_string(rows));
+        }
+    }
+}
+
 namespace {
 
 // multiply(expert, its first row, how many it has), of those that have any; what is left of `to` becomes zeros.
 template <typename Multiply>
 void for_each_expert(const Packed& packed, const Tensor& offsets, Tensor& to, const Multiply& multiply) {
     const auto* ends = static_cast<const int32_t*>(offsets.const_data_ptr());
-    if (ends[0] != 0) refuse("offsets", std::to_string(ends[0]), "0 first");
-    for (int64_t expert = 0; expert < packed.count; ++expert) {
-        if (ends[expert + 1] < ends[expert] || ends[expert + 1] > to.size(0)) {
-            refuse("offsets", std::to_string(ends[expert + 1]) + " behind " + std::to_string(ends[expert]),
-                   "not less, and at most " + std::to_string(to.size(0)));
-        }
-    }
     for (int64_t expert = 0; expert < packed.count; ++expert) {
         const int64_t count = ends[expert + 1] - ends[expert];
         if (count > 0) multiply(expert, ends[expert], count);

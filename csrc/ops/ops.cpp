@@ -260,6 +260,7 @@ Tensor gemm_experts(const Tensor& x, const Tensor& weight, const Tensor& absmax,
         if (x.size(0) == 0 && rows->size(0) > 0) refuse("x", "no rows", "those that rows picks");
     }
     const int64_t count = rows ? rows->size(0) : x.size(0);
+    backend::check_offsets(ends, count);
     if (count == 0) return new_tensor(x, {0, out_features}, x.scalar_type());
     return backend::gemm_experts(x, dtype, packed, bias, picked, ends, swiglu);
 }
@@ -344,6 +345,7 @@ Tensor gemm_experts_gradient(const Tensor& grad, const Tensor& weight, const Ten
     if (grad.dim() != 2) refuse("grad", "shape " + to_string(shape_of(grad)), "[rows, out_features]");
     const Packed packed = check_gradient(grad, weight, absmax, codebook, shape, column_scales, rotated, true);
     const Tensor ends = check_index("offsets", offsets, {packed.count + 1}, weight);
+    backend::check_offsets(ends, grad.size(0));
     Tensor grad_x = new_tensor(grad, {grad.size(0), packed.in_features}, grad.scalar_type());
     if (grad_x.numel() > 0) backend::gemm_experts_gradient(as_contiguous(grad), dtype, packed, ends, grad_x);
     return grad_x;
