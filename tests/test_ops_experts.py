@@ -262,6 +262,7 @@ def test_errors_of_the_way():
     wrong = {
         "y: found dtype": (y.int(), places, weights),
         "y: found shape": (y[0], places, weights),
+        "y: found no rows|index is out of bounds": (y[:0, :0], places, weights),
         "places: found dtype": (y, right, weights),
         "places: found shape": (y, places[0], weights),
         "places: found": (y, places + 6, weights),

@@ -292,13 +292,13 @@ Tensor combine_experts(const Tensor& y, const Tensor& places, const Tensor& weig
     if (weights.scalar_type() != ScalarType::Float) check_dtype("weights", weights, y.scalar_type());
     check_same_device("places", places, "y", y);
     check_same_device("weights", weights, "y", y);
+    if (y.size(0) == 0 && places.numel() > 0) refuse("y", "no rows", "those at places");
     Tensor out = new_tensor(y, {places.size(0), y.size(1)}, y.scalar_type());
     if (out.numel() == 0) return out;
     if (places.size(1) == 0) {
         torch::stable::zero_(out);
         return out;
     }
-    if (y.size(0) == 0) refuse("y", "no rows", "those at places");
     backend::combine_experts(as_contiguous(y), dtype, as_contiguous(places), as_contiguous(weights),
                              float_dtype("weights", weights.scalar_type(), true), out);
     return out;
