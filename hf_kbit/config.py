@@ -2,8 +2,9 @@
 
 import hashlib
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from transformers.quantizers.auto import register_quantization_config
@@ -13,7 +14,7 @@ from hf_kbit import codebooks
 from hf_kbit.format import BITS, FORMAT_VERSIONS, check_bits, check_exponent
 from hf_kbit.nn.packed import DEFAULT_TRANSFORM, check_transform, lopsided
 from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, check_scale
-from hf_kbit.patterns import check_pattern, matches
+from hf_kbit.patterns import Patterns, shown
 
 
 def _mapping(value: object, name: str, expected: str) -> Mapping:
@@ -23,7 +24,7 @@ def _mapping(value: object, name: str, expected: str) -> Mapping:
         ValueError: it is something else.
     """
     if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"{name}: found {value!r}, expected {expected}")
+        raise ValueError(f"{name}: found {shown(value)}, expected {expected}")
     return value or {}
 
 
@@ -36,7 +37,7 @@ def _by_width(tables: Mapping, name: str) -> dict[int, Any]:
     """Tables of levels with integers for keys: JSON has string keys only."""
     widths = {str(bits): bits for bits in BITS}
     if unknown := [key for key in tables if str(key) not in widths]:
-        raise ValueError(f"{name}: found tables for {unknown} bits, expected widths of {list(BITS)}")
+        raise ValueError(f"{name}: found tables for {shown(unknown)} bits, expected widths of {list(BITS)}")
     return {widths[str(key)]: table for key, table in tables.items()}
 
 
@@ -87,8 +88,9 @@ class KbitConfig(QuantizationConfigMixin):
             from the model's ``bits``, 0, ``levels`` and ``transform``; written by the quantizer.
         quant_method: ``"kbit"``.
 
-    A pattern is a regular expression for whole components of a module's name, or the end of a name. One that takes
-    longer than a second on a name is refused.
+    A pattern is a regular expression for whole components of a module's name, or the end of a name. Names as they are,
+    also escaped or between ^ and $, may be as many as layers. Other patterns that come to more than 100,000 letters
+    with what repeats written out, or take longer than ten seconds on the names of a model, are refused.
 
     Raises:
         TypeError: an unknown argument.
@@ -150,27 +152,28 @@ class KbitConfig(QuantizationConfigMixin):
     def _patterns(patterns) -> list[str]:
         patterns = () if patterns is None else patterns
         if isinstance(patterns, (str, Mapping)) or not isinstance(patterns, Iterable):
-            raise ValueError(f"modules_to_not_convert: found {patterns!r}, expected a list of patterns")
+            raise ValueError(f"modules_to_not_convert: found {shown(patterns)}, expected a list of patterns")
         patterns = list(patterns)
-        for pattern in patterns:
-            check_pattern(pattern, "modules_to_not_convert")
+        Patterns(patterns, "modules_to_not_convert")
         return patterns
 
     def _module_bits(self, module_bits) -> dict[str, int | None]:
         if isinstance(module_bits, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in module_bits):
-            for pattern, _ in module_bits:
-                check_pattern(pattern, "module_bits")
+            patterns = [pattern for pattern, _ in module_bits]
+            Patterns(patterns, "module_bits")
             if len(pairs := dict(module_bits)) < len(module_bits):
-                raise ValueError(f"module_bits: found {module_bits!r}, expected each pattern once")
+                twice = Counter(patterns).most_common(1)[0][0]
+                raise ValueError(f"module_bits: found {shown(twice)} more than once, expected each pattern once")
             module_bits = pairs
         module_bits = _mapping(module_bits, "module_bits", "{pattern: bits or None}")
+        Patterns(module_bits, "module_bits")
+        left = set(self.modules_to_not_convert)
         for pattern, bits in module_bits.items():
-            check_pattern(pattern, "module_bits")
             if bits is None:
                 continue
-            check_bits(bits, f"module_bits[{pattern!r}]")
-            if pattern in self.modules_to_not_convert:
-                raise ValueError(f"{pattern!r}: found in modules_to_not_convert and in module_bits: choose one")
+            check_bits(bits, f"module_bits[{shown(pattern)}]")
+            if pattern in left:
+                raise ValueError(f"{shown(pattern)}: found in modules_to_not_convert and in module_bits: choose one")
         return dict(module_bits)
 
     def _codebook(self, codebook):
@@ -209,9 +212,13 @@ class KbitConfig(QuantizationConfigMixin):
 
     def _layer(self, entry: Mapping[str, Any], name: str) -> dict[str, Any]:
         if not isinstance(entry, Mapping):
-            raise ValueError(f"{name}: found {entry!r}, expected an object of bits, exponent, levels and transform")
+            raise ValueError(
+                f"{name}: found {shown(entry)}, expected an object of bits, exponent, levels and transform"
+            )
         if unknown := set(entry) - {"bits", "exponent", "levels", "transform"}:
-            raise ValueError(f"{name}: found {sorted(unknown)}, expected bits, exponent, levels and transform alone")
+            raise ValueError(
+                f"{name}: found {shown(sorted(unknown))}, expected bits, exponent, levels and transform alone"
+            )
         bits = check_bits(entry.get("bits", self.bits), f"{name}.bits")
         transform = check_transform(entry.get("transform", self.transform), f"{name}.transform")
         check_exponent(entry.get("exponent", 0), transform != "none", f"{name}.exponent")
@@ -228,11 +235,23 @@ class KbitConfig(QuantizationConfigMixin):
         """
         expected = [f.name for f in fields(cls)]
         if unknown := [key for key in config_dict if key not in expected]:
-            raise ValueError(f"quantization_config: found {unknown}, expected none but {expected}")
+            raise ValueError(f"quantization_config: found {shown(unknown)}, expected none but {expected}")
         if config_dict.get("levels"):
             transform = _transform_of(config_dict.get("format_version"))
             config_dict = {"codebook": "normal_float", "scale": "absmax", "transform": transform, **config_dict}
-        return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
+        config = cls(**config_dict)
+        unused = config.update(**kwargs) if kwargs else {}
+        return (config, unused) if return_unused_kwargs else config
+
+    def update(self, **kwargs: Any) -> dict[str, Any]:
+        """As in the base class, and checked as a new config is: after an error it is as it was.
+
+        >>> (config := KbitConfig(bits=3)).update(bits=4, other=1), config
+        ({'other': 1}, KbitConfig(bits=4))
+        """
+        known = {f.name for f in fields(self)} & kwargs.keys()
+        vars(self).update(vars(replace(self, **{name: kwargs[name] for name in known})))
+        return {name: value for name, value in kwargs.items() if name not in known}
 
     def bits_for(self, module_name: str, table: bool = False) -> int | None:
         """Width of a layer, or the mean that ``bits`` may be, or None if ``module_bits`` or
@@ -247,27 +266,7 @@ class KbitConfig(QuantizationConfigMixin):
         >>> KbitConfig(bits=3, embedding_bits=5, module_bits={"encoder": 4}).bits_for("encoder.embed", table=True)
         5
         """
-        excluded = next((p for p in self.modules_to_not_convert if matches(module_name, p)), None)
-        pattern = self.pattern_for(module_name, table)
-        if pattern is None:
-            return None if excluded is not None else self.embedding_bits if table else self.bits
-        bits = self.module_bits[pattern]
-        if bits is not None and excluded is not None:
-            raise ValueError(
-                f"{module_name}: module_bits[{pattern!r}] asks for {bits} bits, {excluded!r} in "
-                "modules_to_not_convert for none: choose one"
-            )
-        return bits
-
-    def pattern_for(self, module_name: str, table: bool = False) -> str | None:
-        """The pattern of ``module_bits`` that decides on a layer, or on a table: of those for a part of the model that
-        a table is in, only one that leaves it in 16 bits."""
-        part = module_name.rpartition(".")[0]
-        for pattern, bits in self.module_bits.items():
-            for_part = table and bits is not None and part and matches(part, pattern)
-            if matches(module_name, pattern) and not for_part:
-                return pattern
-        return None
+        return Chooser(self).choose(module_name, table)[0]
 
     def levels_for(self, bits: int) -> codebooks.Levels:
         """The canonical codebook of a width: the one the model was quantized with, or the one ``codebook`` names."""
@@ -328,6 +327,40 @@ class KbitConfig(QuantizationConfigMixin):
         defaults = {f.name: f.default if f.default is not MISSING else f.default_factory() for f in fields(self)}
         shown = [f"{name}={value!r}" for name, value in given.items() if name == "bits" or value != defaults[name]]
         return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class Chooser:
+    """What a config says of the modules of a model: ``KbitConfig.bits_for`` of many names. The patterns are compiled
+    once, and what they may take together on all of the names is limited (``Patterns``)."""
+
+    def __init__(self, config: KbitConfig):
+        self._config = config
+        self.left = Patterns(config.modules_to_not_convert, "modules_to_not_convert")
+        self.widths = Patterns(config.module_bits, "module_bits")
+
+    def choose(self, module_name: str, table: bool = False) -> tuple[int | None, bool]:
+        """What ``KbitConfig.bits_for`` gives, and whether it is asked for, by a width in ``module_bits``."""
+        config, excluded = self._config, next(self.left.naming(module_name), None)
+        pattern = self._pattern_for(module_name, table)
+        if pattern is None:
+            return None if excluded is not None else config.embedding_bits if table else config.bits, False
+        bits = config.module_bits[pattern]
+        if bits is not None and excluded is not None:
+            raise ValueError(
+                f"{module_name}: module_bits[{shown(pattern)}] asks for {bits} bits, {shown(excluded)} in "
+                "modules_to_not_convert for none: choose one"
+            )
+        return bits, bits is not None
+
+    def _pattern_for(self, module_name: str, table: bool) -> str | None:
+        """The pattern of ``module_bits`` that decides on a layer, or on a table: of those for a part of the model that
+        a table is in, only one that leaves it in 16 bits."""
+        part = module_name.rpartition(".")[0] if table else ""
+        for_part = set(self.widths.naming(part)) if part else ()
+        for pattern in self.widths.naming(module_name):
+            if self._config.module_bits[pattern] is None or pattern not in for_part:
+                return pattern
+        return None
 
 
 def config_or(config: KbitConfig | None, arguments: Mapping[str, Any]) -> KbitConfig:

@@ -2,6 +2,7 @@ import copy
 import hashlib
 import json
 import re
+import time
 
 import pytest
 import torch
@@ -299,3 +300,44 @@ def test_levels_for():
 def test_get_looks_like_the_dict_in_config_json():
     config = KbitConfig(bits=3)
     assert config.get("quant_method") == "kbit" and config.get("load_in_4bit", False) is False
+
+
+def test_updated_as_if_it_were_new():
+    """Checked as a whole, and as it was after an error; what it has no argument for is returned."""
+    config = KbitConfig(bits=3, module_bits={"a": 4})
+    for wrong, message in [
+        ({"bits": 7}, "bits: found 7"),
+        ({"bits": 4, "module_bits": {"(": 3}}, r"module_bits: found pattern '\('"),
+        ({"modules_to_not_convert": ["a"]}, "'a': found in modules_to_not_convert and in module_bits"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            config.update(**wrong)
+        with pytest.raises(ValueError, match=message):
+            KbitConfig.from_dict(config.to_dict(), **wrong)
+        assert config == KbitConfig(bits=3, module_bits={"a": 4})
+    assert config.update(bits=5, to_dict=1, other=2) == {"to_dict": 1, "other": 2}
+    assert config == KbitConfig(bits=5, module_bits={"a": 4})
+    assert KbitConfig.from_dict({"bits": 2}, True, bits=3, other=2) == (KbitConfig(bits=3), {"other": 2})
+
+
+def test_a_hundred_thousand_layers_hold_nobody_up():
+    """And what is wrong with so many entries is said in a few words."""
+    levels = list(codebooks.optimal(2))
+    layers = {f"model.layers.{i}.q_proj": {"exponent": 1, "levels": levels} for i in range(100_000)}
+    start = time.process_time()
+    config = KbitConfig.from_dict({"bits": 2, "levels": {"2": levels}, "format_version": 1, "layers": layers})
+    assert len(config.digest()) == 64 and len(config.to_dict()["layers"]) == len(layers)
+    assert time.process_time() - start < 20.0
+    for entries, message in [
+        ({"module_bits": [["a", 3]] * 100_000}, "module_bits: found 'a' more than once"),
+        ({"module_bits": [*[["a", 3]] * 100_000, "b"]}, "module_bits: found "),
+        ({"layers": [*layers]}, "layers: found "),
+        ({"modules_to_not_convert": dict.fromkeys(layers, 3)}, "modules_to_not_convert: found "),
+        ({"more" * 100_000: 1}, "quantization_config: found "),
+        ({"layers": {"a": {"more" * 100_000: 1}}}, "layers"),
+        ({"layers": {"a": [1] * 100_000}}, "layers"),
+        ({"levels": {"7" * 100_000: levels}}, "levels: found tables for "),
+    ]:
+        with pytest.raises(ValueError, match=message) as error:
+            KbitConfig.from_dict(entries)
+        assert len(str(error.value)) < 1000

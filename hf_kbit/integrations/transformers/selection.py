@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 from transformers.pytorch_utils import Conv1D
 
-from hf_kbit.config import KbitConfig
+from hf_kbit.config import Chooser, KbitConfig
 from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.integrations.transformers import experts
 from hf_kbit.integrations.transformers.plain import is_linear, take_over, unusual
 from hf_kbit.nn.embedding import PREPARES, is_table
 from hf_kbit.nn.experts import is_projection, projections
-from hf_kbit.patterns import matches
+from hf_kbit.patterns import shown
 
 # Tables of fewer rows take next to nothing, and those of shorter rows are mostly padding: kinds of tokens, buckets of
 # distances.
@@ -161,10 +161,10 @@ class Packable:
                 ``modules_to_not_convert`` names nothing at all.
         """
         model_class, looked_up, chosen = type(self._model).__name__, self.stored_as_tables, {}
-        self._check_patterns(config)
+        chooser = Chooser(config)
+        self._check_patterns(chooser)
         for name in self.names:
-            bits, reason = config.bits_for(name, name in looked_up), self.reasons.get(name)
-            asked_for = bits is not None and config.pattern_for(name, name in looked_up) is not None
+            (bits, asked_for), reason = chooser.choose(name, name in looked_up), self.reasons.get(name)
             if asked_for and reason == "tied":
                 raise ValueError(
                     f"{name}: module_bits asks for {bits} bits, but {model_class} ties its weight to "
@@ -188,18 +188,17 @@ class Packable:
             chosen = {name: bits for name, bits in chosen.items() if name not in looked_up}
         return chosen
 
-    def _check_patterns(self, config: KbitConfig) -> None:
-        every = [*self.names, *(name for name, _ in self._model.named_modules() if name)]
-        for option, kind, known in (
-            ("module_bits", "linear layer, table or experts", self.names),
-            ("modules_to_not_convert", "module", every),
+    def _check_patterns(self, chooser: Chooser) -> None:
+        modules = [*self.names, *(name for name, _ in self._model.named_modules() if name)]
+        for option, kind, unused in (
+            ("module_bits", "linear layer, table or experts", chooser.widths.unused(self.names)),
+            ("modules_to_not_convert", "module", chooser.left.unused(modules)),
         ):
-            for pattern in getattr(config, option):
-                if not any(matches(name, pattern) for name in known):
-                    raise ValueError(
-                        f"{option}[{pattern!r}]: found no {kind} of that name in {type(self._model).__name__}, "
-                        "expected a regular expression for whole parts of a dotted name, or the end of one"
-                    )
+            for pattern in unused:
+                raise ValueError(
+                    f"{option}[{shown(pattern)}]: found no {kind} of that name in {type(self._model).__name__}, "
+                    "expected a regular expression for whole parts of a dotted name, or the end of one"
+                )
 
     def _tells_dtype(self, chosen: Mapping[str, int]) -> bool:
         """Whether a floating parameter is left, which Transformers asks for the dtype of a model: OLMo's norms have
