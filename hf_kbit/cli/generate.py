@@ -10,6 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_kbit
 from hf_kbit.cli.model import Loading
+from hf_kbit.decoding.refusals import Refusal
 
 
 class Clock(BaseStreamer):
@@ -61,9 +62,8 @@ def generate(model: PreTrainedModel, **options) -> torch.Tensor:
     if model.device.type == "cuda":
         try:
             return model.generate(**options, custom_generate=hf_kbit.decode)
-        except ValueError as error:
-            if not str(error).startswith("hf_kbit.decode: "):
-                raise
+        except Refusal:
+            pass
     return model.generate(**options)
 
 

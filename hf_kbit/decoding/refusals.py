@@ -13,27 +13,31 @@ from hf_kbit.decoding.attention import NAME as ONE_TOKEN
 from hf_kbit.decoding.cache import CACHE, GROWING
 
 
+class Refusal(ValueError):
+    """What ``hf_kbit.decode`` cannot do, found before a token was handed on: ``generate`` without it may do it."""
+
+
 def refuse(model, input_ids: Tensor, config: GenerationConfig, synced_gpus, assistant_model, model_kwargs) -> None:
-    """Raises a ValueError that says what was found of all that the loop cannot do, and what was expected."""
+    """Raises a ``Refusal`` that says what was found of all that the loop cannot do, and what was expected."""
     problems = [*_of_settings(config, synced_gpus, assistant_model, model_kwargs), *_of_model(model, input_ids)]
     if problems:
         told = "; ".join(f"found {found}, expected {expected}" for found, expected in problems)
-        raise ValueError(f"hf_kbit.decode: {told}")
+        raise Refusal(f"hf_kbit.decode: {told}")
 
 
 def refuse_cache(model, cache: Cache, tokens: int) -> None:
-    """Raises a ValueError if the model has kept anything but keys and values of each token of the prompt."""
+    """Raises a ``Refusal`` if the model has kept anything but keys and values of each token of the prompt."""
     if (kept := cache.get_seq_length()) != tokens:
-        raise ValueError(
+        raise Refusal(
             f"hf_kbit.decode: found that {type(model).__name__} kept keys and values of {kept} tokens of a prompt of "
             f"{tokens}, expected those of all of them and no others"
         )
 
 
 def refuse_in_processes(config: GenerationConfig, group: ProcessGroup, device: torch.device) -> None:
-    """Raises a ValueError if processes that share a model would come to different tokens, or to different ends."""
+    """Raises a ``Refusal`` if processes that share a model would come to different tokens, or to different ends."""
     if config.max_time is not None:
-        raise ValueError(
+        raise Refusal(
             "hf_kbit.decode: found max_time, expected none for a model that processes share: one of them would end "
             "before another, which would wait for it"
         )
@@ -43,7 +47,7 @@ def refuse_in_processes(config: GenerationConfig, group: ProcessGroup, device: t
     states = [None] * group.size()
     dist.all_gather_object(states, own, group=group)
     if len(set(states)) > 1:
-        raise ValueError(
+        raise Refusal(
             "hf_kbit.decode: found random generators in different states in the processes that share the model, "
             "expected one state: call torch.manual_seed with the same number in all of them before"
         )

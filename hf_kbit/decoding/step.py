@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from hf_kbit.decoding.attention import of_one_token
 from hf_kbit.decoding.cache import CACHE, with_room
 from hf_kbit.decoding.choice import Choice
+from hf_kbit.decoding.refusals import Refusal
 
 # Tensors that a step may take. Types of tokens stay what the last one of the prompt has.
 INPUTS = ("input_ids", "position_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -75,7 +76,7 @@ class Step:
         try:
             self.replay = self.way.record(self._run)
         except RuntimeError as error:
-            raise ValueError(
+            raise Refusal(
                 f"hf_kbit.decode: found that {type(self.model).__name__} cannot be recorded in a CUDA graph, expected "
                 f"a forward that reads nothing back from the GPU: {error}"
             ) from error
@@ -99,7 +100,7 @@ def _inputs(model, choice: Choice, cache: Cache, model_kwargs: dict) -> dict[str
     )
     unknown = [name for name, value in inputs.items() if isinstance(value, Tensor) and name not in INPUTS]
     if unknown:
-        raise ValueError(
+        raise Refusal(
             f"hf_kbit.decode: found that a step of {type(model).__name__} takes {', '.join(unknown)}, expected no "
             f"tensors but {', '.join(INPUTS)}"
         )

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import hf_kbit
 from hf_kbit import cli
 from hf_kbit.cli import bench, generate
+from hf_kbit.decoding.refusals import Refusal
 
 SHORT = ["--prompt-tokens", 20, "--new-tokens", 4, "--repeats", 1]
 
@@ -74,15 +75,16 @@ def test_gpus_decode_by_our_loop_where_it_can():
             ways.append(custom_generate)
             streamer.put(torch.tensor([[1, 2]]))
             if custom_generate is not None:
-                raise ValueError(f"{problem}: found it, expected none")
+                raise problem
             streamer.put(torch.tensor([3]))
 
-    problem = "hf_kbit.decode"
+    problem = Refusal("hf_kbit.decode: found beams, expected none")
     generate.generate(Model(), streamer=clock)
     assert ways == [hf_kbit.decode, None] and len(clock.times) == 1
-    problem = "temperature"
-    with pytest.raises(ValueError, match="temperature: found it"):
+    problem = ValueError("hf_kbit.decode: found probabilities that are NaN or all 0, expected finite logits")
+    with pytest.raises(ValueError, match="that are NaN"):
         generate.generate(Model(), streamer=clock)
+    assert ways == [hf_kbit.decode, None, hf_kbit.decode], "a broken model is not run again"
 
 
 def test_drawn(run_bench, folder, tmp_path):

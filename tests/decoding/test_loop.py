@@ -30,6 +30,7 @@ from hf_kbit.decoding import cache, step
 from hf_kbit.decoding.attention import NAME, of_one_token
 from hf_kbit.decoding.cache import CACHE
 from hf_kbit.decoding.choice import Choice, largest
+from hf_kbit.decoding.refusals import Refusal
 
 DECODERS = [each for each in ARCHITECTURES if each.generates and each.name not in ("t5", "whisper")]
 SAMPLED = {"do_sample": True, "temperature": 1.2, "top_k": 40, "top_p": 0.9}
@@ -290,7 +291,7 @@ def test_a_forward_that_reads_back(read, as_a_gpu, monkeypatch):
         return output
 
     monkeypatch.setattr(llama, "forward", reading)
-    with pytest.raises(ValueError, match="LlamaForCausalLM cannot be recorded in a CUDA graph"):
+    with pytest.raises(Refusal, match="LlamaForCausalLM cannot be recorded in a CUDA graph"):
         llama.generate(**prompts("cpu"), max_new_tokens=9, custom_generate=hf_kbit.decode)
 
 
@@ -336,7 +337,7 @@ REFUSED = {
 def test_refusals(found, settings, llama, device, forwards):
     if "offloaded" in found and torch.version.cuda and not torch.cuda.is_available():
         pytest.skip("Transformers makes a stream first, which a torch with CUDA does not without a GPU")
-    with pytest.raises(ValueError, match=f"^hf_kbit.decode: found {found}, expected [^;]*$"):
+    with pytest.raises(Refusal, match=f"^hf_kbit.decode: found {found}, expected [^;]*$"):
         llama.generate(**prompts(device), custom_generate=hf_kbit.decode, **settings)
     assert not forwards
 
@@ -392,7 +393,7 @@ MODELS = {
 
 @pytest.mark.parametrize(("found", "build"), MODELS.items(), ids=MODELS)
 def test_models_that_are_refused(found, build):
-    with pytest.raises(ValueError, match=f"found {found}"):
+    with pytest.raises(Refusal, match=f"found {found}"):
         build().generate(torch.tensor([[5, 6]]), max_new_tokens=3, custom_generate=hf_kbit.decode)
 
 
@@ -420,8 +421,9 @@ def test_no_probabilities(as_a_gpu, llama, device):
             return scores * torch.nan if input_ids.shape[1] > 9 else scores
 
     settings = dict(logits_processor=[Broken()], do_sample=True, disable_compile=True)
-    with pytest.raises(ValueError, match="found probabilities that are NaN"):
+    with pytest.raises(ValueError, match="found probabilities that are NaN") as error:
         llama.generate(**prompts(device), custom_generate=hf_kbit.decode, **settings)
+    assert not isinstance(error.value, Refusal), "tokens were handed on"
 
 
 def test_other_callables_get_what_they_did(llama, device):
