@@ -2,11 +2,15 @@
 
 A folder has ``kbit_config.json``, which says how the tensors decode, and ``kbit.safetensors``, or several such files.
 Nothing of it is read into a module before all of it was checked.
+
+A save is written into a folder inside, ``UNFINISHED``, and is the one to load from the moment that this has become
+``MOVING``. Its files then move out, over those of an earlier save. Whenever a process ends, one of the two is whole.
 """
 
 import json
 import os
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -18,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kbit.config import KbitConfig
+from hf_kbit.durable import settle
 from hf_kbit.format import ABSMAX_SUFFIX
 from hf_kbit.integrations.transformers import checkpoint, selection
 from hf_kbit.integrations.transformers.in_place import put
@@ -29,6 +34,8 @@ from hf_kbit.nn.weight import KbitWeight, distinct, is_sharded
 CONFIG = "kbit_config.json"
 FILES = "kbit{suffix}.safetensors"
 SHARD = re.compile(r"kbit(-\d{5}-of-\d{5})?\.safetensors")
+UNFINISHED, MOVING = ".kbit-unfinished", ".kbit-moving"
+NAMES = "names.txt"  # in these, the names of the save's files with tensors
 # Of a KbitConfig, what decides how tensors decode: how they were made is not known of a module.
 DECODING = ("quant_method", "format_version", "bits", "embedding_bits", "levels", "transform", "layers")
 
@@ -37,8 +44,9 @@ DECODING = ("quant_method", "format_version", "bits", "embedding_bits", "levels"
 def save(module: nn.Module, folder: str | os.PathLike, *, max_shard_size: int | str = "5GB") -> None:
     """Saves a quantized module that is not of Transformers, for ``load_into``: its parameters and buffers.
 
-    The same module gives the same bytes, wherever it is. What an earlier call has saved in the folder is replaced;
-    other files stay.
+    The same module gives the same bytes, wherever it is. What an earlier call has saved in the folder is replaced once
+    all is written, for which the disk needs room for both; until then, and after an error, that is what is loaded.
+    Other files stay.
 
     Args:
         module: has layers that ``quantize_model`` has quantized, or a ``KbitLinear`` put there by hand.
@@ -49,6 +57,7 @@ def save(module: nn.Module, folder: str | os.PathLike, *, max_shard_size: int | 
         TypeError: the module is a model of Transformers, which ``save_pretrained`` saves with all that belongs to it,
             or keeps state that is no tensor.
         ValueError: it has no quantized layer, or a tensor is not all in this process's memory.
+        OSError, safetensors.SafetensorError: the disk is full, or the folder cannot be written.
 
     >>> import tempfile, hf_kbit
     >>> model, fresh = (nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.ReLU()) for _ in "ab")
@@ -69,17 +78,19 @@ def save(module: nn.Module, folder: str | os.PathLike, *, max_shard_size: int | 
         raise ValueError(f"module: found {found} in {type(module).__name__}, expected a module that has some")
     tensors, folder = _stored(module, layers), Path(folder)
     config = _config_of(layers)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).unlink(missing_ok=True)  # until all is written there is nothing to load
-    for file in _files(folder):
-        file.unlink()
-    metadata = {"format": "pt", checkpoint.DIGEST: config.digest()}
     shards = split_torch_state_dict_into_shards(tensors, filename_pattern=FILES, max_shard_size=max_shard_size)
-    for name, names in shards.filename_to_tensors.items():
-        save_file({tensor: tensors[tensor] for tensor in names}, folder / name, metadata)
-    checkpoint.order_metadata(folder)
-    entries = {key: value for key, value in config.to_dict().items() if key in DECODING}
-    (folder / CONFIG).write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
+    files = {name: {own: tensors[own] for own in names} for name, names in shards.filename_to_tensors.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    _move_out(folder)
+    unfinished = folder / UNFINISHED
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir()
+        _write(unfinished, files, config)
+        os.replace(unfinished, folder / MOVING)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    _move_out(folder)
 
 
 @torch.no_grad()
@@ -101,7 +112,8 @@ def load_into(module: nn.Module, folder: str | os.PathLike) -> None:
     if quantized := next((name for name, part in module.named_modules() if isinstance(part, KbitWeight)), None):
         raise ValueError(f"{quantized}: found it quantized already, expected a module as it was before quantizing")
     folder = Path(folder)
-    config, files = _read_config(folder / CONFIG), _files(folder)
+    file, files = _saved(folder)
+    config = _read_config(file)
     headers = checkpoint.read_headers(files)
     ending = checkpoint.WEIGHT_SUFFIX + ABSMAX_SUFFIX
     packed = [name.removesuffix(ending) for name in headers if name.endswith(ending)]
@@ -145,7 +157,53 @@ def _refuse_transformers(module: nn.Module, method: str) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if SHARD.fullmatch(file.name))
+    return sorted(file for file in folder.glob("*.safetensors") if SHARD.fullmatch(file.name))
+
+
+def _saved(folder: Path) -> tuple[Path, list[Path]]:
+    """The config and the files with tensors of what is saved, some of which may not have moved out."""
+    if (names := _moving(folder)) is None:
+        return folder / CONFIG, _files(folder)
+    places = ((folder / MOVING / name, folder / name) for name in (CONFIG, *names))
+    config, *files = (moving if moving.exists() else moved for moving, moved in places)
+    return config, files
+
+
+def _write(folder: Path, files: dict[str, dict[str, torch.Tensor]], config: KbitConfig) -> None:
+    """Writes files with tensors, by their names, and the config."""
+    metadata = {"format": "pt", checkpoint.DIGEST: config.digest()}
+    for name, tensors in files.items():
+        save_file(tensors, folder / name, metadata)
+    checkpoint.order_metadata(folder)
+    entries = {key: value for key, value in config.to_dict().items() if key in DECODING}
+    (folder / CONFIG).write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
+    (folder / NAMES).write_text("\n".join(files))
+    settle(*folder.iterdir(), folder)
+
+
+def _moving(folder: Path) -> list[str] | None:
+    """Names of the files with tensors of a save that moves out, sorted; None where there is none."""
+    names = folder / MOVING / NAMES
+    return sorted(filter(SHARD.fullmatch, names.read_text().split())) if names.is_file() else None
+
+
+def _move_out(folder: Path) -> None:
+    """Puts the files of a whole save, if there is one that has not moved out, into the places of an earlier one's."""
+    moving = folder / MOVING
+    if (names := _moving(folder)) is not None:
+        settle(folder)
+        if (moving / CONFIG).exists():
+            (folder / CONFIG).unlink(missing_ok=True)  # with it, versions that do not know MOVING would mix the two
+        for file in _files(folder):
+            if file.name not in names:
+                file.unlink()
+        for name in (*names, CONFIG):
+            if (moving / name).exists():
+                os.replace(moving / name, folder / name)
+        settle(folder)
+        (moving / NAMES).unlink()
+    if moving.is_dir():
+        moving.rmdir()
 
 
 def _stored(module: nn.Module, layers: dict[str, KbitWeight]) -> dict[str, torch.Tensor]:

@@ -1,14 +1,22 @@
 """Modules that are nobody's, saved and loaded: the same in every byte, or refused by name and as they were."""
 
+import itertools
 import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sys
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_kbit import KbitLinear, load_into, quantize_model, save, saving
+from hf_kbit import KbitLinear, load_into, quantize_model, save
 from hf_kbit.integrations.transformers.checkpoint import DIGEST
 from hf_kbit.saving import CONFIG
 
@@ -235,14 +243,85 @@ def test_what_cannot_be_saved(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_save_that_was_killed_is_no_save(saved, monkeypatch):
-    """Also over one that was whole."""
+# --- a save over another --------------------------------------------------------------------------
+
+
+def in_a_child(act) -> int:
+    """Runs it in a process of its own; the exit code."""
+    process = multiprocessing.get_context("fork").Process(target=act)
+    process.start()
+    process.join(timeout=60)
+    return process.exitcode
+
+
+def killed(step: int, module: nn.Module, folder, **settings) -> bool:
+    """Saves the module, unless the process is killed before it touches a file the ``step``-th time."""
+
+    def save_until_killed():
+        touched = 0
+
+        def touch(event, arguments):
+            nonlocal touched
+            if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir") and str(folder) in str(
+                arguments[0]
+            ):
+                touched += 1
+                if touched == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(touch)
+        save(module, folder, **settings)
+
+    code = in_a_child(save_until_killed)
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_whenever_a_save_is_killed_one_of_two_is_whole(tmp_path):
+    """The model before, until the new one is; it is loaded as it is, and the next save leaves nothing else."""
+    models = {"old": build(), "new": build(1)}
+    for (name, model), size in zip(models.items(), ("4KB", "9KB"), strict=True):
+        quantize_model(model, **SETTINGS["widths"])
+        save(model, tmp_path / name, max_shard_size=size)
+    saves = {name: contents(tmp_path / name) for name in models}
+    assert saves["old"].keys() - saves["new"].keys() and saves["new"].keys() - saves["old"].keys()
+    found, again = [], []
+    for step in itertools.count(1):
+        shutil.copytree(tmp_path / "old", folder := tmp_path / str(step))
+        (folder / "notes.txt").write_text("mine")
+        if not killed(step, models["new"], folder, max_shard_size="9KB"):
+            break
+        load_into(fresh := Attention(), folder)
+        found.append(next(name for name in models if torch.equal(fresh.qkv.weight, models[name].qkv.weight)))
+        alike(fresh, models[found[-1]])
+        # Once more, killed once more somewhere else.
+        killed(len(found) % 7 + 1, models["new"], folder, max_shard_size="9KB")
+        load_into(fresh := Attention(), folder)
+        again.append(next(name for name in models if torch.equal(fresh.qkv.weight, models[name].qkv.weight)))
+        alike(fresh, models[again[-1]])
+        save(models["new"], folder, max_shard_size="9KB")
+        assert contents(folder) == saves["new"] | {"notes.txt": b"mine"}
+        assert not [part for part in folder.iterdir() if part.is_dir()]
+    assert found == sorted(found, reverse=True) and set(found) == {"old", "new"}, "the old one, and then the new one"
+    assert all(after == "new" for before, after in zip(found, again, strict=True) if before == "new")
+
+
+def test_a_full_disk_leaves_the_save_before(saved, tmp_path):
+    """With nothing of the new one beside it."""
     model, folder = saved
+    before = contents(folder)
+    quantize_model(other := Attention(512), bits=5)
 
-    def killed(*_):
-        raise KeyboardInterrupt
+    def save_where_files_may_not_be_large():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        with pytest.raises((OSError, SafetensorError), match="File too large"):
+            save(other, folder, max_shard_size="200KB")
 
-    monkeypatch.setattr(saving, "save_file", killed)
-    with pytest.raises(KeyboardInterrupt):
-        save(model, folder)
-    refused(build(), folder, f"found no {CONFIG}")
+    assert in_a_child(save_where_files_may_not_be_large) == 0
+    assert contents(folder) == before and not [part for part in folder.iterdir() if part.is_dir()]
+    load_into(fresh := Attention(), folder)
+    alike(fresh, model)

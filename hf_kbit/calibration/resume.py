@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from hf_kbit.durable import settle
 from hf_kbit.nn.packed import Decoding, Packed
 from hf_kbit.nn.weight import KbitWeight
 
@@ -145,8 +146,7 @@ def _write(file: Path, write) -> None:
     """All of the file or nothing, whenever the process is killed or the power fails."""
     unfinished = file.with_name(file.name + PART)
     write(unfinished)
-    with unfinished.open("rb") as written:
-        os.fsync(written.fileno())
+    settle(unfinished)
     os.replace(unfinished, file)
 
 

@@ -2,7 +2,8 @@
 
 Until the model is whole, all that is written is in a folder inside, ``UNFINISHED``: ``lock``, held by the process that
 works there; ``layers``, what a calibration has finished; ``model``, what is being saved. Then the files move out, with
-``config.json``, which makes a folder a model, last; ``moving.json`` names them, should that be interrupted.
+``config.json``, which makes a folder a model, last; ``moving.json`` names them, should that be interrupted. What a
+run that was killed after that has left is removed by the next one, which refuses the folder.
 """
 
 import fcntl
@@ -14,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hf_kbit.calibration.resume import remove
+from hf_kbit.durable import settle
 
 UNFINISHED = ".hf-kbit-unfinished"
 LAST = "config.json"
@@ -35,15 +37,19 @@ class Output:
         self.model = self._models / folder.resolve().name
 
     def publish(self) -> None:
-        """Moves the saved model out of the unfinished folder, which is removed."""
+        """Moves the saved model out of the unfinished folder, and removes the layers of which it was made."""
         files = sorted((file.relative_to(self.model) for file in self.model.rglob("*") if file.is_file()), key=str)
         files.sort(key=lambda file: str(file) == LAST)
         self._moving.write_text(json.dumps([str(file) for file in files]))
+        settle(*(self.model / file for file in files), self._moving)
         for file in files:
             (self.folder / file).parent.mkdir(parents=True, exist_ok=True)
+            if str(file) == LAST:
+                settle(*{(self.folder / moved).parent for moved in files})
             os.replace(self.model / file, self.folder / file)
-        self._moving.unlink()
+        settle(self.folder)
         remove(self.layers)
+        self._moving.unlink()
 
     def check(self) -> None:
         """Refuses a folder with files that are not of an unfinished run."""
@@ -51,23 +57,30 @@ class Output:
             if self.folder.exists() or self.folder.is_symlink():
                 raise ValueError(f"{self.folder}: found something else, expected a folder, or a new name")
             return
-        ours = {UNFINISHED, *(Path(file).parts[0] for file in self._moved())}
+        ours = {UNFINISHED, *(Path(file).parts[0] for file in self._half_moved())}
         if other := {file.name for file in self.folder.iterdir()} - ours:
             raise ValueError(
                 f"{self.folder}: found files, {min(other)} for one, expected a new folder, an empty one, or that of a "
                 "run that was not finished"
             )
 
-    def _moved(self) -> list[str]:
-        """Files in the folder that a run had begun to move out when it was killed."""
+    def _half_moved(self) -> list[str]:
+        """Files in the folder that a run had begun to move out when it was killed; none if all were."""
         with suppress(FileNotFoundError, ValueError, TypeError):
             names = json.loads(self._moving.read_text())
-            return [name for name in names if not Path(name).is_absolute() and ".." not in Path(name).parts]
+            if not self._all_moved():
+                return [name for name in names if not Path(name).is_absolute() and ".." not in Path(name).parts]
         return []
 
-    def _clean(self) -> None:
-        """Removes what a save has left that was not finished."""
-        for file in self._moved():
+    def _all_moved(self) -> bool:
+        """Whether a run that was killed had moved all files out, so that the folder has a whole model."""
+        return self._moving.exists() and (self.folder / LAST).exists() and not any(self._models.glob(f"*/{LAST}"))
+
+    def clean(self) -> None:
+        """Removes what a run has left that is of no use: of a save that was not finished, or of one that was."""
+        if self._all_moved():
+            remove(self.layers)
+        for file in self._half_moved():
             (self.folder / file).unlink(missing_ok=True)
         self._moving.unlink(missing_ok=True)
         shutil.rmtree(self._models, ignore_errors=True)
@@ -82,7 +95,8 @@ def claim(folder: Path) -> Iterator[Output]:
         ValueError: the folder has other files, or another process writes it.
     """
     output = Output(folder)
-    output.check()
+    if not output.unfinished.is_dir():
+        output.check()  # before there is something of ours in it
     made = not folder.exists()
     output.unfinished.mkdir(parents=True, exist_ok=True)
     lock = output.unfinished / "lock"
@@ -95,11 +109,11 @@ def claim(folder: Path) -> Iterator[Output]:
         if not free:
             raise ValueError(f"{folder}: found another process that writes there, expected none; wait until it ends")
         try:
-            output.check()  # again: another process may have finished since
-            output._clean()
+            output.check()
+            output.clean()
             yield output
         finally:
-            output._clean()
+            output.clean()
             with suppress(OSError):  # where layers are left
                 output.layers.rmdir()
             if not output.layers.exists():

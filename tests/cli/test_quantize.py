@@ -1,11 +1,13 @@
 """``hf-kbit quantize``: what it saves, what it says, what it refuses, and that it goes on where it was killed."""
 
+import itertools
 import json
 import multiprocessing
 import os
 import re
 import shutil
 import signal
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -413,38 +415,51 @@ def test_a_claim_ends_with_its_process(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("moved", [0, 1, 2])
-def test_killed_while_the_model_moves_out(tmp_path, moved):
-    """What has moved is no model without config.json, is known as ours, and goes when the command is given again."""
-    files = ["config.json", "model.safetensors", "tokenizer.json"]
+def test_killed_while_the_model_moves_out(tmp_path):
+    """What has moved is no model without config.json, is known as ours, and goes when the command is given again. A
+    model that has all moved stays, and what else is left goes when the command is given again and refused."""
+    files = {"config.json", "model.safetensors", "tokenizer.json", "additional_chat_templates/a"}
 
-    replace, calls = os.replace, []
-
-    def killed(*paths):
-        calls.append(paths)
-        if len(calls) > moved:
-            os.kill(os.getpid(), signal.SIGKILL)
-        replace(*paths)
-
-    def save():
-        os.replace = killed
-        with claim(tmp_path) as output:
-            output.model.mkdir(parents=True)
-            for name in files:
-                (output.model / name).write_text(name)
+    def save(folder, name):
+        with claim(folder) as output:
+            for file in files:
+                (output.model / file).parent.mkdir(parents=True, exist_ok=True)
+                (output.model / file).write_text(name)
+            Finished(output.layers, "of a run")
             output.publish()
 
-    process = multiprocessing.get_context("fork").Process(target=save)
-    process.start()
-    process.join(timeout=60)
-    found = {file.name for file in tmp_path.iterdir()} - {UNFINISHED}
-    assert found == set(["model.safetensors", "tokenizer.json"][:moved])
-    with claim(tmp_path) as output:
-        assert [file.name for file in tmp_path.iterdir()] == [UNFINISHED]
-        output.model.mkdir(parents=True)
-        (output.model / "config.json").write_text("new")
-        output.publish()
-    assert files_of(tmp_path) == {"config.json"}
+    def save_until_killed(folder, step):
+        touched = 0
+
+        def touch(event, arguments):
+            nonlocal touched
+            if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir") and str(folder) in str(
+                arguments[0]
+            ):
+                touched += 1
+                if touched == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(touch)
+        save(folder, "killed")
+
+    ended = []
+    for step in itertools.count(1):
+        folder = tmp_path / str(step)
+        process = multiprocessing.get_context("fork").Process(target=save_until_killed, args=(folder, step))
+        process.start()
+        process.join(timeout=60)
+        if process.exitcode == 0:
+            break
+        if (folder / "config.json").exists():
+            assert {name: (folder / name).read_text() for name in files} == dict.fromkeys(files, "killed")
+            with pytest.raises(ValueError, match=r"found files, .* for one, expected a new folder"), claim(folder):
+                pass
+        else:
+            save(folder, "new")
+        assert files_of(folder) == files and not (folder / UNFINISHED).exists()
+        ended.append((folder / "config.json").read_text())
+    assert ended == sorted(ended, reverse=True) and set(ended) == {"killed", "new"}, ended
 
 
 @pytest.mark.parametrize("names", ['["../mine"]', '["{}/mine"]', "5", "[5]", "[", ""])
