@@ -13,7 +13,7 @@ those of calibrating ``--layers``: what torch allocated on the GPU and what it r
 process so far. That of the host grows with the layers, for the model is in it; that of the GPU does not.
 
 ``--tune`` trains each layer after that, a fifth of so many steps. Of tuning this is the stage that takes one layer at
-a time; the other, of the whole model, is left out, as where the whole shape does not fit.
+a time; the other, of the whole model, is left out, for the whole shape does not fit.
 """
 
 import argparse
@@ -30,7 +30,6 @@ from timing import Report, gpu_and_command
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import hf_kbit
-from hf_kbit.calibration import tuning
 from hf_kbit.calibration.layerwise import METHODS
 
 
@@ -55,7 +54,7 @@ def measure(arguments, layers: int, ids: torch.Tensor, **options) -> dict[str, f
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    hf_kbit.calibrate(model, ids, device=arguments.device, batch=arguments.batch, **options)
+    hf_kbit.calibrate(model, ids, device=arguments.device, batch=arguments.batch, tune_whole=False, **options)
     if on_gpu:
         torch.cuda.synchronize()
     return {
@@ -74,7 +73,6 @@ def run(arguments) -> None:
     what = {name: getattr(arguments, name) for name in names}
     report = Report(arguments.json, **where, transformers=transformers.__version__, **what)
     torch.manual_seed(0)
-    tuning.ROOM = 0.0
     config = config_of(arguments)
     ids = torch.randint(config.vocab_size, (arguments.sequences, arguments.length))
     widths = [int(bits) for bits in arguments.bits.split(",")]

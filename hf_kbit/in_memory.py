@@ -60,6 +60,7 @@ def quantize_model(
     length: int | None = None,
     method: str = "feedback",
     tune: int | bool = 0,
+    tune_whole: bool = True,
     batch: int = 4,
     resume: str | Path | None = None,
     device: torch.device | str | None = None,
@@ -95,6 +96,7 @@ def quantize_model(
         length: tokens of each, as for ``calibrate``.
         method: how ``calibrate`` chooses weights.
         tune: steps of training what is stored, after that, as for ``calibrate``; True: as many as are mostly enough.
+        tune_whole: whether that trains the whole model too, as for ``calibrate``.
         batch: sequences that go through a layer at a time.
         resume: a folder for the layers that were calibrated, as for ``calibrate``.
         device: where a weight is while it is quantized, and what computes on data. Default: a GPU where there is one,
@@ -113,6 +115,7 @@ def quantize_model(
         ValueError: an argument is out of range or has no use, the model is quantized already, there is no layer to
             quantize, a weight is NaN, infinite, or not in memory, the memory is too small, or the model cannot be
             calibrated. In all these cases the model is as it was.
+        MemoryError: there is no room to tune the whole model, and it is as it was.
 
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     >>> quantize_model(model, bits=3).bits
@@ -140,6 +143,8 @@ def quantize_model(
             report("tables", f"of embeddings in {tables} bits, for {fewer}")
         config = replace(config, embedding_bits=tables)
     packable, chosen = _choose(model, config)
+    if calibrate and tune and tune_whole:
+        layerwise.check_room(model, chosen, data, length, capture.resolve(device, model))
     before, reasons = _bytes(model), packable.reasons
     if config.embedding_bits is None:
         reasons = dict.fromkeys(packable.tables, "table") | reasons
@@ -175,7 +180,14 @@ def quantize_model(
         config, chosen = replace(config, bits=int(mean)), chosen | dict.fromkeys(layers, int(mean))
     if calibrate:
         report("calibrating", f"{method}, {len(ids):,} x {ids.shape[1]:,} tokens of {source}, on {where}")
-        options = {"method": method, "tune": tune, "batch": batch, "device": device, "resume": resume}
+        options = {
+            "method": method,
+            "tune": tune,
+            "tune_whole": tune_whole,
+            "batch": batch,
+            "device": device,
+            "resume": resume,
+        }
         layerwise.calibrate(model, ids, config=config, progress=True, **options)
         if model.hf_quantizer.tuned:
             report("tuned", model.hf_quantizer.tuned)

@@ -157,7 +157,7 @@ def test_a_hundred_thousand_patterns_hold_nobody_up(pattern, found):
         config = KbitConfig.from_dict({"module_bits": dict.fromkeys(many, 3), "modules_to_not_convert": MODULES})
         chooser = Chooser(config)
         assert {chooser.choose(name) for name in MODULES} == {(None, False)}
-        assert len(chooser.unused(MODULES)) == found
+        assert len(chooser.widths.unused(MODULES)) == found
     except ValueError as error:
         assert str(found) in str(error) and len(str(error)) < 1000
     assert time.process_time() - start < 20.0
@@ -169,5 +169,5 @@ def test_the_time_is_for_all_patterns_and_names(monkeypatch):
     chooser = Chooser(KbitConfig(module_bits={f"(?:){{2}}(.|.)*^{i}": 3 for i in range(100)}))
     start = time.process_time()
     with pytest.raises(ValueError, match="found that patterns take over"):
-        chooser.unused(MODULES)
+        chooser.widths.unused(MODULES)
     assert time.process_time() - start < 2.0

@@ -15,6 +15,10 @@ import torch
 _records: ContextVar[dict | None] = ContextVar("recorded functions, by what they are and take", default=None)
 
 
+class NotRecorded(RuntimeError):
+    """A function that runs, but not while a graph is recorded: it reads back what a tensor holds."""
+
+
 @contextmanager
 def shared() -> Iterator[None]:
     """Inside, in this thread, what ``one_launch`` records is kept, and used again for the same function and shapes."""
@@ -34,6 +38,9 @@ def one_launch(function: Callable, *like: torch.Tensor, **settings: Any) -> Call
         function: of tensors, to a tuple of tensors; all that differs from call to call must be among the former.
         like: tensors of the shapes, dtypes and device to come.
         settings: hashable.
+
+    Raises:
+        NotRecorded: the function cannot become a graph.
     """
     record = RECORDERS.get(like[0].device.type)
     if record is None:
@@ -51,8 +58,13 @@ def _cuda_graph(function: Callable, like: tuple[torch.Tensor, ...]) -> Callable:
     taken = [tensor.clone() for tensor in like]
     function(*taken)  # libraries and tables come into being outside the graph
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = function(*taken)
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            results = function(*taken)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise NotRecorded(str(error)) from error
 
     def replay(*tensors):
         for own, given in zip(taken, tensors, strict=True):

@@ -50,6 +50,7 @@ def calibrate(
     length: int | None = None,
     method: str = "feedback",
     tune: int | bool = 0,
+    tune_whole: bool = True,
     batch: int = 4,
     device: torch.device | str | None = None,
     resume: str | Path | None = None,
@@ -88,10 +89,12 @@ def calibrate(
             layer's outputs.
         tune: then train what is stored, for so many steps (docs/calibration.md): scales and codes of each layer of the
             model, a fifth of the steps, on its output; then scales, norms and biases of the whole model on how it
-            predicted the next token in 16 bits, if there is memory for it some six times in 16 bits, and for its
-            activations. The bytes stay as many; what is gained on sequences that were held out is in the log and the
-            model card. True: 1000 steps, or 200 on a CPU. Without data the model then writes 4096 sequences, or 256 on
-            a CPU; of these, or of the data's, 128 at most are for the layers. Causal language models only.
+            predicted the next token in 16 bits. The bytes stay as many; what is gained on sequences that were held out
+            is in the log and the model card. True: 1000 steps, or 200 on a CPU. Without data the model then writes
+            4096 sequences, or 256 on a CPU; of these, or of the data's, 128 at most are for the layers. Causal
+            language models only.
+        tune_whole: whether ``tune`` trains the whole model too, for which there must be memory for it some six times
+            in 16 bits, and for its activations. False: its layers alone.
         batch: sequences that go through a layer at a time.
         device: where a layer is while it is calibrated: a GPU then has room for one of them, with its statistics, a
             few times over. Default: where the model is; if that is a CPU, the GPU, where there is one.
@@ -112,6 +115,7 @@ def calibrate(
         ValueError: an argument is out of range, the model is quantized already, is spread over devices, cannot be
             tuned, or has layers that tokens do not go through, a weight is NaN or infinite, or ``resume`` is of
             another run: the model is as it was. Or the inputs of a layer are: then the model is unusable.
+        MemoryError: there is no room to tune the whole model, and it is as it was.
 
     Source: layer by layer as GPTQ (arXiv:2210.17323); the solvers' files name their own.
 
@@ -134,6 +138,8 @@ def calibrate(
     packable, widths = _check_model(model, quantizer.quantization_config)
     tuning.check(model, tune)
     device = capture.resolve(device, model)
+    if tune and tune_whole:
+        check_room(model, widths, data, length, device)
     if data is None:
         data = written(model, sequences, length, tune, device, progress)
     if tokenizer is None and not isinstance(data, torch.Tensor):
@@ -144,7 +150,7 @@ def calibrate(
         tuning.check(model, tune, len(text))
         ids = text[:: max(len(text) // SEQUENCES, 1)][:SEQUENCES]
     of_layer = max(steps // tuning.LAYER_STEPS, 1)
-    whole = steps and tuning.fits(model, stored_weights(model, widths), text, device)
+    whole = steps > 0 and tune_whole
     before = tuning.sharing_copy(model).eval() if whole else None
     tables, heads = packable.tables_in(widths), _heads(model, packable, widths)
     untied = {name: bits for name, bits in tables.items() if name not in heads.values()}
@@ -166,7 +172,7 @@ def calibrate(
         solver = METHODS[method]
         if resume is not None:
             run = (hf_kbit.__version__, torch.__version__, device.type, method, batch, quantizer.quantization_config)
-            run += (steps,) if steps else ()
+            run += (steps,) if steps else ()  # not tune_whole: what is finished are layers, for which it is the same
             finished = Finished(Path(resume), digest([("ids", text), *model.state_dict().items()], *run))
 
         # Beside the data as quantized layers pass it on, which comes last, the data as the dense ones would.
@@ -251,6 +257,8 @@ def calibrate(
             trained = [name for name in widths if name not in heads]
             gain = tuning.tune_model(model, before, trained, text, steps, device, finished, progress)
         tuned.append(f"then {gain}")
+    elif steps:
+        tuned.append("layers alone")
     keep_adapters(model)
     quantizer.adopt(model, {**tables, **widths}, packable.unusual)
     if tuned:
@@ -267,6 +275,12 @@ def written(model, sequences: int | None, length: int | None, tune: int | bool, 
     amount = tuning.AMOUNTS.get(device.type, tuning.AMOUNTS[""])
     sequences, length = sequences or amount[0], length or amount[1]
     return write(model, sequences, length, varied=True, device=device, progress=progress)
+
+
+def check_room(model, widths: Mapping[str, int], data, length: int | None, device: torch.device) -> None:
+    """Refuses to tune the whole model where there is no room for that (``tuning.check_room``)."""
+    length = data.shape[1] if isinstance(data, torch.Tensor) and data.dim() == 2 else length
+    tuning.check_room(model, stored_weights(model, widths), length, device)
 
 
 def check(method: str, batch: int, config: KbitConfig) -> None:

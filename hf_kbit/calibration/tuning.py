@@ -6,7 +6,7 @@ errors add up or cancel out, and few of them reach the logits. Two stages train 
 1. ``tune_layer``, of one layer of the model after another, while they are solved, on the squared error of its output:
    the scale of each block, as a number between bytes that is decoded as the byte next to it, and the code of each
    weight, as a number between levels that is decoded as the level next to it.
-2. ``tune_model``, of the whole model if it fits, on the divergence of its predictions: scales, and the vectors that
+2. ``tune_model``, of the whole model, on the divergence of its predictions: scales, and the vectors that
    stay in 16 bits: weights of norms, and biases.
 
 Rounding counts as the identity on the way back (a straight-through estimate). The result is stored as any other. The
@@ -38,10 +38,12 @@ from torch import nn
 from torch.utils import deterministic
 from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
+from transformers.utils import logging
 
 from hf_kbit import codebooks
 from hf_kbit.calibration import capture
-from hf_kbit.calibration.launches import one_launch
+from hf_kbit.calibration.data import LENGTH
+from hf_kbit.calibration.launches import NotRecorded, one_launch
 from hf_kbit.calibration.resume import Finished
 from hf_kbit.format import BLOCK_SIZE, E4M4_BIAS
 from hf_kbit.nn.packed import Decoding, Packed
@@ -49,6 +51,7 @@ from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.reference import MAGNITUDE, SIGN, decode_e4m4, halfway, nearest, pack_codes, unpack_codes, with_signs
 from hf_kbit.transforms import rotate, to_stored
 
+logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/quantizer.py
 # By the type of the device that computes; "" is any other than a CPU. Steps unless a number is asked for, tokens of
 # each, and how many sequences and tokens of each the model writes if there is no data.
 STEPS, TOKENS = {"cpu": 200, "": 1000}, {"cpu": 1024, "": 8192}
@@ -131,15 +134,28 @@ def sharing_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
-def fits(model: nn.Module, weights: int, ids: torch.Tensor, device: torch.device) -> bool:
-    """Whether there is room on the device to train so many weights of a model at once, beside the model in 16 bits."""
-    config, size = model.config.get_text_config(), capture.dtype_on(device, model.dtype).itemsize
+def check_room(model: nn.Module, weights: int, length: int | None, device: torch.device) -> None:
+    """Refuses to train so many weights of a model at once, beside the model in 16 bits, where there is no room.
+
+    Args:
+        length: tokens of a sequence; None where it is not known.
+
+    Raises:
+        MemoryError: it would take more than ``ROOM`` of what is free on the device.
+    """
+    config, dtype = model.config.get_text_config(), capture.dtype_on(device, model.dtype)
     hidden, depth = getattr(config, "hidden_size", 0), getattr(config, "num_hidden_layers", 0)
-    tokens = _rows_in_step(ids, device) * ids.shape[1]
-    activations = tokens * size * (4 * config.vocab_size + 40 * hidden * depth)  # some 40 tensors in a layer
-    dense = sum(parameter.numel() for parameter in model.parameters()) * size
+    tokens = max(TOKENS.get(device.type, TOKENS[""]), length or LENGTH)
+    activations = tokens * dtype.itemsize * (4 * config.vocab_size + 40 * hidden * depth)  # some 40 tensors in a layer
+    copied = (x.numel() for x in model.parameters() if (x.device, x.dtype) != (device, dtype))
+    needed = sum(copied) * dtype.itemsize + weights * (OWN_BYTES + COPIES * dtype.itemsize) + activations
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return dense + weights * (OWN_BYTES + COPIES * size) + activations < ROOM * free
+    if needed > ROOM * free:
+        raise MemoryError(
+            f"tune: found {free / 1e9:,.1f} GB free on {device}, expected {needed / ROOM / 1e9:,.1f} to train "
+            f"{type(model).__name__} as a whole; make room, take another device, or train its layers alone, with "
+            "tune_whole=False (--no-tune-whole)"
+        )
 
 
 def tune_model(
@@ -318,8 +334,8 @@ class _Trained:
         if like is not None:
             try:
                 step = one_launch(step, like, zero)
-            except RuntimeError:  # then its kernels are launched one by one
-                pass
+            except NotRecorded as error:
+                logger.warning("hf_kbit: tuning is slower, for its kernels are launched one by one: %s", error)
 
         return lambda part, rate: step(part, zero + rate)
 

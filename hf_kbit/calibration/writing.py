@@ -14,7 +14,8 @@ from hf_kbit.calibration.data import amount
 SEED = 0
 # Sequences, and tokens of each, unless others are asked for, by the type of the device that computes; "" is any other.
 AMOUNTS = {"cpu": (64, 256), "": (128, 640)}
-TOGETHER = 1024  # sequences that are written at once, if there is memory for what the model keeps of them
+TOGETHER = 1024  # sequences that are written at once, if the device is large enough for what the model keeps of them
+ROOM = 0.4  # of the device's memory beside the weights, so much is for that: caches grow by being copied
 
 
 @torch.no_grad()
@@ -44,11 +45,12 @@ def write(
         progress: shows a bar on stderr.
 
     Returns:
-        None where the model cannot write: it is no decoder that reads tokens; or, after a warning, it has no room on
-        ``device``, or its ``generate`` fails.
+        None where the model cannot write: it is no decoder that reads tokens; or, after a warning, it is larger than
+        the memory of ``device``, or its ``generate`` fails.
 
     Raises:
         ValueError: a number is less than 1, or the model predicts NaN.
+        MemoryError, torch.OutOfMemoryError: there is memory enough on ``device``, but too little of it is free.
 
     Source: the data of LLM-QAT (arXiv:2305.17888), which showed that text sampled from a model stands in for its
     training data.
@@ -68,13 +70,18 @@ def write(
     starts = _starts(model, sequences)
     if varied:
         starts[1::2] = _random(model, sequences // 2)
+    length = min(length, limit)
     try:
-        _check_room(model, device)
-        with capture.evaluating(model), capture.placed(model, "", device):
-            return _written(model, starts.to(device), min(length, limit), progress).to(starts.device)
+        if together := _together(model, device, length):
+            _check_free(model, device)
+            with capture.evaluating(model), capture.placed(model, "", device):
+                return _written(model, starts.to(device), together, length, progress).to(starts.device)
+        reason = f"its weights take more memory than there is for {device}"
     except _NotFinite as error:
         raise ValueError(str(error)) from None
-    except Exception as error:  # whatever the code of a model does, or the lack of memory for a single sequence
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # another text would give other bytes, and what is free may be other each time
+    except Exception as error:  # whatever the code of a model does
         reason = f"{type(error).__name__}: {error}"
     finally:
         if device.type == "cuda":
@@ -119,25 +126,20 @@ class _Draw(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
 
 
-def _written(model: PreTrainedModel, starts: torch.Tensor, length: int, progress: bool) -> torch.Tensor:
-    """The sequences that start so, as many at once as there is memory for."""
-    own, together = model.generation_config, min(TOGETHER, len(starts))
+def _written(model: PreTrainedModel, starts: torch.Tensor, together: int, length: int, progress: bool) -> torch.Tensor:
+    """The sequences that start so, so many at once."""
+    own = model.generation_config
     # What is left out here would be taken from the model's own, such as an end that stops a sequence.
     model.generation_config = GenerationConfig(max_length=length, do_sample=False, use_cache=True)
     try:
-        while True:
-            with tqdm(total=len(starts) * (length - 1), desc="writing", unit="token", disable=not progress) as bar:
-                draw = LogitsProcessorList([_Draw(starts.device, bar)])
-                try:
-                    parts = [
-                        model.generate(part, attention_mask=torch.ones_like(part), logits_processor=draw)
-                        for part in starts.split(together)
-                    ]
-                    return torch.cat(parts)
-                except torch.OutOfMemoryError:
-                    if together == 1:
-                        raise
-            together = -(-together // 2)
+        with tqdm(total=len(starts) * (length - 1), desc="writing", unit="token", disable=not progress) as bar:
+            draw = LogitsProcessorList([_Draw(starts.device, bar)])
+            return torch.cat(
+                [
+                    model.generate(part, attention_mask=torch.ones_like(part), logits_processor=draw)
+                    for part in starts.split(together)
+                ]
+            )
     finally:
         model.generation_config = own
 
@@ -160,11 +162,28 @@ def _random(model: PreTrainedModel, sequences: int) -> torch.Tensor:
     return torch.randint(vocabulary, (sequences, 1), generator=generator).to(model.device)
 
 
-def _check_room(model: PreTrainedModel, device: torch.device) -> None:
-    """Refuses a model whose weights, in the dtype to compute in, do not fit into what is free on the device."""
+def _together(model: PreTrainedModel, device: torch.device, length: int) -> int:
+    """How many sequences are written at once: as many as the device has memory for, whatever of that is free, since
+    others at once would be other texts. 0 if its memory is less than the weights in the dtype to compute in."""
+    config, itemsize = model.config.get_text_config(), capture.dtype_on(device, model.dtype).itemsize
+    heads = getattr(config, "num_attention_heads", 0)
+    head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // (heads or 1)
+    keys = (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+    kept = 2 * getattr(config, "num_hidden_layers", 0) * keys * itemsize * length
+    logits = 4 * 4 * config.vocab_size  # some four of them, in float32
+    weights = sum(x.numel() for x in (*model.parameters(), *model.buffers())) * itemsize
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
+    return min(max(int(ROOM * (memory - weights) / (kept + logits)), 1), TOGETHER) if weights <= memory else 0
+
+
+def _check_free(model: PreTrainedModel, device: torch.device) -> None:
+    """Refuses to write where the weights, in the dtype to compute in, do not fit into what is free on the device."""
     tensors = (*model.parameters(), *model.buffers())
     copied = [(x, capture.dtype_on(device, x.dtype)) for x in tensors]
     needed = sum(x.numel() * dtype.itemsize for x, dtype in copied if (x.device, x.dtype) != (device, dtype))
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if needed > free:
-        raise MemoryError(f"found {free / 1e9:,.1f} GB free on {device}, expected {needed / 1e9:,.1f} for its weights")
+        raise MemoryError(
+            f"data: found none, and {free / 1e9:,.1f} GB free on {device}, expected {needed / 1e9:,.1f} for the "
+            f"weights of {type(model).__name__}, which is to write a text; make room, or give it a text"
+        )

@@ -68,6 +68,13 @@ def command(
             "Default: 1000, or 200 on a CPU.",
         ),
     ] = None,
+    tune_whole: Annotated[
+        bool,
+        typer.Option(
+            help="With --tune: train the whole model too, after its layers; there must be memory for it some six "
+            "times in 16 bits. Without, its layers alone."
+        ),
+    ] = True,
     text: Text = None,
     dataset: Dataset = None,
     split: Split = "train",
@@ -143,6 +150,8 @@ def command(
         raise ValueError("--tune: found it without --calibrate, expected both")
     if steps and not tune:
         raise ValueError(f"--steps: found {steps} without --tune, expected both")
+    if not tune_whole and not tune:
+        raise ValueError("--no-tune-whole: found it without --tune, expected both")
     if not needs_dense and (text or dataset):
         raise ValueError("--text: found data, but neither --calibrate nor mixed widths need it")
     data = read_text(text, dataset, split, column) if text or dataset else None
@@ -151,7 +160,8 @@ def command(
             quantized = load(model, dtype=dtype, **source)
             fit = {"memory": size, "context": context, "measure": mixed or None}
             read = {"data": data, "sequences": sequences, "length": length, "tokenizer": tokenizer_of(model, **source)}
-            how = {"calibrate": calibrate, "method": method, "tune": steps or tune, "batch": batch, "device": device}
+            how = {"calibrate": calibrate, "method": method, "tune": steps or tune, "tune_whole": tune_whole}
+            how |= {"batch": batch, "device": device}
             if calibrate:
                 how["resume"] = output.layers
             quantize_model(quantized, config, **fit, **read, **how, report=line)

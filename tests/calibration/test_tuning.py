@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_kbit
 from hf_kbit.calibration import tuning
+from hf_kbit.calibration.launches import NotRecorded
 from hf_kbit.calibration.writing import write
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.weight import KbitWeight
@@ -29,11 +32,12 @@ def few_tokens(monkeypatch):
     monkeypatch.setitem(tuning.TOKENS, "", 256)
 
 
-@pytest.fixture
-def by_layer(monkeypatch):
-    """No model fits as a whole."""
-    monkeypatch.setattr(tuning, "LAYER_STEPS", 1)
-    monkeypatch.setattr(tuning, "fits", lambda *_: False)
+@pytest.fixture(params=[True, False], ids=["whole", "layers"])
+def how(request, monkeypatch):
+    """Arguments that tune the whole model after its layers, or these alone."""
+    if not request.param:
+        monkeypatch.setattr(tuning, "LAYER_STEPS", 1)
+    return {"tune_whole": request.param}
 
 
 def calibrated(tune=40, model=None, **choices):
@@ -56,10 +60,9 @@ def test_comes_nearer_to_16_bits(monkeypatch):
         return errors[-1]
 
     monkeypatch.setattr(tuning, "tune_layer", told)
-    for fits, steps in ((False, 0), (False, 100), (True, 100)):
-        monkeypatch.setattr(tuning, "fits", lambda *_, fits=fits: fits)
+    for whole, steps in ((False, 0), (False, 100), (True, 100)):
         model = AutoModelForCausalLM.from_pretrained(trained_lm())
-        hf_kbit.calibrate(model, data, bits=2, batch=32, tune=steps, device="cpu")
+        hf_kbit.calibrate(model, data, bits=2, batch=32, tune=steps, tune_whole=whole, device="cpu")
         lost.append(mean_loss(model, held_out()) - dense)
     assert len(errors) == 2 * len(model.model.layers) and all(after < before for before, after in errors)
     # What layers alone gain or lose is noise here: of one model 0.0058 nats became 0.0063 with Transformers 5.24 and
@@ -69,12 +72,9 @@ def test_comes_nearer_to_16_bits(monkeypatch):
     assert "held out" in model.hf_quantizer.tuned
 
 
-@pytest.mark.parametrize("how", ["whole", "layer"])
-def test_a_checkpoint_like_any_other(how, request, device, tmp_path):
-    """Of the same bytes as without, saved and loaded to the same logits."""
-    if how == "layer":
-        request.getfixturevalue("by_layer")
-    model, plain = calibrated(model=llama().to(device)), calibrated(0)
+def test_a_checkpoint_like_any_other(how, device, tmp_path):
+    """As large as without, saved and loaded to the same logits; and the card says what was tuned."""
+    model, plain = calibrated(model=llama().to(device), **how), calibrated(0)
     assert not same(tensors(model), tensors(plain))
     sizes = [{name: (x.dtype, x.shape) for name, x in tensors(each).items()} for each in (model, plain)]
     assert sizes[0] == sizes[1]
@@ -82,6 +82,8 @@ def test_a_checkpoint_like_any_other(how, request, device, tmp_path):
     again = LlamaForCausalLM.from_pretrained(tmp_path).to(device)
     assert torch.equal(again(IDS.to(device)).logits, model(IDS.to(device)).logits)
     assert model.hf_quantizer.tuned in (tmp_path / "README.md").read_text()
+    assert ("then perplexity" in model.hf_quantizer.tuned) == how["tune_whole"]
+    assert ("layers alone" in model.hf_quantizer.tuned) == (not how["tune_whole"])
 
 
 # --- what it starts from and ends with ------------------------------------------------------------
@@ -174,18 +176,15 @@ def test_the_best_that_was_seen_is_kept(monkeypatch):
     assert same(tensors(calibrated(20)), tensors(calibrated(0)))
 
 
-@pytest.mark.parametrize("how", ["whole", "layer"])
-def test_blocks_of_zeros_stay(how, request):
-    if how == "layer":
-        request.getfixturevalue("by_layer")
+def test_blocks_of_zeros_stay(how):
     model = llama()
     model.model.layers[0].mlp.up_proj.weight.data[:, :32] = 0
-    weight = calibrated(40, model).model.layers[0].mlp.up_proj.dequantize()
+    weight = calibrated(40, model, **how).model.layers[0].mlp.up_proj.dequantize()
     assert not weight[:, :32].any() and weight[:, 32:].any()
 
 
 @pytest.mark.parametrize("method", ["weighted", "feedback"])
-def test_a_layer_learns_on_what_quantized_ones_give_it(by_layer, method, monkeypatch):
+def test_a_layer_learns_on_what_quantized_ones_give_it(method, monkeypatch):
     """Its aim is the output for what dense ones give; only methods that know of drift have both."""
     seen, tune_layer = set(), tuning.tune_layer
 
@@ -198,7 +197,7 @@ def test_a_layer_learns_on_what_quantized_ones_give_it(by_layer, method, monkeyp
         return tune_layer(model, layers, listening, *others)
 
     monkeypatch.setattr(tuning, "tune_layer", told)
-    calibrated(10, method=method)
+    calibrated(10, method=method, tune_whole=False)
     assert seen == {(True, False), (False, method == "feedback")}
 
 
@@ -216,11 +215,61 @@ def test_norms_and_biases_are_trained():
 # --- each time the same ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["whole", "layer"])
-def test_the_same_bytes_each_time(how, request, device):
-    if how == "layer":
-        request.getfixturevalue("by_layer")
-    assert same(*(tensors(calibrated(model=llama().to(device))) for _ in range(2)))
+def test_the_same_bytes_each_time(how, device):
+    assert same(*(tensors(calibrated(model=llama().to(device), **how)) for _ in range(2)))
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_no_room_for_the_whole_model(in_memory, monkeypatch):
+    """What is free decides no byte: the model is refused, as it was and before it writes a text. The error says how
+    much is needed, and how its layers are tuned alone."""
+
+    def tuned(free=10**12, **choices):
+        monkeypatch.setattr(tuning.psutil, "virtual_memory", lambda: SimpleNamespace(available=free, total=10**12))
+        monkeypatch.setattr(model := llama(), "generate", lambda *_, **__: pytest.fail("it has written"))
+        before = copy.deepcopy(tensors(model))
+        try:
+            if in_memory:
+                hf_kbit.quantize_model(model, calibrate=True, tune=20, device="cpu", **CHOICES | choices)
+            else:
+                hf_kbit.calibrate(model, tune=20, device="cpu", **CHOICES | choices)
+        finally:
+            after.append(same(tensors(model), before))
+        return tensors(model)
+
+    after = []
+    with pytest.raises(
+        MemoryError, match=r"tune: found 0.0 GB free on cpu, expected 0.1 to train .* tune_whole=False"
+    ):
+        tuned(1000)
+    assert after == [True]
+    layers = tuned(1000, data=IDS, tune_whole=False)
+    assert same(layers, tuned(data=IDS, tune_whole=False)) and not same(layers, tuned(data=IDS))
+    needed = next(free for free in (2**n for n in range(15, 40)) if _fits(tuned, free))
+    assert same(tuned(needed, data=IDS), tuned(data=IDS))
+
+
+def _fits(tuned, free: int) -> bool:
+    try:
+        return bool(tuned(free, data=IDS))
+    except MemoryError:
+        return False
+
+
+def test_where_the_whole_model_has_no_room_after_all_layers_stay(monkeypatch, tmp_path):
+    """A run that tunes layers alone goes on with what this one has finished, to the bytes of one that began so."""
+
+    def no_room(*_):
+        raise torch.OutOfMemoryError("none left")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(tuning, "tune_model", no_room)
+        calibrated(resume=tmp_path)
+    monkeypatch.setattr(tuning, "tune_layer", no_room)
+    found = tensors(calibrated(resume=tmp_path, tune_whole=False))
+    monkeypatch.undo()
+    monkeypatch.setitem(tuning.TOKENS, "cpu", 256)
+    assert same(found, tensors(calibrated(tune_whole=False)))
 
 
 def test_as_one_launch(recorded):  # noqa: F811
@@ -235,26 +284,30 @@ def test_as_one_launch(recorded):  # noqa: F811
         tuning.one_launch = before
 
 
-def test_a_model_that_cannot_be_recorded(monkeypatch):
-    def refuse(*_):
-        raise RuntimeError("not while a graph is recorded")
+def test_a_model_that_cannot_be_recorded(monkeypatch, caplog):
+    """Is tuned to the same bytes, and it is said that this is slower. Any other error stays one."""
 
-    expected = tensors(calibrated())
+    def refuse(*_):
+        raise error
+
+    expected, error = tensors(calibrated()), NotRecorded("not while a graph is recorded")
     monkeypatch.setattr(tuning, "one_launch", refuse)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     assert same(tensors(calibrated()), expected)
+    assert "tuning is slower, for its kernels are launched one by one: not while a graph is recorded" in caplog.text
+    error = RuntimeError("something else")
+    with pytest.raises(RuntimeError, match="something else"):
+        calibrated()
 
 
 class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("how", ["whole", "layer"])
-def test_a_killed_run_goes_on(how, request, device, monkeypatch, tmp_path):
-    if how == "layer":
-        request.getfixturevalue("by_layer")
+def test_a_killed_run_goes_on(how, device, monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "KEPT", 0)
-    whole = tensors(calibrated(model=llama().to(device)))
-    stepper, taken, last = tuning._Trained.stepper, itertools.count(), 30 + 30 * (how == "layer")
+    whole = tensors(calibrated(model=llama().to(device), **how))
+    stepper, taken, last = tuning._Trained.stepper, itertools.count(), 30 + 30 * (not how["tune_whole"])
 
     def counting(*args):
         step = stepper(*args)
@@ -268,8 +321,8 @@ def test_a_killed_run_goes_on(how, request, device, monkeypatch, tmp_path):
 
     monkeypatch.setattr(tuning._Trained, "stepper", counting)
     with pytest.raises(Killed):
-        calibrated(model=llama().to(device), resume=tmp_path)
-    assert same(tensors(calibrated(model=llama().to(device), resume=tmp_path)), whole)
+        calibrated(model=llama().to(device), resume=tmp_path, **how)
+    assert same(tensors(calibrated(model=llama().to(device), resume=tmp_path, **how)), whole)
     assert next(taken) - last < 45, "it has not started anew"
 
 

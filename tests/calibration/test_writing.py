@@ -142,18 +142,26 @@ def test_architectures(name):
     assert ids is None if name in SILENT else ids.shape == (2, 6)
 
 
+def memory(monkeypatch, total: int = 10**9, available: int = 10**9):
+    monkeypatch.setattr(writing.psutil, "virtual_memory", lambda: SimpleNamespace(total=total, available=available))
+
+
 def test_a_model_that_does_not_fit(monkeypatch):
-    """Counted is what is copied: a float32 model on a CPU needs no room."""
+    """A machine that is too small gives another text, memory that others take an error. Counted as free is what is
+    copied: a float32 model on a CPU needs no room."""
     model = llama().bfloat16()
     needed = 4 * sum(p.numel() for p in model.parameters())
-    for free, fits in ((needed - 1, False), (needed + 1000, True)):
-        monkeypatch.setattr(writing.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
-        if fits:
-            assert write(model, 1, 2) is not None
-        else:
-            with pytest.warns(UserWarning, match=r"LlamaForCausalLM cannot write .*GB free on cpu.* built-in text"):
-                assert write(model, 1, 2) is None
-    monkeypatch.setattr(writing.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+    memory(monkeypatch, total=needed - 1)
+    with pytest.warns(UserWarning, match=r"LlamaForCausalLM cannot write .*more memory than there is.* built-in text"):
+        assert write(model, 1, 2) is None
+    memory(monkeypatch, available=needed - 1)
+    with pytest.raises(
+        MemoryError, match=r"found none, and 0.0 GB free on cpu, .* for the weights of LlamaForCausalLM"
+    ):
+        write(model, 1, 2)
+    memory(monkeypatch, available=needed + 1000)
+    assert write(model, 1, 2) is not None
+    memory(monkeypatch, available=0)
     assert write(model.float(), 1, 2) is not None
 
 
@@ -166,21 +174,35 @@ def test_a_model_whose_code_fails(monkeypatch):
     assert tensors(model) == before
 
 
-def test_fewer_at_once_where_memory_is_short(monkeypatch):
+def test_as_many_at_once_as_the_machine_has_memory_for(monkeypatch):
+    """And not as many as are free: what is drawn depends on it."""
     model, sizes = llama(), []
     generate = model.generate
 
-    def short(ids, **keywords):
+    def counted(ids, **keywords):
         sizes.append(len(ids))
-        if len(ids) > 2:
-            raise torch.OutOfMemoryError("none left")
         return generate(ids, **keywords)
 
-    model.generate = short
-    assert write(model, 5, 6).shape == (5, 6) and sizes == [5, 3, 2, 2, 1]
-    monkeypatch.setattr(model, "generate", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
-    with pytest.warns(UserWarning, match="OutOfMemoryError: none"):
-        assert write(model, 5, 6) is None
+    model.generate = counted
+    weights, config = 4 * sum(x.numel() for x in (*model.parameters(), *model.buffers())), model.config
+    keys = config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
+    each = 6 * 2 * config.num_hidden_layers * keys * 4 + 16 * config.vocab_size
+    memory(monkeypatch, total=weights + int(2.5 * each / writing.ROOM))
+    texts = [write(model, 5, 6)]
+    memory(monkeypatch, total=weights + int(2.5 * each / writing.ROOM), available=0)
+    texts.append(write(model, 5, 6))
+    assert sizes == [2, 2, 1] * 2 and torch.equal(*texts) and texts[0].shape == (5, 6)
+    memory(monkeypatch, total=weights)
+    assert write(model, 2, 6).shape == (2, 6) and sizes[6:] == [1, 1]
+
+
+def test_memory_that_is_short_while_it_writes(monkeypatch):
+    """The built-in text instead would give other bytes."""
+    model = llama()
+    for error in (torch.OutOfMemoryError("none left"), MemoryError("none left")):
+        monkeypatch.setattr(model, "generate", lambda *_, error=error, **__: (_ for _ in ()).throw(error))
+        with pytest.raises(type(error), match="none left"):
+            write(model, 5, 6)
 
 
 def test_nan_is_named():

@@ -335,6 +335,7 @@ def test_what_lies_beside_a_model_of_the_hub(run_quantize, folder, monkeypatch, 
         (["dense", "--text", "rows.txt"], "--text: found data, but neither --calibrate nor mixed widths need it"),
         (["dense", "--tune"], "--tune: found it without --calibrate, expected both"),
         (["dense", "--calibrate", "--steps", 9], "--steps: found 9 without --tune, expected both"),
+        (["dense", "--calibrate", "--no-tune-whole"], "--no-tune-whole: found it without --tune, expected both"),
         (["dense", "--calibrate", "--method", "gptq"], "--method: found 'gptq', expected one of ['feedback', "),
         (
             ["dense", "--calibrate", "--text", "none.txt"],
