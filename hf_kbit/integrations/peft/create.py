@@ -133,6 +133,12 @@ def _create_and_replace(create, experts, config, adapter_name, target, target_na
             with base_layer_as(layer, stand_in(base)):  # its dtype is that of adapters on a model in 16 bits
                 layer._move_adapter_to_device_of_base_layer(adapter_name)
             if not torch.equal(plain.weight, base.dequantize(torch.float32)):
+                if base.tied:
+                    raise ValueError(
+                        f"{current_key}.weight: found it tied to a table of embeddings, expected one of its own for an "
+                        "adapter that changes it to start with: leave init_lora_weights as it is by default, or "
+                        "quantize the model without embedding_bits"
+                    )
                 requantize(base, plain.weight, f"{current_key}.weight less what {adapter_name} starts with")
     except BaseException:  # an interrupt too must leave no stand-in behind
         setattr(parent, target_name, target)

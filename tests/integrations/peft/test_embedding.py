@@ -176,6 +176,14 @@ def test_adapters_on_a_tied_table(kind, tying):
     assert relative(*(model(IDS).logits for model in models)) < 1e-5
 
 
+def test_adapters_that_change_a_tied_head_are_refused():
+    model = tied()
+    before = packed_state(model)
+    with pytest.raises(ValueError, match=r"lm_head.weight: found it tied .* expected one of its own for an adapter"):
+        get_peft_model(model, lora(target_modules=["lm_head"], init_lora_weights="pissa"))
+    assert_same_state(packed_state(model), before)
+
+
 def test_merging_into_a_tied_table_is_refused():
     """The head would change with it, or would not."""
     model = adapted(tied(), on_table())
