@@ -135,8 +135,8 @@ def _create_and_replace(create, experts, config, adapter_name, target, target_na
             if not torch.equal(plain.weight, base.dequantize(torch.float32)):
                 if base.tied:
                     raise ValueError(
-                        f"{current_key}.weight: found it tied to a table of embeddings, expected one of its own for an "
-                        "adapter that changes it to start with: leave init_lora_weights as it is by default, or "
+                        f"{current_key}.weight: found it tied to a table of embeddings, expected one of its own for "
+                        "an adapter that changes it to start with: leave init_lora_weights as it is by default, or "
                         "quantize the model without embedding_bits"
                     )
                 requantize(base, plain.weight, f"{current_key}.weight less what {adapter_name} starts with")
