@@ -145,6 +145,19 @@ def layer_exponent(largest: float, signed: bool = False) -> int:
     return max(exponent, -100)  # float32 keeps its normal range for levels * 2**exponent * absmax
 
 
+def widest_exponent(largest: float, signed: bool = False) -> int:
+    """The ``exponent`` of a layer whose scales are to be as small as they can beside its largest weight magnitude.
+
+    That comes to [16, 32), where the largest scale there is, 31, serves what is above it too; with signs it comes
+    between 5/8 and 5/4. Weights that float16 holds then decode to such: 31 * 2**11 is 63488.
+
+    >>> widest_exponent(0.5), widest_exponent(65504.0), widest_exponent(0.5, signed=True)
+    (-5, 11, -1)
+    """
+    exponent = math.frexp(largest / 1.25)[1] if signed else math.frexp(largest)[1] - 5
+    return max(exponent, -100)
+
+
 def hadamard(block: Sequence[float]) -> list[float]:
     """The product of a block of 32 numbers with the Hadamard matrix of 32 over its root, which is its own inverse.
 

@@ -34,8 +34,9 @@ class Quantized:
             is tied to it one name.
         left: ``{name: why}`` of those that it left: ``"asked for"`` by the config, or a reason of its own: ``"head"``,
             ``"router"``, ``"table"`` of embeddings, ``"small"`` table, ``"read"`` by the model's code instead of
-            called, ``"tied"`` to a table that is left, ``"fixed"``, tied to another tensor or kept in float32, or
-            ``"adapter"`` of PEFT. Or what it has that a quantized layer would lose: ``"has a forward of its own"``.
+            called, ``"tied"`` to a table that is left, ``"fixed"``, tied to another tensor or kept in float32,
+            ``"adapter"`` of PEFT, or ``"range"``, some rows being too small beside the largest weight for packed
+            scales. Or what it has that a quantized layer would lose: ``"has a forward of its own"``.
         bytes_before: of all parameters and buffers.
         bytes_after: of the same, quantized.
     """
@@ -148,11 +149,6 @@ def quantize_model(
     before, reasons = _bytes(model), packable.reasons
     if config.embedding_bits is None:
         reasons = dict.fromkeys(packable.tables, "table") | reasons
-    left = {
-        name: reasons.get(name, "asked for")
-        for name in packable.names
-        if name not in chosen and packable.ties.get(name) not in chosen
-    }
     tables = packable.tables_in(chosen)
     layers = [name for name in chosen if name not in tables]
     mean = config.bits if memory is None else _fit(model, packable, memory, context, config, report)
@@ -191,8 +187,16 @@ def quantize_model(
         layerwise.calibrate(model, ids, config=config, progress=True, **options)
         if model.hf_quantizer.tuned:
             report("tuned", model.hf_quantizer.tuned)
+        lost = model.hf_quantizer.lost
     else:
-        _quantize_all(model, packable, config, chosen, device)
+        lost = _quantize_all(model, packable, config, chosen, device)
+    chosen = {name: bits for name, bits in chosen.items() if name not in lost}
+    reasons = reasons | dict.fromkeys(lost, "range")
+    left = {
+        name: reasons.get(name, "asked for")
+        for name in packable.names
+        if name not in chosen and packable.ties.get(name) not in chosen
+    }
     return Quantized(chosen, left, before, _bytes(model))
 
 
@@ -248,13 +252,18 @@ def _quantize_all(
     config: KbitConfig,
     chosen: Mapping[str, int],
     device: torch.device | str | None,
-) -> None:
-    """Without data."""
+) -> dict[str, str]:
+    """Without data; what of it stays in 16 bits, and why."""
     quantizer = KbitHfQuantizer(config, pre_quantized=False)
     quantize_layers(model, packable, chosen, quantizer, device)
     keep_adapters(model)
     if isinstance(model, PreTrainedModel):
-        quantizer.adopt(model, chosen, packable.unusual)
+        names = [name for name in chosen if name not in quantizer.lost]
+        quantizer.adopt(model, names, packable.unusual)
+    else:
+        named = model.named_modules()
+        quantizer.report_range((name, layer) for name, layer in named if isinstance(layer, KbitWeight))
+    return quantizer.lost
 
 
 def _bytes(model: nn.Module) -> int:

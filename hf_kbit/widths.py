@@ -241,7 +241,7 @@ def _decoded(weight: torch.Tensor, width: int, config: KbitConfig) -> torch.Tens
     *lead, out_features, in_features = weight.shape
     how = {"codebook": config.levels_for(width), "scale": config.scale, "transform": config.transform}
     layer = KbitWeight(in_features, out_features, width, device="meta", lead=tuple(lead), **how)
-    layer.load_dense(weight)
+    layer.load(layer.quantize(weight))
     return layer.dequantize(torch.float32)
 
 

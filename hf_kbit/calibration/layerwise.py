@@ -28,7 +28,7 @@ from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.checkpoint import saved_class
-from hf_kbit.integrations.transformers.in_place import keep_adapters, quantize_layers, tie
+from hf_kbit.integrations.transformers.in_place import keep_adapters, leave_lost, quantize_layers, tie
 from hf_kbit.integrations.transformers.plain import is_linear
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.mixing import stored_weights, units
@@ -140,6 +140,7 @@ def calibrate(
     device = capture.resolve(device, model)
     if tune and tune_whole:
         check_room(model, widths, data, length, device)
+    widths = leave_lost(model, widths, quantizer, device)
     if data is None:
         data = written(model, sequences, length, tune, device, progress)
     if tokenizer is None and not isinstance(data, torch.Tensor):

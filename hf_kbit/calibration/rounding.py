@@ -14,7 +14,7 @@ from hf_kbit.calibration.experts import DenseProjection
 from hf_kbit.calibration.inputs import Moments
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.nn.packed import Decoding, Packed, choose_decoding, transformed
+from hf_kbit.nn.packed import Decoding, Stored
 from hf_kbit.reference import decode_e4m4
 from hf_kbit.transforms import of_moments, to_stored
 
@@ -32,11 +32,12 @@ def round_linear(name: str, layer: KbitLinear, dense: nn.Module, moments: Moment
     _check(name, moments)
     weight = dense.weight.T if isinstance(dense, Conv1D) else dense.weight
     # Feedback lost more with column scales for the inputs: it has all of their moments anyway.
-    columns = balance_for(weight, moments.second) if solver.DIAGONAL else layer.fixed_columns(weight.device)
-    stored = transformed(aim(weight.float(), moments), layer.transform, f"{name}.weight", columns)
-    decoding = choose_decoding(stored, layer.levels, True, layer.refines_levels)
-    planes, absmax = _rounded(stored.weight.float(), moments, decoding, stored.columns, solver)
-    layer.load(Packed(planes, absmax, decoding, stored.columns))
+    columns = balance_for(weight, moments.second) if solver.DIAGONAL else None
+    weight = aim(weight.float(), moments)
+    how = layer.quantize(weight, f"{name}.weight", columns)
+    stored = Stored(weight, how.columns, name).weight
+    planes, absmax = _rounded(stored, moments, how.decoding, how.columns, solver)
+    layer.load(how._replace(planes=planes, absmax=absmax))
 
 
 @launches.shared()
@@ -52,9 +53,8 @@ def round_projection(name: str, layer: KbitProjection, dense: DenseProjection, s
     if solver.DIAGONAL:
         shares = list(shares)
         columns = balance_for(whole, sum(share.moments.second for share in shares))
-    stored = transformed(whole, layer.transform, name, columns)
-    decoding, columns = choose_decoding(stored, layer.levels, True, layer.refines_levels), stored.columns
-    del stored
+    how = layer.quantize(weight, name, columns)
+    decoding, columns = how.decoding, how.columns
     found, few = [], 0
     for own, (rows, moments) in zip(weight, shares, strict=True):
         _check(name, moments)
@@ -68,7 +68,7 @@ def round_projection(name: str, layer: KbitProjection, dense: DenseProjection, s
             few += 1
             found.append(torch.ops.hf_kbit.quantize(own, decoding.codebook(own.device), True, decoding.transformed))
     planes, absmax = map(torch.stack, zip(*found, strict=True))
-    layer.load(Packed(planes, absmax, decoding, columns))
+    layer.load(how._replace(planes=planes, absmax=absmax))
     return few
 
 

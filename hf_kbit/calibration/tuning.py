@@ -489,7 +489,7 @@ class _Group:
         for layer, shape, codes, absmax in parts:
             device, columns = layer.weight.device, layer.weight_columns
             planes = pack_codes(codes.view(*shape, BLOCK_SIZE), layer.bits).to(device)
-            layer.load(Packed(planes, absmax.view(shape).to(device), layer.decoding, columns))
+            layer.load(Packed(planes, absmax.view(shape).to(device), layer.decoding, columns, layer.untransformed))
 
 
 class _Bytes(torch.autograd.Function):

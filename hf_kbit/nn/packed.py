@@ -24,7 +24,9 @@ from hf_kbit.format import (
     layer_exponent,
     num_blocks,
     weight_shape,
+    widest_exponent,
 )
+from hf_kbit.nn import dynamic_range
 from hf_kbit.reference import decode_e4m4, row_slices
 from hf_kbit.refine import refine
 from hf_kbit.transforms import to_stored
@@ -127,12 +129,18 @@ class Decoding:
 
 class Packed(NamedTuple):
     """A weight in the stored form: int32 planes ``[*, N, B * bits]``, uint8 scales ``[*, N, B]``, how they decode, and
-    uint8 column scales ``[K]`` where the weight is transformed."""
+    uint8 column scales ``[K]`` where the weight is transformed.
+
+    Of a weight that was quantized there is besides, in words and mostly empty: why it is not transformed as it was to
+    be (``untransformed``), and what even so its scales do not hold (``lost``).
+    """
 
     planes: torch.Tensor
     absmax: torch.Tensor
     decoding: Decoding
     columns: torch.Tensor | None = None
+    untransformed: str = ""
+    lost: str = ""
 
 
 class Stored:
@@ -146,18 +154,20 @@ class Stored:
         weight: float32, float16 or bfloat16, a tensor or made a matrix at a time (``reference.matrices``).
         columns: uint8 ``[K]``, E4M4 column scales, or None.
         name: what errors call the weight.
+        plain: the same without column scales, if there are any.
     """
 
-    def __init__(self, weight: torch.Tensor, columns: torch.Tensor | None, name: str):
+    def __init__(self, weight: torch.Tensor, columns: torch.Tensor | None, name: str, plain: "Stored | None" = None):
         *rows, in_features = weight.shape
         self.shape = (*rows, in_features if columns is None else num_blocks(in_features) * BLOCK_SIZE)
-        self.columns, self.device, self._original, self._name = columns, weight.device, weight, name
+        self.columns, self.device, self.original, self._name = columns, weight.device, weight, name
+        self.plain = plain or self
         self._largest: torch.Tensor | None = None
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         columns, largest = None if self.columns is None else decode_e4m4(self.columns), []
         numbers = _SLICE_ON_CPU if self.device.type == "cpu" else _SLICE
-        for rows in row_slices(self._original, numbers):
+        for rows in row_slices(self.original, numbers):
             part = rows if columns is None else to_stored(rows, columns, rotated=True)
             if self._largest is None:
                 largest.append(largest_magnitude(part))
@@ -185,7 +195,7 @@ class Stored:
     @property
     def weight(self) -> torch.Tensor:
         """All of it at once."""
-        return self._original if self.columns is None else torch.cat(list(self)).view(self.shape)
+        return self.original if self.columns is None else torch.cat(list(self)).view(self.shape)
 
 
 def transformed(
@@ -208,27 +218,32 @@ def transformed(
     plain = Stored(weight, None, name)
     if plain.largest > MOST_TO_TRANSFORM or transform == "none":
         return plain
-    return Stored(weight, balance(weight) if columns is None else columns, name)
+    return Stored(weight, balance(weight) if columns is None else columns, name, plain)
 
 
-def choose_decoding(stored: Stored, levels: Levels, search: bool, refined: bool = False) -> Decoding:
+def choose_decoding(
+    stored: Stored, levels: Levels, search: bool, refined: bool = False, widest: bool = False
+) -> Decoding:
     """How a weight will decode: its exponent and, perhaps, levels of its own: refined ones or, in place of those of
-    ``optimal`` for scales with signs, the symmetric ones, if a weight stands out.
+    ``optimal`` for scales with signs, the symmetric ones, if a weight stands out or its scales have none.
 
     Args:
         stored: what will be quantized.
         levels: canonical codebook of ``2**bits`` levels.
         search: how scales will be found (``hf_kbit.quantize``).
         refined: whether the levels are refined on this weight (the codebook ``"layer"``).
+        widest: whether the exponent is to leave the most room below the largest scale.
 
     >>> stored = transformed(torch.full((1, 32), 1000.0), "none")
     >>> choose_decoding(stored, codebooks.normal_float(3), search=True).exponent
     6
     """
     transform = "none" if stored.columns is None else "rotated"
-    if levels == codebooks.optimal(bits_of(len(levels)), signed=True) and _stands_out(stored):
+    signed = levels == codebooks.optimal(bits_of(len(levels)), signed=True)
+    if signed and (transform == "none" or _stands_out(stored)):
         levels = codebooks.optimal(bits_of(len(levels)))
-    decoding = Decoding(levels, layer_exponent(stored.largest, signed=transform != "none"), transform)
+    exponent = (widest_exponent if widest else layer_exponent)(stored.largest, signed=transform != "none")
+    decoding = Decoding(levels, exponent, transform)
     if not refined:
         return decoding
     levels = refine(stored, levels, decoding.codebook_exponent, search, decoding.transformed)
@@ -271,7 +286,27 @@ def quantize_weight(
     usual = Decoding(levels, 0, "none" if stored.columns is None else "rotated")
     packed = None if refined else _quantize(stored, usual, search)
     decoding = choose_decoding(stored, levels, search, refined)
-    return packed if packed and decoding == usual else _quantize(stored, decoding, search)
+    if packed is None or decoding != usual:
+        packed = _quantize(stored, decoding, search)
+    if not (why := _out_of_range(stored.plain, packed)):
+        return packed
+    for wider in dict.fromkeys((stored, stored.plain)):
+        packed = _quantize(wider, choose_decoding(wider, levels, search, refined, widest=True), search)
+        if not (lost := _out_of_range(stored.plain, packed)):
+            break
+    return packed._replace(untransformed="" if wider is stored else why, lost=lost)
+
+
+def _out_of_range(plain: Stored, packed: Packed) -> str:
+    """What the scales of a packed weight do not hold of the weight, in words; "" if they hold all of it."""
+    weight, largest, decoding = plain.original, plain.largest, packed.decoding
+    if lost := dynamic_range.lost(weight, packed.absmax, decoding.transformed):
+        return f"{lost} are too small beside its largest weight for one exponent"
+    if dynamic_range.FAR_FROM_LARGEST < largest <= dynamic_range.LARGEST_FLOAT16:
+        how = decoding.codebook(plain.device), packed.columns, weight.shape[-1]
+        if not dynamic_range.in_float16(packed.planes, packed.absmax, *how):
+            return f"of weights up to {largest:.5g} some would decode to more than float16 holds"
+    return ""
 
 
 def _quantize(stored: Stored, decoding: Decoding, search: bool) -> Packed:

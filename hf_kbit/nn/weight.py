@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -153,6 +154,7 @@ class KbitWeight(nn.Module):
         self.dense_dtype = dtype or torch.get_default_dtype()
         self.transposed = False  # whether the layer stands for one whose weight is [*lead, K, N]
         self.balances = True  # whether column scales are found for a weight that is transformed; else all are 1
+        self.untransformed = ""  # why its weight is not transformed, if it was to be (Packed)
         self.tied = False  # whether its parameters are those of other layers of the model too (tie_to)
         # [N, K] of what this process multiplies by, under tensor or expert parallelism; None: by whole matrices.
         self.local_shape: tuple[int, int] | None = None
@@ -185,7 +187,8 @@ class KbitWeight(nn.Module):
     # --- a weight comes in ---
 
     def quantize(self, weight: torch.Tensor, name: str = "weight", columns: torch.Tensor | None = None) -> Packed:
-        """What ``load_dense`` would load, on the weight's own device; the layer stays as it is.
+        """What ``load_dense`` would load, on the weight's own device; the layer stays as it is. It says if that is not
+        transformed as it was to be, or has lost rows (``Packed``).
 
         Args:
             weight: float32, float16 or bfloat16 ``[*lead, N, K]``.
@@ -206,9 +209,15 @@ class KbitWeight(nn.Module):
             return None
         return torch.full((self.in_features,), encode_e4m4(1.0), dtype=torch.uint8, device=device)
 
-    def load_dense(self, weight: torch.Tensor, name: str = "weight") -> None:
-        """Replaces the weight by the quantized ``weight`` ``[*lead, N, K]``, which decides device and exponent too."""
-        self.load(self.quantize(weight, name))
+    def load_dense(self, weight: torch.Tensor, name: str = "weight", columns: torch.Tensor | None = None) -> None:
+        """Replaces the weight by the quantized ``weight`` ``[*lead, N, K]``, which decides device and exponent too;
+        arguments and errors as of ``quantize``. Warns where it cannot be held as it was to be."""
+        packed = self.quantize(weight, name, columns)
+        if packed.lost:
+            warnings.warn(f"{name}: {packed.lost}, and are lost. Leave the layer in 16 bits", stacklevel=3)
+        elif packed.untransformed:
+            warnings.warn(f"{name}: {packed.untransformed}; quantized without a transform", stacklevel=3)
+        self.load(packed)
 
     def load(self, packed: Packed) -> None:
         """Replaces the weight by a packed one, which also decides the device.
@@ -224,6 +233,7 @@ class KbitWeight(nn.Module):
         for name, tensor in zip(PACKED, (packed.planes, packed.absmax, packed.columns), strict=True):
             setattr(self, name, _frozen(tensor))
         self.decode_as(packed.decoding)
+        self.untransformed = packed.untransformed
         self.settle(packed.planes.device)
 
     def decode_as(self, decoding: Decoding) -> None:

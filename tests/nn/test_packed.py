@@ -15,7 +15,7 @@ LEVELS = codebooks.optimal(3)
 
 
 def decoded(weight: torch.Tensor, transform: str, levels=LEVELS) -> torch.Tensor:
-    planes, absmax, decoding, columns = quantize_weight(weight, levels, search=True, transform=transform)
+    planes, absmax, decoding, columns, *_ = quantize_weight(weight, levels, search=True, transform=transform)
     packed = planes, absmax, decoding.codebook("cpu")
     return torch.ops.hf_kbit.dequantize(*packed, weight.shape, torch.float32, columns, decoding.transformed)
 
@@ -178,3 +178,71 @@ def test_levels_are_symmetric_where_a_weight_stands_out(bits, size):
     error = (decoded(weight, "rotated", lopsided) - weight)[3, 32:64].double().norm() / weight[3, 40]
     assert error < 0.03, "0.17 at 2 bits by the lopsided ones"
     assert not quantize_weight(torch.zeros(2, 64), lopsided, True, transform="rotated").absmax.any()
+
+
+# --- what is much smaller than the largest weight -------------------------------------------------
+
+
+def smaller(part: str, size: float) -> tuple[torch.Tensor, tuple]:
+    """A weight of which a part is so many times smaller than the rest, and where that part is."""
+    weight = torch.randn(4, 64, 256, generator=torch.Generator().manual_seed(0)) * 0.02
+    where = {"rows": (..., slice(16), slice(None)), "expert": (1,), "columns": (..., slice(64, 128))}[part]
+    weight[where] *= size
+    return weight, where
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("part", ["rows", "expert", "columns"])
+@pytest.mark.parametrize("bits", BITS)
+def test_rows_experts_and_columns_are_held_beside_much_larger_ones(bits, part, transform):
+    """A hundred thousand times larger ones: with an error of 1.4 times what the width explains at most."""
+    levels = codebooks.optimal(bits, signed=transform == "rotated")
+    usual = None
+    for size in (1, 1e-2, 1e-3, 1e-4, 1e-5):
+        weight, where = smaller(part, size)
+        packed = quantize_weight(weight, levels, search=True, transform=transform)
+        assert packed.decoding.transform == transform or packed.untransformed
+        how = packed.decoding.codebook("cpu"), list(weight.shape[-2:]), torch.float32, packed.columns
+        found = torch.ops.hf_kbit.dequantize(packed.planes, packed.absmax, *how, packed.decoding.transformed)
+        error = ((found - weight)[where].norm() / weight[where].norm()).item()
+        usual = usual or error
+        assert error < 1.4 * usual, (size, packed.untransformed)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_what_no_exponent_holds_is_said(transform):
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    weight[3, 7] = 1e7
+    packed = quantize_weight(weight, LEVELS, search=True, transform=transform)
+    assert packed.lost.startswith("63 of 64 rows")
+    weight[3, 7], weight[4], weight[5] = 1, 0, 1e-9  # zero and dead rows cost nothing
+    packed = quantize_weight(weight, LEVELS, search=True, transform=transform)
+    assert (packed.lost, packed.untransformed, packed.decoding) == ("", "", Decoding(LEVELS, 0, transform))
+
+
+def test_a_wider_exponent_is_enough_for_most():
+    """The transform, without which language models lose much at 2 and 3 bits, is kept where it can be."""
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 0.02
+    weight[:8] *= 0.007
+    packed = quantize_weight(weight, codebooks.optimal(3, signed=True), search=True, transform="rotated")
+    assert packed.decoding.transform == "rotated" and packed.decoding.exponent < 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("bits", BITS)
+def test_weights_near_the_end_of_float16_decode_finite(bits, transform, dtype):
+    weight = torch.rand(64, 256, generator=torch.Generator().manual_seed(bits)) * 2 - 1
+    levels = codebooks.optimal(bits, signed=transform == "rotated")
+    for largest in (65280, 60000, 30000):  # the first is the last that both hold
+        packed = quantize_weight((weight * largest).to(dtype), levels, search=True, transform=transform)
+        how = packed.decoding.codebook("cpu"), weight.shape, torch.float16, packed.columns
+        found = torch.ops.hf_kbit.dequantize(packed.planes, packed.absmax, *how, packed.decoding.transformed)
+        assert found.isfinite().all()
+        assert not packed.lost
+
+
+def test_the_largest_weights_of_a_transformed_layer_have_levels_for_scales_without_signs():
+    """The others would decode to infinity: the layer is not transformed, for it is too large."""
+    weight = (torch.rand(64, 256, generator=torch.Generator().manual_seed(0)) * 2 - 1) * 3.3e38
+    assert decoded(weight, "rotated", codebooks.optimal(2, signed=True)).isfinite().all()

@@ -287,6 +287,6 @@ def requantize(layer: KbitWeight, weight, name: str, columns: torch.Tensor | Non
     tiled = layer.is_tiled
     if columns is not None:  # zeros are those of a layer that never had a weight
         columns = columns.data.to(weight.device) if columns.all() else None
-    layer.load(layer.quantize(weight, name, columns))
+    layer.load_dense(weight, name, columns)
     if not tiled:
         layer.to_planes()

@@ -1,6 +1,6 @@
 """Dense layers in the places of packed ones: for good, of decoded weights, or while a model's own code is at work."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -40,38 +40,44 @@ def to_dense(layer: KbitWeight, dtype: torch.dtype, decoded: nn.Module | None = 
     return dense
 
 
+def put_empty(model: nn.Module, names: Iterable[str], device: torch.device | str | None = None) -> None:
+    """Puts what was there before in the places of packed layers and projections: with weights that are still to come,
+    on a device, or on that where the packed ones are."""
+    new = {}
+    for name in names:
+        layer = model.get_submodule(name)
+        weight = _empty_weight(layer, device or layer.weight.device)
+        if isinstance(layer, KbitProjection):
+            experts.put_tensor(*place_of(model, name), weight)
+        else:
+            new[name] = dense_like(layer, weight)
+    selection.replace_modules(model, new)
+
+
 @contextmanager
 def shown_dense(model: nn.Module) -> Iterator[None]:
     """Inside, a model has dense layers in the places of packed ones, for code that knows no others. What it does to
     their weights, which take no memory, is lost; what it does to biases, buffers and all else stays."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
+    put_empty(model, layers, "meta")
     projections = {name: layer for name, layer in layers.items() if isinstance(layer, KbitProjection)}
-    layers = {name: layer for name, layer in layers.items() if name not in projections}
-    for name, projection in projections.items():
-        experts.put_tensor(*place_of(model, name), _without_memory(projection))
-    dense = {name: dense_like(layer, _without_memory(layer)) for name, layer in layers.items()}
-    selection.replace_modules(model, dense)
+    dense = {name: model.get_submodule(name) for name in layers.keys() - projections.keys()}
+    for name in layers:  # as what Transformers has loaded
+        selection.dense_weight(model, name)._is_hf_initialized = True
     try:
         yield
     finally:
-        for name, projection in projections.items():
-            experts.put(model, name, projection)
         for name, layer in layers.items():
-            if isinstance(layer, KbitEmbedding):
+            if name in projections:
+                experts.put(model, name, layer)
+            elif isinstance(layer, KbitEmbedding):
                 layer.take_besides(dense[name])
             else:
                 layer.bias = dense[name].bias
-        selection.replace_modules(model, layers)
+        selection.replace_modules(model, {name: layers[name] for name in dense})
 
 
-def _without_memory(layer: KbitWeight) -> nn.Parameter:
-    """A weight that Transformers takes for one that was loaded."""
-    weight = empty_weight(layer, "meta")
-    weight._is_hf_initialized = True
-    return weight
-
-
-def empty_weight(layer: KbitWeight, device: torch.device | str) -> nn.Parameter:
+def _empty_weight(layer: KbitWeight, device: torch.device | str) -> nn.Parameter:
     """The weight that a packed one stands for, in the order of the model, with whatever memory holds."""
     size = (layer.out_features, layer.in_features)
     shape = (*layer.lead, *(reversed(size) if layer.transposed else size))

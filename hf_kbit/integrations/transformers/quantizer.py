@@ -34,7 +34,7 @@ from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX
 from hf_kbit.integrations.sharding import refuse_zero3
 from hf_kbit.integrations.transformers import checkpoint, experts, kernels, mxfp4, parallel, plain, selection, tying
-from hf_kbit.integrations.transformers.dense import dense_like, empty_weight, shown_dense, to_dense
+from hf_kbit.integrations.transformers.dense import put_empty, shown_dense, to_dense
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection, projections
 from hf_kbit.nn.linear import KbitLinear
@@ -63,33 +63,56 @@ class KbitQuantize(ConversionOps):
                 if isinstance(layer, KbitProjection):  # which the checkpoint knows by the name of a tensor
                     missing_keys.discard(name)
                     name += checkpoint.WEIGHT_SUFFIX
-                self.hf_quantizer.loaded.append(name.removesuffix(checkpoint.WEIGHT_SUFFIX))
-                converted |= self._quantize(name, tensor, layer)
+                converted |= self._quantize(name, tensor, layer, model, missing_keys)
             else:
                 converted[name] = tensor
         return converted
 
-    def _quantize(self, name: str, tensor: torch.Tensor | mxfp4.Mxfp4, layer: KbitWeight) -> dict[str, torch.Tensor]:
+    def _quantize(
+        self, name: str, tensor: torch.Tensor | mxfp4.Mxfp4, layer: KbitWeight, model, missing_keys
+    ) -> dict[str, torch.Tensor]:
+        own_name = name.removesuffix(checkpoint.WEIGHT_SUFFIX)
         try:
             if isinstance(tensor, mxfp4.Mxfp4):
-                own_name = name.removesuffix(checkpoint.WEIGHT_SUFFIX)
                 packed, self.hf_quantizer.from_mxfp4[own_name] = mxfp4.quantize(tensor, layer, own_name)
             else:
                 packed = layer.quantize(_as_expected(name, tensor.mT if layer.transposed else tensor, layer), name)
+            if packed.lost:
+                self.hf_quantizer.lost[own_name] = packed.lost
+                return self._leave(own_name, tensor, layer, model, missing_keys)
         except (TypeError, ValueError) as error:
             # Transformers would swallow it here; it is raised when all weights have been seen.
             self.hf_quantizer.problems.append(str(error))
             planes = torch.zeros(layer.weight.shape, dtype=torch.int32, device=tensor.device)
             absmax = torch.zeros(layer.weight_absmax.shape, dtype=torch.uint8, device=tensor.device)
             packed = Packed(planes, absmax, Decoding(layer.levels))
+        self.hf_quantizer.loaded.append(own_name)
         stand_ins, columns = layer.packed, packed.columns
         layer.decode_as(packed.decoding)
+        layer.untransformed = packed.untransformed
         if columns is None and (room := stand_ins.get(parallel.COLUMNS)) is not None:
             # Transformers has listed this parameter as one to load; once all are loaded, the layer drops it.
             layer.weight_columns, columns = room, torch.zeros_like(room, device=packed.planes.device)
         tensors = dict(zip(PACKED, (packed.planes, packed.absmax, columns), strict=True))
         prefix = name.removesuffix(parallel.WEIGHT)
         return {prefix + own: parallel.own_part(tensors[own], stand_in) for own, stand_in in stand_ins.items()}
+
+    def _leave(self, name: str, tensor, layer: KbitWeight, model, missing_keys) -> dict[str, torch.Tensor]:
+        """The weight as it has come, for the 16-bit layer that is in its place again."""
+        if _is_shared(model.config):  # rules have sharded what was to be packed
+            raise ValueError(
+                f"{name}: found that {self.hf_quantizer.lost.pop(name)}, expected a weight that can be packed where "
+                "several processes load: leave the layer in 16 bits (modules_to_not_convert)"
+            )
+        group = (name, *tying.followers(model, name))
+        put_empty(model, group, "meta")
+        tying.forget(model, group)
+        missing_keys.difference_update(f"{own}.{part}" for own in group for part in PACKED[1:])
+        if isinstance(tensor, mxfp4.Mxfp4):
+            del self.hf_quantizer.from_mxfp4[name]
+            dense = mxfp4.dense(tensor, name, layer.dense_dtype)
+            tensor = dense.mT.contiguous() if layer.transposed else dense
+        return {name if isinstance(layer, KbitProjection) else name + checkpoint.WEIGHT_SUFFIX: tensor}
 
 
 @register_quantizer("kbit")
@@ -108,6 +131,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.made_together: list[list[str]] = []  # parts of names of tensors that one conversion makes
         self.mxfp4: list[str] = []  # projections that the checkpoint holds so
         self.from_mxfp4: dict[str, int | None] = {}  # those packed, and what mxfp4.quantize says of them
+        self.lost: dict[str, str] = {}  # layers, tables and projections left in 16 bits, and what would be lost
         self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
         self.unusual: dict[str, str] = {}  # what layers have that stay in 16 bits for it (plain.unusual)
         self.tuned = ""  # what tuning has gained, if it has been done
@@ -279,15 +303,14 @@ class KbitHfQuantizer(HfQuantizer):
     @staticmethod
     def _restore_new_layers(model) -> None:
         """Puts back 16-bit layers where the checkpoint had no weight: a new head, to be trained, or a table."""
-        tied, layers = tying.tied(model), {}
+        tied, new = tying.tied(model), []
         for name, layer in model.named_modules():
             source = model.get_submodule(tied.get(name, name))
             empty = isinstance(source, KbitWeight) and source.weight.is_floating_point()
             if empty and isinstance(layer, KbitLinear | KbitEmbedding):
                 if not getattr(source.weight, "_is_hf_initialized", False):
-                    layers[name] = layer
-        new = {name: dense_like(layer, empty_weight(layer, layer.weight.device)) for name, layer in layers.items()}
-        selection.replace_modules(model, new)
+                    new.append(name)
+        put_empty(model, new)
         tying.forget(model, new)
 
     # --- after loading ---
@@ -364,6 +387,10 @@ class KbitHfQuantizer(HfQuantizer):
     def _record(self, model, layers) -> None:
         names, tied = checkpoint.stored_names(model, layers), tying.tied(model)  # tied ones are stored by another name
         record(self.quantization_config, {names[name]: layer for name, layer in layers.items() if name not in tied})
+        left = {mixing.exactly(name): None for name in self.lost}
+        self.quantization_config.module_bits = left | {
+            pattern: bits for pattern, bits in self.quantization_config.module_bits.items() if pattern not in left
+        }
 
     def _report(self, model, layers) -> None:
         """One line on what is quantized and what is left, like names gathered."""
@@ -396,6 +423,15 @@ class KbitHfQuantizer(HfQuantizer):
         )
         self._report_unusual()
         self._report_mxfp4()
+        self.report_range(layers.items())
+
+    def report_range(self, layers: Iterable[tuple[str, KbitWeight]]) -> None:
+        """A line each on layers that are not transformed, or not quantized, for the range of packed scales."""
+        untransformed = {name: layer.untransformed for name, layer in layers if layer.untransformed}
+        for what, reasons in (("quantized without a transform", untransformed), ("left in 16 bits", self.lost)):
+            if reasons:
+                listing = ", ".join(f"{name} ({why})" for name, why in reasons.items())
+                logger.warning("hf_kbit: %s: %s", what, listing)
 
     def _report_unusual(self) -> None:
         counts = Counter(f"{_gathered(name)} {what}" for name, what in self.unusual.items())

@@ -45,6 +45,14 @@ def tied(model: nn.Module) -> dict[str, str]:
     return found
 
 
+def followers(model: nn.Module, name: str) -> list[str]:
+    """Names of stand-ins that are tied to that one, and that no weight has come for."""
+    ties = tied(model)
+    first = ties.get(name, name)
+    group = (first, *(other for other, source in ties.items() if source == first))
+    return [x for x in group if x != name and model.get_submodule(x).weight.is_floating_point()]
+
+
 def declare(model: nn.Module) -> None:
     """Has Transformers tie all that belongs to a tied weight, while it loads."""
     for name, first in tied(model).items():
@@ -82,9 +90,9 @@ def put_back(model: nn.Module, layers: Iterable[str]) -> None:
 
 def forget(model: nn.Module, layers: Iterable[str]) -> None:
     """Has Transformers tie no more than the weights of layers that are in 16 bits again."""
-    for name in layers:
-        for own in PACKED[1:]:
-            model.all_tied_weights_keys.pop(f"{name}.{own}", None)
+    packed, ties = {f"{name}.{own}" for name in layers for own in PACKED[1:]}, model.all_tied_weights_keys
+    for target in [target for target, source in ties.items() if packed & {target, source}]:
+        del ties[target]
 
 
 def store_once(gather_sharded_state_dict_for_save):

@@ -1,0 +1,108 @@
+"""What of a weight the scales of its layer cannot hold.
+
+A layer has one exponent, and a scale one byte, so that the smallest scale is a fixed part of the largest. In a row
+whose largest scale is one or two times the smallest there is, all others are rounded to these or to zero, and the row
+is lost, mostly or wholly. A block of 32 columns is lost likewise, where the scales of all rows are so small in it.
+"""
+
+import torch
+
+from hf_kbit.format import BLOCK_SIZE, num_blocks
+from hf_kbit.reference import MAGNITUDE, decode_scales, row_slices
+
+# Of the scale that is the largest of a row, in parts of the smallest. From here on a Gaussian row's squared error is
+# at most twice what its width explains; where it is 2, up to 20 times, at 1 up to 460 (rows of 256 to 4096).
+HELD = 3
+# Of the median row: what is smaller is dead, as rows are that training has never reached or has pruned.
+DEAD = 2.0**-20
+LARGEST_FLOAT16 = 65504.0
+# Up to here a weight decodes to numbers of float16, however it is rounded and turned.
+FAR_FROM_LARGEST = 2.0**12
+
+_SLICE = 1 << 20  # weights at a time
+
+
+def lost(weight: torch.Tensor, absmax: torch.Tensor, signed: bool) -> str:
+    """The rows, and the blocks of columns, of which the scales are too coarse, such as ``"64 of 256 rows"``; "" where
+    there are none. Rows and blocks of zeros are held, and those that are dead beside the others do not count.
+
+    The scales of a layer say which rows may be lost, in a thousandth of the time that quantizing takes; weights are
+    read where there are such rows alone.
+
+    Args:
+        weight: floating ``[*, N, K]``, or made a matrix at a time (``reference.matrices``).
+        absmax: uint8 scales ``[*, N, B]`` of that weight, or of what is stored for it.
+        signed: whether they are SE3M4 rather than E4M4.
+
+    >>> weight = torch.cat([torch.ones(3, 32), torch.full((1, 32), 1e-3), torch.zeros(1, 32)])
+    >>> lost(weight, torch.tensor([[176], [176], [176], [2], [0]], dtype=torch.uint8), signed=False)
+    '1 of 5 rows'
+    """
+    steps = absmax.flatten(0, -2)
+    steps = steps & MAGNITUDE if signed else steps
+    rows, blocks = steps.amax(1) < HELD, steps.amax(0) < HELD
+    if not (rows.any() | blocks.any()):
+        return ""
+    found = []
+    if _of_rows(weight, rows).any():
+        count = (rows & _counts(_of_rows(weight, torch.ones_like(rows)))).sum().item()
+        found += [f"{count:,} of {len(rows):,} rows"] if count else []
+    if blocks.any():
+        count = (blocks & _counts(_of_blocks(weight))).sum().item()
+        found += [f"{count:,} of {len(blocks):,} blocks of {BLOCK_SIZE} columns"] if count else []
+    return " and ".join(found)
+
+
+def is_wide(weight: torch.Tensor) -> bool:
+    """Whether a weight ``[*, N, K]`` has a row or a block of columns that scales may not hold whatever the exponent
+    is: without a transform they hold what is up to ``2**14`` times smaller than the largest weight.
+
+    >>> is_wide(torch.tensor([[1.0, 1.0], [1e-5, 1e-5]])), is_wide(torch.tensor([[1.0, 1.0], [1e-3, 0.0]]))
+    (True, False)
+    """
+    every = torch.ones(weight.shape[:-1].numel(), dtype=torch.bool, device=weight.device)
+    for largest in (_of_rows(weight, every), _of_blocks(weight)):
+        counted = largest[_counts(largest)]
+        if len(counted) and counted.min() < 2.0**-14 * largest.max():
+            return True
+    return False
+
+
+def _counts(largest: torch.Tensor) -> torch.Tensor:
+    """Whether a row, of whose weights this is the largest magnitude, is neither zero nor dead beside the others."""
+    used = largest > 0
+    return used & (largest >= DEAD * largest[used].median()) if used.any() else used
+
+
+def _of_rows(weight: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """The largest magnitudes, float32, of the rows that are ``chosen``, bool ``[rows]``."""
+    found, first = [], 0
+    for part in row_slices(weight, _SLICE):
+        own = part[chosen[first : (first := first + len(part))]]
+        found.append(own.abs().amax(1).float())
+    return torch.cat(found)
+
+
+def _of_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """The largest magnitudes, float32, of the blocks of columns."""
+    in_features = weight.shape[-1]
+    largest = torch.zeros(num_blocks(in_features) * BLOCK_SIZE, device=weight.device)
+    for part in row_slices(weight, _SLICE):
+        own = largest[:in_features]
+        torch.maximum(own, part.abs().amax(0).float(), out=own)
+    return largest.view(-1, BLOCK_SIZE).amax(1)
+
+
+def in_float16(
+    planes: torch.Tensor, absmax: torch.Tensor, codebook: torch.Tensor, columns: torch.Tensor | None, in_features: int
+) -> bool:
+    """Whether float16 holds all that a packed weight ``[*, N, K]`` decodes to, and what is stored for it."""
+    transformed, step = columns is not None, max(_SLICE // in_features, 1)
+    stored = decode_scales(absmax.unique(), transformed).abs().max() * codebook.abs().max()
+    if stored > LARGEST_FLOAT16:
+        return False
+    for part in zip(planes.flatten(0, -2).split(step), absmax.flatten(0, -2).split(step), strict=True):
+        how = codebook, [len(part[0]), in_features], torch.float32, columns, transformed
+        if torch.ops.hf_kbit.dequantize(*part, *how).abs().max() > LARGEST_FLOAT16:
+            return False
+    return True
