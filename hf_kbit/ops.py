@@ -525,9 +525,9 @@ def gemm(
         dtype of ``x``, ``[*, N]``, contiguous. W, or first its levels and then W, are rounded to float32 or to the
         dtype of ``x``, whichever is faster where it runs; sums are at least in float32 and rounded once. With
         ``columns`` or ``rotated``, x may be transformed instead of W: in float32, then rounded like W. For tiles,
-        float16 or bfloat16, and up to 256 tokens, on Hopper up to 4095 (8191 if W has 40 million numbers or more), a
-        GPU of compute capability 8.0 or newer decodes W on its way to the tensor cores; else it decodes W first, a
-        slice at a time.
+        float16 or bfloat16, and up to 256 tokens, on Hopper up to 4095 (8191 if W has 40 million numbers or more, 1023
+        if it is transformed and has 1536 rows or fewer), a GPU of compute capability 8.0 or newer decodes W on its way
+        to the tensor cores; else it decodes W first, a slice at a time.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit; the message names the tensor.

@@ -490,6 +490,16 @@ def test_few_tokens_of_large_weights(library, bits):
             assert library.path(tokens, *shape, bits, transformed, False, arch, 1024) == DECODE
 
 
+@pytest.mark.parametrize("bits", cases.BITS)
+def test_many_tokens_of_few_features(library, bits):
+    """As measured on one H100 on 2026-11-26: a weight of few rows is decoded for less than x is transformed."""
+    for tokens, out_features, transformed in itertools.product((1023, 1024, 4095), (16, 1536, 1537), (False, True)):
+        decoded = transformed and tokens > 1023 and out_features <= 1536
+        found = library.path(tokens, out_features, 4096, bits, transformed, False, 900, 1024)
+        assert found == (DEQUANTIZE if decoded else WGMMA), (tokens, out_features, transformed)
+    assert library.path(4095, 1024, 4096, bits, True, True, 900, 1024) == WGMMA  # batch-invariant
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 17, 200])
 def test_no_fused_path_before_sm_80(library, tokens):
     assert library.path(tokens, 4096, 4096, 4, False, False, 750, 0) == DEQUANTIZE
