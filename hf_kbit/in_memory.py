@@ -258,8 +258,7 @@ def _quantize_all(
     quantize_layers(model, packable, chosen, quantizer, device)
     keep_adapters(model)
     if isinstance(model, PreTrainedModel):
-        names = [name for name in chosen if name not in quantizer.lost]
-        quantizer.adopt(model, names, packable.unusual)
+        quantizer.adopt(model, chosen, packable.unusual)
     else:
         named = model.named_modules()
         quantizer.report_range((name, layer) for name, layer in named if isinstance(layer, KbitWeight))

@@ -161,7 +161,7 @@ class Stored:
         *rows, in_features = weight.shape
         self.shape = (*rows, in_features if columns is None else num_blocks(in_features) * BLOCK_SIZE)
         self.columns, self.device, self.original, self._name = columns, weight.device, weight, name
-        self.plain = plain or self
+        self._plain = plain  # not itself: a cycle would keep the weight in memory
         self._largest: torch.Tensor | None = None
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -191,6 +191,11 @@ class Stored:
             found = f"found magnitudes up to {largest:.4g}, expected them below {TOO_LARGE:.4g}"
             raise ValueError(f"{self._name}: {found}")
         return largest
+
+    @property
+    def plain(self) -> "Stored":
+        """The weight itself, without column scales."""
+        return self._plain or self
 
     @property
     def weight(self) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """How a weight is quantized into a value, and what is refused."""
 
+import gc
+
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -80,6 +82,20 @@ def test_a_part_at_a_time_is_alive(monkeypatch):
     for refined in (False, True):
         quantize_weight(weight, LEVELS, True, refined, "rotated")
     assert len(alive) >= 12 * 6 and most <= 2
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_weight_is_freed_at_once(transform):
+    """Without the garbage collector: while a model loads, few weights are in memory."""
+    weight = torch.randn(64, 64)
+    storage = StorageWeakRef(weight.untyped_storage())
+    gc.disable()
+    try:
+        quantize_weight(weight, LEVELS, search=True, transform=transform)
+        del weight
+        assert storage.expired()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)

@@ -323,7 +323,7 @@ class KbitHfQuantizer(HfQuantizer):
             unusual: what others have that were left for it.
         """
         self.unusual = dict(unusual)
-        for name in names:  # as weights are marked that Transformers has loaded
+        for name in set(names) - self.lost.keys():  # as weights are marked that Transformers has loaded
             for tensor in model.get_submodule(name).packed.values():
                 tensor._is_hf_initialized = True
         tying.declare(model)
