@@ -14,11 +14,12 @@ from functools import lru_cache
 import regex
 
 MOST_SECONDS = 10.0  # of a CPU, that all patterns may take on all names of a model
-MOST_LETTERS = 100_000  # of all regular expressions, what repeats written out: compiled in a second, in 150 MB
-OVERHEAD = 100  # letters that compiling a pattern takes as long as, however short it is
+MOST_LETTERS = 100_000  # of all regular expressions, as _letters counts: compiled in a second
+OVERHEAD = 100  # letters that any pattern takes as long as to compile
 MOST_KINDS = 1000  # of names that are looked up; others count as regular expressions
 NAME = re.compile(r"(\^?)((?:[\w-]|\\?\.|\\-)+)(\$?)")
-REPEATS = re.compile(r"\{[\d,]+\}|\)\+")
+# An escape, a set of letters, a comment, a quantifier, or a letter.
+TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|\(\?#[^)]*\)|\{[\d,]+\}|.", re.DOTALL)
 VERBOSE = re.compile(r"\(\?[\w-]*x")
 
 
@@ -165,14 +166,25 @@ def _compiled(pattern: str) -> regex.Pattern:
 
 
 def _letters(pattern: str) -> int:
-    """How many letters a pattern has with what repeats written out, as if each repeat were inside the one before.
+    """How many letters a pattern has with what repeats written out, times how deep its groups are in one another.
 
-    A repeated group is compiled once for each time that it must be there, and once more if it may go on.
+    What repeats is compiled once for each time that it must be there, and once more if it may go on.
     """
     if VERBOSE.search(pattern):  # then spaces in a count would hide it
         raise ValueError("it has the flag x")
-    repeats = 1
-    for repeat in REPEATS.findall(pattern):
-        counts = [int(count) for count in re.findall(r"\d+", repeat)]
-        repeats *= max([1, *counts]) + repeat.endswith((",}", "+"))
-    return (len(pattern) + OVERHEAD) * repeats
+    if len(pattern) > MOST_LETTERS:
+        return len(pattern)
+    groups, deepest, last = [0], 1, 0  # letters of the groups that are open, and of what a quantifier would repeat
+    for token in TOKEN.findall(pattern):
+        if token == "(":
+            groups.append(0)
+            deepest = max(deepest, len(groups) - 1)
+        elif token == "+" or token[0] + token[-1] == "{}":
+            counts = [int(count) for count in re.findall(r"\d+", token)]
+            times = max([1, *counts]) + token.endswith((",}", "+"))
+            groups[-1] = min(groups[-1] + last * (times - 1), MOST_LETTERS)
+            last = min(last * times, MOST_LETTERS)
+        elif token not in "*?":
+            last = groups.pop() + 1 if token == ")" and len(groups) > 1 else 1
+            groups[-1] += last
+    return OVERHEAD + sum(groups) * deepest
