@@ -25,7 +25,6 @@ from hf_kbit.decoding.cache import CACHE
 from hf_kbit.decoding.choice import Choice
 from hf_kbit.decoding.refusals import refuse, refuse_cache, refuse_in_processes
 from hf_kbit.decoding.step import WAYS, Step, Way
-from hf_kbit.decoding.sums import connect
 
 
 def decode(
@@ -75,6 +74,8 @@ def decode(
     if (group := _processes(model)) is not None:
         refuse_in_processes(generation_config, group, model.device)
         if model.device.type == "cuda":
+            from hf_kbit.decoding.sums import connect  # which takes private modules of torch
+
             connect(group, model.device)
     way = WAYS.get(model.device.type, Way())
     prompt, longest = input_ids.shape[1], stopping_criteria.max_length

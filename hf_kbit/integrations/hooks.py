@@ -63,13 +63,16 @@ class Hook:
 _LOADING, _QUANTIZER = "transformers.core_model_loading", "transformers.quantizers.base:HfQuantizer"
 TRANSFORMERS_NAMES = (
     Name(f"{_LOADING}:ConversionOps.convert", ("self", "input_dict")),
+    Name(f"{_LOADING}:Transpose"),
     Name(f"{_LOADING}:WeightConverter"),
     Name(f"{_LOADING}:WeightConverter.reverse_transform", ("self",)),
     Name(f"{_LOADING}:WeightRenaming"),
+    Name(f"{_LOADING}:WeightTransform"),
     Name(f"{_LOADING}:dot_natural_key", ("s",)),
     Name(f"{_LOADING}:rename_source_key", ("source_key", "weight_renamings", "weight_converters")),
     Name(f"{_LOADING}:revert_weight_conversion", ("model", "state_dict")),
     Name("transformers.conversion_mapping:get_model_conversion_mapping", ("model",)),
+    Name("transformers.integrations.deepspeed:is_deepspeed_zero3_enabled", ()),
     Name("transformers.modeling_utils:PreTrainedModel.should_save_on_this_rank", ("self", "is_main_process")),
     Name("transformers.pytorch_utils:Conv1D"),
     Name("transformers.quantizers.auto:register_quantization_config", ("method",)),

@@ -114,6 +114,25 @@ except ImportError as error:
     assert "found names moved that quantizing into shards relies on" in refused
 
 
+def test_moved_names_for_decoding_cost_decoding(fresh):
+    code = f"""
+{CAUGHT}
+from transformers import GenerationMixin
+del GenerationMixin._prefill
+with caught():
+    import hf_kbit
+    print(hf_kbit.KbitConfig().bits)
+for _ in range(2):
+    try:
+        hf_kbit.decode
+    except ImportError as error:
+        print(error)
+"""
+    bits, first, second = filter(None, fresh.run(code).splitlines())  # no warning
+    assert bits == "4" and first == second and "names moved that hf_kbit.decode relies on" in first
+    assert "GenerationMixin._prefill (found none)" in first
+
+
 def test_a_file_of_ours_that_fails_costs_what_it_is_for(fresh):
     code = f"""
 {CAUGHT}
