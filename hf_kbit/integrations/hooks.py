@@ -145,6 +145,12 @@ TRANSFORMERS_HOOKS = (
         lost="a KbitConfig is refused for checkpoints in MXFP4",
     ),
     Hook(
+        "transformers.configuration_utils:PreTrainedConfig.get_config_dict",
+        ("pretrained_model_name_or_path",),
+        "hf_kbit.integrations.transformers.parts:keep_quantization_config",
+        lost="a part of a quantized model, such as its text model, cannot be loaded alone",
+    ),
+    Hook(
         "transformers.modeling_utils:PreTrainedModel.save_pretrained",
         ("self", "save_directory", "is_main_process"),
         f"{_CARDS}:card_after_saving",

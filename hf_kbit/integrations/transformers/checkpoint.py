@@ -17,23 +17,17 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import WeightTransform, dot_natural_key
 
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, absmax_shape, weight_shape
+from hf_kbit.integrations.transformers.names import WEIGHT_SUFFIX, Names
 from hf_kbit.nn.weight import PACKED, KbitWeight
 
-WEIGHT_SUFFIX = ".weight"
 PACKED_SUFFIXES = tuple(f".{name}" for name in PACKED)
 DIGEST = "kbit_digest"  # in the metadata of each file: KbitConfig.digest of the config.json saved with it
 MAX_NAMED = 20  # problems spelled out in one error
+MOST_SHOWN = 500  # characters of what a file says
 
 
 @dataclass(frozen=True)
@@ -67,12 +61,12 @@ def read_headers(files: Iterable[str]) -> dict[str, StoredTensor]:
             with safe_open(file, framework="pt") as stored:
                 for name in stored.keys():
                     if name in tensors:
-                        raise ValueError(f"{name}: found in {found_in[name]} and in {file}, expected it in one")
+                        raise ValueError(f"{brief(name)}: found in {found_in[name]} and in {file}, expected it in one")
                     found_in[name] = file
                     entry = stored.get_slice(name)
                     tensors[name] = StoredTensor(entry.get_dtype(), tuple(entry.get_shape()))
         except SafetensorError as error:
-            raise ValueError(f"{file}: damaged or cut short{_first_cut(file)} ({error})") from None
+            raise ValueError(f"{file}: damaged or cut short{_first_cut(file)} ({brief(str(error))})") from None
     return tensors
 
 
@@ -87,7 +81,8 @@ def _first_cut(file: str) -> str:
         ends = sorted((8 + length + entry["data_offsets"][1], name) for name, entry in header.items())
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         return ""
-    return next((f" at tensor {name}: found {size} bytes, expected {end}" for end, name in ends if end > size), "")
+    cut = ((name, end) for end, name in ends if end > size)
+    return next((f" at tensor {brief(name)}: found {size} bytes, expected {end}" for name, end in cut), "")
 
 
 def read_unpacked(files: Iterable[str]) -> dict[str, StoredTensor]:
@@ -100,26 +95,25 @@ def read_unpacked(files: Iterable[str]) -> dict[str, StoredTensor]:
     if packed := [name for name in tensors if name.endswith(WEIGHT_SUFFIX + ABSMAX_SUFFIX)]:
         raise ValueError(
             f"levels: found none in quantization_config of config.json, expected those of the packed tensors in the "
-            f"checkpoint, such as {packed[0]}"
+            f"checkpoint, such as {brief(packed[0])}"
         )
     return tensors
 
 
-def check_present(model, weights: list[str], tensors: list[str]) -> None:
+def check_present(names: Names, model, weights: list[str], tensors: list[str]) -> None:
     """Refuses a checkpoint without some of the weights that have to be in it: of experts Transformers would look for a
     place for random numbers, and say of a projection that it is no tensor; and several processes would each draw
     random numbers of their own."""
     if tensors and weights:
-        names = Names(model)
         found = {target for name in tensors for target in names.targets(name)[0]}
         found |= _tied_to(found, model)
         refuse([f"{name}: not in the checkpoint" for name in weights if name not in found])
 
 
-def check_apart(model, weights: list[str], tensors: list[str], mxfp4: list[str]) -> None:
+def check_apart(names: Names, weights: list[str], tensors: list[str], mxfp4: list[str]) -> None:
     """Refuses what processes cannot share: of a checkpoint they read whole what is to be quantized, and their parts of
     the rest, so no tensor may hold both; and of MXFP4, which is to become 16 bits, no rule knows the parts."""
-    names, problems = Names(model), []
+    problems = []
     for name in tensors:
         targets = [target for target in names.targets(name)[0] if target in names]
         left = [target for target in targets if target not in weights]
@@ -171,35 +165,40 @@ def order_metadata(directory: str | os.PathLike) -> None:
                 stream.write(found.expand(rb"\1\3,\2}"))
 
 
-def saved_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class that ``architectures`` names; None if it names none that Transformers has.
+def saved_class(architectures: list[str] | None) -> type[PreTrainedModel] | None:
+    """The class that ``architectures`` in a config.json names; None if it names none that Transformers has.
 
     Raises:
-        ValueError: ``architectures`` is no list of names.
+        ValueError: it is no list of names.
     """
-    names = config.architectures
+    names = architectures
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ValueError(f"architectures: found {names!r} in config.json, expected a list of names of classes")
+        found = brief(repr(names))
+        raise ValueError(f"architectures: found {found} in config.json, expected a list of names of classes")
     found = getattr(transformers, names[0], None) if names else None
     return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
 
 
-def saved_model(model: PreTrainedModel, file: str):
+def saved_model(model: PreTrainedModel, file: str, mapped: bool):
     """The model that was saved, on the meta device, as ``config.json`` beside ``file`` describes it.
 
     It is ``model`` itself if that is of the same class and nothing of its config was changed by the caller of
-    ``from_pretrained``, and None if it is not known.
+    ``from_pretrained``. It is None if it is not known: the class is not in Transformers, has another configuration, of
+    which the model's may be a part, or is another one, to whose names the caller has mapped those of the checkpoint.
     """
-    cls, same = saved_class(model.config), [type(model).__name__] == (model.config.architectures or [])[:1]
+    folder, kind = os.path.dirname(file), type(model.config)
+    beside = os.path.exists(os.path.join(folder, "config.json"))
+    content = PreTrainedConfig.get_config_dict(folder)[0] if beside else model.config.to_dict()
+    architectures = content.get("architectures")
+    cls = saved_class(architectures)
+    if content.get("model_type", model.config.model_type) != model.config.model_type:
+        return None
+    same = not architectures or architectures[0] == type(model).__name__
     if same:
         cls = type(model)  # which Transformers itself may not have
-    elif cls is None or not isinstance(model.config, cls.config_class or ()):
+    elif cls is None or mapped or not isinstance(model.config, cls.config_class or ()):
         return None
-    folder = os.path.dirname(file)
-    if os.path.exists(os.path.join(folder, "config.json")):
-        config = type(model.config).from_pretrained(folder)
-    else:
-        config = copy.deepcopy(model.config)
+    config = kind.from_pretrained(folder) if beside else copy.deepcopy(model.config)
     if same and _described(config) == _described(model.config):
         return model
     with torch.device("meta"):
@@ -211,55 +210,13 @@ def _described(config: PreTrainedConfig) -> dict:
     return {name: value for name, value in config.to_dict().items() if name not in ("dtype", "quantization_config")}
 
 
-class Names:
-    """How Transformers maps the names in a checkpoint to those of a model's tensors."""
-
-    def __init__(self, model):
-        transforms = get_model_conversion_mapping(model)
-        self._renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-        self._converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-        self._by_pattern = {source: c for c in self._converters for source in c.source_patterns}
-        self._prefix = model.base_model_prefix
-        self._state_dict = model.state_dict()
-
-    def targets(self, stored_name: str) -> tuple[list[str], bool]:
-        """Names in the model that a stored tensor goes to, and whether it is converted, not only renamed."""
-        name, pattern = self._rename(stored_name, self._renamings, self._converters)
-        if name not in self._state_dict and stored_name in self._state_dict:
-            return [stored_name], False
-        if pattern is None:
-            return [name], False
-        first, *others = self._by_pattern[pattern].target_patterns
-        return [name, *(name.replace(first, other) for other in others)], True
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._state_dict
-
-    def module(self, stored_weight: str) -> str:
-        """Name in the model of the module whose packed ``weight`` has that name; packed tensors are only renamed."""
-        return self._rename(stored_weight, self._renamings, [])[0].removesuffix(WEIGHT_SUFFIX)
-
-    def _rename(self, name, renamings, converters):
-        return rename_source_key(name, renamings, converters, self._prefix, self._state_dict)
-
-
-def stored_names(model, modules: Iterable[str]) -> dict[str, str]:
-    """``{module name: its name in a checkpoint that model.save_pretrained writes}``."""
-    tensors = {f"{name}{WEIGHT_SUFFIX}": model.get_submodule(name).weight.detach() for name in modules}
-    stored = {id(tensor): name for name, tensor in revert_weight_conversion(model, tensors).items()}
-    return {
-        name.removesuffix(WEIGHT_SUFFIX): stored[id(tensor)].removesuffix(WEIGHT_SUFFIX)
-        for name, tensor in tensors.items()
-    }
-
-
-def packed_modules(model, tensors: dict[str, StoredTensor]) -> dict[str, str]:
+def packed_modules(names: Names, tensors: dict[str, StoredTensor]) -> dict[str, str]:
     """``{module name in the model: its name in the checkpoint}`` for every packed pair.
 
     Raises:
         ValueError: half of a pair is missing.
     """
-    names, modules, problems = Names(model), {}, []
+    modules, problems = {}, []
     for name in sorted(tensors, key=dot_natural_key):
         if name.endswith(WEIGHT_SUFFIX + ABSMAX_SUFFIX):
             weight = name.removesuffix(ABSMAX_SUFFIX)
@@ -275,25 +232,24 @@ def packed_modules(model, tensors: dict[str, StoredTensor]) -> dict[str, str]:
 
 def check_tensors(
     model,
+    conversions: list[WeightTransform] | None,
     tensors: dict[str, StoredTensor],
     packed: dict[str, str],
-    missing: bool,
-    left_over: bool,
-    shapes: bool,
+    whole: bool,
 ) -> None:
     """Compares the checkpoint with a model whose packed layers have been replaced.
 
     Args:
+        conversions: see ``Names``.
         tensors: what the checkpoint holds.
         packed: the result of ``packed_modules``.
-        missing: whether the checkpoint must hold everything that the model has.
-        left_over: whether the model must have everything that the checkpoint holds.
-        shapes: whether tensors that are not packed must have the model's shapes, too; packed ones always must.
+        whole: whether it is the model that was saved: the checkpoint must hold all that it has, and nothing else, in
+            its shapes. Of another one only what is packed must fit, if the model has it, and must not go astray.
 
     Raises:
         ValueError: a tensor has another shape or dtype, is missing or left over; the message names all there are.
     """
-    names, expected, ignored = Names(model), model.state_dict(), _ignored(model)
+    names, expected, ignored = Names(model, conversions), model.state_dict(), _ignored(model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
     problems, found = [], set()
     for module_name, stored_name in packed.items():
@@ -301,7 +257,7 @@ def check_tensors(
         found.update(module_name + suffix for suffix in PACKED_SUFFIXES)
         if module_name in layers:
             problems += compare_packed(stored_name, stored, layers[module_name])
-        elif left_over or module_name + WEIGHT_SUFFIX in expected:
+        elif whole or module_name in expected or module_name + WEIGHT_SUFFIX in expected:
             problems += [
                 f"{stored_name + suffix}: left over, the model has no such quantized layer"
                 for suffix, tensor in stored.items()
@@ -315,17 +271,41 @@ def check_tensors(
         found.update(targets)
         for target in targets:
             if target not in expected:
-                if left_over and not ignored(target) and not ignored(stored_name):
+                if whole and not ignored(target) and not ignored(stored_name):
                     problems.append(f"{stored_name}: left over, the model has no such tensor")
-            elif not converted and not stored.can_become(expected[target], shapes):
+            elif not converted and not stored.can_become(expected[target], whole):
                 dtype, shape = str(expected[target].dtype).removeprefix("torch."), list(expected[target].shape)
                 problems.append(f"{stored_name}: found {stored}, expected {dtype} {shape}")
 
-    if missing:
-        found |= _tied_to(found, model)
-        absent = [name for name in expected if name not in found and not ignored(name)]
+    found |= _tied_to(found, model)
+    absent = [name for name in expected if name not in found and not ignored(name)]
+    if whole:
         problems += [f"{name}: missing, expected shape {list(expected[name].shape)}" for name in absent]
+    else:
+        problems += _astray(model, packed, layers, absent)
     refuse(problems, f"the quantized checkpoint does not fit the model ({type(model).__name__})")
+
+
+def _astray(model, packed: dict[str, str], layers: Iterable[str], absent: list[str]) -> list[str]:
+    """Packed layers that the model has not, though it lacks one of the same name but for what stands in front: no two
+    layers, but one whose name nobody has mapped. Or all of them, if the model has none."""
+    left, problems, remedy = packed.keys() - set(layers), [], "key_mapping of from_pretrained can map names"
+    lacks = {name.removesuffix(WEIGHT_SUFFIX): name for name in absent}
+    lacks |= {name.removeprefix(f"{model.base_model_prefix}."): full for name, full in lacks.items()}
+    inner = {end: full for name, full in lacks.items() for end in _ends(name)}
+    for name in sorted(left, key=dot_natural_key):
+        if (twin := inner.get(name) or next((lacks[end] for end in _ends(name) if end in lacks), None)) is not None:
+            problems.append(f"{packed[name]}.weight: found no place for it, expected that of {twin}; {remedy}")
+    if not problems and left == packed.keys():
+        first = min(left, key=dot_natural_key)
+        problems.append(f"{packed[first]}.weight: found no place for it, nor for any other packed one; {remedy}")
+    return problems
+
+
+def _ends(name: str) -> list[str]:
+    """The name, and what is left of it without its first parts."""
+    parts = name.split(".")
+    return [".".join(parts[first:]) for first in range(len(parts))]
 
 
 def _tied_to(found: set[str], model) -> set[str]:
@@ -369,5 +349,10 @@ def refuse(problems: list[str], what: str = "the quantized checkpoint does not f
     """Raises a ValueError that lists the problems, if there are any."""
     if problems:
         more = [f"... and {len(problems) - MAX_NAMED} more"] if len(problems) > MAX_NAMED else []
-        lines = "\n  ".join(problems[:MAX_NAMED] + more)
+        lines = "\n  ".join([*map(brief, problems[:MAX_NAMED]), *more])
         raise ValueError(f"{what}:\n  {lines}")
+
+
+def brief(text: str) -> str:
+    """The beginning of a text that may be of any length, for it stood in a file."""
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"

@@ -6,9 +6,9 @@ quantized checkpoint is loaded as it is: what it holds packed decides which laye
 
 Past 400 lines, for loading, saving and undoing share what is known of a model's layers.
 
-The order in ``from_pretrained``: the model is built on the meta device, ``_process_model_before_weight_loading``
-replaces layers, the weights are loaded, new heads initialised, hooks for offloading attached, and
-``_process_model_after_weight_loading`` finishes.
+The order in ``from_pretrained``: the model is built on the meta device, ``_process_model_before_weight_loading`` and,
+with the conversions that map names, ``update_weight_conversions`` are called, which replaces layers, the weights are
+loaded, new heads initialised, hooks for offloading attached, and ``_process_model_after_weight_loading`` finishes.
 """
 
 import copy
@@ -35,6 +35,7 @@ from hf_kbit.format import ABSMAX_SUFFIX
 from hf_kbit.integrations.sharding import refuse_zero3
 from hf_kbit.integrations.transformers import checkpoint, experts, kernels, mxfp4, parallel, plain, selection, tying
 from hf_kbit.integrations.transformers.dense import put_empty, shown_dense, to_dense
+from hf_kbit.integrations.transformers.names import Names, stored_names
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection, projections
 from hf_kbit.nn.linear import KbitLinear
@@ -126,6 +127,7 @@ class KbitHfQuantizer(HfQuantizer):
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
         # No quantizer has written a config without levels: somebody has put it into the config of a 16-bit model.
         self.pre_quantized = self.pre_quantized and bool(quantization_config.levels)
+        self.waiting: tuple | None = None  # a model and its checkpoint, until it is known how names are mapped
         self.problems: list[str] = []
         self.loaded: list[str] = []  # layers that were quantized from the checkpoint
         self.made_together: list[list[str]] = []  # parts of names of tensors that one conversion makes
@@ -159,27 +161,39 @@ class KbitHfQuantizer(HfQuantizer):
     # --- before loading ---
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, use_kernels=False, **kwargs):
+        self.waiting = model, checkpoint_files, use_kernels
+
+    def update_weight_conversions(self, weight_conversions, model=None):
+        """Gets all that maps names, the user's ``key_mapping`` too, and so is where a model is prepared."""
+        if self.waiting is not None:
+            waiting, self.waiting = self.waiting, None
+            self._prepare(*waiting, weight_conversions)
+        experts.fit_transposes(weight_conversions)
+        self.made_together = [c.target_patterns for c in weight_conversions if len(c.target_patterns) > 1]
+        return [*weight_conversions, *mxfp4.conversions(self.mxfp4)]
+
+    def _prepare(self, model, checkpoint_files, use_kernels: bool, conversions: list[WeightTransform]) -> None:
         if self.pre_quantized:
-            self._prepare_quantized(model, checkpoint_files)
+            self._prepare_quantized(model, checkpoint_files, conversions)
         else:
             tensors = checkpoint.read_unpacked(checkpoint_files or ())
             self.mxfp4 = mxfp4.projections(tensors)
-            self._prepare_on_the_fly(model, [*tensors, *self.mxfp4])
+            self._prepare_on_the_fly(model, [*tensors, *self.mxfp4], Names(model, conversions))
         if use_kernels:
             kernels.check(model)
         if getattr(model.config, "distributed_config", None) is None:  # else there will be shards
             self.shapes = {name: parameter.shape for name, parameter in _unpacked(model)}
         model.initialize_weights = partial(self._initialize_weights, model)
 
-    def _prepare_on_the_fly(self, model, tensors: list[str]) -> None:
+    def _prepare_on_the_fly(self, model, tensors: list[str], names: Names) -> None:
         config, packable = self.quantization_config, selection.Packable(model)
         chosen, self.unusual = packable.choose(config), packable.unusual
         shared = _is_shared(model.config)
         fused = {name: is_projection(model, name) for name in chosen}
         weights = [name if fused[name] else f"{name}.weight" for name in chosen if fused[name] or shared]
-        checkpoint.check_present(model, weights, tensors)
+        checkpoint.check_present(names, model, weights, tensors)
         if shared:
-            checkpoint.check_apart(model, weights, tensors, self.mxfp4)
+            checkpoint.check_apart(names, weights, tensors, self.mxfp4)
         if chosen and config.bits % 1:  # a mean
             widths = mixing.by_rule(model, [name for name, bits in chosen.items() if bits % 1], config.bits)
             self.quantization_config = mixing.config_of(config, widths)
@@ -193,32 +207,33 @@ class KbitHfQuantizer(HfQuantizer):
         selection.replace_modules(model, layers)
         tying.declare(model)
 
-    def _prepare_quantized(self, model, checkpoint_files) -> None:
+    def _prepare_quantized(self, model, checkpoint_files, conversions: list[WeightTransform]) -> None:
         if checkpoint_files is None:
             # from_pretrained(None, state_dict=...): no file says what is packed, so the config must.
-            names, config = checkpoint.Names(model), self.quantization_config
+            names, config = Names(model, conversions), self.quantization_config
             packed = {name: name for name in selection.Packable(model).choose(config)}
             self._replace_packed(model, packed | {names.module(f"{name}.weight"): name for name in config.layers})
         else:
-            self._replace_as_stored(model, checkpoint_files)
+            self._replace_as_stored(model, checkpoint_files, conversions)
 
-    def _replace_as_stored(self, model, files: list[str]) -> None:
+    def _replace_as_stored(self, model, files: list[str], conversions: list[WeightTransform]) -> None:
         """Replaces what is packed, and checks the checkpoint against the model that was saved, if it can be known.
 
         What does not fit the model at hand then is not for us to refuse, but for Transformers, as with any checkpoint:
         tensors that are left over, missing, or of another shape (``ignore_mismatched_sizes``). Packed ones must fit.
         """
-        tensors, saved = checkpoint.read_headers(files), checkpoint.saved_model(model, files[0])
+        mapped = len(conversions) > len(get_model_conversion_mapping(model))  # by the user
+        tensors, saved = checkpoint.read_headers(files), checkpoint.saved_model(model, files[0], mapped)
         for target in dict.fromkeys((saved or model, model)):
-            packed = checkpoint.packed_modules(target, tensors)
+            by = conversions if type(target) is type(model) else None
+            packed = checkpoint.packed_modules(Names(target, by), tensors)
             if not packed:
                 raise ValueError(
                     f"{files[0]}: found no packed tensor, expected those that quantization_config in config.json is "
                     "of; to load a 16-bit checkpoint, take quantization_config out of config.json"
                 )
             self._replace_packed(target, packed)
-            whole = target is (saved or model)
-            checkpoint.check_tensors(target, tensors, packed, missing=whole, left_over=target is saved, shapes=whole)
+            checkpoint.check_tensors(target, by, tensors, packed, whole=target is saved)
         checkpoint.check_config(self.quantization_config, packed.values())
         checkpoint.check_digest(files, self.quantization_config)
 
@@ -285,11 +300,6 @@ class KbitHfQuantizer(HfQuantizer):
             # The stand-in has the shape of all words, but another dtype.
             return torch.int32.itemsize * parallel.share(param)
         return super().param_element_size(model, param_name, param)
-
-    def update_weight_conversions(self, weight_conversions, model=None):
-        experts.fit_transposes(weight_conversions)
-        self.made_together = [c.target_patterns for c in weight_conversions if len(c.target_patterns) > 1]
-        return [*weight_conversions, *mxfp4.conversions(self.mxfp4)]
 
     def _initialize_weights(self, model) -> None:
         """``initialize_weights`` of a model whose weights have come: what the checkpoint lacks is filled in by the
@@ -385,7 +395,7 @@ class KbitHfQuantizer(HfQuantizer):
         model._weight_conversions = [conversion for conversion in conversions if not _would_revert(conversion, layers)]
 
     def _record(self, model, layers) -> None:
-        names, tied = checkpoint.stored_names(model, layers), tying.tied(model)  # tied ones are stored by another name
+        names, tied = stored_names(model, layers), tying.tied(model)  # tied ones are stored by another name
         record(self.quantization_config, {names[name]: layer for name, layer in layers.items() if name not in tied})
         left = {mixing.exactly(name): None for name in self.lost}
         self.quantization_config.module_bits = left | {

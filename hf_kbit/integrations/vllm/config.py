@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
@@ -14,6 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from hf_kbit.config import KbitConfig
 from hf_kbit.integrations.transformers import checkpoint, tying
+from hf_kbit.integrations.transformers.names import Names
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.integrations.vllm.experts import KbitExpertsMethod
 from hf_kbit.integrations.vllm.linear import KbitLinearMethod
@@ -111,12 +113,14 @@ def read_decodings(folder: Path, config: KbitConfig) -> tuple[dict, dict, dict]:
     """
     files = _files(folder)
     model_config = AutoConfig.from_pretrained(folder)
-    if (saved := checkpoint.saved_class(model_config)) is None:
+    if (saved := checkpoint.saved_class(model_config.architectures)) is None:
         raise ValueError(f"architectures: found {model_config.architectures} in config.json, expected a model's class")
     with torch.device("meta"):
         model = saved(model_config)
-    KbitHfQuantizer(config, pre_quantized=True).preprocess_model(model, checkpoint_files=files)
-    packed, ties = checkpoint.packed_modules(model, checkpoint.read_headers(files)), tying.tied(model)
+    quantizer = KbitHfQuantizer(config, pre_quantized=True)
+    quantizer.preprocess_model(model, checkpoint_files=files)
+    get_model_conversion_mapping(model, hf_quantizer=quantizer)  # as Transformers does next: replaces layers
+    packed, ties = checkpoint.packed_modules(Names(model), checkpoint.read_headers(files)), tying.tied(model)
     problems = [
         f"{packed[head]}.weight: found it instead of {table}.weight, to which it is tied, and which alone vLLM loads"
         for head, table in ties.items()

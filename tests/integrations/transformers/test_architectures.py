@@ -791,9 +791,13 @@ def test_layers_of_one_tensor_of_the_checkpoint(tmp_path, name, left):
 def test_a_weight_that_came_past_the_quantizer_is_no_new_head(tmp_path, monkeypatch):
     """Which would be drawn anew."""
     original = save_fused("hrm_text", tmp_path)
-    monkeypatch.setattr(
-        KbitHfQuantizer, "update_weight_conversions", lambda self, conversions, model=None: conversions
-    )
+    update = KbitHfQuantizer.update_weight_conversions
+
+    def forgetful(self, *args):
+        updated, self.made_together = update(self, *args), []
+        return updated
+
+    monkeypatch.setattr(KbitHfQuantizer, "update_weight_conversions", forgetful)
     config = KbitConfig(bits=3, modules_to_not_convert=["k_proj", "self_attn.gate_proj"])
     with pytest.raises(ValueError, match=r"0\.self_attn\.q_proj\.weight: found it in torch\.float32 after loading"):
         type(original).from_pretrained(tmp_path, quantization_config=config)

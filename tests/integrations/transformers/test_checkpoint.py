@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -501,7 +500,7 @@ def test_architectures_must_be_names(value):
     with pytest.raises(
         ValueError, match=r"architectures: found .* in config\.json, expected a list of names of classes"
     ):
-        saved_class(SimpleNamespace(architectures=value))
+        saved_class(value)
 
 
 @pytest.mark.parametrize(
@@ -516,7 +515,7 @@ def test_architectures_must_be_names(value):
     ],
 )
 def test_only_classes_of_models_are_taken(names, found):
-    assert saved_class(SimpleNamespace(architectures=names)) is found
+    assert saved_class(names) is found
 
 
 # --- quantizing on several processes ----------------------------------------------------------------

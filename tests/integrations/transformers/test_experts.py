@@ -14,7 +14,8 @@ from transformers import modeling_utils
 
 import hf_kbit
 from hf_kbit import KbitConfig, widths
-from hf_kbit.integrations.transformers import checkpoint, experts
+from hf_kbit.integrations.transformers import experts
+from hf_kbit.integrations.transformers.names import stored_names
 from hf_kbit.nn import experts as nn_experts
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 
@@ -116,7 +117,7 @@ def test_whole_life(saved, tmp_path, name):
     model.save_pretrained(tmp_path / "packed")
     stored = tensors(tmp_path / "packed")
     assert {own for own, tensor in stored.items() if tensor.is_floating_point()} < tensors(path).keys()
-    for name, own in checkpoint.stored_names(model, found).items():
+    for name, own in stored_names(model, found).items():
         projection = found[name]
         assert own.rpartition(".")[2] == name.rpartition(".")[2], "the name of the projection, as docs/format.md says"
         assert torch.equal(stored[f"{own}.weight"], projection.weight), own
