@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from hf_kbit.config import KbitConfig
 from hf_kbit.durable import settle
 from hf_kbit.format import ABSMAX_SUFFIX
-from hf_kbit.integrations.transformers import checkpoint, selection
+from hf_kbit.integrations.transformers import checkpoint, sealing, selection
 from hf_kbit.integrations.transformers.in_place import put
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer, record
 from hf_kbit.nn.experts import is_projection
@@ -118,7 +118,6 @@ def load_into(module: nn.Module, folder: str | os.PathLike) -> None:
     ending = checkpoint.WEIGHT_SUFFIX + ABSMAX_SUFFIX
     packed = [name.removesuffix(ending) for name in headers if name.endswith(ending)]
     checkpoint.check_config(config, packed)
-    checkpoint.check_digest(files, config)
     quantizer = KbitHfQuantizer(config, pre_quantized=True)
     layers = quantizer.stored_layers(module, {name: name for name in packed})
     tied = {name: first for name, first in selection.Packable(module).ties.items() if first in layers}
@@ -137,6 +136,7 @@ def load_into(module: nn.Module, folder: str | os.PathLike) -> None:
         elif _kind(tensors[name]) != _kind(tensor):
             problems.append(f"{name}: found {_kind(tensors[name])}, expected {_kind(tensor)}")
     checkpoint.refuse(problems, f"{folder}: what is saved there does not fit the module ({type(module).__name__})")
+    sealing.check_digest(files, config)
     for name, layer in layers.items():
         device = selection.dense_weight(module, name).device
         stored = (tensors[name + suffix] for suffix in checkpoint.PACKED_SUFFIXES if parts[name][suffix])
@@ -171,10 +171,10 @@ def _saved(folder: Path) -> tuple[Path, list[Path]]:
 
 def _write(folder: Path, files: dict[str, dict[str, torch.Tensor]], config: KbitConfig) -> None:
     """Writes files with tensors, by their names, and the config."""
-    metadata = {"format": "pt", checkpoint.DIGEST: config.digest()}
+    metadata = {"format": "pt", **sealing.unsealed(config)}
     for name, tensors in files.items():
         save_file(tensors, folder / name, metadata)
-    checkpoint.order_metadata(folder)
+    sealing.seal(folder)
     entries = {key: value for key, value in config.to_dict().items() if key in DECODING}
     (folder / CONFIG).write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
     (folder / NAMES).write_text("\n".join(files))

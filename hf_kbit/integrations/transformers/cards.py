@@ -11,7 +11,7 @@ from functools import wraps
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from yaml import YAMLError
 
-from hf_kbit.integrations.transformers import checkpoint
+from hf_kbit.integrations.transformers import sealing
 from hf_kbit.integrations.transformers.quantizer import with_quantizer
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitProjection
@@ -165,7 +165,7 @@ def card_after_saving(save_pretrained):
             read_model_card(save_directory, name)
         result = save_pretrained(model, save_directory, is_main_process, *args, **kwargs)
         if writes and os.path.isdir(save_directory):
-            checkpoint.order_metadata(save_directory)
+            sealing.seal(save_directory)
             write_model_card(model, save_directory, name)
         return result
 
@@ -178,7 +178,7 @@ def card_before_upload(upload):
     @wraps(upload)
     def wrapped(self, working_dir, repo_id, *args, **kwargs):
         if _is_kbit(self):  # Transformers has put its own card over ours by now
-            checkpoint.order_metadata(working_dir)
+            sealing.seal(working_dir)
             write_model_card(self, working_dir, repo_id)
         return upload(self, working_dir, repo_id, *args, **kwargs)
 

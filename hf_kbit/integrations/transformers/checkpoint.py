@@ -11,7 +11,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import transformers
@@ -25,7 +24,6 @@ from hf_kbit.integrations.transformers.names import WEIGHT_SUFFIX, Names
 from hf_kbit.nn.weight import PACKED, KbitWeight
 
 PACKED_SUFFIXES = tuple(f".{name}" for name in PACKED)
-DIGEST = "kbit_digest"  # in the metadata of each file: KbitConfig.digest of the config.json saved with it
 MAX_NAMED = 20  # problems spelled out in one error
 MOST_SHOWN = 500  # characters of what a file says
 
@@ -132,37 +130,6 @@ def check_config(config: KbitConfig, packed: Iterable[str]) -> None:
     widths = {config.layers.get(name, {}).get("bits", config.bits) for name in packed} - config.levels.keys()
     found = sorted(config.levels)
     refuse([f"levels: found {found} in the quantization config, expected {bits} too" for bits in sorted(widths)])
-
-
-def check_digest(files: Iterable[str], config: KbitConfig) -> None:
-    """Compares the digest in each file with what the config beside it says of decoding. Files of old have none.
-
-    Raises:
-        ValueError: a file has another one, or only some have one: config and files are not of the same save.
-    """
-    found = {}
-    for file in files:
-        with safe_open(file, framework="pt") as stored:
-            found[file] = (stored.metadata() or {}).get(DIGEST)
-    if any(found.values()):
-        expected = config.digest()
-        others = [f"{file}: found {DIGEST} {digest}" for file, digest in found.items() if digest != expected]
-        refuse(
-            others,
-            f"expected tensors saved with this config, of {DIGEST} {expected}; was a save cut short?",
-        )
-
-
-def order_metadata(directory: str | os.PathLike) -> None:
-    """Puts ``format`` before the digest in files just saved: the same model shall give the same bytes, and safetensors
-    leaves the order to chance."""
-    swapped = re.compile(rb'(.{8}{"__metadata__":{)("%s":"\w+"),("format":"\w+")}' % DIGEST.encode(), re.DOTALL)
-    for path in Path(directory).glob("*.safetensors"):
-        with path.open("rb") as stream:
-            found = swapped.match(stream.read(256))
-        if found:
-            with path.open("r+b") as stream:
-                stream.write(found.expand(rb"\1\3,\2}"))
 
 
 def saved_class(architectures: list[str] | None) -> type[PreTrainedModel] | None:

@@ -33,7 +33,17 @@ from hf_kbit import mixing
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX
 from hf_kbit.integrations.sharding import refuse_zero3
-from hf_kbit.integrations.transformers import checkpoint, experts, kernels, mxfp4, parallel, plain, selection, tying
+from hf_kbit.integrations.transformers import (
+    checkpoint,
+    experts,
+    kernels,
+    mxfp4,
+    parallel,
+    plain,
+    sealing,
+    selection,
+    tying,
+)
 from hf_kbit.integrations.transformers.dense import put_empty, shown_dense, to_dense
 from hf_kbit.integrations.transformers.names import Names, stored_names
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
@@ -235,7 +245,7 @@ class KbitHfQuantizer(HfQuantizer):
             self._replace_packed(target, packed)
             checkpoint.check_tensors(target, by, tensors, packed, whole=target is saved)
         checkpoint.check_config(self.quantization_config, packed.values())
-        checkpoint.check_digest(files, self.quantization_config)
+        sealing.check_digest(files, self.quantization_config)
 
     def _replace_packed(self, model, packed: dict[str, str]) -> None:
         layers, ties = self.stored_layers(model, packed), selection.Packable(model).ties
@@ -488,7 +498,7 @@ class KbitHfQuantizer(HfQuantizer):
         if getattr(model.config, "distributed_config", None) is None and any(map(is_sharded, model.parameters())):
             # By FSDP2, and not by Transformers, which would gather them: all for the first process, none for others.
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        return state, {checkpoint.DIGEST: self.quantization_config.digest()}
+        return state, sealing.unsealed(self.quantization_config)
 
     def _dequantize(self, model, dtype=None):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
