@@ -152,7 +152,7 @@ TRANSFORMERS_HOOKS = (
     ),
     Hook(
         "transformers.modeling_utils:PreTrainedModel.save_pretrained",
-        ("self", "save_directory", "is_main_process"),
+        ("self", "save_directory", "is_main_process", "state_dict"),
         f"{_CARDS}:card_after_saving",
         lost="saved models get no model card",
     ),

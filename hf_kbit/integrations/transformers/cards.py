@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from yaml import YAMLError
 
 from hf_kbit.integrations.transformers import sealing
+from hf_kbit.integrations.transformers.given_state import refuse_other_tensors
 from hf_kbit.integrations.transformers.quantizer import with_quantizer
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitProjection
@@ -157,13 +158,15 @@ def card_after_saving(save_pretrained):
     """``save_pretrained`` that writes the card of quantized models, and gives those a quantizer that have none."""
 
     @wraps(save_pretrained)
-    def wrapped(self, save_directory, is_main_process=True, *args, **kwargs):
+    def wrapped(self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs):
         model = with_quantizer(self)
+        if _is_kbit(model) and state_dict:
+            refuse_other_tensors(model, state_dict)
         writes = _is_kbit(model) and model.should_save_on_this_rank(is_main_process)
         if writes:  # what is wrong with the card is better known before gigabytes are written
             name = os.path.basename(os.path.abspath(save_directory))
             read_model_card(save_directory, name)
-        result = save_pretrained(model, save_directory, is_main_process, *args, **kwargs)
+        result = save_pretrained(model, save_directory, is_main_process, state_dict, *args, **kwargs)
         if writes and os.path.isdir(save_directory):
             sealing.seal(save_directory)
             write_model_card(model, save_directory, name)
