@@ -1,7 +1,7 @@
 """Checkpoints damaged at random: each is refused with an error that names what is wrong, or loads to the same model.
 
-A case is a number: it seeds the choice of a damage below and all that is random in it. Damages that no header and no
-digest can tell, in the data itself, are marked ``PAYLOAD``; they may change the model, and no more.
+A case is a number: it seeds the choice of a model and of a damage below and all that is random in it. Damages that no
+header and no digest can tell, in the data itself, are marked ``PAYLOAD``; they may change the model, and no more.
 
 ``HF_KBIT_DAMAGES=100000 pytest -m slow tests/integrations/transformers/test_damaged.py`` tries more.
 """
@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load, save
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_kbit import KbitConfig
 
@@ -29,22 +29,42 @@ FEW, MANY = 200, int(os.environ.get("HF_KBIT_DAMAGES", "4000"))
 Files = dict[str, bytes]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> tuple[list[Files], torch.Tensor]:
-    """A model of two widths, one layer of which has an exponent, in one file and in several; and its output."""
+SHAPE = dict(vocab_size=72, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_hidden_layers=2)
+EXPERTS = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=40, num_key_value_heads=2, head_dim=16)
+TIED = {"tie_word_embeddings": True}
+# Types of models, their shapes, and how they are quantized: format 2 and 1, tables, tied heads, experts.
+MODELS = [
+    ("llama", SHAPE, {}),
+    ("llama", SHAPE, {"transform": "none"}),
+    ("llama", SHAPE | TIED, {"embedding_bits": 5}),
+    ("qwen3_moe", SHAPE | EXPERTS, {"embedding_bits": 4, "codebook": "layer"}),
+]
+
+
+def save_model(directory: Path, model_type: str, shape: dict, settings: dict) -> None:
+    """A model of several widths, one layer of which has an exponent, in one file and in several."""
     torch.manual_seed(0)
-    directory = tmp_path_factory.mktemp("models")
-    shape = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_hidden_layers=2)
-    dense = LlamaForCausalLM(LlamaConfig(**shape)).bfloat16()
+    dense = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape)).bfloat16()
     with torch.no_grad():
-        dense.model.layers[1].mlp.up_proj.weight *= 2.0**12
+        dense.model.layers[1].self_attn.v_proj.weight *= 2.0**12
     dense.save_pretrained(directory / "dense")
-    config = KbitConfig(bits=3, module_bits={"q_proj": 4, "down_proj": 5})
+    config = KbitConfig(bits=3, module_bits={"q_proj": 4, "down_proj": 5}, **settings)
     model = AutoModelForCausalLM.from_pretrained(directory / "dense", quantization_config=config)
     model.save_pretrained(directory / "one")
     model.save_pretrained(directory / "several", max_shard_size="6KB")
-    read = [{file.name: file.read_bytes() for file in (directory / name).iterdir()} for name in ("one", "several")]
-    return read, model(TOKENS).logits
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> list[tuple[Files, torch.Tensor]]:
+    """The files of each model, in one file and in several, and its output."""
+    found = []
+    for number, model in enumerate(MODELS):
+        directory = tmp_path_factory.mktemp(f"model{number}")
+        save_model(directory, *model)
+        for name in ("one", "several"):
+            files = {file.name: file.read_bytes() for file in (directory / name).iterdir()}
+            found.append((files, outcome(directory / name)))
+    return found
 
 
 # --- damages: functions that change some bytes of some file ---------------------------------------
@@ -118,11 +138,11 @@ def swap_two_tensors_alike(files, pick):
     edit_tensors(files, pick.choice(weights(files)), swap)
 
 
-def relabel_a_float(files, pick):
+def relabel_a_tensor(files, pick):
     def relabel(header):
-        names = [name for name in sorted(header) if header[name].get("dtype") == "BF16"]
-        if names:
-            header[pick.choice(names)]["dtype"] = "F16"
+        others = {"BF16": "F16", "U8": "I8", "I32": "F32"}
+        name = pick.choice([name for name in sorted(header) if name != "__metadata__"])
+        header[name]["dtype"] = others[header[name]["dtype"]]
 
     edit_header(files, pick.choice(weights(files)), relabel)
 
@@ -212,6 +232,16 @@ def replace_a_file_by_another(files, pick):
     files[pick.choice(weights(files))] = files[pick.choice(weights(files))]
 
 
+def put_a_file_of_another_save(files, pick):
+    """Which differs in its floats, after a training say, and has the same config."""
+
+    def change(tensors):
+        for name, tensor in tensors.items():
+            tensors[name] = tensor * 2 if tensor.is_floating_point() else tensor
+
+    edit_tensors(files, pick.choice(weights(files)), change)
+
+
 def lose_a_file(files, pick):
     del files[pick.choice(weights(files))]
 
@@ -265,8 +295,11 @@ def change_what_decodes(files, pick):
     edit_json(files, "config.json", change)
 
 
-PAYLOAD = [flip_a_bit_of_the_data, swap_two_tensors_alike, relabel_a_float]
+PAYLOAD = [flip_a_bit_of_the_data]
 STRUCTURE = [
+    swap_two_tensors_alike,
+    relabel_a_tensor,
+    put_a_file_of_another_save,
     change_a_byte_of_the_header,
     cut,
     append,
@@ -335,13 +368,13 @@ def damaged(files: Files, case: int) -> tuple[Files, object]:
     "cases", [range(FEW), pytest.param(range(FEW, FEW + MANY), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_a_damaged_checkpoint_is_refused_or_loads_the_same(saved, tmp_path, cases):
-    sources, expected = saved
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(50)
     wrong = []
     try:
         for case in cases:
-            files, damage = damaged(sources[case % 2], case)
+            source, expected = saved[case % len(saved)]
+            files, damage = damaged(source, case)
             directory = tmp_path / str(case)
             directory.mkdir()
             for name, data in files.items():
