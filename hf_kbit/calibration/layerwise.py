@@ -330,7 +330,7 @@ def class_to_load(config: PreTrainedConfig) -> type:
     Raises:
         ValueError: ``architectures`` is no list of names, or names what is no model for such a config.
     """
-    found, name = saved_class(config), (config.architectures or [""])[0]
+    found, name = saved_class(config.architectures), (config.architectures or [""])[0]
     for auto_class, place in (getattr(config, "auto_map", None) or {}).items():
         if name and str(place).endswith(f".{name}"):
             return getattr(transformers, auto_class)

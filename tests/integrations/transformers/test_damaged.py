@@ -351,8 +351,8 @@ def raised_here(error: Exception) -> bool:
 
 def names_the_cause(error: Exception) -> bool:
     """Whether the error is one that is meant for users, and names a tensor, a file or an entry of config.json."""
-    entries = ("architectures", "quantization_config", *KbitConfig().to_dict())
-    named = re.search(rf"model\.|lm_head|safetensors|\b({'|'.join(entries)})\b", str(error))
+    entries = ("architectures", "quantization_config", "config.json", *KbitConfig(embedding_bits=5).to_dict())
+    named = re.search(rf"model\.|lm_head|safetensors|\b({'|'.join(map(re.escape, entries))})\b", str(error))
     return isinstance(error, (TypeError, ValueError, OSError)) and named is not None
 
 
