@@ -44,7 +44,11 @@ def _check_device(**tensors: torch.Tensor | None) -> None:
     (first, reference_tensor), *others = tensors.items()
     for name, tensor in others:
         if tensor is not None and tensor.device != reference_tensor.device:
-            raise ValueError(f"{name}: found on {tensor.device}, expected on {reference_tensor.device} like {first}")
+            found, expected = tensor.device, reference_tensor.device
+            remedy = f": call model.to({expected.type!r}) when the weights of a skeleton are loaded"
+            raise ValueError(
+                f"{name}: found on {found}, expected on {expected} like {first}{remedy if tensor.is_meta else ''}"
+            )
 
 
 def _check_codebook(codebook: torch.Tensor) -> int:

@@ -370,6 +370,8 @@ def test_weights_put_into_a_skeleton_one_by_one():
         other = KbitLinear(33, 7, bits=3)
     for name, parameter in layer.named_parameters():
         other._parameters[name] = parameter
+    with pytest.raises(ValueError, match=r"codebook: found on meta, .*: call model\.to\('cpu'\) when the weights"):
+        other(x)
     assert torch.equal(other.to("cpu")(x), layer(x))
 
 
