@@ -355,6 +355,22 @@ def test_all_that_is_wrong_is_named_at_once(checkpoint):
     assert all(f"\n  {name}: " in str(error.value) for name in (NORM, WEIGHT, "model.extra"))
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        store("x" * 100_000, lambda stored: torch.zeros(3)),
+        tensors(lambda stored: stored.update({f"{name}.{'x' * 1000}": torch.zeros(3) for name in range(1000)})),
+        config(lambda entries: entries["layers"].update({"x" * 100_000: {"bits": 4}})),
+    ],
+    ids=["a long name", "many names", "a long name in the config"],
+)
+def test_errors_are_of_bounded_length(checkpoint, damage):
+    damage(checkpoint)
+    with pytest.raises(ValueError) as error:
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert "xxx" in str(error.value) and len(str(error.value)) < 12_000
+
+
 def test_a_checkpoint_holds_three_tensors_for_a_quantized_layer_and_no_more(model, saved):
     stored = load_file(saved / FILE)
     dense = load_file(model.name_or_path + "/" + FILE)
