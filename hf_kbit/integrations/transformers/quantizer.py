@@ -352,6 +352,10 @@ class KbitHfQuantizer(HfQuantizer):
         self.postprocess_model(model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        if self.waiting is not None:
+            raise RuntimeError(
+                "this Transformers loads models in a way that hf_kbit does not know: found no conversions"
+            )
         checkpoint.refuse(self.problems, "cannot quantize the checkpoint")
         self._check_shapes(model)
         layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
