@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_kbit import KbitLinear, load_into, quantize_model, save, saving
+from hf_kbit import KbitLinear, load_into, quantize_model, save
 from hf_kbit.integrations.transformers.sealing import DIGEST
 from hf_kbit.saving import CONFIG
 
