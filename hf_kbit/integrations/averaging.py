@@ -22,10 +22,21 @@ def copy_packed_words(update_parameters):
             update_parameters(self, model)
         with torch.no_grad():
             for averaged, own in zip(_quantized(self.module), _quantized(model), strict=True):
-                for name, tensor in own.packed.items():
-                    averaged.get_parameter(name).copy_(tensor)
+                _copy(averaged, own)
 
     return wrapped
+
+
+def _copy(averaged: KbitWeight, own: KbitWeight) -> None:
+    """Packed words, in place where these are of one form and decode alike."""
+    if averaged.decoding == own.decoding and averaged.is_tiled == own.is_tiled:
+        for name, tensor in own.packed.items():
+            averaged.get_parameter(name).copy_(tensor)
+        return
+    state = own.state_dict()
+    for name in state.keys() - own.packed.keys():
+        del state[name]
+    averaged.load_state_dict(state, strict=False)
 
 
 def _quantized(model: nn.Module) -> Iterator[KbitWeight]:

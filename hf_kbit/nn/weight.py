@@ -1,5 +1,6 @@
 """KbitWeight: what every layer with a packed weight has in common, and in what forms it holds it."""
 
+import copy
 import itertools
 import math
 import warnings
@@ -23,8 +24,9 @@ PACKED = ("weight", "weight_absmax", "weight_columns")  # the last where there a
 DECODING = "kbit"  # in the metadata of a state dict
 
 
-# The planes of tiles, by the words of the tiles, the name and the device, as long as somebody has them.
-_PLANES = WeakTensorKeyDictionary()
+# Layers that are tied have their parameters in common, and so has what is saved of them. By the words of tiles: where
+# their planes were put last in a state dict, and which planes a pickler has that is at work.
+_PUT, _PICKLED = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 _LEFT_OUT = ContextVar("packed weights are left out of state dicts", default=False)
 
 
@@ -283,6 +285,7 @@ class KbitWeight(nn.Module):
             self._hold(self._repacked(inverse=True))
 
     def _hold(self, tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
+        _PICKLED.pop(self.weight, None)
         for name, tensor in zip(PACKED, tensors, strict=False):
             if is_sharded(tensor):  # a DTensor is more than its data
                 self._parameters[name] = _frozen(tensor)
@@ -299,16 +302,10 @@ class KbitWeight(nn.Module):
             *map(whole, tensors), self.bits, [self.out_features, self.in_features], inverse
         )
 
-    def _stored(self, device: torch.device) -> dict[str, nn.Parameter]:
-        """The packed parameters in the stored form, of tiles; while somebody has them, the same for all layers that
-        are tied, so that what is copied or saved is tied, too."""
-        known = _PLANES.setdefault(self.weight, WeakValueDictionary())
-        stored = {name: known.get((name, device)) for name in self.packed}
-        if any(tensor is None for tensor in stored.values()):
-            tensors = dict(zip(stored, (*self._repacked(inverse=True), self.weight_columns), strict=False))
-            stored = {name: _frozen(tensor.detach().to(device)) for name, tensor in tensors.items()}
-            known.update({(name, device): tensor for name, tensor in stored.items()})
-        return stored
+    def _stored(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Copies of the packed parameters in the stored form, of tiles."""
+        made = *self._repacked(inverse=True), *(tensor.detach().clone() for tensor in list(self.packed.values())[2:])
+        return {name: tensor.to(device) for name, tensor in zip(self.packed, made, strict=True)}
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The decoded weight ``[*lead, N, K]``, in ``dtype``, or in that of the weight that was quantized.
@@ -361,7 +358,17 @@ class KbitWeight(nn.Module):
         if self.is_tiled:
             # What is sharded stays on the GPU, for it will be gathered there.
             device = self.weight.device if self.local_shape else torch.device("cpu")
-            destination.update({prefix + name: tensor for name, tensor in self._stored(device).items()})
+            self._put_planes(destination, prefix, device)
+
+    def _put_planes(self, destination: dict, prefix: str, device: torch.device) -> None:
+        """Into a state dict: those that it has of a layer that this one is tied to, or new ones."""
+        first, put = _PUT.get(self.weight, (prefix, {}))
+        stored = {name: put.get(name) for name in self.packed}
+        there = (tensor is not None and destination.get(first + name) is tensor for name, tensor in stored.items())
+        if first == prefix or not all(there):
+            stored = self._stored(device)
+            _PUT[self.weight] = prefix, WeakValueDictionary(stored)
+        destination.update({prefix + name: tensor for name, tensor in stored.items()})
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         given = [name for name in PACKED if prefix + name in state_dict]
@@ -386,6 +393,9 @@ class KbitWeight(nn.Module):
                 return
             self._make_room_for_columns(decoding)
         self.to_planes()
+        # Where parameters are assigned, those of somebody else would turn into tiles.
+        own = {prefix + name: state_dict[prefix + name].detach() for name in given}
+        state_dict = {**state_dict, **own}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         if decoding != self.decoding:
             if len(errors) == faults and not any(prefix + name in missing for name in PACKED):
@@ -394,10 +404,25 @@ class KbitWeight(nn.Module):
                 self.weight_columns = columns
         self.settle(self.codebook.device if self.weight.is_meta else self.weight.device)
 
+    def __copy__(self):
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __deepcopy__(self, memo):
+        other = memo[id(self)] = type(self).__new__(type(self))
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
+
     def __getstate__(self):
         if not self.is_tiled:
             return self.__dict__
-        return {**self.__dict__, "_parameters": {**self._parameters, **self._stored(self.weight.device)}}
+        # The same for all layers that are tied.
+        pickled = dict(_PICKLED.get(self.weight, {}))
+        if pickled.keys() != self.packed.keys():
+            pickled = {name: _frozen(tensor) for name, tensor in self._stored(self.weight.device).items()}
+            _PICKLED[self.weight] = WeakValueDictionary(pickled)
+        return {**self.__dict__, "_parameters": {**self._parameters, **pickled}}
 
     def __setstate__(self, state):
         super().__setstate__(state)
