@@ -35,6 +35,8 @@ _GEMM_FLOATS = (*_FLOATS, torch.float64)  # float64 so that gradients can be che
 
 
 def _check_dtype(name: str, tensor: torch.Tensor, expected: Sequence[torch.dtype]) -> None:
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: found layout {str(tensor.layout).removeprefix('torch.')}, expected a dense tensor")
     if tensor.dtype not in expected:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected)
         raise TypeError(f"{name}: found dtype {str(tensor.dtype).removeprefix('torch.')}, expected {names}")
@@ -458,8 +460,17 @@ def _(x, weights, absmaxes, codebooks, biases, out_features, columns, rotated):
     return [x.new_empty((*x.shape[:-1], rows)) for rows in out_features]
 
 
+def _check_can_train(weight: torch.Tensor) -> None:
+    if weight.is_inference():
+        raise ValueError(
+            "weight: found one that was made under torch.inference_mode(), expected a normal tensor where gradients "
+            "are wanted: load or quantize the model outside of it, or run it under torch.no_grad()"
+        )
+
+
 def _gemm_setup_context(ctx, inputs, output):
     x, weight, absmax, codebook, _, out_features, columns, ctx.rotated = inputs
+    _check_can_train(weight)
     ctx.save_for_backward(weight, absmax, codebook, columns)
     ctx.shape = [out_features, x.shape[-1]]
 
@@ -838,6 +849,7 @@ def _(grad, weight, absmax, codebook, offsets, shape, columns=None, rotated=Fals
 
 def _experts_setup_context(ctx, inputs, output):
     x, weight, absmax, codebook, _, rows, offsets, out_features, columns, ctx.rotated, ctx.swiglu = inputs
+    _check_can_train(weight)
     ctx.save_for_backward(weight, absmax, codebook, offsets, columns, rows, x if ctx.swiglu else None)
     ctx.shape, ctx.tokens = [out_features, x.shape[1] // (2 if ctx.swiglu else 1)], x.shape[0]
 

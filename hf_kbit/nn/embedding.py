@@ -10,8 +10,7 @@ import functools
 import inspect
 import re
 from collections.abc import Iterable
-from itertools import pairwise
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -155,9 +154,13 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
             TypeError: ``ids`` has another dtype.
             ValueError: one of them is out of range, unless on a GPU, where a kernel stops with an assertion.
         """
-        if ids.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"indices: found dtype {str(ids.dtype).removeprefix('torch.')}, expected int64 or int32")
-        return self._rows(ids) if self.local_shape is None else self._gathered(ids)
+        try:
+            if ids.dtype not in (torch.int64, torch.int32):
+                found = str(ids.dtype).removeprefix("torch.")
+                raise TypeError(f"indices: found dtype {found}, expected int64 or int32")
+            return self._rows(ids) if self.local_shape is None else self._gathered(ids)
+        except (TypeError, ValueError) as error:
+            return self.recover(error, ids)
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows, or a part of each, of what this process has of the table; ids count from the first that it has."""
@@ -214,7 +217,8 @@ def is_table(module: nn.Module) -> bool:
     """Whether a ``KbitEmbedding`` can stand in for the module: an ``nn.Embedding`` that is a look-up in a table.
 
     That is one which neither renormalises its rows nor asks for sparse or scaled gradients, of ``nn.Embedding`` itself
-    or of a class that calls its forward, asks its weight for ``ASKED`` at most, and has no attribute that we have.
+    or of a class that calls its forward, asks no weight but its own, and that for ``ASKED`` at most, and has no
+    attribute that we have.
     """
     return (
         isinstance(module, nn.Embedding)
@@ -264,13 +268,21 @@ def _calls_super(forward) -> bool:
 
 
 def _asked_of_weight(method: FunctionType) -> list[str]:
-    """What a method asks of each ``.weight``; "" where it takes the weight as such, or sets it."""
+    """What a method asks of each ``self.weight``; "" where it takes the weight as such or sets it, or where it may be
+    that of another module, or in a function inside."""
     steps = [step for step in dis.get_instructions(method) if step.opname not in ("EXTENDED_ARG", "CACHE")]
-    return [
-        then.argval if then.opname == "LOAD_ATTR" else ""
-        for step, then in pairwise(steps)
+    code, inside = method.__code__, [step.argval for step in steps if isinstance(step.argval, CodeType)]
+    return ["" for function in inside if "weight" in function.co_names] + [
+        then.argval if then.opname == "LOAD_ATTR" and _loads(before, code.co_varnames[:1]) else ""
+        for before, step, then in zip(steps, steps[1:], steps[2:], strict=False)
         if step.argval == "weight" and step.opname.endswith("_ATTR")
     ]
+
+
+def _loads(step: dis.Instruction, variable: tuple[str, ...]) -> bool:
+    """Whether an instruction loads a variable, perhaps after another."""
+    loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+    return "LOAD_FAST" in step.opname and loaded[-1:] == variable
 
 
 @functools.cache

@@ -61,14 +61,20 @@ class KbitProjection(KbitWeight):
     ) -> torch.Tensor:
         """``x`` floating ``[T, K]`` (``[T, 2 K]`` with ``swiglu``) to ``[R, N]`` of the same dtype, or of autocast's;
         see ``ops.gemm_experts``. ``adapter`` makes of x, rows and offsets what is added to the product."""
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        bias = None if bias is None else bias.to(x.dtype)
+        out_features, in_features = self.local_shape or (self.out_features, self.in_features)
+        width = 2 * in_features if swiglu else in_features
         # Nothing communicates around a projection, which would put shards in the place of DTensors.
         packed = local(self.weight), local(self.weight_absmax), self.codebook
         columns = None if self.weight_columns is None else local(self.weight_columns)
-        how = (self.local_shape or (self.out_features,))[0], columns, columns is not None
-        y = gemm_experts(x, *packed, bias, rows, offsets, *how, swiglu)
+        how = out_features, columns, columns is not None, swiglu
+        try:
+            if not x.is_floating_point() or x.shape[-1:] != (width,):
+                self.refuse(x, width)
+            if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+            y = gemm_experts(x, *packed, None if bias is None else bias.to(x.dtype), rows, offsets, *how)
+        except (TypeError, ValueError) as error:
+            return self.recover(error, x, rows, offsets, bias, swiglu, adapter)
         return y if adapter is None else y + adapter(x, rows, offsets)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):

@@ -115,26 +115,24 @@ class KbitLinear(KbitWeight, nn.Linear):
             TypeError: ``x`` is no floating tensor.
             ValueError: its last size is not K.
         """
-        if not x.is_floating_point():
-            raise TypeError(
-                f"x: found dtype {x.dtype}, expected a floating one. Some models cast to `weight.dtype`, an integer "
-                "type here: name such a layer in `modules_to_not_convert`"
-            )
         # Straight from the dictionaries, and no conversion to the same dtype: for few tokens the host's time counts,
         # and nn.Module's look-ups are a good part of it. A copy of nn.DataParallel has its parameters elsewhere.
         own = self._parameters if "weight" in self._parameters else self.__dict__
         weight, absmax = own["weight"], own["weight_absmax"]
         # Under tensor parallelism a part of the weight, and x of the same part of K.
         rows, width = self.local_shape or (self.out_features, self.in_features)
-        if x.shape[-1:] != (width,):
-            raise ValueError(f"x: found shape {list(x.shape)}, expected [*, {width}], the in_features of the layer")
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        bias = self.bias
-        if bias is not None and bias.dtype != x.dtype:
-            bias = bias.to(x.dtype)
         columns = own.get("weight_columns")
-        return product(x, weight, absmax, self._buffers["codebook"], bias, rows, columns, columns is not None)
+        try:
+            if not x.is_floating_point() or x.shape[-1:] != (width,):
+                self.refuse(x, width)
+            if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+            bias = self.bias
+            if bias is not None and bias.dtype != x.dtype:
+                bias = bias.to(x.dtype)
+            return product(x, weight, absmax, self._buffers["codebook"], bias, rows, columns, columns is not None)
+        except (TypeError, ValueError) as error:
+            return self.recover(error, x)
 
     def reset_parameters(self) -> None:
         """Does nothing: a quantized weight has no random initialisation."""

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,10 +25,33 @@ PACKED = ("weight", "weight_absmax", "weight_columns")  # the last where there a
 DECODING = "kbit"  # in the metadata of a state dict
 
 
-# Layers that are tied have their parameters in common, and so has what is saved of them. By the words of tiles: where
-# their planes were put last in a state dict, and which planes a pickler has that is at work.
-_PUT, _PICKLED = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+class _Thread(threading.local):
+    """What this thread is at: saving or loading a model, one layer after the other.
+
+    Layers that are tied have their parameters in common, and so has what is saved of them. ``put`` says, by the words
+    of tiles, where their planes were put last in a state dict, ``pickled`` which planes a pickler has that is at work.
+    ``warned`` is the list of errors of the ``load_state_dict`` that was warned of.
+    """
+
+    def __init__(self):
+        self.put, self.pickled, self.warned = WeakTensorKeyDictionary(), WeakTensorKeyDictionary(), None
+
+
+_THREAD = _Thread()
 _LEFT_OUT = ContextVar("packed weights are left out of state dicts", default=False)
+
+
+def _warn_of_lost_decoding(name: str, errors: list[str]) -> None:
+    """Once in a ``load_state_dict``, whose layers all get the same list of errors."""
+    if _THREAD.warned is errors:
+        return
+    _THREAD.warned = errors
+    warnings.warn(
+        f"{name}: found a state dict without metadata, which says how packed words decode, and kept the layer's own "
+        "levels, exponent and transform: right only if the words were quantized with the same. Load the state dict "
+        "that torch has made or saved, with its metadata, or load by from_pretrained or hf_kbit.load_into",
+        stacklevel=2,
+    )
 
 
 @contextmanager
@@ -133,6 +157,9 @@ class KbitWeight(nn.Module):
         ValueError: bits, codebook or a size is out of range.
     """
 
+    # In the model that the layer was put into; errors of its forward begin with it.
+    qualified_name: str | None = None
+
     def __init__(
         self,
         in_features: int,
@@ -185,6 +212,30 @@ class KbitWeight(nn.Module):
     def packed(self) -> dict[str, torch.Tensor]:
         """The packed parameters that there are, by name."""
         return {name: self._parameters[name] for name in PACKED if self._parameters[name] is not None}
+
+    def refuse(self, x: torch.Tensor, width: int) -> None:
+        """Says what is wrong with an ``x`` that is not floating ``[*, width]``."""
+        if not x.is_floating_point():
+            raise TypeError(
+                f"x: found dtype {x.dtype}, expected a floating one. Some models cast to `weight.dtype`, an integer "
+                "type here: name such a layer in `modules_to_not_convert`"
+            )
+        raise ValueError(f"x: found shape {list(x.shape)}, expected [*, {width}], the in_features of the layer")
+
+    def recover(self, error: TypeError | ValueError, *args) -> torch.Tensor:
+        """The result of a forward that has failed, if that can be mended; else its error, which names the layer."""
+        if self.restore_columns():
+            return self.forward(*args)
+        raise type(error)(f"{self.qualified_name or type(self).__name__}: {error}") from error
+
+    def restore_columns(self) -> bool:
+        """Makes bytes again of column scales that a loop has cast that casts all vectors of a model for training;
+        floats hold them exactly. Whether it had to."""
+        columns = self.weight_columns
+        if columns is None or columns.dtype == torch.uint8:
+            return False
+        columns.data = columns.data.to(torch.uint8)
+        return True
 
     # --- a weight comes in ---
 
@@ -285,7 +336,7 @@ class KbitWeight(nn.Module):
             self._hold(self._repacked(inverse=True))
 
     def _hold(self, tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
-        _PICKLED.pop(self.weight, None)
+        _THREAD.pickled.pop(self.weight, None)
         for name, tensor in zip(PACKED, tensors, strict=False):
             if is_sharded(tensor):  # a DTensor is more than its data
                 self._parameters[name] = _frozen(tensor)
@@ -326,6 +377,7 @@ class KbitWeight(nn.Module):
                 "weight: found it sharded over several processes, expected all of it in this one to decode it: save "
                 "the model, and load it in one process"
             )
+        self.restore_columns()
         shape, dtype = [self.out_features, self.in_features], dtype or self.dense_dtype
         how = self.codebook, shape, dtype, self.weight_columns, self.decoding.transformed
         return torch.ops.hf_kbit.dequantize(weight, absmax, *how)
@@ -348,6 +400,7 @@ class KbitWeight(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
+        self.restore_columns()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if _LEFT_OUT.get():
             for name in PACKED:
@@ -362,12 +415,12 @@ class KbitWeight(nn.Module):
 
     def _put_planes(self, destination: dict, prefix: str, device: torch.device) -> None:
         """Into a state dict: those that it has of a layer that this one is tied to, or new ones."""
-        first, put = _PUT.get(self.weight, (prefix, {}))
+        first, put = _THREAD.put.get(self.weight, (prefix, {}))
         stored = {name: put.get(name) for name in self.packed}
         there = (tensor is not None and destination.get(first + name) is tensor for name, tensor in stored.items())
         if first == prefix or not all(there):
             stored = self._stored(device)
-            _PUT[self.weight] = prefix, WeakValueDictionary(stored)
+            _THREAD.put[self.weight] = prefix, WeakValueDictionary(stored)
         destination.update({prefix + name: tensor for name, tensor in stored.items()})
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
@@ -393,6 +446,8 @@ class KbitWeight(nn.Module):
                 return
             self._make_room_for_columns(decoding)
         self.to_planes()
+        if DECODING not in local_metadata and not self._holds(state_dict.get(prefix + PACKED[0])):
+            _warn_of_lost_decoding(prefix + PACKED[0], errors)
         # Where parameters are assigned, those of somebody else would turn into tiles.
         own = {prefix + name: state_dict[prefix + name].detach() for name in given}
         state_dict = {**state_dict, **own}
@@ -403,6 +458,12 @@ class KbitWeight(nn.Module):
             else:
                 self.weight_columns = columns
         self.settle(self.codebook.device if self.weight.is_meta else self.weight.device)
+
+    def _holds(self, words: torch.Tensor | None) -> bool:
+        """Whether the weight is this one already, as where a training goes on, or may have been before it was moved to
+        the meta device, as where accelerate shards a model."""
+        own, words = local(self.weight), self.weight if words is None else words
+        return own.is_meta or words.is_meta or torch.equal(own, local(words).to(own.device))
 
     def __copy__(self):
         other = type(self).__new__(type(self))
@@ -415,13 +476,14 @@ class KbitWeight(nn.Module):
         return other
 
     def __getstate__(self):
+        self.restore_columns()
         if not self.is_tiled:
             return self.__dict__
         # The same for all layers that are tied.
-        pickled = dict(_PICKLED.get(self.weight, {}))
+        pickled = dict(_THREAD.pickled.get(self.weight, {}))
         if pickled.keys() != self.packed.keys():
             pickled = {name: _frozen(tensor) for name, tensor in self._stored(self.weight.device).items()}
-            _PICKLED[self.weight] = WeakValueDictionary(pickled)
+            _THREAD.pickled[self.weight] = WeakValueDictionary(pickled)
         return {**self.__dict__, "_parameters": {**self._parameters, **pickled}}
 
     def __setstate__(self, state):

@@ -106,6 +106,24 @@ class Heir(Scaled):
     pass
 
 
+class Foreign(nn.Embedding):
+    """Asks another module's weight, which is not packed."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.norm = nn.LayerNorm(args[1])
+
+    def forward(self, input_ids):
+        return super().forward(input_ids).to(self.norm.weight.dtype)
+
+
+class Inside(nn.Embedding):
+    """Asks in a function of its own."""
+
+    def forward(self, input_ids):
+        return (lambda y: y.to(self.weight.dtype))(super().forward(input_ids))
+
+
 class Keeping(nn.Embedding):
     def _apply(self, fn, recurse=True):
         return self
@@ -135,7 +153,7 @@ class Clashing(nn.Embedding):
         self.exponent = 2
 
 
-@pytest.mark.parametrize("kind", [Reading, Aside, Heir, Keeping, Clashing])
+@pytest.mark.parametrize("kind", [Reading, Aside, Heir, Foreign, Inside, Keeping, Clashing])
 def test_a_class_that_reads_its_table_is_left(kind):
     assert not is_table(kind(ROWS, WIDTH))
 

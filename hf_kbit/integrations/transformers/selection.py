@@ -21,6 +21,7 @@ from hf_kbit.integrations.transformers import experts
 from hf_kbit.integrations.transformers.plain import is_linear, take_over, unusual
 from hf_kbit.nn.embedding import PREPARES, is_table
 from hf_kbit.nn.experts import is_projection, projections
+from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.patterns import shown
 
 # Tables of fewer rows take next to nothing, and those of shorter rows are mostly padding: kinds of tokens, buckets of
@@ -322,6 +323,8 @@ def replace_modules(model, replacements: dict[str, nn.Module]) -> None:
     somebody has put on these (``take_over``); projections in place of the tensors of experts."""
     new = {}
     for name, module in replacements.items():
+        if isinstance(module, KbitWeight):
+            module.qualified_name = name
         if is_projection(model, name):
             experts.put(model, name, module)
         else:
