@@ -2,7 +2,7 @@
 
 A layer has one exponent, and a scale one byte, so that the smallest scale is a fixed part of the largest. In a row
 whose largest scale is one or two times the smallest there is, all others are rounded to these or to zero, and the row
-is lost, mostly or wholly. A block of 32 columns is lost likewise, where the scales of all rows are so small in it.
+is stored coarsely, or lost. A block of 32 columns is lost likewise, where the scales of all rows are so small in it.
 """
 
 import torch
@@ -13,6 +13,8 @@ from hf_kbit.reference import MAGNITUDE, decode_scales, row_slices
 # Of the scale that is the largest of a row, in parts of the smallest. From here on a Gaussian row's squared error is
 # at most twice what its width explains; where it is 2, up to 20 times, at 1 up to 460 (rows of 256 to 4096).
 HELD = 3
+# Of the scales of such a row: if more of them are zero, much of the row is.
+MUCH = 0.25
 # Of the median row: what is smaller is dead, as rows are that training has never reached or has pruned.
 DEAD = 2.0**-20
 LARGEST_FLOAT16 = 65504.0
@@ -22,9 +24,9 @@ FAR_FROM_LARGEST = 2.0**12
 _SLICE = 1 << 20  # weights at a time
 
 
-def lost(weight: torch.Tensor, absmax: torch.Tensor, signed: bool) -> str:
-    """The rows, and the blocks of columns, of which the scales are too coarse, such as ``"64 of 256 rows"``; "" where
-    there are none. Rows and blocks of zeros are held, and those that are dead beside the others do not count.
+def lost(weight: torch.Tensor, absmax: torch.Tensor, signed: bool, coarse: bool = False) -> str:
+    """The rows, and the blocks of columns, of which much decodes to zero, such as ``"64 of 256 rows"``; "" where there
+    are none. Rows and blocks of zeros are held, and those that are dead beside the others do not count.
 
     The scales of a layer say which rows may be lost, in a thousandth of the time that quantizing takes; weights are
     read where there are such rows alone.
@@ -33,14 +35,18 @@ def lost(weight: torch.Tensor, absmax: torch.Tensor, signed: bool) -> str:
         weight: floating ``[*, N, K]``, or made a matrix at a time (``reference.matrices``).
         absmax: uint8 scales ``[*, N, B]`` of that weight, or of what is stored for it.
         signed: whether they are SE3M4 rather than E4M4.
+        coarse: whether rows count, too, whose scales are coarse, but not zero.
 
     >>> weight = torch.cat([torch.ones(3, 32), torch.full((1, 32), 1e-3), torch.zeros(1, 32)])
-    >>> lost(weight, torch.tensor([[176], [176], [176], [2], [0]], dtype=torch.uint8), signed=False)
+    >>> lost(weight, torch.tensor([[176], [176], [176], [2], [0]], dtype=torch.uint8), False, coarse=True)
     '1 of 5 rows'
     """
     steps = absmax.flatten(0, -2)
     steps = steps & MAGNITUDE if signed else steps
     rows, blocks = steps.amax(1) < HELD, steps.amax(0) < HELD
+    if not coarse and (rows.any() | blocks.any()):
+        zero = (steps == 0).float()
+        rows, blocks = rows & (zero.mean(1) > MUCH), blocks & (zero.mean(0) > MUCH)
     if not (rows.any() | blocks.any()):
         return ""
     found = []

@@ -293,7 +293,7 @@ def quantize_weight(
     decoding = choose_decoding(stored, levels, search, refined)
     if packed is None or decoding != usual:
         packed = _quantize(stored, decoding, search)
-    if not (why := _out_of_range(stored.plain, packed)):
+    if not (why := _out_of_range(stored.plain, packed, coarse=True)):
         return packed
     for wider in dict.fromkeys((stored, stored.plain)):
         packed = _quantize(wider, choose_decoding(wider, levels, search, refined, widest=True), search)
@@ -302,10 +302,11 @@ def quantize_weight(
     return packed._replace(untransformed="" if wider is stored else why, lost=lost)
 
 
-def _out_of_range(plain: Stored, packed: Packed) -> str:
-    """What the scales of a packed weight do not hold of the weight, in words; "" if they hold all of it."""
+def _out_of_range(plain: Stored, packed: Packed, coarse: bool = False) -> str:
+    """What the scales of a packed weight do not hold of the weight, in words; "" if they hold all of it. What is
+    ``coarse`` costs less than the transform does, and nothing where another exponent mends it."""
     weight, largest, decoding = plain.original, plain.largest, packed.decoding
-    if lost := dynamic_range.lost(weight, packed.absmax, decoding.transformed):
+    if lost := dynamic_range.lost(weight, packed.absmax, decoding.transformed, coarse):
         return f"{lost} are too small beside its largest weight for one exponent"
     if dynamic_range.FAR_FROM_LARGEST < largest <= dynamic_range.LARGEST_FLOAT16:
         how = decoding.codebook(plain.device), packed.columns, weight.shape[-1]

@@ -32,7 +32,7 @@ def test_a_row_whose_largest_scale_is_three_of_the_smallest_is_held(bits, signed
         held = steps >= HELD
         assert not held.any() or error[held].mean() < 2 * usual
         assert size > 0.3 or bits < 4 or error[~held].mean() > 4 * usual
-        found = lost(weight * size * STEP, absmax, signed)
+        found = lost(weight * size * STEP, absmax, signed, coarse=True)
         few = int((steps < HELD).sum())
         assert found.startswith(f"{few:,} of 2,000 rows") if few else not found
 
@@ -47,7 +47,10 @@ def test_rows_that_are_zero_or_dead_are_not_lost():
     assert not lost(torch.zeros(8, 70), torch.zeros_like(absmax), True)
     turned, columns = torch.ones(8, 70), torch.full((8, 3), 176, dtype=torch.uint8)
     turned[:, 32:64], columns[:, 1] = 1e-4, 2
-    assert lost(turned, columns, False) == "1 of 3 blocks of 32 columns"
+    assert lost(turned, columns, False, coarse=True) == "1 of 3 blocks of 32 columns"
+    assert not lost(turned, columns, False), "coarse is not lost"
+    columns[:4, 1] = 0
+    assert lost(turned, columns, False) == "1 of 3 blocks of 32 columns", "where half of its scales are zero it is"
     turned[5, 40], columns[5, 1] = 1, 176  # one row's weights there are held
     assert not lost(turned, columns, False)
 

@@ -94,7 +94,8 @@ def test_any_codebook():
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("scale", [1e-30, 1e-5, 1e-3, 1.0, 1e3, 1e28])
 def test_the_exponent_keeps_precision_at_any_scale(scale, transform):
-    dense = linear(64, 100, bias=False)
+    dense = nn.Linear(100, 64, bias=False)
+    dense.weight.data = torch.randn(64, 100, generator=cases.generator(64)) * 0.02
     plain = KbitLinear.from_linear(dense, bits=4, transform=transform).dequantize()
     with torch.no_grad():
         dense.weight *= scale
