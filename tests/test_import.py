@@ -111,6 +111,7 @@ ORDER = [
     "format",
     "codebooks",
     "patterns",
+    "durable",
     "transforms",
     "reference",
     "triton_kernels",
