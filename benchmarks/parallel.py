@@ -45,6 +45,7 @@ from transformers.distributed import DistributedConfig
 
 import hf_kbit
 from hf_kbit.decoding.sums import connect, connected, sum_and_norm, sum_directly
+from hf_kbit.integrations.transformers.sealing import TENSORS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WARM_UP, STEPS, SUMS = 2, 5, 100
@@ -74,7 +75,7 @@ def repeat(one: Path, path: Path, layers: int) -> None:
         config["layer_types"] *= layers
     files: dict[str, dict[str, torch.Tensor]] = {}
     with safe_open(one / "model.safetensors", "pt") as stored:
-        metadata = stored.metadata()
+        metadata = {name: text for name, text in stored.metadata().items() if name != TENSORS}
         for name in stored.keys():
             if ".layers.0." not in name:
                 files.setdefault("rest.safetensors", {})[name] = stored.get_tensor(name)

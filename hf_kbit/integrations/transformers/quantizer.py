@@ -15,7 +15,9 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
@@ -315,9 +317,14 @@ class KbitHfQuantizer(HfQuantizer):
         """``initialize_weights`` of a model whose weights have come: what the checkpoint lacks is filled in by the
         model's own code, which may be anybody's and write where it likes. So it sees dense layers."""
         del model.initialize_weights
-        if not self.pre_quantized and not _is_shared(model.config):
+        shared = getattr(model.config, "distributed_config", None) is not None
+        if shared:  # FSDP2 knows layers by their places; code of models that can be shared heeds these marks
+            packed = (layer.packed for layer in model.modules() if isinstance(layer, KbitWeight))
+            for tensor in chain.from_iterable(tensors.values() for tensors in packed):
+                tensor._is_hf_initialized = True
+        elif not self.pre_quantized:
             self._restore_new_layers(model)
-        with shown_dense(model):
+        with nullcontext() if shared else shown_dense(model):
             model.initialize_weights()
 
     @staticmethod
