@@ -91,7 +91,7 @@ def _on_class(layer: nn.Module) -> str:
     for kind in type(layer).__mro__[: type(layer).__mro__.index(base)]:
         members |= vars(kind).keys() - vars(base).keys()
     named = sorted(name for name in members if not name.startswith("__"))
-    return f"has {', '.join(named)} of its class {type(layer).__name__}" if named else ""
+    return f"has what its class {type(layer).__name__} adds: {', '.join(named)}" if named else ""
 
 
 def _on_instance(layer: nn.Module) -> str:
