@@ -138,11 +138,11 @@ def saved_class(architectures: list[str] | None) -> type[PreTrainedModel] | None
     Raises:
         ValueError: it is no list of names.
     """
-    names = architectures
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        found = brief(repr(names))
+    named = isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
+    if architectures is not None and not named:
+        found = brief(repr(architectures))
         raise ValueError(f"architectures: found {found} in config.json, expected a list of names of classes")
-    found = getattr(transformers, names[0], None) if names else None
+    found = getattr(transformers, architectures[0], None) if architectures else None
     return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
 
 

@@ -53,10 +53,7 @@ class Reads:
 def _reads(module_class: type) -> Reads:
     """What a class's methods read of its submodules, to multiply by it or to cast to its dtype."""
     own = [parent for parent in reversed(module_class.__mro__) if parent not in PreTrainedModel.__mro__]
-    members = {name: member for parent in own for name, member in vars(parent).items()}
-    methods = {
-        name: getattr(member, "fget", None) or getattr(member, "func", member) for name, member in members.items()
-    }
+    methods = {name: _function(member) for parent in own for name, member in vars(parent).items()}
     found, variables = {"weight": set(), "parameters": set()}, set()
     for name, method in methods.items():
         code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
