@@ -3,14 +3,13 @@
 import itertools
 import json
 import multiprocessing
-import os
 import resource
 import shutil
 import signal
-import sys
 
 import pytest
 import torch
+from killing import kill_at
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -258,18 +257,7 @@ def killed(step: int, module: nn.Module, folder, **settings) -> bool:
     """Saves the module, unless the process is killed before it touches a file the ``step``-th time."""
 
     def save_until_killed():
-        touched = 0
-
-        def touch(event, arguments):
-            nonlocal touched
-            if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir") and str(folder) in str(
-                arguments[0]
-            ):
-                touched += 1
-                if touched == step:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(touch)
+        kill_at(step, folder)
         save(module, folder, **settings)
 
     code = in_a_child(save_until_killed)

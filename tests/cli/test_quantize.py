@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from architectures import BY_NAME
 from cli.texts import TEXT
+from killing import kill_at
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import (
@@ -430,18 +430,7 @@ def test_killed_while_the_model_moves_out(tmp_path):
             output.publish()
 
     def save_until_killed(folder, step):
-        touched = 0
-
-        def touch(event, arguments):
-            nonlocal touched
-            if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir") and str(folder) in str(
-                arguments[0]
-            ):
-                touched += 1
-                if touched == step:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(touch)
+        kill_at(step, folder)
         save(folder, "killed")
 
     ended = []
