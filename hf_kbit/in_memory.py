@@ -20,6 +20,7 @@ from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.in_place import keep_adapters, quantize_layers
 from hf_kbit.integrations.transformers.plain import is_linear
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
+from hf_kbit.integrations.transformers.report import report_exceptions
 from hf_kbit.nn.weight import KbitWeight
 
 MEASURED = (8, 256)  # sequences, and tokens of each, on which widths are chosen
@@ -260,8 +261,9 @@ def _quantize_all(
     if isinstance(model, PreTrainedModel):
         quantizer.adopt(model, chosen, packable.unusual)
     else:
-        named = model.named_modules()
-        quantizer.report_range((name, layer) for name, layer in named if isinstance(layer, KbitWeight))
+        quantizer.unusual = packable.unusual
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, KbitWeight)}
+        report_exceptions(quantizer, layers)
     return quantizer.lost
 
 

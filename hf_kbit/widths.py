@@ -30,7 +30,7 @@ from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.evaluation import check
 from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.integrations.transformers.quantizer import USUAL_FOR_TABLES
+from hf_kbit.integrations.transformers.report import USUAL_FOR_TABLES
 from hf_kbit.mixing import (
     SCALE_BITS,
     Layer,

@@ -34,7 +34,7 @@ from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.mixing import stored_weights, units
 from hf_kbit.nn.experts import is_projection
 
-logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/quantizer.py
+logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
 # A solver is a module with ``solve(weight, moments, codebook) -> planes, absmax`` and ``DIAGONAL``: whether moments
 # are the diagonal of the sum of x @ x.T, or all of it.
 METHODS: dict[str, ModuleType] = {"feedback": feedback, "learned": learned, "weighted": weighted}

@@ -51,7 +51,7 @@ from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.reference import MAGNITUDE, SIGN, decode_e4m4, halfway, nearest, pack_codes, unpack_codes, with_signs
 from hf_kbit.transforms import rotate, to_stored
 
-logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/quantizer.py
+logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
 # By the type of the device that computes; "" is any other than a CPU. Steps unless a number is asked for, tokens of
 # each, and how many sequences and tokens of each the model writes if there is no data.
 STEPS, TOKENS = {"cpu": 200, "": 1000}, {"cpu": 1024, "": 8192}

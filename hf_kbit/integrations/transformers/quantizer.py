@@ -4,15 +4,12 @@ Two ways lead here. A 16-bit checkpoint is quantized on the fly: every layer to 
 ``KbitLinear``, and each weight is packed when it arrives, so that only a few 16-bit weights are alive at a time. A
 quantized checkpoint is loaded as it is: what it holds packed decides which layers are replaced.
 
-Past 400 lines, for loading, saving and undoing share what is known of a model's layers.
-
 The order in ``from_pretrained``: the model is built on the meta device, ``_process_model_before_weight_loading`` and,
 with the conversions that map names, ``update_weight_conversions`` are called, which replaces layers, the weights are
 loaded, new heads initialised, hooks for offloading attached, and ``_process_model_after_weight_loading`` finishes.
 """
 
 import copy
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -29,7 +26,6 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
-from transformers.utils import logging
 
 from hf_kbit import mixing
 from hf_kbit.config import KbitConfig
@@ -48,17 +44,12 @@ from hf_kbit.integrations.transformers import (
 )
 from hf_kbit.integrations.transformers.dense import put_empty, shown_dense, to_dense
 from hf_kbit.integrations.transformers.names import Names, stored_names
+from hf_kbit.integrations.transformers.report import logger, report
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection, projections
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Packed
-from hf_kbit.nn.weight import PACKED, KbitWeight, distinct, is_sharded
-
-# A child of the logger of Transformers, so that transformers.logging.set_verbosity speaks of it too.
-logger = logging.get_logger("transformers.hf_kbit")
-# Of the weights left in 16 bits: from here on a warning says so, for few bits then help little.
-MUCH_LEFT = 0.1
-USUAL_FOR_TABLES = 5  # bits: in 4, a tied head costs nearly as much as all layers in 4 bits (docs/quality.md)
+from hf_kbit.nn.weight import PACKED, KbitWeight, is_sharded
 
 
 class KbitQuantize(ConversionOps):
@@ -384,7 +375,7 @@ class KbitHfQuantizer(HfQuantizer):
             layer._is_hf_initialized = True  # init_weights() of the model passes it by
         self._keep_packed_names(model, layers)
         self._record(model, layers)
-        self._report(model, layers)
+        report(self, model, layers)
 
     def _check_shapes(self, model) -> None:
         """Transformers 5.17 puts tensors of any shape into a quantized model, whatever ``ignore_mismatched_sizes``."""
@@ -422,80 +413,6 @@ class KbitHfQuantizer(HfQuantizer):
         self.quantization_config.module_bits = left | {
             pattern: bits for pattern, bits in self.quantization_config.module_bits.items() if pattern not in left
         }
-
-    def _report(self, model, layers) -> None:
-        """One line on what is quantized and what is left, like names gathered."""
-        packed = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
-        left, sizes = Counter(), Counter()
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1 and parameter.is_floating_point() and id(parameter) not in packed:
-                pattern = _gathered(name.removesuffix(".weight"))
-                left[pattern] += 1
-                sizes[pattern] += parameter.numel()
-        weights = sum(layer.num_weights for layer in distinct(layers.values()))
-        widths = ", ".join(
-            f"{count} in {bits} bits" for bits, count in sorted(Counter(x.bits for x in layers.values()).items())
-        )
-        listing = ", ".join(f"{name} ({count} x, {sizes[name]:,})" for name, count in left.items())
-        share = sizes.total() / max(weights + sizes.total(), 1)
-        much = share > MUCH_LEFT and not self.pre_quantized  # what is quantized already was told of then
-        level = logging.WARNING if much else logging.INFO
-        logger.log(
-            level,
-            "hf_kbit: %d quantized layers with %s weights (%s); left as they are: %d tensors with %s weights (%s)%s%s",
-            len(layers),
-            f"{weights:,}",
-            widths or "none",
-            left.total(),
-            f"{sizes.total():,}",
-            f"{share:.0%}",
-            f": {listing}" if listing else "",
-            self._advice(model) if logger.isEnabledFor(level) else "",
-        )
-        self._report_unusual()
-        self._report_mxfp4()
-        self.report_range(layers.items())
-
-    def report_range(self, layers: Iterable[tuple[str, KbitWeight]]) -> None:
-        """A line each on layers that are not transformed, or not quantized, for the range of packed scales."""
-        untransformed = {name: layer.untransformed for name, layer in layers if layer.untransformed}
-        for what, reasons in (("quantized without a transform", untransformed), ("left in 16 bits", self.lost)):
-            if reasons:
-                listing = ", ".join(f"{name} ({why})" for name, why in reasons.items())
-                logger.warning("hf_kbit: %s: %s", what, listing)
-
-    def _report_unusual(self) -> None:
-        counts = Counter(f"{_gathered(name)} {what}" for name, what in self.unusual.items())
-        if counts:
-            listing = "; ".join(f"{what} ({count} x)" for what, count in counts.most_common(checkpoint.MAX_NAMED))
-            logger.warning("hf_kbit: left in 16 bits, for quantized layers would lose what they have: %s", listing)
-
-    def _advice(self, model) -> str:
-        """What tables take that are left only because nobody has asked for them, and what they would take packed."""
-        config = self.quantization_config
-        if self.pre_quantized or config.embedding_bits is not None:
-            return ""
-        others = {"modules_to_not_convert": config.modules_to_not_convert, "transform": config.transform}
-        packed, packable = KbitConfig(embedding_bits=USUAL_FOR_TABLES, **others), selection.Packable(model)
-        tables = packable.tables_in(packable.choose(packed))
-        if not tables:
-            return ""
-        taken = sum(selection.dense_weight(model, name).nbytes for name in tables) / 1e6
-        left = mixing.packed_bytes(model, tables, packed) / 1e6
-        return (
-            f"; embedding_bits={USUAL_FOR_TABLES} would bring the tables among them from {taken:.3g} to {left:.3g} MB"
-        )
-
-    def _report_mxfp4(self) -> None:
-        exact = [name for name, anew in self.from_mxfp4.items() if anew == 0]
-        if exact:
-            logger.info("hf_kbit: %d projections of MXFP4 taken over exactly, on the levels of fp4", len(exact))
-        for name, anew in self.from_mxfp4.items():
-            if anew is None:
-                logger.warning("hf_kbit: %s: requantized from MXFP4: only 4 bits hold it exactly", name)
-            elif anew:
-                what = "taken over from MXFP4, but for %d blocks with scales below 2**-17 of the largest, requantized"
-                logger.warning(f"hf_kbit: %s: {what}", name, anew)
 
     # --- saving, undoing ---
 
@@ -594,11 +511,6 @@ def _placeholder(model, name: str) -> KbitWeight | None:
 
 def _can_be_packed(module: nn.Module) -> bool:
     return plain.is_linear(module) or is_table(module)
-
-
-def _gathered(name: str) -> str:
-    """What like names of all layers have in common: ``layers.*.experts.gate_up_proj``."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def _unpacked(model):

@@ -240,6 +240,13 @@ def test_initialisation_leaves_what_was_loaded(style, missing, monkeypatch, tmp_
     assert torch.equal(reloaded(IDS), model(IDS))
 
 
+def test_a_warning_names_what_stays_of_a_module_that_is_nobodys(caplog):
+    model = nn.Sequential(nn.Linear(64, 64), parametrizations.weight_norm(nn.Linear(64, 64)), nn.ReLU())
+    done = hf_kbit.quantize_model(model, bits=4)
+    assert done.left == {"1": "has parametrizations besides weight and bias"}
+    assert [record for record in caplog.records if f"1 {done.left['1']}" in record.message]
+
+
 def test_a_packed_layer_that_the_class_has_made_unusual_is_refused(monkeypatch, tmp_path):
     hf_kbit.quantize_model(model := build(monkeypatch), bits=4)
     model.save_pretrained(tmp_path)

@@ -1,0 +1,103 @@
+"""The load report: what of a model is quantized, what stays in 16 bits, and why."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+from torch import nn
+from transformers.utils import logging
+
+from hf_kbit import mixing
+from hf_kbit.config import KbitConfig
+from hf_kbit.integrations.transformers import checkpoint, selection
+from hf_kbit.nn.weight import KbitWeight, distinct
+
+# A child of the logger of Transformers, so that transformers.logging.set_verbosity speaks of it too.
+logger = logging.get_logger("transformers.hf_kbit")
+# Of the weights left in 16 bits: from here on a warning says so, for few bits then help little.
+MUCH_LEFT = 0.1
+USUAL_FOR_TABLES = 5  # bits: in 4, a tied head costs nearly as much as all layers in 4 bits (docs/quality.md)
+
+
+def report(quantizer, model: nn.Module, layers: Mapping[str, KbitWeight]) -> None:
+    """Logs one line on what is quantized and what is left, like names gathered; then what is out of the ordinary.
+
+    Args:
+        quantizer: the ``KbitHfQuantizer`` that has loaded or quantized the model.
+        model: what it has made of it.
+        layers: its quantized layers, by name.
+    """
+    packed = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
+    left, sizes = Counter(), Counter()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and parameter.is_floating_point() and id(parameter) not in packed:
+            pattern = _gathered(name.removesuffix(".weight"))
+            left[pattern] += 1
+            sizes[pattern] += parameter.numel()
+    weights = sum(layer.num_weights for layer in distinct(layers.values()))
+    widths = ", ".join(
+        f"{count} in {bits} bits" for bits, count in sorted(Counter(x.bits for x in layers.values()).items())
+    )
+    listing = ", ".join(f"{name} ({count} x, {sizes[name]:,})" for name, count in left.items())
+    share = sizes.total() / max(weights + sizes.total(), 1)
+    much = share > MUCH_LEFT and not quantizer.pre_quantized  # what is quantized already was told of then
+    level = logging.WARNING if much else logging.INFO
+    logger.log(
+        level,
+        "hf_kbit: %d quantized layers with %s weights (%s); left as they are: %d tensors with %s weights (%s)%s%s",
+        len(layers),
+        f"{weights:,}",
+        widths or "none",
+        left.total(),
+        f"{sizes.total():,}",
+        f"{share:.0%}",
+        f": {listing}" if listing else "",
+        _advice(quantizer, model) if logger.isEnabledFor(level) else "",
+    )
+    report_exceptions(quantizer, layers)
+    _report_mxfp4(quantizer.from_mxfp4)
+
+
+def report_exceptions(quantizer, layers: Mapping[str, KbitWeight]) -> None:
+    """Warns of layers that are not transformed, or not quantized, though the config says that they are to be."""
+    counts = Counter(f"{_gathered(name)} {what}" for name, what in quantizer.unusual.items())
+    if counts:
+        listing = "; ".join(f"{what} ({count} x)" for what, count in counts.most_common(checkpoint.MAX_NAMED))
+        logger.warning("hf_kbit: left in 16 bits, for quantized layers would lose what they have: %s", listing)
+    untransformed = {name: layer.untransformed for name, layer in layers.items() if layer.untransformed}
+    for what, reasons in (("quantized without a transform", untransformed), ("left in 16 bits", quantizer.lost)):
+        if reasons:
+            listing = ", ".join(f"{name} ({why})" for name, why in reasons.items())
+            logger.warning("hf_kbit: %s: %s", what, listing)
+
+
+def _advice(quantizer, model: nn.Module) -> str:
+    """What tables take that are left only because nobody has asked for them, and what they would take packed."""
+    config = quantizer.quantization_config
+    if quantizer.pre_quantized or config.embedding_bits is not None:
+        return ""
+    others = {"modules_to_not_convert": config.modules_to_not_convert, "transform": config.transform}
+    packed, packable = KbitConfig(embedding_bits=USUAL_FOR_TABLES, **others), selection.Packable(model)
+    tables = packable.tables_in(packable.choose(packed))
+    if not tables:
+        return ""
+    taken = sum(selection.dense_weight(model, name).nbytes for name in tables) / 1e6
+    left = mixing.packed_bytes(model, tables, packed) / 1e6
+    return f"; embedding_bits={USUAL_FOR_TABLES} would bring the tables among them from {taken:.3g} to {left:.3g} MB"
+
+
+def _report_mxfp4(from_mxfp4: Mapping[str, int | None]) -> None:
+    exact = [name for name, anew in from_mxfp4.items() if anew == 0]
+    if exact:
+        logger.info("hf_kbit: %d projections of MXFP4 taken over exactly, on the levels of fp4", len(exact))
+    for name, anew in from_mxfp4.items():
+        if anew is None:
+            logger.warning("hf_kbit: %s: requantized from MXFP4: only 4 bits hold it exactly", name)
+        elif anew:
+            what = "taken over from MXFP4, but for %d blocks with scales below 2**-17 of the largest, requantized"
+            logger.warning(f"hf_kbit: %s: {what}", name, anew)
+
+
+def _gathered(name: str) -> str:
+    """What like names of all layers have in common: ``layers.*.experts.gate_up_proj``."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
