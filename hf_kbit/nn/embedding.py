@@ -1,43 +1,36 @@
 """KbitEmbedding: an ``nn.Embedding`` whose table is quantized and frozen, also of a class with a look-up of its own.
 
 Many models have such a class: Gemma's multiplies what is looked up by a number, OPT's counts positions itself. A table
-of such a class becomes one of a class derived from it and from ``KbitEmbedding``, which its ``super().forward``
-reaches. That it can, ``is_table`` reads in the code of the class.
+of such a class becomes one of a class derived from it and from ``KbitEmbedding``.
 """
 
-import dis
 import functools
-import inspect
-import re
 from collections.abc import Iterable
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from hf_kbit.nn.packed import DEFAULT_TRANSFORM
-from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight, local
+from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight, is_sharded, local
+from hf_kbit.tensor_ops import look_up
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
-# What code may ask of a weight that it does not read, and names of methods that prepare weights rather than use them.
-ASKED = ("device", "dtype")
-PREPARES = re.compile(r"(^|_)(init|reset|resized?|tie)(_|$)|^set_")
 
 
 class KbitEmbedding(KbitWeight, nn.Embedding):
     """A table with rows of 2, 3, 4 or 5 bits: ``y = W[ids]``, of which the rows asked for are decoded and no others.
 
-    It is an ``nn.Embedding`` to ``isinstance``, but its parameters are those of ``KbitWeight``, which also says how
-    they decode and move: the rows are N out_features, their length is K in_features. There is no gradient to the
-    table, so ``padding_idx`` means nothing besides what it is.
+    It is an ``nn.Embedding``. Its ``weight`` is a ``KbitTensor`` ``[N, K]`` of N rows of length K, frozen: so
+    ``padding_idx`` means nothing besides what it is.
 
     Where it is transformed without data, its column scales are all 1. Scales that balance columns, as of a linear
     layer, would store large ones less exactly, and with these a tied head multiplies its largest inputs: with
     SmolLM2-135M's head in 5 bits the divergence was .224 with them, .022 without a transform, and .009 so.
 
     On a GPU its rows stay in the stored form, where each is in one piece; a table that is tied to the head of its
-    model is there in the tiles that the product reads (``tie_to``).
+    model is there in the tiles that the product reads.
 
     Args:
         num_embeddings: rows, 1 or more.
@@ -62,6 +55,8 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
     >>> table(torch.tensor([[3, 1, 999]])).shape
     torch.Size([1, 3, 64])
     """
+
+    reads_tiles = False
 
     def __init__(
         self,
@@ -111,8 +106,8 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
             ValueError: it renormalises its rows, has sparse gradients or a class that reads it in a way of its own; or
                 it holds NaN or infinity, or a setting is out of range.
 
-        >>> KbitEmbedding.from_embedding(nn.Embedding(10, 64), bits=2).weight.shape
-        torch.Size([10, 4])
+        >>> KbitEmbedding.from_embedding(nn.Embedding(10, 64), bits=2).weight
+        KbitTensor(shape=(10, 64), dtype=torch.float32, device=cpu, bits=2)
         """
         if not is_table(embedding):
             raise ValueError(
@@ -142,11 +137,6 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
         self._non_persistent_buffers_set |= other._non_persistent_buffers_set - _names_of_ours()
         self.train(other.training)
 
-    @property
-    def stand_in(self) -> torch.Tensor:
-        """An empty tensor with the device and the dtype of the weight before it was quantized."""
-        return torch.empty(0, dtype=self.dense_dtype, device=self.codebook.device)
-
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """``ids`` int64 or int32 ``[*]``, each 0 to N - 1, to ``[*, K]`` in the dtype of the table that it stands for.
 
@@ -158,45 +148,26 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
             if ids.dtype not in (torch.int64, torch.int32):
                 found = str(ids.dtype).removeprefix("torch.")
                 raise TypeError(f"indices: found dtype {found}, expected int64 or int32")
-            return self._rows(ids) if self.local_shape is None else self._gathered(ids)
+            weight = (self._parameters if "weight" in self._parameters else self.__dict__)["weight"]
+            gathers = is_sharded(weight) and not isinstance(weight.placements[-1], Replicate)
+            return self._gathered(ids, weight) if gathers else look_up(ids, local(weight))
         except (TypeError, ValueError) as error:
-            return self.recover(error, ids)
+            raise self.named(error) from error
 
-    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows, or a part of each, of what this process has of the table; ids count from the first that it has."""
-        own = self._parameters if "weight" in self._parameters else self.__dict__  # a copy of nn.DataParallel
-        size, columns = self.local_shape or (self.out_features, self.in_features), own.get("weight_columns")
-        return torch.ops.hf_kbit.embed(
-            ids,
-            local(own["weight"]),
-            local(own["weight_absmax"]),
-            self._buffers["codebook"],
-            list(size),
-            self.dense_dtype,
-            None if columns is None else local(columns),
-            columns is not None,
-        )
-
-    def _gathered(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of a table that several processes share, by rows or by parts of each; all look up the same ids."""
-        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # which not every torch has
-
-        mesh, (rows, width) = self.weight.device_mesh, self.local_shape
-        mesh = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
+    def _gathered(self, ids: torch.Tensor, weight: DTensor) -> torch.Tensor:
+        """Rows of a table that several processes share, by rows or by parts of each; all look up the same ids. Ids
+        count from the first row that this process has."""
+        mesh, own = weight.device_mesh, weight._local_tensor
+        mesh, (rows, width) = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh, own.matrix
         if width < self.in_features:
-            found = DTensor.from_local(self._rows(ids), mesh, [Shard(-1)], run_check=False)
+            found = DTensor.from_local(look_up(ids, own), mesh, [Shard(-1)], run_check=False)
         else:
             # Ids that no process has stay out of range.
             elsewhere = (ids >= 0) & (ids < self.out_features) & (ids // rows != mesh.get_local_rank())
-            own = self._rows((ids - mesh.get_local_rank() * rows).masked_fill(elsewhere, 0))
-            own = own.masked_fill(elsewhere[..., None], 0)
-            found = DTensor.from_local(own, mesh, [Partial()], run_check=False)
+            found = look_up((ids - mesh.get_local_rank() * rows).masked_fill(elsewhere, 0), own)
+            found = found.masked_fill(elsewhere[..., None], 0)
+            found = DTensor.from_local(found, mesh, [Partial()], run_check=False)
         return found.redistribute(placements=[Replicate()]).to_local()
-
-    def to_tiles(self) -> None:
-        """Does something for a table alone that is tied to a head, whose product reads tiles."""
-        if self.tied:
-            super().to_tiles()
 
     def reset_parameters(self) -> None:
         """Does nothing: a quantized table has no random initialisation."""
@@ -214,11 +185,10 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
 
 
 def is_table(module: nn.Module) -> bool:
-    """Whether a ``KbitEmbedding`` can stand in for the module: an ``nn.Embedding`` that is a look-up in a table.
+    """Whether a ``KbitEmbedding`` can take the place of the module.
 
-    That is one which neither renormalises its rows nor asks for sparse or scaled gradients, of ``nn.Embedding`` itself
-    or of a class that calls its forward, asks no weight but its own, and that for ``ASKED`` at most, and has no
-    attribute that we have.
+    It is an ``nn.Embedding``, or of a class that is derived from it alone. It neither renormalises its rows nor asks
+    for sparse or scaled gradients, and has no attribute of a name that ours has.
     """
     return (
         isinstance(module, nn.Embedding)
@@ -227,7 +197,8 @@ def is_table(module: nn.Module) -> bool:
         and not (module.scale_grad_by_freq or module.sparse)
         and module.weight.dim() == 2
         and module.weight.numel() > 0
-        and _looks_up(type(module))
+        and type(module).__bases__ in ((nn.Embedding,), nn.Embedding.__bases__)
+        and not vars(type(module)).keys() & _methods_of_ours()
         and not (_names(module) - _names(nn.Embedding(1, 1, device="meta"))) & _names_of_ours()
     )
 
@@ -243,64 +214,16 @@ def _names_of_ours() -> frozenset[str]:
 
 
 @functools.cache
-def _looks_up(plain: type[nn.Embedding]) -> bool:
-    if plain is nn.Embedding:
-        return True
-    own = vars(plain)
-    overridden = own.keys() & vars(KbitWeight).keys() - {"__init__", "__module__", "__doc__"}
-    return (
-        plain.__bases__ == (nn.Embedding,)
-        and not overridden
-        and _calls_super(own.get("forward"))
-        and all(asked in ASKED for method in _methods(plain).values() for asked in _asked_of_weight(method))
-    )
-
-
-def _methods(plain: type) -> dict[str, FunctionType]:
-    """The functions of a class itself that use a weight."""
-    methods = {name: inspect.unwrap(method) for name, method in vars(plain).items() if callable(method)}
-    return {name: m for name, m in methods.items() if isinstance(m, FunctionType) and not PREPARES.search(name)}
-
-
-def _calls_super(forward) -> bool:
-    """Whether it is there and calls the forward of its class's base."""
-    return forward is None or "forward" in inspect.unwrap(forward).__code__.co_names
-
-
-def _asked_of_weight(method: FunctionType) -> list[str]:
-    """What a method asks of each ``self.weight``; "" where it takes the weight as such or sets it, or where it may be
-    that of another module, or in a function inside."""
-    steps = [step for step in dis.get_instructions(method) if step.opname not in ("EXTENDED_ARG", "CACHE")]
-    code, inside = method.__code__, [step.argval for step in steps if isinstance(step.argval, CodeType)]
-    return ["" for function in inside if "weight" in function.co_names] + [
-        then.argval if then.opname == "LOAD_ATTR" and _loads(before, code.co_varnames[:1]) else ""
-        for before, step, then in zip(steps, steps[1:], steps[2:], strict=False)
-        if step.argval == "weight" and step.opname.endswith("_ATTR")
-    ]
-
-
-def _loads(step: dis.Instruction, variable: tuple[str, ...]) -> bool:
-    """Whether an instruction loads a variable, perhaps after another."""
-    loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-    return "LOAD_FAST" in step.opname and loaded[-1:] == variable
+def _methods_of_ours() -> frozenset[str]:
+    return frozenset(vars(KbitWeight).keys() - vars(nn.Embedding).keys() - {"__init__", "__module__", "__doc__"})
 
 
 @functools.cache
 def embedding_class(plain: type[nn.Embedding]) -> type[KbitEmbedding]:
-    """The class of quantized tables that were of class ``plain``."""
+    """The class of quantized tables that were of class ``plain``, whose own look-up then finds the packed weight."""
     if plain is nn.Embedding:
         return KbitEmbedding
-    asking = {name: _of_stand_in(m) for name, m in _methods(plain).items() if _asked_of_weight(m)}
-    return type(f"Kbit{plain.__name__}", (plain, KbitEmbedding), {"__module__": __name__, **asking})
-
-
-def _of_stand_in(method: FunctionType) -> FunctionType:
-    """The method with ``self.stand_in`` for each ``self.weight``, whose dtype is an integer one when it is packed."""
-    names = tuple("stand_in" if name == "weight" else name for name in method.__code__.co_names)
-    code = method.__code__.replace(co_names=names)
-    changed = FunctionType(code, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
-    changed.__kwdefaults__ = method.__kwdefaults__
-    return changed
+    return type(f"Kbit{plain.__name__}", (plain, KbitEmbedding), {"__module__": __name__})
 
 
 def plain_class(kind: type[KbitEmbedding]) -> type[nn.Embedding]:

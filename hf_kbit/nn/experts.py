@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from hf_kbit.nn.weight import KbitWeight, local
 from hf_kbit.ops import combine_experts, gemm_experts, route_experts
+from hf_kbit.tensor_ops import cast_for_autocast
 
 LLAMA4 = "Llama4TextExperts"
 UP_PROJECTIONS, DOWN_PROJECTION = ("gate_up_proj", "up_proj"), "down_proj"
@@ -31,9 +33,8 @@ NO_ADAPTERS: Adapters = {}
 class KbitProjection(KbitWeight):
     """One projection of all E experts of a mixture: ``y[i] = x[rows[i]] @ W[e].T + bias[e]`` for the rows of expert e.
 
-    Its parameters are those of ``KbitWeight`` with one leading dimension: int32 ``[E, N, B * bits]``, uint8
-    ``[E, N, B]`` and, as the experts have their input in common, one uint8 ``[K]``. The matrix of an expert is
-    ``[N, K]``, K being what it sums over, whatever the order in the model (``transposed``).
+    Its weight is ``[E, N, K]``. The experts have their input in common, and so their column scales. K is what a
+    product sums over, whatever the order in the model (``transposed``).
 
     Args:
         num_experts: E.
@@ -61,28 +62,22 @@ class KbitProjection(KbitWeight):
     ) -> torch.Tensor:
         """``x`` floating ``[T, K]`` (``[T, 2 K]`` with ``swiglu``) to ``[R, N]`` of the same dtype, or of autocast's;
         see ``ops.gemm_experts``. ``adapter`` makes of x, rows and offsets what is added to the product."""
-        out_features, in_features = self.local_shape or (self.out_features, self.in_features)
-        width = 2 * in_features if swiglu else in_features
-        # Nothing communicates around a projection, which would put shards in the place of DTensors.
-        packed = local(self.weight), local(self.weight_absmax), self.codebook
-        columns = None if self.weight_columns is None else local(self.weight_columns)
-        how = out_features, columns, columns is not None, swiglu
+        if is_dynamo_compiling():
+            parts = self.parts
+        else:
+            # Nothing communicates around a projection, which would put shards in the place of DTensors.
+            parts = self.__dict__["parts"] = local(self._parameters["weight"]).parts
+        rows_of_weight, in_features = parts["matrix"]
+        columns, width = parts["columns"], 2 * in_features if swiglu else in_features
+        how = rows_of_weight, columns, columns is not None, swiglu
         try:
             if not x.is_floating_point() or x.shape[-1:] != (width,):
                 self.refuse(x, width)
-            if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-                x = x.to(torch.get_autocast_dtype(x.device.type))
+            x, packed = cast_for_autocast(x), (parts["words"], parts["absmax"], parts["codebook"])
             y = gemm_experts(x, *packed, None if bias is None else bias.to(x.dtype), rows, offsets, *how)
         except (TypeError, ValueError) as error:
-            return self.recover(error, x, rows, offsets, bias, swiglu, adapter)
+            raise self.named(error) from error
         return y if adapter is None else y + adapter(x, rows, offsets)
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        if self.weight.is_floating_point():
-            # Empty: 16-bit weights are about to be loaded, and Transformers looks up where to by the tensor's name.
-            destination[prefix.removesuffix(".")] = self.weight
-        else:
-            super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def extra_repr(self) -> str:
         sizes = f"num_experts={self.lead[0]}, in_features={self.in_features}, out_features={self.out_features}"

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from hf_kbit.nn.packed import DEFAULT_TRANSFORM
 from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight
@@ -13,16 +14,15 @@ from hf_kbit.ops import product
 class KbitLinear(KbitWeight, nn.Linear):
     """A linear layer with a frozen weight of 2, 3, 4 or 5 bits: ``y = x @ W.T + bias``.
 
-    It is an ``nn.Linear`` to ``isinstance``, but its parameters are the stored ones: those of ``KbitWeight``, which
-    also says how they decode and move, and ``bias``, floating ``[N]`` or None; trainable.
+    It is an ``nn.Linear``. Its ``weight`` is a ``KbitTensor`` ``[N, K]``, frozen; its ``bias`` is floating ``[N]`` or
+    None, and trainable.
 
     Args:
         in_features: K, any size of 1 or more.
         out_features: N, any size of 1 or more.
         bias: whether there is a bias.
         bits: 2 to 5.
-        codebook: name or table of ``2**bits`` numbers (``codebooks.resolve``). With ``"layer"`` the levels become the
-            layer's own with the first weight that it quantizes; later ones take them as they are.
+        codebook: name or table of ``2**bits`` numbers (``codebooks.resolve``).
         exponent: power of two that multiplies the levels.
         device: of the parameters and the codebook.
         dtype: of the bias, and of the weight that the layer stands for: what ``dequantize`` gives.
@@ -30,8 +30,7 @@ class KbitLinear(KbitWeight, nn.Linear):
             its largest magnitude (``hf_kbit.quantize``).
         transform: what ``load_dense`` does to a weight first: ``"rotated"`` or ``"none"`` (``KbitConfig``).
 
-    A new layer holds zeros in ``weight`` and ``weight_absmax`` and so computes its bias; load a state dict, or use
-    ``from_linear``.
+    A new layer holds zeros and so computes its bias; load a state dict, or use ``from_linear``.
 
     Raises:
         ValueError: bits, codebook or a size is out of range.
@@ -84,8 +83,8 @@ class KbitLinear(KbitWeight, nn.Linear):
             TypeError: the weight has another dtype.
             ValueError: bits or codebook is out of range, or the weight holds NaN or infinity.
 
-        >>> KbitLinear.from_linear(nn.Linear(64, 64, bias=False), bits=2).weight.shape
-        torch.Size([64, 4])
+        >>> KbitLinear.from_linear(nn.Linear(64, 64, bias=False), bits=2).weight
+        KbitTensor(shape=(64, 64), dtype=torch.float32, device=cpu, bits=2)
         """
         shape = linear.in_features, linear.out_features
         layer = cls(
@@ -94,11 +93,6 @@ class KbitLinear(KbitWeight, nn.Linear):
         layer.load_dense(linear.weight)
         layer.bias = linear.bias
         return layer.train(linear.training)
-
-    @property
-    def W_q(self) -> torch.Tensor:
-        """The packed weight. Where a layer has this name, PEFT takes ``dequantize()`` for its weight (DoRA)."""
-        return self.weight
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """A plain ``nn.Linear`` with the decoded weight and the same bias, on the same device."""
@@ -117,22 +111,26 @@ class KbitLinear(KbitWeight, nn.Linear):
         """
         # Straight from the dictionaries, and no conversion to the same dtype: for few tokens the host's time counts,
         # and nn.Module's look-ups are a good part of it. A copy of nn.DataParallel has its parameters elsewhere.
-        own = self._parameters if "weight" in self._parameters else self.__dict__
-        weight, absmax = own["weight"], own["weight_absmax"]
+        if is_dynamo_compiling():
+            parts, bias = self.parts, self.bias
+        else:
+            own = self._parameters if "weight" in self._parameters else self.__dict__
+            parts, bias = own["weight"].parts, own["bias"]
+            self.__dict__["parts"] = parts
         # Under tensor parallelism a part of the weight, and x of the same part of K.
-        rows, width = self.local_shape or (self.out_features, self.in_features)
-        columns = own.get("weight_columns")
+        rows, width = parts["matrix"]
         try:
             if not x.is_floating_point() or x.shape[-1:] != (width,):
                 self.refuse(x, width)
             if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
                 x = x.to(torch.get_autocast_dtype(x.device.type))
-            bias = self.bias
             if bias is not None and bias.dtype != x.dtype:
                 bias = bias.to(x.dtype)
-            return product(x, weight, absmax, self._buffers["codebook"], bias, rows, columns, columns is not None)
+            columns = parts["columns"]
+            rotated = columns is not None
+            return product(x, parts["words"], parts["absmax"], parts["codebook"], bias, rows, columns, rotated)
         except (TypeError, ValueError) as error:
-            return self.recover(error, x)
+            raise self.named(error) from error
 
     def reset_parameters(self) -> None:
         """Does nothing: a quantized weight has no random initialisation."""

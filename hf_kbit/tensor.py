@@ -1,0 +1,322 @@
+"""KbitTensor: a packed weight as one value, which code that knows nothing of it takes for a dense one.
+
+To others it has the shape ``[*lead, N, K]`` of the weight, and the dtype that it is computed in. Inside there are the
+packed words, scales, codebook and column scales, which kernels read. ``tensor_ops.py`` says what the functions of
+torch do with it: some keep it packed, others get the decoded weight, and what would write into it is refused.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from hf_kbit import _native, reference
+from hf_kbit.format import absmax_shape, weight_shape
+from hf_kbit.nn.packed import Decoding, Packed
+
+INNER = ("words", "absmax", "codebook", "columns")
+STORED = ("weight", "weight_absmax", "weight_columns")  # what files call words, scales and column scales
+FROZEN = (
+    "weight: found {}, which writes into a packed weight, expected reads: it is frozen. Load another weight, or "
+    "dequantize the layer first"
+)
+# What functions and ops of torch do with a packed weight; tensor_ops.py fills both.
+FUNCTIONS: dict[Any, Any] = {}
+OPS: dict[Any, Any] = {}
+
+
+def reads_tiles(device: torch.device) -> bool:
+    """Whether the kernels of a device read tiles."""
+    return device.type == "cuda" and _native.library("cuda").loaded
+
+
+class Form:
+    """What a packed weight is besides its tensors. Equal ones are one object, so that comparing them takes no time."""
+
+    _known: dict[tuple, "Form"] = {}
+
+    def __new__(cls, decoding: Decoding, matrix: tuple[int, int], dtype: torch.dtype, tiles: bool):
+        key = decoding, matrix, dtype, tiles
+        if key not in cls._known:
+            self = cls._known[key] = object.__new__(cls)
+            self.decoding, self.matrix, self.dtype, self.tiles = key
+            self.names = list(INNER if decoding.transformed else INNER[:3])
+        return cls._known[key]
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        return Form, (self.decoding, self.matrix, self.dtype, self.tiles)
+
+
+class KbitTensor(torch.Tensor):
+    """A frozen weight of 2, 3, 4 or 5 bits, of one matrix or of several that have their input in common.
+
+    ``shape``, ``dtype``, ``device`` and ``numel()`` are those of the weight that it stands for. Reading functions of
+    torch give what they give for the decoded weight; ``F.linear`` and ``F.embedding`` run the kernels. Writing raises.
+
+    On a GPU the words and scales are the tiles that kernels read, made once when the weight arrives there, and turned
+    back when it moves away. Copies, pickles and files have the stored form. A parameter of a table of embeddings stays
+    in the stored form, unless a product reads it too (``tiles``).
+
+    Attributes:
+        parts: a dictionary, which the layer that has the weight reads too. Whatever replaces the weight changes it in
+            place: ``words``, int32 ``[*lead, N, B * bits]`` or tiles; ``absmax``, uint8 ``[*lead, N, B]`` or tiles;
+            ``codebook``, float32 ``[2**bits]``; ``columns``, uint8 ``[K]`` or None; ``matrix``, ``(N, K)``.
+        decoding: levels, exponent, and whether the weight is transformed.
+        tiles: whether a GPU holds tiles.
+
+    >>> from hf_kbit import KbitLinear
+    >>> weight = KbitLinear.from_linear(nn.Linear(100, 64), bits=3).weight
+    >>> weight.shape, weight.dtype, weight.is_floating_point()
+    (torch.Size([64, 100]), torch.float32, True)
+    >>> weight.T.shape, (torch.ones(2, 100) @ weight.T).shape
+    (torch.Size([100, 64]), torch.Size([2, 64]))
+    """
+
+    words = property(lambda self: self.parts["words"])
+    absmax = property(lambda self: self.parts["absmax"])
+    codebook = property(lambda self: self.parts["codebook"])
+    columns = property(lambda self: self.parts["columns"])
+    matrix = property(lambda self: self.parts["matrix"])
+
+    @staticmethod
+    def __new__(cls, data, parts=None, decoding=None, dtype=None, tiles=True, *, requires_grad=False):
+        # accelerate makes a parameter anew by ``type(parameter)(value, requires_grad=...)``.
+        if isinstance(data, KbitTensor):
+            return nn.Parameter(data, requires_grad=False)
+        if parts is None:
+            raise TypeError(f"weight: found {type(data).__name__}, expected a packed weight")
+        self = torch.Tensor._make_wrapper_subclass(cls, data, dtype=dtype, device=parts["words"].device)
+        self.parts, self.decoding, self.tiles = parts, decoding, tiles
+        return self
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    @classmethod
+    def of(cls, packed: Packed, in_features: int, dtype: torch.dtype, tiles: bool = True) -> "KbitTensor":
+        """A weight of packed tensors, where these are; on a GPU they become tiles.
+
+        Args:
+            packed: planes or tiles ``[*lead, N, ...]``, scales, column scales, and how they decode.
+            in_features: K.
+            dtype: that it is computed in.
+            tiles: whether a GPU holds tiles.
+        """
+        device, decoding = packed.planes.device, packed.decoding
+        *lead, rows, _ = packed.planes.shape
+        parts = {"words": packed.planes, "absmax": packed.absmax, "codebook": decoding.codebook(device)}
+        parts |= {"columns": packed.columns, "matrix": (rows, in_features)}
+        return cls((*lead, rows, in_features), parts, decoding, dtype, tiles).settled()
+
+    @classmethod
+    def empty(
+        cls,
+        shape: tuple[int, ...],
+        decoding: Decoding,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        tiles: bool = True,
+    ) -> "KbitTensor":
+        """A weight ``[*lead, N, K]`` of zeros."""
+        *lead, rows, width = shape
+        planes = torch.zeros((*lead, *weight_shape(rows, width, decoding.bits)), dtype=torch.int32, device=device)
+        absmax = torch.zeros((*lead, *absmax_shape(rows, width)), dtype=torch.uint8, device=device)
+        columns = torch.zeros(width, dtype=torch.uint8, device=device) if decoding.transformed else None
+        return cls.of(Packed(planes, absmax, decoding, columns), width, dtype, tiles)
+
+    def like(self, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None, **parts) -> "KbitTensor":
+        """Another weight that decodes as this one, with some of the ``parts`` replaced; it shares the others."""
+        form = self.form
+        parts = {**self.parts, **parts}
+        return KbitTensor(
+            self.size_ if shape is None else shape, parts, form.decoding, dtype or form.dtype, form.tiles
+        )
+
+    def each(self, fn, **parts) -> "KbitTensor":
+        """``like``, of what a function makes of each of the tensors."""
+        made = {name: fn(self.parts[name]) for name in self.form.names}
+        return self.like(**made, **parts)
+
+    # --- what it is; ``shape`` and ``dtype`` ask __torch_function__ each time ---
+
+    @property
+    def size_(self) -> torch.Size:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.shape
+
+    @property
+    def form(self) -> Form:
+        with torch._C.DisableTorchFunctionSubclass():
+            return Form(self.decoding, self.parts["matrix"], self.dtype, self.tiles)
+
+    @property
+    def bits(self) -> int:
+        return self.decoding.bits
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        return tuple(self.words.shape[: -5 if self.is_tiled else -2])
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """``[*lead, N, K]``, also while FSDP2 shows the weight flat."""
+        return (*self.lead, *self.matrix)
+
+    @property
+    def nbytes_packed(self) -> int:
+        return sum(self.parts[name].nbytes for name in self.form.names)
+
+    # --- forms ---
+
+    @property
+    def is_tiled(self) -> bool:
+        return reference.is_tiled(self.words, self.absmax, self.bits)
+
+    def _repacked(self, inverse: bool) -> "KbitTensor":
+        words, absmax = torch.ops.hf_kbit.repack(self.words, self.absmax, self.bits, list(self.matrix), inverse)
+        return self.like(words=words, absmax=absmax)
+
+    def settled(self) -> "KbitTensor":
+        """The weight in the form that its device reads."""
+        wanted = self.tiles and reads_tiles(self.words.device)
+        return self._repacked(inverse=False) if wanted and not self.is_tiled else self
+
+    def planes(self) -> "KbitTensor":
+        """The weight in the stored form, where it is."""
+        return self._repacked(inverse=True) if self.is_tiled else self
+
+    def stored(self, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
+        """What files hold of it, by the names that they have there: planes, scales and column scales.
+
+        Args:
+            device: of the copies of what is not there yet; None for that of the weight.
+        """
+        planes = self.planes()
+        tensors = planes.words, planes.absmax, planes.columns
+        return {
+            name: tensor if device is None else tensor.to(device)
+            for name, tensor in zip(STORED, tensors, strict=True)
+            if tensor is not None
+        }
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The decoded weight, in ``dtype`` or in its own."""
+        form, parts = self.form, self.parts
+        how = parts["codebook"], list(parts["matrix"]), dtype or form.dtype, parts["columns"]
+        made = torch.ops.hf_kbit.dequantize(parts["words"], parts["absmax"], *how, form.decoding.transformed)
+        return made.view(self.size_)
+
+    def moved(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "KbitTensor":
+        """The weight on another device, in the form that is read there, or computed in another dtype."""
+        device = torch.device(device)
+        if device == self.words.device:
+            return self.like(dtype=dtype)
+        made = self.planes().each(lambda tensor: tensor.to(device), dtype=dtype)
+        if self.words.is_meta:
+            made.parts["codebook"] = self.decoding.codebook(device)
+        return made.settled()
+
+    def replace(self, other: "KbitTensor") -> None:
+        """Takes over another weight in place: all that have this one have the other from now on."""
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.data.__set__(self, other)
+        self.parts.update(other.parts)
+        self.decoding, self.tiles = other.decoding, other.tiles
+
+    # --- protocols of torch ---
+
+    def __tensor_flatten__(self):
+        form = self.form
+        return form.names, form
+
+    @staticmethod
+    def __tensor_unflatten__(inner, form, outer_size, outer_stride):
+        parts = {"columns": None, **inner, "matrix": form.matrix}
+        return KbitTensor(outer_size, parts, form.decoding, form.dtype, form.tiles)
+
+    def __repr__(self, *, tensor_contents=None):
+        form = self.form
+        what = f"shape={tuple(self.size_)}, dtype={form.dtype}, device={self.words.device}, bits={self.bits}"
+        return f"KbitTensor({what})"
+
+    def __reduce_ex__(self, protocol):
+        planes, form = self.planes(), self.form
+        how = list(form.decoding.levels), form.decoding.exponent, form.decoding.transform
+        tensors = planes.words, planes.absmax, planes.columns
+        is_parameter = isinstance(self, nn.Parameter)
+        return _rebuild, (*tensors, *how, form.matrix[1], form.dtype, form.tiles, is_parameter)
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            made = self.each(torch.clone)
+            memo[id(self.parts)] = made.parts
+            memo[id(self)] = as_parameter(made) if isinstance(self, nn.Parameter) else made
+        return memo[id(self)]
+
+    # FSDP2 gathers words and scales, and has the weight made of them.
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        if outer_size[0] % mesh.size():  # FSDP2 would stop in the last process alone, and the others would wait
+            raise ValueError(f"weight: found {outer_size[0]} rows, expected a multiple of the {mesh.size()} processes")
+        form = self.form
+        dtype = mp_policy.param_dtype or form.dtype
+        # With one process FSDP2 gathers the first tensor alone.
+        return (self.words, self.absmax), (outer_size, dtype, self.absmax)
+
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
+        size, dtype, absmax = metadata
+        words, absmax = gathered if len(gathered) > 1 else (*gathered, absmax)
+        if out is not None:
+            return None
+        matrix = tuple(size[-2:])
+        return self.like(size, dtype, words=words, absmax=absmax, matrix=matrix), (words, absmax)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if (own := FUNCTIONS.get(func)) is not None:
+            return own(func, *args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if (own := OPS.get(func)) is not None:
+            found = own(func, *args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        if func._schema.is_mutable:
+            _refuse_writes(func, args, kwargs)
+        args, kwargs = pytree.tree_map_only(KbitTensor, KbitTensor.dequantize, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _refuse_writes(func, args, kwargs) -> None:
+    arguments = func._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    for argument in arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            if any(isinstance(value, KbitTensor) for value in pytree.tree_leaves(given.get(argument.name))):
+                raise TypeError(FROZEN.format(func))
+
+
+def as_parameter(weight: KbitTensor) -> nn.Parameter:
+    """A frozen parameter of the same tensors, and the same dictionary of them."""
+    made = nn.Parameter(weight, requires_grad=False)
+    made.parts = weight.parts
+    return made
+
+
+def _rebuild(planes, absmax, columns, levels, exponent, transform, in_features, dtype, tiles, is_parameter):
+    """What a pickle makes a weight of."""
+    decoding = Decoding(tuple(levels), exponent, transform)
+    made = KbitTensor.of(Packed(planes, absmax, decoding, columns), in_features, dtype, tiles)
+    return as_parameter(made) if is_parameter else made
+
+
+torch.serialization.add_safe_globals([_rebuild, KbitTensor])

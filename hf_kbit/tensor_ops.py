@@ -1,0 +1,355 @@
+"""What the functions and ops of torch do with a packed weight (``tensor.py``): two tables.
+
+``function`` says what a function of Python's torch does, before autograd. ``op`` says what an op does that keeps the
+weight packed: copies, moves, casts, parts of rows and of whole blocks of columns, and what processes send each other.
+All others read the decoded weight.
+"""
+
+import math
+
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from hf_kbit.format import BLOCK_SIZE
+from hf_kbit.ops import product
+from hf_kbit.reference import TILE_ROWS
+from hf_kbit.tensor import FROZEN, FUNCTIONS, OPS, KbitTensor
+
+aten, c10d, functional_collectives = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
+
+
+def function(*functions):
+    """What takes the place of functions of torch: called with the function and its arguments."""
+    return lambda own: [FUNCTIONS.__setitem__(func, own) for func in functions] and own
+
+
+def op(*ops):
+    """What takes the place of ops. Where it returns NotImplemented the op gets the decoded weight."""
+    return lambda own: [OPS.__setitem__(func, own) for func in ops] and own
+
+
+def plain(func, *args, **kwargs):
+    """The function as it is for any tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+# --- functions ------------------------------------------------------------------------------------
+
+
+def cast_for_autocast(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in the dtype that autocast wants for a product."""
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+@function(F.linear)
+def _(func, x, weight, bias=None):
+    packed = isinstance(weight, KbitTensor) and not isinstance(x, KbitTensor) and not weight.lead
+    if not packed or not x.is_floating_point():
+        return plain(func, x, weight, bias)
+    x, parts = cast_for_autocast(x), weight.parts
+    rows, width = parts["matrix"]
+    if x.shape[-1:] != (width,):
+        raise ValueError(f"x: found shape {list(x.shape)}, expected [*, {width}], the in_features of the weight")
+    bias = None if bias is None else bias.to(x.dtype)
+    columns = parts["columns"]
+    return product(x, parts["words"], parts["absmax"], parts["codebook"], bias, rows, columns, columns is not None)
+
+
+def look_up(ids: torch.Tensor, weight: KbitTensor) -> torch.Tensor:
+    """Rows of a table, of which those asked for are decoded and no others."""
+    parts, form = weight.parts, weight.form
+    how = parts["codebook"], list(parts["matrix"]), form.dtype, parts["columns"], form.decoding.transformed
+    return torch.ops.hf_kbit.embed(ids, parts["words"], parts["absmax"], *how)
+
+
+@function(F.embedding)
+def _(func, input, weight, padding_idx=None, max_norm=None, *args, **kwargs):
+    if not isinstance(weight, KbitTensor) or weight.lead or max_norm is not None:
+        return plain(func, input, weight, padding_idx, max_norm, *args, **kwargs)
+    return look_up(input, weight)
+
+
+@function(torch.Tensor.__getitem__)
+def _(func, weight, index):
+    rows = isinstance(index, torch.Tensor) and index.dtype in (torch.int64, torch.int32)
+    if isinstance(weight, KbitTensor) and rows and not weight.lead and index.device == weight.words.device:
+        return look_up(torch.where(index < 0, index + weight.matrix[0], index), weight)
+    return plain(func, weight, index)
+
+
+@function(torch.Tensor.element_size)
+def _(func, weight):
+    """Bytes of a weight on average, so that ``numel() * element_size()`` is the memory that it takes."""
+    return weight.nbytes_packed / max(math.prod(weight.whole_shape), 1)
+
+
+@function(torch.Tensor.data_ptr)
+def _(func, weight):
+    return -weight.words.data_ptr()  # tells weights apart (accelerate), and is no address of floats
+
+
+@function(torch.Tensor.share_memory_)
+def _(func, weight):
+    for name in weight.form.names:
+        weight.parts[name].share_memory_()
+    return weight
+
+
+@function(torch.Tensor.__setitem__)
+def _(func, tensor, index, value):
+    if isinstance(tensor, KbitTensor):
+        raise TypeError(FROZEN.format("an assignment to a part"))
+    plain(func, tensor, index, value)
+
+
+@function(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)
+def _(func, weight, wanted=True):
+    if not wanted:
+        return plain(func, weight, False)
+    if isinstance(weight, torch.nn.Parameter):
+        raise TypeError("weight: found requires_grad=True, expected False: a packed weight is frozen; train adapters")
+    return weight  # nn.Parameter() asks for it before it is one
+
+
+@function(torch.Tensor.data.__set__)
+def _(func, weight, value):
+    if not isinstance(weight, KbitTensor) or not isinstance(value, KbitTensor):
+        found = f"{type(value).__name__} of {value.dtype}"
+        raise TypeError(f"weight: found data of type {found}, expected a packed weight: {FROZEN.format('.data =')}")
+    weight.replace(value)
+
+
+# --- copies and moves -----------------------------------------------------------------------------
+
+
+@op(aten.detach.default, aten.alias.default)
+def _(func, weight):
+    return return_and_correct_aliasing(func, (weight,), {}, weight.each(func))
+
+
+@op(aten.clone.default)
+def _(func, weight, **kwargs):
+    return weight.each(torch.clone)
+
+
+@op(aten._to_copy.default)
+def _(func, weight, *, dtype=None, device=None, **kwargs):
+    dtype = dtype or weight.form.dtype
+    if not dtype.is_floating_point:
+        return NotImplemented
+    made = weight.moved(device or weight.words.device, dtype)
+    return made.each(torch.clone) if made.words is weight.words else made
+
+
+@op(aten.record_stream.default)
+def _(func, weight, stream):
+    for name in weight.form.names:
+        func(weight.parts[name], stream)
+
+
+@op(aten._pin_memory.default)
+def _(func, weight, *args):
+    return weight.each(lambda tensor: tensor.pin_memory())
+
+
+@op(aten.is_pinned.default)
+def _(func, weight, *args):
+    return weight.words.is_pinned()
+
+
+@op(aten.empty_like.default, aten.zeros_like.default)
+def _(func, weight, *, dtype=None, device=None, **kwargs):
+    if dtype is not None and dtype != weight.form.dtype:
+        return NotImplemented
+    device = weight.words.device if device is None else torch.device(device)
+    made = weight.each(lambda tensor: torch.zeros_like(tensor, device=device))
+    made.parts["codebook"] = weight.decoding.codebook(device)
+    return made
+
+
+@op(aten.new_zeros.default, aten.new_empty.default)
+def _(func, weight, size, *, dtype=None, device=None, **kwargs):
+    *_, width = weight.matrix
+    packed = len(size) == len(weight.whole_shape) and size[-1] == width and dtype in (None, weight.form.dtype)
+    if not packed or weight.is_tiled:
+        return func(weight.codebook, size, dtype=dtype or weight.form.dtype, device=device)
+    made = KbitTensor.empty(size, weight.decoding, weight.form.dtype, device or weight.words.device)
+    made.parts["columns"] = weight.columns
+    return made
+
+
+@op(aten.copy_.default)
+def _(func, into, source, non_blocking=False):
+    if not isinstance(into, KbitTensor):
+        return func(into, source.dequantize(into.dtype), non_blocking)
+    if not isinstance(source, KbitTensor):
+        if into.is_meta or torch.equal(into.dequantize(), source.to(into.words.device, into.form.dtype)):
+            return into  # DDP broadcasts what all processes have already
+        return NotImplemented
+    if into.whole_shape != source.whole_shape or into.decoding.transform != source.decoding.transform:
+        raise ValueError(f"weight: found {source}, expected {into}")
+    made = source.moved(into.words.device).planes()
+    made = made.settled() if into.is_tiled else made
+    for name in into.form.names:
+        into.parts[name].copy_(made.parts[name])
+    into.decoding = source.decoding
+    return into
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def rows(weight: KbitTensor, dim: int, start: int, stop: int) -> KbitTensor:
+    """Some of the matrices, or of the rows of each."""
+    if dim < len(weight.lead):
+        part = slice(start, stop)
+        index = (slice(None),) * dim + (part,)
+        words, absmax = weight.words[index], weight.absmax[index]
+        return weight.like((*words.shape[: len(weight.lead)], *weight.matrix), words=words, absmax=absmax)
+    # A row of tiles is sixteen rows of the matrix.
+    aligned = not (start % TILE_ROWS or (stop % TILE_ROWS and stop < weight.matrix[0]))
+    weight = weight if aligned else weight.planes()
+    unit = TILE_ROWS if weight.is_tiled else 1
+    part = (slice(None),) * dim + (slice(start // unit, -(-stop // unit)),)
+    matrix = stop - start, weight.matrix[1]
+    return weight.like((*weight.lead, *matrix), words=weight.words[part], absmax=weight.absmax[part], matrix=matrix)
+
+
+def columns(weight: KbitTensor, start: int, stop: int) -> KbitTensor:
+    """A part of the in_features, of whole blocks."""
+    height, width = weight.matrix
+    if start % BLOCK_SIZE or (stop % BLOCK_SIZE and stop != width):
+        raise ValueError(
+            f"weight: found a part of in_features {start} to {stop}, expected it to begin and end at multiples of "
+            f"{BLOCK_SIZE}"
+        )
+    weight, bits = weight.planes(), weight.bits
+    first, last = start // BLOCK_SIZE, -(-stop // BLOCK_SIZE)
+    own = None if weight.columns is None else weight.columns[start:stop]
+    return weight.like(
+        (*weight.lead, height, stop - start),
+        words=weight.words[..., first * bits : last * bits],
+        absmax=weight.absmax[..., first:last],
+        columns=own,
+        matrix=(height, stop - start),
+    )
+
+
+def part(weight: KbitTensor, dim: int, start: int, stop: int) -> KbitTensor:
+    """What is between two places along a dimension."""
+    if dim == len(weight.lead) + 1:
+        return columns(weight, start, stop)
+    return rows(weight, dim, start, stop)
+
+
+def _is_whole(weight: KbitTensor) -> bool:
+    """Whether it is not shown flat, as FSDP2 does."""
+    return len(weight.size_) == len(weight.lead) + 2
+
+
+@op(aten.split.Tensor)
+def _(func, weight, size, dim=0):
+    if not _is_whole(weight):
+        return NotImplemented
+    dim %= len(weight.size_)
+    end = weight.size_[dim]
+    return [part(weight, dim, start, min(start + size, end)) for start in range(0, end, size)]
+
+
+@op(aten.split_with_sizes.default)
+def _(func, weight, sizes, dim=0):
+    if not _is_whole(weight):
+        return NotImplemented
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    dim %= len(weight.size_)
+    return [part(weight, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+@op(aten.slice.Tensor)
+def _(func, weight, dim=0, start=None, stop=None, step=1):
+    if step != 1 or not _is_whole(weight):
+        return NotImplemented
+    dim %= len(weight.size_)
+    start, stop, _ = slice(start, stop).indices(weight.size_[dim])
+    width = weight.matrix[1]
+    if dim == len(weight.lead) + 1 and (start % BLOCK_SIZE or (stop % BLOCK_SIZE and stop != width)):
+        return NotImplemented
+    return part(weight, dim, start, max(stop, start))
+
+
+@op(aten.select.int)
+def _(func, weight, dim, index):
+    """One matrix of several."""
+    if not weight.lead or dim % len(weight.size_) or not _is_whole(weight):
+        return NotImplemented
+    words, absmax = weight.words[index], weight.absmax[index]
+    return weight.like((*weight.lead[1:], *weight.matrix), words=words, absmax=absmax)
+
+
+@op(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _(func, weight, size):
+    count = math.prod(weight.whole_shape)
+    if tuple(size) in ((-1,), (count,)):
+        return weight.like((count,))
+    return weight.like(weight.whole_shape) if tuple(size) == weight.whole_shape else NotImplemented
+
+
+@op(aten.as_strided.default)
+def _(func, weight, size, stride, offset=None):
+    contiguous = torch.empty(weight.whole_shape, device="meta").stride()
+    whole = tuple(size) == weight.whole_shape and tuple(stride) == contiguous and not offset
+    return weight.like(weight.whole_shape) if whole else NotImplemented
+
+
+@op(aten.cat.default)
+def _(func, tensors, dim=0):
+    """Rows or matrices put together again that decode alike."""
+    first = tensors[0]
+    alike = all(isinstance(t, KbitTensor) and _is_whole(t) and t.decoding == first.decoding for t in tensors)
+    if not alike or dim % len(first.size_) == len(first.lead) + 1:
+        return NotImplemented
+    dim, planes = dim % len(first.size_), [tensor.planes() for tensor in tensors]
+    words, absmax = (torch.cat([t.parts[name] for t in planes], dim) for name in ("words", "absmax"))
+    matrix = words.shape[-2], first.matrix[1]
+    return planes[0].like((*words.shape[:-2], *matrix), words=words, absmax=absmax, matrix=matrix)
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+
+@op(functional_collectives.all_gather_into_tensor.default)
+def _(func, weight, group_size, group_name):
+    planes = weight.planes()
+    words, absmax = (func(t.contiguous(), group_size, group_name) for t in (planes.words, planes.absmax))
+    if planes.lead:
+        return planes.like((*words.shape[:-2], *planes.matrix), words=words, absmax=absmax)
+    matrix = len(words), planes.matrix[1]
+    return planes.like(matrix, words=words, absmax=absmax, matrix=matrix)
+
+
+@op(functional_collectives.wait_tensor.default, functional_collectives._wrap_tensor_autograd.default)
+def _(func, weight):
+    return weight.like(words=func(weight.words), absmax=func(weight.absmax))
+
+
+@op(c10d.scatter_.default)
+def _(func, outputs, inputs, *args, **kwargs):
+    for name in outputs[0].form.names:
+        given = [[tensor.parts[name].contiguous() for tensor in part] for part in inputs]
+        work = func([tensor.parts[name] for tensor in outputs], given, *args, **kwargs)[1]
+        work.wait()
+    return outputs, work
+
+
+@op(c10d.broadcast_.default)
+def _(func, tensors, *args, **kwargs):
+    flat = []
+    for tensor in tensors:
+        names = ("words", "absmax", "columns") if isinstance(tensor, KbitTensor) else ()
+        flat += [tensor.parts[name] for name in names if tensor.parts[name] is not None] or [tensor]
+    works = [func([tensor], *args, **kwargs)[1] for tensor in flat]
+    return tensors, works[-1]
