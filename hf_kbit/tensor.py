@@ -16,7 +16,7 @@ from hf_kbit.format import absmax_shape, weight_shape
 from hf_kbit.nn.packed import Decoding, Packed
 
 INNER = ("words", "absmax", "codebook", "columns")
-STORED = ("weight", "weight_absmax", "weight_columns")  # what files call words, scales and column scales
+PACKED = ("weight", "weight_absmax", "weight_columns")  # what files call words, scales and column scales
 FROZEN = (
     "weight: found {}, which writes into a packed weight, expected reads: it is frozen. Load another weight, or "
     "dequantize the layer first"
@@ -199,7 +199,7 @@ class KbitTensor(torch.Tensor):
         tensors = planes.words, planes.absmax, planes.columns
         return {
             name: tensor if device is None else tensor.to(device)
-            for name, tensor in zip(STORED, tensors, strict=True)
+            for name, tensor in zip(PACKED, tensors, strict=True)
             if tensor is not None
         }
 

@@ -63,6 +63,7 @@ class Hook:
 _LOADING, _QUANTIZER = "transformers.core_model_loading", "transformers.quantizers.base:HfQuantizer"
 TRANSFORMERS_NAMES = (
     Name(f"{_LOADING}:ConversionOps.convert", ("self", "input_dict")),
+    Name(f"{_LOADING}:SkipParameters"),
     Name(f"{_LOADING}:Transpose"),
     Name(f"{_LOADING}:WeightConverter"),
     Name(f"{_LOADING}:WeightConverter.reverse_transform", ("self",)),
@@ -72,6 +73,7 @@ TRANSFORMERS_NAMES = (
     Name(f"{_LOADING}:rename_source_key", ("source_key", "weight_renamings", "weight_converters")),
     Name(f"{_LOADING}:revert_weight_conversion", ("model", "state_dict")),
     Name("transformers.conversion_mapping:get_model_conversion_mapping", ("model",)),
+    Name("transformers.integrations.accelerate:load_offloaded_parameter", ("model", "param_name")),
     Name("transformers.integrations.deepspeed:is_deepspeed_zero3_enabled", ()),
     Name("transformers.modeling_utils:PreTrainedModel.should_save_on_this_rank", ("self", "is_main_process")),
     Name("transformers.pytorch_utils:Conv1D"),
@@ -114,28 +116,6 @@ DECODING_HOOKS = (
 )
 
 TORCH_NAMES = (Name("torch.autograd.forward_ad:_current_level"),)
-TORCH_HOOKS = (
-    Hook(
-        "torch.optim.swa_utils:AveragedModel.update_parameters",
-        ("self", "model"),
-        "hf_kbit.integrations.averaging:copy_packed_words",
-        lost="AveragedModel averages packed words and destroys quantized weights",
-    ),
-    Hook(
-        "torch.distributed.fsdp:FullyShardedDataParallel.__init__",
-        ("self", "module"),
-        "hf_kbit.integrations.sharding:refuse_fsdp1",
-        lost="FSDP1 fails on quantized models in torch's words",
-    ),
-    Hook(
-        "torch.distributed.fsdp:fully_shard",
-        ("module",),
-        "hf_kbit.integrations.sharding:shard_integers",
-        everywhere=True,
-        lost="FSDP2 of torch 2.10 and 2.11 fails on quantized models",
-    ),
-)
-
 _CARDS = "hf_kbit.integrations.transformers.cards"
 TRANSFORMERS_HOOKS = (
     Hook(
@@ -176,30 +156,6 @@ TRANSFORMERS_HOOKS = (
         lost="quantized models fail, or go wrong, under tensor and expert parallelism",
     ),
     Hook(
-        "transformers.modeling_utils:PreTrainedModel.num_parameters",
-        ("self", "only_trainable", "exclude_embeddings"),
-        "hf_kbit.integrations.counts:wrap_num_parameters",
-        lost="num_parameters() counts packed words as weights",
-    ),
-    Hook(
-        "transformers.modeling_utils:PreTrainedModel.resize_token_embeddings",
-        ("self", "new_num_tokens", "pad_to_multiple_of"),
-        "hf_kbit.integrations.transformers.resizing:refuse_quantized_head",
-        lost="resizing a quantized head fails in Transformers' words",
-    ),
-    Hook(
-        "transformers.modeling_utils:PreTrainedModel.gather_sharded_state_dict_for_save",
-        ("self", "model_to_save", "state_dict", "distributed_config"),
-        "hf_kbit.integrations.transformers.tying:store_once",
-        lost="a table that is tied to a head is stored twice from a model on disk or sharded by FSDP2",
-    ),
-    Hook(
-        "transformers.modeling_utils:PreTrainedModel._adjust_bias",
-        ("self", "output_embeddings", "input_embeddings"),
-        "hf_kbit.integrations.transformers.tying:keep_bias",
-        lost="tie_weights() cuts the bias of a quantized head on a GPU",
-    ),
-    Hook(
         "transformers.modeling_utils:PreTrainedModel.set_use_kernels",
         ("self", "use_kernels", "kernel_config"),
         "hf_kbit.integrations.transformers.kernels:refuse_packed_experts",
@@ -229,15 +185,6 @@ PEFT_HOOKS = (
     Hook(f"{_TUNER}.inject_adapter", ("self", "model", "adapter_name"), f"{_GLUE}.create:wrap_inject_adapter"),
     Hook(f"{_TUNER}.merge_adapter", ("self",), f"{_GLUE}.merge:report_once"),
     Hook(f"{_TUNER}.merge_and_unload", ("self",), f"{_GLUE}.merge:report_once"),
-    *(
-        Hook(
-            f"{place}.get_nb_trainable_parameters",
-            ("self",),
-            "hf_kbit.integrations.counts:wrap_nb_trainable_parameters",
-            lost="print_trainable_parameters() counts packed words as weights",
-        )
-        for place in ("peft.peft_model:PeftModel", "peft.mixed_model:PeftMixedModel")
-    ),
     Hook(
         "peft.tuners.trainable_tokens:TrainableTokensLayer.update_layer",
         ("self", "adapter_name"),
@@ -405,7 +352,6 @@ def install_transformers() -> None:
     except Exception as error:  # whatever our files say of this Transformers, importing it goes on
         warnings.warn(f"hf_kbit: models can be neither quantized nor loaded: {error}", RuntimeWarning, stacklevel=2)
     else:
-        install("torch", TORCH_HOOKS)
         install("transformers", TRANSFORMERS_HOOKS)
 
 

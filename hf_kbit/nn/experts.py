@@ -79,6 +79,12 @@ class KbitProjection(KbitWeight):
             raise self.named(error) from error
         return y if adapter is None else y + adapter(x, rows, offsets)
 
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        if self.awaits_dense:  # Transformers looks up where to load it by the name of the tensor
+            destination[prefix.removesuffix(".")] = self.weight
+        else:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
     def extra_repr(self) -> str:
         sizes = f"num_experts={self.lead[0]}, in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bits={self.bits}"

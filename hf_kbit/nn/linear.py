@@ -59,7 +59,8 @@ class KbitLinear(KbitWeight, nn.Linear):
         transform: str = DEFAULT_TRANSFORM,
     ):
         super().__init__(in_features, out_features, bits, codebook, exponent, device, dtype, scale, transform)
-        self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        own = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", own)
 
     @classmethod
     def from_linear(

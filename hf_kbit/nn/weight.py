@@ -16,7 +16,7 @@ from hf_kbit import (
 )
 from hf_kbit.format import check_bits, encode_e4m4
 from hf_kbit.nn.packed import DEFAULT_TRANSFORM, Decoding, Packed, check_transform, lopsided, quantize_weight
-from hf_kbit.tensor import STORED, KbitTensor, as_parameter
+from hf_kbit.tensor import PACKED, KbitTensor, as_parameter
 
 SCALES = ("absmax", "search")
 DEFAULT_CODEBOOK, DEFAULT_SCALE = "optimal", "search"  # made for each other
@@ -128,6 +128,7 @@ class KbitWeight(nn.Module):
         self.transposed = False  # whether the layer stands for one whose weight is [*lead, K, N]
         self.balances = True  # whether column scales are found for a weight that is transformed; else all are 1
         self.untransformed = ""  # why its weight is not transformed, if it was to be (Packed)
+        self.awaits_dense = False  # whether a 16-bit weight is about to be loaded, and quantized
         self.tied = False  # whether its weight is that of other layers of the model too (tie_to)
         levels = codebooks.resolve(codebook, check_bits(bits), lopsided(transform, scale))
         self.make_room(Decoding(levels, exponent, transform), dtype or torch.get_default_dtype(), device)
@@ -301,7 +302,7 @@ class KbitWeight(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         name = f"{prefix}weight"
-        rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in STORED}
+        rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in PACKED}
         given = state_dict.get(name)
         if given is None:
             if strict:
@@ -330,22 +331,22 @@ class KbitWeight(nn.Module):
             found, expected = list(given.shape), list(self.weight.shape)
             return f"{prefix}weight: found shape {found}, expected {expected}" if found != expected else None
         # nn.Module would copy any dtype into ours: floats cut to integers, without a word.
-        for own in STORED:
-            tensor, expected = state_dict.get(prefix + own), torch.int32 if own == STORED[0] else torch.uint8
+        for own in PACKED:
+            tensor, expected = state_dict.get(prefix + own), torch.int32 if own == PACKED[0] else torch.uint8
             if tensor is not None and tensor.dtype != expected:
                 return f"{prefix + own}: found dtype {tensor.dtype}, expected {expected}"
-        return None if f"{prefix}{STORED[1]}" in state_dict else f"{prefix}{STORED[1]}: missing beside {prefix}weight"
+        return None if f"{prefix}{PACKED[1]}" in state_dict else f"{prefix}{PACKED[1]}: missing beside {prefix}weight"
 
     def _stored(self, state_dict, prefix: str, local_metadata, errors: list[str]) -> KbitTensor:
         """The weight of the tensors of a file."""
         decoding, name = self.decoding, f"{prefix}weight"
-        planes, absmax, columns = (state_dict.get(prefix + own) for own in STORED)
+        planes, absmax, columns = (state_dict.get(prefix + own) for own in PACKED)
         if DECODING in local_metadata:
             decoding = Decoding.from_dict(local_metadata[DECODING], self.bits, name)
         elif not self._holds(planes):
             _warn_of_lost_decoding(name, errors)
         expected = KbitTensor.empty(self.weight.shape, decoding, self.dense_dtype, "meta").stored()
-        for own, tensor in zip(STORED, (planes, absmax, columns), strict=True):
+        for own, tensor in zip(PACKED, (planes, absmax, columns), strict=True):
             found, wanted = (None if t is None else list(t.shape) for t in (tensor, expected.get(own)))
             if found != wanted:
                 raise ValueError(f"{prefix + own}: found shape {found}, expected {wanted}")

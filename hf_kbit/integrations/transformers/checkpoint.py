@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +17,13 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightTransform, dot_natural_key
+from transformers.integrations.accelerate import load_offloaded_parameter
 
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, absmax_shape, weight_shape
 from hf_kbit.integrations.transformers.names import WEIGHT_SUFFIX, Names
-from hf_kbit.nn.weight import PACKED, KbitWeight
+from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.tensor import PACKED, KbitTensor
 
 PACKED_SUFFIXES = tuple(f".{name}" for name in PACKED)
 MAX_NAMED = 20  # problems spelled out in one error
@@ -96,6 +98,39 @@ def read_unpacked(files: Iterable[str]) -> dict[str, StoredTensor]:
             f"checkpoint, such as {brief(packed[0])}"
         )
     return tensors
+
+
+def files_of(files: Iterable[str]) -> dict[str, str]:
+    """``{name of a tensor: file that holds it}``."""
+    found = {}
+    for file in files:
+        with safe_open(file, framework="pt") as stored:
+            found |= dict.fromkeys(stored.keys(), str(file))
+    return found
+
+
+def read_columns(files: Mapping[str, str], packed: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Column scales of packed modules, by the names of their weights in the model."""
+    found = {}
+    for name, stored_name in packed.items():
+        columns = stored_name + PACKED_SUFFIXES[2]
+        if columns in files:
+            with safe_open(files[columns], framework="pt") as stored:
+                found[name + WEIGHT_SUFFIX] = stored.get_tensor(columns)
+    return found
+
+
+def flattened(model, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict of a model with the tensors that files hold, in CPU memory, in the place of packed weights."""
+    flat = {}
+    for name, tensor in state.items():
+        if isinstance(tensor, KbitTensor):
+            weight = load_offloaded_parameter(model, name) if tensor.is_meta else tensor
+            prefix = name.removesuffix(PACKED[0])
+            flat |= {prefix + own: part for own, part in weight.stored("cpu").items()}
+        else:
+            flat[name] = tensor
+    return flat
 
 
 def check_present(names: Names, model, weights: list[str], tensors: list[str]) -> None:

@@ -52,6 +52,13 @@ class Names:
         """Name in the model of the module whose packed ``weight`` has that name; packed tensors are only renamed."""
         return self._resolve(stored_weight, [], self._places)[0].removesuffix(WEIGHT_SUFFIX)
 
+    def renamed(self, stored_module: str) -> str:
+        """The name of a module as converters find it: renamed, but without the prefix that may be missing."""
+        name = f"{stored_module}{WEIGHT_SUFFIX}"
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name.removesuffix(WEIGHT_SUFFIX)
+
     def _resolve(self, name: str, converters: list, known: dict) -> tuple[str, str | None]:
         """As ``convert_and_load_state_dict_in_model`` of Transformers does."""
         renamed, pattern = rename_source_key(name, self._renamings, converters, self._prefix, known)

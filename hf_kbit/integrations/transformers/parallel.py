@@ -26,9 +26,10 @@ from hf_kbit.integrations import hooks
 from hf_kbit.integrations.transformers import tying
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
-from hf_kbit.nn.weight import PACKED, KbitWeight, local
+from hf_kbit.nn.packed import Packed
+from hf_kbit.nn.weight import KbitWeight, local
+from hf_kbit.tensor import KbitTensor
 
-WEIGHT, ABSMAX, COLUMNS = PACKED
 MESHES = ("tp", "ep")  # Transformers' names of them; FSDP2's have others
 
 
@@ -43,58 +44,69 @@ def shard_packed(maybe_distribute_model):
     @wraps(maybe_distribute_model)
     def wrapped(cls, model, distributed_config, *args, **kwargs):
         layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
-        empty = [layer for layer in layers.values() if layer.weight.is_floating_point()]
+        empty = [layer for layer in layers.values() if layer.awaits_dense]
         if empty and distributed_config is not None:
             hooks.require("transformers", hooks.SHARDING_NAMES, "quantizing into shards")
-        for layer in empty:
-            layer._parameters.update({own: stand_in.stands_for for own, stand_in in layer.packed.items()})
-        if not layers or max(_size(distributed_config, "tp_size"), _size(distributed_config, "ep_size")) == 1:
-            model = maybe_distribute_model(cls, model, distributed_config, *args, **kwargs)
-        else:
+        if layers and max(_size(distributed_config, "tp_size"), _size(distributed_config, "ep_size")) > 1:
             _count_local_experts(model, distributed_config)
-            columns = {layer: layer._parameters[COLUMNS] for layer in layers.values()}
-            for layer in layers.values():
-                layer._parameters[COLUMNS] = None  # no rule shall see them
             model = maybe_distribute_model(cls, model, distributed_config, *args, **kwargs)
-            for layer in layers.values():
-                layer._parameters[COLUMNS] = columns[layer]
             _share_as_tied(model)
             for name, layer in layers.items():
                 _follow_rule(model, name, layer)
-        for layer in empty:
-            put_stand_ins(layer)
+        else:
+            model = maybe_distribute_model(cls, model, distributed_config, *args, **kwargs)
+        for layer in empty if distributed_config is not None else ():
+            put_stand_in(layer)
         return model
 
     return wrapped
 
 
-def put_stand_ins(layer: KbitWeight) -> None:
-    """Puts plain tensors on the meta device in the places of the packed ones until ``KbitQuantize`` has made these: of
-    their shapes, but that of the words has the dtype of the weight to come, for Transformers 5.17 casts what it reads
-    to the dtype it finds, and an integer one would destroy it."""
-    for own, packed in layer.packed.items():
-        dtype = layer.dense_dtype if own == WEIGHT else packed.dtype
-        stand_in = nn.Parameter(torch.empty(packed.shape, dtype=dtype, device="meta"), requires_grad=False)
-        stand_in.stands_for = packed
-        layer._parameters[own] = stand_in
+def put_stand_in(layer: KbitWeight) -> None:
+    """Puts a plain tensor on the meta device in the place of a sharded weight until ``KbitQuantize`` has made this:
+    what goes into a plain one is read whole."""
+    weight = layer.weight
+    if isinstance(weight, DTensor):
+        stand_in = nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), requires_grad=False)
+        stand_in.stands_for = weight
+        layer._parameters["weight"] = stand_in
 
 
-def own_part(tensor: torch.Tensor, stand_in: nn.Parameter) -> torch.Tensor:
-    """What takes the place of a stand-in: a tensor or, of one that is to be sharded, the DTensor of this process's
+def own_part(weight: KbitTensor, stand_in: nn.Parameter) -> torch.Tensor:
+    """What takes the place of a stand-in: the weight or, of one that is to be sharded, the DTensor of this process's
     part, cut as Transformers cuts what is in a quantized checkpoint."""
-    sharded = stand_in.stands_for
-    if not isinstance(sharded, DTensor):
-        return tensor
+    sharded = getattr(stand_in, "stands_for", None)
+    if sharded is None:
+        return weight
     from transformers.distributed.sharding_utils import DtensorShardOperation, _dtensor_from_local_like
 
-    part = DtensorShardOperation(sharded).shard_tensor(tensor, device=tensor.device, dtype=tensor.dtype)
-    # A copy, for a view would keep all of the tensor in memory.
-    return _dtensor_from_local_like(part.clone(memory_format=torch.contiguous_format), sharded)
+    planes, shard = weight.planes(), DtensorShardOperation(sharded).shard_tensor
+    # Copies, for views would keep all of the weight in memory.
+    words, absmax = (
+        shard(tensor, device=tensor.device, dtype=tensor.dtype).clone(memory_format=torch.contiguous_format)
+        for tensor in (planes.words, planes.absmax)
+    )
+    columns = own_columns(weight.columns, sharded, words.device)
+    packed, width = Packed(words, absmax, weight.decoding, columns), local(sharded).matrix[1]
+    part = KbitTensor.of(packed, width, weight.dtype, local(sharded).tiles)
+    return nn.Parameter(_dtensor_from_local_like(part, sharded), requires_grad=False)
 
 
-def share(stand_in: nn.Parameter) -> float:
-    """Which part of a packed tensor this process is to have."""
-    return local(stand_in.stands_for).numel() / stand_in.numel()
+def own_columns(columns: torch.Tensor | None, sharded: DTensor, device: torch.device) -> torch.Tensor | None:
+    """The column scales of this process's part of a weight."""
+    if columns is None:
+        return None
+    width = local(sharded).matrix[1]
+    if width < sharded.shape[-1]:
+        mesh = sharded.device_mesh
+        rank = mesh[mesh.mesh_dim_names[-1]].get_local_rank() if mesh.ndim > 1 else mesh.get_local_rank()
+        columns = columns[rank * width : (rank + 1) * width]
+    return columns.to(device, copy=True)
+
+
+def part_of(stand_in: nn.Parameter) -> KbitTensor:
+    """What this process is to have of a weight."""
+    return local(stand_in.stands_for)
 
 
 def _size(distributed_config, name: str) -> int:
@@ -127,8 +139,7 @@ def _share_as_tied(model: nn.Module) -> None:
             layer = model.get_submodule(name)
             if not isinstance(layer, KbitEmbedding) and _shards(layer.weight) != (mesh, placement):
                 raise ValueError(f"{name}: found another rule than that of {leader}, expected one, for they are tied")
-            for own in (WEIGHT, ABSMAX):
-                _shard(layer, own, mesh, placement)
+            _shard(layer, mesh, placement)
 
 
 def _follow_rule(model: nn.Module, name: str, layer: KbitWeight) -> None:
@@ -146,14 +157,9 @@ def _follow_rule(model: nn.Module, name: str, layer: KbitWeight) -> None:
     if placement.dim == lead:
         groups = getattr(placement, "split_factor", 1) * processes
         _check_divides(f"{name}.out_features", rows, groups, f"{processes} processes")
-        rows //= processes
     elif placement.dim == lead + 1:
         whole_blocks = f"whole blocks of {BLOCK_SIZE} in each of {processes} processes"
         _check_divides(f"{name}.in_features", width, BLOCK_SIZE * processes, whole_blocks)
-        width //= processes
-        if layer.weight_columns is not None:
-            _shard(layer, COLUMNS, mesh, Shard(0))
-    layer.local_shape = rows, width
 
 
 def _shards(weight: torch.Tensor):
@@ -191,15 +197,13 @@ def _transpose(layer: KbitProjection, mesh, placement):
     """Shards ``[E, N, K]`` as a rule for ``[E, K, N]`` means it."""
     factor, dim = getattr(placement, "split_factor", None), 3 - placement.dim
     placement = Shard(dim) if factor is None else type(placement)(dim, split_factor=factor)
-    for own in (WEIGHT, ABSMAX):
-        _shard(layer, own, mesh, placement)
+    _shard(layer, mesh, placement)
     return placement
 
 
-def _shard(layer: KbitWeight, own: str, mesh, placement) -> None:
-    """Makes a parameter, which is on the meta device, a DTensor; a plain tensor if there is no placement."""
-    tensor = layer._parameters[own]
-    new = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+def _shard(layer: KbitWeight, mesh, placement) -> None:
+    """Makes the weight, which is on the meta device, a DTensor; a plain tensor if there is no placement."""
+    layer.make_room(layer.decoding)
     if placement is not None:
-        new = distribute_tensor(new, mesh, [placement], src_data_rank=None)
-    layer._parameters[own] = nn.Parameter(new, requires_grad=False)
+        sharded = distribute_tensor(layer.weight.data, mesh, [placement], src_data_rank=None)
+        layer.weight = nn.Parameter(sharded, requires_grad=False)

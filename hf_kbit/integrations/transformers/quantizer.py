@@ -10,18 +10,19 @@ loaded, new heads initialised, hooks for offloading attached, and ``_process_mod
 """
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
+from transformers.core_model_loading import ConversionOps, SkipParameters, WeightConverter, WeightTransform
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -30,7 +31,6 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from hf_kbit import mixing
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX
-from hf_kbit.integrations.sharding import refuse_zero3
 from hf_kbit.integrations.transformers import (
     checkpoint,
     experts,
@@ -44,16 +44,18 @@ from hf_kbit.integrations.transformers import (
 )
 from hf_kbit.integrations.transformers.dense import put_empty, shown_dense, to_dense
 from hf_kbit.integrations.transformers.names import Names, stored_names
+from hf_kbit.integrations.transformers.offload import is_on_disk, read_from_disk
 from hf_kbit.integrations.transformers.report import logger, report
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection, projections
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Packed
-from hf_kbit.nn.weight import PACKED, KbitWeight, is_sharded
+from hf_kbit.nn.weight import KbitWeight, is_sharded, local
+from hf_kbit.tensor import PACKED, KbitTensor
 
 
 class KbitQuantize(ConversionOps):
-    """Packs a 16-bit weight as soon as it is read: one tensor in, ``weight`` and what belongs to it out."""
+    """Packs a 16-bit weight as soon as it is read."""
 
     def __init__(self, hf_quantizer: "KbitHfQuantizer"):
         self.hf_quantizer = hf_quantizer
@@ -87,19 +89,11 @@ class KbitQuantize(ConversionOps):
         except (TypeError, ValueError) as error:
             # Transformers would swallow it here; it is raised when all weights have been seen.
             self.hf_quantizer.problems.append(str(error))
-            planes = torch.zeros(layer.weight.shape, dtype=torch.int32, device=tensor.device)
-            absmax = torch.zeros(layer.weight_absmax.shape, dtype=torch.uint8, device=tensor.device)
-            packed = Packed(planes, absmax, Decoding(layer.levels))
+            value = torch.zeros_like(layer.weight, device=tensor.device)
+        else:
+            layer.untransformed, value = packed.untransformed, layer.as_tensor(packed)
         self.hf_quantizer.loaded.append(own_name)
-        stand_ins, columns = layer.packed, packed.columns
-        layer.decode_as(packed.decoding)
-        layer.untransformed = packed.untransformed
-        if columns is None and (room := stand_ins.get(parallel.COLUMNS)) is not None:
-            # Transformers has listed this parameter as one to load; once all are loaded, the layer drops it.
-            layer.weight_columns, columns = room, torch.zeros_like(room, device=packed.planes.device)
-        tensors = dict(zip(PACKED, (packed.planes, packed.absmax, columns), strict=True))
-        prefix = name.removesuffix(parallel.WEIGHT)
-        return {prefix + own: parallel.own_part(tensors[own], stand_in) for own, stand_in in stand_ins.items()}
+        return {name: parallel.own_part(value, layer.weight)}
 
     def _leave(self, name: str, tensor, layer: KbitWeight, model, missing_keys) -> dict[str, torch.Tensor]:
         """The weight as it has come, for the 16-bit layer that is in its place again."""
@@ -110,13 +104,40 @@ class KbitQuantize(ConversionOps):
             )
         group = (name, *tying.followers(model, name))
         put_empty(model, group, "meta")
-        tying.forget(model, group)
-        missing_keys.difference_update(f"{own}.{part}" for own in group for part in PACKED[1:])
         if isinstance(tensor, mxfp4.Mxfp4):
             del self.hf_quantizer.from_mxfp4[name]
             dense = mxfp4.dense(tensor, name, layer.dense_dtype)
             tensor = dense.mT.contiguous() if layer.transposed else dense
         return {name if isinstance(layer, KbitProjection) else name + checkpoint.WEIGHT_SUFFIX: tensor}
+
+
+class KbitAssemble(ConversionOps):
+    """Makes one weight of the tensors that a quantized checkpoint has of it.
+
+    Transformers has cut planes and scales as a weight is cut that is sharded. Of column scales, which are a vector, it
+    would make something else: those of sharded weights were read before.
+    """
+
+    def __init__(self, hf_quantizer: "KbitHfQuantizer"):
+        self.hf_quantizer = hf_quantizer  # by which Transformers knows that it must not cast
+
+    def __deepcopy__(self, memo):
+        return self  # it is copied for each weight
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict, source_patterns, *args, full_layer_name=None, model=None, missing_keys=None, **kwargs
+    ):
+        planes, absmax, columns = (tensors[0] if (tensors := input_dict.get(p)) else None for p in source_patterns)
+        layer = model.get_submodule(full_layer_name.removesuffix(checkpoint.WEIGHT_SUFFIX))
+        if is_on_disk(self.hf_quantizer.device_map, full_layer_name):
+            missing_keys.discard(full_layer_name)
+            raise SkipParameters
+        if is_sharded(layer.weight):
+            columns = parallel.own_columns(self.hf_quantizer.columns.get(full_layer_name), layer.weight, planes.device)
+        packed = Packed(planes, absmax, layer.decoding, columns)
+        width = local(layer.weight).matrix[1]
+        return {full_layer_name: KbitTensor.of(packed, width, layer.dense_dtype, layer.reads_tiles)}
 
 
 @register_quantizer("kbit")
@@ -136,6 +157,11 @@ class KbitHfQuantizer(HfQuantizer):
         self.made_together: list[list[str]] = []  # parts of names of tensors that one conversion makes
         self.mxfp4: list[str] = []  # projections that the checkpoint holds so
         self.from_mxfp4: dict[str, int | None] = {}  # those packed, and what mxfp4.quantize says of them
+        self.stored: list[str] = []  # layers that the checkpoint has packed, as conversions find their names
+        self.files: dict[str, str] = {}  # of the tensors of a quantized checkpoint
+        self.names: dict[str, str] = {}  # of its packed layers there, by those in the model
+        self.device_map: object = None
+        self.columns: dict[str, torch.Tensor] = {}  # column scales of weights that are about to be sharded
         self.lost: dict[str, str] = {}  # layers, tables and projections left in 16 bits, and what would be lost
         self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
         self.unusual: dict[str, str] = {}  # what layers have that stay in 16 bits for it (plain.unusual)
@@ -143,6 +169,7 @@ class KbitHfQuantizer(HfQuantizer):
 
     def validate_environment(self, *args, device_map=None, **kwargs):
         refuse_zero3()
+        self.device_map = device_map
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
                 "device_map: found layers on disk, expected none while quantizing: a layer on disk is read from the "
@@ -173,7 +200,15 @@ class KbitHfQuantizer(HfQuantizer):
             self._prepare(*waiting, weight_conversions)
         experts.fit_transposes(weight_conversions)
         self.made_together = [c.target_patterns for c in weight_conversions if len(c.target_patterns) > 1]
-        return [*weight_conversions, *mxfp4.conversions(self.mxfp4)]
+        return [*self._assembly(), *weight_conversions, *mxfp4.conversions(self.mxfp4)]
+
+    def _assembly(self) -> list[WeightConverter]:
+        """What makes one weight of the tensors of each layer: by whole names, so that it meets nothing else."""
+        if not self.stored:
+            return []
+        names = "|".join(re.escape(name) for name in self.stored)
+        sources = [rf"^({names})\.{name}(?!_)" for name in PACKED]
+        return [WeightConverter(sources, r"\1.weight", [KbitAssemble(self)])]
 
     def _prepare(self, model, checkpoint_files, use_kernels: bool, conversions: list[WeightTransform]) -> None:
         if self.pre_quantized:
@@ -206,16 +241,17 @@ class KbitHfQuantizer(HfQuantizer):
             logger.warning("hf_kbit: found no linear layer to quantize in %s", type(model).__name__)
         layers |= tying.new_layers(self, model, packable.ties, layers)
         for layer in layers.values():
-            parallel.put_stand_ins(layer)
+            layer.awaits_dense = True
         selection.replace_modules(model, layers)
-        tying.declare(model)
 
     def _prepare_quantized(self, model, checkpoint_files, conversions: list[WeightTransform]) -> None:
         if checkpoint_files is None:
             # from_pretrained(None, state_dict=...): no file says what is packed, so the config must.
             names, config = Names(model, conversions), self.quantization_config
             packed = {name: name for name in selection.Packable(model).choose(config)}
-            self._replace_packed(model, packed | {names.module(f"{name}.weight"): name for name in config.layers})
+            packed |= {names.module(f"{name}.weight"): name for name in config.layers}
+            self._replace_packed(model, packed)
+            self.stored = [names.renamed(name) for name in packed.values()]
         else:
             self._replace_as_stored(model, checkpoint_files, conversions)
 
@@ -229,7 +265,8 @@ class KbitHfQuantizer(HfQuantizer):
         tensors, saved = checkpoint.read_headers(files), checkpoint.saved_model(model, files[0], mapped)
         for target in dict.fromkeys((saved or model, model)):
             by = conversions if type(target) is type(model) else None
-            packed = checkpoint.packed_modules(Names(target, by), tensors)
+            names = Names(target, by)
+            packed = checkpoint.packed_modules(names, tensors)
             if not packed:
                 raise ValueError(
                     f"{files[0]}: found no packed tensor, expected those that quantization_config in config.json is "
@@ -237,13 +274,16 @@ class KbitHfQuantizer(HfQuantizer):
                 )
             self._replace_packed(target, packed)
             checkpoint.check_tensors(target, by, tensors, packed, whole=target is saved)
+        self.stored, self.names = [names.renamed(name) for name in packed.values()], packed
+        self.files = checkpoint.files_of(files)
+        if _is_shared(model.config):
+            self.columns = checkpoint.read_columns(self.files, packed)
         checkpoint.check_config(self.quantization_config, packed.values())
         sealing.check_digest(files, self.quantization_config)
 
     def _replace_packed(self, model, packed: dict[str, str]) -> None:
         layers, ties = self.stored_layers(model, packed), selection.Packable(model).ties
         selection.replace_modules(model, layers | tying.new_layers(self, model, ties, layers))
-        tying.declare(model)
 
     def stored_layers(self, model, packed: dict[str, str]) -> dict[str, KbitWeight]:
         """Empty stand-ins that decode as the config says, for what is packed and the model has; ``packed`` is
@@ -264,7 +304,7 @@ class KbitHfQuantizer(HfQuantizer):
                 levels = tuple(own.get("levels") or config.levels_for(bits))
                 layers[name] = self.new_layer(model, name, bits)
                 transform = own.get("transform", config.transform)
-                layers[name].decode_as(Decoding(levels, own.get("exponent", 0), transform))
+                layers[name].make_room(Decoding(levels, own.get("exponent", 0), transform))
         return layers
 
     def new_layer(self, model, name: str, bits: int) -> KbitWeight:
@@ -299,10 +339,8 @@ class KbitHfQuantizer(HfQuantizer):
         return KbitQuantize(self)
 
     def param_element_size(self, model, param_name: str, param: torch.Tensor) -> float:
-        if not self.pre_quantized and _placeholder(model, param_name) is not None:
-            # The stand-in has the shape of all words, but another dtype.
-            return torch.int32.itemsize * parallel.share(param)
-        return super().param_element_size(model, param_name, param)
+        # A plain tensor stands in for a part of a weight that several processes load.
+        return parallel.part_of(param).element_size() if hasattr(param, "stands_for") else param.element_size()
 
     def _initialize_weights(self, model) -> None:
         """``initialize_weights`` of a model whose weights have come: what the checkpoint lacks is filled in by the
@@ -310,9 +348,9 @@ class KbitHfQuantizer(HfQuantizer):
         del model.initialize_weights
         shared = getattr(model.config, "distributed_config", None) is not None
         if shared:  # FSDP2 knows layers by their places; code of models that can be shared heeds these marks
-            packed = (layer.packed for layer in model.modules() if isinstance(layer, KbitWeight))
-            for tensor in chain.from_iterable(tensors.values() for tensors in packed):
-                tensor._is_hf_initialized = True
+            for layer in model.modules():
+                if isinstance(layer, KbitWeight):
+                    layer.weight._is_hf_initialized = True
         elif not self.pre_quantized:
             self._restore_new_layers(model)
         with nullcontext() if shared else shown_dense(model):
@@ -324,12 +362,10 @@ class KbitHfQuantizer(HfQuantizer):
         tied, new = tying.tied(model), []
         for name, layer in model.named_modules():
             source = model.get_submodule(tied.get(name, name))
-            empty = isinstance(source, KbitWeight) and source.weight.is_floating_point()
-            if empty and isinstance(layer, KbitLinear | KbitEmbedding):
+            if isinstance(source, KbitWeight) and isinstance(layer, KbitLinear | KbitEmbedding):
                 if not getattr(source.weight, "_is_hf_initialized", False):
                     new.append(name)
         put_empty(model, new)
-        tying.forget(model, new)
 
     # --- after loading ---
 
@@ -342,9 +378,7 @@ class KbitHfQuantizer(HfQuantizer):
         """
         self.unusual = dict(unusual)
         for name in set(names) - self.lost.keys():  # as weights are marked that Transformers has loaded
-            for tensor in model.get_submodule(name).packed.values():
-                tensor._is_hf_initialized = True
-        tying.declare(model)
+            model.get_submodule(name).weight._is_hf_initialized = True
         model.hf_quantizer, model.is_quantized = self, True
         model.quantization_method = self.quantization_config.quant_method
         self.postprocess_model(model)
@@ -361,17 +395,15 @@ class KbitHfQuantizer(HfQuantizer):
             self._check_packed(layers)
         checkpoint.refuse(
             [
-                f"{name}.{tensor_name}: not in the checkpoint"
+                f"{name}.weight: not in the checkpoint"
                 for name, layer in layers.items()
-                for tensor_name, tensor in layer.packed.items()
-                if not getattr(tensor, "_is_hf_initialized", False) and not hasattr(layer, "_hf_hook")
+                if not getattr(layer.weight, "_is_hf_initialized", False) and not hasattr(layer, "_hf_hook")
             ]
         )
-        tying.follow(model, self.loaded)
+        tying.mark(model)
+        read_from_disk(model, self.files, self.names)
         for layer in layers.values():
-            layer.decode_as(layer.decoding)  # drops column scales that have only kept a place
-            # Loading fills buffers that no checkpoint holds with whatever memory held.
-            layer.settle(layer.codebook.device)
+            layer.awaits_dense = False
             layer._is_hf_initialized = True  # init_weights() of the model passes it by
         self._keep_packed_names(model, layers)
         self._record(model, layers)
@@ -395,14 +427,15 @@ class KbitHfQuantizer(HfQuantizer):
             [
                 f"{name}.weight: found it in {layer.weight.dtype} after loading, expected it packed"
                 for name, layer in layers.items()
-                if layer.weight.is_floating_point() and getattr(layer.weight, "_is_hf_initialized", False)
+                if not isinstance(local(layer.weight), KbitTensor)
             ],
             "this Transformers reads weights in a way that hf_kbit does not know",
         )
 
     def _keep_packed_names(self, model, layers) -> None:
         """Takes out the conversions that saving would revert on packed tensors: to split, merge or rename these."""
-        conversions = [c for c in getattr(model, "_weight_conversions", None) or [] if not mxfp4.collects(c)]
+        known = getattr(model, "_weight_conversions", None) or []
+        conversions = [c for c in known if not (mxfp4.collects(c) or _assembles(c))]
         self._all_weight_conversions = conversions
         model._weight_conversions = [conversion for conversion in conversions if not _would_revert(conversion, layers)]
 
@@ -422,11 +455,14 @@ class KbitHfQuantizer(HfQuantizer):
             return super().get_state_dict_and_metadata(model)
         self._record(model, layers)  # merging adapters may have changed exponents
         model.config.quantization_config = self.quantization_config  # the model may have been given another config
-        state = None
         if getattr(model.config, "distributed_config", None) is None and any(map(is_sharded, model.parameters())):
             # By FSDP2, and not by Transformers, which would gather them: all for the first process, none for others.
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        return state, sealing.unsealed(self.quantization_config)
+        else:
+            state = model.state_dict()
+        tied = {f"{name}.weight" for name in tying.tied(model)}
+        state = {name: tensor for name, tensor in state.items() if name not in tied}
+        return checkpoint.flattened(model, state), sealing.unsealed(self.quantization_config)
 
     def _dequantize(self, model, dtype=None):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -456,6 +492,14 @@ class KbitHfQuantizer(HfQuantizer):
             model.config.dtype = dtype
         model._weight_conversions = [*self._all_weight_conversions, *_unused_conversions(model)]
         return model
+
+
+def refuse_zero3() -> None:
+    """Raises if DeepSpeed is about to take models apart: its ZeRO-3 leaves layers without their weights' shapes."""
+    if is_deepspeed_zero3_enabled():
+        raise ValueError(
+            "DeepSpeed: found ZeRO-3, expected ZeRO-1 or ZeRO-2 for a quantized model: use FSDP2 instead to shard it"
+        )
 
 
 def record(config: KbitConfig, layers: Mapping[str, KbitWeight]) -> None:
@@ -489,6 +533,10 @@ def _unused_conversions(model) -> list[WeightTransform]:
         if not any(used.source_patterns == conversion.source_patterns for used in model._weight_conversions or ())
         and any(conversion.reverse_transform().rename_source_key(name)[1] is not None for name in names)
     ]
+
+
+def _assembles(conversion: WeightTransform) -> bool:
+    return any(isinstance(operation, KbitAssemble) for operation in getattr(conversion, "operations", ()))
 
 
 def _as_expected(name: str, tensor: torch.Tensor, layer: KbitWeight) -> torch.Tensor:

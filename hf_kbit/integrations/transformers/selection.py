@@ -1,14 +1,10 @@
 """Which modules of a model are quantized, and putting others in their place: linear layers, tables of embeddings, and
 the projections of experts."""
 
-import dis
-import inspect
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,7 +15,7 @@ from hf_kbit.config import Chooser, KbitConfig
 from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.integrations.transformers import experts
 from hf_kbit.integrations.transformers.plain import is_linear, take_over, unusual
-from hf_kbit.nn.embedding import PREPARES, is_table
+from hf_kbit.nn.embedding import is_table
 from hf_kbit.nn.experts import is_projection, projections
 from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.patterns import shown
@@ -28,59 +24,7 @@ from hf_kbit.patterns import shown
 # distances.
 FEW_ROWS, SHORT_ROWS = 64, BLOCK_SIZE
 
-# Instructions that load an attribute; before Python 3.12 that of a method which is called has a name of its own.
-LOADS = ("LOAD_ATTR", "LOAD_METHOD")
-
 GATE = re.compile(r"^gate$|(^|_)experts?_gate$")
-
-
-@dataclass(frozen=True)
-class Reads:
-    """Names of submodules of which a class reads what ``nn.Linear`` would have, without calling them.
-
-    Attributes:
-        weights: ``self.NAME.weight``, and what is deeper, by its last name.
-        parameters: ``self.NAME.parameters()``; what such code wants is the dtype of the first one.
-        variables: ``NAME.weight`` of something else than ``self``; "" of what has no name, such as an element.
-    """
-
-    weights: frozenset[str] = frozenset()
-    parameters: frozenset[str] = frozenset()
-    variables: frozenset[str] = frozenset()
-
-
-@cache
-def _reads(module_class: type) -> Reads:
-    """What a class's methods read of its submodules, to multiply by it or to cast to its dtype."""
-    own = [parent for parent in reversed(module_class.__mro__) if parent not in PreTrainedModel.__mro__]
-    methods = {name: _function(member) for parent in own for name, member in vars(parent).items()}
-    found, variables = {"weight": set(), "parameters": set()}, set()
-    for name, method in methods.items():
-        code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-        if PREPARES.search(name) or code is None or not found.keys() & set(code.co_names):
-            continue
-        steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
-        for child, attribute, then in zip(steps, steps[1:], steps[2:], strict=False):
-            if attribute.opname not in LOADS or attribute.argval not in found or then.argval == "device":
-                continue
-            if child.opname == "LOAD_ATTR":
-                found[attribute.argval].add(child.argval)
-            elif attribute.argval == "weight":
-                # Python 3.13 loads two variables at once.
-                loaded = child.argval[-1] if isinstance(child.argval, tuple) else child.argval
-                variables.add(loaded if child.opname.startswith("LOAD_FAST") else "")
-    return Reads(frozenset(found["weight"]), frozenset(found["parameters"]), frozenset(variables - {"self"}))
-
-
-def _function(member: object) -> object:
-    """What a member of a class runs: of a property what it gets its value by."""
-    return getattr(member, "fget", None) or getattr(member, "func", member)
-
-
-def _first_linear(module: nn.Module) -> str | None:
-    """Name of the linear layer that holds the first parameter of the module, if one does; "" is the module itself."""
-    first, _, _ = next((name for name, _ in module.named_parameters()), "").rpartition(".")
-    return first if is_linear(module.get_submodule(first)) else None
 
 
 def _is_router(model, name: str) -> bool:
@@ -110,9 +54,6 @@ class Packable:
             - ``"head"``: the output embedding, or a layer outside the base model or at the end: small or sensitive.
             - ``"router"``: it routes tokens to experts: small, and a small error sends a token elsewhere.
             - ``"small"``: a table of so few or so short rows that there is next to nothing to save.
-            - ``"read"``: the model's code reads the weight instead of calling the layer (Mamba, WavLM, ColPali and
-              many more), or its dtype through ``parameters()`` (Swin V2), and packed integers would give it a wrong
-              answer or none.
             - ``"tied"``: the weight is that of a table, and is quantized with it or not at all (``ties``).
             - ``"fixed"``: the weight is tied to what cannot be quantized, or kept in float32 by the model.
             - ``"adapter"``: it belongs to an adapter of PEFT, or is trained beside one.
@@ -129,7 +70,7 @@ class Packable:
         self.names = sorted([*linears.intersection(once), *self.tables, *fused], key=dot_natural_key)
         everything, groups = linears | self.tables | fused, _tied(model, modules)
         self.unusual = unusual(model, self.names)
-        reasons = _heads_and_routers(model, linears) | _small(model, self.tables) | _read(model, self.tables)
+        reasons = _heads_and_routers(model, linears) | _small(model, self.tables)
         reasons |= _kept_in_float32(model, everything) | self.unusual | _of_adapters(model, everything)
         for group in groups:
             if _is_one_table(modules, group, reasons) and not self.unusual.keys() & set(group):
@@ -182,8 +123,6 @@ class Packable:
                 asked_for or reason is None or (reason == "head" and not config.skip_default_modules)
             ):
                 chosen[name] = bits
-        if not self._tells_dtype(chosen):
-            chosen = {name: bits for name, bits in chosen.items() if name not in looked_up}
         return chosen
 
     def _check_patterns(self, chooser: Chooser) -> None:
@@ -197,13 +136,6 @@ class Packable:
                     f"{option}[{shown(pattern)}]: found no {kind} of that name in {type(self._model).__name__}, "
                     "expected a regular expression for whole parts of a dotted name, or the end of one"
                 )
-
-    def _tells_dtype(self, chosen: Mapping[str, int]) -> bool:
-        """Whether a floating parameter is left, which Transformers asks for the dtype of a model: OLMo's norms have
-        none, and its tables must stay."""
-        packed = {id(dense_weight(self._model, name)) for name in (*chosen, *self.ties)}
-        floating = (id(parameter) for parameter in self._model.parameters() if parameter.is_floating_point())
-        return not isinstance(self._model, PreTrainedModel) or any(parameter not in packed for parameter in floating)
 
 
 def _heads_and_routers(model, linears: set[str]) -> dict[str, str]:
@@ -252,27 +184,6 @@ def _kept_in_float32(model, names: set[str]) -> dict[str, str]:
     return {name: "fixed" for name in names if any(re.search(rf"(^|\.){part}($|\.)", name) for part in parts)}
 
 
-def _read(model, looked_up: set[str]) -> dict[str, str]:
-    """``"read"`` for all layers and tables that are."""
-    found = set()
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith("peft."):  # whose reads our adapter layers answer
-            continue
-        reads = _reads(type(module))
-        for child in reads.weights:
-            found.add(f"{name}.{child}".lstrip("."))
-            if child not in module._modules:  # it is deeper, or elsewhere in the model
-                found |= {table for table in looked_up if table.rpartition(".")[2] == child}
-        for child in reads.parameters:
-            submodule = getattr(module, child, None)
-            if isinstance(submodule, nn.Module) and (first := _first_linear(submodule)) is not None:
-                found.add(f"{name}.{child}.{first}".strip("."))
-        for variable in reads.variables:
-            named = {table for table in looked_up if table.rpartition(".")[2] == variable}
-            found |= named or looked_up  # it may hold any of them
-    return dict.fromkeys(found, "read")
-
-
 def _is_one_table(named: Mapping[str, nn.Module], names: list[str], reasons: Mapping[str, str]) -> bool:
     """Whether what is tied can be quantized as one: tables and linear layers of one shape, that are called."""
     modules = [named.get(name) for name in names]
@@ -281,7 +192,7 @@ def _is_one_table(named: Mapping[str, nn.Module], names: list[str], reasons: Map
         and all(module is not None and (is_table(module) or is_linear(module)) for module in modules)
         and not any(isinstance(module, Conv1D) for module in modules)
         and len({module.weight.shape for module in modules}) == 1
-        and not any(reasons.get(name) in ("read", "fixed", "small") for name in names)
+        and not any(reasons.get(name) in ("fixed", "small") for name in names)
     )
 
 

@@ -1,0 +1,71 @@
+"""Quantized layers on disk: each weight is read from the checkpoint whenever its layer runs.
+
+accelerate keeps what is offloaded as arrays of numbers, by the names of parameters. A packed weight is several tensors
+of a checkpoint, so its layer gets a source of weights of its own.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from hf_kbit.nn.packed import Packed
+from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.tensor import PACKED
+
+
+def is_on_disk(device_map: object, name: str) -> bool:
+    """Whether a device map puts a tensor on disk."""
+    if not isinstance(device_map, Mapping):
+        return False
+    parts = name.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), -1, -1))
+    return next((device_map[prefix] for prefix in prefixes if prefix in device_map), None) == "disk"
+
+
+class PackedOnDisk(Mapping):
+    """What ``weights_map`` of accelerate's hook is: tensors of a module by their names.
+
+    Args:
+        others: that of accelerate, for what is not packed.
+        layer: the layer on disk.
+        files: ``{name in the checkpoint: file}``.
+        stored: name of the layer in the checkpoint.
+    """
+
+    def __init__(self, others: Mapping, layer: KbitWeight, files: Mapping[str, str], stored: str):
+        self._others, self._layer, self._files, self._stored = others, layer, files, stored
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name != PACKED[0]:
+            return self._others[name]
+        planes, absmax, columns = map(self._read, PACKED)
+        return self._layer.as_tensor(Packed(planes, absmax, self._layer.decoding, columns))
+
+    def _read(self, own: str) -> torch.Tensor | None:
+        name = f"{self._stored}.{own}"
+        if name not in self._files:
+            return None
+        with safe_open(self._files[name], framework="pt") as stored:
+            return stored.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._others)
+
+    def __len__(self) -> int:
+        return len(self._others)
+
+
+def read_from_disk(model: nn.Module, files: Mapping[str, str], stored: Mapping[str, str]) -> None:
+    """Has layers on disk read their weights from the checkpoint.
+
+    Args:
+        model: dispatched by accelerate.
+        files: ``{name in the checkpoint: file}``.
+        stored: names of layers in the checkpoint, by those in the model.
+    """
+    for name, layer in model.named_modules():
+        hook = getattr(layer, "_hf_hook", None)
+        if isinstance(layer, KbitWeight) and layer.weight.is_meta and getattr(hook, "weights_map", None) is not None:
+            hook.weights_map = PackedOnDisk(hook.weights_map, layer, files, stored[name])
