@@ -210,11 +210,10 @@ def _stored(module: nn.Module, layers: dict[str, KbitWeight]) -> dict[str, torch
     """All that is to be saved, by its first name, none of it in memory that it shares."""
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     for name, layer in layers.items():
-        packed = layer.state_dict()  # in the stored form
-        tensors |= {f"{name}.{key}": packed[key] for key in layer.packed}
+        if not is_sharded(layer.weight):
+            del tensors[f"{name}.weight"]
+            tensors |= {f"{name}.{own}": part for own, part in layer.packed.items()}
     for name, part in module.named_modules():
-        if isinstance(part, KbitWeight):
-            tensors.pop(f"{name}.codebook", None)
         if type(part).get_extra_state is not nn.Module.get_extra_state:
             raise TypeError(f"{name}: found extra state in {type(part).__name__}, expected tensors alone")
     storages = set()

@@ -302,7 +302,7 @@ def _refuse_writes(func, args, kwargs) -> None:
     for argument in arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             if any(isinstance(value, KbitTensor) for value in pytree.tree_leaves(given.get(argument.name))):
-                raise TypeError(FROZEN.format(func))
+                raise RuntimeError(FROZEN.format(func))  # a TypeError would have Python try ``w + x`` for ``w += x``
 
 
 def as_parameter(weight: KbitTensor) -> nn.Parameter:

@@ -87,6 +87,16 @@ def _(func, weight):
     return weight.nbytes_packed / max(math.prod(weight.whole_shape), 1)
 
 
+@function(torch.Tensor.nbytes.__get__)
+def _(func, weight):
+    return weight.nbytes_packed
+
+
+@function(torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+def _(func, weight, *args, **kwargs):
+    return func(weight.dequantize(), *args, **kwargs)
+
+
 @function(torch.Tensor.data_ptr)
 def _(func, weight):
     return -weight.words.data_ptr()  # tells weights apart (accelerate), and is no address of floats
@@ -102,7 +112,7 @@ def _(func, weight):
 @function(torch.Tensor.__setitem__)
 def _(func, tensor, index, value):
     if isinstance(tensor, KbitTensor):
-        raise TypeError(FROZEN.format("an assignment to a part"))
+        raise RuntimeError(FROZEN.format("an assignment to a part"))
     plain(func, tensor, index, value)
 
 

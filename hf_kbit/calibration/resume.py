@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from hf_kbit.durable import settle
 from hf_kbit.nn.packed import Decoding, Packed
 from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.tensor import PACKED
 
 RUN = "run.json"
 PART = ".part"  # ends the name of a file that is being written
@@ -50,8 +51,7 @@ class Finished:
         """Keeps the quantized layers, by their names, of one layer of the model."""
         tensors, described = {}, {}
         for name, layer in layers.items():
-            stored = layer.state_dict()
-            tensors |= {f"{name}.{key}": stored[key].cpu() for key in layer.packed}
+            tensors |= {f"{name}.{own}": part.cpu() for own, part in layer.packed.items()}
             described[name] = layer.decoding.to_dict()
         metadata = {"layers": json.dumps(described)}
         metadata["digest"] = digest(sorted(tensors.items()), metadata["layers"])
@@ -70,8 +70,8 @@ class Finished:
             described = json.loads(stored.metadata()["layers"])
             for name, layer in layers.items():
                 decoding = Decoding.from_dict(described[name], layer.bits, f"{self._file(unit)}: {name}")
-                layer.decode_as(decoding)
-                planes, absmax, *columns = (stored.get_tensor(f"{name}.{key}") for key in layer.packed)
+                names = [f"{name}.{own}" for own in PACKED]
+                planes, absmax, *columns = (stored.get_tensor(own) for own in names if own in stored.keys())
                 layer.load(Packed(planes, absmax, decoding, *columns))
         return True
 

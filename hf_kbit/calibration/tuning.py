@@ -487,7 +487,7 @@ class _Group:
         sizes = [shape.numel() for shape in self.shapes]
         parts = zip(self.layers.values(), self.shapes, self.codes.split(sizes), self.absmax.split(sizes), strict=True)
         for layer, shape, codes, absmax in parts:
-            device, columns = layer.weight.device, layer.weight_columns
+            device, columns = layer.weight.device, layer.weight.columns
             planes = pack_codes(codes.view(*shape, BLOCK_SIZE), layer.bits).to(device)
             layer.load(Packed(planes, absmax.view(shape).to(device), layer.decoding, columns, layer.untransformed))
 
@@ -595,8 +595,7 @@ def _parameter(model: nn.Module, name: str) -> str:
 
 def _stored(layer: KbitWeight, device: torch.device) -> list[torch.Tensor]:
     """Planes, scales and column scales, if there are any, in the stored form."""
-    state = layer.state_dict()
-    return [state[name].to(device) for name in layer.packed]
+    return [tensor.to(device) for tensor in layer.packed.values()]
 
 
 def _codes(numbers: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ def widths(model) -> str:
 
 def _sizes(model) -> str:
     layers = distinct(module for module in model.modules() if isinstance(module, KbitWeight))
-    packed = {id(parameter): parameter for layer in layers for parameter in layer.packed.values()}
+    packed = {id(layer.weight): layer.weight for layer in layers}
     others = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in packed)
     stored = sum(parameter.nbytes for parameter in packed.values())
     weights = sum(layer.num_weights for layer in layers)
