@@ -63,7 +63,6 @@ class Hook:
 _LOADING, _QUANTIZER = "transformers.core_model_loading", "transformers.quantizers.base:HfQuantizer"
 TRANSFORMERS_NAMES = (
     Name(f"{_LOADING}:ConversionOps.convert", ("self", "input_dict")),
-    Name(f"{_LOADING}:SkipParameters"),
     Name(f"{_LOADING}:Transpose"),
     Name(f"{_LOADING}:WeightConverter"),
     Name(f"{_LOADING}:WeightConverter.reverse_transform", ("self",)),

@@ -116,7 +116,7 @@ class KbitLinear(KbitWeight, nn.Linear):
             parts, bias = self.parts, self.bias
         else:
             own = self._parameters if "weight" in self._parameters else self.__dict__
-            parts, bias = own["weight"].parts, own["bias"]
+            parts, bias = own["weight"].parts, own.get("bias")
             self.__dict__["parts"] = parts
         # Under tensor parallelism a part of the weight, and x of the same part of K.
         rows, width = parts["matrix"]

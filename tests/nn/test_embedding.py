@@ -1,7 +1,6 @@
 """KbitEmbedding: rows of a packed table, also of classes with a look-up of their own, and what is tied to it."""
 
 import copy
-import io
 import pickle
 
 import cases
@@ -11,7 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from hf_kbit import KbitLinear, reference
-from hf_kbit.nn import weight as nn_weight
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 
 ROWS, WIDTH = 130, 100
@@ -39,9 +37,9 @@ def test_looks_up_what_it_decodes_to(bits, dtype, transform):
         assert found.dtype == dtype and torch.equal(found, F.embedding(ids(*shape), table.dequantize()))
     assert not found.requires_grad and not any(parameter.requires_grad for parameter in table.parameters())
     as_linear = KbitLinear(WIDTH, ROWS, bits=bits, transform=transform)
-    as_linear.load(as_linear.quantize(dense(dtype).weight, columns=table.weight_columns))
+    as_linear.load(as_linear.quantize(dense(dtype).weight, columns=table.weight.columns))
     assert all(map(torch.equal, table.packed.values(), as_linear.packed.values())), "packed as a linear weight is"
-    assert transform == "none" or set(reference.decode_e4m4(table.weight_columns).tolist()) == {1.0}
+    assert transform == "none" or set(reference.decode_e4m4(table.weight.columns).tolist()) == {1.0}
 
 
 def test_what_is_no_row_is_refused():
@@ -72,7 +70,7 @@ def test_casts_change_what_is_looked_up_and_autocast_does_not():
 
 
 class Scaled(nn.Embedding):
-    """As Gemma's: of a packed weight the dtype would be an integer one, and the scale cut to a whole number."""
+    """As Gemma's, which asks the weight for its dtype."""
 
     def __init__(self, *args, factor=6.3125, **kwargs):
         super().__init__(*args, **kwargs)
@@ -129,7 +127,7 @@ class Keeping(nn.Embedding):
         return self
 
 
-@pytest.mark.parametrize("kind", [Scaled, Normed])
+@pytest.mark.parametrize("kind", [Scaled, Normed, Reading, Aside, Foreign, Inside])
 def test_a_class_keeps_its_look_up(kind):
     embedding = kind(ROWS, WIDTH)
     table, few = KbitEmbedding.from_embedding(embedding, bits=5), ids(2, 3) % 64
@@ -139,7 +137,7 @@ def test_a_class_keeps_its_look_up(kind):
     for other in (table, copy.deepcopy(table), pickle.loads(pickle.dumps(table)), table.to_embedding()):
         assert torch.equal(other(few), expected(few))
     assert type(table.to_embedding()) is kind and not isinstance(table.to_embedding(), KbitEmbedding)
-    assert table.state_dict().keys() - {"weight_absmax", "weight_columns"} == embedding.state_dict().keys()
+    assert table.state_dict().keys() == embedding.state_dict().keys()
     compiled = torch.compile(table, fullgraph=True, backend="eager")
     assert torch.equal(compiled(few), expected(few))
     assert torch.equal(table.bfloat16()(few), expected.bfloat16()(few)), "scaled by a number of that dtype"
@@ -153,77 +151,6 @@ class Clashing(nn.Embedding):
         self.exponent = 2
 
 
-@pytest.mark.parametrize("kind", [Reading, Aside, Heir, Foreign, Inside, Keeping, Clashing])
-def test_a_class_that_reads_its_table_is_left(kind):
+@pytest.mark.parametrize("kind", [Heir, Keeping, Clashing])
+def test_a_class_that_cannot_be_one_is_left(kind):
     assert not is_table(kind(ROWS, WIDTH))
-
-
-# --- tied -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["planes", "tiles"])
-def pair(request, monkeypatch):
-    """A table and a head tied to it, on a device whose kernels read the one or the other."""
-    if request.param == "tiles":
-        monkeypatch.setattr(nn_weight, "reads_tiles", lambda device: device.type == "cpu")
-    model = nn.Module()
-    model.head = KbitLinear(WIDTH, ROWS, bias=True, bits=5)
-    model.table = KbitEmbedding.from_embedding(dense(), bits=5)
-    model.head.tie_to(model.table)
-    assert model.head.is_tiled == (request.param == "tiles")
-    return model
-
-
-def assert_tied(model):
-    assert all(model.head.packed[name] is tensor for name, tensor in model.table.packed.items())
-    assert model.head.decoding == model.table.decoding
-    x, weight = cases.x((3,), WIDTH), model.table.dequantize()
-    torch.testing.assert_close(model.head(x), x @ weight.T + model.head.bias)
-    assert torch.equal(model.table(ids(2, 3)), weight[ids(2, 3)])
-
-
-def test_head_and_table_are_one_weight(pair):
-    form = pair.head.is_tiled
-    assert_tied(pair)
-    for move in (lambda: pair.to("cpu"), lambda: pair.table.float(), lambda: pair.head.float()):
-        move()
-        assert_tied(pair)
-        assert pair.head.is_tiled == form, "whoever moves last"
-
-
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-def test_copies_are_tied(pair, way):
-    if way == "torch.save":
-        torch.save(pair, file := io.BytesIO())
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
-        assert len(file.getvalue()) < 1.5 * sum(tensor.nbytes for tensor in pair.table.packed.values()) + 30000
-    else:
-        other = copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
-    assert_tied(other)
-    assert other.head.is_tiled == pair.head.is_tiled
-    assert other.table.weight.data_ptr() != pair.table.weight.data_ptr()
-
-
-def test_a_state_dict_has_both_names_and_one_memory(pair):
-    state = pair.state_dict()
-    for name in pair.table.packed:
-        assert state[f"head.{name}"].data_ptr() == state[f"table.{name}"].data_ptr(), name
-    other = nn.Module()
-    other.head, other.table = KbitLinear(WIDTH, ROWS, bits=5), KbitEmbedding(ROWS, WIDTH, bits=5)
-    other.head.tie_to(other.table)
-    other.load_state_dict(state)
-    assert_tied(other)
-    assert torch.equal(other.table(ids(7)), pair.table(ids(7)))
-
-
-def test_a_tied_weight_cannot_be_replaced_for_one(pair):
-    for layer in (pair.head, pair.table):
-        with pytest.raises(ValueError, match="weight: found it tied to that of another layer"):
-            layer.load_dense(dense().weight)
-    assert_tied(pair)
-
-
-def test_a_table_alone_stays_in_planes(monkeypatch):
-    monkeypatch.setattr(nn_weight, "reads_tiles", lambda device: device.type == "cpu")
-    assert not KbitEmbedding.from_embedding(dense()).to("cpu").is_tiled

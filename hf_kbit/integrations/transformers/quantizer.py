@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, SkipParameters, WeightConverter, WeightTransform
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
@@ -129,10 +129,12 @@ class KbitAssemble(ConversionOps):
         self, input_dict, source_patterns, *args, full_layer_name=None, model=None, missing_keys=None, **kwargs
     ):
         planes, absmax, columns = (tensors[0] if (tensors := input_dict.get(p)) else None for p in source_patterns)
+        if isinstance(planes, KbitTensor):  # of a state dict in memory
+            return {full_layer_name: planes}
         layer = model.get_submodule(full_layer_name.removesuffix(checkpoint.WEIGHT_SUFFIX))
         if is_on_disk(self.hf_quantizer.device_map, full_layer_name):
             missing_keys.discard(full_layer_name)
-            raise SkipParameters
+            return {}  # its layer reads it whenever it runs
         if is_sharded(layer.weight):
             columns = parallel.own_columns(self.hf_quantizer.columns.get(full_layer_name), layer.weight, planes.device)
         packed = Packed(planes, absmax, layer.decoding, columns)
