@@ -375,16 +375,15 @@ ARCHITECTURES = [
         dtypes=BOTH,
     ),
     Architecture(
-        "swinv2",  # reads the dtype of a perceptron's first parameter, so its first layer stays
+        "swinv2",  # reads the dtype of a perceptron's first parameter
         "Swinv2ForImageClassification",
         "swinv2",
         dict(SWIN, num_labels=3),
         image,
-        dense=(f"swinv2.encoder.layers.*.blocks.*.{POSITIONS}.0", "classifier"),
+        dense=("classifier",),
         left=(
             "swinv2.embeddings.patch_embeddings.projection",
             f"swinv2.encoder.layers.*.blocks.*.{LOGIT_SCALE}",
-            f"swinv2.encoder.layers.*.blocks.*.{POSITIONS}.0",
             "classifier",
         ),
         bits=5,
@@ -395,12 +394,11 @@ ARCHITECTURES = [
         "swin2sr",
         dict(SWIN, patch_size=1, upscale=2),
         image,
-        dense=(f"swin2sr.encoder.stages.*.layers.*.{POSITIONS}.0",),
+        dense=(),
         left=(
             "swin2sr.first_convolution",
             "swin2sr.embeddings.patch_embeddings.projection",
             f"swin2sr.encoder.stages.*.layers.*.{LOGIT_SCALE}",
-            f"swin2sr.encoder.stages.*.layers.*.{POSITIONS}.0",
             "swin2sr.encoder.stages.*.conv",
             "swin2sr.encoder.stages.*.patch_embed.projection",
             "swin2sr.conv_after_body",

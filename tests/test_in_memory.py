@@ -174,7 +174,7 @@ def bits_bytes(model: nn.Module, bits: float, **settings) -> int:
     """Of its parameters with a mean of so many bits, from a model of which all layers but tables have 3 bits."""
     three = copy.deepcopy(model)
     layers = map(three.get_submodule, quantize_model(three, bits=3, **settings).bits)
-    weights = sum(32 * layer.weight_absmax.numel() for layer in layers if not isinstance(layer, KbitEmbedding))
+    weights = sum(32 * layer.weight.absmax.numel() for layer in layers if not isinstance(layer, KbitEmbedding))
     return int(sum(parameter.nbytes for parameter in three.parameters()) + weights * (bits - 3) / 8)
 
 

@@ -19,8 +19,8 @@ def tiled(rows: int, columns: int = 100, bits: int = 3, bias: bool = True) -> Kb
     layer = KbitLinear.from_linear(nn.Linear(columns, rows, bias=bias, dtype=torch.float16), bits).requires_grad_(
         False
     )
-    packed = OPS.repack(layer.weight, layer.weight_absmax, bits, [rows, columns])
-    layer.weight.data, layer.weight_absmax.data = packed
+    packed = OPS.repack(layer.weight, layer.weight.absmax, bits, [rows, columns])
+    layer.weight.data, layer.weight.absmax.data = packed
     return layer
 
 
@@ -46,7 +46,7 @@ def joined(run, *inputs, limits=LIMITS) -> list[list[int]]:
 
 
 def product(x, layer, *transform):
-    packed = layer.weight, layer.weight_absmax, layer.codebook
+    packed = layer.weight, layer.weight.absmax, layer.codebook
     return OPS.gemm_inference(x, *packed, layer.bias, layer.out_features, *transform)
 
 
@@ -95,7 +95,7 @@ def test_a_bias_made_of_another_product_comes_after_it():
 
     def run(x):
         first = q(x)
-        return first, OPS.gemm_inference(x, k.weight, k.weight_absmax, k.codebook, first[0, 0], 48), v(x)
+        return first, OPS.gemm_inference(x, k.weight, k.weight.absmax, k.codebook, first[0, 0], 48), v(x)
 
     assert joined(run, X) == [[48, 16], [48]]
 

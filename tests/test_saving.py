@@ -173,7 +173,7 @@ DAMAGES = {
     "nowhere: in layers of": config(lambda entries: entries["layers"].update(nowhere={"exponent": 1})),
     "kbit.safetensors: damaged or cut short": cut("kbit.safetensors", 5),
     "kbit.safetensors: damaged or cut short at tensor": cut("kbit.safetensors", -1),
-    "proj.weight_columns: found none, expected U8": tensors(lambda found: found.pop("proj.weight_columns")),
+    "proj.weight.columns: found none, expected U8": tensors(lambda found: found.pop("proj.weight_columns")),
     "qkv: in layers of the quantization config, not in": tensors(lambda found: found.pop("qkv.weight_absmax")),
     "qkv.weight: found none, expected I32": tensors(lambda found: found.pop("qkv.weight")),
     "embed.weight: missing, expected float32": tensors(lambda found: found.pop("embed.weight")),

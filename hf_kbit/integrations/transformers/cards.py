@@ -64,9 +64,9 @@ def widths(model) -> str:
 
 def _sizes(model) -> str:
     layers = distinct(module for module in model.modules() if isinstance(module, KbitWeight))
-    packed = {id(layer.weight): layer.weight for layer in layers}
+    packed = {id(layer.weight) for layer in layers}
     others = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in packed)
-    stored = sum(parameter.nbytes for parameter in packed.values())
+    stored = sum(tensor.nbytes for layer in layers for tensor in layer.packed.values())
     weights = sum(layer.num_weights for layer in layers)
     return (
         f"All weights take {(stored + others) / 1e6:,.3g} MB, where they took {(2 * weights + others) / 1e6:,.3g} in "

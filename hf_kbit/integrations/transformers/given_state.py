@@ -8,6 +8,7 @@ from torch import nn
 
 from hf_kbit.integrations.transformers.checkpoint import refuse
 from hf_kbit.nn.weight import KbitWeight, is_sharded
+from hf_kbit.tensor import KbitTensor
 
 
 def refuse_other_tensors(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -45,6 +46,10 @@ def _same(given: torch.Tensor, own: torch.Tensor) -> bool:
     if given is own or given.shape != own.shape or given.dtype != own.dtype:
         return given is own
     given, own = given.detach(), own.detach()
+    if isinstance(own, KbitTensor):
+        return isinstance(given, KbitTensor) and all(
+            map(torch.equal, given.stored("cpu").values(), own.stored("cpu").values())
+        )
     if given.device == own.device and given.data_ptr() == own.data_ptr() and given.stride() == own.stride():
         return True
     bits = [tensor.reshape(-1).view(torch.uint8) for tensor in (given.to(own.device), own)]

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from hf_kbit.integrations.transformers.tying import tied
 from hf_kbit.nn.packed import Packed
 from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.tensor import PACKED
@@ -65,7 +66,8 @@ def read_from_disk(model: nn.Module, files: Mapping[str, str], stored: Mapping[s
         files: ``{name in the checkpoint: file}``.
         stored: names of layers in the checkpoint, by those in the model.
     """
+    ties = tied(model)
     for name, layer in model.named_modules():
         hook = getattr(layer, "_hf_hook", None)
         if isinstance(layer, KbitWeight) and layer.weight.is_meta and getattr(hook, "weights_map", None) is not None:
-            hook.weights_map = PackedOnDisk(hook.weights_map, layer, files, stored[name])
+            hook.weights_map = PackedOnDisk(hook.weights_map, layer, files, stored[ties.get(name, name)])

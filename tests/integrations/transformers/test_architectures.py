@@ -33,6 +33,7 @@ from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.packed import quantize_weight
 from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.tensor import KbitTensor
 
 NEW_TOKENS = 5
 
@@ -264,7 +265,7 @@ def test_log_names_what_is_left(case):
     assert int(count) == len(quantized(case.model))
     named = dict(re.findall(r"([^\s,]+) \((\d+) x, [\d,]+\)", listing))
     assert set(named) == set(case.architecture.left), line
-    floating = {name: p for name, p in case.model.named_parameters() if p.is_floating_point() and p.dim() > 1}
+    floating = {name: p for name, p in case.model.named_parameters() if not isinstance(p, KbitTensor) and p.dim() > 1}
     assert int(left) == len(floating), line
     assert {k: int(n) for k, n in named.items()} == Counter(pattern(k.removesuffix(".weight")) for k in floating)
 
@@ -523,7 +524,7 @@ def test_huge_weights_stay_untransformed(name, tmp_path):
     model = architecture.cls.from_pretrained(path, quantization_config=KbitConfig(bits=3))
     ways = {layer_name: layer.decoding.transform for layer_name, layer in quantized(model).items()}
     assert ways.pop(odd) == "none" and set(ways.values()) == {"rotated"}
-    assert model.get_submodule(odd).weight_columns is None
+    assert model.get_submodule(odd).weight.columns is None
     saved = save(model, tmp_path / "saved" / "model")
     stored = json.loads((saved / "config.json").read_text())["quantization_config"]
     assert (stored["format_version"], "transform" in stored) == (2, False)
@@ -588,10 +589,10 @@ def test_scales_of_the_largest_magnitudes(load, recorded, tmp_path):
         weight = reference.get_submodule(name).weight.detach()
         codebook = torch.tensor(codebooks.normal_float(3)) * 2.0**layer.exponent
         planes, absmax = hf_kbit.quantize(weight, codebook)
-        assert torch.equal(layer.weight, planes) and torch.equal(layer.weight_absmax, absmax), name
+        assert torch.equal(layer.weight.words, planes) and torch.equal(layer.weight.absmax, absmax), name
         layer.load_dense(weight)
-        assert torch.equal(layer.weight, planes) and torch.equal(layer.weight_absmax, absmax), name
-        assert layer.decoding.transform == "none" and layer.weight_columns is None, name
+        assert torch.equal(layer.weight.words, planes) and torch.equal(layer.weight.absmax, absmax), name
+        assert layer.decoding.transform == "none" and layer.weight.columns is None, name
 
 
 def test_levels_are_not_derived_to_load_them(load, monkeypatch, tmp_path):
@@ -611,7 +612,7 @@ def test_levels_of_each_layer(load, name, other, tmp_path):
         source = reference.get_submodule(layer_name)
         weight = source.weight.detach().T if isinstance(source, Conv1D) else source.weight.detach()
         error, before = (
-            ((x.get_submodule(layer_name).dequantize() - weight) / E4M4[layer.weight_columns.int()]).square().sum()
+            ((x.get_submodule(layer_name).dequantize() - weight) / E4M4[layer.weight.columns.int()]).square().sum()
             for x in (model, optimal)
         )
         assert layer.levels != codebooks.optimal(layer.bits) and error < before, layer_name
@@ -705,7 +706,7 @@ def test_copies_are_models_of_their_own(load, tmp_path, name, clone):
     assert_same_outputs(run(copied, text()), before, "copy")
 
     for x in copied.parameters():
-        x.data.zero_()
+        (x.words if isinstance(x, KbitTensor) else x.data).zero_()
     assert_same_outputs(run(model, text()), before, "the model after its copy was changed")
     saved = save(copied, tmp_path / "copy")
     assert (saved / "README.md").exists(), "a saved copy has no model card"
@@ -781,9 +782,9 @@ def test_layers_of_one_tensor_of_the_checkpoint(tmp_path, name, left):
     assert len(layers) > 8 and not any(part in own for own in layers for part in left)
     for own, layer in layers.items():
         packed = layer.quantize(dense_weight(original, own, layer).detach())
-        assert torch.equal(layer.weight, packed.planes) and torch.equal(layer.weight_absmax, packed.absmax), own
+        assert torch.equal(layer.weight.words, packed.planes) and torch.equal(layer.weight.absmax, packed.absmax), own
     for own, parameter in model.named_parameters():
-        if parameter.is_floating_point():
+        if not isinstance(parameter, KbitTensor):
             assert torch.equal(parameter, original.get_parameter(own)), own
     reloaded = type(original).from_pretrained(save(model, tmp_path / "saved"))
     assert_same_tensors(reloaded, model, "reload")

@@ -257,7 +257,7 @@ TENSORS = {
     "columns alone": (without(WEIGHT, ABSMAX), f"{WEIGHT}: missing, expected ", f"{COLUMNS}: "),
     "extra columns of a float layer": (
         store("lm_head.weight_columns", lambda stored: stored[COLUMNS] + 0),
-        "lm_head.weight_columns: left over",
+        "lm_head.weight.columns: left over",
     ),
     "short columns": (
         store(COLUMNS, lambda stored: stored[COLUMNS][:-1]),

@@ -4,7 +4,6 @@ import accelerate
 import pytest
 import torch
 from accelerate.utils.modeling import get_max_layer_size
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import accelerate as placement
 

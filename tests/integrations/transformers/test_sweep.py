@@ -160,7 +160,7 @@ def test_whole_life(task, kind, tmp_path):
     if not layers:
         assert not selection.Packable(dense).choose(KbitConfig())
         pytest.skip(f"no layer of it is to be quantized: {selection.Packable(dense).reasons}")
-    packed = {id(tensor) for layer in layers for tensor in (layer.weight, layer.weight_absmax)}
+    packed = {id(tensor) for layer in layers for tensor in (layer.weight, layer.weight.absmax)}
     left = {name: tensor for name, tensor in quantized.named_parameters() if id(tensor) not in packed}
     assert not unchanged(left, dict(dense.named_parameters()))
     assert not unchanged(dict(quantized.named_buffers()), dict(dense.named_buffers()))

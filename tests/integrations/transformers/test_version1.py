@@ -53,7 +53,7 @@ def test_loaded_and_saved(tmp_path):
     shutil.copytree(SAVED, folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     layers = [module for module in model.modules() if isinstance(module, KbitLinear)]
-    assert len(layers) == 8 and all(layer.weight_columns is None for layer in layers)
+    assert len(layers) == 8 and all(layer.weight.columns is None for layer in layers)
     assert model(torch.arange(6)[None]).logits.isfinite().all()
     model.save_pretrained(tmp_path / "again" / "model")
     assert_same_bytes(tmp_path / "again" / "model")
