@@ -89,8 +89,8 @@ class KbitTensor(torch.Tensor):
             return nn.Parameter(data, requires_grad=False)
         if parts is None:
             raise TypeError(
-                f"weight: found {type(data).__name__}, expected a packed weight. accelerate keeps floats on disk: save "
-                "the quantized model, and load it with a device_map"
+                f"weight: found {type(data).__name__}, expected a packed weight. accelerate keeps floats on disk: "
+                "save the quantized model, and load it with a device_map"
             )
         self = torch.Tensor._make_wrapper_subclass(cls, data, dtype=dtype, device=parts["words"].device)
         self.parts, self.decoding, self.tiles = parts, decoding, tiles

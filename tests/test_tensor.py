@@ -133,7 +133,7 @@ WRITES = {
 def test_writing_into_it_is_refused(write, form):
     weight = linear().weight
     before = weight.dequantize()
-    with pytest.raises((RuntimeError, TypeError), match="^weight: found .*, expected"), torch.no_grad():
+    with pytest.raises((RuntimeError, TypeError), match=r"^weight: found .*, expected"), torch.no_grad():
         WRITES[write](weight)
     assert torch.equal(weight.dequantize(), before)
 
@@ -312,7 +312,7 @@ def test_damaged_metadata_of_a_state_dict_is_refused(stored, message):
 
 
 def test_dense_state_dicts_are_refused():
-    with pytest.raises(RuntimeError, match="weight: found dtype torch.float32, expected torch.int32"):
+    with pytest.raises(RuntimeError, match=r"weight: found dtype torch\.float32, expected torch\.int32"):
         linear().load_state_dict(nn.Linear(WIDTH, ROWS).state_dict())
     with pytest.raises(RuntimeError, match=r"weight: found shape \[48, 100\], expected \[48, 96\]"):
         KbitLinear(96, ROWS).load_state_dict(linear().state_dict())

@@ -64,8 +64,8 @@ def assert_tied_as(model, name):
     first, *_ = (layer for name, layer in found.items() if layer.tied) if tied else (None,)
     for each in tied:
         assert found[each].packed.keys() == first.packed.keys()
-        for own, tensor in found[each].packed.items():
-            assert tensor.data_ptr() == first.packed[own].data_ptr(), f"{each}.{own}"
+        for own, part in found[each].packed.items():
+            assert part.data_ptr() == first.packed[own].data_ptr(), f"{each}.{own}"
         assert found[each].decoding == first.decoding
 
 
@@ -318,6 +318,6 @@ def test_tables_that_are_left():
 
 def test_resizing_a_packed_table_is_refused(saved):
     model = LlamaForCausalLM.from_pretrained(saved)
-    with pytest.raises(TypeError, match="weight: found data of type Tensor .*, expected a packed weight"):
+    with pytest.raises(TypeError, match=r"weight: found data of type Tensor .*, expected a packed weight"):
         model.resize_token_embeddings(120)
     assert torch.equal(output(model), output(LlamaForCausalLM.from_pretrained(saved)))
