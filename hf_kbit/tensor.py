@@ -5,6 +5,8 @@ packed words, scales, codebook and column scales, which kernels read. ``tensor_o
 torch do with it: some keep it packed, others get the decoded weight, and what would write into it is refused.
 """
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -212,6 +214,14 @@ class KbitTensor(torch.Tensor):
         how = parts["codebook"], list(parts["matrix"]), dtype or form.dtype, parts["columns"]
         made = torch.ops.hf_kbit.dequantize(parts["words"], parts["absmax"], *how, form.decoding.transformed)
         return made.view(self.size_)
+
+    def matrices(self, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
+        """The decoded matrices ``[N, K]``, one after another, with memory for one."""
+        for index in itertools.product(*map(range, self.lead)):
+            matrix = self
+            for place in index:
+                matrix = matrix[place]
+            yield matrix.dequantize(dtype)
 
     def moved(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "KbitTensor":
         """The weight on another device, in the form that is read there, or computed in another dtype."""

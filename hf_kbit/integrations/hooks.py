@@ -10,8 +10,7 @@ A function is replaced once, however often a library or this package is imported
 
 Past 400 lines, for the tables of all libraries stand together.
 
-Besides these tables there are agreements with other code that no signature can tell: ``KbitLinear.W_q``, a name by
-which PEFT takes the layer for one that decodes its own weight; the attributes ``_is_hf_initialized`` and
+Besides these tables there are agreements with other code that no signature can tell: the attributes ``_is_hf_initialized`` and
 ``_weight_conversions`` of Transformers, and ``_custom_modules`` of PEFT's configurations; ``num_experts``,
 ``parameter_name`` and ``_did_swap_in_out_features`` of its ``ParamWrapper``; ``is_loaded_in_4bit``, set for the time
 of a call of PEFT (``peft/prepare.py``); ``warn_if_padding_and_no_attention_mask`` of Transformers, left out on the
@@ -176,7 +175,6 @@ PEFT_NAMES = (
     Name("peft.tuners.lora.layer:ParamWrapper.get_param", ("self",)),
     Name("peft.tuners.trainable_tokens:TrainableTokensLayer._check_overlapping_tokens", ("self", "adapter_names")),
     Name("peft.tuners.trainable_tokens:TrainableTokensLayer.forward_adapters", ("self", "x", "active_adapters")),
-    Name("peft.tuners.trainable_tokens:TrainableTokensLayer.get_merged_weights", ("self", "active_adapters")),
     Name(f"{_TUNER}Layer._get_embed_scale", ("self",)),
     Name("peft.utils.quantization_utils:QuantizationBackend"),
 )
@@ -185,29 +183,10 @@ PEFT_HOOKS = (
     Hook(f"{_TUNER}.merge_adapter", ("self",), f"{_GLUE}.merge:report_once"),
     Hook(f"{_TUNER}.merge_and_unload", ("self",), f"{_GLUE}.merge:report_once"),
     Hook(
-        "peft.tuners.trainable_tokens:TrainableTokensLayer.update_layer",
-        ("self", "adapter_name"),
-        f"{_GLUE}.tokens:wrap_update_layer",
-        lost="trainable_token_indices fails on packed tables",
-    ),
-    Hook(
-        "peft.utils.save_and_load:get_peft_model_state_dict",
-        ("model", "state_dict", "adapter_name"),
-        f"{_GLUE}.save:wrap_get_state_dict",
-        everywhere=True,
-        lost="saving adapters copies the quantized weights of the base",
-    ),
-    Hook(
         "peft.peft_model:PeftModel.save_pretrained",
         ("self", "save_directory"),
         f"{_GLUE}.save:wrap_save_pretrained",
         lost="save_pretrained fails on adapters of quantized models that FSDP2 has sharded",
-    ),
-    Hook(
-        "peft.tuners.adaption_prompt.layer:_BaseAdaptedAttention.__init__",
-        ("self", "model_type", "adapter_len", "model", "target_dtype"),
-        f"{_GLUE}.create:wrap_adapted_attention",
-        lost="adaption prompts fail on quantized layers",
     ),
     Hook(
         "peft.utils.other:prepare_model_for_kbit_training",

@@ -1,6 +1,5 @@
 """KbitWeight: what every layer with a packed weight has in common."""
 
-import itertools
 import math
 import threading
 import warnings
@@ -267,12 +266,7 @@ class KbitWeight(nn.Module):
 
     def matrices(self, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
         """The matrices ``[N, K]`` of ``dequantize``, one after another, with memory for one; errors as there."""
-        weight = self._whole()
-        for index in itertools.product(*map(range, self.lead)):
-            matrix = weight
-            for place in index:
-                matrix = matrix[place]
-            yield matrix.dequantize(dtype)
+        return self._whole().matrices(dtype)
 
     def _whole(self) -> KbitTensor:
         if is_sharded(self.weight):

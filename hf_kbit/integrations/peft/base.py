@@ -1,21 +1,27 @@
-"""Quantizing under adapters that are there already, and 16-bit heads where an adapter trains them as a whole."""
+"""Packed layers and adapters of PEFT in one model: which belong together, and what adapters need in 16 bits."""
 
 from collections.abc import Iterator
 
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers.utils import logging
 
-from hf_kbit.integrations.peft.layer import ADAPTED, KbitTunerLayer, tuner_class
+from hf_kbit.integrations.peft.experts import KbitParamWrapper
+from hf_kbit.integrations.peft.layer import KbitTunerLayer, is_packed, tuner_class
+from hf_kbit.integrations.peft.tokens import KbitTrainableTokens
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.dense import to_dense
+from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.nn.weight import is_sharded
+from hf_kbit.nn.weight import KbitWeight, is_sharded
 
 logger = logging.get_logger("transformers.hf_kbit")
-# Packages of PEFT whose layers call the base layer, and leave its weight alone while they do.
-PACKAGES = tuple(f"peft.tuners.{name}." for name in ("adalora", "ia3", "loha", "lokr", "lora", "vera"))
+
+# Our classes in the places of PEFT's, where these are not enough.
+_OURS = {ParamWrapper: KbitParamWrapper, TrainableTokensLayer: KbitTrainableTokens}
 
 
 def of_adapters(model: nn.Module) -> Iterator[str]:
@@ -24,21 +30,32 @@ def of_adapters(model: nn.Module) -> Iterator[str]:
         if isinstance(module, AuxiliaryTrainingWrapper):
             yield f"{name}."
         elif isinstance(module, BaseTunerLayer):
-            packable = isinstance(module.get_base_layer(), nn.Linear | nn.Embedding) and _calls_base(module)
+            packable = isinstance(module.base_layer, nn.Linear | nn.Embedding) and not module.merged
             yield from (f"{name}.{part}." for part in module._modules if part != "base_layer" or not packable)
 
 
-def _calls_base(layer: BaseTunerLayer) -> bool:
-    variants = getattr(layer, "lora_variant", None)
-    return type(layer).__module__.startswith(PACKAGES) and not layer.merged and not variants
+def adopt(model: nn.Module, others: tuple[type, ...] = ()) -> None:
+    """Has adapters over packed layers merge by requantizing, and tells them what they are called.
 
-
-def adopt(model: nn.Module) -> None:
-    """Has adapters work on base layers that were quantized under them as if they had been made over these."""
+    Args:
+        model: with adapters.
+        others: classes of the user's own that are to stay what they are.
+    """
     for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer) and isinstance(module.base_layer, ADAPTED):
-            if not isinstance(module, KbitTunerLayer):
-                module.__class__, module.name = tuner_class(type(module)), name
+        if not isinstance(module, BaseTunerLayer) or isinstance(module, others):
+            continue
+        base, name = module.get_base_layer(), name.replace(".base_layer", "")
+        if isinstance(module, ParamWrapper):
+            base, name = getattr(base, module.parameter_name), f"{name}.{module.parameter_name}"
+            packed = isinstance(base, KbitProjection)
+        else:
+            packed = isinstance(base, KbitWeight) and is_packed(base)
+        if packed and not isinstance(module, KbitTunerLayer):
+            module.__class__ = _OURS.get(type(module)) or tuner_class(type(module))
+        if isinstance(module, KbitTunerLayer):
+            module.name = name.removesuffix(".token_adapter")
+        if packed and isinstance(module, KbitTrainableTokens):
+            module.check()
 
 
 def decode_heads(model: nn.Module, modules_to_save: list[str]) -> None:

@@ -21,6 +21,7 @@ from hf_kbit.integrations.peft.layer import KbitTunerLayer, no_weight
 from hf_kbit.integrations.transformers.experts import put, put_tensor
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, has_grouped_product
 from hf_kbit.nn.weight import is_sharded
+from hf_kbit.tensor import KbitTensor
 
 # Those of LoRA that ParamWrapper knows and that do not look at the weight.
 INITIALISATIONS = (True, False, "gaussian")
@@ -90,19 +91,13 @@ class KbitParamWrapper(KbitTunerLayer, ParamWrapper):
             raise ValueError(f"{self.name}.weight: found it offloaded, expected it on a device to merge into it")
         super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
 
-    def _as_plain(self, packed: KbitProjection, weight: torch.Tensor) -> nn.Module:
-        plain = nn.Module()
-        plain._parameters[self.parameter_name] = nn.Parameter(_in_model_order(packed, weight), requires_grad=False)
-        return plain
-
-    def _merged(self, original: KbitProjection, adapter_names: list[str], safe_merge: bool) -> "MergedExperts":
+    def _merged(self, weight: KbitTensor, bias, adapter_names: list[str], safe_merge: bool) -> tuple:
         self.merged_adapters = [name for name in adapter_names if name in self.lora_A]
-        return MergedExperts(original, [(*self._factors(name), self.scaling[name]) for name in self.merged_adapters])
+        return MergedExperts(
+            weight, [(*self._factors(name), self.scaling[name]) for name in self.merged_adapters]
+        ), None
 
-    def _weight_of(self, exact: "MergedExperts") -> "MergedExperts":
-        return exact
-
-    def _leave_plain(self, exact: "MergedExperts") -> None:
+    def _leave_plain(self, exact: "MergedExperts", bias) -> None:
         order = _in_model_order(self.quantized, no_weight(self.quantized))
         tensor = torch.empty(order.shape, dtype=self.merge_dtype, device=exact.device)
         for own, matrix in zip(tensor, exact, strict=True):
@@ -117,16 +112,16 @@ class MergedExperts:
     (``reference.matrices``), each time anew, for all of them are several times the size of the model's.
 
     Args:
-        packed: the projection; it is not changed.
+        weight: that of the projection; it is not changed.
         added: of each adapter A ``[E, r, K]``, B ``[E, r, N]``, and what to multiply ``B_e.T @ A_e`` by.
     """
 
-    def __init__(self, packed: KbitProjection, added: list[tuple[torch.Tensor, torch.Tensor, float]]):
-        self.shape, self.device = (*packed.lead, packed.out_features, packed.in_features), packed.weight.device
-        self._packed, self._added = packed, [(a.detach(), b.detach(), scaling) for a, b, scaling in added]
+    def __init__(self, weight: KbitTensor, added: list[tuple[torch.Tensor, torch.Tensor, float]]):
+        self.shape, self.device, self._weight = weight.whole_shape, weight.device, weight
+        self._added = [(a.detach(), b.detach(), scaling) for a, b, scaling in added]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        for expert, matrix in enumerate(self._packed.matrices(torch.float32)):
+        for expert, matrix in enumerate(self._weight.matrices(torch.float32)):
             for a, b, scaling in self._added:
                 matrix += (b[expert].T @ a[expert] * scaling).to(matrix)  # in the adapter's dtype, as PEFT does
             yield matrix
@@ -176,15 +171,11 @@ def low_rank_product(
 @contextmanager
 def shown_in_16_bits(model: nn.Module) -> Iterator[dict[nn.Module, dict[str, KbitProjection]]]:
     """Inside, experts have their own class, tensors without memory in the place of their projections, and adapters of
-    PEFT's own class; gives the projections of each module of experts, by the tensor's own name."""
-    names = {
-        module: name.replace(".base_layer", "")
-        for name, module in model.named_modules()
-        if isinstance(module, KbitExperts)
-    }
+    PEFT's own class until ``adopt`` is called; gives the projections of each module of experts, by the tensor's own name."""
     packed = {
         experts: {own: part for own, part in experts.named_children() if isinstance(part, KbitProjection)}
-        for experts in names
+        for experts in model.modules()
+        if isinstance(experts, KbitExperts)
     }
     for wrapper in [module for module in model.modules() if isinstance(module, KbitParamWrapper)]:
         wrapper.__class__ = ParamWrapper
@@ -198,10 +189,6 @@ def shown_in_16_bits(model: nn.Module) -> Iterator[dict[nn.Module, dict[str, Kbi
         for experts, projections in packed.items():
             for own, projection in projections.items():
                 put(experts, own, projection)
-        for module in list(model.modules()):
-            if type(module) is ParamWrapper and module.parameter_name in packed.get(module.get_base_layer(), ()):
-                module.__class__ = KbitParamWrapper
-                module.name = f"{names[module.get_base_layer()]}.{module.parameter_name}"
 
 
 def check_config(config, name: str, projection: KbitProjection) -> None:

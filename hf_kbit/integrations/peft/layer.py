@@ -1,4 +1,4 @@
-"""PEFT's adapter layers over a packed weight: how they see it, and how they merge into it."""
+"""PEFT's adapter layers over a packed weight: how they merge into it, and how they are undone."""
 
 import functools
 from collections.abc import Iterator
@@ -11,51 +11,42 @@ from torch import nn
 
 from hf_kbit.integrations.peft.merge_report import MergedLayer, report
 from hf_kbit.integrations.transformers.dense import to_dense
-from hf_kbit.nn.embedding import KbitEmbedding
-from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.nn.weight import KbitWeight, is_sharded
+from hf_kbit.nn.weight import KbitWeight, is_sharded, local
 from hf_kbit.reference import matrices
-
-ADAPTED = KbitLinear, KbitEmbedding  # what PEFT sees as the dense layer that it was
+from hf_kbit.tensor import KbitTensor, as_parameter
 
 
 class KbitTunerLayer:
-    """Put before PEFT's class of a layer whose base layer is one of ``ADAPTED``: merges by requantizing.
+    """Put before PEFT's class of an adapter layer whose base layer is packed: merges by requantizing.
 
-    What is over the experts of a mixture is derived from it (``peft/experts.py``). ``name`` is that in the model;
-    ``merge_dtype`` other than None has ``merge`` leave a dense layer of it. While adapters are merged, ``unmerged``
-    keeps what was there before, to restore the very same bytes: that takes the memory of the packed weight a second
-    time.
+    Attributes:
+        name: of the layer in the model.
+        merge_dtype: other than None has ``merge`` leave a dense layer of it.
+        unmerged: weight and bias from before merging, while adapters are merged: unmerging restores the same bytes.
     """
 
-    name: str
+    name: str = ""
     merge_dtype: torch.dtype | None = None
-    unmerged: tuple[KbitWeight] | tuple[()] = ()  # a tuple, for nn.Module would register the layer
+    unmerged: tuple[KbitTensor, nn.Parameter | None] | tuple[()] = ()
 
     @property
     def quantized(self) -> KbitWeight | None:
-        """What is adapted; None if it is not packed, also while PEFT's code is at work on the decoded weight."""
-        return self.base_layer if isinstance(self.base_layer, ADAPTED) else None
+        """What is adapted; None if it is not packed, also while PEFT is at work on the decoded weight."""
+        base = self.base_layer
+        return base if isinstance(base, KbitWeight) and is_packed(base) else None
 
-    def _as_plain(self, packed: KbitWeight, weight: torch.Tensor) -> nn.Module:
-        """A base layer as PEFT knows it, with this weight ``[*lead, N, K]``."""
-        return plain_layer(packed, weight)
-
-    def _merged(self, original: KbitWeight, adapter_names: list[str], safe_merge: bool) -> nn.Module:
-        """A base layer as PEFT knows it, in float32, into which it has merged those adapters that the layer has."""
-        exact = self._as_plain(original, original.dequantize(torch.float32))
-        with base_layer_as(self, exact):
+    def _merged(self, weight: KbitTensor, bias, adapter_names: list[str], safe_merge: bool) -> tuple:
+        """Weight and bias, in float32, into which PEFT has merged those adapters that the layer has."""
+        base = self.quantized
+        with showing(base, weight.dequantize(torch.float32), bias):
             super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
-        return exact
+            return base.weight.data, getattr(base, "bias", None)
 
-    def _weight_of(self, exact):
-        """The weight of what ``_merged`` gives, to go through (``reference.matrices``)."""
-        return exact.weight
-
-    def _leave_plain(self, exact) -> None:
+    def _leave_plain(self, weight, bias) -> None:
         """Puts what ``_merged`` gives in the place of the packed weight, in ``merge_dtype``."""
-        self._check(exact.weight.to(self.merge_dtype))
-        self.base_layer = to_dense(self.base_layer, self.merge_dtype, exact)
+        weight = weight.to(self.merge_dtype)
+        self._check(weight)
+        self.base_layer = to_dense(self.base_layer, self.merge_dtype, weight, bias)
 
     def _check(self, weight: torch.Tensor) -> None:
         if not weight.isfinite().all():
@@ -86,17 +77,17 @@ class KbitTunerLayer:
             return
         self.refuse_tied()
         # All of them anew on what was there before any: rounded once, not once for each.
-        merged, (original,) = self.merged_adapters, self.unmerged or (_twin(base),)
-        if original.weight.device != base.weight.device:  # the model was moved meanwhile
-            original.to(base.weight.device)
-        measured = None
+        merged, (before, bias) = self.merged_adapters, self.unmerged or (base.weight, getattr(base, "bias", None))
+        before, measured = before.moved(base.weight.device), None  # the model may have been moved meanwhile
         try:
             self.merged_adapters = []
-            exact = self._merged(original, merged + adapter_names, safe_merge)
+            exact, new_bias = self._merged(before, bias, merged + adapter_names, safe_merge)
             if self.merge_dtype is not None:
-                self._leave_plain(exact)
+                self._leave_plain(exact, new_bias)
             elif self.merged_adapters != merged:  # this layer has at least one of the adapters
-                measured = self._take(original, exact)
+                measured = self._take(before, exact)
+                self._take_bias(new_bias)
+                self.unmerged = before, bias
         except Exception:
             self.merged_adapters = merged
             raise
@@ -111,17 +102,19 @@ class KbitTunerLayer:
                 "keep the adapter beside the model, or quantize the model without embedding_bits"
             )
 
-    def _take(self, original: KbitWeight, exact) -> MergedLayer:
-        """Quantizes what ``_merged`` gives, and measures what that changed."""
-        base, weight = self.quantized, self._weight_of(exact)
-        if all(map(torch.equal, original.matrices(torch.float32), matrices(weight))):
-            _restore(base, original)
+    def _take(self, before: KbitTensor, exact) -> MergedLayer:
+        """Quantizes a merged weight, and measures what that changed."""
+        base = self.quantized
+        if all(map(torch.equal, before.matrices(torch.float32), matrices(exact))):
+            base.weight = as_its_own(before, base)
         else:
-            requantize(base, weight, self._what(), original.weight_columns)
-        if getattr(base, "bias", None) is not None:
-            base.bias = nn.Parameter(exact.bias.data.to(base.bias.dtype), base.bias.requires_grad)
-        self.unmerged = (original,)
-        return MergedLayer.measure(self.name, original, weight, base)
+            requantize(base, exact, self._what(), before.columns)
+        return MergedLayer.measure(self.name, before, exact, base.weight)
+
+    def _take_bias(self, bias: nn.Parameter | None) -> None:
+        own = getattr(self.quantized, "bias", None)
+        if own is not None and bias is not None:
+            self.quantized.bias = nn.Parameter(bias.data.to(own), own.requires_grad)
 
     def _what(self) -> str:
         return f"{self.name}.weight with {', '.join(self.merged_adapters)} merged"
@@ -140,19 +133,14 @@ class KbitTunerLayer:
                 f"{self.name}.weight: found it offloaded, expected it on a device to unmerge: call unmerge_adapter() "
                 "of the model before disabling adapters"
             )
-        _restore(base, self.unmerged[0])
+        weight, bias = self.unmerged
+        base.weight = as_its_own(weight, base)
+        self._take_bias(bias)
         self.merged_adapters, self.unmerged = [], ()
-
-    def get_delta_weight(self, *args, **kwargs):
-        """What an adapter adds to the weight; PEFT looks at the shape of the base layer's for it."""
-        base, get = self.quantized, super().get_delta_weight
-        if base is None:
-            return get(*args, **kwargs)
-        return get.__func__(Over(self, self._as_plain(base, no_weight(base))), *args, **kwargs)
 
     @property
     def quantization_backend(self) -> QuantizationBackend | None:
-        """What PEFT knows the base layer's format by, as in ``model.get_model_status()``."""
+        """What PEFT knows the format of the base layer by, as in ``model.get_model_status()``."""
         return None if self.quantized is None else BACKEND
 
     def _cast_input_dtype(self, x, dtype):
@@ -168,6 +156,7 @@ class KbitTunerLayer:
 
 @functools.cache
 def tuner_class(plain: type[BaseTunerLayer]) -> type[KbitTunerLayer]:
+    """The class of what was of a class of PEFT, or of the user's own."""
     method = "".join(plain.__module__.split(".")[-2:-1]).capitalize()  # a class of a script is in no package
     # No slots, that is nothing in memory that the plain class has not: so Python lets an object change to this class.
     return type(f"Kbit{method}{plain.__name__}", (KbitTunerLayer, plain), {"__module__": __name__, "__slots__": ()})
@@ -179,71 +168,38 @@ def _new_tuner_layer(plain: type[BaseTunerLayer]) -> KbitTunerLayer:
     return layer_class.__new__(layer_class)
 
 
-# --- a packed layer as PEFT sees it ---------------------------------------------------------------
-
-
 class KbitBackend(QuantizationBackend):
-    """PEFT's view of the format. ``KbitTunerLayer.merge`` needs none of it: PEFT merges into a dense layer there."""
+    """PEFT's view of the format; merging needs none of it."""
 
     layer_type, supports_merge, backend_name = "linear", True, "kbit"
 
     def get_base_weight(self, base_layer: KbitWeight) -> torch.Tensor:
-        return base_layer.dequantize(torch.float32)
-
-    def set_base_weight(self, peft_layer: KbitTunerLayer, weight_data: torch.Tensor) -> None:
-        base = peft_layer.base_layer
-        requantize(base, weight_data, f"{peft_layer.name}.weight", base.weight_columns)
+        return base_layer.dequantize()
 
 
 BACKEND = KbitBackend()
 
 
-class Over:
-    """An adapter layer over another base layer, for a method of PEFT that a forward calls: the layer itself stays what
-    it is, which another thread may be running."""
+# --- weights of a packed layer --------------------------------------------------------------------
 
-    def __init__(self, layer: BaseTunerLayer, base: nn.Module):
-        self._layer, self.base_layer = layer, base
 
-    def get_base_layer(self) -> nn.Module:
-        return self.base_layer
-
-    def __getattr__(self, name: str):
-        return getattr(self._layer, name)
+def is_packed(layer: KbitWeight) -> bool:
+    """Whether its weight is the packed one, and not one that it shows meanwhile."""
+    return isinstance(local(layer.weight), KbitTensor)
 
 
 @contextmanager
-def base_layer_as(layer: BaseTunerLayer, base: nn.Module) -> Iterator[None]:
-    """Has an adapter layer stand over another base layer for a while."""
-    own, layer.base_layer = layer.base_layer, base
+def showing(layer: KbitWeight, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Iterator[None]:
+    """Inside, a layer has a dense weight, and a copy of a bias in its dtype, for code of PEFT that changes them."""
+    own = dict(layer._parameters)
+    # By the dictionary, for PEFT's low_cpu_mem_usage turns every parameter that is set into a meta tensor.
+    layer._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        layer._parameters["bias"] = nn.Parameter(bias.data.to(weight, copy=True), requires_grad=False)
     try:
         yield
     finally:
-        layer.base_layer = own
-
-
-def plain_layer(layer: KbitLinear | KbitEmbedding, weight: torch.Tensor) -> nn.Linear | nn.Embedding:
-    """The layer before it was quantized, frozen: with a weight of its size, and a copy of the bias if it has one."""
-    if isinstance(layer, KbitEmbedding):
-        plain, bias = layer.to_embedding(weight=layer.weight), None
-    else:
-        plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta").train(layer.training)
-        bias = layer.bias
-    # By the dictionary, for PEFT's low_cpu_mem_usage turns every parameter that is set into a meta tensor.
-    plain._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        plain._parameters["bias"] = nn.Parameter(bias.data.to(weight.dtype, copy=True), requires_grad=False)
-    return plain
-
-
-def dense(layer: KbitLinear | KbitEmbedding) -> nn.Linear | nn.Embedding:
-    """The decoded layer, in float32."""
-    return plain_layer(layer, layer.dequantize(torch.float32))
-
-
-def stand_in(layer: KbitLinear | KbitEmbedding) -> nn.Linear | nn.Embedding:
-    """Shape, dtype and device of the decoded layer without its memory."""
-    return plain_layer(layer, no_weight(layer))
+        layer._parameters.update(own)
 
 
 def no_weight(layer: KbitWeight) -> torch.Tensor:
@@ -259,34 +215,14 @@ def no_weight(layer: KbitWeight) -> torch.Tensor:
     return nan.expand(*layer.lead, layer.out_features, layer.in_features)
 
 
-def _twin(layer: KbitWeight) -> KbitWeight:
-    """Another layer with the same tensors, to keep them when the layer gets others."""
-    twin = type(layer).__new__(type(layer))
-    own = {"_parameters": dict(layer._parameters), "_buffers": dict(layer._buffers)}
-    twin.__dict__.update(layer.__dict__ | own)
-    return twin
-
-
-def _restore(layer: KbitWeight, twin: KbitWeight) -> None:
-    """Gives the layer the tensors of its twin, where and in the form that the layer's are."""
-    tiled, device = layer.is_tiled, layer.weight.device
-    twin.to(device)
-    layer._parameters.update(twin._parameters)
-    layer.decode_as(twin.decoding)
-    layer.settle(device)
-    if not tiled:
-        layer.to_planes()
+def as_its_own(weight: KbitTensor, layer: KbitWeight) -> nn.Parameter:
+    """A packed weight as the layer's parameter, on its device and of its dtype."""
+    return as_parameter(weight.moved(layer.weight.device, layer.dense_dtype))
 
 
 def requantize(layer: KbitWeight, weight, name: str, columns: torch.Tensor | None = None) -> None:
-    """Quantizes another weight (``reference.matrices``) into the layer, in the form in which its own is: one that is
-    offloaded has planes.
-
-    With the column scales that its own has, what is hardly changed is not rounded anew.
-    """
-    tiled = layer.is_tiled
+    """Quantizes another weight (``reference.matrices``) into the layer. With the column scales that its own has, what
+    is hardly changed is not rounded anew."""
     if columns is not None:  # zeros are those of a layer that never had a weight
-        columns = columns.data.to(weight.device) if columns.all() else None
+        columns = columns.to(weight.device) if columns.all() else None
     layer.load_dense(weight, name, columns)
-    if not tiled:
-        layer.to_planes()

@@ -1,5 +1,6 @@
 """What merging adapters into quantized layers changed, measured and told in one warning."""
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.reference import matrices
+from hf_kbit.tensor import KbitTensor
 
 # Below this part of what adapters add, a merge that requantizes is said to have lost them.
 LOST = 0.5
@@ -29,17 +30,16 @@ class MergedLayer:
     weights: int
 
     @classmethod
-    def measure(cls, name: str, before: KbitWeight, exact, layer: KbitWeight) -> "MergedLayer":
-        """Compares the weight before merging, the exact sum in float32 (``reference.matrices``), and what the layer
-        stores."""
+    def measure(cls, name: str, before: KbitTensor, exact, after: KbitTensor) -> "MergedLayer":
+        """Compares the weight before merging, the exact sum in float32 (``reference.matrices``), and what is stored."""
         sums = []
-        decoded = before.matrices(torch.float32), matrices(exact), layer.matrices(torch.float32)
+        decoded = before.matrices(torch.float32), matrices(exact), after.matrices(torch.float32)
         for old, new, stored in zip(*decoded, strict=True):
             added, error = new - old, stored - new
             kept, changed = ((stored - old) * added).sum(), (stored != old).sum()
             sums.append(torch.stack([*(x.square().sum() for x in (new, error, added)), kept, changed]).double())
         exact, error, added, kept, changed = torch.stack(sums).sum(0).tolist()
-        return cls(name, layer.bits, exact, error, added, kept, int(changed), layer.num_weights)
+        return cls(name, after.bits, exact, error, added, kept, int(changed), math.prod(after.whole_shape))
 
     @property
     def relative_error(self) -> float:

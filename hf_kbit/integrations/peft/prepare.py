@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import peft
 
-from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.weight import KbitWeight
 
 _peft_prepare = peft.prepare_model_for_kbit_training
@@ -16,8 +15,8 @@ def prepare_model_for_kbit_training(model, *args, **kwargs):
     """PEFT's function of that name, with what it does for bitsandbytes done for ``KbitLinear`` and experts too.
 
     The base model is frozen, what is in 16 bits (norms, embeddings, the head, biases) is cast to float32, gradient
-    checkpointing is switched on, and inputs require gradients; what is packed stays as it is, but rows of packed
-    tables are decoded to float32. PEFT's own name is this function once both packages are imported.
+    checkpointing is switched on, and inputs require gradients. Packed weights stay as they are, and say float32 from
+    then on, to which rows of tables are decoded. PEFT's own name is this function once both packages are imported.
 
     It takes what PEFT's takes: ``model``, of Transformers, before it gets adapters; ``use_gradient_checkpointing``,
     True by default; ``gradient_checkpointing_kwargs`` of ``torch.utils.checkpoint.checkpoint``, such as
@@ -32,14 +31,12 @@ def prepare_model_for_kbit_training(model, *args, **kwargs):
     >>> model = prepare_model_for_kbit_training(model)
     >>> block = model.model.layers[0]
     >>> block.gradient_checkpointing, block.input_layernorm.weight.dtype, block.mlp.up_proj.weight.dtype
-    (True, torch.float32, torch.int32)
+    (True, torch.float32, torch.float32)
     """
     if not any(isinstance(module, KbitWeight) for module in model.modules()):
         return _peft_prepare(model, *args, **kwargs)
     # For the time of this call only: other libraries take the flag for a reason to import bitsandbytes.
     model.is_loaded_in_4bit = True
-    for table in [module for module in model.modules() if isinstance(module, KbitEmbedding)]:
-        table.float()  # its rows, where they are looked up; no packed word changes
     try:
         return _peft_prepare(model, *args, **kwargs)
     finally:

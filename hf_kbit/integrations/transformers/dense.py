@@ -29,14 +29,15 @@ def dense_like(layer: KbitWeight, weight: nn.Parameter) -> nn.Module:
     return dense.train(layer.training)
 
 
-def to_dense(layer: KbitWeight, dtype: torch.dtype, decoded: nn.Module | None = None) -> nn.Module:
-    """What the layer was before it was quantized, of the decoded weight, or of that of ``decoded`` if there is such a
-    layer."""
-    if isinstance(layer, KbitEmbedding):
-        return dense_like(layer, nn.Parameter(decoded.weight.to(dtype) if decoded else layer.dequantize(dtype)))
-    linear = (decoded or layer.to_linear(dtype)).to(dtype)
-    dense = dense_like(layer, nn.Parameter(linear.weight.T.contiguous()) if layer.transposed else linear.weight)
-    dense.bias = linear.bias
+def to_dense(
+    layer: KbitWeight, dtype: torch.dtype, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
+) -> nn.Module:
+    """What the layer was before it was quantized, of the decoded weight ``[N, K]`` and its bias, or of others."""
+    weight = layer.dequantize(dtype) if weight is None else weight.to(dtype)
+    dense = dense_like(layer, nn.Parameter(weight.T.contiguous() if layer.transposed else weight))
+    bias = getattr(layer, "bias", None) if bias is None else bias
+    if bias is not None:
+        dense.bias = nn.Parameter(bias.detach().to(dtype))
     return dense
 
 
