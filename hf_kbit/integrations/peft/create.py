@@ -148,13 +148,13 @@ def wrap_inject_adapter(inject_adapter):
         decode_heads(model, getattr(config, "modules_to_save", None) or [])
         _check_modules_to_save(model, config)
         by_name = getattr(config, "target_parameters", None)
-        with shown_in_16_bits(model) as experts:
-            self._create_and_replace = functools.partial(_create_and_replace, self._create_and_replace, experts)
-            try:
+        try:
+            with shown_in_16_bits(model) as experts:
+                self._create_and_replace = functools.partial(_create_and_replace, self._create_and_replace, experts)
                 result = inject_adapter(self, model, adapter_name, *args, **kwargs)
-            finally:
-                del self._create_and_replace
-        adopt(model, _for_packed(config))
+        finally:
+            del self._create_and_replace
+            adopt(model, _for_packed(config))
         if not by_name:
             tell_of_experts(model, adapter_name)
         return result
