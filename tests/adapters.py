@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_kbit import KbitConfig, KbitLinear
+from hf_kbit.tensor import KbitTensor
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]  # [72, 72], [36, 72] and [72, 100]: no block of 32 fits
 IDS = torch.arange(2 * 9).reshape(2, 9)
@@ -79,7 +80,13 @@ def adapted(model, *configs, seed: int = 0) -> peft.PeftModel:
 
 def packed_state(model) -> dict[str, torch.Tensor]:
     """Copies of all that is no adapter, in the stored form, by names without what PEFT puts into them."""
-    layers = {name.replace(".base_layer", ""): tensor for name, tensor in model.state_dict().items()}
+    layers = {}
+    for name, tensor in model.state_dict().items():
+        name = name.replace(".base_layer", "")
+        if isinstance(tensor, KbitTensor):
+            layers |= {name.removesuffix("weight") + own: part for own, part in tensor.stored().items()}
+        else:
+            layers[name] = tensor
     prefix = getattr(getattr(model, "base_model", None), "prefix", None)
     return {
         name.removeprefix("base_model.model."): tensor.cpu().clone()

@@ -12,9 +12,9 @@ Past 400 lines, for the tables of all libraries stand together.
 
 Besides these tables there are agreements with other code that no signature can tell: the attributes
 ``_is_hf_initialized`` and ``_weight_conversions`` of Transformers, and ``_custom_modules`` of PEFT's configurations;
-``num_experts``, ``parameter_name`` and ``_did_swap_in_out_features`` of its ``ParamWrapper``; ``is_loaded_in_4bit``, set for the time
-of a call of PEFT (``peft/prepare.py``); ``warn_if_padding_and_no_attention_mask`` of Transformers, left out on the
-meta device (``widths.py``); and the pass of Inductor that ``inductor.py`` installs where no other is.
+``num_experts``, ``parameter_name`` and ``_did_swap_in_out_features`` of its ``ParamWrapper``; ``is_loaded_in_4bit``,
+set for the time of a call of PEFT (``peft/prepare.py``); ``warn_if_padding_and_no_attention_mask`` of Transformers,
+left out on the meta device (``widths.py``); and the pass of Inductor that ``inductor.py`` installs where no other is.
 """
 
 import importlib
@@ -186,7 +186,7 @@ PEFT_HOOKS = (
         "peft.peft_model:PeftModel.save_pretrained",
         ("self", "save_directory"),
         f"{_GLUE}.save:wrap_save_pretrained",
-        lost="save_pretrained fails on adapters of quantized models that FSDP2 has sharded",
+        lost="save_pretrained fails on adapters of packed tables, and on those of quantized models that FSDP2 has sharded",
     ),
     Hook(
         "peft.utils.other:prepare_model_for_kbit_training",

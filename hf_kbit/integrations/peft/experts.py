@@ -170,8 +170,8 @@ def low_rank_product(
 
 @contextmanager
 def shown_in_16_bits(model: nn.Module) -> Iterator[dict[nn.Module, dict[str, KbitProjection]]]:
-    """Inside, experts have their own class, and tensors without memory in the place of their projections; adapters have
-    PEFT's own class, until they are adopted. Gives the projections of each module of experts, by the tensor's name."""
+    """Inside, experts have their own class, and tensors without memory in the place of their projections, and adapters
+    PEFT's own class, until they are adopted; gives the projections of each module of experts, by the tensor's name."""
     packed = {
         experts: {own: part for own, part in experts.named_children() if isinstance(part, KbitProjection)}
         for experts in model.modules()

@@ -31,7 +31,7 @@ class MergedLayer:
 
     @classmethod
     def measure(cls, name: str, before: KbitTensor, exact, after: KbitTensor) -> "MergedLayer":
-        """Compares the weight before merging, the exact sum (``reference.matrices``) in float32, and what is stored."""
+        """Compares the weight before merging, the exact sum in float32 (``reference.matrices``), and what is kept."""
         sums = []
         decoded = before.matrices(torch.float32), matrices(exact), after.matrices(torch.float32)
         for old, new, stored in zip(*decoded, strict=True):

@@ -43,13 +43,10 @@ class KbitTrainableTokens(KbitTunerLayer, TrainableTokensLayer):
 
     def check(self) -> None:
         """Raises if there are no rows of a table to start from."""
-        base = self.get_base_layer()
-        what = f"{self.name}: trainable_token_indices of a {type(base).__name__} of {base.bits} bits"
-        if base is not self.base_layer:
-            raise ValueError(f"{what}: found it in target_modules too, expected one of both")
-        if base.weight.is_meta:
+        if self.base_layer.weight.is_meta:
             raise ValueError(
-                f"{what}: found it offloaded, expected it on a device: its rows are where training starts"
+                f"{self.name}: trainable_token_indices: found it offloaded, expected it on a device: its rows are where "
+                "training starts"
             )
 
     __reduce_ex__ = object.__reduce_ex__  # pickle finds this class by its name

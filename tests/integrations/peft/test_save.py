@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_kbit import KbitLinear
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
-from hf_kbit.nn.weight import PACKED, without_packed_weights
+from hf_kbit.nn.weight import PACKED
 
 TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}  # sums in float32 in another order
 
