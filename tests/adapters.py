@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import inspect
 import tempfile
+import warnings
 
 import peft
 import pytest
@@ -15,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_kbit import KbitConfig, KbitLinear
+from hf_kbit.integrations.peft.layer import KbitTunerLayer
 from hf_kbit.tensor import KbitTensor
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]  # [72, 72], [36, 72] and [72, 100]: no block of 32 fits
@@ -59,9 +62,9 @@ def quantized(device="cpu", dtype=torch.float32, bits=3, **settings) -> LlamaFor
     return copy.deepcopy(_loaded[key])
 
 
-def decoded(device="cpu", **kwargs) -> LlamaForCausalLM:
+def decoded(*args, **kwargs) -> LlamaForCausalLM:
     """The model with plain layers that have the decoded weights."""
-    return quantized(device, **kwargs).dequantize()
+    return quantized(*args, **kwargs).dequantize()
 
 
 def adapted(model, *configs, seed: int = 0) -> peft.PeftModel:
@@ -104,6 +107,41 @@ def kbit_layers(model) -> dict[str, KbitLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, KbitLinear)}
 
 
+def tuner_layers(model) -> dict[str, KbitTunerLayer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, KbitTunerLayer)}
+
+
+def trainable(model) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def warned(run) -> list[str]:
+    """What this package warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(warning.message) for warning in caught if str(warning.message).startswith("hf_kbit")]
+
+
+def merge(model, **kwargs) -> list[str]:
+    """Merges, and returns what this package warns of."""
+    return warned(lambda: model.merge_adapter(**kwargs))
+
+
+def expected_state(reference, model) -> dict[str, torch.Tensor]:
+    """What quantizing the weights of the merged reference gives, as the layers of the model are quantized: with the
+    column scales that they have."""
+    state = {}
+    for name, layer in tuner_layers(model).items():
+        merged, own = reference.get_submodule(name).base_layer, layer.base_layer
+        other = copy.deepcopy(own).cpu()
+        other.load(other.quantize(merged.weight.cpu(), columns=other.weight.columns))
+        state |= {f"{name}.{key}": tensor for key, tensor in other.packed.items()}
+        if getattr(merged, "bias", None) is not None:
+            state[f"{name}.bias"] = merged.bias.detach().cpu()
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+
+
 def offload(layer: nn.Module, device: str) -> None:
     """Leaves the layer's tensors in CPU memory and has them brought to the device for each call."""
     tensors = {name: tensor.cpu() for name, tensor in layer.state_dict().items()}
@@ -132,9 +170,44 @@ def lora(**kwargs) -> LoraConfig:
     return LoraConfig(**{"target_modules": TARGETS, "r": 4, "task_type": "CAUSAL_LM"} | kwargs)
 
 
-# A configuration of each method that is supported, and of LoRA's that are code of their own in PEFT.
-CONFIGS = {
-    "LoRA": lora,
+# What methods need besides names of layers and a rank, to fit the tiny model; None for those that fit no linear layer
+# of it, or need more than tokens. All other methods of the installed PEFT that take target_modules are tried too.
+SETTINGS = {
+    "ADAPTION_PROMPT": None,
+    "ADALORA": {"target_modules": TARGETS, "total_step": 10},
+    "BEFT": {"target_modules": ["q_proj"]},
+    "BOFT": {"target_modules": ["q_proj", "v_proj"], "boft_block_size": 4, "boft_block_num": 0},
+    "C3A": {"target_modules": ["q_proj"], "block_size": 12},
+    "FOURIERFT": {"n_frequency": 20},
+    "IA3": {"target_modules": TARGETS, "feedforward_modules": ["down_proj"]},
+    "OFT": {"target_modules": TARGETS, "oft_block_size": 4, "r": 0},
+    "POLY": None,
+    "ROAD": {"group_size": 4},
+    "SHADOW": None,
+    "TRAINABLE_TOKENS": None,
+    "VBLORA": {"num_vectors": 8, "vector_length": 4, "topk": 2},
+    "VERA": {"target_modules": ["q_proj"], "r": 4},
+    "XLORA": None,
+}
+
+
+def _config(method: str, config_class: type) -> peft.PeftConfig:
+    known = {"target_modules": ["q_proj", "up_proj"], "r": 4} | SETTINGS.get(method, {})
+    return config_class(**{key: value for key, value in known.items() if key in _parameters(config_class)})
+
+
+def _parameters(config_class: type) -> set[str]:
+    return set(inspect.signature(config_class).parameters)
+
+
+METHODS = {
+    method.value: functools.partial(_config, method.value, config_class)
+    for method, config_class in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()
+    if "target_modules" in _parameters(config_class) and SETTINGS.get(method.value, {}) is not None
+}
+# A configuration of each method, and of LoRA's that are code of their own in PEFT.
+CONFIGS = METHODS | {
+    "LORA": lora,
     "LoRA, rank-stabilized, patterns": lambda: lora(
         use_rslora=True, rank_pattern={"down_proj": 6}, alpha_pattern={"v_proj": 3}
     ),
@@ -142,12 +215,6 @@ CONFIGS = {
     "DoRA": lambda: lora(use_dora=True),
     "orthogonal": lambda: lora(init_lora_weights="orthogonal"),
     "gaussian": lambda: lora(init_lora_weights="gaussian"),
-    "AdaLoRA": lambda: peft.AdaLoraConfig(target_modules=TARGETS, total_step=10),
-    "BOFT": lambda: peft.BOFTConfig(target_modules=["q_proj", "v_proj"], boft_block_size=4),
-    "IA3": lambda: peft.IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"]),
-    "LoHa": lambda: peft.LoHaConfig(target_modules=TARGETS, r=4),
-    "LoKr": lambda: peft.LoKrConfig(target_modules=TARGETS, r=4),
-    "MiSS": lambda: peft.MissConfig(target_modules=TARGETS, r=4),
-    "OFT": lambda: peft.OFTConfig(target_modules=TARGETS, oft_block_size=4),
-    "VeRA": lambda: peft.VeraConfig(target_modules=["q_proj"], r=4),
+    "MiCA": lambda: lora(init_lora_weights="mica"),
+    "MiSS, bat": lambda: peft.MissConfig(target_modules=["q_proj", "v_proj"], r=4, init_weights="bat"),
 }

@@ -186,7 +186,7 @@ PEFT_HOOKS = (
         "peft.peft_model:PeftModel.save_pretrained",
         ("self", "save_directory"),
         f"{_GLUE}.save:wrap_save_pretrained",
-        lost="save_pretrained fails on adapters of packed tables, and on those of quantized models that FSDP2 has sharded",
+        lost="save_pretrained fails on adapters of packed tables, and on what FSDP2 has sharded",
     ),
     Hook(
         "peft.utils.other:prepare_model_for_kbit_training",

@@ -90,10 +90,8 @@ def _create_and_replace(create, experts, config, adapter_name, target, target_na
         setattr(parent, target_name, target)
         if target is not base:
             target.delete_adapter(adapter_name)
-        if isinstance(error, TypeError) and "packed weight" in str(error):
-            raise ValueError(
-                f"{current_key}: the PEFT method {_method(config)} changes the weight: {error}"
-            ) from error
+        if isinstance(error, TypeError | ValueError) and current_key not in str(error):
+            raise ValueError(f"{current_key}: {_method(config)} over a {type(base).__name__}: {error}") from error
         raise
 
 

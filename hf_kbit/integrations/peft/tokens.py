@@ -45,8 +45,8 @@ class KbitTrainableTokens(KbitTunerLayer, TrainableTokensLayer):
         """Raises if there are no rows of a table to start from."""
         if self.base_layer.weight.is_meta:
             raise ValueError(
-                f"{self.name}: trainable_token_indices: found it offloaded, expected it on a device: its rows are where "
-                "training starts"
+                f"{self.name}: found it offloaded, expected it on a device: its rows are where trainable_token_indices "
+                "start"
             )
 
     __reduce_ex__ = object.__reduce_ex__  # pickle finds this class by its name
