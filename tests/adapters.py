@@ -133,9 +133,12 @@ def expected_state(reference, model) -> dict[str, torch.Tensor]:
     column scales that they have."""
     state = {}
     for name, layer in tuner_layers(model).items():
-        merged, own = reference.get_submodule(name).base_layer, layer.base_layer
-        other = copy.deepcopy(own).cpu()
-        other.load(other.quantize(merged.weight.cpu(), columns=other.weight.columns))
+        merged, (before, _) = reference.get_submodule(name).base_layer, layer.unmerged
+        other = copy.deepcopy(layer.base_layer).cpu()
+        if torch.equal(before.dequantize(), merged.weight):  # adapters of biases
+            other.weight.data = before.moved("cpu")
+        else:
+            other.load(other.quantize(merged.weight.cpu(), columns=before.moved("cpu").columns))
         state |= {f"{name}.{key}": tensor for key, tensor in other.packed.items()}
         if getattr(merged, "bias", None) is not None:
             state[f"{name}.bias"] = merged.bias.detach().cpu()

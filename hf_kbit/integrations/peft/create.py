@@ -72,20 +72,21 @@ def _create_and_replace(create, experts, config, adapter_name, target, target_na
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
     if projection := experts.get(base, {}).get(kwargs.get("parameter_name")):
         check_config(config, current_key, projection)
-    run = functools.partial(create, config, adapter_name, target, target_name, parent, current_key=current_key)
+    run = functools.partial(
+        create, config, adapter_name, target, target_name, parent, current_key=current_key, **kwargs
+    )
     if not isinstance(base, KbitWeight):
-        return run(**kwargs)
+        return run()
     _check_method(config, current_key, base, target, kwargs.get("parameter_name"))
     try:
         if base.weight.is_meta and not no_weight(base).is_meta:
-            with showing(base, no_weight(base)):
-                run(**kwargs)
-                _check_numbers(getattr(parent, target_name), adapter_name, current_key)
+            find_layer = functools.partial(getattr, parent, target_name)
+            _create_without_weight(base, run, find_layer, f"{current_key}.weight", adapter_name)
         elif _starts_with(config, CHANGING_INITIALISATIONS):
-            _change(base, functools.partial(run, **kwargs), f"{current_key}.weight", adapter_name)
+            _change(base, run, f"{current_key}.weight", adapter_name)
             getattr(parent, target_name)._move_adapter_to_device_of_base_layer(adapter_name)
         else:
-            run(**kwargs)
+            run()
     except BaseException as error:  # an interrupt too leaves no half of an adapter behind
         setattr(parent, target_name, target)
         if target is not base:
@@ -95,13 +96,17 @@ def _create_and_replace(create, experts, config, adapter_name, target, target_na
         raise
 
 
-def _check_numbers(layer: nn.Module, adapter_name: str, name: str) -> None:
-    """Raises if an adapter was made of a weight that is not there (``no_weight``)."""
-    for own, parameter in layer.named_parameters():
-        if adapter_name in own.split(".") and not parameter.is_meta and parameter.isnan().any():
-            raise ValueError(
-                f"{name}.weight: found it offloaded, expected it on a device: the adapter's initialisation reads it"
-            )
+def _create_without_weight(base: KbitWeight, run, find_layer, name: str, adapter_name: str) -> None:
+    """Creates an adapter where the layer computes, whose weight is not there."""
+    try:
+        with showing(base, no_weight(base)):
+            run()
+        made = (tensor for own, tensor in find_layer().named_parameters() if adapter_name in own.split("."))
+        reads = any(tensor.isnan().any() for tensor in made if not tensor.is_meta)
+    except torch.linalg.LinAlgError:
+        reads = True
+    if reads:
+        raise ValueError(f"{name}: found it offloaded, expected it on a device: the adapter's initialisation reads it")
 
 
 def _change(base: KbitWeight, run, name: str, adapter_name: str) -> None:

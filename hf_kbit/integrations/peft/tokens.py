@@ -45,8 +45,7 @@ class KbitTrainableTokens(KbitTunerLayer, TrainableTokensLayer):
         """Raises if there are no rows of a table to start from."""
         if self.base_layer.weight.is_meta:
             raise ValueError(
-                f"{self.name}: found it offloaded, expected it on a device: its rows are where trainable_token_indices "
-                "start"
+                f"{self.name}: found it offloaded, expected it on a device: rows to train start from its own"
             )
 
     __reduce_ex__ = object.__reduce_ex__  # pickle finds this class by its name

@@ -58,13 +58,10 @@ def test_quantizing_under_adapters_is_adding_them_to_a_quantized_model(tmp_path)
     assert torch.equal(again(IDS).logits, output)
 
 
-@pytest.mark.parametrize("settings", [{"use_dora": True}, {"merged": True}], ids=str)
-def test_what_adapters_need_in_16_bits_stays(settings, tmp_path):
-    merged = settings.pop("merged", False)
-    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, **settings)
+def test_weights_that_adapters_are_merged_into_stay(tmp_path):
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     model = get_peft_model(dense(tmp_path), config).eval()
-    if merged:
-        model.merge_adapter()
+    model.merge_adapter()
     done = hf_kbit.quantize_model(model, bits=4)
     name = "base_model.model.model.layers.0.self_attn.q_proj"
     assert done.left[f"{name}.base_layer"] == "adapter" and type(model.get_submodule(name).base_layer) is nn.Linear

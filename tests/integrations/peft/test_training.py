@@ -10,7 +10,6 @@ from adapters import (
     adapted,
     assert_same_state,
     decoded,
-    kbit_layers,
     lora,
     packed_state,
     quantized,
@@ -26,7 +25,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer,
 import hf_kbit
 from hf_kbit import KbitConfig
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
-from hf_kbit.nn.weight import PACKED
 
 CHECKPOINTING = {"without": None, "reentrant": True, "not reentrant": False}
 
@@ -37,14 +35,11 @@ CHECKPOINTING = {"without": None, "reentrant": True, "not reentrant": False}
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_prepare_model_for_kbit_training(dtype, device):
     model = quantized(device, dtype)
-    before = {name: layer.weight.clone() for name, layer in kbit_layers(model).items()}
+    before = packed_state(model)
     assert peft.prepare_model_for_kbit_training(model) is model
     assert not any(parameter.requires_grad for parameter in model.parameters())
-    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    packed = {f"{name}.{key}" for name in before for key in PACKED}
-    assert {dtypes[name] for name in packed} == {torch.int32, torch.uint8}
-    assert {dtypes[name] for name in dtypes.keys() - packed} == {torch.float32}
-    assert all(torch.equal(layer.weight, before[name]) for name, layer in kbit_layers(model).items())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert_same_state(packed_state(model), before | {k: v.float() for k, v in before.items() if v.is_floating_point()})
     assert all(block.gradient_checkpointing for block in model.model.layers)
     assert model.get_input_embeddings()(IDS.to(device)).requires_grad
     assert not hasattr(model, "is_loaded_in_4bit") and model.num_parameters() > 0
