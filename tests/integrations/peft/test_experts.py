@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 import hf_kbit
 from hf_kbit.integrations.peft.experts import KbitParamWrapper, low_rank_product
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
+from hf_kbit.tensor import KbitTensor
 
 SMALL = dict(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 SMALL |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=64)
@@ -450,7 +451,7 @@ class Alive(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         given, made = (
             {StorageWeakRef(x.untyped_storage()): x.untyped_storage().nbytes() for x in tree_leaves(tree)
-             if isinstance(x, torch.Tensor)}
+             if isinstance(x, torch.Tensor) and not isinstance(x, KbitTensor)}  # whose own storage is none
             for tree in ((args, kwargs), result)
         )  # fmt: skip
         self.sizes |= {storage: size for storage, size in made.items() if storage not in given}
