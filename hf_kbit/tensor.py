@@ -326,16 +326,19 @@ class KbitTensor(torch.Tensor):
         size, dtype, rest = metadata
         if uneven := rest is None:
             gathered = _of_bytes(torch.cat(gathered, -1)[: size[0]], size[-1], self.bits)
-        elif len(gathered) == 1:
-            gathered = *gathered, rest
+        words, absmax = gathered if len(gathered) > 1 else (*gathered, rest)
         if out is None:
-            words, absmax = gathered
-            return self.like(size, dtype, words=words, absmax=absmax, matrix=tuple(size[-2:])), gathered
-        if uneven:  # else it has the tensors that were gathered
-            own = getattr(out, "_local_tensor", out)
-            own = own.words, own.absmax
-            with torch.autograd._unsafe_preserve_version_counter(own):
-                torch._foreach_copy_(own, gathered)
+            made = self.like(size, dtype, words=words, absmax=absmax, matrix=tuple(size[-2:]))
+            return made, gathered if uneven else ()  # what FSDP2 is to free, besides what it has gathered
+        own = getattr(out, "_local_tensor", out)
+        own.decoding = self.decoding  # which another state dict may have changed
+        own.parts.update(codebook=self.codebook, columns=self.columns)
+        if not uneven:  # the tensors that it has had before, but for one process
+            own.parts.update(words=words, absmax=absmax)
+            return None
+        with torch.autograd._unsafe_preserve_version_counter((own.words, own.absmax)):
+            torch._foreach_copy_((own.words, own.absmax), gathered)
+        return None
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -27,7 +27,7 @@ from hf_kbit.integrations.transformers import tying
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.packed import Packed
-from hf_kbit.nn.weight import KbitWeight, local
+from hf_kbit.nn.weight import KbitWeight, is_sharded, local
 from hf_kbit.tensor import KbitTensor
 
 MESHES = ("tp", "ep")  # Transformers' names of them; FSDP2's have others
@@ -58,6 +58,20 @@ def shard_packed(maybe_distribute_model):
         for layer in empty if distributed_config is not None else ():
             put_stand_in(layer)
         return model
+
+    return wrapped
+
+
+def gather_once(gather_sharded_state_dict_for_save):
+    """``gather_sharded_state_dict_for_save``, which makes another state dict of a model that FSDP2 has sharded, but for
+    what our quantizer has gathered."""
+
+    @wraps(gather_sharded_state_dict_for_save)
+    def wrapped(self, model_to_save, state_dict, *args, **kwargs):
+        if any(isinstance(module, KbitWeight) for module in model_to_save.modules()):
+            if not any(map(is_sharded, state_dict.values())):
+                return state_dict
+        return gather_sharded_state_dict_for_save(self, model_to_save, state_dict, *args, **kwargs)
 
     return wrapped
 
@@ -102,11 +116,6 @@ def own_columns(columns: torch.Tensor | None, sharded: DTensor, device: torch.de
         rank = mesh[mesh.mesh_dim_names[-1]].get_local_rank() if mesh.ndim > 1 else mesh.get_local_rank()
         columns = columns[rank * width : (rank + 1) * width]
     return columns.to(device, copy=True)
-
-
-def part_of(stand_in: nn.Parameter) -> KbitTensor:
-    """What this process is to have of a weight."""
-    return local(stand_in.stands_for)
 
 
 def _size(distributed_config, name: str) -> int:

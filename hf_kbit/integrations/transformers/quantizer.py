@@ -18,7 +18,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
@@ -341,8 +340,9 @@ class KbitHfQuantizer(HfQuantizer):
         return KbitQuantize(self)
 
     def param_element_size(self, model, param_name: str, param: torch.Tensor) -> float:
-        # A plain tensor stands in for a part of a weight that several processes load.
-        return parallel.part_of(param).element_size() if hasattr(param, "stands_for") else param.element_size()
+        stand_in = hasattr(param, "stands_for")  # of all weights for those of this process
+        own = local(param.stands_for if stand_in else param)
+        return own.nbytes_packed / param.numel() if stand_in else own.element_size()
 
     def _initialize_weights(self, model) -> None:
         """``initialize_weights`` of a model whose weights have come: what the checkpoint lacks is filled in by the
@@ -457,13 +457,8 @@ class KbitHfQuantizer(HfQuantizer):
             return super().get_state_dict_and_metadata(model)
         self._record(model, layers)  # merging adapters may have changed exponents
         model.config.quantization_config = self.quantization_config  # the model may have been given another config
-        if getattr(model.config, "distributed_config", None) is None and any(map(is_sharded, model.parameters())):
-            # By FSDP2, and not by Transformers, which would gather them: all for the first process, none for others.
-            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        else:
-            state = model.state_dict()
         tied = {f"{name}.weight" for name in tying.tied(model)}
-        state = {name: tensor for name, tensor in state.items() if name not in tied}
+        state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
         return checkpoint.flattened(model, state), sealing.unsealed(self.quantization_config)
 
     def _dequantize(self, model, dtype=None):
