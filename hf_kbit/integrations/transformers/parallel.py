@@ -106,13 +106,13 @@ def own_part(weight: KbitTensor, stand_in: nn.Parameter) -> torch.Tensor:
     return nn.Parameter(_dtensor_from_local_like(part, sharded), requires_grad=False)
 
 
-def own_columns(columns: torch.Tensor | None, sharded: DTensor, device: torch.device) -> torch.Tensor | None:
-    """The column scales of this process's part of a weight."""
+def own_columns(columns: torch.Tensor | None, weight: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+    """The column scales of this process's part of a weight, which is a DTensor if others have parts too."""
     if columns is None:
         return None
-    width = local(sharded).matrix[1]
-    if width < sharded.shape[-1]:
-        mesh = sharded.device_mesh
+    width = local(weight).matrix[1]
+    if width < weight.shape[-1]:
+        mesh = weight.device_mesh
         rank = mesh[mesh.mesh_dim_names[-1]].get_local_rank() if mesh.ndim > 1 else mesh.get_local_rank()
         columns = columns[rank * width : (rank + 1) * width]
     return columns.to(device, copy=True)

@@ -113,8 +113,8 @@ class KbitQuantize(ConversionOps):
 class KbitAssemble(ConversionOps):
     """Makes one weight of the tensors that a quantized checkpoint has of it.
 
-    Transformers has cut planes and scales as a weight is cut that is sharded. Of column scales, which are a vector, it
-    would make something else: those of sharded weights were read before.
+    Transformers has cut planes and scales as a weight is cut that is sharded. Column scales, which are a vector, it could
+    not cut: those of models that processes share were read before.
     """
 
     def __init__(self, hf_quantizer: "KbitHfQuantizer"):
@@ -127,14 +127,15 @@ class KbitAssemble(ConversionOps):
     def convert(
         self, input_dict, source_patterns, *args, full_layer_name=None, model=None, missing_keys=None, **kwargs
     ):
-        planes, absmax, columns = (tensors[0] if (tensors := input_dict.get(p)) else None for p in source_patterns)
+        tensors = [tensors[0] if (tensors := input_dict.get(pattern)) else None for pattern in source_patterns]
+        planes, absmax, columns = (*tensors, None)[:3]
         if isinstance(planes, KbitTensor):  # of a state dict in memory
             return {full_layer_name: planes}
         layer = model.get_submodule(full_layer_name.removesuffix(checkpoint.WEIGHT_SUFFIX))
         if is_on_disk(self.hf_quantizer.device_map, full_layer_name):
             missing_keys.discard(full_layer_name)
             return {}  # its layer reads it whenever it runs
-        if is_sharded(layer.weight):
+        if self.hf_quantizer.columns:
             columns = parallel.own_columns(self.hf_quantizer.columns.get(full_layer_name), layer.weight, planes.device)
         packed = Packed(planes, absmax, layer.decoding, columns)
         width = local(layer.weight).matrix[1]
@@ -162,7 +163,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.files: dict[str, str] = {}  # of the tensors of a quantized checkpoint
         self.names: dict[str, str] = {}  # of its packed layers there, by those in the model
         self.device_map: object = None
-        self.columns: dict[str, torch.Tensor] = {}  # column scales of weights that are about to be sharded
+        self.columns: dict[str, torch.Tensor] = {}  # column scales of a model that processes are about to share
         self.lost: dict[str, str] = {}  # layers, tables and projections left in 16 bits, and what would be lost
         self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
         self.unusual: dict[str, str] = {}  # what layers have that stay in 16 bits for it (plain.unusual)
@@ -208,7 +209,7 @@ class KbitHfQuantizer(HfQuantizer):
         if not self.stored:
             return []
         names = "|".join(re.escape(name) for name in self.stored)
-        sources = [rf"^({names})\.{name}(?!_)" for name in PACKED]
+        sources = [rf"^({names})\.{name}(?!_)" for name in (PACKED[:2] if self.columns else PACKED)]
         return [WeightConverter(sources, r"\1.weight", [KbitAssemble(self)])]
 
     def _prepare(self, model, checkpoint_files, use_kernels: bool, conversions: list[WeightTransform]) -> None:
@@ -279,6 +280,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.files = checkpoint.files_of(files)
         if _is_shared(model.config):
             self.columns = checkpoint.read_columns(self.files, packed)
+            model._keys_to_ignore_on_load_unexpected |= {rf"\.{PACKED[2]}$"}
         checkpoint.check_config(self.quantization_config, packed.values())
         sealing.check_digest(files, self.quantization_config)
 
