@@ -318,7 +318,9 @@ class KbitTensor(torch.Tensor):
             padding = (0, count * width - rows.shape[-1], *(0,) * 2 * len(lead), 0, missing)
             parts = nn.functional.pad(rows, padding).split(width, -1)
             return tuple(part.contiguous() for part in parts), (outer_size, dtype, None)
-        packed = self if lead or not outer_size[0] % (TILE_ROWS * processes) else self.planes()
+        # The form that all processes find, whatever has come to this one.
+        tiles = self.tiles and reads_tiles(self.words.device) and (lead or not outer_size[0] % (TILE_ROWS * processes))
+        packed = self.settled() if tiles else self.planes()
         # With one process FSDP2 gathers the first tensor alone.
         return (packed.words.contiguous(), packed.absmax.contiguous()), (outer_size, dtype, packed.absmax)
 

@@ -138,9 +138,14 @@ def expert_parallel() -> DistributedConfig:
     return DistributedConfig(tp_size=SIZE, ep_size=SIZE)
 
 
+def where_tiles_are_read(wanted: bool = True):
+    """Inside, kernels of CPUs read tiles, as those of GPUs do."""
+    return patch.object(tensor, "reads_tiles", lambda device: wanted and device.type == "cpu")
+
+
 def as_on_a_gpu(model: torch.nn.Module) -> torch.nn.Module:
     """The model after an arrival where kernels read tiles."""
-    with patch.object(tensor, "reads_tiles", return_value=True):
+    with where_tiles_are_read():
         for layer in quantized_layers(model):
             local(layer.weight).replace(local(layer.weight).settled())
     return model
