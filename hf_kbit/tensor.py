@@ -5,6 +5,7 @@ packed words, scales, codebook and column scales, which kernels read. ``tensor_o
 torch do with it: some keep it packed, others get the decoded weight, and what would write into it is refused.
 """
 
+import hashlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +15,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_kbit import _native, reference
-from hf_kbit.format import absmax_shape, weight_shape
+from hf_kbit.format import absmax_shape, num_blocks, weight_shape
 from hf_kbit.nn.packed import Decoding, Packed
+from hf_kbit.reference import TILE_ROWS
 
 INNER = ("words", "absmax", "codebook", "columns")
 PACKED = ("weight", "weight_absmax", "weight_columns")  # what files call words, scales and column scales
@@ -23,6 +25,7 @@ FROZEN = (
     "weight: found {}, which writes into a packed weight, expected reads: it is frozen. Load another weight, or "
     "dequantize the layer first"
 )
+MARK = 8  # bytes in front of a row that is sent as floats
 # What functions and ops of torch do with a packed weight; tensor_ops.py fills both.
 FUNCTIONS: dict[Any, Any] = {}
 OPS: dict[Any, Any] = {}
@@ -270,23 +273,84 @@ class KbitTensor(torch.Tensor):
             memo[id(self)] = as_parameter(made) if isinstance(self, nn.Parameter) else made
         return memo[id(self)]
 
-    # FSDP2 gathers words and scales, and has the weight made of them.
+    # --- several processes ---
+
+    def bytes_of_rows(self) -> torch.Tensor:
+        """uint8 ``[*lead, N, 4 * B * bits + B]``: the planes and scales of each row."""
+        planes = self.planes()
+        return torch.cat([planes.words.contiguous().view(torch.uint8), planes.absmax], -1)
+
+    def as_floats(self) -> torch.Tensor:
+        """The bytes of each row in as many floats as the row has: what goes from a process that has the weight to one
+        that knows shape and dtype alone, as in ``broadcast``. ``of_floats`` reads it, and all others get nonsense.
+
+        Raises:
+            ValueError: rows are so short that their bytes do not fit.
+        """
+        form, rows = self.form, self.bytes_of_rows()
+        parts = [self._mark.to(rows.device), *([] if self.columns is None else [self.columns]), rows]
+        used = torch.cat([part.expand(*rows.shape[:-1], part.shape[-1]) for part in parts], -1)
+        free = self.matrix[1] * form.dtype.itemsize - used.shape[-1]
+        if free < 0:
+            raise ValueError(f"weight: found rows of {self.matrix[1]} {form.dtype}, expected longer ones to send them")
+        return nn.functional.pad(used, (0, free)).view(form.dtype)
+
+    def of_floats(self, floats: torch.Tensor) -> "KbitTensor | None":
+        """A weight that came by ``as_floats`` from one of this shape that decodes as this one; None if it did not."""
+        form, width = self.form, self.matrix[1]
+        if floats.dtype != form.dtype or floats.shape != self.size_ or floats.is_meta or not floats.numel():
+            return None
+        rows, columns = floats.contiguous().view(torch.uint8), None
+        mark, rows = rows.tensor_split([MARK], -1)
+        if not torch.equal(mark.flatten(0, -2)[0], self._mark.to(mark.device)):
+            return None
+        if form.decoding.transformed:
+            columns, rows = rows.tensor_split([width], -1)
+            columns = columns.flatten(0, -2)[0].clone()
+        packed = Packed(*_of_bytes(rows, width, self.bits), form.decoding, columns)
+        return KbitTensor.of(packed, width, form.dtype, form.tiles)
+
+    @property
+    def _mark(self) -> torch.Tensor:
+        """uint8 ``[MARK]``: tells a row of ``as_floats``, and how it decodes."""
+        digest = hashlib.sha256(repr(self.decoding).encode()).digest()
+        return torch.frombuffer(bytearray(digest[:MARK]), dtype=torch.uint8)
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        if outer_size[0] % mesh.size():  # FSDP2 would stop in the last process alone, and the others would wait
-            raise ValueError(f"weight: found {outer_size[0]} rows, expected a multiple of the {mesh.size()} processes")
-        form = self.form
+        """Words and scales; where rows are no multiple of the processes the bytes of both, for then FSDP2 gathers
+        nothing but tensors of the shape of a weight."""
+        form, lead, processes = self.form, self.lead, mesh.size()
         dtype = mp_policy.param_dtype or form.dtype
+        if outer_size[0] % processes:
+            rows, width = self.bytes_of_rows(), outer_size[-1]
+            missing = -(-outer_size[0] // processes) - len(rows)
+            count = -(-rows.shape[-1] // width)
+            padding = (0, count * width - rows.shape[-1], *(0,) * 2 * len(lead), 0, missing)
+            parts = nn.functional.pad(rows, padding).split(width, -1)
+            return tuple(part.contiguous() for part in parts), (outer_size, dtype, None)
+        # The form that all processes find, whatever has come to this one.
+        tiles = self.tiles and reads_tiles(self.words.device) and (lead or not outer_size[0] % (TILE_ROWS * processes))
+        packed = self.settled() if tiles else self.planes()
         # With one process FSDP2 gathers the first tensor alone.
-        return (self.words, self.absmax), (outer_size, dtype, self.absmax)
+        return (packed.words.contiguous(), packed.absmax.contiguous()), (outer_size, dtype, packed.absmax)
 
     def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
-        size, dtype, absmax = metadata
-        words, absmax = gathered if len(gathered) > 1 else (*gathered, absmax)
-        if out is not None:
+        size, dtype, rest = metadata
+        if uneven := rest is None:
+            gathered = _of_bytes(torch.cat(gathered, -1)[: size[0]], size[-1], self.bits)
+        words, absmax = gathered if len(gathered) > 1 else (*gathered, rest)
+        if out is None:
+            made = self.like(size, dtype, words=words, absmax=absmax, matrix=tuple(size[-2:]))
+            return made, gathered if uneven else ()  # what FSDP2 is to free, besides what it has gathered
+        own = getattr(out, "_local_tensor", out)
+        own.decoding = self.decoding  # which another state dict may have changed
+        own.parts.update(codebook=self.codebook, columns=self.columns)
+        if not uneven:  # the tensors that it has had before, but for one process
+            own.parts.update(words=words, absmax=absmax)
             return None
-        matrix = tuple(size[-2:])
-        return self.like(size, dtype, words=words, absmax=absmax, matrix=matrix), (words, absmax)
+        with torch.autograd._unsafe_preserve_version_counter((own.words, own.absmax)):
+            torch._foreach_copy_((own.words, own.absmax), gathered)
+        return None
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -316,6 +380,14 @@ def _refuse_writes(func, args, kwargs) -> None:
         if argument.alias_info is not None and argument.alias_info.is_write:
             if any(isinstance(value, KbitTensor) for value in pytree.tree_leaves(given.get(argument.name))):
                 raise RuntimeError(FROZEN.format(func))  # a TypeError would have Python try ``w + x`` for ``w += x``
+
+
+def _of_bytes(rows: torch.Tensor, width: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Planes and scales, copied out of what ``bytes_of_rows`` has made of them; what is behind them is passed by."""
+    blocks = num_blocks(width)
+    parts = rows.tensor_split([4 * bits * blocks, (4 * bits + 1) * blocks], -1)[:2]
+    words, absmax = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+    return words.view(torch.int32), absmax
 
 
 def as_parameter(weight: KbitTensor) -> nn.Parameter:

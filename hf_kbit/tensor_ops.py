@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from hf_kbit.format import BLOCK_SIZE
+from hf_kbit.format import BLOCK_SIZE, num_blocks
 from hf_kbit.ops import product
 from hf_kbit.reference import TILE_ROWS
 from hf_kbit.tensor import FROZEN, FUNCTIONS, OPS, KbitTensor
@@ -133,6 +133,11 @@ def _(func, weight, value):
     weight.replace(value)
 
 
+def tiled(weight: KbitTensor) -> KbitTensor:
+    """The weight as tiles, whatever its device reads."""
+    return weight if weight.is_tiled else weight._repacked(inverse=False)
+
+
 # --- copies and moves -----------------------------------------------------------------------------
 
 
@@ -185,11 +190,15 @@ def _(func, weight, *, dtype=None, device=None, **kwargs):
 def _(func, weight, size, *, dtype=None, device=None, **kwargs):
     *_, width = weight.matrix
     packed = len(size) == len(weight.whole_shape) and size[-1] == width and dtype in (None, weight.form.dtype)
-    if not packed or weight.is_tiled:
+    if not packed:
         return func(weight.codebook, size, dtype=dtype or weight.form.dtype, device=device)
-    made = KbitTensor.empty(size, weight.decoding, weight.form.dtype, device or weight.words.device)
-    made.parts["columns"] = weight.columns
-    return made
+    planes, bits = weight.planes(), weight.bits
+    words, absmax = (
+        func(tensor, (*size[:-1], blocks), device=device)
+        for tensor, blocks in ((planes.words, num_blocks(width) * bits), (planes.absmax, num_blocks(width)))
+    )
+    made = weight.like(size, words=words.zero_(), absmax=absmax.zero_(), matrix=tuple(size[-2:]))
+    return tiled(made) if weight.is_tiled and (weight.lead or not size[0] % TILE_ROWS) else made
 
 
 @op(aten.copy_.default)
@@ -197,13 +206,15 @@ def _(func, into, source, non_blocking=False):
     if not isinstance(into, KbitTensor):
         return func(into, source.dequantize(into.dtype), non_blocking)
     if not isinstance(source, KbitTensor):
-        if into.is_meta or torch.equal(into.dequantize(), source.to(into.words.device, into.form.dtype)):
-            return into  # DDP broadcasts what all processes have already
-        return NotImplemented
+        sent = into.of_floats(source)
+        if sent is None:
+            same = into.is_meta or torch.equal(into.dequantize(), source.to(into.words.device, into.form.dtype))
+            return into if same else NotImplemented  # DDP broadcasts what all processes have already
+        source = sent
     if into.whole_shape != source.whole_shape or into.decoding.transform != source.decoding.transform:
         raise ValueError(f"weight: found {source}, expected {into}")
     made = source.moved(into.words.device).planes()
-    made = made.settled() if into.is_tiled else made
+    made = tiled(made) if into.is_tiled else made
     for name in into.form.names:
         into.parts[name].copy_(made.parts[name])
     into.decoding = source.decoding
@@ -215,6 +226,10 @@ def _(func, into, source, non_blocking=False):
 
 def rows(weight: KbitTensor, dim: int, start: int, stop: int) -> KbitTensor:
     """Some of the matrices, or of the rows of each."""
+    if weight.columns is not None and weight.columns.dim() > 1 and not dim:  # gathered: a process's part
+        step = weight.size_[0] // len(weight.columns)
+        if stop - start == step and not start % step:
+            weight = weight.like(columns=weight.columns[start // step])
     if dim < len(weight.lead):
         part = slice(start, stop)
         index = (slice(None),) * dim + (part,)
@@ -232,6 +247,9 @@ def rows(weight: KbitTensor, dim: int, start: int, stop: int) -> KbitTensor:
 def columns(weight: KbitTensor, start: int, stop: int) -> KbitTensor:
     """A part of the in_features, of whole blocks."""
     height, width = weight.matrix
+    if weight.words.is_meta:  # a rule shards it, which is looked at later, when its layer is known
+        shape = *weight.lead, height, stop - start
+        return KbitTensor.empty(shape, weight.decoding, weight.form.dtype, "meta", weight.tiles)
     if start % BLOCK_SIZE or (stop % BLOCK_SIZE and stop != width):
         raise ValueError(
             f"weight: found a part of in_features {start} to {stop}, expected it to begin and end at multiples of "
@@ -317,15 +335,34 @@ def _(func, weight, size, stride, offset=None):
 
 @op(aten.cat.default)
 def _(func, tensors, dim=0):
-    """Rows or matrices put together again that decode alike."""
-    first = tensors[0]
+    """Rows, columns of whole blocks, or matrices put together again that decode alike."""
+    first, *others = tensors
     alike = all(isinstance(t, KbitTensor) and _is_whole(t) and t.decoding == first.decoding for t in tensors)
-    if not alike or dim % len(first.size_) == len(first.lead) + 1:
+    if not alike:
         return NotImplemented
-    dim, planes = dim % len(first.size_), [tensor.planes() for tensor in tensors]
+    dim, planes, columns = dim % len(first.size_), [tensor.planes() for tensor in tensors], first.columns
+    if dim == len(first.lead) + 1:
+        if any(tensor.matrix[1] % BLOCK_SIZE for tensor in tensors[:-1]):
+            return NotImplemented
+        columns = None if columns is None else torch.cat([tensor.columns for tensor in tensors])
+    elif any(t.columns is not columns and not torch.equal(t.columns, columns) for t in others):
+        return NotImplemented
     words, absmax = (torch.cat([t.parts[name] for t in planes], dim) for name in ("words", "absmax"))
-    matrix = words.shape[-2], first.matrix[1]
-    return planes[0].like((*words.shape[:-2], *matrix), words=words, absmax=absmax, matrix=matrix)
+    width = sum(tensor.matrix[1] for tensor in tensors) if dim == len(first.lead) + 1 else first.matrix[1]
+    parts = {"words": words, "absmax": absmax, "columns": columns, "matrix": (words.shape[-2], width)}
+    return first.like((*words.shape[:-2], *parts["matrix"]), **parts)
+
+
+@op(aten.constant_pad_nd.default)
+def _(func, weight, pad, value=0):
+    """Further rows or matrices behind those there are, as DTensor wants before it gathers."""
+    *others, last = pad
+    if value or any(others) or last < 0 or not _is_whole(weight) or len(pad) != 2 * len(weight.size_):
+        return NotImplemented
+    planes = weight.planes()
+    words, absmax = (func(tensor, pad) for tensor in (planes.words, planes.absmax))
+    matrix = words.shape[-2], weight.matrix[1]
+    return planes.like((*words.shape[:-2], *matrix), words=words, absmax=absmax, matrix=matrix)
 
 
 # --- several processes ----------------------------------------------------------------------------
@@ -333,33 +370,46 @@ def _(func, tensors, dim=0):
 
 @op(functional_collectives.all_gather_into_tensor.default)
 def _(func, weight, group_size, group_name):
+    """What all processes have, one below the other. Where their column scales differ these are a row for each: such
+    parts belong side by side, and must not be read before."""
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        made = func(tensor.contiguous(), group_size, group_name)
+        return functional_collectives.wait_tensor(made)
+
     planes = weight.planes()
-    words, absmax = (func(t.contiguous(), group_size, group_name) for t in (planes.words, planes.absmax))
-    if planes.lead:
-        return planes.like((*words.shape[:-2], *planes.matrix), words=words, absmax=absmax)
-    matrix = len(words), planes.matrix[1]
-    return planes.like(matrix, words=words, absmax=absmax, matrix=matrix)
+    words, absmax, columns = gather(planes.words), gather(planes.absmax), planes.columns
+    if columns is not None:
+        every = gather(columns[None])
+        columns = columns if torch.equal(every, columns.expand_as(every)) else every
+    matrix = words.shape[-2], planes.matrix[1]
+    return planes.like((*words.shape[:-2], *matrix), words=words, absmax=absmax, columns=columns, matrix=matrix)
 
 
 @op(functional_collectives.wait_tensor.default, functional_collectives._wrap_tensor_autograd.default)
 def _(func, weight):
-    return weight.like(words=func(weight.words), absmax=func(weight.absmax))
+    return weight
 
 
 @op(c10d.scatter_.default)
 def _(func, outputs, inputs, *args, **kwargs):
-    for name in outputs[0].form.names:
-        given = [[tensor.parts[name].contiguous() for tensor in part] for part in inputs]
-        work = func([tensor.parts[name] for tensor in outputs], given, *args, **kwargs)[1]
-        work.wait()
-    return outputs, work
+    """As floats, for the process that receives may have nothing else."""
+    sent = [[part.as_floats() if isinstance(part, KbitTensor) else part for part in parts] for parts in inputs]
+    return _receive(func, outputs, sent, *args, **kwargs)
 
 
 @op(c10d.broadcast_.default)
 def _(func, tensors, *args, **kwargs):
-    flat = []
-    for tensor in tensors:
-        names = ("words", "absmax", "columns") if isinstance(tensor, KbitTensor) else ()
-        flat += [tensor.parts[name] for name in names if tensor.parts[name] is not None] or [tensor]
-    works = [func([tensor], *args, **kwargs)[1] for tensor in flat]
-    return tensors, works[-1]
+    return _receive(func, tensors, *args, **kwargs)
+
+
+def _receive(func, outputs, *args, **kwargs):
+    """Tensors into which a process writes what another sends, as floats where they are packed weights."""
+    packed = [isinstance(output, KbitTensor) for output in outputs]
+    floats = [o.as_floats() if is_packed else o for o, is_packed in zip(outputs, packed, strict=True)]
+    work = func(floats, *args, **kwargs)[1]
+    work.wait()
+    for output, given, is_packed in zip(outputs, floats, packed, strict=True):
+        if is_packed:
+            output.copy_(given)
+    return outputs, work

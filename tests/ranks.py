@@ -18,10 +18,9 @@ from torch import multiprocessing
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from hf_kbit import KbitConfig
-from hf_kbit.nn import weight
-from hf_kbit.nn.embedding import KbitEmbedding
+from hf_kbit import KbitConfig, tensor
 from hf_kbit.nn.weight import KbitWeight, local
+from hf_kbit.tensor import KbitTensor
 
 SIZE = 2
 OLD = Version(transformers.__version__) < Version("5.21")  # Transformers, with other settings for experts
@@ -139,11 +138,16 @@ def expert_parallel() -> DistributedConfig:
     return DistributedConfig(tp_size=SIZE, ep_size=SIZE)
 
 
+def where_tiles_are_read(wanted: bool = True):
+    """Inside, kernels of CPUs read tiles, as those of GPUs do."""
+    return patch.object(tensor, "reads_tiles", lambda device: wanted and device.type == "cpu")
+
+
 def as_on_a_gpu(model: torch.nn.Module) -> torch.nn.Module:
     """The model after an arrival where kernels read tiles."""
-    for layer in quantized_layers(model):
-        with patch.object(weight, "reads_tiles", return_value=True):
-            layer.settle(torch.device("cpu"))
+    with where_tiles_are_read():
+        for layer in quantized_layers(model):
+            local(layer.weight).replace(local(layer.weight).settled())
     return model
 
 
@@ -154,21 +158,23 @@ def quantized_layers(model: torch.nn.Module) -> list[KbitWeight]:
 def all_tiled(model: torch.nn.Module) -> bool:
     """Whether all layers hold tiles but tables that are tied to no head, which never do."""
     layers = quantized_layers(model)
-    return all(layer.is_tiled for layer in layers if layer.tied or not isinstance(layer, KbitEmbedding))
+    return all(local(layer.weight).is_tiled for layer in layers if layer.tied or layer.reads_tiles)
 
 
 def sizes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """For each quantized layer, how often its packed tensors have what this process has of them."""
-    return {
-        name: tuple(tensor.numel() // local(tensor).numel() for tensor in layer.packed.values())
-        for name, layer in model.named_modules()
-        if isinstance(layer, KbitWeight)
-    }
+    """For each quantized layer, how often its words, scales and column scales have what this process has of them."""
+    found = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, KbitWeight):
+            whole = KbitTensor.empty(layer.weight.shape, layer.decoding, layer.dense_dtype, "meta").stored()
+            own = local(layer.weight).stored()
+            found[name] = tuple(whole[part].numel() // tensor.numel() for part, tensor in own.items())
+    return found
 
 
 def kept_besides(model: torch.nn.Module) -> set[int]:
     """Bytes of memory that packed tensors keep besides what this process has of them, as views of whole ones do."""
-    parts = [local(tensor) for layer in quantized_layers(model) for tensor in layer.packed.values()]
+    parts = [tensor for layer in quantized_layers(model) for tensor in local(layer.weight).stored().values()]
     return {part.untyped_storage().nbytes() - part.nbytes for part in parts}
 
 

@@ -154,6 +154,12 @@ TRANSFORMERS_HOOKS = (
         lost="quantized models fail, or go wrong, under tensor and expert parallelism",
     ),
     Hook(
+        "transformers.modeling_utils:PreTrainedModel.gather_sharded_state_dict_for_save",
+        ("self", "model_to_save", "state_dict", "distributed_config"),
+        "hf_kbit.integrations.transformers.parallel:gather_once",
+        lost="quantized models that FSDP2 has sharded cannot be saved",
+    ),
+    Hook(
         "transformers.modeling_utils:PreTrainedModel.set_use_kernels",
         ("self", "use_kernels", "kernel_config"),
         "hf_kbit.integrations.transformers.kernels:refuse_packed_experts",

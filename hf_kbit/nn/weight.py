@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_kbit import (
     codebooks,
     tensor_ops,  # noqa: F401  (says what torch does with a packed weight)
 )
-from hf_kbit.format import check_bits, encode_e4m4
+from hf_kbit.format import check_bits, encode_e4m4, num_blocks
 from hf_kbit.nn.packed import DEFAULT_TRANSFORM, Decoding, Packed, check_transform, lopsided, quantize_weight
 from hf_kbit.tensor import PACKED, KbitTensor, as_parameter
 
@@ -68,6 +68,33 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this process has of a tensor."""
     return tensor._local_tensor if is_sharded(tensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, a packed weight in the stored form; of one that is sharded all processes have to ask for it."""
+    if not is_sharded(tensor):
+        return tensor
+    mesh, own = tensor.device_mesh, tensor._local_tensor
+    if own.device.type != mesh.device_type:  # offloaded
+        own = own.to(mesh.device_type)
+    if not isinstance(own, KbitTensor):
+        return _gathered(own, mesh, tensor.placements, tensor.shape)
+    weight, (*rows, width), last = own.planes(), tensor.shape, tensor.dim() - 1
+    sizes = {"words": num_blocks(width) * weight.bits, "absmax": num_blocks(width)}
+    parts = {
+        name: _gathered(weight.parts[name], mesh, tensor.placements, (*rows, size)) for name, size in sizes.items()
+    }
+    if weight.columns is not None:
+        along = [Shard(0) if getattr(p, "dim", None) == last else Replicate() for p in tensor.placements]
+        parts["columns"] = _gathered(weight.columns, mesh, along, (width,))
+    return weight.like(tensor.shape, **parts, matrix=(rows[-1], width))
+
+
+def _gathered(own: torch.Tensor, mesh, placements, shape: tuple[int, ...]) -> torch.Tensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        own.contiguous(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    ).full_tensor()
 
 
 class KbitWeight(nn.Module):
@@ -134,7 +161,8 @@ class KbitWeight(nn.Module):
 
     @property
     def decoding(self) -> Decoding:
-        return local(self.weight).decoding
+        weight = self.weight
+        return local(getattr(weight, "stands_for", weight)).decoding  # before a shard has come (parallel.put_stand_in)
 
     @property
     def bits(self) -> int:
@@ -297,6 +325,8 @@ class KbitWeight(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         name = f"{prefix}weight"
         rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in PACKED}
+        if name in state_dict:
+            state_dict[name] = self._received(state_dict[name])
         given = state_dict.get(name)
         if given is None:
             if strict:
@@ -317,6 +347,14 @@ class KbitWeight(nn.Module):
         own = self._parameters.pop("weight")
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing, unexpected, errors)
         self._parameters = {"weight": own, **self._parameters}
+
+    def _received(self, given: torch.Tensor) -> torch.Tensor:
+        """What is in a state dict, but for shards that another process has sent as floats: those as a weight."""
+        sent = local(self.weight).of_floats(given._local_tensor) if is_sharded(given) else None
+        if sent is None:
+            return given
+        place = given.device_mesh, given.placements
+        return DTensor.from_local(sent, *place, run_check=False, shape=given.shape, stride=given.stride())
 
     def _fault(self, state_dict, prefix: str) -> str | None:
         """What is wrong with the tensors of the weight in a state dict."""

@@ -17,6 +17,7 @@ from hf_kbit.integrations.transformers.quantizer import with_quantizer
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.weight import KbitWeight, distinct
+from hf_kbit.tensor import KbitTensor
 
 HEADING, FIGURES = "## How to load", "## What quantization cost"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -66,7 +67,8 @@ def _sizes(model) -> str:
     layers = distinct(module for module in model.modules() if isinstance(module, KbitWeight))
     packed = {id(layer.weight) for layer in layers}
     others = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in packed)
-    stored = sum(tensor.nbytes for layer in layers for tensor in layer.packed.values())
+    whole = (KbitTensor.empty(x.weight.shape, x.decoding, x.dense_dtype, "meta").stored() for x in layers)
+    stored = sum(tensor.nbytes for tensors in whole for tensor in tensors.values())  # also where processes share it
     weights = sum(layer.num_weights for layer in layers)
     return (
         f"All weights take {(stored + others) / 1e6:,.3g} MB, where they took {(2 * weights + others) / 1e6:,.3g} in "

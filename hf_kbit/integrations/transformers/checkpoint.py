@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -22,7 +23,7 @@ from transformers.integrations.accelerate import load_offloaded_parameter
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX, absmax_shape, weight_shape
 from hf_kbit.integrations.transformers.names import WEIGHT_SUFFIX, Names
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.nn.weight import KbitWeight, is_sharded, whole
 from hf_kbit.tensor import PACKED, KbitTensor
 
 PACKED_SUFFIXES = tuple(f".{name}" for name in PACKED)
@@ -121,15 +122,22 @@ def read_columns(files: Mapping[str, str], packed: Mapping[str, str]) -> dict[st
 
 
 def flattened(model, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict of a model with the tensors that files hold, in CPU memory, in the place of packed weights."""
-    flat = {}
+    """A state dict of a model with the tensors that files hold in the place of packed weights, which go to CPU memory.
+
+    Of a model that processes share all of them have to call it, and the first gets all tensors, the others none.
+    """
+    sharded = any(map(is_sharded, state.values()))
+    flat, writes = {}, not sharded or dist.get_rank() == 0
     for name, tensor in state.items():
+        tensor = whole(tensor)
+        if not writes:
+            continue
         if isinstance(tensor, KbitTensor):
             weight = load_offloaded_parameter(model, name) if tensor.is_meta else tensor
             prefix = name.removesuffix(PACKED[0])
             flat |= {prefix + own: part for own, part in weight.stored("cpu").items()}
         else:
-            flat[name] = tensor
+            flat[name] = tensor.cpu() if sharded else tensor
     return flat
 
 

@@ -27,7 +27,7 @@ from hf_kbit.integrations.transformers import tying
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.packed import Packed
-from hf_kbit.nn.weight import KbitWeight, local
+from hf_kbit.nn.weight import KbitWeight, is_sharded, local
 from hf_kbit.tensor import KbitTensor
 
 MESHES = ("tp", "ep")  # Transformers' names of them; FSDP2's have others
@@ -62,6 +62,20 @@ def shard_packed(maybe_distribute_model):
     return wrapped
 
 
+def gather_once(gather_sharded_state_dict_for_save):
+    """``gather_sharded_state_dict_for_save``, which makes another state dict of a model that FSDP2 has sharded, but for
+    what our quantizer has gathered."""
+
+    @wraps(gather_sharded_state_dict_for_save)
+    def wrapped(self, model_to_save, state_dict, *args, **kwargs):
+        if any(isinstance(module, KbitWeight) for module in model_to_save.modules()):
+            if not any(map(is_sharded, state_dict.values())):
+                return state_dict
+        return gather_sharded_state_dict_for_save(self, model_to_save, state_dict, *args, **kwargs)
+
+    return wrapped
+
+
 def put_stand_in(layer: KbitWeight) -> None:
     """Puts a plain tensor on the meta device in the place of a sharded weight until ``KbitQuantize`` has made this:
     what goes into a plain one is read whole."""
@@ -92,21 +106,16 @@ def own_part(weight: KbitTensor, stand_in: nn.Parameter) -> torch.Tensor:
     return nn.Parameter(_dtensor_from_local_like(part, sharded), requires_grad=False)
 
 
-def own_columns(columns: torch.Tensor | None, sharded: DTensor, device: torch.device) -> torch.Tensor | None:
-    """The column scales of this process's part of a weight."""
+def own_columns(columns: torch.Tensor | None, weight: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+    """The column scales of this process's part of a weight, which is a DTensor if others have parts too."""
     if columns is None:
         return None
-    width = local(sharded).matrix[1]
-    if width < sharded.shape[-1]:
-        mesh = sharded.device_mesh
+    width = local(weight).matrix[1]
+    if width < weight.shape[-1]:
+        mesh = weight.device_mesh
         rank = mesh[mesh.mesh_dim_names[-1]].get_local_rank() if mesh.ndim > 1 else mesh.get_local_rank()
         columns = columns[rank * width : (rank + 1) * width]
     return columns.to(device, copy=True)
-
-
-def part_of(stand_in: nn.Parameter) -> KbitTensor:
-    """What this process is to have of a weight."""
-    return local(stand_in.stands_for)
 
 
 def _size(distributed_config, name: str) -> int:

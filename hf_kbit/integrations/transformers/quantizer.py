@@ -18,7 +18,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
@@ -114,8 +113,8 @@ class KbitQuantize(ConversionOps):
 class KbitAssemble(ConversionOps):
     """Makes one weight of the tensors that a quantized checkpoint has of it.
 
-    Transformers has cut planes and scales as a weight is cut that is sharded. Of column scales, which are a vector, it
-    would make something else: those of sharded weights were read before.
+    Transformers has cut planes and scales as a weight is cut that is sharded. Column scales, which are a vector, it could
+    not cut: those of models that processes share were read before.
     """
 
     def __init__(self, hf_quantizer: "KbitHfQuantizer"):
@@ -128,14 +127,15 @@ class KbitAssemble(ConversionOps):
     def convert(
         self, input_dict, source_patterns, *args, full_layer_name=None, model=None, missing_keys=None, **kwargs
     ):
-        planes, absmax, columns = (tensors[0] if (tensors := input_dict.get(p)) else None for p in source_patterns)
+        tensors = [tensors[0] if (tensors := input_dict.get(pattern)) else None for pattern in source_patterns]
+        planes, absmax, columns = (*tensors, None)[:3]
         if isinstance(planes, KbitTensor):  # of a state dict in memory
             return {full_layer_name: planes}
         layer = model.get_submodule(full_layer_name.removesuffix(checkpoint.WEIGHT_SUFFIX))
         if is_on_disk(self.hf_quantizer.device_map, full_layer_name):
             missing_keys.discard(full_layer_name)
             return {}  # its layer reads it whenever it runs
-        if is_sharded(layer.weight):
+        if self.hf_quantizer.columns:
             columns = parallel.own_columns(self.hf_quantizer.columns.get(full_layer_name), layer.weight, planes.device)
         packed = Packed(planes, absmax, layer.decoding, columns)
         width = local(layer.weight).matrix[1]
@@ -163,7 +163,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.files: dict[str, str] = {}  # of the tensors of a quantized checkpoint
         self.names: dict[str, str] = {}  # of its packed layers there, by those in the model
         self.device_map: object = None
-        self.columns: dict[str, torch.Tensor] = {}  # column scales of weights that are about to be sharded
+        self.columns: dict[str, torch.Tensor] = {}  # column scales of a model that processes are about to share
         self.lost: dict[str, str] = {}  # layers, tables and projections left in 16 bits, and what would be lost
         self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
         self.unusual: dict[str, str] = {}  # what layers have that stay in 16 bits for it (plain.unusual)
@@ -209,7 +209,7 @@ class KbitHfQuantizer(HfQuantizer):
         if not self.stored:
             return []
         names = "|".join(re.escape(name) for name in self.stored)
-        sources = [rf"^({names})\.{name}(?!_)" for name in PACKED]
+        sources = [rf"^({names})\.{name}(?!_)" for name in (PACKED[:2] if self.columns else PACKED)]
         return [WeightConverter(sources, r"\1.weight", [KbitAssemble(self)])]
 
     def _prepare(self, model, checkpoint_files, use_kernels: bool, conversions: list[WeightTransform]) -> None:
@@ -280,6 +280,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.files = checkpoint.files_of(files)
         if _is_shared(model.config):
             self.columns = checkpoint.read_columns(self.files, packed)
+            model._keys_to_ignore_on_load_unexpected |= {rf"\.{PACKED[2]}$"}
         checkpoint.check_config(self.quantization_config, packed.values())
         sealing.check_digest(files, self.quantization_config)
 
@@ -341,8 +342,9 @@ class KbitHfQuantizer(HfQuantizer):
         return KbitQuantize(self)
 
     def param_element_size(self, model, param_name: str, param: torch.Tensor) -> float:
-        # A plain tensor stands in for a part of a weight that several processes load.
-        return parallel.part_of(param).element_size() if hasattr(param, "stands_for") else param.element_size()
+        stand_in = hasattr(param, "stands_for")  # of all weights for those of this process
+        own = local(param.stands_for if stand_in else param)
+        return own.nbytes_packed / param.numel() if stand_in else own.element_size()
 
     def _initialize_weights(self, model) -> None:
         """``initialize_weights`` of a model whose weights have come: what the checkpoint lacks is filled in by the
@@ -457,13 +459,8 @@ class KbitHfQuantizer(HfQuantizer):
             return super().get_state_dict_and_metadata(model)
         self._record(model, layers)  # merging adapters may have changed exponents
         model.config.quantization_config = self.quantization_config  # the model may have been given another config
-        if getattr(model.config, "distributed_config", None) is None and any(map(is_sharded, model.parameters())):
-            # By FSDP2, and not by Transformers, which would gather them: all for the first process, none for others.
-            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        else:
-            state = model.state_dict()
         tied = {f"{name}.weight" for name in tying.tied(model)}
-        state = {name: tensor for name, tensor in state.items() if name not in tied}
+        state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
         return checkpoint.flattened(model, state), sealing.unsealed(self.quantization_config)
 
     def _dequantize(self, model, dtype=None):
