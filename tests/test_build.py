@@ -2,7 +2,7 @@
 
 Both say what is built, and why the rest is not, in ``_build.json``.
 
-``tests/test_native.py`` says whether the library of this installation was built.
+``tests/ops/test_native.py`` says whether the library of this installation was built.
 """
 
 import fnmatch
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import hf_kbit
-from hf_kbit import _native
+from hf_kbit.ops import native
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "csrc"
@@ -213,7 +213,7 @@ def test_library_that_does_not_compile(configure, install, tmp_path):
     """The package goes on in plain PyTorch and says why, even where an older build left a library that loads."""
     ignored = shutil.ignore_patterns("_build*", "__pycache__")
     shutil.copytree(Path(hf_kbit.__file__).parent, tmp_path / "hf_kbit", ignore=ignored)
-    if older := _native.library("cpu").path:
+    if older := native.library("cpu").path:
         shutil.copy2(older, tmp_path / "hf_kbit")
     folder = fake_torch(tmp_path / "torch", "2.10")
     (tmp_path / "torch/lib").mkdir()

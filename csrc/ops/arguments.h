@@ -1,5 +1,5 @@
 // Argument checks of the ops: every message names the tensor, what was found and what was expected. They throw
-// std::invalid_argument, which Python sees as a ValueError. hf_kbit/ops.py checks the same for its public functions
+// std::invalid_argument, which Python sees as a ValueError. hf_kbit/ops/ checks the same for its public functions
 // and for devices without a compiled library.
 #pragma once
 

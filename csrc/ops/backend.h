@@ -64,7 +64,7 @@ void gemm_experts_gradient(const Tensor& grad, Dtype dtype, const Packed& packed
 
 namespace hf_kbit {
 
-// Whether the last bit of a token's product must not depend on the tokens beside it: set by hf_kbit/ops.py for all
+// Whether the last bit of a token's product must not depend on the tokens beside it: set by hf_kbit/ops/ for all
 // products of the process. Where a backend has no such product it refuses.
 bool batch_invariant();
 

@@ -567,7 +567,7 @@ void gemm_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor
 
 }  // namespace hf_kbit::backend
 
-// For hf_kbit/_native.py: the most tokens and products of a launch of gemm_group, and the architecture of the code
+// For hf_kbit/ops/native.py: the most tokens and products of a launch of gemm_group, and the architecture of the code
 // that runs on the current GPU, or 0 without one.
 #define HF_KBIT_EXPORT extern "C" __attribute__((visibility("default")))
 HF_KBIT_EXPORT int hf_kbit_cuda_group_tokens() { return hf_kbit::kGemmTokens; }

@@ -368,7 +368,7 @@ STABLE_TORCH_LIBRARY_IMPL(hf_kbit, HF_KBIT_DISPATCH_KEY, library) {
 
 }  // namespace hf_kbit
 
-// For hf_kbit/_native.py.
+// For hf_kbit/ops/native.py.
 extern "C" __attribute__((visibility("default"))) void hf_kbit_set_batch_invariant(int enabled) {
     hf_kbit::asked_for_batch_invariance.store(enabled != 0, std::memory_order_relaxed);
 }

@@ -15,7 +15,7 @@ which PEFT takes the layer for one that decodes its own weight; the attributes `
 ``_weight_conversions`` of Transformers, and ``_custom_modules`` of PEFT's configurations; ``num_experts``,
 ``parameter_name`` and ``_did_swap_in_out_features`` of its ``ParamWrapper``; ``is_loaded_in_4bit``, set for the time
 of a call of PEFT (``peft/prepare.py``); ``warn_if_padding_and_no_attention_mask`` of Transformers, left out on the
-meta device (``widths.py``); and the pass of Inductor that ``inductor.py`` installs where no other is.
+meta device (``widths.py``); and the pass of Inductor that ``ops.inductor`` installs where no other is.
 """
 
 import importlib

@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hf_kbit import _native, codebooks, reference
+from hf_kbit import codebooks, reference
 from hf_kbit.format import absmax_shape, check_bits, encode_e4m4, weight_shape
 from hf_kbit.nn.packed import DEFAULT_TRANSFORM, Decoding, Packed, check_transform, lopsided, quantize_weight
+from hf_kbit.ops import native
 
 SCALES = ("absmax", "search")
 DEFAULT_CODEBOOK, DEFAULT_SCALE = "optimal", "search"  # made for each other
@@ -82,7 +83,7 @@ def check_scale(scale: object) -> str:
 
 def reads_tiles(device: torch.device) -> bool:
     """Whether the kernels of a device read tiles."""
-    return device.type == "cuda" and _native.library("cuda").loaded
+    return device.type == "cuda" and native.library("cuda").loaded
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 import hf_kbit
-from hf_kbit import _native, cli
+from hf_kbit import cli
+from hf_kbit.ops import native
 
 REINSTALL = "to install hf_kbit again, add --force-reinstall --no-deps --no-cache-dir to the command that installed it"
 BUILD = {
@@ -34,10 +35,10 @@ def installed(monkeypatch):
 
     def pretend(cpu="", cuda="", build=BUILD, torch_cuda="13.0"):
         missing = {"cpu": cpu, "cuda": cuda}
-        monkeypatch.setattr(_native, "build_info", lambda: build)
-        monkeypatch.setattr(_native, "instruction_set", lambda path: "avx2")
+        monkeypatch.setattr(native, "build_info", lambda: build)
+        monkeypatch.setattr(native, "instruction_set", lambda path: "avx2")
         monkeypatch.setattr(
-            _native, "library", lambda name: _native.Library(name, f"/p/{name}.so", missing=missing[name])
+            native, "library", lambda name: native.Library(name, f"/p/{name}.so", missing=missing[name])
         )
         monkeypatch.setattr(torch.version, "cuda", torch_cuda)
         monkeypatch.delenv("HF_KBIT_CPU", raising=False)
@@ -50,7 +51,7 @@ def test_this_installation():
     assert lines[0].startswith(f"hf_kbit       {hf_kbit.__version__}, Python {sys.version.split()[0]}, ")
     assert lines[1] == f"torch         {torch.__version__} in {torch.__path__[0]}"
     assert f"transformers  {importlib.metadata.version('transformers')}" in lines
-    found = _native.library("cpu")
+    found = native.library("cpu")
     assert f"cpu kernels   {found.path if found.loaded else f'missing: {found.missing}'}" in lines
 
 

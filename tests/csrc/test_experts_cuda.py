@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import hf_kbit
-from hf_kbit import _native, reference
+from hf_kbit import reference
+from hf_kbit.ops import native
 
 OPS = torch.ops.hf_kbit
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not _native.library("cuda").loaded, reason=f"CUDA library: {_native.library('cuda').missing}"),
+    pytest.mark.skipif(not native.library("cuda").loaded, reason=f"CUDA library: {native.library('cuda').missing}"),
 ]
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 BITS = pytest.mark.parametrize("bits", cases.BITS)
@@ -35,7 +36,7 @@ def sums_in_float32(monkeypatch):
 
 
 def is_hopper() -> bool:
-    return _native.cuda_arch() == 900
+    return native.cuda_arch() == 900
 
 
 class Experts(NamedTuple):

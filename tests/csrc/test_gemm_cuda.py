@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import hf_kbit
-from hf_kbit import _native, reference, transforms
+from hf_kbit import reference, transforms
+from hf_kbit.ops import native
 
 OPS = torch.ops.hf_kbit
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not _native.library("cuda").loaded, reason=f"CUDA library: {_native.library('cuda').missing}"),
+    pytest.mark.skipif(not native.library("cuda").loaded, reason=f"CUDA library: {native.library('cuda').missing}"),
 ]
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 FEW = 16  # tokens, for which weights are multiplied by their scales in float32; for more, in the dtype of x
@@ -23,7 +24,7 @@ FEW = 16  # tokens, for which weights are multiplied by their scales in float32;
 
 def most_fused() -> int:
     """Tokens, beyond which a weight of fewer than 40 million numbers is dequantized."""
-    arch = _native.cuda_arch()
+    arch = native.cuda_arch()
     if arch < 800:
         return 0
     return 4095 if arch == 900 else 256
@@ -178,7 +179,7 @@ def test_launches_of_a_group():
     assert group_kernels(x, four) == 5
     assert group_kernels(x, [three[0], four[0]]) == 2
     assert OPS.gemm_group(x, [], [], [], [], [], [], []) == []
-    if _native.cuda_arch() == 900:  # elsewhere a product may take a second kernel to add up its parts
+    if native.cuda_arch() == 900:  # elsewhere a product may take a second kernel to add up its parts
         assert group_kernels(x.repeat(2, 1), four[:2]) == 3
 
 
@@ -191,7 +192,7 @@ def test_launches_of_a_group_of_transformed_weights():
         pytest.skip("dequantized: a kernel, then cuBLAS's")
     assert group_kernels(x[:1], four[:4]) == 1
     assert group_kernels(x, four[:4]) == 2
-    if _native.cuda_arch() == 900:
+    if native.cuda_arch() == 900:
         assert group_kernels(x.repeat(2, 1), four[:2]) == 3
         assert group_kernels(x.repeat(2, 1), four) == 7  # more than one launch transforms for
 
@@ -352,7 +353,7 @@ def test_memory_of_a_large_layer(tokens):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     y = OPS.gemm(x, *tiles, codebook, None, shape[0])
-    fused = _native.cuda_arch() == 900
+    fused = native.cuda_arch() == 900
     assert torch.cuda.max_memory_allocated() - before <= y.nbytes + (x.nbytes + (18 << 20) if fused else 64 << 20)
     torch.cuda.reset_peak_memory_stats()
     y.backward(grad)
@@ -390,7 +391,7 @@ def test_kernels_of_a_layer(tokens):
         torch.cuda.synchronize()
     kernels = [event.key for event in profile.key_averages() if event.self_device_time_total > 0]
     names = {re.search(r"\w+_kernel", kernel)[0] for kernel in kernels}
-    if _native.cuda_arch() == 900 and tokens > 16:
+    if native.cuda_arch() == 900 and tokens > 16:
         names -= {"transform_kernel"}
     assert names in ({"gemm_kernel"}, {"gemm_wgmma_kernel"}, {"gemm_mma_kernel"}), names
 

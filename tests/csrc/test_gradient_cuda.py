@@ -11,12 +11,13 @@ import cases
 import pytest
 import torch
 
-from hf_kbit import _native, reference
+from hf_kbit import reference
+from hf_kbit.ops import native
 
 OPS = torch.ops.hf_kbit
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not _native.library("cuda").loaded, reason=f"CUDA library: {_native.library('cuda').missing}"),
+    pytest.mark.skipif(not native.library("cuda").loaded, reason=f"CUDA library: {native.library('cuda').missing}"),
 ]
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 SHAPES = pytest.mark.parametrize(
@@ -40,7 +41,7 @@ SHAPES = pytest.mark.parametrize(
 
 
 def is_hopper() -> bool:
-    return _native.cuda_arch() == 900
+    return native.cuda_arch() == 900
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,11 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import hf_kbit
-from hf_kbit import KbitLinear, _native, codebooks, format, reference, transforms
+from hf_kbit import KbitLinear, codebooks, format, reference, transforms
 from hf_kbit.balance import balance
 from hf_kbit.nn import packed
 from hf_kbit.nn.packed import TRANSFORMS
+from hf_kbit.ops import native
 
 
 def linear(out_features=7, in_features=33, bias=True, dtype=torch.float32) -> nn.Linear:
@@ -533,8 +534,8 @@ def test_train_mode_is_kept():
 @pytest.fixture
 def on_gpu():
     """A layer on a GPU, its state dict on the CPU from before, an input and what the CPU makes of it."""
-    if not _native.library("cuda").loaded:
-        pytest.skip(f"CUDA library: {_native.library('cuda').missing}")
+    if not native.library("cuda").loaded:
+        pytest.skip(f"CUDA library: {native.library('cuda').missing}")
 
     def make(bits=3, shape=(130, 300)):
         layer = KbitLinear.from_linear(linear(*shape), bits=bits)

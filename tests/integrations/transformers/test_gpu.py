@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_kbit import KbitConfig, KbitLinear, _native
+from hf_kbit import KbitConfig, KbitLinear
+from hf_kbit.ops import native
 
 pytestmark = pytest.mark.gpu
 IDS = torch.arange(2 * 9).reshape(2, 9)
@@ -42,7 +43,7 @@ def test_reload_on_the_same_and_on_another_device(dense, tmp_path):
     model = load(dense, "cuda", quantization_config=KbitConfig(bits=3))
     layers = [module for module in model.modules() if isinstance(module, KbitLinear)]
     assert all(layer.weight.is_cuda and layer.codebook.is_cuda for layer in layers)
-    assert all(layer.is_tiled == _native.library("cuda").loaded for layer in layers)
+    assert all(layer.is_tiled == native.library("cuda").loaded for layer in layers)
     logits = model(IDS.cuda()).logits
     model.save_pretrained(tmp_path)
     assert torch.equal(load(tmp_path, "cuda")(IDS.cuda()).logits, logits)

@@ -9,10 +9,11 @@ import cases
 import pytest
 import torch
 
-from hf_kbit import _native, format, reference, transforms
+from hf_kbit import format, reference, transforms
+from hf_kbit.ops import native
 
 triton = pytest.importorskip("triton", reason="Triton, of the extra `test`, is not installed")
-triton_kernels = pytest.importorskip("hf_kbit.triton_kernels")
+kernels = pytest.importorskip("hf_kbit.ops.triton")
 TRANSFORMS = [(False, False), *cases.TRANSFORMS]
 
 
@@ -47,7 +48,7 @@ def test_decoded_weights_are_those_of_the_reference(shape, bits, device):
         how = [*shape[-2:]], columns, rotated
         exact = reference.dequantize(*packed, how[0], torch.float32, *how[1:])
         for dtype in (*cases.FLOATS, torch.float64):
-            found = triton_kernels.dequantize(*packed, how[0], dtype, *how[1:])
+            found = kernels.dequantize(*packed, how[0], dtype, *how[1:])
             assert found.dtype == dtype and found.is_contiguous()
             assert torch.equal(found, rounded(exact, dtype)), (dtype, scaled, rotated)
 
@@ -57,12 +58,12 @@ def test_every_scale_is_decoded(device):
     scales = torch.arange(256, dtype=torch.uint8)
     planes, absmax, codebook = to(device, torch.zeros(256, 2).int(), scales[:, None], torch.ones(4))
     for rotated in (False, True):
-        found = triton_kernels.dequantize(planes, absmax, codebook, [256, 32], torch.float32, None, rotated)
+        found = kernels.dequantize(planes, absmax, codebook, [256, 32], torch.float32, None, rotated)
         levels = reference.decode_scales(absmax, rotated).expand(-1, 32)
         assert torch.equal(found, transforms.to_original(levels, None, rotated, 32))
     ones = absmax[:1].new_full((1, 8), format.encode_e4m4(1.0))
     row = planes[:8].view(1, 16), ones, codebook, [1, 256], torch.float32, absmax[:, 0]
-    assert torch.equal(triton_kernels.dequantize(*row)[0], reference.decode_e4m4(absmax[:, 0]))
+    assert torch.equal(kernels.dequantize(*row)[0], reference.decode_e4m4(absmax[:, 0]))
 
 
 def test_tensors_need_not_lie_in_one_piece(device):
@@ -72,9 +73,9 @@ def test_tensors_need_not_lie_in_one_piece(device):
     spread = planes.T.contiguous().T, absmax.T.contiguous().T, codebook.repeat_interleave(2)[::2]
     assert not any(tensor.is_contiguous() for tensor in spread)
     expected = reference.dequantize(*spread, [4, 40], torch.float32)
-    assert torch.equal(triton_kernels.dequantize(*spread, [4, 40], torch.float32), expected)
+    assert torch.equal(kernels.dequantize(*spread, [4, 40], torch.float32), expected)
     empty = planes.new_empty(0, *planes.shape), absmax.new_empty(0, *absmax.shape), codebook
-    assert triton_kernels.dequantize(*empty, [4, 40], torch.float32).shape == (0, 4, 40)
+    assert kernels.dequantize(*empty, [4, 40], torch.float32).shape == (0, 4, 40)
 
 
 # --- gemm -----------------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ def test_products_against_float64(shape, bits, device):
         stored = cases.stored(*packed, rotated)[:, : None if rotated else shape[1]]
         for dtype in cases.FLOATS if device == "cuda" else (torch.float32, torch.float16):
             x, bias = to(device, cases.x((5,), shape[1], dtype), cases.x((), shape[0], dtype))
-            found = triton_kernels.gemm(x, *packed, bias, shape[0], columns, rotated)
+            found = kernels.gemm(x, *packed, bias, shape[0], columns, rotated)
             assert found.dtype == dtype and found.is_contiguous()
             cases.assert_product(found, x, stored.T, bias, columns=columns, rotated=rotated)
 
@@ -100,13 +101,13 @@ def test_any_number_of_tokens(device, rotated):
     """One kernel, or the decoded weight; x of any leading dimensions and strides."""
     packed = to(device, *cases.quantized((7, 33), 3, rotated=rotated))
     dense = reference.dequantize(*packed, [7, 33], torch.float64, None, rotated)
-    batches = [*cases.BATCHES, (triton_kernels.MOST_TOKENS,), (triton_kernels.MOST_TOKENS + 1,)]
+    batches = [*cases.BATCHES, (kernels.MOST_TOKENS,), (kernels.MOST_TOKENS + 1,)]
     for x in [cases.x(batch, 33) for batch in batches] + [cases.x((33,), 3).T, cases.x((4,), 66)[:, ::2]]:
         (x,) = to(device, x)
-        found = triton_kernels.gemm(x, *packed, None, 7, None, rotated)
+        found = kernels.gemm(x, *packed, None, 7, None, rotated)
         assert found.shape == (*x.shape[:-1], 7) and not found._is_view()
         torch.testing.assert_close(found.double(), x.double() @ dense.T, rtol=1e-5, atol=1e-5)
-        doubled = triton_kernels.gemm(x.double(), *packed, None, 7, None, rotated)
+        doubled = kernels.gemm(x.double(), *packed, None, 7, None, rotated)
         torch.testing.assert_close(doubled, x.double() @ dense.T)
 
 
@@ -120,15 +121,16 @@ def load_library(path):
 
 torch.ops.load_library = load_library
 import hf_kbit
-from hf_kbit import _native, triton_kernels
+from hf_kbit.ops import native
+from hf_kbit.ops import triton as kernels
 
-_native.TRITON_DEVICES = ("cpu",)
-triton_kernels.check = lambda device_type, dtype: None  # in bfloat16, which the interpreter does not multiply
+native.TRITON_DEVICES = ("cpu",)
+kernels.check = lambda device_type, dtype: None  # in bfloat16, which the interpreter does not multiply
 
 calls = []
 for name in ("dequantize", "gemm"):
-    whole = getattr(triton_kernels, name)
-    setattr(triton_kernels, name, lambda *a, n=name, f=whole: calls.append(n) or f(*a))
+    whole = getattr(kernels, name)
+    setattr(kernels, name, lambda *a, n=name, f=whole: calls.append(n) or f(*a))
 torch.manual_seed(0)
 layer = hf_kbit.KbitLinear.from_linear(torch.nn.Linear(100, 24), bits=3)
 assert not layer.is_tiled
@@ -165,17 +167,17 @@ def test_ops_of_a_device_without_library():
 
 @pytest.mark.gpu
 def test_triton_serves_this_gpu():
-    assert _native.triton_missing("cuda") == ""
+    assert native.triton_missing("cuda") == ""
 
 
 @pytest.mark.parametrize("op", ["dequantize", "gemm"])
 def test_check_finds_other_numbers(monkeypatch, device, op):
     """A weight that is a bit off, or a product that is of another weight."""
-    triton_kernels.check(device, torch.float16)
+    kernels.check(device, torch.float16)
     right = getattr(reference, op)
     monkeypatch.setattr(reference, op, lambda *args: right(*args) * (1.001 if op == "dequantize" else -1))
     with pytest.raises(RuntimeError, match="they do not give what plain PyTorch gives"):
-        triton_kernels.check(device, torch.float16)
+        kernels.check(device, torch.float16)
 
 
 COMPILE = """
@@ -183,20 +185,20 @@ import json, torch
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hf_kbit import triton_kernels
+from hf_kbit.ops import triton as kernels
 
 POINTERS = {"planes": "*i32", "absmax": "*u8", "columns": "*u8", "codebook": "*fp32"}
 TILE = {"tile_rows": 16, "tile_blocks": 4}
 KERNELS = {
-    triton_kernels._dequantize_kernel: {"bits": 5, "scaled": True, "rotated": True, **TILE},
-    triton_kernels._of_input_kernel: {"scaled": True, "rotated": True, "tile_blocks": 4},
-    triton_kernels._gemm_kernel: {"bits": 5, "signed": True, "biased": True, "tile_tokens": 16, **TILE},
+    kernels._dequantize_kernel: {"bits": 5, "scaled": True, "rotated": True, **TILE},
+    kernels._of_input_kernel: {"scaled": True, "rotated": True, "tile_blocks": 4},
+    kernels._gemm_kernel: {"bits": 5, "signed": True, "biased": True, "tile_tokens": 16, **TILE},
 }
 for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
     for kernel, constants in KERNELS.items():
         types = POINTERS | dict.fromkeys(("x", "bias", "out"), "*bf16") | dict.fromkeys(constants, "constexpr")
         signature = {name: types.get(name, "i32") for name in kernel.arg_names}
-        made = compile(ASTSource(kernel, signature, constants), target=target, options=triton_kernels._OPTIONS)
+        made = compile(ASTSource(kernel, signature, constants), target=target, options=kernels._OPTIONS)
         code = made.asm.get("ptx") or made.asm["amdgcn"]
         print(json.dumps([target.backend, kernel.__name__, sorted({w for w in code.split() if "fma" in w})]))
 """
@@ -217,12 +219,12 @@ def test_reasons_for_plain_pytorch(monkeypatch):
     def fail(device_type, dtype):
         raise RuntimeError("Failed to find C compiler")
 
-    missing = _native.triton_missing.__wrapped__
-    monkeypatch.setattr(triton_kernels, "check", fail)
+    missing = native.triton_missing.__wrapped__
+    monkeypatch.setattr(kernels, "check", fail)
     assert missing("xpu") == "Triton's kernels fail here (RuntimeError: Failed to find C compiler)"
-    monkeypatch.setattr(triton_kernels, "check", lambda device_type, dtype: None)
+    monkeypatch.setattr(kernels, "check", lambda device_type, dtype: None)
     assert missing("xpu") == ""
-    monkeypatch.setattr(_native.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
     assert missing("xpu") == "Triton is not installed"
 
 
@@ -231,11 +233,11 @@ def test_gpus_that_are_too_old(monkeypatch, hip, capability):
     """Of NVIDIA; those of AMD are numbered otherwise."""
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(triton_kernels, "check", lambda device_type, dtype: None)
+    monkeypatch.setattr(kernels, "check", lambda device_type, dtype: None)
     expected = "Triton's products in bfloat16 need compute capability 8.0" if capability == (7, 5) else ""
-    assert _native.triton_missing.__wrapped__("cuda") == expected
+    assert native.triton_missing.__wrapped__("cuda") == expected
 
 
 def test_no_triton_elsewhere():
-    assert _native.triton_missing("cpu") and _native.fallback("cpu") is reference
-    assert _native.triton_missing("mps") == "Triton has no kernels for mps devices"
+    assert native.triton_missing("cpu") and native.fallback("cpu") is reference
+    assert native.triton_missing("mps") == "Triton has no kernels for mps devices"

@@ -2,8 +2,8 @@
 
 Past 800 lines, half of them documentation: what belongs to an op stands in one place.
 
-``reference`` implements all of them on every device; a compiled library (``_native``) takes over a device by
-registering its kernels for that dispatch key, and ``triton_kernels`` has some ops for other GPUs. ``bits`` is never an
+``reference`` implements all of them on every device; a compiled library (``native``) takes over a device by
+registering its kernels for that dispatch key, and ``triton`` has some ops for other GPUs. ``bits`` is never an
 argument where a codebook is one: a codebook has ``2**bits`` levels.
 
 Shapes: N out_features, K in_features, B = ceil(K / 32) blocks a row, ``*`` any leading dimensions. All tensors of a
@@ -22,9 +22,10 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from hf_kbit import _native, reference
+from hf_kbit import reference
 from hf_kbit.codebooks import bits_of
 from hf_kbit.format import absmax_shape, check_bits, num_blocks, weight_shape
+from hf_kbit.ops import native
 
 _LIB = torch.library.Library("hf_kbit", "DEF")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -106,7 +107,7 @@ def _check_quantize(weight, codebook):
 @torch.library.impl(_LIB, "quantize", "CompositeExplicitAutograd")
 def _(weight, codebook, search=False, signed=False):
     _check_quantize(weight, codebook)
-    _native.warn_missing(weight.device.type)
+    native.warn_missing(weight.device.type)
     return reference.quantize(weight, codebook, search, signed)
 
 
@@ -197,8 +198,8 @@ def _check_dequantize(weight, absmax, codebook, shape, dtype, columns):
 @torch.library.impl(_LIB, "dequantize", "CompositeExplicitAutograd")
 def _(weight, absmax, codebook, shape, dtype, columns=None, rotated=False):
     _check_dequantize(weight, absmax, codebook, shape, dtype, columns)
-    _native.warn_missing(weight.device.type)
-    return _native.fallback(weight.device.type).dequantize(weight, absmax, codebook, shape, dtype, columns, rotated)
+    native.warn_missing(weight.device.type)
+    return native.fallback(weight.device.type).dequantize(weight, absmax, codebook, shape, dtype, columns, rotated)
 
 
 @torch.library.register_fake("hf_kbit::dequantize", lib=_LIB)
@@ -277,7 +278,7 @@ def _check_embed(indices, weight, absmax, codebook, shape, dtype, columns):
 @torch.library.impl(_LIB, "embed", "CompositeExplicitAutograd")
 def _(indices, weight, absmax, codebook, shape, dtype, columns=None, rotated=False):
     _check_embed(indices, weight, absmax, codebook, shape, dtype, columns)
-    _native.warn_missing(weight.device.type)
+    native.warn_missing(weight.device.type)
     return reference.embed(indices, weight, absmax, codebook, shape, dtype, columns, rotated)
 
 
@@ -347,7 +348,7 @@ def _check_repack(weight, absmax, bits, shape, inverse):
 @torch.library.impl(_LIB, "repack", "CompositeExplicitAutograd")
 def _(weight, absmax, bits, shape, inverse=False):
     _check_repack(weight, absmax, bits, shape, inverse)
-    _native.warn_missing(weight.device.type)
+    native.warn_missing(weight.device.type)
     return reference.repack(weight, absmax, bits, shape, inverse)
 
 
@@ -426,11 +427,11 @@ def _check_gemm(x, weight, absmax, codebook, bias, out_features, columns):
 @torch.library.impl(_LIB, "gemm_inference", "CompositeExplicitAutograd")
 def _(x, weight, absmax, codebook, bias, out_features, columns=None, rotated=False):
     _check_gemm(x, weight, absmax, codebook, bias, out_features, columns)
-    _native.warn_missing(weight.device.type)
-    if _native.batch_invariant:
-        missing = _native.library(weight.device.type).missing
+    native.warn_missing(weight.device.type)
+    if native.batch_invariant:
+        missing = native.library(weight.device.type).missing
         raise RuntimeError(f"batch-invariant products were asked for, and only libraries have them: {missing}")
-    return _native.fallback(weight.device.type).gemm(x, weight, absmax, codebook, bias, out_features, columns, rotated)
+    return native.fallback(weight.device.type).gemm(x, weight, absmax, codebook, bias, out_features, columns, rotated)
 
 
 @torch.library.impl(_LIB, "gemm_group", "CompositeExplicitAutograd")
@@ -446,7 +447,7 @@ def _(x, *of_each):
 def _(x, weight, absmax, codebook, bias, out_features, columns=None, rotated=False):
     _check_gemm(x, weight, absmax, codebook, bias, out_features, columns)
     if "torch._inductor.config" in sys.modules:  # about to compile; importing it takes over a second
-        from hf_kbit import inductor
+        from hf_kbit.ops import inductor
 
         inductor.install()
     return x.new_empty((*x.shape[:-1], out_features))
@@ -587,7 +588,7 @@ def set_batch_invariant(enabled: bool) -> None:
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled: found {enabled!r}, expected True or False")
-    _native.set_batch_invariant(enabled)
+    native.set_batch_invariant(enabled)
 
 
 # --- gemm_gradient --------------------------------------------------------------------------------
@@ -610,8 +611,8 @@ def _check_gemm_gradient(grad, weight, absmax, codebook, shape, columns):
 @torch.library.impl(_LIB, "gemm_gradient", "CompositeExplicitAutograd")
 def _(grad, weight, absmax, codebook, shape, columns=None, rotated=False):
     _check_gemm_gradient(grad, weight, absmax, codebook, shape, columns)
-    _native.warn_missing(weight.device.type)
-    decode = _native.fallback(weight.device.type).dequantize
+    native.warn_missing(weight.device.type)
+    decode = native.fallback(weight.device.type).dequantize
     return grad @ decode(weight, absmax, codebook, shape, grad.dtype, columns, rotated)
 
 
@@ -817,7 +818,7 @@ def _check_gemm_experts(x, weight, absmax, codebook, bias, rows, offsets, out_fe
 @torch.library.impl(_LIB, "gemm_experts", "CompositeExplicitAutograd")
 def _(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns=None, rotated=False, swiglu=False):
     _check_gemm_experts(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, swiglu)
-    _native.warn_missing(weight.device.type)
+    native.warn_missing(weight.device.type)
     packed = weight, absmax, codebook
     return reference.gemm_experts(x, *packed, bias, rows, offsets, out_features, columns, rotated, swiglu)
 
@@ -837,7 +838,7 @@ def _check_gemm_experts_gradient(grad, weight, absmax, codebook, offsets, shape,
 @torch.library.impl(_LIB, "gemm_experts_gradient", "CompositeExplicitAutograd")
 def _(grad, weight, absmax, codebook, offsets, shape, columns=None, rotated=False):
     _check_gemm_experts_gradient(grad, weight, absmax, codebook, offsets, shape, columns)
-    _native.warn_missing(weight.device.type)
+    native.warn_missing(weight.device.type)
     return reference.gemm_experts_gradient(grad, weight, absmax, codebook, offsets, shape, columns, rotated)
 
 
@@ -989,4 +990,4 @@ def _(grad, weight, absmax, codebook, offsets, shape, columns=None, rotated=Fals
 # --- compiled kernels -----------------------------------------------------------------------------
 
 for _name in ("cpu", "cuda"):
-    _native.library(_name)
+    native.library(_name)

@@ -1,7 +1,7 @@
 """Triton's kernels, for GPUs that no compiled library serves: decoding planes, and products of few tokens with them.
 
 The other ops are plain PyTorch there. ``dequantize`` and ``gemm`` take what those of ``reference`` take, give the same
-and decode by its order of float32 operations, so a weight decoded here is the same bit for bit. ``_native.fallback``
+and decode by its order of float32 operations, so a weight decoded here is the same bit for bit. ``native.fallback``
 chooses between the two and imports this file, and with it Triton, where it is about to be used.
 
 They were tested on an H200, not timed, and sizes of tiles not tuned; no AMD or Intel GPU has run them.

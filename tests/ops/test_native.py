@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import hf_kbit
-from hf_kbit import _native, reference
+from hf_kbit import reference
+from hf_kbit.ops import native
 
-ROOT = Path(__file__).parents[1]
-library = _native.library.__wrapped__  # without the cache, which would outlive a test
+ROOT = Path(__file__).parents[2]
+library = native.library.__wrapped__  # without the cache, which would outlive a test
 needs_compiler = pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler is installed")
 needs_library = pytest.mark.skipif(
-    not _native.library("cpu").loaded, reason=f"CPU library: {_native.library('cpu').missing}"
+    not native.library("cpu").loaded, reason=f"CPU library: {native.library('cpu').missing}"
 )
 
 
@@ -55,23 +56,23 @@ def test_cpu_library_is_loaded_where_it_could_be_built():
     """So that no test run checks plain PyTorch alone unnoticed."""
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("no C++ compiler is installed")
-    found = _native.library("cpu")
+    found = native.library("cpu")
     assert found.loaded, found.missing
     assert torch._C._dispatch_has_kernel_for_dispatch_key("hf_kbit::gemm", "CPU")
 
 
 @needs_library
 def test_library_lies_with_its_record():
-    path = _native.library("cpu").path
+    path = native.library("cpu").path
     assert path.name == "libhf_kbit_cpu.so" and str(path.parent) in hf_kbit.__path__
-    assert _native.build_info()["cpu"]["missing"] == ""
+    assert native.build_info()["cpu"]["missing"] == ""
 
 
 def test_nothing_was_built(empty):
     found = library("cpu")
     assert not found.loaded and found.path is None
     assert found.missing == f"{empty}/libhf_kbit_cpu.so does not exist; install hf_kbit again"
-    assert _native.build_info() == {}
+    assert native.build_info() == {}
 
 
 def test_reason_is_that_of_the_build(empty):
@@ -98,7 +99,7 @@ def test_newest_build_counts(tmp_path, monkeypatch, newest, file):
         (folder / "_build.json").write_text(json.dumps({"torch": str(i)}))
         os.utime(folder / "_build.json", (1000, 1000))
     (folders[newest] / file).touch()
-    assert _native.build_info() == {"torch": str(newest)}
+    assert native.build_info() == {"torch": str(newest)}
 
 
 # --- device types ---------------------------------------------------------------------------------
@@ -107,20 +108,20 @@ def test_newest_build_counts(tmp_path, monkeypatch, newest, file):
 def test_torch_without_cuda(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     expected = f"torch {torch.__version__} was built without CUDA; install a torch with CUDA"
-    assert library("cuda") == _native.Library("cuda", None, expected)
+    assert library("cuda") == native.Library("cuda", None, expected)
 
 
 def test_torch_with_cuda_and_no_cuda_library(empty, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     (empty / "_build.json").write_text(json.dumps({"cuda": {"missing": "no nvcc"}}))
-    assert library("cuda") == _native.Library("cuda", None, "no nvcc")
+    assert library("cuda") == native.Library("cuda", None, "no nvcc")
 
 
 def test_torch_with_rocm(monkeypatch):
     """Its devices are of the type cuda, too; a torch with CUDA would not serve them."""
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert library("cuda") == _native.Library("cuda", None, "hf_kbit has no compiled kernels for ROCm")
+    assert library("cuda") == native.Library("cuda", None, "hf_kbit has no compiled kernels for ROCm")
 
 
 @needs_compiler
@@ -136,9 +137,10 @@ def test_driver_too_old(tmp_path):
 import torch, hf_kbit
 torch.version.cuda = "12.8"
 hf_kbit.__path__ = [{str(tmp_path)!r}]
-hf_kbit._native.warn_missing("cuda")
+hf_kbit.ops.native.library.cache_clear()
+hf_kbit.ops.native.warn_missing("cuda")
 """
-    ran = run("-c", f"import hf_kbit._native{code}", LD_LIBRARY_PATH=str(tmp_path))
+    ran = run("-c", f"import hf_kbit.ops.native{code}", LD_LIBRARY_PATH=str(tmp_path))
     assert ran.returncode == 0, ran.stderr
     assert (
         "correct but slower: the CUDA library was built with CUDA 13 and needs NVIDIA driver 580 or newer, found "
@@ -160,8 +162,8 @@ hf_kbit._native.warn_missing("cuda")
 )
 def test_drivers(empty, monkeypatch, driver, compiler, expected):
     (empty / "_build.json").write_text(json.dumps({"cuda": {"missing": "", "compiler": compiler}}))
-    monkeypatch.setattr(_native, "_driver_cuda", lambda: driver)
-    found = _native._old_driver()
+    monkeypatch.setattr(native, "_driver_cuda", lambda: driver)
+    found = native._old_driver()
     assert expected in found if expected else found == ""
 
 
@@ -171,8 +173,8 @@ def test_device_without_kernels():
 
 def test_numbers_without_cuda_library(monkeypatch):
     """Nothing is joined, no architecture planned for."""
-    monkeypatch.setattr(_native, "library", lambda name: _native.Library(name, None, "not built"))
-    assert _native.group_limits.__wrapped__() == (0, 0) and _native.cuda_arch() == 0
+    monkeypatch.setattr(native, "library", lambda name: native.Library(name, None, "not built"))
+    assert native.group_limits.__wrapped__() == (0, 0) and native.cuda_arch() == 0
 
 
 # --- HF_KBIT_CPU ----------------------------------------------------------------------------------
@@ -189,7 +191,7 @@ def test_unknown_instruction_set():
 @needs_library
 @pytest.mark.parametrize("wanted", ["portable", ""])
 def test_instruction_set(wanted):
-    code = "from hf_kbit import _native as n; print(n.instruction_set(n.library('cpu').path))"
+    code = "from hf_kbit.ops import native as n; print(n.instruction_set(n.library('cpu').path))"
     found = run("-c", code, HF_KBIT_CPU=wanted).stdout.strip()
     assert found == wanted if wanted else found in ("amx", "avx512", "avx2", "portable")
 
@@ -210,14 +212,14 @@ def test_other_kernels(wanted):
 
 
 def test_warning_comes_once_for_each_device_type(monkeypatch):
-    monkeypatch.setattr(_native, "library", lambda name: _native.Library(name, None, f"no {name}; buy one"))
-    monkeypatch.setattr(_native, "triton_missing", lambda name: f"no Triton for {name}")
-    _native.warn_missing.cache_clear()
+    monkeypatch.setattr(native, "library", lambda name: native.Library(name, None, f"no {name}; buy one"))
+    monkeypatch.setattr(native, "triton_missing", lambda name: f"no Triton for {name}")
+    native.warn_missing.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for device_type in ("cpu", "cuda", "cpu", "cuda"):
-            _native.warn_missing(device_type)
-    _native.warn_missing.cache_clear()
+            native.warn_missing(device_type)
+    native.warn_missing.cache_clear()
     assert [warning.category for warning in caught] == [RuntimeWarning] * 2
     for warning, name in zip(caught, ("cpu", "cuda"), strict=True):
         assert f"in plain PyTorch on {name}, " in str(warning.message)

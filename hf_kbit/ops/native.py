@@ -40,7 +40,7 @@ class Library:
 
 def _folder() -> Path:
     """Where the newest build lies: beside this file, or where an editable install put one."""
-    folders = [Path(folder) for folder in sys.modules[__package__].__path__]
+    folders = [Path(folder) for folder in sys.modules["hf_kbit"].__path__]
     built = [path for folder in folders for path in (*folder.glob("_build.json"), *folder.glob("libhf_kbit_*.so"))]
     return max(built, key=lambda path: path.stat().st_mtime).parent if built else folders[0]
 
@@ -156,10 +156,10 @@ def triton_missing(device_type: str) -> str:
     try:
         if device_type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
             return "Triton's products in bfloat16 need compute capability 8.0"
-        from hf_kbit import triton_kernels
+        from hf_kbit.ops import triton
 
         for dtype in (torch.float16, torch.bfloat16):
-            triton_kernels.check(device_type, dtype)
+            triton.check(device_type, dtype)
     except Exception as error:  # Triton's, its compilers' and drivers', which have no class in common
         return f"Triton's kernels fail here ({type(error).__name__}: {error})"
     return ""
@@ -169,9 +169,9 @@ def fallback(device_type: str) -> ModuleType:
     """What has ``dequantize`` and ``gemm`` for a device type without library: Triton's kernels or the reference."""
     if triton_missing(device_type):
         return reference
-    from hf_kbit import triton_kernels
+    from hf_kbit.ops import triton
 
-    return triton_kernels
+    return triton
 
 
 @functools.cache

@@ -9,7 +9,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
-from hf_kbit import KbitLinear, _native, inductor
+from hf_kbit import KbitLinear
+from hf_kbit.ops import inductor, native
 
 OPS = torch.ops.hf_kbit
 LIMITS = 16, 4  # tokens and products of a launch, as the CUDA library says
@@ -127,7 +128,7 @@ def test_columns_made_of_another_product_come_after_it():
 @torch.no_grad()
 @config.patch(post_grad_custom_pre_pass=None, force_disable_caches=True)
 def test_compiled_with_inductor(monkeypatch):
-    monkeypatch.setattr(_native, "group_limits", lambda: LIMITS)
+    monkeypatch.setattr(native, "group_limits", lambda: LIMITS)
     q, k, v = tiled(48), tiled(16, bias=False), tiled(33)
 
     def run(x):
@@ -141,17 +142,17 @@ def test_compiled_with_inductor(monkeypatch):
 
 @config.patch(post_grad_custom_pre_pass=print)
 def test_a_pass_of_somebody_else_stays(monkeypatch):
-    monkeypatch.setattr(_native, "group_limits", lambda: LIMITS)
+    monkeypatch.setattr(native, "group_limits", lambda: LIMITS)
     inductor.install()
     assert config.post_grad_custom_pre_pass is print
 
 
 @config.patch(post_grad_custom_pre_pass=None)
 def test_installed_where_a_library_joins_products(monkeypatch):
-    monkeypatch.setattr(_native, "group_limits", lambda: (0, 0))
+    monkeypatch.setattr(native, "group_limits", lambda: (0, 0))
     inductor.install()
     assert config.post_grad_custom_pre_pass is None
-    monkeypatch.setattr(_native, "group_limits", lambda: (5, 3))
+    monkeypatch.setattr(native, "group_limits", lambda: (5, 3))
     inductor.install()
     found = config.post_grad_custom_pre_pass
     assert (found.most_tokens, found.most_products) == (5, 3)
@@ -166,7 +167,7 @@ def test_as_many_as_the_library_says():
 
 
 def test_limits_are_the_librarys():
-    assert _native.group_limits() == (LIMITS if _native.library("cuda").loaded else (0, 0))
+    assert native.group_limits() == (LIMITS if native.library("cuda").loaded else (0, 0))
 
 
 def test_products_that_need_gradients_are_not_joined():

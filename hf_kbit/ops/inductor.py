@@ -11,14 +11,14 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from hf_kbit import _native
 from hf_kbit.codebooks import bits_of
+from hf_kbit.ops import native
 from hf_kbit.reference import is_tiled
 
 
 def install() -> None:
     """Has Inductor run the pass, unless another has the one place that there is, or no library joins products."""
-    most_tokens, most_products = _native.group_limits()
+    most_tokens, most_products = native.group_limits()
     if most_products > 1 and config.post_grad_custom_pre_pass is None:
         config.post_grad_custom_pre_pass = JoinProducts(most_tokens, most_products)
 
