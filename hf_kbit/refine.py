@@ -25,8 +25,8 @@ def refine(parts: Iterable[torch.Tensor], levels: Levels, exponent: int, search:
         parts: the rows of the weight, float32, float16 or bfloat16 ``[n, K]`` at a time, finite; gone through three
             times.
         levels: canonical codebook of ``2**bits`` levels, where the iteration starts.
-        exponent: of the power of two by which ``hf_kbit.quantize`` wants levels multiplied for this weight.
-        search: how scales are found (``hf_kbit.quantize``).
+        exponent: of the power of two by which ``hf_kbit.ops.quantize`` wants levels multiplied for this weight.
+        search: how scales are found (``hf_kbit.ops.quantize``).
         signed: whether they have signs.
 
     Source: Lloyd 1982 (Least squares quantization in PCM), with the choice of a block's scale inside the iteration.

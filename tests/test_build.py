@@ -239,8 +239,8 @@ sys.meta_path[:] = [m.BuiltinImporter, m.FrozenImporter, m.PathFinder]
 sys.path.insert(0, {str(tmp_path)!r})
 import torch, hf_kbit
 from hf_kbit.cli import info
-planes, absmax = hf_kbit.quantize(torch.ones(4, 32), torch.arange(4.0) / 3)
-assert hf_kbit.dequantize(planes, absmax, torch.arange(4.0) / 3, [4, 32], torch.float32).equal(torch.ones(4, 32))
+planes, absmax = hf_kbit.ops.quantize(torch.ones(4, 32), torch.arange(4.0) / 3)
+assert hf_kbit.ops.dequantize(planes, absmax, torch.arange(4.0) / 3, [4, 32], torch.float32).equal(torch.ones(4, 32))
 assert not torch._C._dispatch_has_kernel_for_dispatch_key("hf_kbit::quantize", "CPU")
 info.command()
 """

@@ -109,7 +109,7 @@ def test_example_of_the_format_page():
     codebook = torch.tensor(codebooks.normal_float(3))
     assert f"levels[5]     = {codebooks.normal_float(3)[5]}" in page
     planes, absmax = torch.tensor([words], dtype=torch.int32), torch.tensor([[byte]], dtype=torch.uint8)
-    decoded = hf_kbit.dequantize(planes, absmax, codebook, (1, 32))
+    decoded = hf_kbit.ops.dequantize(planes, absmax, codebook, (1, 32))
     assert decoded.tolist() == [[value] * 32]
     signed = float(re.search(r"its\s+stored\s+weights\s+are\s+(\S+)\.\n", page)[1])
     assert cases.stored(planes, absmax, 16 * codebook, signed=True).tolist() == [[signed] * 32]

@@ -316,6 +316,6 @@ def test_refused_arguments():
     with pytest.raises(TypeError, match="config: found it and"):
         quantize_model(Twice(), KbitConfig(), bits=3)
     with pytest.raises(TypeError, match=r"hf_kbit\.quantize_model"):
-        hf_kbit.quantize(Twice())
+        hf_kbit.ops.quantize(Twice())
     with pytest.raises(TypeError, match=r"found str, .* while it loads, by AutoModelForCausalLM.from_pretrained\("):
         quantize_model("Qwen/Qwen3-0.6B", bits=3)

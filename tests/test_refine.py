@@ -39,7 +39,7 @@ def exponent_of(weight: torch.Tensor, signed: bool) -> int:
 
 def squared_error(weight, levels, exponent, search, signed=False) -> float:
     codebook = codebooks.scaled(levels, exponent, weight.device)
-    decoded = cases.stored(*hf_kbit.quantize(weight, codebook, search, signed), codebook, signed)
+    decoded = cases.stored(*hf_kbit.ops.quantize(weight, codebook, search, signed), codebook, signed)
     return (decoded[:, : weight.shape[1]].double() - weight.double()).square().sum().item()
 
 
@@ -65,7 +65,7 @@ def test_means_are_those_of_the_weights_over_their_scales(shape, signed):
     weight, levels = torch.randn(shape, generator=cases.generator(*shape)) - 0.3, codebooks.optimal(3, signed)
     exponent = 6 if signed else 2
     codebook = codebooks.scaled(levels, exponent, weight.device)
-    planes, absmax = hf_kbit.quantize(weight, codebook, True, signed)
+    planes, absmax = hf_kbit.ops.quantize(weight, codebook, True, signed)
     decoded = cases.stored(planes, absmax, codebook, signed)
     scales = reference.decode_scales(absmax, signed)
     assert (scales < 0).any() == signed

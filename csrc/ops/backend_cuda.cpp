@@ -361,7 +361,7 @@ GemmPath path_of(const Packed& packed, Dtype dtype, int64_t tokens, bool joined,
             "x",
             "dtype " + dtype_name(scalar_type(dtype)) + ", the weight in " +
                 (packed.form == Form::tiles ? "tiles" : "bit-planes"),
-            "float16 or bfloat16, the weight in tiles (hf_kbit.repack), on a GPU of compute capability 8.0 or newer,"
+            "float16 or bfloat16, the weight in tiles (hf_kbit.ops.repack), on a GPU of compute capability 8.0 or newer,"
             " as batch-invariant products were asked for");
     }
     if (joined && tokens <= kGemmTokens && path == GemmPath::wgmma && !batch_invariant()) path = GemmPath::decode;

@@ -235,7 +235,7 @@ def choose_decoding(
     Args:
         stored: what will be quantized.
         levels: canonical codebook of ``2**bits`` levels.
-        search: how scales will be found (``hf_kbit.quantize``).
+        search: how scales will be found (``hf_kbit.ops.quantize``).
         refined: whether the levels are refined on this weight (the codebook ``"layer"``).
         widest: whether the exponent is to leave the most room below the largest scale.
 

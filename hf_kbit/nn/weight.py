@@ -148,7 +148,7 @@ class KbitWeight(nn.Module):
         device: of the parameters and the codebook.
         dtype: of the weight that the layer stands for: what ``dequantize`` gives.
         scale: how ``load_dense`` finds the scale of a block: ``"search"``, by the squared error, or ``"absmax"``, from
-            its largest magnitude (``hf_kbit.quantize``).
+            its largest magnitude (``hf_kbit.ops.quantize``).
         transform: what ``load_dense`` does to a weight first: ``"rotated"`` or ``"none"`` (``KbitConfig``).
         lead: how many matrices there are, in each leading dimension.
 

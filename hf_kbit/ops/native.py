@@ -12,9 +12,9 @@ import json
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
@@ -165,13 +165,19 @@ def triton_missing(device_type: str) -> str:
     return ""
 
 
-def fallback(device_type: str) -> ModuleType:
-    """What has ``dequantize`` and ``gemm`` for a device type without library: Triton's kernels or the reference."""
-    if triton_missing(device_type):
-        return reference
-    from hf_kbit.ops import triton
+def fallback(op: str, device_type: str) -> Callable:
+    """What runs an op on a device type without library: a kernel of Triton's if it has one, or the reference."""
+    warn_missing(device_type)
+    name = op.removesuffix("_inference")
+    if batch_invariant and name in ("gemm", "gemm_group", "gemm_experts"):
+        missing = library(device_type).missing
+        raise RuntimeError(f"batch-invariant products were asked for, and only libraries have them: {missing}")
+    if not triton_missing(device_type):
+        from hf_kbit.ops import triton
 
-    return triton
+        if name in triton.OPS:
+            return getattr(triton, name)
+    return getattr(reference, name)
 
 
 @functools.cache

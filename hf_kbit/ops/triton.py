@@ -18,6 +18,7 @@ from hf_kbit import format, reference
 from hf_kbit.codebooks import bits_of
 from hf_kbit.format import num_blocks
 
+OPS = ("dequantize", "gemm", "gemm_gradient")
 MOST_TOKENS = 16  # of one product: the side of the smallest tile that tl.dot takes
 
 _BLOCK = tl.constexpr(format.BLOCK_SIZE)
@@ -129,16 +130,8 @@ def _gemm_kernel(
 # --- launched -------------------------------------------------------------------------------------
 
 
-def dequantize(
-    weight: torch.Tensor,
-    absmax: torch.Tensor,
-    codebook: torch.Tensor,
-    shape: list[int],
-    dtype: torch.dtype,
-    columns: torch.Tensor | None = None,
-    rotated: bool = False,
-) -> torch.Tensor:
-    """See ``hf_kbit.dequantize``. Tiles, which layers have only where a library reads them, go to ``reference``."""
+def dequantize(weight, absmax, codebook, shape, dtype, columns=None, rotated=False):
+    """See ``ops.dequantize``. Tiles, which layers have only where a library reads them, go to ``reference``."""
     bits = bits_of(codebook.numel())
     if reference.is_tiled(weight, absmax, bits):
         return reference.dequantize(weight, absmax, codebook, shape, dtype, columns, rotated)
@@ -153,17 +146,8 @@ def dequantize(
     return out
 
 
-def gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    absmax: torch.Tensor,
-    codebook: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_features: int,
-    columns: torch.Tensor | None = None,
-    rotated: bool = False,
-) -> torch.Tensor:
-    """See ``hf_kbit.gemm``: up to ``MOST_TOKENS`` tokens by one kernel, more after decoding the weight."""
+def gemm(x, weight, absmax, codebook, bias, out_features, columns=None, rotated=False):
+    """See ``ops.gemm``: up to ``MOST_TOKENS`` tokens by one kernel, more after decoding the weight."""
     bits, in_features = bits_of(codebook.numel()), x.shape[-1]
     tokens = x.numel() // in_features
     tiled = reference.is_tiled(weight, absmax, bits)
@@ -184,6 +168,11 @@ def gemm(
         grid = (triton.cdiv(out_features, tile["tile_rows"]),)
         _gemm_kernel[grid](x, *packed, out, *sizes, **how, tile_tokens=MOST_TOKENS, **tile, **_OPTIONS)
     return out
+
+
+def gemm_gradient(grad, weight, absmax, codebook, shape, columns=None, rotated=False):
+    """The gradient of ``gemm`` in x."""
+    return grad @ dequantize(weight, absmax, codebook, shape, grad.dtype, columns, rotated)
 
 
 def _of_input(x: torch.Tensor, columns: torch.Tensor | None, rotated: bool) -> torch.Tensor:

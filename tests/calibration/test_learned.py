@@ -4,9 +4,10 @@ import cases
 import pytest
 import torch
 
-from hf_kbit import codebooks, dequantize, quantize
+from hf_kbit import codebooks
 from hf_kbit.calibration import learned, weighted
 from hf_kbit.format import decode_e4m4
+from hf_kbit.ops import dequantize, quantize
 from hf_kbit.reference import signs_of
 
 

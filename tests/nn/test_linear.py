@@ -114,7 +114,7 @@ def test_a_transformed_layer_is_what_its_parts_say(in_features):
     layer = KbitLinear.from_linear(dense, bits=3)
     columns = balance(dense.weight.detach())
     stored = transforms.to_stored(dense.weight.detach(), reference.decode_e4m4(columns), rotated=True)
-    words = hf_kbit.quantize(stored, layer.codebook, search=True, signed=True)
+    words = hf_kbit.ops.quantize(stored, layer.codebook, search=True, signed=True)
     parts = zip((*words, columns), layer.packed.values(), strict=True)
     assert all(torch.equal(*pair) for pair in parts) and layer.decoding.transform == "rotated"
     decoded = cases.stored(*words, layer.codebook, signed=True)
@@ -755,7 +755,7 @@ def test_tangent_of_the_bias():
     x, along = torch.randn(2, 64), torch.randn(8)
 
     def of_bias(bias):
-        return hf_kbit.gemm(x, layer.weight, layer.weight_absmax, layer.codebook, bias)
+        return hf_kbit.ops.gemm(x, layer.weight, layer.weight_absmax, layer.codebook, bias)
 
     torch.testing.assert_close(torch.func.jvp(of_bias, (layer.bias.data,), (along,))[1], along.expand(2, 8))
 
@@ -804,4 +804,4 @@ def test_type_leaves_packed_words(cast):
 
 def test_a_model_is_no_weight():
     with pytest.raises(TypeError, match=r"weight: found Linear, expected a tensor.*from_pretrained"):
-        hf_kbit.quantize(nn.Linear(2, 2), hf_kbit.KbitConfig())
+        hf_kbit.ops.quantize(nn.Linear(2, 2), hf_kbit.KbitConfig())

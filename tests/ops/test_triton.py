@@ -146,7 +146,7 @@ with torch.no_grad():
     torch.testing.assert_close(compiled(tokens), expected)
     weight, absmax, columns = layer.packed.values()
     packed = weight, absmax, layer.codebook, (24, 100)
-    rows = hf_kbit.embed(torch.tensor([3, 1]), *packed, columns=columns, rotated=True)
+    rows = hf_kbit.ops.embed(torch.tensor([3, 1]), *packed, columns=columns, rotated=True)
     assert torch.equal(rows, dense[[3, 1]])
 """
 

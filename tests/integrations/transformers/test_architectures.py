@@ -587,7 +587,7 @@ def test_scales_of_the_largest_magnitudes(load, recorded, tmp_path):
     for name, layer in quantized(reloaded).items():
         weight = reference.get_submodule(name).weight.detach()
         codebook = torch.tensor(codebooks.normal_float(3)) * 2.0**layer.exponent
-        planes, absmax = hf_kbit.quantize(weight, codebook)
+        planes, absmax = hf_kbit.ops.quantize(weight, codebook)
         assert torch.equal(layer.weight, planes) and torch.equal(layer.weight_absmax, absmax), name
         layer.load_dense(weight)
         assert torch.equal(layer.weight, planes) and torch.equal(layer.weight_absmax, absmax), name
