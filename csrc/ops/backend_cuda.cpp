@@ -357,12 +357,12 @@ GemmPath path_of(const Packed& packed, Dtype dtype, int64_t tokens, bool joined,
                                                        transformed, batch_invariant(), gpu.arch, gpu.shared_reserved)
                                            : GemmPath::dequantize;
     if (path == GemmPath::dequantize && tokens > 0 && batch_invariant()) {
-        refuse(
-            "x",
-            "dtype " + dtype_name(scalar_type(dtype)) + ", the weight in " +
-                (packed.form == Form::tiles ? "tiles" : "bit-planes"),
-            "float16 or bfloat16, the weight in tiles (hf_kbit.ops.repack), on a GPU of compute capability 8.0 or newer,"
-            " as batch-invariant products were asked for");
+        refuse("x",
+               "dtype " + dtype_name(scalar_type(dtype)) + ", the weight in " +
+                   (packed.form == Form::tiles ? "tiles" : "bit-planes"),
+               "float16 or bfloat16, the weight in tiles (hf_kbit.ops.repack), on a GPU of compute capability 8.0 or "
+               "newer,"
+               " as batch-invariant products were asked for");
     }
     if (joined && tokens <= kGemmTokens && path == GemmPath::wgmma && !batch_invariant()) path = GemmPath::decode;
     return path;

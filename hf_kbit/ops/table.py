@@ -238,6 +238,8 @@ def gemm(x, weight, absmax, codebook, bias, out_features, columns=None, rotated=
 )
 def gemm_group(x, weights, absmaxes, codebooks, biases, out_features, columns, rotated):
     of_each = weights, absmaxes, codebooks, biases, out_features, columns, rotated
+    if {*map(len, of_each)} != {len(weights)}:
+        raise ValueError(f"weights: found {len(weights)}, expected as many of each argument but x")
     return [result for product in zip(*of_each, strict=True) for result in gemm(x, *product)]
 
 
@@ -271,7 +273,8 @@ def route_experts(experts, num_experts):
 def combine_experts(y, places, weights):
     _check_dtype("y", y.dtype, WITH_FLOAT64)
     _check_dtype("places", places.dtype, (torch.int32,))
-    _check_dtype("weights", weights.dtype, dict.fromkeys((torch.float32, y.dtype)))
+    if weights.dtype != torch.float32:
+        _check_dtype("weights", weights.dtype, (y.dtype,))
     if y.dim() != 2:
         _refuse_shape("y", y, "[rows, out_features]")
     if places.dim() != 2:
