@@ -57,9 +57,8 @@ def reader():
     return namespace
 
 
-@pytest.mark.parametrize("codebook", ["optimal", "layer"])
 @pytest.mark.parametrize("bits", cases.BITS)
-def test_reader_of_the_format_page(reader, bits, codebook, tmp_path):
+def test_reader_of_the_format_page(reader, bits, tmp_path):
     torch.manual_seed(bits)
     shape = {"hidden_size": 40, "intermediate_size": 72, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=64, **shape))
@@ -67,8 +66,9 @@ def test_reader_of_the_format_page(reader, bits, codebook, tmp_path):
         model.model.layers[1].mlp.up_proj.weight *= 1e-4
     model.save_pretrained(tmp_path / "dense")
     other = 2 if bits == 5 else bits + 1
-    config = hf_kbit.KbitConfig(bits=bits, module_bits={"down_proj": other}, codebook=codebook)
+    config = hf_kbit.KbitConfig(bits=bits, module_bits={"down_proj": other})
     model = LlamaForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
+    cases.give_own_levels(model.model.layers[1])
     model.save_pretrained(tmp_path / "packed", max_shard_size="20KB")
     assert len(list((tmp_path / "packed").glob("*.safetensors"))) > 1
 

@@ -119,7 +119,6 @@ ORDER = [
     "inductor",
     "ops",
     "balance",
-    "refine",
     "nn",
     "config",
     "mixing",

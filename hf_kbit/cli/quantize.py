@@ -108,7 +108,7 @@ def command(
     codebook: Annotated[
         str | None,
         typer.Option(
-            help="Codebook, the levels that weights are rounded to: optimal, normal_float, int, fp4 or layer. "
+            help="Codebook, the levels that weights are rounded to: optimal, normal_float, int or fp4. "
             "Default: optimal."
         ),
     ] = None,

@@ -375,7 +375,7 @@ def test_a_mixed_method(quality, trained, way, bits, monkeypatch):
     assert widest < quality.methods.squared_error(model, reference) < narrowest
 
 
-@pytest.mark.parametrize(("codebook", "tables"), [("int", 1), ("layer", 7 * LAYERS)])
+@pytest.mark.parametrize(("codebook", "tables"), [("int", 1), ("optimal", 1)])
 @pytest.mark.parametrize("bits", BITS)
 def test_bits_per_weight(quality, folder, bits, codebook, tables):
     (method,) = [m for m in quality.methods.kbit_methods() if m.label == f"hf_kbit {bits} {codebook}, search"]

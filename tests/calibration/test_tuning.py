@@ -91,7 +91,7 @@ def test_a_checkpoint_like_any_other(how, device, tmp_path):
 
 @pytest.mark.parametrize(
     "choices",
-    [{}, {"transform": "none"}, {"codebook": "layer"}, {"embedding_bits": 4}, {"bits": 5}],
+    [{}, {"transform": "none"}, {"codebook": "int"}, {"embedding_bits": 4}, {"bits": 5}],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])

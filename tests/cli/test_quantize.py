@@ -107,7 +107,7 @@ def test_quantize_with_data(run_quantize, data, device, tmp_path):
         "--bits",
         3,
         "--codebook",
-        "layer",
+        "int",
         "--method",
         "weighted",
         "--sequences",
@@ -123,7 +123,7 @@ def test_quantize_with_data(run_quantize, data, device, tmp_path):
     assert f"calibrating   weighted, 3 x 70 tokens of {name}, on {device}" in result.stdout.splitlines()
     assert "calibrating: 100%" in result.stderr and ("writing: 100%" in result.stderr) == (data == "its own")
     text = {"--text": TEXT, "--dataset": "\n\n".join(TEXT.splitlines()), "its own": None}[data]
-    keywords = {"method": "weighted", "bits": 3, "codebook": "layer", "sequences": 3, "length": 70, "batch": 2}
+    keywords = {"method": "weighted", "bits": 3, "codebook": "int", "sequences": 3, "length": 70, "batch": 2}
     expected = hf_kbit.calibrate("dense", text, device=device, **keywords, **tune)
     expected.save_pretrained(tmp_path / "expected")
     tuned = [line for line in result.stdout.splitlines() if line.startswith("tuned")]

@@ -270,8 +270,7 @@ class KbitHfQuantizer(HfQuantizer):
     def new_layer(self, model, name: str, bits: int) -> KbitWeight:
         """An empty stand-in on the meta device that knows what it stands for."""
         config = self.quantization_config
-        codebook = "layer" if config.codebook == "layer" and not self.pre_quantized else config.levels_for(bits)
-        settings = {"codebook": codebook, "scale": config.scale, "transform": config.transform}
+        settings = {"codebook": config.levels_for(bits), "scale": config.scale, "transform": config.transform}
         if is_projection(model, name):
             return experts.new_projection(model, name, bits=bits, **settings)
         dense = model.get_submodule(name)
