@@ -20,7 +20,7 @@ from transformers import (
 from transformers.utils import logging
 
 import hf_kbit
-from hf_kbit.calibration import capture, experts, feedback, inputs, learned, tuning, weighted
+from hf_kbit.calibration import capture, experts, feedback, inputs, tuning, weighted
 from hf_kbit.calibration.data import SEQUENCES, token_ids, tokenizer_of
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.rounding import round_linear, round_projection
@@ -37,7 +37,7 @@ from hf_kbit.nn.experts import is_projection
 logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
 # A solver is a module with ``solve(weight, moments, codebook) -> planes, absmax`` and ``DIAGONAL``: whether moments
 # are the diagonal of the sum of x @ x.T, or all of it.
-METHODS: dict[str, ModuleType] = {"feedback": feedback, "learned": learned, "weighted": weighted}
+METHODS: dict[str, ModuleType] = {"feedback": feedback, "weighted": weighted}
 
 
 @torch.no_grad()
@@ -85,8 +85,7 @@ def calibrate(
             on a CPU.
         method: ``"feedback"``: the weights not yet rounded make up for the errors of those that are; needs K * K
             float32, a few times over, for a layer of K in_features. ``"weighted"``: only scales are chosen, by errors
-            weighted by the inputs' squares; quicker. ``"learned"``: scales by gradient descent on the error of the
-            layer's outputs.
+            weighted by the inputs' squares; quicker.
         tune: then train what is stored, for so many steps (docs/calibration.md): scales and codes of each layer of the
             model, a fifth of the steps, on its output; then scales, norms and biases of the whole model on how it
             predicted the next token in 16 bits. The bytes stay as many; what is gained on sequences that were held out

@@ -51,7 +51,7 @@ def command(
         bool, typer.Option(help="Quantize with data: better, most of all at 2 and 3 bits, and slower.")
     ] = False,
     method: Annotated[
-        str, typer.Option(help="With --calibrate: how weights are chosen, by feedback, weighted or learned.")
+        str, typer.Option(help="With --calibrate: how weights are chosen, by feedback or weighted.")
     ] = "feedback",
     tune: Annotated[
         bool,

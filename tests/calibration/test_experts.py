@@ -175,10 +175,10 @@ def errors_of_blocks(model, dense, ids) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bits", [2, 3])
-@pytest.mark.parametrize(("method", "bound"), [("feedback", 0.6), ("learned", 0.85), ("weighted", 1.0)])
+@pytest.mark.parametrize(("method", "bound"), [("feedback", 0.6), ("weighted", 1.0)])
 def test_blocks_err_less_than_without_data(method, bound, bits, tmp_path):
-    """On tokens that were not read. Measured on 2026-11-23 (torch 2.13 CPU): 0.37 and 0.50 at both widths, 0.65 and
-    0.77, 0.93 to 0.97."""
+    """On tokens that were not read. Measured on 2026-11-23 (torch 2.13 CPU): 0.37 and 0.50 at both widths, and 0.93 to
+    0.97."""
     dense, generator = correlated(), torch.Generator().manual_seed(2)
     dense.save_pretrained(tmp_path)
     free = type(dense).from_pretrained(tmp_path, quantization_config=KbitConfig(bits=bits))
