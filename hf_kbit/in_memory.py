@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_kbit import mixing, widths
-from hf_kbit.calibration import capture, layerwise, tuning
+from hf_kbit.calibration import layerwise, stream, tuning
 from hf_kbit.calibration.data import token_ids
 from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
@@ -146,7 +146,7 @@ def quantize_model(
         config = replace(config, embedding_bits=tables)
     packable, chosen = _choose(model, config)
     if calibrate and tune and tune_whole:
-        layerwise.check_room(model, chosen, data, length, capture.resolve(device, model))
+        layerwise.check_room(model, chosen, data, length, stream.resolve(device, model))
     before, reasons = _bytes(model), packable.reasons
     if config.embedding_bits is None:
         reasons = dict.fromkeys(packable.tables, "table") | reasons
@@ -157,7 +157,7 @@ def quantize_model(
         measure = (calibrate or data is not None or memory is not None) and _predicts_tokens(model)
     where = device
     if calibrate or (mean % 1 and measure):
-        where = capture.resolve(None, model) if device is None else device
+        where = stream.resolve(None, model) if device is None else device
         source = _name(data)
         if data is None:
             if calibrate:
@@ -278,7 +278,7 @@ def _predicts_tokens(model: nn.Module) -> bool:
     """Whether it is a causal language model, of which can be measured what few bits cost."""
     if not isinstance(model, PreTrainedModel):
         return False
-    return capture.is_causal(model.config) and model.can_generate() and capture.reads_tokens(model)
+    return stream.is_causal(model.config) and model.can_generate() and stream.reads_tokens(model)
 
 
 def _name(data: object) -> str:

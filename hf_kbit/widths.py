@@ -22,7 +22,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.pytorch_utils import Conv1D
 
-from hf_kbit.calibration import capture
+from hf_kbit.calibration import stream
 from hf_kbit.calibration.data import token_ids
 from hf_kbit.calibration.experts import DenseProjection, opened
 from hf_kbit.calibration.writing import draw, write
@@ -146,16 +146,16 @@ def measure(
     names = list(selection.Packable(model).choose(config))
     if not names:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
-    device, ids = capture.resolve(device, model), ids.to(model.device)
+    device, ids = stream.resolve(device, model), ids.to(model.device)
     together = max(LOGITS // (window * model.config.get_text_config().vocab_size), 1)
     pieces = [piece for piece in _windows(ids, window, together) if piece.shape[1] > 1]
     costs = {name: dict.fromkeys(BITS, 0.0) for name in names}
     weights = {name: stored_weights(model, [name]) for name in names}
     generator = torch.Generator(device).manual_seed(SEED)
     bar = tqdm(total=len(names) * len(pieces), desc="measuring", disable=not progress)
-    with capture.evaluating(model), opened(model, [name for name in names if is_projection(model, name)]), bar:
+    with stream.evaluating(model), opened(model, [name for name in names if is_projection(model, name)]), bar:
         with torch.no_grad():
-            capture.check(model, units(model, names), pieces[0], device)
+            stream.check(model, units(model, names), pieces[0], device)
         for piece in pieces:
             _add_costs(model, piece, config, device, generator, costs, bar)
     for name, found in costs.items():
@@ -203,8 +203,8 @@ def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, 
     hooks = [model.get_submodule(name).register_forward_hook(partial(watch, name), with_kwargs=True) for name in costs]
     try:
         parts = (*units(model, list(costs)), *([head] if head else []))
-        with torch.enable_grad(), capture.recomputed(model, parts, device) as anchor:
-            logits = capture.forward_pass(model, ids).logits
+        with torch.enable_grad(), stream.recomputed(model, parts, device) as anchor:
+            logits = stream.forward_pass(model, ids).logits
             probabilities = logits.detach().to(device).float().softmax(-1).flatten(0, -2)
             # The gradient of the logarithm of a probability by logits: 1 at the token, less all probabilities.
             drawn = draw(probabilities, generator)
@@ -448,7 +448,7 @@ def _cache(model: PreTrainedModel, tokens: int, encoded: int) -> tuple[object, l
         given = {"input_ids": decoded}
         if twin.config.is_encoder_decoder:
             given = {"decoder_input_ids": decoded, "input_ids": torch.zeros(1, encoded, dtype=torch.int64)}
-            if not capture.reads_tokens(model):
+            if not stream.reads_tokens(model):
                 states = torch.zeros(1, twin.config.max_source_positions, twin.config.hidden_size, dtype=model.dtype)
                 given = {"decoder_input_ids": decoded, "encoder_outputs": BaseModelOutput(states)}
     twin.set_attn_implementation("eager")  # others need a GPU, or values

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.quality.methods import OWN_TEXT, Method, Storage, dtype_of, linears, load, text_to_tune_on
-from hf_kbit.calibration import capture, tuning
+from hf_kbit.calibration import stream, tuning
 
 GROUP, BITS = 64, (2, 3)
 WAY = f"EfficientQAT's recipe in our own code, group {GROUP}{OWN_TEXT}"
@@ -138,7 +138,7 @@ def train(model: nn.Module, text: torch.Tensor, bits: int, steps: int) -> tuple[
             found = [run(part) for part in inputs]
         return zip([*first, *inputs], [*dense, *found], strict=True)
 
-    capture.stream(model, list(names), torch.cat([read, read]), device, visit)
+    stream.stream(model, list(names), torch.cat([read, read]), device, visit)
     return losses, _train_scales(model, list(grids.values()), text, rows, steps)
 
 

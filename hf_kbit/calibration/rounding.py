@@ -9,9 +9,8 @@ from transformers.pytorch_utils import Conv1D
 from hf_kbit import codebooks
 from hf_kbit.balance import balance_for
 from hf_kbit.calibration import launches
-from hf_kbit.calibration.drift import aim
 from hf_kbit.calibration.experts import DenseProjection
-from hf_kbit.calibration.inputs import Moments
+from hf_kbit.calibration.moments import Moments, aim
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Stored

@@ -41,7 +41,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from hf_kbit import codebooks
-from hf_kbit.calibration import capture
+from hf_kbit.calibration import stream
 from hf_kbit.calibration.data import LENGTH
 from hf_kbit.calibration.launches import NotRecorded, one_launch
 from hf_kbit.calibration.resume import Finished
@@ -114,7 +114,7 @@ def check(model: nn.Module, steps: int | bool, rows: int | None = None) -> None:
         raise TypeError(f"tune: found {steps!r}, expected a number of steps, or True")
     if steps < 0:
         raise ValueError(f"tune: found {steps}, expected 0 or more steps")
-    if steps and not (capture.is_causal(model.config) and capture.reads_tokens(model) and model.can_generate()):
+    if steps and not (stream.is_causal(model.config) and stream.reads_tokens(model) and model.can_generate()):
         raise ValueError(
             f"tune: found {type(model).__name__}, expected a causal language model: what is trained on is how it "
             "predicts the next token"
@@ -143,7 +143,7 @@ def check_room(model: nn.Module, weights: int, length: int | None, device: torch
     Raises:
         MemoryError: it would take more than ``ROOM`` of what is free on the device.
     """
-    config, dtype = model.config.get_text_config(), capture.dtype_on(device, model.dtype)
+    config, dtype = model.config.get_text_config(), stream.dtype_on(device, model.dtype)
     hidden, depth = getattr(config, "hidden_size", 0), getattr(config, "num_hidden_layers", 0)
     tokens = max(TOKENS.get(device.type, TOKENS[""]), length or LENGTH)
     activations = tokens * dtype.itemsize * (4 * config.vocab_size + 40 * hidden * depth)  # some 40 tensors in a layer
@@ -185,8 +185,8 @@ def tune_model(
     rows = _rows_in_step(ids, device)
     held_out = ids[_held_out(len(ids)) :]
     batches = _batches(_held_out(len(ids)), rows, steps)
-    with capture.placed(dense, "", device), _deterministic():
-        trained = _Trained(layers, None, _vectors(dense), steps, device, capture.dtype_on(device, dense.dtype))
+    with stream.placed(dense, "", device), _deterministic():
+        trained = _Trained(layers, None, _vectors(dense), steps, device, stream.dtype_on(device, dense.dtype))
         others = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
         others = {name: module.dequantize().to(device, trained.dtype) for name, module in others.items()}
         fixed = {_parameter(dense, name): weight for name, weight in others.items() if name not in layers}
@@ -239,7 +239,7 @@ def tune_layer(
     after = count if drifting else 0
     batches = _batches(_held_out(count), rows, steps)
     weights = {name: model.get_submodule(name).weight.detach() for name in layers}
-    trained = _Trained(layers, weights, {}, steps, device, capture.dtype_on(device, model.dtype))
+    trained = _Trained(layers, weights, {}, steps, device, stream.dtype_on(device, model.dtype))
 
     def error(part: slice) -> tuple[torch.Tensor, int]:
         """A sum over outputs: of the squares of differences, over the mean square of what is aimed at; and of how

@@ -15,7 +15,7 @@ from transformers import Llama4ForCausalLM, Llama4TextConfig, Qwen3MoeConfig, Qw
 
 import hf_kbit
 from hf_kbit import KbitConfig
-from hf_kbit.calibration import capture, experts, rounding
+from hf_kbit.calibration import experts, rounding, stream
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_transposed, projections
@@ -51,7 +51,7 @@ def calls_of(model, name: str, ids) -> tuple:
     hook = module.register_forward_pre_hook(
         lambda _, args, more: given.append((*args, *more.values())), with_kwargs=True
     )
-    capture.forward_pass(model, ids)
+    stream.forward_pass(model, ids)
     hook.remove()
     (arguments,) = given
     return arguments
