@@ -32,7 +32,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hf_kbit
-from hf_kbit import KbitConfig, KbitLinear, cli, codebooks, mixing
+from hf_kbit import KbitConfig, KbitLinear, allocation, cli, codebooks
 from hf_kbit.calibration import tuning
 from hf_kbit.calibration.layerwise import METHODS as CALIBRATION_METHODS
 from hf_kbit.integrations.peft.create import IMPOSSIBLE_INITIALISATIONS, METHODS
@@ -517,7 +517,7 @@ def test_memory_in_the_commands_is_enough():
     embedding, kept = model.model.embed_tokens.weight.nbytes, cache_bytes(model, tokens)
     assert f"the embedding takes {embedding / 1e6:.0f} MB and {tokens:,} tokens take {kept / 1e6:.0f} MB" in prose
     assert [embedding_bits_for_memory(model, f"{size}MB", context=tokens) for size in (662, 663)] == [5, None]
-    packed = mixing.packed_bytes(model, {"model.embed_tokens": 5}, KbitConfig()) / 1e6
+    packed = allocation.packed_bytes(model, {"model.embed_tokens": 5}, KbitConfig()) / 1e6
     assert f"in less than 663 MB the embedding gets 5 bits and takes {packed:.0f} MB" in prose
     with pytest.raises(ValueError, match=r"expected 343,[0-9,]* or more"):
         bits_for_memory(model, 10**6, context=tokens, embedding_bits=5)

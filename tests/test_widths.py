@@ -24,11 +24,11 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit import KbitConfig, KbitLinear, widths
+from hf_kbit.allocation import Layer, spend, stored_weights
 from hf_kbit.calibration.writing import draw, write
 from hf_kbit.decoding.cache import CACHE
 from hf_kbit.format import BITS, layer_exponent
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.mixing import Layer, spend, stored_weights
 from hf_kbit.nn.experts import is_projection, is_transposed, place_of, projections
 from hf_kbit.widths import bits_for_memory, choose_widths, measure
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging
 
 import hf_kbit
+from hf_kbit.allocation import stored_weights, units
 from hf_kbit.calibration import experts, feedback, moments, stream, tuning, weighted
 from hf_kbit.calibration.data import SEQUENCES, Text, tokenizer_of
 from hf_kbit.calibration.resume import Finished, digest
@@ -26,7 +27,6 @@ from hf_kbit.integrations.transformers.checkpoint import saved_class
 from hf_kbit.integrations.transformers.in_place import keep_adapters, leave_lost, quantize_layers, tie
 from hf_kbit.integrations.transformers.plain import is_linear
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
-from hf_kbit.mixing import stored_weights, units
 from hf_kbit.nn.experts import is_projection
 
 logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py

@@ -135,7 +135,7 @@ def command(
     from hf_kbit.calibration.layerwise import load
     from hf_kbit.cli.folder import claim
     from hf_kbit.config import KbitConfig
-    from hf_kbit.in_memory import quantize_model
+    from hf_kbit.post_training import quantize_model
     from hf_kbit.widths import parse_size
 
     start = time.monotonic()

@@ -10,10 +10,10 @@ from recorder import Recorder
 from torch import nn
 
 import hf_kbit
+from hf_kbit.allocation import units
 from hf_kbit.calibration import moments, rounding, stream
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.mixing import units
 
 READS_TOKENS = [
     row

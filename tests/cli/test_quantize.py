@@ -27,7 +27,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hf_kbit
-from hf_kbit import KbitLinear, cli, codebooks, in_memory, widths
+from hf_kbit import KbitLinear, cli, codebooks, post_training, widths
 from hf_kbit.calibration.layerwise import METHODS, load
 from hf_kbit.calibration.resume import Finished
 from hf_kbit.cli.folder import UNFINISHED, claim
@@ -142,7 +142,7 @@ def test_quantize_to_a_mean_width(run_quantize, calibrate, device, tmp_path):
     dense = AutoModelForCausalLM.from_pretrained("dense")
     text = torch.tensor(list(f"{TEXT}\n\n{TEXT}".encode()))
     rows = text[: len(text) // 96 * 96].view(-1, 96)  # fewer than are wanted, so all of them
-    assert len(rows) <= in_memory.MEASURED[0]
+    assert len(rows) <= post_training.MEASURED[0]
     tokens = rows.flatten()
     expected = widths.choose_widths(dense, tokens, 3.4, window=96, device=device)
     measured = widths.measure(dense, tokens, hf_kbit.KbitConfig(bits=2), window=96, device=device)
