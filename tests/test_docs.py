@@ -37,9 +37,9 @@ from hf_kbit.calibration import tuning
 from hf_kbit.calibration.layerwise import METHODS as CALIBRATION_METHODS
 from hf_kbit.integrations.peft.create import IMPOSSIBLE_INITIALISATIONS, METHODS
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
+from hf_kbit.memory import bits_for_memory, cache_bytes, embedding_bits_for_memory
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.weight import SCALES, KbitWeight, is_sharded
-from hf_kbit.widths import bits_for_memory, cache_bytes, embedding_bits_for_memory
 
 DOCS = Path(__file__).parents[1] / "docs"
 

@@ -27,7 +27,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hf_kbit
-from hf_kbit import KbitLinear, cli, codebooks, post_training, widths
+from hf_kbit import KbitLinear, cli, codebooks, memory, post_training, widths
 from hf_kbit.calibration.layerwise import METHODS, load
 from hf_kbit.calibration.resume import Finished
 from hf_kbit.cli.folder import UNFINISHED, claim
@@ -170,7 +170,7 @@ def test_quantize_to_a_mean_width(run_quantize, calibrate, device, tmp_path):
 def test_quantize_to_a_memory(run_quantize, calibrate, tmp_path):
     """What is saved and the cache take at most so much, and nearly so much; in less of it tables are packed."""
     dense = AutoModelForCausalLM.from_pretrained("dense")
-    cache = widths.cache_bytes(dense, 64)
+    cache = memory.cache_bytes(dense, 64)
     for index, size in enumerate((35_000, 47_000)):
         out = tmp_path / str(index)
         arguments = ["--memory", f"{size}B", "--context", 64, *(["--calibrate"] if calibrate else [])]
@@ -178,8 +178,8 @@ def test_quantize_to_a_memory(run_quantize, calibrate, tmp_path):
         assert result.exit_code == 0, result.output
         taken = sum(tensor.nbytes for tensor in stored(out).values()) + cache
         assert size - 1000 < taken <= size
-        tables = widths.embedding_bits_for_memory(dense, size, context=64)
-        bits = widths.bits_for_memory(dense, size, context=64, embedding_bits=tables)
+        tables = memory.embedding_bits_for_memory(dense, size, context=64)
+        bits = memory.bits_for_memory(dense, size, context=64, embedding_bits=tables)
         said = re.findall(r"([0-9][0-9,]*) (for .*|left over|bytes)$", result.stdout, flags=re.MULTILINE)
         said = {what: int(number.replace(",", "")) for number, what in said}
         assert said.pop("bytes") == size == sum(said.values())
