@@ -31,7 +31,7 @@ WAY = f"EfficientQAT's recipe in our own code, group {GROUP}{OWN_TEXT}"
 # Of the first steps, over the mean magnitude of weights, or of scales; zeros are in steps of the grid. Measured on two
 # layers of SmolLM2 at 2 bits: for weights half of it leaves 7 to 16% more error, 2.5 times as much more still.
 WEIGHTS, SCALES, ZEROS = 2e-2, 5e-3, 5e-3
-SCALES_OF_WHOLE = 4e-3  # about what tuning.SCALES is
+SCALES_OF_WHOLE = 4e-3  # about what trained.SCALES is
 LAST = 0.05  # of the rates that they fall to, as a cosine
 TINY = 1e-8  # the least of a scale
 EPSILON = 1e-20  # Adam's: the gradient of a mean is tiny for a single weight
