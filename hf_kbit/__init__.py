@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from hf_kbit.config import KbitConfig
     from hf_kbit.decoding.loop import decode
     from hf_kbit.evaluation import evaluate
-    from hf_kbit.in_memory import quantize_model
+    from hf_kbit.memory import bits_for_memory, embedding_bits_for_memory
     from hf_kbit.nn.embedding import KbitEmbedding
     from hf_kbit.nn.linear import KbitLinear
     from hf_kbit.ops import set_batch_invariant
+    from hf_kbit.post_training import quantize_model
     from hf_kbit.saving import load_into, save
-    from hf_kbit.widths import bits_for_memory, choose_widths, embedding_bits_for_memory
+    from hf_kbit.widths import choose_widths
 
 __version__ = "0.1.0"
 __all__ = [
@@ -49,14 +50,14 @@ _HOMES = {
     "KbitConfig": "config",
     "KbitEmbedding": "nn.embedding",
     "KbitLinear": "nn.linear",
-    "bits_for_memory": "widths",
+    "bits_for_memory": "memory",
     "calibrate": "calibration",
     "choose_widths": "widths",
     "decode": "decoding.loop",
-    "embedding_bits_for_memory": "widths",
+    "embedding_bits_for_memory": "memory",
     "evaluate": "evaluation",
     "load_into": "saving",
-    "quantize_model": "in_memory",
+    "quantize_model": "post_training",
     "save": "saving",
     "set_batch_invariant": "ops",
     # What needs PEFT, and is no part of __all__ because of that: an import of * works without it.

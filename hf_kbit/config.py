@@ -63,9 +63,8 @@ class KbitConfig(QuantizationConfigMixin):
         bits: 2, 3, 4 or 5: the width of every layer that ``module_bits`` does not name. A number between, such as 3.3,
             is the mean width of the weights: while a model loads, each layer gets a width of its own by a rule that
             looks at names and shapes (``hf_kbit.widths.widths_by_rule``); ``module_bits`` may then hold None alone.
-        codebook: the levels. A name (``"optimal"``, ``"normal_float"``, ``"int"``, ``"fp4"``, or ``"layer"``: those of
-            ``"optimal"``, refined on the weights of each layer), a table of ``2**bits`` numbers in any order, or, for
-            several widths, ``{bits: table}``.
+        codebook: the levels. A name (``"optimal"``, ``"normal_float"``, ``"int"``, ``"fp4"``), a table of
+            ``2**bits`` numbers in any order, or, for several widths, ``{bits: table}``.
         scale: how the scale of a block is found: ``"search"``, the one with the least squared error, for which
             ``"optimal"`` levels are made, or ``"absmax"``, from its largest magnitude: quicker, less accurate.
         transform: what is done to a weight first, and undone in the layer's input: ``"rotated"``, its columns balanced

@@ -10,8 +10,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_kbit.calibration.capture import evaluating, is_causal
 from hf_kbit.calibration.data import text_of, tokenize, tokenizer_of
+from hf_kbit.calibration.stream import evaluating, is_causal
 from hf_kbit.calibration.writing import write
 
 # Logits that are looked at together: 32 MiB in float32, of which up to ten copies are alive at a time.

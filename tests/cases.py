@@ -4,6 +4,8 @@ import torch
 
 from hf_kbit import codebooks, format, reference, transforms
 from hf_kbit.format import BITS
+from hf_kbit.nn.packed import quantize_weight
+from hf_kbit.nn.weight import KbitWeight
 
 # [N, K]: one weight, less than a block, exact blocks, a padded last block, exact and padded tiles (16 rows x 256
 # columns), more rows than columns and the reverse.
@@ -40,6 +42,15 @@ def weight(shape, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
         values[..., 0, 32:64] = 0.0
     values[..., -1, -1] = -0.0
     return values.to(dtype)
+
+
+def give_own_levels(model: torch.nn.Module) -> None:
+    """Quantizes each quantized layer of a model again, to levels that no other has, as hf_kbit 0.1.0 did for
+    the codebook ``"layer"``."""
+    for seed, layer in enumerate(module for module in model.modules() if isinstance(module, KbitWeight)):
+        inner = torch.rand(2**layer.bits - 2, generator=generator(seed)) - 0.5
+        levels = (-1.0, *inner.sort().values.tolist(), 1.0)
+        layer.load(quantize_weight(layer.dequantize(), levels, search=True, transform=layer.transform))
 
 
 def columns(in_features: int, scaled: bool = True, seed: int = 0) -> torch.Tensor | None:

@@ -24,14 +24,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.quality.methods import OWN_TEXT, Method, Storage, dtype_of, linears, load, text_to_tune_on
-from hf_kbit.calibration import capture, tuning
+from hf_kbit.calibration import stream, tuning
 
 GROUP, BITS = 64, (2, 3)
 WAY = f"EfficientQAT's recipe in our own code, group {GROUP}{OWN_TEXT}"
 # Of the first steps, over the mean magnitude of weights, or of scales; zeros are in steps of the grid. Measured on two
 # layers of SmolLM2 at 2 bits: for weights half of it leaves 7 to 16% more error, 2.5 times as much more still.
 WEIGHTS, SCALES, ZEROS = 2e-2, 5e-3, 5e-3
-SCALES_OF_WHOLE = 4e-3  # about what tuning.SCALES is
+SCALES_OF_WHOLE = 4e-3  # about what trained.SCALES is
 LAST = 0.05  # of the rates that they fall to, as a cosine
 TINY = 1e-8  # the least of a scale
 EPSILON = 1e-20  # Adam's: the gradient of a mean is tiny for a single weight
@@ -138,7 +138,7 @@ def train(model: nn.Module, text: torch.Tensor, bits: int, steps: int) -> tuple[
             found = [run(part) for part in inputs]
         return zip([*first, *inputs], [*dense, *found], strict=True)
 
-    capture.stream(model, list(names), torch.cat([read, read]), device, visit)
+    stream.stream(model, list(names), torch.cat([read, read]), device, visit)
     return losses, _train_scales(model, list(grids.values()), text, rows, steps)
 
 

@@ -41,9 +41,9 @@ from benchmarks.quality.minilm import embed, read_sentences
 from benchmarks.quality.train import spread
 from benchmarks.timing import Report
 from hf_kbit import KbitConfig, codebooks
+from hf_kbit.allocation import Layer
 from hf_kbit.evaluation import divergence, logits_of
 from hf_kbit.format import BITS, BLOCK_SIZE, layer_exponent
-from hf_kbit.mixing import Layer
 from hf_kbit.nn.packed import Decoding, quantize_weight, transformed
 from hf_kbit.reference import decode_e4m4, decode_scales, encode_e4m4, quantize_rows, unpack_codes
 from hf_kbit.transforms import to_original
@@ -100,7 +100,7 @@ def decoded(weight: torch.Tensor, bits: int, way: str) -> torch.Tensor:
 
 
 def spend(layers: Mapping[str, Layer], mean: float, widths: Sequence[int]) -> dict[str, int]:
-    """``mixing.spend`` for any widths. Each bit above 5 is taken to leave a fourth of a cost, as of squared errors."""
+    """``allocation.spend`` for any widths. A bit above 5 is taken to leave a fourth of a cost, as squared errors."""
     chosen = dict.fromkeys(layers, widths[0])
     left = (mean - widths[0]) * sum(layer.weights for layer in layers.values())
     steps = []

@@ -4,8 +4,8 @@ is rounded again, now that all the others are known."""
 import torch
 import torch.nn.functional as F
 
-from hf_kbit.calibration.hessian import cholesky, damping_of
 from hf_kbit.calibration.launches import one_launch
+from hf_kbit.calibration.moments import cholesky, damping_of
 from hf_kbit.codebooks import bits_of
 from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.reference import (

@@ -21,8 +21,7 @@ class KbitLinear(KbitWeight, nn.Linear):
         out_features: N, any size of 1 or more.
         bias: whether there is a bias.
         bits: 2 to 5.
-        codebook: name or table of ``2**bits`` numbers (``codebooks.resolve``). With ``"layer"`` the levels become the
-            layer's own with the first weight that it quantizes; later ones take them as they are.
+        codebook: name or table of ``2**bits`` numbers (``codebooks.resolve``).
         exponent: power of two that multiplies the levels.
         device: of the parameters and the codebook.
         dtype: of the bias, and of the weight that the layer stands for: what ``dequantize`` gives.

@@ -142,8 +142,7 @@ class KbitWeight(nn.Module):
         in_features: K, any size of 1 or more.
         out_features: N, any size of 1 or more.
         bits: 2 to 5.
-        codebook: name or table of ``2**bits`` numbers (``codebooks.resolve``). With ``"layer"`` the levels become the
-            layer's own with the first weight that it quantizes; later ones take them as they are.
+        codebook: name or table of ``2**bits`` numbers (``codebooks.resolve``).
         exponent: power of two that multiplies the levels.
         device: of the parameters and the codebook.
         dtype: of the weight that the layer stands for: what ``dequantize`` gives.
@@ -193,7 +192,6 @@ class KbitWeight(nn.Module):
         self.weight_absmax = _frozen(torch.zeros((*lead, *absmax), dtype=torch.uint8, device=device))
         self.register_parameter("weight_columns", None)
         self.decode_as(Decoding(levels, exponent, transform))
-        self.refines_levels = isinstance(codebook, str) and codebook == "layer"
         self.register_buffer("codebook", self.decoding.codebook(self.weight.device), persistent=False)
 
     @property
@@ -254,8 +252,7 @@ class KbitWeight(nn.Module):
             ValueError: the weight holds NaN or infinity, or magnitudes that float32 cannot decode.
         """
         columns = self.fixed_columns(weight.device) if columns is None else columns
-        how = self.levels, self.scale == "search", self.refines_levels, self.transform
-        return quantize_weight(weight, *how, name, columns)
+        return quantize_weight(weight, self.levels, self.scale == "search", self.transform, name, columns)
 
     def fixed_columns(self, device: torch.device) -> torch.Tensor | None:
         """Column scales of 1, if that is what a transformed weight is to have."""
@@ -292,7 +289,7 @@ class KbitWeight(nn.Module):
 
     def decode_as(self, decoding: Decoding) -> None:
         """Takes over how the weight decodes that is loaded, or that Transformers is about to put here."""
-        self.decoding, self.bits, self.refines_levels = decoding, decoding.bits, False
+        self.decoding, self.bits = decoding, decoding.bits
         self._make_room_for_columns(decoding)
 
     def tie_to(self, other: "KbitWeight") -> None:

@@ -375,7 +375,7 @@ def test_a_mixed_method(quality, trained, way, bits, monkeypatch):
     assert widest < quality.methods.squared_error(model, reference) < narrowest
 
 
-@pytest.mark.parametrize(("codebook", "tables"), [("int", 1), ("layer", 7 * LAYERS)])
+@pytest.mark.parametrize(("codebook", "tables"), [("int", 1), ("optimal", 1)])
 @pytest.mark.parametrize("bits", BITS)
 def test_bits_per_weight(quality, folder, bits, codebook, tables):
     (method,) = [m for m in quality.methods.kbit_methods() if m.label == f"hf_kbit {bits} {codebook}, search"]
@@ -490,11 +490,11 @@ def test_a_sixth_bit_quarters_the_error(quality):
 def test_widths_are_chosen_as_choose_widths_does(quality):
     costs = {bits: 4.0**-bits for bits in BITS}
     layers = {
-        f"layer{n}": hf_kbit.mixing.Layer(256, {bits: 5.0**n * cost for bits, cost in costs.items()})
+        f"layer{n}": hf_kbit.allocation.Layer(256, {bits: 5.0**n * cost for bits, cost in costs.items()})
         for n in range(12)
     }
     for mean in (2.5, 3.25, 4):
-        assert quality.tables.spend(layers, mean, BITS) == hf_kbit.mixing.spend(layers, mean * 12 * 256)
+        assert quality.tables.spend(layers, mean, BITS) == hf_kbit.allocation.spend(layers, mean * 12 * 256)
     wide = quality.tables.spend(layers, 4, (*BITS, 6, 8))
     assert wide["layer11"] == 8 and sum(wide.values()) <= 4 * 12
 

@@ -37,7 +37,7 @@ def model(seed: int) -> nn.Module:
     made = nn.Module()
     made.table, made.head = KbitEmbedding.from_embedding(dense[0], bits=3), KbitLinear(64, 40, bits=3)
     made.head.tie_to(made.table)
-    made.linear = KbitLinear.from_linear(dense[1], bits=3, codebook="layer")
+    made.linear = KbitLinear.from_linear(dense[1], bits=3, codebook="int")
     return made
 
 

@@ -27,7 +27,7 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
-from hf_kbit import mixing
+from hf_kbit import allocation
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX
 from hf_kbit.integrations.sharding import refuse_zero3
@@ -198,8 +198,8 @@ class KbitHfQuantizer(HfQuantizer):
         if shared:
             checkpoint.check_apart(names, weights, tensors, self.mxfp4)
         if chosen and config.bits % 1:  # a mean
-            widths = mixing.by_rule(model, [name for name, bits in chosen.items() if bits % 1], config.bits)
-            self.quantization_config = mixing.config_of(config, widths)
+            widths = allocation.by_rule(model, [name for name, bits in chosen.items() if bits % 1], config.bits)
+            self.quantization_config = allocation.config_of(config, widths)
             chosen |= widths
         layers = {name: self.new_layer(model, name, bits) for name, bits in chosen.items()}
         if not layers:
@@ -270,14 +270,13 @@ class KbitHfQuantizer(HfQuantizer):
     def new_layer(self, model, name: str, bits: int) -> KbitWeight:
         """An empty stand-in on the meta device that knows what it stands for."""
         config = self.quantization_config
-        codebook = "layer" if config.codebook == "layer" and not self.pre_quantized else config.levels_for(bits)
-        settings = {"codebook": codebook, "scale": config.scale, "transform": config.transform}
+        settings = {"codebook": config.levels_for(bits), "scale": config.scale, "transform": config.transform}
         if is_projection(model, name):
             return experts.new_projection(model, name, bits=bits, **settings)
         dense = model.get_submodule(name)
         if is_table(dense):
             return KbitEmbedding.empty_like(dense, bits, **settings)
-        out_features, in_features = mixing.dense_shape(model, name)
+        out_features, in_features = allocation.dense_shape(model, name)
         dtype = dense.weight.dtype
         layer = KbitLinear(in_features, out_features, False, bits, device="meta", dtype=dtype, **settings)
         layer.bias, layer.transposed = dense.bias, isinstance(dense, Conv1D)
@@ -409,7 +408,7 @@ class KbitHfQuantizer(HfQuantizer):
     def _record(self, model, layers) -> None:
         names, tied = stored_names(model, layers), tying.tied(model)  # tied ones are stored by another name
         record(self.quantization_config, {names[name]: layer for name, layer in layers.items() if name not in tied})
-        left = {mixing.exactly(name): None for name in self.lost}
+        left = {allocation.exactly(name): None for name in self.lost}
         self.quantization_config.module_bits = left | {
             pattern: bits for pattern, bits in self.quantization_config.module_bits.items() if pattern not in left
         }

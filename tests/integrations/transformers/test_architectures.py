@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -600,36 +601,25 @@ def test_levels_are_not_derived_to_load_them(load, monkeypatch, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(path).config.quantization_config.codebook == "optimal"
 
 
-@pytest.mark.parametrize(("name", "other"), [("llama", "down_proj"), ("gpt2", "mlp.c_proj")])
-def test_levels_of_each_layer(load, name, other, tmp_path):
-    """Refined while loading, recorded, loaded again, kept by a layer that gets another weight; of two widths."""
-    model, optimal = (
-        load(name, KbitConfig(bits=3, codebook=codebook, module_bits={other: 2})) for codebook in ("layer", "optimal")
-    )
-    reference = BY_NAME[name].cls.from_pretrained(tmp_path / f"float-{name}")
-    for layer_name, layer in quantized(model).items():
-        source = reference.get_submodule(layer_name)
-        weight = source.weight.detach().T if isinstance(source, Conv1D) else source.weight.detach()
-        error, before = (
-            ((x.get_submodule(layer_name).dequantize() - weight) / E4M4[layer.weight_columns.int()]).square().sum()
-            for x in (model, optimal)
-        )
-        assert layer.levels != codebooks.optimal(layer.bits) and error < before, layer_name
-        assert torch.equal(layer.dequantize(), rounded(weight, layer.bits, layer.levels)), layer_name
-    saved = save(model, tmp_path / "saved")
-    config = json.loads((saved / "config.json").read_text())["quantization_config"]
-    assert config["codebook"] == "layer" and set(config["levels"]) == {"2", "3"}
-    assert sorted(tuple(entry["levels"]) for entry in config["layers"].values()) == sorted(
-        layer.levels for layer in quantized(model).values()
-    )
-    without_files = {"config": AutoConfig.from_pretrained(saved), "state_dict": model.state_dict()}
-    for path, kwargs in ((saved, {}), (None, without_files)):
-        reloaded = BY_NAME[name].cls.from_pretrained(path, **kwargs)
+@pytest.mark.parametrize("transform", ["rotated", "none"])
+def test_levels_of_each_layer(load, transform, tmp_path):
+    """Which hf_kbit 0.1.0 refined where the codebook was "layer": recorded, loaded, kept for another weight."""
+    model = load("llama", KbitConfig(bits=3, module_bits={"down_proj": 2}, transform=transform))
+    cases.give_own_levels(model)
+    path = save(model, tmp_path / "saved")
+    config = json.loads((path / "config.json").read_text())
+    assert len({tuple(entry["levels"]) for entry in config["quantization_config"]["layers"].values()}) == 14
+    config["quantization_config"]["codebook"] = "layer"
+    (path / "config.json").write_text(json.dumps(config))
+    without_files = {"config": AutoConfig.from_pretrained(path), "state_dict": model.state_dict()}
+    for place, kwargs in ((path, {}), (None, without_files)):
+        reloaded = BY_NAME["llama"].cls.from_pretrained(place, **kwargs)
         assert_same_tensors(reloaded, model, "reload")
         assert_same_outputs(run(reloaded, text()), run(model, text()), "reload")
-        for layer_name, layer in quantized(reloaded).items():
+        for name, layer in quantized(reloaded).items():
             layer.load_dense(torch.randn(layer.out_features, layer.in_features))
-            assert layer.levels == model.get_submodule(layer_name).levels, layer_name
+            assert layer.levels == model.get_submodule(name).levels, name
+    assert files(save(BY_NAME["llama"].cls.from_pretrained(path), tmp_path / "again")).keys() == files(path).keys()
 
 
 def test_a_config_can_be_used_again(load):

@@ -229,7 +229,7 @@ def test_a_part_of_a_quantized_model_is_saved_under_its_own_names(dense, tmp_pat
 def test_layers_made_by_hand_are_saved(dense, tmp_path):
     model = LlamaForCausalLM.from_pretrained(dense)
     mlp = model.model.layers[0].mlp
-    mlp.up_proj = KbitLinear.from_linear(mlp.up_proj, bits=2, codebook="layer")
+    mlp.up_proj = KbitLinear.from_linear(mlp.up_proj, bits=2, codebook=[-1, -0.2, 0.4, 1])
     mlp.down_proj = KbitLinear.from_linear(mlp.down_proj, bits=5, codebook="int")
     model.save_pretrained(tmp_path)
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)

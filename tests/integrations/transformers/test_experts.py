@@ -13,7 +13,7 @@ from torch import nn
 from transformers import modeling_utils
 
 import hf_kbit
-from hf_kbit import KbitConfig, widths
+from hf_kbit import KbitConfig, bits_for_memory, widths
 from hf_kbit.integrations.transformers import experts
 from hf_kbit.integrations.transformers.names import stored_names
 from hf_kbit.nn import experts as nn_experts
@@ -342,7 +342,7 @@ def test_calibration_and_widths(saved):
     layers = widths.measure(dense, IDS.flatten(), KbitConfig(), window=12)
     assert set(nn_experts.projections(dense)) < layers.keys()
     asked = 1_000_000
-    assert 2 <= widths.bits_for_memory(dense.bfloat16(), asked) <= 5
+    assert 2 <= bits_for_memory(dense.bfloat16(), asked) <= 5
     model = hf_kbit.calibrate(load(dense, path), IDS, config=chosen)
     assert projections(model).keys() == set(nn_experts.projections(build("qwen3_moe")))
     assert logits(model).isfinite().all()

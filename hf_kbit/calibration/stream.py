@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from hf_kbit.mixing import elements
+from hf_kbit.allocation import elements
 
 
 class _Finished(Exception):

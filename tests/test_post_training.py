@@ -13,10 +13,10 @@ from torch import nn
 from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
-from hf_kbit import KbitConfig, KbitEmbedding, KbitLinear, in_memory, mixing, quantize_model
+from hf_kbit import KbitConfig, KbitEmbedding, KbitLinear, allocation, post_training, quantize_model
 from hf_kbit.calibration import layerwise
 from hf_kbit.calibration.writing import write
-from hf_kbit.in_memory import MEASURED
+from hf_kbit.post_training import MEASURED
 
 NAMES = ["llama", "gpt2", "t5", "qwen3_moe"]
 MODELS = [architecture for architecture in architectures.ARCHITECTURES if architecture.name in NAMES]
@@ -121,7 +121,7 @@ def test_a_mean_with_data_is_measured(calibrate):
 
 def test_a_mean_is_measured_on_text_that_the_model_writes(monkeypatch):
     """If that is asked for; the amount is small, for it is not calibrated."""
-    monkeypatch.setattr(in_memory, "write", writing := Mock(side_effect=write))
+    monkeypatch.setattr(post_training, "write", writing := Mock(side_effect=write))
     lines, model = [], llama()
     done = quantize_model(model, bits=3.5, measure=True, report=lambda *line: lines.append(line))
     written = write(llama(), *MEASURED)
@@ -182,7 +182,7 @@ def test_widths_are_those_of_their_layers_alone():
     """Though the name of one is the end, or the beginning, of another's."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64)))
-    config = mixing.config_of(KbitConfig(), {"0": 5, "1.0": 2, "1.2": 2})
+    config = allocation.config_of(KbitConfig(), {"0": 5, "1.0": 2, "1.2": 2})
     assert quantize_model(model, config).bits == {"0": 5, "1.0": 2, "1.2": 2}
 
 

@@ -1,4 +1,4 @@
-"""Mixed widths: how bits are spent on the layers of a model, and a rule that does so without data."""
+"""Bit allocation: how bits are spent on the layers of a model, and a rule that does so without data."""
 
 import heapq
 import math

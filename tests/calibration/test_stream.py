@@ -10,10 +10,10 @@ from recorder import Recorder
 from torch import nn
 
 import hf_kbit
-from hf_kbit.calibration import capture, inputs, rounding
+from hf_kbit.allocation import units
+from hf_kbit.calibration import moments, rounding, stream
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.mixing import units
 
 READS_TOKENS = [
     row
@@ -27,13 +27,13 @@ def inputs_of(model, name: str, sequence: torch.Tensor) -> torch.Tensor:
     """What a layer is given in a pass of the whole model."""
     given = []
     hook = model.get_submodule(name).register_forward_pre_hook(lambda _, args: given.append(args[0].flatten(0, -2)))
-    capture.forward_pass(model, sequence[None])
+    stream.forward_pass(model, sequence[None])
     hook.remove()
     return torch.cat(given)
 
 
 @torch.no_grad()
-def moments_by_whole_passes(original, quantized, names, ids) -> list[inputs.Moments]:
+def moments_by_whole_passes(original, quantized, names, ids) -> list[moments.Moments]:
     """For each group of layers, in the order of use, passes of one sequence at a time: through the model in 16 bits,
     and through that with the groups before quantized."""
     linears, groups, current, found = {original.get_submodule(n): n for n in names}, [], copy.deepcopy(original), []
@@ -41,7 +41,7 @@ def moments_by_whole_passes(original, quantized, names, ids) -> list[inputs.Mome
     hooks = [
         layer.register_forward_pre_hook(lambda module, args: calls.append((module, args[0]))) for layer in linears
     ]
-    capture.forward_pass(original, ids)
+    stream.forward_pass(original, ids)
     for hook in hooks:
         hook.remove()
     for place, (layer, x) in enumerate(calls):
@@ -54,7 +54,7 @@ def moments_by_whole_passes(original, quantized, names, ids) -> list[inputs.Mome
         for sequence in ids:
             x, dense = inputs_of(current, group[0], sequence), inputs_of(original, group[0], sequence)
             sums, drift = sums + x.T @ x, drift + (dense - x).T @ x
-        found += [inputs.Moments(sums, drift)] * len(group)
+        found += [moments.Moments(sums, drift)] * len(group)
         selection.replace_modules(current, {name: quantized.get_submodule(name) for name in group})
     return found
 
@@ -117,8 +117,8 @@ def test_a_forward_of_an_instance_is_put_back():
 
 def test_layers_that_are_called_by_keyword():
     linear, x = nn.Linear(6, 3), torch.randn(2, 5, 6)
-    (group,) = inputs.groups({"linear": linear}, lambda: linear(input=x))
-    second, drift = inputs.moments(linear, group, [(lambda: linear(input=x), None)], diagonal=False)
+    (group,) = moments.groups({"linear": linear}, lambda: linear(input=x))
+    second, drift = moments.moments(linear, group, [(lambda: linear(input=x), None)], diagonal=False)
     torch.testing.assert_close(second, x.flatten(0, 1).T @ x.flatten(0, 1))
     assert group == (["linear"], True) and drift is None
 
@@ -131,13 +131,13 @@ def test_layers_are_grouped_by_what_they_are_given():
         x = torch.ones(2, 4)
         return shared(out(shared(q(x) + k(x))))
 
-    assert inputs.groups(linears, run) == [(names, False) for names in (["q", "k"], ["shared"], ["out"], ["idle"])]
-    assert inputs.groups({"k": k, "q": q}, run) == [(["q", "k"], True)]
-    twice = inputs.moments(shared, inputs.Group(["shared"], False), [(run, None)], diagonal=False).second
+    assert moments.groups(linears, run) == [(names, False) for names in (["q", "k"], ["shared"], ["out"], ["idle"])]
+    assert moments.groups({"k": k, "q": q}, run) == [(["q", "k"], True)]
+    twice = moments.moments(shared, moments.Group(["shared"], False), [(run, None)], diagonal=False).second
     given = _given(shared, run)
     torch.testing.assert_close(twice, sum(x.T @ x for x in given))
     assert len(given) == 2
-    none = inputs.moments(idle, inputs.Group(["idle"], False), [(run, None)], diagonal=False).second
+    none = moments.moments(idle, moments.Group(["idle"], False), [(run, None)], diagonal=False).second
     assert torch.equal(none, torch.zeros(4, 4))
 
 
@@ -157,9 +157,9 @@ def test_a_run_ends_where_the_group_is_called():
         second(first(torch.ones(1, 4)))
         after.append(1)
 
-    groups = inputs.groups({"first": first, "second": second}, run)
+    groups = moments.groups({"first": first, "second": second}, run)
     for group, linear in zip(groups, (first, second), strict=True):
-        inputs.moments(linear, group, [(run, run)], diagonal=False)
+        moments.moments(linear, group, [(run, run)], diagonal=False)
     assert len(after) == 1  # the first one, which finds the groups
 
 
@@ -168,7 +168,7 @@ def test_layers_stand_in_for_others():
     own.forward = forward = own.forward
     x = torch.ones(1, 4)
     before = dense(x), own(x)
-    with inputs.standing_in({"a": dense, "b": own}, {"a": other, "b": other, "c": other}):
+    with moments.standing_in({"a": dense, "b": own}, {"a": other, "b": other, "c": other}):
         assert torch.equal(dense(x), other(x)) and torch.equal(own(x), other(x))
     assert torch.equal(dense(x), before[0]) and torch.equal(own(x), before[1])
     assert "forward" not in vars(dense) and own.forward is forward

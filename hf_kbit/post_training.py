@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from hf_kbit import mixing, widths
-from hf_kbit.calibration import capture, layerwise, tuning
-from hf_kbit.calibration.data import token_ids
+from hf_kbit.allocation import SCALE_BITS, by_rule, config_of, spend, stored_weights
+from hf_kbit.calibration import stream, tuning
+from hf_kbit.calibration.data import Text
+from hf_kbit.calibration.layerwise import Calibration, Solving, sort, written
 from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.format import BITS
@@ -21,7 +22,9 @@ from hf_kbit.integrations.transformers.in_place import keep_adapters, quantize_l
 from hf_kbit.integrations.transformers.plain import is_linear
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.integrations.transformers.report import report_exceptions
+from hf_kbit.memory import ENOUGH_FOR_LAYERS, Footprint, bits_for_memory, embedding_bits_for_memory, parse_size
 from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.widths import measure as measure_widths
 
 MEASURED = (8, 256)  # sequences, and tokens of each, on which widths are chosen
 
@@ -48,26 +51,34 @@ class Quantized:
     bytes_after: int
 
 
+@dataclass(frozen=True)
+class Fitting:
+    """Into which memory a model is to fit, and how widths are chosen for a mean.
+
+    Attributes:
+        memory: bytes, or a size such as ``"20GB"``, that the model may take, instead of ``bits``; tables are packed
+            for that if the other layers would have fewer than 4 bits otherwise
+            (``hf_kbit.embedding_bits_for_memory``).
+        context: with ``memory``: tokens of a sequence that there must be room for.
+        measure: whether the widths for a mean, as of ``bits=3.5`` or ``memory``, are chosen by what few bits in each
+            layer cost on the data, or on text that the model writes; else by the rule that loading takes. Default:
+            with data, ``calibrate`` or ``memory``, if the model is a causal language model.
+    """
+
+    memory: int | str | None = None
+    context: int = 8192
+    measure: bool | None = None
+
+
 def quantize_model(
     model: nn.Module,
     config: KbitConfig | None = None,
     *,
     data: torch.Tensor | str | Path | Iterable[str] | None = None,
     calibrate: bool | None = None,
-    memory: int | str | None = None,
-    context: int = 8192,
-    measure: bool | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    sequences: int | None = None,
-    length: int | None = None,
-    method: str = "feedback",
-    tune: int | bool = 0,
-    tune_whole: bool = True,
-    batch: int = 4,
-    resume: str | Path | None = None,
     device: torch.device | str | None = None,
     report: Callable[[str, str], object] | None = None,
-    **arguments: Any,
+    **settings: Any,
 ) -> Quantized:
     """Quantizes the linear layers of a model in place, one after another, and the experts of mixtures; tables of
     embeddings too if ``embedding_bits`` or a memory says so.
@@ -86,26 +97,14 @@ def quantize_model(
         data: what the model is for, as for ``calibrate``.
         calibrate: whether to quantize with data, or with text that the model writes if there is none. Default: if
             there is data.
-        memory: bytes, or a size such as ``"20GB"``, that the model may take, instead of ``bits``; tables are packed
-            for that if the other layers would have fewer than 4 bits otherwise
-            (``hf_kbit.embedding_bits_for_memory``).
-        context: with ``memory``: tokens of a sequence that there must be room for.
-        measure: whether the widths for a mean, as of ``bits=3.5`` or ``memory``, are chosen by what few bits in each
-            layer cost on the data, or on text that the model writes; else by the rule that loading takes. Default:
-            with data, ``calibrate`` or ``memory``, if the model is a causal language model.
-        tokenizer: for data that is a text. Default: that of the model's folder or name.
-        sequences: of a text, or to write, as for ``calibrate``.
-        length: tokens of each, as for ``calibrate``.
-        method: how ``calibrate`` chooses weights.
-        tune: steps of training what is stored, after that, as for ``calibrate``; True: as many as are mostly enough.
-        tune_whole: whether that trains the whole model too, as for ``calibrate``.
-        batch: sequences that go through a layer at a time.
-        resume: a folder for the layers that were calibrated, as for ``calibrate``.
         device: where a weight is while it is quantized, and what computes on data. Default: a GPU where there is one,
             else where it is.
         report: called with a word and a line of text for each thing that was chosen, with the reasons, as soon as it
             was, and before each long step: ``report=print`` shows them.
-        arguments: of ``KbitConfig``, such as ``bits=3``, instead of ``config``.
+        settings: into which memory (``memory``, ``context``, ``measure``: ``post_training.Fitting``), how much of a
+            text is read (``tokenizer``, ``sequences``, ``length``: ``calibration.data.Text``), how weights are chosen
+            with data (``method``, ``tune``, ``tune_whole``, ``batch``, ``resume``: ``calibration.layerwise.Solving``),
+            and arguments of ``KbitConfig``, such as ``bits=3``, instead of ``config``.
 
     Returns:
         What was done.
@@ -125,70 +124,41 @@ def quantize_model(
     >>> model[0]
     KbitLinear(in_features=64, out_features=64, bias=True, bits=3)
     """
-    config = config_or(config, arguments)
+    text, solving, fitting, arguments = sort(settings, Text, Solving, Fitting)
+    config, text = config_or(config, arguments), replace(text, data=data)
     calibrate = data is not None if calibrate is None else calibrate
-    if calibrate:
-        layerwise.check(method, batch, config)
-        if isinstance(model, PreTrainedModel):
-            tuning.check(model, tune)
-    if tune and not calibrate:
-        raise ValueError(f"tune: found {tune!r}, but nothing is calibrated, expected data, or calibrate=True")
-    if resume is not None and not calibrate:
-        raise ValueError(f"resume: found {str(resume)!r}, but nothing is calibrated, expected none")
-    _check_use(model, config, data is not None, calibrate, measure, memory, "bits" in arguments)
-    report = report or _silent
-    if memory is not None:
-        memory = widths.parse_size(memory)
-        tables = widths.embedding_bits_for_memory(model, memory, context=context, config=config)
-        if tables != config.embedding_bits:
-            fewer = f"beside tables in 16 the other layers would have fewer than {widths.ENOUGH_FOR_LAYERS}"
-            report("tables", f"of embeddings in {tables} bits, for {fewer}")
-        config = replace(config, embedding_bits=tables)
+    _check_solving(model, config, solving, calibrate)
+    _check_use(model, config, data is not None, calibrate, fitting, "bits" in arguments)
+    report = report or (lambda label, line: None)
+    if fitting.memory is not None:
+        config, fitting = _with_tables(model, config, fitting, report)
     packable, chosen = _choose(model, config)
-    if calibrate and tune and tune_whole:
-        layerwise.check_room(model, chosen, data, length, capture.resolve(device, model))
-    before, reasons = _bytes(model), packable.reasons
-    if config.embedding_bits is None:
-        reasons = dict.fromkeys(packable.tables, "table") | reasons
-    tables = packable.tables_in(chosen)
-    layers = [name for name in chosen if name not in tables]
-    mean = config.bits if memory is None else _fit(model, packable, memory, context, config, report)
+    if calibrate and solving.tune and solving.tune_whole:
+        where = stream.resolve(device, model)
+        tuning.check_room(model, stored_weights(model, chosen), text.tokens, where)
+    before, tables = _bytes(model), packable.tables_in(chosen)
+    reasons = ({} if config.embedding_bits is not None else dict.fromkeys(packable.tables, "table")) | packable.reasons
+    mean = config.bits if fitting.memory is None else _mean_in_memory(model, fitting, config, report)
+    measure = fitting.measure
     if measure is None:
-        measure = (calibrate or data is not None or memory is not None) and _predicts_tokens(model)
-    where = device
+        measure = (calibrate or data is not None or fitting.memory is not None) and _predicts_tokens(model)
     if calibrate or (mean % 1 and measure):
-        where = capture.resolve(None, model) if device is None else device
-        source = _name(data)
-        if data is None:
-            if calibrate:
-                data = layerwise.written(model, sequences, length, tune, device, progress=True)
-            else:
-                data = write(model, *MEASURED, device=device, progress=True)
-            source = "the built-in text" if data is None else "text that the model wrote"
-        ids = token_ids(data, tokenizer, model, sequences, length)
+        text, source = _read(model, text, solving, calibrate, device)
     if mean % 1:
         if measure:
-            own = _measured(model, mean, ids, f"{source}, on {where}", config, device, report)
+            own = _measured(model, mean, text.data, source, config, device, report)
         else:
-            own = mixing.by_rule(model, layers, mean)
+            own = by_rule(model, [name for name in chosen if name not in tables], mean)
             _report_widths(model, own, ", by names and shapes", report)
-        config, chosen = mixing.config_of(config, own), chosen | own
-    elif memory is not None:
-        config, chosen = replace(config, bits=int(mean)), chosen | dict.fromkeys(layers, int(mean))
+        config, chosen = config_of(config, own), chosen | own
+    elif fitting.memory is not None:
+        config, chosen = replace(config, bits=int(mean)), {name: tables.get(name, int(mean)) for name in chosen}
     if calibrate:
-        report("calibrating", f"{method}, {len(ids):,} x {ids.shape[1]:,} tokens of {source}, on {where}")
-        options = {
-            "method": method,
-            "tune": tune,
-            "tune_whole": tune_whole,
-            "batch": batch,
-            "device": device,
-            "resume": resume,
-        }
-        layerwise.calibrate(model, ids, config=config, progress=True, **options)
-        if model.hf_quantizer.tuned:
-            report("tuned", model.hf_quantizer.tuned)
-        lost = model.hf_quantizer.lost
+        size = f"{len(text.data):,} x {text.data.shape[1]:,} tokens"
+        report("calibrating", f"{solving.method}, {size} of {source}")
+        lost, tuned = _calibrated(model, config, solving, text, device)
+        if tuned:
+            report("tuned", tuned)
     else:
         lost = _quantize_all(model, packable, config, chosen, device)
     chosen = {name: bits for name, bits in chosen.items() if name not in lost}
@@ -201,11 +171,19 @@ def quantize_model(
     return Quantized(chosen, left, before, _bytes(model))
 
 
-def _silent(label: str, text: str) -> None:
-    """Reports nothing."""
+def _check_solving(model, config: KbitConfig, solving: Solving, calibrate: bool) -> None:
+    """Refuses settings of calibrating that are wrong, or have no use."""
+    if calibrate:
+        solving.check(config)
+        if isinstance(model, PreTrainedModel):
+            tuning.check(model, solving.tune)
+    if solving.tune and not calibrate:
+        raise ValueError(f"tune: found {solving.tune!r}, but nothing is calibrated, expected data, or calibrate=True")
+    if solving.resume is not None and not calibrate:
+        raise ValueError(f"resume: found {str(solving.resume)!r}, but nothing is calibrated, expected none")
 
 
-def _check_use(model, config: KbitConfig, data: bool, calibrate: bool, measure, memory, bits: bool) -> None:
+def _check_use(model, config: KbitConfig, data: bool, calibrate: bool, fitting: Fitting, bits: bool) -> None:
     """Refuses what does not go together; ``data`` and ``bits`` say whether there are any."""
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -213,6 +191,7 @@ def _check_use(model, config: KbitConfig, data: bool, calibrate: bool, measure, 
             "that has a name or a folder is quantized while it loads, by AutoModelForCausalLM.from_pretrained(name, "
             "quantization_config=hf_kbit.KbitConfig(bits=3))"
         )
+    memory, measure = fitting.memory, fitting.measure
     if memory is not None and (bits or any(config.module_bits.values())):
         raise ValueError("memory: found it and bits or widths in module_bits, expected one")
     if (data or calibrate or measure) and not isinstance(model, PreTrainedModel):
@@ -278,7 +257,7 @@ def _predicts_tokens(model: nn.Module) -> bool:
     """Whether it is a causal language model, of which can be measured what few bits cost."""
     if not isinstance(model, PreTrainedModel):
         return False
-    return capture.is_causal(model.config) and model.can_generate() and capture.reads_tokens(model)
+    return stream.is_causal(model.config) and model.can_generate() and stream.reads_tokens(model)
 
 
 def _name(data: object) -> str:
@@ -287,27 +266,46 @@ def _name(data: object) -> str:
     return name if isinstance(name, str) else "the data"
 
 
-def _fit(model: nn.Module, packable: selection.Packable, size: int, context: int, config: KbitConfig, report) -> float:
+def _with_tables(model: nn.Module, config: KbitConfig, fitting: Fitting, report) -> tuple[KbitConfig, Fitting]:
+    """The config with the width of tables that suits the memory, and that in bytes."""
+    fitting = replace(fitting, memory=parse_size(fitting.memory))
+    tables = embedding_bits_for_memory(model, fitting.memory, context=fitting.context, config=config)
+    if tables != config.embedding_bits:
+        fewer = f"beside tables in 16 the other layers would have fewer than {ENOUGH_FOR_LAYERS}"
+        report("tables", f"of embeddings in {tables} bits, for {fewer}")
+    return replace(config, embedding_bits=tables), fitting
+
+
+def _mean_in_memory(model: nn.Module, fitting: Fitting, config: KbitConfig, report) -> float:
     """The mean width with which the model takes so many bytes; says what they are for."""
-    bits = widths.bits_for_memory(model, size, context=context, config=config)
-    chosen = packable.choose(config)
-    tables = packable.tables_in(chosen)
-    layers = [name for name in chosen if name not in tables]
-    weights = mixing.stored_weights(model, layers)
-    parts = {
-        "what is not quantized": widths.rest_bytes(model, chosen),
-        "tables of embeddings": mixing.packed_bytes(model, tables, config),
-        "column scales": mixing.column_bytes(model, layers, config),
-        f"what is kept of {context:,} tokens": widths.cache_bytes(model, context),
-        f"{weights:,} weights, {bits:.2f} bits and {mixing.SCALE_BITS} for scales": int(
-            weights * (bits + mixing.SCALE_BITS) / 8
-        ),
-    }
-    report("memory", f"{size:,} bytes")
+    bits = bits_for_memory(model, fitting.memory, context=fitting.context, config=config)
+    footprint = Footprint.of(model, fitting.context, config)
+    weights = f"{footprint.weights:,} weights, {bits:.2f} bits and {SCALE_BITS} for scales"
+    parts = footprint.parts | {weights: int(footprint.weight_bytes(bits))}
+    report("memory", f"{fitting.memory:,} bytes")
     for what, taken in parts.items():
         report("", f"{taken:,} for {what}")
-    report("", f"{size - sum(parts.values()):,} left over")
+    report("", f"{fitting.memory - sum(parts.values()):,} left over")
     return bits
+
+
+def _read(model: PreTrainedModel, text: Text, solving: Solving, calibrate: bool, device) -> tuple[Text, str]:
+    """The text as token ids, and what reports call it and the device."""
+    source = _name(text.data)
+    if text.data is None:
+        if calibrate:
+            own = written(model, text.sequences, text.length, solving.tune, device, progress=True)
+        else:
+            own = write(model, *MEASURED, device=device, progress=True)
+        source, text = "the built-in text" if own is None else "text that the model wrote", replace(text, data=own)
+    where = stream.resolve(None, model) if device is None else device
+    return replace(text, data=text.ids(model)), f"{source}, on {where}"
+
+
+def _calibrated(model, config: KbitConfig, solving: Solving, text: Text, device) -> tuple[dict[str, str], str]:
+    """With data; what of the model stays in 16 bits, and why, and what tuning gained."""
+    Calibration(model, config, solving, device, progress=True).of(text)
+    return model.hf_quantizer.lost, model.hf_quantizer.tuned
 
 
 def _measured(
@@ -317,8 +315,8 @@ def _measured(
     sample = ids[:: max(len(ids) // MEASURED[0], 1), : MEASURED[1]][: MEASURED[0]]
     tokens = sample.numel()
     report("measuring", f"what few bits in each layer cost on {tokens:,} tokens of {source}")
-    layers = widths.measure(model, sample, config, device=device, progress=True)
-    chosen = mixing.spend(layers, mean * sum(layer.weights for layer in layers.values()))
+    layers = measure_widths(model, sample, config, device=device, progress=True)
+    chosen = spend(layers, mean * sum(layer.weights for layer in layers.values()))
     _report_widths(model, chosen, "", report)
     costs = sorted(layers, key=lambda name: layers[name].costs[BITS[0]] / layers[name].weights)
     for extreme, name in (("most", costs[-1]), ("least", costs[0])):
@@ -335,7 +333,7 @@ def _report_widths(model: nn.Module, chosen: Mapping[str, int], how: str, report
     weights, used = Counter(), Counter()
     for name, width in chosen.items():
         for key in ("", name.rpartition(".")[2]):
-            weights[key] += (stored := mixing.stored_weights(model, [name]))
+            weights[key] += (stored := stored_weights(model, [name]))
             used[key] += stored * width
     means = {key: used[key] / weights[key] for key in weights}
     report("widths", f"{means.pop(''):.2f} bits for a weight{how}: {counts}")
