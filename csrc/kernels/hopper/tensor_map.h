@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "common/format.h"
-#include "kernels/gemm_plan.h"
+#include "kernels/hopper/plan.h"
 
 namespace hf_kbit::cuda {
 

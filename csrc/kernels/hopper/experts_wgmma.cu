@@ -7,9 +7,9 @@
 //
 // As many CTAs as there are processors, or can be tiles, if these are fewer, take the tiles in turns.
 #include "kernels/dispatch.h"
-#include "kernels/gemm_wgmma.cuh"
+#include "kernels/hopper/gemm_wgmma.cuh"
+#include "kernels/hopper/tensor_map.h"
 #include "kernels/launch.h"
-#include "kernels/tensor_map.h"
 
 namespace hf_kbit::cuda {
 

@@ -5,20 +5,18 @@
 //             [M, 2 K], of which silu(first half) * second half is what is meant by x
 //   columns   uint8 [K], as E4M4, or null           out  [M, 32 * B], of x's dtype, for each of up to four weights
 //
-// For gemm_wgmma.cuh the columns of x' change places within their blocks (Transformed::ordered), so that its warps
-// need not exchange codes: four lanes exchange four words each, here once for all rows of the weight.
+// For hopper/gemm_wgmma.cuh the columns of x' change places within their blocks (Transformed::ordered), so that its
+// warps need not exchange codes: four lanes exchange four words each, here once for all rows of the weight.
 //
 // A thread has an octet of columns in one token or two and reads it once for all weights; four neighbours have the
-// block. Memory is the limit for many tokens: about 120 instructions for 16 bytes in and 16 out, of which an H200
-// allows 190; 2048 tokens of 14336 columns take 33 us, a copy of as many bytes 30 (2026-11-22). For few tokens it is
-// the launch, with which the product's kernel overlaps; at one token the product's CTAs do the work themselves
-// (gemm.cu).
+// block. The product's kernel overlaps with the launch; at one token the product's CTAs do the work themselves
+// (few_tokens/activations.cuh).
 #include "kernels/dispatch.h"
+#include "kernels/inputs/swiglu.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
 #include "kernels/ptx.cuh"
 #include "kernels/quad.cuh"
-#include "kernels/swiglu.cuh"
 #include "kernels/transform.cuh"
 
 namespace hf_kbit::cuda {

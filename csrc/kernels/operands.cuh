@@ -1,12 +1,12 @@
 // From tiles to operand A of the tensor cores: slabs in shared memory, the table of pairs of levels. Shared by the
-// fused products, gemm.cu, gemm_wgmma.cuh and gradient_wgmma.cu.
+// fused products.
 #pragma once
 
 #include <cstdint>
 
 #include "kernels/codes.cuh"
-#include "kernels/gemm_plan.h"
 #include "kernels/half.cuh"
+#include "kernels/plan.h"
 #include "kernels/ptx.cuh"
 #include "kernels/quad.cuh"
 

@@ -5,34 +5,29 @@
 //   words     int32 [N/16, K/256, bits, 32, 4]     scales  uint8 [N/16, K/256, 8, 16]     codebook  float32 [2**bits]
 //   columns   uint8 [K], as E4M4, or null          dx      [M, K], row-major, of dy's dtype
 //
-// A CTA multiplies 256 tokens by 128 columns of W, half a slab, 64 rows of W at a time; each of eight warps has 16 of
-// the columns:
+// Compute capability 9.0. A CTA multiplies 256 tokens by 128 columns of W, half a slab, 64 rows of W at a time; each
+// of eight warps has 16 of the columns:
 //
 //   words and scales --asynchronous copies--> shared memory --> registers --table--> pairs of levels --times scales,
 //     transposed--> operand A
 //   dy --bulk copies--> shared memory, swizzled: operand B
 //
-// It is gemm_wgmma.cuh for W transposed: sums are over rows, so that a warp's columns of a row tile are operand A once
-// their four matrices of 8 x 8 are transposed, an instruction each. Where there are few tiles, CTAs divide their rows
-// and leave sums in memory, which a second kernel adds up, in a fixed order.
+// It is hopper/gemm_wgmma.cuh for W transposed: sums are over rows, so that a warp's columns of a row tile are operand
+// A once their four matrices of 8 x 8 are transposed, an instruction each. Where there are few tiles, CTAs divide
+// their rows and leave sums in memory, which a second kernel adds up, in a fixed order.
 //
 // At the end two warps that have half of a block's columns each exchange them, in 16 bits, for half of the tokens, so
 // that four lanes have a token's block: they rotate it back, multiply it by the scales of columns and store 16 bytes
-// each. That costs 2 to 4% of a tile's time; a kernel of its own would take 4 to 10%.
+// each.
 //
-// Shared memory is the limit: tensor cores take 1024 cycles for 64 rows of a tile, in which shared memory gives them
-// 512 times 128 bytes, takes in 256 of dy and 20 to 52 of weights, and has look-ups (128; at 5 bits, with two lanes to
-// an entry, 256) and codes (32 to 88) to serve. docs/internals.md has what was tried.
-//
-// Over 350 lines: one kernel, whose roles share its barriers and addresses, the one that adds up, which ends as it
-// does, and their launcher.
+// What limits it and what was tried: docs/internals.md and docs/lab/kernels.md.
 #include "kernels/dispatch.h"
+#include "kernels/hopper/tensor_map.h"
+#include "kernels/hopper/wgmma.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
-#include "kernels/tensor_map.h"
+#include "kernels/operands.cuh"
 #include "kernels/transform.cuh"
-#include "kernels/weights.cuh"
-#include "kernels/wgmma.cuh"
 
 namespace hf_kbit::cuda {
 

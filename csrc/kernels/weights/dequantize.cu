@@ -10,15 +10,8 @@
 // neighbouring threads share a block and each takes a byte of every plane. From tiles, a warp takes half of a 16 x 256
 // slab, whose order gives each lane whole octets. A level is one look-up in shared memory, in a private copy for each
 // lane: no bank conflicts. Lanes exchange pieces of 16 bytes where a warp's store would otherwise not fill whole
-// 128-byte lines.
-//
-// Writing is the limit: 2 bytes a weight out for bits / 8 + 1/32 in. 10 instructions a weight from tiles, 11 (16-bit
-// values) or 16 from planes; an H200 allows 20. Writing as many bytes takes 0.72 to 0.92 of its time (H200, 4096 x
-// 4096 and 8192 x 8192, 2026-11-21).
-//
-// To turn a weight back (transform.cuh) takes 11 instructions a weight more, two of them shuffles: 1.1 to 1.5 times as
-// long from tiles to 16 bits, 1.6 to 1.8 times from planes, no longer to float32. Weights that need none have
-// instances of their own.
+// 128-byte lines. Weights that need no turning back (transform.cuh) have kernels of their own. Writing is the limit: 2
+// bytes a weight out for bits / 8 + 1/32 in.
 #include "kernels/dispatch.h"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"

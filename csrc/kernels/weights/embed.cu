@@ -17,12 +17,7 @@
 // warp share a row, so that which half of its tiles has it is no divergence.
 //
 // The limit is memory: a weight of 16 bits is 2 bytes out for bits / 8 + 1/32 in, from tiles twice that in, as their
-// words and scales hold rows g and g + 8 together. At 4 bits 16 x 2048 rows of 4096 are 340 MB from planes and 411 MB
-// from tiles, at the 4.2 TB/s of an H200 81 and 98 us. That allows 20 and 24 instructions a weight; counted in the
-// code for bfloat16 (sm_90a, nvcc 13) there are 13 from planes (5 bits: 16) and 11 from tiles, and 13 more to turn a
-// weight back (transform.cuh), for which 1.2 times as long is the least.
-// Measured without that: 101 and 150 us, 1.35 and 1.66 times what it takes to write as many bytes
-// (docs/performance.md).
+// words and scales hold rows g and g + 8 together (docs/internals.md).
 #undef NDEBUG  // the assertion is part of what the op promises
 #include <cassert>
 

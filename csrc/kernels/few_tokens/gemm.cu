@@ -1,343 +1,46 @@
-// y = x @ W.T (+ bias) for up to 16 tokens, W in tiles; the weights are decoded in registers on their way to
-// the tensor cores. One launch may take several weights, for the same x; or, of experts, a few rows of x, each with
-// the weight of its own expert.
+// y = x @ W.T (+ bias) for up to 16 tokens, W in tiles. One launch may take several weights, for the same x; or, of
+// experts, a few rows of x, each with the weight of its own expert.
 //
 //   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8
 //   words     int32 [N/16, K/256, bits, 32, 4]     scales  uint8 [N/16, K/256, 8, 16]     codebook  float32 [2**bits]
 //   bias      [N] or null                          y       [M, N], row-major, both of x's dtype
 //   columns   uint8 [K], as E4M4, or null
 //
-// A warp takes a slab (16 rows x 256 columns) at a time:
+// GPUs from compute capability 8.0 on. A warp takes a slab (16 rows x 256 columns) at a time:
 //
-//   words and scales --cp.async or bulk copies--> ring in shared memory, one to three slabs ahead
+//   words and scales --cp.async or bulk copies--> ring in shared memory, one to three slabs ahead (ring.cuh)
 //     --> registers --one byte permute--> address of a pair of codes --table--> operand A of mma.m16n8k16
 //     --> sums of a block (32 columns) in float32 --times the block's scale--> sums of the slab
 //     --> shared memory, where the warps' and then, in a cluster, the CTAs' sums meet in a fixed order --> y
 //
 // The table holds the pair of levels for every byte of codes (2 bits: two pairs, for both rows of a lane; 5 bits: for
-// every ten bits), once for each lane: no bank conflicts. A permute puts a byte of codes above the lane's byte of an
-// address. Tokens are operand B. Scales are applied after the product: four multiply-adds for 512 weights.
+// every ten bits), once for each lane: no bank conflicts. Tokens are operand B. Scales are applied after the product:
+// four multiply-adds for 512 weights.
 //
-// What a slab costs a warp, of 128 weights a lane, without the loop around it:
+// Where weights have column scales or a rotation (transform.cuh), what is multiplied is (x * columns) @ R. For one
+// token a CTA makes it from x for its slabs (activations.cuh); for more, inputs/transform.cu makes it, while this
+// kernel builds its table and asks for its first slabs. These weights have kernels of their own, so that others pay
+// nothing.
 //
-//   bits   permutes, shifts   look-ups   mma   scales and sums   wavefronts of shared memory: table, ring in and out
-//    2            32             32       16         64             64 + 24        (a look-up of 8 bytes is two)
-//    3            84             64       16         64             64 + 32
-//    4            64             64       16         64             64 + 40
-//    5           144             64       16         64             64 + 48
+// Of experts a part is a row, or up to eight rows that an expert has (experts.cuh). All but the table waits for the
+// kernel before. CTAs for which nothing is left end.
 //
-// Where weights have column scales or a rotation (transform.cuh), what is multiplied is (x * columns) @ R. Of one
-// token a CTA makes it from x for its slabs: about 110 instructions for 8 columns, while its first slabs are under
-// way; for 4096 columns that is one such octet for each of 512 threads. x waits in registers until the table is there,
-// and its pointers lie beside those of the weight: copied to shared memory first, with pointers in another line of
-// constants, it took 0.5 to 3.5 us more. Of more tokens the kernel of transform.cu makes it, while this one
-// builds its table and asks for its first slabs. Instances of their own, so that other weights pay nothing. One token
-// costs 0.1 to 0.9 us more, up to 16 tokens 0.7 to 1.6, of 6 to 28 (H200, 4 bits, 2026-11-22). Scales with signs, as
-// such weights have, take 16 instructions more a slab.
-//
-// An H200 brings in a slab for each processor in 59, 85, 111 and 137 cycles, so shared memory is the limit at 2 and 3
-// bits and memory at 4 and 5. docs/performance.md has the measured times, docs/internals.md what was tried.
-//
-// Of experts a part is a row, or up to eight that an expert has. How many parts there are is known on the GPU alone:
-// each CTA finds its own, and with it the weight, from where each expert's rows begin, so that requests for slabs come
-// after one for these numbers; all but the table waits for the kernel before. CTAs for which nothing is left end.
-//
-// Over 350 lines: one kernel, and the ring, the activations and the launcher that nothing else uses.
+// What limits it and what was tried: docs/internals.md; instructions counted and times: docs/lab/kernels.md.
 #include <numeric>
 #include <type_traits>
 
 #include "kernels/dispatch.h"
+#include "kernels/few_tokens/activations.cuh"
+#include "kernels/few_tokens/experts.cuh"
+#include "kernels/few_tokens/ring.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
-#include "kernels/swiglu.cuh"
-#include "kernels/weights.cuh"
 
 namespace hf_kbit::cuda {
 
 namespace {
 
-#ifdef __CUDA_ARCH__
-constexpr int kArch = __CUDA_ARCH__;
-#else
-constexpr int kArch = 0;
-#endif
-constexpr bool kSm90 = kArch >= 900;
-
-// One of the weights that a launch multiplies x by, where its product goes, and which CTAs see to it: the clusters
-// that follow those of the parts before.
-struct Part {
-    const void* bias;
-    void* y;
-    const int32_t* words;
-    const uint8_t* scales;
-    const float* codebook;
-    const void* x;  // its own in instances for weights with a Transform: made before, unless each CTA does so
-    const uint8_t* columns;
-    int rotated;
-    int out_features;
-    int cluster_tiles, more_tiles;  // row tiles of a cluster; this many clusters have one more
-};
-
-// In this order, so that a CTA of the first part reads few lines of constant memory.
-struct Arguments {
-    const void* x;
-    int tokens, in_features, slabs;
-    int k_warps_log2, split_log2, tokens_log2;
-    int pitch, warp_floats;         // of sums
-    int first_cluster[kGemmParts];  // of each part; beyond all clusters where there is none
-    int transforms;                 // each CTA by itself
-    uint32_t signs;                 // of scales, in float16
-    Part parts[kGemmParts];
-    // Of experts: the first part is that of row 0 and expert 0, of the first row of x or the first picked one.
-    const int32_t* rows;
-    const int32_t* offsets;
-    int experts, y_rows, last_row;
-    int part_rows_log2, row_tiles, processors, least_clusters, waves;  // of plan_few_experts
-    int swiglu;
-};
-
-// Which rows of an expert a CTA multiplies: none, or so many. Rows from `beyond` on are no expert's.
-struct Share {
-    int expert, first, rows, cluster, clusters, x_row, beyond;
-};
-
-// Whatever offsets and rows say, rows are there.
-__device__ __forceinline__ int first_row(const Arguments& arguments, int expert) {
-    return min(max(arguments.offsets[expert], 0), arguments.y_rows);
-}
-__device__ __forceinline__ int row_of_x(const Arguments& arguments, int row) {
-    row = min(row, arguments.y_rows - 1);
-    return min(max(arguments.rows ? arguments.rows[row] : row, 0), arguments.last_row);
-}
-
-// Where each part is a row: the row is known at once, and the number of its expert is that of experts which end
-// before.
-__device__ __forceinline__ Share share_of_row(const Arguments& arguments, int of_all, int lane) {
-    const int clusters = arguments.least_clusters, row = of_all / clusters;
-    const int x_row = row_of_x(arguments, row), beyond = first_row(arguments, arguments.experts);
-    int expert = 0;
-    for (int i = lane; i < arguments.experts; i += kWarp) expert += arguments.offsets[i + 1] <= row;
-#pragma unroll
-    for (int distance = 1; distance < kWarp; distance *= 2) expert += __shfl_xor_sync(0xFFFFFFFF, expert, distance);
-    return {expert, row,   expert < arguments.experts && row < arguments.y_rows, of_all - row * clusters, clusters,
-            x_row,  beyond};
-}
-
-// By all lanes of a warp, each for some experts that follow each other.
-__device__ __forceinline__ Share share_of_experts(const Arguments& arguments, int of_all, int lane) {
-    if (arguments.part_rows_log2 == 0) return share_of_row(arguments, of_all, lane);
-    const int of_lane = (arguments.experts + kWarp - 1) / kWarp, log2 = arguments.part_rows_log2;
-    const int begin = min(lane * of_lane, arguments.experts), end = min(begin + of_lane, arguments.experts);
-    const auto row = [&](int expert) { return first_row(arguments, expert); };
-    const auto parts = [&](int expert) { return (max(row(expert + 1) - row(expert), 0) + (1 << log2) - 1) >> log2; };
-    int own = 0;
-#pragma unroll 4
-    for (int i = begin; i < end; ++i) own += parts(i);
-    const int up_to = sum_up_to_lane(own, lane);
-    const int all = __shfl_sync(0xFFFFFFFF, up_to, kWarp - 1);
-    const int clusters = expert_clusters(all, arguments.row_tiles, arguments.slabs, arguments.processors,
-                                         arguments.least_clusters, arguments.waves);
-    const int index = of_all / clusters;
-    int left = index - (up_to - own);
-    const bool found = left >= 0 && left < own;
-    Share share{begin, 0, 0, of_all - index * clusters, clusters, 0, row(arguments.experts)};
-    if (found) {
-        while (left >= parts(share.expert)) left -= parts(share.expert++);
-        share.first = row(share.expert) + (left << log2);
-        share.rows = min(1 << log2, row(share.expert + 1) - share.first);
-    }
-    const unsigned finder = __ballot_sync(0xFFFFFFFF, found);
-    const int from = finder ? __ffs(finder) - 1 : 0;
-    share.expert = __shfl_sync(0xFFFFFFFF, share.expert, from);
-    share.first = __shfl_sync(0xFFFFFFFF, share.first, from);
-    share.rows = __shfl_sync(0xFFFFFFFF, share.rows, from);
-    share.x_row = row_of_x(arguments, share.first);
-    return share;
-}
-
-// Where the inputs and results of these rows are.
-template <int kBits, typename T>
-__device__ __forceinline__ Part part_of(const Arguments& arguments, const Share& share) {
-    Part part = arguments.parts[0];
-    const int64_t out_features = part.out_features, columns = arguments.in_features * (arguments.swiglu ? 2 : 1);
-    const int64_t slab = int64_t{share.expert} * arguments.row_tiles * arguments.slabs;
-    part.x = static_cast<const T*>(part.x) + share.x_row * columns;
-    part.y = static_cast<T*>(part.y) + share.first * out_features;
-    if (part.bias) part.bias = static_cast<const T*>(part.bias) + share.expert * out_features;
-    part.words += slab * (word_bytes(kBits) / 4);
-    part.scales += slab * kScaleBytes;
-    part.cluster_tiles = arguments.row_tiles / share.clusters;
-    part.more_tiles = arguments.row_tiles - part.cluster_tiles * share.clusters;
-    return part;
-}
-
-// Zeros for rows of y from one on, by all CTAs.
-template <typename T>
-__device__ __forceinline__ void clear_rows(const Arguments& arguments, int first) {
-    const int64_t out_features = arguments.parts[0].out_features, end = arguments.y_rows * out_features;
-    T* y = static_cast<T*>(arguments.parts[0].y);
-    for (int64_t i = first * out_features + blockIdx.x * blockDim.x + threadIdx.x; i < end;
-         i += gridDim.x * blockDim.x) {
-        y[i] = static_cast<T>(0.0f);
-    }
-}
-
-// --- the ring ------------------------------------------------------------------------------------
-
-// A warp's slabs on their way. Bulk copies take the fewest wavefronts, cp.async the fewest instructions, which count
-// for more at 2 bits.
-template <int kBits, int kTokenTiles, int kWarps>
-struct Ring {
-    static constexpr bool kBulk = kSm90 && kBits > 2;
-    static constexpr int kStages = ring_stages(kBits, kWarps, 8 * kTokenTiles);
-    static constexpr int kSlab = slab_bytes(kBits);
-    // What is asked for before the table is there: enough to keep memory busy, little enough not to hold up others'
-    // requests for codebook and activations.
-    static constexpr int kEarly = kBits == 2 && kStages > 1 ? 2 : 1;
-
-    const int32_t* words;
-    const uint8_t* scales;
-    uint32_t begin, stage, barriers, barrier;  // shared memory: the warp's first stage and the next, as their barriers
-    // The slab to ask for next. The warp goes through every tile_step-th slab below rows_end, the same columns of all
-    // its row tiles; a turn takes it from there to its first row tile again, k_warps slabs further along K.
-    int ahead, tile_step, rows_end, turn;
-    int fetched, all;  // slabs asked for, and those that there are for the warp
-
-    __device__ __forceinline__ Ring(const Part& part, uint32_t window, int warp, int first_slab, int tile_step,
-                                    int rows_end, int warp_tiles, int warp_slabs, int k_warps)
-        : words(part.words),
-          scales(part.scales),
-          begin(window + ring_address(kBits, kWarps) + warp * kStages * kSlab),
-          stage(begin),
-          barriers(window + ring_address(kBits, kWarps) + (kWarps * kSlab + warp * 8) * kStages),
-          barrier(barriers),
-          ahead(first_slab),
-          tile_step(tile_step),
-          rows_end(rows_end),
-          turn(k_warps - warp_tiles * tile_step),
-          fetched(0),
-          all(warp_tiles * warp_slabs) {
-        if constexpr (kBulk) {
-            if (threadIdx.x % kWarp == 0) {
-#pragma unroll
-                for (int i = 0; i < kStages; ++i) init_barrier(barriers + 8 * i, 1);
-            }
-            __syncwarp();
-        }
-    }
-
-    // Asks for the next slab, or for none after the last: a call for each stage, then one for each slab taken.
-    __device__ __forceinline__ void fetch() {
-        const int lane = threadIdx.x % kWarp;
-        const int64_t slab = ahead;
-        if constexpr (kBulk) {
-            if (fetched < all && lane == 0) {
-                release_to_bulk_copies();  // all lanes have read the stage: take() ends with __syncwarp
-                bring_slab<kBits>(stage, words, scales, slab, barrier);
-            }
-        } else {
-            if (fetched < all) {
-                const char* from = reinterpret_cast<const char*>(words) + slab * word_bytes(kBits) + lane * 16;
-#pragma unroll
-                for (int i = 0; i < kBits; ++i) cp_async_16(stage + i * 512 + lane * 16, from + i * 512);
-                if (lane < kScaleBytes / 16) {
-                    cp_async_16(stage + word_bytes(kBits) + lane * 16, scales + slab * kScaleBytes + lane * 16);
-                }
-            }
-            cp_async_commit();
-        }
-        ++fetched;
-        ahead += tile_step;
-        if (ahead >= rows_end) ahead += turn;
-        if constexpr (kStages > 1) {
-            stage += kSlab;
-            barrier += 8;
-            if (stage == begin + kStages * kSlab) {
-                stage = begin;
-                barrier = barriers;
-            }
-        }
-    }
-
-    // Waits for the oldest slab and brings it into registers, all eight blocks' scales of rows g and g + 8 too.
-    __device__ __forceinline__ void take(uint32_t (&to_words)[4][kBits], uint32_t (&to_scales)[4]) const {
-        if constexpr (kBulk) {
-            wait_barrier(barrier, fetched / kStages - 1 & 1);
-        } else {
-            cp_async_wait<kStages - 1>();
-            __syncwarp();  // lanes copied scales for each other
-        }
-        load_slab<kBits, 1>(stage, 0, to_words, to_scales);
-        __syncwarp();  // before the stage is filled again
-    }
-};
-
-// --- activations that a CTA transforms -----------------------------------------------------------
-
-// Those of one token, of the CTA's slabs. Octet number `lane` of every kWarps-th slab waits in registers of one lane,
-// with its columns' scales, until the table is there; then all of them go through shared memory to those who multiply.
-// With kSwiglu there may be two numbers for each column, of which they are swiglu_octet.
-template <typename T, int kWarps, bool kSwiglu>
-struct Activations {
-    uint4 octets[kTransformOctets], ups[kSwiglu ? kTransformOctets : 1];
-    uint2 scales[kTransformOctets];
-
-    // Asks for x and columns; zeros beyond K.
-    __device__ __forceinline__ void bring(const Part& part, int in_features, bool swiglu, int first_slab, int slabs,
-                                          int warp, int lane) {
-#pragma unroll
-        for (int i = 0; i < kTransformOctets; ++i) {
-            const int slab = warp + i * kWarps, column = (first_slab + slab) * kSlabColumns + lane * kOctet;
-            const bool there = slab < slabs && column < in_features;
-            octets[i] = make_uint4(0, 0, 0, 0);
-            scales[i] = make_uint2(kScalesOfOne, kScalesOfOne);
-            const T* x = static_cast<const T*>(part.x) + column;
-            if constexpr (kSwiglu) {  // the kernel before may have just written it
-                ups[i] = octets[i];
-                if (there) octets[i] = *reinterpret_cast<const uint4*>(x);
-                if (there && swiglu) ups[i] = *reinterpret_cast<const uint4*>(x + in_features);
-            } else {
-                if (there) octets[i] = __ldg(reinterpret_cast<const uint4*>(x));
-            }
-            if (there && part.columns) scales[i] = __ldg(reinterpret_cast<const uint2*>(part.columns + column));
-        }
-    }
-
-    __device__ __forceinline__ void transform(uint32_t to, const Part& part, bool swiglu, int slabs, int k_warps_log2,
-                                              int warp, int lane) const {
-        const bool rotated = part.rotated;
-#pragma unroll
-        for (int i = 0; i < kTransformOctets; ++i) {
-            const int slab = warp + i * kWarps;
-            if (slab >= slabs) return;
-            float columns[kOctet];
-            decode_scales(scales[i], columns);
-            uint4 octet = octets[i];
-            if constexpr (kSwiglu) {
-                if (swiglu) octet = swiglu_octet<T>(octet, ups[i]);
-            }
-            const uint4 made = transform_octet<T>(octet, columns, rotated, lane % 4);
-            store_shared_16(address(to, slab, k_warps_log2, lane * 16), made);
-        }
-    }
-
-    // In the loop 8 lanes read 64 bytes each of two of the warp's slabs, in one turn of shared memory if these lie in
-    // different halves of 128 bytes: so every other one has its blocks' places swapped in pairs.
-    static __device__ __forceinline__ uint32_t address(uint32_t begin, int slab, int k_warps_log2, int byte) {
-        return begin + slab * kSlabActivations + (byte ^ 64 * (slab >> k_warps_log2 & 1));
-    }
-
-    // The octets of a lane of four in all blocks of a slab: zeros where there is none.
-    static __device__ __forceinline__ void load(uint32_t from, int slab, bool there, int k_warps_log2, int t,
-                                                uint32_t (&to)[kSlabBlocks][4]) {
-#pragma unroll
-        for (int block = 0; block < kSlabBlocks; ++block) {
-            uint4 octet = make_uint4(0, 0, 0, 0);
-            if (there) octet = load_shared_16(address(from, slab, k_warps_log2, block * 64 + t * 16));
-            to[block][0] = octet.x, to[block][1] = octet.y, to[block][2] = octet.z, to[block][3] = octet.w;
-        }
-    }
-};
+using namespace few_tokens;
 
 // --- outputs -------------------------------------------------------------------------------------
 

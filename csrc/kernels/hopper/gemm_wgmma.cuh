@@ -1,8 +1,8 @@
-// y = x @ W.T (+ bias) on Hopper, W in tiles; the weights are decoded in registers, as operand A of wgmma. What CTAs
-// of gemm_wgmma.cu do, and of experts_wgmma.cu, where W is one of many weights, each for some rows of x and y.
+// y = x @ W.T (+ bias) on Hopper, W in tiles; the weights are decoded in registers, as operand A of wgmma. What a CTA
+// of gemm_wgmma.cu does, and one of experts_wgmma.cu, where W is one of many weights, each for some rows of x and y.
 //
 //   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8; where the weight has column scales or a
-//             rotation, what transform.cu makes of it
+//             rotation, what inputs/transform.cu makes of it
 //   words     int32 [N/16, K/256, bits, 32, 4]     scales  uint8 [N/16, K/256, 8, 16]     codebook  float32 [2**bits]
 //   bias      [N] or null                          y       [M, N], row-major, both of x's dtype
 //
@@ -12,33 +12,29 @@
 //     --times scales--> operand A
 //   x --bulk copies, 64 or 128 columns at a time--> shared memory, swizzled: operand B
 //
-// x comes from transform.cu, its columns in the order in which a lane of a tile holds them (Transformed::ordered).
-// Where that kernel would have nothing else to do and costs more (wgmma_ordered), x stays as it is, and four lanes
-// exchange codes instead, so that each has those of the columns that operand A wants of it.
+// x comes from inputs/transform.cu, its columns in the order in which a lane of a tile holds them
+// (Transformed::ordered). Where that kernel would have nothing else to do and costs more (wgmma_ordered), x stays as
+// it is, and four lanes exchange codes instead, so that each has those of the columns that operand A wants of it.
 //
 // The tensor cores work on 64 columns of a warpgroup while it decodes the next 64; with 128 tokens, where registers
-// are short, while others decode. Weights are multiplied by their scales before the product, which costs the same at
-// any number of tokens: eight products of pairs for 512 weights. Where there are fewer tiles than processors, groups
-// of warps, and CTAs of a cluster, divide K; each then sends its sums of some of the tokens to the one that adds them
-// up, in a fixed order, from registers to shared memory. Or all CTAs divide the slabs of the last tiles evenly and
-// leave their sums of part of a tile in memory, for the CTA that has the tile's last slab. docs/internals.md has what
-// limits the kernel.
+// are short, while others decode. Weights are multiplied by their scales before the product: eight products of pairs
+// for 512 weights. Where there are fewer tiles than processors, CTAs divide K as plan.h says, and add up sums in a
+// fixed order.
 //
 // Of experts, each has tiles of its own rows of x, as many as `offsets` says, which the host does not know: a warp of
-// each CTA makes a table of them. CTAs take tiles in turns; groups of warps then meet in memory of its own. Of a tile
-// of 128 tokens that has fewer rows, as the last one of an expert mostly, only the steps of 32 that hold them are
-// multiplied. Each number of steps has a loop of its own: with one loop and a branch around the products, which the
-// compiler then keeps apart from decoding, whole tiles took 5% longer (one H200, CUDA 13.0, 2026-11-23).
+// each CTA makes a table of them. Groups of warps meet in memory of its own. Of a tile of 128 tokens that has fewer
+// rows only the steps of 32 that hold them are multiplied, each number of steps by a loop of its own.
 //
-// Over 350 lines: one CTA, whose roles share its barriers and addresses.
+// What limits it and what was tried: docs/internals.md.
 #pragma once
 
 #include <cuda.h>
 
+#include "kernels/hopper/experts_plan.h"
+#include "kernels/hopper/wgmma.cuh"
 #include "kernels/kernels.h"
+#include "kernels/operands.cuh"
 #include "kernels/outputs.cuh"
-#include "kernels/weights.cuh"
-#include "kernels/wgmma.cuh"
 
 namespace hf_kbit::cuda {
 

@@ -2,9 +2,11 @@
 // as operand A of mma.sync.
 //
 //   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8; where the weight has column scales or a
-//             rotation, what transform.cu makes of it
+//             rotation, what inputs/transform.cu makes of it
 //   words     int32 [N/16, K/256, bits, 32, 4]     scales  uint8 [N/16, K/256, 8, 16]     codebook  float32 [2**bits]
 //   bias      [N] or null                          y       [M, N], row-major, both of x's dtype
+//
+// Compute capability 8.0 and newer, but not 9.0; 97 KB of shared memory.
 //
 // A CTA of eight warps multiplies 256 rows and 32 or 64 tokens, a warp two row tiles and all of the tokens:
 //
@@ -14,18 +16,13 @@
 //
 // The columns of a block go to the tensor cores in the order in which tiles hold them, which for x is 8 t .. 8 t + 7
 // of lane t: nothing is exchanged, and 32 lanes read 512 bytes in a row. Weights are multiplied by their scales first,
-// as in gemm_wgmma.cuh. Where there are fewer tiles than processors, several CTAs divide a tile's slabs; their sums,
-// in float32, go to memory, and a second kernel adds them up in a fixed order.
-//
-// For 64 columns and 64 tokens of all eight warps, shared memory needs 900 cycles (of 104 wavefronts a warp 64 are for
-// x, 40 for levels), the tensor cores of an A100 1024, those of an RTX 4090 2048. 97 KB of shared memory are enough on
-// all GPUs. With one row tile a warp, which reads x twice as often, products of 32 to 256 tokens took 1.1 to 1.3 times
-// as long on one H200 (CUDA 13.0, 2026-11-21), where this kernel can be made to run.
+// as in hopper/gemm_wgmma.cuh. Where there are fewer tiles than processors, several CTAs divide a tile's slabs; their
+// sums, in float32, go to memory, and a second kernel adds them up in a fixed order.
 #include "kernels/dispatch.h"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
+#include "kernels/operands.cuh"
 #include "kernels/outputs.cuh"
-#include "kernels/weights.cuh"
 
 namespace hf_kbit::cuda {
 

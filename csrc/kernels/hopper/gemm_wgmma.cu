@@ -1,8 +1,8 @@
-// y = x @ W.T (+ bias) for more than 16 tokens on Hopper: gemm_wgmma.cuh, of one weight.
+// y = x @ W.T (+ bias) for more than 16 tokens on Hopper: gemm_wgmma.cuh, of one weight. Compute capability 9.0.
 #include "kernels/dispatch.h"
-#include "kernels/gemm_wgmma.cuh"
+#include "kernels/hopper/gemm_wgmma.cuh"
+#include "kernels/hopper/tensor_map.h"
 #include "kernels/launch.h"
-#include "kernels/tensor_map.h"
 
 namespace hf_kbit::cuda {
 

@@ -1,5 +1,5 @@
 // Rows that an index picks, or that an expert has, copied to where they belong: what products with experts take where
-// no kernel multiplies by all of them at once. A CTA has a row.
+// no kernel multiplies by all of them at once. A CTA copies a row.
 #include "kernels/dispatch.h"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"

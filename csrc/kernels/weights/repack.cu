@@ -9,10 +9,9 @@
 //   planes, 16 rows x (8 blocks x bits) words  <->  smem, rows kPitch words apart  <->  lane (g, t): bytes t of the
 //   planes of rows g and g + 8  <->  octets  <->  4 * bits words a lane, `bits` coalesced 16-byte accesses
 //
-// kPitch puts the words that eight rows read at once into different banks. Both sides are read and written once:
-// 2 * (bits / 8 + 1/32) bytes a weight. At 70% of an H200's copy bandwidth there is time for 5.5, 8, 10 and 13
-// instructions a weight at 2, 3, 4 and 5 bits, so the bits of eight or sixteen codes move at once, by swaps of whole
-// fields (codes.cuh).
+// kPitch puts the words that eight rows read at once into different banks. Both sides are read and written once: 2 *
+// (bits / 8 + 1/32) bytes a weight. The bits of eight or sixteen codes move at once, by swaps of whole fields
+// (codes.cuh).
 #include "kernels/codes.cuh"
 #include "kernels/dispatch.h"
 #include "kernels/kernels.h"
