@@ -163,13 +163,13 @@ __device__ __forceinline__ void decode_block(const uint32_t (&words)[kBits], int
 
 // Operand A of the two instructions of one of a tile's two blocks, as decode_block, but columns in their order: of
 // lane t not columns 8 t .. 8 t + 7 of the block, whose codes it holds, but 2 t, 2 t + 1 of each eight. Both are four
-// elements for four lanes, which transpose codes before they look them up. Up to 4 bits: at 5 a product took up to
-// half as long again so, and x is brought into the tiles' order instead (wgmma_ordered).
+// elements for four lanes, which transpose codes before they look them up. Up to 4 bits: at 5, x is brought into the
+// tiles' order instead (wgmma_ordered).
 template <int kBits>
 __device__ __forceinline__ void decode_in_order(const uint32_t (&words)[kBits], int block, uint32_t lane_address,
                                                 const Quad& quad, uint32_t (&a)[2][4]) {
     static_assert(kBits < 5);
-    using Table = LevelTable<kBits, kWgmmaTableBytes>;
+    using Table = LevelTable<kBits, kPairTableBytes>;
     if constexpr (kBits == 2) {
         uint32_t codes[1] = {words[block]};
         quad.transpose(codes);

@@ -34,6 +34,7 @@ constexpr bool has_gemm(int arch) { return arch >= 800; }
 // Kernels put a table where it begins this far into shared memory. Below lies what the driver keeps, 1024 bytes now
 // (sm_75: none); were it more, the table had to move.
 constexpr int kSharedReserved = 1024;
+constexpr int kPairTableBytes = 64 << 10;  // of pairs of levels, in the kernels for many tokens
 
 // The fused kernels count features, row tiles and slabs in 32 bits; only addresses of words, scales and y have 64. A
 // weight beyond these sizes has trillions of elements, or more than 134 million rows or columns.

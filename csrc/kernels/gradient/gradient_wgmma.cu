@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kDecoders) add_gradient_parts_kernel(const __g
 // What a CTA does, in its three roles: bring dy, bring weights, and decode and multiply.
 template <int kBits, typename T>
 struct Cta {
-    using Table = LevelTable<kBits, kWgmmaTableBytes>;
+    using Table = LevelTable<kBits, kPairTableBytes>;
     static constexpr int kWords = 2 * kBits;  // of a lane in half a slab
     static constexpr int kTileBytes = gradient_words_bytes(kBits), kWeightsBytes = gradient_weights_bytes(kBits);
     static constexpr int kScalesAt = kGradientPieceTiles * kTileBytes;

@@ -76,7 +76,7 @@ struct Place {
 // tiles.
 template <int kBits, typename T, int kTokens, bool kOrdered, bool kExperts>
 struct WgmmaCta {
-    using Table = LevelTable<kBits, kWgmmaTableBytes>;
+    using Table = LevelTable<kBits, kPairTableBytes>;
     // In all at most 65536, of which each thread has an equal part, in eights, before they move.
     static constexpr int kBringerRegisters = 32, kDecoderRegisters = wgmma_warps(kTokens) == 8 ? 232 : 112;
     static constexpr int kWarps = wgmma_warps(kTokens), kDecoders = wgmma_decoders(kTokens);
@@ -257,7 +257,7 @@ struct WgmmaCta {
 #pragma unroll
                         for (int block = 0; block < 2; ++block) {
                             if constexpr (kOrdered) {
-                                decode_block<kBits, kWgmmaTableBytes>(words[tile_of_part], block, lane_table,
+                                decode_block<kBits, kPairTableBytes>(words[tile_of_part], block, lane_table,
                                                                       a[block]);
                             } else {
                                 decode_in_order<kBits>(words[tile_of_part], block, lane_table, quad, a[block]);

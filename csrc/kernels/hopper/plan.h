@@ -69,8 +69,7 @@ constexpr int wgmma_exchange_bytes(int token_tile, int groups, int split) {
            4;
 }
 
-constexpr int kWgmmaTableBytes = 64 << 10;
-constexpr int wgmma_x_address() { return kSharedReserved + kWgmmaTableBytes; }
+constexpr int wgmma_x_address() { return kSharedReserved + kPairTableBytes; }
 
 // Of the slabs of the divided tiles, numbered through all of them, a CTA has as many as any other, which follow each
 // other; the first ones have one more.

@@ -88,7 +88,7 @@ struct Place {
 template <int kBits, typename T, int kTokens>
 __global__ void __launch_bounds__(kThreads, 1) gemm_mma_kernel(const __grid_constant__ Arguments arguments) {
     if constexpr (kUsed) {
-        using Table = LevelTable<kBits, kMmaTableBytes>;
+        using Table = LevelTable<kBits, kPairTableBytes>;
         constexpr int kStages = kMmaStages, kStageBytes = mma_stage_bytes(kTokens);
         static_assert(kStages == 4, "a stage for each of a slab's pieces");
         extern __shared__ __align__(1024) char smem[];
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_mma_kernel(const __grid_cons
             }
         };
         load_weights(first_slab);
-        const uint32_t x = window + kSharedReserved + kMmaTableBytes;
+        const uint32_t x = window + kSharedReserved + kPairTableBytes;
         int column = first_slab * kSlabColumns;  // of the next piece to bring
         const auto bring_next = [&](int stage) {
             bring_x<T, kTokens>(arguments, x + stage * kStageBytes, place.token, column);
@@ -146,8 +146,8 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_mma_kernel(const __grid_cons
                 uint32_t a[kWarpTiles][2][2][4];
 #pragma unroll
                 for (int r = 0; r < kWarpTiles; ++r) {
-                    decode_block<kBits, kMmaTableBytes>(words[r][piece], 0, lane_table, a[r][0]);
-                    decode_block<kBits, kMmaTableBytes>(words[r][piece], 1, lane_table, a[r][1]);
+                    decode_block<kBits, kPairTableBytes>(words[r][piece], 0, lane_table, a[r][0]);
+                    decode_block<kBits, kPairTableBytes>(words[r][piece], 1, lane_table, a[r][1]);
                     multiply_by_scales<T>(a[r], scales[r][piece], arguments.signs);
                 }
                 cp_async_wait<kStages - 2>();

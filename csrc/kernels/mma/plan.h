@@ -19,10 +19,10 @@ inline std::string to_string(const MmaPlan& plan) {
     return print_fields({{"token_tile", plan.token_tile}, {"tiles", plan.tiles}, {"split", plan.split}});
 }
 
-constexpr int kMmaWarps = 8, kMmaRows = 256, kMmaTableBytes = 64 << 10, kMmaStages = 4;
+constexpr int kMmaWarps = 8, kMmaRows = 256, kMmaStages = 4;
 constexpr int mma_stage_bytes(int token_tile) { return token_tile * 2 * kBlockSize * 2; }  // 64 columns
 constexpr int mma_shared_bytes(int token_tile) {
-    return kSharedReserved + kMmaTableBytes + kMmaStages * mma_stage_bytes(token_tile);
+    return kSharedReserved + kPairTableBytes + kMmaStages * mma_stage_bytes(token_tile);
 }
 // What the parts of tiles have in memory, float32.
 constexpr int64_t mma_partial_sums(const MmaPlan& plan) {
