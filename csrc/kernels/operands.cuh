@@ -54,6 +54,7 @@ __device__ __forceinline__ uint32_t with_signs(uint32_t two, uint32_t signs) {
 // entry needs no addition. All warps that build it begin, with a request to memory, and finish when they need it.
 template <int kBits, int kBytes>
 struct LevelTable {
+    static_assert(kBits <= 5, "shared memory holds an entry for every ten bits");
     static constexpr int kEntries = kBits == 5 ? 1024 : 256;
     static constexpr int kStride = kBytes / kEntries;
     static constexpr int kLaneBytes = kBits == 2 ? 8 : 4;
