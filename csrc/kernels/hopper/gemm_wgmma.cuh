@@ -257,8 +257,7 @@ struct WgmmaCta {
 #pragma unroll
                         for (int block = 0; block < 2; ++block) {
                             if constexpr (kOrdered) {
-                                decode_block<kBits, kPairTableBytes>(words[tile_of_part], block, lane_table,
-                                                                      a[block]);
+                                decode_block<kBits, kPairTableBytes>(words[tile_of_part], block, lane_table, a[block]);
                             } else {
                                 decode_in_order<kBits>(words[tile_of_part], block, lane_table, quad, a[block]);
                             }
