@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 import hf_kbit
 from hf_kbit.calibration import rounding
+from hf_kbit.calibration.layerwise import METHODS
 
 BATCH, LENGTH, RATE = 8, 128, 2e-3
 READ, HELD_OUT = 128, 256  # sequences to calibrate on, and to measure with
@@ -78,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--bits", default="2,3")
-    parser.add_argument("--methods", default="feedback,weighted")
+    parser.add_argument("--methods", default=",".join(METHODS))
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

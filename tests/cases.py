@@ -1,5 +1,8 @@
 """The shapes, weights, inputs and bounds that tests, benchmarks and sanitizer runs share."""
 
+import collections
+import re
+
 import torch
 
 from hf_kbit import codebooks, format, reference, transforms
@@ -82,6 +85,26 @@ def random_packed(shape, bits: int):
     return planes, torch.randint(0, 256, scales, generator=rng, dtype=torch.uint8)
 
 
+def tiles_on_gpu(shape, bits: int):
+    """Tiles of ``random_packed`` and the planes that they were made from, on a GPU."""
+    planes = [tensor.cuda() for tensor in random_packed(shape, bits)]
+    return torch.ops.hf_kbit.repack(*planes, bits, list(shape[-2:])), planes
+
+
+def launched(call) -> collections.Counter:
+    """How often a call that has run before launches each kernel; what is no kernel counts under its whole name."""
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    found = collections.Counter()
+    for event in profile.key_averages():
+        if event.self_device_time_total > 0:
+            ours = re.search(r"\w+_kernel(?=[<(I])", event.key)
+            found[ours[0] if ours else event.key] += event.count
+    return found
+
+
 def x(batch, in_features: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
     return torch.randn(*batch, in_features, generator=generator(*batch, in_features, seed)).to(dtype)
 
@@ -122,9 +145,11 @@ __all__ = [
     "codebook",
     "columns",
     "generator",
+    "launched",
     "quantized",
     "random_packed",
     "stored",
+    "tiles_on_gpu",
     "weight",
     "x",
 ]

@@ -160,29 +160,23 @@ def test_definition_wins_over_environment(configure, tmp_path):
 
 
 @needs_compiler
-def test_without_gpu(configure):
-    build, _ = configure(ANY_CUDA_COMPILER)
-    assert 'as in HF_KBIT_CUDA_ARCHS="80;90a", and install hf_kbit again' in build["cuda"]["missing"]
+@pytest.mark.parametrize(
+    "gpus, archs, missing",
+    [
+        (None, "", 'as in HF_KBIT_CUDA_ARCHS="80;90a", and install hf_kbit again'),
+        ("NVIDIA-SMI has failed\\n", "", "no GPU was found"),  # the driver does not answer
+        (
+            "7.2\\n6.1\\n",
+            "",
+            "expected a GPU of compute capability 7.5 or newer when hf_kbit was installed, found 7.2, 6.1",
+        ),
+        (None, "none", "HF_KBIT_CUDA_ARCHS=none; install it again without"),
+    ],
+)
+def test_no_gpu_to_build_for(configure, gpus, archs, missing):
+    build, _ = configure(ANY_CUDA_COMPILER, gpus=gpus, HF_KBIT_CUDA_ARCHS=archs)
+    assert missing in build["cuda"]["missing"]
     assert build["cuda"]["archs"] == "" and build["cpu"]["missing"] == ""
-
-
-@needs_compiler
-def test_gpu_driver_does_not_answer(configure):
-    build, _ = configure(ANY_CUDA_COMPILER, gpus="NVIDIA-SMI has failed\\n")
-    assert build["cuda"]["missing"].startswith("no GPU was found")
-
-
-@needs_compiler
-def test_gpu_too_old(configure):
-    build, _ = configure(ANY_CUDA_COMPILER, gpus="7.2\\n6.1\\n")
-    assert build["cuda"]["missing"].startswith("expected a GPU of compute capability 7.5 or newer")
-    assert build["cuda"]["missing"].endswith("found 7.2, 6.1")
-
-
-@needs_compiler
-def test_cuda_not_wanted(configure):
-    build, _ = configure(ANY_CUDA_COMPILER, HF_KBIT_CUDA_ARCHS="none")
-    assert "HF_KBIT_CUDA_ARCHS=none; install it again without" in build["cuda"]["missing"]
 
 
 @needs_compiler
