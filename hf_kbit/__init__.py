@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_kbit.decoding.loop import decode
     from hf_kbit.evaluation import evaluate
     from hf_kbit.in_memory import quantize_model
+    from hf_kbit.integrations.transformers.cards import model_card
     from hf_kbit.nn.embedding import KbitEmbedding
     from hf_kbit.nn.linear import KbitLinear
     from hf_kbit.ops import dequantize, embed, gemm, quantize, repack, set_batch_invariant
@@ -39,6 +40,7 @@ __all__ = [
     "evaluate",
     "gemm",
     "load_into",
+    "model_card",
     "quantize",
     "quantize_model",
     "repack",
@@ -61,6 +63,7 @@ _HOMES = {
     "evaluate": "evaluation",
     "gemm": "ops",
     "load_into": "saving",
+    "model_card": "integrations.transformers.cards",
     "quantize": "ops",
     "quantize_model": "in_memory",
     "repack": "ops",

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_kbit import KbitLinear, load_into, quantize_model, save
-from hf_kbit.integrations.transformers.sealing import DIGEST
+from hf_kbit.checkpoint import DIGEST
 from hf_kbit.saving import CONFIG
 
 
