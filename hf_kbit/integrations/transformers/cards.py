@@ -5,6 +5,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from transformers import PreTrainedModel
@@ -63,20 +64,13 @@ Without the import, Transformers warns of an unknown quantization type and stops
 {tuned}""")
 
 
-def write_figures(folder: str | os.PathLike, figures: Mapping[str, str]) -> None:
-    """Puts what was measured at the end of the README.md of a saved model, in place of an earlier measurement.
-
-    Raises:
-        ValueError: there is no README.md.
-    """
-    file = os.path.join(folder, "README.md")
-    if not os.path.isfile(file):
-        raise ValueError(f"{file}: found none, expected a model card: hf_kbit.model_card(model, name).save({file!r})")
-    with open(file, encoding="utf-8") as stream:
-        text = stream.read().partition(f"\n{FIGURES}\n")[0].rstrip()
+def write_figures(file: str | os.PathLike, figures: Mapping[str, str]) -> None:
+    """Adds what was measured to a model card, in place of an earlier measurement."""
+    text = Path(file).read_text(encoding="utf-8")
+    text = re.sub(rf"^{FIGURES}$.*?(?=^# |^## |\Z)", "", text, flags=re.DOTALL | re.MULTILINE).rstrip()
     rows = "".join(f"| {_plain(label)} | {_plain(value)} |\n" for label, value in figures.items())
-    with open(file, "w", encoding="utf-8") as stream:
-        stream.write(f"{text}\n\n{FIGURES}\n\nAs `hf-kbit eval` found:\n\n| | |\n|---|---|\n{rows}")
+    text += f"\n\n{FIGURES}\n\nAs `hf-kbit eval` found:\n\n| | |\n|---|---|\n{rows}"
+    Path(file).write_text(text, encoding="utf-8")
 
 
 def widths(model) -> str:
