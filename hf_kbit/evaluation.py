@@ -137,7 +137,7 @@ def _ids(data, tokenizer: PreTrainedTokenizerBase | None, models: list, progress
 
 
 def check(configs: dict[str, PreTrainedConfig], ids: torch.Tensor, window: int, stride: int) -> None:
-    """Raises what ``evaluate`` would raise, as far as configs tell; errors call the models by the keys of ``configs``."""
+    """Raises what ``evaluate`` would, as far as configs tell; errors call the models by the keys of ``configs``."""
     if ids.dtype != torch.int64:
         raise TypeError(f"data: found {ids.dtype}, expected token ids, a tensor of int64, or a text")
     if ids.dim() not in (1, 2) or ids.shape[-1] < 2 or ids.numel() == 0:

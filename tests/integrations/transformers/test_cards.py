@@ -48,7 +48,7 @@ def test_the_three_lines_of_the_card_load_the_model(model, tmp_path):
 
 
 def test_what_a_card_says(model, dense, tmp_path, monkeypatch):
-    """Class, width, size in files, tuning; and the base by its name on the Hub, with the licence that is known here."""
+    """Class, width, size in files, tuning; and the base by its name on the Hub, with the licence of its card here."""
     (dense / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     card = hf_kbit.model_card(model, "me/small")
     assert (card.data.tags, card.data.library_name, card.data.license) == (["kbit"], "transformers", "apache-2.0")
