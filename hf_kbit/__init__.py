@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hf_kbit.config import KbitConfig
     from hf_kbit.decoding.loop import decode
     from hf_kbit.evaluation import evaluate
+    from hf_kbit.integrations.transformers.cards import model_card
     from hf_kbit.memory import bits_for_memory, embedding_bits_for_memory
     from hf_kbit.nn.embedding import KbitEmbedding
     from hf_kbit.nn.linear import KbitLinear
@@ -39,6 +40,7 @@ __all__ = [
     "embedding_bits_for_memory",
     "evaluate",
     "load_into",
+    "model_card",
     "ops",
     "quantize_model",
     "save",
@@ -58,6 +60,7 @@ _HOMES = {
     "evaluate": "evaluation",
     "load_into": "saving",
     "quantize_model": "post_training",
+    "model_card": "integrations.transformers.cards",
     "save": "saving",
     "set_batch_invariant": "ops",
     # What needs PEFT, and is no part of __all__ because of that: an import of * works without it.

@@ -23,7 +23,7 @@ from hf_kbit.calibration.rounding import round_linear, round_projection
 from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.integrations.transformers.checkpoint import saved_class
+from hf_kbit.integrations.transformers.fit import saved_class
 from hf_kbit.integrations.transformers.in_place import keep_adapters, leave_lost, quantize_layers, tie
 from hf_kbit.integrations.transformers.plain import is_linear
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer

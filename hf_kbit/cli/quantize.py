@@ -192,6 +192,7 @@ def command(
     from hf_kbit.calibration.layerwise import load
     from hf_kbit.cli.folder import claim
     from hf_kbit.config import KbitConfig
+    from hf_kbit.integrations.transformers.cards import model_card
     from hf_kbit.memory import parse_size
     from hf_kbit.post_training import quantize_model
 
@@ -215,16 +216,18 @@ def command(
         else:
             quantized = load(model, dtype=dtype, device_map=device, quantization_config=config, **source)
         quantized.save_pretrained(output.model)
+        model_card(quantized, push_to_hub or out.resolve().name).save(output.model / "README.md")
         _copy_beside(model, loading.revision, output.model)
         output.publish()
     saved = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     line("saved", f"{out}: {saved / 1e6:,.3g} MB, after {time.monotonic() - start:,.0f} s")
     if push_to_hub is not None:
-        from huggingface_hub import upload_folder
+        from huggingface_hub import create_repo, file_exists, upload_folder
 
-        quantized.push_to_hub(push_to_hub)
-        upload_folder(repo_id=push_to_hub, folder_path=out, allow_patterns=list(BESIDE))
-        line("uploaded", push_to_hub)
+        repository = create_repo(push_to_hub, exist_ok=True).repo_id
+        kept = ["README.md"] if file_exists(repository, "README.md") else []  # a card that somebody has written
+        upload_folder(repo_id=repository, folder_path=out, ignore_patterns=kept)
+        line("uploaded", repository)
 
 
 def _check(model: str, method: str, source: dict, needs_dense: bool) -> None:

@@ -136,7 +136,6 @@ TORCH_HOOKS = (
     ),
 )
 
-_CARDS = "hf_kbit.integrations.transformers.cards"
 TRANSFORMERS_HOOKS = (
     Hook(
         "transformers.quantizers.auto:AutoHfQuantizer.merge_quantization_configs",
@@ -153,14 +152,8 @@ TRANSFORMERS_HOOKS = (
     Hook(
         "transformers.modeling_utils:PreTrainedModel.save_pretrained",
         ("self", "save_directory", "is_main_process", "state_dict"),
-        f"{_CARDS}:card_after_saving",
-        lost="saved models get no model card",
-    ),
-    Hook(
-        "transformers.utils.hub:PushToHubMixin._upload_modified_files",
-        ("self", "working_dir", "repo_id"),
-        f"{_CARDS}:card_before_upload",
-        lost="models pushed to the Hub get no model card",
+        "hf_kbit.integrations.transformers.save_pretrained:wrap",
+        lost="saved files are not sealed, and parts of quantized models cannot be saved",
     ),
     Hook(
         "transformers.modeling_utils:get_total_byte_count",

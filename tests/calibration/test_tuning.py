@@ -81,7 +81,7 @@ def test_a_checkpoint_like_any_other(how, device, tmp_path):
     model.save_pretrained(tmp_path)
     again = LlamaForCausalLM.from_pretrained(tmp_path).to(device)
     assert torch.equal(again(IDS.to(device)).logits, model(IDS.to(device)).logits)
-    assert model.hf_quantizer.tuned in (tmp_path / "README.md").read_text()
+    assert model.hf_quantizer.tuned in hf_kbit.model_card(model, "x").text
     assert ("then perplexity" in model.hf_quantizer.tuned) == how["tune_whole"]
     assert ("layers alone" in model.hf_quantizer.tuned) == (not how["tune_whole"])
 

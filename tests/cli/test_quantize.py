@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -300,9 +301,8 @@ def test_what_lies_beside_a_model_of_the_hub(run_quantize, folder, monkeypatch, 
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     monkeypatch.setattr("huggingface_hub.upload_folder", lambda **keywords: uploaded.append(keywords))
-    monkeypatch.setattr(
-        LlamaForCausalLM, "push_to_hub", lambda self, name: uploaded.append((self.config.model_type, name))
-    )
+    monkeypatch.setattr("huggingface_hub.create_repo", lambda name, exist_ok: SimpleNamespace(repo_id=f"me/{name}"))
+    monkeypatch.setattr("huggingface_hub.file_exists", lambda name, file: written)
     for loader in (AutoConfig, LlamaForCausalLM):  # as if the name was one on the Hub
         load = loader.from_pretrained
 
@@ -311,14 +311,16 @@ def test_what_lies_beside_a_model_of_the_hub(run_quantize, folder, monkeypatch, 
             return load(folder / "dense", *arguments, **keywords)
 
         monkeypatch.setattr(loader, "from_pretrained", from_the_hub)
-    options = ["--revision", "v1", "--push-to-hub", "me/packed", "--dtype", "float32"]
-    result = run_quantize("org/name", tmp_path / "out", *options)
-    assert result.exit_code == 0, result.output
-    assert set(asked) == {("org/name", "v1")} and "uploaded      me/packed" in result.stdout
-    assert uploaded[0] == ("llama", "me/packed")
-    assert (uploaded[1]["repo_id"], uploaded[1]["folder_path"]) == ("me/packed", tmp_path / "out")
-    assert (tmp_path / "out" / "tokenizer.json").exists()
-    assert stored(tmp_path / "out")["lm_head.weight"].dtype == torch.float32
+    options = ["--revision", "v1", "--push-to-hub", "packed", "--dtype", "float32"]
+    for written in (False, True):
+        out = tmp_path / f"out {written}"
+        result = run_quantize("org/name", out, *options)
+        assert result.exit_code == 0, result.output
+        assert set(asked) == {("org/name", "v1")} and "uploaded      me/packed" in result.stdout
+        kept = ["README.md"] if written else []
+        assert uploaded.pop() == {"repo_id": "me/packed", "folder_path": out, "ignore_patterns": kept}
+        assert (out / "tokenizer.json").exists() and '.from_pretrained("packed")' in (out / "README.md").read_text()
+        assert stored(out)["lm_head.weight"].dtype == torch.float32
 
 
 # --- what is refused ------------------------------------------------------------------------------

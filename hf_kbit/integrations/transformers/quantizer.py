@@ -27,18 +27,17 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
-from hf_kbit import allocation
+from hf_kbit import allocation, checkpoint
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX
 from hf_kbit.integrations.sharding import refuse_zero3
 from hf_kbit.integrations.transformers import (
-    checkpoint,
     experts,
+    fit,
     kernels,
     mxfp4,
     parallel,
     plain,
-    sealing,
     selection,
     tying,
 )
@@ -126,10 +125,12 @@ class KbitHfQuantizer(HfQuantizer):
     requires_calibration = False
 
     def __init__(self, quantization_config: KbitConfig, **kwargs):
-        # A copy: the quantizer writes levels and layers of one model into it, and users reuse their config.
+        # A copy: the quantizer writes into it what files say of one model, and users reuse their config.
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
-        # No quantizer has written a config without levels: somebody has put it into the config of a 16-bit model.
-        self.pre_quantized = self.pre_quantized and bool(quantization_config.levels)
+        # Without that, somebody has put it into the config of a 16-bit model.
+        self.pre_quantized = self.pre_quantized and quantization_config.stored is not None
+        if not self.pre_quantized:
+            self.quantization_config.stored = None
         self.waiting: tuple | None = None  # a model and its checkpoint, until it is known how names are mapped
         self.problems: list[str] = []
         self.loaded: list[str] = []  # layers that were quantized from the checkpoint
@@ -179,7 +180,7 @@ class KbitHfQuantizer(HfQuantizer):
         if self.pre_quantized:
             self._prepare_quantized(model, checkpoint_files, conversions)
         else:
-            tensors = checkpoint.read_unpacked(checkpoint_files or ())
+            tensors = fit.read_unpacked(checkpoint_files or ())
             self.mxfp4 = mxfp4.projections(tensors)
             self._prepare_on_the_fly(model, [*tensors, *self.mxfp4], Names(model, conversions))
         if use_kernels:
@@ -194,9 +195,9 @@ class KbitHfQuantizer(HfQuantizer):
         shared = _is_shared(model.config)
         fused = {name: is_projection(model, name) for name in chosen}
         weights = [name if fused[name] else f"{name}.weight" for name in chosen if fused[name] or shared]
-        checkpoint.check_present(names, model, weights, tensors)
+        fit.check_present(names, model, weights, tensors)
         if shared:
-            checkpoint.check_apart(names, weights, tensors, self.mxfp4)
+            fit.check_apart(names, weights, tensors, self.mxfp4)
         if chosen and config.bits % 1:  # a mean
             widths = allocation.by_rule(model, [name for name, bits in chosen.items() if bits % 1], config.bits)
             self.quantization_config = allocation.config_of(config, widths)
@@ -215,7 +216,9 @@ class KbitHfQuantizer(HfQuantizer):
             # from_pretrained(None, state_dict=...): no file says what is packed, so the config must.
             names, config = Names(model, conversions), self.quantization_config
             packed = {name: name for name in selection.Packable(model).choose(config)}
-            self._replace_packed(model, packed | {names.module(f"{name}.weight"): name for name in config.layers})
+            self._replace_packed(
+                model, packed | {names.module(f"{name}.weight"): name for name in config.stored.layers}
+            )
         else:
             self._replace_as_stored(model, checkpoint_files, conversions)
 
@@ -226,19 +229,18 @@ class KbitHfQuantizer(HfQuantizer):
         tensors that are left over, missing, or of another shape (``ignore_mismatched_sizes``). Packed ones must fit.
         """
         mapped = len(conversions) > len(get_model_conversion_mapping(model))  # by the user
-        tensors, saved = checkpoint.read_headers(files), checkpoint.saved_model(model, files[0], mapped)
+        tensors, saved = checkpoint.read_headers(files), fit.saved_model(model, files[0], mapped)
         for target in dict.fromkeys((saved or model, model)):
             by = conversions if type(target) is type(model) else None
-            packed = checkpoint.packed_modules(Names(target, by), tensors)
+            packed = fit.packed_in(Names(target, by), tensors)
             if not packed:
                 raise ValueError(
                     f"{files[0]}: found no packed tensor, expected those that quantization_config in config.json is "
                     "of; to load a 16-bit checkpoint, take quantization_config out of config.json"
                 )
             self._replace_packed(target, packed)
-            checkpoint.check_tensors(target, by, tensors, packed, whole=target is saved)
-        checkpoint.check_config(self.quantization_config, packed.values())
-        sealing.check_digest(files, self.quantization_config)
+            fit.check_tensors(target, by, tensors, packed, whole=target is saved)
+        checkpoint.check_save(files, self.quantization_config.stored, packed.values())
 
     def _replace_packed(self, model, packed: dict[str, str]) -> None:
         layers, ties = self.stored_layers(model, packed), selection.Packable(model).ties
@@ -248,7 +250,7 @@ class KbitHfQuantizer(HfQuantizer):
     def stored_layers(self, model, packed: dict[str, str]) -> dict[str, KbitWeight]:
         """Empty stand-ins that decode as the config says, for what is packed and the model has; ``packed`` is
         ``{module name: its name in the checkpoint}``."""
-        config, linears = self.quantization_config, dict(model.named_modules(remove_duplicate=False))
+        stored, linears = self.quantization_config.stored, dict(model.named_modules(remove_duplicate=False))
         layers, known = {}, [name for name in packed if name in linears and _can_be_packed(linears[name])]
         known += [name for name in packed if is_projection(model, name)]
         checkpoint.refuse(
@@ -259,12 +261,9 @@ class KbitHfQuantizer(HfQuantizer):
         )
         for name, stored_name in packed.items():
             if name in known:
-                own = config.layers.get(stored_name, {})
-                bits = own.get("bits", config.bits)
-                levels = tuple(own.get("levels") or config.levels_for(bits))
-                layers[name] = self.new_layer(model, name, bits)
-                transform = own.get("transform", config.transform)
-                layers[name].decode_as(Decoding(levels, own.get("exponent", 0), transform))
+                decoding = stored.decoding(stored_name)
+                layers[name] = self.new_layer(model, name, decoding.bits)
+                layers[name].decode_as(decoding)
         return layers
 
     def new_layer(self, model, name: str, bits: int) -> KbitWeight:
@@ -407,7 +406,7 @@ class KbitHfQuantizer(HfQuantizer):
 
     def _record(self, model, layers) -> None:
         names, tied = stored_names(model, layers), tying.tied(model)  # tied ones are stored by another name
-        record(self.quantization_config, {names[name]: layer for name, layer in layers.items() if name not in tied})
+        self.quantization_config.record({names[name]: layer for name, layer in layers.items() if name not in tied})
         left = {allocation.exactly(name): None for name in self.lost}
         self.quantization_config.module_bits = left | {
             pattern: bits for pattern, bits in self.quantization_config.module_bits.items() if pattern not in left
@@ -425,7 +424,7 @@ class KbitHfQuantizer(HfQuantizer):
         if getattr(model.config, "distributed_config", None) is None and any(map(is_sharded, model.parameters())):
             # By FSDP2, and not by Transformers, which would gather them: all for the first process, none for others.
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        return state, sealing.unsealed(self.quantization_config)
+        return state, checkpoint.unsealed(self.quantization_config.stored)
 
     def _dequantize(self, model, dtype=None):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -455,28 +454,6 @@ class KbitHfQuantizer(HfQuantizer):
             model.config.dtype = dtype
         model._weight_conversions = [*self._all_weight_conversions, *_unused_conversions(model)]
         return model
-
-
-def record(config: KbitConfig, layers: Mapping[str, KbitWeight]) -> None:
-    """Writes into the config what a reader needs besides the tensors: levels, and what sets layers apart, by the names
-    that they are stored under."""
-    config.levels = {bits: list(config.levels_for(bits)) for bits in sorted({layer.bits for layer in layers.values()})}
-    config.layers = {}
-    tables = [layer.bits for layer in layers.values() if isinstance(layer, KbitEmbedding)]
-    if tables and config.embedding_bits is None:  # so that an hf_kbit that knows no tables refuses the entry
-        config.embedding_bits = tables[0]
-    new = any(layer.decoding.transformed or layer.lead for layer in layers.values()) or bool(tables)
-    config.format_version = 2 if new else 1
-    config.transform = "none" if config.format_version == 1 else "rotated"
-    for name, layer in layers.items():
-        entry = {
-            **({"bits": layer.bits} if layer.bits != config.bits else {}),
-            **({"exponent": layer.exponent} if layer.exponent != 0 else {}),
-            **({"levels": list(layer.levels)} if layer.levels != config.levels_for(layer.bits) else {}),
-            **({"transform": layer.decoding.transform} if layer.decoding.transform != config.transform else {}),
-        }
-        if entry:
-            config.layers[name] = entry
 
 
 def _unused_conversions(model) -> list[WeightTransform]:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from torch import nn
 from transformers.utils import logging
 
-from hf_kbit import allocation
+from hf_kbit import allocation, checkpoint
 from hf_kbit.config import KbitConfig
-from hf_kbit.integrations.transformers import checkpoint, selection
+from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.weight import KbitWeight, distinct
 
 # A child of the logger of Transformers, so that transformers.logging.set_verbosity speaks of it too.

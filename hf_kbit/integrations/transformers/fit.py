@@ -1,86 +1,33 @@
-"""What a quantized checkpoint holds, checked before a byte of it is loaded.
+"""Whether a checkpoint fits a model of Transformers, checked before a byte of it is loaded.
 
 Transformers replaces what a checkpoint lacks by random numbers and reports it in a log. A quantized checkpoint is
-refused instead, with every tensor at fault named. Only headers are read here.
+refused instead, with every tensor at fault named.
 """
 
 import copy
-import json
 import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightTransform, dot_natural_key
 
-from hf_kbit.config import KbitConfig
-from hf_kbit.format import ABSMAX_SUFFIX, absmax_shape, weight_shape
-from hf_kbit.integrations.transformers.names import WEIGHT_SUFFIX, Names
-from hf_kbit.nn.weight import PACKED, KbitWeight
-
-PACKED_SUFFIXES = tuple(f".{name}" for name in PACKED)
-MAX_NAMED = 20  # problems spelled out in one error
-MOST_SHOWN = 500  # characters of what a file says
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor as a safetensors header describes it; ``dtype`` is safetensors' name, such as ``I32``."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    def __str__(self):
-        return f"{self.dtype} {list(self.shape)}"
-
-    def can_become(self, tensor: torch.Tensor, shapes: bool = True) -> bool:
-        """Whether loading it into ``tensor`` keeps its meaning: same shape (if asked), and a float if that is one."""
-        same_shape = self.shape == tuple(tensor.shape)
-        return (same_shape or not shapes) and ("F" in self.dtype) == tensor.is_floating_point()
-
-
-def read_headers(files: Iterable[str]) -> dict[str, StoredTensor]:
-    """All tensors of safetensors files, by name.
-
-    Raises:
-        ValueError: a file is no safetensors file, or is damaged or cut short; the message names the file and, where
-            the header survived, the first tensor that is not all there. Or two files hold a tensor of the same name.
-    """
-    tensors, found_in = {}, {}
-    for file in files:
-        if not str(file).endswith(".safetensors"):
-            raise ValueError(f"{file}: found another format, expected safetensors, the only one of a kbit checkpoint")
-        try:
-            with safe_open(file, framework="pt") as stored:
-                for name in stored.keys():
-                    if name in tensors:
-                        raise ValueError(f"{brief(name)}: found in {found_in[name]} and in {file}, expected it in one")
-                    found_in[name] = file
-                    entry = stored.get_slice(name)
-                    tensors[name] = StoredTensor(entry.get_dtype(), tuple(entry.get_shape()))
-        except SafetensorError as error:
-            raise ValueError(f"{file}: damaged or cut short{_first_cut(file)} ({brief(str(error))})") from None
-    return tensors
-
-
-def _first_cut(file: str) -> str:
-    """Says which tensor the end of a damaged file runs through, if its header can still be read."""
-    size = os.path.getsize(file)
-    try:
-        with open(file, "rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(min(length, size)))
-        header.pop("__metadata__", None)
-        ends = sorted((8 + length + entry["data_offsets"][1], name) for name, entry in header.items())
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        return ""
-    cut = ((name, end) for end, name in ends if end > size)
-    return next((f" at tensor {brief(name)}: found {size} bytes, expected {end}" for name, end in cut), "")
+from hf_kbit.checkpoint import (
+    PACKED_SUFFIXES,
+    WEIGHT_SUFFIX,
+    StoredTensor,
+    brief,
+    compare_packed,
+    packed_modules,
+    read_headers,
+    refuse,
+)
+from hf_kbit.format import ABSMAX_SUFFIX
+from hf_kbit.integrations.transformers.names import Names
+from hf_kbit.nn.weight import KbitWeight
 
 
 def read_unpacked(files: Iterable[str]) -> dict[str, StoredTensor]:
@@ -120,16 +67,6 @@ def check_apart(names: Names, weights: list[str], tensors: list[str], mxfp4: lis
         elif left and name in mxfp4:
             problems.append(f"{name}: found it left in 16 bits, expected it quantized, for it is in MXFP4")
     refuse(problems, "several processes cannot share the checkpoint")
-
-
-def check_config(config: KbitConfig, packed: Iterable[str]) -> None:
-    """Refuses a config that speaks of layers which are not among ``packed``, or lacks the levels of these."""
-    packed = set(packed)
-    unknown = config.layers.keys() - packed
-    refuse([f"{name}: in layers of the quantization config, not in the checkpoint" for name in sorted(unknown)])
-    widths = {config.layers.get(name, {}).get("bits", config.bits) for name in packed} - config.levels.keys()
-    found = sorted(config.levels)
-    refuse([f"levels: found {found} in the quantization config, expected {bits} too" for bits in sorted(widths)])
 
 
 def saved_class(architectures: list[str] | None) -> type[PreTrainedModel] | None:
@@ -177,24 +114,9 @@ def _described(config: PreTrainedConfig) -> dict:
     return {name: value for name, value in config.to_dict().items() if name not in ("dtype", "quantization_config")}
 
 
-def packed_modules(names: Names, tensors: dict[str, StoredTensor]) -> dict[str, str]:
-    """``{module name in the model: its name in the checkpoint}`` for every packed pair.
-
-    Raises:
-        ValueError: half of a pair is missing.
-    """
-    modules, problems = {}, []
-    for name in sorted(tensors, key=dot_natural_key):
-        if name.endswith(WEIGHT_SUFFIX + ABSMAX_SUFFIX):
-            weight = name.removesuffix(ABSMAX_SUFFIX)
-            if weight in tensors:
-                modules[names.module(weight)] = weight.removesuffix(WEIGHT_SUFFIX)
-            else:
-                problems.append(f"{weight}: missing, expected beside {name}")
-        elif name.endswith(WEIGHT_SUFFIX) and tensors[name].dtype == "I32" and name + ABSMAX_SUFFIX not in tensors:
-            problems.append(f"{name + ABSMAX_SUFFIX}: missing, expected beside {name}, which is {tensors[name]}")
-    refuse(problems)
-    return modules
+def packed_in(names: Names, tensors: dict[str, StoredTensor]) -> dict[str, str]:
+    """``{module name in the model: its name in the checkpoint}`` of all that is packed there."""
+    return {names.module(name + WEIGHT_SUFFIX): name for name in sorted(packed_modules(tensors), key=dot_natural_key)}
 
 
 def check_tensors(
@@ -209,7 +131,7 @@ def check_tensors(
     Args:
         conversions: see ``Names``.
         tensors: what the checkpoint holds.
-        packed: the result of ``packed_modules``.
+        packed: the result of ``packed_in``.
         whole: whether it is the model that was saved: the checkpoint must hold all that it has, and nothing else, in
             its shapes. Of another one only what is packed must fit, if the model has it, and must not go astray.
 
@@ -220,16 +142,12 @@ def check_tensors(
     layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
     problems, found = [], set()
     for module_name, stored_name in packed.items():
-        stored = {suffix: tensors.get(stored_name + suffix) for suffix in PACKED_SUFFIXES}
         found.update(module_name + suffix for suffix in PACKED_SUFFIXES)
         if module_name in layers:
-            problems += compare_packed(stored_name, stored, layers[module_name])
+            problems += compare_packed(stored_name, tensors, layers[module_name])
         elif whole or module_name in expected or module_name + WEIGHT_SUFFIX in expected:
-            problems += [
-                f"{stored_name + suffix}: left over, the model has no such quantized layer"
-                for suffix, tensor in stored.items()
-                if tensor is not None
-            ]
+            left = [stored_name + suffix for suffix in PACKED_SUFFIXES if stored_name + suffix in tensors]
+            problems += [f"{name}: left over, the model has no such quantized layer" for name in left]
 
     pairs = {stored + suffix for stored in packed.values() for suffix in PACKED_SUFFIXES}
     for stored_name in sorted(tensors.keys() - pairs, key=dot_natural_key):
@@ -283,23 +201,6 @@ def _tied_to(found: set[str], model) -> set[str]:
     return set().union(*(group for group in groups.values() if group & found))
 
 
-def compare_packed(stored_name: str, stored: dict[str, StoredTensor | None], layer: KbitWeight) -> list[str]:
-    """What is wrong with the packed tensors of a layer, by their suffixes."""
-    columns = StoredTensor("U8", (layer.in_features,)) if layer.decoding.transformed else None
-    expected = (
-        StoredTensor("I32", (*layer.lead, *weight_shape(layer.out_features, layer.in_features, layer.bits))),
-        StoredTensor("U8", (*layer.lead, *absmax_shape(layer.out_features, layer.in_features))),
-        columns,
-    )
-    of_what = f"for a {[*layer.lead, layer.out_features, layer.in_features]} weight in {layer.bits} bits"
-    return [
-        f"{stored_name + suffix}: found {tensor or 'none'}, expected {wanted or 'none'} {of_what}, transform "
-        f"{layer.decoding.transform!r}"
-        for (suffix, tensor), wanted in zip(stored.items(), expected, strict=True)
-        if tensor != wanted
-    ]
-
-
 def _ignored(model):
     """Whether the model's class says that a tensor may be missing or left over."""
     patterns = {
@@ -310,16 +211,3 @@ def _ignored(model):
         *(model._keys_to_ignore_on_save or ()),
     }
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)).search
-
-
-def refuse(problems: list[str], what: str = "the quantized checkpoint does not fit the model") -> None:
-    """Raises a ValueError that lists the problems, if there are any."""
-    if problems:
-        more = [f"... and {len(problems) - MAX_NAMED} more"] if len(problems) > MAX_NAMED else []
-        lines = "\n  ".join([*map(brief, problems[:MAX_NAMED]), *more])
-        raise ValueError(f"{what}:\n  {lines}")
-
-
-def brief(text: str) -> str:
-    """The beginning of a text that may be of any length, for it stood in a file."""
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"

@@ -1,18 +1,45 @@
-"""The state dict that a caller hands to ``save_pretrained``: Transformers takes no notice of it where a model is
-quantized, and saves the model's own tensors. Trainers hand in just these, which is right; other ones would be lost."""
+"""What ``save_pretrained`` does besides where a model is quantized."""
 
+import os
 from collections.abc import Iterator, Mapping
+from functools import wraps
 
 import torch
 from torch import nn
 
-from hf_kbit.integrations.transformers.checkpoint import refuse
+from hf_kbit.checkpoint import refuse, seal
+from hf_kbit.integrations.transformers.quantizer import with_quantizer
 from hf_kbit.nn.weight import KbitWeight, is_sharded
 
 
+def wrap(save_pretrained):
+    """``save_pretrained`` that gives a quantizer to quantized models without one, and seals their files. Transformers
+    takes no notice of a state dict that it is given of a quantized model: one of other tensors is refused."""
+
+    @wraps(save_pretrained)
+    def wrapped(self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs):
+        model = with_quantizer(self)
+        if not is_kbit(model):
+            return save_pretrained(self, save_directory, is_main_process, state_dict, *args, **kwargs)
+        if state_dict:
+            refuse_other_tensors(model, state_dict)
+        result = save_pretrained(model, save_directory, is_main_process, state_dict, *args, **kwargs)
+        if model.should_save_on_this_rank(is_main_process) and os.path.isdir(save_directory):
+            seal(save_directory)
+        return result
+
+    return wrapped
+
+
+def is_kbit(model) -> bool:
+    """Whether it is a quantized model that is saved, and not adapters on it alone."""
+    adapter_alone = getattr(model, "_hf_peft_config_loaded", False)
+    return getattr(model, "quantization_method", None) == "kbit" and not adapter_alone
+
+
 def refuse_other_tensors(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Compares a state dict with the model's own tensors, but for those that are not in this process: offloaded ones
-    and shards, of which it has what was gathered.
+    """Compares a state dict with those of the model's own tensors that are in this process: neither offloaded nor
+    shards.
 
     Raises:
         ValueError: a tensor differs, or is not the model's.
