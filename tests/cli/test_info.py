@@ -62,10 +62,10 @@ NO_CUDA = "torch was built without CUDA"
     ],
 )
 def test_kernels(monkeypatch, missing, build, torch_cuda, shown):
-    monkeypatch.setattr(_native, "build_info", lambda: build)
-    monkeypatch.setattr(_native, "instruction_set", lambda path: "avx2")
+    monkeypatch.setattr(native, "build_info", lambda: build)
+    monkeypatch.setattr(native, "instruction_set", lambda path: "avx2")
     monkeypatch.setattr(
-        _native, "library", lambda name: _native.Library(name, f"/p/{name}.so", missing=missing.get(name, ""))
+        native, "library", lambda name: native.Library(name, f"/p/{name}.so", missing=missing.get(name, ""))
     )
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
     monkeypatch.delenv("HF_KBIT_CPU", raising=False)
