@@ -20,8 +20,7 @@ CXX_FILES := $(filter %.h %.cpp %.cuh %.cu,$(NATIVE))
 # A process per core and a thread per process; tests of a file share its fixtures.
 PYTEST := bin/python -m pytest --timeout=900 --numprocesses=auto --dist=loadfile
 # Tests of kernels, ops, the build and prose, which the version of Transformers does not matter to.
-WITHOUT_TRANSFORMERS := $(addprefix tests/,csrc $(addsuffix .py,test_build test_inductor test_native test_ops \
-    test_ops_experts test_prose test_triton_kernels))
+WITHOUT_TRANSFORMERS := $(addprefix tests/,csrc ops test_build.py test_prose.py)
 test test-all test-oldest: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help

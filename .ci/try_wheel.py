@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
-from hf_kbit import _native
+from hf_kbit.ops import native
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -30,7 +30,7 @@ assert tokens.shape == (1, 16)
 # Compiled code must be there: plain PyTorch, which gives the same, is no release. CUDA's needs a torch with CUDA.
 expected = ["cpu", "cuda"] if torch.version.cuda else ["cpu"]
 for name in expected:
-    assert _native.library(name).loaded, _native.library(name).missing
+    assert native.library(name).loaded, native.library(name).missing
 print(
     f"Python {platform.python_version()}, torch {torch.__version__}, {' '.join(platform.libc_ver())}: "
     f"passed, with code for {' and '.join(expected)}"

@@ -1,16 +1,14 @@
 """Times a mixture's experts, from the router's output to y, beside Transformers' own in 16 bits, on one CUDA GPU.
 
     python benchmarks/experts.py [--models qwen3-30b-a3b,mixtral-8x7b] [--bits 2,3,4,5] [--tokens 1,16,256,2048]
-                                 [--peers grouped_mm,batched_mm,humming] [--json results.jsonl] [--table]
+                                 [--peers grouped_mm,batched_mm] [--json results.jsonl] [--table]
     python benchmarks/experts.py --from results.jsonl --table
 
 A time is the median of replays of a CUDA graph of several calls, each with tokens and experts of its own, at random,
 so that few weights are in L2; all sides of a line take turns. bfloat16; weights are random, rotated and with column
 scales, as by default. The floor is the time to read what the experts that have tokens need, at the speed of a kernel
-that only reads. ``up`` and ``down`` are the two products by themselves. Humming runs where it is installed, with intN
-weights, in both ways of ``humming_experts.py``, each compared once with its own weights, decoded, in Transformers'
-experts; it compiles its kernels before the first measurement of a model. --table prints the tables of
-docs/performance.md: in that of Humming, how many times as long its faster way takes is in brackets.
+that only reads. ``up`` and ``down`` are the two products by themselves. --table prints the table of
+docs/performance.md.
 """
 
 import argparse
@@ -18,7 +16,7 @@ import copy
 from functools import partial
 
 import torch
-from gemm import find_peers, skipped
+from gemm import skipped
 from timing import Report, gpu_and_command, graph_us, in_turns_us, markdown, parse, read, read_kernel
 from transformers import MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -28,7 +26,7 @@ from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import experts as integration
 from hf_kbit.nn import experts as nn_experts
 
-PEERS = ("grouped_mm", "batched_mm", "humming")
+PEERS = ("grouped_mm", "batched_mm")
 QWEN3 = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 MIXTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2}
 MODELS = {
@@ -38,7 +36,6 @@ MODELS = {
 DEVICE = "cuda"
 FEW = 16  # tokens up to which there are as many calls in a graph, beyond a quarter
 MOST_GATHERED = 64 << 30  # bytes of weights that batched_mm may copy
-MOST_ERROR = 0.02  # of Humming's result, over its size; both sides round to bfloat16 several times
 
 
 def dense_experts(model: str):
@@ -79,37 +76,6 @@ def dense_calls(dense, implementation: str, calls):
     return [partial(call, *arguments) for arguments in calls]
 
 
-def humming_blocks(dense, widths, rows) -> dict:
-    """By width, compiled for each number of rows."""
-    from humming_experts import HummingExperts, compile_kernels
-
-    blocks = {}
-    for bits in widths:
-        try:
-            blocks[bits] = HummingExperts(dense, bits)
-        except Exception as error:
-            skipped("humming", f" at {bits} bits", error)
-    compile_kernels(list(blocks.values()), rows)
-    return blocks
-
-
-def humming_calls(blocks: dict, calls) -> dict:
-    """By field of a line and width, of each way whose result is right."""
-    found = {}
-    for bits, block in blocks.items():
-        expected = dense_calls(block.decoded, "grouped_mm", calls)[0]()
-        for way in ("indexed", "grouped"):
-            own = [partial(getattr(block, way), *each) for each in calls]
-            try:
-                error = ((own[0]() - expected).norm() / expected.norm()).item()
-                if not error < MOST_ERROR:
-                    raise ValueError(f"found an error of {error:.3g} of the result, expected less than {MOST_ERROR}")
-                found[f"humming_{way}_us", bits] = own
-            except Exception as error:
-                skipped("humming", f", {way}, at {bits} bits, {len(calls[0][0])} tokens", error)
-    return found
-
-
 def projection_calls(packed, calls):
     """Of both products alone, with what the block makes for them."""
     up, down = [], []
@@ -134,7 +100,7 @@ def floor_us(block, calls) -> float:
     return min(graph_us([partial(read, source, sink, **way) for source in sources], budget_ms=3) for way in ways)
 
 
-def measured(dense, packed: dict, humming: dict, peers, calls) -> dict[tuple[str, int | None], float]:
+def measured(dense, packed: dict, peers, calls) -> dict[tuple[str, int | None], float]:
     """Microseconds by field of a line and width, None where it is that of any."""
     own = {("us", bits): [partial(block, *each) for each in calls] for bits, block in packed.items()}
     for bits, block in packed.items():
@@ -144,7 +110,6 @@ def measured(dense, packed: dict, humming: dict, peers, calls) -> dict[tuple[str
     for peer in peers:
         if peer != "batched_mm" or gathered <= MOST_GATHERED:
             others[f"{peer}_us", None] = dense_calls(dense, peer, calls)
-    others |= humming_calls(humming, calls)
 
     def failed(side, error):
         if side in own:
@@ -156,62 +121,47 @@ def measured(dense, packed: dict, humming: dict, peers, calls) -> dict[tuple[str
 
 def run(arguments) -> list[dict]:
     report = Report(arguments.json, **gpu_and_command())
-    versions = find_peers({"humming"} & set(arguments.peers))
-    dense_peers = [peer for peer in arguments.peers if peer != "humming"]
     lines = []
     for model in arguments.models:
         dense = dense_experts(model)
         packed = {bits: packed_experts(dense, bits) for bits in arguments.bits}
-        rows = [tokens * MODELS[model][2] for tokens in arguments.tokens]
-        humming = humming_blocks(dense, arguments.bits, rows) if versions else {}
         for tokens in arguments.tokens:
             calls = list(inputs(model, tokens, 16 if tokens <= FEW else 4))
-            times = measured(dense, packed, humming, dense_peers, calls)
+            times = measured(dense, packed, arguments.peers, calls)
             dense_floor = floor_us(dense, calls)
             for bits, block in packed.items():
                 own = {field: us for (field, width), us in times.items() if width in (bits, None)}
                 floors = {"floor_us": floor_us(block, calls), "floor_16_us": dense_floor}
-                line = {"model": model, "tokens": tokens, "bits": bits, **own, **floors, **versions}
+                line = {"model": model, "tokens": tokens, "bits": bits, **own, **floors}
                 report.line(**line)
                 lines.append({**report.context, **line})
-        del dense, packed, humming
+        del dense, packed
         torch.cuda.empty_cache()
     return lines
 
 
-# --- the tables -----------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
-def tables(lines: list[dict]) -> str:
-    """Microseconds in Markdown: ours beside Transformers', then beside Humming's if it was measured."""
+def table(lines: list[dict]) -> str:
+    """Microseconds in Markdown, ours beside Transformers'."""
     cells = {(line["model"], line["tokens"], line["bits"]): line for line in lines}  # of several runs the last
     places = list(dict.fromkeys((model, tokens) for model, tokens, _ in cells))
     widths = sorted({bits for _, _, bits in cells})
+    dense = {"grouped_mm": "grouped_mm_us", "batched_mm": "batched_mm_us", "read, 16 bits": "floor_16_us"}
 
     def number(line, field: str) -> str:
         return f"{line[field]:.0f}" if field in line else ""
 
-    def table(columns, cell) -> str:
-        head = ["model", "tokens", *columns, *(f"{bits} bits" for bits in widths)]
-        rows = []
-        for model, tokens in places:
-            own = [cells.get((model, tokens, bits), {}) for bits in widths]
-            any_width = [number(next(filter(None, own)), field) for field in columns.values()]
-            rows.append([model, str(tokens), *any_width, *(cell(line) if line else "" for line in own)])
-        return markdown(head, rows)
-
     def beside_floor(line) -> str:
         return "{} ({} + {}; {})".format(*(number(line, f) for f in ("us", "up_us", "down_us", "floor_us")))
 
-    def beside_humming(line) -> str:
-        ways = [line[field] for field in ("humming_indexed_us", "humming_grouped_us") if field in line]
-        return f"{number(line, 'us')} ({min(ways) / line['us']:.2f})" if ways else ""
-
-    dense = {"grouped_mm": "grouped_mm_us", "batched_mm": "batched_mm_us", "read, 16 bits": "floor_16_us"}
-    found = [table(dense, beside_floor)]
-    if any("humming" in line for line in lines):
-        found.append(table({}, beside_humming))
-    return "\n".join(found)
+    rows = []
+    for model, tokens in places:
+        own = [cells.get((model, tokens, bits), {}) for bits in widths]
+        any_width = [number(next(filter(None, own)), field) for field in dense.values()]
+        rows.append([model, str(tokens), *any_width, *(beside_floor(line) if line else "" for line in own)])
+    return markdown(["model", "tokens", *dense, *(f"{bits} bits" for bits in widths)], rows)
 
 
 def numbers(text: str) -> list[int]:
@@ -223,11 +173,11 @@ def main() -> None:
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
     parser.add_argument("--bits", type=numbers, default=list(BITS))
     parser.add_argument("--tokens", type=numbers, default=[1, 4, 16, 64, 256, 2048])
-    parser.add_argument("--table", action="store_true", help="print the tables of docs/performance.md at the end")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/performance.md at the end")
     arguments = parse(parser, PEERS, uses=("table",))
     lines = read(arguments.source) if arguments.source else run(arguments)
     if arguments.table:
-        print(tables(lines))
+        print(table(lines))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@ for each 32 and the configuration that its own heuristics choose. --plot needs m
 
 --against prints what has become slower since the lines of a file were measured, by more than ``NOISE``: of the ratios
 of times, each over the median of cuBLAS's ratios, by which the machines differ. If there is any, the exit status is 1.
-
-Past 400 lines: what is measured, how it is compared with an earlier run and how it is drawn share the form of a line.
 """
 
 import argparse

@@ -39,7 +39,7 @@ def seconds(call, device: str) -> float:
 
 def quantize_all(layers, codebook, search: bool) -> None:
     for layer in layers:
-        hf_kbit.quantize(layer.weight, codebook, search)
+        hf_kbit.ops.quantize(layer.weight, codebook, search)
 
 
 @torch.inference_mode()

@@ -1,6 +1,6 @@
 """What calibrating gains a mixture of experts, on a CPU: a small one is trained for it.
 
-    python benchmarks/mixture.py [--steps 600] [--bits 2,3] [--methods feedback,learned,weighted]
+    python benchmarks/mixture.py [--steps 600] [--bits 2,3] [--methods feedback,weighted]
 
 A byte-level Mixtral of 2 million parameters, 3 layers with 16 experts of which two read a byte, is trained on the
 sources of Python's library, but for one file in 16, which are held out. For each width and method a line says: the
@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 import hf_kbit
 from hf_kbit.calibration import rounding
+from hf_kbit.calibration.layerwise import METHODS
 
 BATCH, LENGTH, RATE = 8, 128, 2e-3
 READ, HELD_OUT = 128, 256  # sequences to calibrate on, and to measure with
@@ -78,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--bits", default="2,3")
-    parser.add_argument("--methods", default="feedback,learned,weighted")
+    parser.add_argument("--methods", default=",".join(METHODS))
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -44,8 +44,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hf_kbit
+from hf_kbit.checkpoint import TENSORS
 from hf_kbit.decoding.sums import connect, connected, sum_and_norm, sum_directly
-from hf_kbit.integrations.transformers.sealing import TENSORS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WARM_UP, STEPS, SUMS = 2, 5, 100

@@ -5,23 +5,27 @@ its models (``transformers.modeling_utils``): that takes seconds and may never b
 """
 
 import sys as _sys
+import warnings as _warnings
 from importlib import import_module as _import_module
+from pkgutil import resolve_name as _resolve_name
 from typing import TYPE_CHECKING
 
 from hf_kbit.integrations import hooks as _hooks
 
 if TYPE_CHECKING:
-    from hf_kbit import codebooks
+    from hf_kbit import codebooks, ops
     from hf_kbit.calibration import calibrate
     from hf_kbit.config import KbitConfig
     from hf_kbit.decoding.loop import decode
     from hf_kbit.evaluation import evaluate
-    from hf_kbit.in_memory import quantize_model
+    from hf_kbit.integrations.transformers.cards import model_card
+    from hf_kbit.memory import bits_for_memory, embedding_bits_for_memory
     from hf_kbit.nn.embedding import KbitEmbedding
     from hf_kbit.nn.linear import KbitLinear
-    from hf_kbit.ops import dequantize, embed, gemm, quantize, repack, set_batch_invariant
+    from hf_kbit.ops import set_batch_invariant
+    from hf_kbit.post_training import quantize_model
     from hf_kbit.saving import load_into, save
-    from hf_kbit.widths import bits_for_memory, choose_widths, embedding_bits_for_memory
+    from hf_kbit.widths import choose_widths
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,15 +37,12 @@ __all__ = [
     "choose_widths",
     "codebooks",
     "decode",
-    "dequantize",
-    "embed",
     "embedding_bits_for_memory",
     "evaluate",
-    "gemm",
     "load_into",
-    "quantize",
+    "model_card",
+    "ops",
     "quantize_model",
-    "repack",
     "save",
     "set_batch_invariant",
 ]
@@ -51,19 +52,15 @@ _HOMES = {
     "KbitConfig": "config",
     "KbitEmbedding": "nn.embedding",
     "KbitLinear": "nn.linear",
-    "bits_for_memory": "widths",
+    "bits_for_memory": "memory",
     "calibrate": "calibration",
     "choose_widths": "widths",
     "decode": "decoding.loop",
-    "dequantize": "ops",
-    "embed": "ops",
-    "embedding_bits_for_memory": "widths",
+    "embedding_bits_for_memory": "memory",
     "evaluate": "evaluation",
-    "gemm": "ops",
     "load_into": "saving",
-    "quantize": "ops",
-    "quantize_model": "in_memory",
-    "repack": "ops",
+    "quantize_model": "post_training",
+    "model_card": "integrations.transformers.cards",
     "save": "saving",
     "set_batch_invariant": "ops",
     # What needs PEFT, and is no part of __all__ because of that: an import of * works without it.
@@ -71,11 +68,17 @@ _HOMES = {
     "prepare_model_for_kbit_training": "integrations.peft.prepare",
     "replace_lora_weights_loftq": "integrations.peft.loftq",
 }
+# Names that go with the next release, and what they are called now.
+_RENAMED = {name: f"hf_kbit.ops.{name}" for name in ("dequantize", "embed", "gemm", "quantize", "repack")}
 
 
 def __getattr__(name: str):
-    if name == "codebooks":
-        return _import_module("hf_kbit.codebooks")
+    if name in ("codebooks", "ops"):
+        return _import_module(f"hf_kbit.{name}")
+    if new := _RENAMED.get(name):
+        message = f"hf_kbit.{name} is {new} now; the old name goes with the next release"
+        _warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return _resolve_name(new)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _import_module("transformers.modeling_utils")  # first of all, by which the method is registered

@@ -181,8 +181,7 @@ def fp4(bits: int = 4) -> Levels:
     return canonical([*magnitudes, *(-magnitude for magnitude in magnitudes)], bits)
 
 
-# "layer" starts at these levels; each layer has its own when it has been quantized (refine.py).
-NAMED = {"fp4": fp4, "int": integer, "layer": optimal, "normal_float": normal_float, "optimal": optimal}
+NAMED = {"fp4": fp4, "int": integer, "normal_float": normal_float, "optimal": optimal}
 
 
 def named(name: str, bits: int, signed: bool = False) -> Levels:

@@ -1,7 +1,5 @@
-"""KbitConfig: what to quantize, to how many bits, with which levels; also what ``config.json`` keeps of it."""
+"""KbitConfig: what to quantize, to how many bits, with which levels."""
 
-import hashlib
-import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -11,47 +9,13 @@ from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_kbit import codebooks
-from hf_kbit.format import BITS, FORMAT_VERSIONS, check_bits, check_exponent
+from hf_kbit.format import BITS, FORMAT_VERSIONS, check_bits
 from hf_kbit.nn.packed import DEFAULT_TRANSFORM, check_transform, lopsided
-from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, check_scale
+from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight, check_scale
 from hf_kbit.patterns import Patterns, shown
+from hf_kbit.stored import ENTRIES, Stored, by_width, check_version, mapping
 
-
-def _mapping(value: object, name: str, expected: str) -> Mapping:
-    """``value``, or an empty one for None; nothing else that is empty will do, as 0, false and "" in a damaged file.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"{name}: found {shown(value)}, expected {expected}")
-    return value or {}
-
-
-def _hex(levels: Sequence[float]) -> str:
-    """The bytes of levels as little-endian float32, in hexadecimal digits."""
-    return struct.pack(f"<{len(levels)}f", *levels).hex()
-
-
-def _by_width(tables: Mapping, name: str) -> dict[int, Any]:
-    """Tables of levels with integers for keys: JSON has string keys only."""
-    widths = {str(bits): bits for bits in BITS}
-    if unknown := [key for key in tables if str(key) not in widths]:
-        raise ValueError(f"{name}: found tables for {shown(unknown)} bits, expected widths of {list(BITS)}")
-    return {widths[str(key)]: table for key, table in tables.items()}
-
-
-def _recorded(table, bits: int, name: str) -> list[float]:
-    """Levels as a quantizer wrote them: they must be canonical, for to make them so would change the model."""
-    levels = list(codebooks.canonical(table, bits, name))
-    if levels != list(table):
-        raise ValueError(f"{name}: found {list(table)}, expected ascending float32 levels with largest magnitude 1")
-    return levels
-
-
-def _transform_of(version: object) -> str:
-    """What holds for a quantized model of a format version whose config does not say it."""
-    return "none" if version == 1 else "rotated"
+WRITTEN = ("format_version", "levels", "layers")  # entries of a file that are no wish
 
 
 @register_quantization_config("kbit")
@@ -63,9 +27,8 @@ class KbitConfig(QuantizationConfigMixin):
         bits: 2, 3, 4 or 5: the width of every layer that ``module_bits`` does not name. A number between, such as 3.3,
             is the mean width of the weights: while a model loads, each layer gets a width of its own by a rule that
             looks at names and shapes (``hf_kbit.widths.widths_by_rule``); ``module_bits`` may then hold None alone.
-        codebook: the levels. A name (``"optimal"``, ``"normal_float"``, ``"int"``, ``"fp4"``, or ``"layer"``: those of
-            ``"optimal"``, refined on the weights of each layer), a table of ``2**bits`` numbers in any order, or, for
-            several widths, ``{bits: table}``.
+        codebook: the levels. A name (``"optimal"``, ``"normal_float"``, ``"int"``, ``"fp4"``), a table of
+            ``2**bits`` numbers in any order, or, for several widths, ``{bits: table}``.
         scale: how the scale of a block is found: ``"search"``, the one with the least squared error, for which
             ``"optimal"`` levels are made, or ``"absmax"``, from its largest magnitude: quicker, less accurate.
         transform: what is done to a weight first, and undone in the layer's input: ``"rotated"``, its columns balanced
@@ -82,11 +45,8 @@ class KbitConfig(QuantizationConfigMixin):
             width by a pattern for its own name, not for a part of the model that it is in. A list of pairs will do.
         embedding_bits: 2, 3, 4 or 5: the width of tables of embeddings that are looked up, and of heads tied to them;
             None leaves them in 16 bits.
-        format_version: version of the stored format: 2 where a layer is transformed, else 1; written by the quantizer.
-        levels: ``{bits: levels}`` that a quantized model was quantized with; written by the quantizer.
-        layers: ``{module name in the checkpoint: {"bits", "exponent", "levels", "transform"}}``, only what differs
-            from the model's ``bits``, 0, ``levels`` and ``transform``; written by the quantizer.
         quant_method: ``"kbit"``.
+        stored: in the config of a quantized model, what its files say of their tensors; the quantizer writes it.
 
     A pattern is a regular expression for whole components of a module's name, or the end of a name. Names as they are,
     also escaped or between ^ and $, may be as many as layers. Other patterns that come to more than 100,000 letters
@@ -110,19 +70,12 @@ class KbitConfig(QuantizationConfigMixin):
     skip_default_modules: bool = True
     module_bits: Mapping[str, int | None] | list | None = field(default_factory=dict)
     embedding_bits: int | None = None
-    format_version: int = FORMAT_VERSIONS[-1]
-    levels: Mapping[int, Sequence[float]] | None = field(default_factory=dict)
-    layers: Mapping[str, Mapping[str, Any]] | None = field(default_factory=dict)
     quant_method: str = "kbit"
+    stored: Stored | None = None
 
     def __post_init__(self):
         if self.quant_method != "kbit":
             raise ValueError(f"quant_method: found {self.quant_method!r}, expected 'kbit'")
-        if type(self.format_version) is not int or self.format_version not in FORMAT_VERSIONS:
-            raise ValueError(
-                f"format_version: found {self.format_version!r}, expected one of {list(FORMAT_VERSIONS)}, all that "
-                "this hf_kbit knows. A newer one may read the checkpoint: pip install -U hf_kbit"
-            )
         if not (isinstance(self.bits, float) and self.bits % 1 and BITS[0] < self.bits < BITS[-1]):
             check_bits(self.bits)
         if self.embedding_bits is not None:
@@ -133,20 +86,12 @@ class KbitConfig(QuantizationConfigMixin):
         check_transform(self.transform)
         self.modules_to_not_convert = self._patterns(self.modules_to_not_convert)
         self.module_bits = self._module_bits(self.module_bits)
-        self.levels = self._levels(self.levels)
         self.codebook = self._codebook(self.codebook)
-        self.layers = self._layers(self.layers)
-        if self.bits % 1 and (self.levels or any(self.module_bits.values())):
+        if self.bits % 1 and any(self.module_bits.values()):
             raise ValueError(
-                f"bits: found the mean {self.bits} and widths of layers, in module_bits or of a quantized model; with "
-                f"them expected one of {list(BITS)}"
+                f"bits: found the mean {self.bits} and widths of layers in module_bits; with them expected one of "
+                f"{list(BITS)}"
             )
-        if self.levels and self.format_version == 1 and self._is_transformed():
-            raise ValueError("format_version: found 1, expected 2 with transformed layers")
-
-    def _is_transformed(self) -> bool:
-        """Whether a layer is, or may be."""
-        return "rotated" in (self.transform, *(entry.get("transform") for entry in self.layers.values()))
 
     @staticmethod
     def _patterns(patterns) -> list[str]:
@@ -165,7 +110,7 @@ class KbitConfig(QuantizationConfigMixin):
                 twice = Counter(patterns).most_common(1)[0][0]
                 raise ValueError(f"module_bits: found {shown(twice)} more than once, expected each pattern once")
             module_bits = pairs
-        module_bits = _mapping(module_bits, "module_bits", "{pattern: bits or None}")
+        module_bits = mapping(module_bits, "module_bits", "{pattern: bits or None}")
         Patterns(module_bits, "module_bits")
         left = set(self.modules_to_not_convert)
         for pattern, bits in module_bits.items():
@@ -181,13 +126,13 @@ class KbitConfig(QuantizationConfigMixin):
         if self.bits % 1:
             widths = set(BITS)
         if isinstance(codebook, str):
-            for bits in widths - set(self.levels):  # of a quantized model nothing need be derived
+            for bits in widths - set(self.stored.levels if self.stored else ()):
                 codebooks.named(codebook, bits)
             return codebook
         if isinstance(codebook, Mapping):
             tables = {
                 bits: list(codebooks.canonical(table, bits, f"codebook[{bits}]"))
-                for bits, table in _by_width(codebook, "codebook").items()
+                for bits, table in by_width(codebook, "codebook").items()
             }
             if missing := widths - set(tables):
                 raise ValueError(
@@ -201,45 +146,23 @@ class KbitConfig(QuantizationConfigMixin):
             )
         return list(codebooks.canonical(codebook, self.bits))
 
-    @staticmethod
-    def _levels(levels) -> dict[int, list[float]]:
-        tables = _by_width(_mapping(levels, "levels", "{bits: table}"), "levels")
-        return {bits: _recorded(table, bits, f"levels[{bits}]") for bits, table in tables.items()}
-
-    def _layers(self, layers) -> dict[str, dict[str, Any]]:
-        layers = _mapping(layers, "layers", "{name: {'bits', 'exponent', 'levels', 'transform'}}")
-        return {name: self._layer(entry, f"layers[{name!r}]") for name, entry in layers.items()}
-
-    def _layer(self, entry: Mapping[str, Any], name: str) -> dict[str, Any]:
-        if not isinstance(entry, Mapping):
-            raise ValueError(
-                f"{name}: found {shown(entry)}, expected an object of bits, exponent, levels and transform"
-            )
-        if unknown := set(entry) - {"bits", "exponent", "levels", "transform"}:
-            raise ValueError(
-                f"{name}: found {shown(sorted(unknown))}, expected bits, exponent, levels and transform alone"
-            )
-        bits = check_bits(entry.get("bits", self.bits), f"{name}.bits")
-        transform = check_transform(entry.get("transform", self.transform), f"{name}.transform")
-        check_exponent(entry.get("exponent", 0), transform != "none", f"{name}.exponent")
-        if "levels" in entry:
-            return {**entry, "levels": _recorded(entry["levels"], bits, f"{name}.levels")}
-        return dict(entry)
-
     @classmethod
     def from_dict(cls, config_dict, return_unused_kwargs=False, **kwargs):
-        """As in the base class; an entry that is no argument of ``KbitConfig`` is a ValueError.
+        """As in the base class; an entry that is neither an argument nor written by the quantizer is a ValueError.
 
-        A quantized model's config that does not say how it was made was written before there was a choice: it was made
-        with ``normal_float`` and ``absmax``. Of version 1 it has no transform; of version 2 it is ``"rotated"``.
+        A quantized model's config that does not say how it was made is of a time without a choice: it was made with
+        ``normal_float`` and ``absmax``.
         """
-        expected = [f.name for f in fields(cls)]
-        if unknown := [key for key in config_dict if key not in expected]:
+        given = dict(config_dict)
+        expected = [*dict.fromkeys((*(f.name for f in fields(cls) if f.name != "stored"), *ENTRIES))]
+        if unknown := [key for key in given if key not in expected]:
             raise ValueError(f"quantization_config: found {shown(unknown)}, expected none but {expected}")
-        if config_dict.get("levels"):
-            transform = _transform_of(config_dict.get("format_version"))
-            config_dict = {"codebook": "normal_float", "scale": "absmax", "transform": transform, **config_dict}
-        config = cls(**config_dict)
+        check_version(given.get("format_version", FORMAT_VERSIONS[-1]))
+        if not all(given.get(name) in (None, {}) for name in ("levels", "layers")):
+            stored = Stored.from_dict({"bits": cls.bits, **given})
+            made = {"codebook": "normal_float", "scale": "absmax"}
+            given = {**made, **given, "transform": stored.transform, "stored": stored}
+        config = cls(**{name: value for name, value in given.items() if name not in WRITTEN})
         unused = config.update(**kwargs) if kwargs else {}
         return (config, unused) if return_unused_kwargs else config
 
@@ -270,39 +193,19 @@ class KbitConfig(QuantizationConfigMixin):
 
     def levels_for(self, bits: int) -> codebooks.Levels:
         """The canonical codebook of a width: the one the model was quantized with, or the one ``codebook`` names."""
-        if bits in self.levels:
-            return tuple(self.levels[bits])
+        if self.stored and bits in self.stored.levels:
+            return self.stored.levels[bits]
         codebook = self.codebook[bits] if isinstance(self.codebook, Mapping) else self.codebook
         return codebooks.resolve(codebook, bits, lopsided(self.transform, self.scale))
 
-    def digest(self) -> str:
-        """SHA-256 of what decides how the tensors decode, as hexadecimal digits: ``bits``, ``levels`` and ``layers``,
-        and from version 2 on ``transform``.
-
-        It is stored beside the tensors (docs/format.md says of what text), so that those of one model are not decoded
-        with the config of another.
-
-        >>> KbitConfig(bits=3).digest() == KbitConfig(bits=3, scale="absmax").digest()
-        True
-        >>> KbitConfig(bits=3).digest() == KbitConfig(bits=3, layers={"lm_head": {"exponent": 1}}).digest()
-        False
-        """
-        lines = [f"bits {self.bits}"]
-        lines += [f"transform {self.transform}"] if self.format_version > 1 else []
-        lines += [f"levels {bits} {_hex(self.levels[bits])}" for bits in sorted(self.levels)]
-        for name, entry in sorted(self.layers.items()):
-            bits = entry.get("bits", self.bits)
-            levels = entry.get("levels", self.levels.get(bits, ()))
-            lines.append(f"layer {name} {bits} {entry.get('exponent', 0)} {_hex(levels)}")
-            lines[-1] += f" {entry.get('transform', self.transform)}" if self.format_version > 1 else ""
-        return hashlib.sha256("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass")).hexdigest()
+    def record(self, layers: Mapping[str, KbitWeight]) -> None:
+        """Writes into ``stored`` how ``layers`` decode, given by their names in the checkpoint."""
+        levels = {bits: self.levels_for(bits) for bits in sorted({layer.bits for layer in layers.values()})}
+        self.stored = Stored.of(layers, self.bits, levels, self.embedding_bits)
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the base class; ``module_bits`` becomes a list of pairs where a dict would lose the order.
-
-        JSON is written with sorted keys, and the first pattern that matches decides. The transform that a format
-        version has is left out of a quantized model's config: version 1 does not know the entry, and an hf_kbit that
-        knows version 1 alone shall refuse version 2 by its number.
+        """As in the base class; ``module_bits`` becomes a list of pairs where a dict would lose the order, for JSON is
+        written with sorted keys.
 
         >>> KbitConfig(module_bits={"down_proj": 5, "layers.0": None}).to_dict()["module_bits"]
         {'down_proj': 5, 'layers.0': None}
@@ -310,12 +213,14 @@ class KbitConfig(QuantizationConfigMixin):
         [['layers.0', None], ['down_proj', 5]]
         """
         entries = super().to_dict()
+        stored = entries.pop("stored")
         if self.embedding_bits is None:
-            del entries["embedding_bits"]  # which a model without packed tables need not know of
+            del entries["embedding_bits"]  # of which an hf_kbit that knows no packed tables need not know
         if list(self.module_bits) != sorted(self.module_bits):
             entries["module_bits"] = [[pattern, bits] for pattern, bits in self.module_bits.items()]
-        if self.levels and self.transform == _transform_of(self.format_version):
+        if stored is not None:
             del entries["transform"]
+            entries |= stored.to_dict()
         return entries
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -325,6 +230,7 @@ class KbitConfig(QuantizationConfigMixin):
     def __repr__(self) -> str:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         defaults = {f.name: f.default if f.default is not MISSING else f.default_factory() for f in fields(self)}
+        del given["stored"]
         shown = [f"{name}={value!r}" for name, value in given.items() if name == "bits" or value != defaults[name]]
         return f"{type(self).__name__}({', '.join(shown)})"
 
@@ -364,7 +270,7 @@ class Chooser:
 
 
 def config_or(config: KbitConfig | None, arguments: Mapping[str, Any]) -> KbitConfig:
-    """``config``, or one of ``arguments``: what functions take that quantize a model.
+    """``config``, or one of ``arguments``, without what files said of another model: for functions that quantize one.
 
     Raises:
         TypeError: both are given, or ``config`` is no ``KbitConfig``.
@@ -373,4 +279,4 @@ def config_or(config: KbitConfig | None, arguments: Mapping[str, Any]) -> KbitCo
         raise TypeError(f"config: found it and {sorted(arguments)}, expected one; put these into the config")
     if not isinstance(config, KbitConfig | None):
         raise TypeError(f"config: found {type(config).__name__}, expected a KbitConfig")
-    return config or KbitConfig(**arguments)
+    return replace(config, stored=None) if config else KbitConfig(**arguments)

@@ -10,8 +10,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_kbit.calibration.capture import evaluating, is_causal
 from hf_kbit.calibration.data import text_of, tokenize, tokenizer_of
+from hf_kbit.calibration.stream import evaluating, is_causal
 from hf_kbit.calibration.writing import write
 
 # Logits that are looked at together: 32 MiB in float32, of which up to ten copies are alive at a time.
@@ -60,21 +60,19 @@ def evaluate(
         kl_divergence  = mean sum_v q(v | before) * (log q(v | before) - log p(v | before))
         top1_agreement = mean [argmax_v q(v | before) = argmax_v p(v | before)]
 
-    Without ``stride``, windows are disjoint, as in published tables: the first token of each window is not predicted.
-    With a smaller stride they overlap, and each but the first predicts only what the one before did not reach: every
-    token but the first of the text is predicted once, with at least ``window - stride`` tokens before it, or all that
-    there are. The last window may be shorter, and each of its predictions counts as much as any other. The tables made
-    with GPTQ's script drop it; for their figure cut the ids of the text: ``ids[: len(ids) // window * window]``.
+    Windows are disjoint, as in published tables, unless ``stride`` is smaller: the first token of each is not
+    predicted. Overlapping windows predict every token but the first once, each with ``window - stride`` tokens before
+    it, or all that there are. The last window may be shorter. GPTQ's script drops it; for its figure cut the ids of
+    the text: ``ids[: len(ids) // window * window]``.
 
-    Logarithms of probabilities are float32, their sums float64. In memory at a time: the logits of one window from
-    each model, in the model's dtype, and up to half a GiB. Models may be on different devices. Those in training mode
-    return to it.
+    Logarithms of probabilities are float32, their sums float64. Memory holds the logits of one window from each
+    model, in its dtype, and up to half a GiB. Models may be on different devices, and return to training mode.
 
     Args:
         model: a causal language model of Transformers, quantized or not, or one with PEFT adapters.
-        data: the text to predict, all of it: a text; a ``pathlib.Path``, of a file in UTF-8; rows of text, with an
-            empty line between two; int64 ``[length]``, 2 or more: its ids; or ``[sequences, length]``, of which each
-            is a text by itself. None: text that the reference, or the model if there is none, writes by itself.
+        data: a text; a ``pathlib.Path`` of a file in UTF-8; rows of text, to be joined by empty lines; ids, int64
+            ``[length]`` of one text or ``[sequences, length]`` of several, 2 or more long; or None: text that the
+            reference, or without one the model, writes.
         reference: the model to compare with, of the same vocabulary; usually the 16-bit one.
         tokenizer: for all but token ids. Default: that of the model's folder or name, or of the reference's.
         window: 2 or more, at most the positions that the models have.
@@ -139,12 +137,7 @@ def _ids(data, tokenizer: PreTrainedTokenizerBase | None, models: list, progress
 
 
 def check(configs: dict[str, PreTrainedConfig], ids: torch.Tensor, window: int, stride: int) -> None:
-    """Refuses what ``evaluate`` cannot do as far as the configs of models tell, by the names that errors give them;
-    ``ids`` are ``[length]`` or ``[sequences, length]``.
-
-    Raises:
-        TypeError, ValueError: as ``evaluate``.
-    """
+    """Raises what ``evaluate`` would, as far as configs tell; errors call the models by the keys of ``configs``."""
     if ids.dtype != torch.int64:
         raise TypeError(f"data: found {ids.dtype}, expected token ids, a tensor of int64, or a text")
     if ids.dim() not in (1, 2) or ids.shape[-1] < 2 or ids.numel() == 0:

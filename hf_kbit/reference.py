@@ -1,10 +1,8 @@
 """Every op in plain PyTorch: the executable specification, and the fallback wherever no kernel serves.
 
-Past 400 lines: an op's specification is nowhere else.
-
-Works on any device, vectorised over the whole tensor. ``ops`` says what each op takes, returns and refuses; arguments
-arrive here already checked. Tensors of several bytes per element are viewed as bytes, so a little-endian machine is
-assumed, as safetensors does.
+Works on any device, vectorised over the whole tensor. ``ops`` says what each op takes and returns, ``ops.table`` what
+it refuses: arguments arrive here already checked. Tensors of several bytes per element are viewed as bytes, so a
+little-endian machine is assumed, as safetensors does.
 
 Shapes: N out_features, K in_features, B = ceil(K / 32) blocks a row; ``*`` any leading dimensions.
 """
@@ -144,10 +142,8 @@ def search_steps(signed: bool) -> range:
     return range(-below, above + 1)
 
 
-def quantize(
-    weight: torch.Tensor, codebook: torch.Tensor, search: bool = False, signed: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``hf_kbit.quantize``."""
+def quantize(weight, codebook, search=False, signed=False):
+    """See ``ops.quantize``."""
     in_features, bits = weight.shape[-1], bits_of(codebook.numel())
     rows = weight.reshape(-1, in_features)
     planes = rows.new_empty((len(rows), num_blocks(in_features) * bits), dtype=torch.int32)
@@ -229,16 +225,8 @@ def _least_error(blocks, factors, codebook, absmax, steps, most) -> torch.Tensor
     return best
 
 
-def dequantize(
-    weight: torch.Tensor,
-    absmax: torch.Tensor,
-    codebook: torch.Tensor,
-    shape: list[int],
-    dtype: torch.dtype,
-    columns: torch.Tensor | None = None,
-    rotated: bool = False,
-) -> torch.Tensor:
-    """See ``hf_kbit.dequantize``."""
+def dequantize(weight, absmax, codebook, shape, dtype, columns=None, rotated=False):
+    """See ``ops.dequantize``."""
     bits = bits_of(codebook.numel())
     if is_tiled(weight, absmax, bits):
         weight, absmax = repack(weight, absmax, bits, shape, inverse=True)
@@ -252,17 +240,8 @@ def dequantize(
     return transforms.to_original(stored, scales, rotated, shape[-1]).to(dtype).contiguous()
 
 
-def embed(
-    indices: torch.Tensor,
-    weight: torch.Tensor,
-    absmax: torch.Tensor,
-    codebook: torch.Tensor,
-    shape: list[int],
-    dtype: torch.dtype,
-    columns: torch.Tensor | None = None,
-    rotated: bool = False,
-) -> torch.Tensor:
-    """See ``hf_kbit.embed``. Some rows at a time: of tiles, sixteen rows are read for each."""
+def embed(indices, weight, absmax, codebook, shape, dtype, columns=None, rotated=False):
+    """See ``ops.embed``. Some rows at a time: of tiles, sixteen rows are read for each."""
     rows, bits = _checked_index("indices", indices.flatten(), shape[0]), bits_of(codebook.numel())
     tiled = is_tiled(weight, absmax, bits)
     out = weight.new_empty((*indices.shape, shape[1]), dtype=dtype)
@@ -298,10 +277,8 @@ def tiled_shapes(out_features: int, in_features: int, bits: int) -> tuple[tuple[
     return (*slabs, bits, LANES, 4), (*slabs, TILE_ROWS // 2, 2 * SLAB_BLOCKS)
 
 
-def repack(
-    weight: torch.Tensor, absmax: torch.Tensor, bits: int, shape: list[int], inverse: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``hf_kbit.repack``.
+def repack(weight, absmax, bits, shape, inverse=False):
+    """See ``ops.repack``.
 
     The order in which an ``m16n8k16`` matrix instruction of a GPU needs the weights as its A operand, so that a lane's
     loads are 16 bytes wide, coalesced, and need no shuffling. With g = lane // 4 and t = lane % 4, a lane of a 16 x 64
@@ -393,28 +370,29 @@ def _untile(tiles, scales, bits, shape):
 # --- gemm -----------------------------------------------------------------------------------------
 
 
-def gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    absmax: torch.Tensor,
-    codebook: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_features: int,
-    columns: torch.Tensor | None = None,
-    rotated: bool = False,
-) -> torch.Tensor:
-    """See ``hf_kbit.gemm``."""
+def gemm(x, weight, absmax, codebook, bias, out_features, columns=None, rotated=False):
+    """See ``ops.gemm``."""
     dense = dequantize(weight, absmax, codebook, [out_features, x.shape[-1]], x.dtype, columns, rotated)
     rows = F.linear(x.reshape(-1, x.shape[-1]), dense, bias)
     # Not a view, which nobody may change in place when it comes from an op of ours.
     return torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], out_features))
 
 
+def gemm_group(x, *of_each):
+    """``gemm`` of each of several weights, of which ``of_each`` has lists."""
+    return [gemm(x, *product, bool(rotated)) for *product, rotated in zip(*of_each, strict=True)]
+
+
+def gemm_gradient(grad, weight, absmax, codebook, shape, columns=None, rotated=False):
+    """The gradient of ``gemm`` in x."""
+    return grad @ dequantize(weight, absmax, codebook, shape, grad.dtype, columns, rotated)
+
+
 # --- experts --------------------------------------------------------------------------------------
 
 
 def route_experts(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See ``hf_kbit.ops.route_experts``."""
+    """See ``ops.route_experts``."""
     known = (experts >= 0) & (experts < num_experts)
     numbers, order = torch.sort(experts.where(known, num_experts).flatten(), stable=True)
     bounds = torch.arange(num_experts + 1, dtype=numbers.dtype, device=numbers.device)
@@ -425,25 +403,15 @@ def route_experts(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor
 
 
 def combine_experts(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """See ``hf_kbit.ops.combine_experts``."""
+    """See ``ops.combine_experts``."""
     wide = torch.promote_types(y.dtype, torch.float32)
     return (y[places].to(wide) * weights.to(wide)[..., None]).sum(dim=1).to(y.dtype)
 
 
 def gemm_experts(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    absmax: torch.Tensor,
-    codebook: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    offsets: torch.Tensor,
-    out_features: int,
-    columns: torch.Tensor | None = None,
-    rotated: bool = False,
-    swiglu: bool = False,
-) -> torch.Tensor:
-    """See ``hf_kbit.ops.gemm_experts``. Of an expert at a time, so that one decoded matrix is in memory."""
+    x, weight, absmax, codebook, bias, rows, offsets, out_features, columns=None, rotated=False, swiglu=False
+):
+    """See ``ops.gemm_experts``. Of an expert at a time, so that one decoded matrix is in memory."""
     if swiglu:
         gate, up = x.chunk(2, dim=-1)
         x = F.silu(gate) * up
@@ -457,16 +425,7 @@ def gemm_experts(
     return y
 
 
-def gemm_experts_gradient(
-    grad: torch.Tensor,
-    weight: torch.Tensor,
-    absmax: torch.Tensor,
-    codebook: torch.Tensor,
-    offsets: torch.Tensor,
-    shape: list[int],
-    columns: torch.Tensor | None = None,
-    rotated: bool = False,
-) -> torch.Tensor:
+def gemm_experts_gradient(grad, weight, absmax, codebook, offsets, shape, columns=None, rotated=False):
     """The gradient of ``gemm_experts`` for the rows that it multiplied: each times its expert's matrix."""
     grad_x = grad.new_zeros((len(grad), shape[1]))
     for expert, (first, last) in enumerate(_shares(offsets, len(grad))):

@@ -16,28 +16,27 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_kbit import checkpoint
+from hf_kbit.checkpoint import PACKED_SUFFIXES
 from hf_kbit.config import KbitConfig
 from hf_kbit.durable import settle
-from hf_kbit.format import ABSMAX_SUFFIX
-from hf_kbit.integrations.transformers import checkpoint, sealing, selection
+from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.in_place import put
-from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer, record
+from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.experts import is_projection
 from hf_kbit.nn.packed import Packed
 from hf_kbit.nn.weight import KbitWeight, distinct, is_sharded
+from hf_kbit.stored import Stored
 
 CONFIG = "kbit_config.json"
 FILES = "kbit{suffix}.safetensors"
 SHARD = re.compile(r"kbit(-\d{5}-of-\d{5})?\.safetensors")
 UNFINISHED, MOVING = ".kbit-unfinished", ".kbit-moving"
 NAMES = "names.txt"  # in these, the names of the save's files with tensors
-# Of a KbitConfig, what decides how tensors decode: how they were made is not known of a module.
-DECODING = ("quant_method", "format_version", "bits", "embedding_bits", "levels", "transform", "layers")
 
 
 @torch.no_grad()
@@ -76,8 +75,7 @@ def save(module: nn.Module, folder: str | os.PathLike, *, max_shard_size: int | 
     if not layers or "" in layers:
         found = "a quantized layer alone" if layers else "no quantized layer"
         raise ValueError(f"module: found {found} in {type(module).__name__}, expected a module that has some")
-    tensors, folder = _stored(module, layers), Path(folder)
-    config = _config_of(layers)
+    tensors, folder, stored = _tensors(module, layers), Path(folder), _common(layers)
     shards = split_torch_state_dict_into_shards(tensors, filename_pattern=FILES, max_shard_size=max_shard_size)
     files = {name: {own: tensors[own] for own in names} for name, names in shards.filename_to_tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +84,7 @@ def save(module: nn.Module, folder: str | os.PathLike, *, max_shard_size: int | 
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir()
-        _write(unfinished, files, config)
+        _write(unfinished, files, stored)
         os.replace(unfinished, folder / MOVING)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -115,31 +113,27 @@ def load_into(module: nn.Module, folder: str | os.PathLike) -> None:
     file, files = _saved(folder)
     config = _read_config(file)
     headers = checkpoint.read_headers(files)
-    ending = checkpoint.WEIGHT_SUFFIX + ABSMAX_SUFFIX
-    packed = [name.removesuffix(ending) for name in headers if name.endswith(ending)]
-    checkpoint.check_config(config, packed)
+    packed = checkpoint.packed_modules(headers)
     quantizer = KbitHfQuantizer(config, pre_quantized=True)
     layers = quantizer.stored_layers(module, {name: name for name in packed})
     tied = {name: first for name, first in selection.Packable(module).ties.items() if first in layers}
-    parts = {name: {suffix: headers.get(name + suffix) for suffix in checkpoint.PACKED_SUFFIXES} for name in packed}
     expected, optional = _dense(module, {*layers, *tied})
-    tensors = _read(files)
-    rest = tensors.keys() - {name + suffix for name in packed for suffix in checkpoint.PACKED_SUFFIXES}
+    tensors = checkpoint.read(files)
+    rest = tensors.keys() - {name + suffix for name in packed for suffix in PACKED_SUFFIXES}
     problems = [f"{name}: left over, the module has no such linear layer" for name in packed if name not in layers]
     for name, layer in layers.items():
-        problems += checkpoint.compare_packed(name, parts[name], layer)
+        problems += checkpoint.compare_packed(name, headers, layer)
     left_over = sorted(rest - expected.keys() - optional)
     problems += [f"{name}: left over, the module has no such tensor" for name in left_over]
     for name, tensor in expected.items():
-        if name not in rest:
-            problems.append(f"{name}: missing, expected {_kind(tensor)}")
-        elif _kind(tensors[name]) != _kind(tensor):
-            problems.append(f"{name}: found {_kind(tensors[name])}, expected {_kind(tensor)}")
+        if name not in rest or _kind(tensors[name]) != _kind(tensor):
+            found = f"found {_kind(tensors[name])}" if name in rest else "missing"
+            problems.append(f"{name}: {found}, expected {_kind(tensor)}")
     checkpoint.refuse(problems, f"{folder}: what is saved there does not fit the module ({type(module).__name__})")
-    sealing.check_digest(files, config)
+    checkpoint.check_save(files, config.stored, packed)
     for name, layer in layers.items():
         device = selection.dense_weight(module, name).device
-        stored = (tensors[name + suffix] for suffix in checkpoint.PACKED_SUFFIXES if parts[name][suffix])
+        stored = (tensors[name + suffix] for suffix in PACKED_SUFFIXES if name + suffix in tensors)
         planes, absmax, *columns = (tensor.to("cpu" if device.type == "meta" else device) for tensor in stored)
         layer.load(Packed(planes, absmax, layer.decoding, *columns))
         put(module, name, layer)
@@ -169,13 +163,13 @@ def _saved(folder: Path) -> tuple[Path, list[Path]]:
     return config, files
 
 
-def _write(folder: Path, files: dict[str, dict[str, torch.Tensor]], config: KbitConfig) -> None:
+def _write(folder: Path, files: dict[str, dict[str, torch.Tensor]], stored: Stored) -> None:
     """Writes files with tensors, by their names, and the config."""
-    metadata = {"format": "pt", **sealing.unsealed(config)}
+    metadata = {"format": "pt", **checkpoint.unsealed(stored)}
     for name, tensors in files.items():
         save_file(tensors, folder / name, metadata)
-    sealing.seal(folder)
-    entries = {key: value for key, value in config.to_dict().items() if key in DECODING}
+    checkpoint.seal(folder)
+    entries = {"quant_method": "kbit", **stored.to_dict()}
     (folder / CONFIG).write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
     (folder / NAMES).write_text("\n".join(files))
     settle(*folder.iterdir(), folder)
@@ -206,7 +200,7 @@ def _move_out(folder: Path) -> None:
         moving.rmdir()
 
 
-def _stored(module: nn.Module, layers: dict[str, KbitWeight]) -> dict[str, torch.Tensor]:
+def _tensors(module: nn.Module, layers: dict[str, KbitWeight]) -> dict[str, torch.Tensor]:
     """All that is to be saved, by its first name, none of it in memory that it shares."""
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     for name, layer in layers.items():
@@ -229,15 +223,12 @@ def _stored(module: nn.Module, layers: dict[str, KbitWeight]) -> dict[str, torch
     return tensors
 
 
-def _config_of(layers: dict[str, KbitWeight]) -> KbitConfig:
+def _common(layers: dict[str, KbitWeight]) -> Stored:
     """What layers have in common, and what sets others apart."""
     levels = {}
     for layer in layers.values():
         levels.setdefault(layer.bits, layer.levels)
-    common = Counter(layer.bits for layer in layers.values()).most_common(1)[0][0]
-    config = KbitConfig(bits=common, levels=levels)
-    record(config, layers)
-    return config
+    return Stored.of(layers, Counter(layer.bits for layer in layers.values()).most_common(1)[0][0], levels)
 
 
 def _read_config(file: Path) -> KbitConfig:
@@ -275,15 +266,6 @@ def _dense(module: nn.Module, layers: set[str]) -> tuple[dict[str, torch.Tensor]
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _read(files: list[Path]) -> dict[str, torch.Tensor]:
-    """All tensors, mapped from the files: memory takes what is read of them."""
-    tensors = {}
-    for file in files:
-        with safe_open(file, "pt") as stored:
-            tensors |= {name: stored.get_tensor(name) for name in stored.keys()}
-    return tensors
 
 
 def _fill(module: nn.Module, tensors: dict[int, torch.Tensor]) -> None:

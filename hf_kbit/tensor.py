@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_kbit import _native, reference
+from hf_kbit import reference
 from hf_kbit.format import absmax_shape, num_blocks, weight_shape
 from hf_kbit.nn.packed import Decoding, Packed
+from hf_kbit.ops import native
 from hf_kbit.reference import TILE_ROWS
 
 INNER = ("words", "absmax", "codebook", "columns")
@@ -33,7 +34,7 @@ OPS: dict[Any, Any] = {}
 
 def reads_tiles(device: torch.device) -> bool:
     """Whether the kernels of a device read tiles."""
-    return device.type == "cuda" and _native.library("cuda").loaded
+    return device.type == "cuda" and native.library("cuda").loaded
 
 
 class Form:

@@ -1,14 +1,7 @@
-"""Mixed widths: which layers get more bits and which fewer, so that all together take a given size.
+"""Mixed widths: which layers get more bits and which fewer, by what few bits in each cost the model."""
 
-The file is long, for the mean that a memory leaves for the weights belongs here, and with it how much a cache takes.
-"""
-
-import copy
-import inspect
 import math
-import re
-import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -18,11 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_outputs import BaseModelOutput
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from hf_kbit.calibration import capture
+from hf_kbit.allocation import (
+    Layer,
+    by_rule,
+    config_of,
+    left,
+    spend,
+    stored_weights,
+    units,
+)
+from hf_kbit.calibration import stream
 from hf_kbit.calibration.data import token_ids
 from hf_kbit.calibration.experts import DenseProjection, opened
 from hf_kbit.calibration.writing import draw, write
@@ -30,19 +31,6 @@ from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.evaluation import check
 from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.integrations.transformers.report import USUAL_FOR_TABLES
-from hf_kbit.mixing import (
-    SCALE_BITS,
-    Layer,
-    by_rule,
-    column_bytes,
-    config_of,
-    left,
-    packed_bytes,
-    spend,
-    stored_weights,
-    units,
-)
 from hf_kbit.nn.experts import is_projection
 from hf_kbit.nn.weight import KbitWeight
 
@@ -146,16 +134,16 @@ def measure(
     names = list(selection.Packable(model).choose(config))
     if not names:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
-    device, ids = capture.resolve(device, model), ids.to(model.device)
+    device, ids = stream.resolve(device, model), ids.to(model.device)
     together = max(LOGITS // (window * model.config.get_text_config().vocab_size), 1)
     pieces = [piece for piece in _windows(ids, window, together) if piece.shape[1] > 1]
     costs = {name: dict.fromkeys(BITS, 0.0) for name in names}
     weights = {name: stored_weights(model, [name]) for name in names}
     generator = torch.Generator(device).manual_seed(SEED)
     bar = tqdm(total=len(names) * len(pieces), desc="measuring", disable=not progress)
-    with capture.evaluating(model), opened(model, [name for name in names if is_projection(model, name)]), bar:
+    with stream.evaluating(model), opened(model, [name for name in names if is_projection(model, name)]), bar:
         with torch.no_grad():
-            capture.check(model, units(model, names), pieces[0], device)
+            stream.check(model, units(model, names), pieces[0], device)
         for piece in pieces:
             _add_costs(model, piece, config, device, generator, costs, bar)
     for name, found in costs.items():
@@ -203,8 +191,8 @@ def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, 
     hooks = [model.get_submodule(name).register_forward_hook(partial(watch, name), with_kwargs=True) for name in costs]
     try:
         parts = (*units(model, list(costs)), *([head] if head else []))
-        with torch.enable_grad(), capture.recomputed(model, parts, device) as anchor:
-            logits = capture.forward_pass(model, ids).logits
+        with torch.enable_grad(), stream.recomputed(model, parts, device) as anchor:
+            logits = stream.forward_pass(model, ids).logits
             probabilities = logits.detach().to(device).float().softmax(-1).flatten(0, -2)
             # The gradient of the logarithm of a probability by logits: 1 at the token, less all probabilities.
             drawn = draw(probabilities, generator)
@@ -277,240 +265,3 @@ def widths_by_rule(model: PreTrainedModel, bits: float, *, config: KbitConfig | 
     if not names:
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     return config_of(config, by_rule(model, names, bits))
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-def bits_for_memory(
-    model: nn.Module,
-    memory: int | str,
-    *,
-    context: int = 0,
-    config: KbitConfig | None = None,
-    **arguments: Any,
-) -> float:
-    """The mean width with which a model and its KV cache take ``memory`` bytes.
-
-    Counted are the weights of the layers to quantize with their scales, everything else as the model has it, and what
-    it keeps of ``context`` tokens, which it is asked for: keys and values, in the window of layers that have one, or
-    states. What computing takes comes on top: about one layer's activations.
-
-    Args:
-        model: on any device, also meta, in the dtype that it will have: float16 or bfloat16, as a rule. One that is
-            not of Transformers keeps no tokens.
-        memory: bytes, or a size such as ``"20GB"`` or ``"800MiB"``.
-        context: tokens of the sequence that the cache has room for. Several sequences of so many tokens together take
-            as much; more, where layers keep a window or a state of each.
-        config: which layers are quantized, and how; its widths do not matter.
-        arguments: of ``KbitConfig``, such as ``transform="none"``, instead of ``config``.
-
-    Returns:
-        2 to 5, for ``choose_widths``; 5 where there is memory to spare.
-
-    Raises:
-        TypeError: ``config`` and ``arguments`` are not as for ``calibrate``.
-        ValueError: ``memory`` is no size, or not even 2 bits fit; the message says what is needed. Or the model cannot
-            be asked what it keeps.
-
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
-    >>> with torch.device("meta"):
-    ...     model = LlamaForCausalLM(LlamaConfig(vocab_size=1000, **shape)).bfloat16()
-    >>> round(bits_for_memory(model, "1.6MB", context=64), 2)
-    2.42
-    """
-    config, memory = config_or(config, arguments), parse_size(memory)
-    bits, least = _mean_and_least(model, selection.Packable(model), memory, cache_bytes(model, context), config)
-    if bits < BITS[0]:
-        raise ValueError(
-            f"memory: found {memory:,} bytes, expected {least:,.0f} or more, for what is not quantized, tables, "
-            f"column scales, the cache of {context:,} tokens and weights of {BITS[0]} bits"
-        )
-    return bits
-
-
-def embedding_bits_for_memory(
-    model: nn.Module,
-    memory: int | str,
-    *,
-    context: int = 0,
-    config: KbitConfig | None = None,
-    **arguments: Any,
-) -> int | None:
-    """The ``embedding_bits`` with which a model and its KV cache best take ``memory`` bytes; None leaves tables of
-    embeddings in 16 bits.
-
-    That is 5 where the other layers would have fewer than 4 bits on average beside tables in 16: what tables take is
-    better spent on these then (docs/quality.md). Arguments and errors are those of ``bits_for_memory``, which counts
-    tables as a config has them; ``memory`` that is too small for both is an error there alone.
-
-    Returns:
-        Of a config that says it, its ``embedding_bits``. None if the model has no tables to quantize, or there are no
-        levels for them.
-
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
-    >>> with torch.device("meta"):
-    ...     model = LlamaForCausalLM(LlamaConfig(vocab_size=1000, **shape)).bfloat16()
-    >>> [embedding_bits_for_memory(model, size) for size in ("1.6MB", "2MB")]
-    [5, None]
-    """
-    config, memory = config_or(config, arguments), parse_size(memory)
-    if config.embedding_bits is not None:
-        return config.embedding_bits
-    packable = selection.Packable(model)
-    try:
-        packed = replace(config, embedding_bits=USUAL_FOR_TABLES)
-    except ValueError:  # levels of one's own, for another width
-        return None
-    if not packable.tables_in(packable.choose(packed)).keys() - packable.choose(config).keys():
-        return None
-    bits, _ = _mean_and_least(model, packable, memory, cache_bytes(model, context), config)
-    return USUAL_FOR_TABLES if bits < ENOUGH_FOR_LAYERS else None
-
-
-def _mean_and_least(
-    model: nn.Module, packable: selection.Packable, memory: int, cache: int, config: KbitConfig
-) -> tuple[float, float]:
-    """The mean width of linear layers, 5 at most, and the bytes that all takes with 2 bits."""
-    chosen = packable.choose(config)
-    tables = packable.tables_in(chosen)
-    layers = [name for name in chosen if name not in tables]
-    if not layers:
-        raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
-    weights = stored_weights(model, layers)
-    rest = rest_bytes(model, chosen) + packed_bytes(model, tables, config) + column_bytes(model, layers, config)
-    rest += cache
-    bits = (memory - rest) * 8 / weights - SCALE_BITS
-    return min(bits, float(BITS[-1])), rest + weights * (BITS[0] + SCALE_BITS) / 8
-
-
-def parse_size(size: int | str, name: str = "memory") -> int:
-    """Bytes; errors begin with ``name``.
-
-    Raises:
-        ValueError: it is a text, and no size.
-
-    >>> parse_size("20GB"), parse_size("1.5 MiB"), parse_size(7)
-    (20000000000, 1572864, 7)
-    """
-    if not isinstance(size, str):
-        return size
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]|[KMGT]i)?B", size)
-    if not match:
-        raise ValueError(f"{name}: found {size!r}, expected a size such as 20GB or 800MiB")
-    return int(float(match[1]) * UNITS[match[2] or ""])
-
-
-def rest_bytes(model: nn.Module, chosen: Iterable[str]) -> int:
-    """Of all parameters but the weights of these layers."""
-    weights = sum(selection.dense_weight(model, name).nbytes for name in chosen)
-    return sum(parameter.nbytes for parameter in model.parameters()) - weights
-
-
-def cache_bytes(model: nn.Module, context: int) -> int:
-    """What the model keeps of one sequence of ``context`` tokens while it generates; 0 if it does not generate.
-
-    The model is asked: one of its configuration, on the meta device, reads a few tokens, and each layer of the cache
-    takes in the others by its own ``update``. So sliding windows, latent attention, recurrent states and layers
-    without a cache count as what they keep. An encoder-decoder reads ``context`` tokens on both sides, or as much as
-    its encoder has positions for, where that reads no tokens.
-
-    Raises:
-        ValueError: the model does not run on the meta device, or not on tokens alone.
-    """
-    if not context or not isinstance(model, PreTrainedModel) or not model.can_generate():
-        return 0
-    try:
-        cache, states = _cache(model, min(context, ASKED), context)
-        growing = getattr(cache, "self_attention_cache", cache)
-        layers = getattr(growing, "layers", [])
-        if all(type(part).__module__ == Cache.__module__ for part in (growing, *layers)):
-            for layer in layers:
-                _grow(layer, context - min(context, ASKED))
-        else:  # a kind of its own, so all of the tokens are read: recurrent models do that one after another
-            cache, states = _cache(model, context, context)
-    except Exception as error:  # whatever a forward does on the meta device, or without what it needs
-        raise ValueError(
-            f"context: found {context:,}, but {type(model).__name__} cannot be asked what it keeps of so many tokens "
-            f"({type(error).__name__}: {error}); expected 0, and a memory without what its cache takes"
-        ) from error
-    return _bytes_held([cache, states])
-
-
-def _cache(model: PreTrainedModel, tokens: int, encoded: int) -> tuple[object, list[torch.Tensor]]:
-    """The cache of a model like this one after so many tokens, and the states that its modules keep themselves; all
-    on the meta device."""
-    with torch.device("meta"):
-        twin = type(model)(copy.deepcopy(model.config)).to(model.dtype).eval()
-        decoded = torch.zeros(1, tokens, dtype=torch.int64)
-        given = {"input_ids": decoded}
-        if twin.config.is_encoder_decoder:
-            given = {"decoder_input_ids": decoded, "input_ids": torch.zeros(1, encoded, dtype=torch.int64)}
-            if not capture.reads_tokens(model):
-                states = torch.zeros(1, twin.config.max_source_positions, twin.config.hidden_size, dtype=model.dtype)
-                given = {"decoder_input_ids": decoded, "encoder_outputs": BaseModelOutput(states)}
-    twin.set_attn_implementation("eager")  # others need a GPU, or values
-    for module in twin.modules():
-        if isinstance(module, PreTrainedModel):
-            module.warn_if_padding_and_no_attention_mask = lambda *_: None  # it looks at values
-    before = {id(state) for state in _own_states(twin)}
-    while True:
-        try:
-            with torch.no_grad():
-                outputs = twin(**given, use_cache=True)
-        except (NotImplementedError, RuntimeError) as error:
-            _pass_by(twin, error)
-        else:
-            break
-    cache = next((outputs[name] for name in CACHES if outputs.get(name) is not None), None)
-    return cache, [state for state in _own_states(twin) if id(state) not in before]
-
-
-def _own_states(model: nn.Module) -> list[torch.Tensor]:
-    """Tensors that modules have as plain attributes."""
-    return [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
-
-
-def _pass_by(model: nn.Module, error: Exception) -> None:
-    """Has modules of the class in which ``error`` arose return their input: routed experts, say, need values to run.
-    Raises the error again if they have to do with the cache."""
-    own = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
-    failed = [module for module in own if isinstance(module, nn.Module)]
-    if not failed or {*CACHES, "past_key_value"} & set(inspect.signature(failed[-1].forward).parameters):
-        raise error
-    for module in model.modules():
-        if type(module) is type(failed[-1]):
-            module.forward = lambda *args, **kwargs: next(iter((*args, *kwargs.values())))
-
-
-def _grow(layer: object, tokens: int) -> None:
-    """Has a layer of a cache take in so many tokens more, if it keeps any."""
-
-    def more(kept: torch.Tensor) -> torch.Tensor:
-        return kept.new_empty(*kept.shape[:-2], tokens, kept.shape[-1])
-
-    if getattr(layer, "keys", None) is not None:
-        layer.update(more(layer.keys), more(layer.values))
-    if getattr(layer, "indexer_keys", None) is not None:
-        layer.update_indexer(more(layer.indexer_keys))
-
-
-def _bytes_held(whole: object) -> int:
-    """Of all tensors but single numbers that an object holds, however deep, each once."""
-    waiting, seen, size = [whole], {}, 0
-    while waiting:
-        part = waiting.pop()
-        if id(part) in seen:
-            continue
-        seen[id(part)] = part
-        if isinstance(part, torch.Tensor):
-            size += part.nbytes if part.dim() else 0
-        elif isinstance(part, Mapping):
-            waiting += part.values()
-        elif isinstance(part, list | tuple):
-            waiting += part
-        elif isinstance(part, Cache) or type(part).__module__.startswith(Cache.__module__.partition(".")[0]):
-            waiting += vars(part).values()
-    return size

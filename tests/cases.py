@@ -1,9 +1,14 @@
 """The shapes, weights, inputs and bounds that tests, benchmarks and sanitizer runs share."""
 
+import collections
+import re
+
 import torch
 
 from hf_kbit import codebooks, format, reference, transforms
 from hf_kbit.format import BITS
+from hf_kbit.nn.packed import quantize_weight
+from hf_kbit.nn.weight import KbitWeight
 
 # [N, K]: one weight, less than a block, exact blocks, a padded last block, exact and padded tiles (16 rows x 256
 # columns), more rows than columns and the reverse.
@@ -42,6 +47,15 @@ def weight(shape, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
     return values.to(dtype)
 
 
+def give_own_levels(model: torch.nn.Module) -> None:
+    """Quantizes each quantized layer of a model again, to levels that no other has, as hf_kbit 0.1.0 did for
+    the codebook ``"layer"``."""
+    for seed, layer in enumerate(module for module in model.modules() if isinstance(module, KbitWeight)):
+        inner = torch.rand(2**layer.bits - 2, generator=generator(seed)) - 0.5
+        levels = (-1.0, *inner.sort().values.tolist(), 1.0)
+        layer.load(quantize_weight(layer.dequantize(), levels, search=True, transform=layer.transform))
+
+
 def columns(in_features: int, scaled: bool = True, seed: int = 0) -> torch.Tensor | None:
     """Scales of columns from 1/4 to 4 as E4M4 bytes, or None."""
     return torch.randint(144, 209, (in_features,), generator=generator(in_features, seed)).byte() if scaled else None
@@ -69,6 +83,26 @@ def random_packed(shape, bits: int):
     scales = (*lead, *format.absmax_shape(rows, columns))
     planes = torch.randint(-(2**31), 2**31, words, generator=rng).to(torch.int32)
     return planes, torch.randint(0, 256, scales, generator=rng, dtype=torch.uint8)
+
+
+def tiles_on_gpu(shape, bits: int):
+    """Tiles of ``random_packed`` and the planes that they were made from, on a GPU."""
+    planes = [tensor.cuda() for tensor in random_packed(shape, bits)]
+    return torch.ops.hf_kbit.repack(*planes, bits, list(shape[-2:])), planes
+
+
+def launched(call) -> collections.Counter:
+    """How often a call that has run before launches each kernel; what is no kernel counts under its whole name."""
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    found = collections.Counter()
+    for event in profile.key_averages():
+        if event.self_device_time_total > 0:
+            ours = re.search(r"\w+_kernel(?=[<(I])", event.key)
+            found[ours[0] if ours else event.key] += event.count
+    return found
 
 
 def x(batch, in_features: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
@@ -111,9 +145,11 @@ __all__ = [
     "codebook",
     "columns",
     "generator",
+    "launched",
     "quantized",
     "random_packed",
     "stored",
+    "tiles_on_gpu",
     "weight",
     "x",
 ]

@@ -226,5 +226,5 @@ def saved_adapters(folder: Path) -> dict[str, torch.Tensor]:
 def assert_close_adapters(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Up to the order of sums."""
     assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert relative(found[name], tensor) < 1e-5, name
+    for name, wanted in expected.items():
+        assert relative(found[name], wanted) < 1e-5, name

@@ -41,7 +41,7 @@ MODELS = {
     "tied": ("llama", {"tie_word_embeddings": True}, {"bits": 3, "embedding_bits": 5}),
     "mixed widths": ("llama", {}, {"bits": 4, "embedding_bits": 5, "module_bits": MIXED_WIDTHS}),
     "some in 16 bits": ("llama", {}, {"bits": 4, "module_bits": {"k_proj": None, "gate_proj": None}}),
-    "own levels": ("llama", {}, {"bits": 3, "transform": "none", "codebook": "layer"}),
+    "own levels": ("llama", {}, {"bits": 3, "transform": "none"}),
     "packed head": ("llama", {}, {"bits": 4, "embedding_bits": 4, "module_bits": {"lm_head": 5}}),
     "odd widths": ("llama", {"intermediate_size": 72}, {"bits": 2}),
     "biases": ("qwen2", {"tie_word_embeddings": True}, {"bits": 2, "embedding_bits": 3, "transform": "none"}),
@@ -65,6 +65,7 @@ MODELS = {
 def make(name: str, folder: Path, **changes) -> Path:
     """Saves a quantized model of the table, some of whose weights need an exponent, and returns its folder."""
     import torch
+    from cases import give_own_levels
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from hf_kbit import KbitConfig
@@ -81,6 +82,8 @@ def make(name: str, folder: Path, **changes) -> Path:
     model.save_pretrained(folder / "dense")
     config = KbitConfig(**quantized)
     model = AutoModelForCausalLM.from_pretrained(folder / "dense", quantization_config=config, dtype=torch.float32)
+    if name == "own levels":
+        give_own_levels(model)
     model.save_pretrained(folder / "quantized")
     return folder / "quantized"
 

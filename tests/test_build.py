@@ -2,7 +2,7 @@
 
 Both say what is built, and why the rest is not, in ``_build.json``.
 
-``tests/test_native.py`` says whether the library of this installation was built.
+``tests/ops/test_native.py`` says whether the library of this installation was built.
 """
 
 import fnmatch
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import hf_kbit
-from hf_kbit import _native
+from hf_kbit.ops import native
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "csrc"
@@ -160,29 +160,23 @@ def test_definition_wins_over_environment(configure, tmp_path):
 
 
 @needs_compiler
-def test_without_gpu(configure):
-    build, _ = configure(ANY_CUDA_COMPILER)
-    assert 'as in HF_KBIT_CUDA_ARCHS="80;90a", and install hf_kbit again' in build["cuda"]["missing"]
+@pytest.mark.parametrize(
+    "gpus, archs, missing",
+    [
+        (None, "", 'as in HF_KBIT_CUDA_ARCHS="80;90a", and install hf_kbit again'),
+        ("NVIDIA-SMI has failed\\n", "", "no GPU was found"),  # the driver does not answer
+        (
+            "7.2\\n6.1\\n",
+            "",
+            "expected a GPU of compute capability 7.5 or newer when hf_kbit was installed, found 7.2, 6.1",
+        ),
+        (None, "none", "HF_KBIT_CUDA_ARCHS=none; install it again without"),
+    ],
+)
+def test_no_gpu_to_build_for(configure, gpus, archs, missing):
+    build, _ = configure(ANY_CUDA_COMPILER, gpus=gpus, HF_KBIT_CUDA_ARCHS=archs)
+    assert missing in build["cuda"]["missing"]
     assert build["cuda"]["archs"] == "" and build["cpu"]["missing"] == ""
-
-
-@needs_compiler
-def test_gpu_driver_does_not_answer(configure):
-    build, _ = configure(ANY_CUDA_COMPILER, gpus="NVIDIA-SMI has failed\\n")
-    assert build["cuda"]["missing"].startswith("no GPU was found")
-
-
-@needs_compiler
-def test_gpu_too_old(configure):
-    build, _ = configure(ANY_CUDA_COMPILER, gpus="7.2\\n6.1\\n")
-    assert build["cuda"]["missing"].startswith("expected a GPU of compute capability 7.5 or newer")
-    assert build["cuda"]["missing"].endswith("found 7.2, 6.1")
-
-
-@needs_compiler
-def test_cuda_not_wanted(configure):
-    build, _ = configure(ANY_CUDA_COMPILER, HF_KBIT_CUDA_ARCHS="none")
-    assert "HF_KBIT_CUDA_ARCHS=none; install it again without" in build["cuda"]["missing"]
 
 
 @needs_compiler
@@ -213,7 +207,7 @@ def test_library_that_does_not_compile(configure, install, tmp_path):
     """The package goes on in plain PyTorch and says why, even where an older build left a library that loads."""
     ignored = shutil.ignore_patterns("_build*", "__pycache__")
     shutil.copytree(Path(hf_kbit.__file__).parent, tmp_path / "hf_kbit", ignore=ignored)
-    if older := _native.library("cpu").path:
+    if older := native.library("cpu").path:
         shutil.copy2(older, tmp_path / "hf_kbit")
     folder = fake_torch(tmp_path / "torch", "2.10")
     (tmp_path / "torch/lib").mkdir()
@@ -239,8 +233,8 @@ sys.meta_path[:] = [m.BuiltinImporter, m.FrozenImporter, m.PathFinder]
 sys.path.insert(0, {str(tmp_path)!r})
 import torch, hf_kbit
 from hf_kbit.cli import info
-planes, absmax = hf_kbit.quantize(torch.ones(4, 32), torch.arange(4.0) / 3)
-assert hf_kbit.dequantize(planes, absmax, torch.arange(4.0) / 3, [4, 32], torch.float32).equal(torch.ones(4, 32))
+planes, absmax = hf_kbit.ops.quantize(torch.ones(4, 32), torch.arange(4.0) / 3)
+assert hf_kbit.ops.dequantize(planes, absmax, torch.arange(4.0) / 3, [4, 32], torch.float32).equal(torch.ones(4, 32))
 assert not torch._C._dispatch_has_kernel_for_dispatch_key("hf_kbit::quantize", "CPU")
 info.command()
 """

@@ -137,7 +137,7 @@ def squared_error(levels, search: bool, signed: bool = False) -> float:
     """Of Gaussian weights, over their variance."""
     weight = torch.randn(1024, 2048, generator=torch.Generator().manual_seed(7))
     codebook = torch.tensor(levels) * (64 if signed else 1)  # scales with signs end below 2**-3
-    decoded = cases.stored(*hf_kbit.quantize(weight, codebook, search, signed), codebook, signed)
+    decoded = cases.stored(*hf_kbit.ops.quantize(weight, codebook, search, signed), codebook, signed)
     return float((decoded - weight).square().mean() / weight.square().mean())
 
 

@@ -1,8 +1,8 @@
+"""KbitConfig: what it takes, refuses and says of each module."""
+
 import copy
-import hashlib
 import json
 import re
-import time
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from hf_kbit import KbitConfig, codebooks
-from hf_kbit.nn.packed import TRANSFORMS
-from hf_kbit.patterns import matches
+from hf_kbit.config import config_or
+from hf_kbit.stored import Stored
 
 CONFIGS = [
     KbitConfig(),
@@ -21,13 +21,9 @@ CONFIGS = [
     KbitConfig(bits=4, codebook="normal_float", scale="absmax"),
     KbitConfig(bits=2, codebook={2: [1, 2, 3, 4], 3: range(8)}, module_bits={"down_proj": 3}),
     KbitConfig(bits=3, module_bits={"layers.0": None, "down_proj": 4}),
-    KbitConfig(bits=3, levels={3: codebooks.normal_float(3)}, layers={"a.b": {"bits": 4, "exponent": -7}}),
-    KbitConfig(bits=3, levels={3: codebooks.normal_float(3)}, layers={"a.b": {"transform": "none"}}),
     KbitConfig(bits=3, transform="none"),
     KbitConfig(bits=3, embedding_bits=5),
     KbitConfig(bits=3.25, module_bits={"layers.0": None}),
-    KbitConfig(bits=3, transform="none", levels={3: codebooks.normal_float(3)}, format_version=1),
-    KbitConfig(transform="none", levels={4: codebooks.optimal(4)}, layers={"a": {"transform": "rotated"}}),
 ]
 
 
@@ -39,117 +35,18 @@ def test_json_round_trip(config, tmp_path):
     assert list(again.module_bits.items()) == list(config.module_bits.items()), (
         "the first pattern that matches decides"
     )
-    config.to_json_file(tmp_path / "q.json")
-    assert AutoQuantizationConfig.from_dict(json.loads((tmp_path / "q.json").read_text())) == config
+    assert json.loads(text).keys().isdisjoint({"levels", "layers", "format_version", "stored"})
+    LlamaConfig(num_hidden_layers=1, quantization_config=config.to_dict()).save_pretrained(tmp_path)
+    assert AutoQuantizationConfig.from_dict(AutoConfig.from_pretrained(tmp_path).quantization_config) == config
     assert copy.deepcopy(config) == config and KbitConfig(**dict(config)) == config
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=repr)
-def test_round_trip_inside_a_model_config(config, tmp_path):
-    LlamaConfig(num_hidden_layers=1, quantization_config=config.to_dict()).save_pretrained(tmp_path)
-    stored = AutoConfig.from_pretrained(tmp_path).quantization_config
-    again = AutoQuantizationConfig.from_dict(stored)
-    assert again == config and list(again.module_bits.items()) == list(config.module_bits.items())
-
-
-def test_patterns_in_order_are_saved_as_ever():
-    """What an hf_kbit that knows no pairs can read stays as it was; pairs it refuses, by name."""
-    assert json.loads(KbitConfig(module_bits={"a": 3, "b": None}).to_json_string())["module_bits"] == {
-        "a": 3,
-        "b": None,
-    }
-
-
-@pytest.mark.parametrize("name", ["modules_to_not_convert", "module_bits", "levels", "layers"])
+@pytest.mark.parametrize("name", ["modules_to_not_convert", "module_bits"])
 @pytest.mark.parametrize("empty", [False, 0, 0.0, ""], ids=repr)
 def test_only_none_stands_for_nothing(name, empty):
     assert KbitConfig(**{name: None}) == KbitConfig()
     with pytest.raises(ValueError, match=f"{name}: found {empty!r}, expected"):
         KbitConfig(**{name: empty})
-
-
-def test_digest_tells_what_decodes_differently():
-    levels = codebooks.normal_float(3)
-    configs = [
-        KbitConfig(bits=3),
-        KbitConfig(bits=4),
-        KbitConfig(bits=3, levels={3: levels}),
-        KbitConfig(bits=3, levels={3: codebooks.integer(3)}),
-        KbitConfig(bits=3, levels={3: levels}, layers={"a": {"exponent": 1}}),
-        KbitConfig(bits=3, levels={3: levels}, layers={"b": {"exponent": 1}}),
-        KbitConfig(bits=3, levels={3: levels}, layers={"a": {"exponent": -1}}),
-        KbitConfig(bits=3, levels={3: levels}, layers={"a": {"bits": 4}}),
-        KbitConfig(bits=3, levels={3: levels}, layers={"a": {"levels": codebooks.integer(3)}}),
-    ]
-    assert len({config.digest() for config in configs}) == len(configs)
-    options = {
-        "scale": "absmax",
-        "module_bits": {"a": None},
-        "codebook": "normal_float",
-        "skip_default_modules": False,
-    }
-    again = KbitConfig.from_dict(json.loads(KbitConfig(bits=3, levels={3: levels}, **options).to_json_string()))
-    assert again.digest() == configs[2].digest()
-
-
-def digest_of(*lines: str) -> str:
-    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
-
-
-LEVELS, HEX = [-1, -0.5, 0.5, 1], "000080bf000000bf0000003f0000803f"
-
-
-def test_digest_is_what_the_documentation_says():
-    decoding = dict(bits=2, levels={2: LEVELS}, layers={"b": {"exponent": -7}, "a": {"bits": 3}})
-    config = KbitConfig(**decoding, transform="none", format_version=1)
-    assert config.digest() == digest_of("bits 2", f"levels 2 {HEX}", "layer a 3 0 ", f"layer b 2 -7 {HEX}")
-    decoding["layers"]["c"] = {"transform": "none"}
-    assert KbitConfig(**decoding).digest() == digest_of(
-        "bits 2",
-        "transform rotated",
-        f"levels 2 {HEX}",
-        "layer a 3 0  rotated",
-        f"layer b 2 -7 {HEX} rotated",
-        f"layer c 2 0 {HEX} none",
-    )
-
-
-def test_digest_tells_transforms_apart():
-    decoding = dict(bits=2, levels={2: LEVELS})
-    layers = [{}, {"a": {"transform": "none"}}, {"b": {"transform": "none"}}, {"a": {"transform": "rotated"}}]
-    configs = [KbitConfig(**decoding, transform=way, layers=entry) for way in TRANSFORMS for entry in layers]
-    configs.append(KbitConfig(**decoding, transform="none", format_version=1))
-    assert len({config.digest() for config in configs}) == len(configs)
-
-
-# --- transforms -----------------------------------------------------------------------------------
-
-
-def test_a_quantized_config_without_a_transform_is_of_version_1():
-    """As all were before there were transforms; a config that is yet to quantize takes today's default."""
-    stored = {"quant_method": "kbit", "bits": 2, "format_version": 1, "levels": {"2": LEVELS}, "layers": {}}
-    config = KbitConfig.from_dict(stored)
-    assert config.transform == "none" and config.format_version == 1
-    assert json.loads(config.to_json_string()).keys().isdisjoint({"transform"})
-    assert KbitConfig.from_dict({"quant_method": "kbit", "bits": 2}).transform == "rotated"
-    assert "transform" not in json.loads(KbitConfig(levels={4: codebooks.optimal(4)}).to_json_string())
-
-
-@pytest.mark.parametrize(
-    "transformed",
-    [{"transform": "rotated"}, {"transform": "none", "layers": {"a": {"transform": "rotated"}}}],
-    ids=["all", "one"],
-)
-def test_version_1_knows_no_transform(transformed):
-    with pytest.raises(ValueError, match="format_version: found 1, expected 2 with transformed layers"):
-        KbitConfig(bits=2, levels={2: LEVELS}, format_version=1, **transformed)
-    assert KbitConfig(bits=2, levels={2: LEVELS}, format_version=2, **transformed).format_version == 2
-
-
-def test_levels_survive_json_exactly():
-    config = KbitConfig(bits=5, levels={5: codebooks.normal_float(5)})
-    again = KbitConfig.from_dict(json.loads(config.to_json_string()))
-    assert again.levels_for(5) == codebooks.normal_float(5)
 
 
 def test_repr():
@@ -168,7 +65,6 @@ def test_repr():
         ({"bits": 4.0}, ValueError, "bits: found 4.0"),
         ({"bits": 5.5}, ValueError, "bits: found 5.5"),
         ({"bits": 3.3, "module_bits": {"a": None, "b": 4}}, ValueError, "bits: found the mean 3.3"),
-        ({"bits": 3.3, "levels": {3: codebooks.integer(3)}}, ValueError, "bits: found the mean 3.3"),
         ({"bits": 3.3, "codebook": codebooks.integer(3)}, ValueError, "codebook: found one table"),
         ({"bits": 3.3, "codebook": {3: codebooks.integer(3)}}, ValueError, r"expected one for \[2, 4, 5\]"),
         ({"bits": True}, ValueError, "bits: found True"),
@@ -204,26 +100,16 @@ def test_repr():
             r"modules_to_not_convert: found pattern '\(a', expected a reg",
         ),
         ({"module_bits": {"[": 3}}, ValueError, r"module_bits: found pattern '\[', expected a regular expression"),
-        ({"format_version": True}, ValueError, "format_version: found True"),
         (
             {"modules_to_not_convert": ["a"], "module_bits": {"a": 3}},
             ValueError,
             "'a': found in modules_to_not_convert",
         ),
         ({"skip_default_modules": None}, ValueError, "skip_default_modules: found None"),
-        ({"format_version": 3}, ValueError, r"format_version: found 3, expected .*\[1, 2\].*pip install -U hf_kbit"),
-        ({"format_version": "1"}, ValueError, "format_version: found '1'"),
         ({"quant_method": "gptq"}, ValueError, "quant_method: found 'gptq'"),
-        ({"levels": {3: [0, 1]}}, ValueError, "found 2 levels"),
-        ({"layers": {"a": {"width": 3}}}, ValueError, r"layers\['a'\]: found \['width'\]"),
         ({"transform": "hadamard"}, ValueError, r"transform: found 'hadamard', expected one of \['rotated', 'none'\]"),
         ({"transform": None}, ValueError, "transform: found None"),
         ({"transform": ["none"]}, ValueError, r"transform: found \['none'\]"),
-        ({"layers": {"a": {"transform": "no"}}}, ValueError, r"layers\['a'\].transform: found 'no'"),
-        ({"layers": {"a": {"transform": None}}}, ValueError, r"layers\['a'\].transform: found None"),
-        ({"layers": {"a": {"bits": 9}}}, ValueError, r"layers\['a'\].bits: found 9"),
-        ({"layers": {"a": {"exponent": 0.5}}}, ValueError, r"layers\['a'\].exponent: found 0.5"),
-        ({"layers": {"a": {"levels": [1, 2]}}}, ValueError, r"layers\['a'\].levels: .*found 2 levels"),
     ],
 )
 def test_bad_arguments(arguments, error, message):
@@ -270,31 +156,21 @@ def test_the_first_matching_pattern_decides():
     assert KbitConfig(module_bits={"down_proj": 2, "mlp.down_proj": 5}).bits_for("x.mlp.down_proj") == 2
 
 
-@pytest.mark.parametrize(
-    ("pattern", "matching"),
-    [
-        ("down_proj", {"model.layers.1.mlp.down_proj"}),
-        ("proj", {"model.layers.1.mlp.down_proj"}),
-        ("layers.1", {"model.layers.1", "model.layers.1.mlp.down_proj"}),
-        (r"layers\.\d+\.mlp", {"model.layers.1.mlp.down_proj", "model.layers.10.mlp"}),
-        ("model.layers.1", {"model.layers.1", "model.layers.1.mlp.down_proj"}),
-        ("mlp", {"model.layers.1.mlp.down_proj", "model.layers.10.mlp"}),
-        ("layer", set()),
-        ("down|lm_head", {"lm_head"}),
-    ],
-)
-def test_matches(pattern, matching):
-    names = {"model.layers.1", "model.layers.1.mlp.down_proj", "model.layers.10.mlp", "lm_head"}
-    assert {name for name in names if matches(name, pattern)} == matching
-
-
 def test_levels_for():
     assert KbitConfig(bits=3).levels_for(3) == codebooks.optimal(3, signed=True)
     assert KbitConfig(bits=3, transform="none").levels_for(3) == codebooks.optimal(3)
     table = torch.tensor([4.0, 1.0, -4.0, 0.0])
     assert KbitConfig(bits=2, codebook=table).levels_for(2) == (-1.0, 0.0, 0.25, 1.0)
-    recorded = (-1.0, -0.5, 0.5, 1.0)
-    assert KbitConfig(bits=2, levels={"2": recorded}).levels_for(2) == recorded, "what was recorded wins"
+    stored = Stored(2, {2: (-1.0, -0.5, 0.5, 1.0)}, {})
+    assert KbitConfig(bits=2, stored=stored).levels_for(2) == stored.levels[2], "what was recorded wins"
+
+
+def test_what_files_say_of_one_model_is_not_asked_of_another():
+    """Neither by functions that quantize nor in the text of a config."""
+    wish = KbitConfig(bits=3, module_bits={"a": None})
+    config = KbitConfig(bits=3, module_bits={"a": None}, stored=Stored(3, {3: codebooks.integer(3)}, {}))
+    assert config_or(config, {}) == wish and config.stored and repr(config) == repr(wish)
+    assert config.levels_for(3) == codebooks.integer(3) != config_or(config, {}).levels_for(3)
 
 
 def test_get_looks_like_the_dict_in_config_json():
@@ -318,26 +194,3 @@ def test_updated_as_if_it_were_new():
     assert config.update(bits=5, to_dict=1, other=2) == {"to_dict": 1, "other": 2}
     assert config == KbitConfig(bits=5, module_bits={"a": 4})
     assert KbitConfig.from_dict({"bits": 2}, True, bits=3, other=2) == (KbitConfig(bits=3), {"other": 2})
-
-
-def test_a_hundred_thousand_layers_hold_nobody_up():
-    """And what is wrong with so many entries is said in a few words."""
-    levels = list(codebooks.optimal(2))
-    layers = {f"model.layers.{i}.q_proj": {"exponent": 1, "levels": levels} for i in range(100_000)}
-    start = time.process_time()
-    config = KbitConfig.from_dict({"bits": 2, "levels": {"2": levels}, "format_version": 1, "layers": layers})
-    assert len(config.digest()) == 64 and len(config.to_dict()["layers"]) == len(layers)
-    assert time.process_time() - start < 20.0
-    for entries, message in [
-        ({"module_bits": [["a", 3]] * 100_000}, "module_bits: found 'a' more than once"),
-        ({"module_bits": [*[["a", 3]] * 100_000, "b"]}, "module_bits: found "),
-        ({"layers": [*layers]}, "layers: found "),
-        ({"modules_to_not_convert": dict.fromkeys(layers, 3)}, "modules_to_not_convert: found "),
-        ({"more" * 100_000: 1}, "quantization_config: found "),
-        ({"layers": {"a": {"more" * 100_000: 1}}}, "layers"),
-        ({"layers": {"a": [1] * 100_000}}, "layers"),
-        ({"levels": {"7" * 100_000: levels}}, "levels: found tables for "),
-    ]:
-        with pytest.raises(ValueError, match=message) as error:
-            KbitConfig.from_dict(entries)
-        assert len(str(error.value)) < 1000

@@ -32,14 +32,14 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hf_kbit
-from hf_kbit import KbitConfig, KbitLinear, cli, codebooks, mixing
+from hf_kbit import KbitConfig, KbitLinear, allocation, cli, codebooks
 from hf_kbit.calibration import tuning
 from hf_kbit.calibration.layerwise import METHODS as CALIBRATION_METHODS
 from hf_kbit.integrations.peft.create import IMPOSSIBLE_INITIALISATIONS
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
+from hf_kbit.memory import bits_for_memory, cache_bytes, embedding_bits_for_memory
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.weight import SCALES, KbitWeight, is_sharded
-from hf_kbit.widths import bits_for_memory, cache_bytes, embedding_bits_for_memory
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -57,9 +57,8 @@ def reader():
     return namespace
 
 
-@pytest.mark.parametrize("codebook", ["optimal", "layer"])
 @pytest.mark.parametrize("bits", cases.BITS)
-def test_reader_of_the_format_page(reader, bits, codebook, tmp_path):
+def test_reader_of_the_format_page(reader, bits, tmp_path):
     torch.manual_seed(bits)
     shape = {"hidden_size": 40, "intermediate_size": 72, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=64, **shape))
@@ -67,8 +66,9 @@ def test_reader_of_the_format_page(reader, bits, codebook, tmp_path):
         model.model.layers[1].mlp.up_proj.weight *= 1e-4
     model.save_pretrained(tmp_path / "dense")
     other = 2 if bits == 5 else bits + 1
-    config = hf_kbit.KbitConfig(bits=bits, module_bits={"down_proj": other}, codebook=codebook)
+    config = hf_kbit.KbitConfig(bits=bits, module_bits={"down_proj": other})
     model = LlamaForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
+    cases.give_own_levels(model.model.layers[1])
     model.save_pretrained(tmp_path / "packed", max_shard_size="20KB")
     assert len(list((tmp_path / "packed").glob("*.safetensors"))) > 1
 
@@ -109,7 +109,7 @@ def test_example_of_the_format_page():
     codebook = torch.tensor(codebooks.normal_float(3))
     assert f"levels[5]     = {codebooks.normal_float(3)[5]}" in page
     planes, absmax = torch.tensor([words], dtype=torch.int32), torch.tensor([[byte]], dtype=torch.uint8)
-    decoded = hf_kbit.dequantize(planes, absmax, codebook, (1, 32))
+    decoded = hf_kbit.ops.dequantize(planes, absmax, codebook, (1, 32))
     assert decoded.tolist() == [[value] * 32]
     signed = float(re.search(r"its\s+stored\s+weights\s+are\s+(\S+)\.\n", page)[1])
     assert cases.stored(planes, absmax, 16 * codebook, signed=True).tolist() == [[signed] * 32]
@@ -518,7 +518,7 @@ def test_memory_in_the_commands_is_enough():
     embedding, kept = model.model.embed_tokens.weight.nbytes, cache_bytes(model, tokens)
     assert f"the embedding takes {embedding / 1e6:.0f} MB and {tokens:,} tokens take {kept / 1e6:.0f} MB" in prose
     assert [embedding_bits_for_memory(model, f"{size}MB", context=tokens) for size in (662, 663)] == [5, None]
-    packed = mixing.packed_bytes(model, {"model.embed_tokens": 5}, KbitConfig()) / 1e6
+    packed = allocation.packed_bytes(model, {"model.embed_tokens": 5}, KbitConfig()) / 1e6
     assert f"in less than 663 MB the embedding gets 5 bits and takes {packed:.0f} MB" in prose
     with pytest.raises(ValueError, match=r"expected 343,[0-9,]* or more"):
         bits_for_memory(model, 10**6, context=tokens, embedding_bits=5)

@@ -59,8 +59,8 @@ import os, sys, torch
 import hf_kbit, transformers.modeling_utils
 from torch import nn
 from torch._inductor import config
-from hf_kbit import _native
-_native.group_limits = lambda: (16, 4)
+from hf_kbit.ops import native
+native.group_limits = lambda: (16, 4)
 print("hf_kbit.decoding.loop" in sys.modules)
 dense = nn.Linear(64, 64)
 layers = dense, hf_kbit.KbitLinear.from_linear(dense).requires_grad_(False)
@@ -114,21 +114,20 @@ ORDER = [
     "durable",
     "transforms",
     "reference",
-    "triton_kernels",
-    "_native",
-    "inductor",
     "ops",
     "balance",
-    "refine",
     "nn",
+    "stored",
     "config",
-    "mixing",
+    "allocation",
+    "checkpoint",
     "decoding",
     "integrations",
     "calibration",
     "evaluation",
+    "memory",
     "widths",
-    "in_memory",
+    "post_training",
     "saving",
     "cli",
 ]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_kbit import KbitConfig, patterns
 from hf_kbit.config import Chooser
-from hf_kbit.patterns import Patterns, exactly, matches
+from hf_kbit.patterns import Patterns, exactly
 
 NAMES = st.text("ab.1_", max_size=12)
 ATOMS = st.sampled_from(
@@ -29,9 +29,14 @@ def groups(inner):
 PATTERNS = st.lists(st.recursive(ATOMS, groups, max_leaves=8), min_size=1, max_size=4).map("".join)
 
 
+def matches(name: str, pattern: str) -> bool:
+    return any(Patterns([pattern]).naming(name))
+
+
 def named(name: str, pattern: str) -> bool:
-    """What a pattern means, by ``re``."""
-    return re.search(rf"(?:^|\.)(?:{pattern})(?:\.|$)", name) is not None or name.endswith(pattern)
+    """What a pattern means, by ``re``; in a name a dot is a dot."""
+    searched = re.sub(r"(?<!\\)\.", r"\.", pattern) if patterns.NAME.fullmatch(pattern) else pattern
+    return re.search(rf"(?:^|\.)(?:{searched})(?:\.|$)", name) is not None or name.endswith(pattern)
 
 
 @given(name=NAMES, pattern=PATTERNS | st.text(r"ab.1_^$\-", min_size=1, max_size=6))
@@ -44,18 +49,18 @@ def test_a_pattern_means_what_it_means_to_re(name, pattern):
     assert matches(name, pattern) == expected
 
 
-@given(names=st.lists(NAMES, max_size=4), patterns=st.lists(PATTERNS | NAMES.filter(bool), max_size=6, unique=True))
+@given(names=st.lists(NAMES, max_size=4), many=st.lists(PATTERNS | NAMES.filter(bool), max_size=6, unique=True))
 @settings(max_examples=200, deadline=None)
-def test_patterns_together_are_what_each_is_alone(names, patterns):
+def test_patterns_together_are_what_each_is_alone(names, many):
     """Whether they are looked up or searched for, and in their order."""
     try:
-        found = Patterns(patterns)
+        found = Patterns(many)
     except ValueError:
-        assert any(re.error is type(error) for error in map(error_of, patterns))
+        assert any(re.error is type(error) for error in map(error_of, many))
         return
     for name in names:
-        assert list(found.naming(name)) == [pattern for pattern in patterns if named(name, pattern)]
-    unused = [pattern for pattern in patterns if not any(named(name, pattern) for name in names)]
+        assert list(found.naming(name)) == [pattern for pattern in many if named(name, pattern)]
+    unused = [pattern for pattern in many if not any(named(name, pattern) for name in names)]
     assert found.unused(names) == unused
 
 
@@ -122,6 +127,7 @@ def test_a_pattern_that_takes_too_long_is_refused(monkeypatch):
         ("(?:" * 24 + "a" + ")+" * 24, "over 100,000 letters"),
         ("(?:" * 24 + "a" + "){1,}" * 24, "over 100,000 letters"),
         ("(?ix)(?:a{ 3000 }){ 3000 }", "the flag x"),
+        ("(?:a{3000})(?#){3000}", "a comment"),
         ("(?R)(?R)+", "unknown extension"),
         ("|".join(f"layers.{i}" for i in range(100_000)), "over 100,000 letters"),
         ("a" * 1_000_000 + "?", "over 100,000 letters"),
@@ -145,7 +151,7 @@ MODULES = [f"model.layers.{i}.mlp.experts.{j}.w{k}" for i in range(16) for j in 
         (lambda i: f"model.layers.{i}.q_proj", MANY),
         (lambda i: rf"layers\.{i}\.q_proj", MANY),
         (lambda i: rf"layers\.\d\.{i}", "over 100,000 letters"),
-        (lambda i: "".join("a."[i >> place & 1] for place in range(len(MODULES[0]))), "over 100,000 letters"),
+        (lambda i: "".join("a."[i >> place & 1] for place in range(len(MODULES[0]))), MANY),
         (lambda i: f"({'a' * (i % 60)})+{i}", "over 100,000 letters"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Mixed widths: the best for a budget, by costs that are measured, and the bits that a memory allows."""
+"""Mixed widths: the best for a budget, by costs that are measured or by rule."""
 
 import copy
 import itertools
@@ -6,13 +6,12 @@ import itertools
 import pytest
 import torch
 from adapters import kbit_layers
-from architectures import ARCHITECTURES, BY_NAME
+from architectures import ARCHITECTURES
 from byte_tokenizer import byte_tokenizer
 from calibration.test_experts import KINDS as MIXTURES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
@@ -24,13 +23,12 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit import KbitConfig, KbitLinear, widths
+from hf_kbit.allocation import Layer, spend, stored_weights
 from hf_kbit.calibration.writing import draw, write
-from hf_kbit.decoding.cache import CACHE
 from hf_kbit.format import BITS, layer_exponent
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.mixing import Layer, spend, stored_weights
 from hf_kbit.nn.experts import is_projection, is_transposed, place_of, projections
-from hf_kbit.widths import bits_for_memory, choose_widths, measure
+from hf_kbit.widths import choose_widths, measure
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 TOKENS = torch.arange(200) * 7 % 256
@@ -420,160 +418,6 @@ def test_what_stays_in_16_bits_does_in_mixed_widths():
         assert not any(name == "q_proj" for name in config.module_bits)
 
 
-# --- memory ---
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("context", [0, 1000])
-def test_memory(context, dtype):
-    """What is returned takes what was given; a quantized model of that width is as large as was counted."""
-    model = llama().to(dtype)
-    chosen = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96)
-    rest = dtype.itemsize * (sum(p.numel() for p in model.parameters()) - chosen + context * 2 * 2 * 2 * 16)
-    columns = 2 * (4 * 64 + 2 * 64 + 96)
-    for bits in (2.0, 2.5, 4.0):
-        memory = rest + chosen * (bits + 0.25) / 8
-        assert bits_for_memory(model, memory + columns, context=context) == pytest.approx(bits)
-        plain = KbitConfig(transform="none")
-        assert bits_for_memory(model, memory, context=context, config=plain) == pytest.approx(bits)
-    assert bits_for_memory(model, 10 * rest, context=context) == 5
-    with pytest.raises(ValueError, match=f"memory: found {rest:,} bytes, expected .* {context:,} tokens"):
-        bits_for_memory(model, rest, context=context)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("embedding_bits", [None, 5])
-def test_memory_counts_what_a_saved_model_has(dtype, embedding_bits):
-    model = llama().to(dtype)
-    config = KbitConfig(bits=3, embedding_bits=embedding_bits)
-    quantized = LlamaForCausalLM.from_pretrained(
-        None, config=model.config, state_dict=model.state_dict(), quantization_config=config, dtype=dtype
-    )
-    size = sum(p.nbytes for p in quantized.parameters())
-    assert bits_for_memory(model, size, config=config) == pytest.approx(3, abs=1e-6)
-
-
-STATES = {  # by kind of model, besides the architectures of the other tests: what they keep does not grow with tokens
-    "mamba": {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
-    "mamba2": {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "state_size": 8,
-        "num_heads": 8,
-        "head_dim": 16,
-        "n_groups": 1,
-    },
-    "recurrent_gemma": {**SHAPE, "num_hidden_layers": 3, "lru_width": 64, "attention_window_size": 8, "head_dim": 16},
-    "qwen3_next": {
-        **SHAPE,
-        **{
-            "num_hidden_layers": 4,
-            "num_experts": 4,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-        },
-        **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "head_dim": 16},
-        **{"linear_value_head_dim": 16, "num_experts_per_tok": 2, "num_key_value_heads": 2},
-    },
-    "deepseek_v3": {
-        **SHAPE,
-        **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
-        **{
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "n_group": 1,
-            "topk_group": 1,
-        },
-        **{"first_k_dense_replace": 1, "num_key_value_heads": 4},
-    },
-    "gpt_oss": {
-        **SHAPE,
-        **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "head_dim": 16},
-        "num_key_value_heads": 2,
-    },
-}
-GENERATE = [row.name for row in ARCHITECTURES if row.generates and row.name != "whisper"]
-
-
-def bytes_of(part) -> int:
-    """Of the tensors in a cache of Transformers."""
-    if isinstance(part, torch.Tensor):
-        return part.nbytes
-    if isinstance(part, dict):
-        part = list(part.values())
-    if isinstance(part, list):
-        return sum(map(bytes_of, part))
-    layers = (
-        [part.self_attention_cache, part.cross_attention_cache] if hasattr(part, "cross_attention_cache") else None
-    )
-    fields = ("keys", "values", "conv_states", "recurrent_states", "indexer_keys", "layers")
-    return sum(
-        map(bytes_of, layers or [getattr(part, name) for name in fields if getattr(part, name, None) is not None])
-    )
-
-
-@pytest.mark.parametrize("name", [*GENERATE, *STATES])
-def test_the_cache_is_what_the_model_keeps(name):
-    """Against a forward pass of so many tokens."""
-    torch.manual_seed(0)
-    if name in STATES:
-        config = AutoConfig.for_model(name, vocab_size=99, pad_token_id=0, **STATES[name])
-        model = AutoModelForCausalLM.from_config(config).eval()
-    else:
-        model = BY_NAME[name].build()
-    for tokens in (5, 40):
-        ids = torch.randint(5, 90, (1, tokens))
-        keeps = copy.deepcopy(model)
-        both = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-        with torch.no_grad():
-            found = keeps(ids, use_cache=True, **both)
-        states = [
-            getattr(module, kept)
-            for module in keeps.modules()
-            for kept in ("conv1d_state", "recurrent_states")  # which the modules of RecurrentGemma keep
-            if isinstance(getattr(module, kept, None), torch.Tensor)
-        ]
-        kept = found.get(CACHE, found.get("cache_params"))
-        assert widths.cache_bytes(model, tokens) == bytes_of(kept) + bytes_of(states) > 0
-    assert widths.cache_bytes(model, 0) == 0
-
-
-def test_the_cache_of_a_model_whose_encoder_reads_no_tokens():
-    """Whisper's decoder keeps its own tokens, and all positions of the encoder."""
-    model = BY_NAME["whisper"].build()
-    config = model.config
-    features = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)
-    with torch.no_grad():
-        found = model(input_features=features, decoder_input_ids=torch.zeros(1, 11, dtype=torch.int64), use_cache=True)
-    assert widths.cache_bytes(model, 11) == bytes_of(found[CACHE]) > 0
-
-
-def test_a_model_that_cannot_be_asked_is_refused_by_name():
-    model = llama()
-
-    class Peculiar(LlamaForCausalLM):
-        def forward(self, *args, **kwargs):
-            raise KeyError("pixels")
-
-    model.__class__ = Peculiar
-    with pytest.raises(ValueError, match=r"found 10, but Peculiar cannot be asked what it keeps .*KeyError: 'pixels'"):
-        bits_for_memory(model, 10**9, context=10)
-    assert bits_for_memory(model, 10**9) == 5
-
-
-def test_asking_leaves_the_model():
-    model = llama()
-    before = vars(model.config).copy()
-    widths.cache_bytes(model, 100)
-    assert vars(model.config) == before and model.model.layers[0].mlp.forward.__self__ is model.model.layers[0].mlp
-
-
-def test_an_encoder_has_no_cache():
-    model = BertForMaskedLM(BertConfig(vocab_size=256, **SHAPE))
-    assert bits_for_memory(model, 250_000, context=10**6) == bits_for_memory(model, 250_000) < 5
-
-
 # --- what is refused ---
 
 
@@ -587,13 +431,8 @@ def test_quantized_models_encoders_and_models_without_layers_are_refused():
     model = llama()
     with pytest.raises(ValueError, match="found no linear layer to quantize in Llama"):
         choose_widths(model, TOKENS, 3, config=KbitConfig(modules_to_not_convert=["proj"]))
-    with pytest.raises(ValueError, match="found no linear layer to quantize in Llama"):
-        bits_for_memory(model, 10**9, modules_to_not_convert=["proj"])
-    for function, *others in ((choose_widths, TOKENS, 3), (bits_for_memory, 10**9)):
-        with pytest.raises(TypeError, match="config: found it and"):
-            function(model, *others, config=KbitConfig(), codebook="int")
-    with pytest.raises(ValueError, match="memory: found '3 apples', expected a size such as 20GB or 800MiB"):
-        bits_for_memory(model, "3 apples")
+    with pytest.raises(TypeError, match="config: found it and"):
+        choose_widths(model, TOKENS, 3, config=KbitConfig(), codebook="int")
     with pytest.raises(ValueError, match="an encoder"):
         choose_widths(BertForMaskedLM(BertConfig(vocab_size=256, **SHAPE)), TOKENS, 3)
     quantized = LlamaForCausalLM.from_pretrained(

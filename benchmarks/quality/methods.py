@@ -31,7 +31,6 @@ KBIT = (
     ("optimal", "search"),
     ("int", "search"),
     ("fp4", "search"),
-    ("layer", "search"),
 )
 # Sequences of 1024 tokens, or of what the model reads, from the first of so many characters; those go through a layer
 # so many tokens at a time. all-MiniLM-L6-v2 reads sentences, of 8 to 18 tokens here.

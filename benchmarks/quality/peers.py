@@ -1,8 +1,6 @@
 """The ways of other libraries to quantize a model, by their own code, that ``measure`` compares with those of hf_kbit.
 
 A library is imported where it is used, so that the others are measured where it is missing.
-
-Past 400 lines: one library after another, with how it loads, what it stores and which of its ways are measured.
 """
 
 import ctypes
@@ -15,7 +13,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GgufConfig, SinqConfig
 
-from benchmarks.quality.efficientqat import efficientqat_methods
 from benchmarks.quality.methods import (
     HEADS,
     OWN_TEXT,
@@ -403,6 +400,5 @@ def peers() -> list[Method]:
         *torchao_methods(),
         *sinq_methods(),
         *autoround_methods(),
-        *efficientqat_methods(),
         *llama_cpp_methods(),
     ]

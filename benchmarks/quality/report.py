@@ -8,8 +8,6 @@ the benchmark trained, then all-MiniLM-L6-v2. Where files hold several runs, the
 is a plot of each language model, with the relative gap of perplexity and the KL divergence against bits per weight:
 calibrated models bold, mixed widths dashed in the colour of what is one width for all, peers dotted, hf_kbit's
 codebooks other than the default pale; and one of SmolLM2 in short. They need matplotlib.
-
-Past 400 lines: tables and plots choose and name the same lines.
 """
 
 import argparse
@@ -22,14 +20,13 @@ from functools import partial
 from pathlib import Path
 
 import hf_kbit
-from benchmarks.quality.efficientqat import WAY as EFFICIENTQAT
 from benchmarks.quality.methods import MIXED, OWN_TEXT, TUNED
-from hf_kbit.calibration.layerwise import METHODS
 
 SMOLLM2, TRAINED, MINILM = "SmolLM2-135M-Instruct", "trained", "all-MiniLM-L6-v2"
 MARKS = "<!-- results -->\n", "<!-- end of results -->\n"
 DEFAULT = f"{hf_kbit.KbitConfig().codebook}, {hf_kbit.KbitConfig().scale}"
 FEEDBACK = "optimal, feedback"
+CALIBRATED = {"weighted", "learned", "feedback"}  # ways of stored lines
 GAP = "gap, of fp16's perplexity"
 # For each width: the most that the default of hf_kbit may have of a plain method's gap, and that method.
 NF4 = ("bitsandbytes", 4, "NF4, block 64")
@@ -303,7 +300,7 @@ PLOTS = 0.76  # of the figure's width; the legend has the rest
 
 
 def is_calibrated(way: str) -> bool:
-    return not METHODS.keys().isdisjoint(way.split(", "))
+    return not CALIBRATED.isdisjoint(way.split(", "))
 
 
 def plot(methods: dict[tuple, dict], file: Path) -> None:
@@ -360,7 +357,12 @@ IN_SHORT = (
     ("llama.cpp, Q3_K_M and Q4_K_M", "llama_cpp_python", ("Q3_K_M", "Q4_K_M"), "#666666"),
     ("AutoRound, on text like the test's", "auto-round", ("symmetric, group 64",), "#e6ab02"),
     ("AutoRound, on the model's own text", "auto-round", (f"symmetric, group 64{OWN_TEXT}",), "#a6761d"),
-    ("EfficientQAT's recipe, on the model's own text", "torch", (EFFICIENTQAT,), "#80b1d3"),
+    (
+        "EfficientQAT's recipe, on the model's own text",
+        "torch",
+        (f"EfficientQAT's recipe in our own code, group 64{OWN_TEXT}",),
+        "#80b1d3",
+    ),
 )
 
 

@@ -39,6 +39,7 @@ static inline bool is_antisymmetric(const float* codebook) {
 // blocks; V::block_of(part, lane) and V::byte_of(part, lane) say which.
 template <class V, class Levels, class Sink>
 static inline __attribute__((always_inline)) void decode_group(const int32_t* words, const Levels& levels, Sink sink) {
+    static_assert(Levels::kBits <= 5, "a code is a nibble and a fifth bit, as in Levels of each instruction set");
     typename V::I planes[5] = {V::splat(0), V::splat(0), V::splat(0), V::splat(0), V::splat(0)};
     V::template load_planes<Levels::kBits>(words, planes);
     if constexpr (Levels::kAntisymmetric) {

@@ -1,5 +1,5 @@
-// What is known of architectures (800 for compute capability 8.0), and which one is planned for: pure functions,
-// unit-tested on a CPU (tests/csrc/test_arch.py).
+// A GPU as plans see it, and what is known of architectures (800 for compute capability 8.0): pure functions, tested
+// on a CPU (tests/csrc/test_arch.py).
 #pragma once
 
 #include <charconv>
@@ -8,6 +8,16 @@
 #include <system_error>
 
 namespace hf_kbit {
+
+struct Gpu {
+    int index;
+    int processors;       // 1 or more
+    int shared_limit;     // bytes that a CTA may have
+    int shared_reserved;  // bytes before these, which the driver keeps
+    // Of the code that runs there, which may have been built for an older GPU. No plan may ask for what the code
+    // lacks.
+    int arch;
+};
 
 // Shared memory that a CTA may have. (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability")
 constexpr int shared_limit_of(int arch) {

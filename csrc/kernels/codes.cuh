@@ -55,6 +55,7 @@ __device__ __forceinline__ uint32_t planes_of_octet(uint32_t octet) {
 // Byte t of each of up to four plane words, as one word.
 template <int kBits>
 __device__ __forceinline__ uint32_t gather_plane_bytes(const uint32_t (&planes)[kBits], int t) {
+    static_assert(kBits <= 5, "octets hold nibbles, beside a fifth bit");
     const uint32_t two = 0x40 + 0x11 * t;  // byte t of the first and of the second operand
     const uint32_t low = __byte_perm(planes[0], planes[1], two);
     if constexpr (kBits == 2) {

@@ -4,8 +4,6 @@
 #include <cstdlib>
 #include <mutex>
 
-#include "kernels/arch.h"
-
 namespace hf_kbit::cuda {
 
 namespace {

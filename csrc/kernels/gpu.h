@@ -1,4 +1,4 @@
-// What kernels are chosen by, and what becomes of CUDA's errors.
+// The current GPU, and what becomes of CUDA's errors.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,17 +6,11 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/arch.h"
+
 namespace hf_kbit::cuda {
 
-struct Gpu {
-    int index;
-    int processors;       // 1 or more
-    int shared_limit;     // bytes that a CTA may have
-    int shared_reserved;  // bytes before these, which the driver keeps
-    // Of the code that runs there, which may have been built for an older GPU: 800 for compute capability 8.0. What
-    // the code does not do, no plan may ask for.
-    int arch;
-};
+using hf_kbit::Gpu;
 
 constexpr int kMostGpus = 128;  // of one machine; torch knows fewer
 
@@ -24,12 +18,14 @@ constexpr int kMostGpus = 128;  // of one machine; torch knows fewer
 // HF_KBIT_CUDA_ARCH, read once, limits shared memory to that of an older GPU (arch.h).
 const Gpu& current_gpu();
 
-// Throws std::runtime_error for an error, and takes it from where CUDA keeps the last one: the next launch, whose
-// error is looked for there, is not to blame.
-inline void check(const char* what, cudaError_t error) {
+// Throws std::runtime_error for an error, naming the plan of the launch if there is one. Clears CUDA's last error: the
+// next launch, whose error is looked for there, is not to blame.
+template <typename... Plan>
+void check(const char* what, cudaError_t error, const Plan&... plan) {
     if (error == cudaSuccess) return;
     static_cast<void>(cudaGetLastError());
-    throw std::runtime_error(std::string("hf_kbit: ") + what + ": " + cudaGetErrorString(error));
+    const std::string planned = (std::string() + ... + (" (" + to_string(plan) + ")"));
+    throw std::runtime_error(std::string("hf_kbit: ") + what + planned + ": " + cudaGetErrorString(error));
 }
 
 }  // namespace hf_kbit::cuda

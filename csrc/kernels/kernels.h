@@ -3,7 +3,7 @@
 // Shapes: N out_features, K in_features, B = ceil(K / 32) blocks a row, everything row-major and contiguous. planes is
 // int32 [N, B * bits], absmax uint8 [N, B]; tiles are int32 [N/16, K/256, bits, 32, 4] with scales uint8
 // [N/16, K/256, 8, 16], rounded up (layout: hf_kbit/reference.py, `repack`). `count` matrices lie one after another.
-// gpu is the current one. Sizes are within what fits_gemm or kMostBlocks (gemm_plan.h) say.
+// gpu is the current one. Sizes are within what fits_gemm or kMostBlocks (plan.h) say.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,8 +11,11 @@
 #include <cstdint>
 
 #include "common/format.h"
-#include "kernels/gemm_plan.h"
+#include "kernels/few_tokens/experts_plan.h"
 #include "kernels/gpu.h"
+#include "kernels/gradient/plan.h"
+#include "kernels/hopper/experts_plan.h"
+#include "kernels/mma/plan.h"
 
 namespace hf_kbit::cuda {
 

@@ -1,6 +1,5 @@
 // From packed rows to octets, eight neighbouring weights of a row in float32, and to memory: levels in shared memory,
-// codes of planes and of tiles, pieces of 16 bytes. Shared by the kernels that decode rows, dequantize.cu and
-// embed.cu.
+// codes of planes and of tiles, pieces of 16 bytes. Shared by the kernels that decode rows.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// From the tensor cores' sums to y. Shared by gemm_wgmma.cuh and gemm_mma.cu.
+// From the tensor cores' sums to y. Shared by hopper/ and mma/.
 #pragma once
 
 #include <cstdint>

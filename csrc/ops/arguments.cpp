@@ -110,14 +110,16 @@ ScalarType scalar_type(Dtype dtype) {
     }
 }
 
-void check_dtype(std::string_view name, const Tensor& tensor, ScalarType expected) {
-    if (tensor.scalar_type() != expected) {
-        refuse(name, "dtype " + dtype_name(tensor.scalar_type()), dtype_name(expected));
-    }
+void check_dtype(std::string_view name, const Tensor& tensor, std::initializer_list<ScalarType> expected) {
+    const ScalarType found = tensor.scalar_type();
+    if (std::find(expected.begin(), expected.end(), found) != expected.end()) return;
+    std::string names;
+    for (const ScalarType dtype : expected) names += (names.empty() ? "" : " or ") + dtype_name(dtype);
+    refuse(name, "dtype " + dtype_name(found), names);
 }
 
 int check_codebook(const Tensor& codebook) {
-    check_dtype("codebook", codebook, ScalarType::Float);
+    check_dtype("codebook", codebook, {ScalarType::Float});
     if (codebook.dim() == 1) {
         for (int bits = kMinBits; bits <= kMaxBits; ++bits) {
             if (codebook.size(0) == int64_t{1} << bits) return bits;
@@ -145,32 +147,31 @@ Shape scales_shape(Form form, int64_t out_features, int64_t in_features) {
     return {layout.row_tiles, layout.slabs, kTileRows / 2, 2 * kSlabBlocks};
 }
 
-Packed check_packed(const Tensor& weight, const Tensor& absmax, const std::optional<Tensor>& codebook, int64_t bits,
-                    int64_t out_features, int64_t in_features) {
-    if (bits < kMinBits || bits > kMaxBits) refuse("bits", std::to_string(bits), "2, 3, 4 or 5");
-    if (std::min(out_features, in_features) < 1 || std::max(out_features, in_features) > kMostFeatures) {
-        refuse("shape", to_string({out_features, in_features}), "[out_features, in_features], both from 1 to 2**48");
+Packed check_packed(const Tensor& weight, const Tensor& absmax, int64_t bits, ShapeRef shape,
+                    std::optional<Form> form) {
+    if (bits < kMinBits || bits > kMaxBits) refuse("bits", std::to_string(bits), "one of 2, 3, 4, 5");
+    if (shape.size() != 2 || std::min(shape[0], shape[1]) < 1 || std::max(shape[0], shape[1]) > kMostFeatures) {
+        refuse("shape", to_string(shape.vec()), "[out_features, in_features], both from 1 to 2**48");
     }
-    check_dtype("weight", weight, ScalarType::Int);
-    check_dtype("absmax", absmax, ScalarType::Byte);
+    check_dtype("weight", weight, {ScalarType::Int});
+    check_dtype("absmax", absmax, {ScalarType::Byte});
     check_same_device("absmax", absmax, "weight", weight);
-    if (codebook) check_same_device("codebook", *codebook, "weight", weight);
 
     const Shape words = shape_of(weight), scales = shape_of(absmax);
-    const bool planes = !words.empty() && !scales.empty() && words.back() == scales.back() * bits;
-    const Form form = planes ? Form::planes : Form::tiles;
-    const Shape expected_words = words_shape(form, out_features, in_features, static_cast<int>(bits));
-    const Shape expected_scales = scales_shape(form, out_features, in_features);
-    const auto what = [&] {
-        return std::string(" for the ") + (planes ? "planes" : "tiles") + " of a " +
-               to_string({out_features, in_features}) + " weight in " + std::to_string(bits) + " bits";
+    if (!form) {
+        const bool planes = !words.empty() && !scales.empty() && words.back() == scales.back() * bits;
+        form = planes ? Form::planes : Form::tiles;
+    }
+    const Shape expected_words = words_shape(*form, shape[0], shape[1], static_cast<int>(bits));
+    const Shape expected_scales = scales_shape(*form, shape[0], shape[1]);
+    const auto check_shape = [&](std::string_view name, const Shape& found, const Shape& expected) {
+        if (ends_with(found, expected)) return;
+        refuse(name, "shape " + to_string(found),
+               to_string(expected) + " for the " + (form == Form::planes ? "planes" : "tiles") + " of a " +
+                   to_string(shape.vec()) + " weight in " + std::to_string(bits) + " bits");
     };
-    if (!ends_with(words, expected_words)) {
-        refuse("weight", "shape " + to_string(words), to_string(expected_words) + what());
-    }
-    if (!ends_with(scales, expected_scales)) {
-        refuse("absmax", "shape " + to_string(scales), to_string(expected_scales) + what());
-    }
+    check_shape("weight", words, expected_words);
+    check_shape("absmax", scales, expected_scales);
     const Shape lead(words.begin(), words.end() - static_cast<int64_t>(expected_words.size()));
     if (lead != Shape(scales.begin(), scales.end() - static_cast<int64_t>(expected_scales.size()))) {
         refuse("absmax", "shape " + to_string(scales), "the leading dimensions of weight " + to_string(words));
@@ -179,24 +180,35 @@ Packed check_packed(const Tensor& weight, const Tensor& absmax, const std::optio
     for (const int64_t size : lead) count *= size;
     return {as_contiguous(weight),
             as_contiguous(absmax),
-            codebook ? as_contiguous(*codebook) : absmax,
-            form,
+            absmax,
+            *form,
             static_cast<int>(bits),
             count,
-            out_features,
-            in_features,
+            shape[0],
+            shape[1],
             lead};
 }
 
-void check_columns(Packed& packed, const std::optional<Tensor>& columns, bool rotated) {
-    packed.rotated = packed.signed_scales = rotated;
-    if (!columns) return;
-    check_dtype("columns", *columns, ScalarType::Byte);
-    check_same_device("columns", *columns, "weight", packed.words);
-    if (columns->dim() != 1 || columns->size(0) != packed.in_features) {
-        refuse("columns", "shape " + to_string(shape_of(*columns)), to_string({packed.in_features}));
+Packed check_weight(const Tensor& weight, const Tensor& absmax, const Tensor& codebook, ShapeRef shape,
+                    const std::optional<Tensor>& columns, bool rotated, Matrices matrices) {
+    Packed packed = check_packed(weight, absmax, check_codebook(codebook), shape);
+    check_same_device("codebook", codebook, "weight", weight);
+    packed.codebook = as_contiguous(codebook);
+    const bool experts = matrices == Matrices::experts;
+    if (matrices != Matrices::any && packed.lead.size() != (experts ? 1 : 0)) {
+        refuse("weight", "shape " + to_string(shape_of(weight)),
+               experts ? "one leading dimension, that of experts" : "one matrix, without leading dimensions");
     }
-    packed.columns = as_contiguous(*columns);
+    packed.rotated = packed.signed_scales = rotated;
+    if (columns) {
+        check_dtype("columns", *columns, {ScalarType::Byte});
+        check_same_device("columns", *columns, "weight", weight);
+        if (columns->dim() != 1 || columns->size(0) != packed.in_features) {
+            refuse("columns", "shape " + to_string(shape_of(*columns)), to_string({packed.in_features}));
+        }
+        packed.columns = as_contiguous(*columns);
+    }
+    return packed;
 }
 
 }  // namespace hf_kbit

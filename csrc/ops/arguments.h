@@ -1,8 +1,9 @@
 // Argument checks of the ops: every message names the tensor, what was found and what was expected. They throw
-// std::invalid_argument, which Python sees as a ValueError. hf_kbit/ops.py checks the same for its public functions
-// and for devices without a compiled library.
+// std::invalid_argument, which Python sees as a ValueError. hf_kbit/ops/table.py has the same checks, in the same
+// words, for compilers and for devices without a compiled library.
 #pragma once
 
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -18,6 +19,7 @@ namespace hf_kbit {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Shape = std::vector<int64_t>;
+using ShapeRef = torch::headeronly::HeaderOnlyArrayRef<int64_t>;
 
 enum class Form { planes, tiles };
 
@@ -39,19 +41,22 @@ Dtype float_dtype(std::string_view name, ScalarType dtype, bool allow_float64);
 ScalarType scalar_type(Dtype dtype);
 std::string dtype_name(ScalarType dtype);
 
-void check_dtype(std::string_view name, const Tensor& tensor, ScalarType expected);
+void check_dtype(std::string_view name, const Tensor& tensor, std::initializer_list<ScalarType> expected);
 
 // The width of a float32 codebook [2**bits].
 int check_codebook(const Tensor& codebook);
 
 void check_same_device(std::string_view name, const Tensor& tensor, std::string_view other_name, const Tensor& other);
 
-// Words and scales in either form, told apart by their last dimensions. `codebook` may be absent (repack).
-Packed check_packed(const Tensor& weight, const Tensor& absmax, const std::optional<Tensor>& codebook, int64_t bits,
-                    int64_t out_features, int64_t in_features);
+// Words and scales of matrices of one shape, [out_features, in_features], told apart by their last dimensions unless
+// the form is given. Their codebook and transforms are not set.
+Packed check_packed(const Tensor& weight, const Tensor& absmax, int64_t bits, ShapeRef shape,
+                    std::optional<Form> form = std::nullopt);
 
-// Sets the transforms of a checked weight.
-void check_columns(Packed& packed, const std::optional<Tensor>& columns, bool rotated);
+// Weights with all that it takes to decode them: one matrix, those of experts, or any leading dimensions.
+enum class Matrices { one, experts, any };
+Packed check_weight(const Tensor& weight, const Tensor& absmax, const Tensor& codebook, ShapeRef shape,
+                    const std::optional<Tensor>& columns, bool rotated, Matrices matrices);
 
 Shape words_shape(Form form, int64_t out_features, int64_t in_features, int bits);
 Shape scales_shape(Form form, int64_t out_features, int64_t in_features);

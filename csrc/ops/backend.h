@@ -64,7 +64,7 @@ void gemm_experts_gradient(const Tensor& grad, Dtype dtype, const Packed& packed
 
 namespace hf_kbit {
 
-// Whether the last bit of a token's product must not depend on the tokens beside it: set by hf_kbit/ops.py for all
+// Whether the last bit of a token's product must not depend on the tokens beside it: set by hf_kbit/ops/ for all
 // products of the process. Where a backend has no such product it refuses.
 bool batch_invariant();
 
@@ -73,8 +73,8 @@ void check_torch(const char* function, int32_t error);
 
 // For the backends: the op `repack`, a new tensor on the device of `like`, decoded weights, a view, aten::linear,
 // aten::mm into `out`.
-std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, int64_t bits,
-                                  torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, bool inverse);
+std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, int64_t bits, ShapeRef shape,
+                                  bool inverse);
 Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype);
 Tensor decoded(const Packed& packed, Dtype dtype);
 Tensor viewed(const Tensor& tensor, int64_t rows, int64_t columns);

@@ -390,7 +390,8 @@ void gemm_experts_gradient(const Tensor& grad, Dtype dtype, const Packed& packed
 
 }  // namespace hf_kbit::backend
 
-// For hf_kbit/_native.py: "avx512", "avx2" or "portable", or what is wrong with the environment variable HF_KBIT_CPU.
+// For hf_kbit/ops/native.py: "avx512", "avx2" or "portable", or what is wrong with the environment variable
+// HF_KBIT_CPU.
 extern "C" __attribute__((visibility("default"))) const char* hf_kbit_cpu_instruction_set() {
     try {
         return hf_kbit::cpu::instruction_set();

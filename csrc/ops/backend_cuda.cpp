@@ -8,9 +8,9 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "kernels/gemm_plan.h"
 #include "kernels/gpu.h"
 #include "kernels/kernels.h"
+#include "kernels/path.h"
 #include "ops/backend.h"
 
 namespace hf_kbit::backend {
@@ -281,14 +281,15 @@ void multiply_few(std::vector<Held>& held, Dtype dtype, int64_t tokens, const La
     const bool transformed = any_transform(held);
     int64_t row_tiles[kGemmParts];
     for (int i = 0; i < count; ++i) row_tiles[i] = ceil_div(held[i].y.size(-1), kTileRows);
-    const GemmPlan plan = plan_gemm(static_cast<int>(tokens), row_tiles, count, held[0].x.size(-1), bits, transformed,
-                                    gpu.processors, gpu.shared_limit, gpu.arch);
+    const GemmPlan plan =
+        plan_gemm(static_cast<int>(tokens), row_tiles, count, held[0].x.size(-1), bits, transformed, gpu);
     const bool awaits = transformed && !plan.transforms;
     if (awaits) transform_inputs(held, dtype, tokens, launch);
     cuda::Product products[kGemmParts];
     for (int i = 0; i < count; ++i) products[i] = held[i].product();
     check("gemm",
-          cuda::gemm(products, count, dtype, bits, tokens, held[0].x.size(-1), plan, awaits, gpu, launch.stream));
+          cuda::gemm(products, count, dtype, bits, tokens, held[0].x.size(-1), plan, awaits, gpu, launch.stream),
+          plan);
 }
 
 void multiply_by_mma(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch) {
@@ -297,10 +298,12 @@ void multiply_by_mma(std::vector<Held>& held, Dtype dtype, int64_t tokens, const
     for (Held& one : held) {
         const int64_t in_features = one.x.size(-1);
         const cuda::Product product = one.product();
-        const MmaPlan plan = plan_mma(tokens, product.out_features, in_features, batch_invariant(), gpu.processors);
+        const MmaPlan plan = plan_mma(tokens, product.out_features, in_features, batch_invariant(), gpu);
         Tensor partial = new_tensor(one.x, {mma_partial_sums(plan)}, ScalarType::Float);
-        check("gemm_mma", cuda::gemm_mma(product, dtype, one.bits, tokens, in_features, plan, write<float>(partial),
-                                         gpu, launch.stream));
+        check("gemm_mma",
+              cuda::gemm_mma(product, dtype, one.bits, tokens, in_features, plan, write<float>(partial), gpu,
+                             launch.stream),
+              plan);
     }
 }
 
@@ -313,8 +316,7 @@ void multiply_by_wgmma(std::vector<Held>& held, Dtype dtype, int64_t tokens, con
     std::vector<WgmmaPlan> plans;
     int64_t sums = 0, flags = 0;  // one launch after the other uses the same sums
     for (Held& one : held) {
-        const WgmmaPlan plan =
-            plan_wgmma(tokens, one.y.size(-1), x.size(-1), one.bits, invariant, gpu.processors, gpu.shared_limit);
+        const WgmmaPlan plan = plan_wgmma(tokens, one.y.size(-1), x.size(-1), one.bits, invariant, gpu);
         one.ordered = wgmma_ordered(one.bits, plan.token_tile, one.transform.any(), invariant);
         awaits = awaits || one.ordered;
         sums = std::max(sums, wgmma_partial_sums(plan));
@@ -335,7 +337,8 @@ void multiply_by_wgmma(std::vector<Held>& held, Dtype dtype, int64_t tokens, con
     for (size_t i = 0; i < held.size(); ++i) {
         check("gemm_wgmma",
               cuda::gemm_wgmma(held[i].product(), dtype, held[i].bits, tokens, held[i].x.size(-1), plans[i],
-                               partial ? write<float>(*partial) : nullptr, flag, awaits, gpu, launch.stream));
+                               partial ? write<float>(*partial) : nullptr, flag, awaits, gpu, launch.stream),
+              plans[i]);
         flag += wgmma_partial_flags(plans[i]);
         awaits = false;
     }
@@ -354,15 +357,15 @@ bool fusable(const Packed& packed, Dtype dtype) {
 GemmPath path_of(const Packed& packed, Dtype dtype, int64_t tokens, bool joined, const cuda::Gpu& gpu) {
     const bool transformed = packed.columns || packed.rotated;
     GemmPath path = fusable(packed, dtype) ? gemm_path(tokens, packed.out_features, packed.in_features, packed.bits,
-                                                       transformed, batch_invariant(), gpu.arch, gpu.shared_reserved)
+                                                       transformed, batch_invariant(), gpu)
                                            : GemmPath::dequantize;
     if (path == GemmPath::dequantize && tokens > 0 && batch_invariant()) {
-        refuse(
-            "x",
-            "dtype " + dtype_name(scalar_type(dtype)) + ", the weight in " +
-                (packed.form == Form::tiles ? "tiles" : "bit-planes"),
-            "float16 or bfloat16, the weight in tiles (hf_kbit.repack), on a GPU of compute capability 8.0 or newer,"
-            " as batch-invariant products were asked for");
+        refuse("x",
+               "dtype " + dtype_name(scalar_type(dtype)) + ", the weight in " +
+                   (packed.form == Form::tiles ? "tiles" : "bit-planes"),
+               "float16 or bfloat16, the weight in tiles (hf_kbit.ops.repack), on a GPU of compute capability 8.0 or "
+               "newer,"
+               " as batch-invariant products were asked for");
     }
     if (joined && tokens <= kGemmTokens && path == GemmPath::wgmma && !batch_invariant()) path = GemmPath::decode;
     return path;
@@ -466,12 +469,10 @@ Tensor gemm_experts(const Tensor& x, Dtype dtype, const Packed& packed, const st
     const ExpertRows of_experts{{rows ? read<int32_t>(*rows) : nullptr, x.size(0)}, swiglu};
     // Halves of rows are read in pieces of eight numbers.
     const bool fused = fusable(packed, dtype) && !(swiglu && packed.in_features % 8 != 0);
-    const FewExpertsPlan few =
-        plan_few_experts(fused ? count : 0, packed.count, out_features, packed.in_features, packed.bits,
-                         batch_invariant(), gpu.processors, gpu.shared_limit, gpu.arch, gpu.shared_reserved);
+    const FewExpertsPlan few = plan_few_experts(fused ? count : 0, packed.count, out_features, packed.in_features,
+                                                packed.bits, batch_invariant(), gpu);
     const bool is_few = few.gemm.warps > 0;
-    if (is_few || (fused && experts_are_fused(count, packed.count, out_features, packed.in_features, gpu.arch,
-                                              gpu.shared_reserved))) {
+    if (is_few || (fused && experts_are_fused(count, packed.count, out_features, packed.in_features, gpu))) {
         std::vector<Held> held;
         held.emplace_back(in_pieces(x), Shape{count, packed.in_features}, dtype, packed, bias);
         held[0].ordered = !is_few;
@@ -482,14 +483,17 @@ Tensor gemm_experts(const Tensor& x, Dtype dtype, const Packed& packed, const st
             const cuda::Rows all{nullptr, count};
             const cuda::FewExperts few_experts{transforms ? of_experts.rows : all, read<int32_t>(offsets), count,
                                                packed.count, transforms && swiglu};
-            check("gemm_experts", cuda::gemm_few_experts(held[0].product(), few_experts, dtype, packed.bits,
-                                                         in_features, few, gpu, launch.stream));
+            check("gemm_experts",
+                  cuda::gemm_few_experts(held[0].product(), few_experts, dtype, packed.bits, in_features, few, gpu,
+                                         launch.stream),
+                  few);
         } else {
-            const WgmmaPlan plan = plan_experts(count, packed.count, out_features, in_features, packed.bits,
-                                                batch_invariant(), gpu.processors, gpu.shared_limit);
+            const WgmmaPlan plan =
+                plan_experts(count, packed.count, out_features, in_features, packed.bits, batch_invariant(), gpu);
             check("gemm_experts",
                   cuda::experts_wgmma(held[0].product(), read<int32_t>(offsets), static_cast<int>(packed.count), dtype,
-                                      packed.bits, count, in_features, plan, gpu, launch.stream));
+                                      packed.bits, count, in_features, plan, gpu, launch.stream),
+                  plan);
         }
         return held[0].y;
     }
@@ -549,25 +553,25 @@ void gemm_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor
     const cuda::Gpu& gpu = launch.gpu;
     const int64_t tokens = grad.size(0), out_features = packed.out_features, in_features = packed.in_features;
     if (!fusable(packed, dtype) ||
-        !gradient_is_fused(tokens, out_features, in_features, packed.bits, packed.columns || packed.rotated,
-                           gpu.processors, gpu.arch, gpu.shared_reserved)) {
+        !gradient_is_fused(tokens, out_features, in_features, packed.bits, packed.columns || packed.rotated, gpu)) {
         return gradient_in_slices(grad, dtype, packed, grad_x);
     }
     const Tensor dy = in_pieces(grad), words = aligned(packed.words), scales = aligned(packed.scales);
     const HeldTransform transform(packed);
-    const GradientPlan plan = plan_gradient(tokens, out_features, in_features, gpu.processors);
+    const GradientPlan plan = plan_gradient(tokens, out_features, in_features, gpu);
     Tensor partial = new_tensor(grad, {gradient_partial_sums(plan)}, ScalarType::Float);
     const cuda::Gradient gradient{
         dy.const_data_ptr(),       read<int32_t>(words), read<uint8_t>(scales), read<float>(packed.codebook),
         grad_x.mutable_data_ptr(), out_features,         in_features,           dy.size(-1),
         transform.from(0),         packed.signed_scales};
     check("gemm_gradient",
-          cuda::gradient_wgmma(gradient, dtype, packed.bits, tokens, plan, write<float>(partial), gpu, launch.stream));
+          cuda::gradient_wgmma(gradient, dtype, packed.bits, tokens, plan, write<float>(partial), gpu, launch.stream),
+          plan);
 }
 
 }  // namespace hf_kbit::backend
 
-// For hf_kbit/_native.py: the most tokens and products of a launch of gemm_group, and the architecture of the code
+// For hf_kbit/ops/native.py: the most tokens and products of a launch of gemm_group, and the architecture of the code
 // that runs on the current GPU, or 0 without one.
 #define HF_KBIT_EXPORT extern "C" __attribute__((visibility("default")))
 HF_KBIT_EXPORT int hf_kbit_cuda_group_tokens() { return hf_kbit::kGemmTokens; }

@@ -145,40 +145,26 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& weight, const Tensor& codebook
     return {planes, absmax};
 }
 
-Tensor dequantize(const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
-                  torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, ScalarType dtype,
+Tensor dequantize(const Tensor& weight, const Tensor& absmax, const Tensor& codebook, ShapeRef shape, ScalarType dtype,
                   const std::optional<Tensor>& columns, bool rotated) {
     const Dtype out_dtype = float_dtype("dtype", dtype, true);
-    if (shape.size() != 2) refuse("shape", to_string(shape.vec()), "[out_features, in_features]");
-    Packed packed = check_packed(weight, absmax, codebook, check_codebook(codebook), shape[0], shape[1]);
-    check_columns(packed, columns, rotated);
-    return decoded(packed, out_dtype);
+    return decoded(check_weight(weight, absmax, codebook, shape, columns, rotated, Matrices::any), out_dtype);
 }
 
-Tensor embed(const Tensor& indices, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
-             torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, ScalarType dtype,
-             const std::optional<Tensor>& columns, bool rotated) {
-    if (indices.scalar_type() != ScalarType::Int) check_dtype("indices", indices, ScalarType::Long);
+Tensor embed(const Tensor& indices, const Tensor& weight, const Tensor& absmax, const Tensor& codebook, ShapeRef shape,
+             ScalarType dtype, const std::optional<Tensor>& columns, bool rotated) {
+    check_dtype("indices", indices, {ScalarType::Long, ScalarType::Int});
     const Dtype out_dtype = float_dtype("dtype", dtype, true);
-    if (shape.size() != 2) refuse("shape", to_string(shape.vec()), "[rows, columns] of the table");
-    Packed packed = check_packed(weight, absmax, codebook, check_codebook(codebook), shape[0], shape[1]);
-    check_columns(packed, columns, rotated);
-    if (!packed.lead.empty()) {
-        refuse("weight", "shape " + to_string(shape_of(weight)), "one table, without leading dimensions");
-    }
+    const Packed packed = check_weight(weight, absmax, codebook, shape, columns, rotated, Matrices::one);
     check_same_device("indices", indices, "weight", weight);
     Tensor out = new_tensor(weight, concat(shape_of(indices), {packed.in_features}), dtype);
     if (out.numel() > 0) backend::embed(as_contiguous(indices), packed, out, out_dtype);
     return out;
 }
 
-std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, int64_t bits,
-                                  torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, bool inverse) {
-    if (shape.size() != 2) refuse("shape", to_string(shape.vec()), "[out_features, in_features]");
-    const Packed packed = check_packed(weight, absmax, std::nullopt, bits, shape[0], shape[1]);
-    if (inverse != (packed.form == Form::tiles)) {
-        refuse("weight", "shape " + to_string(shape_of(weight)), inverse ? "tiles" : "planes");
-    }
+std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, int64_t bits, ShapeRef shape,
+                                  bool inverse) {
+    const Packed packed = check_packed(weight, absmax, bits, shape, inverse ? Form::tiles : Form::planes);
     const Form target = inverse ? Form::planes : Form::tiles;
     Tensor words =
         new_tensor(weight, concat(packed.lead, words_shape(target, shape[0], shape[1], packed.bits)), ScalarType::Int);
@@ -191,18 +177,14 @@ std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, in
 // The weight of a product, or those of experts.
 Packed check_product(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
                      const std::optional<Tensor>& bias, int64_t out_features, const std::optional<Tensor>& columns,
-                     bool rotated, bool experts = false, bool swiglu = false) {
+                     bool rotated, Matrices matrices = Matrices::one, bool swiglu = false) {
     if (x.dim() < 1) refuse("x", "a scalar", "[*, in_features]");
     check_same_device("x", x, "weight", weight);
-    const int64_t in_features = x.size(-1) / (swiglu ? 2 : 1);
-    Packed packed = check_packed(weight, absmax, codebook, check_codebook(codebook), out_features, in_features);
-    if (packed.lead.size() != (experts ? 1 : 0)) {
-        refuse("weight", "shape " + to_string(shape_of(weight)),
-               experts ? "one leading dimension, that of experts" : "one matrix, no leading dimensions");
-    }
-    check_columns(packed, columns, rotated);
+    const std::array<int64_t, 2> shape{out_features, x.size(-1) / (swiglu ? 2 : 1)};
+    const Packed packed =
+        check_weight(weight, absmax, codebook, {shape.data(), shape.size()}, columns, rotated, matrices);
     if (bias) {
-        check_dtype("bias", *bias, x.scalar_type());
+        check_dtype("bias", *bias, {x.scalar_type()});
         const Shape expected = concat(packed.lead, {out_features});
         if (shape_of(*bias) != expected) refuse("bias", "shape " + to_string(shape_of(*bias)), to_string(expected));
         check_same_device("bias", *bias, "x", x);
@@ -238,7 +220,7 @@ std::vector<Tensor> gemm_group(const Tensor& x, std::vector<Tensor> weights, std
 
 // Says which rows are whose; as kernels read it.
 Tensor check_index(std::string_view name, const Tensor& index, const Shape& expected, const Tensor& weight) {
-    check_dtype(name, index, ScalarType::Int);
+    check_dtype(name, index, {ScalarType::Int});
     check_same_device(name, index, "weight", weight);
     if (shape_of(index) != expected) refuse(name, "shape " + to_string(shape_of(index)), to_string(expected));
     return as_contiguous(index);
@@ -248,10 +230,11 @@ Tensor gemm_experts(const Tensor& x, const Tensor& weight, const Tensor& absmax,
                     const std::optional<Tensor>& bias, const std::optional<Tensor>& rows, const Tensor& offsets,
                     int64_t out_features, const std::optional<Tensor>& columns, bool rotated, bool swiglu) {
     const Dtype dtype = float_dtype("x", x.scalar_type(), true);
-    if (x.dim() != 2) refuse("x", "shape " + to_string(shape_of(x)), "[tokens, in_features]");
-    if (swiglu && x.size(1) % 2 != 0) refuse("x", "shape " + to_string(shape_of(x)), "[tokens, 2 * in_features]");
+    if (x.dim() != 2 || (swiglu && x.size(1) % 2 != 0)) {
+        refuse("x", "shape " + to_string(shape_of(x)), swiglu ? "[tokens, 2 * in_features]" : "[tokens, in_features]");
+    }
     const Packed packed =
-        check_product(x, weight, absmax, codebook, bias, out_features, columns, rotated, true, swiglu);
+        check_product(x, weight, absmax, codebook, bias, out_features, columns, rotated, Matrices::experts, swiglu);
     const Tensor ends = check_index("offsets", offsets, {packed.count + 1}, weight);
     std::optional<Tensor> picked;
     if (rows) {
@@ -266,7 +249,7 @@ Tensor gemm_experts(const Tensor& x, const Tensor& weight, const Tensor& absmax,
 }
 
 std::tuple<Tensor, Tensor, Tensor> route_experts(const Tensor& experts, int64_t num_experts) {
-    if (experts.scalar_type() != ScalarType::Int) check_dtype("experts", experts, ScalarType::Long);
+    check_dtype("experts", experts, {ScalarType::Long, ScalarType::Int});
     if (experts.dim() != 2) refuse("experts", "shape " + to_string(shape_of(experts)), "[tokens, experts of each]");
     if (num_experts < 1 || num_experts > backend::kMostRoutedExperts) {
         refuse("num_experts", std::to_string(num_experts), "1 to " + std::to_string(backend::kMostRoutedExperts));
@@ -285,11 +268,11 @@ Tensor combine_experts(const Tensor& y, const Tensor& places, const Tensor& weig
     const Dtype dtype = float_dtype("y", y.scalar_type(), true);
     if (y.dim() != 2) refuse("y", "shape " + to_string(shape_of(y)), "[rows, out_features]");
     if (places.dim() != 2) refuse("places", "shape " + to_string(shape_of(places)), "[tokens, experts of each]");
-    check_dtype("places", places, ScalarType::Int);
+    check_dtype("places", places, {ScalarType::Int});
     if (shape_of(weights) != shape_of(places)) {
         refuse("weights", "shape " + to_string(shape_of(weights)), to_string(shape_of(places)));
     }
-    if (weights.scalar_type() != ScalarType::Float) check_dtype("weights", weights, y.scalar_type());
+    if (weights.scalar_type() != ScalarType::Float) check_dtype("weights", weights, {y.scalar_type()});
     check_same_device("places", places, "y", y);
     check_same_device("weights", weights, "y", y);
     if (y.size(0) == 0 && places.numel() > 0) refuse("y", "no rows", "those at places");
@@ -306,27 +289,21 @@ Tensor combine_experts(const Tensor& y, const Tensor& places, const Tensor& weig
 
 // The weight of a gradient, or those of experts.
 Packed check_gradient(const Tensor& grad, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
-                      torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, const std::optional<Tensor>& column_scales,
-                      bool rotated, bool experts = false) {
-    if (shape.size() != 2) refuse("shape", to_string(shape.vec()), "[out_features, in_features]");
-    Packed packed = check_packed(weight, absmax, codebook, check_codebook(codebook), shape[0], shape[1]);
-    check_columns(packed, column_scales, rotated);
-    if (packed.lead.size() != (experts ? 1 : 0)) {
-        refuse("weight", "shape " + to_string(shape_of(weight)),
-               experts ? "one leading dimension, that of experts" : "one matrix");
-    }
-    if (grad.dim() < 1 || grad.size(-1) != packed.out_features) {
-        refuse("grad", "shape " + to_string(shape_of(grad)), "[*, out_features], with " + to_string(shape.vec()));
+                      ShapeRef shape, const std::optional<Tensor>& columns, bool rotated, Matrices matrices) {
+    const Packed packed = check_weight(weight, absmax, codebook, shape, columns, rotated, matrices);
+    const bool experts = matrices == Matrices::experts;
+    if ((experts ? grad.dim() != 2 : grad.dim() < 1) || grad.size(-1) != packed.out_features) {
+        refuse("grad", "shape " + to_string(shape_of(grad)),
+               (experts ? "[rows, " : "[*, ") + std::to_string(packed.out_features) + "]");
     }
     check_same_device("grad", grad, "weight", weight);
     return packed;
 }
 
 Tensor gemm_gradient(const Tensor& grad, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
-                     torch::headeronly::HeaderOnlyArrayRef<int64_t> shape, const std::optional<Tensor>& column_scales,
-                     bool rotated) {
+                     ShapeRef shape, const std::optional<Tensor>& columns, bool rotated) {
     const Dtype dtype = float_dtype("grad", grad.scalar_type(), true);
-    const Packed packed = check_gradient(grad, weight, absmax, codebook, shape, column_scales, rotated);
+    const Packed packed = check_gradient(grad, weight, absmax, codebook, shape, columns, rotated, Matrices::one);
     Shape grad_shape = shape_of(grad);
     grad_shape.back() = packed.in_features;
     Tensor grad_x = new_tensor(grad, grad_shape, grad.scalar_type());
@@ -339,11 +316,10 @@ Tensor gemm_gradient(const Tensor& grad, const Tensor& weight, const Tensor& abs
 }
 
 Tensor gemm_experts_gradient(const Tensor& grad, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
-                             const Tensor& offsets, torch::headeronly::HeaderOnlyArrayRef<int64_t> shape,
-                             const std::optional<Tensor>& column_scales, bool rotated) {
+                             const Tensor& offsets, ShapeRef shape, const std::optional<Tensor>& columns,
+                             bool rotated) {
     const Dtype dtype = float_dtype("grad", grad.scalar_type(), true);
-    if (grad.dim() != 2) refuse("grad", "shape " + to_string(shape_of(grad)), "[rows, out_features]");
-    const Packed packed = check_gradient(grad, weight, absmax, codebook, shape, column_scales, rotated, true);
+    const Packed packed = check_gradient(grad, weight, absmax, codebook, shape, columns, rotated, Matrices::experts);
     const Tensor ends = check_index("offsets", offsets, {packed.count + 1}, weight);
     backend::check_offsets(ends, grad.size(0));
     Tensor grad_x = new_tensor(grad, {grad.size(0), packed.in_features}, grad.scalar_type());
@@ -368,7 +344,7 @@ STABLE_TORCH_LIBRARY_IMPL(hf_kbit, HF_KBIT_DISPATCH_KEY, library) {
 
 }  // namespace hf_kbit
 
-// For hf_kbit/_native.py.
+// For hf_kbit/ops/native.py.
 extern "C" __attribute__((visibility("default"))) void hf_kbit_set_batch_invariant(int enabled) {
     hf_kbit::asked_for_batch_invariance.store(enabled != 0, std::memory_order_relaxed);
 }

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,39 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 SEQUENCES, LENGTH = 128, 2048  # of a text, and tokens of each, unless others are asked for
 CHARACTERS = 16  # of a text for each token that is read: more than any usual text has for one
 PROMPTS = Path(__file__).with_name("prompts.txt")  # the built-in set
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a model reads while it is calibrated or measured.
+
+    Attributes:
+        data: what the model is for, some 64,000 tokens of it. A text; a ``pathlib.Path``, of a file in UTF-8; rows of
+            text, such as ``load_dataset(...)["text"]``, all of which are read, with an empty line between two; or
+            int64 ``[sequences, tokens]``, none of them padding. None: text that the model writes by itself, the same
+            each time; one that cannot, such as an encoder, reads a small set of texts of many kinds.
+        tokenizer: for all but token ids. Default: that of the model's folder or name.
+        sequences: so many of a text at most, evenly spread over it. Token ids are taken as they are. Default: 128 of a
+            text; what the model writes is 128 sequences, 64 on a CPU, and for ``tune`` 4096, or 256 on a CPU.
+        length: tokens of each, or what the model or the tokenizer has positions for. Best as many as the model will
+            read at once: some ten if it reads sentences. Default: 2048 of a text; 640 of what the model writes, 256 on
+            a CPU.
+    """
+
+    data: torch.Tensor | str | Path | Iterable[str] | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    sequences: int | None = None
+    length: int | None = None
+
+    @property
+    def tokens(self) -> int | None:
+        """Of a sequence, if that is known before anything is read."""
+        given = isinstance(self.data, torch.Tensor) and self.data.dim() == 2
+        return self.data.shape[1] if given else self.length
+
+    def ids(self, model: PreTrainedModel) -> torch.Tensor:
+        """int64 ``[n, length]`` on the model's device (``token_ids``)."""
+        return token_ids(self.data, self.tokenizer, model, self.sequences, self.length)
 
 
 def token_ids(

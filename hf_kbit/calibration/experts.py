@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hf_kbit.calibration.inputs import Moments, given
+from hf_kbit.calibration.moments import Moments, given
 from hf_kbit.integrations.transformers import experts as integration
 from hf_kbit.nn.experts import (
     KbitExperts,
@@ -84,7 +84,7 @@ def shares(
 
     Args:
         experts: the module that the projection is of.
-        once, runs, diagonal: as for ``inputs.moments``.
+        once, runs, diagonal: as for ``moments.moments``.
     """
     count, _, size = projection.matrices.shape
     at_once = count if diagonal else max(AT_ONCE // (2 * size**2), 1)

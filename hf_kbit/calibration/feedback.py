@@ -4,8 +4,8 @@ is rounded again, now that all the others are known."""
 import torch
 import torch.nn.functional as F
 
-from hf_kbit.calibration.hessian import cholesky, damping_of
 from hf_kbit.calibration.launches import one_launch
+from hf_kbit.calibration.moments import cholesky, damping_of
 from hf_kbit.codebooks import bits_of
 from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.reference import (
@@ -43,7 +43,7 @@ def solve(
         weight: float32 ``[N, K]``, finite, its largest magnitude within the range of the scales.
         hessian: float32 ``[K, K]``: the sum of ``x @ x.T`` over tokens.
         codebook: float32 ``[2**bits]``, ascending, the largest magnitude 1.
-        signed: whether scales have signs (``hf_kbit.quantize``).
+        signed: whether scales have signs (``hf_kbit.ops.quantize``).
 
     Returns:
         planes, int32 ``[N, B * bits]``, and absmax, uint8 ``[N, B]``.

@@ -1,6 +1,7 @@
 """``calibrate``: quantizes a model one layer at a time, with solvers that know what goes through its layers."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -10,55 +11,80 @@ import torch
 import transformers
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 import hf_kbit
-from hf_kbit.calibration import capture, experts, feedback, inputs, learned, tuning, weighted
-from hf_kbit.calibration.data import SEQUENCES, token_ids, tokenizer_of
+from hf_kbit.allocation import stored_weights, units
+from hf_kbit.calibration import experts, feedback, moments, stream, tuning, weighted
+from hf_kbit.calibration.data import SEQUENCES, Text, tokenizer_of
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.rounding import round_linear, round_projection
 from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.integrations.transformers.checkpoint import saved_class
+from hf_kbit.integrations.transformers.fit import saved_class
 from hf_kbit.integrations.transformers.in_place import keep_adapters, leave_lost, quantize_layers, tie
 from hf_kbit.integrations.transformers.plain import is_linear
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
-from hf_kbit.mixing import stored_weights, units
 from hf_kbit.nn.experts import is_projection
 
 logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
 # A solver is a module with ``solve(weight, moments, codebook) -> planes, absmax`` and ``DIAGONAL``: whether moments
 # are the diagonal of the sum of x @ x.T, or all of it.
-METHODS: dict[str, ModuleType] = {"feedback": feedback, "learned": learned, "weighted": weighted}
+METHODS: dict[str, ModuleType] = {"feedback": feedback, "weighted": weighted}
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Solving:
+    """How weights are chosen while a model is calibrated.
+
+    Attributes:
+        method: ``"feedback"``: the weights not yet rounded make up for the errors of those that are; needs K * K
+            float32, a few times over, for a layer of K in_features. ``"weighted"``: only scales are chosen, by errors
+            weighted by the inputs' squares; quicker.
+        tune: then train what is stored, for so many steps (docs/calibration.md): scales and codes of each layer of the
+            model, a fifth of the steps, on its output; then scales, norms and biases of the whole model on how it
+            predicted the next token in 16 bits. The bytes stay as many; what is gained on sequences that were held out
+            is in the log and the model card. True: 1000 steps, or 200 on a CPU. Of the data's sequences 128 at most
+            are for the layers. Causal language models only.
+        tune_whole: whether ``tune`` trains the whole model too, for which there must be memory for it some six times
+            in 16 bits, and for its activations. False: its layers alone.
+        batch: sequences that go through a layer at a time.
+        resume: a folder, which gets a file for each finished layer; the same call with it goes on where one was
+            killed, and gives the same bytes. Remove it once the model is saved.
+    """
+
+    method: str = "feedback"
+    tune: int | bool = 0
+    tune_whole: bool = True
+    batch: int = 4
+    resume: str | Path | None = None
+
+    def check(self, config: KbitConfig) -> None:
+        """Refuses what cannot be done, whatever the model and the data are.
+
+        Raises:
+            ValueError: a setting is out of range, or the config's scales are not searched.
+        """
+        if self.method not in METHODS:
+            raise ValueError(f"method: found {self.method!r}, expected one of {sorted(METHODS)}")
+        if self.batch < 1:
+            raise ValueError(f"batch: found {self.batch}, expected 1 or more")
+        if config.scale != "search":
+            raise ValueError(f"scale: found {config.scale!r}, expected 'search' or none")
+
+
 def calibrate(
     model: PreTrainedModel | str | Path,
     data: torch.Tensor | str | Path | Iterable[str] | None = None,
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    sequences: int | None = None,
-    length: int | None = None,
-    method: str = "feedback",
-    tune: int | bool = 0,
-    tune_whole: bool = True,
-    batch: int = 4,
-    device: torch.device | str | None = None,
-    resume: str | Path | None = None,
-    progress: bool = False,
     config: KbitConfig | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    **arguments: Any,
+    **settings: Any,
 ) -> PreTrainedModel:
     """Quantizes a model in place, so that on text like ``data`` its layers compute nearly what they did.
 
@@ -73,38 +99,17 @@ def calibrate(
         model: float32, float16 or bfloat16, on one device, and it is changed; or a folder or a name on the Hub, to
             load it from into CPU memory, or rather to map its safetensors files there. Needs memory for what is
             quantized and, a few times over, the activations between two layers.
-        data: what the model is for, some 64,000 tokens of it. A text; a ``pathlib.Path``, of a file in UTF-8; rows of
-            text, such as ``load_dataset(...)["text"]``, all of which are read, with an empty line between two; or
-            int64 ``[sequences, tokens]``, none of them padding. None: text that the model writes by itself, the same
-            each time; one that cannot, such as an encoder, reads a small set of texts of many kinds.
-        tokenizer: for all but token ids. Default: that of the model's folder or name.
-        sequences: so many of a text at most, evenly spread over it. Token ids are taken as they are. Default: 128, or
-            32 for what the model writes on a CPU.
-        length: tokens of each, or what the model or the tokenizer has positions for. Best as many as the model will
-            read at once: some ten if it reads sentences. Default: 2048 of a text, 640 of what the model writes, 512
-            on a CPU.
-        method: ``"feedback"``: the weights not yet rounded make up for the errors of those that are; needs K * K
-            float32, a few times over, for a layer of K in_features. ``"weighted"``: only scales are chosen, by errors
-            weighted by the inputs' squares; quicker. ``"learned"``: scales by gradient descent on the error of the
-            layer's outputs.
-        tune: then train what is stored, for so many steps (docs/calibration.md): scales and codes of each layer of the
-            model, a fifth of the steps, on its output; then scales, norms and biases of the whole model on how it
-            predicted the next token in 16 bits. The bytes stay as many; what is gained on sequences that were held out
-            is in the log and the model card. True: 1000 steps, or 200 on a CPU. Without data the model then writes
-            4096 sequences, or 256 on a CPU; of these, or of the data's, 128 at most are for the layers. Causal
-            language models only.
-        tune_whole: whether ``tune`` trains the whole model too, for which there must be memory for it some six times
-            in 16 bits, and for its activations. False: its layers alone.
-        batch: sequences that go through a layer at a time.
+        data: what the model is for (``calibration.data.Text``), or None for text that the model writes by itself.
+        config: which layers, widths and levels, as ``choose_widths`` returns; ``scale`` is always searched.
         device: where a layer is while it is calibrated: a GPU then has room for one of them, with its statistics, a
             few times over. Default: where the model is; if that is a CPU, the GPU, where there is one.
-        resume: a folder, which gets a file for each finished layer; the same call with it goes on where one was
-            killed, and gives the same bytes. Remove it once the model is saved.
         progress: shows a bar on stderr. Off unless asked for, as everywhere in Python; the command shows one.
-        config: which layers, widths and levels, as ``choose_widths`` returns; ``scale`` is always searched.
         revision: branch, tag or commit of a model on the Hub.
         trust_remote_code: whether Python code that comes with the model may run.
-        arguments: of ``KbitConfig``, such as ``bits=3``, instead of ``config``.
+        settings: how much of a text is read (``tokenizer``, ``sequences``, ``length``: ``calibration.data.Text``), how
+            weights are chosen (``method``, ``tune``, ``tune_whole``, ``batch``, ``resume``:
+            ``calibration.layerwise.Solving``), and arguments of ``KbitConfig``, such as ``bits=3``, instead of
+            ``config``.
 
     Returns:
         ``model``.
@@ -125,177 +130,214 @@ def calibrate(
     >>> calibrate(model, torch.randint(64, (8, 32)), bits=3).model.layers[0].mlp.down_proj
     KbitLinear(in_features=64, out_features=32, bias=False, bits=3)
     """
-    quantizer = KbitHfQuantizer(config_or(config, arguments), pre_quantized=False)
-    check(method, batch, quantizer.quantization_config)
-    if quantizer.quantization_config.bits % 1:
+    text, solving, arguments = sort(settings, Text, Solving)
+    config, text = config_or(config, arguments), replace(text, data=data)
+    solving.check(config)
+    if config.bits % 1:
         raise ValueError(
-            f"bits: found {quantizer.quantization_config.bits}, expected 2, 3, 4 or 5, or the config that "
-            "hf_kbit.choose_widths returns for such a mean"
+            f"bits: found {config.bits}, expected 2, 3, 4 or 5, or the config that hf_kbit.choose_widths returns for "
+            "such a mean"
         )
-    source = {"revision": revision, "trust_remote_code": trust_remote_code}
     if not isinstance(model, nn.Module):
+        source = {"revision": revision, "trust_remote_code": trust_remote_code}
         model = load(model, **source)
-    packable, widths = _check_model(model, quantizer.quantization_config)
-    tuning.check(model, tune)
-    device = capture.resolve(device, model)
-    if tune and tune_whole:
-        check_room(model, widths, data, length, device)
-    widths = leave_lost(model, widths, quantizer, device)
-    if data is None:
-        data = written(model, sequences, length, tune, device, progress)
-    if tokenizer is None and not isinstance(data, torch.Tensor):
-        tokenizer = tokenizer_of(model.name_or_path, **source)
-    ids = text = token_ids(data, tokenizer, model, sequences, length)
-    steps = tuning.steps_on(device, tune)
-    if steps:
-        tuning.check(model, tune, len(text))
-        ids = text[:: max(len(text) // SEQUENCES, 1)][:SEQUENCES]
-    of_layer = max(steps // tuning.LAYER_STEPS, 1)
-    whole = steps > 0 and tune_whole
-    before = tuning.sharing_copy(model).eval() if whole else None
-    tables, heads = packable.tables_in(widths), _heads(model, packable, widths)
-    untied = {name: bits for name, bits in tables.items() if name not in heads.values()}
-    quantize_layers(model, packable, untied, quantizer, device)  # which data does not go through, but comes from
-    widths = {name: bits for name, bits in widths.items() if name not in tables}
-    widths |= {head: tables[first] for head, first in heads.items()}
-    projections = [name for name in widths if is_projection(model, name)]
-    # Before a layer computes in another dtype: they stand for the weights as the model has them.
-    empty = {
-        name: quantizer.new_layer(model, name, bits).train(selection.holder(model, name).training)
-        for name, bits in widths.items()
-    }
-    for head in heads:
-        empty[head].balances = False  # as a table
-    of_experts, without_data, errors, finished = 0, 0, [], None
-    with capture.evaluating(model), experts.opened(model, projections):
-        layers = units(model, list(widths))
-        capture.check(model, layers, ids, device)
-        solver = METHODS[method]
-        if resume is not None:
-            run = (hf_kbit.__version__, torch.__version__, device.type, method, batch, quantizer.quantization_config)
-            run += (steps,) if steps else ()  # not tune_whole: what is finished are layers, for which it is the same
-            finished = Finished(Path(resume), digest([("ids", text), *model.state_dict().items()], *run))
+        if text.tokenizer is None and not isinstance(data, torch.Tensor):
+            text = replace(text, tokenizer=tokenizer_of(model.name_or_path, **source))
+    return Calibration(model, config, solving, device, progress).of(text)
 
+
+def sort(settings: dict[str, Any], *kinds: type) -> tuple[Any, ...]:
+    """An instance of each of these dataclasses, with those of the settings that are its fields; and the settings that
+    are none's.
+
+    >>> sort({"batch": 2, "bits": 3}, Text, Solving)[1:]
+    (Solving(method='feedback', tune=0, tune_whole=True, batch=2, resume=None), {'bits': 3})
+    """
+    left, found = dict(settings), []
+    for kind in kinds:
+        found.append(kind(**{each.name: left.pop(each.name) for each in fields(kind) if each.name in left}))
+    return *found, left
+
+
+class Calibration:
+    """Quantizes a model in place with data: ``plan`` refuses and chooses, ``run`` goes through the layers, ``finish``
+    makes a quantized model of it.
+
+    Args:
+        model: of Transformers, in 16 or 32 bits.
+        config: what to quantize; no mean width.
+        solving: how, checked with that config.
+        device: where layers compute, as for ``calibrate``.
+        progress: shows bars on stderr.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: KbitConfig, solving: Solving, device=None, progress=False):
+        self.model, self.solving, self.progress = model, solving, progress
+        self.quantizer, self.solver = KbitHfQuantizer(config, pre_quantized=False), METHODS[solving.method]
+        self.device = stream.resolve(device, model)
+        self.done, self.errors, self.finished = {}, [], None
+        self.of_experts = self.without_data = 0
+
+    @torch.no_grad()
+    def of(self, text: Text) -> PreTrainedModel:
+        """All of it, for the inputs that this text gives: the model."""
+        self.plan(text)
+        self.run()
+        return self.finish()
+
+    def plan(self, text: Text) -> None:
+        """Chooses the layers, and the ids to read. After an error the model is as it was."""
+        model, solving = self.model, self.solving
+        self.packable, widths = _check_model(model, self.quantizer.quantization_config)
+        tuning.check(model, solving.tune)
+        if solving.tune and solving.tune_whole:
+            tuning.check_room(model, stored_weights(model, widths), text.tokens, self.device)
+        widths = leave_lost(model, widths, self.quantizer, self.device)
+        if text.data is None:
+            own = written(model, text.sequences, text.length, solving.tune, self.device, self.progress)
+            text = replace(text, data=own)
+        self.ids = self.text = text.ids(model)
+        self.steps = tuning.steps_on(self.device, solving.tune)
+        if self.steps:
+            tuning.check(model, solving.tune, len(self.text))
+            self.ids = self.text[:: max(len(self.text) // SEQUENCES, 1)][:SEQUENCES]
+        self.tables, self.heads = self.packable.tables_in(widths), _heads(model, self.packable, widths)
+        self.widths = {name: bits for name, bits in widths.items() if name not in self.tables}
+        self.widths |= {head: self.tables[first] for head, first in self.heads.items()}
         # Beside the data as quantized layers pass it on, which comes last, the data as the dense ones would.
-        drifting = not solver.DIAGONAL
-        both = torch.cat([ids, ids]) if drifting else ids
-        last = [slice(start, min(start + batch, len(both))) for start in range(len(both) - len(ids), len(both), batch)]
-        first = [slice(rows.start - len(ids), rows.stop - len(ids)) if drifting else None for rows in last]
-        with tqdm(total=len(widths), desc="calibrating", unit="layer", disable=not progress) as bar:
+        self.drifting = not self.solver.DIAGONAL
+        self.both = torch.cat([self.ids, self.ids]) if self.drifting else self.ids
+        count, end = len(self.ids), len(self.both)
+        self.last = [slice(at, min(at + solving.batch, end)) for at in range(end - count, end, solving.batch)]
+        self.first = [slice(rows.start - count, rows.stop - count) if self.drifting else None for rows in self.last]
 
-            def visit(unit: str, run: Callable[[slice], Any]):
-                names = layers.pop(unit, ())  # none if it has been here, as layers that a model shares
-                dense, new = (
-                    {name: model.get_submodule(name) for name in names},
-                    {name: empty.pop(name) for name in names},
-                )
-                if names and (finished is None or not finished.load(unit, new, device)):
-                    # Of one that is a layer of the model by itself, such as a head, the outputs would be large.
-                    alone = [inputs.Group(names, True)] if names == [unit] else None
-                    quantize(dense, new, run, alone)
-                    if steps and not alone:
-                        errors.append(tuning.tune_layer(model, new, run, ids, drifting, of_layer, device))
-                    if finished is not None:
-                        finished.save(unit, new)
-                selection.replace_modules(model, new)
-                bar.update(len(names))
-                return outputs(new, dense, run)
+    def run(self) -> None:
+        """Quantizes tables without data, and then one layer of the model after another."""
+        model, tables, heads = self.model, self.tables, self.heads
+        self.dense = tuning.sharing_copy(model).eval() if self.steps and self.solving.tune_whole else None
+        untied = {name: bits for name, bits in tables.items() if name not in heads.values()}
+        quantize_layers(model, self.packable, untied, self.quantizer, self.device)  # data comes from them
+        # Before a layer computes in another dtype: they stand for the weights as the model has them.
+        self.empty = {
+            name: self.quantizer.new_layer(model, name, bits).train(selection.holder(model, name).training)
+            for name, bits in self.widths.items()
+        }
+        for head in heads:
+            self.empty[head].balances = False  # as a table
+        projections = [name for name in self.widths if is_projection(model, name)]
+        bar = tqdm(total=len(self.widths), desc="calibrating", unit="layer", disable=not self.progress)
+        with stream.evaluating(model), experts.opened(model, projections):
+            self.layers = units(model, list(self.widths))
+            stream.check(model, self.layers, self.ids, self.device)
+            if self.solving.resume is not None:
+                self.finished = Finished(Path(self.solving.resume), self._digest())
+            with bar:
+                visit = partial(self._visit, bar)
+                stream.stream(model, list(self.layers), self.both, self.device, visit)
 
-            def quantize(dense, new, run, alone) -> None:
-                done = {}
+    def finish(self) -> PreTrainedModel:
+        """Ties what is tied, tunes the whole model, and makes it one that is quantized: returns it."""
+        model = self.model
+        for head in self.heads:
+            tie(model, self.packable, self.quantizer, head)
+        if self.of_experts:  # in this run: others, before it was killed, had theirs
+            logger.log(
+                logging.WARNING if self.without_data else logging.INFO,
+                "hf_kbit: %d of %d weights of experts are quantized without data: the text sends them too few tokens",
+                self.without_data,
+                self.of_experts,
+            )
+        tuned = []
+        if self.errors:
+            was, now = (sum(each) / len(self.errors) for each in zip(*self.errors, strict=True))
+            tuned.append(f"squared error of layers' outputs {was:.3g} -> {now:.3g} of their squares")
+        if self.dense is not None:
+            trained = [name for name in self.widths if name not in self.heads]
+            how = self.text, self.steps, self.device, self.finished, self.progress
+            with stream.evaluating(model):
+                tuned.append(f"then {tuning.tune_model(model, self.dense, trained, *how)}")
+        elif self.steps:
+            tuned.append("layers alone")
+        keep_adapters(model)
+        self.quantizer.adopt(model, {**self.tables, **self.widths}, self.packable.unusual)
+        if tuned:
+            self.quantizer.tuned = ", ".join(tuned)
+            logger.info("hf_kbit: tuned: %s", self.quantizer.tuned)
+        return model
 
-                def quantized(rows):
-                    with inputs.standing_in(dense, done):
-                        run(rows)
+    def _digest(self) -> str:
+        """Of all that the result depends on."""
+        config, solving = self.quantizer.quantization_config, self.solving
+        run = (hf_kbit.__version__, torch.__version__, self.device.type, solving.method, solving.batch, config)
+        run += (self.steps,) if self.steps else ()  # not tune_whole: what is finished are layers, for which it is same
+        return digest([("ids", self.text), *self.model.state_dict().items()], *run)
 
-                for group in alone or inputs.groups(dense, partial(run, last[0])):
-                    # A table that made up for the drift of the head's inputs would be another one to look-ups.
-                    made_up = drifting and group.names[0] not in heads
-                    runs = [
-                        (partial(quantized, rows), partial(run, rows_of_dense) if made_up else None)
-                        for rows, rows_of_dense in zip(last, first, strict=True)
-                    ]
-                    like = dense[group.names[0]]
-                    if isinstance(like, experts.DenseProjection):
-                        round_experts(group, new, like, runs)
-                    else:
-                        moments = inputs.moments(like, group, runs, solver.DIAGONAL)
-                        for name in group.names:
-                            round_linear(name, new[name], dense[name], moments, solver)
-                    done |= {name: new[name] for name in group.names}
+    def _visit(self, bar: tqdm, unit: str, run: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:
+        """Quantizes one layer of the model; returns what it computes then, and before that what it did."""
+        names = self.layers.pop(unit, ())  # none if it has been here, as layers that a model shares
+        dense = {name: self.model.get_submodule(name) for name in names}
+        new = {name: self.empty.pop(name) for name in names}
+        if names and (self.finished is None or not self.finished.load(unit, new, self.device)):
+            # Of one that is a layer of the model by itself, such as a head, the outputs would be large.
+            alone = [moments.Group(names, True)] if names == [unit] else None
+            self._solve(dense, new, run, alone)
+            if self.steps and not alone:
+                steps = max(self.steps // tuning.LAYER_STEPS, 1)
+                how = self.ids, self.drifting, steps, self.device
+                self.errors.append(tuning.tune_layer(self.model, new, run, *how))
+            if self.finished is not None:
+                self.finished.save(unit, new)
+        selection.replace_modules(self.model, new)
+        bar.update(len(names))
+        return self._outputs(dense, new, run)
 
-            def round_experts(group, new, projection, runs) -> None:
-                nonlocal of_experts, without_data
-                (name,) = group.names
-                around = model.get_submodule(name.rpartition(".")[0])
-                shares = experts.shares(projection, around, group.once, runs, solver.DIAGONAL)
-                without_data += round_projection(name, new[name], projection, shares, solver)
-                of_experts += new[name].lead[0]
+    def _outputs(self, dense: dict, new: dict, run: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:
+        if self.drifting:
+            selection.replace_modules(self.model, dense)
+            yield from ((rows, run(rows)) for rows in self.first)
+            selection.replace_modules(self.model, new)
+        yield from ((rows, run(rows)) for rows in self.last)
 
-            def outputs(new, dense, run):
-                if drifting:
-                    selection.replace_modules(model, dense)
-                    yield from ((rows, run(rows)) for rows in first)
-                    selection.replace_modules(model, new)
-                yield from ((rows, run(rows)) for rows in last)
+    def _solve(self, dense: dict, new: dict, run: Callable[[slice], Any], alone: list[moments.Group] | None) -> None:
+        """Gives each of the ``new`` layers its weight, in the order in which they are called."""
+        done = {}
 
-            capture.stream(model, list(layers), both, device, visit)
-    for head in heads:
-        tie(model, packable, quantizer, head)
-    if of_experts:  # in this run: others, before it was killed, had theirs
-        logger.log(
-            logging.WARNING if without_data else logging.INFO,
-            "hf_kbit: %d of %d weights of experts are quantized without data: the text sends them too few tokens",
-            without_data,
-            of_experts,
-        )
-    tuned = []
-    if errors:
-        was, now = (sum(each) / len(errors) for each in zip(*errors, strict=True))
-        tuned.append(f"squared error of layers' outputs {was:.3g} -> {now:.3g} of their squares")
-    if whole:
-        with capture.evaluating(model):
-            trained = [name for name in widths if name not in heads]
-            gain = tuning.tune_model(model, before, trained, text, steps, device, finished, progress)
-        tuned.append(f"then {gain}")
-    elif steps:
-        tuned.append("layers alone")
-    keep_adapters(model)
-    quantizer.adopt(model, {**tables, **widths}, packable.unusual)
-    if tuned:
-        quantizer.tuned = ", ".join(tuned)
-        logger.info("hf_kbit: tuned: %s", quantizer.tuned)
-    return model
+        def quantized(rows):
+            with moments.standing_in(dense, done):
+                run(rows)
+
+        for group in alone or moments.groups(dense, partial(run, self.last[0])):
+            # A table that made up for the drift of the head's inputs would be another one to look-ups.
+            made_up = self.drifting and group.names[0] not in self.heads
+            runs = [
+                (partial(quantized, rows), partial(run, rows_of_dense) if made_up else None)
+                for rows, rows_of_dense in zip(self.last, self.first, strict=True)
+            ]
+            like = dense[group.names[0]]
+            if isinstance(like, experts.DenseProjection):
+                self._solve_experts(group, new, like, runs)
+            else:
+                found = moments.moments(like, group, runs, self.solver.DIAGONAL)
+                for name in group.names:
+                    round_linear(name, new[name], dense[name], found, self.solver)
+            done |= {name: new[name] for name in group.names}
+
+    def _solve_experts(self, group: moments.Group, new: dict, projection: experts.DenseProjection, runs: list) -> None:
+        (name,) = group.names
+        around = self.model.get_submodule(name.rpartition(".")[0])
+        shares = experts.shares(projection, around, group.once, runs, self.solver.DIAGONAL)
+        self.without_data += round_projection(name, new[name], projection, shares, self.solver)
+        self.of_experts += new[name].lead[0]
 
 
 def written(model, sequences: int | None, length: int | None, tune: int | bool, device, progress: bool):
     """What ``calibrate`` takes without data: token ids that the model writes, or None where it cannot."""
-    device = capture.resolve(device, model)
+    device = stream.resolve(device, model)
     if not tune:
         return write(model, sequences, length, device=device, progress=progress)
     amount = tuning.AMOUNTS.get(device.type, tuning.AMOUNTS[""])
     sequences, length = sequences or amount[0], length or amount[1]
     return write(model, sequences, length, varied=True, device=device, progress=progress)
-
-
-def check_room(model, widths: Mapping[str, int], data, length: int | None, device: torch.device) -> None:
-    """Refuses to tune the whole model where there is no room for that (``tuning.check_room``)."""
-    length = data.shape[1] if isinstance(data, torch.Tensor) and data.dim() == 2 else length
-    tuning.check_room(model, stored_weights(model, widths), length, device)
-
-
-def check(method: str, batch: int, config: KbitConfig) -> None:
-    """Refuses what ``calibrate`` cannot do, whatever the model and the data are.
-
-    Raises:
-        ValueError: an argument is out of range.
-    """
-    if method not in METHODS:
-        raise ValueError(f"method: found {method!r}, expected one of {sorted(METHODS)}")
-    if batch < 1:
-        raise ValueError(f"batch: found {batch}, expected 1 or more")
-    if config.scale != "search":
-        raise ValueError(f"scale: found {config.scale!r}, expected 'search' or none")
 
 
 def load(
@@ -347,7 +389,7 @@ def _check_model(model, config: KbitConfig) -> tuple[selection.Packable, dict[st
     """What can be quantized, and ``{module name: bits}`` of what is to be, of a model that can be calibrated."""
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError("model: found it quantized already, expected one in 16 or 32 bits")
-    if not capture.reads_tokens(model):
+    if not stream.reads_tokens(model):
         raise ValueError(f"model: found {type(model).__name__}, expected a model that reads token ids (input_ids)")
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1 or devices == {"meta"}:

@@ -9,9 +9,8 @@ from transformers.pytorch_utils import Conv1D
 from hf_kbit import codebooks
 from hf_kbit.balance import balance_for
 from hf_kbit.calibration import launches
-from hf_kbit.calibration.drift import aim
 from hf_kbit.calibration.experts import DenseProjection
-from hf_kbit.calibration.inputs import Moments
+from hf_kbit.calibration.moments import Moments, aim
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Stored
@@ -21,9 +20,8 @@ from hf_kbit.transforms import of_moments, to_stored
 # Rows that a solver has at once: a table has many, and none needs another.
 ROWS = 1 << 16
 # Of K: with fewer rows an expert of K in_features is quantized without data. With K / 8 feedback leaves, on rows that
-# were not read, 0.23 to 0.41 of the error without data at 2 bits, 0.92 for the worst expert; learned scales leave 0.47
-# to 0.66 at 3 bits, but with K / 32 rows 0.87 to 1.5, and with fewer more than without data (a mixture of 2 million
-# parameters trained on Python's library, 2026-11-23).
+# were not read, 0.23 to 0.41 of the error without data at 2 bits, 0.92 for the worst expert (a mixture of 2
+# million parameters trained on Python's library, 2026-11-23).
 FEW = 1 / 8
 
 

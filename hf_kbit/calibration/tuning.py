@@ -9,8 +9,7 @@ errors add up or cancel out, and few of them reach the logits. Two stages train 
 2. ``tune_model``, of the whole model, on the divergence of its predictions: scales, and the vectors that
    stay in 16 bits: weights of norms, and biases.
 
-Rounding counts as the identity on the way back (a straight-through estimate). The result is stored as any other. The
-file is long because both stages train the same things by the same loop: the stages come first, then what is trained.
+Both train the same things by the same loop (``trained``). The result is stored as any other.
 
 What was tried and left out, on SmolLM2-135M (one H200, 300 to 1000 steps of 4,096 or 8,192 tokens, 2026-11-23): codes
 in the second stage, whose gradients are noise for a single weight, so that either none changes or a tenth of them at
@@ -24,11 +23,9 @@ FLUTE's (arXiv:2407.10960); the divergence from the 16-bit model on text of its 
 
 import copy
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import psutil
@@ -37,19 +34,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import deterministic
 from torch.utils._pytree import tree_leaves
-from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from hf_kbit import codebooks
-from hf_kbit.calibration import capture
+from hf_kbit.calibration import stream
 from hf_kbit.calibration.data import LENGTH
-from hf_kbit.calibration.launches import NotRecorded, one_launch
 from hf_kbit.calibration.resume import Finished
-from hf_kbit.format import BLOCK_SIZE, E4M4_BIAS
-from hf_kbit.nn.packed import Decoding, Packed
+from hf_kbit.calibration.trained import Trained, parameter_of
 from hf_kbit.nn.weight import KbitWeight
-from hf_kbit.reference import MAGNITUDE, SIGN, decode_e4m4, halfway, nearest, pack_codes, unpack_codes, with_signs
-from hf_kbit.transforms import rotate, to_stored
 
 logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
 # By the type of the device that computes; "" is any other than a CPU. Steps unless a number is asked for, tokens of
@@ -57,17 +48,6 @@ logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transform
 STEPS, TOKENS = {"cpu": 200, "": 1000}, {"cpu": 1024, "": 8192}
 LAYER_STEPS = 5  # of the steps for the whole model, one of so many is taken for each layer
 AMOUNTS = {"cpu": (256, 256), "": (4096, 640)}
-# Of the first steps; they fall to 0 as a cosine. Measured on SmolLM2-135M as above, and codes on a trained model of
-# 1.3 million parameters, on a CPU.
-SCALES = 0.1  # steps between bytes: 0.02 is slower, 0.3 worse
-VECTORS = 3e-4  # of a vector's mean magnitude: ten times that is no better
-# Of the distance between levels, over the root of the number of steps: noise moves a number by the root, what is none
-# by the number. After error feedback twice of it gains half as much.
-CODES = 0.1
-START = 0.5  # of the way from a level to where the weight was, numbers start: at 0.9 noise undoes error feedback
-WARM_UP = 20  # steps, or a tenth of them
-DECAY, DECAY_OF_SQUARES = 0.9, 0.95  # Adam's
-LOOKS = 10  # at what was held out, evenly spread over the steps; the best that was seen is kept
 HELD_OUT, MOST_HELD_OUT = 16, 64  # one of so many sequences, and at most so many of them
 KEPT = 300  # seconds after which a run that may be killed writes where it is, again and again
 SEED, TINY = 0, 1e-20
@@ -114,7 +94,7 @@ def check(model: nn.Module, steps: int | bool, rows: int | None = None) -> None:
         raise TypeError(f"tune: found {steps!r}, expected a number of steps, or True")
     if steps < 0:
         raise ValueError(f"tune: found {steps}, expected 0 or more steps")
-    if steps and not (capture.is_causal(model.config) and capture.reads_tokens(model) and model.can_generate()):
+    if steps and not (stream.is_causal(model.config) and stream.reads_tokens(model) and model.can_generate()):
         raise ValueError(
             f"tune: found {type(model).__name__}, expected a causal language model: what is trained on is how it "
             "predicts the next token"
@@ -143,7 +123,7 @@ def check_room(model: nn.Module, weights: int, length: int | None, device: torch
     Raises:
         MemoryError: it would take more than ``ROOM`` of what is free on the device.
     """
-    config, dtype = model.config.get_text_config(), capture.dtype_on(device, model.dtype)
+    config, dtype = model.config.get_text_config(), stream.dtype_on(device, model.dtype)
     hidden, depth = getattr(config, "hidden_size", 0), getattr(config, "num_hidden_layers", 0)
     tokens = max(TOKENS.get(device.type, TOKENS[""]), length or LENGTH)
     activations = tokens * dtype.itemsize * (4 * config.vocab_size + 40 * hidden * depth)  # some 40 tensors in a layer
@@ -185,11 +165,11 @@ def tune_model(
     rows = _rows_in_step(ids, device)
     held_out = ids[_held_out(len(ids)) :]
     batches = _batches(_held_out(len(ids)), rows, steps)
-    with capture.placed(dense, "", device), _deterministic():
-        trained = _Trained(layers, None, _vectors(dense), steps, device, capture.dtype_on(device, dense.dtype))
+    with stream.placed(dense, "", device), _deterministic():
+        trained = Trained(layers, None, _vectors(dense), steps, device, stream.dtype_on(device, dense.dtype))
         others = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
         others = {name: module.dequantize().to(device, trained.dtype) for name, module in others.items()}
-        fixed = {_parameter(dense, name): weight for name, weight in others.items() if name not in layers}
+        fixed = {parameter_of(dense, name): weight for name, weight in others.items() if name not in layers}
 
         def before(part: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
@@ -239,7 +219,7 @@ def tune_layer(
     after = count if drifting else 0
     batches = _batches(_held_out(count), rows, steps)
     weights = {name: model.get_submodule(name).weight.detach() for name in layers}
-    trained = _Trained(layers, weights, {}, steps, device, capture.dtype_on(device, model.dtype))
+    trained = Trained(layers, weights, {}, steps, device, stream.dtype_on(device, model.dtype))
 
     def error(part: slice) -> tuple[torch.Tensor, int]:
         """A sum over outputs: of the squares of differences, over the mean square of what is aimed at; and of how
@@ -264,269 +244,7 @@ def tune_layer(
     return start[0], best[0]
 
 
-# --- what is trained ------------------------------------------------------------------------------
-
-
-class _Trained:
-    """Numbers that decode to weights, and vectors, with the optimizer that moves them.
-
-    Args:
-        layers: by name; those with the same levels are trained as one tensor of blocks, as launching kernels for each
-            layer would take longer than they do.
-        dense: what their weights were in 16 or 32 bits, by name, to train codes too; or None.
-        vectors: parameters of the model, by name.
-        steps: over which the rates fall.
-        device, dtype: of what is decoded.
-    """
-
-    def __init__(self, layers: Mapping[str, KbitWeight], dense, vectors, steps: int, device, dtype):
-        self.steps, self.dtype, self.device = steps, dtype, device
-        alike: dict[Decoding, dict[str, KbitWeight]] = {}
-        for name, layer in layers.items():
-            alike.setdefault(replace(layer.decoding, exponent=0), {})[name] = layer
-        self.groups = [_Group(own, dense, device, dtype) for own in alike.values()]
-        self.start = {name: vector.detach().float() for name, vector in vectors.items()}
-        self.sizes = {name: float(x.abs().mean()) or 1.0 for name, x in self.start.items()}
-        self.moved = {name: torch.zeros_like(x).requires_grad_() for name, x in self.start.items()}
-        rates = [(group.places, SCALES) for group in self.groups]
-        rates += [(group.numbers, CODES * group.gap / math.sqrt(steps)) for group in self.groups if group.moves_codes]
-        rates += [(vector, VECTORS) for vector in self.moved.values()]
-        self.rates = torch.tensor([rate for _, rate in rates], device=device)
-        self.parameters = [parameter for parameter, _ in rates]
-        on_gpu = device.type == "cuda"
-        self.optimizer = torch.optim.Adam(
-            [{"params": [parameter], "lr": torch.zeros((), device=device)} for parameter in self.parameters],
-            betas=(DECAY, DECAY_OF_SQUARES),
-            capturable=on_gpu,
-            fused=on_gpu,
-        )
-
-    def values(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Decoded weights, and vectors, by the names of the model's parameters that they take the places of."""
-        weights = (pair for group in self.groups for pair in group.weights())
-        vectors = {
-            name: (start + self.sizes[name] * self.moved[name]).to(self.dtype) for name, start in self.start.items()
-        }
-        return {_parameter(model, name): weight for name, weight in weights} | vectors
-
-    def stepper(self, loss: Callable, like: torch.Tensor | None = None) -> Callable[[Any, float], object]:
-        """A function of a batch and of a factor for all rates that takes one step.
-
-        The loss is a sum: of means, the gradient of a single weight of a large model would be nothing beside what Adam
-        adds to its size, and nothing at all in float16. With ``like``, a batch, a step is one launch on a GPU, where
-        the model allows that: what it computes may not depend on what a tensor holds.
-        """
-
-        def step(part, rate: torch.Tensor) -> tuple[()]:
-            for parameter in self.parameters:
-                parameter.grad = None
-            with torch.enable_grad():
-                loss(part).backward(inputs=self.parameters)
-            for group, own in zip(self.optimizer.param_groups, self.rates, strict=True):
-                group["lr"].copy_(own * rate)
-            self.optimizer.step()
-            with torch.no_grad():
-                for group in self.groups:
-                    group.confine()
-            return ()
-
-        zero = torch.zeros((), device=self.device)
-        if like is not None:
-            try:
-                step = one_launch(step, like, zero)
-            except NotRecorded as error:
-                logger.warning("hf_kbit: tuning is slower, for its kernels are launched one by one: %s", error)
-
-        return lambda part, rate: step(part, zero + rate)
-
-    @torch.no_grad()
-    def descend(
-        self,
-        step: Callable[[int, float], object],
-        look: Callable[[], tuple[float, ...]],
-        start: tuple[float, ...],
-        finished: Finished | None = None,
-        progress: bool = False,
-    ) -> tuple[int, tuple[float, ...]]:
-        """Takes the steps, looks now and then at what comes last in ``look()``, and ends with the best that it saw:
-        after how many steps that was, and what ``look()`` was there."""
-        step(0, 0.0)  # makes the optimizer's state, which may have come into being before
-        for state in self.optimizer.state.values():
-            for tensor in state.values():
-                tensor.zero_()
-        best, kept, first = (0, start), self.packed(), 0
-        if finished is not None and (found := finished.load_state(self.state(kept))) is not None:
-            first, at, *values = found
-            best = at, tuple(values)
-        every, warm_up = max(self.steps // LOOKS, 1), max(min(self.steps // 10, WARM_UP), 1)
-        written = time.monotonic()
-        with tqdm(total=self.steps, initial=first, desc="tuning", unit="step", disable=not progress) as bar:
-            for number in range(first, self.steps):
-                fall = (1 + math.cos(math.pi * number / self.steps)) / 2
-                step(number, min((number + 1) / warm_up, 1.0) * fall)
-                bar.update()
-                if (number + 1) % every and number + 1 < self.steps:
-                    continue
-                now = look()
-                bar.set_postfix_str(f"held out: {now[-1]:.3g}, at first {start[-1]:.3g}")
-                if now[-1] < best[1][-1]:
-                    best = number + 1, now
-                    for mine, new in zip(kept, self.packed(), strict=True):
-                        mine.copy_(new)
-                if finished is not None and time.monotonic() - written >= KEPT:
-                    finished.save_state(self.state(kept), (number + 1, best[0], *best[1]))
-                    written = time.monotonic()
-        self.unpack(kept)
-        return best
-
-    def state(self, kept: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """All that a run goes on from, by name."""
-        moments = [
-            tensor for parameter in self.parameters for _, tensor in sorted(self.optimizer.state[parameter].items())
-        ]
-        return {f"{number}": tensor for number, tensor in enumerate([*self.parameters, *moments, *kept])}
-
-    def packed(self) -> list[torch.Tensor]:
-        """What all of it is as stored: codes, scales and vectors."""
-        rounded = [tensor for group in self.groups for tensor in group.rounded()]
-        return [*rounded, *(vector.detach().clone() for vector in self.moved.values())]
-
-    @torch.no_grad()
-    def unpack(self, tensors: list[torch.Tensor]) -> None:
-        """The inverse of ``packed``."""
-        tensors = iter(tensors)
-        for group in self.groups:
-            group.codes, group.absmax = next(tensors), next(tensors)
-        for vector in self.moved.values():
-            vector.copy_(next(tensors))
-
-    @torch.no_grad()
-    def store(self, model: nn.Module) -> None:
-        """Loads the layers with what is packed, and writes the vectors into the model."""
-        for group in self.groups:
-            group.store()
-        for name, start in self.start.items():
-            parameter = model.get_parameter(name)
-            parameter.copy_(start + self.sizes[name] * self.moved[name])
-
-
-class _Group:
-    """Layers with the same levels: all of their blocks, one after another."""
-
-    def __init__(self, layers: Mapping[str, KbitWeight], dense, device: torch.device, dtype: torch.dtype):
-        self.layers, self.dtype, self.moves_codes = layers, dtype, dense is not None
-        self.decoding = next(iter(layers.values())).decoding
-        signed = self.decoding.transformed
-        self.most = MAGNITUDE if signed else 255
-        stored = [_stored(layer, device) for layer in layers.values()]
-        bits = self.decoding.bits
-        self.codes = torch.cat([unpack_codes(planes, bits).flatten(0, -2) for planes, *_ in stored])
-        self.shapes = [absmax.shape for _, absmax, *_ in stored]
-        self.absmax = torch.cat([absmax.flatten() for _, absmax, *_ in stored])
-        self.columns = [decode_e4m4(columns[0]) if columns else None for _, _, *columns in stored]
-        magnitudes = self.absmax & self.most
-        self.signs = torch.where((self.absmax >= SIGN) & signed, -1.0, 1.0)
-        factors = [2.0**layer.decoding.codebook_exponent for layer in layers.values()]
-        units = [torch.full(shape, factor, device=device) for factor, shape in zip(factors, self.shapes, strict=True)]
-        # What a scale is multiplied by; 0 for blocks of zeros, which stay.
-        self.units = torch.cat([unit.flatten() for unit in units]) * self.signs * (magnitudes > 0)
-        self.levels = codebooks.scaled(self.decoding.levels, 0, device)
-        self.rotation = rotate(torch.eye(BLOCK_SIZE, device=device)).to(dtype) if signed else None
-        gaps = self.levels.diff()
-        self.gap, self.ends = (
-            gaps.mean().item(),
-            torch.stack((self.levels[0] - gaps[0] / 2, self.levels[-1] + gaps[-1] / 2)),
-        )
-        self.places = magnitudes.float().requires_grad_()
-        self.numbers = self._numbers(dense).requires_grad_() if self.moves_codes else self.codes
-
-    def _numbers(self, dense: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Where the weights were between the levels, but next to the level of their code, and START of the way."""
-        own = []
-        for (name, layer), columns in zip(self.layers.items(), self.columns, strict=True):
-            weight = dense[name].mT if layer.transposed else dense[name]
-            weight = to_stored(weight, columns, self.decoding.transformed)
-            own.append(F.pad(weight, (0, -weight.shape[-1] % BLOCK_SIZE)).view(-1, BLOCK_SIZE))
-        scales = _Bytes.apply(self.places.detach()) * self.units
-        places = torch.cat(own) / torch.where(scales == 0, 1.0, scales)[:, None]
-        between = halfway(self.levels)
-        low, high = (
-            torch.cat(ends)[self.codes.int()] for ends in ((self.ends[:1], between), (between, self.ends[1:]))
-        )
-        levels = self.levels[self.codes.int()]
-        return levels + START * (places.clamp(low, high) - levels)
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each layer's name and decoded weight, as the model has it."""
-        scales = _Bytes.apply(self.places) * self.units
-        blocks = _Blocks.apply(self.numbers, scales, self.levels, self.rotation, self.dtype)
-        parts = blocks.split([shape.numel() for shape in self.shapes])
-        for (name, layer), part, shape, columns in zip(
-            self.layers.items(), parts, self.shapes, self.columns, strict=True
-        ):
-            weight = part.view(*shape[:-1], -1)[..., : layer.in_features]
-            weight = weight if columns is None else weight * columns.to(self.dtype)
-            yield name, weight.mT if layer.transposed else weight
-
-    @torch.no_grad()
-    def confine(self) -> None:
-        """Keeps numbers next to a byte or a level."""
-        self.places.clamp_(1, self.most)
-        if self.moves_codes:
-            self.numbers.clamp_(*self.ends)
-
-    @torch.no_grad()
-    def rounded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes, uint8 ``[blocks, 32]``, and scales, uint8 ``[blocks]``."""
-        magnitudes = torch.where(self.units == 0, 0, self.places.round()).to(torch.uint8)
-        signed = self.decoding.transformed
-        codes = _codes(self.numbers, self.levels) if self.moves_codes else self.codes
-        return codes, with_signs(magnitudes, self.signs) if signed else magnitudes
-
-    def store(self) -> None:
-        sizes = [shape.numel() for shape in self.shapes]
-        parts = zip(self.layers.values(), self.shapes, self.codes.split(sizes), self.absmax.split(sizes), strict=True)
-        for layer, shape, codes, absmax in parts:
-            device, columns = layer.weight.device, layer.weight.columns
-            planes = pack_codes(codes.view(*shape, BLOCK_SIZE), layer.bits).to(device)
-            layer.load(Packed(planes, absmax.view(shape).to(device), layer.decoding, columns, layer.untransformed))
-
-
-class _Bytes(torch.autograd.Function):
-    """What E4M4 bytes decode to, of numbers between them; on the way back, as it grows from this byte to the next."""
-
-    @staticmethod
-    def forward(ctx, places):
-        nearby = places.round()
-        exponent = (nearby / 16).floor()
-        growth = torch.exp2(exponent.clamp(min=1) - (E4M4_BIAS + 4))
-        ctx.save_for_backward(growth)
-        mantissa = nearby - 16 * exponent
-        return growth * torch.where(exponent > 0, 16 + mantissa, mantissa)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0]
-
-
-class _Blocks(torch.autograd.Function):
-    """Decoded blocks ``[blocks, 32]``: of each number the level next to it, times the block's scale, turned back."""
-
-    @staticmethod
-    def forward(ctx, numbers, scales, levels, rotation, dtype):
-        codes = _codes(numbers, levels) if numbers.is_floating_point() else numbers
-        ctx.save_for_backward(codes, scales, levels, rotation)
-        stored = (levels[codes.int()] * scales[:, None]).to(dtype)
-        return stored if rotation is None else stored @ rotation
-
-    @staticmethod
-    def backward(ctx, gradient):
-        codes, scales, levels, rotation = ctx.saved_tensors
-        if rotation is not None:  # its own inverse
-            gradient = gradient @ rotation
-        by_scale = (gradient * levels.to(gradient.dtype)[codes.int()]).sum(1, dtype=torch.float32)
-        by_number = gradient * scales[:, None] if ctx.needs_input_grad[0] else None
-        return by_number, by_scale, None, None, None
+# --- pieces ---------------------------------------------------------------------------------------
 
 
 class _Divergence(torch.autograd.Function):
@@ -548,9 +266,6 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, by_sum):
         return ctx.saved_tensors[0] * by_sum, None
-
-
-# --- pieces ---------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -585,21 +300,6 @@ def _deterministic() -> Iterator[None]:
 
 def _vectors(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: x for name, x in model.named_parameters() if x.dim() == 1 and x.is_floating_point()}
-
-
-def _parameter(model: nn.Module, name: str) -> str:
-    """The name of the parameter of a layer's weight, or of a projection's in a module of experts."""
-    parent, _, own = name.rpartition(".")
-    return name if own in model.get_submodule(parent)._parameters else f"{name}.weight"
-
-
-def _stored(layer: KbitWeight, device: torch.device) -> list[torch.Tensor]:
-    """Planes, scales and column scales, if there are any, in the stored form."""
-    return [tensor.to(device) for tensor in layer.packed.values()]
-
-
-def _codes(numbers: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-    return nearest(numbers, halfway(levels)).to(torch.uint8)
 
 
 def _rows_in_step(ids: torch.Tensor, device: torch.device) -> int:

@@ -18,7 +18,7 @@ def solve(
         weight: float32 ``[N, K]``, finite, its largest magnitude within the range of the scales.
         moments: float32 ``[K]``: of each input the sum of squares over tokens.
         codebook: float32 ``[2**bits]``, ascending, the largest magnitude 1.
-        signed: whether scales have signs (``hf_kbit.quantize``).
+        signed: whether scales have signs (``hf_kbit.ops.quantize``).
 
     Returns:
         planes, int32 ``[N, B * bits]``, and absmax, uint8 ``[N, B]``.

@@ -8,7 +8,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from hf_kbit.calibration import capture
+from hf_kbit.calibration import stream
 from hf_kbit.calibration.data import amount
 
 SEED = 0
@@ -62,9 +62,9 @@ def write(
     >>> ids.shape, ids[:, 0].tolist(), torch.equal(ids, write(model, sequences=3, length=8))
     (torch.Size([3, 8]), [1, 1, 1], True)
     """
-    if model.config.is_encoder_decoder or not model.can_generate() or not capture.reads_tokens(model):
+    if model.config.is_encoder_decoder or not model.can_generate() or not stream.reads_tokens(model):
         return None
-    device = capture.resolve(device, model)
+    device = stream.resolve(device, model)
     sequences, length = amount(sequences, length, AMOUNTS.get(device.type, AMOUNTS[""]))
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
     starts = _starts(model, sequences)
@@ -74,7 +74,7 @@ def write(
     try:
         if together := _together(model, device, length):
             _check_free(model, device)
-            with capture.evaluating(model), capture.placed(model, "", device):
+            with stream.evaluating(model), stream.placed(model, "", device):
                 return _written(model, starts.to(device), together, length, progress).to(starts.device)
         reason = f"its weights take more memory than there is for {device}"
     except _NotFinite as error:
@@ -165,7 +165,7 @@ def _random(model: PreTrainedModel, sequences: int) -> torch.Tensor:
 def _together(model: PreTrainedModel, device: torch.device, length: int) -> int:
     """How many sequences are written at once: as many as the device has memory for, whatever of that is free, since
     others at once would be other texts. 0 if its memory is less than the weights in the dtype to compute in."""
-    config, itemsize = model.config.get_text_config(), capture.dtype_on(device, model.dtype).itemsize
+    config, itemsize = model.config.get_text_config(), stream.dtype_on(device, model.dtype).itemsize
     heads = getattr(config, "num_attention_heads", 0)
     head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // (heads or 1)
     keys = (getattr(config, "num_key_value_heads", None) or heads) * head_dim
@@ -179,7 +179,7 @@ def _together(model: PreTrainedModel, device: torch.device, length: int) -> int:
 def _check_free(model: PreTrainedModel, device: torch.device) -> None:
     """Refuses to write where the weights, in the dtype to compute in, do not fit into what is free on the device."""
     tensors = (*model.parameters(), *model.buffers())
-    copied = [(x, capture.dtype_on(device, x.dtype)) for x in tensors]
+    copied = [(x, stream.dtype_on(device, x.dtype)) for x in tensors]
     needed = sum(x.numel() * dtype.itemsize for x, dtype in copied if (x.device, x.dtype) != (device, dtype))
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if needed > free:

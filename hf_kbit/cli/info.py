@@ -19,9 +19,9 @@ def command() -> None:
     """Show what is installed and what is missing, why, and what to do about it."""
     import torch
 
-    from hf_kbit import _native
+    from hf_kbit.ops import native
 
-    build = _native.build_info()
+    build = native.build_info()
     line("hf_kbit", f"{hf_kbit.__version__}, Python {platform.python_version()}, {platform.platform()}")
     line("torch", f"{torch.__version__} in {torch.__path__[0]}")
     for package in ("transformers", "accelerate", "peft"):
@@ -29,11 +29,11 @@ def command() -> None:
     gpus = [of.get_device_name(i) for of in (torch.cuda, torch.xpu) for i in range(of.device_count())]
     line("GPUs", ", ".join(gpus) or "none that torch can use")
     for name in ("cpu", "cuda", *(["xpu"] if torch.xpu.is_available() else [])):
-        library, built = _native.library(name), build.get(name, {})
+        library, built = native.library(name), build.get(name, {})
         if not library.loaded:
             line(f"{name} kernels", f"missing: {library.missing}")
-            if name in _native.TRITON_DEVICES and getattr(torch, name).is_available():
-                line("", _native.triton_missing(name) or "Triton's kernels decode weights and multiply instead")
+            if name in native.TRITON_DEVICES and getattr(torch, name).is_available():
+                line("", native.triton_missing(name) or "Triton's kernels decode weights and multiply instead")
             continue
         line(f"{name} kernels", str(library.path))
         if built:
@@ -43,7 +43,7 @@ def command() -> None:
             line("", "for " + ", ".join([f"sm_{arch.removesuffix('-real')}" for arch in archs] + newer))
         if name == "cpu":
             set_by = ", set by HF_KBIT_CPU" if os.environ.get("HF_KBIT_CPU") else ""
-            line("", f"uses {_native.instruction_set(library.path)} instructions{set_by}")
+            line("", f"uses {native.instruction_set(library.path)} instructions{set_by}")
     usable = ["cpu"] + (["cuda"] if torch.version.cuda else [])
-    if not all(_native.library(name).loaded for name in usable):
-        line("", f"to install hf_kbit again, add {_native.REINSTALL_OPTIONS} to the command that installed it")
+    if not all(native.library(name).loaded for name in usable):
+        line("", f"to install hf_kbit again, add {native.REINSTALL_OPTIONS} to the command that installed it")

@@ -14,7 +14,7 @@ Besides these tables there are agreements with other code that no signature can 
 ``_is_hf_initialized`` and ``_weight_conversions`` of Transformers, and ``_custom_modules`` of PEFT's configurations;
 ``num_experts``, ``parameter_name`` and ``_did_swap_in_out_features`` of its ``ParamWrapper``; ``is_loaded_in_4bit``,
 set for the time of a call of PEFT (``peft/prepare.py``); ``warn_if_padding_and_no_attention_mask`` of Transformers,
-left out on the meta device (``widths.py``); and the pass of Inductor that ``inductor.py`` installs where no other is.
+left out on the meta device (``widths.py``); and the pass of Inductor that ``ops.inductor`` installs where no other is.
 """
 
 import importlib
@@ -114,7 +114,7 @@ DECODING_HOOKS = (
 )
 
 TORCH_NAMES = (Name("torch.autograd.forward_ad:_current_level"),)
-_CARDS = "hf_kbit.integrations.transformers.cards"
+
 TRANSFORMERS_HOOKS = (
     Hook(
         "transformers.quantizers.auto:AutoHfQuantizer.merge_quantization_configs",
@@ -131,14 +131,8 @@ TRANSFORMERS_HOOKS = (
     Hook(
         "transformers.modeling_utils:PreTrainedModel.save_pretrained",
         ("self", "save_directory", "is_main_process", "state_dict"),
-        f"{_CARDS}:card_after_saving",
-        lost="saved models get no model card",
-    ),
-    Hook(
-        "transformers.utils.hub:PushToHubMixin._upload_modified_files",
-        ("self", "working_dir", "repo_id"),
-        f"{_CARDS}:card_before_upload",
-        lost="models pushed to the Hub get no model card",
+        "hf_kbit.integrations.transformers.save_pretrained:wrap",
+        lost="saved files are not sealed, and parts of quantized models cannot be saved",
     ),
     Hook(
         "transformers.modeling_utils:get_total_byte_count",

@@ -27,7 +27,7 @@ class KbitLinear(KbitWeight, nn.Linear):
         device: of the parameters and the codebook.
         dtype: of the bias, and of the weight that the layer stands for: what ``dequantize`` gives.
         scale: how ``load_dense`` finds the scale of a block: ``"search"``, by the squared error, or ``"absmax"``, from
-            its largest magnitude (``hf_kbit.quantize``).
+            its largest magnitude (``hf_kbit.ops.quantize``).
         transform: what ``load_dense`` does to a weight first: ``"rotated"`` or ``"none"`` (``KbitConfig``).
 
     A new layer holds zeros and so computes its bias; load a state dict, or use ``from_linear``.

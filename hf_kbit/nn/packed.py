@@ -7,7 +7,7 @@ tensors by ``KbitLinear.load``, and keeps it in the metadata of its state dict.
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,6 @@ from hf_kbit.format import (
 )
 from hf_kbit.nn import dynamic_range
 from hf_kbit.reference import decode_e4m4, row_slices
-from hf_kbit.refine import refine
 from hf_kbit.transforms import to_stored
 
 # From here on the largest scale rounds to 2**128, which float32 has not.
@@ -226,21 +225,17 @@ def transformed(
     return Stored(weight, balance(weight) if columns is None else columns, name, plain)
 
 
-def choose_decoding(
-    stored: Stored, levels: Levels, search: bool, refined: bool = False, widest: bool = False
-) -> Decoding:
-    """How a weight will decode: its exponent and, perhaps, levels of its own: refined ones or, in place of those of
-    ``optimal`` for scales with signs, the symmetric ones, if a weight stands out or its scales have none.
+def choose_decoding(stored: Stored, levels: Levels, widest: bool = False) -> Decoding:
+    """How a weight will decode: its exponent and, in place of the levels of ``optimal`` for scales with signs, the
+    symmetric ones, if a weight stands out or its scales have none.
 
     Args:
         stored: what will be quantized.
         levels: canonical codebook of ``2**bits`` levels.
-        search: how scales will be found (``hf_kbit.quantize``).
-        refined: whether the levels are refined on this weight (the codebook ``"layer"``).
         widest: whether the exponent is to leave the most room below the largest scale.
 
     >>> stored = transformed(torch.full((1, 32), 1000.0), "none")
-    >>> choose_decoding(stored, codebooks.normal_float(3), search=True).exponent
+    >>> choose_decoding(stored, codebooks.normal_float(3)).exponent
     6
     """
     transform = "none" if stored.columns is None else "rotated"
@@ -248,11 +243,7 @@ def choose_decoding(
     if signed and (transform == "none" or _stands_out(stored)):
         levels = codebooks.optimal(bits_of(len(levels)))
     exponent = (widest_exponent if widest else layer_exponent)(stored.largest, signed=transform != "none")
-    decoding = Decoding(levels, exponent, transform)
-    if not refined:
-        return decoding
-    levels = refine(stored, levels, decoding.codebook_exponent, search, decoding.transformed)
-    return replace(decoding, levels=levels)
+    return Decoding(levels, exponent, transform)
 
 
 def _stands_out(stored: Stored) -> bool:
@@ -273,7 +264,6 @@ def quantize_weight(
     weight: torch.Tensor,
     levels: Levels,
     search: bool,
-    refined: bool = False,
     transform: str = "none",
     name: str = "weight",
     columns: torch.Tensor | None = None,
@@ -289,14 +279,14 @@ def quantize_weight(
     stored = transformed(weight, transform, name, columns)
     # What nearly every weight turns out to need, tried while its largest magnitude is found: transforming takes time.
     usual = Decoding(levels, 0, "none" if stored.columns is None else "rotated")
-    packed = None if refined else _quantize(stored, usual, search)
-    decoding = choose_decoding(stored, levels, search, refined)
-    if packed is None or decoding != usual:
+    packed = _quantize(stored, usual, search)
+    decoding = choose_decoding(stored, levels)
+    if decoding != usual:
         packed = _quantize(stored, decoding, search)
     if not (why := _out_of_range(stored.plain, packed, coarse=True)):
         return packed
     for wider in dict.fromkeys((stored, stored.plain)):
-        packed = _quantize(wider, choose_decoding(wider, levels, search, refined, widest=True), search)
+        packed = _quantize(wider, choose_decoding(wider, levels, widest=True), search)
         if not (lost := _out_of_range(stored.plain, packed)):
             break
     return packed._replace(untransformed="" if wider is stored else why, lost=lost)

@@ -15,7 +15,7 @@ from transformers import Llama4ForCausalLM, Llama4TextConfig, Qwen3MoeConfig, Qw
 
 import hf_kbit
 from hf_kbit import KbitConfig
-from hf_kbit.calibration import capture, experts, rounding
+from hf_kbit.calibration import experts, rounding, stream
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_transposed, projections
@@ -51,7 +51,7 @@ def calls_of(model, name: str, ids) -> tuple:
     hook = module.register_forward_pre_hook(
         lambda _, args, more: given.append((*args, *more.values())), with_kwargs=True
     )
-    capture.forward_pass(model, ids)
+    stream.forward_pass(model, ids)
     hook.remove()
     (arguments,) = given
     return arguments
@@ -175,10 +175,10 @@ def errors_of_blocks(model, dense, ids) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bits", [2, 3])
-@pytest.mark.parametrize(("method", "bound"), [("feedback", 0.6), ("learned", 0.85), ("weighted", 1.0)])
+@pytest.mark.parametrize(("method", "bound"), [("feedback", 0.6), ("weighted", 1.0)])
 def test_blocks_err_less_than_without_data(method, bound, bits, tmp_path):
-    """On tokens that were not read. Measured on 2026-11-23 (torch 2.13 CPU): 0.37 and 0.50 at both widths, 0.65 and
-    0.77, 0.93 to 0.97."""
+    """On tokens that were not read. Measured on 2026-11-23 (torch 2.13 CPU): 0.37 and 0.50 at both widths, and 0.93 to
+    0.97."""
     dense, generator = correlated(), torch.Generator().manual_seed(2)
     dense.save_pretrained(tmp_path)
     free = type(dense).from_pretrained(tmp_path, quantization_config=KbitConfig(bits=bits))
@@ -296,7 +296,7 @@ def test_a_killed_run_goes_on(kind, monkeypatch, tmp_path):
     calls.clear()
     again = hf_kbit.calibrate(KINDS[kind](), IDS, bits=2, resume=tmp_path)
     assert 0 < len(calls) < needed
-    assert same(tensors(again), whole) and again.config.quantization_config.layers is not None
+    assert same(tensors(again), whole) and again.config.quantization_config.stored is not None
 
     model = KINDS[kind]()
     with pytest.raises(ValueError, match="found what a run with another model"):

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_kbit import codebooks, dequantize, quantize
+from hf_kbit import codebooks
 from hf_kbit.calibration import feedback, launches, weighted
 from hf_kbit.format import decode_e4m4, encode_e4m4
+from hf_kbit.ops import dequantize, quantize
 from hf_kbit.reference import pack_codes, unpack_codes
 
 

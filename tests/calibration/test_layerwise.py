@@ -62,7 +62,7 @@ def test_like_a_model_quantized_while_loading(name, method, device, tmp_path):
     """Its layers, what it says of itself, and what it is after saving and loading; some layers have an exponent."""
     model, choices = (
         architecture(name).to(device),
-        {"bits": 3, "module_bits": {r"\w+\.0.*(q|k|query|key|c_attn)(_proj)?": 5}, "codebook": "layer"},
+        {"bits": 3, "module_bits": {r"\w+\.0.*(q|k|query|key|c_attn)(_proj)?": 5}, "codebook": "int"},
     )
     model.save_pretrained(tmp_path / "dense")
     loaded = type(model).from_pretrained(tmp_path / "dense", quantization_config=KbitConfig(**choices)).to(device)
@@ -297,7 +297,7 @@ def test_weights_stay_mapped_from_their_file(tmp_path):
 # --- refusals -------------------------------------------------------------------------------------
 
 BAD = {
-    "method: found 'gptq', expected one of \\['feedback', 'learned', 'weighted'\\]": {"method": "gptq"},
+    "method: found 'gptq', expected one of \\['feedback', 'weighted'\\]": {"method": "gptq"},
     "batch: found 0": {"batch": 0},
     "bits: found 7": {"bits": 7},
     "scale: found 'absmax', expected 'search'": {"scale": "absmax"},
@@ -374,18 +374,18 @@ def test_the_rest_of_such_a_model_can_be_calibrated():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bits", "weighted", "learned", "feedback"), [(2, 1.0, 0.7, 0.4), (3, 1.0, 1.0, 0.5)])
-def test_loses_less_than_without_data(bits, weighted, learned, feedback):
+@pytest.mark.parametrize(("bits", "weighted", "feedback"), [(2, 1.0, 0.4), (3, 1.0, 0.5)])
+def test_loses_less_than_without_data(bits, weighted, feedback):
     """Of trained weights, on held-out text: bounds of the loss above the float model's, over that without data.
 
-    Measured on 2026-11-22 (torch 2.13 CPU, Transformers 5.23): 0.76, 0.40 and 0.16 at 2 bits; 0.94, 0.95 and 0.35 at
-    3 bits, where without data only 0.005 nats are lost.
+    Measured on 2026-11-22 (torch 2.13 CPU, Transformers 5.23): 0.76 and 0.16 at 2 bits; 0.94 and 0.35 at 3
+    bits, where without data only 0.005 nats are lost.
     """
     data = torch.cat(list(batches(16)))
     dense = mean_loss(AutoModelForCausalLM.from_pretrained(trained_lm()), held_out())
     config = KbitConfig(bits=bits)
     free = mean_loss(AutoModelForCausalLM.from_pretrained(trained_lm(), quantization_config=config), held_out())
-    for method, bound in (("weighted", weighted), ("learned", learned), ("feedback", feedback)):
+    for method, bound in (("weighted", weighted), ("feedback", feedback)):
         model = AutoModelForCausalLM.from_pretrained(trained_lm())
         loss = mean_loss(hf_kbit.calibrate(model, data, bits=bits, method=method, batch=32), held_out())
         assert loss - dense < bound * (free - dense)
@@ -399,7 +399,7 @@ def test_tables_are_quantized_without_data():
     assert table.bits == 5 and all(map(torch.equal, table.packed.values(), expected.packed.values()))
 
 
-@pytest.mark.parametrize(("method", "bound"), [("weighted", 1.05), ("learned", 0.95), ("feedback", 0.6)])
+@pytest.mark.parametrize(("method", "bound"), [("weighted", 1.05), ("feedback", 0.6)])
 @pytest.mark.parametrize("name", ["llama", "bert-masked", "t5"])
 def test_a_tied_table_is_calibrated_for_the_head(name, method, bound, device, tmp_path):
     """The errors of logits are smaller than without data, but of ``weighted``, for inputs that are all alike; those of

@@ -39,7 +39,7 @@ class Counting:
 
 @pytest.mark.parametrize(("name", "stop", "kept"), [("llama", 10, 7), ("gpt2", 4, 4), ("t5", 17, 12)])
 def test_goes_on_with_the_layer_that_was_not_finished(name, stop, kept, device, monkeypatch, tmp_path):
-    choices = {"bits": 3, "embedding_bits": 5, "codebook": "layer", "method": "feedback", "batch": 4}
+    choices = {"bits": 3, "embedding_bits": 5, "codebook": "int", "method": "feedback", "batch": 4}
 
     def build():
         model = architecture(name).to(device)

@@ -5,13 +5,11 @@ import pytest
 import torch
 
 from hf_kbit import codebooks
-from hf_kbit.calibration import feedback, learned, weighted
+from hf_kbit.calibration import feedback, weighted
 
 
 @pytest.mark.parametrize("bits", cases.BITS)
-@pytest.mark.parametrize(
-    "method", [feedback, learned, weighted], ids=lambda module: module.__name__.rpartition(".")[2]
-)
+@pytest.mark.parametrize("method", [feedback, weighted], ids=lambda module: module.__name__.rpartition(".")[2])
 def test_signs_make_the_error_smaller(method, bits):
     rng = cases.generator(bits)
     inputs = torch.randn(800, 200, generator=rng) @ torch.randn(200, 200, generator=rng).tril()

@@ -14,7 +14,7 @@ from trained_lm import batches, held_out, mean_loss, trained_lm
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_kbit
-from hf_kbit.calibration import tuning
+from hf_kbit.calibration import trained, tuning
 from hf_kbit.calibration.launches import NotRecorded
 from hf_kbit.calibration.writing import write
 from hf_kbit.integrations.transformers import selection
@@ -81,7 +81,7 @@ def test_a_checkpoint_like_any_other(how, device, tmp_path):
     model.save_pretrained(tmp_path)
     again = LlamaForCausalLM.from_pretrained(tmp_path).to(device)
     assert torch.equal(again(IDS.to(device)).logits, model(IDS.to(device)).logits)
-    assert model.hf_quantizer.tuned in (tmp_path / "README.md").read_text()
+    assert model.hf_quantizer.tuned in hf_kbit.model_card(model, "x").text
     assert ("then perplexity" in model.hf_quantizer.tuned) == how["tune_whole"]
     assert ("layers alone" in model.hf_quantizer.tuned) == (not how["tune_whole"])
 
@@ -91,7 +91,7 @@ def test_a_checkpoint_like_any_other(how, device, tmp_path):
 
 @pytest.mark.parametrize(
     "choices",
-    [{}, {"transform": "none"}, {"codebook": "layer"}, {"embedding_bits": 4}, {"bits": 5}],
+    [{}, {"transform": "none"}, {"codebook": "int"}, {"embedding_bits": 4}, {"bits": 5}],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
@@ -120,10 +120,10 @@ def test_starts_from_what_was_solved(name, choices, monkeypatch):
         trained.unpack(trained.packed())
         return 0, look()
 
-    monkeypatch.setattr(tuning._Trained, "descend", descend)
-    trained = [name for name in layers if name not in tables]
-    gain = tuning.tune_model(model, dense, trained, IDS, 3, torch.device("cpu"))
-    assert sorted(seen) == sorted(trained)
+    monkeypatch.setattr(trained.Trained, "descend", descend)
+    names = [name for name in layers if name not in tables]
+    gain = tuning.tune_model(model, dense, names, IDS, 3, torch.device("cpu"))
+    assert sorted(seen) == sorted(names)
     assert same(tensors(model), start) and torch.allclose(model(IDS).logits, expected)
     assert gain.before == gain.after
 
@@ -131,11 +131,11 @@ def test_starts_from_what_was_solved(name, choices, monkeypatch):
 def test_bytes_between_bytes():
     """All that E4M4 has decode to what they are, and grow to what the next one is."""
     places = torch.arange(256.0, requires_grad=True)
-    values = tuning._Bytes.apply(places)
+    values = trained._Bytes.apply(places)
     assert torch.equal(values, decode_e4m4(torch.arange(256, dtype=torch.uint8)))
     values.sum().backward()
     assert torch.equal(places.grad[:-1], values.detach().diff())
-    assert torch.equal(tuning._Bytes.apply(places.detach() + 0.4), values)
+    assert torch.equal(trained._Bytes.apply(places.detach() + 0.4), values)
 
 
 def test_blocks_as_autograd_has_them():
@@ -145,7 +145,7 @@ def test_blocks_as_autograd_has_them():
     rotation = (rotation + rotation.T) / 2
     numbers = torch.rand(3, 32, generator=generator).sub_(0.5).mul_(2).requires_grad_()
     scales = torch.rand(3, generator=generator).requires_grad_()
-    found = tuning._Blocks.apply(numbers, scales, levels, rotation, torch.float32)
+    found = trained._Blocks.apply(numbers, scales, levels, rotation, torch.float32)
     nearby = levels[(numbers.detach()[..., None] - levels).abs().argmin(-1)]
     rounded = numbers + (nearby - numbers).detach()
     expected = (rounded * scales[:, None]) @ rotation
@@ -172,7 +172,7 @@ def test_divergence_as_autograd_has_it(monkeypatch):
 def test_the_best_that_was_seen_is_kept(monkeypatch):
     """Steps that ruin the model leave it as it was, its norms too."""
     for name in ("SCALES", "CODES", "VECTORS"):
-        monkeypatch.setattr(tuning, name, 100.0)
+        monkeypatch.setattr(trained, name, 100.0)
     assert same(tensors(calibrated(20)), tensors(calibrated(0)))
 
 
@@ -277,11 +277,11 @@ def test_as_one_launch(recorded):  # noqa: F811
     found = tensors(calibrated(device="cpu"))
     assert recorded == [(16, 16)]
     recorded.clear()
-    tuning.one_launch, before = (lambda function, *_: function), tuning.one_launch
+    trained.one_launch, before = (lambda function, *_: function), trained.one_launch
     try:
         assert same(found, tensors(calibrated(device="cpu")))
     finally:
-        tuning.one_launch = before
+        trained.one_launch = before
 
 
 def test_a_model_that_cannot_be_recorded(monkeypatch, caplog):
@@ -291,7 +291,7 @@ def test_a_model_that_cannot_be_recorded(monkeypatch, caplog):
         raise error
 
     expected, error = tensors(calibrated()), NotRecorded("not while a graph is recorded")
-    monkeypatch.setattr(tuning, "one_launch", refuse)
+    monkeypatch.setattr(trained, "one_launch", refuse)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     assert same(tensors(calibrated()), expected)
     assert "tuning is slower, for its kernels are launched one by one: not while a graph is recorded" in caplog.text
@@ -305,9 +305,9 @@ class Killed(BaseException):
 
 
 def test_a_killed_run_goes_on(how, device, monkeypatch, tmp_path):
-    monkeypatch.setattr(tuning, "KEPT", 0)
+    monkeypatch.setattr(trained, "KEPT", 0)
     whole = tensors(calibrated(model=llama().to(device), **how))
-    stepper, taken, last = tuning._Trained.stepper, itertools.count(), 30 + 30 * (not how["tune_whole"])
+    stepper, taken, last = trained.Trained.stepper, itertools.count(), 30 + 30 * (not how["tune_whole"])
 
     def counting(*args):
         step = stepper(*args)
@@ -319,7 +319,7 @@ def test_a_killed_run_goes_on(how, device, monkeypatch, tmp_path):
 
         return one
 
-    monkeypatch.setattr(tuning._Trained, "stepper", counting)
+    monkeypatch.setattr(trained.Trained, "stepper", counting)
     with pytest.raises(Killed):
         calibrated(model=llama().to(device), resume=tmp_path, **how)
     assert same(tensors(calibrated(model=llama().to(device), resume=tmp_path, **how)), whole)
@@ -327,7 +327,7 @@ def test_a_killed_run_goes_on(how, device, monkeypatch, tmp_path):
 
 
 def test_a_damaged_record_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(tuning, "KEPT", 0)
+    monkeypatch.setattr(trained, "KEPT", 0)
     calibrated(resume=tmp_path)
     (file,) = tmp_path.glob("tuning*.safetensors")
     content = bytearray(file.read_bytes())

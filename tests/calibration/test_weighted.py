@@ -4,9 +4,10 @@ import cases
 import pytest
 import torch
 
-from hf_kbit import codebooks, quantize
+from hf_kbit import codebooks
 from hf_kbit.calibration import weighted
 from hf_kbit.format import decode_e4m4, encode_e4m4
+from hf_kbit.ops import quantize
 from hf_kbit.reference import unpack_codes
 
 

@@ -11,7 +11,7 @@ from byte_tokenizer import byte_tokenizer
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
-from hf_kbit.calibration import capture, writing
+from hf_kbit.calibration import stream, writing
 from hf_kbit.calibration.writing import write
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -221,7 +221,7 @@ def test_calibrate_reads_it(device):
     found = hf_kbit.calibrate(model, sequences=6, length=30, **arguments)
     expected = hf_kbit.calibrate(other, ids, **arguments)
     assert all(torch.equal(x, expected.state_dict()[name]) for name, x in found.state_dict().items())
-    assert seen == {capture.dtype_on(torch.device(device), torch.bfloat16)}
+    assert seen == {stream.dtype_on(torch.device(device), torch.bfloat16)}
     assert found.model.layers[0].mlp.up_proj.to_linear().weight.dtype == found.dtype == torch.bfloat16
 
 

@@ -68,16 +68,17 @@ def test_eval_of_a_saved_model(figures):
 
 
 def test_eval_writes_into_the_card(run_eval, folder, tmp_path):
-    """If it is asked to, what it prints; of a folder alone."""
+    """If it is asked to, what it prints; of a folder that has one alone."""
     shutil.copytree(folder / "packed", tmp_path / "packed")
     arguments = ["--reference", "dense", "--tokenizer", "dense", "--window", 64]
     result = run_eval(tmp_path / "packed", *arguments)
-    before = (tmp_path / "packed" / "README.md").read_text()
+    before = "# A card\n"
+    (tmp_path / "packed" / "README.md").write_text(before)
     assert run_eval(tmp_path / "packed", *arguments, "--card").stdout == result.stdout
     text = (tmp_path / "packed" / "README.md").read_text()
     assert text.startswith(before.rstrip()) and "| text | rows.txt |\n| compared with | dense |\n" in text
     assert all(f"| {row[:14].strip()} | {row[14:]} |" in text for row in result.stdout.splitlines())
-    for refused in (["dense", "--bits", 3], ["org/name"]):
+    for refused in (["dense"], ["org/name"], [tmp_path / "packed", "--bits", 3]):
         result = run_eval(*refused, "--card")
         assert result.exit_code == 1 and f"--card: found it for {refused[0]}" in result.stderr
 

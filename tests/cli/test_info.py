@@ -12,7 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 import hf_kbit
-from hf_kbit import _native, cli
+from hf_kbit import cli
+from hf_kbit.ops import native
 
 REINSTALL = "to install hf_kbit again, add --force-reinstall --no-deps --no-cache-dir to the command that installed it"
 BUILD = {
@@ -28,78 +29,49 @@ def info():
     return result.output.splitlines()
 
 
-@pytest.fixture
-def installed(monkeypatch):
-    """Pretends that libraries are loaded, or missing for a reason, and what the build recorded."""
-
-    def pretend(cpu="", cuda="", build=BUILD, torch_cuda="13.0"):
-        missing = {"cpu": cpu, "cuda": cuda}
-        monkeypatch.setattr(_native, "build_info", lambda: build)
-        monkeypatch.setattr(_native, "instruction_set", lambda path: "avx2")
-        monkeypatch.setattr(
-            _native, "library", lambda name: _native.Library(name, f"/p/{name}.so", missing=missing[name])
-        )
-        monkeypatch.setattr(torch.version, "cuda", torch_cuda)
-        monkeypatch.delenv("HF_KBIT_CPU", raising=False)
-
-    return pretend
-
-
 def test_this_installation():
     lines = info()
     assert lines[0].startswith(f"hf_kbit       {hf_kbit.__version__}, Python {sys.version.split()[0]}, ")
     assert lines[1] == f"torch         {torch.__version__} in {torch.__path__[0]}"
     assert f"transformers  {importlib.metadata.version('transformers')}" in lines
-    found = _native.library("cpu")
+    found = native.library("cpu")
     assert f"cpu kernels   {found.path if found.loaded else f'missing: {found.missing}'}" in lines
 
 
-def test_all_loaded(installed):
-    installed()
-    assert info()[6:] == [
-        "cpu kernels   /p/cpu.so",
-        "              built by GNU 12.2.0 with the headers of torch 2.13",
-        "              uses avx2 instructions",
-        "cuda kernels  /p/cuda.so",
-        "              built by nvcc 13.0.88 with the headers of torch 2.13",
-        "              for sm_80, sm_90a, sm_120, newer ones",
-    ]
+CPU = ["cpu kernels   /p/cpu.so", "              built by GNU 12.2.0 with the headers of torch 2.13"]
+CUDA = ["cuda kernels  /p/cuda.so", "              built by nvcc 13.0.88 with the headers of torch 2.13"]
+USES = "              uses avx2 instructions"
+NO_PTX = {**BUILD, "cuda": {**BUILD["cuda"], "archs": "90a-real"}}
+NO_CUDA = "torch was built without CUDA"
 
 
-def test_gpus_without_ptx(installed):
-    installed(build={**BUILD, "cuda": {**BUILD["cuda"], "archs": "90a-real"}})
-    assert info()[-1] == "              for sm_90a"
-
-
-def test_chosen_instruction_set(installed, monkeypatch):
-    installed()
+@pytest.mark.parametrize(
+    ("missing", "build", "torch_cuda", "shown"),
+    [
+        ({}, BUILD, "13.0", [*CPU, USES, *CUDA, "              for sm_80, sm_90a, sm_120, newer ones"]),
+        ({}, NO_PTX, "13.0", [*CPU, USES, *CUDA, "              for sm_90a"]),
+        ({}, {}, "13.0", [CPU[0], USES, CUDA[0]]),
+        (
+            {"cpu": "no C++ compiler", "cuda": "no nvcc"},
+            BUILD,
+            "13.0",
+            ["cpu kernels   missing: no C++ compiler", "cuda kernels  missing: no nvcc", f"              {REINSTALL}"],
+        ),
+        # Which installing again would not mend.
+        ({"cuda": NO_CUDA}, BUILD, None, [*CPU, USES, f"cuda kernels  missing: {NO_CUDA}"]),
+    ],
+)
+def test_kernels(monkeypatch, missing, build, torch_cuda, shown):
+    monkeypatch.setattr(native, "build_info", lambda: build)
+    monkeypatch.setattr(native, "instruction_set", lambda path: "avx2")
+    monkeypatch.setattr(
+        native, "library", lambda name: native.Library(name, f"/p/{name}.so", missing=missing.get(name, ""))
+    )
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    monkeypatch.delenv("HF_KBIT_CPU", raising=False)
+    assert info()[6:] == shown
     monkeypatch.setenv("HF_KBIT_CPU", "avx2")
-    assert "              uses avx2 instructions, set by HF_KBIT_CPU" in info()
-
-
-def test_library_without_record(installed):
-    installed(build={})
-    assert info()[6:] == [
-        "cpu kernels   /p/cpu.so",
-        "              uses avx2 instructions",
-        "cuda kernels  /p/cuda.so",
-    ]
-
-
-def test_all_missing(installed):
-    installed(cpu="no C++ compiler; install one", cuda="no nvcc; install the CUDA toolkit")
-    assert info()[6:] == [
-        "cpu kernels   missing: no C++ compiler; install one",
-        "cuda kernels  missing: no nvcc; install the CUDA toolkit",
-        f"              {REINSTALL}",
-    ]
-
-
-def test_installing_again_is_no_remedy_for_a_torch_without_cuda(installed):
-    installed(cuda="torch was built without CUDA", torch_cuda=None)
-    lines = info()
-    assert lines[-1] == "cuda kernels  missing: torch was built without CUDA"
-    assert not any(REINSTALL in line for line in lines)
+    assert info()[6:] == [f"{line}, set by HF_KBIT_CPU" if line == USES else line for line in shown]
 
 
 def test_missing_package(monkeypatch):

@@ -101,7 +101,7 @@ def test_all_commands_end_so(monkeypatch, command):
     def short(*_, **__):
         raise MemoryError
 
-    monkeypatch.setattr("hf_kbit._native.build_info", short)
+    monkeypatch.setattr("hf_kbit.ops.native.build_info", short)
     for module in (cli.quantize, cli.chat, cli.bench, cli.eval):
         monkeypatch.setattr(module, "resolve_device", short)
     result = CliRunner().invoke(cli.app, [command, *COMMANDS[command]])

@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hf_kbit
-from hf_kbit import KbitLinear, cli, codebooks, in_memory, widths
+from hf_kbit import KbitLinear, cli, codebooks, memory, post_training, widths
 from hf_kbit.calibration.layerwise import METHODS, load
 from hf_kbit.calibration.resume import Finished
 from hf_kbit.cli.folder import UNFINISHED, claim
@@ -107,7 +108,7 @@ def test_quantize_with_data(run_quantize, data, device, tmp_path):
         "--bits",
         3,
         "--codebook",
-        "layer",
+        "int",
         "--method",
         "weighted",
         "--sequences",
@@ -123,7 +124,7 @@ def test_quantize_with_data(run_quantize, data, device, tmp_path):
     assert f"calibrating   weighted, 3 x 70 tokens of {name}, on {device}" in result.stdout.splitlines()
     assert "calibrating: 100%" in result.stderr and ("writing: 100%" in result.stderr) == (data == "its own")
     text = {"--text": TEXT, "--dataset": "\n\n".join(TEXT.splitlines()), "its own": None}[data]
-    keywords = {"method": "weighted", "bits": 3, "codebook": "layer", "sequences": 3, "length": 70, "batch": 2}
+    keywords = {"method": "weighted", "bits": 3, "codebook": "int", "sequences": 3, "length": 70, "batch": 2}
     expected = hf_kbit.calibrate("dense", text, device=device, **keywords, **tune)
     expected.save_pretrained(tmp_path / "expected")
     tuned = [line for line in result.stdout.splitlines() if line.startswith("tuned")]
@@ -142,7 +143,7 @@ def test_quantize_to_a_mean_width(run_quantize, calibrate, device, tmp_path):
     dense = AutoModelForCausalLM.from_pretrained("dense")
     text = torch.tensor(list(f"{TEXT}\n\n{TEXT}".encode()))
     rows = text[: len(text) // 96 * 96].view(-1, 96)  # fewer than are wanted, so all of them
-    assert len(rows) <= in_memory.MEASURED[0]
+    assert len(rows) <= post_training.MEASURED[0]
     tokens = rows.flatten()
     expected = widths.choose_widths(dense, tokens, 3.4, window=96, device=device)
     measured = widths.measure(dense, tokens, hf_kbit.KbitConfig(bits=2), window=96, device=device)
@@ -170,7 +171,7 @@ def test_quantize_to_a_mean_width(run_quantize, calibrate, device, tmp_path):
 def test_quantize_to_a_memory(run_quantize, calibrate, tmp_path):
     """What is saved and the cache take at most so much, and nearly so much; in less of it tables are packed."""
     dense = AutoModelForCausalLM.from_pretrained("dense")
-    cache = widths.cache_bytes(dense, 64)
+    cache = memory.cache_bytes(dense, 64)
     for index, size in enumerate((35_000, 47_000)):
         out = tmp_path / str(index)
         arguments = ["--memory", f"{size}B", "--context", 64, *(["--calibrate"] if calibrate else [])]
@@ -178,8 +179,8 @@ def test_quantize_to_a_memory(run_quantize, calibrate, tmp_path):
         assert result.exit_code == 0, result.output
         taken = sum(tensor.nbytes for tensor in stored(out).values()) + cache
         assert size - 1000 < taken <= size
-        tables = widths.embedding_bits_for_memory(dense, size, context=64)
-        bits = widths.bits_for_memory(dense, size, context=64, embedding_bits=tables)
+        tables = memory.embedding_bits_for_memory(dense, size, context=64)
+        bits = memory.bits_for_memory(dense, size, context=64, embedding_bits=tables)
         said = re.findall(r"([0-9][0-9,]*) (for .*|left over|bytes)$", result.stdout, flags=re.MULTILINE)
         said = {what: int(number.replace(",", "")) for number, what in said}
         assert said.pop("bytes") == size == sum(said.values())
@@ -300,9 +301,8 @@ def test_what_lies_beside_a_model_of_the_hub(run_quantize, folder, monkeypatch, 
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     monkeypatch.setattr("huggingface_hub.upload_folder", lambda **keywords: uploaded.append(keywords))
-    monkeypatch.setattr(
-        LlamaForCausalLM, "push_to_hub", lambda self, name: uploaded.append((self.config.model_type, name))
-    )
+    monkeypatch.setattr("huggingface_hub.create_repo", lambda name, exist_ok: SimpleNamespace(repo_id=f"me/{name}"))
+    monkeypatch.setattr("huggingface_hub.file_exists", lambda name, file: written)
     for loader in (AutoConfig, LlamaForCausalLM):  # as if the name was one on the Hub
         load = loader.from_pretrained
 
@@ -311,14 +311,16 @@ def test_what_lies_beside_a_model_of_the_hub(run_quantize, folder, monkeypatch, 
             return load(folder / "dense", *arguments, **keywords)
 
         monkeypatch.setattr(loader, "from_pretrained", from_the_hub)
-    options = ["--revision", "v1", "--push-to-hub", "me/packed", "--dtype", "float32"]
-    result = run_quantize("org/name", tmp_path / "out", *options)
-    assert result.exit_code == 0, result.output
-    assert set(asked) == {("org/name", "v1")} and "uploaded      me/packed" in result.stdout
-    assert uploaded[0] == ("llama", "me/packed")
-    assert (uploaded[1]["repo_id"], uploaded[1]["folder_path"]) == ("me/packed", tmp_path / "out")
-    assert (tmp_path / "out" / "tokenizer.json").exists()
-    assert stored(tmp_path / "out")["lm_head.weight"].dtype == torch.float32
+    options = ["--revision", "v1", "--push-to-hub", "packed", "--dtype", "float32"]
+    for written in (False, True):
+        out = tmp_path / f"out {written}"
+        result = run_quantize("org/name", out, *options)
+        assert result.exit_code == 0, result.output
+        assert set(asked) == {("org/name", "v1")} and "uploaded      me/packed" in result.stdout
+        kept = ["README.md"] if written else []
+        assert uploaded.pop() == {"repo_id": "me/packed", "folder_path": out, "ignore_patterns": kept}
+        assert (out / "tokenizer.json").exists() and '.from_pretrained("packed")' in (out / "README.md").read_text()
+        assert stored(out)["lm_head.weight"].dtype == torch.float32
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_kbit import _native
+from hf_kbit.ops import native
 
 SOURCE = Path(__file__).parents[2] / "csrc"
 COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
@@ -36,7 +36,7 @@ def compile_for_cpu(tmp_path_factory):
 
 @pytest.fixture
 def device(device):
-    library = _native.library(device)
+    library = native.library(device)
     if not library.loaded:
         pytest.skip(f"no compiled kernels for {device}: {library.missing}")
     return device

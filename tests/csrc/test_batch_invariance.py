@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import hf_kbit
-from hf_kbit import _native, reference
+from hf_kbit import reference
+from hf_kbit.ops import native
 
 OPS = torch.ops.hf_kbit
 BATCHES = [
@@ -50,7 +51,7 @@ def dtypes(device):
 
 
 def skip_without_products(device):
-    if device == "cuda" and _native.cuda_arch() < 800:
+    if device == "cuda" and native.cuda_arch() < 800:
         pytest.skip("no fused products")
 
 

@@ -9,12 +9,13 @@ import cases
 import pytest
 import torch
 
-from hf_kbit import _native, reference
+from hf_kbit import reference
+from hf_kbit.ops import native
 
 OPS = torch.ops.hf_kbit
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not _native.library("cuda").loaded, reason=f"CUDA library: {_native.library('cuda').missing}"),
+    pytest.mark.skipif(not native.library("cuda").loaded, reason=f"CUDA library: {native.library('cuda').missing}"),
 ]
 
 
@@ -127,8 +128,8 @@ def test_planned_for_the_code_that_runs():
     """The newest that the GPU runs, not the GPU's own: a library built for 80 alone has no code for Hopper's plans."""
     major, minor = torch.cuda.get_device_capability()
     gpu = 10 * major + minor
-    built = [arch.partition("-")[0].rstrip("af") for arch in _native.build_info()["cuda"]["archs"].split()]
-    assert _native.cuda_arch() == 10 * max(int(arch) for arch in built if int(arch) <= gpu)
+    built = [arch.partition("-")[0].rstrip("af") for arch in native.build_info()["cuda"]["archs"].split()]
+    assert native.cuda_arch() == 10 * max(int(arch) for arch in built if int(arch) <= gpu)
 
 
 def run_gemm(**variables) -> subprocess.CompletedProcess:
@@ -143,7 +144,7 @@ def test_architecture_of_the_environment():
     assert (
         ran.stderr.strip().splitlines()[-1].startswith("ValueError: HF_KBIT_CUDA_ARCH: found sm_90, expected a number")
     )
-    ran = run_gemm(HF_KBIT_CUDA_ARCH=str(_native.cuda_arch() // 10))
+    ran = run_gemm(HF_KBIT_CUDA_ARCH=str(native.cuda_arch() // 10))
     assert "True" in ran.stdout, ran.stderr
 
 

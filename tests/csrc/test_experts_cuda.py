@@ -5,7 +5,6 @@ takes a grouped product of torch, or those of one weight, one expert after the o
 
 import functools
 import itertools
-import re
 from typing import NamedTuple
 
 import cases
@@ -13,12 +12,13 @@ import pytest
 import torch
 
 import hf_kbit
-from hf_kbit import _native, reference
+from hf_kbit import reference
+from hf_kbit.ops import native
 
 OPS = torch.ops.hf_kbit
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not _native.library("cuda").loaded, reason=f"CUDA library: {_native.library('cuda').missing}"),
+    pytest.mark.skipif(not native.library("cuda").loaded, reason=f"CUDA library: {native.library('cuda').missing}"),
 ]
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 BITS = pytest.mark.parametrize("bits", cases.BITS)
@@ -35,7 +35,7 @@ def sums_in_float32(monkeypatch):
 
 
 def is_hopper() -> bool:
-    return _native.cuda_arch() == 900
+    return native.cuda_arch() == 900
 
 
 class Experts(NamedTuple):
@@ -82,8 +82,7 @@ class Experts(NamedTuple):
 
 
 def random_experts(count, shape, bits, scaled=False, rotated=False) -> Experts:
-    planes = [tensor.cuda() for tensor in cases.random_packed((count, *shape), bits)]
-    tiles = OPS.repack(*planes, bits, list(shape))
+    tiles, planes = cases.tiles_on_gpu((count, *shape), bits)
     columns, codebook = cases.columns(shape[1]).cuda() if scaled else None, cases.codebook(bits).cuda() * 2.0**-6
     stored = cases.stored(*planes, codebook, rotated)[..., : None if rotated else shape[1]]
     return Experts(planes, tiles, stored, codebook, shape, columns, rotated)
@@ -250,12 +249,7 @@ def test_graph_replays_read_new_offsets(rows, tiled, shape, dtype):
 
 
 def kernels_of(call) -> set[str]:
-    call()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    events = [event.key for event in profile.key_averages() if event.self_device_time_total > 0]
-    return {found[0] for event in events if (found := re.search(r"\w+_kernel(?=[<(I])", event))}
+    return {name for name in cases.launched(call) if name.endswith("_kernel")}
 
 
 @BITS

@@ -3,27 +3,27 @@
 Up to 16 tokens it is one kernel, beyond, on Hopper, another; on other GPUs, up to 256, a third; before sm_80 none.
 What counts is not the GPU but the architecture that the code was built for."""
 
-import re
-
 import cases
 import pytest
 import torch
 
 import hf_kbit
-from hf_kbit import _native, reference, transforms
+from hf_kbit import reference, transforms
+from hf_kbit.ops import native
 
 OPS = torch.ops.hf_kbit
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not _native.library("cuda").loaded, reason=f"CUDA library: {_native.library('cuda').missing}"),
+    pytest.mark.skipif(not native.library("cuda").loaded, reason=f"CUDA library: {native.library('cuda').missing}"),
 ]
+TRANSFORMED = pytest.mark.parametrize("transformed", [False, True], ids=["plain", "transformed"])
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 FEW = 16  # tokens, for which weights are multiplied by their scales in float32; for more, in the dtype of x
 
 
 def most_fused() -> int:
     """Tokens, beyond which a weight of fewer than 40 million numbers is dequantized."""
-    arch = _native.cuda_arch()
+    arch = native.cuda_arch()
     if arch < 800:
         return 0
     return 4095 if arch == 900 else 256
@@ -32,12 +32,6 @@ def most_fused() -> int:
 def roundings(tokens: int) -> int:
     """Of a weight: of its level, and for many tokens, or where it is dequantized, of its product with the scale."""
     return 1 if tokens <= FEW else 2
-
-
-def random_tiles(shape, bits):
-    """Tiles and the planes that they were made from, on the GPU: all codes, all 256 scales."""
-    planes = [tensor.cuda() for tensor in cases.random_packed(shape, bits)]
-    return OPS.repack(*planes, bits, list(shape)), planes
 
 
 def random_levels(bits):
@@ -51,7 +45,7 @@ def random_levels(bits):
 @pytest.mark.parametrize("tokens", [FEW, 50, 300])
 def test_one_hot_tokens_read_the_weight(shape, bits, dtype, tokens):
     """Every weight by itself: a level in the dtype of x, times its scale, rounded once. Nothing else is added."""
-    tiles, planes = random_tiles(shape, bits)
+    tiles, planes = cases.tiles_on_gpu(shape, bits)
     codebook = random_levels(bits)
     rounded = codebook.to(dtype).float()
     expected = reference.dequantize(*planes, rounded, list(shape), torch.float32).to(dtype)
@@ -81,7 +75,7 @@ def test_any_codebook(bits, dtype, exponent):
     if not most_fused() and dtype is torch.float16 and exponent != 0:
         pytest.skip("dequantized: float16 does not hold such weights")
     shape = (200, 1111)
-    tiles, planes = random_tiles(shape, bits)
+    tiles, planes = cases.tiles_on_gpu(shape, bits)
     codebook = random_levels(bits)
     if exponent == "spread":
         codebook, exponent = codebook * torch.linspace(-9, 9, 2**bits, device="cuda").exp2(), 0
@@ -108,17 +102,19 @@ def test_any_codebook(bits, dtype, exponent):
     ],
     ids=str,
 )
-def test_every_way_to_divide_the_work(shape, bits, dtype, poison):
-    tiles, planes = random_tiles(shape, bits)
+@TRANSFORMED
+def test_every_way_to_divide_the_work(shape, bits, dtype, transformed, poison):
+    tiles, planes = cases.tiles_on_gpu(shape, bits)
     codebook, bias = cases.codebook(bits).cuda(), cases.x((), shape[0], dtype).cuda()
-    dense = reference.dequantize(*planes, codebook, list(shape), torch.float32)
-    for tokens in (1, 3, 8, 11, 16, 17, 33, 100, 129, 300, 1030):
-        if tokens > 100 and shape[0] > 50_000:
-            continue  # outputs of gigabytes
+    columns = cases.columns(shape[1]).cuda() if transformed else None
+    stored = cases.stored(*planes, codebook, transformed)[:, : None if transformed else shape[1]]
+    for tokens in (1, 2, 3, 5, 8, 11, 16, 17, 33, 100, 129, 300, 1030):
+        if tokens > (100 if shape[0] > 50_000 else 300 if transformed else 1030):
+            continue  # outputs of gigabytes; transformed weights of few rows are decoded first
         x = cases.x((tokens,), shape[1], dtype).cuda() * 2.0**-6
-        poison("cuda", tokens * shape[0] * 2)
-        found = OPS.gemm(x, *tiles, codebook, bias, shape[0])
-        cases.assert_product(found, x, dense.T, bias, roundings(tokens))
+        poison("cuda", tokens * shape[0] * 2, stored.shape[1] * tokens * 2)
+        found = OPS.gemm(x, *tiles, codebook, bias, shape[0], columns, transformed)
+        cases.assert_product(found, x, stored.T, bias, roundings(tokens), columns, transformed)
 
 
 @pytest.mark.parametrize("bits", cases.BITS)
@@ -129,7 +125,7 @@ def test_every_way_to_divide_the_work(shape, bits, dtype, poison):
     ids=str,
 )
 def test_group_gives_what_each_gives_alone(rows, columns, bits, dtype, poison):
-    weights = [random_tiles((part, columns), bits)[0] for part in rows]
+    weights = [cases.tiles_on_gpu((part, columns), bits)[0] for part in rows]
     codebooks = [random_levels(bits) * 2.0**i for i in range(len(rows))]
     biases = [cases.x((), part, dtype).cuda() if i % 2 else None for i, part in enumerate(rows)]
     dense = [
@@ -145,63 +141,12 @@ def test_group_gives_what_each_gives_alone(rows, columns, bits, dtype, poison):
             cases.assert_product(product, x, weight.T, bias, roundings(tokens))
 
 
-def group_kernels(x, layers) -> int:
-    """Of one launch of the group of these layers, all of whose products are right."""
-    names = ("weight", "weight_absmax", "codebook", "bias", "out_features", "weight_columns")
-    of_each = [[getattr(layer, name) for layer in layers] for name in names]
-    rotated = [int(columns is not None) for columns in of_each[-1]]
-    expected = [layer(x) for layer in layers]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        found = OPS.gemm_group(x, *of_each, rotated)
-        torch.cuda.synchronize()
-    assert len(found) == len(layers)
-    for ours, alone in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, alone)
-    return sum(event.count for event in profile.key_averages() if event.self_device_time_total > 0)
-
-
-def layers_of(bits: int, transform: str) -> list[hf_kbit.KbitLinear]:
-    linears = [torch.nn.Linear(512, 256, dtype=torch.bfloat16) for _ in range(5)]
-    return [hf_kbit.KbitLinear.from_linear(linear, bits, transform=transform).cuda() for linear in linears]
-
-
-@torch.no_grad()
-def test_launches_of_a_group():
-    """One for up to four weights of one width and up to 16 tokens, else one for each, and for more tokens one that
-    reorders x for all of them."""
-    three, four = [layers_of(bits, "none") for bits in (3, 4)]
-    x = cases.x((16,), 512, torch.bfloat16).cuda()
-    if not most_fused():
-        pytest.skip("dequantized: a kernel, then cuBLAS's")
-    assert group_kernels(x, four[:4]) == 1
-    assert group_kernels(x, four[:1]) == 1
-    assert group_kernels(x, four) == 5
-    assert group_kernels(x, [three[0], four[0]]) == 2
-    assert OPS.gemm_group(x, [], [], [], [], [], [], []) == []
-    if _native.cuda_arch() == 900:  # elsewhere a product may take a second kernel to add up its parts
-        assert group_kernels(x.repeat(2, 1), four[:2]) == 3
-
-
-@torch.no_grad()
-def test_launches_of_a_group_of_transformed_weights():
-    """As many as of others at one token; for more, one before them that makes what becomes of x for all of them."""
-    four = layers_of(4, "rotated")
-    x = cases.x((16,), 512, torch.bfloat16).cuda()
-    if not most_fused():
-        pytest.skip("dequantized: a kernel, then cuBLAS's")
-    assert group_kernels(x[:1], four[:4]) == 1
-    assert group_kernels(x, four[:4]) == 2
-    if _native.cuda_arch() == 900:
-        assert group_kernels(x.repeat(2, 1), four[:2]) == 3
-        assert group_kernels(x.repeat(2, 1), four) == 7  # more than one launch transforms for
-
-
 @HALVES
 def test_activations_and_bias_anywhere_in_memory(dtype):
     """Views that start at odd addresses, strided rows, leading dimensions, a length that is no multiple of eight."""
     for columns in (264, 259):
         shape = (50, columns)
-        tiles, planes = random_tiles(shape, 4)
+        tiles, planes = cases.tiles_on_gpu(shape, 4)
         codebook, bias = cases.codebook(4).cuda(), cases.x((), 101, dtype).cuda()[1::2]
         dense = reference.dequantize(*planes, codebook, list(shape), torch.float32)
         memory = cases.x((40,), columns + 3, dtype).cuda().flatten()
@@ -222,7 +167,7 @@ def test_activations_and_bias_anywhere_in_memory(dtype):
 def test_words_anywhere_in_memory():
     """Loaded tensors may start where 16-byte loads may not."""
     shape = (40, 300)
-    (words, scales), _ = random_tiles(shape, 3)
+    (words, scales), _ = cases.tiles_on_gpu(shape, 3)
     codebook = cases.codebook(3).cuda()
     shifted_words = torch.cat([words.new_zeros(1), words.flatten()])[1:].view(words.shape)
     shifted_scales = torch.cat([scales.new_zeros(3), scales.flatten()])[3:].view(scales.shape)
@@ -236,7 +181,7 @@ def test_words_anywhere_in_memory():
 @pytest.mark.parametrize("tokens", [5, 45])
 def test_infinity_and_nan_stay_in_their_token(special, tokens):
     shape = (64, 512)
-    tiles, _ = random_tiles(shape, 4)
+    tiles, _ = cases.tiles_on_gpu(shape, 4)
     tiles[1].clamp_(min=1)  # zero times infinity is NaN, which is right, but not what is looked for here
     codebook = random_levels(4)
     x = cases.x((tokens,), 512, torch.bfloat16).cuda()
@@ -251,57 +196,98 @@ def test_infinity_and_nan_stay_in_their_token(special, tokens):
 @pytest.mark.parametrize("bits", cases.BITS)
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 50, 128, 520])
 @pytest.mark.parametrize("shape", [(4096, 4096), (3072, 8192)], ids=str)
-def test_streams_at_once_and_again(shape, tokens, bits):
+@TRANSFORMED
+def test_streams_at_once_and_again(shape, tokens, bits, transformed):
     """Nothing is shared between calls: eight streams of them give what each gives alone, to the last bit. The weight
     stays in L2, so that copies into the ring arrive as early as they can."""
-    tiles, _ = random_tiles(shape, bits)
-    codebook = cases.codebook(bits).cuda()
+    tiles, _ = cases.tiles_on_gpu(shape, bits)
+    columns = cases.columns(shape[1]).cuda() if transformed else None
+    weight = (*tiles, cases.codebook(bits).cuda(), None, shape[0], columns, transformed)
     inputs = [cases.x((tokens,), shape[1], torch.float16, seed=i).cuda() for i in range(8)]
-    expected = [OPS.gemm(x, *tiles, codebook, None, shape[0]) for x in inputs]
+    expected = [OPS.gemm(x, *weight) for x in inputs]
     torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in inputs]
-    found = [[] for _ in inputs]
+    streams, found = [torch.cuda.Stream() for _ in inputs], [[] for _ in inputs]
     for _ in range(20):
         for x, stream, outputs in zip(inputs, streams, found, strict=True):
             with torch.cuda.stream(stream):
-                outputs.append(OPS.gemm(x, *tiles, codebook, None, shape[0]))
+                outputs.append(OPS.gemm(x, *weight))
     torch.cuda.synchronize()
     for outputs, alone in zip(found, expected, strict=True):
         assert all(torch.equal(output, alone) for output in outputs)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 16, 60])
-def test_graph_replays_read_new_activations(tokens):
-    """Two layers, the second of which reads what the first has just written."""
-    (up, _), (down, _) = random_tiles((3072, 8192), 3), random_tiles((64, 3072), 2)
-    up_codebook, down_codebook = cases.codebook(3).cuda(), cases.codebook(2).cuda()
+@pytest.mark.parametrize("tokens", [1, 5, 8, 16, 60])
+@TRANSFORMED
+def test_graph_replays_read_new_activations(tokens, transformed):
+    """Each layer reads what a kernel just before it, which it may overlap with, has written."""
+    layers = []
+    for shape, bits in (((3072, 8192), 3), ((8192, 3072), 4)):
+        tiles, _ = cases.tiles_on_gpu(shape, bits)
+        columns = cases.columns(shape[1]).cuda() if transformed else None
+        layers.append((*tiles, cases.codebook(bits).cuda() * 2.0**-9, None, shape[0], columns, transformed))
 
-    def layers(x):
-        return OPS.gemm(OPS.gemm(x, *up, up_codebook, None, 3072), *down, down_codebook, None, 64)
+    def all_layers(x):
+        for layer in layers * 2:
+            x = OPS.gemm(x, *layer)
+        return x
 
     x = cases.x((tokens,), 8192, torch.bfloat16).cuda()
-    expected = layers(x)
+    all_layers(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = layers(x)
-    graph.replay()
-    assert torch.equal(y, expected)
-    for seed in (1, 2, 3):
+        y = all_layers(x)
+    for seed in range(4):
         x.copy_(cases.x((tokens,), 8192, torch.bfloat16, seed=seed))
         graph.replay()
-        assert torch.equal(y, layers(x))
+        expected = all_layers(x)
+        assert expected.isfinite().all() and torch.equal(y, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("transform", ["none", "rotated"])
+def test_launches(transform):
+    """One for up to four weights of one width and up to 16 tokens, else one for each. One more before them makes what
+    becomes of x for up to four of them: of transformed weights from two tokens on, and on Hopper from 17 on."""
+    if not most_fused():
+        pytest.skip("dequantized: a kernel, then cuBLAS's")
+    linears = [torch.nn.Linear(512, 256, dtype=torch.bfloat16) for _ in range(5)]
+    four = [hf_kbit.KbitLinear.from_linear(linear, 4, transform=transform).cuda() for linear in linears]
+    three = hf_kbit.KbitLinear.from_linear(linears[0], 3, transform=transform).cuda()
+    names = ("words", "absmax", "codebook")
+    plain, hopper = transform == "none", native.cuda_arch() == 900
+    few, many = "gemm_kernel", "gemm_wgmma_kernel" if hopper else "gemm_mma_kernel"
+    cells = [(16, four[:4], few, 1), (16, four[:1], few, 1), (1, four[:4], few, 1), (1, [three, four[0]], few, 2)]
+    cells += [(16, four, few, 5)] if plain else []
+    cells += [(32, four[:1], many, 1)]  # of a shape for which mma.sync does not divide K and add up the parts
+    cells += [(32, four[:2], many, 2), (32, four, many, 5)] if hopper else []
+    for tokens, layers, kernel, count in cells:
+        x = cases.x((tokens,), 512, torch.bfloat16).cuda()
+        of_each = [[layer.parts[name] for layer in layers] for name in names]
+        of_each += [
+            [layer.bias for layer in layers],
+            [256] * len(layers),
+            [layer.parts["columns"] for layer in layers],
+        ]
+        rotated = [int(columns is not None) for columns in of_each[-1]]
+        found = cases.launched(lambda x=x, of_each=of_each, rotated=rotated: OPS.gemm_group(x, *of_each, rotated))
+        reordered = hopper and tokens > 16  # all want the same of x; transforms differ
+        before = int(reordered) if plain else -(-len(layers) // 4) * (tokens > 1)
+        assert found == {kernel: count} | ({"transform_kernel": before} if before else {}), (tokens, len(layers))
+        for ours, layer in zip(OPS.gemm_group(x, *of_each, rotated), layers, strict=True):
+            torch.testing.assert_close(ours, layer(x))
+    assert OPS.gemm_group(x, [], [], [], [], [], [], []) == []
 
 
 @pytest.mark.parametrize("bits", cases.BITS)
 def test_compiles_without_a_graph_break(bits):
     shape = (48, 320)
-    tiles, planes = random_tiles(shape, bits)
+    tiles, planes = cases.tiles_on_gpu(shape, bits)
     codebook = cases.codebook(bits).cuda()
     dense = reference.dequantize(*planes, codebook, list(shape), torch.float32)
 
     @torch.compile(fullgraph=True, dynamic=True)
     def twice(x):
-        return hf_kbit.gemm(x, *tiles, codebook, out_features=48) * 2
+        return hf_kbit.ops.gemm(x, *tiles, codebook, out_features=48) * 2
 
     for tokens in (2, 5, 16, 17, 40):
         x = cases.x((tokens,), 320, torch.float16).cuda()
@@ -311,7 +297,7 @@ def test_compiles_without_a_graph_break(bits):
 @pytest.mark.parametrize("tokens", [7, 50])
 def test_gradient_of_the_activations(tokens):
     shape = (130, 300)
-    tiles, planes = random_tiles(shape, 4)
+    tiles, planes = cases.tiles_on_gpu(shape, 4)
     codebook = cases.codebook(4).cuda()
     x = cases.x((tokens,), 300, torch.bfloat16).cuda().requires_grad_()
     grad = cases.x((tokens,), 130, torch.bfloat16).cuda()
@@ -328,7 +314,7 @@ def test_gradient_in_slices(dtype, tiled, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
     shape = (70_000, 1100)
-    tiles, planes = random_tiles(shape, 3)
+    tiles, planes = cases.tiles_on_gpu(shape, 3)
     codebook = cases.codebook(3).cuda()
     grad = cases.x((2, 2100), shape[0], dtype).cuda()[:, ::2] * 2.0**-8
     found = OPS.gemm_gradient(grad, *(tiles if tiled else planes), codebook, list(shape))
@@ -342,7 +328,7 @@ def test_memory_of_a_large_layer(tokens):
     """Beside inputs and outputs: forward, while kernels decode as they multiply, nothing or x in another order and the
     sums of parts of tiles, 18 MiB; else, and backward, at most 64 MiB of the 448 that the weight has in 16 bits."""
     shape = (28672, 8192)
-    tiles, _ = random_tiles((16, 256), 4)
+    tiles, _ = cases.tiles_on_gpu((16, 256), 4)
     tiles = [tensor.repeat(shape[0] // 16, shape[1] // 256, *[1] * (tensor.dim() - 2)) for tensor in tiles]
     codebook = cases.codebook(4).cuda()
     x = cases.x((tokens,), shape[1], torch.bfloat16).cuda().requires_grad_()
@@ -352,7 +338,7 @@ def test_memory_of_a_large_layer(tokens):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     y = OPS.gemm(x, *tiles, codebook, None, shape[0])
-    fused = _native.cuda_arch() == 900
+    fused = native.cuda_arch() == 900
     assert torch.cuda.max_memory_allocated() - before <= y.nbytes + (x.nbytes + (18 << 20) if fused else 64 << 20)
     torch.cuda.reset_peak_memory_stats()
     y.backward(grad)
@@ -366,33 +352,13 @@ def test_many_tokens_by_decoded_slices(dtype, biased, tiled, monkeypatch):
     """Several slices of rows, the last of which is not full; leading dimensions, strided rows."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
     shape = (7000, 4100)
-    tiles, planes = random_tiles(shape, 5)
+    tiles, planes = cases.tiles_on_gpu(shape, 5)
     codebook, bias = cases.codebook(5).cuda(), cases.x((), shape[0], dtype).cuda() if biased else None
     dense = reference.dequantize(*planes, codebook, list(shape), torch.float32)
     x = cases.x((2, 4200), shape[1], dtype).cuda()[:, ::2]
     found = OPS.gemm(x, *(tiles if tiled else planes), codebook, bias, shape[0])
     assert found.shape == (2, 2100, 7000) and found.is_contiguous()
     cases.assert_product(found.flatten(0, 1), x.flatten(0, 1), dense.T, bias)
-
-
-@pytest.mark.parametrize("tokens", [1, 16, 17, 3000])
-def test_kernels_of_a_layer(tokens):
-    """One, of a shape for which mma.sync does not divide K: then another kernel would add up the parts. On Hopper,
-    from 17 tokens on, perhaps another one before it, which reorders x."""
-    if tokens > most_fused():
-        pytest.skip("dequantized")
-    linear = torch.nn.Linear(512, 256, dtype=torch.bfloat16)
-    layer = hf_kbit.KbitLinear.from_linear(linear, bits=4, transform="none").cuda()
-    x = cases.x((tokens,), 512, torch.bfloat16).cuda()
-    layer(x)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        layer(x)
-        torch.cuda.synchronize()
-    kernels = [event.key for event in profile.key_averages() if event.self_device_time_total > 0]
-    names = {re.search(r"\w+_kernel", kernel)[0] for kernel in kernels}
-    if _native.cuda_arch() == 900 and tokens > 16:
-        names -= {"transform_kernel"}
-    assert names in ({"gemm_kernel"}, {"gemm_wgmma_kernel"}, {"gemm_mma_kernel"}), names
 
 
 # --- weights with column scales and a rotation ------------------------------------------------------
@@ -429,72 +395,3 @@ def test_activations_are_transformed_to_the_last_bit(in_features, bits, dtype, s
         expected = transforms.of_input(x, scales, rotated)[:, chosen].to(dtype)
         found = OPS.gemm(x.cuda(), *tiles, codebook, None, 300, on_gpu, rotated)
         assert torch.equal(found.cpu(), expected), tokens
-
-
-@pytest.mark.parametrize("bits", cases.BITS)
-@HALVES
-@pytest.mark.parametrize("shape", [(4096, 4096), (3072, 8192), (48, 14336), (100_000, 264), (1, 70_000)], ids=str)
-def test_every_way_to_divide_the_work_of_transformed_weights(shape, bits, dtype, poison):
-    tiles, planes = random_tiles(shape, bits)
-    codebook, bias = cases.codebook(bits).cuda(), cases.x((), shape[0], dtype).cuda()
-    columns = cases.columns(shape[1]).cuda()
-    stored = cases.stored(*planes, codebook, signed=True)
-    for tokens in (1, 2, 3, 5, 8, 11, 16, 17, 100, 300):
-        if tokens > 20 and shape[0] > 50_000:
-            continue
-        x = cases.x((tokens,), shape[1], dtype).cuda() * 2.0**-6
-        poison("cuda", tokens * shape[0] * 2, stored.shape[1] * tokens * 2)
-        found = OPS.gemm(x, *tiles, codebook, bias, shape[0], columns, True)
-        cases.assert_product(found, x, stored.T, bias, roundings(tokens), columns, True)
-
-
-@pytest.mark.parametrize("tokens", [1, 5, 8, 16, 60])
-def test_graph_replays_of_transformed_weights(tokens):
-    """Each layer reads what a kernel just before it, which it may overlap with, has written."""
-    shapes, bits = [(4096, 8192), (8192, 4096)], (3, 4)
-    tiles = [random_tiles(shape, width)[0] for shape, width in zip(shapes, bits, strict=True)]
-    codebooks = [cases.codebook(width).cuda() * 2.0**-9 for width in bits]
-    columns = [cases.columns(shape[1]).cuda() for shape in shapes]
-
-    def layers(x):
-        for packed, codebook, scales, shape in zip(tiles, codebooks, columns, shapes, strict=True):
-            x = OPS.gemm(x, *packed, codebook, None, shape[0], scales, True)
-        return x
-
-    x = cases.x((tokens,), 8192, torch.bfloat16).cuda()
-    expected = layers(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = layers(layers(x))
-    for seed in range(4):
-        x.copy_(cases.x((tokens,), 8192, torch.bfloat16, seed=seed))
-        graph.replay()
-        expected = layers(layers(x))
-        assert expected.isfinite().all() and torch.equal(y, expected)
-
-
-@pytest.mark.parametrize("tokens", [1, 8, 16, 50])
-def test_streams_at_once_of_transformed_weights(tokens):
-    shape, columns = (3072, 4096), cases.columns(4096).cuda()
-    tiles, _ = random_tiles(shape, 2)
-    codebook = cases.codebook(2).cuda()
-    inputs = [cases.x((tokens,), shape[1], torch.float16, seed=i).cuda() for i in range(8)]
-    expected = [OPS.gemm(x, *tiles, codebook, None, shape[0], columns, True) for x in inputs]
-    torch.cuda.synchronize()
-    streams, found = [torch.cuda.Stream() for _ in inputs], [[] for _ in inputs]
-    for _ in range(20):
-        for x, stream, outputs in zip(inputs, streams, found, strict=True):
-            with torch.cuda.stream(stream):
-                outputs.append(OPS.gemm(x, *tiles, codebook, None, shape[0], columns, True))
-    torch.cuda.synchronize()
-    for outputs, alone in zip(found, expected, strict=True):
-        assert all(torch.equal(output, alone) for output in outputs)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("tokens", "expected"), [(1, 1), (16, 2), (17, 2)])
-def test_kernels_of_a_transformed_layer(tokens, expected):
-    if not most_fused():
-        pytest.skip("dequantized")
-    layer = layers_of(4, "rotated")[0]
-    assert group_kernels(cases.x((tokens,), 512, torch.bfloat16).cuda(), [layer]) == expected

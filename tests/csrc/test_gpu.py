@@ -21,6 +21,7 @@ CHECK = r"""
 #include <cstring>
 
 #include "kernels/gpu.h"
+#include "kernels/mma/plan.h"
 
 static cudaError_t last = cudaSuccess;
 cudaError_t cudaGetLastError() {
@@ -33,7 +34,7 @@ const char* cudaGetErrorString(cudaError_t) { return "too many CTAs"; }
 extern "C" int last_error_after_check(char* message) {
     last = cudaErrorInvalidConfiguration;
     try {
-        hf_kbit::cuda::check("gemm", last);
+        hf_kbit::cuda::check("gemm", last, hf_kbit::MmaPlan{32, 4, 2});
     } catch (const std::runtime_error& error) {
         std::strncpy(message, error.what(), 200);
     }
@@ -89,7 +90,7 @@ def library(tmp_path_factory):
 def test_an_error_is_not_left_for_the_next_launch(tmp_path):
     message = ctypes.create_string_buffer(201)
     assert compile_by_nvcc(tmp_path, "check.cpp", CHECK, "-cudart=none").last_error_after_check(message) == 0
-    assert message.value == b"hf_kbit: gemm: too many CTAs"
+    assert message.value == b"hf_kbit: gemm (token_tile=32 tiles=4 split=2): too many CTAs"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -3,7 +3,6 @@
 On Hopper one kernel multiplies by the packed weight up to a number of tokens that depends on the weight; beyond, and
 on other GPUs, some columns at a time are decoded first. Results have the same bounds."""
 
-import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -11,12 +10,13 @@ import cases
 import pytest
 import torch
 
-from hf_kbit import _native, reference
+from hf_kbit import reference
+from hf_kbit.ops import native
 
 OPS = torch.ops.hf_kbit
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not _native.library("cuda").loaded, reason=f"CUDA library: {_native.library('cuda').missing}"),
+    pytest.mark.skipif(not native.library("cuda").loaded, reason=f"CUDA library: {native.library('cuda').missing}"),
 ]
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 SHAPES = pytest.mark.parametrize(
@@ -40,7 +40,7 @@ SHAPES = pytest.mark.parametrize(
 
 
 def is_hopper() -> bool:
-    return _native.cuda_arch() == 900
+    return native.cuda_arch() == 900
 
 
 @pytest.fixture(autouse=True)
@@ -50,21 +50,6 @@ def sums_in_float32(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
 
 
-def random_tiles(shape, bits):
-    """Tiles and the planes that they were made from, on the GPU: all codes, all 256 scales."""
-    planes = [tensor.cuda() for tensor in cases.random_packed(shape, bits)]
-    return OPS.repack(*planes, bits, list(shape)), planes
-
-
-def kernels_of(call) -> set[str]:
-    call()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    events = [event.key for event in profile.key_averages() if event.self_device_time_total > 0]
-    return {found[0] for event in events if (found := re.search(r"\w+_kernel(?=[<(I])", event))}
-
-
 @pytest.mark.parametrize("bits", cases.BITS)
 @HALVES
 @pytest.mark.parametrize("shape", [(16, 256), (35, 1000), (130, 513), (400, 136)], ids=str)
@@ -72,7 +57,7 @@ def test_one_hot_gradients_read_the_weight(shape, bits, dtype):
     """Every weight by itself: a level in the dtype of the gradient, times its scale, rounded once."""
     if not is_hopper():
         pytest.skip("dequantized: float32 levels, not rounded ones")
-    tiles, planes = random_tiles(shape, bits)
+    tiles, planes = cases.tiles_on_gpu(shape, bits)
     codebook = torch.randn(2**bits, generator=cases.generator(bits)).sort().values.cuda()
     expected = reference.dequantize(*planes, codebook.to(dtype).float(), list(shape), torch.float32).to(dtype)
     found = OPS.gemm_gradient(torch.eye(shape[0], dtype=dtype, device="cuda"), *tiles, codebook, list(shape))
@@ -87,7 +72,7 @@ def test_one_hot_gradients_read_the_weight(shape, bits, dtype):
 @HALVES
 @SHAPES
 def test_products(shape, bits, dtype, poison):
-    tiles, planes = random_tiles(shape, bits)
+    tiles, planes = cases.tiles_on_gpu(shape, bits)
     codebook = cases.codebook(bits).cuda() * 2.0**-6
     dense = reference.dequantize(*planes, codebook, list(shape), torch.float32)
     for tokens in (1, 7, 60, 256, 300, 1000, 1030):
@@ -106,7 +91,7 @@ def test_products_of_transformed_weights(shape, bits, dtype, scaled, rotated, po
     """The product in the stored basis is rounded to 16 bits, then turned back in float32."""
     columns = cases.columns(shape[1]).cuda() if scaled else None
     padded = (shape[0], -(-shape[1] // 32) * 32) if rotated else shape
-    tiles, planes = random_tiles(padded, bits)
+    tiles, planes = cases.tiles_on_gpu(padded, bits)
     codebook = cases.codebook(bits).cuda() * 2.0**-6
     stored = cases.stored(*planes, codebook, rotated)[:, : padded[1]].double().abs()
     exact = OPS.dequantize(*tiles, codebook, list(shape), torch.float64, columns, rotated)
@@ -136,10 +121,10 @@ def test_fused_where_it_is_planned(bits):
         ((4096, 4096), 1000, {"gradient_wgmma_kernel"} if bits < 5 else {"dequantize_tiles_kernel"}),
         ((4096, 1024), 2560, {"dequantize_tiles_kernel"}),
     ):
-        tiles, _ = random_tiles(shape, bits)
+        tiles, _ = cases.tiles_on_gpu(shape, bits)
         codebook = cases.codebook(bits).cuda()
         grad = cases.x((tokens,), shape[0], torch.bfloat16).cuda()
-        kernels = kernels_of(partial(OPS.gemm_gradient, grad, *tiles, codebook, list(shape)))
+        kernels = set(cases.launched(partial(OPS.gemm_gradient, grad, *tiles, codebook, list(shape))))
         ours = {"gradient_wgmma_kernel", "add_gradient_parts_kernel", "dequantize_tiles_kernel"}
         assert kernels & ours == expected, kernels
 
@@ -147,7 +132,7 @@ def test_fused_where_it_is_planned(bits):
 @HALVES
 def test_gradients_and_weights_anywhere_in_memory(dtype):
     shape = (200, 300)
-    tiles, planes = random_tiles(shape, 3)
+    tiles, planes = cases.tiles_on_gpu(shape, 3)
     codebook = cases.codebook(3).cuda()
     dense = reference.dequantize(*planes, codebook, list(shape), torch.float32)
     flat = cases.x((), 41 * 200 + 1, dtype).cuda()
@@ -162,7 +147,7 @@ def test_gradients_and_weights_anywhere_in_memory(dtype):
 @pytest.mark.parametrize("tokens", [45, 300])
 def test_infinity_and_nan_stay_in_their_token(special, tokens):
     shape = (320, 500)
-    tiles, _ = random_tiles(shape, 4)
+    tiles, _ = cases.tiles_on_gpu(shape, 4)
     codebook = cases.codebook(4).cuda()
     grad = cases.x((tokens,), shape[0], torch.bfloat16).cuda()
     expected = OPS.gemm_gradient(grad, *tiles, codebook, list(shape))
@@ -176,7 +161,7 @@ def test_infinity_and_nan_stay_in_their_token(special, tokens):
 @pytest.mark.parametrize("tokens", [20, 300])
 def test_threads_that_have_not_used_the_gpu(tokens):
     """As those in which autograd runs: what a launch takes needs no call of the CUDA runtime before it."""
-    tiles, _ = random_tiles((512, 768), 4)
+    tiles, _ = cases.tiles_on_gpu((512, 768), 4)
     codebook = cases.codebook(4).cuda()
     inputs = [cases.x((tokens,), columns, torch.bfloat16).cuda() for columns in (512, 768)]
 
@@ -197,7 +182,7 @@ def test_threads_that_have_not_used_the_gpu(tokens):
 @pytest.mark.parametrize("tokens", [60, 700])  # of which rows of tiles are divided, and not
 def test_graph_replays_and_streams(tokens):
     shape, columns = (4096, 5632), cases.columns(5632).cuda()
-    tiles, _ = random_tiles(shape, 2)
+    tiles, _ = cases.tiles_on_gpu(shape, 2)
     codebook = cases.codebook(2).cuda() * 2.0**-6
     inputs = [cases.x((tokens,), shape[0], torch.float16, seed=i).cuda() * 2.0**-6 for i in range(6)]
 

@@ -137,16 +137,14 @@ def test_a_file_of_ours_that_fails_costs_what_it_is_for(fresh):
     code = f"""
 {CAUGHT}
 import sys
-sys.modules["hf_kbit.integrations.transformers.cards"] = None
+sys.modules["hf_kbit.integrations.transformers.save_pretrained"] = None
 with caught():
     import hf_kbit
 print(hf_kbit.KbitConfig().bits)
 """
     warned, bits = fresh.run(code).splitlines()
-    assert warned.startswith(
-        "hf_kbit: saved models get no model card; models pushed to the Hub get no model card, for"
-    )
-    assert "cards:card_after_saving does not go with it" in warned and bits == "4"
+    assert warned.startswith("hf_kbit: saved files are not sealed, and parts of quantized models cannot be saved, for")
+    assert "save_pretrained:wrap does not go with it" in warned and bits == "4"
 
 
 def test_a_class_method_stays_one(fresh):
@@ -168,20 +166,21 @@ for place in AutoHfQuantizer, AutoHfQuantizer(), Derived, Derived():
 def test_a_moved_hook_of_transformers_costs_what_it_is_for(fresh, tmp_path):
     code = f"""
 {CAUGHT}
-import transformers.utils.hub as hub
-del hub.PushToHubMixin._upload_modified_files
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+PreTrainedModel.set_use_kernels = lambda self, on, config=None: None
 with caught():
     import hf_kbit
-from transformers import LlamaConfig, LlamaForCausalLM
 shape = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1, vocab_size=64)
 LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained({str(tmp_path / "dense")!r})
 model = LlamaForCausalLM.from_pretrained({str(tmp_path / "dense")!r}, quantization_config=hf_kbit.KbitConfig())
 model.save_pretrained({str(tmp_path / "kbit")!r})
 """
     printed = fresh.run(code)
-    assert printed.startswith("hf_kbit: models pushed to the Hub get no model card, for in transformers ")
-    assert "_upload_modified_files (found none)" in printed and len(printed.splitlines()) == 1
-    assert {file.name for file in (tmp_path / "kbit").iterdir()} >= {"model.safetensors", "README.md"}
+    assert printed.startswith("hf_kbit: use_kernels=True on packed experts fails in a kernel, for in transformers ")
+    assert (
+        "set_use_kernels (found parameters self, on, config, expected " in printed and len(printed.splitlines()) == 1
+    )
+    assert {file.name for file in (tmp_path / "kbit").iterdir()} >= {"model.safetensors", "config.json"}
 
 
 @pytest.fixture(scope="module")

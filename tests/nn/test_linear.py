@@ -13,10 +13,11 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import hf_kbit
-from hf_kbit import KbitLinear, _native, codebooks, format, reference, tensor, transforms
+from hf_kbit import KbitLinear, codebooks, format, reference, tensor, transforms
 from hf_kbit.balance import balance
 from hf_kbit.nn import packed
 from hf_kbit.nn.packed import TRANSFORMS
+from hf_kbit.ops import native
 
 
 def linear(out_features=7, in_features=33, bias=True, dtype=torch.float32) -> nn.Linear:
@@ -95,7 +96,7 @@ def test_a_transformed_layer_is_what_its_parts_say(in_features):
     layer = KbitLinear.from_linear(dense, bits=3)
     columns = balance(dense.weight.detach())
     stored = transforms.to_stored(dense.weight.detach(), reference.decode_e4m4(columns), rotated=True)
-    words = hf_kbit.quantize(stored, layer.weight.codebook, search=True, signed=True)
+    words = hf_kbit.ops.quantize(stored, layer.weight.codebook, search=True, signed=True)
     parts = zip((*words, columns), layer.packed.values(), strict=True)
     assert all(torch.equal(*pair) for pair in parts) and layer.decoding.transform == "rotated"
     decoded = cases.stored(*words, layer.weight.codebook, signed=True)
@@ -262,8 +263,8 @@ def test_train_mode_is_kept():
 @pytest.fixture
 def on_gpu():
     """A layer on a GPU, its state dict on the CPU from before, an input and what the CPU makes of it."""
-    if not _native.library("cuda").loaded:
-        pytest.skip(f"CUDA library: {_native.library('cuda').missing}")
+    if not native.library("cuda").loaded:
+        pytest.skip(f"CUDA library: {native.library('cuda').missing}")
 
     def make(bits=3, shape=(130, 300)):
         layer = KbitLinear.from_linear(linear(*shape), bits=bits)
@@ -466,7 +467,7 @@ def test_tangent_of_the_bias():
     x, along = torch.randn(2, 64), torch.randn(8)
 
     def of_bias(bias):
-        return hf_kbit.gemm(x, layer.weight.words, layer.weight.absmax, layer.weight.codebook, bias)
+        return hf_kbit.ops.gemm(x, layer.weight.words, layer.weight.absmax, layer.weight.codebook, bias)
 
     torch.testing.assert_close(torch.func.jvp(of_bias, (layer.bias.data,), (along,))[1], along.expand(2, 8))
 
@@ -505,4 +506,4 @@ def test_dense_dtype(way):
 
 def test_a_model_is_no_weight():
     with pytest.raises(TypeError, match=r"weight: found Linear, expected a tensor.*from_pretrained"):
-        hf_kbit.quantize(nn.Linear(2, 2), hf_kbit.KbitConfig())
+        hf_kbit.ops.quantize(nn.Linear(2, 2), hf_kbit.KbitConfig())

@@ -11,7 +11,6 @@ from hf_kbit import codebooks
 from hf_kbit.balance import balance
 from hf_kbit.format import BITS
 from hf_kbit.nn.packed import MOST_TO_TRANSFORM, TOO_LARGE, TRANSFORMS, Decoding, quantize_weight, transformed
-from hf_kbit.refine import refine
 
 LEVELS = codebooks.optimal(3)
 
@@ -42,16 +41,14 @@ class MadeAnew:
         return (matrix.clone() for matrix in self._weight)
 
 
-@pytest.mark.parametrize("refined", [False, True])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("size, stands_out", [(1.0, False), (1e-20, False), (1.0, True)])
-def test_parts_cannot_be_seen(size, stands_out, transform, refined, monkeypatch):
+def test_parts_cannot_be_seen(size, stands_out, transform, monkeypatch):
     """Nor the order of a weight in memory: the same bytes as of one matrix at once, of any magnitude."""
     weight = torch.randn(3, 50, 70, generator=torch.Generator().manual_seed(1)) * size
     if stands_out:
         weight[1, 40, 7] = 1000 * size
-    monkeypatch.setattr("hf_kbit.refine.SAMPLE", 3500)  # every third row
-    how = codebooks.optimal(4, signed=transform == "rotated"), True, refined, transform
+    how = codebooks.optimal(4, signed=transform == "rotated"), True, transform
     expected = quantize_weight(weight.reshape(150, 70), *how)
     for numbers in (1, 7 * 70, 1 << 30):
         monkeypatch.setattr(module, "_SLICE_ON_CPU", numbers)
@@ -79,9 +76,8 @@ def test_a_part_at_a_time_is_alive(monkeypatch):
         return part
 
     monkeypatch.setattr(module, "to_stored", record)
-    for refined in (False, True):
-        quantize_weight(weight, LEVELS, True, refined, "rotated")
-    assert len(alive) >= 12 * 6 and most <= 2
+    quantize_weight(weight, LEVELS, True, "rotated")
+    assert len(alive) >= 12 and most <= 2
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -132,17 +128,6 @@ def test_weights_whose_decoded_ones_would_be_infinite_are_refused(value, transfo
 def test_what_is_not_finite_is_refused(value, transform):
     with pytest.raises(ValueError, match="k_proj: found NaN or infinite values"):
         quantize_weight(torch.full((1, 32), value), LEVELS, search=False, transform=transform, name="k_proj")
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_refined_levels_belong_to_the_weight(transform):
-    """To what is stored for it, rotated or not."""
-    weight = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) - 0.3
-    own = quantize_weight(weight, LEVELS, search=True, refined=True, transform=transform).decoding
-    assert own.levels != LEVELS and own.bits == 3 and own.transform == transform
-    stored = transformed(weight, transform)
-    assert own.levels == refine([stored.weight], LEVELS, own.codebook_exponent, True, own.transformed)
-    assert Decoding.from_dict(own.to_dict(), 3, "weight") == own
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 0.01, 1e3, 1e15, 1e28])

@@ -77,7 +77,7 @@ def pack(stored: Mxfp4, name: str) -> tuple[Packed, int]:
 
     >>> blocks, scales = torch.full((1, 2, 1, 16), 0x72, dtype=torch.uint8), torch.full((1, 2, 1), 127).byte()
     >>> packed, anew = pack(Mxfp4(blocks, scales), "down_proj")  # 1, 6, 1, 6 and so on
-    >>> from hf_kbit import dequantize
+    >>> from hf_kbit.ops import dequantize
     >>> codebook = packed.decoding.codebook("cpu")
     >>> dequantize(packed.planes, packed.absmax, codebook, (2, 32), torch.float32)[0, 0, :2], anew
     (tensor([1., 6.]), 0)

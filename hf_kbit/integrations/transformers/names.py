@@ -12,9 +12,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from hf_kbit.checkpoint import WEIGHT_SUFFIX
 from hf_kbit.nn.experts import projections
-
-WEIGHT_SUFFIX = ".weight"
 
 
 class Names:

@@ -63,8 +63,8 @@ def shard_packed(maybe_distribute_model):
 
 
 def gather_once(gather_sharded_state_dict_for_save):
-    """``gather_sharded_state_dict_for_save``, which makes another state dict of a model that FSDP2 has sharded, but for
-    what our quantizer has gathered."""
+    """``gather_sharded_state_dict_for_save``, which makes another state dict of a model that FSDP2 has sharded, but
+    for what our quantizer has gathered."""
 
     @wraps(gather_sharded_state_dict_for_save)
     def wrapped(self, model_to_save, state_dict, *args, **kwargs):

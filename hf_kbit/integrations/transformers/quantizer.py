@@ -17,27 +17,28 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
+from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
-from hf_kbit import mixing
+from hf_kbit import allocation, checkpoint
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX
 from hf_kbit.integrations.transformers import (
-    checkpoint,
     experts,
+    fit,
     kernels,
     mxfp4,
     parallel,
     plain,
-    sealing,
     selection,
     tying,
 )
@@ -48,8 +49,8 @@ from hf_kbit.integrations.transformers.report import logger, report
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection, projections
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.nn.packed import Decoding, Packed
-from hf_kbit.nn.weight import KbitWeight, is_sharded, local
+from hf_kbit.nn.packed import Packed
+from hf_kbit.nn.weight import KbitWeight, is_sharded, local, whole
 from hf_kbit.tensor import PACKED, KbitTensor
 
 
@@ -113,8 +114,8 @@ class KbitQuantize(ConversionOps):
 class KbitAssemble(ConversionOps):
     """Makes one weight of the tensors that a quantized checkpoint has of it.
 
-    Transformers has cut planes and scales as a weight is cut that is sharded. Column scales, which are a vector, it could
-    not cut: those of models that processes share were read before.
+    Transformers has cut planes and scales as a weight is cut that is sharded. Column scales are a
+    vector, which it could not cut: those of models that processes share were read before.
     """
 
     def __init__(self, hf_quantizer: "KbitHfQuantizer"):
@@ -149,10 +150,12 @@ class KbitHfQuantizer(HfQuantizer):
     requires_calibration = False
 
     def __init__(self, quantization_config: KbitConfig, **kwargs):
-        # A copy: the quantizer writes levels and layers of one model into it, and users reuse their config.
+        # A copy: the quantizer writes into it what files say of one model, and users reuse their config.
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
-        # No quantizer has written a config without levels: somebody has put it into the config of a 16-bit model.
-        self.pre_quantized = self.pre_quantized and bool(quantization_config.levels)
+        # Without that, somebody has put it into the config of a 16-bit model.
+        self.pre_quantized = self.pre_quantized and quantization_config.stored is not None
+        if not self.pre_quantized:
+            self.quantization_config.stored = None
         self.waiting: tuple | None = None  # a model and its checkpoint, until it is known how names are mapped
         self.problems: list[str] = []
         self.loaded: list[str] = []  # layers that were quantized from the checkpoint
@@ -216,7 +219,7 @@ class KbitHfQuantizer(HfQuantizer):
         if self.pre_quantized:
             self._prepare_quantized(model, checkpoint_files, conversions)
         else:
-            tensors = checkpoint.read_unpacked(checkpoint_files or ())
+            tensors = fit.read_unpacked(checkpoint_files or ())
             self.mxfp4 = mxfp4.projections(tensors)
             self._prepare_on_the_fly(model, [*tensors, *self.mxfp4], Names(model, conversions))
         if use_kernels:
@@ -231,12 +234,12 @@ class KbitHfQuantizer(HfQuantizer):
         shared = _is_shared(model.config)
         fused = {name: is_projection(model, name) for name in chosen}
         weights = [name if fused[name] else f"{name}.weight" for name in chosen if fused[name] or shared]
-        checkpoint.check_present(names, model, weights, tensors)
+        fit.check_present(names, model, weights, tensors)
         if shared:
-            checkpoint.check_apart(names, weights, tensors, self.mxfp4)
+            fit.check_apart(names, weights, tensors, self.mxfp4)
         if chosen and config.bits % 1:  # a mean
-            widths = mixing.by_rule(model, [name for name, bits in chosen.items() if bits % 1], config.bits)
-            self.quantization_config = mixing.config_of(config, widths)
+            widths = allocation.by_rule(model, [name for name, bits in chosen.items() if bits % 1], config.bits)
+            self.quantization_config = allocation.config_of(config, widths)
             chosen |= widths
         layers = {name: self.new_layer(model, name, bits) for name, bits in chosen.items()}
         if not layers:
@@ -251,7 +254,7 @@ class KbitHfQuantizer(HfQuantizer):
             # from_pretrained(None, state_dict=...): no file says what is packed, so the config must.
             names, config = Names(model, conversions), self.quantization_config
             packed = {name: name for name in selection.Packable(model).choose(config)}
-            packed |= {names.module(f"{name}.weight"): name for name in config.layers}
+            packed |= {names.module(f"{name}.weight"): name for name in config.stored.layers}
             self._replace_packed(model, packed)
             self.stored = [names.renamed(name) for name in packed.values()]
         else:
@@ -264,25 +267,24 @@ class KbitHfQuantizer(HfQuantizer):
         tensors that are left over, missing, or of another shape (``ignore_mismatched_sizes``). Packed ones must fit.
         """
         mapped = len(conversions) > len(get_model_conversion_mapping(model))  # by the user
-        tensors, saved = checkpoint.read_headers(files), checkpoint.saved_model(model, files[0], mapped)
+        tensors, saved = checkpoint.read_headers(files), fit.saved_model(model, files[0], mapped)
         for target in dict.fromkeys((saved or model, model)):
             by = conversions if type(target) is type(model) else None
             names = Names(target, by)
-            packed = checkpoint.packed_modules(names, tensors)
+            packed = fit.packed_in(names, tensors)
             if not packed:
                 raise ValueError(
                     f"{files[0]}: found no packed tensor, expected those that quantization_config in config.json is "
                     "of; to load a 16-bit checkpoint, take quantization_config out of config.json"
                 )
             self._replace_packed(target, packed)
-            checkpoint.check_tensors(target, by, tensors, packed, whole=target is saved)
+            fit.check_tensors(target, by, tensors, packed, whole=target is saved)
         self.stored, self.names = [names.renamed(name) for name in packed.values()], packed
         self.files = checkpoint.files_of(files)
         if _is_shared(model.config):
             self.columns = checkpoint.read_columns(self.files, packed)
             model._keys_to_ignore_on_load_unexpected |= {rf"\.{PACKED[2]}$"}
-        checkpoint.check_config(self.quantization_config, packed.values())
-        sealing.check_digest(files, self.quantization_config)
+        checkpoint.check_save(files, self.quantization_config.stored, packed.values())
 
     def _replace_packed(self, model, packed: dict[str, str]) -> None:
         layers, ties = self.stored_layers(model, packed), selection.Packable(model).ties
@@ -291,7 +293,7 @@ class KbitHfQuantizer(HfQuantizer):
     def stored_layers(self, model, packed: dict[str, str]) -> dict[str, KbitWeight]:
         """Empty stand-ins that decode as the config says, for what is packed and the model has; ``packed`` is
         ``{module name: its name in the checkpoint}``."""
-        config, linears = self.quantization_config, dict(model.named_modules(remove_duplicate=False))
+        stored, linears = self.quantization_config.stored, dict(model.named_modules(remove_duplicate=False))
         layers, known = {}, [name for name in packed if name in linears and _can_be_packed(linears[name])]
         known += [name for name in packed if is_projection(model, name)]
         checkpoint.refuse(
@@ -302,25 +304,21 @@ class KbitHfQuantizer(HfQuantizer):
         )
         for name, stored_name in packed.items():
             if name in known:
-                own = config.layers.get(stored_name, {})
-                bits = own.get("bits", config.bits)
-                levels = tuple(own.get("levels") or config.levels_for(bits))
-                layers[name] = self.new_layer(model, name, bits)
-                transform = own.get("transform", config.transform)
-                layers[name].make_room(Decoding(levels, own.get("exponent", 0), transform))
+                decoding = stored.decoding(stored_name)
+                layers[name] = self.new_layer(model, name, decoding.bits)
+                layers[name].make_room(decoding)
         return layers
 
     def new_layer(self, model, name: str, bits: int) -> KbitWeight:
         """An empty stand-in on the meta device that knows what it stands for."""
         config = self.quantization_config
-        codebook = "layer" if config.codebook == "layer" and not self.pre_quantized else config.levels_for(bits)
-        settings = {"codebook": codebook, "scale": config.scale, "transform": config.transform}
+        settings = {"codebook": config.levels_for(bits), "scale": config.scale, "transform": config.transform}
         if is_projection(model, name):
             return experts.new_projection(model, name, bits=bits, **settings)
         dense = model.get_submodule(name)
         if is_table(dense):
             return KbitEmbedding.empty_like(dense, bits, **settings)
-        out_features, in_features = mixing.dense_shape(model, name)
+        out_features, in_features = allocation.dense_shape(model, name)
         dtype = dense.weight.dtype
         layer = KbitLinear(in_features, out_features, False, bits, device="meta", dtype=dtype, **settings)
         layer.bias, layer.transposed = dense.bias, isinstance(dense, Conv1D)
@@ -445,8 +443,8 @@ class KbitHfQuantizer(HfQuantizer):
 
     def _record(self, model, layers) -> None:
         names, tied = stored_names(model, layers), tying.tied(model)  # tied ones are stored by another name
-        record(self.quantization_config, {names[name]: layer for name, layer in layers.items() if name not in tied})
-        left = {mixing.exactly(name): None for name in self.lost}
+        self.quantization_config.record({names[name]: layer for name, layer in layers.items() if name not in tied})
+        left = {allocation.exactly(name): None for name in self.lost}
         self.quantization_config.module_bits = left | {
             pattern: bits for pattern, bits in self.quantization_config.module_bits.items() if pattern not in left
         }
@@ -461,7 +459,7 @@ class KbitHfQuantizer(HfQuantizer):
         model.config.quantization_config = self.quantization_config  # the model may have been given another config
         tied = {f"{name}.weight" for name in tying.tied(model)}
         state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-        return checkpoint.flattened(model, state), sealing.unsealed(self.quantization_config)
+        return flattened(model, state), checkpoint.unsealed(self.quantization_config.stored)
 
     def _dequantize(self, model, dtype=None):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -501,26 +499,24 @@ def refuse_zero3() -> None:
         )
 
 
-def record(config: KbitConfig, layers: Mapping[str, KbitWeight]) -> None:
-    """Writes into the config what a reader needs besides the tensors: levels, and what sets layers apart, by the names
-    that they are stored under."""
-    config.levels = {bits: list(config.levels_for(bits)) for bits in sorted({layer.bits for layer in layers.values()})}
-    config.layers = {}
-    tables = [layer.bits for layer in layers.values() if isinstance(layer, KbitEmbedding)]
-    if tables and config.embedding_bits is None:  # so that an hf_kbit that knows no tables refuses the entry
-        config.embedding_bits = tables[0]
-    new = any(layer.decoding.transformed or layer.lead for layer in layers.values()) or bool(tables)
-    config.format_version = 2 if new else 1
-    config.transform = "none" if config.format_version == 1 else "rotated"
-    for name, layer in layers.items():
-        entry = {
-            **({"bits": layer.bits} if layer.bits != config.bits else {}),
-            **({"exponent": layer.exponent} if layer.exponent != 0 else {}),
-            **({"levels": list(layer.levels)} if layer.levels != config.levels_for(layer.bits) else {}),
-            **({"transform": layer.decoding.transform} if layer.decoding.transform != config.transform else {}),
-        }
-        if entry:
-            config.layers[name] = entry
+def flattened(model, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict of a model with the tensors that files hold in the place of packed weights, which go to CPU memory.
+
+    Of a model that processes share all of them have to call it, and the first gets all tensors, the others none.
+    """
+    sharded = any(map(is_sharded, state.values()))
+    flat, writes = {}, not sharded or dist.get_rank() == 0
+    for name, tensor in state.items():
+        tensor = whole(tensor)
+        if not writes:
+            continue
+        if isinstance(tensor, KbitTensor):
+            weight = load_offloaded_parameter(model, name) if tensor.is_meta else tensor
+            prefix = name.removesuffix(PACKED[0])
+            flat |= {prefix + own: part for own, part in weight.stored("cpu").items()}
+        else:
+            flat[name] = tensor.cpu() if sharded else tensor
+    return flat
 
 
 def _unused_conversions(model) -> list[WeightTransform]:

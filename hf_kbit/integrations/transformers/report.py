@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from torch import nn
 from transformers.utils import logging
 
-from hf_kbit import mixing
+from hf_kbit import allocation, checkpoint
 from hf_kbit.config import KbitConfig
-from hf_kbit.integrations.transformers import checkpoint, selection
+from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.weight import KbitWeight, distinct
 
 # A child of the logger of Transformers, so that transformers.logging.set_verbosity speaks of it too.
@@ -82,7 +82,7 @@ def _advice(quantizer, model: nn.Module) -> str:
     if not tables:
         return ""
     taken = sum(selection.dense_weight(model, name).nbytes for name in tables) / 1e6
-    left = mixing.packed_bytes(model, tables, packed) / 1e6
+    left = allocation.packed_bytes(model, tables, packed) / 1e6
     return f"; embedding_bits={USUAL_FOR_TABLES} would bring the tables among them from {taken:.3g} to {left:.3g} MB"
 
 

@@ -13,8 +13,9 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from hf_kbit import checkpoint
 from hf_kbit.config import KbitConfig
-from hf_kbit.integrations.transformers import checkpoint, tying
+from hf_kbit.integrations.transformers import fit, tying
 from hf_kbit.integrations.transformers.names import Names
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.integrations.vllm.experts import KbitExpertsMethod
@@ -42,7 +43,7 @@ class KbitVllmConfig(QuantizationConfig):
 
     def __init__(self, config: KbitConfig | None = None):
         super().__init__()
-        if config is None or not config.levels:
+        if config is None or config.stored is None:
             raise ValueError(
                 "quantization: found 'kbit' for a model that is not quantized, expected a quantized one. Quantize it "
                 "first: hf-kbit quantize MODEL FOLDER --bits 4"
@@ -113,14 +114,14 @@ def read_decodings(folder: Path, config: KbitConfig) -> tuple[dict, dict, dict]:
     """
     files = _files(folder)
     model_config = AutoConfig.from_pretrained(folder)
-    if (saved := checkpoint.saved_class(model_config.architectures)) is None:
+    if (saved := fit.saved_class(model_config.architectures)) is None:
         raise ValueError(f"architectures: found {model_config.architectures} in config.json, expected a model's class")
     with torch.device("meta"):
         model = saved(model_config)
     quantizer = KbitHfQuantizer(config, pre_quantized=True)
     quantizer.preprocess_model(model, checkpoint_files=files)
     get_model_conversion_mapping(model, hf_quantizer=quantizer)  # as Transformers does next: replaces layers
-    packed, ties = checkpoint.packed_modules(Names(model), checkpoint.read_headers(files)), tying.tied(model)
+    packed, ties = fit.packed_in(Names(model), checkpoint.read_headers(files)), tying.tied(model)
     problems = [
         f"{packed[head]}.weight: found it instead of {table}.weight, to which it is tied, and which alone vLLM loads"
         for head, table in ties.items()

@@ -17,11 +17,11 @@ from vllm.model_executor.models.utils import PPMissingLayer
 
 from hf_kbit.integrations.transformers.selection import replace_modules
 from hf_kbit.integrations.vllm.config import KbitVllmConfig
-from hf_kbit.integrations.vllm.linear import KbitLinearMethod, packed_of
+from hf_kbit.integrations.vllm.linear import KbitLinearMethod, packed_of, whose_device
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Packed
-from hf_kbit.nn.weight import PACKED
+from hf_kbit.tensor import PACKED
 
 
 class KbitHeadMethod(KbitLinearMethod):
@@ -58,7 +58,7 @@ class KbitTableMethod(KbitHeadMethod):
             part.tie_to(layer.table)
             head.parts = nn.ModuleList([part])
         for each in {layer, *self.heads}:
-            each.weight = layer.table.weight  # whose device vLLM wants to know
+            each.weight = whose_device(layer.table)
 
     def _packed(self) -> Packed:
         return packed_of(self.name, self.arrived.pop((0, 1), {}), self.decoding)

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.packed import Decoding, Packed
-from hf_kbit.nn.weight import PACKED
+from hf_kbit.tensor import PACKED
 
 SHARDS = {"q": 0, "k": 1, "v": 2}
 
@@ -89,7 +89,7 @@ class KbitLinearMethod(LinearMethodBase):
         )
         for name in PACKED:
             del layer._parameters[name]
-        layer.weight = layer.parts[0].weight  # whose device vLLM wants to know
+        layer.weight = whose_device(layer.parts[0])
 
     def _part(self, name: str, tensors: dict[str, torch.Tensor]) -> nn.Linear:
         if (decoding := self.decodings[name]) is not None:
@@ -115,9 +115,15 @@ class KbitLinearMethod(LinearMethodBase):
 
 def _operands(part: KbitLinear, bias: torch.Tensor | None) -> tuple:
     """What ``gemm_group`` wants of a weight."""
-    columns = part.weight_columns
-    weight = part.weight, part.weight_absmax, part.codebook
-    return *weight, bias, part.out_features, columns, int(columns is not None)
+    weight = part.weight.parts
+    columns = weight["columns"]
+    packed = weight["words"], weight["absmax"], weight["codebook"]
+    return *packed, bias, part.out_features, columns, int(columns is not None)
+
+
+def whose_device(part: nn.Module) -> nn.Parameter:
+    """A tensor of a layer, for vLLM wants to know the device, and may move what it finds: no packed weight."""
+    return nn.Parameter(getattr(part.weight, "words", part.weight.data), requires_grad=False)
 
 
 def check_columns(name: str, columns: int, all_columns: int) -> None:

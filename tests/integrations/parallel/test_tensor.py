@@ -18,7 +18,6 @@ MODELS = ("llama", "qwen3_moe", "half", "tied", "scaled", "llama4")
 FORMS = ("quantized", "planes", "tiles")
 # Other ways to quantize.
 SETTINGS = {
-    "layer": {"codebook": "layer"},
     "absmax": {"scale": "absmax"},
     "untransformed": {"transform": "none"},
     "mean width": {"bits": 3.5},
@@ -175,12 +174,11 @@ def test_each_process_has_its_part(found, name, form):
 def test_saving_gives_the_bytes_of_one_process(found, folder, name, form):
     saved = folder / name / f"from {form}"
     ranks.assert_saved_as(saved, folder / name)
-    assert "kbit" in (saved / "README.md").read_text()
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_quantizing_gives_the_bytes_of_one_process(found, folder, settings):
-    """Which look at whole weights: at their scales for levels of their own, and at all of them for a mean width."""
+    """Which look at whole weights, of one layer or, for a mean width, of all."""
     ranks.assert_saved_as(folder / settings / "here", folder / settings)
 
 

@@ -40,7 +40,7 @@ FIGURES = re.compile(
 )
 
 
-@pytest.mark.parametrize("codebook", [LOPSIDED, "layer"])
+@pytest.mark.parametrize("codebook", [LOPSIDED, "optimal"])
 @pytest.mark.parametrize("scale", ["absmax", "search"])
 def test_merge_keeps_any_levels_and_scales_and_what_is_not_adapted(scale, codebook, device):
     settings = {"codebook": codebook, "scale": scale}

@@ -63,9 +63,9 @@ def test_adapters_through_transformers(device, tmp_path):
     """``add_adapter``, ``save_pretrained`` and ``load_adapter`` of the model itself."""
     model, ids = quantized(device, module_bits={"v_proj": 4}), IDS.to(device)
     model.add_adapter(lora(init_lora_weights=False))
-    logits, layers = model.eval()(ids).logits, dict(model.config.quantization_config.layers)
+    logits, layers = model.eval()(ids).logits, dict(model.config.quantization_config.stored.layers)
     model.save_pretrained(tmp_path)
-    assert model.config.quantization_config.layers == layers and len(layers) == 2
+    assert model.config.quantization_config.stored.layers == layers and len(layers) == 2
     assert {file.name for file in tmp_path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     assert not (tmp_path / "model.safetensors").exists()
     other = quantized(device, module_bits={"v_proj": 4}).eval()

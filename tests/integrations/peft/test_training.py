@@ -103,7 +103,7 @@ def test_gradients_of_training_modes(settings, mode, autocast, device):
             loss = model(IDS.to(device), labels=IDS.to(device)).loss
         loss.backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
-    # Weights rounded to bfloat16 once or twice, see hf_kbit.gemm; 2e-6 and 6e-3 were found.
+    # Weights rounded to bfloat16 once or twice, see hf_kbit.ops.gemm; 2e-6 and 6e-3 were found.
     tolerance = 3e-2 if autocast else 1e-5 if device == "cpu" else 1e-4
     assert grads[0].keys() == grads[1].keys() and len(grads[0]) == (18 if settings else 12)
     for name, grad in grads[0].items():

@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -304,7 +305,7 @@ def test_save_and_reload(case, tmp_path):
     assert reloaded.config.quantization_config == case.model.config.quantization_config
     second = save(reloaded, tmp_path / "second" / "model")
     first, second = files(first), files(second)
-    assert {"model.safetensors", "config.json", "README.md"} <= first.keys() == second.keys()
+    assert {"model.safetensors", "config.json"} <= first.keys() == second.keys()
     for name in first:
         assert first[name] == second[name], f"second save: {name} differs"
 
@@ -588,7 +589,7 @@ def test_scales_of_the_largest_magnitudes(load, recorded, tmp_path):
     for name, layer in quantized(reloaded).items():
         weight = reference.get_submodule(name).weight.detach()
         codebook = torch.tensor(codebooks.normal_float(3)) * 2.0**layer.exponent
-        planes, absmax = hf_kbit.quantize(weight, codebook)
+        planes, absmax = hf_kbit.ops.quantize(weight, codebook)
         assert torch.equal(layer.weight.words, planes) and torch.equal(layer.weight.absmax, absmax), name
         layer.load_dense(weight)
         assert torch.equal(layer.weight.words, planes) and torch.equal(layer.weight.absmax, absmax), name
@@ -601,36 +602,25 @@ def test_levels_are_not_derived_to_load_them(load, monkeypatch, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(path).config.quantization_config.codebook == "optimal"
 
 
-@pytest.mark.parametrize(("name", "other"), [("llama", "down_proj"), ("gpt2", "mlp.c_proj")])
-def test_levels_of_each_layer(load, name, other, tmp_path):
-    """Refined while loading, recorded, loaded again, kept by a layer that gets another weight; of two widths."""
-    model, optimal = (
-        load(name, KbitConfig(bits=3, codebook=codebook, module_bits={other: 2})) for codebook in ("layer", "optimal")
-    )
-    reference = BY_NAME[name].cls.from_pretrained(tmp_path / f"float-{name}")
-    for layer_name, layer in quantized(model).items():
-        source = reference.get_submodule(layer_name)
-        weight = source.weight.detach().T if isinstance(source, Conv1D) else source.weight.detach()
-        error, before = (
-            ((x.get_submodule(layer_name).dequantize() - weight) / E4M4[layer.weight.columns.int()]).square().sum()
-            for x in (model, optimal)
-        )
-        assert layer.levels != codebooks.optimal(layer.bits) and error < before, layer_name
-        assert torch.equal(layer.dequantize(), rounded(weight, layer.bits, layer.levels)), layer_name
-    saved = save(model, tmp_path / "saved")
-    config = json.loads((saved / "config.json").read_text())["quantization_config"]
-    assert config["codebook"] == "layer" and set(config["levels"]) == {"2", "3"}
-    assert sorted(tuple(entry["levels"]) for entry in config["layers"].values()) == sorted(
-        layer.levels for layer in quantized(model).values()
-    )
-    without_files = {"config": AutoConfig.from_pretrained(saved), "state_dict": model.state_dict()}
-    for path, kwargs in ((saved, {}), (None, without_files)):
-        reloaded = BY_NAME[name].cls.from_pretrained(path, **kwargs)
+@pytest.mark.parametrize("transform", ["rotated", "none"])
+def test_levels_of_each_layer(load, transform, tmp_path):
+    """Which hf_kbit 0.1.0 refined where the codebook was "layer": recorded, loaded, kept for another weight."""
+    model = load("llama", KbitConfig(bits=3, module_bits={"down_proj": 2}, transform=transform))
+    cases.give_own_levels(model)
+    path = save(model, tmp_path / "saved")
+    config = json.loads((path / "config.json").read_text())
+    assert len({tuple(entry["levels"]) for entry in config["quantization_config"]["layers"].values()}) == 14
+    config["quantization_config"]["codebook"] = "layer"
+    (path / "config.json").write_text(json.dumps(config))
+    without_files = {"config": AutoConfig.from_pretrained(path), "state_dict": model.state_dict()}
+    for place, kwargs in ((path, {}), (None, without_files)):
+        reloaded = BY_NAME["llama"].cls.from_pretrained(place, **kwargs)
         assert_same_tensors(reloaded, model, "reload")
         assert_same_outputs(run(reloaded, text()), run(model, text()), "reload")
-        for layer_name, layer in quantized(reloaded).items():
+        for name, layer in quantized(reloaded).items():
             layer.load_dense(torch.randn(layer.out_features, layer.in_features))
-            assert layer.levels == model.get_submodule(layer_name).levels, layer_name
+            assert layer.levels == model.get_submodule(name).levels, name
+    assert files(save(BY_NAME["llama"].cls.from_pretrained(path), tmp_path / "again")).keys() == files(path).keys()
 
 
 def test_a_config_can_be_used_again(load):
@@ -639,7 +629,7 @@ def test_a_config_can_be_used_again(load):
     before = (repr(config), copy.deepcopy(config.to_dict()))
     llama, gpt2 = load("llama", config), load("gpt2", config)
     assert (repr(config), config.to_dict()) == before
-    assert llama.config.quantization_config.layers and gpt2.config.quantization_config.layers
+    assert llama.config.quantization_config.stored.layers and gpt2.config.quantization_config.stored.layers
     fresh = load("gpt2", KbitConfig(bits=3, module_bits={"0": 2}))
     assert_same_tensors(gpt2, fresh, "second use of a config")
     assert gpt2.config.quantization_config == fresh.config.quantization_config
@@ -709,7 +699,6 @@ def test_copies_are_models_of_their_own(load, tmp_path, name, clone):
         (x.words if isinstance(x, KbitTensor) else x.data).zero_()
     assert_same_outputs(run(model, text()), before, "the model after its copy was changed")
     saved = save(copied, tmp_path / "copy")
-    assert (saved / "README.md").exists(), "a saved copy has no model card"
     assert_same_tensors(BY_NAME[name].cls.from_pretrained(saved), copied, "a saved copy")
     assert not quantized(copied.dequantize()) and quantized(model), "dequantize of the copy"
 

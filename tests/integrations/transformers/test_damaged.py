@@ -14,6 +14,7 @@ import signal
 import traceback
 from pathlib import Path
 
+import cases
 import pytest
 import torch
 import transformers
@@ -37,12 +38,13 @@ MODELS = [
     ("llama", SHAPE, {}),
     ("llama", SHAPE, {"transform": "none"}),
     ("llama", SHAPE | TIED, {"embedding_bits": 5}),
-    ("qwen3_moe", SHAPE | EXPERTS, {"embedding_bits": 4, "codebook": "layer"}),
+    ("qwen3_moe", SHAPE | EXPERTS, {"embedding_bits": 4}),
 ]
 
 
 def save_model(directory: Path, model_type: str, shape: dict, settings: dict) -> None:
-    """A model of several widths, one layer of which has an exponent, in one file and in several."""
+    """A model of several widths, one layer of which has an exponent, in one file and in several; of experts all have
+    levels of their own."""
     torch.manual_seed(0)
     dense = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape)).bfloat16()
     with torch.no_grad():
@@ -50,6 +52,8 @@ def save_model(directory: Path, model_type: str, shape: dict, settings: dict) ->
     dense.save_pretrained(directory / "dense")
     config = KbitConfig(bits=3, module_bits={"q_proj": 4, "down_proj": 5}, **settings)
     model = AutoModelForCausalLM.from_pretrained(directory / "dense", quantization_config=config)
+    if model_type == "qwen3_moe":
+        cases.give_own_levels(model.model.layers)
     model.save_pretrained(directory / "one")
     model.save_pretrained(directory / "several", max_shard_size="6KB")
 

@@ -127,7 +127,7 @@ def test_on_a_gpu(case, tmp_path):
     moved = copy.deepcopy(model).cuda()
     for other in (on_gpu, moved):
         assert_tied_as(other, name)
-        assert all(layer.is_tiled == layer.tied for layer in of_tables(other).values())
+        assert all(layer.weight.is_tiled == layer.tied for layer in of_tables(other).values())
     there = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
     found = logits(on_gpu, there)
     torch.testing.assert_close(found.cpu(), logits(model, inputs), rtol=1e-2, atol=1e-3)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import modeling_utils
 
 import hf_kbit
-from hf_kbit import KbitConfig, widths
+from hf_kbit import KbitConfig, bits_for_memory, widths
 from hf_kbit.integrations.transformers import experts
 from hf_kbit.integrations.transformers.names import stored_names
 from hf_kbit.nn import experts as nn_experts
@@ -207,9 +207,11 @@ def test_a_mean_width(saved):
 def test_format_version(saved):
     """Version 1 has matrices alone; readers of it refuse version 2 by name."""
     dense, path = saved("gpt_oss")
-    assert load(dense, path, KbitConfig(bits=4, transform="none")).config.quantization_config.format_version == 2
+    assert (
+        load(dense, path, KbitConfig(bits=4, transform="none")).config.quantization_config.stored.format_version == 2
+    )
     left = KbitConfig(bits=4, transform="none", modules_to_not_convert=["experts"])
-    assert load(dense, path, left).config.quantization_config.format_version == 1
+    assert load(dense, path, left).config.quantization_config.stored.format_version == 1
 
 
 def test_the_report_and_the_card_count_experts(saved, tmp_path, caplog):
@@ -225,8 +227,7 @@ def test_the_report_and_the_card_count_experts(saved, tmp_path, caplog):
     line = next(record.getMessage() for record in caplog.records if "quantized layers with" in record.getMessage())
     packed = sum(module.num_weights for module in model.modules() if hasattr(module, "num_weights"))
     assert f"{packed:,} weights" in line and "experts" not in line.split("left as they are")[1]
-    model.save_pretrained(tmp_path / "packed")
-    assert "linear layers and the experts are quantized to 4 bits" in (tmp_path / "packed/README.md").read_text()
+    assert "linear layers and the experts are quantized to 4 bits" in hf_kbit.model_card(model, "x").text
 
 
 DAMAGES = {
@@ -338,7 +339,7 @@ def test_calibration_and_widths(saved):
     layers = widths.measure(dense, IDS.flatten(), KbitConfig(), window=12)
     assert set(nn_experts.projections(dense)) < layers.keys()
     asked = 1_000_000
-    assert 2 <= widths.bits_for_memory(dense.bfloat16(), asked) <= 5
+    assert 2 <= bits_for_memory(dense.bfloat16(), asked) <= 5
     model = hf_kbit.calibrate(load(dense, path), IDS, config=chosen)
     assert projections(model).keys() == set(nn_experts.projections(build("qwen3_moe")))
     assert logits(model).isfinite().all()

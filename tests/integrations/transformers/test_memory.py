@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_kbit import KbitConfig, KbitLinear, _native
+from hf_kbit import KbitConfig, KbitLinear
 from hf_kbit.integrations.transformers.quantizer import KbitQuantize
+from hf_kbit.ops import native
 from hf_kbit.reference import QUANTIZE_SLICE
 
 
@@ -160,7 +161,7 @@ def test_the_peak_is_the_quantized_model_and_a_few_weights(tiny):
     assert process.returncode == 0, process.stderr
     found = json.loads(process.stdout.splitlines()[-1])
     assert found["samples"] > LAYERS  # as many as files, at the least
-    if _native.library("cpu").loaded:
+    if native.library("cpu").loaded:
         # Compiled code has no temporaries, and mapped 16-bit weights are not anonymous: a third of the largest weight
         # in float32, divided by column scales, and rotated; what a slice needs is small. Measured: 1.2.
         bound = found["size"] + 1.5 * torch.float32.itemsize * LARGEST

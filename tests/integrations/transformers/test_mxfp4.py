@@ -66,7 +66,7 @@ def logits(model) -> torch.Tensor:
     return model(IDS).logits
 
 
-@pytest.mark.parametrize("settings", [{}, {"transform": "none", "codebook": "normal_float"}, {"codebook": "layer"}])
+@pytest.mark.parametrize("settings", [{}, {"transform": "none", "codebook": "normal_float"}])
 def test_taken_over_bit_for_bit(path, settings):
     """In 4 bits, whatever is chosen for other layers."""
     model, expected = load(path, bits=4, **settings), decoded(path)

@@ -72,7 +72,7 @@ def model(dense):
 def saved(model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("saved")
     model.save_pretrained(directory)
-    assert model.config.quantization_config.layers["model.layers.1.self_attn.q_proj"]["exponent"] < 0
+    assert model.config.quantization_config.stored.layers["model.layers.1.self_attn.q_proj"].exponent < 0
     return directory
 
 

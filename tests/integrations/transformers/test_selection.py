@@ -9,7 +9,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_kbit import KbitConfig, KbitLinear, mixing
+from hf_kbit import KbitConfig, KbitLinear, allocation
 from hf_kbit.integrations.transformers import selection
 
 
@@ -147,7 +147,7 @@ def test_no_mixture_has_its_router_quantized():
             continue
         built += 1
         chosen = selection.Packable(model).choose(KbitConfig(skip_default_modules=False))
-        routers = [name for name in chosen if EXPERTS <= mixing.dense_shape(model, name)[-2] <= EXPERTS + 1]
+        routers = [name for name in chosen if EXPERTS <= allocation.dense_shape(model, name)[-2] <= EXPERTS + 1]
         assert not routers, f"{model_type}: {routers}"
     assert built > 40
 

@@ -1,0 +1,65 @@
+// All constants that were fitted to measurements of one GPU, an H200 (132 processors) with CUDA 13.0 unless a line
+// says otherwise. docs/lab/kernels.md says what was measured, and how well the plans choose with them.
+//
+// Other GPUs use the same constants: their plans are valid, but were not compared with other plans.
+#pragma once
+
+#include <cstdint>
+
+namespace hf_kbit::fitted {
+
+// Which kernel multiplies (path.h). 2026-11-21, 2026-11-23.
+namespace path {
+constexpr int64_t kLargeWeight = 40'000'000;                           // elements
+constexpr int64_t kMostTokens = 4095, kMostTokensLarge = 8191;         // fused on Hopper; large: of such weights
+constexpr int64_t kMostTokensMma = 256;                                // fused elsewhere
+constexpr int64_t kFewFeatures = 1536, kFewFeaturesMostTokens = 1023;  // transformed; one H100, 2026-11-26
+constexpr int fewest_wgmma(int bits, bool transformed) {               // tokens, of large weights
+    const bool fast = bits == 2 || bits == 5;
+    return transformed ? (fast ? 12 : 13) : (fast ? 13 : 16);
+}
+constexpr int64_t kFewRows = 8;  // of an expert: from these on hopper/experts_wgmma.cu multiplies; 2026-11-23
+// Tokens from which on the gradient is decoded first, for a weight without a transform; 2026-11-23.
+constexpr int64_t most_gradient_tokens(int bits) { return bits == 2 ? 2048 : bits == 5 ? 512 : 1024; }
+}  // namespace path
+
+// few_tokens/gemm.cu, in the time that a processor takes for a slab, about 0.06 us. 2026-11-22.
+namespace few_tokens {
+constexpr int kStart = 40;                             // a CTA's start and end
+constexpr double kCluster = 12, kClusterSlope = 1.03;  // meeting in a cluster
+constexpr double kClusterToken = 2;                    // each further token that meets there; Hopper alone
+constexpr double kMegabyte = 2;                        // of activations from L2 to all CTAs; Hopper alone
+constexpr double kRowWarp = 4;                         // several warps read the same columns of activations
+constexpr double kTransform = 0.25;                    // transforming a slab in a CTA
+constexpr double kTransformKernel = 17;                // a kernel that transforms first; of experts' rows:
+constexpr double kTransformExperts = 30;
+}  // namespace few_tokens
+
+// hopper/gemm_wgmma.cu, in cycles. 2026-11-22.
+namespace wgmma {
+constexpr double kPiece = 21, kPieceBits5 = 13, kPieceToken = 0.47;  // 64 columns of a warp
+constexpr double kStart = 6000, kTile = 3500, kGroupToken = 12, kCluster = 1500;
+constexpr double kDivided = 5700, kDividedToken = 43, kPart = 290, kPartToken = 7;  // tiles that CTAs divide
+}  // namespace wgmma
+
+// hopper/experts_wgmma.cu, in cycles, 4 bits, Qwen3-30B-A3B and Mixtral-8x7B. 2026-11-23.
+namespace experts {
+constexpr double kSlab[] = {2550, 2890, 3930, 5470, 6040}, kSlabBits5 = 800;  // tiles of 16 to 256 tokens
+constexpr double kSlabOfSteps[] = {3800, 4100, 4700};                         // of 128 tokens, 32 at a time
+constexpr double kTile = 1150, kGroupToken = 100;
+}  // namespace experts
+
+// gradient/gradient_wgmma.cu, in cycles. 2026-11-23.
+namespace gradient {
+constexpr double kPiece = 1250, kTile = 9000;
+constexpr double kAdd = 8000, kAddPart = 60;  // the second kernel, and each part that it reads
+}  // namespace gradient
+
+// mma/gemm_mma.cu, in cycles, on the H200 made to take this path. 2026-11-21.
+namespace mma {
+constexpr double kPiece = 425, kPieceToken = 15;  // 64 columns of a tile, and of each of its tokens
+constexpr double kStart = 3000;                   // a CTA's start and end
+constexpr double kAdd = 5000, kAddToken = 55;     // the second kernel, and what it reads
+}  // namespace mma
+
+}  // namespace hf_kbit::fitted

@@ -1,0 +1,46 @@
+// Each row of y is a row of x times the weight of an expert (+ its bias) on Hopper: gemm_wgmma.cuh, of experts.
+//
+//   x        float16 or bfloat16 [R, K], as transform.cu gathers and orders it    y  [R, N], of x's dtype
+//   words    int32 [E, N/16, K/256, bits, 32, 4]    scales  uint8 [E, N/16, K/256, 8, 16]
+//   offsets  int32 [E + 1]: the first row of each expert, and the end of all    codebook  float32 [2**bits]
+//   bias     [E, N] or null
+//
+// As many CTAs as there are processors, or can be tiles, if these are fewer, take the tiles in turns.
+#include "kernels/dispatch.h"
+#include "kernels/hopper/gemm_wgmma.cuh"
+#include "kernels/hopper/tensor_map.h"
+#include "kernels/launch.h"
+
+namespace hf_kbit::cuda {
+
+namespace {
+
+template <int kBits, typename T, int kTokens>
+__global__ void __launch_bounds__(wgmma_threads(kTokens), 1)
+    experts_wgmma_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ WgmmaArguments arguments) {
+    run_wgmma<kBits, T, kTokens, true, true>(x_map, arguments);
+}
+
+}  // namespace
+
+cudaError_t experts_wgmma(const Product& product, const int32_t* offsets, int experts, Dtype dtype, int bits,
+                          int64_t rows, int64_t in_features, const WgmmaPlan& plan, const Gpu& gpu,
+                          cudaStream_t stream) {
+    CUtensorMap map;
+    const cudaError_t error = map_of_rows(product.x, dtype, rows, in_features, plan.token_tile, map);
+    if (error != cudaSuccess) return error;
+    WgmmaArguments arguments = wgmma_arguments(product, dtype, rows, in_features, plan);
+    arguments.offsets = offsets;
+    arguments.experts = experts;
+    arguments.row_groups = static_cast<int>(ceil_div(product.out_features, wgmma_rows(plan.token_tile, plan.groups)));
+    return dispatch<__half, __nv_bfloat16>(bits, dtype, [&](auto width, auto value) {
+        return dispatch_token_tile(plan.token_tile, [&](auto token_tile) {
+            constexpr int kTokens = token_tile();
+            static Launcher launcher(experts_wgmma_kernel<width(), decltype(value), kTokens>, wgmma_threads(kTokens),
+                                     kAllShared);
+            return launcher.launch_overlapping(gpu, plan.clusters, 1, plan.shared_bytes, stream, map, arguments);
+        });
+    });
+}
+
+}  // namespace hf_kbit::cuda

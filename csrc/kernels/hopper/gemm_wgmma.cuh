@@ -1,0 +1,585 @@
+// y = x @ W.T (+ bias) on Hopper, W in tiles; the weights are decoded in registers, as operand A of wgmma. What a CTA
+// of gemm_wgmma.cu does, and one of experts_wgmma.cu, where W is one of many weights, each for some rows of x and y.
+//
+//   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8; where the weight has column scales or a
+//             rotation, what inputs/transform.cu makes of it
+//   words     int32 [N/16, K/256, bits, 32, 4]     scales  uint8 [N/16, K/256, 8, 16]     codebook  float32 [2**bits]
+//   bias      [N] or null                          y       [M, N], row-major, both of x's dtype
+//
+// A CTA multiplies up to 256 rows and 256 tokens at a time, a warp 16 of the rows:
+//
+//   words and scales --bulk copies--> ring of the warp in shared memory --> registers --table--> pairs of levels
+//     --times scales--> operand A
+//   x --bulk copies, 64 or 128 columns at a time--> shared memory, swizzled: operand B
+//
+// x comes from inputs/transform.cu, its columns in the order in which a lane of a tile holds them
+// (Transformed::ordered). Where that kernel would have nothing else to do and costs more (wgmma_ordered), x stays as
+// it is, and four lanes exchange codes instead, so that each has those of the columns that operand A wants of it.
+//
+// The tensor cores work on 64 columns of a warpgroup while it decodes the next 64; with 128 tokens, where registers
+// are short, while others decode. Weights are multiplied by their scales before the product: eight products of pairs
+// for 512 weights. Where there are fewer tiles than processors, CTAs divide K as plan.h says, and add up sums in a
+// fixed order.
+//
+// Of experts, each has tiles of its own rows of x, as many as `offsets` says, which the host does not know: a warp of
+// each CTA makes a table of them. Groups of warps meet in memory of its own. Of a tile of 128 tokens that has fewer
+// rows only the steps of 32 that hold them are multiplied, each number of steps by a loop of its own.
+//
+// What limits it and what was tried: docs/internals.md.
+#pragma once
+
+#include <cuda.h>
+
+#include "kernels/hopper/experts_plan.h"
+#include "kernels/hopper/wgmma.cuh"
+#include "kernels/kernels.h"
+#include "kernels/operands.cuh"
+#include "kernels/outputs.cuh"
+
+namespace hf_kbit::cuda {
+
+struct WgmmaArguments {
+    Output output;
+    const int32_t* words;
+    const uint8_t* scales;
+    const float* codebook;
+    float* partial;   // as wgmma_partial_sums
+    uint32_t* ready;  // [clusters, warps]: whether a warp's sums are there
+    int slabs;
+    int row_tiles, token_tiles;  // row_tiles of 16 rows
+    int clusters, groups_log2, split_log2, x_stages, ring_stages;
+    int whole, turns;  // tiles that are not divided, and how many of them each CTA has where others are
+    WgmmaDivision division;
+    uint32_t signs;  // of scales
+    // Of experts alone; in place of row tiles times token tiles, whole and turns.
+    const int32_t* offsets;
+    int experts, row_groups;
+};
+
+// Threads that decode and multiply. Of a further warpgroup one warp brings x, three the weights; it is whole because
+// registers move from it to the others, which need more than their share.
+constexpr int kBringers = 128;
+constexpr int wgmma_decoders(int token_tile) { return wgmma_warps(token_tile) * kWarp; }
+constexpr int wgmma_threads(int token_tile) { return wgmma_decoders(token_tile) + kBringers; }
+
+// What a CTA has of a tile.
+struct Share {
+    int tile, first_slab, slabs;  // none: no slabs
+};
+
+// Where a tile is: whose weight, which of its rows for a group of warps, the tokens from one on, before another.
+struct Place {
+    int expert, row_group, token, end;
+};
+
+// What a CTA does, in its two roles: bring, and decode and multiply. kOrdered: x has its columns in the order of
+// tiles.
+template <int kBits, typename T, int kTokens, bool kOrdered, bool kExperts>
+struct WgmmaCta {
+    using Table = LevelTable<kBits, kPairTableBytes>;
+    // In all at most 65536, of which each thread has an equal part, in eights, before they move.
+    static constexpr int kBringerRegisters = 32, kDecoderRegisters = wgmma_warps(kTokens) == 8 ? 232 : 112;
+    static constexpr int kWarps = wgmma_warps(kTokens), kDecoders = wgmma_decoders(kTokens);
+    static constexpr int kSlab = slab_bytes(kBits);
+    static constexpr int kPieces = wgmma_stage_pieces(kTokens), kStageBytes = wgmma_stage_bytes(kTokens);
+    // Products that a warpgroup leaves to the tensor cores while it decodes, and parts in which a slab comes to
+    // registers: as many, as few, as registers allow.
+    static constexpr int kPending = kTokens == 128 ? 0 : 1, kParts = kTokens == 128 ? 2 : 1;
+
+    static constexpr int kSteps = kExperts ? expert_steps(kTokens) : 1;
+
+    const WgmmaArguments& arguments;
+    // Groups of all CTAs of a cluster are parties, which divide the slabs.
+    int cluster, rank, groups, parties, group_warps;
+    uint32_t window, x, ring, x_full, x_empty, ring_full, ring_empty;
+
+    __device__ __forceinline__ WgmmaCta(const WgmmaArguments& arguments, uint32_t window)
+        : arguments(arguments),
+          cluster(blockIdx.x >> arguments.split_log2),
+          rank(blockIdx.x - (cluster << arguments.split_log2)),
+          groups(1 << arguments.groups_log2),
+          parties(groups << arguments.split_log2),
+          group_warps(kWarps >> arguments.groups_log2),
+          window(window),
+          x(window + wgmma_x_address()),
+          ring(x + groups * arguments.x_stages * kStageBytes),
+          x_full(ring + kWarps * arguments.ring_stages * kSlab),
+          x_empty(x_full + groups * arguments.x_stages * 8),
+          ring_full(x_empty + groups * arguments.x_stages * 8),
+          ring_empty(ring_full + kWarps * arguments.ring_stages * 8) {}
+
+    __device__ __forceinline__ Place place_of(int tile) const {
+        if constexpr (kExperts) {
+            return place_among_experts(tile);
+        } else {
+            const int token = tile % arguments.token_tiles * kTokens;
+            return {0, tile / arguments.token_tiles, token, arguments.output.tokens};
+        }
+    }
+    __device__ __forceinline__ int row_tile(const Place& place, int warp) const {
+        return place.row_group * group_warps + warp % group_warps;
+    }
+    __device__ __forceinline__ int slabs_before(int party) const {
+        return arguments.slabs * party >> (arguments.groups_log2 + arguments.split_log2);
+    }
+
+    // Number `number` of those of a party.
+    __device__ __forceinline__ Share share(int party, int number) const {
+        const int tile = cluster + number * arguments.clusters;
+        if (tile < whole()) {
+            const int first = slabs_before(party);
+            return {tile, first, slabs_before(party + 1) - first};
+        }
+        if constexpr (kExperts) return {};
+        // The part of a tile that another CTA waits for first.
+        const int begin = arguments.division.begin(cluster), end = arguments.division.begin(cluster + 1);
+        if (begin == end) return {};
+        const int of_divided = (end - 1) / arguments.slabs - (number - arguments.turns);
+        const int tile_begin = of_divided * arguments.slabs, first = max(begin, tile_begin);
+        return {arguments.whole + of_divided, first - tile_begin, min(end, tile_begin + arguments.slabs) - first};
+    }
+
+    __device__ __forceinline__ void init_barriers() const {
+        for (int i = 0; i < groups * arguments.x_stages; ++i) {
+            init_barrier(x_full + 8 * i, 1);
+            init_barrier(x_empty + 8 * i, group_warps);
+        }
+        for (int i = 0; i < kWarps * arguments.ring_stages; ++i) {
+            init_barrier(ring_full + 8 * i, 1);
+            init_barrier(ring_empty + 8 * i, 1);
+        }
+        fence_barriers();
+    }
+
+    // All who decode; in a cluster, of all its CTAs. Those who bring have ended.
+    __device__ __forceinline__ void sync_decoders() const {
+        if (arguments.split_log2 > 0) {
+            cluster_barrier();
+        } else {
+            named_barrier(1, kDecoders);
+        }
+    }
+
+    // To the next stage of a ring, whose barriers' phases alternate.
+    static __device__ __forceinline__ void step(int& stage, int& phase, int stages) {
+        ++stage;
+        if (stage == stages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+
+    // --- who brings x, a lane for each group, and weights, a lane for each warp ---
+
+    __device__ __forceinline__ void bring_x(const void* map, int group) const {
+        wait_for_kernel_before();  // which may transform x
+        const int party = rank * groups + group;
+        const uint32_t full = x_full + group * arguments.x_stages * 8,
+                       empty = x_empty + group * arguments.x_stages * 8;
+        const uint32_t place = x + group * arguments.x_stages * kStageBytes;
+        int stage = 0, phase = 0;
+        Share share;
+        for (int number = 0; (share = this->share(party, number)).slabs > 0; ++number) {
+            const int token = place_of(share.tile).token;
+            int column = share.first_slab * kSlabColumns;
+            for (int i = 0; i < share.slabs * 4 / kPieces; ++i) {
+                wait_barrier(empty + 8 * stage, phase ^ 1);
+                expect_bytes(full + 8 * stage, kStageBytes);
+#pragma unroll
+                for (int piece = 0; piece < kPieces; ++piece, column += kWgmmaColumns) {
+                    const uint32_t to = place + stage * kStageBytes + piece * (kStageBytes / kPieces);
+                    bulk_copy_box(to, map, column, token, full + 8 * stage);
+                }
+                step(stage, phase, arguments.x_stages);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void bring_weights(int warp) const {
+        const int group = warp / group_warps, party = rank * groups + group;
+        int stage = 0, phase = 0;
+        Share share;
+        for (int number = 0; (share = this->share(party, number)).slabs > 0; ++number) {
+            const Place place = place_of(share.tile);
+            // Beyond the last row tile the last one again, whose results are not stored.
+            int64_t slab = min(row_tile(place, warp), arguments.row_tiles - 1);
+            if constexpr (kExperts) slab += int64_t{place.expert} * arguments.row_tiles;
+            slab = slab * arguments.slabs + share.first_slab;
+            for (int i = 0; i < share.slabs; ++i, ++slab) {
+                const int at = warp * arguments.ring_stages + stage;
+                wait_barrier(ring_empty + 8 * at, phase ^ 1);
+                bring_slab<kBits>(ring + at * kSlab, arguments.words, arguments.scales, slab, ring_full + 8 * at);
+                step(stage, phase, arguments.ring_stages);
+            }
+        }
+    }
+
+    // --- who decodes and multiplies ---
+
+    __device__ __forceinline__ void multiply(int warp) const {
+        const int lane = threadIdx.x % kWarp;
+        Table table;
+        table.begin(window, arguments.codebook, lane);
+        const float unit = table.template finish<T, kDecoders>();
+        named_barrier(1, kExperts ? wgmma_threads(kTokens) : kDecoders);
+
+        const int group = warp / group_warps, party = rank * groups + group;
+        const uint32_t full = x_full + group * arguments.x_stages * 8,
+                       empty = x_empty + group * arguments.x_stages * 8;
+        const uint64_t columns = swizzled_matrix(x + group * arguments.x_stages * kStageBytes);
+        [[maybe_unused]] const Quad quad(lane);
+        const uint32_t lane_table = Table::lane_address(window, lane);
+        int stage = 0, phase = 0, slab_stage = 0, slab_phase = 0;
+        Share share;
+#pragma unroll 1
+        for (int number = 0; (share = this->share(party, number)).slabs > 0; ++number) {
+            float sums[kTokens / 2];
+            int last = -1;  // the stage that the tensor cores may still read
+            // By the first so many tokens of the tile.
+            const auto multiply_slabs_by = [&](auto columns_of_x) {
+#pragma unroll 1
+                for (int slab = 0; slab < share.slabs; ++slab) {
+                    uint32_t words[4 / kParts][kBits], scales[4 / kParts];
+                    const int at = warp * arguments.ring_stages + slab_stage;
+                    wait_barrier(ring_full + 8 * at, slab_phase);
+#pragma unroll
+                    for (int piece = 0; piece < 4; ++piece) {
+                        const int tile_of_part = piece % (4 / kParts);
+                        if (tile_of_part == 0)
+                            load_slab<kBits, kParts>(ring + at * kSlab, piece * kParts / 4, words, scales);
+                        if (piece == 4 - 4 / kParts) {
+                            release_to_bulk_copies();  // each lane for its own reads, as another warp copies
+                            __syncwarp();
+                            if (lane == 0) arrive(ring_empty + 8 * at);
+                            step(slab_stage, slab_phase, arguments.ring_stages);
+                        }
+                        uint32_t a[2][2][4];
+#pragma unroll
+                        for (int block = 0; block < 2; ++block) {
+                            if constexpr (kOrdered) {
+                                decode_block<kBits, kPairTableBytes>(words[tile_of_part], block, lane_table, a[block]);
+                            } else {
+                                decode_in_order<kBits>(words[tile_of_part], block, lane_table, quad, a[block]);
+                            }
+                        }
+                        multiply_by_scales<T>(a, scales[tile_of_part], arguments.signs);
+                        if (piece % kPieces == 0) wait_barrier(full + 8 * stage, phase);
+                        // In units of 16 bytes; 16 columns are 32 bytes.
+                        const uint64_t from =
+                            columns + (stage * kStageBytes + piece % kPieces * (kStageBytes / kPieces) >> 4);
+                        wgmma_fence();
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            wgmma<T, columns_of_x()>(sums, a[i / 2][i % 2], from + 2 * i, slab + piece + i > 0);
+                        }
+                        wgmma_commit();
+                        wgmma_wait<kPending>();
+                        if (piece % kPieces == kPieces - 1) {
+                            const int done = kPending == 0 ? stage : last;
+                            if (done >= 0 && lane == 0) arrive(empty + 8 * done);
+                            last = stage;
+                            step(stage, phase, arguments.x_stages);
+                        }
+                    }
+                }
+            };
+            if constexpr (kSteps == 1) {
+                multiply_slabs_by(std::integral_constant<int, kTokens>{});
+            } else {
+                static_assert(kSteps == 4 && kTokens == 4 * kExpertStep);
+                const Place place = place_of(share.tile);
+                const int tokens = place.end - place.token;
+                if (tokens <= kExpertStep) {
+                    multiply_slabs_by(std::integral_constant<int, kExpertStep>{});
+                } else if (tokens <= 2 * kExpertStep) {
+                    multiply_slabs_by(std::integral_constant<int, 2 * kExpertStep>{});
+                } else if (tokens <= 3 * kExpertStep) {
+                    multiply_slabs_by(std::integral_constant<int, 3 * kExpertStep>{});
+                } else {
+                    multiply_slabs_by(std::integral_constant<int, kTokens>{});
+                }
+            }
+            if constexpr (kPending > 0) {
+                wgmma_wait<0>();
+                if (lane == 0) arrive(empty + 8 * last);
+            }
+#pragma unroll
+            for (int i = 0; i < kTokens / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+            finish(sums, unit, share, warp);
+        }
+        if constexpr (kExperts) clear_rest();
+    }
+
+    // --- outputs ---
+
+    __device__ __forceinline__ void finish(float (&sums)[kTokens / 2], float unit, const Share& share,
+                                           int warp) const {
+        const int tile = share.tile;
+        if (parties == 1) {
+            if constexpr (!kExperts) {
+                if (share.first_slab + share.slabs < arguments.slabs) return hand_over(sums, warp);
+                if (share.first_slab > 0) add_parts(sums, tile, warp);
+            }
+            store(sums, 0, kTokens / 8, unit, tile, warp);
+        } else if (parties == 2) {
+            meet<2>(sums, unit, tile, warp);
+        } else if constexpr (wgmma_most_groups(kTokens) > 1) {
+            if (kExperts || parties == 4) {
+                meet<wgmma_owners(4, kTokens)>(sums, unit, tile, warp);
+            } else {
+                meet<wgmma_owners(8, kTokens)>(sums, unit, tile, warp);
+            }
+        }
+    }
+
+    // Sends the sums of others' tokens, adds up its own. Without experts only after its only tile, as the sums of
+    // others lie where x and weights were.
+    template <int kOwners>
+    __device__ __forceinline__ void meet(float (&sums)[kTokens / 2], float unit, int tile, int warp) const {
+        constexpr int kEights = kTokens / 8 / kOwners;  // of tokens; a thread has four sums of each
+        const int group = warp / group_warps, party = rank * groups + group;
+        const int group_threads = group_warps * kWarp, thread = warp % group_warps * kWarp + lane_id();
+        const auto place = [&](int of_group, int sender, int eight) {
+            return exchange() +
+                   (((of_group * (parties - 1) + sender) * kEights + eight) * group_threads + thread) * 16;
+        };
+        sync_decoders();
+#pragma unroll
+        for (int owner = 0; owner < kOwners; ++owner) {
+            if (owner != party) {
+                const float* of_owner = sums + owner * kEights * 4;
+                const int sender = party - (party > owner);
+#pragma unroll
+                for (int i = 0; i < kEights; ++i) {
+                    store_cluster_16(cluster_address(place(owner % groups, sender, i), owner >> arguments.groups_log2),
+                                     of_owner[4 * i], of_owner[4 * i + 1], of_owner[4 * i + 2], of_owner[4 * i + 3]);
+                }
+            }
+        }
+        sync_decoders();
+#pragma unroll
+        for (int owner = 0; owner < kOwners; ++owner) {
+            if (owner == party) {
+                float* own = sums + owner * kEights * 4;
+#pragma unroll 1
+                for (int sender = 0; sender < parties - 1; ++sender) {
+#pragma unroll
+                    for (int i = 0; i < kEights; ++i) {
+                        const uint4 four = load_shared_16(place(group, sender, i));
+                        own[4 * i] += __uint_as_float(four.x);
+                        own[4 * i + 1] += __uint_as_float(four.y);
+                        own[4 * i + 2] += __uint_as_float(four.z);
+                        own[4 * i + 3] += __uint_as_float(four.w);
+                    }
+                }
+                store(sums, owner * kEights, kEights, unit, tile, warp);
+            }
+        }
+    }
+
+    // A warp's sums of part of a tile, to the CTA that has the tile's last slab: [eight tokens][lane][4].
+    __device__ __forceinline__ float4* part(int cta, int warp) const {
+        return reinterpret_cast<float4*>(arguments.partial) + (cta * kWarps + warp) * (kTokens / 8) * kWarp +
+               lane_id();
+    }
+    __device__ __forceinline__ void hand_over(const float (&sums)[kTokens / 2], int warp) const {
+        float4* to = part(cluster, warp);
+#pragma unroll
+        for (int i = 0; i < kTokens / 2; i += 4) {
+            to[i / 4 * kWarp] = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+        }
+        __syncwarp();
+        if (lane_id() == 0) store_release(arguments.ready + cluster * kWarps + warp, 1);
+    }
+    // Those of the CTAs before, the nearest one first. They begin earlier, and wait for nobody before they hand over.
+    __device__ __forceinline__ void add_parts(float (&sums)[kTokens / 2], int tile, int warp) const {
+        const int first = arguments.division.cta_with((tile - arguments.whole) * arguments.slabs);
+#pragma unroll 1
+        for (int cta = cluster - 1; cta >= first; --cta) {
+            while (load_acquire(arguments.ready + cta * kWarps + warp) == 0) {
+            }
+        }
+        constexpr int kAtOnce = kTokens <= 64 ? 64 / kTokens * 2 : 1;  // so many loads under way as registers hold
+#pragma unroll kAtOnce
+        for (int cta = cluster - 1; cta >= first; --cta) {
+            const float4* from = part(cta, warp);
+#pragma unroll
+            for (int i = 0; i < kTokens / 2; i += 4) {
+                const float4 four = __ldcg(from + i / 4 * kWarp);
+                sums[i] += four.x;
+                sums[i + 1] += four.y;
+                sums[i + 2] += four.z;
+                sums[i + 3] += four.w;
+            }
+        }
+    }
+
+    // Groups of eight tokens; first and count are known when compiling.
+    __device__ __forceinline__ void store(const float (&sums)[kTokens / 2], int first, int count, float unit, int tile,
+                                          int warp) const {
+        const int lane = lane_id();  // while tiles are multiplied, every register is in use
+        const Place place = place_of(tile);
+        const int row = row_tile(place, warp) * kTileRows;
+        const auto store_to = [&](const Output& output) {
+            float bias[2];
+            load_bias<T>(output, row, lane, bias);
+#pragma unroll
+            for (int i = first; i < first + count; ++i) {
+                store_eight<T>(output, sums + 4 * i, unit, bias, row, place.token + 8 * i, lane);
+            }
+        };
+        if constexpr (kExperts) {
+            const T* bias = static_cast<const T*>(arguments.output.bias);
+            const int64_t before = int64_t{place.expert} * arguments.output.out_features;
+            store_to({bias ? bias + before : nullptr, arguments.output.y, place.end, arguments.output.out_features});
+        } else {
+            store_to(arguments.output);
+        }
+    }
+
+    // --- experts: a table of the first row and the number of token tiles before it of each, and of the end of all ---
+
+    __device__ __forceinline__ uint32_t expert(int number) const {
+        return ring_empty + kWarps * arguments.ring_stages * 8 + number * 8;
+    }
+    // Where others' sums lie.
+    __device__ __forceinline__ uint32_t exchange() const {
+        return kExperts ? expert(0) + expert_table_bytes(arguments.experts) : x;
+    }
+
+    // By a warp, each lane some experts that follow each other. Whatever the offsets are, no row is beyond x.
+    __device__ __forceinline__ void list_experts() const {
+        const int lane = lane_id(), of_lane = (arguments.experts + kWarp - 1) / kWarp;
+        const int first = lane * of_lane, last = min(first + of_lane, arguments.experts);
+        const auto row = [&](int number) {
+            return min(max(__ldg(arguments.offsets + number), 0), arguments.output.tokens);
+        };
+        const auto tiles = [&](int number) { return (max(row(number + 1) - row(number), 0) + kTokens - 1) / kTokens; };
+        int before = 0;
+#pragma unroll 4
+        for (int i = first; i < last; ++i) before += tiles(i);
+        before = sum_up_to_lane(before, lane) - before;
+#pragma unroll 4
+        for (int i = first; i < last; ++i) {
+            store_shared_8(expert(i), make_uint2(row(i), before));
+            before += tiles(i);
+        }
+        if (lane == kWarp - 1) store_shared_8(expert(arguments.experts), make_uint2(row(arguments.experts), before));
+    }
+
+    // Tiles that are not divided.
+    __device__ __forceinline__ int whole() const {
+        if constexpr (kExperts) {
+            return static_cast<int>(load_shared_4(expert(arguments.experts) + 4)) * arguments.row_groups;
+        } else {
+            return arguments.whole;
+        }
+    }
+
+    // Tiles of an expert and the same rows follow each other.
+    __device__ __forceinline__ Place place_among_experts(int tile) const {
+        const int token_tile = tile / arguments.row_groups;
+        int found = 0, beyond = arguments.experts;
+        while (beyond - found > 1) {
+            const int middle = (found + beyond) / 2;
+            (static_cast<int>(load_shared_4(expert(middle) + 4)) <= token_tile ? found : beyond) = middle;
+        }
+        const uint2 of_expert = load_shared_8(expert(found)), next = load_shared_8(expert(found + 1));
+        const int first = static_cast<int>(of_expert.x), before = static_cast<int>(of_expert.y);
+        const int token_tiles = static_cast<int>(next.y) - before, within = tile - before * arguments.row_groups;
+        return {found, within / token_tiles, first + within % token_tiles * kTokens, static_cast<int>(next.x)};
+    }
+
+    // Zeros for rows of y behind those of all experts, 16 bytes at a time, by all CTAs.
+    __device__ __forceinline__ void clear_rest() const {
+        constexpr int kPiece = 8;
+        const int64_t out_features = arguments.output.out_features;
+        const int64_t first = load_shared_4(expert(arguments.experts)) * out_features;
+        const int64_t end = arguments.output.tokens * out_features;
+        auto* y = static_cast<uint16_t*>(arguments.output.y);
+        int64_t piece = first / kPiece + blockIdx.x * kDecoders + threadIdx.x;
+        for (; piece * kPiece < end; piece += gridDim.x * kDecoders) {
+            const int64_t from = max(piece * kPiece, first), to = min((piece + 1) * kPiece, end);
+            if (to - from == kPiece) {
+                store_16(y + from, make_uint4(0, 0, 0, 0));
+            } else {
+                for (int64_t i = from; i < to; ++i) y[i] = 0;
+            }
+        }
+    }
+};
+
+// A kernel, of wgmma_threads(kTokens) threads.
+template <int kBits, typename T, int kTokens, bool kOrdered, bool kExperts>
+__device__ __forceinline__ void run_wgmma(const CUtensorMap& x_map, const WgmmaArguments& arguments) {
+    if constexpr (kHopper) {
+        extern __shared__ __align__(1024) char smem[];
+        const uint32_t window = shared_window(smem);
+        const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarp, 0);
+        const WgmmaCta<kBits, T, kTokens, kOrdered, kExperts> cta(arguments, window);
+        constexpr int kWarps = wgmma_warps(kTokens);
+        if constexpr (!kExperts) {
+            if (threadIdx.x == 0) cta.init_barriers();
+            __syncwarp();
+            if (arguments.split_log2 > 0) {
+                cluster_barrier();
+            } else {
+                __syncthreads();
+            }
+        }
+        if (warp >= kWarps) {
+            give_registers<cta.kBringerRegisters>();
+            const int lane = threadIdx.x % kWarp;
+            if constexpr (kExperts) {  // whose decoders go on to the table of levels meanwhile
+                let_next_kernel_start();
+                if (warp == kWarps) cta.list_experts();
+                if (warp == kWarps + 1 && lane == 0) cta.init_barriers();
+                __syncwarp();
+                named_barrier(2, kBringers);
+                arrive_named_barrier(1, wgmma_threads(kTokens));
+            }
+            if (warp == kWarps && lane < cta.groups) cta.bring_x(&x_map, lane);
+            const int of_warp = lane * 3 + warp - kWarps - 1;
+            if (warp > kWarps && of_warp < kWarps) cta.bring_weights(of_warp);
+            __syncwarp();
+        } else {
+            take_registers<cta.kDecoderRegisters>();
+            cta.multiply(warp);
+        }
+    } else {
+        __trap();
+    }
+}
+
+// --- launches ------------------------------------------------------------------------------------
+
+// run(std::integral_constant<int, token_tile>)
+template <int kTokens = 16, typename Run>
+cudaError_t dispatch_token_tile(int token_tile, const Run& run) {
+    if (token_tile == kTokens) return run(std::integral_constant<int, kTokens>{});
+    if constexpr (kTokens < 256) return dispatch_token_tile<2 * kTokens>(token_tile, run);
+    return cudaErrorInvalidConfiguration;
+}
+
+// What products of one weight and of experts have in common; tokens: rows of x.
+inline WgmmaArguments wgmma_arguments(const Product& product, Dtype dtype, int64_t tokens, int64_t in_features,
+                                      const WgmmaPlan& plan) {
+    const TileLayout layout(product.out_features, in_features);
+    WgmmaArguments arguments{};
+    arguments.output = {product.bias, product.y, static_cast<int>(tokens), static_cast<int>(product.out_features)};
+    arguments.words = product.words;
+    arguments.scales = product.scales;
+    arguments.codebook = product.codebook;
+    arguments.slabs = static_cast<int>(layout.slabs);
+    arguments.row_tiles = static_cast<int>(layout.row_tiles);
+    arguments.clusters = plan.clusters;
+    arguments.x_stages = plan.x_stages;
+    arguments.ring_stages = plan.ring_stages;
+    arguments.split_log2 = log2_ceil(plan.split);
+    arguments.groups_log2 = log2_ceil(plan.groups);
+    arguments.signs = dtype == Dtype::float16 ? signs_of<__half>(product.signed_scales)
+                                              : signs_of<__nv_bfloat16>(product.signed_scales);
+    return arguments;
+}
+
+}  // namespace hf_kbit::cuda

@@ -1,0 +1,38 @@
+// Which kernel multiplies tokens by a weight in tiles.
+#pragma once
+
+#include "kernels/few_tokens/plan.h"
+#include "kernels/fitted.h"
+#include "kernels/hopper/plan.h"
+#include "kernels/mma/plan.h"
+
+namespace hf_kbit {
+
+// For tiles and float16 or bfloat16; everything else is dequantized.
+enum class GemmPath { decode, wgmma, mma, dequantize };
+
+// Up to kGemmTokens tokens: few_tokens/gemm.cu, but for large weights on Hopper. More: wgmma or mma, until decoding
+// first and cuBLAS are faster. A transformed weight of few rows is turned back while it is decoded, for less than it
+// costs to transform many tokens.
+//
+// With batch_invariant any number of tokens takes the kernel that is made for many: there a token's sums are added up
+// in the same order, whatever tokens are beside it.
+inline GemmPath gemm_path(int64_t tokens, int64_t out_features, int64_t in_features, int bits, bool transformed,
+                          bool batch_invariant, const Gpu& gpu) {
+    using namespace fitted::path;
+    if (tokens < 1 || !can_fuse(out_features, in_features, gpu)) return GemmPath::dequantize;
+    const bool large = out_features * in_features >= kLargeWeight;
+    const GemmPath many = has_mma_path(gpu.arch) ? GemmPath::mma : GemmPath::wgmma;
+    if (batch_invariant) return many;
+    if (tokens <= kGemmTokens) {
+        const bool few = many == GemmPath::mma || !large || tokens < fewest_wgmma(bits, transformed);
+        return few ? GemmPath::decode : many;
+    }
+    const int64_t most = many == GemmPath::mma                         ? kMostTokensMma
+                         : transformed && out_features <= kFewFeatures ? kFewFeaturesMostTokens
+                         : large                                       ? kMostTokensLarge
+                                                                       : kMostTokens;
+    return tokens <= most ? many : GemmPath::dequantize;
+}
+
+}  // namespace hf_kbit

@@ -1,0 +1,173 @@
+"""Bit allocation: how bits are spent on the layers of a model, and a rule that does so without data."""
+
+import heapq
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from hf_kbit.config import KbitConfig
+from hf_kbit.format import BITS, BLOCK_SIZE, absmax_shape
+from hf_kbit.nn.experts import is_projection, shape_of
+from hf_kbit.patterns import exactly
+
+SCALE_BITS = 8 / BLOCK_SIZE  # of a weight
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's number of weights as stored, and what each width costs the model, in any unit that adds up."""
+
+    weights: int
+    costs: Mapping[int, float]
+
+
+def spend(layers: Mapping[str, Layer], budget: float) -> dict[str, int]:
+    """The width of each layer for which the sum of costs is least, with at most ``budget`` bits for all weights.
+
+    Exact for layers of one size if each width lowers a cost by less than the one before; near to it for others.
+
+    >>> costs = {2: 8.0, 3: 2.0, 4: 0.5, 5: 0.1}
+    >>> layers = {"a": Layer(100, costs), "b": Layer(100, {width: cost / 10 for width, cost in costs.items()})}
+    >>> spend(layers, 600)
+    {'a': 4, 'b': 2}
+    """
+    chosen = dict.fromkeys(layers, BITS[0])
+    left = budget - sum(layer.weights for layer in layers.values()) * BITS[0]
+    steps: list[tuple[float, str]] = []
+
+    def offer(name: str) -> None:
+        """What the next width of a layer gains for each weight; the layer's name makes equal gains a fixed order."""
+        layer, width = layers[name], chosen[name]
+        if width < BITS[-1]:
+            heapq.heappush(steps, ((layer.costs[width + 1] - layer.costs[width]) / layer.weights, name))
+
+    for name in layers:
+        offer(name)
+    while steps:
+        _, name = heapq.heappop(steps)
+        if layers[name].weights <= left:
+            left -= layers[name].weights
+            chosen[name] += 1
+            offer(name)
+    return chosen
+
+
+def config_of(config: KbitConfig, chosen: Mapping[str, int]) -> KbitConfig:
+    """A copy of ``config`` with the widths chosen."""
+    common = Counter(chosen.values()).most_common(1)[0][0]
+    others = {exactly(name): own for name, own in chosen.items() if own != common}
+    return replace(config, bits=common, module_bits={**left(config), **others})
+
+
+def left(config: KbitConfig) -> dict[str, None]:
+    """What ``module_bits`` leaves in 16 bits."""
+    return {pattern: None for pattern, bits in config.module_bits.items() if bits is None}
+
+
+def dense_shape(model, name: str) -> tuple[int, ...]:
+    """``(N, K)`` of a linear layer or a table, ``(E, N, K)`` of a projection of experts."""
+    if is_projection(model, name):
+        return shape_of(model, name)
+    module = model.get_submodule(name)
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    return (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)
+
+
+def stored_weights(model, names: Iterable[str]) -> int:
+    """Number of weights of these layers as they are stored: with what pads the last block of a row."""
+    shapes = [dense_shape(model, name) for name in names]
+    return sum(math.prod((*shape[:-2], *absmax_shape(*shape[-2:]))) * BLOCK_SIZE for shape in shapes)
+
+
+def column_bytes(model, names: Iterable[str], config: KbitConfig) -> int:
+    """Bytes of these layers' column scales, one for each of their inputs where weights are transformed."""
+    if config.transform == "none":
+        return 0
+    return sum(dense_shape(model, name)[-1] for name in names)
+
+
+def packed_bytes(model, widths: Mapping[str, int], config: KbitConfig) -> int:
+    """Bytes of these layers, each in its width, with all scales."""
+    words = sum(stored_weights(model, [name]) * (bits + SCALE_BITS) for name, bits in widths.items())
+    return round(words / 8) + column_bytes(model, widths, config)
+
+
+def units(model: nn.Module, names: list[str]) -> dict[str, list[str]]:
+    """``{module: names in it}``: linear layers by the layer of the model that they are in, the outermost element of a
+    ``ModuleList``; one that is in none stands for itself."""
+    found = {}
+    wholes = list(elements(model))
+    for name in names:
+        unit = next((whole for whole in wholes if name == whole or name.startswith(f"{whole}.")), name)
+        found.setdefault(unit, []).append(name)
+    return found
+
+
+def elements(model: nn.Module) -> Iterator[str]:
+    """Names of the elements of the outermost module lists."""
+    lists = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists.append(name)
+            yield from (f"{name}.{child}" for child in module._modules)
+
+
+# --- without data ---------------------------------------------------------------------------------
+
+KEYS_OR_VALUES = re.compile(r"(^|_)(k|v|kv|key|value)(_|$)")
+# What an error of one weight costs, relative to that in a square one in the middle of a model: as measured on
+# SmolLM2-135M (rotated and balanced weights, 2026-11-22), rounded.
+SHARED = 4.0  # of keys and values at most, where several heads share them: the number of these
+WIDE = 0.75  # more outputs than inputs
+FIRST, LAST = (3, 1.6), (2, 3.0)  # so many layers at the beginning, all of each; at the end, but attention
+
+
+def by_rule(model: nn.Module, names: list[str], bits: float) -> dict[str, int]:
+    """Widths of the linear layers ``names``, ``bits`` on average, by a rule that looks at names and shapes alone.
+
+    More bits get keys and values that several heads share, the first layers of the model, and what is no attention in
+    the last ones. The model may be on any device, also meta.
+    """
+    layers = costs_by_rule(model, names)
+    return spend(layers, bits * sum(layer.weights for layer in layers.values()))
+
+
+def costs_by_rule(model: nn.Module, names: list[str]) -> dict[str, Layer]:
+    """What each width costs, by that rule, in a unit of its own."""
+    layers = {}
+    for unit, inside in units(model, names).items():
+        for name in inside:
+            weights = stored_weights(model, [name])
+            cost = weights * _sensitivity(model, name, unit)
+            layers[name] = Layer(weights, {width: cost * 4.0**-width for width in BITS})  # as rounding errors fall
+    return layers
+
+
+def _sensitivity(model: nn.Module, name: str, unit: str) -> float:
+    """What an error of one weight of a layer costs; ``unit`` is the layer of the model that it is in."""
+    config, own = getattr(model, "config", None), name.rpartition(".")[2]
+    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else None
+    *_, outputs, inputs = dense_shape(model, name)
+    heads, sharing = (getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    found = 1.0
+    if KEYS_OR_VALUES.search(own):
+        known = isinstance(heads, int) and isinstance(sharing, int) and 0 < sharing < heads
+        found = min(heads / sharing, SHARED) if known else 1.0
+    elif outputs > inputs:
+        found = WIDE
+    parent, _, place = unit.rpartition(".")
+    if place.isdigit():
+        place, depth = int(place), len(model.get_submodule(parent))
+        attention = any("attn" in part or "attention" in part for part in name.split("."))
+        if place < FIRST[0]:
+            found *= FIRST[1]
+        elif place >= depth - LAST[0] and not attention:
+            found *= LAST[1]
+    return found

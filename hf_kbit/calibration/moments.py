@@ -1,0 +1,179 @@
+"""What goes into the linear layers of one layer of the model: in which order, its second moments, and what follows
+from them for the weight to aim at."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_kbit.calibration.stream import forwards
+
+DRIFT_DAMPING = 0.01
+SHARE = 0.35  # of the way to the least squares: on SmolLM2-135M 0.35 and 0.5 are alike, 0.7 and none are worse
+
+
+class Group(NamedTuple):
+    """Linear layers that are given the same tensor, such as q, k and v; or one projection of experts."""
+
+    names: list[str]
+    once: bool  # whether no layer around is called more than once, so that a run may end where this group is called
+
+
+class Moments(NamedTuple):
+    """Sums over tokens, float32: of ``x @ x.T``, ``[K, K]``, or its diagonal, ``[K]``, for what the layers are given;
+    and of ``(d - x) @ x.T``, ``[K, K]``, where d is what they would be given had nothing been quantized yet."""
+
+    second: torch.Tensor
+    drift: torch.Tensor | None
+
+
+class _Enough(Exception):
+    pass
+
+
+def groups(linears: dict[str, nn.Module], run: Callable[[], Any]) -> list[Group]:
+    """Groups of linear layers in the order in which ``run()`` calls them; those that it does not call come last."""
+    calls: list[tuple[str, object]] = []
+    # Projections of experts, which are told more than x, are in no group with others.
+    with _hooked(linears, lambda name, x, *ways: calls.append((name, ways or x))):
+        run()
+    found: list[tuple[object, list[str]]] = []
+    for name, x in calls:
+        if found and found[-1][0] is x:
+            found[-1][1].append(name)
+        else:
+            found.append((x, [name]))
+    once = len(calls) == len({name for name, _ in calls}) == len(linears)
+    seen: set[str] = set()
+    ordered = []
+    for names in (*(names for _, names in found), *([name] for name in linears)):
+        if new := [name for name in dict.fromkeys(names) if name not in seen]:
+            ordered.append(Group(new, once))
+            seen.update(new)
+    return ordered
+
+
+def moments(linear: nn.Module, group: Group, runs: Iterable[tuple[Callable, Callable | None]], diagonal: bool):
+    """The ``Moments`` of a group, one of whose layers is ``linear``.
+
+    Args:
+        runs: for each part of the data what runs it through the quantized layers, and, to find the drift, what runs
+            it through the dense ones.
+        diagonal: whether the diagonal is enough; there is no drift then.
+    """
+    second, drift = 0.0, None
+    for run, run_dense in runs:
+        x = _inputs(linear, run, group.once)
+        second = second + (x.square().sum(0) if diagonal else x.T @ x)
+        if run_dense is not None:
+            difference = (_inputs(linear, run_dense, group.once) - x).T @ x
+            drift = difference if drift is None else drift.add_(difference)
+    return Moments(second, drift)
+
+
+def _inputs(linear: nn.Module, run: Callable[[], Any], once: bool) -> torch.Tensor:
+    """float32 ``[tokens, K]``: all that the layer is given in ``run()``."""
+    found = [x.flatten(0, -2).float() for x, *_ in given(linear, run, once)]
+    if not found:
+        weight = linear.weight  # of a layer that no token has reached, such as an expert
+        return weight.new_zeros((0, getattr(linear, "in_features", weight.shape[0])), dtype=torch.float32)
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def given(module: nn.Module, run: Callable[[], Any], once: bool) -> list[tuple]:
+    """What the module is called with in ``run()``, each time; that ends there if once is enough."""
+    calls = []
+
+    def take(_, *arguments):
+        calls.append(arguments)
+        if once:
+            raise _Enough
+
+    with _hooked({"": module}, take):
+        try:
+            run()
+        except _Enough:
+            pass
+    return calls
+
+
+@contextmanager
+def _hooked(modules: dict[str, nn.Module], take: Callable[..., None]) -> Iterator[None]:
+    """``take(name, x, ...)`` is called with what each of the modules is given."""
+    hooks = [
+        # Some models call their layers by keyword.
+        module.register_forward_pre_hook(
+            lambda _, args, keywords, name=name: take(name, *(args or keywords.values())),
+            with_kwargs=True,
+        )
+        for name, module in modules.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def standing_in(modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> AbstractContextManager[None]:
+    """Inside, each of ``modules`` that has one among ``others`` computes what that one does."""
+    return forwards({modules[name]: other.forward for name, other in others.items() if name in modules})
+
+
+# --- what follows from them -----------------------------------------------------------------------
+
+
+def damping_of(hessian: torch.Tensor, share: float) -> torch.Tensor:
+    """What to add to the diagonal of a Hessian, float32 ``[K, K]``: ``share`` of its mean, or 1 if it is all zeros."""
+    mean = hessian.diagonal().mean()
+    return torch.where(mean > 0, share * mean, 1.0)
+
+
+def cholesky(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
+    """The lower Cholesky factor ``[K, K]`` of the Hessian with ``damping`` on its diagonal: float32, or float64 where
+    float32 finds none.
+
+    Raises:
+        ValueError: the Hessian is not positive semidefinite.
+    """
+    for dtype in (torch.float32, torch.float64):
+        damped = hessian.to(dtype, copy=True)
+        damped.diagonal().add_(damping)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            return lower
+    raise ValueError("hessian: found a matrix that is not positive semidefinite, expected sums of x @ x.T")
+
+
+def aim(weight: torch.Tensor, moments: Moments) -> torch.Tensor:
+    """The weight to quantize, which makes up for part of the drift of its inputs.
+
+    It lies on the way from ``weight`` to ``weight @ (H + drift) @ inverse(H)`` for the Hessian H: the weight whose
+    outputs for today's inputs are nearest to those of ``weight`` for the inputs in 16 bits. Only part of the way is
+    taken, since both are known from a sample.
+
+    Args:
+        weight: float32 ``[N, K]``.
+        moments: with drift, or without, when the weight stays as it is.
+
+    Returns:
+        float32 ``[N, K]``.
+
+    Raises:
+        ValueError: the Hessian is not positive semidefinite.
+
+    Source: the objective is that of GPTAQ (arXiv:2504.02692), which weaves it into the feedback; here the weight is
+    changed first, so that any solver can follow.
+
+    >>> x = torch.randn(100, 8)
+    >>> weight, moments = torch.randn(4, 8), Moments(x.T @ x, (2 * x - x).T @ x)  # all inputs have become half of it
+    >>> bool(torch.allclose(aim(weight, moments), 1.35 * weight, rtol=0.1))
+    True
+    """
+    if moments.drift is None:
+        return weight
+    lower = cholesky(moments.second, damping_of(moments.second, DRIFT_DAMPING))
+    change = (weight @ moments.drift).T.to(lower.dtype)
+    return weight + SHARE * torch.cholesky_solve(change, lower).T.float()

@@ -1,0 +1,261 @@
+"""The files of a quantized model: read, checked before a byte of them is loaded, and sealed.
+
+A seal says of a file which tensors, and which config, were saved with it. All files of a save are written first, with
+``unsealed``; ``seal`` then completes them. A save that was killed in between has files without a seal.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hf_kbit.format import ABSMAX_SUFFIX, absmax_shape, weight_shape
+from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.stored import Stored
+from hf_kbit.tensor import PACKED
+
+WEIGHT_SUFFIX = ".weight"
+PACKED_SUFFIXES = tuple(f".{name}" for name in PACKED)
+MAX_NAMED = 20  # problems spelled out in one error
+MOST_SHOWN = 500  # characters of what a file says
+
+DIGEST = "kbit_digest"  # Stored.digest of the config saved with the file
+TENSORS = "kbit_tensors"  # tensors_digest of all files of the save
+NOT_SEALED = "0" * 64
+SAMPLE = 1024  # bytes, of the beginning and of the end of a tensor: both are read from the disk anyhow
+SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.safetensors$)")
+METADATA = re.compile(rb'.{8}\{"__metadata__":(\{[^{}]*\})', re.DOTALL)
+HEAD = 1024  # bytes of a file that have its metadata, if hf_kbit has saved it
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a safetensors header describes it; ``dtype`` is safetensors' name, such as ``I32``."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self):
+        return f"{self.dtype} {list(self.shape)}"
+
+    def can_become(self, tensor: torch.Tensor, shapes: bool = True) -> bool:
+        """Whether loading it into ``tensor`` keeps its meaning: same shape (if asked), and a float if that is one."""
+        same_shape = self.shape == tuple(tensor.shape)
+        return (same_shape or not shapes) and ("F" in self.dtype) == tensor.is_floating_point()
+
+
+def read_headers(files: Iterable[str | os.PathLike]) -> dict[str, StoredTensor]:
+    """All tensors of safetensors files, by name.
+
+    Raises:
+        ValueError: a file is no safetensors file, or is damaged or cut short; the message names the file and, where
+            the header survived, the first tensor that is not all there. Or two files hold a tensor of the same name.
+    """
+    tensors, found_in = {}, {}
+    for file in files:
+        if not str(file).endswith(".safetensors"):
+            raise ValueError(f"{file}: found another format, expected safetensors, the only one of a kbit checkpoint")
+        try:
+            with safe_open(file, framework="pt") as stored:
+                for name in stored.keys():
+                    if name in tensors:
+                        raise ValueError(f"{brief(name)}: found in {found_in[name]} and in {file}, expected it in one")
+                    found_in[name] = file
+                    entry = stored.get_slice(name)
+                    tensors[name] = StoredTensor(entry.get_dtype(), tuple(entry.get_shape()))
+        except SafetensorError as error:
+            raise ValueError(f"{file}: damaged or cut short{_first_cut(file)} ({brief(str(error))})") from None
+    return tensors
+
+
+def _first_cut(file: str | os.PathLike) -> str:
+    """Says which tensor the end of a damaged file runs through, if its header can still be read."""
+    size = os.path.getsize(file)
+    try:
+        with open(file, "rb") as stream:
+            header, begin = _header(stream, size)
+        ends = sorted((begin + entry["data_offsets"][1], name) for name, entry in header.items())
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return ""
+    cut = ((name, end) for end, name in ends if end > size)
+    return next((f" at tensor {brief(name)}: found {size} bytes, expected {end}" for name, end in cut), "")
+
+
+def _header(stream, most: int = -1) -> tuple[dict[str, Any], int]:
+    """The entries of a file's tensors, and where its data begins; at most so many bytes are read."""
+    length = int.from_bytes(stream.read(8), "little")
+    header = json.loads(stream.read(length if most < 0 else min(length, most)))
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def read(files: Iterable[str | os.PathLike]) -> dict[str, torch.Tensor]:
+    """All tensors, mapped from the files: memory takes what is read of them."""
+    tensors = {}
+    for file in files:
+        with safe_open(file, "pt") as stored:
+            tensors |= {name: stored.get_tensor(name) for name in stored.keys()}
+    return tensors
+
+
+def files_of(files: Iterable[str | os.PathLike]) -> dict[str, str]:
+    """``{name of a tensor: file that holds it}``."""
+    found = {}
+    for file in files:
+        with safe_open(file, framework="pt") as stored:
+            found |= dict.fromkeys(stored.keys(), str(file))
+    return found
+
+
+def read_columns(files: Mapping[str, str], packed: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Column scales of packed modules, by the names of their weights in the model."""
+    found = {}
+    for name, stored_name in packed.items():
+        columns = stored_name + PACKED_SUFFIXES[2]
+        if columns in files:
+            with safe_open(files[columns], framework="pt") as stored:
+                found[name + WEIGHT_SUFFIX] = stored.get_tensor(columns)
+    return found
+
+
+# --- checking -------------------------------------------------------------------------------------
+
+
+def packed_modules(tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """Names of the modules of which there are packed tensors.
+
+    Raises:
+        ValueError: one has words without scales, or scales without words.
+    """
+    modules, problems = [], []
+    for name in sorted(tensors):
+        if name.endswith(WEIGHT_SUFFIX + ABSMAX_SUFFIX):
+            if (weight := name.removesuffix(ABSMAX_SUFFIX)) in tensors:
+                modules.append(weight.removesuffix(WEIGHT_SUFFIX))
+            else:
+                problems.append(f"{weight}: missing, expected beside {name}")
+        elif name.endswith(WEIGHT_SUFFIX) and tensors[name].dtype == "I32" and name + ABSMAX_SUFFIX not in tensors:
+            problems.append(f"{name + ABSMAX_SUFFIX}: missing, expected beside {name}, which is {tensors[name]}")
+    refuse(problems)
+    return modules
+
+
+def compare_packed(name: str, tensors: Mapping[str, StoredTensor], layer: KbitWeight) -> list[str]:
+    """What is wrong with the packed tensors of the layer that has this name in the checkpoint."""
+    rows, width, transform = layer.out_features, layer.in_features, layer.decoding.transform
+    expected = (
+        StoredTensor("I32", (*layer.lead, *weight_shape(rows, width, layer.bits))),
+        StoredTensor("U8", (*layer.lead, *absmax_shape(rows, width))),
+        StoredTensor("U8", (width,)) if layer.decoding.transformed else None,
+    )
+    of_what = f"for a {[*layer.lead, rows, width]} weight in {layer.bits} bits, transform {transform!r}"
+    return [
+        f"{name + suffix}: found {tensors.get(name + suffix, 'none')}, expected {wanted or 'none'} {of_what}"
+        for suffix, wanted in zip(PACKED_SUFFIXES, expected, strict=True)
+        if tensors.get(name + suffix) != wanted
+    ]
+
+
+def check_save(files: Iterable[str | os.PathLike], stored: Stored, packed: Iterable[str]) -> None:
+    """Compares the config with the packed modules, and the seal of each file with the config and all tensors. Files of
+    older versions have a digest of the config alone, or none.
+
+    Raises:
+        ValueError: the config speaks of other modules; or a file has another digest, or only some have one: config and
+            files are not of the same save.
+    """
+    unknown = stored.layers.keys() - set(packed)
+    refuse([f"{name}: in layers of the quantization config, not in the checkpoint" for name in sorted(unknown)])
+    metadata = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            metadata[file] = opened.metadata() or {}
+    if any(DIGEST in found for found in metadata.values()):
+        _compare(DIGEST, metadata, stored.digest(), "tensors saved with this config", "was a save cut short?")
+    sealed = {file: found for file, found in metadata.items() if found.get(TENSORS, NOT_SEALED) != NOT_SEALED}
+    if sealed:
+        why = "was a save cut short, or a tensor changed? Save the model again"
+        _compare(TENSORS, sealed, tensors_digest(metadata), "files of one save, as it left them", why)
+
+
+def _compare(key: str, metadata: Mapping[Any, Mapping[str, str]], expected: str, what: str, why: str) -> None:
+    others = [f"{file}: found {key} {m.get(key)}" for file, m in metadata.items() if m.get(key) != expected]
+    refuse(others, f"expected {what}, of {key} {expected}; {why}")
+
+
+def refuse(problems: list[str], what: str = "the quantized checkpoint does not fit the model") -> None:
+    """Raises a ValueError that lists the problems, if there are any."""
+    if problems:
+        more = [f"... and {len(problems) - MAX_NAMED} more"] if len(problems) > MAX_NAMED else []
+        lines = "\n  ".join([*map(brief, problems[:MAX_NAMED]), *more])
+        raise ValueError(f"{what}:\n  {lines}")
+
+
+def brief(text: str) -> str:
+    """The beginning of a text that may be of any length, for it stood in a file."""
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"
+
+
+# --- sealing --------------------------------------------------------------------------------------
+
+
+def unsealed(stored: Stored) -> dict[str, str]:
+    """Metadata for each file of a save, to be completed by ``seal``."""
+    return {DIGEST: stored.digest(), TENSORS: NOT_SEALED}
+
+
+def seal(directory: str | os.PathLike) -> None:
+    """Completes the metadata of all files that were just saved with ``unsealed``, and puts it in order: the same model
+    shall give the same bytes, and safetensors leaves the order to chance. Other files stay as they are."""
+    saves = defaultdict(dict)
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        with path.open("rb") as stream:
+            found = METADATA.match(stream.read(HEAD))
+        if found and DIGEST.encode() in found[1]:
+            saves[SHARD.sub("", path.name)][path] = found
+    for files in saves.values():
+        entries = {path: json.loads(found[1]) for path, found in files.items()}
+        not_sealed = any(metadata.get(TENSORS) == NOT_SEALED for metadata in entries.values())
+        digest = {TENSORS: tensors_digest(files)} if not_sealed else {}
+        for path, metadata in entries.items():
+            text = json.dumps(dict(sorted((metadata | digest).items())), separators=(",", ":")).encode()
+            if len(text) == len(files[path][1]):  # as of all that hf_kbit has saved
+                with path.open("r+b") as stream:
+                    stream.seek(files[path].start(1))
+                    stream.write(text)
+
+
+def tensors_digest(files: Iterable[str | os.PathLike]) -> str:
+    """SHA-256 over the names, dtypes, shapes and samples of all tensors, in order of names, as docs/format.md defines
+    it; the same however the tensors are spread over files."""
+    found = {}
+    for file in files:
+        with open(file, "rb") as stream:
+            header, begin = _header(stream)
+            for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+                line = " ".join(["tensor", name, entry["dtype"], *map(str, entry["shape"])])
+                start, end = (begin + at for at in entry["data_offsets"])
+                found[name] = f"{line}\n".encode(), *_samples(stream, start, end)
+    digest = hashlib.sha256()
+    for name in sorted(found):
+        digest.update(b"".join(found[name]))
+    return digest.hexdigest()
+
+
+def _samples(stream, start: int, end: int) -> Iterator[bytes]:
+    stream.seek(start)
+    first = stream.read(min(SAMPLE, end - start))
+    stream.seek(max(start + len(first), end - SAMPLE))
+    yield first
+    yield stream.read(end - stream.tell())

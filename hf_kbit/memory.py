@@ -1,0 +1,251 @@
+"""What a model and its KV cache take, and the widths with which they fit into a memory."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from hf_kbit.allocation import SCALE_BITS, column_bytes, packed_bytes, stored_weights
+from hf_kbit.calibration.stream import reads_tokens
+from hf_kbit.config import KbitConfig, config_or
+from hf_kbit.format import BITS
+from hf_kbit.integrations.transformers import selection
+from hf_kbit.integrations.transformers.report import USUAL_FOR_TABLES
+
+ENOUGH_FOR_LAYERS = 4  # bits on average, with which tables may take 16
+UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a quantized model takes.
+
+    Attributes:
+        weights: number of those that get a width, with padding.
+        parts: ``{what: bytes}`` of everything else.
+    """
+
+    weights: int
+    parts: dict[str, int]
+
+    @classmethod
+    def of(cls, model: nn.Module, context: int, config: KbitConfig) -> "Footprint":
+        """Of a model that keeps ``context`` tokens, quantized as a config says, but for the width of its layers.
+
+        Raises:
+            ValueError: as ``bits_for_memory``, but for the memory.
+        """
+        packable = selection.Packable(model)
+        chosen = packable.choose(config)
+        tables = packable.tables_in(chosen)
+        layers = [name for name in chosen if name not in tables]
+        if not layers:
+            raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
+        parts = {
+            "what is not quantized": rest_bytes(model, chosen),
+            "tables of embeddings": packed_bytes(model, tables, config),
+            "column scales": column_bytes(model, layers, config),
+            f"what is kept of {context:,} tokens": cache_bytes(model, context),
+        }
+        return cls(stored_weights(model, layers), parts)
+
+    def weight_bytes(self, bits: float) -> float:
+        """Of weights of so many bits on average, and their scales."""
+        return self.weights * (bits + SCALE_BITS) / 8
+
+    def bits_in(self, memory: float) -> float:
+        """The mean width with which all of it takes so many bytes, 5 at most."""
+        bits = (memory - sum(self.parts.values())) * 8 / self.weights - SCALE_BITS
+        return min(bits, float(BITS[-1]))
+
+
+def bits_for_memory(
+    model: nn.Module,
+    memory: int | str,
+    *,
+    context: int = 0,
+    config: KbitConfig | None = None,
+    **arguments: Any,
+) -> float:
+    """The mean width with which a model and its KV cache take ``memory`` bytes.
+
+    Counted are the weights of the layers to quantize with their scales, everything else as the model has it, and what
+    it keeps of ``context`` tokens (``cache_bytes``). What computing takes comes on top: about one layer's activations.
+
+    Args:
+        model: on any device, also meta, in the dtype that it will have: float16 or bfloat16, as a rule. One that is
+            not of Transformers keeps no tokens.
+        memory: bytes, or a size such as ``"20GB"`` or ``"800MiB"``.
+        context: tokens of the sequence that the cache has room for. Several sequences of so many tokens together take
+            as much; more, where layers keep a window or a state of each.
+        config: which layers are quantized, and how; its widths do not matter.
+        arguments: of ``KbitConfig``, such as ``transform="none"``, instead of ``config``.
+
+    Returns:
+        2 to 5, for ``choose_widths``; 5 where there is memory to spare.
+
+    Raises:
+        TypeError: ``config`` and ``arguments`` are not as for ``calibrate``.
+        ValueError: ``memory`` is no size, or not even 2 bits fit; the message says what is needed. Or the model's
+            config does not say what it keeps of tokens.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
+    >>> with torch.device("meta"):
+    ...     model = LlamaForCausalLM(LlamaConfig(vocab_size=1000, **shape)).bfloat16()
+    >>> round(bits_for_memory(model, "1.6MB", context=64), 2)
+    2.42
+    """
+    config, memory = config_or(config, arguments), parse_size(memory)
+    footprint = Footprint.of(model, context, config)
+    bits = footprint.bits_in(memory)
+    if bits < BITS[0]:
+        least = sum(footprint.parts.values()) + footprint.weight_bytes(BITS[0])
+        raise ValueError(
+            f"memory: found {memory:,} bytes, expected {least:,.0f} or more, for what is not "
+            f"quantized, tables, column scales, the cache of {context:,} tokens and weights of {BITS[0]} bits"
+        )
+    return bits
+
+
+def embedding_bits_for_memory(
+    model: nn.Module,
+    memory: int | str,
+    *,
+    context: int = 0,
+    config: KbitConfig | None = None,
+    **arguments: Any,
+) -> int | None:
+    """The ``embedding_bits`` with which a model and its KV cache best take ``memory`` bytes; None leaves tables of
+    embeddings in 16 bits.
+
+    That is 5 where the other layers would have fewer than 4 bits on average beside tables in 16: what tables take is
+    better spent on these then (docs/quality.md). Arguments and errors are those of ``bits_for_memory``, which counts
+    tables as a config has them; ``memory`` that is too small for both is an error there alone.
+
+    Returns:
+        Of a config that says it, its ``embedding_bits``. None if the model has no tables to quantize, or there are no
+        levels for them.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
+    >>> with torch.device("meta"):
+    ...     model = LlamaForCausalLM(LlamaConfig(vocab_size=1000, **shape)).bfloat16()
+    >>> [embedding_bits_for_memory(model, size) for size in ("1.6MB", "2MB")]
+    [5, None]
+    """
+    config, memory = config_or(config, arguments), parse_size(memory)
+    if config.embedding_bits is not None:
+        return config.embedding_bits
+    packable = selection.Packable(model)
+    try:
+        packed = replace(config, embedding_bits=USUAL_FOR_TABLES)
+    except ValueError:  # levels of one's own, for another width
+        return None
+    if not packable.tables_in(packable.choose(packed)).keys() - packable.choose(config).keys():
+        return None
+    return USUAL_FOR_TABLES if Footprint.of(model, context, config).bits_in(memory) < ENOUGH_FOR_LAYERS else None
+
+
+def parse_size(size: int | str, name: str = "memory") -> int:
+    """Bytes; errors begin with ``name``.
+
+    Raises:
+        ValueError: it is a text, and no size.
+
+    >>> parse_size("20GB"), parse_size("1.5 MiB"), parse_size(7)
+    (20000000000, 1572864, 7)
+    """
+    if not isinstance(size, str):
+        return size
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]|[KMGT]i)?B", size)
+    if not match:
+        raise ValueError(f"{name}: found {size!r}, expected a size such as 20GB or 800MiB")
+    return int(float(match[1]) * UNITS[match[2] or ""])
+
+
+def rest_bytes(model: nn.Module, chosen: Iterable[str]) -> int:
+    """Of all parameters but the weights of these layers."""
+    weights = sum(selection.dense_weight(model, name).nbytes for name in chosen)
+    return sum(parameter.nbytes for parameter in model.parameters()) - weights
+
+
+# --- what a model keeps of tokens -----------------------------------------------------------------
+
+
+def cache_bytes(model: nn.Module, context: int) -> int:
+    """What the model keeps of one sequence of ``context`` tokens while it generates; 0 if it does not generate.
+
+    Its config says it: how many layers have which kind of cache, and how many numbers each keeps of a token or as its
+    state. An encoder-decoder reads ``context`` tokens on both sides; an encoder that reads no tokens, as much as it
+    has positions for.
+
+    Raises:
+        ValueError: the config does not say it.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=99, num_key_value_heads=2, **shape)).half()
+    >>> cache_bytes(model, 100) == 100 * 2 * 2 * 2 * 16 * 2  # layers, keys and values, heads, their size, bytes
+    True
+    """
+    if not context or not isinstance(model, PreTrainedModel) or not model.can_generate():
+        return 0
+    config, itemsize = model.config.get_text_config(decoder=True), model.dtype.itemsize
+    try:
+        layers = DynamicCache(config=config).layers
+        configs = getattr(config, "per_layer_config", None) or [config] * len(layers)
+        kept = sum(_kept(layer, own, context, itemsize) for layer, own in zip(layers, configs, strict=True))
+        if model.config.is_encoder_decoder:
+            encoded = context if reads_tokens(model) else config.max_source_positions
+            kept += len(layers) * encoded * _of_token(config) * itemsize
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"context: found {context:,}, but the config of {type(model).__name__} does not say what the model keeps "
+            f"of so many tokens ({type(error).__name__}: {error}); expected 0, and a memory without what its cache "
+            "takes"
+        ) from error
+    return kept
+
+
+def _kept(layer: object, config: PreTrainedConfig, context: int, itemsize: int) -> int:
+    """Bytes that a layer of a cache keeps, by its kind."""
+    match type(layer).__name__:
+        case "DynamicLayer":
+            return context * _of_token(config) * itemsize
+        case "DynamicSlidingWindowLayer":
+            return min(context, layer.sliding_window - 1) * _of_token(config) * itemsize
+        case "DynamicIndexedLayer":
+            return context * (_of_token(config) + config.index_head_dim) * itemsize
+        case "LinearAttentionLayer":
+            convolved, state = _of_state(config)
+            return convolved * itemsize + state * 4  # in float32
+        case "DummyLayer":
+            return 0
+        case other:
+            raise TypeError(f"{other} is no kind of cache that hf_kbit knows")
+
+
+def _of_token(config: PreTrainedConfig) -> int:
+    """Numbers that a layer of attention keeps of a token: keys and values, or what they are made from."""
+    if rank := getattr(config, "kv_lora_rank", None):
+        return rank + config.qk_rope_head_dim
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if getattr(config, "multi_query", False):  # as Falcon says it
+        heads = config.num_kv_heads if getattr(config, "new_decoder_architecture", False) else 1
+    return 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _of_state(config: PreTrainedConfig) -> tuple[int, int]:
+    """Numbers that a recurrent layer keeps: inputs of its convolution, and its state."""
+    if size := getattr(config, "state_size", None):  # Mamba, Mamba 2
+        inner = config.hidden_size * config.expand
+        return (inner + 2 * getattr(config, "n_groups", 0) * size) * config.conv_kernel, inner * size
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    return (2 * keys + values) * config.linear_conv_kernel_dim, values * config.linear_key_head_dim

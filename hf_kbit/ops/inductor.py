@@ -1,0 +1,80 @@
+"""Makes one launch of the products of one input, such as q, k and v, in what ``torch.compile`` compiles for a GPU.
+
+At a few tokens a good part of a launch is its start and its end. ``ops`` installs this when a product is traced while
+Inductor, the default backend, is there; layers and models need not know.
+"""
+
+from operator import getitem
+
+import torch
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+
+from hf_kbit.codebooks import bits_of
+from hf_kbit.ops import native
+from hf_kbit.reference import is_tiled
+
+
+def install() -> None:
+    """Has Inductor run the pass, unless another has the one place that there is, or no library joins products."""
+    most_tokens, most_products = native.group_limits()
+    if most_products > 1 and config.post_grad_custom_pre_pass is None:
+        config.post_grad_custom_pre_pass = JoinProducts(most_tokens, most_products)
+
+
+class JoinProducts(CustomGraphPass):
+    """Replaces ``gemm_inference`` nodes of one input and one width by ``gemm_group``, as many as one launch takes."""
+
+    def __init__(self, most_tokens: int, most_products: int):
+        self.most_tokens, self.most_products = most_tokens, most_products
+
+    def __call__(self, graph: Graph) -> None:
+        order = {node: place for place, node in enumerate(graph.nodes)}
+        groups: dict[tuple, list[Node]] = {}
+        for node in graph.find_nodes(op="call_function", target=torch.ops.hf_kbit.gemm_inference.default):
+            if _takes_one_launch(node, self.most_tokens):
+                x, _, _, codebook, *_ = node.args
+                groups.setdefault((x, codebook.meta["val"].shape[0]), []).append(node)
+        replaced = []
+        for first, *others in groups.values():
+            # All happen where the first one does; what they read must be there by then.
+            nodes = [first, *(node for node in others if _before(order, node, first))]
+            for start in range(0, len(nodes), self.most_products):
+                if len(joined := nodes[start : start + self.most_products]) > 1:
+                    _join(graph, first, joined)
+                    replaced += joined
+        for node in replaced:  # only now: what is joined later still goes before the first
+            graph.erase_node(node)
+
+    def uuid(self):
+        return get_hash_for_files((__file__,), f"{self.most_tokens} {self.most_products}")
+
+
+def _takes_one_launch(node: Node, most_tokens: int) -> bool:
+    x, weight, absmax, codebook = (argument.meta["val"] for argument in node.args[:4])
+    tiled = is_tiled(weight, absmax, bits_of(codebook.shape[0]))  # so on a GPU
+    known = all(isinstance(size, int) for size in x.shape)
+    return tiled and known and x.dtype.itemsize == 2 and 0 < x.numel() <= most_tokens * x.shape[-1]
+
+
+def _before(order: dict[Node, int], node: Node, place: Node) -> bool:
+    return all(order[argument] < order[place] for argument in node.all_input_nodes)
+
+
+def _arguments(node: Node) -> list:
+    """All but x, with those that tracing leaves out because they have their defaults; ``rotated`` as a number."""
+    *others, columns, rotated = [*node.args[1:], *(None, False)[len(node.args) - 6 :]]
+    return [*others, columns, int(rotated)]
+
+
+def _join(graph: Graph, place: Node, nodes: list[Node]) -> None:
+    x = nodes[0].args[0]
+    of_each = map(list, zip(*map(_arguments, nodes), strict=True))
+    with graph.inserting_before(place):
+        group = graph.call_function(torch.ops.hf_kbit.gemm_group.default, (x, *of_each))
+        group.meta["val"] = [node.meta["val"] for node in nodes]
+        for index, node in enumerate(nodes):
+            product = graph.call_function(getitem, (group, index))
+            product.meta.update(node.meta)
+            node.replace_all_uses_with(product)

@@ -1,0 +1,340 @@
+"""``quantize_model``: quantizes a model that is in memory already, of Transformers or of anybody."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_kbit.allocation import SCALE_BITS, by_rule, config_of, spend, stored_weights
+from hf_kbit.calibration import stream, tuning
+from hf_kbit.calibration.data import Text
+from hf_kbit.calibration.layerwise import Calibration, Solving, sort, written
+from hf_kbit.calibration.writing import write
+from hf_kbit.config import KbitConfig, config_or
+from hf_kbit.format import BITS
+from hf_kbit.integrations.transformers import selection
+from hf_kbit.integrations.transformers.in_place import keep_adapters, quantize_layers
+from hf_kbit.integrations.transformers.plain import is_linear
+from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
+from hf_kbit.integrations.transformers.report import report_exceptions
+from hf_kbit.memory import ENOUGH_FOR_LAYERS, Footprint, bits_for_memory, embedding_bits_for_memory, parse_size
+from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.widths import measure as measure_widths
+
+MEASURED = (8, 256)  # sequences, and tokens of each, on which widths are chosen
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What ``quantize_model`` did.
+
+    Attributes:
+        bits: ``{name: width}`` of the layers, tables and projections of experts that it quantized; of a table and what
+            is tied to it one name.
+        left: ``{name: why}`` of those that it left: ``"asked for"`` by the config, or a reason of its own: ``"head"``,
+            ``"router"``, ``"table"`` of embeddings, ``"small"`` table, ``"read"`` by the model's code instead of
+            called, ``"tied"`` to a table that is left, ``"fixed"``, tied to another tensor or kept in float32,
+            ``"adapter"`` of PEFT, or ``"range"``, some rows being too small beside the largest weight for packed
+            scales. Or what it has that a quantized layer would lose: ``"has a forward of its own"``.
+        bytes_before: of all parameters and buffers.
+        bytes_after: of the same, quantized.
+    """
+
+    bits: Mapping[str, int]
+    left: Mapping[str, str]
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """Into which memory a model is to fit, and how widths are chosen for a mean.
+
+    Attributes:
+        memory: bytes, or a size such as ``"20GB"``, that the model may take, instead of ``bits``; tables are packed
+            for that if the other layers would have fewer than 4 bits otherwise
+            (``hf_kbit.embedding_bits_for_memory``).
+        context: with ``memory``: tokens of a sequence that there must be room for.
+        measure: whether the widths for a mean, as of ``bits=3.5`` or ``memory``, are chosen by what few bits in each
+            layer cost on the data, or on text that the model writes; else by the rule that loading takes. Default:
+            with data, ``calibrate`` or ``memory``, if the model is a causal language model.
+    """
+
+    memory: int | str | None = None
+    context: int = 8192
+    measure: bool | None = None
+
+
+def quantize_model(
+    model: nn.Module,
+    config: KbitConfig | None = None,
+    *,
+    data: torch.Tensor | str | Path | Iterable[str] | None = None,
+    calibrate: bool | None = None,
+    device: torch.device | str | None = None,
+    report: Callable[[str, str], object] | None = None,
+    **settings: Any,
+) -> Quantized:
+    """Quantizes the linear layers of a model in place, one after another, and the experts of mixtures; tables of
+    embeddings too if ``embedding_bits`` or a memory says so.
+
+    Any ``nn.Module`` will do: a model of Transformers becomes what ``from_pretrained`` with the config would have
+    loaded, is saved by ``save_pretrained`` to the same bytes, and trains with adapters. Another module runs, and its
+    ``state_dict`` loads into one that was quantized likewise. Bars show on stderr if it takes more than seconds.
+
+    A model of Transformers that reads tokens can be calibrated (``hf_kbit.calibrate``), and any be made to fit into a
+    memory, each layer with a width of its own (``hf_kbit.bits_for_memory``, ``choose_widths``). This is all that the
+    command ``hf-kbit quantize`` does with a model that it has loaded.
+
+    Args:
+        model: weights float32, float16 or bfloat16, on any devices, and they stay there; on one to be calibrated.
+        config: what to quantize, as for loading.
+        data: what the model is for, as for ``calibrate``.
+        calibrate: whether to quantize with data, or with text that the model writes if there is none. Default: if
+            there is data.
+        device: where a weight is while it is quantized, and what computes on data. Default: a GPU where there is one,
+            else where it is.
+        report: called with a word and a line of text for each thing that was chosen, with the reasons, as soon as it
+            was, and before each long step: ``report=print`` shows them.
+        settings: into which memory (``memory``, ``context``, ``measure``: ``post_training.Fitting``), how much of a
+            text is read (``tokenizer``, ``sequences``, ``length``: ``calibration.data.Text``), how weights are chosen
+            with data (``method``, ``tune``, ``tune_whole``, ``batch``, ``resume``: ``calibration.layerwise.Solving``),
+            and arguments of ``KbitConfig``, such as ``bits=3``, instead of ``config``.
+
+    Returns:
+        What was done.
+
+    Raises:
+        TypeError: the model is no ``nn.Module``, or none of Transformers and to be calibrated or measured, ``config``
+            is no ``KbitConfig`` or stands beside arguments of one, an argument is unknown, or a weight has another
+            dtype.
+        ValueError: an argument is out of range or has no use, the model is quantized already, there is no layer to
+            quantize, a weight is NaN, infinite, or not in memory, the memory is too small, or the model cannot be
+            calibrated. In all these cases the model is as it was.
+        MemoryError: there is no room to tune the whole model, and it is as it was.
+
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    >>> quantize_model(model, bits=3).bits
+    {'0': 3, '2': 3, '4': 3}
+    >>> model[0]
+    KbitLinear(in_features=64, out_features=64, bias=True, bits=3)
+    """
+    text, solving, fitting, arguments = sort(settings, Text, Solving, Fitting)
+    config, text = config_or(config, arguments), replace(text, data=data)
+    calibrate = data is not None if calibrate is None else calibrate
+    _check_solving(model, config, solving, calibrate)
+    _check_use(model, config, data is not None, calibrate, fitting, "bits" in arguments)
+    report = report or (lambda label, line: None)
+    if fitting.memory is not None:
+        config, fitting = _with_tables(model, config, fitting, report)
+    packable, chosen = _choose(model, config)
+    if calibrate and solving.tune and solving.tune_whole:
+        where = stream.resolve(device, model)
+        tuning.check_room(model, stored_weights(model, chosen), text.tokens, where)
+    before, tables = _bytes(model), packable.tables_in(chosen)
+    reasons = ({} if config.embedding_bits is not None else dict.fromkeys(packable.tables, "table")) | packable.reasons
+    mean = config.bits if fitting.memory is None else _mean_in_memory(model, fitting, config, report)
+    measure = fitting.measure
+    if measure is None:
+        measure = (calibrate or data is not None or fitting.memory is not None) and _predicts_tokens(model)
+    if calibrate or (mean % 1 and measure):
+        text, source = _read(model, text, solving, calibrate, device)
+    if mean % 1:
+        if measure:
+            own = _measured(model, mean, text.data, source, config, device, report)
+        else:
+            own = by_rule(model, [name for name in chosen if name not in tables], mean)
+            _report_widths(model, own, ", by names and shapes", report)
+        config, chosen = config_of(config, own), chosen | own
+    elif fitting.memory is not None:
+        config, chosen = replace(config, bits=int(mean)), {name: tables.get(name, int(mean)) for name in chosen}
+    if calibrate:
+        size = f"{len(text.data):,} x {text.data.shape[1]:,} tokens"
+        report("calibrating", f"{solving.method}, {size} of {source}")
+        lost, tuned = _calibrated(model, config, solving, text, device)
+        if tuned:
+            report("tuned", tuned)
+    else:
+        lost = _quantize_all(model, packable, config, chosen, device)
+    chosen = {name: bits for name, bits in chosen.items() if name not in lost}
+    reasons = reasons | dict.fromkeys(lost, "range")
+    left = {
+        name: reasons.get(name, "asked for")
+        for name in packable.names
+        if name not in chosen and packable.ties.get(name) not in chosen
+    }
+    return Quantized(chosen, left, before, _bytes(model))
+
+
+def _check_solving(model, config: KbitConfig, solving: Solving, calibrate: bool) -> None:
+    """Refuses settings of calibrating that are wrong, or have no use."""
+    if calibrate:
+        solving.check(config)
+        if isinstance(model, PreTrainedModel):
+            tuning.check(model, solving.tune)
+    if solving.tune and not calibrate:
+        raise ValueError(f"tune: found {solving.tune!r}, but nothing is calibrated, expected data, or calibrate=True")
+    if solving.resume is not None and not calibrate:
+        raise ValueError(f"resume: found {str(solving.resume)!r}, but nothing is calibrated, expected none")
+
+
+def _check_use(model, config: KbitConfig, data: bool, calibrate: bool, fitting: Fitting, bits: bool) -> None:
+    """Refuses what does not go together; ``data`` and ``bits`` say whether there are any."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model: found {type(model).__name__}, expected a torch.nn.Module, such as a part of a pipeline; a model "
+            "that has a name or a folder is quantized while it loads, by AutoModelForCausalLM.from_pretrained(name, "
+            "quantization_config=hf_kbit.KbitConfig(bits=3))"
+        )
+    memory, measure = fitting.memory, fitting.measure
+    if memory is not None and (bits or any(config.module_bits.values())):
+        raise ValueError("memory: found it and bits or widths in module_bits, expected one")
+    if (data or calibrate or measure) and not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model: found {type(model).__name__}, expected a model of Transformers to calibrate or to measure: of a "
+            "module that holds one, quantize that part with data"
+        )
+    measured = (memory is not None or config.bits % 1) and (_predicts_tokens(model) if measure is None else measure)
+    if data and not calibrate and not measured:
+        raise ValueError("data: found it, but neither calibrate nor measured widths need it")
+
+
+def _choose(model: nn.Module, config: KbitConfig) -> tuple[selection.Packable, dict[str, int]]:
+    """What can be quantized, and ``{name: bits}`` of what is to be, of a model that can be."""
+    if quantized := next((name for name, module in model.named_modules() if isinstance(module, KbitWeight)), None):
+        raise ValueError(f"{quantized}: found it quantized already, expected a model in 16 or 32 bits")
+    if is_linear(model):
+        raise ValueError("model: found one linear layer, expected a module that has some; see KbitLinear.from_linear")
+    packable = selection.Packable(model)
+    chosen = packable.choose(config)
+    if not chosen:
+        raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
+    for name in chosen:
+        weight = selection.dense_weight(model, name)
+        if weight.is_meta or hasattr(selection.holder(model, name), "_hf_hook"):
+            found = "found it on the meta device, or placed by accelerate, expected it in memory"
+            raise ValueError(f"{name}.weight: {found}")
+        if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise TypeError(f"{name}.weight: found {weight.dtype}, expected float32, float16 or bfloat16")
+        if not weight.isfinite().all():
+            raise ValueError(f"{name}.weight: found NaN or infinite values, expected finite ones")
+    return packable, chosen
+
+
+def _quantize_all(
+    model: nn.Module,
+    packable: selection.Packable,
+    config: KbitConfig,
+    chosen: Mapping[str, int],
+    device: torch.device | str | None,
+) -> dict[str, str]:
+    """Without data; what of it stays in 16 bits, and why."""
+    quantizer = KbitHfQuantizer(config, pre_quantized=False)
+    quantize_layers(model, packable, chosen, quantizer, device)
+    keep_adapters(model)
+    if isinstance(model, PreTrainedModel):
+        quantizer.adopt(model, chosen, packable.unusual)
+    else:
+        quantizer.unusual = packable.unusual
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, KbitWeight)}
+        report_exceptions(quantizer, layers)
+    return quantizer.lost
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+# --- what a memory or a mean comes to -------------------------------------------------------------
+
+
+def _predicts_tokens(model: nn.Module) -> bool:
+    """Whether it is a causal language model, of which can be measured what few bits cost."""
+    if not isinstance(model, PreTrainedModel):
+        return False
+    return stream.is_causal(model.config) and model.can_generate() and stream.reads_tokens(model)
+
+
+def _name(data: object) -> str:
+    """What reports call it: a file by its name, another by the one that it has, if it has one."""
+    name = str(data) if isinstance(data, Path) else getattr(data, "name", None)
+    return name if isinstance(name, str) else "the data"
+
+
+def _with_tables(model: nn.Module, config: KbitConfig, fitting: Fitting, report) -> tuple[KbitConfig, Fitting]:
+    """The config with the width of tables that suits the memory, and that in bytes."""
+    fitting = replace(fitting, memory=parse_size(fitting.memory))
+    tables = embedding_bits_for_memory(model, fitting.memory, context=fitting.context, config=config)
+    if tables != config.embedding_bits:
+        fewer = f"beside tables in 16 the other layers would have fewer than {ENOUGH_FOR_LAYERS}"
+        report("tables", f"of embeddings in {tables} bits, for {fewer}")
+    return replace(config, embedding_bits=tables), fitting
+
+
+def _mean_in_memory(model: nn.Module, fitting: Fitting, config: KbitConfig, report) -> float:
+    """The mean width with which the model takes so many bytes; says what they are for."""
+    bits = bits_for_memory(model, fitting.memory, context=fitting.context, config=config)
+    footprint = Footprint.of(model, fitting.context, config)
+    weights = f"{footprint.weights:,} weights, {bits:.2f} bits and {SCALE_BITS} for scales"
+    parts = footprint.parts | {weights: int(footprint.weight_bytes(bits))}
+    report("memory", f"{fitting.memory:,} bytes")
+    for what, taken in parts.items():
+        report("", f"{taken:,} for {what}")
+    report("", f"{fitting.memory - sum(parts.values()):,} left over")
+    return bits
+
+
+def _read(model: PreTrainedModel, text: Text, solving: Solving, calibrate: bool, device) -> tuple[Text, str]:
+    """The text as token ids, and what reports call it and the device."""
+    source = _name(text.data)
+    if text.data is None:
+        if calibrate:
+            own = written(model, text.sequences, text.length, solving.tune, device, progress=True)
+        else:
+            own = write(model, *MEASURED, device=device, progress=True)
+        source, text = "the built-in text" if own is None else "text that the model wrote", replace(text, data=own)
+    where = stream.resolve(None, model) if device is None else device
+    return replace(text, data=text.ids(model)), f"{source}, on {where}"
+
+
+def _calibrated(model, config: KbitConfig, solving: Solving, text: Text, device) -> tuple[dict[str, str], str]:
+    """With data; what of the model stays in 16 bits, and why, and what tuning gained."""
+    Calibration(model, config, solving, device, progress=True).of(text)
+    return model.hf_quantizer.lost, model.hf_quantizer.tuned
+
+
+def _measured(
+    model, mean: float, ids: torch.Tensor, source: str, config: KbitConfig, device, report
+) -> dict[str, int]:
+    """Widths for a mean, by what each layer loses; says which layers get how many, and why."""
+    sample = ids[:: max(len(ids) // MEASURED[0], 1), : MEASURED[1]][: MEASURED[0]]
+    tokens = sample.numel()
+    report("measuring", f"what few bits in each layer cost on {tokens:,} tokens of {source}")
+    layers = measure_widths(model, sample, config, device=device, progress=True)
+    chosen = spend(layers, mean * sum(layer.weights for layer in layers.values()))
+    _report_widths(model, chosen, "", report)
+    costs = sorted(layers, key=lambda name: layers[name].costs[BITS[0]] / layers[name].weights)
+    for extreme, name in (("most", costs[-1]), ("least", costs[0])):
+        cost = layers[name].costs[BITS[0]] / tokens
+        report(
+            "", f"{name}: {chosen[name]} bits, for {BITS[0]} cost {cost:.2g} nats a token, the {extreme} for its size"
+        )
+    return chosen
+
+
+def _report_widths(model: nn.Module, chosen: Mapping[str, int], how: str, report) -> None:
+    """Says how many layers have which width, and the mean of each kind."""
+    counts = ", ".join(f"{count} in {width} bits" for width, count in sorted(Counter(chosen.values()).items()))
+    weights, used = Counter(), Counter()
+    for name, width in chosen.items():
+        for key in ("", name.rpartition(".")[2]):
+            weights[key] += (stored := stored_weights(model, [name]))
+            used[key] += stored * width
+    means = {key: used[key] / weights[key] for key in weights}
+    report("widths", f"{means.pop(''):.2f} bits for a weight{how}: {counts}")
+    report("", ", ".join(f"{kind} {width:.2f}" for kind, width in means.items()))

@@ -1,0 +1,198 @@
+"""What the files of a quantized model say of its tensors: how each layer decodes."""
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_kbit import codebooks
+from hf_kbit.format import BITS, FORMAT_VERSIONS, check_bits, check_exponent
+from hf_kbit.nn.embedding import KbitEmbedding
+from hf_kbit.nn.packed import Decoding, check_transform
+from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.patterns import shown
+
+ENTRIES = ("format_version", "bits", "embedding_bits", "levels", "transform", "layers")
+OF_LAYER = ("bits", "exponent", "levels", "transform")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How the tensors of one quantized model decode, as ``quantization_config`` in its ``config.json`` says it.
+
+    Attributes:
+        bits: width of the layers that ``layers`` does not name.
+        levels: canonical codebook of each width.
+        layers: ``{module name in the checkpoint: Decoding}`` of each layer that differs from ``bits``, exponent 0,
+            ``levels`` and ``transform``.
+        embedding_bits: None in a model without packed tables.
+        transform: of the layers that ``layers`` does not name.
+        format_version: 2 where a layer is transformed, an expert's or a table, else 1.
+
+    >>> stored = Stored.from_dict({"bits": 2, "levels": {"2": [-1, 0, 0.5, 1]}, "layers": {"head": {"exponent": 3}}})
+    >>> stored.decoding("head")
+    Decoding(levels=(-1.0, 0.0, 0.5, 1.0), exponent=3, transform='rotated')
+    >>> stored.to_dict()["layers"]
+    {'head': {'exponent': 3}}
+    """
+
+    bits: int
+    levels: Mapping[int, codebooks.Levels]
+    layers: Mapping[str, Decoding]
+    embedding_bits: int | None = None
+    transform: str = "rotated"
+    format_version: int = FORMAT_VERSIONS[-1]
+
+    @classmethod
+    def of(
+        cls, layers: Mapping[str, KbitWeight], bits: int, levels: Mapping, embedding_bits: int | None = None
+    ) -> "Stored":
+        """What to say of ``layers``, given by their names in the checkpoint.
+
+        Args:
+            bits: width to say once.
+            levels: codebook to say once of each width that a layer has.
+            embedding_bits: said in any case; None says the width of a table, if there is one: an hf_kbit that knows no
+                tables refuses the entry.
+        """
+        tables = [layer.bits for layer in layers.values() if isinstance(layer, KbitEmbedding)]
+        new = bool(tables) or any(layer.decoding.transformed or layer.lead for layer in layers.values())
+        transform = "rotated" if new else "none"
+        usual = Decoding(tuple(levels[bits]), 0, transform) if bits in levels else None
+        others = {name: layer.decoding for name, layer in layers.items() if layer.decoding != usual}
+        said = embedding_bits or next(iter(tables), None)
+        return cls(bits, {width: tuple(table) for width, table in levels.items()}, others, said, transform, 1 + new)
+
+    @classmethod
+    def from_dict(cls, entries: Mapping[str, Any]) -> "Stored":
+        """The inverse of ``to_dict``; entries of other names are ignored.
+
+        Raises:
+            ValueError: an entry is missing, or is not what ``to_dict`` writes.
+        """
+        version = check_version(entries.get("format_version", FORMAT_VERSIONS[-1]))
+        bits, embedding_bits = check_bits(entries.get("bits")), entries.get("embedding_bits")
+        if embedding_bits is not None:
+            check_bits(embedding_bits, "embedding_bits")
+        transform = check_transform(entries.get("transform", usual_transform(version)))
+        tables = by_width(mapping(entries.get("levels"), "levels", "{bits: table}"), "levels")
+        levels = {width: _recorded(table, width, f"levels[{width}]") for width, table in tables.items()}
+        layers = mapping(entries.get("layers"), "layers", "{name: {'bits', 'exponent', 'levels', 'transform'}}")
+        usual = {"bits": bits, "exponent": 0, "transform": transform}
+        layers = {name: _layer(entry, usual, levels, f"layers[{name!r}]") for name, entry in layers.items()}
+        if version == 1 and (transform != "none" or any(layer.transformed for layer in layers.values())):
+            raise ValueError("format_version: found 1, expected 2 with transformed layers")
+        return cls(bits, levels, layers, embedding_bits, transform, version)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entries of a file. The transform that is usual for the format version is left out: an hf_kbit that knows
+        version 1 alone shall refuse version 2 by its number."""
+        entries = {"format_version": self.format_version, "bits": self.bits}
+        entries |= {} if self.embedding_bits is None else {"embedding_bits": self.embedding_bits}
+        entries |= {} if self.transform == usual_transform(self.format_version) else {"transform": self.transform}
+        entries["levels"] = {bits: list(levels) for bits, levels in self.levels.items()}
+        entries["layers"] = {name: self._differences(layer) for name, layer in self.layers.items()}
+        return entries
+
+    def _differences(self, layer: Decoding) -> dict[str, Any]:
+        differs = {
+            "bits": layer.bits != self.bits,
+            "exponent": layer.exponent != 0,
+            "levels": layer.levels != self.levels.get(layer.bits),
+            "transform": layer.transform != self.transform,
+        }
+        found = {"bits": layer.bits, **layer.to_dict(), "transform": layer.transform}
+        return {name: found[name] for name in OF_LAYER if differs[name]}
+
+    def decoding(self, name: str) -> Decoding:
+        """How a layer decodes that has this name in the checkpoint.
+
+        Raises:
+            ValueError: there are no levels of its width.
+        """
+        return self.layers.get(name) or Decoding(_levels_of(self.bits, self.levels), 0, self.transform)
+
+    def digest(self) -> str:
+        """SHA-256, as hexadecimal digits, of all that decides how tensors decode; docs/format.md defines the text.
+
+        >>> stored = Stored(2, {2: (-1.0, 0.0, 0.5, 1.0)}, {})
+        >>> stored.digest() == Stored(2, {2: (-1.0, 0.0, 0.5, 1.0)}, {}, embedding_bits=2).digest()
+        True
+        >>> stored.digest() == Stored(2, {2: (-1.0, 0.0, 0.25, 1.0)}, {}).digest()
+        False
+        """
+        said = self.format_version > 1
+        lines = [f"bits {self.bits}"] + ([f"transform {self.transform}"] if said else [])
+        lines += [f"levels {bits} {_hex(self.levels[bits])}" for bits in sorted(self.levels)]
+        for name, layer in sorted(self.layers.items()):
+            transform = f" {layer.transform}" if said else ""
+            lines.append(f"layer {name} {layer.bits} {layer.exponent} {_hex(layer.levels)}{transform}")
+        return hashlib.sha256("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def check_version(version: object) -> int:
+    if type(version) is not int or version not in FORMAT_VERSIONS:
+        raise ValueError(
+            f"format_version: found {version!r}, expected one of {list(FORMAT_VERSIONS)}, all that this hf_kbit "
+            "knows. A newer one may read the checkpoint: pip install -U hf_kbit"
+        )
+    return version
+
+
+def usual_transform(version: int) -> str:
+    """What holds for a quantized model of a format version whose config does not say it."""
+    return "none" if version == 1 else "rotated"
+
+
+def mapping(value: object, name: str, expected: str) -> Mapping:
+    """``value``, or an empty one for None; nothing else that is empty will do, as 0, false and "" in a damaged file.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{name}: found {shown(value)}, expected {expected}")
+    return value or {}
+
+
+def by_width(tables: Mapping, name: str) -> dict[int, Any]:
+    """Tables of levels with integers for keys: JSON has string keys only."""
+    widths = {str(bits): bits for bits in BITS}
+    if unknown := [key for key in tables if str(key) not in widths]:
+        raise ValueError(f"{name}: found tables for {shown(unknown)} bits, expected widths of {list(BITS)}")
+    return {widths[str(key)]: table for key, table in tables.items()}
+
+
+def _layer(entry: object, usual: dict[str, Any], levels: Mapping[int, codebooks.Levels], name: str) -> Decoding:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{name}: found {shown(entry)}, expected an object of bits, exponent, levels and transform")
+    if unknown := set(entry).difference(OF_LAYER):
+        raise ValueError(
+            f"{name}: found {shown(sorted(unknown))}, expected bits, exponent, levels and transform alone"
+        )
+    found = {**usual, **entry}
+    bits = check_bits(found["bits"], f"{name}.bits")
+    transform = check_transform(found["transform"], f"{name}.transform")
+    exponent = check_exponent(found["exponent"], transform != "none", f"{name}.exponent")
+    own = _recorded(entry["levels"], bits, f"{name}.levels") if "levels" in entry else _levels_of(bits, levels)
+    return Decoding(own, exponent, transform)
+
+
+def _levels_of(bits: int, levels: Mapping[int, codebooks.Levels]) -> codebooks.Levels:
+    if bits not in levels:
+        raise ValueError(f"levels: found {sorted(levels)} in the quantization config, expected {bits} too")
+    return levels[bits]
+
+
+def _recorded(table: Any, bits: int, name: str) -> codebooks.Levels:
+    """Levels as a quantizer wrote them: they must be canonical, for to make them so would change the model."""
+    levels = codebooks.canonical(table, bits, name)
+    if list(levels) != list(table):
+        raise ValueError(f"{name}: found {list(table)}, expected ascending float32 levels with largest magnitude 1")
+    return levels
+
+
+def _hex(levels: codebooks.Levels) -> str:
+    """The bytes of levels as little-endian float32, in hexadecimal digits."""
+    return struct.pack(f"<{len(levels)}f", *levels).hex()

@@ -1,0 +1,192 @@
+"""What is added up of each layer's inputs, against a forward pass of the whole model for each layer."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from recorder import Recorder
+from torch import nn
+
+import hf_kbit
+from hf_kbit.allocation import units
+from hf_kbit.calibration import moments, rounding, stream
+from hf_kbit.calibration.layerwise import METHODS
+from hf_kbit.integrations.transformers import selection
+
+READS_TOKENS = [
+    row
+    for row in ARCHITECTURES
+    if row.name not in ("vit", "swinv2", "swin2sr", "whisper", "llava", "wav2vec2", "hubert", "clip")
+]
+IDS = torch.randint(5, 90, (5, 9), generator=torch.Generator().manual_seed(3))
+
+
+def inputs_of(model, name: str, sequence: torch.Tensor) -> torch.Tensor:
+    """What a layer is given in a pass of the whole model."""
+    given = []
+    hook = model.get_submodule(name).register_forward_pre_hook(lambda _, args: given.append(args[0].flatten(0, -2)))
+    stream.forward_pass(model, sequence[None])
+    hook.remove()
+    return torch.cat(given)
+
+
+@torch.no_grad()
+def moments_by_whole_passes(original, quantized, names, ids) -> list[moments.Moments]:
+    """For each group of layers, in the order of use, passes of one sequence at a time: through the model in 16 bits,
+    and through that with the groups before quantized."""
+    linears, groups, current, found = {original.get_submodule(n): n for n in names}, [], copy.deepcopy(original), []
+    calls = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda module, args: calls.append((module, args[0]))) for layer in linears
+    ]
+    stream.forward_pass(original, ids)
+    for hook in hooks:
+        hook.remove()
+    for place, (layer, x) in enumerate(calls):
+        if place and calls[place - 1][1] is x:
+            groups[-1].append(linears[layer])
+        else:
+            groups.append([linears[layer]])
+    for group in groups:
+        sums = drift = 0.0
+        for sequence in ids:
+            x, dense = inputs_of(current, group[0], sequence), inputs_of(original, group[0], sequence)
+            sums, drift = sums + x.T @ x, drift + (dense - x).T @ x
+        found += [moments.Moments(sums, drift)] * len(group)
+        selection.replace_modules(current, {name: quantized.get_submodule(name) for name in group})
+    return found
+
+
+@pytest.mark.parametrize("row", READS_TOKENS, ids=str)
+@pytest.mark.parametrize(("batch", "diagonal", "length"), [(1, True, 9), (2, False, 5), (8, False, 9)])
+def test_moments(row, batch, diagonal, length, monkeypatch):
+    """In parts of one sequence, in unequal ones, with as many sequences as tokens, and all at once."""
+    model, ids = row.build(), IDS[:, :length]
+    dense = copy.deepcopy(model).eval()
+    solver = Recorder(diagonal)
+    monkeypatch.setitem(METHODS, "recorder", solver)
+    monkeypatch.setattr(rounding, "aim", solver.aim)
+    mixture = any(name.endswith(".experts") for name, _ in model.named_modules())
+    left = {"modules_to_not_convert": ["experts"]} if mixture else {}  # test_experts.py has those
+    hf_kbit.calibrate(model, ids, method="recorder", batch=batch, device="cpu", bits=2, **left)
+    names = [name for name, layer in model.named_modules() if isinstance(layer, hf_kbit.KbitLinear)]
+    assert sorted(names) == sorted(selection.Packable(dense).choose(hf_kbit.KbitConfig(**left)))
+    expected = moments_by_whole_passes(dense, model, names, ids)
+    assert len(solver.moments) == len(expected) == len(names)
+    close = partial(torch.testing.assert_close, rtol=1e-3)
+    for sums, found in zip(expected, solver.moments, strict=True):
+        limit = 1e-4 * sums.second.max()
+        if diagonal:
+            close(found.second, sums.second.diagonal(), atol=limit)
+            assert found.drift is None
+        else:
+            close(found.second, sums.second, atol=limit)
+            close(found.drift, sums.drift, atol=limit)
+
+
+def test_units_are_the_outermost_elements_of_lists():
+    inner = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
+    model = nn.ModuleDict({"layers": nn.ModuleList([inner, nn.Linear(2, 2)]), "head": nn.Linear(2, 2)})
+    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    assert units(model, names) == {
+        "layers.0": ["layers.0.experts.0", "layers.0.experts.1"],
+        "layers.1": ["layers.1"],
+        "head": ["head"],
+    }
+
+
+def test_a_forward_of_an_instance_is_put_back():
+    """Such as accelerate's, which moves inputs first."""
+    row = next(row for row in ARCHITECTURES if row.name == "llama")
+    model, calls = row.build(), []
+    first, second = model.model.layers[:2]
+    forward = first.forward
+
+    def own(*args, **kwargs):
+        calls.append(1)
+        return forward(*args, **kwargs)
+
+    first.forward = own
+    hf_kbit.calibrate(model, IDS, batch=5, method="weighted")
+    # The check, the search for groups, a pass for each of four, the outputs.
+    assert first.forward is own and len(calls) == 7
+    assert "forward" not in vars(second)
+
+
+def test_layers_that_are_called_by_keyword():
+    linear, x = nn.Linear(6, 3), torch.randn(2, 5, 6)
+    (group,) = moments.groups({"linear": linear}, lambda: linear(input=x))
+    second, drift = moments.moments(linear, group, [(lambda: linear(input=x), None)], diagonal=False)
+    torch.testing.assert_close(second, x.flatten(0, 1).T @ x.flatten(0, 1))
+    assert group == (["linear"], True) and drift is None
+
+
+def test_layers_are_grouped_by_what_they_are_given():
+    q, k, out, shared, idle = (nn.Linear(4, 4) for _ in range(5))
+    linears = {"out": out, "k": k, "idle": idle, "shared": shared, "q": q}
+
+    def run():
+        x = torch.ones(2, 4)
+        return shared(out(shared(q(x) + k(x))))
+
+    assert moments.groups(linears, run) == [(names, False) for names in (["q", "k"], ["shared"], ["out"], ["idle"])]
+    assert moments.groups({"k": k, "q": q}, run) == [(["q", "k"], True)]
+    twice = moments.moments(shared, moments.Group(["shared"], False), [(run, None)], diagonal=False).second
+    given = _given(shared, run)
+    torch.testing.assert_close(twice, sum(x.T @ x for x in given))
+    assert len(given) == 2
+    none = moments.moments(idle, moments.Group(["idle"], False), [(run, None)], diagonal=False).second
+    assert torch.equal(none, torch.zeros(4, 4))
+
+
+def _given(layer, run):
+    found = []
+    hook = layer.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    run()
+    hook.remove()
+    return found
+
+
+def test_a_run_ends_where_the_group_is_called():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    after = []
+
+    def run():
+        second(first(torch.ones(1, 4)))
+        after.append(1)
+
+    groups = moments.groups({"first": first, "second": second}, run)
+    for group, linear in zip(groups, (first, second), strict=True):
+        moments.moments(linear, group, [(run, run)], diagonal=False)
+    assert len(after) == 1  # the first one, which finds the groups
+
+
+def test_layers_stand_in_for_others():
+    dense, other, own = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    own.forward = forward = own.forward
+    x = torch.ones(1, 4)
+    before = dense(x), own(x)
+    with moments.standing_in({"a": dense, "b": own}, {"a": other, "b": other, "c": other}):
+        assert torch.equal(dense(x), other(x)) and torch.equal(own(x), other(x))
+    assert torch.equal(dense(x), before[0]) and torch.equal(own(x), before[1])
+    assert "forward" not in vars(dense) and own.forward is forward
+
+
+def test_the_pass_ends_after_the_last_layer():
+    """Logits of all the data would take more memory than the model; those of the check are few."""
+    model = next(row for row in ARCHITECTURES if row.name == "llama").build()
+    seen = []
+    model.lm_head.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    hf_kbit.calibrate(model, IDS, batch=5, method="weighted")
+    assert seen == [2]
+
+
+def test_a_layer_without_anything_to_quantize_takes_parts_too():
+    model = next(row for row in ARCHITECTURES if row.name == "llama").build()
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(len(args[0])), prepend=True)
+    model.model.layers[0].input_layernorm.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    hf_kbit.calibrate(model, IDS, batch=2, method="weighted", modules_to_not_convert=["layers.0"])
+    assert seen == [2, 2, 2, 5, 2, 2, 2, 2, 1, 1]

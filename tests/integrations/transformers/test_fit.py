@@ -1,0 +1,452 @@
+"""A checkpoint that does not fit is refused with an error that names the tensor or key at fault, found and expected;
+of another class or shape what fits is loaded.
+"""
+
+import copy
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, core_model_loading
+from transformers.distributed import DistributedConfig
+
+from hf_kbit import KbitConfig
+from hf_kbit.integrations.transformers.fit import saved_class
+from hf_kbit.stored import Stored
+
+FILE = "model.safetensors"
+NORM, EMBEDDING, HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"
+WEIGHT = "model.layers.0.self_attn.q_proj.weight"  # [64, 64] in 3 bits
+ABSMAX, COLUMNS = WEIGHT + "_absmax", WEIGHT + "_columns"
+OTHER = "model.layers.2.self_attn.q_proj.weight"  # of a layer that the model has not
+DOWN_PROJ = "model.layers.0.mlp.down_proj"  # [64, 96] in 5 bits
+TOKENS = torch.arange(12).reshape(2, 6)
+
+
+def quantized(directory, **settings):
+    """A Llama of two layers, 3 bits except for ``down_proj`` in 5; ``directory`` is for its 16-bit checkpoint."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=96, num_hidden_layers=2, **shape, **settings)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    return AutoModelForCausalLM.from_pretrained(
+        directory, quantization_config=KbitConfig(bits=3, module_bits={"down_proj": 5})
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return quantized(tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("saved")
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def checkpoint(saved, tmp_path):
+    """A copy of the saved model, to be damaged."""
+    return shutil.copytree(saved, tmp_path / "checkpoint")
+
+
+def tensors(change):
+    """What edits the dict of the tensors in a folder; no digest is left."""
+
+    def damage(directory):
+        found = load_file(directory / FILE)
+        change(found)
+        save_file(found, directory / FILE, metadata={"format": "pt"})
+
+    return damage
+
+
+def without(*names):
+    return tensors(lambda stored: [stored.pop(name) for name in names])
+
+
+def store(name, make):
+    """``make`` computes from the dict of the tensors what is stored under ``name``."""
+    return tensors(lambda stored: stored.update({name: make(stored).contiguous().clone()}))
+
+
+def config(change):
+    """What edits the quantization_config in a folder."""
+
+    def damage(directory):
+        file = directory / "config.json"
+        content = json.loads(file.read_text())
+        change(content["quantization_config"])
+        file.write_text(json.dumps(content))
+
+    return damage
+
+
+def key(name, value):
+    return config(lambda entries: entries.update({name: value}))
+
+
+def layer(**entry):
+    """Changes what config.json says of the one layer ``DOWN_PROJ``."""
+    return config(lambda entries: entries["layers"][DOWN_PROJ].update(entry))
+
+
+TENSORS = {
+    "no weight": (without(WEIGHT), f"{WEIGHT}: missing, expected beside {ABSMAX}"),
+    "no absmax": (without(ABSMAX), f"{ABSMAX}: missing, expected beside {WEIGHT}, which is I32 [64, 6]"),
+    "no columns": (without(COLUMNS), f"{COLUMNS}: found none, expected U8 [64] for a [64, 64] weight in 3 bits"),
+    "no pair": (without(WEIGHT, ABSMAX), f"{WEIGHT}: missing, expected ", f"{COLUMNS}: "),
+    "no layer": (without(WEIGHT, ABSMAX, COLUMNS), f"{WEIGHT}: missing, expected "),
+    "no norm": (without(NORM), f"{NORM}: missing, expected shape [64]"),
+    "no head": (without(HEAD), f"{HEAD}: missing, expected shape [96, 64]"),
+    "extra tensor": (store("model.layers.0.extra", lambda stored: torch.zeros(3)), "model.layers.0.extra: left over"),
+    "extra pair": (
+        tensors(lambda stored: stored.update({OTHER: stored[WEIGHT] + 0, OTHER + "_absmax": stored[ABSMAX] + 0})),
+        f"{OTHER}: left over",
+        f"{OTHER}_absmax: left over",
+    ),
+    "absmax of a norm": (store(f"{NORM}_absmax", lambda stored: stored[ABSMAX]), f"{NORM}_absmax"),
+    "absmax of a float layer": (
+        store(f"{HEAD}_absmax", lambda stored: torch.zeros(96, 2, dtype=torch.uint8)),
+        f"{HEAD}: found BF16 [96, 64], expected I32 [96, 6]",
+    ),
+    "columns of a float layer": (
+        store(f"{HEAD}_columns", lambda stored: stored[COLUMNS]),
+        f"{HEAD}_columns: left over",
+    ),
+    "narrow weight": (
+        store(WEIGHT, lambda stored: stored[WEIGHT][:, :-1]),
+        f"{WEIGHT}: found I32 [64, 5], expected I32 [64, 6]",
+    ),
+    "int8 absmax": (
+        store(ABSMAX, lambda stored: stored[ABSMAX].view(torch.int8)),
+        f"{ABSMAX}: found I8 [64, 2], expected U8 [64, 2]",
+    ),
+    "short norm": (store(NORM, lambda stored: stored[NORM][:32]), f"{NORM}: found BF16 [32], expected ", "[64]"),
+    "int64 norm": (store(NORM, lambda stored: stored[NORM].long()), f"{NORM}: found I64 [64], expected "),
+    "all at once": (
+        lambda folder: [TENSORS[name][0](folder) for name in ("no norm", "narrow weight", "extra tensor")],
+        *(f"\n  {name}: " for name in (NORM, WEIGHT, "model.layers.0.extra")),
+    ),
+    "long names": (store("x" * 100_000, lambda stored: torch.zeros(3)), "xxx"),
+    "many names": (
+        tensors(lambda stored: stored.update({f"{name}.{'x' * 1000}": torch.zeros(3) for name in range(1000)})),
+        "... and 980 more",
+    ),
+}
+
+CONFIGS = {
+    "bits": (key("bits", 5), f"{WEIGHT}: found I32 [64, 6], expected I32 [64, 10]"),
+    "bits without levels": (key("bits", 4), "levels: found [3, 5] in the quantization config, expected 4 too"),
+    "bits of a layer": (layer(bits=3), f"{DOWN_PROJ}.weight: found I32 [64, 15], expected I32 [64, 9]"),
+    "no entry of a layer": (
+        config(lambda entries: entries["layers"].pop(DOWN_PROJ)),
+        f"{DOWN_PROJ}.weight: found I32 [64, 15], expected I32 [64, 9]",
+    ),
+    "version": (key("format_version", 1), f"{COLUMNS}: found U8 [64], expected none"),
+    "transform": (key("transform", "none"), f"{COLUMNS}: found U8 [64], expected none for a [64, 64] weight"),
+    "transform of a layer": (layer(transform="none"), f"{DOWN_PROJ}.weight_columns: found U8 [96], expected none"),
+    "no levels": (config(lambda entries: entries.pop("levels")), "levels: found"),
+    "neither levels nor layers": (
+        config(lambda entries: [entries.pop(name) for name in ("levels", "layers")]),
+        "levels: found none in quantization_config of config.json, expected those of the packed tensors in the",
+    ),
+    "unknown key": (key("group_size", 64), "quantization_config: found ['group_size'], expected"),
+    "unknown layer": (
+        config(lambda entries: entries["layers"].update({"x" * 100_000: {"bits": 5}})),
+        "xxx... (100,0",
+    ),
+    "layer that is not quantized": (
+        config(lambda entries: entries["layers"].update(lm_head={"exponent": 1})),
+        "lm_head: in layers of the quantization config, not in the checkpoint",
+    ),
+    "exponent": (layer(exponent=1), "expected tensors saved with this config, of kbit_digest "),
+}
+
+
+def refused(folder, parts, kind=AutoModelForCausalLM, **options):
+    with pytest.raises(ValueError) as error:
+        kind.from_pretrained(folder, **options)
+    assert all(part in str(error.value) for part in parts) and len(str(error.value)) < 12_000, error.value
+
+
+@pytest.mark.parametrize("damage", TENSORS | CONFIGS)
+def test_a_damaged_checkpoint_is_refused(checkpoint, damage):
+    """In a few words, whatever stands in it."""
+    apply, *parts = (TENSORS | CONFIGS)[damage]
+    apply(checkpoint)
+    for options in ({}, {"ignore_mismatched_sizes": True}):
+        refused(checkpoint, parts, **options)
+
+
+def test_a_checkpoint_holds_three_tensors_for_a_quantized_layer_and_no_more(model, saved):
+    stored = load_file(saved / FILE)
+    dense = load_file(model.name_or_path + "/" + FILE)
+    scales = {name for name in stored if name.endswith(("_absmax", "_columns"))}
+    assert len(scales) == 28 and stored.keys() - scales == dense.keys()
+    for name, tensor in stored.items():
+        packed = torch.uint8 if name in scales else torch.int32 if f"{name}_absmax" in scales else torch.bfloat16
+        assert tensor.dtype == packed, name
+
+
+def test_an_undamaged_checkpoint_loads(model, checkpoint, tmp_path):
+    """Also without digests, and from several files, of which a missing one is named."""
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    tensors(lambda stored: None)(checkpoint)
+    for folder in (checkpoint, tmp_path / "sharded"):
+        reloaded = AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True)
+        assert torch.equal(reloaded(TOKENS).logits, model(TOKENS).logits)
+    index = json.loads((tmp_path / "sharded" / f"{FILE}.index.json").read_text())
+    (shard := tmp_path / "sharded" / index["weight_map"][WEIGHT]).unlink()
+    with pytest.raises((OSError, ValueError), match=re.escape(shard.name)):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "sharded")
+
+
+# --- another class than the one that was saved ----------------------------------------------------
+
+OTHER_CLASSES = ["LlamaModel", "LlamaForSequenceClassification"]
+
+
+@pytest.mark.parametrize("name", OTHER_CLASSES)
+def test_a_model_of_another_class_takes_what_it_needs(model, checkpoint, name):
+    other = getattr(transformers, name).from_pretrained(checkpoint)
+    hidden = getattr(other, "model", other)(TOKENS).last_hidden_state
+    assert torch.equal(hidden, model.model(TOKENS).last_hidden_state)
+
+
+@pytest.mark.parametrize("damage", ["no weight", "no absmax", "no norm", "narrow weight", "int8 absmax"])
+@pytest.mark.parametrize("name", OTHER_CLASSES)
+def test_a_model_of_another_class_does_not_make_up_what_is_missing(checkpoint, name, damage):
+    apply, *parts = TENSORS[damage]
+    apply(checkpoint)
+    refused(checkpoint, parts, getattr(transformers, name))
+
+
+def test_a_missing_tensor_is_seen_without_architectures_in_the_config(checkpoint):
+    file = checkpoint / "config.json"
+    content = json.loads(file.read_text())
+    del content["architectures"]
+    file.write_text(json.dumps(content))
+    assert AutoModelForCausalLM.from_pretrained(checkpoint)
+    without(NORM)(checkpoint)
+    refused(checkpoint, [f"{NORM}: missing"])
+
+
+def test_a_tied_weight_is_missing_when_no_name_of_it_is_stored(tmp_path):
+    quantized(tmp_path / "dense", tie_word_embeddings=True).save_pretrained(tmp_path / "saved")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert "lm_head.weight" not in load_file(tmp_path / "saved" / FILE)
+    without(EMBEDDING)(tmp_path / "saved")
+    refused(tmp_path / "saved", [f"{EMBEDDING}: missing, expected"])
+
+
+# --- another config than the one that was saved ---------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_another_number_of_layers(model, checkpoint, layers):
+    """As with any checkpoint: what is too much is left, what is missing is made, and Transformers reports both."""
+    other, info = AutoModelForCausalLM.from_pretrained(checkpoint, num_hidden_layers=layers, output_loading_info=True)
+    named = info["unexpected_keys" if layers == 1 else "missing_keys"]
+    assert named and all(f"layers.{min(layers, 2)}." in name for name in named)
+    hidden, expected = (m.model(TOKENS, output_hidden_states=True).hidden_states[1] for m in (other, model))
+    if layers > 1:  # else the norm at the end comes at once
+        assert torch.equal(hidden, expected)
+
+
+@pytest.mark.parametrize("damage", ["no weight", "no norm", "narrow weight", "extra pair"])
+def test_damage_is_seen_all_the_same(checkpoint, damage):
+    apply, *parts = TENSORS[damage]
+    apply(checkpoint)
+    refused(checkpoint, parts, num_hidden_layers=1, ignore_mismatched_sizes=True)
+
+
+@pytest.fixture(scope="module")
+def classifiers(model, tmp_path_factory):
+    """Two quantized classifiers of three labels, the head in 16 and in 3 bits."""
+    directory = tmp_path_factory.mktemp("classifiers")
+    kind, source = transformers.LlamaForSequenceClassification, model.name_or_path
+    kind.from_pretrained(source, num_labels=3).save_pretrained(directory / "dense")
+    for name, options in (("plain", {}), ("packed", {"module_bits": {"score": 3}})):
+        config = KbitConfig(bits=3, **options)
+        kind.from_pretrained(directory / "dense", quantization_config=config).save_pretrained(directory / name)
+    return directory
+
+
+HONOURED = "param_needs_quantization" in inspect.getsource(core_model_loading.set_param_for_module)  # not in 5.17
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization_config": KbitConfig(bits=3)}], ids=["quantized", "quantizing"])
+def test_ignore_mismatched_sizes(classifiers, options):
+    load = transformers.LlamaForSequenceClassification.from_pretrained
+    path, options = classifiers / ("dense" if options else "plain"), {"num_labels": 5, **options}
+    with pytest.raises((RuntimeError, ValueError), match="ignore_mismatched_sizes"):
+        load(path, **options)
+    if HONOURED:
+        other = load(path, ignore_mismatched_sizes=True, **options)
+        assert other.score.weight.shape == (5, 64) and type(other.score) is torch.nn.Linear
+        assert torch.equal(other.model(TOKENS)[0], load(classifiers / "plain").model(TOKENS)[0])
+    else:
+        with pytest.raises(ValueError, match=r"score.weight: found shape \[3, 64\], expected \[5, 64\]"):
+            load(path, ignore_mismatched_sizes=True, **options)
+
+
+def test_packed_tensors_must_fit(classifiers):
+    parts, kind = ["score.weight: found I32 [3, 6], expected I32 [5, 6] for a [5, 64]"], OTHER_CLASSES[1]
+    for options in ({}, {"ignore_mismatched_sizes": True}):
+        refused(classifiers / "packed", parts, getattr(transformers, kind), num_labels=5, **options)
+
+
+def test_a_config_in_the_config_of_the_model_quantizes(model):
+    """Only a quantizer writes levels: without them the config says what is to be done, not what was done."""
+    config = transformers.AutoConfig.from_pretrained(model.name_or_path)
+    config.quantization_config = KbitConfig(bits=3, module_bits={"down_proj": 5})
+    other = AutoModelForCausalLM.from_pretrained(model.name_or_path, config=config)
+    assert torch.equal(other(TOKENS).logits, model(TOKENS).logits)
+    with pytest.raises(ValueError, match="device_map: found layers on disk"):
+        AutoModelForCausalLM.from_pretrained(model.name_or_path, config=config, device_map={"": "disk"})
+
+
+def test_16_bit_tensors_under_a_quantized_config_are_refused(model, checkpoint):
+    shutil.copy(os.path.join(model.name_or_path, FILE), checkpoint)
+    refused(checkpoint, [f"{FILE}: found no packed tensor, expected those that quantization_config"])
+
+
+@pytest.mark.parametrize("value", [5, [5], {}, "LlamaForCausalLM", [None]], ids=repr)
+def test_architectures_must_be_names(value):
+    with pytest.raises(
+        ValueError, match=r"architectures: found .* in config\.json, expected a list of names of classes"
+    ):
+        saved_class(value)
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (None, None),
+        ([], None),
+        (["NoSuchModel"], None),
+        (["pipeline"], None),
+        (["LlamaConfig"], None),
+        (["LlamaModel"], transformers.LlamaModel),
+    ],
+)
+def test_only_classes_of_models_are_taken(names, found):
+    assert saved_class(names) is found
+
+
+# --- quantizing on several processes ----------------------------------------------------------------
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """Several processes that are not there, and do not come to read a weight."""
+
+    def prepare(cls, config, device_map=None, **kwargs):
+        return config, device_map, None
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "prepare_distribute_model", classmethod(prepare))
+    monkeypatch.setattr(transformers.PreTrainedModel, "_load_pretrained_model", None)
+
+
+def test_parts_of_a_pipeline_are_refused(model, unread):
+    plan = DistributedConfig(pp_size=2)
+    with pytest.raises(ValueError, match="distributed_config: found pp_size=2, expected none while quantizing"):
+        AutoModelForCausalLM.from_pretrained(
+            model.name_or_path, distributed_config=plan, quantization_config=KbitConfig()
+        )
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"fsdp_size": 2}], ids=str)
+def test_a_weight_that_each_process_would_draw_is_refused(tmp_path, unread, sizes):
+    """A head that the checkpoint has not: one process leaves it in 16 bits, to be trained."""
+    config = LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
+    transformers.LlamaModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"lm_head\.weight: not in the checkpoint"):
+        LlamaForCausalLM.from_pretrained(
+            tmp_path,
+            distributed_config=DistributedConfig(**sizes),
+            quantization_config=KbitConfig(skip_default_modules=False),
+        )
+
+
+def test_a_tensor_of_which_one_part_is_quantized_is_refused(tmp_path, unread):
+    """It would be read whole for q_proj, and in parts for k_proj."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.NomicBertModel(transformers.NomicBertConfig(vocab_size=96, **sizes)).save_pretrained(tmp_path)
+    complaint = r"k_proj\.weight: found it left in 16 bits, expected it quantized as what is in .*Wqkv\.weight with it"
+    with pytest.raises(ValueError, match=complaint):
+        transformers.NomicBertModel.from_pretrained(
+            tmp_path,
+            distributed_config=DistributedConfig(tp_size=2),
+            quantization_config=KbitConfig(modules_to_not_convert=["k_proj"]),
+        )
+
+
+# --- no file at all --------------------------------------------------------------------------------
+
+
+def test_a_state_dict_in_memory(tmp_path):
+    """Widths and exponents of single layers come from the config alone; a forgotten one would be silent garbage."""
+    dense = LlamaForCausalLM(LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2))
+    with torch.no_grad():
+        dense.model.layers[1].mlp.up_proj.weight *= 2.0**-12
+    dense.save_pretrained(tmp_path)
+    options = KbitConfig(bits=3, module_bits={"layers.0": None, "down_proj": 5, "o_proj": None})
+    model = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=options)
+    assert model.model.layers[1].mlp.up_proj.exponent < 0
+    model.save_pretrained(tmp_path / "saved")
+    config = LlamaConfig.from_pretrained(tmp_path / "saved")  # JSON sorts keys, but the order of patterns decides
+    for other in (LlamaForCausalLM, transformers.LlamaModel):
+        loaded = other.from_pretrained(None, config=config, state_dict=model.state_dict())
+        hidden = getattr(loaded, "model", loaded)(TOKENS).last_hidden_state
+        assert torch.equal(hidden, model.model(TOKENS).last_hidden_state)
+
+
+# --- saving again ---------------------------------------------------------------------------------
+
+
+def test_another_config_object_is_saved_with_what_decodes(model, tmp_path):
+    model = copy.deepcopy(model)
+    model.config = copy.deepcopy(model.config)
+    model.config.quantization_config.stored = Stored(3, {}, {})
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_what_files_say_of_a_model_is_not_taken_to_quantize_another(model, saved, tmp_path):
+    """Though the config of a quantized model is; the user's own stays as it is."""
+    wish = copy.deepcopy(AutoModelForCausalLM.from_pretrained(saved).config.quantization_config)
+    levels = wish.stored.levels
+    object.__setattr__(wish.stored, "levels", {3: (-1.0,) * 7 + (1.0,), 5: (-1.0,) * 31 + (1.0,)})
+    other = AutoModelForCausalLM.from_pretrained(model.name_or_path, quantization_config=wish)
+    assert other.config.quantization_config.stored.levels == levels != wish.stored.levels
+    assert torch.equal(other(TOKENS).logits, model(TOKENS).logits)
+
+
+# --- without hf_kbit ------------------------------------------------------------------------------
+
+
+def test_without_the_import_loading_stops(saved):
+    """What the documentation and the model card promise to those who forget ``import hf_kbit``."""
+    script = "import sys; from transformers import AutoModelForCausalLM as Auto; Auto.from_pretrained(sys.argv[1])"
+    process = subprocess.run(
+        [sys.executable, "-c", script, saved], capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"}
+    )
+    printed = process.stdout + process.stderr
+    assert process.returncode != 0, printed
+    assert "Unknown quantization type, got kbit" in printed
+    # The load report lists every scale as UNEXPECTED and every packed weight as MISMATCH.
+    assert re.search(r"self_attn\.q_proj\.weight_absmax\S* *\| *UNEXPECTED", printed), printed
+    assert re.search(r"self_attn\.q_proj\.weight *\| *MISMATCH", printed), printed
+    assert "RuntimeError: You set `ignore_mismatched_sizes` to `False`" in printed

@@ -1,0 +1,265 @@
+"""Finding and loading the compiled libraries, the reasons when one is missing, and the ops without any."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_kbit
+from hf_kbit import reference
+from hf_kbit.ops import native
+
+ROOT = Path(__file__).parents[2]
+library = native.library.__wrapped__  # without the cache, which would outlive a test
+needs_compiler = pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler is installed")
+needs_library = pytest.mark.skipif(
+    not native.library("cpu").loaded, reason=f"CPU library: {native.library('cpu').missing}"
+)
+
+
+def run(*command, folder=None, **variables):
+    """Runs Python, with the package in ``folder`` if given, before an editable install's."""
+    env = {name: value for name, value in os.environ.items() if name != "HF_KBIT_CPU"}
+    if folder is not None:
+        code = "import sys, importlib.machinery as m\n"
+        code += "sys.meta_path[:] = [m.BuiltinImporter, m.FrozenImporter, m.PathFinder]\n"
+        command = ("-c", f"{code}sys.path.insert(0, {str(folder)!r})\n{command[1]}")
+    command = [sys.executable, *command]
+    return subprocess.run(command, env=env | variables, capture_output=True, text=True, timeout=600, cwd=ROOT)
+
+
+@pytest.fixture
+def empty(tmp_path, monkeypatch):
+    """A folder that is all the package has for its libraries."""
+    monkeypatch.setattr(hf_kbit, "__path__", [str(tmp_path)])
+    return tmp_path
+
+
+@pytest.fixture
+def without_libraries(tmp_path):
+    """A copy of the package without what was compiled."""
+    ignored = shutil.ignore_patterns("*.so", "_build.json", "__pycache__")
+    shutil.copytree(Path(hf_kbit.__file__).parent, tmp_path / "hf_kbit", ignore=ignored)
+    return tmp_path
+
+
+# --- found, or not --------------------------------------------------------------------------------
+
+
+def test_cpu_library_is_loaded_where_it_could_be_built():
+    """So that no test run checks plain PyTorch alone unnoticed."""
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("no C++ compiler is installed")
+    found = native.library("cpu")
+    assert found.loaded, found.missing
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("hf_kbit::gemm", "CPU")
+
+
+@needs_library
+def test_library_lies_with_its_record():
+    path = native.library("cpu").path
+    assert path.name == "libhf_kbit_cpu.so" and str(path.parent) in hf_kbit.__path__
+    assert native.build_info()["cpu"]["missing"] == ""
+
+
+def test_nothing_was_built(empty):
+    found = library("cpu")
+    assert not found.loaded and found.path is None
+    assert found.missing == f"{empty}/libhf_kbit_cpu.so does not exist; install hf_kbit again"
+    assert native.build_info() == {}
+
+
+def test_reason_is_that_of_the_build(empty):
+    (empty / "_build.json").write_text(json.dumps({"cpu": {"missing": "no C++ compiler"}}))
+    assert library("cpu").missing == "no C++ compiler"
+    (empty / "libhf_kbit_cpu.so").touch()  # left by an older build
+    assert library("cpu").missing == "no C++ compiler"
+
+
+def test_library_that_does_not_load(empty):
+    (empty / "libhf_kbit_cpu.so").write_bytes(b"no library")
+    found = library("cpu")
+    assert not found.loaded and found.path == empty / "libhf_kbit_cpu.so"
+    assert found.missing == f"{found.path} does not load ({found.path}: file too short); install hf_kbit again"
+
+
+@pytest.mark.parametrize("newest", [0, 1])
+@pytest.mark.parametrize("file", ["_build.json", "libhf_kbit_cpu.so"])
+def test_newest_build_counts(tmp_path, monkeypatch, newest, file):
+    folders = [tmp_path / "tree", tmp_path / "site-packages"]
+    monkeypatch.setattr(hf_kbit, "__path__", [str(folder) for folder in folders])
+    for i, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "_build.json").write_text(json.dumps({"torch": str(i)}))
+        os.utime(folder / "_build.json", (1000, 1000))
+    (folders[newest] / file).touch()
+    assert native.build_info() == {"torch": str(newest)}
+
+
+# --- device types ---------------------------------------------------------------------------------
+
+
+def test_torch_without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    expected = f"torch {torch.__version__} was built without CUDA; install a torch with CUDA"
+    assert library("cuda") == native.Library("cuda", None, expected)
+
+
+def test_torch_with_cuda_and_no_cuda_library(empty, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    (empty / "_build.json").write_text(json.dumps({"cuda": {"missing": "no nvcc"}}))
+    assert library("cuda") == native.Library("cuda", None, "no nvcc")
+
+
+def test_torch_with_rocm(monkeypatch):
+    """Its devices are of the type cuda, too; a torch with CUDA would not serve them."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert library("cuda") == native.Library("cuda", None, "hf_kbit has no compiled kernels for ROCm")
+
+
+@needs_compiler
+def test_driver_too_old(tmp_path):
+    """A stand-in for the driver of CUDA 12.8, beside a torch with CUDA and a library that CUDA 13 built."""
+    source = 'extern "C" int cuDriverGetVersion(int *version) { *version = 12080; return 0; }'
+    (tmp_path / "driver.cpp").write_text(source)
+    command = ["c++", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.cpp"]
+    subprocess.run(command, check=True, timeout=60)
+    (tmp_path / "_build.json").write_text(json.dumps({"cuda": {"missing": "", "compiler": "nvcc 13.0.88"}}))
+    (tmp_path / "libhf_kbit_cuda.so").touch()
+    code = f"""
+import torch, hf_kbit
+torch.version.cuda = "12.8"
+hf_kbit.__path__ = [{str(tmp_path)!r}]
+hf_kbit.ops.native.library.cache_clear()
+hf_kbit.ops.native.warn_missing("cuda")
+"""
+    ran = run("-c", f"import hf_kbit.ops.native{code}", LD_LIBRARY_PATH=str(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    assert (
+        "correct but slower: the CUDA library was built with CUDA 13 and needs NVIDIA driver 580 or newer, found "
+        "one for CUDA 12.8; install a newer driver, or hf_kbit from source with an older nvcc"
+    ) in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("driver", "compiler", "expected"),
+    [
+        (13000, "nvcc 13.0.88", None),
+        (13010, "nvcc 12.8.93", None),
+        (12080, "nvcc 12.9.41", None),  # an older one of the same CUDA runs it
+        (0, "nvcc 13.0.88", None),  # no driver, and no GPU
+        (12090, "nvcc ", None),
+        (11040, "nvcc 12.8.93", "CUDA 12 and needs NVIDIA driver 525 or newer, found one for CUDA 11.4;"),
+        (13020, "nvcc 14.1.0", "CUDA 14 and needs NVIDIA driver for CUDA 14 or newer, found one for CUDA 13.2;"),
+    ],
+)
+def test_drivers(empty, monkeypatch, driver, compiler, expected):
+    (empty / "_build.json").write_text(json.dumps({"cuda": {"missing": "", "compiler": compiler}}))
+    monkeypatch.setattr(native, "_driver_cuda", lambda: driver)
+    found = native._old_driver()
+    assert expected in found if expected else found == ""
+
+
+def test_device_without_kernels():
+    assert library("mps").missing == "hf_kbit has no compiled kernels for mps devices"
+
+
+def test_numbers_without_cuda_library(monkeypatch):
+    """Nothing is joined, no architecture planned for."""
+    monkeypatch.setattr(native, "library", lambda name: native.Library(name, None, "not built"))
+    assert native.group_limits.__wrapped__() == (0, 0) and native.cuda_arch() == 0
+
+
+# --- HF_KBIT_CPU ----------------------------------------------------------------------------------
+
+
+@needs_library
+def test_unknown_instruction_set():
+    ran = run("-c", "import hf_kbit.ops", HF_KBIT_CPU="sse2")
+    assert ran.returncode == 1
+    last = ran.stderr.strip().splitlines()[-1]
+    assert last.startswith("ValueError: HF_KBIT_CPU: found sse2, ") and last.endswith("portable")
+
+
+@needs_library
+@pytest.mark.parametrize("wanted", ["portable", ""])
+def test_instruction_set(wanted):
+    code = "from hf_kbit.ops import native as n; print(n.instruction_set(n.library('cpu').path))"
+    found = run("-c", code, HF_KBIT_CPU=wanted).stdout.strip()
+    assert found == wanted if wanted else found in ("amx", "avx512", "avx2", "portable")
+
+
+@needs_library
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", ["portable", "avx2", "avx512"])
+def test_other_kernels(wanted):
+    """The best instruction set of this machine is tested in tests/csrc; here, those that it has besides."""
+    if run("-c", "import hf_kbit.ops", HF_KBIT_CPU=wanted).returncode:
+        pytest.skip(f"this machine has no {wanted}")
+    ran = run("-m", "pytest", "tests/csrc", "-k", "cpu", "-q", "-p", "no:cacheprovider", HF_KBIT_CPU=wanted)
+    assert ran.returncode == 0, ran.stdout[-5000:]
+    assert " passed" in ran.stdout
+
+
+# --- without a library ----------------------------------------------------------------------------
+
+
+def test_warning_comes_once_for_each_device_type(monkeypatch):
+    monkeypatch.setattr(native, "library", lambda name: native.Library(name, None, f"no {name}; buy one"))
+    monkeypatch.setattr(native, "triton_missing", lambda name: f"no Triton for {name}")
+    native.warn_missing.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for device_type in ("cpu", "cuda", "cpu", "cuda"):
+            native.warn_missing(device_type)
+    native.warn_missing.cache_clear()
+    assert [warning.category for warning in caught] == [RuntimeWarning] * 2
+    for warning, name in zip(caught, ("cpu", "cuda"), strict=True):
+        assert f"in plain PyTorch on {name}, " in str(warning.message)
+        why = f"no {name}; buy one" + ("; no Triton for cuda" if name == "cuda" else "")
+        assert f": {why}. " in str(warning.message) and "`hf-kbit info`" in str(warning.message)
+
+
+CALLS = """
+import hashlib, torch
+from hf_kbit import codebooks
+
+def digests(ops):
+    torch.manual_seed(0)
+    codebook = torch.tensor(codebooks.normal_float(3))
+    planes, absmax = ops.quantize(torch.randn(70, 100), codebook)
+    dense = ops.dequantize(planes, absmax, codebook, [70, 100], torch.float16)
+    tiles = ops.repack(planes, absmax, 3, [70, 100])
+    product = ops.gemm(torch.ones(2, 100), planes, absmax, codebook, None, 70)
+    exact = (planes, absmax, dense, *tiles)
+    return [hashlib.sha256(x.numpy().tobytes()).hexdigest() for x in exact], product.tolist()
+"""
+
+
+def test_ops_without_libraries_give_the_same_bytes(without_libraries):
+    """The reference takes over, and says so once, with the reason."""
+    code = CALLS + "import hf_kbit, json; print(json.dumps([digests(hf_kbit.ops), hf_kbit.__file__]))"
+    ran = run("-c", code, folder=without_libraries)
+    assert ran.returncode == 0, ran.stderr
+    (exact, product), file = json.loads(ran.stdout)
+    assert Path(file).parent == without_libraries / "hf_kbit"
+    assert ran.stderr.count("RuntimeWarning: hf_kbit: the ops run in plain PyTorch on cpu") == 1
+    assert "libhf_kbit_cpu.so does not exist; install hf_kbit again" in ran.stderr
+    exec(CALLS, here := {})
+    assert exact == here["digests"](hf_kbit.ops)[0]
+    assert product == here["digests"](reference)[1]
+
+
+def test_no_batch_invariant_products_without_libraries(without_libraries):
+    """Plain PyTorch adds up as it likes."""
+    code = CALLS + "import hf_kbit; hf_kbit.set_batch_invariant(True); digests(hf_kbit.ops)"
+    ran = run("-c", code, folder=without_libraries)
+    assert ran.returncode and "RuntimeError: batch-invariant products were asked for, and only libraries" in ran.stderr
+    assert "libhf_kbit_cpu.so does not exist; install hf_kbit again" in ran.stderr.splitlines()[-1]

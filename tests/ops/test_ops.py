@@ -1,0 +1,282 @@
+"""The public functions on plain tensors: their numbers, shapes and strides, on CPUs, GPUs and when compiled."""
+
+import cases
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+
+from hf_kbit import format, reference
+from hf_kbit.ops import dequantize, embed, gemm, quantize, repack
+
+OPS = torch.ops.hf_kbit
+TRANSFORMS = [(False, False), *cases.TRANSFORMS]
+BOTH = pytest.mark.parametrize("form", ["planes", "tiles"])
+
+
+def packed(shape, bits: int, form: str = "planes", scaled: bool = False, rotated: bool = False):
+    """words, scales and codebook of ``cases.weight(shape)`` in a form, and how it was transformed."""
+    columns = cases.columns(shape[-1], scaled)
+    *words, codebook = cases.quantized(shape, bits, columns=columns, rotated=rotated)
+    words = repack(*words, bits, shape[-2:]) if form == "tiles" else words
+    return (*words, codebook), {"columns": columns, "rotated": rotated}
+
+
+# --- quantize, dequantize -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+def test_decoded_weights_are_near(bits):
+    for shape in [*cases.SHAPES, (2, 3, 5, 40)]:
+        weight, codebook = cases.weight(shape), cases.codebook(bits)
+        planes, absmax = quantize(weight, codebook)
+        assert planes.shape == (*shape[:-2], *format.weight_shape(*shape[-2:], bits)) and planes.dtype == torch.int32
+        assert absmax.shape == (*shape[:-2], *format.absmax_shape(*shape[-2:])) and absmax.dtype == torch.uint8
+        decoded = dequantize(planes, absmax, codebook, shape[-2:])
+        assert decoded.shape == shape and decoded.dtype == torch.float32 and decoded.is_contiguous()
+        # A level is never further from a weight than half the widest gap, and the scale is off by 1/32 at most, or by
+        # half the smallest subnormal.
+        largest = F.pad(weight, (0, -shape[-1] % 32)).unflatten(-1, (-1, 32)).abs().amax(-1)
+        bound = largest * ((codebook[1:] - codebook[:-1]).max() / 2 * (1 + 1 / 32) + 1 / 32) + 2.0**-15
+        error = (decoded - weight).abs()
+        assert (error <= bound.repeat_interleave(32, dim=-1)[..., : shape[-1]]).all()
+        for dtype in (*cases.FLOATS, torch.float64):  # rounded once
+            assert torch.equal(dequantize(planes, absmax, codebook, shape[-2:], dtype), decoded.to(dtype))
+        for dtype in cases.FLOATS:  # seen as float32
+            expected = quantize(weight.to(dtype).float(), codebook)
+            assert all(map(torch.equal, quantize(weight.to(dtype), codebook), expected))
+
+
+@pytest.mark.parametrize(("scaled", "rotated"), cases.TRANSFORMS, ids=["columns", "rotated", "both"])
+def test_transformed_weights_are_decoded_in_the_original_basis(scaled, rotated):
+    """Column scales are of all matrices, K wide, as the weight; the bound is that of its blocks as they are stored."""
+    for shape in [(5, 1), (7, 33), (64, 100), (2, 3, 5, 40)]:
+        weight, ((planes, absmax, codebook), how) = cases.weight(shape), packed(shape, 5, "planes", scaled, rotated)
+        decoded = dequantize(planes, absmax, codebook, shape[-2:], **how)
+        assert decoded.shape == shape and decoded.is_contiguous()
+        scales = reference.decode_e4m4(how["columns"]) if scaled else torch.ones(shape[-1])
+        error = F.pad((decoded - weight) / scales, (0, -shape[-1] % 32)).unflatten(-1, (-1, 32))
+        step = (codebook[1:] - codebook[:-1]).max() / 2 * (1 + 1 / 32) + codebook.max() / 32
+        largest = reference.decode_scales(absmax, rotated).abs() * (1 + 1 / 32)
+        as_large_as_can_be = absmax & 127 == 127 if rotated else absmax == 255
+        assert as_large_as_can_be.float().mean() < 0.05
+        bound = largest * step + codebook.max() * 2.0**-15
+        assert (as_large_as_can_be | (error.square().mean(-1).sqrt() <= bound)).all()
+
+
+def test_quantize_again_is_stable():
+    """What was decoded is on the grid; quantizing it again keeps every value whose block keeps its scale."""
+    planes, absmax, codebook = cases.quantized((64, 256), 4)
+    decoded = dequantize(planes, absmax, codebook, (64, 256))
+    again = quantize(decoded, codebook)
+    same = again[1] == absmax
+    assert same.float().mean() > 0.9
+    redecoded = dequantize(*again, codebook, (64, 256)).unflatten(1, (-1, 32))
+    assert torch.equal(redecoded[same], decoded.unflatten(1, (-1, 32))[same])
+
+
+def test_quantize_refuses_what_is_no_weight():
+    for value in (float("nan"), float("inf"), float("-inf")):
+        weight = cases.weight((5, 32))
+        weight[3, 7] = value
+        with pytest.raises(ValueError, match="weight: found 1 NaN or infinite values, expected finite ones"):
+            quantize(weight, cases.codebook(3))
+    with pytest.raises(TypeError, match=r"weight: found Linear, expected a tensor\. A model is quantized by"):
+        quantize(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="codebook: found none, expected float32 levels"):
+        quantize(weight)
+
+
+# --- embed ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", [embed, reference.embed], ids=["op", "reference"])
+@BOTH
+@pytest.mark.parametrize("bits", cases.BITS)
+def test_embed_gives_rows_of_the_decoded_table(bits, form, op, monkeypatch):
+    monkeypatch.setattr(reference, "QUANTIZE_SLICE", 1 << 16)  # the reference's slices, of a few rows
+    for shape in [*cases.SHAPES, (37, 90)]:
+        for transform in TRANSFORMS:
+            words, how = packed(shape, bits, form, *transform)
+            decoded = dequantize(*words, shape, torch.bfloat16, **how)
+            indices = torch.randint(0, shape[0], (3, 35), generator=cases.generator(*shape))
+            for some in (indices, indices.T, indices[0, 0].int(), indices[:0], indices[:, ::2].int()):
+                found = op(some, *words, shape, torch.bfloat16, **how)
+                assert torch.equal(found, decoded[some.long()]) and found.is_contiguous()
+
+
+@BOTH
+def test_embed_decodes_only_the_rows_asked_for(form, monkeypatch):
+    """Of tiles their sixteen rows; a table is larger than any result of its look-ups."""
+    words, _ = packed((700, 64), 3, form)
+    decoded = []
+    for name in ("repack", "dequantize"):
+        whole = getattr(reference, name)
+        spy = lambda *args, whole=whole, **how: decoded.append(args[0].numel()) or whole(*args, **how)  # noqa: E731
+        monkeypatch.setattr(reference, name, spy)
+    reference.embed(torch.tensor([5, 699, 5]), *words, [700, 64], torch.float32)
+    assert decoded and max(decoded) <= 3 * 16 * 3 * 8  # slabs of 256 columns have 8 blocks of 3 words
+
+
+def test_rows_have_no_gradient_but_may_get_one():
+    """As PEFT has it, so that gradients reach adapters behind checkpoints; and they are changed in place."""
+    words, _ = packed((7, 33), 3)
+    rows = embed(torch.tensor([[2, 5]]), *words, (7, 33))
+    assert not rows.requires_grad and not rows._is_view()
+    rows.requires_grad_()
+    (rows * 2).sum().backward()
+    assert torch.equal(rows.grad, torch.full((1, 2, 33), 2.0))
+    with torch.no_grad():
+        rows += 1
+
+
+@BOTH
+@pytest.mark.parametrize("op", [embed, reference.embed], ids=["op", "reference"])
+def test_embed_refuses_an_index_that_is_no_row(op, form):
+    """From 7 to 15 there is padding in the tile."""
+    words, _ = packed((7, 33), 3, form)
+    for index in (-1, 7, 16, 2**31 - 1):
+        for dtype in (torch.int64, torch.int32):
+            with pytest.raises(ValueError, match=f"indices: found .*{index}.*, expected 0 to 6"):
+                op(torch.tensor([[0, index]], dtype=dtype), *words, (7, 33), torch.float32)
+
+
+# --- repack ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+def test_repack_and_back(bits):
+    for shape in [*cases.SHAPES, (4, 17, 40)]:
+        planes, absmax, codebook = cases.quantized(shape, bits)
+        matrix = shape[-2:]
+        tiles = repack(planes, absmax, bits, matrix)
+        assert all(tensor.is_contiguous() for tensor in tiles)
+        assert all(map(torch.equal, repack(*tiles, bits, matrix, inverse=True), (planes, absmax)))
+        assert dequantize(*tiles, codebook, matrix).equal(dequantize(planes, absmax, codebook, matrix))
+        for i in range(len(planes) if len(shape) > 2 else 0):  # each matrix has its own tiles
+            single = repack(planes[i], absmax[i], bits, matrix)
+            assert all(map(torch.equal, single, (tensor[i] for tensor in tiles)))
+
+
+# --- gemm -----------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_gemm_against_float64(dtype, form):
+    for shape in cases.SHAPES:
+        for bits in cases.BITS:
+            words, _ = packed(shape, bits, form)
+            x, bias = cases.x((4,), shape[1], dtype), cases.x((), shape[0], dtype)
+            found = gemm(x, *words, bias, out_features=shape[0])
+            assert found.dtype == dtype and found.is_contiguous()
+            cases.assert_product(found, x, dequantize(*words, shape).T, bias)
+
+
+def test_gemm_takes_any_leading_dimensions_and_strides():
+    (planes, absmax, codebook), _ = packed((7, 33), 3)
+    dense = dequantize(planes, absmax, codebook, (7, 33))
+    for batch in cases.BATCHES:
+        x = cases.x(batch, 33).requires_grad_()
+        found = gemm(x, planes, absmax, codebook)
+        assert found.shape == (*batch, 7)
+        torch.testing.assert_close(found.reshape(-1, 7), F.linear(x.reshape(-1, 33), dense))
+        found.sum().backward()
+        assert x.grad.shape == x.shape
+    x = cases.x((2, 3, 4), 33)
+    transposed = x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+    every_other = torch.stack([x, x + 1], dim=-1).flatten(-2)[..., ::2]
+    for strided in (transposed, every_other):
+        assert not strided.is_contiguous()
+        torch.testing.assert_close(gemm(strided, planes, absmax, codebook), F.linear(x, dense))
+    words = [torch.stack([tensor, tensor], dim=-1)[..., 0] for tensor in (planes, absmax)]
+    assert torch.equal(gemm(x, *words, codebook), gemm(x, planes, absmax, codebook))
+
+
+# --- compiled -------------------------------------------------------------------------------------
+
+
+def test_compile_fullgraph():
+    columns = cases.columns(70)
+
+    def run(x, weight, codebook, bias):
+        planes, absmax = quantize(weight, codebook, signed=True)
+        dense = dequantize(*repack(planes, absmax, 3, weight.shape), codebook, weight.shape, rotated=True)
+        product = gemm(x, planes, absmax, codebook, bias, columns=columns, rotated=True)
+        return product + F.linear(x, dense) + gemm(x, planes, absmax, codebook)
+
+    inputs = cases.x((2, 3), 70).requires_grad_(), cases.weight((17, 70)), cases.codebook(3), cases.x((), 17)
+    found, expected = torch.compile(run, fullgraph=True)(*inputs), run(*inputs)
+    torch.testing.assert_close(found, expected)
+    gradients = (torch.autograd.grad(y.sum(), inputs[0])[0] for y in (found, expected))
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("op", [gemm, embed])
+def test_compiled_once_for_any_number_of_tokens(op):
+    words, _ = packed((17, 70), 4)
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def run(tokens):
+        return gemm(tokens[:, None].expand(-1, 70).float(), *words) if op is gemm else embed(tokens, *words, (17, 70))
+
+    compiled = torch.compile(run, backend=counter, dynamic=True, fullgraph=True)
+    for count in (2, 3, 9, 70):
+        tokens = torch.arange(count) % 17
+        torch.testing.assert_close(compiled(tokens), run(tokens))
+    assert counter.frame_count == 1
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("shape", [*cases.SHAPES, (2, 3, 5, 40)])
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_gpu_gives_the_bytes_of_the_cpu(shape, bits, dtype):
+    weight, codebook, matrix = cases.weight(shape, dtype), cases.codebook(bits), shape[-2:]
+    planes = quantize(weight, codebook)
+    on_gpu = quantize(weight.cuda(), codebook.cuda())
+    tiles, tiles_on_gpu = repack(*planes, bits, matrix), repack(*on_gpu, bits, matrix)
+    for found, expected in zip((*on_gpu, *tiles_on_gpu), (*planes, *tiles), strict=True):
+        assert torch.equal(found.cpu(), expected)
+    decoded, indices = dequantize(*planes, codebook, matrix, dtype), torch.tensor([[shape[-2] - 1, 0, shape[-2] // 2]])
+    for words in (on_gpu, tiles_on_gpu):
+        assert torch.equal(dequantize(*words, codebook.cuda(), matrix, dtype).cpu(), decoded)
+        if len(shape) == 2:
+            assert torch.equal(embed(indices.cuda(), *words, codebook.cuda(), shape, dtype).cpu(), decoded[indices])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_gpu_gemm_and_gradients(bits, dtype, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+    shape = (130, 300)
+    words = [tensor.cuda() for tensor in cases.quantized(shape, bits)]
+    x, bias, grad = (cases.x(*case, dtype).cuda() for case in (((2, 5), 300), ((), 130), ((2, 5), 130)))
+    inputs = x.requires_grad_(), bias.requires_grad_()
+    found = gemm(inputs[0], *words, inputs[1])
+    found.backward(grad)
+    dense = dequantize(*words, shape)
+    cases.assert_product(found, x.detach(), dense.T, bias.detach())
+    cases.assert_product(inputs[0].grad, grad, dense)
+    torch.testing.assert_close(inputs[1].grad, grad.sum((0, 1)))
+
+
+@pytest.mark.gpu
+def test_gpu_compile_and_graph_capture():
+    words = [tensor.cuda() for tensor in cases.quantized((17, 70), 3)]
+    x = cases.x((4,), 70).cuda()
+    compiled = torch.compile(lambda x: gemm(x, *words) * 2, fullgraph=True)
+    torch.testing.assert_close(compiled(x.requires_grad_()), gemm(x, *words) * 2)
+    x.requires_grad_(False)
+    gemm(x, *words)  # tables are made at the first call
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gemm(x, *words)
+    x.copy_(cases.x((4,), 70, seed=1))
+    graph.replay()
+    torch.testing.assert_close(found, gemm(x, *words))

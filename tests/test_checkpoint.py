@@ -1,0 +1,239 @@
+"""Files are read as one save has left them; damaged ones, and files of two saves, are refused by name."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from hf_kbit import KbitLinear, checkpoint, codebooks
+from hf_kbit.checkpoint import DIGEST, NOT_SEALED, TENSORS
+from hf_kbit.nn.packed import Decoding
+from hf_kbit.stored import Stored
+
+LEVELS = codebooks.normal_float(3)
+STORED = Stored(3, {3: LEVELS}, {"b": Decoding(LEVELS, 1, "rotated")})
+NORM = "norm.weight"
+
+
+def contents(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Two packed layers, ``a`` and ``b``, and a norm, some of them longer than what a digest samples."""
+    torch.manual_seed(seed)
+    found = {NORM: torch.rand(1500).bfloat16(), "empty": torch.zeros(0)}
+    for name in "ab":
+        layer = KbitLinear.from_linear(torch.nn.Linear(96, 64), bits=3)
+        found |= {f"{name}.{own}": tensor.detach().clone() for own, tensor in layer.packed.items()}
+    return found
+
+
+def write(folder, tensors, files: int = 3, stored: Stored = STORED, sealed: bool = True) -> list:
+    """A save in so many files."""
+    folder.mkdir(exist_ok=True)
+    names, paths = sorted(tensors), [folder / f"m-{i + 1:05}-of-{files:05}.safetensors" for i in range(files)]
+    for i, path in enumerate(paths):
+        save_file({name: tensors[name] for name in names[i::files]}, path, checkpoint.unsealed(stored))
+    if sealed:
+        checkpoint.seal(folder)
+    return paths
+
+
+def check(files, stored: Stored = STORED) -> None:
+    checkpoint.check_save(files, stored, checkpoint.packed_modules(checkpoint.read_headers(files)))
+
+
+def metadata(file) -> dict[str, str]:
+    with safe_open(file, "pt") as opened:
+        return opened.metadata()
+
+
+def reverse(file):
+    """All dimensions of a file's tensors, the data as it is."""
+    tensors = load_file(file)
+    return save_file({name: t.reshape(t.shape[::-1]) for name, t in tensors.items()}, file, metadata(file))
+
+
+# --- one save -------------------------------------------------------------------------------------
+
+
+def test_the_same_bytes_and_digest_however_a_model_is_saved(tmp_path):
+    seals = set()
+    for number, files in enumerate((1, 3, 3)):
+        paths = write(tmp_path / str(number), contents(), files)
+        check(paths)
+        seals |= {metadata(path)[TENSORS] for path in paths}
+        assert {metadata(path)[DIGEST] for path in paths} == {STORED.digest()}
+        found, expected = checkpoint.read(paths), contents()
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert seals == {checkpoint.tensors_digest(paths)} != {NOT_SEALED}
+    for path in paths:
+        assert path.read_bytes() == (tmp_path / "1" / path.name).read_bytes()
+
+
+def test_files_of_two_saves_are_refused(tmp_path):
+    """Whichever tensor differs, in its first or its last bytes; the files of one save are not."""
+    for name, tensor in contents().items():
+        for place in (0, -1) if tensor.numel() else ():
+            other = contents()
+            other[name].view(-1)[place] += 1
+            one, two = write(tmp_path / "one", contents()), write(tmp_path / "two", other)
+            check(two)
+            (differing,) = [f for f, g in zip(one, two, strict=True) if not same(load_file(f), load_file(g))]
+            shutil.copy(tmp_path / "two" / differing.name, differing)
+            with pytest.raises(ValueError, match=r"files of one save.*, or a tensor changed.*\n  \S+: found kbit"):
+                check(one)
+
+
+def same(one, other) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def retyped(file):
+    """BF16 read as F16 are other numbers of the same size."""
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b'"BF16"', b'"F16" '))
+
+
+def without_metadata(file):
+    save_file(load_file(file), file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (retyped, "expected files of one save"),
+        (reverse, "expected files of one save"),
+        (without_metadata, "safetensors: found kbit_digest None$"),
+    ],
+)
+def test_a_changed_file_is_refused(tmp_path, damage, message):
+    files = write(tmp_path, contents())
+    damage(next(file for file in files if NORM in load_file(file)))
+    with pytest.raises(ValueError, match=message):
+        check(files)
+
+
+def test_a_config_of_another_save_is_refused(tmp_path):
+    """A lost exponent, say; or one of a layer that is not there."""
+    files = write(tmp_path, contents())
+    found = rf"tensors saved with this config, of {DIGEST} \w+; was a save cut short\?(?s:.)*00001-of-00003.*: found"
+    with pytest.raises(ValueError, match=found):
+        check(files, Stored(3, {3: LEVELS}, {}))
+    with pytest.raises(ValueError, match="nowhere: in layers of the quantization config, not in the checkpoint"):
+        check(files, Stored(3, {3: LEVELS}, {**STORED.layers, "nowhere": STORED.layers["b"]}))
+
+
+def test_a_save_that_was_killed(tmp_path):
+    """Between two files over an earlier save it is refused; before it was sealed it loads, for all is there."""
+    unsealed = write(tmp_path / "new", contents(1), sealed=False)
+    assert {metadata(file)[TENSORS] for file in unsealed} == {NOT_SEALED}
+    check(unsealed)
+    files = write(tmp_path / "old", contents())
+    shutil.copy(unsealed[0], files[0])
+    with pytest.raises(ValueError, match="expected files of one save"):
+        check(files)
+
+
+def test_files_of_old_and_of_others_are_left_alone(tmp_path):
+    for known in ({}, {DIGEST: STORED.digest()}):
+        save_file(contents(), tmp_path / "old.safetensors", known)
+        check([tmp_path / "old.safetensors"])
+    write(tmp_path, contents())
+    others = {"notes.safetensors": b"mine", "old.safetensors": (tmp_path / "old.safetensors").read_bytes()}
+    (tmp_path / "notes.safetensors").write_bytes(b"mine")
+    checkpoint.seal(tmp_path)
+    assert {name: (tmp_path / name).read_bytes() for name in others} == others
+
+
+# --- one file -------------------------------------------------------------------------------------
+
+
+def header(change):
+    """Edits the dict in the header, or what stands in its place."""
+
+    def damage(data):
+        end = 8 + int.from_bytes(data[:8], "little")
+        entries = json.loads(data[8:end])
+        text = json.dumps(change(entries) or entries).encode()
+        return len(text).to_bytes(8, "little") + text + data[end:]
+
+    return damage
+
+
+CUT = r"damaged or cut short at tensor \S+: found \d+ bytes, expected \d+ \("
+DAMAGES = {
+    "one byte cut": (lambda data: data[:-1], CUT),
+    "cut to half": (lambda data: data[: len(data) // 2], CUT),
+    "cut in the header": (lambda data: data[:100], r"damaged or cut short \("),
+    "cut in the length": (lambda data: data[:5], r"damaged or cut short \("),
+    "empty": (lambda data: b"", r"damaged or cut short \("),
+    "length": (lambda data: b"\xff" * 8 + data[8:], "damaged"),
+    "garbage": (lambda data: data[:8] + b"\xff" * len(data), "damaged"),
+    "deep": (lambda data: (10**6).to_bytes(8, "little") + b"[" * 10**6, "damaged"),
+    "a list": (header(lambda entries: [1]), "damaged"),
+    "no entry": (header(lambda entries: entries.update({NORM: None})), "damaged"),
+    "no offsets": (header(lambda entries: entries[NORM].pop("data_offsets") and None), "damaged"),
+    "a number for a shape": (header(lambda entries: entries[NORM].update(shape=384)), "damaged"),
+    "unknown dtype": (header(lambda entries: entries[NORM].update(dtype="I3")), "damaged"),
+    "too much": (lambda data: data + b"\0" * 4, "damaged"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_files_are_named(tmp_path, name):
+    damage, message = DAMAGES[name]
+    (file,) = write(tmp_path, contents(), files=1)
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match=rf"{file.name}: {message}"):
+        checkpoint.read_headers([file])
+
+
+def test_files_that_are_none_of_a_checkpoint(tmp_path):
+    one, *_ = write(tmp_path, contents())
+    with pytest.raises(ValueError, match=r"\S+: found in \S+00001-of\S+ and in \S+twice.\S+, expected it in one"):
+        checkpoint.read_headers([one, shutil.copy(one, tmp_path / "twice.safetensors")])
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin: found another format, expected safetensors"):
+        checkpoint.read_headers([tmp_path / "pytorch_model.bin"])
+
+
+# --- packed tensors -------------------------------------------------------------------------------
+
+CHANGES = {
+    "none": lambda tensor: None,
+    "short": lambda tensor: tensor[:-1],
+    "longer": lambda tensor: torch.cat([tensor, tensor]),
+    "flat": lambda tensor: tensor.flatten()[None],
+    "floats": lambda tensor: tensor.float(),
+    "of 64 bits": lambda tensor: tensor.long(),
+    "signed": lambda tensor: tensor.view(torch.int8),
+}
+
+
+@given(own=st.sampled_from(checkpoint.PACKED_SUFFIXES), change=st.sampled_from(sorted(CHANGES)))
+@settings(max_examples=40, deadline=None)
+def test_packed_tensors_that_do_not_fit_are_named(tmp_path_factory, own, change):
+    """And nothing else is."""
+    tensors, layer = contents(), KbitLinear(96, 64, bits=3)
+    tensors["a" + own] = CHANGES[change](tensors["a" + own])
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    headers = checkpoint.read_headers(write(tmp_path_factory.mktemp("x"), tensors))
+    assert checkpoint.compare_packed("b", headers, layer) == []
+    wanted = dict(zip(checkpoint.PACKED_SUFFIXES, ("I32 [64, 9]", "U8 [64, 3]", "U8 [96]"), strict=True))[own]
+    (problem,) = checkpoint.compare_packed("a", headers, layer)
+    found = headers.get("a" + own, "none")
+    assert problem == f"a{own}: found {found}, expected {wanted} for a [64, 96] weight in 3 bits, transform 'rotated'"
+    if change == "none" and own != checkpoint.PACKED_SUFFIXES[2]:
+        with pytest.raises(ValueError, match=f"a{own}: missing, expected beside a"):
+            checkpoint.packed_modules(headers)
+    else:
+        assert checkpoint.packed_modules(headers) == ["a", "b"]
+
+
+def test_errors_are_of_bounded_length():
+    """Whatever a file calls its tensors, and however many there are."""
+    with pytest.raises(ValueError, match=r"(?s)does not fit the model:\n  0 xxx.*\.\.\. and 980 more") as error:
+        checkpoint.refuse([f"{number} {'x' * 100_000}" for number in range(1000)])
+    assert len(str(error.value)) < 12_000
