@@ -20,8 +20,7 @@ def tiled(rows: int, columns: int = 100, bits: int = 3, bias: bool = True) -> Kb
     layer = KbitLinear.from_linear(nn.Linear(columns, rows, bias=bias, dtype=torch.float16), bits).requires_grad_(
         False
     )
-    packed = OPS.repack(layer.weight, layer.weight.absmax, bits, [rows, columns])
-    layer.weight.data, layer.weight.absmax.data = packed
+    layer.weight = as_parameter(layer.weight._repacked(inverse=False))
     return layer
 
 
