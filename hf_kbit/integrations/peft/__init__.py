@@ -1,17 +1,15 @@
 """Adapters of PEFT on quantized layers: loaded when the program imports PEFT.
 
-PEFT has no registry of quantizers. So methods of its ``BaseTuner`` are wrapped (``hooks.py`` lists them), and each
-time its own code gets an ``nn.Linear`` or ``nn.Embedding`` to work on, in place of the packed layer:
+PEFT takes a packed weight for a dense one, and so its own classes work on packed layers. What they cannot do is here,
+in methods of PEFT that are wrapped (``hooks.py`` lists them):
 
-- ``inject_adapter``: while an adapter is created, the layer has its decoded weight, so that initialisations that read
-  it (PiSSA, OLoRA, DoRA) work, and those that change it have the rest quantized again. Afterwards the adapter stands
-  over the packed layer, and its class is derived from ``KbitTunerLayer``. Methods not known to work are refused.
-  Experts of mixtures are shown to PEFT as tensors, and its adapters on these become ``KbitParamWrapper``.
-- ``TrainableTokensLayer.update_layer``: rows to train start from the decoded table (``tokens.py``).
-- ``merge_adapter`` and ``merge_and_unload``: what requantizing the merged weights changed is reported in one warning.
-
-``KbitTunerLayer.merge`` has PEFT merge into the decoded weight in float32 and quantizes the result with the layer's
-bits, levels and way to find scales.
+- ``inject_adapter``: initialisations that change the weight (PiSSA, OLoRA) have the rest quantized again, and what
+  would train it is refused. Afterwards the class of each adapter over a packed weight is one derived from its own and
+  from ``KbitTunerLayer``, which merges by requantizing and unmerges to the same bytes. Experts of mixtures are shown
+  to PEFT as tensors, and its adapters on these become ``KbitParamWrapper``.
+- ``merge_adapter`` and ``merge_and_unload``: what requantizing changed is reported in one warning.
+- ``save_pretrained``: packed tables are left out, and shards are gathered.
+- ``prepare_model_for_kbit_training``: checkpointing is switched on for quantized models too.
 """
 
 from importlib import import_module
