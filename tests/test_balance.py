@@ -12,8 +12,6 @@ from hf_kbit.format import decode_e4m4, encode_e4m4
 from hf_kbit.reference import decode_e4m4 as decode
 from hf_kbit.transforms import to_stored
 
-ONE = encode_e4m4(1.0)
-
 
 def by_definition(weight: torch.Tensor) -> list[float]:
     """``m**2.25`` in floats of Python, unrounded: m the mean over rows of ``sqrt|w|`` over its mean in the row. And
@@ -39,26 +37,23 @@ def uneven(shape, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(1, 1), (1, 40), (7, 33), (64, 100), (300, 5)])
 def test_the_definition(shape, dtype):
     weight = uneven(shape).to(dtype)
+    weight[:, -7:-6] = 0.0
+    weight[2:4] = 0.0
+    before = weight.clone()
     found = balance(weight)
-    assert found.dtype == torch.uint8 and found.shape == (shape[1],)
+    assert found.dtype == torch.uint8 and found.shape == (shape[1],) and torch.equal(weight, before)
     # A byte off where the unrounded scale is near the middle of two: roots and ratios are rounded to whole numbers.
     for byte, expected in zip(found.tolist(), by_definition(weight), strict=True):
         assert encode_e4m4(expected * (1 - 2e-4)) <= byte <= encode_e4m4(expected * (1 + 2e-4))
 
 
-@pytest.mark.parametrize(("size", "scale"), [(1.0, 8.0), (1e-3, 1.0), (3e-4, 0.25), (1e-9, 2.0**-4)])
+SIZES = {0.0: 1.0, 1.0: 8.0, 1e-3: 1.0, 3e-4: 0.25, 1e-9: 2.0**-4, 1e-40: 2.0**-4, 1e35: 8.0}
+
+
+@pytest.mark.parametrize(("size", "scale"), SIZES.items())
 def test_columns_alike_have_one_scale(size, scale):
     signs = torch.randn(16, 70, generator=cases.generator(1)).sign()
-    found = balance(signs * size * torch.logspace(-3, 3, 16)[:, None])
-    assert found.tolist() == [encode_e4m4(scale)] * 70
-
-
-@pytest.mark.parametrize(
-    ("weight", "scale"),
-    [(torch.zeros(3, 40), 1.0), (torch.full((4, 33), -0.25), 8.0), (torch.full((1, 1), 1e-30), 2.0**-4)],
-)
-def test_a_constant_has_one_scale(weight, scale):
-    assert balance(weight).tolist() == [encode_e4m4(scale)] * weight.shape[1]
+    assert balance(signs * size * torch.logspace(-3, 3, 16)[:, None]).tolist() == [encode_e4m4(scale)] * 70
 
 
 @pytest.mark.parametrize("power", [-4, -3, -2, -1, 1, 2, 3])
@@ -73,16 +68,6 @@ def test_columns_take_up_a_power_of_two(power):
     assert torch.equal(*stored)
 
 
-def test_columns_and_rows_of_zeros():
-    weight = uneven((8, 40))
-    weight[:, 7] = 0.0
-    with_zeros = torch.cat([weight, torch.zeros(3, 40)])
-    found = balance(with_zeros)
-    assert found[7] == ONE
-    for byte, expected in zip(found.tolist(), by_definition(with_zeros), strict=True):
-        assert encode_e4m4(expected * (1 - 2e-4)) <= byte <= encode_e4m4(expected * (1 + 2e-4))
-
-
 @pytest.mark.parametrize("outlier", [1e3, 1e30])
 def test_one_huge_weight_decides_on_its_row_alone(outlier):
     """The weights beside it are then too small to count in their row; all other rows are what they were."""
@@ -95,14 +80,6 @@ def test_one_huge_weight_decides_on_its_row_alone(outlier):
         assert ((after / before - 1).abs()[others] < 0.07).all(), "a step of E4M4"
         assert 1.1 < after[5] / before[5] < 1.6, "(1 + 64 / 512) ** 2.25 at most"
     assert after.isfinite().all() and (after >= SMALLEST).all() and (after <= LARGEST).all()
-
-
-@pytest.mark.parametrize("largest", [1e-40, 2.0**100, 3e38])
-def test_scales_are_there_for_weights_of_any_size(largest):
-    weight = torch.rand(8, 40, generator=cases.generator(3)) + 0.1
-    weight *= largest / weight.max()
-    found = decode(balance(weight))
-    assert found.isfinite().all() and (found > 0).all()
 
 
 def test_scales_end_where_e4m4_is_no_longer_exact_to_a_sixteenth():
@@ -133,13 +110,6 @@ def test_what_cannot_be_seen(monkeypatch):
     for size in (1, 70 * 7 + 3, 1 << 30):
         monkeypatch.setattr(module, "_SLICE_ON_CPU", size)
         assert torch.equal(balance(weight), expected)
-
-
-def test_the_weight_is_left_alone():
-    weight = uneven((9, 40))
-    before = weight.clone()
-    balance(weight)
-    assert torch.equal(weight, before)
 
 
 @pytest.mark.gpu

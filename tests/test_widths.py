@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from adapters import kbit_layers
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, BY_NAME
 from byte_tokenizer import byte_tokenizer
 from calibration.test_experts import KINDS as MIXTURES
 from hypothesis import given, settings
@@ -15,8 +15,6 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -27,11 +25,12 @@ from hf_kbit.allocation import Layer, spend, stored_weights
 from hf_kbit.calibration.writing import draw, write
 from hf_kbit.format import BITS, layer_exponent
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.nn.experts import is_projection, is_transposed, place_of, projections
+from hf_kbit.nn.experts import is_projection, is_transposed, place_of
 from hf_kbit.widths import choose_widths, measure
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 TOKENS = torch.arange(200) * 7 % 256
+PLAIN = KbitConfig(bits=2, transform="none")
 
 
 def llama() -> LlamaForCausalLM:
@@ -75,14 +74,15 @@ def test_best_for_layers_of_one_size(layers, bits):
     assert total(layers, chosen) <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("bits", [2, 2.3, 3, 3.99, 5])
-def test_nothing_that_fits_is_left(bits):
-    layers = {f"{n}": Layer(n * 100, convex(1 / n, (0.25, 0.25, 0.25))) for n in (1, 2, 5, 17, 40)}
-    budget = bits * sum(layer.weights for layer in layers.values())
-    chosen = spend(layers, budget)
-    left = budget - used(layers, chosen)
-    assert 0 <= left
-    assert all(chosen[name] == 5 or layer.weights > left for name, layer in layers.items())
+@given(LAYERS, st.floats(2, 5), st.integers(1, 9))
+@settings(deadline=None, max_examples=60)
+def test_nothing_that_fits_is_left(layers, bits, grown):
+    """Also of layers of several sizes."""
+    sized = enumerate(layers.items())
+    layers = {name: Layer(layer.weights * grown**place, layer.costs) for place, (name, layer) in sized}
+    left = bits * sum(layer.weights for layer in layers.values())
+    left -= used(layers, chosen := spend(layers, left))
+    assert 0 <= left and all(chosen[name] == 5 or layer.weights > left for name, layer in layers.items())
 
 
 def test_bits_go_where_a_weight_gains_most():
@@ -123,75 +123,44 @@ def by_autograd(model, tokens, config, window) -> dict[str, dict[int, float]]:
     return costs
 
 
+ROWS = {name: BY_NAME[name].build for name in ("llama", "gemma2", "gpt2", "opt", "falcon", "mixtral")} | MIXTURES
+
+
 @pytest.mark.parametrize("frozen", [False, True])
-def test_costs_are_what_gradients_say(frozen):
-    """Those of several windows, the last a shorter one. The model is as before, and its weights have no gradients."""
-    model = llama().train().requires_grad_(not frozen)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    config = KbitConfig(bits=2, transform="none")
-    found = measure(model, TOKENS, config, window=64)
-    assert model.training and all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
-    assert all(p.grad is None and p.requires_grad is not frozen for p in model.parameters())
-    assert not any("forward" in vars(module) for module in model.modules()) and model.config.use_cache
-    expected = by_autograd(model, TOKENS, config, 64)
-    assert found.keys() == expected.keys() and len(found) == 14
-    for name, layer in found.items():
-        assert layer.weights == model.get_submodule(name).weight.numel()
-        assert layer.costs == pytest.approx(expected[name], rel=1e-3)
-
-
-CAUSAL = [
-    row
-    for row in ARCHITECTURES
-    if row.name
-    in (
-        *("llama", "qwen3", "gemma2", "gemma3", "mistral", "phi"),
-        *("opt", "gpt2", "gpt_neox", "falcon", "mixtral", "qwen3_moe"),
-    )
-]
-
-
-@pytest.mark.parametrize("row", CAUSAL, ids=str)
-def test_costs_of_architectures(row):
-    model, tokens, config = row.build(), torch.arange(24) * 7 % 90, KbitConfig(transform="none")
-    found, expected = measure(model, tokens, config), by_autograd(model, tokens, config, 24)
-    assert found.keys() == expected.keys() == set(selection.Packable(model).choose(KbitConfig(bits=2)))
-    largest = max(costs[2] for costs in expected.values())
-    for name, layer in found.items():
-        assert layer.costs == pytest.approx(expected[name], rel=1e-2, abs=1e-5 * largest), name
-
-
-@pytest.mark.parametrize("kind", MIXTURES)
-def test_costs_of_experts(kind, monkeypatch):
-    """Projections that are transposed, have a bias, no gate, or get all tokens; the model is as before."""
+@pytest.mark.parametrize("name", ROWS)
+def test_costs_are_what_gradients_say(name, frozen, monkeypatch):
+    """Those of several windows, the last a shorter one; of layers that are transposed, have a bias, or are experts'.
+    The model is as before, and its weights have no gradients."""
     monkeypatch.setattr(widths, "LOGITS", 1)  # one window at a time: the squares of several together differ by chance
-    model, tokens, config = MIXTURES[kind](), torch.arange(24) * 7 % 90, KbitConfig(transform="none")
+    model, tokens, config = ROWS[name]().train().requires_grad_(not frozen), torch.arange(30) * 7 % 90, PLAIN
     before, kinds = {**model.state_dict()}, [type(module) for module in model.modules()]
+    values = {name: tensor.clone() for name, tensor in before.items()}
     found, expected = measure(model, tokens, config, window=12), by_autograd(model, tokens, config, 12)
-    assert found.keys() == expected.keys() > set(projections(model))
+    assert found.keys() == expected.keys() == set(selection.Packable(model).choose(config))
     largest = max(costs[2] for costs in expected.values())
-    for name, layer in found.items():
-        assert layer.costs == pytest.approx(expected[name], rel=1e-2, abs=1e-5 * largest), name
-        assert layer.weights == stored_weights(model, [name])
-    assert list(model.state_dict()) == list(before) and [type(module) for module in model.modules()] == kinds
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    for layer, costs in expected.items():
+        assert found[layer].costs == pytest.approx(costs, rel=1e-2, abs=1e-5 * largest), layer
+        assert found[layer].weights == stored_weights(model, [layer])
+    assert model.training and [type(module) for module in model.modules()] == kinds
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(tensor, values[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad is not frozen for p in model.parameters() if p.is_floating_point())
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_several_windows_of_experts_together_cost_about_the_same(monkeypatch):
-    model, tokens, config = MIXTURES["qwen3_moe"](), torch.arange(720) * 7 % 90, KbitConfig()
-    together = measure(model, tokens, config, window=24)
+def test_windows_and_dtypes_cost_the_same(monkeypatch):
+    """Several at once, one at a time, as sequences, and of a model in 16 bits, which computes in 32 on a CPU."""
+    rows, seen = TOKENS[:192].view(3, 64), set()
+    expected = measure(llama(), rows.flatten(), PLAIN, window=64)
+    half = llama().bfloat16()
+    half.model.layers[0].mlp.up_proj.register_forward_hook(lambda _, args, output: seen.add(output.dtype))
+    found = {"sequences": (measure(llama(), rows, PLAIN, window=16), 1e-4), "half": (measure(half, rows, PLAIN), 0.2)}
     monkeypatch.setattr(widths, "LOGITS", 1)
-    for name, layer in measure(model, tokens, config, window=24).items():
-        assert layer.costs == pytest.approx(together[name].costs, rel=0.4), name
-
-
-def test_bits_go_to_the_projections_that_matter():
-    model = MIXTURES["qwen3_moe"]()
-    with torch.no_grad():
-        model.model.layers[0].mlp.experts.down_proj.mul_(1e-3)
-    config = choose_widths(model, torch.arange(96) * 7 % 90, 3.5, window=48)
-    chosen = [config.bits_for(f"model.layers.{number}.mlp.experts.down_proj") for number in (0, 1)]
-    assert chosen[0] == 2 < chosen[1]
+    found["alone"] = measure(llama(), rows.flatten(), PLAIN, window=64), 1e-4
+    for way, (layers, tolerance) in found.items():
+        for name, layer in layers.items():
+            assert layer.costs == pytest.approx(expected[name].costs, rel=tolerance), (way, name)
+    assert seen == {torch.float32}
 
 
 def test_costs_are_near_to_the_divergence():
@@ -209,45 +178,22 @@ def test_costs_are_near_to_the_divergence():
             assert found[name].costs[bits] == pytest.approx((p.exp() * (p - q)).sum().item(), rel=0.3)
 
 
-@pytest.mark.parametrize("bits", [2, 2.7, 3.5, 5])
-def test_models_load_with_what_was_chosen(device, bits, tmp_path):
-    model = llama().to(device)
-    model.save_pretrained(tmp_path)
-    config = choose_widths(model, TOKENS, bits, config=KbitConfig(modules_to_not_convert=["k_proj"]), window=64)
-    assert config.modules_to_not_convert == ["k_proj"]
-    quantized = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map=device)
-    layers = kbit_layers(quantized)
-    assert len(layers) == 12
-    weights = sum(layer.in_features * layer.out_features for layer in layers.values())
-    mean = sum(layer.in_features * layer.out_features * layer.bits for layer in layers.values()) / weights
-    assert bits - 0.3 < mean <= bits
-    assert len({layer.bits for layer in layers.values()}) == (
-        1 if bits in (2, 5) else len(set(config.module_bits.values())) + 1
-    )
-
-
-def test_bits_go_to_the_layers_that_matter():
-    """Of two layers of one size the one that the output depends on gets more."""
-    model = llama()
+@pytest.mark.parametrize("name", ["mlp.down_proj", "mlp.experts.down_proj"])
+def test_bits_go_to_the_layers_that_matter(name, tmp_path):
+    """None to one of zeros, which costs nothing; the model loads with what was chosen, and that is the mean."""
+    model = MIXTURES["qwen3_moe"]() if "experts" in name else llama()
+    layer = model.get_submodule("model.layers.0")
     with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight.mul_(1e-3)
-    config = choose_widths(model, TOKENS, 3.5)
-    widths = [config.bits_for(f"model.layers.{number}.mlp.down_proj") for number in (0, 1)]
-    assert widths[0] == 2 < widths[1]
-
-
-def test_conv1d():
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=64, n_layer=1, n_head=2, initializer_range=0.2))
-    found = measure(model, TOKENS, KbitConfig(bits=2), window=64)
-    assert all(layer.costs[2] > 3 * layer.costs[3] > 9 * layer.costs[4] > 0 for layer in found.values())
-
-
-def test_a_layer_of_zeros_costs_nothing():
-    model = llama()
-    torch.nn.init.zeros_(model.model.layers[0].self_attn.o_proj.weight)
-    found = measure(model, TOKENS, KbitConfig(bits=2), window=64)
-    assert set(found["model.layers.0.self_attn.o_proj"].costs.values()) == {0.0}
+        layer.get_parameter(name if "experts" in name else f"{name}.weight").zero_()
+    config = choose_widths(model, TOKENS % 90, 3.5, config=KbitConfig(modules_to_not_convert=["k_proj"]), window=64)
+    assert config.modules_to_not_convert == ["k_proj"]
+    chosen = selection.Packable(model).choose(config)
+    assert chosen[f"model.layers.0.{name}"] == 2 < chosen[f"model.layers.1.{name}"]
+    sizes = {own: stored_weights(model, [own]) for own in chosen}
+    assert 3.3 < sum(sizes[own] * chosen[own] for own in chosen) / sum(sizes.values()) <= 3.5
+    model.save_pretrained(tmp_path)
+    layers = kbit_layers(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config))
+    assert {own: layer.bits for own, layer in layers.items()} == {own: chosen[own] for own in layers}
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -272,14 +218,6 @@ def test_the_model_is_as_before_after_an_error(backward, monkeypatch):
     assert not any("forward" in vars(module) for module in model.modules() if module is not layer)
 
 
-def test_sequences_are_windows_of_their_own():
-    """As those that a text of the same tokens is cut into."""
-    config, rows = KbitConfig(bits=2), TOKENS[:192].view(3, 64)
-    expected = measure(llama(), rows.flatten(), config, window=64)
-    for name, layer in measure(llama(), rows, config, window=16).items():
-        assert layer.costs == pytest.approx(expected[name].costs, rel=1e-4)
-
-
 def test_widths_for_a_text(monkeypatch):
     """As for its ids: all of a short text, windows that are evenly spread over a long one."""
     text = "".join(f"{n} bottles hang on the wall. " for n in range(60))
@@ -302,24 +240,6 @@ def test_widths_for_a_text(monkeypatch):
 def test_widths_for_text_that_the_model_writes():
     written = write(llama(), 8, 48)
     assert choose_widths(llama(), None, 3.5, window=48) == choose_widths(llama(), written, 3.5)
-
-
-def test_costs_do_not_depend_on_what_is_measured_together(monkeypatch):
-    expected = measure(llama(), TOKENS, KbitConfig(bits=2), window=64)
-    monkeypatch.setattr(widths, "LOGITS", 1)
-    for name, layer in measure(llama(), TOKENS, KbitConfig(bits=2), window=64).items():
-        assert layer.costs == pytest.approx(expected[name].costs, rel=1e-4)
-
-
-def test_a_model_in_16_bits_is_measured_in_float32_on_a_cpu():
-    model, seen = llama().bfloat16(), set()
-    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda _, args, output: seen.add(output.dtype))
-    config = KbitConfig(bits=2, transform="none")
-    found = measure(model, TOKENS, config, window=64)
-    expected = by_autograd(model.float(), TOKENS, config, 64)
-    assert seen == {torch.float32}
-    for name, layer in found.items():
-        assert layer.costs == pytest.approx(expected[name], rel=0.2)
 
 
 def test_gradients_that_are_not_finite_are_named():
@@ -407,15 +327,6 @@ def test_a_mean_while_a_model_loads(device, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "quantized", device_map=device)
     assert {name: layer.bits for name, layer in kbit_layers(again).items()} == chosen
     assert again.config.quantization_config.bits in BITS
-
-
-def test_what_stays_in_16_bits_does_in_mixed_widths():
-    for config in (
-        widths.widths_by_rule(llama(), 3.3, config=KbitConfig(module_bits={"k_proj": None, "q_proj": 5})),
-        choose_widths(llama(), TOKENS, 3.3, config=KbitConfig(module_bits={"k_proj": None, "q_proj": 5}), window=64),
-    ):
-        assert config.bits_for("model.layers.0.self_attn.k_proj") is None
-        assert not any(name == "q_proj" for name in config.module_bits)
 
 
 # --- what is refused ---

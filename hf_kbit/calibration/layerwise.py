@@ -269,7 +269,7 @@ class Calibration:
         """Of all that the result depends on."""
         config, solving = self.quantizer.quantization_config, self.solving
         run = (hf_kbit.__version__, torch.__version__, self.device.type, solving.method, solving.batch, config)
-        run += (self.steps,) if self.steps else ()  # not tune_whole: what is finished are layers, for which it is same
+        run += (self.steps,) if self.steps else ()  # not tune_whole: layers are the same
         return digest([("ids", self.text), *self.model.state_dict().items()], *run)
 
     def _visit(self, bar: tqdm, unit: str, run: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -49,13 +50,8 @@ class Finished:
 
     def save(self, unit: str, layers: dict[str, KbitWeight]) -> None:
         """Keeps the quantized layers, by their names, of one layer of the model."""
-        tensors, described = {}, {}
-        for name, layer in layers.items():
-            tensors |= {f"{name}.{own}": part.cpu() for own, part in layer.packed.items()}
-            described[name] = layer.decoding.to_dict()
-        metadata = {"layers": json.dumps(described)}
-        metadata["digest"] = digest(sorted(tensors.items()), metadata["layers"])
-        _write(self._file(unit), lambda file: save_file(tensors, file, metadata))
+        tensors = {f"{name}.{key}": x for name, layer in layers.items() for key, x in layer.packed.items()}
+        self._save(unit, tensors, {name: layer.decoding.to_dict() for name, layer in layers.items()})
 
     def load(self, unit: str, layers: dict[str, KbitWeight], device: torch.device) -> bool:
         """Fills the layers with what was saved, on ``device``; False if nothing was.
@@ -63,24 +59,22 @@ class Finished:
         Raises:
             ValueError: the file is damaged, or holds other layers; the message names it.
         """
-        if not self._file(unit).exists():
+        remedy = "this file, and its layers are calibrated again"
+        if (found := self._load(unit, remedy)) is None:
             return False
-        self._check(unit, layers)
-        with safe_open(self._file(unit), "pt", device=str(device)) as stored:
-            described = json.loads(stored.metadata()["layers"])
-            for name, layer in layers.items():
-                decoding = Decoding.from_dict(described[name], layer.bits, f"{self._file(unit)}: {name}")
-                names = [f"{name}.{own}" for own in PACKED]
-                planes, absmax, *columns = (stored.get_tensor(own) for own in names if own in stored.keys())
-                layer.load(Packed(planes, absmax, decoding, *columns))
+        tensors, described = found
+        if {name for name in tensors if name.endswith(".weight")} != {f"{name}.weight" for name in layers}:
+            self._refuse(unit, f"it holds other layers, {min(tensors, default='none')} for one", remedy)
+        for name, layer in layers.items():
+            decoding = Decoding.from_dict(described[name], layer.bits, f"{self._file(unit)}: {name}")
+            stored = (tensors.get(f"{name}.{own}") for own in PACKED)
+            planes, absmax, *columns = (tensor.to(device) for tensor in stored if tensor is not None)
+            layer.load(Packed(planes, absmax, decoding, *columns))
         return True
 
     def save_state(self, tensors: dict[str, torch.Tensor], place: tuple[float, ...]) -> None:
         """Keeps where tuning is: tensors by name, and a few numbers."""
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        metadata = {"place": json.dumps(place)}
-        metadata["digest"] = digest(sorted(tensors.items()), metadata["place"])
-        _write(self._file(TUNING), lambda file: save_file(tensors, file, metadata))
+        self._save(TUNING, tensors, place)
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> tuple[float, ...] | None:
         """Fills the tensors with what was kept, and returns the numbers; None if nothing was.
@@ -88,22 +82,38 @@ class Finished:
         Raises:
             ValueError: the file is damaged; the message names it.
         """
-        file = self._file(TUNING)
-        if not file.exists():
+        remedy = "it, and tuning starts anew"
+        if (found := self._load(TUNING, remedy)) is None:
+            return None
+        if found[0].keys() != tensors.keys():
+            self._refuse(TUNING, "it holds other tensors", remedy)
+        for name, tensor in tensors.items():
+            tensor.copy_(found[0][name])
+        return tuple(found[1])
+
+    def _save(self, unit: str, tensors: dict[str, torch.Tensor], others: object) -> None:
+        """Keeps tensors by name, and what JSON holds."""
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        text = json.dumps(others)
+        metadata = {"others": text, "digest": digest(sorted(tensors.items()), text)}
+        _write(self._file(unit), lambda file: save_file(tensors, file, metadata))
+
+    def _load(self, unit: str, remedy: str) -> tuple[dict[str, torch.Tensor], Any] | None:
+        """What ``_save`` has kept, byte for byte, or None if there is nothing."""
+        if not self._file(unit).exists():
             return None
         try:
-            with safe_open(file, "pt") as stored:
-                metadata, found = stored.metadata() or {}, {name: stored.get_tensor(name) for name in stored.keys()}
-            whole = digest(sorted(found.items()), metadata.get("place")) == metadata.get("digest")
-        except (OSError, SafetensorError):
-            whole = False
-        if not whole or found.keys() != tensors.keys():
-            raise ValueError(
-                f"{file}: found it damaged, expected what this run has written; remove it, and tuning starts anew"
-            )
-        for name, tensor in tensors.items():
-            tensor.copy_(found[name])
-        return tuple(json.loads(metadata["place"]))
+            with safe_open(self._file(unit), "pt") as stored:
+                metadata, tensors = stored.metadata() or {}, {name: stored.get_tensor(name) for name in stored.keys()}
+        except (OSError, SafetensorError) as error:
+            self._refuse(unit, str(error), remedy)
+        if digest(sorted(tensors.items()), metadata.get("others")) != metadata.get("digest"):
+            self._refuse(unit, "its tensors are not those that were written", remedy)
+        return tensors, json.loads(metadata["others"])
+
+    def _refuse(self, unit: str, problem: str, remedy: str) -> NoReturn:
+        file = self._file(unit)
+        raise ValueError(f"{file}: found it damaged ({problem}), expected what this run has written; remove {remedy}")
 
     @staticmethod
     def _recorded(record: Path) -> str:
@@ -118,25 +128,6 @@ class Finished:
                 f"the folder {record.parent} to start anew"
             ) from error
         return found
-
-    def _check(self, unit: str, layers: Iterable[str]) -> None:
-        """Refuses the file of a unit if it is not, byte for byte, what was written for these layers."""
-        file, expected = self._file(unit), {f"{name}.weight" for name in layers}
-        try:
-            with safe_open(file, "pt") as stored:
-                metadata, tensors = stored.metadata() or {}, {name: stored.get_tensor(name) for name in stored.keys()}
-        except (OSError, SafetensorError) as error:
-            problem = str(error)
-        else:
-            whole = digest(sorted(tensors.items()), metadata.get("layers")) == metadata.get("digest")
-            problem = "its tensors are not those that were written" if not whole else ""
-            if not problem and {name for name in tensors if name.endswith(".weight")} != expected:
-                problem = f"it holds other layers, {min(tensors, default='none')} for one"
-        if problem:
-            raise ValueError(
-                f"{file}: found it damaged ({problem}), expected what this run has written; remove this file, and its "
-                "layers are calibrated again"
-            )
 
     def _file(self, unit: str) -> Path:
         return self.folder / f"{unit}.safetensors"

@@ -158,9 +158,9 @@ def edited(change):
     def damage(file):
         with safe_open(file, "pt") as stored:
             metadata, found = stored.metadata(), {name: stored.get_tensor(name) for name in stored.keys()}
-        described = json.loads(metadata["layers"])
+        described = json.loads(metadata["others"])
         change(found, described)
-        save_file(found, file, metadata | {"layers": json.dumps(described)})
+        save_file(found, file, metadata | {"others": json.dumps(described)})
 
     return damage
 
@@ -214,7 +214,7 @@ OF_UNITS = {
     "levels reversed": edited(lambda _, described: first(described)["levels"].reverse()),
     "no levels": edited(lambda _, described: first(described).pop("levels")),
     "no metadata": metadata_of(None),
-    "other metadata": metadata_of({"layers": "{}"}),
+    "other metadata": metadata_of({"others": "{}"}),
 }
 
 

@@ -40,7 +40,7 @@ def how(request, monkeypatch):
     return {"tune_whole": request.param}
 
 
-def calibrated(tune=40, model=None, **choices):
+def calibrated(tune=20, model=None, **choices):
     return hf_kbit.calibrate(llama() if model is None else model, IDS, tune=tune, **CHOICES | choices)
 
 
@@ -91,7 +91,7 @@ def test_a_checkpoint_like_any_other(how, device, tmp_path):
 
 @pytest.mark.parametrize(
     "choices",
-    [{}, {"transform": "none"}, {"codebook": "int"}, {"embedding_bits": 4}, {"bits": 5}],
+    [{}, {"transform": "none", "codebook": "int"}, {"embedding_bits": 4, "bits": 5}],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
@@ -176,13 +176,6 @@ def test_the_best_that_was_seen_is_kept(monkeypatch):
     assert same(tensors(calibrated(20)), tensors(calibrated(0)))
 
 
-def test_blocks_of_zeros_stay(how):
-    model = llama()
-    model.model.layers[0].mlp.up_proj.weight.data[:, :32] = 0
-    weight = calibrated(40, model, **how).model.layers[0].mlp.up_proj.dequantize()
-    assert not weight[:, :32].any() and weight[:, 32:].any()
-
-
 @pytest.mark.parametrize("method", ["weighted", "feedback"])
 def test_a_layer_learns_on_what_quantized_ones_give_it(method, monkeypatch):
     """Its aim is the output for what dense ones give; only methods that know of drift have both."""
@@ -245,15 +238,6 @@ def test_no_room_for_the_whole_model(in_memory, monkeypatch):
     assert after == [True]
     layers = tuned(1000, data=IDS, tune_whole=False)
     assert same(layers, tuned(data=IDS, tune_whole=False)) and not same(layers, tuned(data=IDS))
-    needed = next(free for free in (2**n for n in range(15, 40)) if _fits(tuned, free))
-    assert same(tuned(needed, data=IDS), tuned(data=IDS))
-
-
-def _fits(tuned, free: int) -> bool:
-    try:
-        return bool(tuned(free, data=IDS))
-    except MemoryError:
-        return False
 
 
 def test_where_the_whole_model_has_no_room_after_all_layers_stay(monkeypatch, tmp_path):
@@ -307,7 +291,7 @@ class Killed(BaseException):
 def test_a_killed_run_goes_on(how, device, monkeypatch, tmp_path):
     monkeypatch.setattr(trained, "KEPT", 0)
     whole = tensors(calibrated(model=llama().to(device), **how))
-    stepper, taken, last = trained.Trained.stepper, itertools.count(), 30 + 30 * (not how["tune_whole"])
+    stepper, taken, last = trained.Trained.stepper, itertools.count(), 20 + 10 * (not how["tune_whole"])
 
     def counting(*args):
         step = stepper(*args)
@@ -323,7 +307,7 @@ def test_a_killed_run_goes_on(how, device, monkeypatch, tmp_path):
     with pytest.raises(Killed):
         calibrated(model=llama().to(device), resume=tmp_path, **how)
     assert same(tensors(calibrated(model=llama().to(device), resume=tmp_path, **how)), whole)
-    assert next(taken) - last < 45, "it has not started anew"
+    assert next(taken) - last < 25, "it has not started anew"
 
 
 def test_a_damaged_record_is_named(monkeypatch, tmp_path):
@@ -377,12 +361,3 @@ def test_refused_before_anything_changes(name, arguments, error, message):
     with pytest.raises(error, match=message):
         hf_kbit.calibrate(model, **{"data": IDS, "bits": 3} | arguments)
     assert same(tensors(model), before)
-
-
-def test_in_memory():
-    lines, model = [], llama()
-    hf_kbit.quantize_model(model, data=IDS, tune=20, report=lambda *line: lines.append(line), **CHOICES)
-    assert same(tensors(model), tensors(calibrated(20)))
-    assert ("tuned", model.hf_quantizer.tuned) in lines
-    with pytest.raises(ValueError, match="tune: found 20, but nothing is calibrated"):
-        hf_kbit.quantize_model(llama(), bits=2, tune=20)

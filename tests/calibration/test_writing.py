@@ -3,12 +3,12 @@
 import copy
 import warnings
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from architectures import BY_NAME
-from byte_tokenizer import byte_tokenizer
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
 from hf_kbit.calibration import stream, writing
@@ -81,24 +81,12 @@ def test_it_goes_on_after_an_end():
     assert len(after) > 5 and all(len(set(row)) > 1 for row in after)
 
 
-STARTS = {  # by what the model has for the begin and the end
-    "a begin": ({"bos_token_id": 7, "eos_token_id": 8}, 7),
-    "none but an end": ({"bos_token_id": None, "eos_token_id": 8}, 8),
-    "several ends": ({"bos_token_id": None, "eos_token_id": [9, 8]}, 9),
-    "a begin outside of the vocabulary": ({"bos_token_id": 256, "eos_token_id": 8}, 8),
-}
-
-
-@pytest.mark.parametrize("case", STARTS)
-def test_where_a_sequence_starts(case):
-    settings, start = STARTS[case]
-    assert write(llama(**settings), 3, 4)[:, 0].tolist() == [start] * 3
-
-
-def test_a_model_without_a_begin_or_an_end_starts_anywhere():
-    first = write(llama(bos_token_id=None, eos_token_id=None), 9, 2)[:, 0]
-    assert len(set(first.tolist())) > 4 and first.max() < 256
-    assert torch.equal(first, write(llama(bos_token_id=None, eos_token_id=None), 9, 2)[:, 0])
+def test_where_a_sequence_starts():
+    """At the begin, or the end, that the model has in its vocabulary; else anywhere."""
+    for begin, end, start in ((7, 8, 7), (None, 8, 8), (None, [9, 8], 9), (256, 8, 8)):
+        assert write(llama(bos_token_id=begin, eos_token_id=end), 3, 4)[:, 0].tolist() == [start] * 3
+    first, again = (write(llama(bos_token_id=None, eos_token_id=None), 9, 2)[:, 0] for _ in range(2))
+    assert len(set(first.tolist())) > 4 and first.max() < 256 and torch.equal(first, again)
 
 
 def test_amounts():
@@ -165,15 +153,6 @@ def test_a_model_that_does_not_fit(monkeypatch):
     assert write(model.float(), 1, 2) is not None
 
 
-def test_a_model_whose_code_fails(monkeypatch):
-    model = llama().bfloat16()
-    before = tensors(model)
-    monkeypatch.setattr(model.lm_head, "forward", lambda *_: 1 / 0)
-    with pytest.warns(UserWarning, match="ZeroDivisionError"):
-        assert write(model, 1, 2) is None
-    assert tensors(model) == before
-
-
 def test_as_many_at_once_as_the_machine_has_memory_for(monkeypatch):
     """And not as many as are free: what is drawn depends on it."""
     model, sizes = llama(), []
@@ -196,17 +175,19 @@ def test_as_many_at_once_as_the_machine_has_memory_for(monkeypatch):
     assert write(model, 2, 6).shape == (2, 6) and sizes[6:] == [1, 1]
 
 
-def test_memory_that_is_short_while_it_writes(monkeypatch):
-    """The built-in text instead would give other bytes."""
-    model = llama()
+def test_what_fails_while_it_writes(monkeypatch):
+    """The code of a model: another text, and the model is as before. Memory that is short, or NaN, is an error, for
+    another text would give other bytes."""
+    model = llama().bfloat16()
+    before = tensors(model)
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="ZeroDivisionError"):
+        patch.setattr(model.lm_head, "forward", lambda *_: 1 / 0)
+        assert write(model, 1, 2) is None
+    assert tensors(model) == before
     for error in (torch.OutOfMemoryError("none left"), MemoryError("none left")):
-        monkeypatch.setattr(model, "generate", lambda *_, error=error, **__: (_ for _ in ()).throw(error))
-        with pytest.raises(type(error), match="none left"):
+        with monkeypatch.context() as patch, pytest.raises(type(error), match="none left"):
+            patch.setattr(model, "generate", Mock(side_effect=error))
             write(model, 5, 6)
-
-
-def test_nan_is_named():
-    model = llama()
     model.lm_head.weight.data[3, 3] = torch.nan
     with pytest.raises(ValueError, match="logits: found NaN where the model writes"):
         write(model, 2, 4)
@@ -223,12 +204,3 @@ def test_calibrate_reads_it(device):
     assert all(torch.equal(x, expected.state_dict()[name]) for name, x in found.state_dict().items())
     assert seen == {stream.dtype_on(torch.device(device), torch.bfloat16)}
     assert found.model.layers[0].mlp.up_proj.to_linear().weight.dtype == found.dtype == torch.bfloat16
-
-
-def test_calibrate_reads_the_built_in_text_where_nothing_is_written(monkeypatch):
-    torch.manual_seed(0)
-    model = BertForMaskedLM(BertConfig(vocab_size=256, max_position_embeddings=32, **SHAPE))
-    other, texts = copy.deepcopy(model), {"tokenizer": byte_tokenizer(), "sequences": 3, "bits": 3}
-    found = hf_kbit.calibrate(model, **texts)
-    expected = hf_kbit.calibrate(other, hf_kbit.calibration.data.PROMPTS, **texts)
-    assert all(torch.equal(x, expected.state_dict()[name]) for name, x in found.state_dict().items())

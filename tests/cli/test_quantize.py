@@ -54,6 +54,9 @@ def same(first: dict, second: dict) -> bool:
 
 
 def test_quantize_without_data(run_quantize, tmp_path):
+    """To 4 bits if nothing is said."""
+    assert run_quantize("dense", tmp_path / "plain").exit_code == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "plain").config.quantization_config.bits == 4
     result = run_quantize(
         "dense", tmp_path / "out", "--bits", 2, "--codebook", "int", "--skip", "k_proj", "--embedding-bits", 5
     )
@@ -65,11 +68,6 @@ def test_quantize_without_data(run_quantize, tmp_path):
     assert model.config.quantization_config.to_dict() == expected.config.quantization_config.to_dict()
     assert same(model.state_dict(), expected.state_dict()) and model.dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("text")["input_ids"] == list(b"text")
-
-
-def test_quantize_to_4_bits_if_nothing_is_said(run_quantize, tmp_path):
-    assert run_quantize("dense", tmp_path).exit_code == 0
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.quantization_config.bits == 4
 
 
 @pytest.mark.parametrize("bits", [4, 3])
@@ -104,27 +102,14 @@ def test_quantize_with_data(run_quantize, data, device, tmp_path):
     tune = {"tune": 10} if data == "its own, tuned" else {}
     data = data.removesuffix(", tuned")
     source = ("--tune", "--steps", 10) if tune else () if data == "its own" else (data, "rows.txt")
-    choices = (
-        "--bits",
-        3,
-        "--codebook",
-        "int",
-        "--method",
-        "weighted",
-        "--sequences",
-        3,
-        "--length",
-        70,
-        "--batch",
-        2,
-    )
+    keywords = {"method": "weighted", "bits": 3, "codebook": "int", "sequences": 3, "length": 70, "batch": 2}
+    choices = [part for name, value in keywords.items() for part in (f"--{name}", value)]
     result = run_quantize("dense", tmp_path, "--calibrate", *source, *choices)
     assert result.exit_code == 0, result.output
     name = "text that the model wrote" if data == "its own" else "rows.txt"
     assert f"calibrating   weighted, 3 x 70 tokens of {name}, on {device}" in result.stdout.splitlines()
     assert "calibrating: 100%" in result.stderr and ("writing: 100%" in result.stderr) == (data == "its own")
     text = {"--text": TEXT, "--dataset": "\n\n".join(TEXT.splitlines()), "its own": None}[data]
-    keywords = {"method": "weighted", "bits": 3, "codebook": "int", "sequences": 3, "length": 70, "batch": 2}
     expected = hf_kbit.calibrate("dense", text, device=device, **keywords, **tune)
     expected.save_pretrained(tmp_path / "expected")
     tuned = [line for line in result.stdout.splitlines() if line.startswith("tuned")]
@@ -133,11 +118,9 @@ def test_quantize_with_data(run_quantize, data, device, tmp_path):
     assert not (tmp_path / UNFINISHED).exists()
 
 
-@pytest.mark.parametrize("calibrate", [False, True])
-def test_quantize_to_a_mean_width(run_quantize, calibrate, device, tmp_path):
+def test_quantize_to_a_mean_width(run_quantize, device, tmp_path):
     """The widths are those that are chosen on the sequences evenly spread, and what is said of them is true."""
-    choices = ("--bits", 3.4, "--text", "rows.txt", "--text", "rows.txt", *(["--calibrate"] if calibrate else []))
-    result = run_quantize("dense", tmp_path, *choices)
+    result = run_quantize("dense", tmp_path, "--bits", 3.4, "--text", "rows.txt", "--text", "rows.txt")
     assert result.exit_code == 0, result.output
     config = AutoModelForCausalLM.from_pretrained(tmp_path).config.quantization_config
     dense = AutoModelForCausalLM.from_pretrained("dense")
@@ -167,15 +150,12 @@ def test_quantize_to_a_mean_width(run_quantize, calibrate, device, tmp_path):
         assert name == expected and config.bits_for(name) == int(width)
 
 
-@pytest.mark.parametrize("calibrate", [False, True])
-def test_quantize_to_a_memory(run_quantize, calibrate, tmp_path):
+def test_quantize_to_a_memory(run_quantize, tmp_path):
     """What is saved and the cache take at most so much, and nearly so much; in less of it tables are packed."""
     dense = AutoModelForCausalLM.from_pretrained("dense")
     cache = memory.cache_bytes(dense, 64)
-    for index, size in enumerate((35_000, 47_000)):
-        out = tmp_path / str(index)
-        arguments = ["--memory", f"{size}B", "--context", 64, *(["--calibrate"] if calibrate else [])]
-        result = run_quantize("dense", out, *arguments)
+    for out, size, calibrate in ((tmp_path / "small", 35_000, ()), (tmp_path / "large", 47_000, ("--calibrate",))):
+        result = run_quantize("dense", out, "--memory", f"{size}B", "--context", 64, *calibrate)
         assert result.exit_code == 0, result.output
         taken = sum(tensor.nbytes for tensor in stored(out).values()) + cache
         assert size - 1000 < taken <= size
@@ -186,13 +166,6 @@ def test_quantize_to_a_memory(run_quantize, calibrate, tmp_path):
         assert said.pop("bytes") == size == sum(said.values())
         assert said["for what is kept of 64 tokens"] == cache and said["left over"] <= 1
         assert any(what.endswith(f" weights, {bits:.2f} bits and 0.25 for scales") for what in said)
-
-
-def test_quantize_to_more_memory_than_there_is_use_for(run_quantize, tmp_path):
-    result = run_quantize("dense", tmp_path, "--memory", "1.5 MB", "--context", 0)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.quantization_config.bits == 5
-    left = 1_500_000 - sum(tensor.nbytes for tensor in stored(tmp_path).values())
-    assert f"{left:,} left over" in result.stdout
 
 
 def test_quantize_goes_on_where_it_was_killed(run_quantize, folder, monkeypatch, tmp_path):
