@@ -81,18 +81,18 @@ def test_codes_are_packed_as_the_format_says(bits):
 
 
 @pytest.mark.parametrize("bits", cases.BITS)
-@pytest.mark.parametrize("shape", cases.SHAPES)
-def test_quantize_picks_the_nearest_level_for_the_decoded_scale(shape, bits):
-    weight, codebook = cases.weight(shape), cases.codebook(bits)
-    planes, absmax = reference.quantize(weight, codebook)
-    blocks = torch.nn.functional.pad(weight, (0, -shape[1] % 32)).unflatten(1, (-1, 32))
-    assert absmax.tolist() == [[format.encode_e4m4(v) for v in row] for row in blocks.abs().amax(-1).tolist()]
-    scale = reference.decode_e4m4(absmax)[..., None]
-    codes = reference.unpack_codes(planes, bits)
-    error = (codebook[codes.int()] * scale - blocks).abs()
-    best = (codebook * scale[..., None] - blocks[..., None]).abs().amin(-1)
-    # Where two levels are as near as float32 can tell, either may be chosen.
-    assert (error <= best + 1e-6 * scale).all()
+def test_quantize_picks_the_nearest_level_for_the_decoded_scale(bits):
+    for shape in cases.SHAPES:
+        weight, codebook = cases.weight(shape), cases.codebook(bits)
+        planes, absmax = reference.quantize(weight, codebook)
+        blocks = torch.nn.functional.pad(weight, (0, -shape[1] % 32)).unflatten(1, (-1, 32))
+        assert absmax.tolist() == [[format.encode_e4m4(v) for v in row] for row in blocks.abs().amax(-1).tolist()]
+        scale = reference.decode_e4m4(absmax)[..., None]
+        codes = reference.unpack_codes(planes, bits)
+        error = (codebook[codes.int()] * scale - blocks).abs()
+        best = (codebook * scale[..., None] - blocks[..., None]).abs().amin(-1)
+        # Where two levels are as near as float32 can tell, either may be chosen.
+        assert (error <= best + 1e-6 * scale).all()
 
 
 def test_quantize_halfway_goes_to_the_lower_level():
@@ -102,13 +102,15 @@ def test_quantize_halfway_goes_to_the_lower_level():
     assert codes[0, 0, :6].tolist() == [3, 2, 0, 1, 3, 1]
 
 
-def test_quantize_in_slices_equals_quantize_at_once(monkeypatch):
+def test_quantize_depends_neither_on_slices_nor_on_strides(monkeypatch):
     weight, codebook = cases.weight((130, 64)), cases.codebook(3)
     whole = reference.quantize(weight, codebook)
-    monkeypatch.setattr(reference, "QUANTIZE_SLICE", 64 * 7)
-    assert all(map(torch.equal, reference.quantize(weight, codebook), whole))
-    monkeypatch.setattr(reference, "QUANTIZE_SLICE", 1)
-    assert all(map(torch.equal, reference.quantize(weight, codebook), whole))
+    for numbers in (64 * 7, 1):
+        monkeypatch.setattr(reference, "QUANTIZE_SLICE", numbers)
+        assert all(map(torch.equal, reference.quantize(weight, codebook), whole))
+    assert all(map(torch.equal, reference.quantize(weight.t().contiguous().t(), codebook), whole))
+    strided = whole[0].t().contiguous().t(), whole[1], codebook, [130, 64], torch.float32
+    assert torch.equal(reference.dequantize(*strided), reference.dequantize(*whole, *strided[2:]))
 
 
 def test_zero_and_tiny_blocks():
@@ -164,18 +166,6 @@ def test_padding_of_tiles_has_scale_zero():
     tiles, scales = reference.repack(planes, absmax, 3, [17, 257])
     padded = reference.dequantize(tiles, scales, codebook, [32, 512], torch.float32)
     assert not padded[17:].any() and not padded[:, 288:].any()
-
-
-def test_results_do_not_depend_on_strides():
-    weight = cases.weight((64, 100))
-    codebook = cases.codebook(3)
-    expected = reference.quantize(weight, codebook)
-    assert all(map(torch.equal, reference.quantize(weight.t().contiguous().t(), codebook), expected))
-    planes = expected[0].t().contiguous().t()
-    assert torch.equal(
-        reference.dequantize(planes, expected[1], codebook, [64, 100], torch.float32),
-        reference.dequantize(*expected, codebook, [64, 100], torch.float32),
-    )
 
 
 @pytest.mark.parametrize(("scaled", "rotated"), cases.TRANSFORMS, ids=["columns", "rotated", "both"])

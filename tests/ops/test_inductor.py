@@ -1,7 +1,6 @@
 """Products of one input, joined where Inductor compiles. Tiles on the CPU pass for tiles on a GPU."""
 
 import cases
-import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch import nn
@@ -54,74 +53,45 @@ X = cases.x((2, 3), 100, torch.float16)
 
 
 @torch.no_grad()
-def test_products_of_one_input_are_joined():
-    q, k, v = tiled(48), tiled(16, bias=False), tiled(33)
-    assert joined(lambda x: (q(x) * 2, k(x), v(x)), X) == [[48, 16, 33]]
-
-
-@torch.no_grad()
-def test_other_inputs_and_widths_stay_apart():
-    q, k, wide, other = tiled(48), tiled(16), tiled(33, bits=4), tiled(20)
-    assert joined(lambda x: (q(x), k(x), wide(x), other(x + 1)), X) == [[48, 16], [33], [20]]
-
-
-@torch.no_grad()
-def test_most_products_of_a_launch():
-    layers = [tiled(rows) for rows in (16, 17, 18, 19, 20, 21, 22, 23, 24)]
+def test_products_of_one_input_and_width_are_joined():
+    """As many as one launch takes, whatever their transforms are; what has none may leave them out."""
+    q, k, wide, other = tiled(48), tiled(16, bias=False), tiled(33, bits=4), tiled(20)
+    assert joined(lambda x: (q(x) * 2, k(x), wide(x), other(x + 1)), X) == [[48, 16], [33], [20]]
+    layers = [tiled(rows) for rows in range(16, 25)]
     launches = joined(lambda x: [layer(x) for layer in layers], X)
     assert sorted(launches) == [[16, 17, 18, 19], [20, 21, 22, 23], [24]]
+    assert joined(lambda x: [layer(x) for layer in layers[:3]], X, limits=(6, 2)) == [[16, 17], [18]]
+    columns = [cases.columns(100, seed=seed) for seed in range(2)]
+    transforms = (columns[0], True), (columns[1],), (None, True), ()
+    each = [*zip(layers[:4], transforms, strict=True)]
+    assert joined(lambda x: [product(x, layer, *how) for layer, how in each], X) == [[16, 17, 18, 19]]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "x",
-    [cases.x((17,), 100, torch.float16), cases.x((0,), 100, torch.float16), cases.x((3,), 100)],
-    ids=["too many tokens", "none", "float32"],
-)
-def test_what_no_launch_takes_stays_apart(x):
+def test_what_no_launch_takes_stays_apart():
+    """Too many tokens, or none, or a dtype without kernel; and planes."""
     q, k = tiled(48, bias=False), tiled(16, bias=False)
-    assert joined(lambda x: (q(x), k(x)), x) == [[48], [16]]
-
-
-@torch.no_grad()
-def test_planes_stay_apart():
+    run = lambda x: (q(x), k(x))  # noqa: E731
+    for x in (cases.x((17,), 100, torch.float16), cases.x((0,), 100, torch.float16), cases.x((3,), 100)):
+        assert joined(run, x) == [[48], [16]]
+    assert joined(run, X, limits=(5, 2)) == [[48], [16]]
     q, k = (KbitLinear.from_linear(nn.Linear(100, rows, bias=False)) for rows in (48, 16))
     assert joined(lambda x: (q(x), k(x)), X) == [[48], [16]]
 
 
 @torch.no_grad()
-def test_a_bias_made_of_another_product_comes_after_it():
+def test_what_is_made_of_another_product_comes_after_it():
     q, k, v = tiled(48), tiled(48, bias=False), tiled(16)
 
-    def run(x):
+    def by_bias(x):
         first = q(x)
         return first, OPS.gemm_inference(x, k.weight, k.weight.absmax, k.codebook, first[0, 0], 48), v(x)
 
-    assert joined(run, X) == [[48, 16], [48]]
-
-
-@torch.no_grad()
-def test_transforms_go_along():
-    """Products are joined whatever their column scales and rotations are; what has neither may leave them out."""
-    q, k, v, o = tiled(48), tiled(16, bias=False), tiled(33), tiled(20)
-    columns = [cases.columns(100, seed=seed) for seed in range(2)]
-    transforms = (columns[0], True), (columns[1],), (None, True), ()
-
-    def run(x):
-        return [product(x, layer, *transform) for layer, transform in zip((q, k, v, o), transforms, strict=True)]
-
-    assert joined(run, X) == [[48, 16, 33, 20]]
-
-
-@torch.no_grad()
-def test_columns_made_of_another_product_come_after_it():
-    q, k, v = tiled(48), tiled(48, bias=False), tiled(16)
-
-    def run(x):
+    def by_columns(x):
         first = product(x, q)
         return first, product(x, k, (first[0, 0, :1].abs() * 8 + 150).byte().expand(100).contiguous()), product(x, v)
 
-    assert joined(run, X) == [[48, 16], [48]]
+    assert joined(by_bias, X) == joined(by_columns, X) == [[48, 16], [48]]
 
 
 @torch.no_grad()
@@ -139,30 +109,16 @@ def test_compiled_with_inductor(monkeypatch):
     assert code.count("gemm_group.default(") == 1 and "gemm_inference.default(" not in code
 
 
-@config.patch(post_grad_custom_pre_pass=print)
-def test_a_pass_of_somebody_else_stays(monkeypatch):
-    monkeypatch.setattr(native, "group_limits", lambda: LIMITS)
-    inductor.install()
-    assert config.post_grad_custom_pre_pass is print
-
-
-@config.patch(post_grad_custom_pre_pass=None)
 def test_installed_where_a_library_joins_products(monkeypatch):
-    monkeypatch.setattr(native, "group_limits", lambda: (0, 0))
-    inductor.install()
-    assert config.post_grad_custom_pre_pass is None
-    monkeypatch.setattr(native, "group_limits", lambda: (5, 3))
-    inductor.install()
-    found = config.post_grad_custom_pre_pass
-    assert (found.most_tokens, found.most_products) == (5, 3)
-    assert found.uuid() != inductor.JoinProducts(5, 4).uuid()  # Inductor's cache tells them apart
-
-
-@torch.no_grad()
-def test_as_many_as_the_library_says():
-    layers = [tiled(rows) for rows in (16, 17, 18)]
-    assert joined(lambda x: [layer(x) for layer in layers], X, limits=(6, 2)) == [[16, 17], [18]]
-    assert joined(lambda x: [layer(x) for layer in layers], X, limits=(5, 2)) == [[16], [17], [18]]
+    """And where no other has the only place."""
+    found = []
+    for limits, before in (((5, 3), print), ((0, 0), None), ((5, 3), None)):
+        monkeypatch.setattr(native, "group_limits", lambda limits=limits: limits)
+        with config.patch(post_grad_custom_pre_pass=before):
+            inductor.install()
+            found.append(config.post_grad_custom_pre_pass)
+    assert found[:2] == [print, None] and (found[2].most_tokens, found[2].most_products) == (5, 3)
+    assert found[2].uuid() != inductor.JoinProducts(5, 4).uuid()  # Inductor's cache tells them apart
 
 
 def test_limits_are_the_librarys():

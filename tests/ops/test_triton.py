@@ -238,6 +238,12 @@ def test_gpus_that_are_too_old(monkeypatch, hip, capability):
     assert native.triton_missing.__wrapped__("cuda") == expected
 
 
-def test_no_triton_elsewhere():
-    assert native.triton_missing("cpu") and native.fallback("cpu") is reference
+def test_who_runs_an_op_without_library(monkeypatch):
+    monkeypatch.setattr(native, "warn_missing", lambda device_type: None)
     assert native.triton_missing("mps") == "Triton has no kernels for mps devices"
+    assert native.fallback("gemm_inference", "mps") is reference.gemm
+    monkeypatch.setattr(native, "triton_missing", lambda device_type: "")
+    for op in kernels.OPS:
+        assert native.fallback(op, "xpu") is getattr(kernels, op)
+    assert native.fallback("gemm_inference", "xpu") is kernels.gemm
+    assert native.fallback("embed", "xpu") is reference.embed
