@@ -120,6 +120,7 @@ static inline uint8_t encode_e4m4(float value) {
 // Calls f(std::integral_constant<int, bits>).
 template <class F>
 static inline void with_bits(int bits, F f) {
+    static_assert(kMinBits == 2 && kMaxBits == 5, "a case for each width");
     switch (bits) {
         case 2:
             return f(std::integral_constant<int, 2>{});

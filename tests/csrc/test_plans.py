@@ -194,7 +194,9 @@ gemm 1 28672 4 1 1 512: transforms=0
 wgmma 32 8192 8192 4 0: token_tile=32 groups=4 split=1
 wgmma 64 8192 8192 4 0: token_tile=64 groups=2 split=2
 wgmma 128 28672 4096 4 0: token_tile=128 groups=1 split=1
+wgmma 128 8192 8192 2 0: token_tile=128 groups=2 split=2
 wgmma 256 8192 8192 5 0: token_tile=256 groups=1 split=2
+wgmma 1024 57344 8192 4 0: token_tile=256 groups=1 split=1
 experts 1024 128 1536 2048 4 0: token_tile=16 groups=1
 experts 16384 128 1536 2048 4 0: token_tile=128 groups=1
 experts 128 8 28672 4096 4 0: token_tile=32 groups=1

@@ -270,6 +270,7 @@ __device__ __forceinline__ void find_codes(const float (&values)[kBlockSize], fl
 // Eight words of codes, code 8 m + i in byte m of bytes[i], to bit-planes: bit 8 m + i of a plane is of that code.
 template <int kBits>
 __device__ __forceinline__ void transpose_codes(const uint32_t (&bytes)[8], uint32_t (&planes)[kBits]) {
+    static_assert(kBits <= 5, "a nibble and a fifth bit");
     if constexpr (kBits == 5) {
         uint32_t top = 0;
 #pragma unroll
