@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from transformers.quantizers.auto import register_quantization_config
@@ -15,8 +15,6 @@ from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight, check
 from hf_kbit.patterns import Patterns, shown
 from hf_kbit.stored import ENTRIES, Stored, by_width, check_version, mapping
 
-WRITTEN = ("format_version", "levels", "layers")  # entries of a file that are no wish
-
 
 @register_quantization_config("kbit")
 @dataclass(repr=False)
@@ -24,33 +22,31 @@ class KbitConfig(QuantizationConfigMixin):
     """How a model is quantized: ``from_pretrained(name, quantization_config=KbitConfig(bits=3))``.
 
     Args:
-        bits: 2, 3, 4 or 5: the width of every layer that ``module_bits`` does not name. A number between, such as 3.3,
-            is the mean width of the weights: while a model loads, each layer gets a width of its own by a rule that
-            looks at names and shapes (``hf_kbit.widths.widths_by_rule``); ``module_bits`` may then hold None alone.
-        codebook: the levels. A name (``"optimal"``, ``"normal_float"``, ``"int"``, ``"fp4"``), a table of
-            ``2**bits`` numbers in any order, or, for several widths, ``{bits: table}``.
-        scale: how the scale of a block is found: ``"search"``, the one with the least squared error, for which
-            ``"optimal"`` levels are made, or ``"absmax"``, from its largest magnitude: quicker, less accurate.
-        transform: what is done to a weight first, and undone in the layer's input: ``"rotated"``, its columns balanced
-            and its blocks of 32 rotated, with which a language model keeps far more of its quality, or ``"none"``,
-            which every version of hf_kbit can read.
-        modules_to_not_convert: patterns of modules to leave in 16 bits besides those left by default: the output
-            embedding (``lm_head``) and other layers outside the base model, routers of mixtures of experts, tied
-            weights, what the model keeps in float32, layers whose weight the model's code reads instead of calling
-            them, and those with more to them than a weight and a bias. A pattern that matches nothing is refused.
+        bits: 2, 3, 4 or 5: the width of each layer that ``module_bits`` does not name. A number between, such as 3.3,
+            is a mean: each layer gets a width by a rule (``hf_kbit.widths.widths_by_rule``), and ``module_bits`` may
+            hold None alone.
+        codebook: the levels: ``"optimal"``, ``"normal_float"``, ``"int"``, ``"fp4"``, a table of ``2**bits`` numbers
+            in any order, or, for several widths, ``{bits: table}``.
+        scale: how the scale of a block is found: ``"search"``, by the least squared error, for which ``"optimal"``
+            levels are made, or ``"absmax"``, by the largest magnitude: quicker, less accurate.
+        transform: ``"rotated"``: columns are balanced and blocks of 32 rotated, and the layer's input undoes both; or
+            ``"none"``, less accurate, which every version of hf_kbit reads.
+        modules_to_not_convert: patterns of modules to leave in 16 bits. Left by default are the output embedding
+            (``lm_head``) and other layers outside the base model, routers of mixtures, tied weights, what the model
+            keeps in float32, layers whose weight other code reads, and those with more than a weight and a bias. A
+            pattern that matches nothing is refused.
         skip_default_modules: False quantizes the output embedding and other layers outside the base model too.
-        module_bits: ``{pattern: bits}`` for layers that get another width, or None to leave them in 16 bits; the first
-            pattern that matches decides. It overrides the default skips, so ``{"lm_head": 5}`` quantizes the head;
-            a head that is tied goes with its table, and weights kept in float32 cannot be quantized. A table gets a
-            width by a pattern for its own name, not for a part of the model that it is in. A list of pairs will do.
-        embedding_bits: 2, 3, 4 or 5: the width of tables of embeddings that are looked up, and of heads tied to them;
-            None leaves them in 16 bits.
+        module_bits: ``{pattern: bits}``, or a list of pairs, for layers of another width; None leaves a layer in 16
+            bits. The first pattern that matches decides, over the default skips too: ``{"lm_head": 5}`` quantizes the
+            head. A tied head goes with its table; a table gets a width by a pattern for its own name only.
+        embedding_bits: 2, 3, 4 or 5: the width of tables of embeddings and of heads tied to them; None leaves them in
+            16 bits.
         quant_method: ``"kbit"``.
-        stored: in the config of a quantized model, what its files say of their tensors; the quantizer writes it.
+        stored: what the files of a quantized model say of their tensors; the quantizer writes it.
 
-    A pattern is a regular expression for whole components of a module's name, or the end of a name. Names as they are,
-    also escaped or between ^ and $, may be as many as layers. Other patterns that come to more than 100,000 letters
-    with what repeats written out, or take longer than ten seconds on the names of a model, are refused.
+    A pattern is a regular expression for whole components of a module's name, or the end of a name. Names may be as
+    many as layers; other patterns are refused if they come to more than 100,000 letters with what repeats written out,
+    or take longer than ten seconds on the names of a model.
 
     Raises:
         TypeError: an unknown argument.
@@ -84,7 +80,11 @@ class KbitConfig(QuantizationConfigMixin):
             raise ValueError(f"skip_default_modules: found {self.skip_default_modules!r}, expected True or False")
         check_scale(self.scale)
         check_transform(self.transform)
-        self.modules_to_not_convert = self._patterns(self.modules_to_not_convert)
+        left = () if self.modules_to_not_convert is None else self.modules_to_not_convert
+        if isinstance(left, (str, Mapping)) or not isinstance(left, Iterable):
+            raise ValueError(f"modules_to_not_convert: found {shown(left)}, expected a list of patterns")
+        self.modules_to_not_convert = list(left)
+        Patterns(self.modules_to_not_convert, "modules_to_not_convert")
         self.module_bits = self._module_bits(self.module_bits)
         self.codebook = self._codebook(self.codebook)
         if self.bits % 1 and any(self.module_bits.values()):
@@ -92,15 +92,6 @@ class KbitConfig(QuantizationConfigMixin):
                 f"bits: found the mean {self.bits} and widths of layers in module_bits; with them expected one of "
                 f"{list(BITS)}"
             )
-
-    @staticmethod
-    def _patterns(patterns) -> list[str]:
-        patterns = () if patterns is None else patterns
-        if isinstance(patterns, (str, Mapping)) or not isinstance(patterns, Iterable):
-            raise ValueError(f"modules_to_not_convert: found {shown(patterns)}, expected a list of patterns")
-        patterns = list(patterns)
-        Patterns(patterns, "modules_to_not_convert")
-        return patterns
 
     def _module_bits(self, module_bits) -> dict[str, int | None]:
         if isinstance(module_bits, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in module_bits):
@@ -162,7 +153,7 @@ class KbitConfig(QuantizationConfigMixin):
             stored = Stored.from_dict({"bits": cls.bits, **given})
             made = {"codebook": "normal_float", "scale": "absmax"}
             given = {**made, **given, "transform": stored.transform, "stored": stored}
-        config = cls(**{name: value for name, value in given.items() if name not in WRITTEN})
+        config = cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
         unused = config.update(**kwargs) if kwargs else {}
         return (config, unused) if return_unused_kwargs else config
 
@@ -177,8 +168,7 @@ class KbitConfig(QuantizationConfigMixin):
         return {name: value for name, value in kwargs.items() if name not in known}
 
     def bits_for(self, module_name: str, table: bool = False) -> int | None:
-        """Width of a layer, or the mean that ``bits`` may be, or None if ``module_bits`` or
-        ``modules_to_not_convert`` leaves it in 16 bits; of a table ``embedding_bits`` if its name has no other.
+        """Width of a layer or table, perhaps the mean that ``bits`` is; None if it stays in 16 bits.
 
         Raises:
             ValueError: ``module_bits`` gives it a width and ``modules_to_not_convert`` forbids it.
@@ -228,10 +218,8 @@ class KbitConfig(QuantizationConfigMixin):
         return getattr(self, name, default)
 
     def __repr__(self) -> str:
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        defaults = {f.name: f.default if f.default is not MISSING else f.default_factory() for f in fields(self)}
-        del given["stored"]
-        shown = [f"{name}={value!r}" for name, value in given.items() if name == "bits" or value != defaults[name]]
+        usual, given = vars(KbitConfig()), vars(self).items()
+        shown = [f"{k}={v!r}" for k, v in given if k == "bits" or (k != "stored" and v != usual[k])]
         return f"{type(self).__name__}({', '.join(shown)})"
 
 

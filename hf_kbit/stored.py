@@ -24,9 +24,9 @@ class Stored:
     Attributes:
         bits: width of the layers that ``layers`` does not name.
         levels: canonical codebook of each width.
-        layers: ``{module name in the checkpoint: Decoding}`` of each layer that differs from ``bits``, exponent 0,
-            ``levels`` and ``transform``.
-        embedding_bits: None in a model without packed tables.
+        layers: by its name in the checkpoint, each layer that differs from ``bits``, exponent 0, ``levels`` and
+            ``transform``.
+        embedding_bits: None in a model without packed tables; an hf_kbit that knows none refuses the entry.
         transform: of the layers that ``layers`` does not name.
         format_version: 2 where a layer is transformed, an expert's or a table, else 1.
 
@@ -48,13 +48,8 @@ class Stored:
     def of(
         cls, layers: Mapping[str, KbitWeight], bits: int, levels: Mapping, embedding_bits: int | None = None
     ) -> "Stored":
-        """What to say of ``layers``, given by their names in the checkpoint.
-
-        Args:
-            bits: width to say once.
-            levels: codebook to say once of each width that a layer has.
-            embedding_bits: said in any case; None says the width of a table, if there is one: an hf_kbit that knows no
-                tables refuses the entry.
+        """What to say of ``layers``, given by their names in the checkpoint, most of which have this width and these
+        codebooks. Without ``embedding_bits`` that is a table's width, if there is one.
         """
         tables = [layer.bits for layer in layers.values() if isinstance(layer, KbitEmbedding)]
         new = bool(tables) or any(layer.decoding.transformed or layer.lead for layer in layers.values())
@@ -79,7 +74,7 @@ class Stored:
         tables = by_width(mapping(entries.get("levels"), "levels", "{bits: table}"), "levels")
         levels = {width: _recorded(table, width, f"levels[{width}]") for width, table in tables.items()}
         layers = mapping(entries.get("layers"), "layers", "{name: {'bits', 'exponent', 'levels', 'transform'}}")
-        usual = {"bits": bits, "exponent": 0, "transform": transform}
+        usual = {"bits": bits, "transform": transform}
         layers = {name: _layer(entry, usual, levels, f"layers[{name!r}]") for name, entry in layers.items()}
         if version == 1 and (transform != "none" or any(layer.transformed for layer in layers.values())):
             raise ValueError("format_version: found 1, expected 2 with transformed layers")
@@ -146,11 +141,7 @@ def usual_transform(version: int) -> str:
 
 
 def mapping(value: object, name: str, expected: str) -> Mapping:
-    """``value``, or an empty one for None; nothing else that is empty will do, as 0, false and "" in a damaged file.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """``value``, or an empty one for None; anything else is a ValueError, also what is empty in a damaged file."""
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{name}: found {shown(value)}, expected {expected}")
     return value or {}
@@ -165,16 +156,12 @@ def by_width(tables: Mapping, name: str) -> dict[int, Any]:
 
 
 def _layer(entry: object, usual: dict[str, Any], levels: Mapping[int, codebooks.Levels], name: str) -> Decoding:
-    if not isinstance(entry, Mapping):
-        raise ValueError(f"{name}: found {shown(entry)}, expected an object of bits, exponent, levels and transform")
-    if unknown := set(entry).difference(OF_LAYER):
-        raise ValueError(
-            f"{name}: found {shown(sorted(unknown))}, expected bits, exponent, levels and transform alone"
-        )
-    found = {**usual, **entry}
-    bits = check_bits(found["bits"], f"{name}.bits")
-    transform = check_transform(found["transform"], f"{name}.transform")
-    exponent = check_exponent(found["exponent"], transform != "none", f"{name}.exponent")
+    if not isinstance(entry, Mapping) or set(entry).difference(OF_LAYER):
+        found = shown(sorted(set(entry).difference(OF_LAYER)) if isinstance(entry, Mapping) else entry)
+        raise ValueError(f"{name}: found {found}, expected an object of bits, exponent, levels and transform alone")
+    bits = check_bits(entry.get("bits", usual["bits"]), f"{name}.bits")
+    transform = check_transform(entry.get("transform", usual["transform"]), f"{name}.transform")
+    exponent = check_exponent(entry.get("exponent", 0), transform != "none", f"{name}.exponent")
     own = _recorded(entry["levels"], bits, f"{name}.levels") if "levels" in entry else _levels_of(bits, levels)
     return Decoding(own, exponent, transform)
 
@@ -186,7 +173,7 @@ def _levels_of(bits: int, levels: Mapping[int, codebooks.Levels]) -> codebooks.L
 
 
 def _recorded(table: Any, bits: int, name: str) -> codebooks.Levels:
-    """Levels as a quantizer wrote them: they must be canonical, for to make them so would change the model."""
+    """Levels as a quantizer wrote them: canonical ones, for to make them so would change the model."""
     levels = codebooks.canonical(table, bits, name)
     if list(levels) != list(table):
         raise ValueError(f"{name}: found {list(table)}, expected ascending float32 levels with largest magnitude 1")

@@ -22,10 +22,11 @@ from safetensors.torch import load, save
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_kbit import KbitConfig
+from hf_kbit.stored import ENTRIES
 
 TOKENS = torch.arange(12).reshape(2, 6)
-SECONDS = 20  # a case takes a twentieth of a second; one that takes this long hangs
-FEW, MANY = 200, int(os.environ.get("HF_KBIT_DAMAGES", "4000"))
+SECONDS = 20  # a case that takes this long hangs; the usual one takes a twentieth of a second
+FEW, MANY = 100, int(os.environ.get("HF_KBIT_DAMAGES", "4000"))
 
 Files = dict[str, bytes]
 
@@ -355,7 +356,7 @@ def raised_here(error: Exception) -> bool:
 
 def names_the_cause(error: Exception) -> bool:
     """Whether the error is one that is meant for users, and names a tensor, a file or an entry of config.json."""
-    entries = ("architectures", "quantization_config", "config.json", *KbitConfig(embedding_bits=5).to_dict())
+    entries = ("architectures", "quantization_config", "config.json", *ENTRIES, *KbitConfig().to_dict())
     named = re.search(rf"model\.|lm_head|safetensors|\b({'|'.join(map(re.escape, entries))})\b", str(error))
     return isinstance(error, (TypeError, ValueError, OSError)) and named is not None
 
