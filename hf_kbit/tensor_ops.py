@@ -341,14 +341,16 @@ def _(func, tensors, dim=0):
     if not alike:
         return NotImplemented
     dim, planes, columns = dim % len(first.size_), [tensor.planes() for tensor in tensors], first.columns
-    if dim == len(first.lead) + 1:
+    width = sum(tensor.matrix[1] for tensor in tensors) if dim == len(first.lead) + 1 else first.matrix[1]
+    if width != first.matrix[1]:
+        if first.words.is_meta:
+            return KbitTensor.empty((*first.size_[:-1], width), first.decoding, first.form.dtype, "meta", first.tiles)
         if any(tensor.matrix[1] % BLOCK_SIZE for tensor in tensors[:-1]):
             return NotImplemented
         columns = None if columns is None else torch.cat([tensor.columns for tensor in tensors])
     elif any(t.columns is not columns and not torch.equal(t.columns, columns) for t in others):
         return NotImplemented
     words, absmax = (torch.cat([t.parts[name] for t in planes], dim) for name in ("words", "absmax"))
-    width = sum(tensor.matrix[1] for tensor in tensors) if dim == len(first.lead) + 1 else first.matrix[1]
     parts = {"words": words, "absmax": absmax, "columns": columns, "matrix": (words.shape[-2], width)}
     return first.like((*words.shape[:-2], *parts["matrix"]), **parts)
 

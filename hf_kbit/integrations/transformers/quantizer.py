@@ -89,7 +89,7 @@ class KbitQuantize(ConversionOps):
         except (TypeError, ValueError) as error:
             # Transformers would swallow it here; it is raised when all weights have been seen.
             self.hf_quantizer.problems.append(str(error))
-            value = torch.zeros_like(layer.weight, device=tensor.device)
+            value = KbitTensor.empty(layer.weight.shape, layer.decoding, layer.dense_dtype, tensor.device)
         else:
             layer.untransformed, value = packed.untransformed, layer.as_tensor(packed)
         self.hf_quantizer.loaded.append(own_name)
