@@ -19,7 +19,7 @@ the fly. Every number stands beside its ratio to that of bf16 in the same run. T
 
 A mixture's experts in 16 bits run as Transformers chooses: ``grouped_mm`` for a prompt, ``batched_mm`` to decode.
 bitsandbytes, with NF4 in blocks of 64, runs where it is installed. --plot needs matplotlib; --table prints a table in
-Markdown for docs/performance.md.
+Markdown for docs/lab.
 """
 
 import argparse

@@ -1,14 +1,16 @@
-"""The documentation is true where it can be run: the reader in docs/format.md, the code of other pages."""
+"""The documentation is true where it can be run: each example once, and figures that can be computed."""
 
 import dataclasses
 import importlib.util
 import inspect
+import json
 import os
 import re
 import shlex
 import shutil
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import cases
 import peft
@@ -39,109 +41,26 @@ from hf_kbit.integrations.peft.create import IMPOSSIBLE_INITIALISATIONS
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
 from hf_kbit.memory import bits_for_memory, cache_bytes, embedding_bits_for_memory
 from hf_kbit.nn.embedding import KbitEmbedding
+from hf_kbit.nn.packed import quantize_weight
 from hf_kbit.nn.weight import SCALES, KbitWeight, is_sharded
 
 DOCS = Path(__file__).parents[1] / "docs"
-
-
-def code_blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), flags=re.DOTALL | re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
-def reader():
-    (code,) = code_blocks("format.md", "python")
-    assert "torch" not in code and "hf_kbit." not in code, "the reader must need nothing but the standard library"
-    namespace = {}
-    exec(compile(code, "docs/format.md", "exec"), namespace)
-    return namespace
-
-
-@pytest.mark.parametrize("bits", cases.BITS)
-def test_reader_of_the_format_page(reader, bits, tmp_path):
-    torch.manual_seed(bits)
-    shape = {"hidden_size": 40, "intermediate_size": 72, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=64, **shape))
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight *= 1e-4
-    model.save_pretrained(tmp_path / "dense")
-    other = 2 if bits == 5 else bits + 1
-    config = hf_kbit.KbitConfig(bits=bits, module_bits={"down_proj": other})
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
-    cases.give_own_levels(model.model.layers[1])
-    model.save_pretrained(tmp_path / "packed", max_shard_size="20KB")
-    assert len(list((tmp_path / "packed").glob("*.safetensors"))) > 1
-
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, hf_kbit.KbitLinear)}
-    assert layers["model.layers.1.mlp.up_proj"].exponent < 0
-    read = reader["read_kbit"](tmp_path / "packed")
-    assert read.keys() == layers.keys() and len(layers) == 14
-    for name, (rows, width) in read.items():
-        layer = layers[name]
-        assert width == layer.bits == (other if "down_proj" in name else bits)
-        decoded = torch.tensor(rows, dtype=torch.float64).float()[:, : layer.in_features]
-        assert torch.equal(decoded, layer.dequantize(torch.float32)), name
-
-
-def test_reader_of_the_format_page_on_a_mixture(reader, tmp_path):
-    torch.manual_seed(0)
-    shape = {"hidden_size": 40, "moe_intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
-    experts = {"num_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=1, vocab_size=64, **shape, **experts))
-    model.save_pretrained(tmp_path / "dense")
-    config = hf_kbit.KbitConfig(bits=3, module_bits={"down_proj": 4})
-    model = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
-    model.save_pretrained(tmp_path / "packed")
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
-    read = reader["read_kbit"](tmp_path / "packed")
-    assert read.keys() == layers.keys() and len(layers) == 4 + 2
-    for name, (rows, width) in read.items():
-        layer = layers[name]
-        decoded = torch.tensor(rows, dtype=torch.float64).float()[:, : layer.in_features]
-        assert width == layer.bits and torch.equal(decoded, layer.dequantize(torch.float32).flatten(0, -2)), name
-
-
-def test_example_of_the_format_page():
-    page = (DOCS / "format.md").read_text()
-    words = [int(number) for number in re.search(r"weight        = \[(.*?)\]", page)[1].split(",")]
-    byte = int(re.search(r"weight_absmax = \[(.*?)\]", page)[1], 16)
-    value = float(re.search(r"W             = (\S+)", page)[1])
-    codebook = torch.tensor(codebooks.normal_float(3))
-    assert f"levels[5]     = {codebooks.normal_float(3)[5]}" in page
-    planes, absmax = torch.tensor([words], dtype=torch.int32), torch.tensor([[byte]], dtype=torch.uint8)
-    decoded = hf_kbit.ops.dequantize(planes, absmax, codebook, (1, 32))
-    assert decoded.tolist() == [[value] * 32]
-    signed = float(re.search(r"its\s+stored\s+weights\s+are\s+(\S+)\.\n", page)[1])
-    assert cases.stored(planes, absmax, 16 * codebook, signed=True).tolist() == [[signed] * 32]
-
-
-def test_errors_of_codebooks_on_the_quickstart_page():
-    """Each row of its table, and a row for each codebook, from the benchmark that is named there."""
-    spec = importlib.util.spec_from_file_location("codebooks_benchmark", DOCS.parent / "benchmarks" / "codebooks.py")
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    page = (DOCS / "quickstart.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|(.*)\|.*\|$", page, flags=re.MULTILINE)
-    assert {(codebook, scale) for codebook, scale, _ in rows} == set(product(codebooks.NAMED, SCALES))
-    for codebook, scale, cells in rows:
-        for bits, cell in zip(cases.BITS, cells.split("|"), strict=True):
-            if cell.strip():
-                error = benchmark.relative_error(benchmark.gaussian(), codebook, scale, bits)
-                assert float(cell) == pytest.approx(error, rel=0.01), (codebook, scale, bits)
-
-
-def test_version_of_the_citation_and_the_changelog():
-    """The first heading of the changelog may be of what is not released yet."""
-    citation = (DOCS.parent / "CITATION.cff").read_text()
-    assert re.findall(r"^version: (.*)$", citation, flags=re.MULTILINE) == [hf_kbit.__version__]
-    changelog = (DOCS.parent / "CHANGELOG.md").read_text()
-    heading = re.search(r"^## \[(.*?)\](?: - \d{4}-\d\d-\d\d)?$", changelog, flags=re.MULTILINE)
-    assert heading[1] in (hf_kbit.__version__, "Unreleased")
-
-
-# --- docs/finetuning.md ---
-
 NOTES = "A model learns what it reads, block by block.\n" * 300
+
+
+def text_of(page: str) -> str:
+    return (DOCS / page).read_text()
+
+
+def code_blocks(page: str, language: str = "python") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text_of(page), flags=re.DOTALL | re.MULTILINE)
+
+
+def benchmark(name: str):
+    spec = importlib.util.spec_from_file_location(f"{name}_benchmark", DOCS.parent / "benchmarks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
@@ -159,9 +78,11 @@ def hub(tmp_path_factory):
 
 @pytest.fixture
 def run_code(hub, monkeypatch):
-    """Runs a page's code as it stands; returns the names it defines."""
+    """Runs a page's code as it stands, with fewer steps of tuning; returns the names it defines."""
     monkeypatch.chdir(hub)
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.setitem(tuning.AMOUNTS, "cpu", (4, 32))
+    monkeypatch.setitem(tuning.STEPS, "cpu", 10)
 
     def run(code: str, names: dict) -> dict:
         exec(compile(code, "documentation", "exec"), names)
@@ -190,21 +111,230 @@ def tuner_layers(model) -> list[KbitTunerLayer]:
     return [module for module in model.modules() if isinstance(module, KbitTunerLayer)]
 
 
+# --- docs/format.md ---
+
+
+def dense_of_all_widths() -> LlamaForCausalLM:
+    shape = {"hidden_size": 40, "intermediate_size": 72, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=64, **shape))
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight *= 1e-4  # needs an exponent
+    return model
+
+
+def mixture_of_all_widths() -> Qwen3MoeForCausalLM:
+    shape = {"hidden_size": 40, "moe_intermediate_size": 24, "intermediate_size": 72, "head_dim": 8}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=2, mlp_only_layers=[0], vocab_size=64, **shape))
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "layers_and_version"),
+    [
+        (dense_of_all_widths, {}, (14, 2)),
+        (dense_of_all_widths, {"transform": "none"}, (14, 1)),
+        (mixture_of_all_widths, {"embedding_bits": 5}, (8 + 3 + 2 + 1, 2)),
+    ],
+)
+def test_reader_of_the_format_page(make, settings, layers_and_version, tmp_path):
+    (code,) = code_blocks("format.md")
+    assert "torch" not in code and "hf_kbit." not in code, "the reader must need nothing but the standard library"
+    exec(compile(code, "docs/format.md", "exec"), reader := {})
+    torch.manual_seed(0)
+    make().save_pretrained(tmp_path / "dense")
+    config = KbitConfig(bits=4, module_bits={"q_proj": 2, "v_proj": 5, "down_proj": 3}, **settings)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
+    layer = model.model.layers[0].self_attn.q_proj  # gets levels of its own, as releases to 0.1.0 gave layers
+    layer.load(quantize_weight(layer.dequantize(), (-1.0, -0.125, 0.25, 1.0), search=True, transform=layer.transform))
+    model.save_pretrained(tmp_path / "packed", max_shard_size="20KB")
+    assert len(list((tmp_path / "packed").glob("*.safetensors"))) > 1
+
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
+    recorded = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    assert (len(layers), recorded["format_version"]) == layers_and_version
+    if make is dense_of_all_widths:
+        assert {layer.bits for layer in layers.values()} == set(cases.BITS)
+        assert layers["model.layers.1.mlp.up_proj"].exponent < 0
+    assert "levels" in recorded["layers"]["model.layers.0.self_attn.q_proj"]
+    read = reader["read_kbit"](tmp_path / "packed")
+    assert read.keys() == layers.keys()
+    for name, (rows, width) in read.items():
+        decoded = layers[name].dequantize(torch.float32).flatten(0, -2)
+        found = torch.tensor(rows, dtype=torch.float64).float()[:, : decoded.shape[1]]
+        assert width == layers[name].bits and torch.equal(found, decoded), name
+
+
+def test_example_of_the_format_page():
+    page = text_of("format.md")
+    words = [int(number) for number in re.search(r"weight        = \[(.*?)\]", page)[1].split(",")]
+    byte = int(re.search(r"weight_absmax = \[(.*?)\]", page)[1], 16)
+    value = float(re.search(r"W             = (\S+)", page)[1])
+    codebook = torch.tensor(codebooks.normal_float(3))
+    assert f"levels[5]     = {codebooks.normal_float(3)[5]}" in page
+    planes, absmax = torch.tensor([words], dtype=torch.int32), torch.tensor([[byte]], dtype=torch.uint8)
+    assert hf_kbit.ops.dequantize(planes, absmax, codebook, (1, 32)).tolist() == [[value] * 32]
+    signed = float(re.search(r"its\s+stored\s+weights\s+are\s+(\S+)\.\n", page)[1])
+    assert cases.stored(planes, absmax, 16 * codebook, signed=True).tolist() == [[signed] * 32]
+
+
+# --- README.md, quickstart, recipes, coming from elsewhere, decoding ---
+
+
+def test_code_of_the_readme(run_code):
+    load, finetune = code_blocks("../README.md")
+    assert len([line for line in load.splitlines() if line]) == 6
+    names = run_code(load, {})
+    packed = {name: layer.weight.clone() for name, layer in kbit_layers(names["model"]).items()}
+    assert len(packed) == 14 and all(layer.bits == 4 for layer in kbit_layers(names["model"]).values())
+    loaded = Qwen3ForCausalLM.from_pretrained("qwen3-0.6b-4bit")
+    assert all(torch.equal(layer.weight, packed[name]) for name, layer in kbit_layers(loaded).items())
+    run_code(finetune, names)
+    assert Path("adapter/adapter_model.safetensors").exists()
+    assert kinds_of_layers(names["merged"]) == {nn.Linear}
+
+
+def test_code_of_the_quickstart(run_code):
+    """In its order; what quantizes a model, a line at a time, gets a model of Transformers, ``save`` another one."""
+    names = {}
+    for code in code_blocks("quickstart.md"):
+        in_memory = re.findall(r"^hf_kbit\.quantize_model\(.*\n", code, flags=re.MULTILINE)
+        if "hf_kbit.save(" in code:
+            names |= {"model": nn.Sequential(nn.Linear(64, 64)), "fresh": nn.Sequential(nn.Linear(64, 64))}
+            hf_kbit.quantize_model(saved := names["model"], bits=4)
+        for part in in_memory or [code]:
+            if in_memory:
+                names["model"] = Qwen3ForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+                names["pipeline"] = SimpleNamespace(transformer=nn.ModuleDict({"to_q": nn.Linear(64, 64)}))
+            run_code(part, names)
+    assert type(names["pipeline"].transformer["to_q"]) is KbitLinear
+    assert torch.equal(names["fresh"][0].dequantize(), saved[0].dequantize())
+    assert names["error"] < 0.3
+    torch.testing.assert_close(names["y"], names["same"], rtol=1e-4, atol=1e-4)
+
+
+def test_code_of_the_recipes_and_of_those_who_come_from_elsewhere(run_code):
+    (finetune,) = code_blocks("recipes.md")
+    assert len(tuner_layers(run_code(finetune, {})["model"])) == 14
+    load, calibrated = code_blocks("coming-from.md")
+    names = run_code(load, {})
+    assert {layer.bits for layer in kbit_layers(names["model"]).values()} == {4}
+    model = run_code(calibrated, names)["model"]
+    assert {layer.bits for layer in kbit_layers(model).values()} == {3}
+
+
+def test_code_of_the_decoding_page(run_code):
+    (code,) = code_blocks("decoding.md")
+    model = dense_of_all_widths().eval()
+    names = run_code(code, {"model": model, "inputs": {"input_ids": torch.tensor([[1, 5, 9]])}})
+    assert torch.equal(names["output"], model.generate(**names["inputs"], max_new_tokens=200))
+
+
+# Commands that are not run here: CI runs make and pip, the tests of vLLM and of serving their servers.
+ELSEWHERE = re.compile(r"pip install |make |vllm serve |hf-kbit run |hf-kbit \w+ -")
+
+
+@pytest.mark.parametrize("page", ["../README.md", "quickstart.md", "recipes.md", "calibration.md"])
+def test_commands_as_they_stand(hub, tmp_path, run_code, monkeypatch, page):
+    """In blocks and between words, those of a section one after the other. Chats end at once: nothing is typed. The
+    memory is smaller, for the model that stands in is."""
+    ran = 0
+    for number, section in enumerate(re.split("^## ", text_of(page), flags=re.MULTILINE)):
+        monkeypatch.chdir(shutil.copytree(hub, tmp_path / str(number), ignore=shutil.ignore_patterns("*bit*")))
+        blocks = re.findall("^```bash\n(.*?)^```", section, re.DOTALL | re.M)
+        commands = [line for block in blocks for line in block.splitlines()]
+        for command in commands + re.findall(r"`((?:hf-kbit|vllm|make) [^`]+ [^`]+)`", section):
+            if ELSEWHERE.match(command) or re.search(r" (NAME|COMMAND) ", command):  # words that stand for others
+                continue
+            command = re.sub(r"--memory \S+ --context 1024", "--memory 1.2MB --context 1024", command)
+            name, *arguments = shlex.split(command)
+            if arguments[0] == "eval" and not Path(arguments[1]).exists():
+                CliRunner().invoke(cli.app, ["quantize", "Qwen/Qwen3-0.6B", arguments[1]])
+            if "--calibrate" in arguments:
+                arguments += ["--sequences", "4", "--length", "32"]
+            if arguments[0] == "bench":
+                arguments += ["--new-tokens", "4", "--repeats", "1"]
+            result = CliRunner().invoke(cli.app, arguments, input="")
+            assert name == "hf-kbit" and result.exit_code == 0, f"{command}: {result.output}"
+            if arguments[0] == "quantize":
+                assert kinds_of_layers(Qwen3ForCausalLM.from_pretrained(arguments[2])) == {KbitLinear}, command
+            ran += 1
+    assert ran >= 3
+
+
+def test_make_in_the_readme():
+    makefile = text_of("../Makefile")
+    targets = re.findall(r"^make (\w+)$", text_of("../README.md"), flags=re.MULTILINE)
+    assert targets == ["demo", "test"] and all(f"\n{target}: " in makefile for target in targets)
+
+
+def test_table_of_the_readme():
+    """As ``benchmarks/readme.py`` makes it of the lines of benchmarks; and its limits are few."""
+    readme, page = benchmark("readme"), text_of("../README.md")
+    start, end = readme.MARKS
+    assert page.split(start)[1].split(end)[0].strip() == readme.table().strip()
+    (limits,) = re.findall(r"^## Limits\n(.*?)^## ", page, flags=re.DOTALL | re.MULTILINE)
+    assert len(re.findall("^- ", limits, flags=re.MULTILINE)) <= 10
+
+
+def test_errors_of_codebooks_on_the_quickstart_page():
+    """Each row of its table, and a row for each codebook, on a quarter of the weights of the benchmark named there."""
+    errors = benchmark("codebooks")
+    layer = nn.Linear(4096, 256, bias=False)
+    layer.weight.data = errors.gaussian()[0].weight.data[:256]
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|(.*)\|.*\|$", text_of("quickstart.md"), flags=re.MULTILINE)
+    assert {(codebook, scale) for codebook, scale, _ in rows} == set(product(codebooks.NAMED, SCALES))
+    for codebook, scale, cells in rows:
+        for bits, cell in zip(cases.BITS, cells.split("|"), strict=True):
+            if cell.strip():
+                error = errors.relative_error([layer], codebook, scale, bits)
+                assert float(cell) == pytest.approx(error, rel=0.01), (codebook, scale, bits)
+
+
+def test_version_of_the_citation_and_the_changelog():
+    """The first heading of the changelog may be of what is not released yet."""
+    assert re.findall(r"^version: (.*)$", text_of("../CITATION.cff"), flags=re.MULTILINE) == [hf_kbit.__version__]
+    heading = re.search(r"^## \[(.*?)\](?: - \d{4}-\d\d-\d\d)?$", text_of("../CHANGELOG.md"), flags=re.MULTILINE)
+    assert heading[1] in (hf_kbit.__version__, "Unreleased")
+
+
+@pytest.mark.parametrize(
+    ("heading", "classes"),
+    [
+        ("bitsandbytes", [transformers.BitsAndBytesConfig]),
+        ("HQQ", [transformers.HqqConfig]),
+        ("GPTQ and AWQ", [transformers.GPTQConfig, transformers.AwqConfig]),
+    ],
+)
+def test_arguments_of_those_who_come_from_elsewhere(heading, classes):
+    """Names on the left are those of the class, all of bitsandbytes' and HQQ's; names on the right are ours."""
+    section = text_of("coming-from.md").split(f"## {heading}\n")[1].split("\n## ")[0]
+    theirs = {name for c in classes for name in inspect.signature(c).parameters}
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", section, flags=re.MULTILINE)[1:]
+    named = {name for left, _ in rows for name in re.findall(r"`(\w+)", left)}
+    assert named <= theirs
+    if len(classes) == 1:
+        assert named == theirs - {"kwargs"}
+    documented = re.findall(r"^ +(\w+): |``(\w+)``", hf_kbit.calibrate.__doc__, flags=re.MULTILINE)
+    ours = {f.name for f in dataclasses.fields(KbitConfig)} | {name for pair in documented for name in pair}
+    given = {name for _, right in rows for name in re.findall(r"`(\w+)(?:=[^`]*)?`", right)}
+    assert given - {"from_pretrained", "KbitConfig", "dtype"} <= ours
+
+
+# --- docs/finetuning.md ---
+
+
 @pytest.mark.slow
-def test_code_of_the_finetuning_page(run_code, hub):
-    """Every block, one after the other, each with what the text says of it."""
+def test_code_of_the_finetuning_page(run_code):
+    """Every block, one after the other; what they do is tested in tests/integrations/peft, here what the text says."""
     screen, use, save, exact, requantized, more_bits, loftq, eva, resume, _, rows, average, processes, lean = (
-        code_blocks("finetuning.md", "python")
+        code_blocks("finetuning.md")
     )
     names = run_code(screen, {})
     trained = names["model"]
     with trained.disable_adapter():
         before = loss_of_notes(trained)
     assert loss_of_notes(trained) < before - 0.03
-    assert trained.is_gradient_checkpointing and trained.lm_head.weight.dtype == torch.float32
     assert kinds_of_layers(trained) == {KbitLinear} and not isinstance(trained.lm_head, KbitTunerLayer)
-    assert {file.name for file in (hub / "adapter").glob("*.safetensors")} == {"adapter_model.safetensors"}
-
     run_code(use, names)
     after = loss_of_notes(names["model"])
     assert after == pytest.approx(loss_of_notes(trained), abs=0.02)
@@ -220,172 +350,32 @@ def test_code_of_the_finetuning_page(run_code, hub):
     assert loss_of_notes(names["merged"]) == pytest.approx(after, abs=0.02)
     with pytest.warns(UserWarning, match="Requantizing changed the merged weights"):
         run_code(requantized, names)
-    assert kinds_of_layers(names["merged"]) == {KbitLinear}
     run_code(more_bits, names)
     assert {module.bits for module in names["model"].modules() if isinstance(module, KbitLinear)} == {5}
-
     run_code(loftq, names)
     assert all(layer.lora_B["default"].weight.any() for layer in tuner_layers(names["model"]))
     run_code(eva, names)
     for layer in tuner_layers(names["model"]):
         a = layer.lora_A["default"].weight.detach().float()
-        torch.testing.assert_close(a @ a.T, torch.eye(len(a), device=a.device), rtol=0, atol=1e-3)
+        torch.testing.assert_close(a @ a.T, torch.eye(len(a), device=a.device), rtol=0, atol=5e-3)
     steps = names["trainer"].state.global_step
     run_code(resume, names)
     assert names["trainer"].state.global_step >= steps
     run_code(rows, names)
-    table = names["packed"].get_input_embeddings().token_adapter
-    assert type(table.base_layer) is KbitEmbedding and table.trainable_tokens_delta["default"].shape[0] == 2
+    assert type(names["packed"].get_input_embeddings().token_adapter.base_layer) is KbitEmbedding
     run_code(average, names)
-    packed = {name: layer.weight for name, layer in kbit_layers(names["model"]).items()}
-    assert all(torch.equal(names["averaged"].module.get_submodule(n).weight, packed[n]) for n in packed)
-    assert (hub / "averaged-adapter" / "adapter_model.safetensors").exists()
+    assert Path("averaged-adapter/adapter_model.safetensors").exists()
     run_code(processes, names)
-    assert not any(
-        layer._gradient_checkpointing_func.keywords["use_reentrant"] for layer in names["model"].model.layers
-    )
     run_code(lean, names)
-    model, data = names["model"].train(), names["data"]
+    model, ids = names["model"].train(), torch.tensor([names["data"][0]["input_ids"]])
     assert model.lm_head.weight.dtype == torch.bfloat16 and model.is_gradient_checkpointing
-    ids = torch.tensor([data[0]["input_ids"]], device=model.device)
-    model(ids, labels=ids).loss.backward()
+    model(ids.to(model.device), labels=ids.to(model.device)).loss.backward()
     assert all(layer.lora_B["default"].weight.grad.any() for layer in tuner_layers(model))
-    assert all(layer.base_layer.weight.grad is None for layer in tuner_layers(model))
-
-
-# --- README.md, docs/recipes.md, docs/coming-from.md ---
-
-
-def test_code_of_the_readme(run_code):
-    load, finetune = code_blocks("../README.md", "python")
-    assert len([line for line in load.splitlines() if line]) == 6
-    names = run_code(load, {})
-    packed = {name: layer.weight.clone() for name, layer in kbit_layers(names["model"]).items()}
-    assert len(packed) == 14 and all(layer.bits == 4 for layer in kbit_layers(names["model"]).values())
-    loaded = Qwen3ForCausalLM.from_pretrained("qwen3-0.6b-4bit")
-    assert all(torch.equal(layer.weight, packed[name]) for name, layer in kbit_layers(loaded).items())
-    run_code(finetune, names)
-    assert Path("adapter/adapter_model.safetensors").exists()
-    assert kinds_of_layers(names["merged"]) == {nn.Linear}
-
-
-# Commands that are not run here: CI runs make and pip, the tests of vLLM and of serving their servers.
-ELSEWHERE = re.compile(r"pip install |make |vllm serve |hf-kbit run ")
-
-
-@pytest.mark.parametrize("page", ["../README.md", "quickstart.md", "recipes.md"])
-def test_commands_as_they_stand(hub, tmp_path, monkeypatch, page):
-    """In blocks and between words, those of a section one after the other. Chats end at once: nothing is typed."""
-    ran = 0
-    for number, section in enumerate(re.split("^## ", (DOCS / page).read_text(), flags=re.MULTILINE)):
-        monkeypatch.chdir(shutil.copytree(hub, tmp_path / str(number), ignore=shutil.ignore_patterns("*bit*")))
-        blocks = [
-            line
-            for block in re.findall("^```bash\n(.*?)^```", section, re.DOTALL | re.M)
-            for line in block.splitlines()
-        ]
-        for command in blocks + re.findall(r"`((?:hf-kbit|vllm|make) [^`]+ [^`]+)`", section):
-            if ELSEWHERE.match(command) or re.search(r" (NAME|COMMAND) ", command):  # words that stand for others
-                continue
-            name, *arguments = shlex.split(command)
-            if arguments[0] == "eval" and not Path(arguments[1]).exists():
-                CliRunner().invoke(cli.app, ["quantize", "Qwen/Qwen3-0.6B", arguments[1]])
-            if "--calibrate" in arguments:
-                arguments += ["--sequences", "2", "--length", "32"]
-            if arguments[0] == "bench":
-                arguments += ["--new-tokens", "4", "--repeats", "1"]
-            result = CliRunner().invoke(cli.app, arguments, input="")
-            assert name == "hf-kbit" and result.exit_code == 0, f"{command}: {result.output}"
-            ran += 1
-    assert ran >= 3
-
-
-def test_make_in_the_readme():
-    """Each target is there, and is run by CI or by a test."""
-    makefile = (DOCS.parent / "Makefile").read_text()
-    (block,) = [block for block in code_blocks("../README.md", "bash") if "make" in block]
-    assert block.split("\n")[:-1] == ["make demo", "make test"]
-    assert all(re.search(rf"^{target}:.*## ", makefile, flags=re.MULTILINE) for target in ("demo", "test"))
-    assert "$(VENV)/bin/python examples/demo.py" in makefile  # tests/examples/test_demo.py
-
-
-def test_table_of_the_readme():
-    """As ``benchmarks/readme.py`` makes it of the lines of benchmarks; and its limits are few."""
-    spec = importlib.util.spec_from_file_location("readme_benchmark", DOCS.parent / "benchmarks" / "readme.py")
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    page = (DOCS.parent / "README.md").read_text()
-    start, end = benchmark.MARKS
-    assert page.split(start)[1].split(end)[0].strip() == benchmark.table().strip()
-    (limits,) = re.findall(r"^## Limits\n(.*?)^## ", page, flags=re.DOTALL | re.MULTILINE)
-    assert len(re.findall("^- ", limits, flags=re.MULTILINE)) <= 10
-
-
-def test_code_of_the_recipes_and_of_those_who_come_from_elsewhere(run_code):
-    (finetune,) = code_blocks("recipes.md", "python")
-    assert len(tuner_layers(run_code(finetune, {})["model"])) == 14
-    load, calibrated = code_blocks("coming-from.md", "python")
-    names = run_code(load, {})
-    assert {layer.bits for layer in kbit_layers(names["model"]).values()} == {4}
-    model = run_code(calibrated, names)["model"]
-    assert {layer.bits for layer in kbit_layers(model).values()} == {3}
-
-
-@pytest.mark.parametrize(
-    ("heading", "classes"),
-    [
-        ("bitsandbytes", [transformers.BitsAndBytesConfig]),
-        ("HQQ", [transformers.HqqConfig]),
-        ("GPTQ and AWQ", [transformers.GPTQConfig, transformers.AwqConfig]),
-    ],
-)
-def test_arguments_of_those_who_come_from_elsewhere(heading, classes):
-    """Names on the left are those of the class, all of bitsandbytes' and HQQ's; names on the right are ours."""
-    section = (DOCS / "coming-from.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
-    theirs = {name for c in classes for name in inspect.signature(c).parameters}
-    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", section, flags=re.MULTILINE)[1:]
-    named = {name for left, _ in rows for name in re.findall(r"`(\w+)", left)}
-    assert named <= theirs
-    if len(classes) == 1:
-        assert named == theirs - {"kwargs"}
-    ours = {f.name for f in dataclasses.fields(hf_kbit.KbitConfig)} | set(
-        inspect.signature(hf_kbit.calibrate).parameters
-    )
-    given = {name for _, right in rows for name in re.findall(r"`(\w+)(?:=[^`]*)?`", right)} - {
-        "from_pretrained",
-        "KbitConfig",
-    }
-    assert given <= ours | {"dtype"}
-
-
-def test_memory_of_the_finetuning_page():
-    """Its table, from the shape of the model."""
-    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=128256, num_hidden_layers=32, **shape))
-    layers = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
-    weights = sum(layer.weight.numel() for layer in layers)
-    others = 2 * model.lm_head.weight.numel()
-    adapters = sum(16 * (layer.in_features + layer.out_features) for layer in layers)
-    tokens = 4 * 1024
-    expected = {
-        "weights of linear layers": [weights * size for size in (3.25 / 8, 4.25 / 8, 2)],
-        "embedding and head": [4 * others, 4 * others, 2 * others],
-        "adapters, gradients": [16 * adapters] * 3,
-        "inputs of layers": [32 * tokens * 4096 * size for size in (4, 4, 2)],
-        "logits": [tokens * 128256 * 4] * 3,
-    }
-    page = (DOCS / "finetuning.md").read_text()
-    for row, sizes in expected.items():
-        cells = re.search(rf"^\| {row}[^|]*\|.*\|", page, flags=re.MULTILINE)[0].split("|")[-4:-1]
-        assert [float(cell) for cell in cells] == pytest.approx([size / 1e9 for size in sizes], abs=0.005), row
-    for number in (f"{weights / 1e6:.0f} million", f"{others / 1e6:.0f} million", f"{adapters / 1e6:.1f} million"):
-        assert number in page
 
 
 def test_experts_of_the_finetuning_page(run_code):
     """Its code on a small mixture, and its table from the shapes of the models."""
-    (code,) = [code for code in code_blocks("finetuning.md", "python") if "target_parameters" in code]
+    (code,) = [code for code in code_blocks("finetuning.md") if "target_parameters" in code]
     small = {"hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 1, "num_experts": 4}
     model = load(Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, num_experts_per_tok=2, **small)), bits=3)
     names = run_code(code, {"LoraConfig": peft.LoraConfig, "get_peft_model": peft.get_peft_model, "model": model})
@@ -394,15 +384,13 @@ def test_experts_of_the_finetuning_page(run_code):
     qwen = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
     qwen |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
     everything, attention = {"target_modules": "all-linear"}, {"target_modules": names["attention"]}
+    with_experts = attention | {"target_parameters": names["experts"]}
     rows = {
         'Qwen3-30B-A3B, `"all-linear"`': (Qwen3MoeForCausalLM, Qwen3MoeConfig(**qwen), 48, everything),
-        "attention and experts": (
-            Qwen3MoeForCausalLM, Qwen3MoeConfig(**qwen), 48, attention | {"target_parameters": names["experts"]}
-        ),
+        "attention and experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**qwen), 48, with_experts),
         "attention alone": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**qwen), 48, attention),
         'Mixtral-8x7B, `"all-linear"`': (MixtralForCausalLM, MixtralConfig(), 32, everything),
-    }  # fmt: skip
-    page = (DOCS / "finetuning.md").read_text()
+    }
     for row, (model_class, config, layers, targets) in rows.items():
         expected = []
         for rank in (16, 4):
@@ -412,12 +400,12 @@ def test_experts_of_the_finetuning_page(run_code):
                 model = peft.get_peft_model(model_class(config), lora, low_cpu_mem_usage=True)
             count = layers * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
             expected += [f"{count / 1e6:.0f}", f"{16 * count / 1e9:.1f}"]
-        cells = re.search(rf"^\| {re.escape(row)}[^|]*\|(.*)\|$", page, flags=re.MULTILINE)[1].split("|")
-        assert [cell.strip() for cell in cells] == expected, row
+        cells = re.search(rf"^\| {re.escape(row)}[^|]*\|(.*)\|$", text_of("finetuning.md"), flags=re.MULTILINE)[1]
+        assert [cell.strip() for cell in cells.split("|")] == expected, row
 
 
 def test_methods_and_refusals_are_on_the_finetuning_page():
-    page = (DOCS / "finetuning.md").read_text()
+    page = text_of("finetuning.md")
     (methods,) = re.findall(r"^\| methods \| (.*) \|$", page, flags=re.MULTILINE)
     tried = {method for method in METHODS if method not in ("GLORA", "LN_TUNING")}
     assert tried <= {method.upper() for method in methods.split(", ")}
@@ -430,7 +418,7 @@ def test_methods_and_refusals_are_on_the_finetuning_page():
 def parallel_page(rank, folder):
     """Run in each of two processes."""
     os.chdir(folder)
-    _, tensor, expert, quantizing, sharded = code_blocks("parallel.md", "python")
+    _, tensor, expert, quantizing, sharded = code_blocks("parallel.md")
     if ranks.OLD:
         expert = expert.replace("ep_size=2", "enable_expert_parallel=True")
     found, names = [], {"device": "cpu", "name": str(folder / "original" / "dense")}
@@ -440,61 +428,38 @@ def parallel_page(rank, folder):
     return found
 
 
+@pytest.mark.slow
 def test_code_of_the_parallel_page(tmp_path, monkeypatch):
     """What it shards computes what one process does, in bfloat16."""
     monkeypatch.chdir(tmp_path)
     ranks.save_quantized("llama", tmp_path, "original")
     ranks.save_quantized("qwen3_moe", tmp_path, "mixture-3bit")
-    exec(code_blocks("parallel.md", "python")[0], {"name": str(tmp_path / "original" / "dense")})
-    quantized = ("model-3bit", "mixture-3bit", "model-3bit", "model-3bit")
-    expected = [ranks.logits(ranks.load(Path(name)))["logits"] for name in quantized]
+    exec(code_blocks("parallel.md")[0], {"name": str(tmp_path / "original" / "dense")})
+    one = {name: ranks.logits(ranks.load(Path(name)))["logits"] for name in ("model-3bit", "mixture-3bit")}
+    expected = [one[name] for name in ("model-3bit", "mixture-3bit", "model-3bit", "model-3bit")]
     for process in ranks.run(parallel_page, tmp_path):
         for (shards, logits), of_one in zip(process, expected, strict=True):
             assert shards and relative(logits, of_one) < 0.05
 
 
-# --- docs/decoding.md ---
-
-
-def test_code_of_the_decoding_page():
-    (code,) = code_blocks("decoding.md", "python")
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape)).eval()
-    names = {"model": model, "inputs": {"input_ids": torch.tensor([[1, 5, 9]])}}
-    exec(compile(code, "docs/decoding.md", "exec"), names)
-    assert torch.equal(names["output"], model.generate(**names["inputs"], max_new_tokens=200))
-
-
 # --- docs/calibration.md ---
 
 
-def test_code_of_the_calibration_page(run_code, monkeypatch, capsys):
-    """On less text, and with fewer steps: what it saves is a quantized model."""
-    monkeypatch.setitem(tuning.AMOUNTS, "cpu", (4, 32))
-    monkeypatch.setitem(tuning.STEPS, "cpu", 10)
-    code, tuning_code = code_blocks("calibration.md", "python")
-    Path("notes.txt").write_text(NOTES[:3000])
+def test_code_of_the_calibration_page(run_code, hub, capsys):
+    """What it saves is a quantized model; and its table has all methods."""
+    code, tuning_code = code_blocks("calibration.md")
+    (hub / "notes.txt").write_text(NOTES[:3000])
     try:
         names = run_code(code, {})
     finally:
-        Path("notes.txt").write_text(NOTES)
+        (hub / "notes.txt").write_text(NOTES)
     loaded = Qwen3ForCausalLM.from_pretrained("qwen3-0.6b-3bit")
     assert kinds_of_layers(loaded) == {KbitLinear}
     assert loss_of_notes(loaded) == pytest.approx(loss_of_notes(names["model"].to("cpu")), abs=1e-6)
     names = run_code(tuning_code.replace("tune=True", 'tune=True, device="cpu"'), {"hf_kbit": hf_kbit})
     assert names["model"].hf_quantizer.tuned in capsys.readouterr().out
-
-
-def test_commands_of_the_calibration_page(run_code):
-    """Each makes a model that loads; the memory is smaller, for the model that stands in is."""
-    for command in "".join(code_blocks("calibration.md", "bash")).splitlines():
-        if "--memory" in command:
-            command = re.sub(r"(--memory) \S+", r"\1 1.2MB", command)
-        name, *arguments = shlex.split(command)
-        sequences = ["--sequences", "2"] if "--calibrate" in arguments else []
-        result = CliRunner().invoke(cli.app, [*arguments, *sequences, "--device", "cpu"])
-        assert name == "hf-kbit" and result.exit_code == 0, result.output
-        assert kinds_of_layers(Qwen3ForCausalLM.from_pretrained(arguments[2])) == {KbitLinear}
+    methods = re.findall(r'^\| `"(\w+)"`', text_of("calibration.md"), flags=re.MULTILINE)
+    assert set(methods) == set(CALIBRATION_METHODS)
 
 
 def test_memory_in_the_commands_is_enough():
@@ -505,16 +470,14 @@ def test_memory_in_the_commands_is_enough():
     )
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config).bfloat16()
-    page, readme = ((DOCS / name).read_text() for name in ("calibration.md", "../README.md"))
+    page, readme = text_of("calibration.md"), text_of("../README.md")
     commands = re.findall(r"hf-kbit quantize Qwen/Qwen3-0\.6B [^`\n]*--memory[^`\n]*", page + readme)
     assert len(commands) == 2
-    for command in commands:
-        size, tokens = re.search(r"--memory (\d+)MB --context (\d+)", command).groups()
-        memory, tokens = int(size) * 10**6, int(tokens)
-        assert f"qwen3-{memory // 10**6}mb" in command
-        bits = bits_for_memory(model, memory, context=tokens)
+    ((size, tokens),) = {re.search(r"--memory (\d+)MB --context (\d+)", command).groups() for command in commands}
+    assert all(f"qwen3-{size}mb" in command for command in commands)
+    memory, tokens = int(size) * 10**6, int(tokens)
     prose = " ".join(page.split())
-    assert f"{memory // 10**6} MB give {bits:.2f} bits" in prose
+    assert f"{size} MB give {bits_for_memory(model, memory, context=tokens):.2f} bits" in prose
     embedding, kept = model.model.embed_tokens.weight.nbytes, cache_bytes(model, tokens)
     assert f"the embedding takes {embedding / 1e6:.0f} MB and {tokens:,} tokens take {kept / 1e6:.0f} MB" in prose
     assert [embedding_bits_for_memory(model, f"{size}MB", context=tokens) for size in (662, 663)] == [5, None]
@@ -525,33 +488,26 @@ def test_memory_in_the_commands_is_enough():
     assert "it needs 344 MB" in prose
 
 
-def test_methods_of_the_calibration_page():
-    rows = re.findall(r'^\| `"(\w+)"`', (DOCS / "calibration.md").read_text(), flags=re.MULTILINE)
-    assert set(rows) == set(CALIBRATION_METHODS)
-
-
 # --- docs/evaluation.md ---
 
 
 def test_commands_of_the_evaluation_page(run_code):
     """Those that need no network, on the CPU. The first quantizes while loading what the second has loaded packed."""
-    model = Qwen3ForCausalLM.from_pretrained(
-        "Qwen/Qwen3-0.6B", dtype=torch.bfloat16, quantization_config=hf_kbit.KbitConfig(bits=3)
-    )
+    config = KbitConfig(bits=3)
+    model = Qwen3ForCausalLM.from_pretrained("Qwen/Qwen3-0.6B", dtype=torch.bfloat16, quantization_config=config)
     model.save_pretrained("qwen3-0.6b-3bit")
-    commands = re.findall(r"^hf-kbit (eval .*notes\.txt.*)$", (DOCS / "evaluation.md").read_text(), flags=re.MULTILINE)
-    shown = []
-    for command in commands:
+    page, shown = text_of("evaluation.md"), []
+    for command in re.findall(r"^hf-kbit (eval .*notes\.txt.*)$", page, flags=re.MULTILINE):
         result = CliRunner().invoke(cli.app, [*shlex.split(command), "--device", "cpu", "--limit-tokens", "300"])
         assert result.exit_code == 0, result.output
         shown.append(result.stdout)
-    assert len(commands) == 2 and shown[0] == shown[1]
-    labels = re.findall(r"^\| `(.*)` \|", (DOCS / "evaluation.md").read_text(), flags=re.MULTILINE)
+    assert len(shown) == 2 and shown[0] == shown[1]
+    labels = re.findall(r"^\| `(.*)` \|", page, flags=re.MULTILINE)
     assert [line[:14].strip() for line in shown[0].splitlines()] == labels
 
 
 def test_code_of_the_evaluation_page(run_code, monkeypatch):
-    evaluation, harness = code_blocks("evaluation.md", "python")
+    evaluation, harness = code_blocks("evaluation.md")
     names = run_code(evaluation, {})
     assert names["found"].kl_divergence > 0 and names["found"].tokens > 10_000
     lm_eval = pytest.importorskip("lm_eval")

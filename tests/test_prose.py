@@ -1,12 +1,11 @@
-"""Prose and comments have lines of at most 120 characters, in all files; ruff and clang-format see to code."""
+"""Lines of prose and comments, powers, and links of Markdown that mkdocs does not see; ruff and clang-format see to
+code."""
 
 import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 MOST = 120
@@ -25,35 +24,27 @@ def files() -> Iterator[Path]:
                 yield Path(folder, name)
 
 
-def long_lines(lines: list[str]) -> list[int]:
-    return [number for number, line in enumerate(lines, 1) if len(line) > MOST]
-
-
-def long_lines_of_markdown(lines: list[str]) -> list[int]:
-    """All but those of code and ``WHOLE`` ones."""
+def long_lines(text: str, markdown: bool) -> list[int]:
+    """Their numbers; of Markdown all but those of code and ``WHOLE`` ones."""
     found, fence = [], None
-    for number, line in enumerate(lines, 1):
-        mark = re.match(r"\s*(```+|~~~+)", line)
+    for number, line in enumerate(text.splitlines(), 1):
+        mark = markdown and re.match(r"\s*(```+|~~~+)", line)
         if mark and fence in (None, mark[1]):
             fence = None if fence else mark[1]
-        elif fence is None and len(line) > MOST and not WHOLE.match(line):
+        elif fence is None and len(line) > MOST and not (markdown and WHOLE.match(line)):
             found.append(number)
     return found
 
 
-def long_lines_of(file: Path) -> list[str]:
-    """Where they are, as an editor wants it."""
-    text = file.read_text(encoding="utf-8")
-    name = file.relative_to(ROOT)
-    if file.suffix == ".ipynb":
-        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
-        return [
-            f"{name}, {cell['id']}:{number}"
-            for cell in cells
-            for number in long_lines_of_markdown("".join(cell["source"]).splitlines())
-        ]
-    found = long_lines_of_markdown if file.suffix == ".md" else long_lines
-    return [f"{name}:{number}" for number in found(text.splitlines())]
+def texts_of(file: Path) -> Iterator[tuple[str, str]]:
+    """Its place, as an editor wants it, and its text; of a notebook those of each cell of Markdown."""
+    name, text = str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
+    if file.suffix != ".ipynb":
+        yield name, text
+        return
+    for cell in json.loads(text)["cells"]:
+        if cell["cell_type"] == "markdown":
+            yield f"{name}, {cell['id']}", "".join(cell["source"])
 
 
 def bold_powers(text: str) -> list[str]:
@@ -62,31 +53,40 @@ def bold_powers(text: str) -> list[str]:
     return re.findall(r"\b\d+\*\*-?\w+", prose)
 
 
-def test_powers_are_code():
-    found = {file.name: bold_powers(file.read_text(encoding="utf-8")) for file in files() if file.suffix == ".md"}
-    assert not any(found.values()), found
+def test_lines_and_powers():
+    found = []
+    for file in files():
+        markdown = file.suffix in (".md", ".ipynb")
+        for place, text in texts_of(file):
+            found += [f"{place}:{number}: wrap at {MOST} characters" for number in long_lines(text, markdown)]
+            found += [f"{place}: {power} is no code" for power in bold_powers(text)] if markdown else []
+    assert not found, "\n".join(found)
 
 
-def test_no_long_lines():
-    found = [place for file in files() for place in long_lines_of(file)]
-    assert not found, f"wrap at {MOST} characters: " + ", ".join(found)
+def test_links_of_pages_that_mkdocs_does_not_build():
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        for name, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):
+            target = ROOT / name if name else page
+            assert target.exists(), f"{page.name}: {name}"
+            headings = re.findall("^#+ (.*)$", target.read_text(), flags=re.MULTILINE) if anchor else ()
+            slugs = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+            assert not anchor or anchor in slugs, f"{page.name}: {name}#{anchor}"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("x" * 120, []),
-        ("short\n" + "word " * 30, [2]),
-        ("- an item\n  " + "word " * 30, [2]),
-        ("# " + "title " * 30, [1]),
-        ("[a page](" + "x" * 130 + ") and " + "word " * 30, [1]),
-        ("| " + "cell " * 30 + "|", []),
-        ("![picture](" + "x" * 130 + ")", []),
-        ("- [a page](" + "x" * 130 + ").", []),
-        ("https://" + "x" * 130, []),
-        ("```bash\n" + "code " * 30 + "\n```\n" + "word " * 30, [4]),
-        ("````\n```\n" + "code " * 30 + "\n````", []),
-    ],
-)
-def test_what_counts_as_prose(text, expected):
-    assert long_lines_of_markdown(text.splitlines()) == expected
+def test_what_counts_as_prose():
+    text = "word " * 30
+    for wrapped in (f"short\n{text}", f"- an item\n  {text}", f"\n# {text}", f"\n[a page]({'x' * 130}) and {text}"):
+        assert long_lines(wrapped, markdown=True) == [2], wrapped
+    assert long_lines(f"```bash\n{text}\n```\n{text}", markdown=True) == [4]
+    link = f"[a page]({'x' * 130})"
+    for whole in (
+        "x" * 120,
+        f"| {text}|",
+        f"!{link}",
+        f"- {link}.",
+        f"https://{'x' * 130}",
+        f"````\n```\n{text}\n````",
+    ):
+        assert long_lines(whole, markdown=True) == [], whole
+    assert long_lines(f"x\n| {text}", markdown=False) == [2]
+    assert bold_powers("2**10, `2**10` and\n```\n2**10\n```") == ["2**10"]

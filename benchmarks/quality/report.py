@@ -1,6 +1,6 @@
 """Tables and a plot of what ``measure`` and ``minilm`` measured, put into the page about it.
 
-    python -m benchmarks.quality.report benchmarks/results/quality-*.jsonl [--page docs/quality.md]
+    python -m benchmarks.quality.report benchmarks/results/quality-*.jsonl [--page docs/lab/2026-11-25-quality.md]
                                         [--plots docs/images]
 
 prints the tables, and with ``--page`` also writes them between the two marks there: SmolLM2 first, then the model that
@@ -13,6 +13,7 @@ codebooks other than the default pale; and one of SmolLM2 in short. They need ma
 import argparse
 import json
 import math
+import os
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -214,7 +215,7 @@ def wrapped(paragraph: str) -> str:
 LANGUAGE_MODELS = {SMOLLM2: partial(relative_targets, targets=SMOLLM2_TARGETS), TRAINED: trained_targets}
 
 
-def text_of(models: dict[str, dict[tuple, dict]], images: dict[str, Path]) -> str:
+def text_of(models: dict[str, dict[tuple, dict]], images: dict[str, Path | str]) -> str:
     """Of each model what was measured and its tables; of a language model also its image, where ``images`` has one."""
     parts = []
     for model, targets in LANGUAGE_MODELS.items():
@@ -406,7 +407,7 @@ def main() -> None:
     if SMOLLM2 in images:
         plot_in_short(models[SMOLLM2], arguments.plots / "quality-in-short.png")
     if arguments.page:
-        images = {model: image.relative_to(arguments.page.parent) for model, image in images.items()}
+        images = {model: os.path.relpath(image, arguments.page.parent) for model, image in images.items()}
     text = text_of(models, images)
     print(text)
     if arguments.page:

@@ -1,5 +1,5 @@
 // All constants that were fitted to measurements of one GPU, an H200 (132 processors) with CUDA 13.0 unless a line
-// says otherwise. docs/lab/kernels.md says what was measured, and how well the plans choose with them.
+// says otherwise. docs/lab/2026-11-26-kernels.md says what was measured, and how well the plans choose with them.
 //
 // Other GPUs use the same constants: their plans are valid, but were not compared with other plans.
 #pragma once

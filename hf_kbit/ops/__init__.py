@@ -138,9 +138,13 @@ def embed(
 
     Args:
         indices: int64 or int32 ``[*]``, any shape and strides, each 0 to V - 1.
-        weight, absmax, codebook, columns, rotated: those of one table ``[V, D]``, as ``dequantize`` takes them.
+        weight: of one table ``[V, D]``; it and those that follow are as ``dequantize`` takes them.
+        absmax: its scales.
+        codebook: its levels.
         shape: ``(V, D)``, without the padding.
         dtype: float32, float16, bfloat16 or float64.
+        columns: its column scales.
+        rotated: whether it is rotated.
 
     Returns:
         ``dtype`` ``[*, D]``, contiguous, without a gradient: bit for bit the rows that ``dequantize`` gives.

@@ -25,7 +25,7 @@
 // Of experts a part is a row, or up to eight rows that an expert has (experts.cuh). All but the table waits for the
 // kernel before. CTAs for which nothing is left end.
 //
-// What limits it and what was tried: docs/internals.md; instructions counted and times: docs/lab/kernels.md.
+// What limits it and what was tried: docs/lab.
 #include <numeric>
 #include <type_traits>
 

@@ -20,7 +20,7 @@
 // that four lanes have a token's block: they rotate it back, multiply it by the scales of columns and store 16 bytes
 // each.
 //
-// What limits it and what was tried: docs/internals.md and docs/lab/kernels.md.
+// What limits it and what was tried: docs/lab.
 #include "kernels/dispatch.h"
 #include "kernels/hopper/tensor_map.h"
 #include "kernels/hopper/wgmma.cuh"

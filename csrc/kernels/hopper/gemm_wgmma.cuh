@@ -25,7 +25,7 @@
 // each CTA makes a table of them. Groups of warps meet in memory of its own. Of a tile of 128 tokens that has fewer
 // rows only the steps of 32 that hold them are multiplied, each number of steps by a loop of its own.
 //
-// What limits it and what was tried: docs/internals.md.
+// What limits it and what was tried: docs/lab.
 #pragma once
 
 #include <cuda.h>

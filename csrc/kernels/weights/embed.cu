@@ -17,7 +17,7 @@
 // warp share a row, so that which half of its tiles has it is no divergence.
 //
 // The limit is memory: a weight of 16 bits is 2 bytes out for bits / 8 + 1/32 in, from tiles twice that in, as their
-// words and scales hold rows g and g + 8 together (docs/internals.md).
+// words and scales hold rows g and g + 8 together (docs/lab).
 #undef NDEBUG  // the assertion is part of what the op promises
 #include <cassert>
 
