@@ -10,7 +10,7 @@ from importlib import import_module as _import_module
 from pkgutil import resolve_name as _resolve_name
 from typing import TYPE_CHECKING
 
-from hf_kbit.integrations import hooks as _hooks
+from hf_kbit import hooks as _hooks
 
 if TYPE_CHECKING:
     from hf_kbit import codebooks, ops
@@ -87,8 +87,7 @@ def __getattr__(name: str):
     return found
 
 
-_hooks.after_import("transformers.modeling_utils", _hooks.install_transformers)
-_hooks.after_import("peft", _hooks.install_peft)
+_hooks.after_import("transformers.modeling_utils", _hooks.register)
 _hooks.after_import("hf_kbit.decoding.loop", _hooks.install_decoding)
 if "torch" in _sys.modules:
     _import_module("hf_kbit.ops")  # for programs that call torch.ops.hf_kbit

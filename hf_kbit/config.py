@@ -8,7 +8,7 @@ from typing import Any
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_kbit import codebooks
+from hf_kbit import codebooks, hooks
 from hf_kbit.format import BITS, FORMAT_VERSIONS, check_bits
 from hf_kbit.nn.packed import DEFAULT_TRANSFORM, check_transform, lopsided
 from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight, check_scale
@@ -70,6 +70,7 @@ class KbitConfig(QuantizationConfigMixin):
     stored: Stored | None = None
 
     def __post_init__(self):
+        hooks.arm()
         if self.quant_method != "kbit":
             raise ValueError(f"quant_method: found {self.quant_method!r}, expected 'kbit'")
         if not (isinstance(self.bits, float) and self.bits % 1 and BITS[0] < self.bits < BITS[-1]):

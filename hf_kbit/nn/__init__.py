@@ -1,3 +1,3 @@
 """Layers whose weights are quantized."""
 
-import transformers.modeling_utils  # noqa: F401  by which all hooks are there before there is such a layer
+import transformers.modeling_utils  # noqa: F401  which the hooks are in that the first such layer sets

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_kbit import (
     codebooks,
+    hooks,
     tensor_ops,  # noqa: F401  (says what torch does with a packed weight)
 )
 from hf_kbit.format import check_bits, encode_e4m4, num_blocks
@@ -145,6 +146,7 @@ class KbitWeight(nn.Module):
         transform: str = DEFAULT_TRANSFORM,
         lead: tuple[int, ...] = (),
     ):
+        hooks.arm()
         nn.Module.__init__(self)  # nn.Linear's, which may come next, would allocate the dense weight
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if size < 1:
@@ -399,5 +401,6 @@ class KbitWeight(nn.Module):
             self.weight.data = made.each(torch.clone)
 
     def __setstate__(self, state):
+        hooks.arm()
         super().__setstate__(state)
         self._take(self.weight)

@@ -8,7 +8,7 @@ from pathlib import Path
 import peft
 import pytest
 
-from hf_kbit.integrations import hooks
+from hf_kbit import hooks
 
 TABLES = (
     hooks.TORCH_NAMES,
@@ -230,7 +230,7 @@ def test_a_moved_hook_of_peft_serves_models_without_quantized_layers(fresh):
     code = f"""
 {CAUGHT}
 import hf_kbit
-from hf_kbit.integrations import hooks
+from hf_kbit import hooks
 hooks.PEFT_HOOKS = (*hooks.PEFT_HOOKS, hooks.Hook("peft:get_peft_mode", (), ""))
 with caught():
     import peft
@@ -245,7 +245,7 @@ def test_an_import_that_fails_is_tried_again_with_hooks(fresh, tmp_path):
     (tmp_path / "fickle.py").write_text("import sys\nif not hasattr(sys, 'ready'): raise ImportError('not ready')\n")
     code = f"""
 import sys; sys.path.insert(0, {str(tmp_path)!r})
-from hf_kbit.integrations.hooks import after_import
+from hf_kbit.hooks import after_import
 after_import("fickle", lambda: print("hooked"))
 try:
     import fickle
@@ -263,7 +263,7 @@ def test_a_hook_of_peft_that_little_needs_is_left_out(fresh):
 {CAUGHT}
 import dataclasses
 import hf_kbit
-from hf_kbit.integrations import hooks
+from hf_kbit import hooks
 hooks.PEFT_HOOKS = tuple(
     dataclasses.replace(hook, parameters=("model", "moved")) if "get_nb" in hook.place else hook
     for hook in hooks.PEFT_HOOKS
@@ -324,7 +324,7 @@ def test_hooks_are_installed_once_whatever_is_reloaded(fresh):
 import importlib, warnings
 import hf_kbit, peft
 from torch import nn
-for module in (hf_kbit, peft, hf_kbit.integrations.hooks, hf_kbit):
+for module in (hf_kbit, peft, hf_kbit.hooks, hf_kbit):
     importlib.reload(module)
 {RELOADED}
 """
@@ -336,7 +336,7 @@ def test_a_library_is_hooked_by_who_took_our_finder_out(fresh, tmp_path):
     (tmp_path / "kept.py").touch()
     code = f"""
 import sys; sys.path.insert(0, {str(tmp_path)!r})
-from hf_kbit.integrations.hooks import after_import
+from hf_kbit.hooks import after_import
 after_import("kept", lambda: print("hooked"))
 class Tool:
     finders = list(sys.meta_path)
@@ -353,7 +353,7 @@ def test_a_peft_that_suits_gets_hooks_after_one_that_did_not(fresh):
     code = f"""
 import importlib, warnings
 import hf_kbit
-from hf_kbit.integrations import hooks
+from hf_kbit import hooks
 warnings.simplefilter("ignore")
 oldest, hooks.OLDEST_PEFT = hooks.OLDEST_PEFT, "99"
 import peft
@@ -373,7 +373,7 @@ def test_threads_get_a_library_with_its_hooks(fresh, first, tmp_path):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(0.2)\nhooked = False\n")
     code = f"""
 import importlib, sys, threading; sys.path.insert(0, {str(tmp_path)!r})
-from hf_kbit.integrations.hooks import after_import
+from hf_kbit.hooks import after_import
 def hook():
     assert not sys.modules["slow"].hooked
     sys.modules["slow"].hooked = True

@@ -14,7 +14,7 @@ in methods of PEFT that are wrapped (``hooks.py`` lists them):
 
 from importlib import import_module
 
-import peft  # noqa: F401  first of all: its import installs the hooks, which are in the files of this folder
+import peft  # noqa: F401  first of all: its import may set the hooks, which are in the files of this folder
 
 # Names of this package, and the files that they are in.
 _HOMES = {"KbitTunerLayer": "layer", "merge_and_unload": "merge", "prepare_model_for_kbit_training": "prepare"}

@@ -2,7 +2,7 @@
 
 import transformers  # noqa: F401  what is checked next
 
-from hf_kbit.integrations import hooks
+from hf_kbit import hooks
 
 hooks.require("torch", hooks.TORCH_NAMES)
 hooks.require("transformers", hooks.TRANSFORMERS_NAMES)

@@ -25,6 +25,7 @@ from hf_kbit.checkpoint import (
     read_headers,
     refuse,
 )
+from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX
 from hf_kbit.integrations.transformers.names import Names
 from hf_kbit.nn.weight import KbitWeight
@@ -107,6 +108,17 @@ def saved_model(model: PreTrainedModel, file: str, mapped: bool):
         return model
     with torch.device("meta"):
         return cls(config)
+
+
+def config_beside(files: Iterable[str] | None) -> KbitConfig | None:
+    """What ``config.json`` beside a checkpoint says of its quantization; None if it is not of ours."""
+    folder = os.path.dirname(next(iter(files), "")) if files else ""
+    if not os.path.exists(os.path.join(folder, "config.json")):
+        return None
+    found = PreTrainedConfig.get_config_dict(folder)[0].get("quantization_config")
+    if not isinstance(found, dict) or found.get("quant_method") != "kbit" or not found.get("levels"):
+        return None
+    return KbitConfig.from_dict(found)
 
 
 def _described(config: PreTrainedConfig) -> dict:

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from hf_kbit import hooks
 from hf_kbit.format import BLOCK_SIZE
-from hf_kbit.integrations import hooks
 from hf_kbit.integrations.transformers import tying
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitExperts, KbitProjection

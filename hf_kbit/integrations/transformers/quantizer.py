@@ -216,6 +216,10 @@ class KbitHfQuantizer(HfQuantizer):
         return [WeightConverter(sources, r"\1.weight", [KbitAssemble(self)])]
 
     def _prepare(self, model, checkpoint_files, use_kernels: bool, conversions: list[WeightTransform]) -> None:
+        if not self.pre_quantized and (stored := fit.config_beside(checkpoint_files)) is not None:
+            # A part of a quantized model, whose own config does not say so.
+            self.quantization_config, self.pre_quantized = stored, True
+            model.config.quantization_config = stored
         if self.pre_quantized:
             self._prepare_quantized(model, checkpoint_files, conversions)
         else:

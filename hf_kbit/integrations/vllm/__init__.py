@@ -7,7 +7,7 @@ vLLM calls ``register`` in each of its processes, for the package names it as an
 
 import warnings
 
-from hf_kbit.integrations import hooks
+from hf_kbit import hooks
 
 
 def register() -> None:

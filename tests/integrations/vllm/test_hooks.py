@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_kbit.integrations import hooks
+from hf_kbit import hooks
 from hf_kbit.integrations.vllm import register
 
 

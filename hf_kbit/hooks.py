@@ -2,19 +2,18 @@
 
 There are two tables for each library, and for parts that little needs. ``..._NAMES`` are private names that our code
 imports or overrides: without them nothing of it works, and the import of the library goes on. ``..._HOOKS`` are
-functions and methods that we replace, each by what a *wrapper* makes of it. A hook holds if the thing is there and its
-first parameters have the expected names; a version of a library in which one moved is met with one message that says
-which, what is lost by it, and what to do.
+functions and methods that we replace, each by what a *wrapper* makes of it. They are set once a process makes its
+first quantized layer, or wishes for one (``arm``).
 
-A function is replaced once, however often a library or this package is imported or reloaded.
-
-Past 400 lines, for the tables of all libraries stand together.
+A hook holds if the thing is there and its first parameters have the expected names. A version of a library in which
+one moved is met with one message that says which, what is lost by it, and what to do. A function is replaced once,
+however often a library or this package is imported or reloaded.
 
 Besides these tables there are agreements with other code that no signature can tell: the attributes
 ``_is_hf_initialized`` and ``_weight_conversions`` of Transformers, and ``_custom_modules`` of PEFT's configurations;
 ``num_experts``, ``parameter_name`` and ``_did_swap_in_out_features`` of its ``ParamWrapper``; ``is_loaded_in_4bit``,
-set for the time of a call of PEFT (``peft/prepare.py``); ``warn_if_padding_and_no_attention_mask`` of Transformers,
-left out on the meta device (``widths.py``); and the pass of Inductor that ``ops.inductor`` installs where no other is.
+set for the time of a call of PEFT (``peft/prepare.py``); and the pass of Inductor that ``ops.inductor`` installs where
+no other is.
 """
 
 import importlib
@@ -25,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from importlib.abc import MetaPathFinder
 
 OLDEST_PEFT = "0.20"
@@ -121,12 +120,6 @@ TRANSFORMERS_HOOKS = (
         ("quantization_config", "quantization_config_from_args"),
         "hf_kbit.integrations.transformers.mxfp4:wrap_merge",
         lost="a KbitConfig is refused for checkpoints in MXFP4",
-    ),
-    Hook(
-        "transformers.configuration_utils:PreTrainedConfig.get_config_dict",
-        ("pretrained_model_name_or_path",),
-        "hf_kbit.integrations.transformers.parts:keep_quantization_config",
-        lost="a part of a quantized model, such as its text model, cannot be loaded alone",
     ),
     Hook(
         "transformers.modeling_utils:PreTrainedModel.save_pretrained",
@@ -322,15 +315,21 @@ def _replace_everywhere(old: Callable, new: Callable) -> None:
                 setattr(module, name, new)
 
 
-def install_transformers() -> None:
-    """Makes Transformers know the method. Where that fails, it stays as it is: the program may well use it for models
-    that are not quantized."""
+def register() -> None:
+    """Makes Transformers know the method, by its registry. Where that fails, it stays as it is: the program may well
+    use it for models that are not quantized."""
     try:
         importlib.import_module("hf_kbit.integrations.transformers.quantizer")  # registers itself
     except Exception as error:  # whatever our files say of this Transformers, importing it goes on
         warnings.warn(f"hf_kbit: models can be neither quantized nor loaded: {error}", RuntimeWarning, stacklevel=2)
-    else:
-        install("transformers", TRANSFORMERS_HOOKS)
+
+
+@cache
+def arm() -> None:
+    """Sets the hooks in the libraries that are there, and in others when they are imported. What makes the first
+    quantized layer of a process, or the first wish for one, calls it."""
+    after_import("transformers.modeling_utils", lambda: install("transformers", TRANSFORMERS_HOOKS))
+    after_import("peft", install_peft)
 
 
 def install_decoding() -> None:
