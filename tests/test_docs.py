@@ -204,7 +204,9 @@ def test_code_of_the_quickstart(run_code):
         for part in in_memory or [code]:
             if in_memory:
                 names["model"] = Qwen3ForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
-                names["pipeline"] = SimpleNamespace(transformer=nn.ModuleDict({"to_q": nn.Linear(64, 64)}))
+                names["pipeline"] = SimpleNamespace(
+                    transformer=nn.ModuleDict({name: nn.Linear(64, 64) for name in ("to_q", "head")})
+                )
             run_code(part, names)
     assert type(names["pipeline"].transformer["to_q"]) is KbitLinear
     assert torch.equal(names["fresh"][0].dequantize(), saved[0].dequantize())
