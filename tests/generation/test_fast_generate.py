@@ -1,4 +1,4 @@
-"""hf_kbit.decode against ``generate``, token by token; on a CPU as a GPU runs it, with a stand-in for CUDA graphs."""
+"""hf_kbit.fast_generate against ``generate``; on a CPU as a GPU runs it, with a stand-in for CUDA graphs."""
 
 import gc
 import weakref
@@ -26,21 +26,21 @@ from transformers import (
 from transformers.generation import EosTokenCriteria
 
 import hf_kbit
-from hf_kbit.decoding import cache, step
-from hf_kbit.decoding.attention import NAME, of_one_token
-from hf_kbit.decoding.cache import CACHE
-from hf_kbit.decoding.choice import Choice, largest
-from hf_kbit.decoding.refusals import Refusal
+from hf_kbit.generation import decode_step, static_cache
+from hf_kbit.generation.attention import NAME
+from hf_kbit.generation.sampling import Sampler, largest
+from hf_kbit.generation.static_cache import CACHE
+from hf_kbit.generation.unsupported import Unsupported
 
 DECODERS = [each for each in ARCHITECTURES if each.generates and each.name not in ("t5", "whisper")]
 SAMPLED = {"do_sample": True, "temperature": 1.2, "top_k": 40, "top_p": 0.9}
-CUDA = step.WAYS["cuda"]
+CUDA = decode_step.BACKENDS["cuda"]
 
 
 @pytest.fixture
 def as_a_gpu(monkeypatch):
     """Steps on a CPU are recorded and launched ahead."""
-    monkeypatch.setitem(step.WAYS, "cpu", step.Way(record=cpu_graph, ahead=CUDA.ahead))
+    monkeypatch.setitem(decode_step.BACKENDS, "cpu", decode_step.Backend(capture=cpu_graph, ahead=CUDA.ahead))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def prompts(device, lengths=(7, 3, 5)) -> dict:
 def same(model, inputs: dict, **settings) -> torch.Tensor:
     """What generate finds, which decode must find too."""
     found = []
-    for way in ({}, {"custom_generate": hf_kbit.decode}):
+    for way in ({}, {"custom_generate": hf_kbit.fast_generate}):
         torch.manual_seed(4)
         found.append(model.generate(**inputs, **{"max_new_tokens": 9, **settings, **way}))
     assert torch.equal(*found), found
@@ -94,8 +94,8 @@ def test_operations_of_a_greedy_choice(ends, operations):
     """Each is a kernel on a GPU, though there is little to do."""
     criteria = StoppingCriteriaList([MaxLengthCriteria(9), *[EosTokenCriteria(ends)] * bool(ends)])
     config = GenerationConfig()
-    config._pad_token_tensor = torch.tensor(0)
-    choose = Choice(torch.ones(1, 3, dtype=torch.int64), LogitsProcessorList(), criteria, config)
+    config.pad_token_id = 0
+    choose = Sampler(torch.ones(1, 3, dtype=torch.int64), LogitsProcessorList(), criteria, config)
     logits = torch.randn(1, 32000)
     with Launches() as launches:
         choose(logits, 4)
@@ -164,14 +164,14 @@ def test_ends(settings, as_a_gpu, llama, device):
 def test_a_full_context(as_a_gpu, llama, device):
     """To the last position that the model has, and a cache that is full to its last place."""
     found = same(llama, prompts(device, (50, 44)), max_new_tokens=14, disable_compile=True)
-    assert found.shape[1] == llama.config.max_position_embeddings == cache.ROOM
+    assert found.shape[1] == llama.config.max_position_embeddings == static_cache.LENGTHS
 
 
 def test_without_a_graph(llama, device, monkeypatch):
     """As on other devices: a step is called, and looked at before the next; no random numbers are lost."""
-    monkeypatch.delitem(step.WAYS, device, raising=False)
+    monkeypatch.delitem(decode_step.BACKENDS, device, raising=False)
     drawn = []
-    for way in ({}, {"custom_generate": hf_kbit.decode}):
+    for way in ({}, {"custom_generate": hf_kbit.fast_generate}):
         torch.manual_seed(4)
         found = llama.generate(**prompts(device, (7,)), eos_token_id=list(range(128, 256)), **SAMPLED, **way)
         drawn.append(torch.rand(3, device=device))
@@ -199,19 +199,21 @@ def forwards(llama, monkeypatch):
 def test_a_step_is_recorded_once(settings, as_a_gpu, llama, device, forwards):
     """The prompt, a first step, and the second, which is recorded; all others repeat it."""
     llama.generate(
-        **prompts(device), max_new_tokens=9, disable_compile=True, custom_generate=hf_kbit.decode, **settings
+        **prompts(device), max_new_tokens=9, disable_compile=True, custom_generate=hf_kbit.fast_generate, **settings
     )
     assert forwards == [7, 1, 1]
 
 
 def test_steps_past_the_end(llama, device, monkeypatch, forwards):
     """As many as are launched ahead, and none past the greatest length."""
-    monkeypatch.setitem(step.WAYS, device, step.Way(ahead=2))
-    plain = llama.generate(**prompts(device), max_new_tokens=9, custom_generate=hf_kbit.decode)
+    monkeypatch.setitem(decode_step.BACKENDS, device, decode_step.Backend(ahead=2))
+    plain = llama.generate(**prompts(device), max_new_tokens=9, custom_generate=hf_kbit.fast_generate)
     assert forwards == [7] + 8 * [1]
     del forwards[:]
     ends = plain[:, 10].tolist()
-    found = llama.generate(**prompts(device), max_new_tokens=9, eos_token_id=ends, custom_generate=hf_kbit.decode)
+    found = llama.generate(
+        **prompts(device), max_new_tokens=9, eos_token_id=ends, custom_generate=hf_kbit.fast_generate
+    )
     assert len(forwards) == found.shape[1] - 7 + 2
 
 
@@ -220,7 +222,9 @@ def test_lengths_share_compiled_code(llama, device, monkeypatch):
     torch.compiler.reset()
     counter = CompileCounter()
     monkeypatch.setitem(
-        step.WAYS, device, step.Way(lambda: torch.compile(step.logits_of, backend=counter, dynamic=False))
+        decode_step.BACKENDS,
+        device,
+        decode_step.Backend(lambda: torch.compile(decode_step.logits_of, backend=counter, dynamic=False)),
     )
     for new_tokens in (9, 40, 120):
         same(llama, prompts(device), max_new_tokens=new_tokens, use_cache=True)
@@ -232,14 +236,14 @@ def test_lengths_share_compiled_code(llama, device, monkeypatch):
 @pytest.mark.parametrize("new_tokens", [2, 3, 9])
 def test_nothing_is_kept(new_tokens, as_a_gpu, llama, device, monkeypatch):
     """The keys and values go with the call, and do not wait for the garbage collector."""
-    kept, with_room = [], step.with_room
+    kept, static_cache_ = [], decode_step.static_cache
 
     def spying(*args):
-        found = with_room(*args)
+        found = static_cache_(*args)
         kept.extend(weakref.ref(layer.keys) for layer in found.layers)
         return found
 
-    monkeypatch.setattr(step, "with_room", spying)
+    monkeypatch.setattr(decode_step, "static_cache", spying)
     gc.disable()
     try:
         same(llama, prompts(device), max_new_tokens=new_tokens, disable_compile=True)
@@ -252,14 +256,14 @@ def test_nothing_is_kept(new_tokens, as_a_gpu, llama, device, monkeypatch):
 def test_attention_of_steps(disabled, llama, device, monkeypatch):
     """Is that of one token, compiled or not, and after that the model's own again; padding and places are left out."""
     pytest.importorskip("triton")
-    seen, logits_of = [], step.logits_of
+    seen, logits_of = [], decode_step.logits_of
 
     def spying(model, inputs):
         seen.append(model.config._attn_implementation)
         return logits_of(model, inputs)
 
-    monkeypatch.setitem(step.WAYS, device, step.Way(lambda: spying, of_one_token))
-    monkeypatch.setattr(step, "logits_of", spying)
+    monkeypatch.setitem(decode_step.BACKENDS, device, decode_step.Backend(lambda: spying, decode_step.for_one_token))
+    monkeypatch.setattr(decode_step, "logits_of", spying)
     same(llama, prompts(device), disable_compile=disabled)
     assert seen == 8 * [NAME] and llama.config._attn_implementation == "sdpa"
 
@@ -291,8 +295,8 @@ def test_a_forward_that_reads_back(read, as_a_gpu, monkeypatch):
         return output
 
     monkeypatch.setattr(llama, "forward", reading)
-    with pytest.raises(Refusal, match="LlamaForCausalLM cannot be recorded in a CUDA graph"):
-        llama.generate(**prompts("cpu"), max_new_tokens=9, custom_generate=hf_kbit.decode)
+    with pytest.raises(Unsupported, match="LlamaForCausalLM cannot be recorded in a CUDA graph"):
+        llama.generate(**prompts("cpu"), max_new_tokens=9, custom_generate=hf_kbit.fast_generate)
 
 
 # --- streamers, errors ------------------------------------------------------------------------------
@@ -316,7 +320,7 @@ class Streamer:
 def test_streamers(settings, as_a_gpu, llama, device):
     """They get the prompt, each token once it is known, none past the end, and are told of the end."""
     streamers = Streamer(), Streamer()
-    for streamer, way in zip(streamers, ({}, {"custom_generate": hf_kbit.decode}), strict=True):
+    for streamer, way in zip(streamers, ({}, {"custom_generate": hf_kbit.fast_generate}), strict=True):
         llama.generate(**prompts(device), max_new_tokens=9, streamer=streamer, disable_compile=True, **settings, **way)
     assert streamers[0].given == streamers[1].given and streamers[0].given[-1] == "end"
 
@@ -337,8 +341,8 @@ REFUSED = {
 def test_refusals(found, settings, llama, device, forwards):
     if "offloaded" in found and torch.version.cuda and not torch.cuda.is_available():
         pytest.skip("Transformers makes a stream first, which a torch with CUDA does not without a GPU")
-    with pytest.raises(Refusal, match=f"^hf_kbit.decode: found {found}, expected [^;]*$"):
-        llama.generate(**prompts(device), custom_generate=hf_kbit.decode, **settings)
+    with pytest.raises(Unsupported, match=f"^hf_kbit.fast_generate: found {found}, expected [^;]*$"):
+        llama.generate(**prompts(device), custom_generate=hf_kbit.fast_generate, **settings)
     assert not forwards
 
 
@@ -348,7 +352,7 @@ def test_tensors_that_may_differ_from_step_to_step(llama, device):
         ValueError, match="a step of LlamaForCausalLM takes logits_to_keep, expected no tensors but inp"
     ):
         last = torch.tensor([-1], device=device)
-        llama.generate(**prompts(device), logits_to_keep=last, max_new_tokens=3, custom_generate=hf_kbit.decode)
+        llama.generate(**prompts(device), logits_to_keep=last, max_new_tokens=3, custom_generate=hf_kbit.fast_generate)
 
 
 def test_all_that_is_refused_is_named(llama, device):
@@ -356,7 +360,7 @@ def test_all_that_is_refused_is_named(llama, device):
         ValueError, match=r"found generation mode beam_sample, .*; found use_cache=False, .*; found a comp"
     ):
         settings = {"num_beams": 3, "do_sample": True, "use_cache": False, "compile_config": CompileConfig()}
-        llama.generate(**prompts(device), custom_generate=hf_kbit.decode, **settings)
+        llama.generate(**prompts(device), custom_generate=hf_kbit.fast_generate, **settings)
 
 
 def small(kind: str, **sizes):
@@ -382,10 +386,10 @@ MODELS = {
         "mamba", hidden_size=16, state_size=4, num_hidden_layers=1
     ),
     "Qwen3NextForCausalLM, whose cache has a LinearAttentionLayer": mixed,
-    "that OpenAIGPTLMHeadModel kept keys and values of 0 tokens of a prompt of 2": lambda: small(
+    f"OpenAIGPTLMHeadModel, whose forward takes no {CACHE}": lambda: small(
         "openai-gpt", n_embd=16, n_layer=1, n_head=2
     ),
-    "RwkvForCausalLM, which has a cache of its own": lambda: small("rwkv", hidden_size=16, num_hidden_layers=2),
+    f"RwkvForCausalLM, whose forward takes no {CACHE}": lambda: small("rwkv", hidden_size=16, num_hidden_layers=2),
     "a model on 0, cpu, expected one device": on_two_devices,
     "attn_implementation='flex_attention'": lambda: BY_NAME["llama"].build(attn_implementation="flex_attention"),
 }
@@ -393,8 +397,8 @@ MODELS = {
 
 @pytest.mark.parametrize(("found", "build"), MODELS.items(), ids=MODELS)
 def test_models_that_are_refused(found, build):
-    with pytest.raises(Refusal, match=f"found {found}"):
-        build().generate(torch.tensor([[5, 6]]), max_new_tokens=3, custom_generate=hf_kbit.decode)
+    with pytest.raises(Unsupported, match=f"found {found}"):
+        build().generate(torch.tensor([[5, 6]]), max_new_tokens=3, custom_generate=hf_kbit.fast_generate)
 
 
 @pytest.mark.gpu
@@ -405,12 +409,12 @@ def test_more_models_that_are_refused():
         ValueError, match=r"found input_ids on cpu, expected .* where the model is; found rope_type='dyn"
     ):
         model = BY_NAME["llama"].build(rope_parameters=rope).cuda()
-        model.generate(torch.tensor([[5, 6]]), custom_generate=hf_kbit.decode)
+        model.generate(torch.tensor([[5, 6]]), custom_generate=hf_kbit.fast_generate)
 
 
 def test_an_assistant_is_refused(llama, device):
     with pytest.raises(ValueError, match="found generation mode assisted_generation"):
-        llama.generate(**prompts(device, (3,)), assistant_model=llama, custom_generate=hf_kbit.decode)
+        llama.generate(**prompts(device, (3,)), assistant_model=llama, custom_generate=hf_kbit.fast_generate)
 
 
 def test_no_probabilities(as_a_gpu, llama, device):
@@ -422,8 +426,8 @@ def test_no_probabilities(as_a_gpu, llama, device):
 
     settings = dict(logits_processor=[Broken()], do_sample=True, disable_compile=True)
     with pytest.raises(ValueError, match="found probabilities that are NaN") as error:
-        llama.generate(**prompts(device), custom_generate=hf_kbit.decode, **settings)
-    assert not isinstance(error.value, Refusal), "tokens were handed on"
+        llama.generate(**prompts(device), custom_generate=hf_kbit.fast_generate, **settings)
+    assert not isinstance(error.value, Unsupported), "tokens were handed on"
 
 
 def test_other_callables_get_what_they_did(llama, device):

@@ -7,7 +7,8 @@ import torch
 from architectures import BY_NAME
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_kbit.decoding.attention import NAME, attend, attend_one_token, of_one_token
+from hf_kbit.generation.attention import NAME, attend, attend_one_token
+from hf_kbit.generation.decode_step import for_one_token
 
 # Heads, those that keys have, size, that of values, length, sequences.
 SHAPES = {
@@ -49,7 +50,7 @@ def test_against_torch(shape, dtype, device):
 
 def test_one_part(device, monkeypatch):
     """Of many blocks, whose largest products grow, and are so large that no weight may be computed without them."""
-    kernels = pytest.importorskip("hf_kbit.decoding.attention_kernels", exc_type=ImportError)
+    kernels = pytest.importorskip("hf_kbit.generation.attention_kernels", exc_type=ImportError)
     query, keys = torch.full((1, 2, 1, 16), 5.0), torch.rand(1, 2, 200, 16, generator=torch.Generator().manual_seed(0))
     keys *= torch.linspace(0, 9, 200)[:, None]
     mask = torch.ones(1, 1, 1, 200, dtype=torch.bool)
@@ -76,7 +77,7 @@ def test_the_op(device):
 def test_what_is_left_to_torch(left_to_torch, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "hf_kbit.decoding.attention.sdpa_attention_forward", lambda *args, **kwargs: asked.append(args)
+        "hf_kbit.generation.attention.sdpa_attention_forward", lambda *args, **kwargs: asked.append(args)
     )
     tokens = 2 if left_to_torch == "several tokens" else 1
     query, keys = torch.rand(1, 2, tokens, 8), torch.rand(1, 2, 5, 8)
@@ -91,7 +92,7 @@ def test_what_is_left_to_torch(left_to_torch, monkeypatch):
 def test_where_it_is_used(attention, inside):
     """In place of sdpa alone: eager attention may cap its scores. Images go through theirs, and an error ends it."""
     model = BY_NAME["llava"].build(attn_implementation=attention)
-    with pytest.raises(InterruptedError), of_one_token(model):
+    with pytest.raises(InterruptedError), for_one_token(model):
         assert model.config.text_config._attn_implementation == inside
         assert model.config.vision_config._attn_implementation == attention
         raise InterruptedError
@@ -104,7 +105,7 @@ def test_threads_share_a_model():
     both, left, seen = threading.Barrier(2, timeout=10), threading.Event(), []
 
     def enter(wait):
-        with of_one_token(model):
+        with for_one_token(model):
             both.wait()
             wait()
             seen.append(model.config._attn_implementation)

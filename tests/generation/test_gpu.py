@@ -1,11 +1,11 @@
-"""hf_kbit.decode on a GPU: compiled and recorded, with and without packed weights."""
+"""hf_kbit.fast_generate on a GPU: compiled and recorded, with and without packed weights."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from architectures import BY_NAME
-from decoding.test_loop import SAMPLED, prompts, same
+from generation.test_fast_generate import SAMPLED, prompts, same
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
@@ -34,7 +34,7 @@ def small():
 
 
 def decode(model, **settings) -> torch.Tensor:
-    settings = {"max_new_tokens": 40, "custom_generate": hf_kbit.decode, **settings}
+    settings = {"max_new_tokens": 40, "custom_generate": hf_kbit.fast_generate, **settings}
     return model.generate(**prompts("cuda"), **settings)
 
 
