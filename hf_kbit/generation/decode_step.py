@@ -76,7 +76,7 @@ class DecodeStep:
             self.replay = self.backend.capture(self._run)
         except RuntimeError as error:
             found = f"that {type(self.model).__name__} cannot be recorded in a CUDA graph"
-            raise Unsupported((found, f"a forward that reads nothing back from the GPU: {error}")) from error
+            raise Unsupported.of((found, f"a forward that reads nothing back from the GPU: {error}")) from error
 
 
 def logits_of(model, inputs: dict[str, Any]) -> Tensor:
@@ -91,7 +91,7 @@ def _inputs(model, token: Tensor, cache: Cache, model_kwargs: dict) -> dict[str,
     unknown = [name for name, value in inputs.items() if isinstance(value, Tensor) and name not in INPUTS]
     if unknown:
         found = f"that a step of {type(model).__name__} takes {', '.join(unknown)}"
-        raise Unsupported((found, f"no tensors but {', '.join(INPUTS)}"))
+        raise Unsupported.of((found, f"no tensors but {', '.join(INPUTS)}"))
     if "attention_mask" in inspect.signature(model.forward).parameters:
         # Also where nothing is padded: some models, given no mask, look for padding themselves.
         inputs["attention_mask"] = token.new_ones(len(token), cache.get_max_length())

@@ -17,10 +17,11 @@ from hf_kbit.generation.static_cache import CACHE, SUPPORTED_LAYERS
 class Unsupported(ValueError):
     """Raised before a token was handed on: ``generate`` without ``fast_generate`` may do what was asked for."""
 
-    def __init__(self, *problems: tuple[str, str]):
+    @classmethod
+    def of(cls, *problems: tuple[str, str]):
         """``problems``: what was found, and what was expected."""
         told = "; ".join(f"found {found}, expected {expected}" for found, expected in problems)
-        super().__init__(f"hf_kbit.fast_generate: {told}")
+        return cls(f"hf_kbit.fast_generate: {told}")
 
 
 def check_supported(
@@ -29,21 +30,21 @@ def check_supported(
     """Raises an ``Unsupported`` with all problems of a call."""
     settings = _of_settings(config, synced_gpus, assistant_model, model_kwargs)
     if problems := [*settings, *_of_model(model, input_ids)]:
-        raise Unsupported(*problems)
+        raise Unsupported.of(*problems)
 
 
 def check_cache(model, cache: Cache, tokens: int) -> None:
     """Raises an ``Unsupported`` if the model has kept anything but keys and values of each token of the prompt."""
     if (kept := cache.get_seq_length()) != tokens:
         found = f"that {type(model).__name__} kept keys and values of {kept} tokens of a prompt of {tokens}"
-        raise Unsupported((found, "those of all of them and no others"))
+        raise Unsupported.of((found, "those of all of them and no others"))
 
 
 def check_processes(config: GenerationConfig, group: ProcessGroup, device: torch.device) -> None:
     """Raises an ``Unsupported`` if processes that share a model would come to different tokens or ends."""
     if config.max_time is not None:
         why = "one of them would end before another, which would wait for it"
-        raise Unsupported(("max_time", f"none for a model that processes share: {why}"))
+        raise Unsupported.of(("max_time", f"none for a model that processes share: {why}"))
     if not config.do_sample:
         return
     own = (torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()).numpy().tobytes()
@@ -51,7 +52,7 @@ def check_processes(config: GenerationConfig, group: ProcessGroup, device: torch
     dist.all_gather_object(states, own, group=group)
     if len(set(states)) > 1:
         expected = "one state: call torch.manual_seed with the same number in all of them before"
-        raise Unsupported(("random generators in different states in the processes that share the model", expected))
+        raise Unsupported.of(("random generators in different states in the processes that share the model", expected))
 
 
 def _of_settings(config: GenerationConfig, synced_gpus, assistant_model, model_kwargs) -> Iterator[tuple[str, str]]:
