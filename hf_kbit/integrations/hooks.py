@@ -11,10 +11,12 @@ A function is replaced once, however often a library or this package is imported
 Past 400 lines, for the tables of all libraries stand together.
 
 Besides these tables there are agreements with other code that no signature can tell: the attributes
-``_is_hf_initialized`` and ``_weight_conversions`` of Transformers, and ``_custom_modules`` of PEFT's configurations;
-``num_experts``, ``parameter_name`` and ``_did_swap_in_out_features`` of its ``ParamWrapper``; ``is_loaded_in_4bit``,
-set for the time of a call of PEFT (``peft/prepare.py``); ``warn_if_padding_and_no_attention_mask`` of Transformers,
-left out on the meta device (``widths.py``); and the pass of Inductor that ``ops.inductor`` installs where no other is.
+``_is_hf_initialized`` and ``_weight_conversions`` of Transformers, ``_device_mesh`` of its models,
+``_is_user_defined`` of its caches, ``_attn_implementation_internal`` of its configurations, and ``_custom_modules`` of
+PEFT's configurations; ``num_experts``, ``parameter_name`` and ``_did_swap_in_out_features`` of its ``ParamWrapper``;
+``is_loaded_in_4bit``, set for the time of a call of PEFT (``peft/prepare.py``);
+``warn_if_padding_and_no_attention_mask`` of Transformers, left out on the meta device (``widths.py``); and the pass of
+Inductor that ``ops.inductor`` installs where no other is.
 """
 
 import importlib
