@@ -99,17 +99,21 @@ def test_where_it_is_used(own, inside):
 def test_threads_share_a_model():
     """Neither waits for the other, as compiling takes long, and the first leaves before the second does."""
     model = BY_NAME["mixtral"].build(attn_implementation="sdpa", experts_implementation="grouped_mm")
-    own = model.config._attn_implementation, model.get_experts_implementation()[""]
+    model.lm_head.register_full_backward_hook(lambda *args: None)
+
+    def state():
+        hooks = len(model.lm_head._backward_hooks)
+        return model.config._attn_implementation, model.get_experts_implementation()[""], hooks
+
     both, left, seen = threading.Barrier(2, timeout=10), threading.Event(), []
 
     def enter(wait):
         with for_one_token(model):
             both.wait()
             wait()
-            seen.append((model.config._attn_implementation, model.get_experts_implementation()[""]))
+            seen.append(state())
         left.set()
 
     threads = [threading.Thread(target=enter, args=[wait]) for wait in (bool, left.wait)]
     [thread.start() for thread in threads], [thread.join() for thread in threads]
-    assert own == ("sdpa", "grouped_mm") and seen == 2 * [(NAME, "batched_mm")]
-    assert (model.config._attn_implementation, model.get_experts_implementation()[""]) == own
+    assert seen == 2 * [(NAME, "batched_mm", 0)] and state() == ("sdpa", "grouped_mm", 1)

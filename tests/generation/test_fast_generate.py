@@ -128,8 +128,10 @@ def test_prompts(as_a_gpu, llama, device):
 
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_ends(settings, as_a_gpu, llama, device):
-    """A sequence ends at each of its tokens in turn; a batch ends with the last one; the rest is padding."""
+def test_ends(settings, as_a_gpu, llama, device, monkeypatch):
+    """A sequence ends at each of its tokens in turn; a batch ends with the last one; the rest is padding, or the end
+    where there is no token for padding."""
+    monkeypatch.setattr(llama.generation_config, "pad_token_id", None)
     plain = same(llama, prompts(device), eos_token_id=None, **settings)
     for column in range(7, 16):
         same(llama, prompts(device), eos_token_id=plain[1, column].item(), **settings)
