@@ -78,10 +78,11 @@ def _of_model(model, input_ids: Tensor) -> Iterator[tuple[str, str]]:
     if model.config.is_encoder_decoder:
         yield f"{name}, an encoder-decoder", "a decoder"
         return
+    plain = "attention alone, whose keys and values stay as they are"
     for layer in {type(layer) for layer in DynamicCache(config=config).layers}.difference(SUPPORTED_LAYERS):
-        yield f"{name}, whose cache has a {layer.__name__}", "attention alone, whose keys and values stay as they are"
-    if CACHE not in inspect.signature(model.forward).parameters:
-        yield f"{name}, whose forward takes no {CACHE}", "attention alone, whose keys and values stay as they are"
+        yield f"{name}, whose cache has a {layer.__name__}", plain
+    if not model._supports_default_dynamic_cache() or CACHE not in inspect.signature(model.forward).parameters:
+        yield f"{name}, whose forward takes no {CACHE} of keys and values", plain
     if config._attn_implementation not in ("sdpa", "eager", ONE_TOKEN):  # the last while another thread compiles
         yield f"attn_implementation={config._attn_implementation!r}", "'sdpa' or 'eager'"
     devices = sorted(set(map(str, (getattr(model, "hf_device_map", None) or {}).values())))

@@ -102,6 +102,7 @@ SHARDING_NAMES = (
 _GENERATION = "transformers.generation.utils:GenerationMixin"
 GENERATION_NAMES = (
     Name(f"{_GENERATION}._prefill", ("self", "input_ids", "generation_config", "model_kwargs")),
+    Name(f"{_GENERATION}._supports_default_dynamic_cache", ()),
     Name(f"{_GENERATION}._update_model_kwargs_for_generation", ("self", "outputs", "model_kwargs")),
     Name(f"{_GENERATION}.prepare_inputs_for_generation", ("self", "input_ids", "next_sequence_length")),
 )
