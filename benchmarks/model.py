@@ -1,7 +1,7 @@
 """Times whole models of a known shape with random weights: bf16, hf_kbit and other libraries, on one CUDA GPU.
 
     python benchmarks/model.py [--shape llama-3-8b] [--model-layers 32] [--bits 2,3,4,5] [--batches 1,4,16]
-                               [--prefill 128,512,2048] [--modes eager,compiled,hf_kbit.decode]
+                               [--prefill 128,512,2048] [--modes eager,compiled,hf_kbit.fast_generate]
                                [--peers bitsandbytes] [--json results.jsonl] [--plot model.png] [--table]
     python benchmarks/model.py --shape qwen3-30b-a3b --model-layers 12  # a mixture; gpt-oss-20b is another
     python benchmarks/model.py --from results.jsonl [--plot model.png] [--table]
@@ -14,8 +14,8 @@ the fly. Every number stands beside its ratio to that of bf16 in the same run. T
 - prefill: milliseconds of the eager forward of a prompt, as ``generate`` runs it,
 - decode: milliseconds from token to token in ``generate``, after a prompt of 128 tokens: eager with the cache that
   ``generate`` takes by default; compiled with ``cache_implementation="static"``, which replays a CUDA graph; and with
-  ``custom_generate=hf_kbit.decode``. Compiled lines, which are the last two, tell the seconds of the first call,
-  graphs, graph breaks, and the graphs that Inductor's CUDA graphs leave out.
+  ``custom_generate=hf_kbit.fast_generate``. Compiled lines, which are the last two, tell the seconds of the first
+  call, graphs, graph breaks, and the graphs that Inductor's CUDA graphs leave out.
 
 A mixture's experts in 16 bits run as Transformers chooses: ``grouped_mm`` for a prompt, ``batched_mm`` to decode.
 bitsandbytes, with NF4 in blocks of 64, runs where it is installed. --plot needs matplotlib; --table prints a table in
@@ -112,8 +112,11 @@ def decode(model, batch: int, **kwargs) -> tuple[float, float]:
     return statistics.median(steps) * 1e3, first
 
 
-MODES = ["eager", "compiled", "hf_kbit.decode"]
-COMPILED = {"compiled": {"cache_implementation": "static"}, "hf_kbit.decode": {"custom_generate": hf_kbit.decode}}
+MODES = ["eager", "compiled", "hf_kbit.fast_generate"]
+COMPILED = {
+    "compiled": {"cache_implementation": "static"},
+    "hf_kbit.fast_generate": {"custom_generate": hf_kbit.fast_generate},
+}
 
 
 def decode_compiled(model, batch: int, mode: str) -> tuple[float, dict]:

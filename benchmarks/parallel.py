@@ -10,7 +10,7 @@ into --folder, where later runs find it. The ways:
 - tensor, expert: decoding of one sequence by the parallelism of that name, for each of --modes as ``model.py`` has
   them, with its milliseconds from token to token; with one process, a model on one GPU,
 - sums: microseconds of the sum over processes of what one token hands from layer to layer, in a CUDA graph of many, by
-  NCCL and, where GPUs can, directly, as ``hf_kbit.decode`` does it, the latter also with the norm that follows,
+  NCCL and, where GPUs can, directly, as ``hf_kbit.fast_generate`` does it, the latter also with the norm that follows,
 - fsdp, ddp: LoRA as in ``qlora.py``, milliseconds of a step of --sequences in each process; with one process, ``ddp``
   is a step on one GPU.
 
@@ -45,7 +45,7 @@ from transformers.distributed import DistributedConfig
 
 import hf_kbit
 from hf_kbit.checkpoint import TENSORS
-from hf_kbit.decoding.sums import connect, connected, sum_and_norm, sum_directly
+from hf_kbit.generation.all_reduce import all_reduce, all_reduce_norm, connect, connected
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WARM_UP, STEPS, SUMS = 2, 5, 100
@@ -130,8 +130,8 @@ def ddp(folder: Path):
 
 WAYS_OF_SUMS = {
     "NCCL": lambda x, group: dist.all_reduce(x.clone()),
-    "direct": lambda x, group: sum_directly(x, group),
-    "direct, norm": lambda x, group: sum_and_norm(x, x, x.flatten(), 1e-5, group),
+    "direct": lambda x, group: all_reduce(x, group),
+    "direct, norm": lambda x, group: all_reduce_norm(x, x, x.flatten(), 1e-5, group),
 }
 
 

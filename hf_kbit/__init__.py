@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from hf_kbit import codebooks, ops
     from hf_kbit.calibration import calibrate
     from hf_kbit.config import KbitConfig
-    from hf_kbit.decoding.loop import decode
     from hf_kbit.evaluation import evaluate
+    from hf_kbit.generation.fast_generate import fast_generate
     from hf_kbit.integrations.transformers.cards import model_card
     from hf_kbit.memory import bits_for_memory, embedding_bits_for_memory
     from hf_kbit.nn.embedding import KbitEmbedding
@@ -36,9 +36,9 @@ __all__ = [
     "calibrate",
     "choose_widths",
     "codebooks",
-    "decode",
     "embedding_bits_for_memory",
     "evaluate",
+    "fast_generate",
     "load_into",
     "model_card",
     "ops",
@@ -55,9 +55,9 @@ _HOMES = {
     "bits_for_memory": "memory",
     "calibrate": "calibration",
     "choose_widths": "widths",
-    "decode": "decoding.loop",
     "embedding_bits_for_memory": "memory",
     "evaluate": "evaluation",
+    "fast_generate": "generation.fast_generate",
     "load_into": "saving",
     "quantize_model": "post_training",
     "model_card": "integrations.transformers.cards",
@@ -70,6 +70,7 @@ _HOMES = {
 }
 # Names that go with the next release, and what they are called now.
 _RENAMED = {name: f"hf_kbit.ops.{name}" for name in ("dequantize", "embed", "gemm", "quantize", "repack")}
+_RENAMED["decode"] = "hf_kbit.fast_generate"
 
 
 def __getattr__(name: str):
@@ -88,6 +89,6 @@ def __getattr__(name: str):
 
 
 _hooks.after_import("transformers.modeling_utils", _hooks.register)
-_hooks.after_import("hf_kbit.decoding.loop", _hooks.install_decoding)
+_hooks.after_import("hf_kbit.generation.fast_generate", _hooks.install_generation)
 if "torch" in _sys.modules:
     _import_module("hf_kbit.ops")  # for programs that call torch.ops.hf_kbit

@@ -10,10 +10,11 @@ one moved is met with one message that says which, what is lost by it, and what 
 however often a library or this package is imported or reloaded.
 
 Besides these tables there are agreements with other code that no signature can tell: the attributes
-``_is_hf_initialized`` and ``_weight_conversions`` of Transformers, and ``_custom_modules`` of PEFT's configurations;
-``num_experts``, ``parameter_name`` and ``_did_swap_in_out_features`` of its ``ParamWrapper``; ``is_loaded_in_4bit``,
-set for the time of a call of PEFT (``peft/prepare.py``); and the pass of Inductor that ``ops.inductor`` installs where
-no other is.
+``_is_hf_initialized`` and ``_weight_conversions`` of Transformers, ``_device_mesh`` of its models,
+``_is_user_defined`` of its caches, ``_attn_implementation_internal`` of its configurations, and ``_custom_modules`` of
+PEFT's configurations; ``num_experts``, ``parameter_name`` and ``_did_swap_in_out_features`` of its ``ParamWrapper``;
+``is_loaded_in_4bit``, set for the time of a call of PEFT (``peft/prepare.py``); and the pass of Inductor that
+``ops.inductor`` installs where no other is.
 """
 
 import importlib
@@ -89,7 +90,7 @@ TRANSFORMERS_NAMES = (
     Name(f"{_QUANTIZER}.validate_environment", ("self",)),
 )
 
-# Those that quantizing into shards alone relies on, and hf_kbit.decode alone: the rest works without them.
+# Those that quantizing into shards alone relies on, and hf_kbit.fast_generate alone: the rest works without them.
 _SHARDING = "transformers.distributed.sharding_utils"
 SHARDING_NAMES = (
     Name(f"{_SHARDING}:DtensorShardOperation", ("param",)),
@@ -97,18 +98,18 @@ SHARDING_NAMES = (
     Name(f"{_SHARDING}:_dtensor_from_local_like", ("local_tensor", "ref")),
 )
 _GENERATION = "transformers.generation.utils:GenerationMixin"
-DECODING_NAMES = (
-    Name(f"{_GENERATION}._optimize_model_for_decode", ("self",)),
+GENERATION_NAMES = (
     Name(f"{_GENERATION}._prefill", ("self", "input_ids", "generation_config", "model_kwargs")),
+    Name(f"{_GENERATION}._supports_default_dynamic_cache", ()),
     Name(f"{_GENERATION}._update_model_kwargs_for_generation", ("self", "outputs", "model_kwargs")),
     Name(f"{_GENERATION}.prepare_inputs_for_generation", ("self", "input_ids", "next_sequence_length")),
 )
-DECODING_HOOKS = (
+GENERATION_HOOKS = (
     Hook(
         f"{_GENERATION}._extract_generation_mode_kwargs",
         ("self", "custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer"),
-        "hf_kbit.decoding.loop:pass_all_on",
-        lost="hf_kbit.decode gets no streamer, and no tokenizer for stop strings",
+        "hf_kbit.generation.fast_generate:pass_all_on",
+        lost="hf_kbit.fast_generate gets no streamer, and no tokenizer for stop strings",
     ),
 )
 
@@ -332,10 +333,10 @@ def arm() -> None:
     after_import("peft", install_peft)
 
 
-def install_decoding() -> None:
-    """Makes ``generate`` pass all that it is given on to ``hf_kbit.decode``."""
-    require("transformers", DECODING_NAMES, "hf_kbit.decode")
-    install("transformers", DECODING_HOOKS)
+def install_generation() -> None:
+    """Makes ``generate`` pass all that it is given on to ``hf_kbit.fast_generate``."""
+    require("transformers", GENERATION_NAMES, "hf_kbit.fast_generate")
+    install("transformers", GENERATION_HOOKS)
 
 
 def install_vllm() -> None:

@@ -7,7 +7,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-READS = {"_local_scalar_dense", "nonzero", "_unique2", "masked_select"}
+READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::_unique2", "aten::masked_select"}
 
 
 def _refuse() -> None:
@@ -23,7 +23,7 @@ class _Lists(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class Launches(TorchDispatchMode):
+class _Launches(TorchDispatchMode):
     """Keeps each operation with its tensors and results, and what the tensors held that it wrote to."""
 
     def __init__(self):
@@ -31,33 +31,31 @@ class Launches(TorchDispatchMode):
         self.launched, self.before = [], {}
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        schema = operation._schema
-        if schema.name.removeprefix("aten::") in READS:
+        kwargs, arguments = kwargs or {}, operation._schema.arguments
+        if operation._schema.name in READS:
             _refuse()
-        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-        for argument in schema.arguments:
+        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+        for argument in arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tree_leaves(given[argument.name]):
                     self.before.setdefault(id(tensor), (tensor, tensor.clone()))
         result = operation(*args, **kwargs)
-        self.launched.append((operation, args, kwargs, result))
+        if not operation.is_view:
+            self.launched.append((operation, args, kwargs, result))
         return result
 
 
 def cpu_graph(function: Callable) -> Callable:
     """Repeats what ``function`` launched when this was called, which itself has had no effect."""
     random = torch.get_rng_state()
-    with _Lists(), (mode := Launches()):
+    with _Lists(), (launches := _Launches()):
         recorded = function()
     torch.set_rng_state(random)
-    for tensor, held in mode.before.values():
+    for tensor, held in launches.before.values():
         tensor.copy_(held)
 
     def replay():
-        for operation, args, kwargs, result in mode.launched:
-            if operation.is_view:
-                continue
+        for operation, args, kwargs, result in launches.launched:
             found = operation(*args, **kwargs)
             if not operation._schema.is_mutable:
                 for place, new in zip(tree_leaves(result), tree_leaves(found), strict=True):

@@ -41,7 +41,7 @@ def test_registered_however_it_is_imported(code):
 
 
 MODELS = "transformers.modeling_utils"
-SLOW = {"torch", "transformers", MODELS, "peft", "torch._inductor", "hf_kbit.decoding.loop"}
+SLOW = {"torch", "transformers", MODELS, "peft", "torch._inductor", "hf_kbit.generation.fast_generate"}
 
 
 @pytest.mark.parametrize("others", ["sys", "transformers", "torch, transformers"], ids=["alone", "lazy", "with torch"])
@@ -61,7 +61,7 @@ from torch import nn
 from torch._inductor import config
 from hf_kbit.ops import native
 native.group_limits = lambda: (16, 4)
-print("hf_kbit.decoding.loop" in sys.modules)
+print("hf_kbit.generation.fast_generate" in sys.modules)
 dense = nn.Linear(64, 64)
 layers = dense, hf_kbit.KbitLinear.from_linear(dense).requires_grad_(False)
 for layer in layers:
@@ -127,7 +127,7 @@ ORDER = [
     "config",
     "allocation",
     "checkpoint",
-    "decoding",
+    "generation",
     "integrations",
     "calibration",
     "evaluation",

@@ -7,7 +7,7 @@ from test_widths import SHAPE, llama
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM, LlamaForCausalLM
 
 from hf_kbit import KbitConfig, bits_for_memory
-from hf_kbit.decoding.cache import CACHE
+from hf_kbit.generation.static_cache import CACHE
 from hf_kbit.memory import cache_bytes
 
 

@@ -10,7 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_kbit
 from hf_kbit.cli.model import Loading
-from hf_kbit.decoding.refusals import Refusal
+from hf_kbit.generation.unsupported import Unsupported
 
 
 class Clock(BaseStreamer):
@@ -58,11 +58,11 @@ def load(model: str, device: str, loading: Loading) -> PreTrainedModel:
 
 
 def generate(model: PreTrainedModel, **options) -> torch.Tensor:
-    """``model.generate``, on a GPU by ``hf_kbit.decode``; what that refuses is run by Transformers' own loop."""
+    """``model.generate``, on a GPU by ``hf_kbit.fast_generate``, or by Transformers' own loop where that refuses."""
     if model.device.type == "cuda":
         try:
-            return model.generate(**options, custom_generate=hf_kbit.decode)
-        except Refusal:
+            return model.generate(**options, custom_generate=hf_kbit.fast_generate)
+        except Unsupported:
             pass
     return model.generate(**options)
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import hf_kbit
 from hf_kbit import cli
 from hf_kbit.cli import bench, generate
-from hf_kbit.decoding.refusals import Refusal
+from hf_kbit.generation.unsupported import Unsupported
 
 SHORT = ["--prompt-tokens", 20, "--new-tokens", 4, "--repeats", 1]
 
@@ -78,13 +78,13 @@ def test_gpus_decode_by_our_loop_where_it_can():
                 raise problem
             streamer.put(torch.tensor([3]))
 
-    problem = Refusal("hf_kbit.decode: found beams, expected none")
+    problem = Unsupported("hf_kbit.fast_generate: found beams, expected none")
     generate.generate(Model(), streamer=clock)
-    assert ways == [hf_kbit.decode, None] and len(clock.times) == 1
-    problem = ValueError("hf_kbit.decode: found probabilities that are NaN or all 0, expected finite logits")
+    assert ways == [hf_kbit.fast_generate, None] and len(clock.times) == 1
+    problem = ValueError("hf_kbit.fast_generate: found probabilities that are NaN or all 0, expected finite logits")
     with pytest.raises(ValueError, match="that are NaN"):
         generate.generate(Model(), streamer=clock)
-    assert ways == [hf_kbit.decode, None, hf_kbit.decode], "a broken model is not run again"
+    assert ways == [hf_kbit.fast_generate, None, hf_kbit.fast_generate], "a broken model is not run again"
 
 
 def test_drawn(run_bench, folder, tmp_path):

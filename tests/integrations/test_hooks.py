@@ -15,9 +15,9 @@ TABLES = (
     hooks.TORCH_HOOKS,
     hooks.TRANSFORMERS_NAMES,
     hooks.SHARDING_NAMES,
-    hooks.DECODING_NAMES,
+    hooks.GENERATION_NAMES,
     hooks.TRANSFORMERS_HOOKS,
-    hooks.DECODING_HOOKS,
+    hooks.GENERATION_HOOKS,
     hooks.PEFT_NAMES,
     hooks.PEFT_HOOKS,
 )
@@ -124,12 +124,12 @@ with caught():
     print(hf_kbit.KbitConfig().bits)
 for _ in range(2):
     try:
-        hf_kbit.decode
+        hf_kbit.fast_generate
     except ImportError as error:
         print(error)
 """
     bits, first, second = filter(None, fresh.run(code).splitlines())  # no warning
-    assert bits == "4" and first == second and "names moved that hf_kbit.decode relies on" in first
+    assert bits == "4" and first == second and "names moved that hf_kbit.fast_generate relies on" in first
     assert "GenerationMixin._prefill (found none)" in first
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
 import hf_kbit
-from hf_kbit.decoding import sums
+from hf_kbit.generation import all_reduce
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,9 +27,9 @@ ROUNDING = {torch.float32: 5e-6, torch.bfloat16: 3e-2}
 LOOPS = {
     "generate": {},
     "static": {"cache_implementation": "static"},
-    "decode": {"custom_generate": hf_kbit.decode},
-    "decode, not compiled": {"custom_generate": hf_kbit.decode, "disable_compile": True},
-    "sampled": {"custom_generate": hf_kbit.decode, "do_sample": True, "top_k": 20},
+    "decode": {"custom_generate": hf_kbit.fast_generate},
+    "decode, not compiled": {"custom_generate": hf_kbit.fast_generate, "disable_compile": True},
+    "sampled": {"custom_generate": hf_kbit.fast_generate, "do_sample": True, "top_k": 20},
     "generate, sampled": {"do_sample": True, "top_k": 20, "disable_compile": True},
 }
 TRAINED = ("fsdp", "fsdp, planes", "ddp")
@@ -75,16 +75,16 @@ def sums_in_a_graph(rank) -> dict:
     """For each dtype and shape what the kernel and NCCL make of numbers that change from replay to replay."""
     inputs = {
         (dtype, shape): [torch.empty(shape, dtype=dtype, device="cuda") for _ in range(2)]
-        for dtype in sums.DTYPES
+        for dtype in all_reduce.DTYPES
         for shape in SHAPES
     }
-    (name,) = sums._places
+    (name,) = all_reduce._buffers
 
     def run():
         return {
             case: (
-                sums.sum_directly(x, name),
-                *sums.sum_and_norm(x, residual, residual.flatten()[: x.shape[-1]], EPS, name),
+                all_reduce.all_reduce(x, name),
+                *all_reduce.all_reduce_norm(x, residual, residual.flatten()[: x.shape[-1]], EPS, name),
             )
             for case, (x, residual) in inputs.items()
         }
@@ -130,7 +130,7 @@ def in_each_process(rank, folder):
     model = ranks.load(folder / "llama" / "dense", distributed_config=plan, quantization_config=ranks.config("llama"))
     model.save_pretrained(folder / "on the fly")
     found["on the fly"] = ranks.all_tiled(model)
-    if sums._places:
+    if all_reduce._buffers:
         found["sums"] = sums_in_a_graph(rank)
     for way in TRAINED:
         model = ranks.adapt(ranks.load(folder / "qwen3_moe", device_map="cpu" if "planes" in way else f"cuda:{rank}"))

@@ -1,5 +1,5 @@
-"""Long greedy generations of trained weights: a static cache, compiled code and hf_kbit.decode choose the tokens that
-eager code does.
+"""Long greedy generations of trained weights: a static cache, compiled code and hf_kbit.fast_generate choose the
+tokens of eager code.
 
 Slow, for the model is trained first: pytest tests/integrations/transformers/test_generate.py
 """
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 
 import hf_kbit
 from hf_kbit import KbitConfig
-from hf_kbit.decoding.cache import CACHE
+from hf_kbit.generation.static_cache import CACHE
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("bits", [3, 4])]
 PROMPT = 32
@@ -74,7 +74,7 @@ def test_compiled_chooses_the_same_tokens(bits, batch, compilations):
 @pytest.mark.parametrize("batch", [1, 4])
 def test_decode_chooses_the_same_tokens(bits, batch, compilations):
     model = load(bits, "cuda", torch.float16)
-    decoded = generate(model, batch, 2000, custom_generate=hf_kbit.decode)
+    decoded = generate(model, batch, 2000, custom_generate=hf_kbit.fast_generate)
     assert compilations["stats"]["unique_graphs"] > 0 and not compilations["graph_break"]
     plain = generate(model, batch, 2000)
     if not torch.equal(decoded, plain):

@@ -23,8 +23,8 @@ from transformers.models.auto.modeling_auto import (
 
 import hf_kbit
 from hf_kbit import KbitConfig
-from hf_kbit.decoding import step
-from hf_kbit.decoding.refusals import Refusal
+from hf_kbit.generation import decode_step
+from hf_kbit.generation.unsupported import Unsupported
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn import experts as nn_experts
 from hf_kbit.nn.experts import KbitProjection
@@ -179,8 +179,8 @@ def test_whole_life(task, kind, tmp_path):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 def test_decoding(kind, monkeypatch):
-    """``hf_kbit.decode`` finds the tokens that ``generate`` does, of padded prompts, or says by name why it cannot."""
-    monkeypatch.setitem(step.WAYS, "cpu", step.Way(record=cpu_graph, ahead=2))
+    """``hf_kbit.fast_generate`` finds the tokens of ``generate``, of padded prompts, or says by name why it cannot."""
+    monkeypatch.setitem(decode_step.BACKENDS, "cpu", decode_step.Backend(capture=cpu_graph, ahead=2))
     mask = torch.ones(2, 7, dtype=torch.int64)
     mask[1, :3] = 0
     ids = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(1)) * mask
@@ -193,6 +193,6 @@ def test_decoding(kind, monkeypatch):
             raise
         pytest.skip(f"it cannot be built small, or generates nothing: {type(error).__name__}: {str(error)[:80]}")
     try:
-        assert torch.equal(model.generate(ids, custom_generate=hf_kbit.decode, **settings), expected)
-    except Refusal:
+        assert torch.equal(model.generate(ids, custom_generate=hf_kbit.fast_generate, **settings), expected)
+    except Unsupported:
         assert kind not in DECODED

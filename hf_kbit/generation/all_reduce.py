@@ -1,8 +1,7 @@
-"""Sums over the processes of tensor parallelism, of a few tokens, in what ``torch.compile`` compiles for GPUs.
+"""All-reduce of a few tokens over tensor parallel GPUs, in what ``torch.compile`` compiles, by a kernel of our own.
 
-A step of decoding has two such sums in each layer, each followed by the residual and a norm. NCCL's time for them does
-not depend on how small they are; a kernel of our own (``sum_kernels.py``), which has the norm in it, takes less. It
-needs GPUs of one machine that read each other's memory (torch's symmetric memory).
+A decode step has two in each layer, each followed by the residual and a norm, and NCCL takes as long for few bytes as
+for many. The kernel, ``all_reduce_kernels.py``, needs GPUs that read each other's memory (torch's symmetric memory).
 """
 
 import os
@@ -24,62 +23,62 @@ DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the processes of a group write what this one reads, and the other way round.
+class Buffers:
+    """Memory that the processes of a group write for each other.
 
     Attributes:
-        group: of the processes; one that is made after it has ended may have its name.
-        of_all: int64 ``[processes]``, for each the address at which its memory is seen from this GPU.
+        group: the processes; a group made after its end may have its name.
+        addresses: int64 ``[processes]``, of the memory of each as this GPU sees it.
         state: int32 ``[2]``, zeros before the first sum.
         rank: of this process.
         most_words: of 4 bytes in a sum.
-        memory: what others write to, which has to stay.
+        memory: this process's, which has to stay.
     """
 
     group: ProcessGroup
-    of_all: Tensor
+    addresses: Tensor
     state: Tensor
     rank: int
     most_words: int
     memory: Tensor
 
 
-_places: dict[str, Place] = {}  # by the names of groups
+_buffers: dict[str, Buffers] = {}  # by the names of groups
 
 
 def connect(group: ProcessGroup, device: torch.device) -> None:
-    """Has code that is compiled from here on sum directly. All processes of the group call it; where one cannot, all
-    leave the sums to NCCL."""
+    """Has code that is compiled from here on sum by the kernel. All processes of the group call it; where one cannot,
+    all leave the sums to NCCL."""
     if connected(group):
         return
-    _places.pop(group.group_name, None)
+    _buffers.pop(group.group_name, None)
     if not _on_one_machine(group):
         return
     try:
-        place = _place(group, device)
+        buffers = _share_memory(group, device)
     except RuntimeError:  # without NVLink or another way from GPU to GPU, say
-        place = None
-    all_can = torch.tensor(int(place is not None), device=device)
+        buffers = None
+    all_can = torch.tensor(int(buffers is not None), device=device)
     dist.all_reduce(all_can, dist.ReduceOp.MIN, group=group)  # and all memory is zeros from here on
     if all_can:
-        _places[group.group_name] = place
+        _buffers[group.group_name] = buffers
         if config.post_grad_custom_post_pass is None:
-            config.post_grad_custom_post_pass = SumDirectly()
+            config.post_grad_custom_post_pass = AllReducePass()
 
 
-def _place(group: ProcessGroup, device: torch.device) -> Place:
+def connected(group: ProcessGroup) -> bool:
+    """Whether ``all_reduce`` has memory of the group."""
+    buffers = _buffers.get(group.group_name)
+    return buffers is not None and buffers.group is group
+
+
+def _share_memory(group: ProcessGroup, device: torch.device) -> Buffers:
     size, words = group.size(), MOST_BYTES // 4
     memory = symmetric_memory.empty(2 * size * words, dtype=torch.int64, device=device).zero_()
     handle = symmetric_memory.rendezvous(memory, group)
     seen = [handle.get_buffer(rank, memory.shape, memory.dtype).data_ptr() for rank in range(size)]
     state = torch.zeros(2, dtype=torch.int32, device=device)
-    return Place(group, torch.tensor(seen, device=device), state, handle.rank, words, memory)
-
-
-def connected(group: ProcessGroup) -> bool:
-    """Whether ``sum_directly`` sums over the processes of the group on their GPUs."""
-    place = _places.get(group.group_name)
-    return place is not None and place.group is group
+    return Buffers(group, torch.tensor(seen, device=device), state, handle.rank, words, memory)
 
 
 def _on_one_machine(group: ProcessGroup) -> bool:
@@ -89,9 +88,9 @@ def _on_one_machine(group: ProcessGroup) -> bool:
     return local and nvidia and 1 < group.size() <= torch.cuda.device_count()
 
 
-class SumDirectly(CustomGraphPass):
-    """Replaces sums over processes that are connected, of a size that is known and small, by ``sum_and_norm`` where a
-    residual and RMSNorm follow, and by ``sum_directly`` elsewhere."""
+class AllReducePass(CustomGraphPass):
+    """Replaces small all-reduces over connected processes by ``all_reduce_norm`` where a residual and RMSNorm follow,
+    and by ``all_reduce`` elsewhere."""
 
     def __call__(self, graph: Graph) -> None:
         collectives, replaced = torch.ops._c10d_functional, []
@@ -103,7 +102,7 @@ class SumDirectly(CustomGraphPass):
             if norm := _norm_after(wait):
                 with graph.inserting_before(norm.added):
                     arguments = x, norm.residual, norm.weight, norm.eps, group
-                    both = graph.call_function(torch.ops.hf_kbit.sum_and_norm.default, arguments)
+                    both = graph.call_function(torch.ops.hf_kbit.all_reduce_norm.default, arguments)
                     both.meta["val"] = norm.added.meta["val"], norm.normed.meta["val"]
                     for index, old in enumerate((norm.added, norm.normed)):
                         new = graph.call_function(getitem, (both, index))
@@ -111,7 +110,7 @@ class SumDirectly(CustomGraphPass):
                         old.replace_all_uses_with(new)
             else:
                 with graph.inserting_before(node):
-                    summed = graph.call_function(torch.ops.hf_kbit.sum_directly.default, (x, group))
+                    summed = graph.call_function(torch.ops.hf_kbit.all_reduce.default, (x, group))
                     summed.meta["val"] = wait.meta["val"]
                 wait.replace_all_uses_with(summed)
             replaced += wait, node
@@ -120,14 +119,14 @@ class SumDirectly(CustomGraphPass):
             graph.erase_node(node)
 
     def uuid(self):
-        return get_hash_for_files((__file__,), " ".join(sorted(_places)))
+        return get_hash_for_files((__file__,), " ".join(sorted(_buffers)))
 
 
 def _is_small(node: Node) -> bool:
     (_, operation, group), value = node.args, node.meta["val"]
     known = all(isinstance(size, int) for size in value.shape)
     whole_words = value.dtype in DTYPES and known and value.nbytes % 4 == 0
-    return operation == "sum" and group in _places and whole_words and 0 < value.nbytes <= MOST_BYTES
+    return operation == "sum" and group in _buffers and whole_words and 0 < value.nbytes <= MOST_BYTES
 
 
 @dataclass(frozen=True)
@@ -145,11 +144,11 @@ def _norm_after(summed: Node) -> _Norm | None:
     """As Llama's has it, and most others: the weight is no more than a factor. Mixtures sum rows in another shape."""
     aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 
-    def user(node: Node, target) -> Node | None:
-        return next((each for each in node.users if each.target is target), None)
+    def user(node: Node | None, target) -> Node | None:
+        return next((each for each in node.users if each.target is target), None) if node else None
 
-    def converted(node: Node, dtype: torch.dtype) -> Node | None:
-        return node if node.meta["val"].dtype == dtype else user(node, convert)
+    def converted(node: Node | None, dtype: torch.dtype) -> Node | None:
+        return node if node is None or node.meta["val"].dtype == dtype else user(node, convert)
 
     def other(node: Node, one: Node):
         first, second = node.args
@@ -167,14 +166,14 @@ def _norm_after(summed: Node) -> _Norm | None:
     if added is None or len(summed.users) > 1 or added.kwargs or value.shape[-1] * value.element_size() % 4:
         return None
     wide = converted(added, torch.float32)
-    square = wide and user(wide, aten.pow.Tensor_Scalar)
-    mean = square and user(square, aten.mean.dim)
-    shifted = mean and user(mean, aten.add.Tensor)
-    root = shifted and user(shifted, aten.rsqrt.default)
-    scaled = root and user(root, aten.mul.Tensor)
-    narrow = scaled and converted(scaled, value.dtype)
-    normed = narrow and user(narrow, aten.mul.Tensor)
-    if not normed:
+    square = user(wide, aten.pow.Tensor_Scalar)
+    mean = user(square, aten.mean.dim)
+    shifted = user(mean, aten.add.Tensor)
+    root = user(shifted, aten.rsqrt.default)
+    scaled = user(root, aten.mul.Tensor)
+    narrow = converted(scaled, value.dtype)
+    normed = user(narrow, aten.mul.Tensor)
+    if normed is None:
         return None
     residual, weight, eps = other(added, summed), other(normed, narrow), other(shifted, mean)
     as_expected = (
@@ -190,35 +189,35 @@ def _norm_after(summed: Node) -> _Norm | None:
     return _Norm(added, residual, weight, eps, normed) if all(as_expected) else None
 
 
-@torch.library.custom_op("hf_kbit::sum_directly", mutates_args=())
-def sum_directly(x: Tensor, group: str) -> Tensor:
+@torch.library.custom_op("hf_kbit::all_reduce", mutates_args=())
+def all_reduce(x: Tensor, group: str) -> Tensor:
     """The sum over the processes of a group that is connected, of ``x`` of at most ``MOST_BYTES``, in its dtype."""
     if not x.is_cuda:
         collectives = torch.ops._c10d_functional
         return collectives.wait_tensor(collectives.all_reduce(x, "sum", group))
-    from hf_kbit.decoding import sum_kernels  # Triton is where PyTorch compiles for a GPU
+    from hf_kbit.generation import all_reduce_kernels  # Triton is where PyTorch compiles for a GPU
 
-    return sum_kernels.sum_directly(x.contiguous(), _places[group])
+    return all_reduce_kernels.all_reduce(x.contiguous(), _buffers[group])
 
 
-@sum_directly.register_fake
+@all_reduce.register_fake
 def _(x, group):
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("hf_kbit::sum_and_norm", mutates_args=())
-def sum_and_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("hf_kbit::all_reduce_norm", mutates_args=())
+def all_reduce_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str) -> tuple[Tensor, Tensor]:
     """``residual`` + the sum of ``x``, with its rows, and RMSNorm of that; weight ``[columns]``, all of a dtype."""
     x = x.reshape(residual.shape)
     if not x.is_cuda:
-        added = residual + sum_directly(x, group)
+        added = residual + all_reduce(x, group)
         return added, torch.nn.functional.rms_norm(added.float(), weight.shape, eps=eps).to(x.dtype) * weight
-    from hf_kbit.decoding import sum_kernels
+    from hf_kbit.generation import all_reduce_kernels
 
     x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
-    return sum_kernels.sum_and_norm(x, _places[group], residual, weight, eps)
+    return all_reduce_kernels.all_reduce_norm(x, _buffers[group], residual, weight, eps)
 
 
-@sum_and_norm.register_fake
+@all_reduce_norm.register_fake
 def _(x, residual, weight, eps, group):
     return x.new_empty(residual.shape), x.new_empty(residual.shape)

@@ -1,8 +1,7 @@
-"""Attention of one token as two Triton kernels: heads and parts of the keys each by a program of their own, then the
-parts of a head together, as in Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+"""Two Triton kernels for the attention of one token: parts of the keys each in a program, then the parts together.
 
-A program reads no keys and values but those of blocks in which the mask has something to attend to, so the places that
-a cache keeps for tokens to come cost next to nothing. Sums are in float32.
+Source: Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Blocks of keys that are masked as a
+whole are not read, so places of a cache for tokens to come cost next to nothing.
 """
 
 import torch
@@ -18,30 +17,16 @@ PROGRAMS = 528  # that there are, if there is work for them: an H200 has 132 pro
 
 @triton.jit
 def attend_part(
-    query,  # [batch, heads, size]
-    key,  # [batch, heads / GROUP, length, size]
-    value,  # [batch, heads / GROUP, length, value size]
+    query,  # [batch, heads, SIZE]
+    key,  # [batch, heads / GROUP, length, SIZE]
+    value,  # [batch, heads / GROUP, length, VALUE_SIZE]
     mask,  # [batch, length]
     largest,  # of the products; with `total` float32 [batch, heads, parts]
     total,  # of the weights
-    weighted,  # sums of values, float32 [batch, heads, parts, value size]
+    weighted,  # sums of values, float32 [batch, heads, parts, VALUE_SIZE]
     scaling,
-    heads,
     length,
     span,  # of the keys of a part
-    query_batch,
-    query_head,
-    query_column,
-    key_batch,
-    key_head,
-    key_row,
-    key_column,
-    value_batch,
-    value_head,
-    value_row,
-    value_column,
-    mask_batch,
-    mask_row,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -54,30 +39,22 @@ def attend_part(
     programs: tl.constexpr = (GROUP + HEADS - 1) // HEADS  # that share keys
     shared, first = tl.program_id(1) // programs, tl.program_id(1) % programs * HEADS
     of_group, column, value_at = first + tl.arange(0, HEADS), tl.arange(0, COLUMNS), tl.arange(0, VALUE_COLUMNS)
-    head, there = shared * GROUP + of_group, of_group < GROUP
-    shared = shared.to(tl.int64)
+    there = of_group < GROUP
+    shared += batch * (tl.num_programs(1) // programs)
+    head = shared * GROUP + of_group  # among those of all sequences
 
-    places = query + batch * query_batch + head[:, None] * query_head + column[None] * query_column
-    q = tl.load(places, mask=there[:, None] & (column < SIZE)[None], other=0.0)
+    q = tl.load(query + head[:, None] * SIZE + column[None], there[:, None] & (column < SIZE)[None], other=0.0)
     best = tl.full([HEADS], float("-inf"), tl.float32)
     weights = tl.zeros([HEADS], tl.float32)
     sums = tl.zeros([HEADS, VALUE_COLUMNS], tl.float32)
     for start in range(part * span, min((part + 1) * span, length), KEYS):
-        row = (start + tl.arange(0, KEYS)).to(tl.int64)
-        seen = tl.load(mask + batch * mask_batch + row * mask_row, mask=row < length, other=0) != 0
+        row = start + tl.arange(0, KEYS)
+        seen = tl.load(mask + batch * length + row, mask=row < length, other=0) != 0
         if tl.max(seen.to(tl.int32), 0) > 0:
-            k = tl.load(
-                key + batch * key_batch + shared * key_head + row[:, None] * key_row + column[None] * key_column,
-                mask=seen[:, None] & (column < SIZE)[None],
-                other=0.0,
-            )
-            v = tl.load(
-                value
-                + (batch * value_batch + shared * value_head)
-                + (row[:, None] * value_row + value_at[None] * value_column),
-                mask=seen[:, None] & (value_at < VALUE_SIZE)[None],
-                other=0.0,
-            )
+            row = (shared * length + row)[:, None]
+            k = tl.load(key + row * SIZE + column[None], seen[:, None] & (column < SIZE)[None], other=0.0)
+            in_value = seen[:, None] & (value_at < VALUE_SIZE)[None]
+            v = tl.load(value + row * VALUE_SIZE + value_at[None], in_value, other=0.0)
             products = tl.dot(q, k.T, input_precision="ieee") * scaling
             products = tl.where(seen[None], products, float("-inf"))
             better = tl.maximum(best, tl.max(products, 1))
@@ -90,7 +67,7 @@ def attend_part(
             if v.dtype != tl.float32:
                 sums = tl.dot((each - rounded.to(tl.float32)).to(v.dtype), v, sums)
             best = better
-    at = (batch * heads + head) * parts + part
+    at = head * parts + part
     tl.store(largest + at, best, mask=there)
     tl.store(total + at, weights, mask=there)
     places = weighted + at[:, None] * VALUE_SIZE + value_at[None]
@@ -101,7 +78,7 @@ def attend_part(
 def join_parts(
     largest, total, weighted, output, parts, VALUE_SIZE: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """A program for each head of each sequence; ``output``: ``[batch, heads, value size]``."""
+    """A program for each head of each sequence; ``output``: ``[batch, heads, VALUE_SIZE]``."""
     head = tl.program_id(0).to(tl.int64)
     part, column = tl.arange(0, PARTS), tl.arange(0, COLUMNS)
     each = tl.load(largest + head * parts + part, mask=part < parts, other=float("-inf"))
@@ -114,7 +91,7 @@ def join_parts(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """As ``attention.attend_one_token``."""
+    """As ``attention.attend_one_token``; tensors that are not contiguous, as a cache's are, are copied."""
     (batch, heads, _, size), (_, shared, length, value_size) = query.shape, value.shape
     group = heads // shared
     columns, value_columns = (max(triton.next_power_of_2(each), SMALLEST) for each in (size, value_size))
@@ -126,10 +103,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: flo
     largest, total = query.new_empty(2, batch, heads, parts, dtype=torch.float32)
     weighted = query.new_empty(batch, heads, parts, value_size, dtype=torch.float32)
     output = query.new_empty(batch, 1, heads, value_size)
-    mask = mask.expand(batch, 1, 1, length)[:, 0, 0]
-    strides = *(query.stride(i) for i in (0, 1, 3)), *key.stride(), *value.stride(), *mask.stride()
+    given = (each.contiguous() for each in (query, key, value, mask.expand(batch, 1, 1, length)))
     attend_part[parts, programs // batch, batch](
-        *(query, key, value, mask, largest, total, weighted, scaling, heads, length, span, *strides),
+        *(*given, largest, total, weighted, scaling, length, span),
         GROUP=group,
         HEADS=HEADS,
         SIZE=size,

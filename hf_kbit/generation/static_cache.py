@@ -1,4 +1,4 @@
-"""Keys and values in tensors that stay where they are: what a CUDA graph reads and writes."""
+"""Keys and values in tensors of one length, at addresses that a CUDA graph can hold."""
 
 import inspect
 
@@ -6,33 +6,33 @@ from torch import Tensor
 from transformers import GenerationMixin, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-ROOM = 64  # lengths are multiples of it: attention kernels want aligned masks
+LENGTHS = 64  # of caches are multiples of it: attention kernels want aligned masks
 
 # What models call their cache: past_key_values before Transformers 5.24.
 CACHE = "cache"
 if CACHE not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
     CACHE = "past_key_values"
 
-# Layers of Transformers' caches whose keys and values are those of the tokens, or that have none.
-GROWING = tuple(
+# Layers of Transformers' caches that keep the keys and values of tokens, or none.
+SUPPORTED_LAYERS = tuple(
     getattr(cache_utils, name)
     for name in ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
     if hasattr(cache_utils, name)
 )
 
 
-class Places(CacheLayerMixin):
-    """A layer's keys and values, ``[batch, heads, length, size]``, of which those before ``position`` are known.
+class StaticLayer(CacheLayerMixin):
+    """A layer's keys and values, ``[batch, heads, length, size]``, known up to ``position``.
 
-    A layer that sees a window has all of them too; its mask, which the model makes for this length, leaves out others.
+    A layer with a window keeps all of them too: the model's mask, made for this length, leaves out what is too old.
     """
 
     is_compileable, is_sliding = True, False
 
     def __init__(self, keys: Tensor, values: Tensor, seen: int, length: int, position: Tensor):
         self.is_initialized = True
-        self.position = position  # int64, a scalar that all layers share, of which a step's last kernel makes the next
-        self.keys, self.values = (_widened(states, seen, length) for states in (keys, values))
+        self.position = position  # int64, a scalar that all layers share, counted up at the end of a step
+        self.keys, self.values = (_padded(states, seen, length) for states in (keys, values))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
@@ -51,22 +51,22 @@ class Places(CacheLayerMixin):
         return self.keys.shape[2]
 
 
-def _widened(states: Tensor, seen: int, length: int) -> Tensor:
-    """Of a window there are only the last ones, which go where they would be among all."""
-    places = states.new_zeros(*states.shape[:2], length, states.shape[3])
-    places[:, :, seen - states.shape[2] : seen] = states
-    return places
+def _padded(states: Tensor, seen: int, length: int) -> Tensor:
+    """``states`` of the last tokens of ``seen`` ones, all there are of a window, at their places among ``length``."""
+    padded = states.new_zeros(*states.shape[:2], length, states.shape[3])
+    padded[:, :, seen - states.shape[2] : seen] = states
+    return padded
 
 
-def with_room(cache: Cache, tokens: int, position: Tensor) -> Cache:
-    """The keys and values of ``cache``, which is emptied, with room for so many more; ``position`` is the next one."""
+def static_cache(cache: Cache, new_tokens: int, position: Tensor) -> Cache:
+    """Moves the keys and values of ``cache`` to one with room for new tokens, the first of them at ``position``."""
     seen = int(position)
-    length = -(-(seen + tokens) // ROOM) * ROOM
+    length = -(-(seen + new_tokens) // LENGTHS) * LENGTHS
     layers = []
     for layer in cache.layers:
         if layer.keys is not None:
-            places = Places(layer.keys, layer.values, seen, length, position)
+            static = StaticLayer(layer.keys, layer.values, seen, length, position)
             layer.keys = layer.values = None  # so that no more than one layer is there twice
-            layer = places
+            layer = static
         layers.append(layer)
     return Cache(layers=layers)

@@ -1,14 +1,5 @@
-"""Attention of one token to a cache, on a GPU.
-
-``scaled_dot_product_attention`` has no kernel for a mask and heads that share keys: Transformers copies the keys and
-values for each head first, and the kernel then has as many blocks as there are heads, each of which goes through all
-keys alone. So ``attention_kernels.py`` has two small ones.
-"""
-
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import Lock
+"""Attention of one token to a cache on a GPU, where ``scaled_dot_product_attention`` would copy shared keys for each
+head first. It has a place in Transformers' tables of attention functions."""
 
 import torch
 from torch import Tensor
@@ -17,13 +8,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "hf_kbit_one_token"
-_inside = Counter()  # threads, by the id of the config of the model that they run
-_lock = Lock()
 
 
 def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings):
-    """What Transformers calls for attention, where a model runs ``of_one_token``. ``sdpa`` does what is not of one
-    token with a mask.
+    """The attention function for ``NAME``; ``sdpa`` does what is not of one token with a mask.
 
     Args:
         module: the layer.
@@ -47,8 +35,8 @@ def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Te
 
 @torch.library.custom_op("hf_kbit::attend_one_token", mutates_args=())
 def attend_one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """The op of ``attend``, of tensors of any strides: sums of products in float32, and a softmax between them."""
-    from hf_kbit.decoding import attention_kernels  # Triton is where PyTorch compiles for a GPU
+    """The op of ``attend``, of tensors of any strides."""
+    from hf_kbit.generation import attention_kernels  # Triton is where PyTorch compiles for a GPU
 
     return attention_kernels.attend(query, key, value, mask, scaling)
 
@@ -60,23 +48,3 @@ def _(query, key, value, mask, scaling):
 
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-@contextmanager
-def of_one_token(model) -> Iterator[None]:
-    """Inside, a model that has ``sdpa`` calls ``attend`` instead: until the last of several threads leaves."""
-    config = model.config.get_text_config(decoder=True)
-    with _lock:
-        if config._attn_implementation == "sdpa":
-            config._attn_implementation_internal = NAME  # the property would change sub-configs too
-        if switched := config._attn_implementation == NAME:
-            _inside[id(config)] += 1
-    try:
-        yield
-    finally:
-        if switched:
-            with _lock:
-                _inside[id(config)] -= 1
-                if not _inside[id(config)]:
-                    del _inside[id(config)]
-                    config._attn_implementation_internal = "sdpa"

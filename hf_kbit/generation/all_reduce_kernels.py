@@ -1,12 +1,9 @@
-"""The Triton kernel of sums over processes: each writes to where the others read, and waits for what it reads alone.
+"""The Triton kernel of all-reduces: each process writes to where the others read, and waits for what it reads alone.
 
-A number goes to another GPU in 8 bytes: 4 of numbers (two of 16 bits), and 4 that say of which sum they are. Stores of
-8 bytes arrive as a whole, so whoever finds the number of the sum has the numbers, and there is no barrier before or
-after (NCCL's low-latency protocol does so too). A sum writes to one of two places in turn. That suffices: a process
-whose numbers of this sum are here has begun it, so it has ended the sum before, and read all of the one before that.
-
-What follows a sum in most models, the residual and RMSNorm, is part of the kernel: of 16 KB on two H100s, in a CUDA
-graph, the sum takes 2.7 us, with the norm 4.5, where a kernel of the norm alone takes 4 (docs/parallel.md).
+A number goes to another GPU in 8 bytes: 4 of numbers (two of 16 bits), and 4 that say of which sum they are. Stores
+of 8 bytes arrive as a whole, so there is no barrier (source: NCCL's low-latency protocol). A sum writes to one of two
+places in turn: a process whose numbers of this sum are here has read all of the sum before the last. The residual and
+RMSNorm that follow are part of the kernel. docs/parallel.md has its time.
 """
 
 import torch
@@ -83,7 +80,7 @@ def sum_over_processes(
     weight,  # uint32 [row_words]
     out,  # the sums, or with NORM residual + sums
     normed,
-    places,  # int64 [PROCESSES]: where each reads, uint64 [2, PROCESSES, MOST_WORDS]
+    addresses,  # int64 [PROCESSES]: where each reads, uint64 [2, PROCESSES, MOST_WORDS]
     state,  # int32 [2]: the number of the last sum, and how many programs have begun this one
     row_words,
     all_words,
@@ -102,14 +99,14 @@ def sum_over_processes(
     there = (column < row_words) & (at < all_words)
     own = tl.load(x + at, there, other=0)
     sum_number = tl.load(state) + 1
-    here = tl.load(places + RANK).to(tl.pointer_type(tl.uint64))
+    here = tl.load(addresses + RANK).to(tl.pointer_type(tl.uint64))
     # A thread beyond the end waits for what another one does.
     last = tl.minimum(row * row_words + tl.minimum(column, row_words - 1), all_words - 1)
     slot = (sum_number & 1) * (PROCESSES * MOST_WORDS) + last
     tagged = own.to(tl.uint64) | (sum_number.to(tl.uint64) << 32)
     for process in tl.static_range(PROCESSES):
         if process != RANK:
-            theirs = tl.load(places + process).to(tl.pointer_type(tl.uint64))
+            theirs = tl.load(addresses + process).to(tl.pointer_type(tl.uint64))
             tl.store(theirs + slot + RANK * MOST_WORDS, tagged, there)
     if NORM:
         residual_words = tl.load(residual + at, there, other=0)
@@ -139,36 +136,36 @@ def sum_over_processes(
     tl.store(out + at, _words(low, high, DTYPE), there)
 
 
-def sum_directly(x: Tensor, place) -> Tensor:
-    """The sum over processes of ``x``, contiguous, of a ``sums.Place``."""
+def all_reduce(x: Tensor, buffers) -> Tensor:
+    """The sum over processes of ``x``, contiguous, by ``all_reduce.Buffers``."""
     out = torch.empty_like(x)
-    _launch(x, place, x, x, 0.0, out, None)
+    _launch(x, buffers, x, x, 0.0, out, None)
     return out
 
 
-def sum_and_norm(x: Tensor, place, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def all_reduce_norm(x: Tensor, buffers, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``residual`` + the sum over processes of ``x``, and what RMSNorm of this weight makes of it; all contiguous."""
     out, normed = torch.empty_like(x), torch.empty_like(x)
-    _launch(x, place, residual, weight, eps, out, normed)
+    _launch(x, buffers, residual, weight, eps, out, normed)
     return out, normed
 
 
-def _launch(x, place, residual, weight, eps, out, normed) -> None:
+def _launch(x, buffers, residual, weight, eps, out, normed) -> None:
     words = x.nbytes // 4
     row_words = words * x.shape[-1] // x.numel() if normed is not None else min(words, PROGRAM_WORDS)
     block = max(triton.next_power_of_2(row_words), 64)  # two words for each thread of a warp
     tensors = x, residual, weight, out, out if normed is None else normed
     sum_over_processes[triton.cdiv(words, row_words),](
         *(tensor.view(-1).view(torch.uint32) for tensor in tensors),
-        place.of_all,
-        place.state,
+        buffers.addresses,
+        buffers.state,
         row_words,
         words,
         x.shape[-1],
         eps,
-        PROCESSES=len(place.of_all),
-        RANK=place.rank,
-        MOST_WORDS=place.most_words,
+        PROCESSES=len(buffers.addresses),
+        RANK=buffers.rank,
+        MOST_WORDS=buffers.most_words,
         BLOCK=block,
         DTYPE=_TYPES[x.dtype],
         NORM=normed is not None,

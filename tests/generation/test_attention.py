@@ -7,7 +7,9 @@ import torch
 from architectures import BY_NAME
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_kbit.decoding.attention import NAME, attend, attend_one_token, of_one_token
+from hf_kbit.generation import attention
+from hf_kbit.generation.attention import NAME, attend, attend_one_token
+from hf_kbit.generation.decode_step import for_one_token
 
 # Heads, those that keys have, size, that of values, length, sequences.
 SHAPES = {
@@ -47,9 +49,9 @@ def test_against_torch(shape, dtype, device):
     torch.testing.assert_close(found.double().cpu(), expected, rtol=1.01 * torch.finfo(dtype).eps, atol=2e-6)
 
 
-def test_one_part(device, monkeypatch):
-    """Of many blocks, whose largest products grow, and are so large that no weight may be computed without them."""
-    kernels = pytest.importorskip("hf_kbit.decoding.attention_kernels", exc_type=ImportError)
+def test_large_products(device, monkeypatch):
+    """They grow from block to block, so that no weight may be computed without the largest; in one part and many."""
+    kernels = pytest.importorskip("hf_kbit.generation.attention_kernels", exc_type=ImportError)
     query, keys = torch.full((1, 2, 1, 16), 5.0), torch.rand(1, 2, 200, 16, generator=torch.Generator().manual_seed(0))
     keys *= torch.linspace(0, 9, 200)[:, None]
     mask = torch.ones(1, 1, 1, 200, dtype=torch.bool)
@@ -74,42 +76,44 @@ def test_the_op(device):
 
 @pytest.mark.parametrize("left_to_torch", ["several tokens", "no mask", "position_bias", "softcap", "dropout"])
 def test_what_is_left_to_torch(left_to_torch, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        "hf_kbit.decoding.attention.sdpa_attention_forward", lambda *args, **kwargs: asked.append(args)
-    )
+    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *args, **kwargs: "torch's")
     tokens = 2 if left_to_torch == "several tokens" else 1
     query, keys = torch.rand(1, 2, tokens, 8), torch.rand(1, 2, 5, 8)
     mask = None if left_to_torch == "no mask" else torch.ones(1, 1, tokens, 5, dtype=torch.bool)
     settings = {"position_bias": torch.rand(1, 2, 1, 5), "softcap": 30.0, "dropout": 0.1}
     settings = {name: value if name == left_to_torch else None for name, value in settings.items()}
-    attend(torch.nn.Identity(), query, keys, keys, mask, **settings)
-    assert len(asked) == 1
+    assert attend(torch.nn.Identity(), query, keys, keys, mask, **settings) == "torch's"
 
 
-@pytest.mark.parametrize(("attention", "inside"), [("sdpa", NAME), ("eager", "eager")])
-def test_where_it_is_used(attention, inside):
+@pytest.mark.parametrize(("own", "inside"), [("sdpa", NAME), ("eager", "eager")])
+def test_where_it_is_used(own, inside):
     """In place of sdpa alone: eager attention may cap its scores. Images go through theirs, and an error ends it."""
-    model = BY_NAME["llava"].build(attn_implementation=attention)
-    with pytest.raises(InterruptedError), of_one_token(model):
+    model = BY_NAME["llava"].build(attn_implementation=own)
+    with pytest.raises(InterruptedError), for_one_token(model):
         assert model.config.text_config._attn_implementation == inside
-        assert model.config.vision_config._attn_implementation == attention
+        assert model.config.vision_config._attn_implementation == own
         raise InterruptedError
-    assert model.config.text_config._attn_implementation == attention
+    assert model.config.text_config._attn_implementation == own
 
 
 def test_threads_share_a_model():
     """Neither waits for the other, as compiling takes long, and the first leaves before the second does."""
-    model = BY_NAME["llama"].build(attn_implementation="sdpa")
+    model = BY_NAME["mixtral"].build(attn_implementation="sdpa", experts_implementation="grouped_mm")
+    model.lm_head.register_full_backward_hook(lambda *args: None)
+
+    def state():
+        hooks = len(model.lm_head._backward_hooks)
+        return model.config._attn_implementation, model.get_experts_implementation()[""], hooks
+
     both, left, seen = threading.Barrier(2, timeout=10), threading.Event(), []
 
     def enter(wait):
-        with of_one_token(model):
+        with for_one_token(model):
             both.wait()
             wait()
-            seen.append(model.config._attn_implementation)
+            seen.append(state())
         left.set()
 
     threads = [threading.Thread(target=enter, args=[wait]) for wait in (bool, left.wait)]
     [thread.start() for thread in threads], [thread.join() for thread in threads]
-    assert seen == 2 * [NAME] and model.config._attn_implementation == "sdpa"
+    assert seen == 2 * [(NAME, "batched_mm", 0)] and state() == ("sdpa", "grouped_mm", 1)
