@@ -10,8 +10,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_kbit import codebooks, hooks
 from hf_kbit.format import BITS, FORMAT_VERSIONS, check_bits
-from hf_kbit.nn.packed import DEFAULT_TRANSFORM, check_transform, lopsided
 from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight, check_scale
+from hf_kbit.packed import DEFAULT_TRANSFORM, check_transform, lopsided
 from hf_kbit.patterns import Patterns, shown
 from hf_kbit.stored import ENTRIES, Stored, by_width, check_version, mapping
 

@@ -369,9 +369,7 @@ def _why_not_peft() -> str:
 
 
 def _refuse_adapters(problem: str) -> None:
-    from hf_kbit.nn.weight import KbitWeight
-
-    tuner = pkgutil.resolve_name(_TUNER)
+    tuner, packed = pkgutil.resolve_name(_TUNER), pkgutil.resolve_name("hf_kbit.nn.weight:KbitWeight")
     inject = tuner.inject_adapter
     if getattr(inject, "_is_hook_of_hf_kbit", False):
         return
@@ -380,7 +378,7 @@ def _refuse_adapters(problem: str) -> None:
     @wraps(inject)
     def refusing(self, model, *args, **kwargs):
         for name, module in model.named_modules():
-            if isinstance(module, KbitWeight):
+            if isinstance(module, packed):
                 raise ImportError(f"{name}: found a quantized layer, to which this peft can add no adapter: {problem}")
         return inject(self, model, *args, **kwargs)
 

@@ -28,8 +28,8 @@ from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.in_place import put
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.experts import is_projection
-from hf_kbit.nn.packed import Packed
 from hf_kbit.nn.weight import KbitWeight, distinct, is_sharded
+from hf_kbit.packed import Packed
 from hf_kbit.stored import Stored
 
 CONFIG = "kbit_config.json"

@@ -9,8 +9,8 @@ from typing import Any
 from hf_kbit import codebooks
 from hf_kbit.format import BITS, FORMAT_VERSIONS, check_bits, check_exponent
 from hf_kbit.nn.embedding import KbitEmbedding
-from hf_kbit.nn.packed import Decoding, check_transform
 from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.packed import Decoding, check_transform
 from hf_kbit.patterns import shown
 
 ENTRIES = ("format_version", "bits", "embedding_bits", "levels", "transform", "layers")

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from hf_kbit import reference
 from hf_kbit.format import absmax_shape, num_blocks, weight_shape
-from hf_kbit.nn.packed import Decoding, Packed
 from hf_kbit.ops import native
+from hf_kbit.packed import Decoding, Packed
 from hf_kbit.reference import TILE_ROWS
 
 INNER = ("words", "absmax", "codebook", "columns")

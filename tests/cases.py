@@ -7,8 +7,8 @@ import torch
 
 from hf_kbit import codebooks, format, reference, transforms
 from hf_kbit.format import BITS
-from hf_kbit.nn.packed import quantize_weight
 from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.packed import quantize_weight
 
 # [N, K]: one weight, less than a block, exact blocks, a padded last block, exact and padded tiles (16 rows x 256
 # columns), more rows than columns and the reverse.

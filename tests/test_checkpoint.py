@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_kbit import KbitLinear, checkpoint, codebooks
 from hf_kbit.checkpoint import DIGEST, NOT_SEALED, TENSORS
-from hf_kbit.nn.packed import Decoding
+from hf_kbit.packed import Decoding
 from hf_kbit.stored import Stored
 
 LEVELS = codebooks.normal_float(3)

@@ -41,8 +41,8 @@ from hf_kbit.integrations.peft.create import IMPOSSIBLE_INITIALISATIONS
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
 from hf_kbit.memory import bits_for_memory, cache_bytes, embedding_bits_for_memory
 from hf_kbit.nn.embedding import KbitEmbedding
-from hf_kbit.nn.packed import quantize_weight
 from hf_kbit.nn.weight import SCALES, KbitWeight, is_sharded
+from hf_kbit.packed import quantize_weight
 
 DOCS = Path(__file__).parents[1] / "docs"
 NOTES = "A model learns what it reads, block by block.\n" * 300

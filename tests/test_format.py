@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from hf_kbit import codebooks, format, reference
 from hf_kbit.balance import balance
 from hf_kbit.format import BITS, decode_e4m4, decode_se3m4, encode_e4m4
-from hf_kbit.nn.packed import Decoding, quantize_weight
 from hf_kbit.nn.weight import PACKED
+from hf_kbit.packed import Decoding, quantize_weight
 
 GOLDEN = Path(__file__).parent / "data"
 

@@ -33,11 +33,16 @@ def test_import_without_optional_packages(absent):
     ],
 )
 def test_registered_however_it_is_imported(code):
-    """Before there is a quantized layer, and before a model of Transformers is made."""
-    done = "'hf_kbit.integrations.transformers.quantizer' in sys.modules, fully_shard._is_hook_of_hf_kbit"
-    code = f"{code}\nimport sys\nfrom torch.distributed.fsdp import fully_shard\nprint({done})"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert run.stdout == "True True\n", run.stderr
+    """Before a model of Transformers is made; hooks are set by the first quantized layer, or the first wish for one."""
+    code += """
+import sys, torch, transformers.modeling_utils as models
+hooked = lambda: hasattr(models.PreTrainedModel.save_pretrained, "_is_hook_of_hf_kbit")
+print("hf_kbit.integrations.transformers.quantizer" in sys.modules, hooked())
+import hf_kbit
+"""
+    for made in ("hf_kbit.KbitLinear(8, 8)", "hf_kbit.KbitConfig()"):
+        run = subprocess.run([sys.executable, "-c", f"{code}{made}; print(hooked())"], capture_output=True, text=True)
+        assert run.stdout == "True False\nTrue\n", run.stderr
 
 
 MODELS = "transformers.modeling_utils"
@@ -114,6 +119,7 @@ def test_format_needs_the_standard_library_only():
 
 
 ORDER = [
+    "hooks",
     "format",
     "codebooks",
     "patterns",
@@ -122,6 +128,10 @@ ORDER = [
     "reference",
     "ops",
     "balance",
+    "dynamic_range",
+    "packed",
+    "tensor",
+    "tensor_ops",
     "nn",
     "stored",
     "config",

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 import hf_kbit
 from hf_kbit import KbitEmbedding, KbitLinear, tensor
 from hf_kbit.nn.experts import KbitProjection
-from hf_kbit.nn.packed import Decoding
+from hf_kbit.packed import Decoding
 from hf_kbit.tensor import KbitTensor
 
 ROWS, WIDTH = 48, 100

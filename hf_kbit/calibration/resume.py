@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hf_kbit.durable import settle
-from hf_kbit.nn.packed import Decoding, Packed
 from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.packed import Decoding, Packed
 from hf_kbit.tensor import PACKED
 
 RUN = "run.json"

@@ -13,7 +13,7 @@ from hf_kbit.calibration.experts import DenseProjection
 from hf_kbit.calibration.moments import Moments, aim
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.nn.packed import Decoding, Stored
+from hf_kbit.packed import Decoding, Stored
 from hf_kbit.reference import decode_e4m4
 from hf_kbit.transforms import of_moments, to_stored
 

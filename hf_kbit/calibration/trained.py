@@ -19,8 +19,8 @@ from hf_kbit import codebooks
 from hf_kbit.calibration.launches import NotRecorded, one_launch
 from hf_kbit.calibration.resume import Finished
 from hf_kbit.format import BLOCK_SIZE, E4M4_BIAS
-from hf_kbit.nn.packed import Decoding, Packed
 from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.packed import Decoding, Packed
 from hf_kbit.reference import MAGNITUDE, SIGN, decode_e4m4, halfway, nearest, pack_codes, unpack_codes, with_signs
 from hf_kbit.transforms import rotate, to_stored
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from hf_kbit.nn.packed import DEFAULT_TRANSFORM
 from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight, is_sharded, local
+from hf_kbit.packed import DEFAULT_TRANSFORM
 from hf_kbit.tensor_ops import look_up
 
 MEMBERS = ("_parameters", "_buffers", "_modules")

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hf_kbit.nn.packed import DEFAULT_TRANSFORM
 from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight
 from hf_kbit.ops import product
+from hf_kbit.packed import DEFAULT_TRANSFORM
 
 
 class KbitLinear(KbitWeight, nn.Linear):

@@ -15,7 +15,7 @@ from hf_kbit import (
     tensor_ops,  # noqa: F401  (says what torch does with a packed weight)
 )
 from hf_kbit.format import check_bits, encode_e4m4, num_blocks
-from hf_kbit.nn.packed import DEFAULT_TRANSFORM, Decoding, Packed, check_transform, lopsided, quantize_weight
+from hf_kbit.packed import DEFAULT_TRANSFORM, Decoding, Packed, check_transform, lopsided, quantize_weight
 from hf_kbit.tensor import PACKED, KbitTensor, as_parameter
 
 SCALES = ("absmax", "search")

@@ -13,11 +13,10 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import hf_kbit
-from hf_kbit import KbitLinear, codebooks, format, reference, tensor, transforms
+from hf_kbit import KbitLinear, codebooks, format, packed, reference, tensor, transforms
 from hf_kbit.balance import balance
-from hf_kbit.nn import packed
-from hf_kbit.nn.packed import TRANSFORMS
 from hf_kbit.ops import native
+from hf_kbit.packed import TRANSFORMS
 
 
 def linear(out_features=7, in_features=33, bias=True, dtype=torch.float32) -> nn.Linear:

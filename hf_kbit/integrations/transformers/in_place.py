@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from hf_kbit import dynamic_range
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
-from hf_kbit.nn import dynamic_range
 from hf_kbit.nn.weight import KbitWeight
 
 SHOWN_AFTER = 3  # seconds, the bar

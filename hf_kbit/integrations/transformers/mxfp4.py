@@ -22,7 +22,7 @@ from hf_kbit import codebooks
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import BLOCK_SIZE, encode_e4m4
 from hf_kbit.nn.experts import KbitProjection, is_transposed, place_of
-from hf_kbit.nn.packed import Decoding, Packed
+from hf_kbit.packed import Decoding, Packed
 from hf_kbit.reference import pack_codes, power_of_two
 
 BITS = 4

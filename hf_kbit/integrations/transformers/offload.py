@@ -11,8 +11,8 @@ from safetensors import safe_open
 from torch import nn
 
 from hf_kbit.integrations.transformers.tying import tied
-from hf_kbit.nn.packed import Packed
 from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.packed import Packed
 from hf_kbit.tensor import PACKED
 
 

@@ -26,8 +26,8 @@ from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.integrations.transformers import tying
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
-from hf_kbit.nn.packed import Packed
 from hf_kbit.nn.weight import KbitWeight, is_sharded, local
+from hf_kbit.packed import Packed
 from hf_kbit.tensor import KbitTensor
 
 MESHES = ("tp", "ep")  # Transformers' names of them; FSDP2's have others

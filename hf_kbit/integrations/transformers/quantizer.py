@@ -49,8 +49,8 @@ from hf_kbit.integrations.transformers.report import logger, report
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection, projections
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.nn.packed import Packed
 from hf_kbit.nn.weight import KbitWeight, is_sharded, local, whole
+from hf_kbit.packed import Packed
 from hf_kbit.tensor import PACKED, KbitTensor
 
 

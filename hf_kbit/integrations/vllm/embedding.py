@@ -20,7 +20,7 @@ from hf_kbit.integrations.vllm.config import KbitVllmConfig
 from hf_kbit.integrations.vllm.linear import KbitLinearMethod, packed_of, whose_device
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.nn.packed import Decoding, Packed
+from hf_kbit.packed import Decoding, Packed
 from hf_kbit.tensor import PACKED
 
 

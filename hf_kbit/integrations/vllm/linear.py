@@ -14,7 +14,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 
 from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.nn.packed import Decoding, Packed
+from hf_kbit.packed import Decoding, Packed
 from hf_kbit.tensor import PACKED
 
 SHARDS = {"q": 0, "k": 1, "v": 2}

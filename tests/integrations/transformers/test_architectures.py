@@ -32,8 +32,8 @@ from hf_kbit import KbitConfig, KbitLinear, codebooks
 from hf_kbit.balance import balance
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.experts import KbitProjection
-from hf_kbit.nn.packed import quantize_weight
 from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.packed import quantize_weight
 from hf_kbit.tensor import KbitTensor
 
 NEW_TOKENS = 5

@@ -9,7 +9,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 
 from hf_kbit.codebooks import optimal
 from hf_kbit.integrations.vllm.embedding import KbitHeadMethod, make_room
-from hf_kbit.nn.packed import Decoding
+from hf_kbit.packed import Decoding
 
 TABLES = SimpleNamespace(layers={}, tables={"table": (Decoding(optimal(4)), False)})
 

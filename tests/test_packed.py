@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import hf_kbit.nn.packed as module
+import hf_kbit.packed as module
 from hf_kbit import codebooks
 from hf_kbit.balance import balance
 from hf_kbit.format import BITS
-from hf_kbit.nn.packed import MOST_TO_TRANSFORM, TOO_LARGE, TRANSFORMS, Decoding, quantize_weight, transformed
+from hf_kbit.packed import MOST_TO_TRANSFORM, TOO_LARGE, TRANSFORMS, Decoding, quantize_weight, transformed
 
 LEVELS = codebooks.optimal(3)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hf_kbit import codebooks
+from hf_kbit.dynamic_range import HELD, is_wide, lost
 from hf_kbit.format import BITS
-from hf_kbit.nn.dynamic_range import HELD, is_wide, lost
-from hf_kbit.nn.packed import quantize_weight
+from hf_kbit.packed import quantize_weight
 from hf_kbit.reference import MAGNITUDE, decode_scales, unpack_codes
 
 STEP = 2.0**-14  # the smallest scale, as ops read it

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_kbit import codebooks
+from hf_kbit import codebooks, dynamic_range
 from hf_kbit.balance import balance, largest_magnitude
 from hf_kbit.codebooks import Levels, bits_of
 from hf_kbit.format import (
@@ -26,7 +26,6 @@ from hf_kbit.format import (
     weight_shape,
     widest_exponent,
 )
-from hf_kbit.nn import dynamic_range
 from hf_kbit.reference import decode_e4m4, row_slices
 from hf_kbit.transforms import to_stored
 
