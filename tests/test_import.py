@@ -33,7 +33,7 @@ def test_import_without_optional_packages(absent):
     ],
 )
 def test_registered_however_it_is_imported(code):
-    """Before a model of Transformers is made; hooks are set by the first quantized layer, or the first wish for one."""
+    """Before a model of Transformers is made; hooks are set by the first layer, or wish for one."""
     code += """
 import sys, torch, transformers.modeling_utils as models
 hooked = lambda: hasattr(models.PreTrainedModel.save_pretrained, "_is_hook_of_hf_kbit")

@@ -12,7 +12,6 @@ from hf_kbit import hooks
 
 TABLES = (
     hooks.TORCH_NAMES,
-    hooks.TORCH_HOOKS,
     hooks.TRANSFORMERS_NAMES,
     hooks.SHARDING_NAMES,
     hooks.GENERATION_NAMES,
@@ -140,7 +139,8 @@ import sys
 sys.modules["hf_kbit.integrations.transformers.save_pretrained"] = None
 with caught():
     import hf_kbit
-print(hf_kbit.KbitConfig().bits)
+    bits = hf_kbit.KbitConfig().bits
+print(bits)
 """
     warned, bits = fresh.run(code).splitlines()
     assert warned.startswith("hf_kbit: saved files are not sealed, and parts of quantized models cannot be saved, for")
@@ -170,6 +170,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 PreTrainedModel.set_use_kernels = lambda self, on, config=None: None
 with caught():
     import hf_kbit
+    hf_kbit.KbitConfig()
 shape = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1, vocab_size=64)
 LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained({str(tmp_path / "dense")!r})
 model = LlamaForCausalLM.from_pretrained({str(tmp_path / "dense")!r}, quantization_config=hf_kbit.KbitConfig())
@@ -232,6 +233,7 @@ def test_a_moved_hook_of_peft_serves_models_without_quantized_layers(fresh):
 import hf_kbit
 from hf_kbit import hooks
 hooks.PEFT_HOOKS = (*hooks.PEFT_HOOKS, hooks.Hook("peft:get_peft_mode", (), ""))
+hf_kbit.KbitConfig()
 with caught():
     import peft
 {ADAPT}"""
@@ -265,17 +267,18 @@ import dataclasses
 import hf_kbit
 from hf_kbit import hooks
 hooks.PEFT_HOOKS = tuple(
-    dataclasses.replace(hook, parameters=("model", "moved")) if "get_nb" in hook.place else hook
+    dataclasses.replace(hook, parameters=("self", "moved")) if "save_pretrained" in hook.place else hook
     for hook in hooks.PEFT_HOOKS
 )
+hf_kbit.KbitConfig()
 with caught():
     import peft
 {ADAPT}
 print(hf_kbit.prepare_model_for_kbit_training is peft.prepare_model_for_kbit_training)
 """
     warned, *rest = fresh.run(code).splitlines()
-    assert warned.startswith("hf_kbit: print_trainable_parameters() counts packed words as weights, for in peft ")
-    assert warned.count("expected model, moved first") == 2
+    assert warned.startswith("hf_kbit: save_pretrained fails on adapters of packed tables, and on what FSDP2 has ")
+    assert warned.count("expected self, moved first") == 1
     assert rest == ["adapted", "adapted", "True"]
 
 
@@ -292,9 +295,9 @@ def test_either_import_may_come_first(fresh, first):
     code = "; ".join(imports)
     code += """
 from torch import nn
+model = nn.Sequential(hf_kbit.KbitLinear(32, 32, bits=3))
 assert prepare is peft.prepare_model_for_kbit_training is peft.utils.other.prepare_model_for_kbit_training
 assert prepare is hf_kbit.prepare_model_for_kbit_training
-model = nn.Sequential(hf_kbit.KbitLinear(32, 32, bits=3))
 print(type(peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"])).base_model.model[0]).__name__)
 """
     assert fresh.run(code) == "KbitLoraLinear"
