@@ -403,6 +403,7 @@ def test_a_warning_that_is_an_error_leaves_no_peft_without_hooks(fresh, old_peft
 import sys; sys.path.insert(0, {old_peft!r})
 import warnings
 import hf_kbit
+hf_kbit.KbitConfig()
 with warnings.catch_warnings():
     warnings.simplefilter("error", RuntimeWarning)
     try:
