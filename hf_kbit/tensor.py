@@ -177,7 +177,8 @@ class KbitTensor(torch.Tensor):
 
     @property
     def nbytes_packed(self) -> int:
-        return sum(self.parts[name].nbytes for name in self.form.names)
+        """Of words and scales; the codebook is the same for many."""
+        return sum(self.parts[name].nbytes for name in self.form.names if name != "codebook")
 
     # --- forms ---
 

@@ -241,7 +241,7 @@ def test_canonical_refuses(table, message):
 
 def test_named_refuses():
     with pytest.raises(
-        ValueError, match=r"codebook: found 'nf', expected one of \['fp4', 'int', 'layer', 'normal_float', 'optimal'\]"
+        ValueError, match=r"codebook: found 'nf', expected one of \['fp4', 'int', 'normal_float', 'optimal'\]"
     ):
         codebooks.named("nf", 4)
     with pytest.raises(ValueError, match="found 7 levels"):

@@ -234,8 +234,8 @@ def test_a_module_of_anybody():
     model, x = Twice(), torch.randn(5, 64)
     dense = copy.deepcopy(model)
     done = quantize_model(model, bits=5, device="cpu")
-    assert dict(done.bits) == {"first": 5, "blocks.0": 5, "blocks.1": 5}
-    assert dict(done.left) == {"read": "read", "into": "fixed", "out": "fixed"}
+    assert dict(done.bits) == {"first": 5, "read": 5, "blocks.0": 5, "blocks.1": 5}
+    assert dict(done.left) == {"into": "fixed", "out": "fixed"}
     assert model.first is model.again and model.out.weight is model.into.weight
     for name in done.bits:
         dense.get_submodule(name).weight.data = model.get_submodule(name).dequantize()
@@ -273,8 +273,8 @@ def test_what_somebody_put_on_a_layer_stays():
 def test_widths_and_patterns_of_the_config():
     model = Twice()
     done = quantize_model(model, KbitConfig(bits=2, module_bits={"blocks.1": 5}, modules_to_not_convert=["first"]))
-    assert dict(done.bits) == {"blocks.0": 2, "blocks.1": 5} and done.left["first"] == "asked for"
-    sizes = {"first": 64 * 96, "blocks.0": 64 * 64, "blocks.1": 64 * 64}
+    assert dict(done.bits) == {"read": 2, "blocks.0": 2, "blocks.1": 5} and done.left["first"] == "asked for"
+    sizes = {"first": 64 * 96, "read": 96 * 96, "blocks.0": 64 * 64, "blocks.1": 64 * 64}
     mean = quantize_model(Twice(), bits=3.5).bits
     assert 3 < sum(bits * sizes[name] for name, bits in mean.items()) / sum(sizes.values()) <= 3.5
 

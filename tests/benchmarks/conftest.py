@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def benchmark(monkeypatch, tmp_path):
+def benched(monkeypatch, tmp_path):
     """A function of a benchmark's name: its module. ``module.run_main(*options)`` returns the lines that it writes."""
     monkeypatch.syspath_prepend(BENCHMARKS)
 

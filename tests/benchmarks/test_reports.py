@@ -38,26 +38,24 @@ FIRST = [slowed(line, 3.0) for line in CELLS]
         ([*CELLS, *(line | {"of": "gradient"} for line in FIRST)], 0),
     ],
 )
-def test_what_gemm_says_has_become_slower(benchmark, capsys, tmp_path, now, named):
+def test_what_gemm_says_has_become_slower(benched, capsys, tmp_path, now, named):
     files = write(tmp_path / "now", now), write(tmp_path / "before", CELLS)
     with pytest.raises(SystemExit) as ended:
-        benchmark("gemm").run_main("--from", files[0], "--against", files[1], json_lines=False)
+        benched("gemm").run_main("--from", files[0], "--against", files[1], json_lines=False)
     printed = capsys.readouterr().out
     assert ended.value.code == (named > 0) and f"{named} cells" in printed and printed.count("slower: ") == named
     if now is SLOWER:
         assert "slower: 64x64 float16, 5 bits, 16 tokens: 1.50 times as long\n" in printed
 
 
-def test_table_of_experts(benchmark, capsys):
-    benchmark("experts").run_main(
-        "--from", str(RESULTS / "experts-h200-2026-11-23.jsonl"), "--table", json_lines=False
-    )
-    page = (RESULTS.parents[1] / "docs" / "performance.md").read_text()
+def test_table_of_experts(benched, capsys):
+    benched("experts").run_main("--from", str(RESULTS / "experts-h200-2026-11-23.jsonl"), "--table", json_lines=False)
+    page = (RESULTS.parents[1] / "docs" / "lab" / "2026-11-23-experts.md").read_text()
     rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("| ")][1:]
     assert len(rows) == 12 and all(row.split("|")[3].strip() in page for row in rows)
 
 
-def test_table_of_models(benchmark, capsys, tmp_path):
+def test_table_of_models(benched, capsys, tmp_path):
     """One for each shape; of several lines for a cell the last counts, and what was not measured is empty."""
     bf16, ours = {"name": "bf16", "bits": 16}, {"name": "hf_kbit", "bits": 4}
     small, decode = {"shape": "s", "layers": 2}, {"what": "decode", "mode": "eager", "batch": 16}
@@ -71,7 +69,7 @@ def test_table_of_models(benchmark, capsys, tmp_path):
         {"shape": "t", "layers": 2} | bf16 | {"what": "host", "us": 10.0},
     ]
     file = write(tmp_path / "lines.jsonl", lines)
-    benchmark("model").run_main("--from", file, "--table", json_lines=False)
+    benched("model").run_main("--from", file, "--table", json_lines=False)
     assert capsys.readouterr().out.splitlines() == [
         "s, 2 layers",
         "",
@@ -96,13 +94,13 @@ def test_table_of_models(benchmark, capsys, tmp_path):
     ("name", "results"),
     [("model", "model-decode-h100-2026-11-25"), ("qlora", "qlora-h200-2026-11-21"), ("gemm", "gemm-h200-2026-11-23")],
 )
-def test_plots(benchmark, monkeypatch, tmp_path, name, results):
+def test_plots(benched, monkeypatch, tmp_path, name, results):
     """Each axis has what was timed."""
     figures = pytest.importorskip("matplotlib.figure")
     drawn, save = [], figures.Figure.savefig
     monkeypatch.setattr(figures.Figure, "savefig", lambda self, file: (drawn.append(self), save(self, file)))
     lines, file = str(RESULTS / f"{results}.jsonl"), tmp_path / "plot.png"
-    benchmark(name).run_main("--from", lines, "--plot", str(file), json_lines=False)
+    benched(name).run_main("--from", lines, "--plot", str(file), json_lines=False)
     assert file.stat().st_size > 1000 and any(axis.lines or axis.containers for axis in drawn[0].axes)
     if name == "model":
         bars = [[round(bar.get_height(), 2) for bar in bars] for bars in drawn[0].axes[0].containers]

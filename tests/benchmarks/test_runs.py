@@ -20,9 +20,9 @@ SMALLER = {
 
 
 @pytest.mark.parametrize("shape", [pytest.param("tiny", marks=pytest.mark.slow), "qwen3-30b-a3b"])
-def test_calibrate(benchmark, shape, monkeypatch):
+def test_calibrate(benched, shape, monkeypatch):
     """What a layer takes is told from the rest; tuning takes the stage of layers alone."""
-    module = benchmark("calibrate")
+    module = benched("calibrate")
     monkeypatch.setattr(tuning, "ROOM", tuning.ROOM)
     monkeypatch.setattr(tuning, "tune_model", None)
     monkeypatch.setitem(
@@ -38,9 +38,9 @@ def test_calibrate(benchmark, shape, monkeypatch):
         module.run_main("--shape", shape, *options[:-1], "1")
 
 
-def test_experts(benchmark, monkeypatch):
+def test_experts(benched, monkeypatch):
     """A line for each width, with ours and the peers."""
-    module = benchmark("experts")
+    module = benched("experts")
     small = {"hidden_size": 64, "num_experts_per_tok": 2}
     configs = [Qwen3MoeConfig(**small, moe_intermediate_size=96, num_experts=8)]
     configs += [MixtralConfig(**small, intermediate_size=96, num_local_experts=4)]
@@ -64,8 +64,8 @@ def test_experts(benchmark, monkeypatch):
 
 
 @pytest.mark.slow
-def test_mixture(benchmark, monkeypatch, capsys):
-    module = benchmark("mixture")
+def test_mixture(benched, monkeypatch, capsys):
+    module = benched("mixture")
     monkeypatch.setattr(module, "READ", 16)
     monkeypatch.setattr(module, "HELD_OUT", 4)
     module.run_main("--steps", "10", "--bits", "2,4", "--methods", "feedback", json_lines=False)
@@ -83,9 +83,9 @@ def test_mixture(benchmark, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "shape", [pytest.param(shape, marks=[pytest.mark.slow] * ("qwen" not in shape)) for shape in SMALLER]
 )
-def test_model(benchmark, shape, monkeypatch):
+def test_model(benched, shape, monkeypatch):
     """A line for each measurement and way, beside the same of 16 bits; a mixture's experts are packed."""
-    module, packed = benchmark("model"), []
+    module, packed = benched("model"), []
     monkeypatch.setitem(module.SHAPES, shape, module.SHAPES[shape] | SMALL | SMALLER[shape])
     load, make, init, prefill = module.load, module.make_checkpoint, module.nn.Linear.__init__, module.prefill_ms
 
@@ -117,11 +117,11 @@ def test_model(benchmark, shape, monkeypatch):
     assert packed == [False, shape != "llama-3-8b"]
 
 
-def test_parallel(benchmark, monkeypatch, tmp_path):
+def test_parallel(benched, monkeypatch, tmp_path):
     """In a group of one process; a second run finds the checkpoint of the first."""
     for name, value in GROUP.items():
         monkeypatch.setenv(name, value)
-    module = benchmark("parallel")
+    module = benched("parallel")
     monkeypatch.setattr(module, "DEVICE", "cpu")
     options = ["--folder", str(tmp_path), "--shape", "tiny", "--layers", "3", "--sequences", "1", "--tokens", "16"]
     lines = module.run_main(*options, "--ways", "tensor,fsdp,ddp", "--modes", "eager")
@@ -134,9 +134,9 @@ def test_parallel(benchmark, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("make", "prepared"), [(quantized, False), (quantized, True)])
-def test_a_step_of_qlora_trains(benchmark, make, prepared, device):
+def test_a_step_of_qlora_trains(benched, make, prepared, device):
     """Losses fall, and are those of the decoded model in bfloat16 but for rounding."""
-    module = benchmark("qlora")
+    module = benched("qlora")
 
     def losses(make, prepared):
         torch.manual_seed(0)
@@ -150,8 +150,8 @@ def test_a_step_of_qlora_trains(benchmark, make, prepared, device):
     assert found[-1] < found[0] - 0.1 and found == pytest.approx(losses(decoded, False), abs=0.02)
 
 
-def test_ops(benchmark, monkeypatch):
-    module = benchmark("ops")
+def test_ops(benched, monkeypatch):
+    module = benched("ops")
     monkeypatch.setitem(module.LOOK_UPS, "cpu", (8, 64))
     lines = module.run_main("--device", "cpu", "--shapes", "16x64")
     assert {line["op"] for line in lines} == {
@@ -164,7 +164,7 @@ def test_ops(benchmark, monkeypatch):
     assert {line["bits"] for line in lines} == {2, 3, 4, 5} and all(line["us"] > 0 for line in lines)
 
 
-def test_load(benchmark):
-    lines = benchmark("load").run_main("--shape", "tiny", "--device", "cpu", "--bits", "3", "--rounds", "1")
+def test_load(benched):
+    lines = benched("load").run_main("--shape", "tiny", "--device", "cpu", "--bits", "3", "--rounds", "1")
     ways = ["16 bits", "3 bits, on the fly", "3 bits, quantized before"]
     assert [line["way"] for line in lines] == ways and lines[0]["model_GB"] > lines[1]["model_GB"]

@@ -120,7 +120,7 @@ BAD = {
     r"codebook: found shape \[7\]": {"codebook": lambda t: t[1:]},
     "bias: found dtype float64, expected float32": {"bias": lambda t: t.double()},
     r"bias: found shape \[34\], expected \[35\]": {"bias": lambda t: t[1:]},
-    "one matrix, no leading dimensions": {"weight": lambda t: t[None], "absmax": lambda t: t[None]},
+    "one matrix, without leading dimensions": {"weight": lambda t: t[None], "absmax": lambda t: t[None]},
 }
 
 

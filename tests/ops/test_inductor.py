@@ -86,7 +86,7 @@ def test_what_is_made_of_another_product_comes_after_it():
 
     def by_bias(x):
         first = q(x)
-        return first, OPS.gemm_inference(x, k.weight, k.weight.absmax, k.codebook, first[0, 0], 48), v(x)
+        return first, OPS.gemm_inference(x, k.weight.words, k.weight.absmax, k.weight.codebook, first[0, 0], 48), v(x)
 
     def by_columns(x):
         first = product(x, q)

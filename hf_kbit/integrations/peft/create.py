@@ -10,7 +10,7 @@ from torch import nn
 from hf_kbit.integrations.peft.base import adopt, decode_heads
 from hf_kbit.integrations.peft.experts import check_config, shown_in_16_bits, tell_of_experts
 from hf_kbit.integrations.peft.layer import no_weight, requantize, showing
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.nn.weight import KbitWeight, is_sharded
 
 # Initialisations of LoRA that take what they start with from the weight.
 CHANGING_INITIALISATIONS = ("corda", "olora", "pissa")
@@ -79,7 +79,9 @@ def _create_and_replace(create, experts, config, adapter_name, target, target_na
         return run()
     _check_method(config, current_key, base, target, kwargs.get("parameter_name"))
     try:
-        if base.weight.is_meta and not no_weight(base).is_meta:
+        # Of a shard PEFT would take the sizes, and Transformers those of the whole for the same adapter.
+        of_all = is_sharded(base.weight) and not _starts_with(config, CHANGING_INITIALISATIONS)
+        if of_all or (base.weight.is_meta and not no_weight(base).is_meta):
             find_layer = functools.partial(getattr, parent, target_name)
             _create_without_weight(base, run, find_layer, f"{current_key}.weight", adapter_name)
         elif _starts_with(config, CHANGING_INITIALISATIONS):
@@ -106,7 +108,8 @@ def _create_without_weight(base: KbitWeight, run, find_layer, name: str, adapter
     except torch.linalg.LinAlgError:
         reads = True
     if reads:
-        raise ValueError(f"{name}: found it offloaded, expected it on a device: the adapter's initialisation reads it")
+        found = "sharded, expected all of it" if is_sharded(base.weight) else "offloaded, expected it on a device"
+        raise ValueError(f"{name}: found it {found}: the adapter's initialisation reads it")
 
 
 def _change(base: KbitWeight, run, name: str, adapter_name: str) -> None:
