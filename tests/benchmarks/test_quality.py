@@ -269,7 +269,7 @@ def test_a_folder_of_a_published_model(quality, smollm2, tmp_path, monkeypatch):
 
 
 def test_the_page_is_made_of_committed_lines(quality):
-    """All rows of the page with all of them; and lines of all ways that its plot in short names, or they would be missing."""
+    """All rows of their page; and lines of all ways that its plot in short names, or they would be missing."""
     page = (ROOT / "docs" / "lab" / "2026-11-25-quality.md").read_text()
     results = ROOT / "benchmarks" / "results"
     models = quality.report.read(sorted(results.glob("quality-*.jsonl")))
