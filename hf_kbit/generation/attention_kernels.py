@@ -51,10 +51,10 @@ def attend_part(
         row = start + tl.arange(0, KEYS)
         seen = tl.load(mask + batch * length + row, mask=row < length, other=0) != 0
         if tl.max(seen.to(tl.int32), 0) > 0:
-            row = (shared * length + row)[:, None]
-            k = tl.load(key + row * SIZE + column[None], seen[:, None] & (column < SIZE)[None], other=0.0)
+            place = (shared * length + row)[:, None]
+            k = tl.load(key + place * SIZE + column[None], seen[:, None] & (column < SIZE)[None], other=0.0)
             in_value = seen[:, None] & (value_at < VALUE_SIZE)[None]
-            v = tl.load(value + row * VALUE_SIZE + value_at[None], in_value, other=0.0)
+            v = tl.load(value + place * VALUE_SIZE + value_at[None], in_value, other=0.0)
             products = tl.dot(q, k.T, input_precision="ieee") * scaling
             products = tl.where(seen[None], products, float("-inf"))
             better = tl.maximum(best, tl.max(products, 1))

@@ -328,12 +328,12 @@ def test_gpu_copies(way, on_gpu):
         file.seek(0)
         other = torch.load(file, weights_only=False, map_location="cpu" if way.endswith("cpu") else None)
         assert other.weight.is_tiled != way.endswith("cpu")
-        assert len(file.getvalue()) < 1.5 * sum(tensor.nbytes for tensor in before.values()) + 20000
+        assert len(file.getvalue()) < 1.5 * sum(tensor.nbytes for tensor in before.values()) + 30000
     else:
         other = copy.deepcopy(layer) if way == "deepcopy" else pickle.loads(pickle.dumps(layer))
     assert_same_state(other, before)
     assert other.cuda().weight.is_tiled and torch.equal(other(x.cuda()), expected)
-    assert layer.weight.is_tiled and other.weight.data_ptr() != layer.weight.data_ptr()
+    assert layer.weight.is_tiled and (other.weight.data_ptr() == layer.weight.data_ptr()) == (way == "assign")
 
 
 @pytest.mark.gpu
