@@ -84,6 +84,9 @@ class KbitWholeTableMethod(KbitTableMethod):
         return tensor
 
     def process_weights_after_loading(self, layer: KbitEmbedding) -> None:
+        for own in PACKED[1:]:
+            del layer._parameters[own]
+        layer.make_room(self.decoding, self.dtype)  # in the place of the words that have arrived
         layer.load(self._packed())
 
 
