@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -27,8 +28,12 @@ def demo(monkeypatch):
     monkeypatch.setitem(sys.modules, "demo", module)
     spec.loader.exec_module(module)
 
-    def run(command, check):
-        assert check and command[:3] == [sys.executable, "-m", "hf_kbit.cli"]
+    start = subprocess.run
+
+    def run(command, **how):
+        if command[0] != sys.executable:  # Triton asks the system for libraries
+            return start(command, **how)
+        assert how == {"check": True} and command[:3] == [sys.executable, "-m", "hf_kbit.cli"]
         result = CliRunner().invoke(cli.app, command[3:])
         assert result.exit_code == 0, result.output
         print(result.stdout)
