@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import hf_kbit
 from hf_kbit import KbitEmbedding, KbitLinear, tensor
@@ -347,9 +347,10 @@ def test_a_tied_weight_is_one(form):
     assert not KbitEmbedding.from_embedding(nn.Embedding(40, 64)).to("cpu").weight.is_tiled, "rows are looked up"
 
 
-def test_averages_of_a_model_follow_it(form):
+@pytest.mark.parametrize("function", [None, get_ema_avg_fn(0.5)], ids=["mean", "exponential"])
+def test_averages_of_a_model_follow_it(function, form):
     made = model(0)
-    averaged = AveragedModel(made)
+    averaged = AveragedModel(made, avg_fn=function)
     averaged.update_parameters(made)
     made.linear.bias.data += 1
     averaged.update_parameters(made)
