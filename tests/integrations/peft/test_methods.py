@@ -81,7 +81,7 @@ def test_as_over_decoded_weights(name, device):
         if parameter.grad is None or not parameter.grad.any():
             assert found is None or not found.any()
         else:
-            assert relative(found, parameter.grad) < 2 * TOLERANCE[device], key
+            assert relative(found, parameter.grad) < 5 * TOLERANCE[device], key
     state = packed_state(model)
     assert_same_state({key: state[key] for key in before}, before)
 
