@@ -369,6 +369,9 @@ class KbitTensor(torch.Tensor):
             found = own(func, *args, **kwargs)
             if found is not NotImplemented:
                 return found
+        # Under inference mode ops come here that are made of others, some of which keep it packed.
+        if (made := func.decompose(*args, **kwargs)) is not NotImplemented:
+            return made
         if func._schema.is_mutable:
             _refuse_writes(func, args, kwargs)
         args, kwargs = pytree.tree_map_only(KbitTensor, KbitTensor.dequantize, (args, kwargs))

@@ -378,6 +378,22 @@ def test_threads_share_a_model(form):
         list(threads.map(use, range(16)))
 
 
+def test_all_of_it_under_inference_mode(form):
+    """Which hands on ops that are made of others as they are: moves, casts and views among them."""
+    made, x = model(0), cases.x((3,), 64)
+    expected, outputs = contents(made), made.linear(x)
+    with torch.inference_mode():
+        for move in (lambda: made.to("cpu"), lambda: made.to("cpu", torch.float64).float(), made.cpu, made.eval):
+            move()
+            assert isinstance(made.linear.weight, KbitTensor)
+            assert_tied(made)
+        torch.testing.assert_close(made.linear(x), outputs)
+        torch.testing.assert_close(x @ made.linear.weight.T + made.linear.bias, outputs)
+        with pytest.raises(RuntimeError, match=r"^weight: found .*, expected"):
+            made.linear.weight.mul_(2.0)
+    assert_same(contents(made), expected)
+
+
 def test_meta_and_back(form):
     layer, x = linear(5), cases.x((2,), WIDTH)
     state, expected = copy.deepcopy(layer.state_dict()), layer(x)
