@@ -198,6 +198,8 @@ def cache_bytes(model: nn.Module, context: int) -> int:
         return 0
     config, itemsize = model.config.get_text_config(decoder=True), model.dtype.itemsize
     try:
+        if getattr(config, "block_types", None):  # recurrent layers, which some versions give ordinary caches
+            raise TypeError("block_types name layers that keep no ordinary cache")
         layers = DynamicCache(config=config).layers
         configs = getattr(config, "per_layer_config", None) or [config] * len(layers)
         kept = sum(_kept(layer, own, context, itemsize) for layer, own in zip(layers, configs, strict=True))
