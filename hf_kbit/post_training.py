@@ -23,7 +23,7 @@ from hf_kbit.integrations.transformers.plain import is_linear
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.integrations.transformers.report import report_exceptions
 from hf_kbit.memory import ENOUGH_FOR_LAYERS, Footprint, bits_for_memory, embedding_bits_for_memory, parse_size
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.nn.weight import packed_layers
 from hf_kbit.widths import measure as measure_widths
 
 MEASURED = (8, 256)  # sequences, and tokens of each, on which widths are chosen
@@ -206,7 +206,7 @@ def _check_use(model, config: KbitConfig, data: bool, calibrate: bool, fitting: 
 
 def _choose(model: nn.Module, config: KbitConfig) -> tuple[selection.Packable, dict[str, int]]:
     """What can be quantized, and ``{name: bits}`` of what is to be, of a model that can be."""
-    if quantized := next((name for name, module in model.named_modules() if isinstance(module, KbitWeight)), None):
+    if quantized := next(iter(packed_layers(model)), None):
         raise ValueError(f"{quantized}: found it quantized already, expected a model in 16 or 32 bits")
     if is_linear(model):
         raise ValueError("model: found one linear layer, expected a module that has some; see KbitLinear.from_linear")
@@ -241,8 +241,7 @@ def _quantize_all(
         quantizer.adopt(model, chosen, packable.unusual)
     else:
         quantizer.unusual = packable.unusual
-        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, KbitWeight)}
-        report_exceptions(quantizer, layers)
+        report_exceptions(quantizer, packed_layers(model))
     return quantizer.lost
 
 

@@ -28,7 +28,7 @@ from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.in_place import put
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.experts import is_projection
-from hf_kbit.nn.weight import KbitWeight, distinct, is_sharded
+from hf_kbit.nn.weight import KbitWeight, distinct, is_sharded, packed_layers
 from hf_kbit.packed import Packed
 from hf_kbit.stored import Stored
 
@@ -69,7 +69,7 @@ def save(module: nn.Module, folder: str | os.PathLike, *, max_shard_size: int | 
     True
     """
     _refuse_transformers(module, "save_pretrained")
-    layers = {name: part for name, part in module.named_modules() if isinstance(part, KbitWeight)}
+    layers = packed_layers(module)
     first = set(map(id, distinct(layers.values())))  # of those that are tied
     layers = {name: layer for name, layer in layers.items() if id(layer) in first}
     if not layers or "" in layers:
@@ -107,7 +107,7 @@ def load_into(module: nn.Module, folder: str | os.PathLike) -> None:
             was.
     """
     _refuse_transformers(module, "from_pretrained")
-    if quantized := next((name for name, part in module.named_modules() if isinstance(part, KbitWeight)), None):
+    if quantized := next(iter(packed_layers(module)), None):
         raise ValueError(f"{quantized}: found it quantized already, expected a module as it was before quantizing")
     folder = Path(folder)
     file, files = _saved(folder)

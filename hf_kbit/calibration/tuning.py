@@ -40,7 +40,7 @@ from hf_kbit.calibration import stream
 from hf_kbit.calibration.data import LENGTH
 from hf_kbit.calibration.resume import Finished
 from hf_kbit.calibration.trained import Trained, parameter_of
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.nn.weight import KbitWeight, packed_layers
 
 logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
 # By the type of the device that computes; "" is any other than a CPU. Steps unless a number is asked for, tokens of
@@ -167,7 +167,7 @@ def tune_model(
     batches = _batches(_held_out(len(ids)), rows, steps)
     with stream.placed(dense, "", device), _deterministic():
         trained = Trained(layers, None, _vectors(dense), steps, device, stream.dtype_on(device, dense.dtype))
-        others = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
+        others = packed_layers(model)
         others = {name: module.dequantize().to(device, trained.dtype) for name, module in others.items()}
         fixed = {parameter_of(dense, name): weight for name, weight in others.items() if name not in layers}
 

@@ -45,6 +45,11 @@ def _warn_of_lost_decoding(name: str, errors: list[str]) -> None:
     )
 
 
+def packed_layers(model: nn.Module) -> dict[str, "KbitWeight"]:
+    """Layers and projections of a model with a packed weight, by their names."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
+
+
 def distinct(layers: Iterable["KbitWeight"]) -> list["KbitWeight"]:
     """Of layers that are tied to one another only the first."""
     return list({id(layer.weight): layer for layer in reversed(list(layers))}.values())[::-1]

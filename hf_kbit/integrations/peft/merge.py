@@ -10,7 +10,7 @@ from hf_kbit.integrations.peft.merge_report import one_report
 from hf_kbit.integrations.transformers import experts, selection
 from hf_kbit.integrations.transformers.dense import to_dense
 from hf_kbit.nn.experts import KbitProjection
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.nn.weight import packed_layers
 
 
 def report_once(method):
@@ -81,8 +81,7 @@ def merge_and_unload(
     if dequantize and getattr(base, "hf_quantizer", None) is not None:
         return base.dequantize(dtype)
     if dequantize:
-        rest = {name: layer for name, layer in base.named_modules() if isinstance(layer, KbitWeight)}
-        for name, layer in rest.items():
+        for name, layer in packed_layers(base).items():
             if isinstance(layer, KbitProjection):
                 experts.put_back(base, name, dtype)
             else:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import peft
 
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.nn.weight import packed_layers
 
 _peft_prepare = peft.prepare_model_for_kbit_training
 
@@ -33,7 +33,7 @@ def prepare_model_for_kbit_training(model, *args, **kwargs):
     >>> block.gradient_checkpointing, block.input_layernorm.weight.dtype, block.mlp.up_proj.weight.dtype
     (True, torch.float32, torch.float32)
     """
-    if not any(isinstance(module, KbitWeight) for module in model.modules()):
+    if not packed_layers(model):
         return _peft_prepare(model, *args, **kwargs)
     # For the time of this call only: other libraries take the flag for a reason to import bitsandbytes.
     model.is_loaded_in_4bit = True

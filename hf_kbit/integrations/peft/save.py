@@ -2,7 +2,7 @@
 
 import functools
 
-from hf_kbit.nn.weight import KbitWeight, is_sharded, local
+from hf_kbit.nn.weight import is_sharded, local, packed_layers
 from hf_kbit.tensor import KbitTensor
 
 
@@ -12,7 +12,7 @@ def wrap_save_pretrained(save_pretrained):
 
     @functools.wraps(save_pretrained)
     def wrapped(self, save_directory, *args, **kwargs):
-        if any(isinstance(module, KbitWeight) for module in self.modules()):
+        if packed_layers(self):
             given = kwargs.get("state_dict")
             state = self.state_dict() if given is None else given
             kwargs["state_dict"] = {

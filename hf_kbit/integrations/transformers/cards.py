@@ -13,7 +13,7 @@ from yaml import YAMLError
 
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitProjection
-from hf_kbit.nn.weight import KbitWeight, distinct
+from hf_kbit.nn.weight import KbitWeight, distinct, packed_layers
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 FIGURES = "## What quantization cost"
@@ -85,7 +85,7 @@ def widths(model) -> str:
 
 
 def _layers(model) -> list[KbitWeight]:
-    return list(distinct(module for module in model.modules() if isinstance(module, KbitWeight)))
+    return distinct(packed_layers(model).values())
 
 
 def _sizes(model) -> str:

@@ -11,7 +11,7 @@ from hf_kbit.integrations.transformers import experts, selection
 from hf_kbit.integrations.transformers.plain import take_over
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitProjection, place_of
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.nn.weight import KbitWeight, packed_layers
 
 
 def dense_like(layer: KbitWeight, weight: nn.Parameter) -> nn.Module:
@@ -59,7 +59,7 @@ def put_empty(model: nn.Module, names: Iterable[str], device: torch.device | str
 def shown_dense(model: nn.Module) -> Iterator[None]:
     """Inside, a model has dense layers in the places of packed ones, for code that knows no others. What it does to
     their weights, which take no memory, is lost; what it does to biases, buffers and all else stays."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
+    layers = packed_layers(model)
     put_empty(model, layers, "meta")
     projections = {name: layer for name, layer in layers.items() if isinstance(layer, KbitProjection)}
     dense = {name: model.get_submodule(name) for name in layers.keys() - projections.keys()}

@@ -28,7 +28,7 @@ from hf_kbit.checkpoint import (
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX
 from hf_kbit.integrations.transformers.names import Names
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.nn.weight import packed_layers
 
 
 def read_unpacked(files: Iterable[str]) -> dict[str, StoredTensor]:
@@ -151,7 +151,7 @@ def check_tensors(
         ValueError: a tensor has another shape or dtype, is missing or left over; the message names all there are.
     """
     names, expected, ignored = Names(model, conversions), model.state_dict(), _ignored(model)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
+    layers = packed_layers(model)
     problems, found = [], set()
     for module_name, stored_name in packed.items():
         found.update(module_name + suffix for suffix in PACKED_SUFFIXES)

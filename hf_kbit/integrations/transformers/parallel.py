@@ -26,7 +26,7 @@ from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.integrations.transformers import tying
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
-from hf_kbit.nn.weight import KbitWeight, is_sharded, local
+from hf_kbit.nn.weight import KbitWeight, is_sharded, local, packed_layers
 from hf_kbit.packed import Packed
 from hf_kbit.tensor import KbitTensor
 
@@ -43,7 +43,7 @@ def shard_packed(maybe_distribute_model):
 
     @wraps(maybe_distribute_model)
     def wrapped(cls, model, distributed_config, *args, **kwargs):
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
+        layers = packed_layers(model)
         empty = [layer for layer in layers.values() if layer.awaits_dense]
         if empty and distributed_config is not None:
             hooks.require("transformers", hooks.SHARDING_NAMES, "quantizing into shards")
@@ -68,9 +68,8 @@ def gather_once(gather_sharded_state_dict_for_save):
 
     @wraps(gather_sharded_state_dict_for_save)
     def wrapped(self, model_to_save, state_dict, *args, **kwargs):
-        if any(isinstance(module, KbitWeight) for module in model_to_save.modules()):
-            if not any(map(is_sharded, state_dict.values())):
-                return state_dict
+        if packed_layers(model_to_save) and not any(map(is_sharded, state_dict.values())):
+            return state_dict
         return gather_sharded_state_dict_for_save(self, model_to_save, state_dict, *args, **kwargs)
 
     return wrapped

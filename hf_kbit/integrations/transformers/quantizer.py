@@ -49,7 +49,7 @@ from hf_kbit.integrations.transformers.report import logger, report
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection, projections
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.nn.weight import KbitWeight, is_sharded, local, whole
+from hf_kbit.nn.weight import KbitWeight, is_sharded, local, packed_layers, whole
 from hf_kbit.packed import Packed
 from hf_kbit.tensor import PACKED, KbitTensor
 
@@ -354,9 +354,8 @@ class KbitHfQuantizer(HfQuantizer):
         del model.initialize_weights
         shared = getattr(model.config, "distributed_config", None) is not None
         if shared:  # FSDP2 knows layers by their places; code of models that can be shared heeds these marks
-            for layer in model.modules():
-                if isinstance(layer, KbitWeight):
-                    layer.weight._is_hf_initialized = True
+            for layer in packed_layers(model).values():
+                layer.weight._is_hf_initialized = True
         elif not self.pre_quantized:
             self._restore_new_layers(model)
         with nullcontext() if shared else shown_dense(model):
@@ -396,7 +395,7 @@ class KbitHfQuantizer(HfQuantizer):
             )
         checkpoint.refuse(self.problems, "cannot quantize the checkpoint")
         self._check_shapes(model)
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
+        layers = packed_layers(model)
         if not self.pre_quantized:
             self._check_packed(layers)
         checkpoint.refuse(
@@ -456,7 +455,7 @@ class KbitHfQuantizer(HfQuantizer):
     # --- saving, undoing ---
 
     def get_state_dict_and_metadata(self, model):
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
+        layers = packed_layers(model)
         if getattr(model, "_hf_peft_config_loaded", False):  # only adapters are saved
             return super().get_state_dict_and_metadata(model)
         self._record(model, layers)  # merging adapters may have changed exponents
@@ -467,7 +466,7 @@ class KbitHfQuantizer(HfQuantizer):
 
     def _dequantize(self, model, dtype=None):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
+        layers = packed_layers(model)
         offloaded = [name for name, layer in layers.items() if layer.weight.is_meta]
         if offloaded:
             raise ValueError(
@@ -570,7 +569,7 @@ def _unpacked(model):
 def with_quantizer(model):
     """``model`` as it can be saved: itself, or a copy around the same tensors with a quantizer of its own, if it has
     quantized layers and no quantizer: it is a part of a quantized model, or was given such layers by hand."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
+    layers = packed_layers(model)
     adapters_alone = getattr(model, "_hf_peft_config_loaded", False)
     if not layers or adapters_alone or getattr(model, "hf_quantizer", None) is not None:
         return model
