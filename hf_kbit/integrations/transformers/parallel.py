@@ -33,6 +33,22 @@ from hf_kbit.tensor import KbitTensor
 MESHES = ("tp", "ep")  # Transformers' names of them; FSDP2's have others
 
 
+def is_shared(config) -> bool:
+    """Whether the model is about to be spread over several processes.
+
+    Raises:
+        ValueError: each of them is to have some of the layers alone.
+    """
+    plan = getattr(config, "distributed_config", None)
+    sizes = {name: getattr(plan, name, None) or 1 for name in ("tp_size", "fsdp_size", "pp_size", "ep_size")}
+    if sizes["pp_size"] > 1:
+        raise ValueError(
+            f"distributed_config: found pp_size={sizes['pp_size']}, expected none while quantizing: quantize and save "
+            "first, in one process, or by tp_size or fsdp_size"
+        )
+    return max(sizes.values()) > 1
+
+
 def shard_packed(maybe_distribute_model):
     """``maybe_distribute_model``, which shards a model before its weights are loaded, for packed weights too.
 

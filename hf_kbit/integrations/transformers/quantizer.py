@@ -10,8 +10,6 @@ loaded, new heads initialised, hooks for offloading attached, and ``_process_mod
 """
 
 import copy
-import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -21,126 +19,33 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
+from transformers.core_model_loading import ConversionOps, WeightTransform
 from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hf_kbit import allocation, checkpoint
 from hf_kbit.config import KbitConfig
-from hf_kbit.format import ABSMAX_SUFFIX
-from hf_kbit.integrations.transformers import (
-    experts,
-    fit,
-    kernels,
-    mxfp4,
-    parallel,
-    plain,
-    selection,
-    tying,
+from hf_kbit.integrations.transformers import experts, fit, kernels, mxfp4, parallel, plain, selection, tying
+from hf_kbit.integrations.transformers.conversions import (
+    KbitQuantize,
+    assembly,
+    placeholder,
+    unused_conversions,
+    without_packing,
+    would_revert,
 )
 from hf_kbit.integrations.transformers.dense import put_empty, shown_dense, to_dense
 from hf_kbit.integrations.transformers.names import Names, stored_names
-from hf_kbit.integrations.transformers.offload import is_on_disk, read_from_disk
+from hf_kbit.integrations.transformers.offload import read_from_disk
 from hf_kbit.integrations.transformers.report import logger, report
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
-from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_projection, projections
+from hf_kbit.nn.experts import KbitProjection, is_projection
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.weight import KbitWeight, is_sharded, local, packed_layers, whole
-from hf_kbit.packed import Packed
 from hf_kbit.tensor import PACKED, KbitTensor
-
-
-class KbitQuantize(ConversionOps):
-    """Packs a 16-bit weight as soon as it is read."""
-
-    def __init__(self, hf_quantizer: "KbitHfQuantizer"):
-        self.hf_quantizer = hf_quantizer
-
-    @torch.no_grad()
-    def convert(self, input_dict, *args, model=None, missing_keys=None, **kwargs):
-        converted = {}
-        for name, tensor in input_dict.items():
-            tensor = tensor[0] if isinstance(tensor, list) else tensor
-            if (layer := _placeholder(model, name)) is not None:
-                if isinstance(layer, KbitProjection):  # which the checkpoint knows by the name of a tensor
-                    missing_keys.discard(name)
-                    name += checkpoint.WEIGHT_SUFFIX
-                converted |= self._quantize(name, tensor, layer, model, missing_keys)
-            else:
-                converted[name] = tensor
-        return converted
-
-    def _quantize(
-        self, name: str, tensor: torch.Tensor | mxfp4.Mxfp4, layer: KbitWeight, model, missing_keys
-    ) -> dict[str, torch.Tensor]:
-        own_name = name.removesuffix(checkpoint.WEIGHT_SUFFIX)
-        try:
-            if isinstance(tensor, mxfp4.Mxfp4):
-                packed, self.hf_quantizer.from_mxfp4[own_name] = mxfp4.quantize(tensor, layer, own_name)
-            else:
-                packed = layer.quantize(_as_expected(name, tensor.mT if layer.transposed else tensor, layer), name)
-            if packed.lost:
-                self.hf_quantizer.lost[own_name] = packed.lost
-                return self._leave(own_name, tensor, layer, model, missing_keys)
-        except (TypeError, ValueError) as error:
-            # Transformers would swallow it here; it is raised when all weights have been seen.
-            self.hf_quantizer.problems.append(str(error))
-            value = KbitTensor.empty(layer.weight.shape, layer.decoding, layer.dense_dtype, tensor.device)
-        else:
-            layer.untransformed, value = packed.untransformed, layer.as_tensor(packed)
-        self.hf_quantizer.loaded.append(own_name)
-        return {name: parallel.own_part(value, layer.weight)}
-
-    def _leave(self, name: str, tensor, layer: KbitWeight, model, missing_keys) -> dict[str, torch.Tensor]:
-        """The weight as it has come, for the 16-bit layer that is in its place again."""
-        if _is_shared(model.config):  # rules have sharded what was to be packed
-            raise ValueError(
-                f"{name}: found that {self.hf_quantizer.lost.pop(name)}, expected a weight that can be packed where "
-                "several processes load: leave the layer in 16 bits (modules_to_not_convert)"
-            )
-        group = (name, *tying.followers(model, name))
-        put_empty(model, group, "meta")
-        if isinstance(tensor, mxfp4.Mxfp4):
-            del self.hf_quantizer.from_mxfp4[name]
-            dense = mxfp4.dense(tensor, name, layer.dense_dtype)
-            tensor = dense.mT.contiguous() if layer.transposed else dense
-        return {name if isinstance(layer, KbitProjection) else name + checkpoint.WEIGHT_SUFFIX: tensor}
-
-
-class KbitAssemble(ConversionOps):
-    """Makes one weight of the tensors that a quantized checkpoint has of it.
-
-    Transformers has cut planes and scales as a weight is cut that is sharded. Column scales are a
-    vector, which it could not cut: those of models that processes share were read before.
-    """
-
-    def __init__(self, hf_quantizer: "KbitHfQuantizer"):
-        self.hf_quantizer = hf_quantizer  # by which Transformers knows that it must not cast
-
-    def __deepcopy__(self, memo):
-        return self  # it is copied for each weight
-
-    @torch.no_grad()
-    def convert(
-        self, input_dict, source_patterns, *args, full_layer_name=None, model=None, missing_keys=None, **kwargs
-    ):
-        tensors = [tensors[0] if (tensors := input_dict.get(pattern)) else None for pattern in source_patterns]
-        planes, absmax, columns = (*tensors, None)[:3]
-        if isinstance(planes, KbitTensor):  # of a state dict in memory
-            return {full_layer_name: planes}
-        layer = model.get_submodule(full_layer_name.removesuffix(checkpoint.WEIGHT_SUFFIX))
-        if is_on_disk(self.hf_quantizer.device_map, full_layer_name):
-            missing_keys.discard(full_layer_name)
-            return {}  # its layer reads it whenever it runs
-        if self.hf_quantizer.columns:
-            columns = parallel.own_columns(self.hf_quantizer.columns.get(full_layer_name), layer.weight, planes.device)
-        packed = Packed(planes, absmax, layer.decoding, columns)
-        width = local(layer.weight).matrix[1]
-        return {full_layer_name: KbitTensor.of(packed, width, layer.dense_dtype, layer.reads_tiles)}
 
 
 @register_quantizer("kbit")
@@ -205,15 +110,7 @@ class KbitHfQuantizer(HfQuantizer):
             self._prepare(*waiting, weight_conversions)
         experts.fit_transposes(weight_conversions)
         self.made_together = [c.target_patterns for c in weight_conversions if len(c.target_patterns) > 1]
-        return [*self._assembly(), *weight_conversions, *mxfp4.conversions(self.mxfp4)]
-
-    def _assembly(self) -> list[WeightConverter]:
-        """What makes one weight of the tensors of each layer: by whole names, so that it meets nothing else."""
-        if not self.stored:
-            return []
-        names = "|".join(re.escape(name) for name in self.stored)
-        sources = [rf"^({names})\.{name}(?!_)" for name in (PACKED[:2] if self.columns else PACKED)]
-        return [WeightConverter(sources, r"\1.weight", [KbitAssemble(self)])]
+        return [*assembly(self, self.stored), *weight_conversions, *mxfp4.conversions(self.mxfp4)]
 
     def _prepare(self, model, checkpoint_files, use_kernels: bool, conversions: list[WeightTransform]) -> None:
         if not self.pre_quantized and (stored := fit.config_beside(checkpoint_files)) is not None:
@@ -235,7 +132,7 @@ class KbitHfQuantizer(HfQuantizer):
     def _prepare_on_the_fly(self, model, tensors: list[str], names: Names) -> None:
         config, packable = self.quantization_config, selection.Packable(model)
         chosen, self.unusual = packable.choose(config), packable.unusual
-        shared = _is_shared(model.config)
+        shared = parallel.is_shared(model.config)
         fused = {name: is_projection(model, name) for name in chosen}
         weights = [name if fused[name] else f"{name}.weight" for name in chosen if fused[name] or shared]
         fit.check_present(names, model, weights, tensors)
@@ -285,7 +182,7 @@ class KbitHfQuantizer(HfQuantizer):
             fit.check_tensors(target, by, tensors, packed, whole=target is saved)
         self.stored, self.names = [names.renamed(name) for name in packed.values()], packed
         self.files = checkpoint.files_of(files)
-        if _is_shared(model.config):
+        if parallel.is_shared(model.config):
             self.columns = checkpoint.read_columns(self.files, packed)
             model._keys_to_ignore_on_load_unexpected |= {rf"\.{PACKED[2]}$"}
         checkpoint.check_save(files, self.quantization_config.stored, packed.values())
@@ -338,9 +235,9 @@ class KbitHfQuantizer(HfQuantizer):
         for first, *others in self.made_together:
             if first in param_name:
                 names += [param_name.replace(first, other, 1) for other in others]
-        return not self.pre_quantized and any(_placeholder(model, name) is not None for name in names)
+        return not self.pre_quantized and any(placeholder(model, name) is not None for name in names)
 
-    def get_quantize_ops(self) -> KbitQuantize:
+    def get_quantize_ops(self) -> ConversionOps:
         return KbitQuantize(self)
 
     def param_element_size(self, model, param_name: str, param: torch.Tensor) -> float:
@@ -410,7 +307,7 @@ class KbitHfQuantizer(HfQuantizer):
         for layer in layers.values():
             layer.awaits_dense = False
             layer._is_hf_initialized = True  # init_weights() of the model passes it by
-        self._keep_packed_names(model, layers)
+        self.keep_packed_names(model, layers)
         self._record(model, layers)
         report(self, model, layers)
 
@@ -437,12 +334,11 @@ class KbitHfQuantizer(HfQuantizer):
             "this Transformers reads weights in a way that hf_kbit does not know",
         )
 
-    def _keep_packed_names(self, model, layers) -> None:
+    def keep_packed_names(self, model, layers) -> None:
         """Takes out the conversions that saving would revert on packed tensors: to split, merge or rename these."""
-        known = getattr(model, "_weight_conversions", None) or []
-        conversions = [c for c in known if not (mxfp4.collects(c) or _assembles(c))]
-        self._all_weight_conversions = conversions
-        model._weight_conversions = [conversion for conversion in conversions if not _would_revert(conversion, layers)]
+        known = without_packing(getattr(model, "_weight_conversions", None) or [])
+        self._all_weight_conversions = known
+        model._weight_conversions = [c for c in known if not would_revert(c, layers)]
 
     def _record(self, model, layers) -> None:
         names, tied = stored_names(model, layers), tying.tied(model)  # tied ones are stored by another name
@@ -490,7 +386,7 @@ class KbitHfQuantizer(HfQuantizer):
                 if tensor.dtype == previous:  # what is kept in float32 stays there
                     tensor.data = tensor.data.to(dtype)
             model.config.dtype = dtype
-        model._weight_conversions = [*self._all_weight_conversions, *_unused_conversions(model)]
+        model._weight_conversions = [*self._all_weight_conversions, *unused_conversions(model)]
         return model
 
 
@@ -522,39 +418,6 @@ def flattened(model, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     return flat
 
 
-def _unused_conversions(model) -> list[WeightTransform]:
-    """Those by which Transformers saves experts and which did not load these: they were packed then."""
-    names = list(projections(model))
-    return [
-        conversion
-        for conversion in get_model_conversion_mapping(model, add_legacy=False)
-        if not any(used.source_patterns == conversion.source_patterns for used in model._weight_conversions or ())
-        and any(conversion.reverse_transform().rename_source_key(name)[1] is not None for name in names)
-    ]
-
-
-def _assembles(conversion: WeightTransform) -> bool:
-    return any(isinstance(operation, KbitAssemble) for operation in getattr(conversion, "operations", ()))
-
-
-def _as_expected(name: str, tensor: torch.Tensor, layer: KbitWeight) -> torch.Tensor:
-    expected = [*layer.lead, layer.out_features, layer.in_features]
-    if list(tensor.shape) != expected:
-        raise ValueError(f"{name}: found shape {list(tensor.shape)}, expected {expected}")
-    return tensor
-
-
-def _placeholder(model, name: str) -> KbitWeight | None:
-    """The empty layer that a 16-bit tensor of that name is to be packed into, if there is one."""
-    try:
-        module, own = get_module_from_name(model, name)
-    except AttributeError:  # as with names in a conversion that are of other layers
-        return None
-    if isinstance(module, KbitExperts):
-        module, own = module._modules.get(own), "weight"
-    return module if isinstance(module, KbitWeight) and own == "weight" else None
-
-
 def _can_be_packed(module: nn.Module) -> bool:
     return plain.is_linear(module) or is_table(module)
 
@@ -564,52 +427,3 @@ def _unpacked(model):
     for module_name, module in model.named_modules():
         if not isinstance(module, KbitWeight):
             yield from module.named_parameters(module_name, recurse=False)
-
-
-def with_quantizer(model):
-    """``model`` as it can be saved: itself, or a copy around the same tensors with a quantizer of its own, if it has
-    quantized layers and no quantizer: it is a part of a quantized model, or was given such layers by hand."""
-    layers = packed_layers(model)
-    adapters_alone = getattr(model, "_hf_peft_config_loaded", False)
-    if not layers or adapters_alone or getattr(model, "hf_quantizer", None) is not None:
-        return model
-    config = getattr(model.config, "quantization_config", None)
-    if not isinstance(config, KbitConfig):
-        (bits, _), *_ = Counter(layer.bits for layer in layers.values()).most_common()
-        config = KbitConfig(bits=bits)
-    model = copy.copy(model)
-    model.config = copy.deepcopy(model.config)
-    model.hf_quantizer = KbitHfQuantizer(config, pre_quantized=True)
-    model.is_quantized, model.quantization_method = True, config.quant_method
-    model.hf_quantizer._keep_packed_names(model, layers)
-    return model
-
-
-def _is_shared(config) -> bool:
-    """Whether the model is about to be spread over several processes.
-
-    Raises:
-        ValueError: each of them is to have some of the layers alone.
-    """
-    plan = getattr(config, "distributed_config", None)
-    sizes = {name: getattr(plan, name, None) or 1 for name in ("tp_size", "fsdp_size", "pp_size", "ep_size")}
-    if sizes["pp_size"] > 1:
-        raise ValueError(
-            f"distributed_config: found pp_size={sizes['pp_size']}, expected none while quantizing: quantize and save "
-            "first, in one process, or by tp_size or fsdp_size"
-        )
-    return max(sizes.values()) > 1
-
-
-def _would_revert(conversion: WeightTransform, layers: dict[str, KbitWeight]) -> bool:
-    """Whether saving would convert a packed tensor, or give that of a projection the name of a linear layer's, or a
-    weight another name than what belongs to it."""
-    reverse = conversion.reverse_transform()
-    for name, layer in layers.items():
-        renamed, pattern = reverse.rename_source_key(f"{name}.weight")
-        own = name.rpartition(".")[2]
-        projection_lost = isinstance(layer, KbitProjection) and not renamed.endswith(f".{own}.weight")
-        apart = reverse.rename_source_key(f"{name}.weight{ABSMAX_SUFFIX}")[0] != renamed + ABSMAX_SUFFIX
-        if pattern is not None and (isinstance(conversion, WeightConverter) or projection_lost or apart):
-            return True
-    return False

@@ -1,6 +1,8 @@
 """What ``save_pretrained`` does besides where a model is quantized."""
 
+import copy
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import wraps
 
@@ -8,8 +10,9 @@ import torch
 from torch import nn
 
 from hf_kbit.checkpoint import refuse, seal
-from hf_kbit.integrations.transformers.quantizer import with_quantizer
-from hf_kbit.nn.weight import KbitWeight, is_sharded
+from hf_kbit.config import KbitConfig
+from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
+from hf_kbit.nn.weight import KbitWeight, is_sharded, packed_layers
 from hf_kbit.tensor import KbitTensor
 
 
@@ -30,6 +33,25 @@ def wrap(save_pretrained):
         return result
 
     return wrapped
+
+
+def with_quantizer(model):
+    """``model`` as it can be saved: itself, or a copy around the same tensors with a quantizer of its own, if it has
+    quantized layers and no quantizer: it is a part of a quantized model, or was given such layers by hand."""
+    layers = packed_layers(model)
+    adapters_alone = getattr(model, "_hf_peft_config_loaded", False)
+    if not layers or adapters_alone or getattr(model, "hf_quantizer", None) is not None:
+        return model
+    config = getattr(model.config, "quantization_config", None)
+    if not isinstance(config, KbitConfig):
+        (bits, _), *_ = Counter(layer.bits for layer in layers.values()).most_common()
+        config = KbitConfig(bits=bits)
+    model = copy.copy(model)
+    model.config = copy.deepcopy(model.config)
+    model.hf_quantizer = KbitHfQuantizer(config, pre_quantized=True)
+    model.is_quantized, model.quantization_method = True, config.quant_method
+    model.hf_quantizer.keep_packed_names(model, layers)
+    return model
 
 
 def is_kbit(model) -> bool:

@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, 
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
 from hf_kbit import KbitConfig
-from hf_kbit.integrations.transformers.quantizer import KbitQuantize
+from hf_kbit.integrations.transformers.conversions import KbitQuantize
 
 MLP = "model.layers.0.mlp"
 MESSAGE = f"{MLP}: found packed experts, expected 16-bit ones for the kernel 'MegaBlocksMoeMLP'"

@@ -10,7 +10,7 @@ from architectures import ARCHITECTURES
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_kbit import KbitConfig, KbitEmbedding, KbitLinear, quantize_model
-from hf_kbit.integrations.transformers import quantizer, selection
+from hf_kbit.integrations.transformers import parallel, quantizer, selection
 from hf_kbit.nn.weight import KbitWeight
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 128}
@@ -159,7 +159,7 @@ def test_several_processes_refuse_it(monkeypatch, tmp_path):
     model = llama()
     wide(model.model.layers[0].mlp.up_proj.weight.data)
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr(quantizer, "_is_shared", lambda config: True)
+    monkeypatch.setattr(parallel, "is_shared", lambda config: True)
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj: found that 95 of 96 rows .*modules_to_not_conv"):
         LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=KbitConfig(bits=4))
 

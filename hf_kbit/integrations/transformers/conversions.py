@@ -1,0 +1,183 @@
+"""What a packed weight is to the conversions by which Transformers reads and writes checkpoints.
+
+``KbitQuantize`` packs 16-bit weights while these come, ``KbitAssemble`` puts packed ones together. Saving reverts what
+the other conversions of a model have done, which packed tensors must be spared.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
+from transformers.quantizers.quantizers_utils import get_module_from_name
+
+from hf_kbit import checkpoint
+from hf_kbit.format import ABSMAX_SUFFIX
+from hf_kbit.integrations.transformers import mxfp4, parallel, tying
+from hf_kbit.integrations.transformers.dense import put_empty
+from hf_kbit.integrations.transformers.offload import is_on_disk
+from hf_kbit.nn.experts import KbitExperts, KbitProjection, projections
+from hf_kbit.nn.weight import KbitWeight, local
+from hf_kbit.packed import Packed
+from hf_kbit.tensor import PACKED, KbitTensor
+
+if TYPE_CHECKING:
+    from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+class KbitQuantize(ConversionOps):
+    """Packs a 16-bit weight as soon as it is read."""
+
+    def __init__(self, hf_quantizer: "KbitHfQuantizer"):
+        self.hf_quantizer = hf_quantizer
+
+    @torch.no_grad()
+    def convert(self, input_dict, *args, model=None, missing_keys=None, **kwargs):
+        converted = {}
+        for name, tensor in input_dict.items():
+            tensor = tensor[0] if isinstance(tensor, list) else tensor
+            if (layer := placeholder(model, name)) is not None:
+                if isinstance(layer, KbitProjection):  # which the checkpoint knows by the name of a tensor
+                    missing_keys.discard(name)
+                    name += checkpoint.WEIGHT_SUFFIX
+                converted |= self._quantize(name, tensor, layer, model, missing_keys)
+            else:
+                converted[name] = tensor
+        return converted
+
+    def _quantize(
+        self, name: str, tensor: torch.Tensor | mxfp4.Mxfp4, layer: KbitWeight, model, missing_keys
+    ) -> dict[str, torch.Tensor]:
+        own_name = name.removesuffix(checkpoint.WEIGHT_SUFFIX)
+        try:
+            if isinstance(tensor, mxfp4.Mxfp4):
+                packed, self.hf_quantizer.from_mxfp4[own_name] = mxfp4.quantize(tensor, layer, own_name)
+            else:
+                packed = layer.quantize(_as_expected(name, tensor.mT if layer.transposed else tensor, layer), name)
+            if packed.lost:
+                self.hf_quantizer.lost[own_name] = packed.lost
+                return self._leave(own_name, tensor, layer, model, missing_keys)
+        except (TypeError, ValueError) as error:
+            # Transformers would swallow it here; it is raised when all weights have been seen.
+            self.hf_quantizer.problems.append(str(error))
+            value = KbitTensor.empty(layer.weight.shape, layer.decoding, layer.dense_dtype, tensor.device)
+        else:
+            layer.untransformed, value = packed.untransformed, layer.as_tensor(packed)
+        self.hf_quantizer.loaded.append(own_name)
+        return {name: parallel.own_part(value, layer.weight)}
+
+    def _leave(self, name: str, tensor, layer: KbitWeight, model, missing_keys) -> dict[str, torch.Tensor]:
+        """The weight as it has come, for the 16-bit layer that is in its place again."""
+        if parallel.is_shared(model.config):  # rules have sharded what was to be packed
+            raise ValueError(
+                f"{name}: found that {self.hf_quantizer.lost.pop(name)}, expected a weight that can be packed where "
+                "several processes load: leave the layer in 16 bits (modules_to_not_convert)"
+            )
+        group = (name, *tying.followers(model, name))
+        put_empty(model, group, "meta")
+        if isinstance(tensor, mxfp4.Mxfp4):
+            del self.hf_quantizer.from_mxfp4[name]
+            dense = mxfp4.dense(tensor, name, layer.dense_dtype)
+            tensor = dense.mT.contiguous() if layer.transposed else dense
+        return {name if isinstance(layer, KbitProjection) else name + checkpoint.WEIGHT_SUFFIX: tensor}
+
+
+class KbitAssemble(ConversionOps):
+    """Makes one weight of the tensors that a quantized checkpoint has of it.
+
+    Transformers has cut planes and scales as a weight is cut that is sharded. Column scales are a
+    vector, which it could not cut: those of models that processes share were read before.
+    """
+
+    def __init__(self, hf_quantizer: "KbitHfQuantizer"):
+        self.hf_quantizer = hf_quantizer  # by which Transformers knows that it must not cast
+
+    def __deepcopy__(self, memo):
+        return self  # it is copied for each weight
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict, source_patterns, *args, full_layer_name=None, model=None, missing_keys=None, **kwargs
+    ):
+        tensors = [tensors[0] if (tensors := input_dict.get(pattern)) else None for pattern in source_patterns]
+        planes, absmax, columns = (*tensors, None)[:3]
+        if isinstance(planes, KbitTensor):  # of a state dict in memory
+            return {full_layer_name: planes}
+        layer = model.get_submodule(full_layer_name.removesuffix(checkpoint.WEIGHT_SUFFIX))
+        if is_on_disk(self.hf_quantizer.device_map, full_layer_name):
+            missing_keys.discard(full_layer_name)
+            return {}  # its layer reads it whenever it runs
+        if self.hf_quantizer.columns:
+            columns = parallel.own_columns(self.hf_quantizer.columns.get(full_layer_name), layer.weight, planes.device)
+        packed = Packed(planes, absmax, layer.decoding, columns)
+        width = local(layer.weight).matrix[1]
+        return {full_layer_name: KbitTensor.of(packed, width, layer.dense_dtype, layer.reads_tiles)}
+
+
+def placeholder(model, name: str) -> KbitWeight | None:
+    """The empty layer that a 16-bit tensor of that name is to be packed into, if there is one."""
+    try:
+        module, own = get_module_from_name(model, name)
+    except AttributeError:  # as with names in a conversion that are of other layers
+        return None
+    if isinstance(module, KbitExperts):
+        module, own = module._modules.get(own), "weight"
+    return module if isinstance(module, KbitWeight) and own == "weight" else None
+
+
+def _as_expected(name: str, tensor: torch.Tensor, layer: KbitWeight) -> torch.Tensor:
+    expected = [*layer.lead, layer.out_features, layer.in_features]
+    if list(tensor.shape) != expected:
+        raise ValueError(f"{name}: found shape {list(tensor.shape)}, expected {expected}")
+    return tensor
+
+
+def assembly(quantizer: "KbitHfQuantizer", layers: Iterable[str]) -> list[WeightConverter]:
+    """What makes one weight of the tensors of each layer: by whole names, so that it meets nothing else."""
+    names = "|".join(map(re.escape, layers))
+    if not names:
+        return []
+    sources = [rf"^({names})\.{name}(?!_)" for name in (PACKED[:2] if quantizer.columns else PACKED)]
+    return [WeightConverter(sources, r"\1.weight", [KbitAssemble(quantizer)])]
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def without_packing(conversions: Iterable[WeightTransform]) -> list[WeightTransform]:
+    """Those of the model: without ours, which are there for one checkpoint."""
+    return [conversion for conversion in conversions if not (mxfp4.collects(conversion) or _assembles(conversion))]
+
+
+def _assembles(conversion: WeightTransform) -> bool:
+    return any(isinstance(operation, KbitAssemble) for operation in getattr(conversion, "operations", ()))
+
+
+def would_revert(conversion: WeightTransform, layers: Mapping[str, KbitWeight]) -> bool:
+    """Whether saving would convert a packed tensor, or give that of a projection the name of a linear layer's, or a
+    weight another name than what belongs to it."""
+    reverse = conversion.reverse_transform()
+    for name, layer in layers.items():
+        renamed, pattern = reverse.rename_source_key(f"{name}.weight")
+        own = name.rpartition(".")[2]
+        projection_lost = isinstance(layer, KbitProjection) and not renamed.endswith(f".{own}.weight")
+        apart = reverse.rename_source_key(f"{name}.weight{ABSMAX_SUFFIX}")[0] != renamed + ABSMAX_SUFFIX
+        if pattern is not None and (isinstance(conversion, WeightConverter) or projection_lost or apart):
+            return True
+    return False
+
+
+def unused_conversions(model) -> list[WeightTransform]:
+    """Those by which Transformers saves experts and which did not load these: they were packed then."""
+    names = list(projections(model))
+    return [
+        conversion
+        for conversion in get_model_conversion_mapping(model, add_legacy=False)
+        if not any(used.source_patterns == conversion.source_patterns for used in model._weight_conversions or ())
+        and any(conversion.reverse_transform().rename_source_key(name)[1] is not None for name in names)
+    ]
