@@ -105,6 +105,20 @@ def assert_dequantize_is_refused(model, expected):
 # --- device_map -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device_map", DEVICE_MAPS.values(), ids=DEVICE_MAPS)
+def test_a_device_map_with_disk(expected, saved, tmp_path, device_map):
+    """What is on disk is read for each call, cannot be decoded in place, and is saved again to the same bytes."""
+    offloaded = load(saved, device_map=device_map, offload_folder=tmp_path / "offload")
+    on_disk = {name for name, place in device_map.items() if place == "disk"}
+    for name, parameter in offloaded.named_parameters():
+        assert parameter.is_meta == any(f"{name}.".startswith(f"{module}.") or not module for module in on_disk)
+    assert_same_outputs(offloaded, expected)
+    assert_dequantize_is_refused(offloaded, expected)
+    offloaded.save_pretrained(tmp_path / "again")
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "again" / file).read_bytes() == (saved / file).read_bytes(), file
+
+
 def test_offloaded_by_accelerate(expected, saved, tmp_path):
     offloaded = load(saved)
     accelerate.cpu_offload(offloaded, execution_device="cpu")
