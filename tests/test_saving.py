@@ -56,6 +56,7 @@ SETTINGS = {
     "plain": {"bits": 4},
     "widths": {"bits": 2, "module_bits": {"proj": 5}},
     "version 1": {"bits": 3, "transform": "none", "codebook": "int"},
+    "levels of each": {"bits": 2},
     "table": {"bits": 4, "embedding_bits": 5},
 }
 
