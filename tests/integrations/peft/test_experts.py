@@ -230,7 +230,7 @@ def test_float32_adapters_over_bfloat16(rank, autocast, device):
 
 def test_neither_the_weights_nor_what_is_added_are_made(monkeypatch):
     """Nothing as large as a tensor of experts, forward or backward; PEFT makes several."""
-    monkeypatch.setattr(hf_kbit.nn.weight.KbitWeight, "dequantize", None)
+    monkeypatch.setattr(KbitTensor, "dequantize", None)
 
     class Largest(TorchDispatchMode):
         numel = 0
