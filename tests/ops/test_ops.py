@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from hf_kbit import format, reference
 from hf_kbit.ops import dequantize, embed, gemm, quantize, repack
 
-OPS = torch.ops.hf_kbit
 TRANSFORMS = [(False, False), *cases.TRANSFORMS]
 BOTH = pytest.mark.parametrize("form", ["planes", "tiles"])
 
