@@ -33,8 +33,7 @@ class KbitConfig(QuantizationConfigMixin):
             ``"none"``, less accurate, which every version of hf_kbit reads.
         modules_to_not_convert: patterns of modules to leave in 16 bits. Left by default are the output embedding
             (``lm_head``) and other layers outside the base model, routers of mixtures, tied weights, what the model
-            keeps in float32, layers whose weight other code reads, and those with more than a weight and a bias. A
-            pattern that matches nothing is refused.
+            keeps in float32, and layers with more than a weight and a bias. A pattern that matches nothing is refused.
         skip_default_modules: False quantizes the output embedding and other layers outside the base model too.
         module_bits: ``{pattern: bits}``, or a list of pairs, for layers of another width; None leaves a layer in 16
             bits. The first pattern that matches decides, over the default skips too: ``{"lm_head": 5}`` quantizes the

@@ -103,8 +103,8 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
 
         Raises:
             TypeError: the table has another dtype.
-            ValueError: it renormalises its rows, has sparse gradients or a class that reads it in a way of its own; or
-                it holds NaN or infinity, or a setting is out of range.
+            ValueError: it renormalises its rows, has sparse gradients, or uses a name that ours uses; or it holds NaN
+                or infinity, or a setting is out of range.
 
         >>> KbitEmbedding.from_embedding(nn.Embedding(10, 64), bits=2).weight
         KbitTensor(shape=(10, 64), dtype=torch.float32, device=cpu, bits=2)
