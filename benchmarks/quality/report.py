@@ -202,7 +202,7 @@ def where_from(methods: dict[tuple, dict]) -> str:
     return "\n\n".join(
         wrapped(f"Measured on {where}, {date}, with {', '.join(map(' '.join, versions.items()))}:")
         + "\n\n```bash\n"
-        + "\n".join(commands)
+        + "\n".join(map(wrapped_command, commands))
         + "\n```"
         for (where, date), (versions, commands) in found.items()
     )
@@ -210,6 +210,13 @@ def where_from(methods: dict[tuple, dict]) -> str:
 
 def wrapped(paragraph: str) -> str:
     return textwrap.fill(paragraph, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def wrapped_command(command: str) -> str:
+    """``command`` in lines of 120 characters, broken outside of quotes; not indented, for one argument has as many."""
+    whole = re.sub("'[^']*'", lambda quoted: quoted[0].replace(" ", "\0"), command)
+    lines = textwrap.wrap(whole, 118, break_long_words=False, break_on_hyphens=False) if len(whole) > 120 else [whole]
+    return " \\\n".join(lines).replace("\0", " ")
 
 
 LANGUAGE_MODELS = {SMOLLM2: partial(relative_targets, targets=SMOLLM2_TARGETS), TRAINED: trained_targets}
