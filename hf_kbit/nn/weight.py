@@ -4,6 +4,7 @@ import math
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -313,9 +314,18 @@ class KbitWeight(nn.Module):
 
     # --- nn.Module's ways in and out ---
 
-    def _apply(self, fn, recurse=True):
+    @contextmanager
+    def _without_weight(self) -> Iterator[torch.Tensor]:
+        """Inside, the layer has all but its weight, which methods of nn.Module would take for any tensor."""
         weight = self._parameters.pop("weight")
-        super()._apply(fn, recurse)
+        try:
+            yield weight
+        finally:
+            self._parameters = {"weight": weight, **self._parameters}
+
+    def _apply(self, fn, recurse=True):
+        with self._without_weight() as weight:
+            super()._apply(fn, recurse)
         with torch.no_grad():
             made = fn(weight)
             if not isinstance(local(made), KbitTensor):  # model.type() casts to integers
@@ -324,9 +334,8 @@ class KbitWeight(nn.Module):
             if isinstance(made, KbitTensor) and made.is_meta == weight.is_meta:
                 weight.data = made  # in place: layers that are tied stay so
             else:
-                weight = nn.Parameter(made, requires_grad=False)
-        self._parameters = {"weight": weight, **self._parameters}
-        self._take(weight)
+                self._parameters["weight"] = nn.Parameter(made, requires_grad=False)
+        self._take(self._parameters["weight"])
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
@@ -351,9 +360,8 @@ class KbitWeight(nn.Module):
                 errors.append(str(error))
             else:
                 self._load_value(value, local_metadata.get("assign_to_params_buffers", False))
-        own = self._parameters.pop("weight")
-        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing, unexpected, errors)
-        self._parameters = {"weight": own, **self._parameters}
+        with self._without_weight():
+            super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing, unexpected, errors)
 
     def _received(self, given: torch.Tensor) -> torch.Tensor:
         """What is in a state dict, but for shards that another process has sent as floats: those as a weight."""

@@ -44,3 +44,20 @@ def test_a_quantized_model_knows_the_names_of_its_layers():
     quantize_model(made, KbitConfig(bits=3, skip_default_modules=False))
     with pytest.raises(ValueError, match=r"^0.up: x: found shape \[1, 3\]"):
         copy.deepcopy(made)[0]["up"](torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("kind", range(3))
+@pytest.mark.parametrize("fails", ["weight", "bias"])
+def test_a_move_that_fails_leaves_the_weight(kind, fails):
+    made, inputs = layers()[kind]
+    before = made(*inputs)
+
+    def move(tensor):
+        if (tensor.dim() > 1) == (fails == "weight"):
+            raise MemoryError
+        return tensor
+
+    if fails == "weight" or kind == 0:  # the others have no bias
+        with pytest.raises(MemoryError):
+            made._apply(move)
+    assert torch.equal(made(*inputs), before) and next(iter(made.state_dict())) == "weight"
