@@ -34,13 +34,9 @@ from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.experts import is_projection
 from hf_kbit.nn.weight import KbitWeight
 
-ASKED = 8  # tokens that a model reads to tell what it keeps of them
-CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")  # names of the cache among a model's outputs
 LOGITS = 1 << 27  # as many at once, with their gradients
 SEED = 0  # of the tokens that are drawn
 SEQUENCES = 8  # of a text, unless others are asked for
-ENOUGH_FOR_LAYERS = 4  # bits on average, with which tables may take 16
-UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 def choose_widths(

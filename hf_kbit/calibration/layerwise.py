@@ -175,7 +175,7 @@ class Calibration:
         self.model, self.solving, self.progress = model, solving, progress
         self.quantizer, self.solver = KbitHfQuantizer(config, pre_quantized=False), METHODS[solving.method]
         self.device = stream.resolve(device, model)
-        self.done, self.errors, self.finished = {}, [], None
+        self.errors, self.finished = [], None
         self.of_experts = self.without_data = 0
 
     @torch.no_grad()

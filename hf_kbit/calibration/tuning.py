@@ -49,7 +49,6 @@ STEPS, TOKENS = {"cpu": 200, "": 1000}, {"cpu": 1024, "": 8192}
 LAYER_STEPS = 5  # of the steps for the whole model, one of so many is taken for each layer
 AMOUNTS = {"cpu": (256, 256), "": (4096, 640)}
 HELD_OUT, MOST_HELD_OUT = 16, 64  # one of so many sequences, and at most so many of them
-KEPT = 300  # seconds after which a run that may be killed writes where it is, again and again
 SEED, TINY = 0, 1e-20
 CHUNK = 1 << 27  # logits whose probabilities are in memory at a time, in float32
 # Bytes for each weight of the whole model: its code, and its share of a scale with gradient and moments; what is
