@@ -42,9 +42,9 @@ class Text:
         given = isinstance(self.data, torch.Tensor) and self.data.dim() == 2
         return self.data.shape[1] if given else self.length
 
-    def ids(self, model: PreTrainedModel) -> torch.Tensor:
+    def ids(self, model: PreTrainedModel, **source: Any) -> torch.Tensor:
         """int64 ``[n, length]`` on the model's device (``token_ids``)."""
-        return token_ids(self.data, self.tokenizer, model, self.sequences, self.length)
+        return token_ids(self.data, self.tokenizer, model, self.sequences, self.length, **source)
 
 
 def token_ids(
@@ -53,9 +53,10 @@ def token_ids(
     model: PreTrainedModel,
     sequences: int | None = None,
     length: int | None = None,
+    **source: Any,
 ) -> torch.Tensor:
     """int64 ``[n, length]`` on the model's device: ids as they are given, or at most ``sequences`` of a text, of the
-    built-in one for None.
+    built-in one for None. ``source`` is of ``tokenizer_of``, where the tokenizer is the model's own.
 
     Raises:
         TypeError, ValueError: as ``calibrate``.
@@ -65,7 +66,7 @@ def token_ids(
     limit = getattr(config, "max_position_embeddings", None)  # where there is no such number, no limit
     if not isinstance(data, torch.Tensor):
         text = text_of(data)
-        tokenizer = tokenizer or tokenizer_of(model.name_or_path)
+        tokenizer = tokenizer or tokenizer_of(model.name_or_path, **source)
         if tokenizer is None:
             raise ValueError("tokenizer: found none, expected one, for the data is a text")
         data = _cut(text, tokenizer, min(length, limit or length, tokenizer.model_max_length), sequences)

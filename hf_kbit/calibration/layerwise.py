@@ -17,7 +17,7 @@ from transformers.utils import logging
 import hf_kbit
 from hf_kbit.allocation import stored_weights, units
 from hf_kbit.calibration import experts, feedback, moments, stream, tuning, weighted
-from hf_kbit.calibration.data import SEQUENCES, Text, tokenizer_of
+from hf_kbit.calibration.data import SEQUENCES, Text
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.rounding import round_linear, round_projection
 from hf_kbit.calibration.writing import write
@@ -138,12 +138,10 @@ def calibrate(
             f"bits: found {config.bits}, expected 2, 3, 4 or 5, or the config that hf_kbit.choose_widths returns for "
             "such a mean"
         )
+    source = {"revision": revision, "trust_remote_code": trust_remote_code}
     if not isinstance(model, nn.Module):
-        source = {"revision": revision, "trust_remote_code": trust_remote_code}
         model = load(model, **source)
-        if text.tokenizer is None and not isinstance(data, torch.Tensor):
-            text = replace(text, tokenizer=tokenizer_of(model.name_or_path, **source))
-    return Calibration(model, config, solving, device, progress).of(text)
+    return Calibration(model, config, solving, device, progress).of(text, **source)
 
 
 def sort(settings: dict[str, Any], *kinds: type) -> tuple[Any, ...]:
@@ -174,29 +172,30 @@ class Calibration:
     def __init__(self, model: PreTrainedModel, config: KbitConfig, solving: Solving, device=None, progress=False):
         self.model, self.solving, self.progress = model, solving, progress
         self.quantizer, self.solver = KbitHfQuantizer(config, pre_quantized=False), METHODS[solving.method]
-        self.device = stream.resolve(device, model)
+        self.device = device
         self.errors, self.finished = [], None
         self.of_experts = self.without_data = 0
 
     @torch.no_grad()
-    def of(self, text: Text) -> PreTrainedModel:
-        """All of it, for the inputs that this text gives: the model."""
-        self.plan(text)
+    def of(self, text: Text, **source: Any) -> PreTrainedModel:
+        """All of it, for the inputs that this text gives: the model; ``source`` is of the tokenizer."""
+        self.plan(text, **source)
         self.run()
         return self.finish()
 
-    def plan(self, text: Text) -> None:
+    def plan(self, text: Text, **source: Any) -> None:
         """Chooses the layers, and the ids to read. After an error the model is as it was."""
         model, solving = self.model, self.solving
         self.packable, widths = _check_model(model, self.quantizer.quantization_config)
         tuning.check(model, solving.tune)
+        self.device = stream.resolve(self.device, model)
         if solving.tune and solving.tune_whole:
             tuning.check_room(model, stored_weights(model, widths), text.tokens, self.device)
         widths = leave_lost(model, widths, self.quantizer, self.device)
         if text.data is None:
             own = written(model, text.sequences, text.length, solving.tune, self.device, self.progress)
             text = replace(text, data=own)
-        self.ids = self.text = text.ids(model)
+        self.ids = self.text = text.ids(model, **source)
         self.steps = tuning.steps_on(self.device, solving.tune)
         if self.steps:
             tuning.check(model, solving.tune, len(self.text))

@@ -70,7 +70,7 @@ def test_calibrate_passes_them_on(monkeypatch):
     monkeypatch.setattr("hf_kbit.calibration.data.token_ids", token := Mock(side_effect=token_ids))
     model, tokenizer = llama(16), byte_tokenizer()
     hf_kbit.calibrate(model, TEXT, tokenizer=tokenizer, sequences=3, length=9, method="weighted")
-    token.assert_called_once_with(TEXT, tokenizer, model, 3, 9)
+    token.assert_called_once_with(TEXT, tokenizer, model, 3, 9, revision=None, trust_remote_code=False)
 
 
 # --- cutting --------------------------------------------------------------------------------------

@@ -167,7 +167,8 @@ def test_a_folder_whose_class_is_no_model(tmp_path):
         hf_kbit.calibrate(tmp_path, IDS)
 
 
-def test_revision_and_code_reach_all_that_is_loaded(monkeypatch, tmp_path):
+@pytest.mark.parametrize("loaded", [False, True])
+def test_revision_and_code_reach_all_that_is_loaded(loaded, monkeypatch, tmp_path):
     llama().save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     asked = []
@@ -179,7 +180,9 @@ def test_revision_and_code_reach_all_that_is_loaded(monkeypatch, tmp_path):
 
         monkeypatch.setattr(loader, "from_pretrained", recorded)
     text = "What a model reads while it is calibrated. " * 5
-    hf_kbit.calibrate(tmp_path, text, method="weighted", revision="v1", trust_remote_code=True)
+    source = {"revision": "v1", "trust_remote_code": True}
+    model = LlamaForCausalLM.from_pretrained(tmp_path, **source) if loaded else tmp_path
+    hf_kbit.calibrate(model, text, method="weighted", **source)
     assert set(asked) == {(name, "v1", True) for name in ("AutoConfig", "LlamaForCausalLM", "AutoTokenizer")}
 
 
@@ -301,6 +304,11 @@ def test_what_is_not_finite_is_refused():
 def test_arguments_that_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         hf_kbit.calibrate(llama(), IDS, **arguments)
+
+
+def test_what_is_no_model_of_transformers_is_refused():
+    with pytest.raises(ValueError, match="found Sequential, expected a model that reads token ids"):
+        hf_kbit.calibrate(nn.Sequential(nn.Linear(64, 64)), IDS)
 
 
 def test_a_quantized_model_is_refused():
