@@ -10,9 +10,8 @@ from functools import cache
 from statistics import NormalDist
 
 import torch
-import torch.nn.functional as F
 
-from hf_kbit.format import BITS, BLOCK_SIZE, check_bits
+from hf_kbit.format import BITS, check_bits
 
 Levels = tuple[float, ...]
 
@@ -76,51 +75,30 @@ def normal_float(bits: int) -> Levels:
     return canonical(lower + [-level for level in lower], bits)
 
 
-def _gaussian_blocks(count: int) -> torch.Tensor:
-    """float64 ``[count, 32]``: numbers of N(0, 1) without order, the same on every machine (hashes of their index)."""
-    hashed = torch.arange(1, count * BLOCK_SIZE + 1) * -7046029254386353131
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
-        hashed = (hashed ^ (hashed >> shift & (1 << 64 - shift) - 1)) * factor
-    uniform = ((hashed >> 12 & (1 << 52) - 1).double() + 0.5) / 2**52
-    return torch.special.ndtri(uniform).view(count, BLOCK_SIZE)
-
-
-def _lloyd(weights: torch.Tensor, levels: torch.Tensor, turns: int) -> torch.Tensor:
-    """Refines ascending float64 levels, the last of which is 1 and the largest, on blocks of float64 ``[count, 32]``.
-
-    Weights are taken in steps of 1/128, scales are those of E4M4 from 1 to 3.875, in steps of 1/16. So errors come
-    from a table of both, and all sums are of whole numbers that float64 holds: no order of adding changes them.
-    """
-    weights = (weights * 128).round().long()
-    least, most = torch.stack(torch.aminmax(weights)).tolist()
-    scales = torch.tensor([step * i for step in (1, 2) for i in range(16, 32)])
-    values = torch.arange(least, most + 1)[:, None]
-    ratios = values.double() / (128 * scales.double() / 16)
-    products, squares = (values * scales).double(), scales.square().expand_as(ratios).double()
-    for _ in range(turns):
-        codes = torch.bucketize(ratios, (levels[1:] + levels[:-1]) / 2)
-        errors = ((ratios - levels[codes]) * scales).square().mul(2**20).round()
-        chosen = F.embedding_bag(weights - least, errors, mode="sum").argmin(dim=1, keepdim=True)
-        pairs = ((weights - least) * len(scales) + chosen).flatten()
-        counts = torch.bincount(pairs, minlength=ratios.numel()).view_as(ratios)
-        sums = (
-            torch.bincount(codes.flatten(), (part * counts).flatten(), len(levels)) for part in (products, squares)
-        )
-        mean = next(sums) / next(sums)
-        levels = levels + 1.8 * (mean / mean[-1] - levels)
-        levels = levels / levels[-1]
-    return levels
+# In units of 2**-13, as benchmarks/optimal_levels.py finds them: for scales without signs those above zero, whose
+# opposites are levels too; for scales with signs all.
+_SYMMETRIC = {
+    2: (2344, 8192),
+    3: (865, 2707, 4919, 8192),
+    4: (390, 1181, 2006, 2876, 3837, 4939, 6288, 8192),
+    5: (177, 535, 901, 1282, 1672, 2061, 2465, 2886, 3326, 3799, 4287, 4820, 5419, 6086, 6826, 8192),
+}
+_WITH_SIGNS = {
+    2: (-5771, -1246, 2751, 8192),
+    3: (-6370, -3899, -2048, -412, 1194, 2920, 5020, 8192),
+    4: (-6181, -4854, -3802, -2888, -2080, -1319, -594, 113, 818, 1563, 2358, 3207, 4134, 5192, 6560, 8192),
+    5: (-5952, -5287, -4668, -4153, -3686, -3254, -2851, -2454, -2086, -1737, -1392, -1047, -710, -383, -59)
+    + (265, 599, 937, 1273, 1606, 1957, 2326, 2707, 3105, 3524, 3972, 4453, 4970, 5530, 6160, 6787, 8192),
+}
 
 
 @cache
 def optimal(bits: int, signed: bool = False) -> Levels:
     """The levels with the least squared error for blocks of Gaussian weights whose scales are searched.
 
-    Lloyd's iteration on 4096 blocks: with these levels each block takes the best of the scales that E4M4 has, each
-    weight the nearest level; then each level becomes the mean of its weights over their scales, weighted by the
-    squares of the scales, as far as the error of a weight counts. Steps are taken 1.8 times as far, which needs half
-    as many. It takes some tenths of a second, once in a process. The levels are multiples of 2**-13, the same on
-    every machine.
+    They are multiples of 2**-13. Lloyd's iteration has found them: each block takes the best of the scales that E4M4
+    has, each weight the nearest level; then each level becomes the mean of its weights over their scales, weighted by
+    the squares of the scales, as far as the error of a weight counts.
 
     Args:
         bits: 2 to 5.
@@ -135,21 +113,8 @@ def optimal(bits: int, signed: bool = False) -> Levels:
     >>> [round(level, 2) for level in optimal(2, signed=True)]
     [-0.7, -0.15, 0.34, 1.0]
     """
-    count = 2 ** check_bits(bits) if signed else 2 ** (bits - 1)
-    with torch.device("cpu"):  # whatever the default is: meta while a model is loaded
-        weights = _gaussian_blocks(4096)
-        # Quantiles of N(0, 3): as dense as fine levels are best, by the cube root of the density of weights (Panter
-        # and Dite 1951); its tails are cut, for a block ends at its scale.
-        share = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-        if signed:
-            weights = weights * weights.gather(1, weights.abs().argmax(1, keepdim=True)).sign()
-            levels = torch.special.ndtri(0.12 + 0.83 * share)
-        else:
-            weights = weights.abs()
-            levels = torch.special.ndtri(0.5 + 0.45 * share)
-        refined = _lloyd(weights, levels / levels[-1], turns=24 if signed else 12)
-        rounded = [round(level * 2**13) / 2**13 for level in refined.tolist()]
-    return canonical(rounded if signed else [*rounded, *(-level for level in rounded)], bits)
+    units = (_WITH_SIGNS if signed else _SYMMETRIC)[check_bits(bits)]
+    return canonical([unit / 2**13 for unit in (units if signed else (*units, *(-unit for unit in units)))], bits)
 
 
 @cache
