@@ -66,8 +66,7 @@ LAYERS = st.lists(
 @settings(deadline=None, max_examples=60)
 def test_best_for_layers_of_one_size(layers, bits):
     """No other choice that fits is better."""
-    budget = bits * sum(layer.weights for layer in layers.values())
-    chosen = spend(layers, budget)
+    budget, chosen = bits * sum(layer.weights for layer in layers.values()), spend(layers, bits)
     assert used(layers, chosen) <= budget
     others = (dict(zip(layers, widths, strict=True)) for widths in itertools.product(BITS, repeat=len(layers)))
     best = min(total(layers, other) for other in others if used(layers, other) <= budget)
@@ -81,7 +80,7 @@ def test_nothing_that_fits_is_left(layers, bits, grown):
     sized = enumerate(layers.items())
     layers = {name: Layer(layer.weights * grown**place, layer.costs) for place, (name, layer) in sized}
     left = bits * sum(layer.weights for layer in layers.values())
-    left -= used(layers, chosen := spend(layers, left))
+    left -= used(layers, chosen := spend(layers, bits))
     assert 0 <= left and all(chosen[name] == 5 or layer.weights > left for name, layer in layers.items())
 
 
@@ -89,7 +88,7 @@ def test_bits_go_where_a_weight_gains_most():
     """To ten small layers rather than to the one large layer that gains more than any of them."""
     layers = {f"small {n}": Layer(100, convex(4, (0.25, 0.25, 0.25))) for n in range(10)}
     layers |= {"large": Layer(1000, convex(10, (0.25, 0.25, 0.25)))}
-    assert spend(layers, 2 * 2000 + 1000) == {name: 2 if name == "large" else 3 for name in layers}
+    assert spend(layers, 2.5) == {name: 2 if name == "large" else 3 for name in layers}
 
 
 def is_turned(model, name: str) -> bool:

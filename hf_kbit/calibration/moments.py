@@ -1,5 +1,4 @@
-"""What goes into the linear layers of one layer of the model: in which order, its second moments, and what follows
-from them for the weight to aim at."""
+"""What goes into the linear layers of one layer of the model: in which order, its second moments, and what follows."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -56,13 +55,8 @@ def groups(linears: dict[str, nn.Module], run: Callable[[], Any]) -> list[Group]
 
 
 def moments(linear: nn.Module, group: Group, runs: Iterable[tuple[Callable, Callable | None]], diagonal: bool):
-    """The ``Moments`` of a group, one of whose layers is ``linear``.
-
-    Args:
-        runs: for each part of the data what runs it through the quantized layers, and, to find the drift, what runs
-            it through the dense ones.
-        diagonal: whether the diagonal is enough; there is no drift then.
-    """
+    """The ``Moments`` of a group, one of whose layers is ``linear``; ``runs`` are for each part of the data what runs
+    it through the quantized layers, and, to find the drift, what runs it through the dense ones."""
     second, drift = 0.0, None
     for run, run_dense in runs:
         x = _inputs(linear, run, group.once)
@@ -133,11 +127,7 @@ def damping_of(hessian: torch.Tensor, share: float) -> torch.Tensor:
 
 def cholesky(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
     """The lower Cholesky factor ``[K, K]`` of the Hessian with ``damping`` on its diagonal: float32, or float64 where
-    float32 finds none.
-
-    Raises:
-        ValueError: the Hessian is not positive semidefinite.
-    """
+    float32 finds none."""
     for dtype in (torch.float32, torch.float64):
         damped = hessian.to(dtype, copy=True)
         damped.diagonal().add_(damping)
@@ -148,21 +138,12 @@ def cholesky(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
 
 
 def aim(weight: torch.Tensor, moments: Moments) -> torch.Tensor:
-    """The weight to quantize, which makes up for part of the drift of its inputs.
+    """The weight to quantize instead of ``weight``, float32 ``[N, K]``, to make up for part of the drift of its
+    inputs.
 
     It lies on the way from ``weight`` to ``weight @ (H + drift) @ inverse(H)`` for the Hessian H: the weight whose
     outputs for today's inputs are nearest to those of ``weight`` for the inputs in 16 bits. Only part of the way is
-    taken, since both are known from a sample.
-
-    Args:
-        weight: float32 ``[N, K]``.
-        moments: with drift, or without, when the weight stays as it is.
-
-    Returns:
-        float32 ``[N, K]``.
-
-    Raises:
-        ValueError: the Hessian is not positive semidefinite.
+    taken, since both are known from a sample. Without drift the weight stays as it is.
 
     Source: the objective is that of GPTAQ (arXiv:2504.02692), which weaves it into the feedback; here the weight is
     changed first, so that any solver can follow.

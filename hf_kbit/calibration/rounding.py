@@ -26,7 +26,7 @@ FEW = 1 / 8
 
 
 def round_linear(name: str, layer: KbitLinear, dense: nn.Module, moments: Moments, solver: ModuleType) -> None:
-    """Raises ValueError, which names the layer, if moments are NaN or infinite."""
+    """Gives a linear layer its weight."""
     _check(name, moments)
     weight = dense.weight.T if isinstance(dense, Conv1D) else dense.weight
     # Feedback lost more with column scales for the inputs: it has all of their moments anyway.

@@ -1,15 +1,16 @@
 """Leads data through a model one layer at a time."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hf_kbit.allocation import elements
@@ -37,6 +38,25 @@ def dtype_on(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if device.type == "cpu" and dtype in halves else dtype
 
 
+def usual(of_types: Mapping[str, Any], device: torch.device) -> Any:
+    """What is usual on a device, of a table by types of devices in which "" is any other."""
+    return of_types.get(device.type, of_types[""])
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Bytes of it that are free, and all."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+def moved_bytes(model: nn.Module, device: torch.device) -> int:
+    """What a model takes on a device beside what is there already in the dtype to compute in."""
+    tensors = [(x, dtype_on(device, x.dtype)) for x in (*model.parameters(), *model.buffers())]
+    return sum(x.numel() * dtype.itemsize for x, dtype in tensors if (x.device, x.dtype) != (device, dtype))
+
+
 def is_causal(config: PreTrainedConfig) -> bool:
     """Whether the model reads none of the tokens after a token."""
     encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
@@ -47,12 +67,16 @@ def reads_tokens(model: nn.Module) -> bool:
     return "input_ids" in inspect.signature(model.forward).parameters
 
 
-def check(model: nn.Module, layers: dict[str, list[str]], ids: torch.Tensor, device: torch.device) -> None:
-    """Runs two short sequences, and refuses the model if a layer that is to be quantized reads nothing of them.
+def predicts_tokens(model: nn.Module) -> bool:
+    """Whether it is a causal language model of Transformers."""
+    if not isinstance(model, PreTrainedModel):
+        return False
+    return is_causal(model.config) and model.can_generate() and reads_tokens(model)
 
-    Raises:
-        ValueError: the model needs more than tokens, or a layer reads none of them.
-    """
+
+def check(model: nn.Module, layers: dict[str, list[str]], ids: torch.Tensor, device: torch.device) -> None:
+    """Runs two short sequences, and refuses a model that needs more than tokens, or one of whose layers to quantize
+    reads none of them."""
     called, ids = set(), ids[:2, :16]
     hooked = {*layers, *(name for names in layers.values() for name in names)}
     hooks = [
@@ -94,24 +118,18 @@ def stream(
     is visited, and its inputs and outputs are where and as the model has them. After the last of ``names`` the pass
     ends, before its outputs are computed, and None is returned, unless ``to_end``.
     """
-    waiting, running = set(names), set()
-    modules = {name: model.get_submodule(name) for name in dict.fromkeys((*names, *elements(model)))}
-    originals = {name: module.forward for name, module in modules.items()}
-    dtype = model.dtype
+    waiting, running, dtype = set(names), set(), model.dtype
 
-    def kept(value):
-        """As the model has it between two layers, where they compute in another dtype."""
-        return value.to(dtype) if _of_dtype(value, dtype_on(device, dtype)) else value
-
-    def forward(name, *args, **kwargs):
+    def forward(name, original, *args, **kwargs):
         if name in running:  # a part, from the inside of a call for all
-            return originals[name](*args, **kwargs)
+            return original(*args, **kwargs)
         leaves, form = tree_flatten((args, kwargs))
 
         def run(rows: slice):
             given = [x[rows] if _of_all(x, len(ids)) else x for x in leaves]
-            part_args, part_kwargs = tree_unflatten([_computing(_on(x, device)) for x in given], form)
-            return tree_map(kept, model.get_submodule(name)(*part_args, **part_kwargs))
+            part_args, part_kwargs = tree_unflatten([_there(x, device) for x in given], form)
+            output = model.get_submodule(name)(*part_args, **part_kwargs)
+            return tree_map(partial(_kept, device=device, dtype=dtype), output)
 
         running.add(name)
         with placed(model, name, device):
@@ -123,11 +141,17 @@ def stream(
         running.remove(name)
         return output
 
-    with forwards({module: partial(forward, name) for name, module in modules.items()}):
+    with _walked(model, names, forward):
         try:
             return forward_pass(model, ids)
         except _Finished:
             return None
+
+
+def _walked(model: nn.Module, names: Iterable[str], forward: Callable) -> AbstractContextManager[None]:
+    """Inside, ``forward(name, original, ...)`` is called in place of layers: ``names`` and all elements of lists."""
+    modules = {name: model.get_submodule(name) for name in dict.fromkeys((*names, *elements(model)))}
+    return forwards({module: partial(forward, name, module.forward) for name, module in modules.items()})
 
 
 @contextmanager
@@ -166,22 +190,21 @@ def recomputed(model: nn.Module, names: Iterable[str], device: torch.device) -> 
     takes part in all of them: for its gradient, which is 0, the backward pass goes through them all, whatever of the
     model needs a gradient. Parameters get none.
     """
-    modules = {name: model.get_submodule(name) for name in dict.fromkeys((*names, *elements(model)))}
-    originals = {name: module.forward for name, module in modules.items()}
     anchor, dtype = torch.zeros((), device=model.device, requires_grad=True), model.dtype
 
-    def forward(name, *args, **kwargs):
+    def forward(name, original, *args, **kwargs):
         leaves, form = tree_flatten((args, kwargs))
         places = [index for index, leaf in enumerate(leaves) if _differentiable(leaf)]
         wanted = [index for index in places if leaves[index].requires_grad] or places
 
         def compute(*given):
             """All leaves of the output, from those at ``wanted``."""
-            now = dict(enumerate(leaves)) | dict(zip(wanted, given, strict=True))
-            part_args, part_kwargs = tree_unflatten([_computing(_on(now[i], device)) for i in range(len(now))], form)
-            found, shape = tree_flatten(originals[name](*part_args, **part_kwargs))
-            found = [_on(x.to(dtype) if _of_dtype(x, dtype_on(device, dtype)) else x, anchor.device) for x in found]
-            return found, shape
+            now = list(leaves)
+            for index, leaf in zip(wanted, given, strict=True):
+                now[index] = leaf
+            now_args, now_kwargs = tree_unflatten([_there(x, device) for x in now], form)
+            found, shape = tree_flatten(original(*now_args, **now_kwargs))
+            return [_on(_kept(x, device, dtype), anchor.device) for x in found], shape
 
         def backward(given, gradients):
             given = [x.detach().requires_grad_() for x in given]
@@ -193,12 +216,11 @@ def recomputed(model: nn.Module, names: Iterable[str], device: torch.device) -> 
 
         with placed(model, name, device), torch.no_grad():
             found, shape = compute(*(leaves[index] for index in wanted))
-        joined = iter(
-            _Recomputed.apply(backward, [x for x in found if _differentiable(x)], anchor, *(leaves[i] for i in wanted))
-        )
+        outputs = [x for x in found if _differentiable(x)]
+        joined = iter(_Recomputed.apply(backward, outputs, anchor, *(leaves[index] for index in wanted)))
         return tree_unflatten([next(joined) if _differentiable(x) else x for x in found], shape)
 
-    with forwards({module: partial(forward, name) for name, module in modules.items()}):
+    with _walked(model, names, forward):
         yield anchor
 
 
@@ -218,10 +240,6 @@ class _Recomputed(torch.autograd.Function):
 
 def _differentiable(value) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _of_dtype(value, dtype: torch.dtype) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype == dtype
 
 
 def forward_pass(model: nn.Module, ids: torch.Tensor) -> Any:
@@ -253,9 +271,9 @@ def placed(model: nn.Module, name: str, device: torch.device) -> Iterator[None]:
         if home != device:
             module.to(device)
         for parameter, _ in parameters:
-            parameter.data = _computing(parameter.data)
+            parameter.data = _there(parameter.data, device)
         for part, own in buffers:
-            part._buffers.update({key: _computing(part._buffers[key]) for key in own})
+            part._buffers.update({key: _there(part._buffers[key], device) for key in own})
         yield
     finally:
         for parameter, data in parameters:
@@ -270,9 +288,15 @@ def _on(value, device: torch.device):
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def _computing(value):
-    """A tensor of floats in the dtype to compute in where it is; anything else as it is."""
-    return value.to(dtype_on(value.device, value.dtype)) if isinstance(value, torch.Tensor) else value
+def _there(value, device: torch.device):
+    """A tensor on a device, in the dtype to compute in there; anything else as it is."""
+    return value.to(device, dtype_on(device, value.dtype)) if isinstance(value, torch.Tensor) else value
+
+
+def _kept(value, device: torch.device, dtype: torch.dtype):
+    """What was computed on a device, in the dtype that the model has between two layers."""
+    computed = isinstance(value, torch.Tensor) and value.dtype == dtype_on(device, dtype)
+    return value.to(dtype) if computed else value
 
 
 def _join(outputs: Iterable[tuple[slice, Any]], sequences: int, device: torch.device):

@@ -3,13 +3,12 @@
 import gc
 import warnings
 
-import psutil
 import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from hf_kbit.calibration import stream
-from hf_kbit.calibration.data import amount
+from hf_kbit.calibration import stream, tuning
+from hf_kbit.calibration.data import amount, positions
 
 SEED = 0
 # Sequences, and tokens of each, unless others are asked for, by the type of the device that computes; "" is any other.
@@ -24,7 +23,7 @@ def write(
     sequences: int | None = None,
     length: int | None = None,
     *,
-    varied: bool = False,
+    tune: int | bool = False,
     device: torch.device | str | None = None,
     progress: bool = False,
 ) -> torch.Tensor | None:
@@ -37,12 +36,11 @@ def write(
 
     Args:
         model: on any one device.
-        sequences: default: 64 on a CPU, 128 elsewhere.
-        length: tokens of each, or what the model has positions for. Default: 256 on a CPU, 640 elsewhere.
-        varied: every other sequence, the second the first of them, starts at a random token: a model of chats then
-            writes more than chats.
-        device: as for ``calibrate``.
-        progress: shows a bar on stderr.
+        sequences, length: how many, and tokens of each, or what the model has positions for; defaults are those of
+            ``data.Text``.
+        tune: whether it is to be tuned on: every other sequence, the second the first of them, then starts at a random
+            token, for a model of chats to write more than chats.
+        device, progress: as for ``calibrate``.
 
     Returns:
         None where the model cannot write: it is no decoder that reads tokens; or, after a warning, it is larger than
@@ -54,23 +52,15 @@ def write(
 
     Source: the data of LLM-QAT (arXiv:2305.17888), which showed that text sampled from a model stands in for its
     training data.
-
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
-    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape))
-    >>> ids = write(model, sequences=3, length=8)
-    >>> ids.shape, ids[:, 0].tolist(), torch.equal(ids, write(model, sequences=3, length=8))
-    (torch.Size([3, 8]), [1, 1, 1], True)
     """
     if model.config.is_encoder_decoder or not model.can_generate() or not stream.reads_tokens(model):
         return None
     device = stream.resolve(device, model)
-    sequences, length = amount(sequences, length, AMOUNTS.get(device.type, AMOUNTS[""]))
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
+    sequences, length = amount(sequences, length, stream.usual(tuning.AMOUNTS if tune else AMOUNTS, device))
+    length = min(length, positions(model.config.get_text_config()) or length)
     starts = _starts(model, sequences)
-    if varied:
+    if tune:
         starts[1::2] = _random(model, sequences // 2)
-    length = min(length, limit)
     try:
         if together := _together(model, device, length):
             _check_free(model, device)
@@ -172,16 +162,13 @@ def _together(model: PreTrainedModel, device: torch.device, length: int) -> int:
     kept = 2 * getattr(config, "num_hidden_layers", 0) * keys * itemsize * length
     logits = 4 * 4 * config.vocab_size  # some four of them, in float32
     weights = sum(x.numel() for x in (*model.parameters(), *model.buffers())) * itemsize
-    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
+    _, memory = stream.memory_of(device)
     return min(max(int(ROOM * (memory - weights) / (kept + logits)), 1), TOGETHER) if weights <= memory else 0
 
 
 def _check_free(model: PreTrainedModel, device: torch.device) -> None:
-    """Refuses to write where the weights, in the dtype to compute in, do not fit into what is free on the device."""
-    tensors = (*model.parameters(), *model.buffers())
-    copied = [(x, stream.dtype_on(device, x.dtype)) for x in tensors]
-    needed = sum(x.numel() * dtype.itemsize for x, dtype in copied if (x.device, x.dtype) != (device, dtype))
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    """Refuses to write where the weights do not fit into what is free on the device."""
+    needed, (free, _) = stream.moved_bytes(model, device), stream.memory_of(device)
     if needed > free:
         raise MemoryError(
             f"data: found none, and {free / 1e9:,.1f} GB free on {device}, expected {needed / 1e9:,.1f} for the "

@@ -218,16 +218,6 @@ def test_a_model_on_the_cpu_goes_through_the_gpu(name, method):
     assert errors[0] < 1.2 * errors[1] < 1.2 * 0.2 * dense.norm()
 
 
-@pytest.mark.gpu
-def test_a_killed_run_on_the_gpu_goes_on(monkeypatch, tmp_path):
-    whole = tensors(hf_kbit.calibrate(llama(), IDS, bits=3))
-    hf_kbit.calibrate(llama(), IDS, bits=3, resume=tmp_path)
-    (tmp_path / "model.layers.1.safetensors").unlink()
-    assert same(tensors(hf_kbit.calibrate(llama(), IDS, bits=3, resume=tmp_path)), whole)
-    with pytest.raises(ValueError, match="found what a run with another model, data, device"):
-        hf_kbit.calibrate(llama(), IDS, bits=3, resume=tmp_path, device="cpu")
-
-
 OWN_MEMORY = """
 import re, sys, torch
 from hf_kbit.calibration.layerwise import load
@@ -312,7 +302,7 @@ def test_what_is_no_model_of_transformers_is_refused():
 
 
 def test_a_quantized_model_is_refused():
-    with pytest.raises(ValueError, match="model: found it quantized already"):
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj: found it quantized already"):
         hf_kbit.calibrate(hf_kbit.calibrate(llama(), IDS), IDS)
 
 

@@ -131,7 +131,7 @@ def test_architectures(name):
 
 
 def memory(monkeypatch, total: int = 10**9, available: int = 10**9):
-    monkeypatch.setattr(writing.psutil, "virtual_memory", lambda: SimpleNamespace(total=total, available=available))
+    monkeypatch.setattr(stream.psutil, "virtual_memory", lambda: SimpleNamespace(total=total, available=available))
 
 
 def test_a_model_that_does_not_fit(monkeypatch):
