@@ -98,6 +98,7 @@ def test_of_a_very_long_text_only_what_is_needed_is_tokenized(sequences):
 
 # --- refusals -------------------------------------------------------------------------------------
 
+
 def test_data_that_is_wrong(tmp_path):
     for data, message in (
         (5, "data: found int, expected token ids"),
