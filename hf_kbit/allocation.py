@@ -31,11 +31,6 @@ def spend(layers: Mapping[str, Layer], bits: float) -> dict[str, int]:
     """The width of each layer for which the sum of costs is least, with at most ``bits`` for a weight on average.
 
     Exact for layers of one size if each width lowers a cost by less than the one before; near to it for others.
-
-    >>> costs = {2: 8.0, 3: 2.0, 4: 0.5, 5: 0.1}
-    >>> layers = {"a": Layer(100, costs), "b": Layer(100, {width: cost / 10 for width, cost in costs.items()})}
-    >>> spend(layers, 3)
-    {'a': 4, 'b': 2}
     """
     chosen, weights = dict.fromkeys(layers, BITS[0]), sum(layer.weights for layer in layers.values())
     left = bits * weights - weights * BITS[0]
@@ -129,11 +124,8 @@ FIRST, LAST = (3, 1.6), (2, 3.0)  # so many layers at the beginning, all of each
 
 
 def by_rule(model: nn.Module, names: list[str], bits: float) -> dict[str, int]:
-    """Widths of the linear layers ``names``, ``bits`` on average, by a rule that looks at names and shapes alone.
-
-    More bits get keys and values that several heads share, the first layers of the model, and what is no attention in
-    the last ones. The model may be on any device, also meta.
-    """
+    """Widths of the linear layers ``names``, ``bits`` on average, by names and shapes alone: more bits get keys and
+    values that several heads share, the first layers of the model, and what is no attention in the last ones."""
     layers = {}
     for unit, inside in units(model, names).items():
         for name in inside:

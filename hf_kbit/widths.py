@@ -25,7 +25,8 @@ from hf_kbit.evaluation import check
 from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.experts import is_projection
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.packed import quantize_weight
+from hf_kbit.tensor import KbitTensor
 
 LOGITS = 1 << 27  # as many at once, with their gradients
 SEED = 0  # of the tokens that are drawn
@@ -214,11 +215,8 @@ def _fisher_of_experts(x: torch.Tensor, rows: torch.Tensor | None, offsets, grad
 @torch.no_grad()
 def _decoded(weight: torch.Tensor, width: int, config: KbitConfig) -> torch.Tensor:
     """float32, as the weight ``[N, K]`` or ``[E, N, K]``: that weight after quantizing."""
-    *lead, out_features, in_features = weight.shape
-    how = {"codebook": config.levels_for(width), "scale": config.scale, "transform": config.transform}
-    layer = KbitWeight(in_features, out_features, width, device="meta", lead=tuple(lead), **how)
-    layer.load(layer.quantize(weight))
-    return layer.dequantize(torch.float32)
+    packed = quantize_weight(weight, config.levels_for(width), config.scale == "search", config.transform)
+    return KbitTensor.of(packed, weight.shape[-1], torch.float32).dequantize()
 
 
 # --- without data ---------------------------------------------------------------------------------

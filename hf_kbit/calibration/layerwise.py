@@ -167,11 +167,7 @@ def calibrate(
 
 def sort(settings: dict[str, Any], *kinds: type) -> tuple[Any, ...]:
     """An instance of each of these dataclasses, with those of the settings that are its fields; and the settings that
-    are none's.
-
-    >>> sort({"batch": 2, "bits": 3}, Text, Solving)[1:]
-    (Solving(method='feedback', tune=0, tune_whole=True, batch=2, resume=None), {'bits': 3})
-    """
+    are none's."""
     left, found = dict(settings), []
     for kind in kinds:
         found.append(kind(**{each.name: left.pop(each.name) for each in fields(kind) if each.name in left}))

@@ -1,13 +1,14 @@
 """What goes into the linear layers of one layer of the model: in which order, its second moments, and what follows."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from hf_kbit.calibration.stream import forwards
+from hf_kbit.calibration.stream import forwards, hooked
 
 DRIFT_DAMPING = 0.01
 SHARE = 0.35  # of the way to the least squares: on SmolLM2-135M 0.35 and 0.5 are alike, 0.7 and none are worse
@@ -27,6 +28,10 @@ class Moments(NamedTuple):
     second: torch.Tensor
     drift: torch.Tensor | None
 
+    def check(self, name: str) -> None:
+        if not self.second.isfinite().all():
+            raise ValueError(f"{name}: found NaN or infinite inputs, expected finite ones")
+
 
 class _Enough(Exception):
     pass
@@ -36,18 +41,12 @@ def groups(linears: dict[str, nn.Module], run: Callable[[], Any]) -> list[Group]
     """Groups of linear layers in the order in which ``run()`` calls them; those that it does not call come last."""
     calls: list[tuple[str, object]] = []
     # Projections of experts, which are told more than x, are in no group with others.
-    with _hooked(linears, lambda name, x, *ways: calls.append((name, ways or x))):
+    with hooked(linears, lambda name, x, *ways: calls.append((name, ways or x))):
         run()
-    found: list[tuple[object, list[str]]] = []
-    for name, x in calls:
-        if found and found[-1][0] is x:
-            found[-1][1].append(name)
-        else:
-            found.append((x, [name]))
     once = len(calls) == len({name for name, _ in calls}) == len(linears)
-    seen: set[str] = set()
-    ordered = []
-    for names in (*(names for _, names in found), *([name] for name in linears)):
+    alike = [[name for name, _ in same] for _, same in groupby(calls, lambda call: id(call[1]))]
+    seen, ordered = set(), []
+    for names in (*alike, *([name] for name in linears)):
         if new := [name for name in dict.fromkeys(names) if name not in seen]:
             ordered.append(Group(new, once))
             seen.update(new)
@@ -85,30 +84,9 @@ def given(module: nn.Module, run: Callable[[], Any], once: bool) -> list[tuple]:
         if once:
             raise _Enough
 
-    with _hooked({"": module}, take):
-        try:
-            run()
-        except _Enough:
-            pass
+    with hooked({"": module}, take), suppress(_Enough):
+        run()
     return calls
-
-
-@contextmanager
-def _hooked(modules: dict[str, nn.Module], take: Callable[..., None]) -> Iterator[None]:
-    """``take(name, x, ...)`` is called with what each of the modules is given."""
-    hooks = [
-        # Some models call their layers by keyword.
-        module.register_forward_pre_hook(
-            lambda _, args, keywords, name=name: take(name, *(args or keywords.values())),
-            with_kwargs=True,
-        )
-        for name, module in modules.items()
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def standing_in(modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> AbstractContextManager[None]:

@@ -19,15 +19,8 @@ PART = ".part"  # ends the name of a file that is being written
 
 
 class Finished:
-    """A folder with a file for each finished layer of the model, all of one run.
-
-    Args:
-        folder: made where it is missing.
-        digest: of all that the run's result depends on (``digest``).
-
-    Raises:
-        ValueError: the folder holds what a run with another digest has finished, or is no folder of a run.
-    """
+    """A folder with a file for each finished layer of the model, all of one run, which has the ``digest`` of all that
+    its result depends on. A folder of another run is refused, and one of something else."""
 
     def __init__(self, folder: Path, digest: str):
         self.folder, self.digest = folder, digest
@@ -53,11 +46,7 @@ class Finished:
         _write(self._file(name), lambda file: save_file(tensors, file, metadata))
 
     def load(self, name: str) -> tuple[dict[str, torch.Tensor], Any] | None:
-        """What ``save`` has kept, or None if there is nothing.
-
-        Raises:
-            ValueError: the file is damaged; the message names it.
-        """
+        """What ``save`` has kept, or None if there is nothing; a ValueError names a file that is damaged."""
         file = self._file(name)
         if not file.exists():
             return None
@@ -99,11 +88,7 @@ def remove(folder: Path) -> None:
 
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor]], *others: object) -> str:
-    """SHA-256 of named tensors with their dtypes and shapes, and of the ``repr`` of others.
-
-    >>> digest([("w", torch.zeros(2))], 3) == digest([("w", torch.zeros(2))], 3) != digest([("w", torch.ones(2))], 3)
-    True
-    """
+    """SHA-256 of named tensors with their dtypes and shapes, and of the ``repr`` of others."""
     found = hashlib.sha256(repr(others).encode())
     for name, tensor in tensors:
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

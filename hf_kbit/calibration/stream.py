@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,11 +29,7 @@ def resolve(device: torch.device | str | None, model) -> torch.device:
 
 def dtype_on(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """In which dtype to compute there what is kept in ``dtype``: 16 bits become float32 on a CPU, for many CPUs lack
-    instructions for them: on one with AVX2 bfloat16 takes three times as long.
-
-    >>> dtype_on(torch.device("cpu"), torch.bfloat16)
-    torch.float32
-    """
+    instructions for them: on one with AVX2 bfloat16 takes three times as long."""
     halves = (torch.bfloat16, torch.float16)
     return torch.float32 if device.type == "cpu" and dtype in halves else dtype
 
@@ -77,23 +73,18 @@ def predicts_tokens(model: nn.Module) -> bool:
 def check(model: nn.Module, layers: dict[str, list[str]], ids: torch.Tensor, device: torch.device) -> None:
     """Runs two short sequences, and refuses a model that needs more than tokens, or one of whose layers to quantize
     reads none of them."""
-    called, ids = set(), ids[:2, :16]
-    hooked = {*layers, *(name for names in layers.values() for name in names)}
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.add(name)) for name in hooked
-    ]
+    called, everything = set(), slice(None)
+    modules = {name: model.get_submodule(name) for unit, names in layers.items() for name in (unit, *names)}
     try:
-        stream(model, layers, ids, device, lambda _, run: [(slice(None), run(slice(None)))], to_end=True)
+        with hooked(modules, lambda name, *_: called.add(name)):
+            stream(model, layers, ids[:2, :16], device, lambda _, run: [(everything, run(everything))], to_end=True)
     except Exception as error:  # whatever a forward does without what it needs, such as pixels
         raise ValueError(
             f"model: found that {type(model).__name__} does not run on token ids alone "
             f"({type(error).__name__}: {error}), so nothing can be measured of its layers; quantize it while loading, "
             "without data"
         ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if missed := sorted(hooked - called):
+    if missed := sorted(modules.keys() - called):
         raise ValueError(
             f"{missed[0]}: found that tokens do not go through it ({len(missed)} such modules), so nothing can "
             "be measured of it; name what stays in 16 bits in modules_to_not_convert, or quantize while loading, "
@@ -109,14 +100,14 @@ def stream(
     visit: Callable[[str, Callable[[slice], Any]], Iterable[tuple[slice, Any]]],
     to_end: bool = False,
 ) -> Any:
-    """One forward pass of all sequences, which stops at each layer of the model; returns the model's output.
+    """One forward pass of all sequences, in which ``visit(name, run)`` takes the place of each layer's forward: so the
+    model's own code prepares the inputs of every layer, whatever they are.
 
-    In place of a layer's forward, ``visit(name, run)`` is called, where ``run(rows)`` computes the layer, as it is by
-    then, on a part of the sequences; the outputs of all parts in their order, which ``visit`` returns, are what the
-    next layer is given. So the model's own code prepares the inputs of every layer, whatever they are. Layers are
-    ``names`` and the other elements of module lists; each is on ``device``, in the dtype to compute in there, while it
-    is visited, and its inputs and outputs are where and as the model has them. After the last of ``names`` the pass
-    ends, before its outputs are computed, and None is returned, unless ``to_end``.
+    ``run(rows)`` computes the layer, as it is by then, on a part of the sequences; the outputs of all parts in their
+    order, which ``visit`` returns, are what the next layer is given. Layers are ``names`` and the other elements of
+    module lists; each is on ``device``, in the dtype to compute in there, while it is visited, and its inputs and
+    outputs are where and as the model has them. After the last of ``names`` the pass ends, before its outputs are
+    computed, and None is returned in place of the model's output, unless ``to_end``.
     """
     waiting, running, dtype = set(names), set(), model.dtype
 
@@ -170,6 +161,20 @@ def forwards(replaced: dict[nn.Module, Callable]) -> Iterator[None]:
 
 
 @contextmanager
+def hooked(modules: Mapping[str, nn.Module], take: Callable[..., object]) -> Iterator[None]:
+    """Inside, ``take(name, x, ...)`` is called with what each of the modules is given, by position or keyword."""
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            tell = partial(_tell, partial(take, name))
+            hooks.enter_context(module.register_forward_pre_hook(tell, with_kwargs=True))
+        yield
+
+
+def _tell(take: Callable[..., object], module: nn.Module, args: tuple, keywords: dict[str, Any]) -> None:
+    take(*(args or keywords.values()))
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Dropout is off inside, and afterwards each module is in the mode that it was in."""
     training = [module for module in model.modules() if module.training]
@@ -183,12 +188,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def recomputed(model: nn.Module, names: Iterable[str], device: torch.device) -> Iterator[torch.Tensor]:
-    """Inside, layers of the model keep nothing for a backward pass but what they are given: they are computed again
-    when the gradient of their output is there, so that one layer's weights and activations are needed at a time.
+    """Inside, the layers of ``stream`` keep nothing for a backward pass but what they are given: they are computed
+    again, on ``device``, when the gradient of their output is there. So one of them is needed there at a time.
 
-    Layers are those of ``stream``, on ``device`` in the same way. What is yielded, a number on the model's device,
-    takes part in all of them: for its gradient, which is 0, the backward pass goes through them all, whatever of the
-    model needs a gradient. Parameters get none.
+    What is yielded, a number on the model's device, takes part in all of them: for its gradient, which is 0, the
+    backward pass goes through them all, whatever of the model needs a gradient. Parameters get none.
     """
     anchor, dtype = torch.zeros((), device=model.device, requires_grad=True), model.dtype
 
@@ -258,11 +262,8 @@ def forward_pass(model: nn.Module, ids: torch.Tensor) -> Any:
 @contextmanager
 def placed(model: nn.Module, name: str, device: torch.device) -> Iterator[None]:
     """The module of that name is on ``device``, in the dtype to compute in there, inside, and afterwards as it was;
-    if another has its name by then, that one is where it was.
-
-    What was there is put back rather than copied: the weights of a checkpoint are mapped from its file until they are
-    changed, and take no memory.
-    """
+    if another has its name by then, that one is where it was. What was there is put back rather than copied: the
+    weights of a checkpoint are mapped from its file until they are changed, and take no memory."""
     module = model.get_submodule(name)
     parameters = [(parameter, parameter.data) for parameter in module.parameters()]
     buffers = [(part, dict(part._buffers)) for part in module.modules()]
@@ -300,11 +301,8 @@ def _kept(value, device: torch.device, dtype: torch.dtype):
 
 
 def _join(outputs: Iterable[tuple[slice, Any]], sequences: int, device: torch.device):
-    """On ``device`` what a module makes of all sequences, from ``rows, output`` of all their parts.
-
-    Tensors of two or more dimensions whose first is the number of sequences of the first part, the largest, are
-    joined; of others, and of what is no tensor, that of the last part is taken.
-    """
+    """On ``device`` what a module makes of all sequences, from ``rows, output`` of all their parts. Tensors with a row
+    for each sequence of the first part, the largest, are joined; of all else that of the last part is taken."""
     joined = None
     for rows, output in outputs:
         leaves, form = tree_flatten(output)
