@@ -27,18 +27,13 @@ class Layer:
     costs: Mapping[int, float]
 
 
-def spend(layers: Mapping[str, Layer], budget: float) -> dict[str, int]:
-    """The width of each layer for which the sum of costs is least, with at most ``budget`` bits for all weights.
+def spend(layers: Mapping[str, Layer], bits: float) -> dict[str, int]:
+    """The width of each layer for which the sum of costs is least, with at most ``bits`` for a weight on average.
 
     Exact for layers of one size if each width lowers a cost by less than the one before; near to it for others.
-
-    >>> costs = {2: 8.0, 3: 2.0, 4: 0.5, 5: 0.1}
-    >>> layers = {"a": Layer(100, costs), "b": Layer(100, {width: cost / 10 for width, cost in costs.items()})}
-    >>> spend(layers, 600)
-    {'a': 4, 'b': 2}
     """
-    chosen = dict.fromkeys(layers, BITS[0])
-    left = budget - sum(layer.weights for layer in layers.values()) * BITS[0]
+    chosen, weights = dict.fromkeys(layers, BITS[0]), sum(layer.weights for layer in layers.values())
+    left = bits * weights - weights * BITS[0]
     steps: list[tuple[float, str]] = []
 
     def offer(name: str) -> None:
@@ -102,10 +97,9 @@ def packed_bytes(model, widths: Mapping[str, int], config: KbitConfig) -> int:
 def units(model: nn.Module, names: list[str]) -> dict[str, list[str]]:
     """``{module: names in it}``: linear layers by the layer of the model that they are in, the outermost element of a
     ``ModuleList``; one that is in none stands for itself."""
-    found = {}
-    wholes = list(elements(model))
+    found, wholes = {}, list(elements(model))
     for name in names:
-        unit = next((whole for whole in wholes if name == whole or name.startswith(f"{whole}.")), name)
+        unit = next((whole for whole in wholes if f"{name}.".startswith(f"{whole}.")), name)
         found.setdefault(unit, []).append(name)
     return found
 
@@ -130,24 +124,15 @@ FIRST, LAST = (3, 1.6), (2, 3.0)  # so many layers at the beginning, all of each
 
 
 def by_rule(model: nn.Module, names: list[str], bits: float) -> dict[str, int]:
-    """Widths of the linear layers ``names``, ``bits`` on average, by a rule that looks at names and shapes alone.
-
-    More bits get keys and values that several heads share, the first layers of the model, and what is no attention in
-    the last ones. The model may be on any device, also meta.
-    """
-    layers = costs_by_rule(model, names)
-    return spend(layers, bits * sum(layer.weights for layer in layers.values()))
-
-
-def costs_by_rule(model: nn.Module, names: list[str]) -> dict[str, Layer]:
-    """What each width costs, by that rule, in a unit of its own."""
+    """Widths of the linear layers ``names``, ``bits`` on average, by names and shapes alone: more bits get keys and
+    values that several heads share, the first layers of the model, and what is no attention in the last ones."""
     layers = {}
     for unit, inside in units(model, names).items():
         for name in inside:
             weights = stored_weights(model, [name])
             cost = weights * _sensitivity(model, name, unit)
             layers[name] = Layer(weights, {width: cost * 4.0**-width for width in BITS})  # as rounding errors fall
-    return layers
+    return spend(layers, bits)
 
 
 def _sensitivity(model: nn.Module, name: str, unit: str) -> float:

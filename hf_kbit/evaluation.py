@@ -10,7 +10,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_kbit.calibration.data import text_of, tokenize, tokenizer_of
+from hf_kbit.calibration.data import check_ids, positions, text_of, tokenize, tokenizer_of
 from hf_kbit.calibration.stream import evaluating, is_causal
 from hf_kbit.calibration.writing import write
 
@@ -25,8 +25,7 @@ class Evaluation:
     Attributes:
         perplexity: ``exp`` of the mean negative log-likelihood of a predicted token; 1 or more, lower is better.
         tokens: number of predicted tokens, which all means are over.
-        window: tokens that a model sees at once, at most.
-        stride: tokens from the start of a window to the start of the next.
+        window, stride: tokens that a model sees at once, at most, and from the start of a window to that of the next.
         reference_perplexity: that of the reference model.
         kl_divergence: mean of KL(reference || model) over the predicted tokens, in nats; 0 for equal distributions.
         top1_agreement: fraction of the predicted tokens for which both models find the same token most probable.
@@ -53,8 +52,8 @@ def evaluate(
 ) -> Evaluation:
     """Perplexity of a causal language model on a text and, with a reference model, its divergence from that one.
 
-    A window of tokens at a time goes through the model. With p(t | before) the probability of token t after those
-    before it in its window, q that of the reference, and means over all predicted tokens,
+    With p(t | before) the probability of token t after those before it in its window of tokens, q that of the
+    reference, and means over all predicted tokens,
 
         perplexity     = exp(-mean log p(t | before))
         kl_divergence  = mean sum_v q(v | before) * (log q(v | before) - log p(v | before))
@@ -63,24 +62,21 @@ def evaluate(
     Windows are disjoint, as in published tables, unless ``stride`` is smaller: the first token of each is not
     predicted. Overlapping windows predict every token but the first once, each with ``window - stride`` tokens before
     it, or all that there are. The last window may be shorter. GPTQ's script drops it; for its figure cut the ids of
-    the text: ``ids[: len(ids) // window * window]``.
-
-    Logarithms of probabilities are float32, their sums float64. Memory holds the logits of one window from each
-    model, in its dtype, and up to half a GiB. Models may be on different devices, and return to training mode.
+    the text: ``ids[: len(ids) // window * window]``. Logarithms of probabilities are float32, their sums float64.
+    Memory holds the logits of one window from each model, in its dtype, and up to half a GiB.
 
     Args:
         model: a causal language model of Transformers, quantized or not, or one with PEFT adapters.
-        data: a text; a ``pathlib.Path`` of a file in UTF-8; rows of text, to be joined by empty lines; ids, int64
-            ``[length]`` of one text or ``[sequences, length]`` of several, 2 or more long; or None: text that the
-            reference, or without one the model, writes.
-        reference: the model to compare with, of the same vocabulary; usually the 16-bit one.
+        data: what ``calibrate`` takes, all of it: None is text that the reference, or without one the model, writes.
+            Or int64 ``[length]``, the ids of one text.
+        reference: the model to compare with, of the same vocabulary; usually the 16-bit one, on any device.
         tokenizer: for all but token ids. Default: that of the model's folder or name, or of the reference's.
         window: 2 or more, at most the positions that the models have.
         stride: 1 to ``window``; None is ``window``.
         progress: shows a bar on stderr.
 
     Raises:
-        TypeError: ``data`` is neither token ids nor text nor rows of text.
+        TypeError: ``data`` is of another type.
         ValueError: an argument is out of range, a model is no causal language model, the vocabularies differ, or a
             model's logits hold NaN or infinity.
 
@@ -117,10 +113,8 @@ def evaluate(
             sums += _sums({name: logits_of(each, seen)[rows] for name, each in models.items()}, text[first:end], first)
             predicted += end - first
     nll, reference_nll, divergence, agreed = (sums / predicted).tolist()
-    found = Evaluation(_exp(nll), predicted, window, stride)
-    if reference is None:
-        return found
-    return Evaluation(_exp(nll), predicted, window, stride, _exp(reference_nll), divergence, agreed)
+    compared = () if reference is None else (_exp(reference_nll), divergence, agreed)
+    return Evaluation(_exp(nll), predicted, window, stride, *compared)
 
 
 def _ids(data, tokenizer: PreTrainedTokenizerBase | None, models: list, progress: bool) -> torch.Tensor:
@@ -138,8 +132,6 @@ def _ids(data, tokenizer: PreTrainedTokenizerBase | None, models: list, progress
 
 def check(configs: dict[str, PreTrainedConfig], ids: torch.Tensor, window: int, stride: int) -> None:
     """Raises what ``evaluate`` would, as far as configs tell; errors call the models by the keys of ``configs``."""
-    if ids.dtype != torch.int64:
-        raise TypeError(f"data: found {ids.dtype}, expected token ids, a tensor of int64, or a text")
     if ids.dim() not in (1, 2) or ids.shape[-1] < 2 or ids.numel() == 0:
         raise ValueError(f"data: found shape {list(ids.shape)}, expected [length] or [sequences, length] of 2 or more")
     if window < 2:
@@ -147,30 +139,20 @@ def check(configs: dict[str, PreTrainedConfig], ids: torch.Tensor, window: int, 
     if not 1 <= stride <= window:
         raise ValueError(f"stride: found {stride}, expected 1 to {window}, the window")
     for name, config in configs.items():
-        _check_causal(config, name)
-        _check_fits(config.get_text_config(), name, ids, min(window, ids.shape[-1]))
-
-
-def _check_causal(config: PreTrainedConfig, name: str) -> None:
-    kind = config.model_type
-    if config.is_encoder_decoder:
-        raise ValueError(f"{name}: found {kind}, which has an encoder and a decoder, expected a causal language model")
-    if not is_causal(config):
-        raise ValueError(
-            f"{name}: found {kind}, an encoder, expected a causal language model: an encoder reads the tokens after a "
-            "token too, so that its perplexity is not defined"
-        )
-
-
-def _check_fits(config: PreTrainedConfig, name: str, ids: torch.Tensor, window: int) -> None:
-    lowest, highest = (extreme.item() for extreme in ids.aminmax())
-    if lowest < 0 or highest >= config.vocab_size:
-        raise ValueError(
-            f"data: found ids from {lowest} to {highest}, expected 0 to {config.vocab_size - 1}, as {name} has"
-        )
-    positions = getattr(config, "max_position_embeddings", None) or window  # where there is no such number, no limit
-    if window > positions:
-        raise ValueError(f"window: found {window} tokens, expected at most {positions}, the positions of {name}")
+        kind, seen = config.model_type, min(window, ids.shape[-1])
+        if config.is_encoder_decoder:
+            raise ValueError(
+                f"{name}: found {kind}, which has an encoder and a decoder, expected a causal language model"
+            )
+        if not is_causal(config):
+            raise ValueError(
+                f"{name}: found {kind}, an encoder, expected a causal language model: an encoder reads the tokens "
+                "after a token too, so that its perplexity is not defined"
+            )
+        most = positions(config.get_text_config()) or seen
+        if seen > most:
+            raise ValueError(f"window: found {seen} tokens, expected at most {most}, the positions of {name}")
+    check_ids(ids, configs)
 
 
 def _windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -197,45 +179,31 @@ def logits_of(model, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(logits: dict[str, torch.Tensor], targets: torch.Tensor, first: int) -> torch.Tensor:
-    """float64 ``[4]``: sums over predictions of both negative log-likelihoods, the divergence and the agreement.
-
-    Args:
-        logits: of the model and, if there is one, of the reference: ``[predictions, vocabulary]``.
-        targets: int64 ``[predictions]``: the tokens that were to be predicted.
-        first: where in the text the first of them stands.
-    """
+    """float64 ``[4]``: sums over predictions of both negative log-likelihoods, the divergence and the agreement, by
+    the logits ``[predictions, vocabulary]`` of the model and, if there is one, of the reference. ``first`` is where in
+    the text the first of the targets, the tokens that were to be predicted, stands."""
     vocabulary, device = logits["model"].shape[-1], logits["model"].device
     if (found := logits.get("reference", logits["model"]).shape[-1]) != vocabulary:
         raise ValueError(f"reference: found a vocabulary of {found} tokens, expected {vocabulary}, as the model has")
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     rows = max(1, CHUNK // vocabulary)
     for start in range(0, len(targets), rows):
-        chunk = slice(start, start + rows)
-        logs = []
-        for name, each in logits.items():
-            values = each[chunk].to(device, torch.float32)
-            _check_finite(values, name, first + start)
+        target, logs = targets[start : start + rows, None].to(device), []
+        for n, (name, each) in enumerate(logits.items()):
+            values = each[start : start + rows].to(device, torch.float32)
+            finite = values.isfinite().all(-1)
+            if not finite.all():
+                token = first + start + int(finite.logical_not().nonzero()[0])
+                raise ValueError(
+                    f"{name}: found NaN or infinite logits where it predicts token {token}, expected finite ones"
+                )
             logs.append(values.log_softmax(-1))
-        target = targets[chunk, None].to(device)
-        for n, log in enumerate(logs):
-            sums[n] -= log.gather(-1, target).sum(dtype=torch.float64)
+            sums[n] -= logs[n].gather(-1, target).sum(dtype=torch.float64)
         if len(logs) == 2:
             p, q = logs
-            sums[2] += divergence(q, p)
+            sums[2] += (q.exp() * (q - p)).sum(dtype=torch.float64)
             sums[3] += (q.argmax(-1) == p.argmax(-1)).sum()
     return sums.cpu()
-
-
-def divergence(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """float64: KL(before || after) of logarithms of probabilities ``[*, vocabulary]``, summed, in nats."""
-    return (before.exp() * (before - after)).sum(dtype=torch.float64)
-
-
-def _check_finite(logits: torch.Tensor, name: str, first: int) -> None:
-    finite = logits.isfinite().all(-1)
-    if not finite.all():
-        token = first + int(finite.logical_not().nonzero()[0])
-        raise ValueError(f"{name}: found NaN or infinite logits where it predicts token {token}, expected finite ones")
 
 
 def _exp(mean: float) -> float:

@@ -1,7 +1,6 @@
 """What a model and its KV cache take, and the widths with which they fit into a memory."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +8,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_kbit.allocation import SCALE_BITS, column_bytes, packed_bytes, stored_weights
+from hf_kbit.calibration.layerwise import check_any
 from hf_kbit.calibration.stream import reads_tokens
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.format import BITS
@@ -33,19 +33,15 @@ class Footprint:
 
     @classmethod
     def of(cls, model: nn.Module, context: int, config: KbitConfig) -> "Footprint":
-        """Of a model that keeps ``context`` tokens, quantized as a config says, but for the width of its layers.
-
-        Raises:
-            ValueError: as ``bits_for_memory``, but for the memory.
-        """
+        """Of a model that keeps ``context`` tokens, quantized as a config says, but for the width of its layers."""
         packable = selection.Packable(model)
         chosen = packable.choose(config)
         tables = packable.tables_in(chosen)
         layers = [name for name in chosen if name not in tables]
-        if not layers:
-            raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
+        check_any(model, layers)
+        whole = sum(parameter.nbytes for parameter in model.parameters())
         parts = {
-            "what is not quantized": rest_bytes(model, chosen),
+            "what is not quantized": whole - sum(selection.dense_weight(model, name).nbytes for name in chosen),
             "tables of embeddings": packed_bytes(model, tables, config),
             "column scales": column_bytes(model, layers, config),
             f"what is kept of {context:,} tokens": cache_bytes(model, context),
@@ -70,10 +66,8 @@ def bits_for_memory(
     config: KbitConfig | None = None,
     **arguments: Any,
 ) -> float:
-    """The mean width with which a model and its KV cache take ``memory`` bytes.
-
-    Counted are the weights of the layers to quantize with their scales, everything else as the model has it, and what
-    it keeps of ``context`` tokens (``cache_bytes``). What computing takes comes on top: about one layer's activations.
+    """The mean width, 2 to 5, with which a model and its KV cache take ``memory`` bytes, for ``choose_widths``; 5
+    where there is memory to spare. What computing takes comes on top: about one layer's activations.
 
     Args:
         model: on any device, also meta, in the dtype that it will have: float16 or bfloat16, as a rule. One that is
@@ -84,11 +78,8 @@ def bits_for_memory(
         config: which layers are quantized, and how; its widths do not matter.
         arguments: of ``KbitConfig``, such as ``transform="none"``, instead of ``config``.
 
-    Returns:
-        2 to 5, for ``choose_widths``; 5 where there is memory to spare.
-
     Raises:
-        TypeError: ``config`` and ``arguments`` are not as for ``calibrate``.
+        TypeError: as for ``calibrate``.
         ValueError: ``memory`` is no size, or not even 2 bits fit; the message says what is needed. Or the model's
             config does not say what it keeps of tokens.
 
@@ -121,15 +112,12 @@ def embedding_bits_for_memory(
     **arguments: Any,
 ) -> int | None:
     """The ``embedding_bits`` with which a model and its KV cache best take ``memory`` bytes; None leaves tables of
-    embeddings in 16 bits.
+    embeddings in 16 bits. Arguments and errors are those of ``bits_for_memory``; a memory that is too small for both
+    is an error there alone.
 
     That is 5 where the other layers would have fewer than 4 bits on average beside tables in 16: what tables take is
-    better spent on these then (docs/quality.md). Arguments and errors are those of ``bits_for_memory``, which counts
-    tables as a config has them; ``memory`` that is too small for both is an error there alone.
-
-    Returns:
-        Of a config that says it, its ``embedding_bits``. None if the model has no tables to quantize, or there are no
-        levels for them.
+    better spent on these then (docs/quality.md). It is what a config says of it, and None if the model has no tables
+    to quantize, or there are no levels for them.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -155,9 +143,6 @@ def embedding_bits_for_memory(
 def parse_size(size: int | str, name: str = "memory") -> int:
     """Bytes; errors begin with ``name``.
 
-    Raises:
-        ValueError: it is a text, and no size.
-
     >>> parse_size("20GB"), parse_size("1.5 MiB"), parse_size(7)
     (20000000000, 1572864, 7)
     """
@@ -169,31 +154,13 @@ def parse_size(size: int | str, name: str = "memory") -> int:
     return int(float(match[1]) * UNITS[match[2] or ""])
 
 
-def rest_bytes(model: nn.Module, chosen: Iterable[str]) -> int:
-    """Of all parameters but the weights of these layers."""
-    weights = sum(selection.dense_weight(model, name).nbytes for name in chosen)
-    return sum(parameter.nbytes for parameter in model.parameters()) - weights
-
-
 # --- what a model keeps of tokens -----------------------------------------------------------------
 
 
 def cache_bytes(model: nn.Module, context: int) -> int:
-    """What the model keeps of one sequence of ``context`` tokens while it generates; 0 if it does not generate.
-
-    Its config says it: how many layers have which kind of cache, and how many numbers each keeps of a token or as its
-    state. An encoder-decoder reads ``context`` tokens on both sides; an encoder that reads no tokens, as much as it
-    has positions for.
-
-    Raises:
-        ValueError: the config does not say it.
-
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
-    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=99, num_key_value_heads=2, **shape)).half()
-    >>> cache_bytes(model, 100) == 100 * 2 * 2 * 2 * 16 * 2  # layers, keys and values, heads, their size, bytes
-    True
-    """
+    """What the model keeps of one sequence of ``context`` tokens while it generates, as its config says; 0 if it does
+    not generate. An encoder-decoder reads ``context`` tokens on both sides; an encoder that reads no tokens, as much
+    as it has positions for."""
     if not context or not isinstance(model, PreTrainedModel) or not model.can_generate():
         return 0
     config, itemsize = model.config.get_text_config(decoder=True), model.dtype.itemsize

@@ -11,15 +11,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kbit.allocation import SCALE_BITS, by_rule, config_of, spend, stored_weights
-from hf_kbit.calibration import stream, tuning
+from hf_kbit.calibration import stream
 from hf_kbit.calibration.data import Text
-from hf_kbit.calibration.layerwise import Calibration, Solving, sort, written
+from hf_kbit.calibration.layerwise import Calibration, Solving, choose, sort
 from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.in_place import keep_adapters, quantize_layers
-from hf_kbit.integrations.transformers.plain import is_linear
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.integrations.transformers.report import report_exceptions
 from hf_kbit.memory import ENOUGH_FOR_LAYERS, Footprint, bits_for_memory, embedding_bits_for_memory, parse_size
@@ -41,8 +40,7 @@ class Quantized:
             ``"fixed"``, tied to another tensor or kept in float32, ``"adapter"`` of PEFT, or ``"range"``, some rows
             being too small beside the largest weight for packed scales. Or what it has that a quantized layer would
             lose: ``"has a forward of its own"``.
-        bytes_before: of all parameters and buffers.
-        bytes_after: of the same, quantized.
+        bytes_before, bytes_after: of all parameters and buffers.
     """
 
     bits: Mapping[str, int]
@@ -80,16 +78,13 @@ def quantize_model(
     report: Callable[[str, str], object] | None = None,
     **settings: Any,
 ) -> Quantized:
-    """Quantizes the linear layers of a model in place, one after another, and the experts of mixtures; tables of
-    embeddings too if ``embedding_bits`` or a memory says so.
+    """Quantizes the linear layers of a model in place, and the experts of mixtures; tables of embeddings too if
+    ``embedding_bits`` or a memory says so. This is all that ``hf-kbit quantize`` does with a model that it has loaded.
 
     Any ``nn.Module`` will do: a model of Transformers becomes what ``from_pretrained`` with the config would have
-    loaded, is saved by ``save_pretrained`` to the same bytes, and trains with adapters. Another module runs, and its
-    ``state_dict`` loads into one that was quantized likewise. Bars show on stderr if it takes more than seconds.
-
-    A model of Transformers that reads tokens can be calibrated (``hf_kbit.calibrate``), and any be made to fit into a
-    memory, each layer with a width of its own (``hf_kbit.bits_for_memory``, ``choose_widths``). This is all that the
-    command ``hf-kbit quantize`` does with a model that it has loaded.
+    loaded. Another module runs, and its ``state_dict`` loads into one that was quantized likewise. A model that reads
+    tokens can be calibrated (``hf_kbit.calibrate``), and any be made to fit into a memory, each layer with a width of
+    its own (``hf_kbit.bits_for_memory``, ``choose_widths``). Bars show on stderr if it takes more than seconds.
 
     Args:
         model: weights float32, float16 or bfloat16, on any devices, and they stay there; on one to be calibrated.
@@ -101,18 +96,14 @@ def quantize_model(
             else where it is.
         report: called with a word and a line of text for each thing that was chosen, with the reasons, as soon as it
             was, and before each long step: ``report=print`` shows them.
-        settings: into which memory (``memory``, ``context``, ``measure``: ``post_training.Fitting``), how much of a
-            text is read (``tokenizer``, ``sequences``, ``length``: ``calibration.data.Text``), how weights are chosen
-            with data (``method``, ``tune``, ``tune_whole``, ``batch``, ``resume``: ``calibration.layerwise.Solving``),
-            and arguments of ``KbitConfig``, such as ``bits=3``, instead of ``config``.
+        settings: the fields of ``post_training.Fitting`` (into which memory), and the settings of ``calibrate``.
 
     Returns:
         What was done.
 
     Raises:
-        TypeError: the model is no ``nn.Module``, or none of Transformers and to be calibrated or measured, ``config``
-            is no ``KbitConfig`` or stands beside arguments of one, an argument is unknown, or a weight has another
-            dtype.
+        TypeError: the model is no ``nn.Module``, or none of Transformers and to be calibrated or measured; the rest as
+            for ``calibrate``.
         ValueError: an argument is out of range or has no use, the model is quantized already, there is no layer to
             quantize, a weight is NaN, infinite, or not in memory, the memory is too small, or the model cannot be
             calibrated. In all these cases the model is as it was.
@@ -127,26 +118,24 @@ def quantize_model(
     text, solving, fitting, arguments = sort(settings, Text, Solving, Fitting)
     config, text = config_or(config, arguments), replace(text, data=data)
     calibrate = data is not None if calibrate is None else calibrate
-    _check_solving(model, config, solving, calibrate)
-    _check_use(model, config, data is not None, calibrate, fitting, "bits" in arguments)
+    if fitting.measure is None:
+        wanted = calibrate or data is not None or fitting.memory is not None
+        fitting = replace(fitting, measure=wanted and stream.predicts_tokens(model))
+    _check_use(model, config, solving, fitting, data is not None, calibrate, "bits" in arguments)
     report = report or (lambda label, line: None)
     if fitting.memory is not None:
         config, fitting = _with_tables(model, config, fitting, report)
-    packable, chosen = _choose(model, config)
-    if calibrate and solving.tune and solving.tune_whole:
-        where = stream.resolve(device, model)
-        tuning.check_room(model, stored_weights(model, chosen), text.tokens, where)
+    packable, chosen = choose(model, config)
+    if calibrate:
+        solving.check_model(model, chosen, text, device)
     before, tables = _bytes(model), packable.tables_in(chosen)
     reasons = ({} if config.embedding_bits is not None else dict.fromkeys(packable.tables, "table")) | packable.reasons
     mean = config.bits if fitting.memory is None else _mean_in_memory(model, fitting, config, report)
-    measure = fitting.measure
-    if measure is None:
-        measure = (calibrate or data is not None or fitting.memory is not None) and _predicts_tokens(model)
-    if calibrate or (mean % 1 and measure):
-        text, source = _read(model, text, solving, calibrate, device)
+    if calibrate or (mean % 1 and fitting.measure):
+        ids, source = _read(model, text, solving, calibrate, device)
     if mean % 1:
-        if measure:
-            own = _measured(model, mean, text.data, source, config, device, report)
+        if fitting.measure:
+            own = _measured(model, mean, ids, source, config, device, report)
         else:
             own = by_rule(model, [name for name in chosen if name not in tables], mean)
             _report_widths(model, own, ", by names and shapes", report)
@@ -154,11 +143,11 @@ def quantize_model(
     elif fitting.memory is not None:
         config, chosen = replace(config, bits=int(mean)), {name: tables.get(name, int(mean)) for name in chosen}
     if calibrate:
-        size = f"{len(text.data):,} x {text.data.shape[1]:,} tokens"
-        report("calibrating", f"{solving.method}, {size} of {source}")
-        lost, tuned = _calibrated(model, config, solving, text, device)
-        if tuned:
-            report("tuned", tuned)
+        report("calibrating", f"{solving.method}, {len(ids):,} x {ids.shape[1]:,} tokens of {source}")
+        Calibration(model, packable, chosen, config, solving, ids, device, progress=True).run()
+        lost = model.hf_quantizer.lost
+        if model.hf_quantizer.tuned:
+            report("tuned", model.hf_quantizer.tuned)
     else:
         lost = _quantize_all(model, packable, config, chosen, device)
     chosen = {name: bits for name, bits in chosen.items() if name not in lost}
@@ -171,19 +160,9 @@ def quantize_model(
     return Quantized(chosen, left, before, _bytes(model))
 
 
-def _check_solving(model, config: KbitConfig, solving: Solving, calibrate: bool) -> None:
-    """Refuses settings of calibrating that are wrong, or have no use."""
-    if calibrate:
-        solving.check(config)
-        if isinstance(model, PreTrainedModel):
-            tuning.check(model, solving.tune)
-    if solving.tune and not calibrate:
-        raise ValueError(f"tune: found {solving.tune!r}, but nothing is calibrated, expected data, or calibrate=True")
-    if solving.resume is not None and not calibrate:
-        raise ValueError(f"resume: found {str(solving.resume)!r}, but nothing is calibrated, expected none")
-
-
-def _check_use(model, config: KbitConfig, data: bool, calibrate: bool, fitting: Fitting, bits: bool) -> None:
+def _check_use(
+    model, config: KbitConfig, solving: Solving, fitting: Fitting, data: bool, calibrate: bool, bits: bool
+) -> None:
     """Refuses what does not go together; ``data`` and ``bits`` say whether there are any."""
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -191,39 +170,21 @@ def _check_use(model, config: KbitConfig, data: bool, calibrate: bool, fitting: 
             "that has a name or a folder is quantized while it loads, by AutoModelForCausalLM.from_pretrained(name, "
             "quantization_config=hf_kbit.KbitConfig(bits=3))"
         )
-    memory, measure = fitting.memory, fitting.measure
-    if memory is not None and (bits or any(config.module_bits.values())):
-        raise ValueError("memory: found it and bits or widths in module_bits, expected one")
-    if (data or calibrate or measure) and not isinstance(model, PreTrainedModel):
+    if (data or calibrate or fitting.measure) and not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model: found {type(model).__name__}, expected a model of Transformers to calibrate or to measure: of a "
             "module that holds one, quantize that part with data"
         )
-    measured = (memory is not None or config.bits % 1) and (_predicts_tokens(model) if measure is None else measure)
-    if data and not calibrate and not measured:
+    if calibrate:
+        solving.check(config)
+    for name, value in {} if calibrate else {"tune": solving.tune or None, "resume": solving.resume}.items():
+        if value is not None:
+            raise ValueError(f"{name}: found {value!r}, but nothing is calibrated, expected data, or calibrate=True")
+    limited = fitting.memory is not None
+    if limited and (bits or any(config.module_bits.values())):
+        raise ValueError("memory: found it and bits or widths in module_bits, expected one")
+    if data and not calibrate and not (fitting.measure and (limited or config.bits % 1)):
         raise ValueError("data: found it, but neither calibrate nor measured widths need it")
-
-
-def _choose(model: nn.Module, config: KbitConfig) -> tuple[selection.Packable, dict[str, int]]:
-    """What can be quantized, and ``{name: bits}`` of what is to be, of a model that can be."""
-    if quantized := next(iter(packed_layers(model)), None):
-        raise ValueError(f"{quantized}: found it quantized already, expected a model in 16 or 32 bits")
-    if is_linear(model):
-        raise ValueError("model: found one linear layer, expected a module that has some; see KbitLinear.from_linear")
-    packable = selection.Packable(model)
-    chosen = packable.choose(config)
-    if not chosen:
-        raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
-    for name in chosen:
-        weight = selection.dense_weight(model, name)
-        if weight.is_meta or hasattr(selection.holder(model, name), "_hf_hook"):
-            found = "found it on the meta device, or placed by accelerate, expected it in memory"
-            raise ValueError(f"{name}.weight: {found}")
-        if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise TypeError(f"{name}.weight: found {weight.dtype}, expected float32, float16 or bfloat16")
-        if not weight.isfinite().all():
-            raise ValueError(f"{name}.weight: found NaN or infinite values, expected finite ones")
-    return packable, chosen
 
 
 def _quantize_all(
@@ -252,19 +213,6 @@ def _bytes(model: nn.Module) -> int:
 # --- what a memory or a mean comes to -------------------------------------------------------------
 
 
-def _predicts_tokens(model: nn.Module) -> bool:
-    """Whether it is a causal language model, of which can be measured what few bits cost."""
-    if not isinstance(model, PreTrainedModel):
-        return False
-    return stream.is_causal(model.config) and model.can_generate() and stream.reads_tokens(model)
-
-
-def _name(data: object) -> str:
-    """What reports call it: a file by its name, another by the one that it has, if it has one."""
-    name = str(data) if isinstance(data, Path) else getattr(data, "name", None)
-    return name if isinstance(name, str) else "the data"
-
-
 def _with_tables(model: nn.Module, config: KbitConfig, fitting: Fitting, report) -> tuple[KbitConfig, Fitting]:
     """The config with the width of tables that suits the memory, and that in bytes."""
     fitting = replace(fitting, memory=parse_size(fitting.memory))
@@ -288,23 +236,17 @@ def _mean_in_memory(model: nn.Module, fitting: Fitting, config: KbitConfig, repo
     return bits
 
 
-def _read(model: PreTrainedModel, text: Text, solving: Solving, calibrate: bool, device) -> tuple[Text, str]:
-    """The text as token ids, and what reports call it and the device."""
-    source = _name(text.data)
+def _read(model: PreTrainedModel, text: Text, solving: Solving, calibrate: bool, device) -> tuple[torch.Tensor, str]:
+    """Token ids, and what reports call them and the device: a file by its name, other data by one that it has."""
     if text.data is None:
-        if calibrate:
-            own = written(model, text.sequences, text.length, solving.tune, device, progress=True)
-        else:
-            own = write(model, *MEASURED, device=device, progress=True)
-        source, text = "the built-in text" if own is None else "text that the model wrote", replace(text, data=own)
+        amount = (text.sequences, text.length) if calibrate else MEASURED
+        own = write(model, *amount, tune=calibrate and solving.tune, device=device, progress=True)
+        text, name = replace(text, data=own), "the built-in text" if own is None else "text that the model wrote"
+    else:
+        name = str(text.data) if isinstance(text.data, Path) else getattr(text.data, "name", None)
+        name = name if isinstance(name, str) else "the data"
     where = stream.resolve(None, model) if device is None else device
-    return replace(text, data=text.ids(model)), f"{source}, on {where}"
-
-
-def _calibrated(model, config: KbitConfig, solving: Solving, text: Text, device) -> tuple[dict[str, str], str]:
-    """With data; what of the model stays in 16 bits, and why, and what tuning gained."""
-    Calibration(model, config, solving, device, progress=True).of(text)
-    return model.hf_quantizer.lost, model.hf_quantizer.tuned
+    return text.ids(model), f"{name}, on {where}"
 
 
 def _measured(
@@ -315,14 +257,12 @@ def _measured(
     tokens = sample.numel()
     report("measuring", f"what few bits in each layer cost on {tokens:,} tokens of {source}")
     layers = measure_widths(model, sample, config, device=device, progress=True)
-    chosen = spend(layers, mean * sum(layer.weights for layer in layers.values()))
+    chosen = spend(layers, mean)
     _report_widths(model, chosen, "", report)
     costs = sorted(layers, key=lambda name: layers[name].costs[BITS[0]] / layers[name].weights)
     for extreme, name in (("most", costs[-1]), ("least", costs[0])):
-        cost = layers[name].costs[BITS[0]] / tokens
-        report(
-            "", f"{name}: {chosen[name]} bits, for {BITS[0]} cost {cost:.2g} nats a token, the {extreme} for its size"
-        )
+        cost = f"for {BITS[0]} cost {layers[name].costs[BITS[0]] / tokens:.2g} nats a token"
+        report("", f"{name}: {chosen[name]} bits, {cost}, the {extreme} for its size")
     return chosen
 
 

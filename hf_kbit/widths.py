@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -14,25 +15,19 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from hf_kbit.allocation import (
-    Layer,
-    by_rule,
-    config_of,
-    left,
-    spend,
-    stored_weights,
-    units,
-)
+from hf_kbit.allocation import Layer, by_rule, config_of, left, spend, stored_weights, units
 from hf_kbit.calibration import stream
-from hf_kbit.calibration.data import token_ids
+from hf_kbit.calibration.data import Text
 from hf_kbit.calibration.experts import DenseProjection, opened
+from hf_kbit.calibration.layerwise import check_any
 from hf_kbit.calibration.writing import draw, write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.evaluation import check
 from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.experts import is_projection
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.packed import quantize_weight
+from hf_kbit.tensor import KbitTensor
 
 LOGITS = 1 << 27  # as many at once, with their gradients
 SEED = 0  # of the tokens that are drawn
@@ -55,20 +50,17 @@ def choose_widths(
     """A config that gives each layer a width of its own, ``bits`` on average, so that the model loses least.
 
     What a width costs a layer is estimated from the errors that it makes in its weights and from the gradients of what
-    the model predicts on ``data`` (``measure``). Costs of layers are taken to add up. Bits go where one for each
-    weight lowers the cost most, until none are left. The model is as before when this returns.
+    the model predicts on ``data`` (``measure``). Bits go where one for each weight lowers the sum of costs most, until
+    none are left. The model is as before when this returns.
 
     Args:
-        model: a causal language model that is not quantized, in eval mode or not.
-        data: what the model is for, some hundred tokens of it: all that ``calibrate`` takes, also None, for text that
-            the model writes by itself; or int64 ``[length]``, the ids of one text.
+        model: a causal language model that is not quantized.
+        data: some hundred tokens of what ``calibrate`` takes; or int64 ``[length]``, the ids of one text.
         bits: mean width of the weights of the layers to quantize, 2 to 5, with padding; their scales take 0.25 more.
-        tokenizer: for all but token ids. Default: that of the model's folder or name.
+        tokenizer, device, progress: as for ``calibrate``: a model on a CPU can be larger than the GPU.
         sequences: so many of a text at most, evenly spread over it. Token ids are all taken.
         window: tokens that the model sees at once, of a text or of the ids of one; gradients are squared for each
             window by itself. Sequences of ids are taken as they are.
-        device: where each layer computes, as for ``calibrate``: a model on a CPU can be larger than the GPU.
-        progress: shows a bar on stderr.
         config: which layers, levels and scales; of ``module_bits`` only what stays in 16 bits is kept.
         arguments: of ``KbitConfig``, such as ``codebook="int"``, instead of ``config``.
 
@@ -76,8 +68,7 @@ def choose_widths(
         A copy of ``config`` with other ``bits`` and ``module_bits``.
 
     Raises:
-        TypeError: ``data`` is neither token ids nor text nor rows of text, or ``config`` and ``arguments`` are not as
-            for ``calibrate``.
+        TypeError: as for ``calibrate``.
         ValueError: an argument is out of range, the model is quantized or no causal language model, or has no layer to
             quantize.
 
@@ -92,15 +83,19 @@ def choose_widths(
     >>> sorted({config.bits, *config.module_bits.values()})[0] >= 2
     True
     """
-    if not BITS[0] <= bits <= BITS[-1]:
-        raise ValueError(f"bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
+    _check_mean(bits)
     config = config_or(config, arguments)
     if data is None:
         data = write(model, sequences, window, device=device, progress=progress)
     if not isinstance(data, torch.Tensor):
-        data = token_ids(data, tokenizer, model, sequences, window)
+        data = Text(data, tokenizer, sequences, window).ids(model)
     layers = measure(model, data, config, window=window, device=device, progress=progress)
-    return config_of(config, spend(layers, bits * sum(layer.weights for layer in layers.values())))
+    return config_of(config, spend(layers, bits))
+
+
+def _check_mean(bits: float) -> None:
+    if not BITS[0] <= bits <= BITS[-1]:
+        raise ValueError(f"bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
 
 
 def measure(
@@ -115,26 +110,22 @@ def measure(
     """What each width costs each layer that ``config`` would quantize, by name, in nats for all of ``ids``, int64
     ``[length]``, which are cut into windows, or ``[sequences, length]``, which are not.
 
-    Widths that ``config`` gives do not matter, but for None. Arguments and errors are those of ``choose_widths``. The
-    costs are estimates of the divergence of what the model predicts with the layer quantized, half the quadratic form
-    of the weight's error with the Fisher matrix, of which the diagonal is taken: half the sum of the squares of each
-    weight's error times the gradient of the logarithms of the probabilities of tokens that are drawn as the model
-    predicts them, one for each place of a window. One backward pass gives that for all layers. A projection of experts
-    is one layer: an expert that no token goes to adds nothing to its costs.
+    Widths that ``config`` gives do not matter, but for None; the rest is as for ``choose_widths``. The costs are
+    estimates of the divergence of what the model predicts with the layer quantized, half the quadratic form of the
+    weight's error with the Fisher matrix, of which the diagonal is taken: half the sum of the squares of each weight's
+    error times the gradient of the logarithms of the probabilities of tokens that are drawn as the model predicts
+    them, one for each place of a window. One backward pass gives that for all layers. A projection of experts is one
+    layer: an expert that no token goes to adds nothing to its costs.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("model: found a quantized one, expected one that is not")
-    config, window = _of_layers(config), ids.shape[1] if ids.dim() > 1 else window
+    window = ids.shape[1] if ids.dim() > 1 else window
     check({"model": model.config}, ids, window, window)
-    window = min(window, ids.shape[-1])
-    names = list(selection.Packable(model).choose(config))
-    if not names:
-        raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
+    window, names = min(window, ids.shape[-1]), _layers(model, config)
     device, ids = stream.resolve(device, model), ids.to(model.device)
     together = max(LOGITS // (window * model.config.get_text_config().vocab_size), 1)
     pieces = [piece for piece in _windows(ids, window, together) if piece.shape[1] > 1]
     costs = {name: dict.fromkeys(BITS, 0.0) for name in names}
-    weights = {name: stored_weights(model, [name]) for name in names}
     generator = torch.Generator(device).manual_seed(SEED)
     bar = tqdm(total=len(names) * len(pieces), desc="measuring", disable=not progress)
     with stream.evaluating(model), opened(model, [name for name in names if is_projection(model, name)]), bar:
@@ -145,23 +136,26 @@ def measure(
     for name, found in costs.items():
         if not all(map(math.isfinite, found.values())):
             raise ValueError(f"{name}: found NaN or infinite gradients, expected finite ones")
-    return {name: Layer(weights[name], costs[name]) for name in names}
+    return {name: Layer(stored_weights(model, [name]), found) for name, found in costs.items()}
 
 
-def _of_layers(config: KbitConfig) -> KbitConfig:
+def _layers(model: nn.Module, config: KbitConfig) -> list[str]:
     """Which layers get a width of their own: all that it quantizes but tables, which have ``embedding_bits``."""
-    return replace(config, bits=BITS[0], module_bits=left(config), embedding_bits=None)
+    config = replace(config, bits=BITS[0], module_bits=left(config), embedding_bits=None)
+    names = list(selection.Packable(model).choose(config))
+    check_any(model, names)
+    return names
 
 
 def _windows(ids: torch.Tensor, window: int, together: int) -> Iterator[torch.Tensor]:
     """``[n, window]``, so many at once, and what is left over; sequences as they are."""
-    whole = len(ids) // window * window
     if ids.dim() > 1:
         yield from ids.split(together)
-    else:
-        if whole:
-            yield from ids[:whole].view(-1, window).split(together)
-        yield ids[None, whole:]
+        return
+    whole = len(ids) // window * window
+    if whole:
+        yield from ids[:whole].view(-1, window).split(together)
+    yield ids[None, whole:]
 
 
 def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, costs: dict, bar: tqdm) -> None:
@@ -184,19 +178,17 @@ def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, 
             costs[name][width] += error.mul_(fisher).sum(dtype=torch.float64).item() / 2
         bar.update()
 
-    hooks = [model.get_submodule(name).register_forward_hook(partial(watch, name), with_kwargs=True) for name in costs]
-    try:
-        parts = (*units(model, list(costs)), *([head] if head else []))
-        with torch.enable_grad(), stream.recomputed(model, parts, device) as anchor:
-            logits = stream.forward_pass(model, ids).logits
-            probabilities = logits.detach().to(device).float().softmax(-1).flatten(0, -2)
-            # The gradient of the logarithm of a probability by logits: 1 at the token, less all probabilities.
-            drawn = draw(probabilities, generator)
-            gradient = probabilities.neg_().scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float32))
-            torch.autograd.grad(logits, anchor, gradient.view_as(logits).to(logits))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    parts = (*units(model, list(costs)), *([head] if head else []))
+    with ExitStack() as hooks, torch.enable_grad(), stream.recomputed(model, parts, device) as anchor:
+        for name in costs:
+            layer = model.get_submodule(name)
+            hooks.enter_context(layer.register_forward_hook(partial(watch, name), with_kwargs=True))
+        logits = stream.forward_pass(model, ids).logits
+        probabilities = logits.detach().to(device).float().softmax(-1).flatten(0, -2)
+        # The gradient of the logarithm of a probability by logits: 1 at the token, less all probabilities.
+        drawn = draw(probabilities, generator)
+        gradient = probabilities.neg_().scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float32))
+        torch.autograd.grad(logits, anchor, gradient.view_as(logits).to(logits))
 
 
 def _fisher(x: torch.Tensor, gradient: torch.Tensor, sequences: int) -> torch.Tensor:
@@ -204,9 +196,8 @@ def _fisher(x: torch.Tensor, gradient: torch.Tensor, sequences: int) -> torch.Te
     made of that, added up over sequences."""
     sequences = sequences if x.dim() > 2 and len(x) == sequences else 1  # else tokens of all are read together
     fisher = torch.zeros((gradient.shape[-1], x.shape[-1]), device=x.device)
-    for g, each in zip(
-        gradient.reshape(sequences, -1, len(fisher)), x.reshape(sequences, -1, x.shape[-1]), strict=True
-    ):
+    parts = (each.reshape(sequences, -1, each.shape[-1]) for each in (gradient, x))
+    for g, each in zip(*parts, strict=True):
         fisher += (g.float().T @ each.float()).square_()
     return fisher
 
@@ -222,29 +213,16 @@ def _fisher_of_experts(x: torch.Tensor, rows: torch.Tensor | None, offsets, grad
 @torch.no_grad()
 def _decoded(weight: torch.Tensor, width: int, config: KbitConfig) -> torch.Tensor:
     """float32, as the weight ``[N, K]`` or ``[E, N, K]``: that weight after quantizing."""
-    *lead, out_features, in_features = weight.shape
-    how = {"codebook": config.levels_for(width), "scale": config.scale, "transform": config.transform}
-    layer = KbitWeight(in_features, out_features, width, device="meta", lead=tuple(lead), **how)
-    layer.load(layer.quantize(weight))
-    return layer.dequantize(torch.float32)
+    packed = quantize_weight(weight, config.levels_for(width), config.scale == "search", config.transform)
+    return KbitTensor.of(packed, weight.shape[-1], torch.float32).dequantize()
 
 
 # --- without data ---------------------------------------------------------------------------------
 
 
 def widths_by_rule(model: PreTrainedModel, bits: float, *, config: KbitConfig | None = None) -> KbitConfig:
-    """A config with ``bits`` on average, as ``choose_widths``, by a rule that looks at names and shapes alone.
-
-    More bits get keys and values that several heads share, the first layers of the model, and what is no attention in
-    the last ones. It costs nothing, and needs no weights; ``KbitConfig(bits=3.3)`` takes it while a model loads.
-
-    Args:
-        model: on any device, also meta.
-        bits: 2 to 5, as for ``choose_widths``.
-        config: as for ``choose_widths``.
-
-    Raises:
-        ValueError: ``bits`` is out of range, or the model has no layer to quantize.
+    """A config as ``choose_widths`` returns, by the rule for names and shapes (``allocation.by_rule``) that
+    ``KbitConfig(bits=3.3)`` takes while a model loads. The model may be on the meta device.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 1}
@@ -254,10 +232,6 @@ def widths_by_rule(model: PreTrainedModel, bits: float, *, config: KbitConfig | 
     >>> [config.bits_for(f"model.layers.4.self_attn.{name}_proj") for name in "qkvo"]
     [3, 4, 4, 3]
     """
-    if not BITS[0] <= bits <= BITS[-1]:
-        raise ValueError(f"bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
+    _check_mean(bits)
     config = config or KbitConfig()
-    names = list(selection.Packable(model).choose(_of_layers(config)))
-    if not names:
-        raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
-    return config_of(config, by_rule(model, names, bits))
+    return config_of(config, by_rule(model, _layers(model, config), bits))

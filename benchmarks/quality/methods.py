@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 import hf_kbit
 from benchmarks.quality.data import training_text
-from hf_kbit.calibration.data import PROMPTS, token_ids
-from hf_kbit.calibration.layerwise import METHODS, written
+from hf_kbit.calibration.data import Text
+from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.calibration.writing import write
 from hf_kbit.format import BITS
 from hf_kbit.widths import choose_widths
@@ -162,7 +162,7 @@ def own_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
     """What hf_kbit takes when it is given no text: the model writes it; where it cannot, it is the built-in text."""
     written = write(model)
     if written is None:
-        written = token_ids(PROMPTS, AutoTokenizer.from_pretrained(folder), model, **amount(model))
+        written = Text(None, AutoTokenizer.from_pretrained(folder), **amount(model)).ids(model)
     return written.cpu()
 
 
@@ -175,7 +175,7 @@ def load_calibrated(folder: Path, device: str, bits: int, method: str, data=trai
 def text_to_tune_on(folder: Path, device: str) -> torch.Tensor:
     """What the model writes where it is to be tuned without data. It takes as long as tuning does: once for all."""
     model = load(folder, device)
-    return written(model, None, None, True, torch.device(device), False).cpu()
+    return write(model, tune=True, device=device).cpu()
 
 
 def load_tuned(folder: Path, device: str, bits: float) -> nn.Module:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SEQUENCES, LENGTH = 128, 2048  # of a text, and tokens of each, unless others are asked for
 CHARACTERS = 16  # of a text for each token that is read: more than any usual text has for one
@@ -43,51 +43,49 @@ class Text:
         return self.data.shape[1] if given else self.length
 
     def ids(self, model: PreTrainedModel, **source: Any) -> torch.Tensor:
-        """int64 ``[n, length]`` on the model's device (``token_ids``)."""
-        return token_ids(self.data, self.tokenizer, model, self.sequences, self.length, **source)
+        """int64 ``[n, length]`` on the model's device, of the built-in set where there is no data; ``source`` is of
+        ``tokenizer_of``.
+
+        Raises:
+            TypeError, ValueError: as ``calibrate``.
+        """
+        sequences, length = amount(self.sequences, self.length, (SEQUENCES, LENGTH))
+        limit = positions(model.config.get_text_config())
+        ids = self.data
+        if not isinstance(ids, torch.Tensor):
+            text = text_of(self.data)
+            tokenizer = self.tokenizer or tokenizer_of(model.name_or_path, **source)
+            if tokenizer is None:
+                raise ValueError("tokenizer: found none, expected one, for the data is a text")
+            ids = _cut(text, tokenizer, min(length, limit or length, tokenizer.model_max_length), sequences)
+        if ids.dim() != 2 or ids.numel() == 0:
+            raise ValueError(f"data: found shape {list(ids.shape)}, expected [sequences, tokens], 1 or more of each")
+        if limit is not None and ids.shape[1] > limit:
+            raise ValueError(
+                f"data: found sequences of {ids.shape[1]} tokens, expected at most {limit}, its positions"
+            )
+        check_ids(ids, {"model": model.config})
+        return ids.to(model.device)
 
 
-def token_ids(
-    data: torch.Tensor | str | Path | Iterable[str] | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    model: PreTrainedModel,
-    sequences: int | None = None,
-    length: int | None = None,
-    **source: Any,
-) -> torch.Tensor:
-    """int64 ``[n, length]`` on the model's device: ids as they are given, or at most ``sequences`` of a text, of the
-    built-in one for None. ``source`` is of ``tokenizer_of``, where the tokenizer is the model's own.
+def positions(config: PreTrainedConfig) -> int | None:
+    """Tokens that a model reads at once; None where its config sets no limit."""
+    return getattr(config, "max_position_embeddings", None)
 
-    Raises:
-        TypeError, ValueError: as ``calibrate``.
-    """
-    sequences, length = amount(sequences, length, (SEQUENCES, LENGTH))
-    config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)  # where there is no such number, no limit
-    if not isinstance(data, torch.Tensor):
-        text = text_of(data)
-        tokenizer = tokenizer or tokenizer_of(model.name_or_path, **source)
-        if tokenizer is None:
-            raise ValueError("tokenizer: found none, expected one, for the data is a text")
-        data = _cut(text, tokenizer, min(length, limit or length, tokenizer.model_max_length), sequences)
-    if data.dtype != torch.int64:
-        raise TypeError(f"data: found {data.dtype}, expected token ids, a tensor of int64, or a text")
-    if data.dim() != 2 or data.numel() == 0:
-        raise ValueError(f"data: found shape {list(data.shape)}, expected [sequences, tokens], 1 or more of each")
-    if limit is not None and data.shape[1] > limit:
-        raise ValueError(f"data: found sequences of {data.shape[1]} tokens, expected at most {limit}, its positions")
-    lowest, highest = (extreme.item() for extreme in data.aminmax())
-    if lowest < 0 or highest >= config.vocab_size:
-        raise ValueError(f"data: found ids from {lowest} to {highest}, expected 0 to {config.vocab_size - 1}")
-    return data.to(model.device)
+
+def check_ids(ids: torch.Tensor, configs: Mapping[str, PreTrainedConfig]) -> None:
+    """Refuses what are no token ids of models, which errors call by the keys of ``configs``."""
+    if ids.dtype != torch.int64:
+        raise TypeError(f"data: found {ids.dtype}, expected token ids, a tensor of int64, or a text")
+    lowest, highest = (extreme.item() for extreme in ids.aminmax())
+    for name, config in configs.items():
+        size = config.get_text_config().vocab_size
+        if lowest < 0 or highest >= size:
+            raise ValueError(f"data: found ids from {lowest} to {highest}, expected 0 to {size - 1}, as {name} has")
 
 
 def amount(sequences: int | None, length: int | None, usual: tuple[int, int]) -> tuple[int, int]:
-    """Both, or what is usual where they are None.
-
-    Raises:
-        ValueError: one is less than 1.
-    """
+    """Both, or what is usual where they are None."""
     for name, value in (("sequences", sequences), ("length", length)):
         if value is not None and value < 1:
             raise ValueError(f"{name}: found {value}, expected 1 or more")
@@ -135,13 +133,11 @@ def text_of(data: str | Path | Iterable[str] | None) -> str:
         data = data["text"]
     if isinstance(data, Mapping) or not isinstance(data, Iterable):  # of a mapping, its keys would be read
         raise TypeError(f"data: found {type(data).__name__}, expected token ids, a tensor of int64, or a text")
-    rows = []
-    for number, row in enumerate(data):
+    rows = list(data)
+    for number, row in enumerate(rows):
         if not isinstance(row, str):
             raise TypeError(f"data: found {type(row).__name__} as row {number}, expected text in each")
-        if row.strip():
-            rows.append(row)
-    return "\n\n".join(rows)
+    return "\n\n".join(row for row in rows if row.strip())
 
 
 def _cut(text: str, tokenizer: PreTrainedTokenizerBase, length: int, sequences: int) -> torch.Tensor:

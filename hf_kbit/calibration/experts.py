@@ -77,14 +77,11 @@ def shares(
     runs: Sequence[tuple[Callable, Callable | None]],
     diagonal: bool,
 ) -> Iterator[Share]:
-    """The ``Share`` of each of the experts, in their order. The data is run for as many at a time as memory allows.
+    """The ``Share`` of each of the experts that a projection is of, in their order, for the ``runs`` of
+    ``moments.moments``. The data is run for as many at a time as memory allows.
 
     For the drift, a token goes through the dense experts to which the quantized layers before send it: where it would
     have gone in 16 bits, other experts may be, whose inputs say nothing of these.
-
-    Args:
-        experts: the module that the projection is of.
-        once, runs, diagonal: as for ``moments.moments``.
     """
     count, _, size = projection.matrices.shape
     at_once = count if diagonal else max(AT_ONCE // (2 * size**2), 1)
@@ -111,7 +108,7 @@ def _shares(projection, experts, once, runs, diagonal, numbers) -> list[Share]:
         with experts.register_forward_pre_hook(keep, with_kwargs=True):
             calls = given(projection, run, once)
         dense_calls = calls
-        if run_dense is not None:
+        if not diagonal:
             with experts.register_forward_pre_hook(send_again, with_kwargs=True):
                 dense_calls = given(projection, run_dense, once)
         for (x, order, offsets, *_), (dense, *_) in zip(calls, dense_calls, strict=True):
@@ -128,7 +125,5 @@ def _shares(projection, experts, once, runs, diagonal, numbers) -> list[Share]:
                 before = torch.where(before.any(1, keepdim=True), before, now)
                 second[place].addmm_(now.T, now)
                 drift[place].addmm_((before - now).T, now)
-    return [
-        Share(rows[place], Moments(second[place], None if drift is None else drift[place]))
-        for place in range(len(numbers))
-    ]
+    found = map(Moments, second, [None] * len(numbers) if diagonal else drift)
+    return [Share(*each) for each in zip(rows, found, strict=True)]

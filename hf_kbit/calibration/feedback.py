@@ -40,22 +40,12 @@ def solve(
     level that is best while all others stay as they are, and each scale the best byte for its codes.
 
     Args:
-        weight: float32 ``[N, K]``, finite, its largest magnitude within the range of the scales.
         hessian: float32 ``[K, K]``: the sum of ``x @ x.T`` over tokens.
-        codebook: float32 ``[2**bits]``, ascending, the largest magnitude 1.
-        signed: whether scales have signs (``hf_kbit.ops.quantize``).
-
-    Returns:
-        planes, int32 ``[N, B * bits]``, and absmax, uint8 ``[N, B]``.
+        weight, codebook, signed: as for ``weighted.solve``, and so are planes and absmax.
 
     Source: GPTQ (arXiv:2210.17323), which is LDLQ of QuIP (arXiv:2307.13304); here with scales of blocks that are
     searched by the error after the feedback. Sweeps by coordinates are those of QuantEase (arXiv:2309.01885), there
     from rounded weights on and with fixed scales.
-
-    >>> weight, inputs = torch.rand(4, 64), torch.rand(1000, 64)
-    >>> planes, absmax = solve(weight, inputs.T @ inputs, torch.tensor([-1.0, -0.3, 0.3, 1.0]))
-    >>> planes.shape, absmax.shape
-    (torch.Size([4, 4]), torch.Size([4, 2]))
     """
     bits, padding = bits_of(len(codebook)), -weight.shape[1] % BLOCK_SIZE
     damping = damping_of(hessian, DAMPING)
@@ -86,11 +76,7 @@ def _order(moments: torch.Tensor) -> torch.Tensor:
 
 
 def _inverse_root(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
-    """float32 upper triangular U with ``U.T @ U`` the inverse of the Hessian with ``damping`` on its diagonal.
-
-    Raises:
-        ValueError: the Hessian is not positive semidefinite.
-    """
+    """float32 upper triangular U with ``U.T @ U`` the inverse of the Hessian with ``damping`` on its diagonal."""
     # Cholesky from the last column to the first: the inverse of this factor is U.
     upper = cholesky(hessian.flip(0, 1), damping).flip(0, 1)
     unit = torch.eye(len(upper), dtype=upper.dtype, device=upper.device)
@@ -98,18 +84,9 @@ def _inverse_root(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
 
 
 def _block(columns: torch.Tensor, root: torch.Tensor, kept: torch.Tensor, codebook: torch.Tensor, signed: bool):
-    """Rounds one block of all rows, with each scale of the search; returns what the best one of each row gives.
-
-    Args:
-        columns: float32 ``[32, N]``.
-        root: float32 ``[32, 32]``, the block's own part of U.
-        kept: float32 ``[32]``, 0 for padding.
-        codebook: float32 ``[2**bits]``.
-        signed: whether scales have signs.
-
-    Returns:
-        codes, uint8 ``[32, N]``; absmax, uint8 ``[N]``; and errors, float32 ``[32, N]``, over the diagonal of U.
-    """
+    """Rounds the ``columns`` of one block, ``[32, N]``, with each scale of the search, for the block's own part of U;
+    padding is what is 0 in ``kept``, ``[32]``. Returns what the best scale of each row gives: codes ``[32, N]``,
+    absmax ``[N]``, and errors ``[32, N]`` over the diagonal of U."""
     signs = signs_of(columns.T, codebook) if signed else torch.ones_like(columns[0])
     columns = columns * signs
     most = MAGNITUDE if signed else 255
@@ -139,15 +116,14 @@ def _sweep(codes, absmax, target, hessian, kept, codebook, signed) -> None:
     scales = decode_scales(absmax, signed).repeat_interleave(BLOCK_SIZE, dim=0)
     gradient = hessian @ torch.addcmul(-target, codebook[codes.int()], scales)  # half of it
 
-    def parts(block):
-        own = slice(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
+    def parts(own, block):
         return codes[own], absmax[block], gradient[own], hessian[own, own], kept[own], codebook
 
-    round_again = one_launch(_round_again, *parts(0), signed=signed)
+    blocks = [slice(start, start + BLOCK_SIZE) for start in range(0, len(codes), BLOCK_SIZE)]
+    round_again = one_launch(_round_again, *parts(blocks[0], 0), signed=signed)
     for _ in range(SWEEPS):
-        for block in range(len(absmax)):
-            own = slice(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
-            codes[own], absmax[block], change = round_again(*parts(block))
+        for block, own in enumerate(blocks):
+            codes[own], absmax[block], change = round_again(*parts(own, block))
             gradient += hessian[:, own] @ change
 
 

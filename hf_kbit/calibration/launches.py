@@ -1,7 +1,6 @@
 """Functions of many small kernels, each of which becomes one launch on a GPU.
 
-Recording one takes about as long as running it a few times. The experts of a mixture are rounded by the same functions
-for the same shapes, so those of a projection share the records (``shared``).
+Recording one takes about as long as running it a few times, so the experts of a projection share records.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,27 +29,26 @@ def shared() -> Iterator[None]:
 
 
 def one_launch(function: Callable, *like: torch.Tensor, **settings: Any) -> Callable:
-    """``function`` with these settings, of tensors that are as those in ``like``. On a GPU its hundreds of small
-    kernels become one CUDA graph, whose results are good until the next call: launching them would take several times
-    as long as they do.
+    """``function`` with these settings, of tensors, to a tuple of tensors. On a GPU its hundreds of small kernels
+    become one CUDA graph, whose results are good until the next call: launching them would take several times as long
+    as they do.
 
     Args:
-        function: of tensors, to a tuple of tensors; all that differs from call to call must be among the former.
-        like: tensors of the shapes, dtypes and device to come.
+        like: tensors of the shapes, dtypes and device to come; all that differs from call to call is among these.
         settings: hashable.
 
     Raises:
         NotRecorded: the function cannot become a graph.
     """
-    record = RECORDERS.get(like[0].device.type)
+    called, record = partial(function, **settings), RECORDERS.get(like[0].device.type)
     if record is None:
-        return partial(function, **settings)
-    key = function, *settings.items(), *((tensor.shape, tensor.dtype, tensor.device) for tensor in like)
+        return called
     records = _records.get()
     if records is None:
-        return record(partial(function, **settings), like)
+        return record(called, like)
+    key = function, *settings.items(), *((tensor.shape, tensor.dtype, tensor.device) for tensor in like)
     if key not in records:
-        records[key] = record(partial(function, **settings), like)
+        records[key] = record(called, like)
     return records[key]
 
 

@@ -28,6 +28,9 @@ from hf_kbit.integrations.transformers.in_place import keep_adapters, leave_lost
 from hf_kbit.integrations.transformers.plain import is_linear
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.experts import is_projection
+from hf_kbit.nn.weight import KbitWeight, packed_layers
+from hf_kbit.packed import Decoding, Packed
+from hf_kbit.tensor import PACKED
 
 logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
 # A solver is a module with ``solve(weight, moments, codebook) -> planes, absmax`` and ``DIAGONAL``: whether moments
@@ -62,17 +65,32 @@ class Solving:
     resume: str | Path | None = None
 
     def check(self, config: KbitConfig) -> None:
-        """Refuses what cannot be done, whatever the model and the data are.
-
-        Raises:
-            ValueError: a setting is out of range, or the config's scales are not searched.
-        """
+        """Refuses what cannot be done, whatever the model and the data are."""
         if self.method not in METHODS:
             raise ValueError(f"method: found {self.method!r}, expected one of {sorted(METHODS)}")
         if self.batch < 1:
             raise ValueError(f"batch: found {self.batch}, expected 1 or more")
         if config.scale != "search":
             raise ValueError(f"scale: found {config.scale!r}, expected 'search' or none")
+        if not isinstance(self.tune, int):
+            raise TypeError(f"tune: found {self.tune!r}, expected a number of steps, or True")
+        if self.tune < 0:
+            raise ValueError(f"tune: found {self.tune}, expected 0 or more steps")
+
+    def check_model(self, model: PreTrainedModel, names: Iterable[str], text: Text, device) -> None:
+        """Refuses a model of which layers of these names cannot be calibrated, or tuned."""
+        if not stream.reads_tokens(model):
+            raise ValueError(f"model: found {type(model).__name__}, expected a model that reads token ids (input_ids)")
+        devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
+        if len(devices) > 1:
+            raise ValueError(f"model: found it on {sorted(devices)}, expected one device")
+        if self.tune and not stream.predicts_tokens(model):
+            raise ValueError(
+                f"tune: found {type(model).__name__}, expected a causal language model: what is trained on is how it "
+                "predicts the next token"
+            )
+        if self.tune and self.tune_whole:
+            tuning.check_room(model, stored_weights(model, names), text.tokens, stream.resolve(device, model))
 
 
 def calibrate(
@@ -86,37 +104,34 @@ def calibrate(
     trust_remote_code: bool = False,
     **settings: Any,
 ) -> PreTrainedModel:
-    """Quantizes a model in place, so that on text like ``data`` its layers compute nearly what they did.
+    """Quantizes a model in place, so that on text like ``data`` its layers compute nearly what they did. Each layer is
+    quantized for the inputs that the quantized ones before it give.
 
-    The layers of the model are quantized one after another, each for the inputs that the quantized ones before it
-    give. The result is like that of ``from_pretrained`` with a ``KbitConfig``: it runs, trains, saves and loads the
-    same way, and which layers are quantized is decided the same way. Decoders, encoders and encoder-decoders; the
-    latter read the same tokens on both sides. The experts of a mixture are quantized each for the tokens that are sent
-    to it; those that are sent fewer than an eighth of their in_features without data, and the log counts them. A table
-    of embeddings that is tied to a head is quantized last, for what goes into the head; any other without data.
+    What is quantized, and what becomes of the model, is as with ``from_pretrained`` and a ``KbitConfig``. Decoders,
+    encoders and encoder-decoders; the latter read the same tokens on both sides. An expert of a mixture that is sent
+    fewer tokens than an eighth of its in_features is quantized without data, and the log counts them. So is a table of
+    embeddings; one that is tied to a head is quantized last, for what goes into the head.
 
     Args:
-        model: float32, float16 or bfloat16, on one device, and it is changed; or a folder or a name on the Hub, to
-            load it from into CPU memory, or rather to map its safetensors files there. Needs memory for what is
-            quantized and, a few times over, the activations between two layers.
+        model: float32, float16 or bfloat16, on one device, and it is changed; or a folder or a name on the Hub, whose
+            files are mapped into CPU memory. Needs memory for what is quantized and, a few times over, the activations
+            between two layers.
         data: what the model is for (``calibration.data.Text``), or None for text that the model writes by itself.
         config: which layers, widths and levels, as ``choose_widths`` returns; ``scale`` is always searched.
         device: where a layer is while it is calibrated: a GPU then has room for one of them, with its statistics, a
             few times over. Default: where the model is; if that is a CPU, the GPU, where there is one.
-        progress: shows a bar on stderr. Off unless asked for, as everywhere in Python; the command shows one.
-        revision: branch, tag or commit of a model on the Hub.
-        trust_remote_code: whether Python code that comes with the model may run.
-        settings: how much of a text is read (``tokenizer``, ``sequences``, ``length``: ``calibration.data.Text``), how
-            weights are chosen (``method``, ``tune``, ``tune_whole``, ``batch``, ``resume``:
-            ``calibration.layerwise.Solving``), and arguments of ``KbitConfig``, such as ``bits=3``, instead of
-            ``config``.
+        progress: shows a bar on stderr.
+        revision, trust_remote_code: of a model on the Hub, as for ``from_pretrained``.
+        settings: the fields of ``calibration.data.Text`` (how much of a text is read) and of
+            ``calibration.layerwise.Solving`` (how weights are chosen), and arguments of ``KbitConfig``, such as
+            ``bits=3``, instead of ``config``.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: ``data`` is neither token ids nor text nor rows of text, ``tune`` is no number, ``config`` is no
-            ``KbitConfig`` or stands beside arguments of one, or an argument is unknown.
+        TypeError: an argument, or the dtype of a weight, is of another type, ``config`` stands beside arguments of
+            one, or an argument is unknown.
         ValueError: an argument is out of range, the model is quantized already, is spread over devices, cannot be
             tuned, or has layers that tokens do not go through, a weight is NaN or infinite, or ``resume`` is of
             another run: the model is as it was. Or the inputs of a layer are: then the model is unusable.
@@ -141,79 +156,93 @@ def calibrate(
     source = {"revision": revision, "trust_remote_code": trust_remote_code}
     if not isinstance(model, nn.Module):
         model = load(model, **source)
-    return Calibration(model, config, solving, device, progress).of(text, **source)
+    packable, chosen = choose(model, config)
+    solving.check_model(model, chosen, text, device)
+    if data is None:
+        how = {"tune": solving.tune, "device": device, "progress": progress}
+        text = replace(text, data=write(model, text.sequences, text.length, **how))
+    Calibration(model, packable, chosen, config, solving, text.ids(model, **source), device, progress).run()
+    return model
 
 
 def sort(settings: dict[str, Any], *kinds: type) -> tuple[Any, ...]:
     """An instance of each of these dataclasses, with those of the settings that are its fields; and the settings that
-    are none's.
-
-    >>> sort({"batch": 2, "bits": 3}, Text, Solving)[1:]
-    (Solving(method='feedback', tune=0, tune_whole=True, batch=2, resume=None), {'bits': 3})
-    """
+    are none's."""
     left, found = dict(settings), []
     for kind in kinds:
         found.append(kind(**{each.name: left.pop(each.name) for each in fields(kind) if each.name in left}))
     return *found, left
 
 
+def choose(model: nn.Module, config: KbitConfig) -> tuple[selection.Packable, dict[str, int]]:
+    """What can be quantized, and ``{name: bits}`` of what is to be, of a model that can be; errors as of
+    ``quantize_model``."""
+    quantized = "model" if getattr(model, "hf_quantizer", None) is not None else None
+    if quantized := next(iter(packed_layers(model)), quantized):
+        raise ValueError(f"{quantized}: found it quantized already, expected a model in 16 or 32 bits")
+    if is_linear(model):
+        raise ValueError("model: found one linear layer, expected a module that has some; see KbitLinear.from_linear")
+    packable = selection.Packable(model)
+    chosen = packable.choose(config)
+    check_any(model, chosen)
+    for name in chosen:
+        weight = selection.dense_weight(model, name)
+        if weight.is_meta or hasattr(selection.holder(model, name), "_hf_hook"):
+            found = "found it on the meta device, or placed by accelerate, expected it in memory"
+            raise ValueError(f"{name}.weight: {found}")
+        if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise TypeError(f"{name}.weight: found {weight.dtype}, expected float32, float16 or bfloat16")
+        if not weight.isfinite().all():
+            raise ValueError(f"{name}.weight: found NaN or infinite values, expected finite ones")
+    return packable, chosen
+
+
+def check_any(model: nn.Module, names: Iterable[str]) -> None:
+    """Refuses a model of which no layers are to be quantized."""
+    if not names:
+        raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
+
+
 class Calibration:
-    """Quantizes a model in place with data: ``plan`` refuses and chooses, ``run`` goes through the layers, ``finish``
-    makes a quantized model of it.
+    """Quantizes a model of Transformers in place for what its layers are given, one of them after another, when it
+    reads ``ids``, int64 ``[n, length]``; ``packable`` and ``widths`` are what ``choose`` gave."""
 
-    Args:
-        model: of Transformers, in 16 or 32 bits.
-        config: what to quantize; no mean width.
-        solving: how, checked with that config.
-        device: where layers compute, as for ``calibrate``.
-        progress: shows bars on stderr.
-    """
-
-    def __init__(self, model: PreTrainedModel, config: KbitConfig, solving: Solving, device=None, progress=False):
-        self.model, self.solving, self.progress = model, solving, progress
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        packable: selection.Packable,
+        widths: Mapping[str, int],
+        config: KbitConfig,
+        solving: Solving,
+        ids: torch.Tensor,
+        device: torch.device | str | None = None,
+        progress: bool = False,
+    ):
+        self.model, self.packable, self.solving, self.progress = model, packable, solving, progress
+        self.device, self.text, self.ids = stream.resolve(device, model), ids, ids
         self.quantizer, self.solver = KbitHfQuantizer(config, pre_quantized=False), METHODS[solving.method]
-        self.device = device
-        self.errors, self.finished = [], None
-        self.of_experts = self.without_data = 0
-
-    @torch.no_grad()
-    def of(self, text: Text, **source: Any) -> PreTrainedModel:
-        """All of it, for the inputs that this text gives: the model; ``source`` is of the tokenizer."""
-        self.plan(text, **source)
-        self.run()
-        return self.finish()
-
-    def plan(self, text: Text, **source: Any) -> None:
-        """Chooses the layers, and the ids to read. After an error the model is as it was."""
-        model, solving = self.model, self.solving
-        self.packable, widths = _check_model(model, self.quantizer.quantization_config)
-        tuning.check(model, solving.tune)
-        self.device = stream.resolve(self.device, model)
-        if solving.tune and solving.tune_whole:
-            tuning.check_room(model, stored_weights(model, widths), text.tokens, self.device)
-        widths = leave_lost(model, widths, self.quantizer, self.device)
-        if text.data is None:
-            own = written(model, text.sequences, text.length, solving.tune, self.device, self.progress)
-            text = replace(text, data=own)
-        self.ids = self.text = text.ids(model, **source)
         self.steps = tuning.steps_on(self.device, solving.tune)
+        if self.steps and len(ids) < 2:
+            raise ValueError("data: found 1 sequence, expected 2 or more to tune on, one of which is held out")
         if self.steps:
-            tuning.check(model, solving.tune, len(self.text))
-            self.ids = self.text[:: max(len(self.text) // SEQUENCES, 1)][:SEQUENCES]
-        self.tables, self.heads = self.packable.tables_in(widths), _heads(model, self.packable, widths)
+            self.ids = ids[:: max(len(ids) // SEQUENCES, 1)][:SEQUENCES]
+        widths = leave_lost(model, widths, self.quantizer, self.device)
+        self.tables, self.heads = packable.tables_in(widths), _heads(model, packable, widths)
         self.widths = {name: bits for name, bits in widths.items() if name not in self.tables}
         self.widths |= {head: self.tables[first] for head, first in self.heads.items()}
-        # Beside the data as quantized layers pass it on, which comes last, the data as the dense ones would.
-        self.drifting = not self.solver.DIAGONAL
-        self.both = torch.cat([self.ids, self.ids]) if self.drifting else self.ids
-        count, end = len(self.ids), len(self.both)
-        self.last = [slice(at, min(at + solving.batch, end)) for at in range(end - count, end, solving.batch)]
-        self.first = [slice(rows.start - count, rows.stop - count) if self.drifting else None for rows in self.last]
+        # After the data as dense layers pass it on comes, where there is drift, the data as quantized ones do.
+        self.drifting, count = not self.solver.DIAGONAL, len(self.ids)
+        self.dense_rows = [slice(at, min(at + solving.batch, count)) for at in range(0, count, solving.batch)]
+        shift = count if self.drifting else 0
+        self.rows = [slice(rows.start + shift, rows.stop + shift) for rows in self.dense_rows]
+        self.errors: list[tuple[float, float]] = []  # of layers' outputs, before and after they were tuned
+        self.without_data: list[bool] = []  # for each expert's projection
+        self.finished: Finished | None = None
 
+    @torch.no_grad()
     def run(self) -> None:
-        """Quantizes tables without data, and then one layer of the model after another."""
-        model, tables, heads = self.model, self.tables, self.heads
-        self.dense = tuning.sharing_copy(model).eval() if self.steps and self.solving.tune_whole else None
+        model, heads, tables = self.model, self.heads, self.tables
+        dense = tuning.sharing_copy(model).eval() if self.steps and self.solving.tune_whole else None
         untied = {name: bits for name, bits in tables.items() if name not in heads.values()}
         quantize_layers(model, self.packable, untied, self.quantizer, self.device)  # data comes from them
         # Before a layer computes in another dtype: they stand for the weights as the model has them.
@@ -230,39 +259,39 @@ class Calibration:
             stream.check(model, self.layers, self.ids, self.device)
             if self.solving.resume is not None:
                 self.finished = Finished(Path(self.solving.resume), self._digest())
+            both = torch.cat([self.ids, self.ids]) if self.drifting else self.ids
             with bar:
-                visit = partial(self._visit, bar)
-                stream.stream(model, list(self.layers), self.both, self.device, visit)
-
-    def finish(self) -> PreTrainedModel:
-        """Ties what is tied, tunes the whole model, and makes it one that is quantized: returns it."""
-        model = self.model
-        for head in self.heads:
+                stream.stream(model, list(self.layers), both, self.device, partial(self._visit, bar))
+        for head in heads:
             tie(model, self.packable, self.quantizer, head)
-        if self.of_experts:  # in this run: others, before it was killed, had theirs
+        if self.without_data:  # in this run: others, before it was killed, had theirs
             logger.log(
-                logging.WARNING if self.without_data else logging.INFO,
+                logging.WARNING if any(self.without_data) else logging.INFO,
                 "hf_kbit: %d of %d weights of experts are quantized without data: the text sends them too few tokens",
-                self.without_data,
-                self.of_experts,
+                sum(self.without_data),
+                len(self.without_data),
             )
-        tuned = []
+        tuned = self._tuned(dense)
+        keep_adapters(model)
+        self.quantizer.adopt(model, {**tables, **self.widths}, self.packable.unusual)
+        if tuned:
+            self.quantizer.tuned = tuned
+            logger.info("hf_kbit: tuned: %s", tuned)
+
+    def _tuned(self, dense: PreTrainedModel | None) -> str:
+        """Tunes the whole model towards ``dense``, if there is one; what all tuning has gained, in words."""
+        told = []
         if self.errors:
             was, now = (sum(each) / len(self.errors) for each in zip(*self.errors, strict=True))
-            tuned.append(f"squared error of layers' outputs {was:.3g} -> {now:.3g} of their squares")
-        if self.dense is not None:
+            told.append(f"squared error of layers' outputs {was:.3g} -> {now:.3g} of their squares")
+        if dense is not None:
             trained = [name for name in self.widths if name not in self.heads]
             how = self.text, self.steps, self.device, self.finished, self.progress
-            with stream.evaluating(model):
-                tuned.append(f"then {tuning.tune_model(model, self.dense, trained, *how)}")
+            with stream.evaluating(self.model):
+                told.append(f"then {tuning.tune_model(self.model, dense, trained, *how)}")
         elif self.steps:
-            tuned.append("layers alone")
-        keep_adapters(model)
-        self.quantizer.adopt(model, {**self.tables, **self.widths}, self.packable.unusual)
-        if tuned:
-            self.quantizer.tuned = ", ".join(tuned)
-            logger.info("hf_kbit: tuned: %s", self.quantizer.tuned)
-        return model
+            told.append("layers alone")
+        return ", ".join(told)
 
     def _digest(self) -> str:
         """Of all that the result depends on."""
@@ -276,7 +305,7 @@ class Calibration:
         names = self.layers.pop(unit, ())  # none if it has been here, as layers that a model shares
         dense = {name: self.model.get_submodule(name) for name in names}
         new = {name: self.empty.pop(name) for name in names}
-        if names and (self.finished is None or not self.finished.load(unit, new, self.device)):
+        if names and not self._restored(unit, new):
             # Of one that is a layer of the model by itself, such as a head, the outputs would be large.
             alone = [moments.Group(names, True)] if names == [unit] else None
             self._solve(dense, new, run, alone)
@@ -285,17 +314,32 @@ class Calibration:
                 how = self.ids, self.drifting, steps, self.device
                 self.errors.append(tuning.tune_layer(self.model, new, run, *how))
             if self.finished is not None:
-                self.finished.save(unit, new)
+                tensors = {f"{name}.{own}": x for name, layer in new.items() for own, x in layer.packed.items()}
+                how = {name: [layer.decoding.to_dict(), layer.untransformed] for name, layer in new.items()}
+                self.finished.save(unit, tensors, how)
         selection.replace_modules(self.model, new)
         bar.update(len(names))
         return self._outputs(dense, new, run)
 
+    def _restored(self, unit: str, new: dict[str, KbitWeight]) -> bool:
+        """Fills the layers with what a run that was killed has finished, if it has."""
+        if self.finished is None or (found := self.finished.load(unit)) is None:
+            return False
+        tensors, how = found
+        for name, layer in new.items():
+            decoding, untransformed = how[name]
+            stored = (tensors.get(f"{name}.{own}") for own in PACKED)
+            planes, absmax, columns = (None if x is None else x.to(self.device) for x in stored)
+            decoding = Decoding.from_dict(decoding, layer.bits, name)
+            layer.load(Packed(planes, absmax, decoding, columns, untransformed))
+        return True
+
     def _outputs(self, dense: dict, new: dict, run: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:
         if self.drifting:
             selection.replace_modules(self.model, dense)
-            yield from ((rows, run(rows)) for rows in self.first)
+            yield from ((rows, run(rows)) for rows in self.dense_rows)
             selection.replace_modules(self.model, new)
-        yield from ((rows, run(rows)) for rows in self.last)
+        yield from ((rows, run(rows)) for rows in self.rows)
 
     def _solve(self, dense: dict, new: dict, run: Callable[[slice], Any], alone: list[moments.Group] | None) -> None:
         """Gives each of the ``new`` layers its weight, in the order in which they are called."""
@@ -305,102 +349,24 @@ class Calibration:
             with moments.standing_in(dense, done):
                 run(rows)
 
-        for group in alone or moments.groups(dense, partial(run, self.last[0])):
+        for group in alone or moments.groups(dense, partial(run, self.rows[0])):
             # A table that made up for the drift of the head's inputs would be another one to look-ups.
             made_up = self.drifting and group.names[0] not in self.heads
             runs = [
                 (partial(quantized, rows), partial(run, rows_of_dense) if made_up else None)
-                for rows, rows_of_dense in zip(self.last, self.first, strict=True)
+                for rows, rows_of_dense in zip(self.rows, self.dense_rows, strict=True)
             ]
             like = dense[group.names[0]]
             if isinstance(like, experts.DenseProjection):
-                self._solve_experts(group, new, like, runs)
+                (name,) = group.names
+                around = self.model.get_submodule(name.rpartition(".")[0])
+                shares = experts.shares(like, around, group.once, runs, self.solver.DIAGONAL)
+                self.without_data += round_projection(name, new[name], like, shares, self.solver)
             else:
                 found = moments.moments(like, group, runs, self.solver.DIAGONAL)
                 for name in group.names:
                     round_linear(name, new[name], dense[name], found, self.solver)
             done |= {name: new[name] for name in group.names}
-
-    def _solve_experts(self, group: moments.Group, new: dict, projection: experts.DenseProjection, runs: list) -> None:
-        (name,) = group.names
-        around = self.model.get_submodule(name.rpartition(".")[0])
-        shares = experts.shares(projection, around, group.once, runs, self.solver.DIAGONAL)
-        self.without_data += round_projection(name, new[name], projection, shares, self.solver)
-        self.of_experts += new[name].lead[0]
-
-
-def written(model, sequences: int | None, length: int | None, tune: int | bool, device, progress: bool):
-    """What ``calibrate`` takes without data: token ids that the model writes, or None where it cannot."""
-    device = stream.resolve(device, model)
-    if not tune:
-        return write(model, sequences, length, device=device, progress=progress)
-    amount = tuning.AMOUNTS.get(device.type, tuning.AMOUNTS[""])
-    sequences, length = sequences or amount[0], length or amount[1]
-    return write(model, sequences, length, varied=True, device=device, progress=progress)
-
-
-def load(
-    name: str | Path,
-    *,
-    dtype: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    **arguments: Any,
-) -> PreTrainedModel:
-    """The model of a folder or of a name on the Hub, of the class that was saved, in ``dtype``: ``"auto"`` is the one
-    that it has there; ``arguments`` are of ``from_pretrained``.
-
-    Its weights are on the CPU, mapped from the files: memory takes what is read of them, until it is short.
-
-    Raises:
-        ValueError: Transformers has no model of the class that the config names.
-    """
-    source = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = AutoConfig.from_pretrained(name, **source)
-    try:
-        model_class = class_to_load(config)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    return model_class.from_pretrained(name, dtype=dtype, **source, **arguments)
-
-
-def class_to_load(config: PreTrainedConfig) -> type:
-    """The class that a config says was saved, or the Auto class that finds it: for a class that came as code with the
-    model the one that its ``auto_map`` names, for one that Transformers does not have that of causal language models.
-
-    Raises:
-        ValueError: ``architectures`` is no list of names, or names what is no model for such a config.
-    """
-    found, name = saved_class(config.architectures), (config.architectures or [""])[0]
-    for auto_class, place in (getattr(config, "auto_map", None) or {}).items():
-        if name and str(place).endswith(f".{name}"):
-            return getattr(transformers, auto_class)
-    if not name or not hasattr(transformers, name):
-        return AutoModelForCausalLM
-    if found is None or found.config_class is None:
-        raise ValueError(f"architectures: found {name!r}, expected the name of a model class")
-    if not isinstance(config, found.config_class):
-        raise ValueError(f"architectures: found {name}, expected a model class for a {type(config).__name__}")
-    return found
-
-
-def _check_model(model, config: KbitConfig) -> tuple[selection.Packable, dict[str, int]]:
-    """What can be quantized, and ``{module name: bits}`` of what is to be, of a model that can be calibrated."""
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError("model: found it quantized already, expected one in 16 or 32 bits")
-    if not stream.reads_tokens(model):
-        raise ValueError(f"model: found {type(model).__name__}, expected a model that reads token ids (input_ids)")
-    devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
-    if len(devices) > 1 or devices == {"meta"}:
-        raise ValueError(f"model: found it on {sorted(devices)}, expected one device")
-    packable = selection.Packable(model)
-    widths = packable.choose(config)
-    if not widths:
-        raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
-    for name in widths:
-        if not selection.dense_weight(model, name).isfinite().all():
-            raise ValueError(f"{name}.weight: found NaN or infinite values, expected finite ones")
-    return packable, widths
 
 
 def _heads(model, packable: selection.Packable, widths: Mapping[str, int]) -> dict[str, str]:
@@ -413,3 +379,39 @@ def _heads(model, packable: selection.Packable, widths: Mapping[str, int]) -> di
         if called and first in widths:
             heads[called[0]] = first
     return heads
+
+
+def load(
+    name: str | Path,
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **arguments: Any,
+) -> PreTrainedModel:
+    """The model of a folder or of a name on the Hub, of the class that was saved; arguments are of
+    ``from_pretrained``. Weights are mapped from the files: memory takes what is read of them, until it is short."""
+    source = {"revision": revision, "trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(name, **source)
+    try:
+        model_class = class_to_load(config)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return model_class.from_pretrained(name, dtype=dtype, **source, **arguments)
+
+
+def class_to_load(config: PreTrainedConfig) -> type:
+    """The class that a config says was saved, or the Auto class that finds it: for a class that came as code with the
+    model the one that its ``auto_map`` names, for one that Transformers does not have that of causal language
+    models."""
+    found, name = saved_class(config.architectures), (config.architectures or [""])[0]
+    for auto_class, place in (getattr(config, "auto_map", None) or {}).items():
+        if name and str(place).endswith(f".{name}"):
+            return getattr(transformers, auto_class)
+    if not name or not hasattr(transformers, name):
+        return AutoModelForCausalLM
+    if found is None or found.config_class is None:
+        raise ValueError(f"architectures: found {name!r}, expected the name of a model class")
+    if not isinstance(config, found.config_class):
+        raise ValueError(f"architectures: found {name}, expected a model class for a {type(config).__name__}")
+    return found

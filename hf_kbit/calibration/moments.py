@@ -1,14 +1,14 @@
-"""What goes into the linear layers of one layer of the model: in which order, its second moments, and what follows
-from them for the weight to aim at."""
+"""What goes into the linear layers of one layer of the model: in which order, its second moments, and what follows."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from hf_kbit.calibration.stream import forwards
+from hf_kbit.calibration.stream import forwards, hooked
 
 DRIFT_DAMPING = 0.01
 SHARE = 0.35  # of the way to the least squares: on SmolLM2-135M 0.35 and 0.5 are alike, 0.7 and none are worse
@@ -28,6 +28,10 @@ class Moments(NamedTuple):
     second: torch.Tensor
     drift: torch.Tensor | None
 
+    def check(self, name: str) -> None:
+        if not self.second.isfinite().all():
+            raise ValueError(f"{name}: found NaN or infinite inputs, expected finite ones")
+
 
 class _Enough(Exception):
     pass
@@ -37,18 +41,12 @@ def groups(linears: dict[str, nn.Module], run: Callable[[], Any]) -> list[Group]
     """Groups of linear layers in the order in which ``run()`` calls them; those that it does not call come last."""
     calls: list[tuple[str, object]] = []
     # Projections of experts, which are told more than x, are in no group with others.
-    with _hooked(linears, lambda name, x, *ways: calls.append((name, ways or x))):
+    with hooked(linears, lambda name, x, *ways: calls.append((name, ways or x))):
         run()
-    found: list[tuple[object, list[str]]] = []
-    for name, x in calls:
-        if found and found[-1][0] is x:
-            found[-1][1].append(name)
-        else:
-            found.append((x, [name]))
     once = len(calls) == len({name for name, _ in calls}) == len(linears)
-    seen: set[str] = set()
-    ordered = []
-    for names in (*(names for _, names in found), *([name] for name in linears)):
+    alike = [[name for name, _ in same] for _, same in groupby(calls, lambda call: id(call[1]))]
+    seen, ordered = set(), []
+    for names in (*alike, *([name] for name in linears)):
         if new := [name for name in dict.fromkeys(names) if name not in seen]:
             ordered.append(Group(new, once))
             seen.update(new)
@@ -56,13 +54,8 @@ def groups(linears: dict[str, nn.Module], run: Callable[[], Any]) -> list[Group]
 
 
 def moments(linear: nn.Module, group: Group, runs: Iterable[tuple[Callable, Callable | None]], diagonal: bool):
-    """The ``Moments`` of a group, one of whose layers is ``linear``.
-
-    Args:
-        runs: for each part of the data what runs it through the quantized layers, and, to find the drift, what runs
-            it through the dense ones.
-        diagonal: whether the diagonal is enough; there is no drift then.
-    """
+    """The ``Moments`` of a group, one of whose layers is ``linear``; ``runs`` are for each part of the data what runs
+    it through the quantized layers, and, to find the drift, what runs it through the dense ones."""
     second, drift = 0.0, None
     for run, run_dense in runs:
         x = _inputs(linear, run, group.once)
@@ -91,30 +84,9 @@ def given(module: nn.Module, run: Callable[[], Any], once: bool) -> list[tuple]:
         if once:
             raise _Enough
 
-    with _hooked({"": module}, take):
-        try:
-            run()
-        except _Enough:
-            pass
+    with hooked({"": module}, take), suppress(_Enough):
+        run()
     return calls
-
-
-@contextmanager
-def _hooked(modules: dict[str, nn.Module], take: Callable[..., None]) -> Iterator[None]:
-    """``take(name, x, ...)`` is called with what each of the modules is given."""
-    hooks = [
-        # Some models call their layers by keyword.
-        module.register_forward_pre_hook(
-            lambda _, args, keywords, name=name: take(name, *(args or keywords.values())),
-            with_kwargs=True,
-        )
-        for name, module in modules.items()
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def standing_in(modules: dict[str, nn.Module], others: dict[str, nn.Module]) -> AbstractContextManager[None]:
@@ -133,11 +105,7 @@ def damping_of(hessian: torch.Tensor, share: float) -> torch.Tensor:
 
 def cholesky(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
     """The lower Cholesky factor ``[K, K]`` of the Hessian with ``damping`` on its diagonal: float32, or float64 where
-    float32 finds none.
-
-    Raises:
-        ValueError: the Hessian is not positive semidefinite.
-    """
+    float32 finds none."""
     for dtype in (torch.float32, torch.float64):
         damped = hessian.to(dtype, copy=True)
         damped.diagonal().add_(damping)
@@ -148,21 +116,12 @@ def cholesky(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
 
 
 def aim(weight: torch.Tensor, moments: Moments) -> torch.Tensor:
-    """The weight to quantize, which makes up for part of the drift of its inputs.
+    """The weight to quantize instead of ``weight``, float32 ``[N, K]``, to make up for part of the drift of its
+    inputs.
 
     It lies on the way from ``weight`` to ``weight @ (H + drift) @ inverse(H)`` for the Hessian H: the weight whose
     outputs for today's inputs are nearest to those of ``weight`` for the inputs in 16 bits. Only part of the way is
-    taken, since both are known from a sample.
-
-    Args:
-        weight: float32 ``[N, K]``.
-        moments: with drift, or without, when the weight stays as it is.
-
-    Returns:
-        float32 ``[N, K]``.
-
-    Raises:
-        ValueError: the Hessian is not positive semidefinite.
+    taken, since both are known from a sample. Without drift the weight stays as it is.
 
     Source: the objective is that of GPTAQ (arXiv:2504.02692), which weaves it into the feedback; here the weight is
     changed first, so that any solver can follow.

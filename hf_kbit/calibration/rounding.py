@@ -13,7 +13,7 @@ from hf_kbit.calibration.experts import DenseProjection
 from hf_kbit.calibration.moments import Moments, aim
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.packed import Decoding, Stored
+from hf_kbit.packed import Packed
 from hf_kbit.reference import decode_e4m4
 from hf_kbit.transforms import of_moments, to_stored
 
@@ -26,59 +26,42 @@ FEW = 1 / 8
 
 
 def round_linear(name: str, layer: KbitLinear, dense: nn.Module, moments: Moments, solver: ModuleType) -> None:
-    """Raises ValueError, which names the layer, if moments are NaN or infinite."""
-    _check(name, moments)
+    moments.check(name)
     weight = dense.weight.T if isinstance(dense, Conv1D) else dense.weight
     # Feedback lost more with column scales for the inputs: it has all of their moments anyway.
     columns = balance_for(weight, moments.second) if solver.DIAGONAL else None
     weight = aim(weight.float(), moments)
     how = layer.quantize(weight, f"{name}.weight", columns)
-    stored = Stored(weight, how.columns, name).weight
-    planes, absmax = _rounded(stored, moments, how.decoding, how.columns, solver)
+    planes, absmax = _rounded(weight, moments, how, solver)
     layer.load(how._replace(planes=planes, absmax=absmax))
 
 
 @launches.shared()
-def round_projection(name: str, layer: KbitProjection, dense: DenseProjection, shares, solver: ModuleType) -> int:
-    """Each expert for its own share; levels, exponent and column scales are those of all together, as they are before
-    the drift moves them. Experts with few rows are quantized without data: returns how many.
-
-    Args:
-        shares: an iterable of the experts' ``Share``, in their order.
-    """
-    weight = dense.matrices.detach()
-    whole, columns = weight.flatten(0, 1), None
+def round_projection(
+    name: str, layer: KbitProjection, dense: DenseProjection, shares, solver: ModuleType
+) -> list[bool]:
+    """Each expert for its own one of the ``shares``; levels, exponent and column scales are those of all together, as
+    they are before the drift moves them. Experts with few rows are quantized without data: returns which."""
+    weight, columns, few = dense.matrices.detach(), None, []
     if solver.DIAGONAL:
         shares = list(shares)
-        columns = balance_for(whole, sum(share.moments.second for share in shares))
+        columns = balance_for(weight.flatten(0, 1), sum(share.moments.second for share in shares))
     how = layer.quantize(weight, name, columns)
-    decoding, columns = how.decoding, how.columns
-    found, few = [], 0
-    for own, (rows, moments) in zip(weight, shares, strict=True):
-        _check(name, moments)
-        reached = rows >= FEW * layer.in_features
-        own = aim(own.float(), moments) if reached else own.float()
-        if columns is not None:
-            own = to_stored(own, decode_e4m4(columns), rotated=True)
-        if reached:
-            found.append(_rounded(own, moments, decoding, columns, solver))
-        else:
-            few += 1
-            found.append(torch.ops.hf_kbit.quantize(own, decoding.codebook(own.device), True, decoding.transformed))
-    planes, absmax = map(torch.stack, zip(*found, strict=True))
-    layer.load(how._replace(planes=planes, absmax=absmax))
+    for expert, (rows, moments) in enumerate(shares):
+        moments.check(name)
+        few.append(rows < FEW * layer.in_features)
+        if not few[-1]:
+            own = aim(weight[expert].float(), moments)
+            how.planes[expert], how.absmax[expert] = _rounded(own, moments, how, solver)
+    layer.load(how)
     return few
 
 
-def _check(name: str, moments: Moments) -> None:
-    if not moments.second.isfinite().all():
-        raise ValueError(f"{name}: found NaN or infinite inputs, expected finite ones")
-
-
-def _rounded(stored, moments: Moments, decoding: Decoding, columns, solver: ModuleType):
-    """Planes and scales of a weight in the form that is stored, float32."""
-    second = of_moments(moments.second, None if columns is None else decode_e4m4(columns))
-    codebook = codebooks.scaled(decoding.levels, 0, stored.device)
-    stored = stored * 2.0**-decoding.codebook_exponent
-    parts = [solver.solve(rows, second, codebook, decoding.transformed) for rows in stored.split(ROWS)]
+def _rounded(weight: torch.Tensor, moments: Moments, how: Packed, solver: ModuleType):
+    """Planes and scales of a float32 weight, quantized ``how``."""
+    columns = None if how.columns is None else decode_e4m4(how.columns)
+    stored = weight if columns is None else to_stored(weight, columns, rotated=True)
+    stored = stored * 2.0**-how.decoding.codebook_exponent
+    second, codebook = of_moments(moments.second, columns), codebooks.scaled(how.decoding.levels, 0, weight.device)
+    parts = [solver.solve(rows, second, codebook, how.decoding.transformed) for rows in stored.split(ROWS)]
     return tuple(map(torch.cat, zip(*parts, strict=True)))

@@ -1,15 +1,16 @@
 """Leads data through a model one layer at a time."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hf_kbit.allocation import elements
@@ -28,13 +29,28 @@ def resolve(device: torch.device | str | None, model) -> torch.device:
 
 def dtype_on(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """In which dtype to compute there what is kept in ``dtype``: 16 bits become float32 on a CPU, for many CPUs lack
-    instructions for them: on one with AVX2 bfloat16 takes three times as long.
-
-    >>> dtype_on(torch.device("cpu"), torch.bfloat16)
-    torch.float32
-    """
+    instructions for them: on one with AVX2 bfloat16 takes three times as long."""
     halves = (torch.bfloat16, torch.float16)
     return torch.float32 if device.type == "cpu" and dtype in halves else dtype
+
+
+def usual(of_types: Mapping[str, Any], device: torch.device) -> Any:
+    """What is usual on a device, of a table by types of devices in which "" is any other."""
+    return of_types.get(device.type, of_types[""])
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Bytes of it that are free, and all."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+def moved_bytes(model: nn.Module, device: torch.device) -> int:
+    """What a model takes on a device beside what is there already in the dtype to compute in."""
+    tensors = [(x, dtype_on(device, x.dtype)) for x in (*model.parameters(), *model.buffers())]
+    return sum(x.numel() * dtype.itemsize for x, dtype in tensors if (x.device, x.dtype) != (device, dtype))
 
 
 def is_causal(config: PreTrainedConfig) -> bool:
@@ -47,29 +63,28 @@ def reads_tokens(model: nn.Module) -> bool:
     return "input_ids" in inspect.signature(model.forward).parameters
 
 
-def check(model: nn.Module, layers: dict[str, list[str]], ids: torch.Tensor, device: torch.device) -> None:
-    """Runs two short sequences, and refuses the model if a layer that is to be quantized reads nothing of them.
+def predicts_tokens(model: nn.Module) -> bool:
+    """Whether it is a causal language model of Transformers."""
+    if not isinstance(model, PreTrainedModel):
+        return False
+    return is_causal(model.config) and model.can_generate() and reads_tokens(model)
 
-    Raises:
-        ValueError: the model needs more than tokens, or a layer reads none of them.
-    """
-    called, ids = set(), ids[:2, :16]
-    hooked = {*layers, *(name for names in layers.values() for name in names)}
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.add(name)) for name in hooked
-    ]
+
+def check(model: nn.Module, layers: dict[str, list[str]], ids: torch.Tensor, device: torch.device) -> None:
+    """Runs two short sequences, and refuses a model that needs more than tokens, or one of whose layers to quantize
+    reads none of them."""
+    called, everything = set(), slice(None)
+    modules = {name: model.get_submodule(name) for unit, names in layers.items() for name in (unit, *names)}
     try:
-        stream(model, layers, ids, device, lambda _, run: [(slice(None), run(slice(None)))], to_end=True)
+        with hooked(modules, lambda name, *_: called.add(name)):
+            stream(model, layers, ids[:2, :16], device, lambda _, run: [(everything, run(everything))], to_end=True)
     except Exception as error:  # whatever a forward does without what it needs, such as pixels
         raise ValueError(
             f"model: found that {type(model).__name__} does not run on token ids alone "
             f"({type(error).__name__}: {error}), so nothing can be measured of its layers; quantize it while loading, "
             "without data"
         ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if missed := sorted(hooked - called):
+    if missed := sorted(modules.keys() - called):
         raise ValueError(
             f"{missed[0]}: found that tokens do not go through it ({len(missed)} such modules), so nothing can "
             "be measured of it; name what stays in 16 bits in modules_to_not_convert, or quantize while loading, "
@@ -85,33 +100,27 @@ def stream(
     visit: Callable[[str, Callable[[slice], Any]], Iterable[tuple[slice, Any]]],
     to_end: bool = False,
 ) -> Any:
-    """One forward pass of all sequences, which stops at each layer of the model; returns the model's output.
+    """One forward pass of all sequences, in which ``visit(name, run)`` takes the place of each layer's forward: so the
+    model's own code prepares the inputs of every layer, whatever they are.
 
-    In place of a layer's forward, ``visit(name, run)`` is called, where ``run(rows)`` computes the layer, as it is by
-    then, on a part of the sequences; the outputs of all parts in their order, which ``visit`` returns, are what the
-    next layer is given. So the model's own code prepares the inputs of every layer, whatever they are. Layers are
-    ``names`` and the other elements of module lists; each is on ``device``, in the dtype to compute in there, while it
-    is visited, and its inputs and outputs are where and as the model has them. After the last of ``names`` the pass
-    ends, before its outputs are computed, and None is returned, unless ``to_end``.
+    ``run(rows)`` computes the layer, as it is by then, on a part of the sequences; the outputs of all parts in their
+    order, which ``visit`` returns, are what the next layer is given. Layers are ``names`` and the other elements of
+    module lists; each is on ``device``, in the dtype to compute in there, while it is visited, and its inputs and
+    outputs are where and as the model has them. After the last of ``names`` the pass ends, before its outputs are
+    computed, and None is returned in place of the model's output, unless ``to_end``.
     """
-    waiting, running = set(names), set()
-    modules = {name: model.get_submodule(name) for name in dict.fromkeys((*names, *elements(model)))}
-    originals = {name: module.forward for name, module in modules.items()}
-    dtype = model.dtype
+    waiting, running, dtype = set(names), set(), model.dtype
 
-    def kept(value):
-        """As the model has it between two layers, where they compute in another dtype."""
-        return value.to(dtype) if _of_dtype(value, dtype_on(device, dtype)) else value
-
-    def forward(name, *args, **kwargs):
+    def forward(name, original, *args, **kwargs):
         if name in running:  # a part, from the inside of a call for all
-            return originals[name](*args, **kwargs)
+            return original(*args, **kwargs)
         leaves, form = tree_flatten((args, kwargs))
 
         def run(rows: slice):
             given = [x[rows] if _of_all(x, len(ids)) else x for x in leaves]
-            part_args, part_kwargs = tree_unflatten([_computing(_on(x, device)) for x in given], form)
-            return tree_map(kept, model.get_submodule(name)(*part_args, **part_kwargs))
+            part_args, part_kwargs = tree_unflatten([_there(x, device) for x in given], form)
+            output = model.get_submodule(name)(*part_args, **part_kwargs)
+            return tree_map(partial(_kept, device=device, dtype=dtype), output)
 
         running.add(name)
         with placed(model, name, device):
@@ -123,11 +132,17 @@ def stream(
         running.remove(name)
         return output
 
-    with forwards({module: partial(forward, name) for name, module in modules.items()}):
+    with _walked(model, names, forward):
         try:
             return forward_pass(model, ids)
         except _Finished:
             return None
+
+
+def _walked(model: nn.Module, names: Iterable[str], forward: Callable) -> AbstractContextManager[None]:
+    """Inside, ``forward(name, original, ...)`` is called in place of layers: ``names`` and all elements of lists."""
+    modules = {name: model.get_submodule(name) for name in dict.fromkeys((*names, *elements(model)))}
+    return forwards({module: partial(forward, name, module.forward) for name, module in modules.items()})
 
 
 @contextmanager
@@ -146,6 +161,20 @@ def forwards(replaced: dict[nn.Module, Callable]) -> Iterator[None]:
 
 
 @contextmanager
+def hooked(modules: Mapping[str, nn.Module], take: Callable[..., object]) -> Iterator[None]:
+    """Inside, ``take(name, x, ...)`` is called with what each of the modules is given, by position or keyword."""
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            tell = partial(_tell, partial(take, name))
+            hooks.enter_context(module.register_forward_pre_hook(tell, with_kwargs=True))
+        yield
+
+
+def _tell(take: Callable[..., object], module: nn.Module, args: tuple, keywords: dict[str, Any]) -> None:
+    take(*(args or keywords.values()))
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Dropout is off inside, and afterwards each module is in the mode that it was in."""
     training = [module for module in model.modules() if module.training]
@@ -159,29 +188,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def recomputed(model: nn.Module, names: Iterable[str], device: torch.device) -> Iterator[torch.Tensor]:
-    """Inside, layers of the model keep nothing for a backward pass but what they are given: they are computed again
-    when the gradient of their output is there, so that one layer's weights and activations are needed at a time.
+    """Inside, the layers of ``stream`` keep nothing for a backward pass but what they are given: they are computed
+    again, on ``device``, when the gradient of their output is there. So one of them is needed there at a time.
 
-    Layers are those of ``stream``, on ``device`` in the same way. What is yielded, a number on the model's device,
-    takes part in all of them: for its gradient, which is 0, the backward pass goes through them all, whatever of the
-    model needs a gradient. Parameters get none.
+    What is yielded, a number on the model's device, takes part in all of them: for its gradient, which is 0, the
+    backward pass goes through them all, whatever of the model needs a gradient. Parameters get none.
     """
-    modules = {name: model.get_submodule(name) for name in dict.fromkeys((*names, *elements(model)))}
-    originals = {name: module.forward for name, module in modules.items()}
     anchor, dtype = torch.zeros((), device=model.device, requires_grad=True), model.dtype
 
-    def forward(name, *args, **kwargs):
+    def forward(name, original, *args, **kwargs):
         leaves, form = tree_flatten((args, kwargs))
         places = [index for index, leaf in enumerate(leaves) if _differentiable(leaf)]
         wanted = [index for index in places if leaves[index].requires_grad] or places
 
         def compute(*given):
             """All leaves of the output, from those at ``wanted``."""
-            now = dict(enumerate(leaves)) | dict(zip(wanted, given, strict=True))
-            part_args, part_kwargs = tree_unflatten([_computing(_on(now[i], device)) for i in range(len(now))], form)
-            found, shape = tree_flatten(originals[name](*part_args, **part_kwargs))
-            found = [_on(x.to(dtype) if _of_dtype(x, dtype_on(device, dtype)) else x, anchor.device) for x in found]
-            return found, shape
+            now = list(leaves)
+            for index, leaf in zip(wanted, given, strict=True):
+                now[index] = leaf
+            now_args, now_kwargs = tree_unflatten([_there(x, device) for x in now], form)
+            found, shape = tree_flatten(original(*now_args, **now_kwargs))
+            return [_on(_kept(x, device, dtype), anchor.device) for x in found], shape
 
         def backward(given, gradients):
             given = [x.detach().requires_grad_() for x in given]
@@ -193,12 +220,11 @@ def recomputed(model: nn.Module, names: Iterable[str], device: torch.device) -> 
 
         with placed(model, name, device), torch.no_grad():
             found, shape = compute(*(leaves[index] for index in wanted))
-        joined = iter(
-            _Recomputed.apply(backward, [x for x in found if _differentiable(x)], anchor, *(leaves[i] for i in wanted))
-        )
+        outputs = [x for x in found if _differentiable(x)]
+        joined = iter(_Recomputed.apply(backward, outputs, anchor, *(leaves[index] for index in wanted)))
         return tree_unflatten([next(joined) if _differentiable(x) else x for x in found], shape)
 
-    with forwards({module: partial(forward, name) for name, module in modules.items()}):
+    with _walked(model, names, forward):
         yield anchor
 
 
@@ -220,10 +246,6 @@ def _differentiable(value) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _of_dtype(value, dtype: torch.dtype) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype == dtype
-
-
 def forward_pass(model: nn.Module, ids: torch.Tensor) -> Any:
     """A forward pass without a cache; an encoder-decoder reads the same tokens on both sides."""
     configs = [getattr(module, "config", None) for module in model.modules()]
@@ -240,11 +262,8 @@ def forward_pass(model: nn.Module, ids: torch.Tensor) -> Any:
 @contextmanager
 def placed(model: nn.Module, name: str, device: torch.device) -> Iterator[None]:
     """The module of that name is on ``device``, in the dtype to compute in there, inside, and afterwards as it was;
-    if another has its name by then, that one is where it was.
-
-    What was there is put back rather than copied: the weights of a checkpoint are mapped from its file until they are
-    changed, and take no memory.
-    """
+    if another has its name by then, that one is where it was. What was there is put back rather than copied: the
+    weights of a checkpoint are mapped from its file until they are changed, and take no memory."""
     module = model.get_submodule(name)
     parameters = [(parameter, parameter.data) for parameter in module.parameters()]
     buffers = [(part, dict(part._buffers)) for part in module.modules()]
@@ -253,9 +272,9 @@ def placed(model: nn.Module, name: str, device: torch.device) -> Iterator[None]:
         if home != device:
             module.to(device)
         for parameter, _ in parameters:
-            parameter.data = _computing(parameter.data)
+            parameter.data = _there(parameter.data, device)
         for part, own in buffers:
-            part._buffers.update({key: _computing(part._buffers[key]) for key in own})
+            part._buffers.update({key: _there(part._buffers[key], device) for key in own})
         yield
     finally:
         for parameter, data in parameters:
@@ -270,17 +289,20 @@ def _on(value, device: torch.device):
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def _computing(value):
-    """A tensor of floats in the dtype to compute in where it is; anything else as it is."""
-    return value.to(dtype_on(value.device, value.dtype)) if isinstance(value, torch.Tensor) else value
+def _there(value, device: torch.device):
+    """A tensor on a device, in the dtype to compute in there; anything else as it is."""
+    return value.to(device, dtype_on(device, value.dtype)) if isinstance(value, torch.Tensor) else value
+
+
+def _kept(value, device: torch.device, dtype: torch.dtype):
+    """What was computed on a device, in the dtype that the model has between two layers."""
+    computed = isinstance(value, torch.Tensor) and value.dtype == dtype_on(device, dtype)
+    return value.to(dtype) if computed else value
 
 
 def _join(outputs: Iterable[tuple[slice, Any]], sequences: int, device: torch.device):
-    """On ``device`` what a module makes of all sequences, from ``rows, output`` of all their parts.
-
-    Tensors of two or more dimensions whose first is the number of sequences of the first part, the largest, are
-    joined; of others, and of what is no tensor, that of the last part is taken.
-    """
+    """On ``device`` what a module makes of all sequences, from ``rows, output`` of all their parts. Tensors with a row
+    for each sequence of the first part, the largest, are joined; of all else that of the last part is taken."""
     joined = None
     for rows, output in outputs:
         leaves, form = tree_flatten(output)

@@ -5,7 +5,7 @@ Rounding counts as the identity on the way back (a straight-through estimate). T
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from hf_kbit.reference import MAGNITUDE, SIGN, decode_e4m4, halfway, nearest, pa
 from hf_kbit.transforms import rotate, to_stored
 
 logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
+TUNING = "tuning."  # where it is, among what a run has finished: no layer's name ends so
 # Rates of the first steps; they fall to 0 as a cosine. Measured on SmolLM2-135M (one H200, 300 to 1000 steps of 4,096
 # or 8,192 tokens, 2026-11-23), and codes on a trained model of 1.3 million parameters, on a CPU.
 SCALES = 0.1  # steps between bytes: 0.02 is slower, 0.3 worse
@@ -40,15 +41,11 @@ KEPT = 300  # seconds after which a run that may be killed writes where it is, a
 
 
 class Trained:
-    """Numbers that decode to weights, and vectors, with the optimizer that moves them.
+    """Numbers that decode to the weights of layers, and vectors, which are parameters of the model, with the optimizer
+    that moves them; ``dense`` is what weights were in 16 or 32 bits, to train codes too, or None. All are by name.
 
-    Args:
-        layers: by name; those with the same levels are trained as one tensor of blocks, as launching kernels for each
-            layer would take longer than they do.
-        dense: what their weights were in 16 or 32 bits, by name, to train codes too; or None.
-        vectors: parameters of the model, by name.
-        steps: over which the rates fall.
-        device, dtype: of what is decoded.
+    Layers with the same levels are trained as one tensor of blocks: launching kernels for each of them would take
+    longer than they do.
     """
 
     def __init__(self, layers: Mapping[str, KbitWeight], dense, vectors, steps: int, device, dtype):
@@ -75,67 +72,51 @@ class Trained:
 
     def values(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Decoded weights, and vectors, by the names of the model's parameters that they take the places of."""
-        weights = (pair for group in self.groups for pair in group.weights())
-        vectors = {
-            name: (start + self.sizes[name] * self.moved[name]).to(self.dtype) for name, start in self.start.items()
-        }
-        return {parameter_of(model, name): weight for name, weight in weights} | vectors
+        weights = {parameter_of(model, name): weight for group in self.groups for name, weight in group.weights()}
+        return weights | {name: self._vector(name).to(self.dtype) for name in self.start}
 
-    def stepper(self, loss: Callable, like: torch.Tensor | None = None) -> Callable[[Any, float], object]:
-        """A function of a batch and of a factor for all rates that takes one step.
-
-        The loss is a sum: of means, the gradient of a single weight of a large model would be nothing beside what Adam
-        adds to its size, and nothing at all in float16. With ``like``, a batch, a step is one launch on a GPU, where
-        the model allows that: what it computes may not depend on what a tensor holds.
-        """
-
-        def step(part, rate: torch.Tensor) -> tuple[()]:
-            for parameter in self.parameters:
-                parameter.grad = None
-            with torch.enable_grad():
-                loss(part).backward(inputs=self.parameters)
-            for group, own in zip(self.optimizer.param_groups, self.rates, strict=True):
-                group["lr"].copy_(own * rate)
-            self.optimizer.step()
-            with torch.no_grad():
-                for group in self.groups:
-                    group.confine()
-            return ()
-
-        zero = torch.zeros((), device=self.device)
-        if like is not None:
-            try:
-                step = one_launch(step, like, zero)
-            except NotRecorded as error:
-                logger.warning("hf_kbit: tuning is slower, for its kernels are launched one by one: %s", error)
-
-        return lambda part, rate: step(part, zero + rate)
+    def _vector(self, name: str) -> torch.Tensor:
+        return self.start[name] + self.sizes[name] * self.moved[name]
 
     @torch.no_grad()
-    def descend(
+    def train(
         self,
-        step: Callable[[int, float], object],
+        loss: Callable[[Any], torch.Tensor],
+        batches: Sequence[Any],
         look: Callable[[], tuple[float, ...]],
-        start: tuple[float, ...],
         finished: Finished | None = None,
         progress: bool = False,
-    ) -> tuple[int, tuple[float, ...]]:
-        """Takes the steps, looks now and then at what comes last in ``look()``, and ends with the best that it saw:
-        after how many steps that was, and what ``look()`` was there."""
-        step(0, 0.0)  # makes the optimizer's state, which may have come into being before
+    ) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
+        """Takes a step for each batch, looks now and then at what comes last in ``look()``, and ends with the best
+        that it saw: after how many steps that was, what ``look()`` was at first, and what it was there.
+
+        The loss is a sum: of means, the gradient of a single weight of a large model would be nothing beside what Adam
+        adds to its size, and nothing at all in float16. Where batches are tensors, a step is one launch on a GPU, if
+        the model allows that: what it computes may not depend on what a tensor holds.
+        """
+        step, zero = self._step(loss), torch.zeros((), device=self.device)
+        if isinstance(batches[0], torch.Tensor):
+            try:
+                step = one_launch(step, batches[0], zero)
+            except NotRecorded as error:
+                logger.warning("hf_kbit: tuning is slower, for its kernels are launched one by one: %s", error)
+        start = look()
+        step(batches[0], zero)  # makes the optimizer's state, which may have come into being before
         for state in self.optimizer.state.values():
             for tensor in state.values():
                 tensor.zero_()
-        best, kept, first = (0, start), self.packed(), 0
-        if finished is not None and (found := finished.load_state(self.state(kept))) is not None:
-            first, at, *values = found
+        best, kept, first = (0, start), self._packed(), 0
+        if finished is not None and (found := finished.load(TUNING)) is not None:
+            tensors, (first, at, *values) = found
             best = at, tuple(values)
+            for name, tensor in self._state(kept).items():
+                tensor.copy_(tensors[name])
         every, warm_up = max(self.steps // LOOKS, 1), max(min(self.steps // 10, WARM_UP), 1)
         written = time.monotonic()
         with tqdm(total=self.steps, initial=first, desc="tuning", unit="step", disable=not progress) as bar:
             for number in range(first, self.steps):
                 fall = (1 + math.cos(math.pi * number / self.steps)) / 2
-                step(number, min((number + 1) / warm_up, 1.0) * fall)
+                step(batches[number], zero + min((number + 1) / warm_up, 1.0) * fall)
                 bar.update()
                 if (number + 1) % every and number + 1 < self.steps:
                     continue
@@ -143,43 +124,54 @@ class Trained:
                 bar.set_postfix_str(f"held out: {now[-1]:.3g}, at first {start[-1]:.3g}")
                 if now[-1] < best[1][-1]:
                     best = number + 1, now
-                    for mine, new in zip(kept, self.packed(), strict=True):
+                    for mine, new in zip(kept, self._packed(), strict=True):
                         mine.copy_(new)
                 if finished is not None and time.monotonic() - written >= KEPT:
-                    finished.save_state(self.state(kept), (number + 1, best[0], *best[1]))
+                    finished.save(TUNING, self._state(kept), (number + 1, best[0], *best[1]))
                     written = time.monotonic()
-        self.unpack(kept)
-        return best
+        for own, packed in zip(self._stored(), kept, strict=True):
+            own.copy_(packed)
+        return best[0], start, best[1]
 
-    def state(self, kept: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _step(self, loss: Callable) -> Callable[[Any, torch.Tensor], tuple[()]]:
+        """A function of a batch and of a factor for all rates that takes one step."""
+
+        def step(batch, rate: torch.Tensor) -> tuple[()]:
+            for parameter in self.parameters:
+                parameter.grad = None
+            with torch.enable_grad():
+                loss(batch).backward(inputs=self.parameters)
+            for group, own in zip(self.optimizer.param_groups, self.rates, strict=True):
+                group["lr"].copy_(own * rate)
+            self.optimizer.step()
+            for group in self.groups:
+                group.confine()
+            return ()
+
+        return step
+
+    def _state(self, kept: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """All that a run goes on from, by name."""
-        moments = [
-            tensor for parameter in self.parameters for _, tensor in sorted(self.optimizer.state[parameter].items())
-        ]
+        states = (sorted(self.optimizer.state[parameter].items()) for parameter in self.parameters)
+        moments = [tensor for state in states for _, tensor in state]
         return {f"{number}": tensor for number, tensor in enumerate([*self.parameters, *moments, *kept])}
 
-    def packed(self) -> list[torch.Tensor]:
+    def _packed(self) -> list[torch.Tensor]:
         """What all of it is as stored: codes, scales and vectors."""
         rounded = [tensor for group in self.groups for tensor in group.rounded()]
         return [*rounded, *(vector.detach().clone() for vector in self.moved.values())]
 
-    @torch.no_grad()
-    def unpack(self, tensors: list[torch.Tensor]) -> None:
-        """The inverse of ``packed``."""
-        tensors = iter(tensors)
-        for group in self.groups:
-            group.codes, group.absmax = next(tensors), next(tensors)
-        for vector in self.moved.values():
-            vector.copy_(next(tensors))
+    def _stored(self) -> list[torch.Tensor]:
+        """The tensors that ``_packed`` is of."""
+        return [*(own for group in self.groups for own in (group.codes, group.absmax)), *self.moved.values()]
 
     @torch.no_grad()
     def store(self, model: nn.Module) -> None:
         """Loads the layers with what is packed, and writes the vectors into the model."""
         for group in self.groups:
             group.store()
-        for name, start in self.start.items():
-            parameter = model.get_parameter(name)
-            parameter.copy_(start + self.sizes[name] * self.moved[name])
+        for name in self.start:
+            model.get_parameter(name).copy_(self._vector(name))
 
 
 class _Group:
@@ -190,25 +182,23 @@ class _Group:
         self.decoding = next(iter(layers.values())).decoding
         signed = self.decoding.transformed
         self.most = MAGNITUDE if signed else 255
-        stored = [_stored(layer, device) for layer in layers.values()]
-        bits = self.decoding.bits
-        self.codes = torch.cat([unpack_codes(planes, bits).flatten(0, -2) for planes, *_ in stored])
+        stored = [[tensor.to(device) for tensor in layer.packed.values()] for layer in layers.values()]
         self.shapes = [absmax.shape for _, absmax, *_ in stored]
-        self.absmax = torch.cat([absmax.flatten() for _, absmax, *_ in stored])
+        self.sizes = [shape.numel() for shape in self.shapes]
         self.columns = [decode_e4m4(columns[0]) if columns else None for _, _, *columns in stored]
+        self.codes = torch.cat([unpack_codes(planes, self.decoding.bits).flatten(0, -2) for planes, *_ in stored])
+        self.absmax = torch.cat([absmax.flatten() for _, absmax, *_ in stored])
         magnitudes = self.absmax & self.most
         self.signs = torch.where((self.absmax >= SIGN) & signed, -1.0, 1.0)
         factors = [2.0**layer.decoding.codebook_exponent for layer in layers.values()]
-        units = [torch.full(shape, factor, device=device) for factor, shape in zip(factors, self.shapes, strict=True)]
+        units = [torch.full((size,), factor, device=device) for factor, size in zip(factors, self.sizes, strict=True)]
         # What a scale is multiplied by; 0 for blocks of zeros, which stay.
-        self.units = torch.cat([unit.flatten() for unit in units]) * self.signs * (magnitudes > 0)
+        self.units = torch.cat(units) * self.signs * (magnitudes > 0)
         self.levels = codebooks.scaled(self.decoding.levels, 0, device)
         self.rotation = rotate(torch.eye(BLOCK_SIZE, device=device)).to(dtype) if signed else None
         gaps = self.levels.diff()
-        self.gap, self.ends = (
-            gaps.mean().item(),
-            torch.stack((self.levels[0] - gaps[0] / 2, self.levels[-1] + gaps[-1] / 2)),
-        )
+        self.gap = gaps.mean().item()
+        self.ends = torch.stack((self.levels[0] - gaps[0] / 2, self.levels[-1] + gaps[-1] / 2))
         self.places = magnitudes.float().requires_grad_()
         self.numbers = self._numbers(dense).requires_grad_() if self.moves_codes else self.codes
 
@@ -221,33 +211,26 @@ class _Group:
             own.append(F.pad(weight, (0, -weight.shape[-1] % BLOCK_SIZE)).view(-1, BLOCK_SIZE))
         scales = _Bytes.apply(self.places.detach()) * self.units
         places = torch.cat(own) / torch.where(scales == 0, 1.0, scales)[:, None]
-        between = halfway(self.levels)
-        low, high = (
-            torch.cat(ends)[self.codes.int()] for ends in ((self.ends[:1], between), (between, self.ends[1:]))
-        )
-        levels = self.levels[self.codes.int()]
-        return levels + START * (places.clamp(low, high) - levels)
+        edges, codes = torch.cat((self.ends[:1], halfway(self.levels), self.ends[1:])), self.codes.int()
+        levels = self.levels[codes]
+        return levels + START * (places.clamp(edges[codes], edges[codes + 1]) - levels)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each layer's name and decoded weight, as the model has it."""
         scales = _Bytes.apply(self.places) * self.units
         blocks = _Blocks.apply(self.numbers, scales, self.levels, self.rotation, self.dtype)
-        parts = blocks.split([shape.numel() for shape in self.shapes])
-        for (name, layer), part, shape, columns in zip(
-            self.layers.items(), parts, self.shapes, self.columns, strict=True
-        ):
+        parts = zip(self.layers.items(), blocks.split(self.sizes), self.shapes, self.columns, strict=True)
+        for (name, layer), part, shape, columns in parts:
             weight = part.view(*shape[:-1], -1)[..., : layer.in_features]
             weight = weight if columns is None else weight * columns.to(self.dtype)
             yield name, weight.mT if layer.transposed else weight
 
-    @torch.no_grad()
     def confine(self) -> None:
         """Keeps numbers next to a byte or a level."""
         self.places.clamp_(1, self.most)
         if self.moves_codes:
             self.numbers.clamp_(*self.ends)
 
-    @torch.no_grad()
     def rounded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes, uint8 ``[blocks, 32]``, and scales, uint8 ``[blocks]``."""
         magnitudes = torch.where(self.units == 0, 0, self.places.round()).to(torch.uint8)
@@ -256,9 +239,9 @@ class _Group:
         return codes, with_signs(magnitudes, self.signs) if signed else magnitudes
 
     def store(self) -> None:
-        sizes = [shape.numel() for shape in self.shapes]
-        parts = zip(self.layers.values(), self.shapes, self.codes.split(sizes), self.absmax.split(sizes), strict=True)
-        for layer, shape, codes, absmax in parts:
+        """Loads the layers with ``codes`` and ``absmax``."""
+        parts = self.codes.split(self.sizes), self.absmax.split(self.sizes)
+        for layer, shape, codes, absmax in zip(self.layers.values(), self.shapes, *parts, strict=True):
             device, columns = layer.weight.device, layer.weight.columns
             planes = pack_codes(codes.view(*shape, BLOCK_SIZE), layer.bits).to(device)
             layer.load(Packed(planes, absmax.view(shape).to(device), layer.decoding, columns, layer.untransformed))
@@ -301,16 +284,11 @@ class _Blocks(torch.autograd.Function):
         return by_number, by_scale, None, None, None
 
 
+def _codes(numbers: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    return nearest(numbers, halfway(levels)).to(torch.uint8)
+
+
 def parameter_of(model: nn.Module, name: str) -> str:
     """The name of the parameter of a layer's weight, or of a projection's in a module of experts."""
     parent, _, own = name.rpartition(".")
     return name if own in model.get_submodule(parent)._parameters else f"{name}.weight"
-
-
-def _stored(layer: KbitWeight, device: torch.device) -> list[torch.Tensor]:
-    """Planes, scales and column scales, if there are any, in the stored form."""
-    return [tensor.to(device) for tensor in layer.packed.values()]
-
-
-def _codes(numbers: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-    return nearest(numbers, halfway(levels)).to(torch.uint8)

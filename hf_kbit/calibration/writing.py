@@ -3,13 +3,12 @@
 import gc
 import warnings
 
-import psutil
 import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from hf_kbit.calibration import stream
-from hf_kbit.calibration.data import amount
+from hf_kbit.calibration import stream, tuning
+from hf_kbit.calibration.data import amount, positions
 
 SEED = 0
 # Sequences, and tokens of each, unless others are asked for, by the type of the device that computes; "" is any other.
@@ -24,7 +23,7 @@ def write(
     sequences: int | None = None,
     length: int | None = None,
     *,
-    varied: bool = False,
+    tune: int | bool = False,
     device: torch.device | str | None = None,
     progress: bool = False,
 ) -> torch.Tensor | None:
@@ -32,17 +31,9 @@ def write(
     probability that the model gives it; the same each time on the same machine.
 
     A sequence starts at the beginning-of-text token; where a model has none, at the end-of-text token, after which
-    a text starts too, as GPT-2 has it; without either at a random token. It goes on after an end of text: another
-    follows. On ``device`` the model is as a whole while it writes, and then where it was.
-
-    Args:
-        model: on any one device.
-        sequences: default: 64 on a CPU, 128 elsewhere.
-        length: tokens of each, or what the model has positions for. Default: 256 on a CPU, 640 elsewhere.
-        varied: every other sequence, the second the first of them, starts at a random token: a model of chats then
-            writes more than chats.
-        device: as for ``calibrate``.
-        progress: shows a bar on stderr.
+    a text starts too, as GPT-2 has it; without either at a random token. So does every other one that is to ``tune``,
+    for a model of chats to write more than chats. It goes on after an end of text: another follows. On ``device`` the
+    model is as a whole while it writes, and then where it was. Defaults are those of ``data.Text``.
 
     Returns:
         None where the model cannot write: it is no decoder that reads tokens; or, after a warning, it is larger than
@@ -54,30 +45,22 @@ def write(
 
     Source: the data of LLM-QAT (arXiv:2305.17888), which showed that text sampled from a model stands in for its
     training data.
-
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
-    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape))
-    >>> ids = write(model, sequences=3, length=8)
-    >>> ids.shape, ids[:, 0].tolist(), torch.equal(ids, write(model, sequences=3, length=8))
-    (torch.Size([3, 8]), [1, 1, 1], True)
     """
     if model.config.is_encoder_decoder or not model.can_generate() or not stream.reads_tokens(model):
         return None
     device = stream.resolve(device, model)
-    sequences, length = amount(sequences, length, AMOUNTS.get(device.type, AMOUNTS[""]))
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
+    sequences, length = amount(sequences, length, stream.usual(tuning.AMOUNTS if tune else AMOUNTS, device))
+    length = min(length, positions(model.config.get_text_config()) or length)
     starts = _starts(model, sequences)
-    if varied:
+    if tune:
         starts[1::2] = _random(model, sequences // 2)
-    length = min(length, limit)
     try:
         if together := _together(model, device, length):
             _check_free(model, device)
             with stream.evaluating(model), stream.placed(model, "", device):
                 return _written(model, starts.to(device), together, length, progress).to(starts.device)
         reason = f"its weights take more memory than there is for {device}"
-    except _NotFinite as error:
+    except FloatingPointError as error:
         raise ValueError(str(error)) from None
     except (MemoryError, torch.OutOfMemoryError):
         raise  # another text would give other bytes, and what is free may be other each time
@@ -96,18 +79,12 @@ def write(
 
 
 def draw(probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """int64 ``[rows, 1]``: an index of each row of ``probabilities``, float32 ``[rows, n]``, drawn by them.
-
-    By their running sum, a tenth of ``torch.multinomial``'s time on a CPU.
-    """
+    """int64 ``[rows, 1]``: an index of each row of ``probabilities``, float32 ``[rows, n]``, drawn by them: by their
+    running sum, in a tenth of ``torch.multinomial``'s time on a CPU."""
     sums = probabilities.cumsum(-1)
     # Below the total, so that what is drawn has a probability.
     places = torch.rand(len(sums), 1, generator=generator, device=sums.device) * sums[:, -1:]
     return torch.searchsorted(sums, places, right=True).clamp(max=sums.shape[-1] - 1)
-
-
-class _NotFinite(Exception):
-    pass
 
 
 class _Draw(LogitsProcessor):
@@ -120,10 +97,9 @@ class _Draw(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         probabilities = scores.softmax(-1)
         if not probabilities.isfinite().all():
-            raise _NotFinite("logits: found NaN where the model writes a text to calibrate on, expected finite ones")
-        drawn = draw(probabilities, self.generator)
+            raise FloatingPointError("logits: found NaN where the model writes a text, expected finite ones")
         self.bar.update(len(scores))
-        return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
+        return torch.full_like(scores, -torch.inf).scatter_(1, draw(probabilities, self.generator), 0.0)
 
 
 def _written(model: PreTrainedModel, starts: torch.Tensor, together: int, length: int, progress: bool) -> torch.Tensor:
@@ -133,13 +109,9 @@ def _written(model: PreTrainedModel, starts: torch.Tensor, together: int, length
     model.generation_config = GenerationConfig(max_length=length, do_sample=False, use_cache=True)
     try:
         with tqdm(total=len(starts) * (length - 1), desc="writing", unit="token", disable=not progress) as bar:
-            draw = LogitsProcessorList([_Draw(starts.device, bar)])
-            return torch.cat(
-                [
-                    model.generate(part, attention_mask=torch.ones_like(part), logits_processor=draw)
-                    for part in starts.split(together)
-                ]
-            )
+            how = {"logits_processor": LogitsProcessorList([_Draw(starts.device, bar)])}
+            parts = starts.split(together)
+            return torch.cat([model.generate(part, attention_mask=torch.ones_like(part), **how) for part in parts])
     finally:
         model.generation_config = own
 
@@ -172,16 +144,13 @@ def _together(model: PreTrainedModel, device: torch.device, length: int) -> int:
     kept = 2 * getattr(config, "num_hidden_layers", 0) * keys * itemsize * length
     logits = 4 * 4 * config.vocab_size  # some four of them, in float32
     weights = sum(x.numel() for x in (*model.parameters(), *model.buffers())) * itemsize
-    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
+    _, memory = stream.memory_of(device)
     return min(max(int(ROOM * (memory - weights) / (kept + logits)), 1), TOGETHER) if weights <= memory else 0
 
 
 def _check_free(model: PreTrainedModel, device: torch.device) -> None:
-    """Refuses to write where the weights, in the dtype to compute in, do not fit into what is free on the device."""
-    tensors = (*model.parameters(), *model.buffers())
-    copied = [(x, stream.dtype_on(device, x.dtype)) for x in tensors]
-    needed = sum(x.numel() * dtype.itemsize for x, dtype in copied if (x.device, x.dtype) != (device, dtype))
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    """Refuses to write where the weights do not fit into what is free on the device."""
+    needed, (free, _) = stream.moved_bytes(model, device), stream.memory_of(device)
     if needed > free:
         raise MemoryError(
             f"data: found none, and {free / 1e9:,.1f} GB free on {device}, expected {needed / 1e9:,.1f} for the "

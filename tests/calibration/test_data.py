@@ -9,7 +9,7 @@ from byte_tokenizer import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
-from hf_kbit.calibration.data import CHARACTERS, PROMPTS, token_ids
+from hf_kbit.calibration.data import CHARACTERS, PROMPTS, Text
 
 datasets = pytest.importorskip("datasets")
 
@@ -22,8 +22,8 @@ def llama(positions: int = 4096) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, max_position_embeddings=positions, **shape))
 
 
-def cut(data, positions: int = 4096, **choices) -> torch.Tensor:
-    return token_ids(data, byte_tokenizer(), llama(positions), **choices)
+def cut(data, positions: int = 4096, tokenizer=None, **choices) -> torch.Tensor:
+    return Text(data, tokenizer or byte_tokenizer(), **choices).ids(llama(positions))
 
 
 def read(ids: torch.Tensor) -> list[str]:
@@ -33,44 +33,36 @@ def read(ids: torch.Tensor) -> list[str]:
 # --- kinds of data --------------------------------------------------------------------------------
 
 
-def as_file(tmp_path):
-    path = tmp_path / "rows.txt"
-    path.write_bytes(TEXT.encode())
-    return path
-
-
-KINDS = {
-    "text": lambda _: TEXT,
-    "file": as_file,
-    "list": lambda _: ROWS,
-    "generator": lambda _: (row for row in ROWS),
-    "empty rows": lambda _: ["", *ROWS[:2], " \n", ROWS[2], ""],
-    "dataset": lambda _: datasets.Dataset.from_dict({"id": [1, 2, 3], "text": ROWS}),
-    "streamed dataset": lambda _: datasets.Dataset.from_dict({"text": ROWS}).to_iterable_dataset(),
-    "column": lambda _: datasets.Dataset.from_dict({"text": ["no"] * 3, "body": ROWS})["body"],
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_text_is_the_same_text(kind, tmp_path):
-    ids = cut(KINDS[kind](tmp_path))
-    assert ids.dtype == torch.int64 and read(ids) == [TEXT]
-
-
-def test_without_data_it_is_the_built_in_set():
+def test_every_kind_of_text_is_the_same_text(tmp_path):
+    (file := tmp_path / "rows.txt").write_bytes(TEXT.encode())
+    for data in (
+        TEXT,
+        file,
+        ROWS,
+        (row for row in ROWS),
+        ["", *ROWS[:2], " \n", ROWS[2], ""],
+        datasets.Dataset.from_dict({"id": [1, 2, 3], "text": ROWS}),
+        datasets.Dataset.from_dict({"text": ROWS}).to_iterable_dataset(),
+        datasets.Dataset.from_dict({"text": ["no"] * 3, "body": ROWS})["body"],
+    ):
+        ids = cut(data)
+        assert ids.dtype == torch.int64 and read(ids) == [TEXT], data
     assert torch.equal(cut(None), cut(PROMPTS))
-
-
-def test_token_ids_are_taken_as_they_are():
     ids = torch.randint(256, (150, 3))
-    assert torch.equal(token_ids(ids, None, llama(), sequences=2), ids)
+    assert torch.equal(cut(ids, sequences=2), ids)
 
 
-def test_calibrate_passes_them_on(monkeypatch):
-    monkeypatch.setattr("hf_kbit.calibration.data.token_ids", token := Mock(side_effect=token_ids))
-    model, tokenizer = llama(16), byte_tokenizer()
-    hf_kbit.calibrate(model, TEXT, tokenizer=tokenizer, sequences=3, length=9, method="weighted")
-    token.assert_called_once_with(TEXT, tokenizer, model, 3, 9, revision=None, trust_remote_code=False)
+def test_calibrate_takes_so_much_of_it():
+    choices = {"tokenizer": byte_tokenizer(), "sequences": 3, "length": 9}
+    torch.manual_seed(0)
+    model, other = llama(16), llama(16)
+    other.load_state_dict(model.state_dict())
+    ids = cut(TEXT, **choices)
+    found, expected = (
+        hf_kbit.calibrate(each, data, method="weighted", **how).state_dict()
+        for each, data, how in ((model, TEXT, choices), (other, ids, {}))
+    )
+    assert ids.shape == (3, 9) and all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 # --- cutting --------------------------------------------------------------------------------------
@@ -84,14 +76,13 @@ def test_length_of_sequences():
         assert set(map(len, rows)) == {length} and "".join(rows) == text[: 5200 // length * length]
     assert read(cut("y" * 63, 64)) == ["y" * 63]
     tokenizer.model_max_length = 62  # as for RoBERTa, two of whose position embeddings are no positions
-    assert token_ids("x" * 500, tokenizer, llama(64)).shape == (8, 62)
+    assert cut("x" * 500, 64, tokenizer).shape == (8, 62)
 
 
-@pytest.mark.parametrize(("sequences", "places"), [(1, [4]), (2, [0, 9]), (3, [0, 4, 9]), (10, range(10))])
-def test_sequences_are_spread_over_the_text(sequences, places):
+def test_sequences_are_spread_over_the_text():
     rows = [f"{place}" * 64 for place in range(10)]
-    found = read(cut("".join(rows) + "rest", 64, sequences=sequences))
-    assert found == [rows[place] for place in places]
+    for sequences, places in ((1, [4]), (2, [0, 9]), (3, [0, 4, 9]), (10, range(10))):
+        assert read(cut("".join(rows) + "rest", 64, sequences=sequences)) == [rows[place] for place in places]
 
 
 @pytest.mark.parametrize("sequences", [1, 5])
@@ -99,7 +90,7 @@ def test_of_a_very_long_text_only_what_is_needed_is_tokenized(sequences):
     pieces = 1000
     text = "".join(f"{place:03d}," * (64 * CHARACTERS // 4) for place in range(pieces))
     tokenizer = Mock(side_effect=byte_tokenizer(), model_max_length=64)
-    found = [int(row.split(",")[1]) for row in read(token_ids(text, tokenizer, llama(), sequences))]
+    found = [int(row.split(",")[1]) for row in read(cut(text, tokenizer=tokenizer, sequences=sequences))]
     assert len(tokenizer.call_args[0][0]) == sequences * 64 * CHARACTERS
     expected = [pieces // 2] if sequences == 1 else [0, 250, 500, 750, 999]
     assert len(found) == sequences and all(abs(f - e) <= 1 for f, e in zip(found, expected, strict=True))
@@ -107,24 +98,19 @@ def test_of_a_very_long_text_only_what_is_needed_is_tokenized(sequences):
 
 # --- refusals -------------------------------------------------------------------------------------
 
-WRONG_TYPE = {
-    "data: found int, expected token ids": 5,
-    "data: found torch.float32, expected token ids": torch.zeros(2, 3),
-    "data: found DatasetDict, expected": datasets.DatasetDict(text=datasets.Dataset.from_dict({"text": ROWS})),
-    "data: found dict, expected": {"text": ROWS},
-    "data: found int as row 1, expected text": ["text", 7],
-    "data: found int as row 0, expected text": b"bytes",
-    "data: found NoneType as row 1, expected text": ["text", None],
-}
-
-
-@pytest.mark.parametrize("message", WRONG_TYPE)
-def test_data_of_another_type(message):
-    with pytest.raises(TypeError, match=message):
-        cut(WRONG_TYPE[message])
-
 
 def test_data_that_is_wrong(tmp_path):
+    for data, message in (
+        (5, "data: found int, expected token ids"),
+        (torch.zeros(2, 3), "data: found torch.float32, expected token ids"),
+        (datasets.DatasetDict(text=datasets.Dataset.from_dict({"text": ROWS})), "data: found DatasetDict, expected"),
+        ({"text": ROWS}, "data: found dict, expected"),
+        (["text", 7], "data: found int as row 1, expected text"),
+        (b"bytes", "data: found int as row 0, expected text"),
+        (["text", None], "data: found NoneType as row 1, expected text"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            cut(data)
     (photo := tmp_path / "photo.jpg").write_bytes(b"\xff\xd8\xff")
     for data, message in (
         (datasets.Dataset.from_dict({"id": [1], "body": ["a"]}), r"columns \['id', 'body'\], .*dataset\['id'\]"),
@@ -138,7 +124,7 @@ def test_data_that_is_wrong(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.txt"):
         cut(Path("none.txt"))
     with pytest.raises(ValueError, match="tokenizer: found none, expected one"):
-        token_ids("text", None, llama())
+        Text("text").ids(llama())
     for name in ("sequences", "length"):
         with pytest.raises(ValueError, match=f"{name}: found 0, expected 1 or more"):
             cut("text", **{name: 0})

@@ -1,21 +1,23 @@
 """A calibration that was killed goes on where it was, and gives the same bytes."""
 
-import json
 import multiprocessing
 import os
 import signal
 
 import pytest
 import torch
-from calibration.test_layerwise import IDS, architecture, llama, same, tensors
+from architectures import BY_NAME
+from calibration.test_layerwise import IDS
 from safetensors import safe_open
 from safetensors.torch import save_file
+from small import llama, same, tensors
 
 import hf_kbit
 from hf_kbit.calibration import feedback
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.calibration.resume import Finished, remove
 from hf_kbit.integrations.transformers import selection
+from hf_kbit.nn.weight import packed_layers
 
 
 class Killed(BaseException):
@@ -37,31 +39,30 @@ class Counting:
         return feedback.solve(*arguments)
 
 
-@pytest.mark.parametrize(("name", "stop", "kept"), [("llama", 10, 7), ("gpt2", 4, 4), ("t5", 17, 12)])
-def test_goes_on_with_the_layer_that_was_not_finished(name, stop, kept, device, monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
+def test_goes_on_with_the_layer_that_was_not_finished(name, device, monkeypatch, tmp_path):
+    """To the same bytes. One layer has an exponent, one cannot be transformed, and the result says so."""
     choices = {"bits": 3, "embedding_bits": 5, "codebook": "int", "method": "feedback", "batch": 4}
 
-    def build():
-        model = architecture(name).to(device)
-        first = next(iter(selection.Packable(model).choose(hf_kbit.KbitConfig())))
-        model.get_submodule(first).weight.data *= 2.0**-16  # so that it has an exponent
-        return model
+    def run(stop=None, **resume):
+        model = BY_NAME[name].build().to(device)
+        first, second, *_ = selection.Packable(model).choose(hf_kbit.KbitConfig())
+        selection.dense_weight(model, first).data *= 2.0**-16
+        weight = selection.dense_weight(model, second).data
+        (weight.T if name == "gpt2" else weight)[..., 0, :] *= 2.0**-9
+        monkeypatch.setitem(METHODS, "feedback", solver := Counting(stop))
+        return hf_kbit.calibrate(model, IDS, **choices, **resume), solver.calls
 
-    whole = tensors(hf_kbit.calibrate(build(), IDS, **choices))
-    config = hf_kbit.calibrate(build(), IDS, **choices).config.quantization_config.to_dict()
-    for stop_at in (stop, None):
-        solver = Counting(stop_at)
-        monkeypatch.setitem(METHODS, "feedback", solver)
-        try:
-            model = hf_kbit.calibrate(build(), IDS, resume=tmp_path / "run", **choices)
-        except Killed:
-            assert solver.calls == stop
-    layers = sum(isinstance(module, hf_kbit.KbitLinear) for module in model.modules())
-    assert solver.calls == layers - kept
-    assert same(tensors(model), whole) and model.config.quantization_config.to_dict() == config
-    model.save_pretrained(tmp_path / "saved")
-    again = type(model).from_pretrained(tmp_path / "saved").to(device)
-    assert same(tensors(again), whole)
+    expected, solved = run()
+    with pytest.raises(Killed):
+        run(solved - 1, resume=tmp_path)
+    model, again = run(resume=tmp_path)
+    assert 0 < again < solved and same(tensors(model), tensors(expected))
+    assert model.config.quantization_config.to_dict() == expected.config.quantization_config.to_dict()
+    found, wanted = (
+        {name: layer.untransformed for name, layer in packed_layers(each).items()} for each in (model, expected)
+    )
+    assert found == wanted and any(wanted.values())
 
 
 def calibrate_until_killed(folder) -> None:
@@ -90,10 +91,14 @@ def test_killed_while_it_writes(tmp_path):
     assert same(tensors(model), tensors(hf_kbit.calibrate(llama(), IDS, **choices)))
 
 
-def test_killed_before_anything_was_finished(tmp_path):
-    (tmp_path / "run.json.part").write_text("{")
-    Finished(tmp_path, "a" * 64)
-    assert len(json.loads((tmp_path / "run.json").read_text())["digest"]) == 64
+@pytest.mark.gpu
+def test_a_killed_run_on_the_gpu_goes_on(tmp_path):
+    whole = tensors(hf_kbit.calibrate(llama(), IDS, bits=3))
+    hf_kbit.calibrate(llama(), IDS, bits=3, resume=tmp_path)
+    (tmp_path / "model.layers.1.safetensors").unlink()
+    assert same(tensors(hf_kbit.calibrate(llama(), IDS, bits=3, resume=tmp_path)), whole)
+    with pytest.raises(ValueError, match="found what a run with another model, data, device"):
+        hf_kbit.calibrate(llama(), IDS, bits=3, resume=tmp_path, device="cpu")
 
 
 def changed_weight():
@@ -120,6 +125,7 @@ def finished(tmp_path_factory):
         {"codebook": "normal_float"},
         {"module_bits": {"k_proj": 4}},
         {"model": changed_weight},
+        {"tune": 5},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -132,24 +138,17 @@ def test_what_another_run_finished_is_refused(change, finished):
     assert same(tensors(model), before)
 
 
-# --- files that were damaged since ----------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
-UNIT = "layers.0"
-OTHER = {"layers.1.down": (4, 40)}
-LAYERS = {"layers.0.up": (40, 4), "layers.0.down": (4, 40)}
-
-
-def some_layers(shapes=LAYERS, bits=3) -> dict[str, hf_kbit.KbitLinear]:
-    torch.manual_seed(len(shapes))
-    dense = {name: torch.nn.Linear(*shape, bias=False) for name, shape in shapes.items()}
-    return {name: hf_kbit.KbitLinear.from_linear(layer, bits) for name, layer in dense.items()}
+UNIT, KEPT, NUMBERS = "layers.0", {"up": torch.arange(6.0).view(2, 3), "down": torch.arange(9).byte()}, [1, 0.5]
 
 
 @pytest.fixture
-def kept(tmp_path):
-    """The folder of a run that has finished one unit."""
-    Finished(tmp_path, "of this run").save(UNIT, some_layers())
-    return tmp_path
+def run(tmp_path):
+    """A run that has finished one unit."""
+    found = Finished(tmp_path, "of this run")
+    found.save(UNIT, KEPT, NUMBERS)
+    return found
 
 
 def edited(change):
@@ -158,110 +157,72 @@ def edited(change):
     def damage(file):
         with safe_open(file, "pt") as stored:
             metadata, found = stored.metadata(), {name: stored.get_tensor(name) for name in stored.keys()}
-        described = json.loads(metadata["others"])
-        change(found, described)
-        save_file(found, file, metadata | {"others": json.dumps(described)})
+        change(found, metadata)
+        save_file(found, file, metadata)
 
     return damage
 
 
-def flip(place: int):
-    def damage(file):
-        data = bytearray(file.read_bytes())
-        data[place] ^= 1
-        file.write_bytes(data)
-
-    return damage
+def flip_last_bit(file):
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
 
 
-def cut(length: int):
-    return lambda file: file.write_bytes(file.read_bytes()[:length])
+def of_another_unit(file):
+    Finished(file.parent, "of this run").save("layers.1", KEPT, NUMBERS)
+    (file.parent / "layers.1.safetensors").replace(file)
 
 
-def metadata_of(found: dict | None):
-    def damage(file):
-        with safe_open(file, "pt") as stored:
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}
-        save_file(tensors, file, found)
-
-    return damage
-
-
-def first(described: dict) -> dict:
-    return next(iter(described.values()))
-
-
-OF_RECORDS = {
-    "empty": lambda file: file.write_text(""),
-    "cut": lambda file: file.write_text('{"digest": "of th'),
-    "no digest": lambda file: file.write_text("{}"),
-    "a list": lambda file: file.write_text("[]"),
-    "null": lambda file: file.write_text("null"),
-    "a number": lambda file: file.write_text('{"digest": 5}'),
-    "no text": lambda file: file.write_bytes(b"\xff\xfe\x00"),
-    "deep": lambda file: file.write_text("[" * 100_000),
-}
-OF_UNITS = {
-    "empty": cut(0),
-    "cut in the header": cut(40),
-    "cut in the data": cut(-3),
+DAMAGES = {
+    "empty": lambda file: file.write_bytes(b""),
+    "cut in the header": lambda file: file.write_bytes(file.read_bytes()[:40]),
+    "cut in the data": lambda file: file.write_bytes(file.read_bytes()[:-3]),
     "text": lambda file: file.write_text("mine"),
-    "a bit of the payload": flip(-1),
-    "a bit of another tensor": edited(lambda tensors, _: tensors["layers.0.up.weight_absmax"].add_(1)),
-    "another dtype": edited(lambda tensors, _: tensors.update({k: t.long() for k, t in tensors.items()})),
-    "a tensor less": edited(lambda tensors, _: tensors.pop("layers.0.up.weight")),
-    "another exponent": edited(lambda _, described: first(described).update(exponent=5000)),
-    "levels reversed": edited(lambda _, described: first(described)["levels"].reverse()),
-    "no levels": edited(lambda _, described: first(described).pop("levels")),
-    "no metadata": metadata_of(None),
-    "other metadata": metadata_of({"others": "{}"}),
+    "a bit of the payload": flip_last_bit,
+    "another dtype": edited(lambda tensors, _: tensors.update(up=tensors["up"].view(torch.int32))),
+    "another shape": edited(lambda tensors, _: tensors.update(up=tensors["up"].view(3, 2))),
+    "a tensor less": edited(lambda tensors, _: tensors.pop("up")),
+    "another number": edited(lambda _, metadata: metadata.update(others="[1, 0.25]")),
+    "no metadata": edited(lambda _, metadata: metadata.clear()),
+    "of another unit": of_another_unit,
 }
 
 
-@pytest.mark.parametrize("damage", OF_RECORDS)
-def test_a_damaged_record_is_named(kept, damage):
-    OF_RECORDS[damage](kept / "run.json")
-    with pytest.raises(ValueError, match=f"{kept}/run.json: found it damaged .* remove the folder {kept} to start"):
-        Finished(kept, "of this run")
-
-
-@pytest.mark.parametrize("damage", OF_UNITS)
-def test_a_damaged_file_of_a_layer_is_named(kept, damage):
-    run, file = Finished(kept, "of this run"), kept / f"{UNIT}.safetensors"
-    new = some_layers()
-    assert run.load(UNIT, new, torch.device("cpu"))
-    OF_UNITS[damage](file)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named(run, damage):
+    tensors, others = run.load(UNIT)
+    assert same(tensors, KEPT) and others == NUMBERS and run.load("layers.2") is None
+    file = run.folder / f"{UNIT}.safetensors"
+    DAMAGES[damage](file)
     with pytest.raises(ValueError, match=f"{file}: found it damaged .* remove this file"):
-        run.load(UNIT, new, torch.device("cpu"))
+        run.load(UNIT)
 
 
-def test_the_file_of_other_layers_is_named(kept):
-    run = Finished(kept, "of this run")
-    run.save("layers.1", some_layers(OTHER))
-    (kept / "layers.1.safetensors").replace(kept / f"{UNIT}.safetensors")
-    with pytest.raises(ValueError, match=r"it holds other layers, layers\.1\.down\.weight for one"):
-        run.load(UNIT, some_layers(), torch.device("cpu"))
+@pytest.mark.parametrize("record", [b"", b'{"digest": "of th', b"[]", b"\xff\xfe\x00"])
+def test_a_damaged_record_is_named(run, record):
+    (run.folder / "run.json").write_bytes(record)
+    with pytest.raises(ValueError, match=rf"{run.folder}: found .* a damaged run.json, .* remove the folder"):
+        Finished(run.folder, "of this run")
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name(monkeypatch, tmp_path):
+def test_a_record_is_on_the_disk_before_it_has_its_name(monkeypatch, tmp_path):
+    """What a run left that was killed before is no hindrance."""
+    (tmp_path / "run.json.part").write_text("{")
     calls = []
     for name in ("fsync", "replace"):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *given, name=name, real=real: (calls.append(name), real(*given)))
     Finished(tmp_path, "of this run")
-    assert calls == ["fsync", "replace"]
+    assert calls == ["fsync", "replace"] and [file.name for file in tmp_path.iterdir()] == ["run.json"]
+    Finished(tmp_path, "of this run")
 
 
-def test_removing_leaves_the_files_of_others(kept):
-    (kept / "notes.txt").write_text("mine")
-    remove(kept)
-    assert [file.name for file in kept.iterdir()] == ["notes.txt"]
-    remove(kept)  # no folder of a run any more
-    assert (kept / "notes.txt").exists()
-
-
-def test_a_folder_of_something_else_is_refused(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
+def test_files_of_others_stay(run):
+    (run.folder / "notes.txt").write_text("mine")
+    for _ in range(2):  # the second time it is no folder of a run any more
+        remove(run.folder)
+        assert [file.name for file in run.folder.iterdir()] == ["notes.txt"]
     with pytest.raises(ValueError, match="found other files, expected an empty folder"):
-        hf_kbit.calibrate(llama(), IDS, resume=tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+        hf_kbit.calibrate(llama(), IDS, resume=run.folder)
+    assert [file.name for file in run.folder.iterdir()] == ["notes.txt"]
