@@ -62,7 +62,6 @@ class Hook:
 _LOADING, _QUANTIZER = "transformers.core_model_loading", "transformers.quantizers.base:HfQuantizer"
 TRANSFORMERS_NAMES = (
     Name(f"{_LOADING}:ConversionOps.convert", ("self", "input_dict")),
-    Name(f"{_LOADING}:Transpose"),
     Name(f"{_LOADING}:WeightConverter"),
     Name(f"{_LOADING}:WeightConverter.reverse_transform", ("self",)),
     Name(f"{_LOADING}:WeightRenaming"),
@@ -127,13 +126,6 @@ TRANSFORMERS_HOOKS = (
         ("self", "save_directory", "is_main_process", "state_dict"),
         "hf_kbit.integrations.transformers.save_pretrained:wrap",
         lost="saved files are not sealed, and parts of quantized models cannot be saved",
-    ),
-    Hook(
-        "transformers.modeling_utils:get_total_byte_count",
-        ("model", "accelerator_device_map", "hf_quantizer"),
-        "hf_kbit.integrations.transformers.experts:find_empty_projections",
-        everywhere=True,
-        lost="mixtures are not quantized while they load to a GPU",
     ),
     Hook(
         "transformers.modeling_utils:PreTrainedModel.maybe_distribute_model",

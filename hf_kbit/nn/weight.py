@@ -195,6 +195,12 @@ class KbitWeight(nn.Module):
         return math.prod((*self.lead, self.out_features, self.in_features))
 
     @property
+    def model_shape(self) -> tuple[int, ...]:
+        """Of the weight that the layer stands for, in the order of the model."""
+        size = self.out_features, self.in_features
+        return (*self.lead, *(reversed(size) if self.transposed else size))
+
+    @property
     def packed(self) -> dict[str, torch.Tensor]:
         """What files hold of the weight, by the names that they have there."""
         return self.weight.stored()
