@@ -282,7 +282,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("name, damage, message", DAMAGES)
-def test_a_damaged_state_dict_is_refused(name, damage, message):
+def test_a_damaged_state_dict_is_refused(name, damage, message, form):
     made = nn.Sequential(linear())
     before = made[0].dequantize()
     state = {f"0.{own}": part for own, part in {**made[0].packed, "bias": made[0].bias}.items()}
