@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache
 from importlib.abc import MetaPathFinder
 
 OLDEST_PEFT = "0.20"
@@ -62,7 +62,6 @@ class Hook:
 _LOADING, _QUANTIZER = "transformers.core_model_loading", "transformers.quantizers.base:HfQuantizer"
 TRANSFORMERS_NAMES = (
     Name(f"{_LOADING}:ConversionOps.convert", ("self", "input_dict")),
-    Name(f"{_LOADING}:Transpose"),
     Name(f"{_LOADING}:WeightConverter"),
     Name(f"{_LOADING}:WeightConverter.reverse_transform", ("self",)),
     Name(f"{_LOADING}:WeightRenaming"),
@@ -127,13 +126,6 @@ TRANSFORMERS_HOOKS = (
         ("self", "save_directory", "is_main_process", "state_dict"),
         "hf_kbit.integrations.transformers.save_pretrained:wrap",
         lost="saved files are not sealed, and parts of quantized models cannot be saved",
-    ),
-    Hook(
-        "transformers.modeling_utils:get_total_byte_count",
-        ("model", "accelerator_device_map", "hf_quantizer"),
-        "hf_kbit.integrations.transformers.experts:find_empty_projections",
-        everywhere=True,
-        lost="mixtures are not quantized while they load to a GPU",
     ),
     Hook(
         "transformers.modeling_utils:PreTrainedModel.maybe_distribute_model",
@@ -292,7 +284,6 @@ def _install(hook: Hook) -> None:
     original = pkgutil.resolve_name(hook.place)
     if getattr(original, "_is_hook_of_hf_kbit", False):
         return
-    original = getattr(original, "_refused", original)
     wrap = pkgutil.resolve_name(hook.wrapper)
     if hook.everywhere:
         replacement = wrap(original)
@@ -348,11 +339,14 @@ def install_vllm() -> None:
 
 
 def install_peft() -> None:
-    """Makes adapters work on quantized layers. Where that fails, PEFT stays as it is, but is refused quantized layers:
-    the program may well use it for models that have none."""
+    """Makes adapters do on quantized layers what PEFT alone cannot. Where that fails, PEFT stays as it is: it trains
+    adapters on packed weights as on others, and what would write into these is refused."""
     if problem := _why_not_peft():
-        _refuse_adapters(problem)  # before the warning, which may be an error to the program
-        warnings.warn(f"hf_kbit: adapters on quantized layers are refused: {problem}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"hf_kbit: adapters on quantized layers cannot be merged, and their experts not adapted: {problem}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     else:
         install("peft", PEFT_HOOKS)
 
@@ -366,24 +360,6 @@ def _why_not_peft() -> str:
     if problems := moved((*PEFT_NAMES, *(hook for hook in PEFT_HOOKS if not hook.lost))):
         return f"found that in peft {version} this moved: {'; '.join(problems)}. Take a newer hf_kbit"
     return ""
-
-
-def _refuse_adapters(problem: str) -> None:
-    tuner, packed = pkgutil.resolve_name(_TUNER), pkgutil.resolve_name("hf_kbit.nn.weight:KbitWeight")
-    inject = tuner.inject_adapter
-    if getattr(inject, "_is_hook_of_hf_kbit", False):
-        return
-    inject = getattr(inject, "_refused", inject)
-
-    @wraps(inject)
-    def refusing(self, model, *args, **kwargs):
-        for name, module in model.named_modules():
-            if isinstance(module, packed):
-                raise ImportError(f"{name}: found a quantized layer, to which this peft can add no adapter: {problem}")
-        return inject(self, model, *args, **kwargs)
-
-    refusing._refused = inject  # what a PEFT that suits gets its hooks on
-    tuner.inject_adapter = refusing
 
 
 # --- a library that may be imported later ---------------------------------------------------------

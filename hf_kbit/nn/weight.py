@@ -1,7 +1,6 @@
 """KbitWeight: what every layer with a packed weight has in common."""
 
 import math
-import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,28 +21,6 @@ from hf_kbit.tensor import PACKED, KbitTensor, as_parameter
 SCALES = ("absmax", "search")
 DEFAULT_CODEBOOK, DEFAULT_SCALE = "optimal", "search"  # made for each other
 DECODING = "kbit"  # in the metadata of state dicts that hold a weight by its stored tensors
-
-
-class _Warned(threading.local):
-    """The list of errors of the ``load_state_dict`` that this thread was warned of."""
-
-    errors: list[str] | None = None
-
-
-_WARNED = _Warned()
-
-
-def _warn_of_lost_decoding(name: str, errors: list[str]) -> None:
-    """Once in a ``load_state_dict``, whose layers all get the same list of errors."""
-    if _WARNED.errors is errors:
-        return
-    _WARNED.errors = errors
-    warnings.warn(
-        f"{name}: found a state dict without metadata, which says how packed words decode, and kept the layer's own "
-        "levels, exponent and transform: right only if the words were quantized with the same. Load the state dict "
-        "that torch has made or saved, with its metadata, or load by from_pretrained or hf_kbit.load_into",
-        stacklevel=2,
-    )
 
 
 def packed_layers(model: nn.Module) -> dict[str, "KbitWeight"]:
@@ -102,6 +79,19 @@ def _gathered(own: torch.Tensor, mesh, placements, shape: tuple[int, ...]) -> to
     return DTensor.from_local(
         own.contiguous(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     ).full_tensor()
+
+
+def _received(given: torch.Tensor, weight: KbitTensor) -> torch.Tensor:
+    """What is in a state dict, but for shards that another process has sent as floats: those as a weight."""
+    sent = weight.of_floats(given._local_tensor) if is_sharded(given) else None
+    if sent is None:
+        return given
+    place = given.device_mesh, given.placements
+    return DTensor.from_local(sent, *place, run_check=False, shape=given.shape, stride=given.stride())
+
+
+def _kind(tensor: torch.Tensor | None) -> str:
+    return "none" if tensor is None else f"dtype {tensor.dtype} and shape {list(tensor.shape)}"
 
 
 class KbitWeight(nn.Module):
@@ -193,6 +183,12 @@ class KbitWeight(nn.Module):
     def num_weights(self) -> int:
         """Of the matrices that the layer stands for."""
         return math.prod((*self.lead, self.out_features, self.in_features))
+
+    @property
+    def model_shape(self) -> tuple[int, ...]:
+        """Of the weight that the layer stands for, in the order of the model."""
+        size = self.out_features, self.in_features
+        return (*self.lead, *(reversed(size) if self.transposed else size))
 
     @property
     def packed(self) -> dict[str, torch.Tensor]:
@@ -340,63 +336,47 @@ class KbitWeight(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         name = f"{prefix}weight"
-        rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in PACKED}
         if name in state_dict:
-            state_dict[name] = self._received(state_dict[name])
-        given = state_dict.get(name)
-        if given is None:
-            if strict:
-                missing.append(name)
-        elif (fault := self._fault(state_dict, prefix)) is not None:
-            errors.append(fault)
-        else:
             try:
-                value = (
-                    given
-                    if isinstance(local(given), KbitTensor)
-                    else self._stored(state_dict, prefix, local_metadata, errors)
-                )
+                value = self._weight_in(state_dict, prefix, local_metadata)
             except ValueError as error:
                 errors.append(str(error))
             else:
                 self._load_value(value, local_metadata.get("assign_to_params_buffers", False))
+        elif strict:
+            missing.append(name)
+        rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in PACKED}
         with self._without_weight():
             super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing, unexpected, errors)
 
-    def _received(self, given: torch.Tensor) -> torch.Tensor:
-        """What is in a state dict, but for shards that another process has sent as floats: those as a weight."""
-        sent = local(self.weight).of_floats(given._local_tensor) if is_sharded(given) else None
-        if sent is None:
-            return given
-        place = given.device_mesh, given.placements
-        return DTensor.from_local(sent, *place, run_check=False, shape=given.shape, stride=given.stride())
-
-    def _fault(self, state_dict, prefix: str) -> str | None:
-        """What is wrong with the tensors of the weight in a state dict."""
-        given = state_dict[f"{prefix}weight"]
+    def _weight_in(self, state_dict, prefix: str, metadata) -> torch.Tensor:
+        """The weight that a state dict has whole, as shards, or as the tensors of a file."""
+        name = f"{prefix}weight"
+        given = _received(state_dict[name], local(self.weight))
         if isinstance(local(given), KbitTensor):
-            found, expected = list(given.shape), list(self.weight.shape)
-            return f"{prefix}weight: found shape {found}, expected {expected}" if found != expected else None
-        # nn.Module would copy any dtype into ours: floats cut to integers, without a word.
-        for own in PACKED:
-            tensor, expected = state_dict.get(prefix + own), torch.int32 if own == PACKED[0] else torch.uint8
-            if tensor is not None and tensor.dtype != expected:
-                return f"{prefix + own}: found dtype {tensor.dtype}, expected {expected}"
-        return None if f"{prefix}{PACKED[1]}" in state_dict else f"{prefix}{PACKED[1]}: missing beside {prefix}weight"
-
-    def _stored(self, state_dict, prefix: str, local_metadata, errors: list[str]) -> KbitTensor:
-        """The weight of the tensors of a file."""
-        decoding, name = self.decoding, f"{prefix}weight"
-        planes, absmax, columns = (state_dict.get(prefix + own) for own in PACKED)
-        if DECODING in local_metadata:
-            decoding = Decoding.from_dict(local_metadata[DECODING], self.bits, name)
-        elif not self._holds(planes):
-            _warn_of_lost_decoding(name, errors)
+            if given.shape != self.weight.shape:
+                raise ValueError(f"{name}: found shape {list(given.shape)}, expected {list(self.weight.shape)}")
+            return given
+        decoding = self.decoding
+        if DECODING in metadata:
+            decoding = Decoding.from_dict(metadata[DECODING], self.bits, name)
         expected = KbitTensor.empty(self.weight.shape, decoding, self.dense_dtype, "meta").stored()
-        for own, tensor in zip(PACKED, (planes, absmax, columns), strict=True):
-            found, wanted = (None if t is None else list(t.shape) for t in (tensor, expected.get(own)))
+        tensors = [state_dict.get(prefix + own) for own in PACKED]
+        for own, tensor in zip(PACKED, tensors, strict=True):
+            found, wanted = _kind(tensor), _kind(expected.get(own))
             if found != wanted:
-                raise ValueError(f"{prefix + own}: found shape {found}, expected {wanted}")
+                # nn.Module would copy any dtype into ours: floats cut to integers, without a word.
+                raise ValueError(f"{prefix + own}: found {found}, expected {wanted}")
+        planes, absmax, columns = tensors
+        if DECODING not in metadata and not self._holds(planes):
+            # Of the same words for each layer: so it is shown once.
+            warnings.warn(
+                "load_state_dict: found packed weights and no metadata, which says how words decode, and kept the "
+                "layers' own levels, exponents and transforms: right only if the words were quantized with the same. "
+                "Load the state dict that torch has made or saved, with its metadata, or load by from_pretrained or "
+                "hf_kbit.load_into",
+                stacklevel=2,
+            )
         return self.as_tensor(Packed(planes, absmax, decoding, columns))
 
     def _holds(self, words: torch.Tensor) -> bool:

@@ -74,20 +74,17 @@ for _ in range(2):
     assert "HfQuantizer.param_element_size (found none)" in raised[0]
 
 
-@pytest.mark.parametrize("name", ["_current_level", "make_dual"], ids=["in the table", "public"])
-def test_the_import_of_transformers_goes_on(name):
-    """Whatever our files miss. The name is one that only they use."""
+def test_the_import_of_transformers_goes_on():
     code = f"""
 {CAUGHT}
 import hf_kbit
 import torch.autograd.forward_ad as forward
-del forward.{name}
+del forward._current_level
 with caught():
     from transformers import LlamaForCausalLM
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert process.stdout.count("hf_kbit: models can be neither") == (name == "_current_level"), process.stderr
-    assert process.returncode == 0
+    assert process.stdout.count("hf_kbit: models can be neither") == 1 and not process.returncode, process.stderr
 
 
 def test_moved_names_for_shards_cost_quantizing_into_them(fresh, tmp_path):
@@ -132,21 +129,6 @@ for _ in range(2):
     assert "GenerationMixin._prefill (found none)" in first
 
 
-def test_a_file_of_ours_that_fails_costs_what_it_is_for(fresh):
-    code = f"""
-{CAUGHT}
-import sys
-sys.modules["hf_kbit.integrations.transformers.save_pretrained"] = None
-with caught():
-    import hf_kbit
-    bits = hf_kbit.KbitConfig().bits
-print(bits)
-"""
-    warned, bits = fresh.run(code).splitlines()
-    assert warned.startswith("hf_kbit: saved files are not sealed, and parts of quantized models cannot be saved, for")
-    assert "save_pretrained:wrap does not go with it" in warned and bits == "4"
-
-
 def test_a_class_method_stays_one(fresh):
     """It is called on the class, on an object and on a class derived from it."""
     code = """
@@ -163,11 +145,14 @@ for place in AutoHfQuantizer, AutoHfQuantizer(), Derived, Derived():
     assert fresh.run(code).splitlines() == [f"3 3 {owner}" for owner in (base, base, derived, derived)]
 
 
-def test_a_moved_hook_of_transformers_costs_what_it_is_for(fresh, tmp_path):
+def test_hooks_of_transformers_that_moved_cost_what_they_are_for(fresh, tmp_path):
+    """Also where it is a file of ours that fails; all else works, and there is one warning."""
     code = f"""
 {CAUGHT}
+import sys
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 PreTrainedModel.set_use_kernels = lambda self, on, config=None: None
+sys.modules["hf_kbit.integrations.transformers.save_pretrained"] = None
 with caught():
     import hf_kbit
     hf_kbit.KbitConfig()
@@ -176,70 +161,82 @@ LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained({str(tmp_path / "dense")!
 model = LlamaForCausalLM.from_pretrained({str(tmp_path / "dense")!r}, quantization_config=hf_kbit.KbitConfig())
 model.save_pretrained({str(tmp_path / "kbit")!r})
 """
-    printed = fresh.run(code)
-    assert printed.startswith("hf_kbit: use_kernels=True on packed experts fails in a kernel, for in transformers ")
-    assert (
-        "set_use_kernels (found parameters self, on, config, expected " in printed and len(printed.splitlines()) == 1
-    )
+    (warned,) = fresh.run(code).splitlines()
+    assert warned.startswith("hf_kbit: saved files are not sealed, and parts of quantized models cannot be saved; use")
+    for what in (
+        "save_pretrained:wrap does not go with it",
+        "set_use_kernels (found parameters self, on, config, expected ",
+    ):
+        assert what in warned
     assert {file.name for file in (tmp_path / "kbit").iterdir()} >= {"model.safetensors", "config.json"}
 
 
-@pytest.fixture(scope="module")
-def old_peft(tmp_path_factory) -> str:
-    """A folder with a copy of PEFT that says it is 0.19, of links to its files."""
-    source = Path(importlib.util.find_spec("peft").origin).parent
-    folder = tmp_path_factory.mktemp("old")
-    (folder / "peft").mkdir()
-    for file in source.iterdir():
-        (folder / "peft" / file.name).symlink_to(file)
-    text = (source / "__init__.py").read_text()
-    (folder / "peft/__init__.py").unlink()
-    (folder / "peft/__init__.py").write_text(
-        text.replace(f'__version__ = "{peft.__version__}"', '__version__ = "0.19.1"')
-    )
-    return str(folder)
-
-
 ADAPT = """
+import torch
 from torch import nn
-def adapt(model):
+def adapt():
+    model = nn.Sequential(hf_kbit.KbitLinear.from_linear(nn.Linear(64, 64)))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], init_lora_weights=False))
+    adapted(torch.ones(2, 64)).sum().backward()
+    assert all(parameter.grad.any() for parameter in adapted.parameters() if parameter.requires_grad)
     try:
-        peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"]))
-        print("adapted")
-    except ImportError as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            adapted.merge_and_unload()
+        print("merged")
+    except RuntimeError as error:
         print(error)
-adapt(nn.Sequential(nn.Linear(64, 64)))
-adapt(nn.Sequential(hf_kbit.KbitLinear.from_linear(nn.Linear(64, 64))))
+adapt()
 """
+WARNED = "hf_kbit: adapters on quantized layers cannot be merged, and their experts not adapted: found "
+REFUSED = "weight: found aten.add_.Tensor, which writes into a packed weight, expected reads"
 
 
-@pytest.mark.parametrize("first, second", [("hf_kbit", "peft"), ("peft", "hf_kbit")])
-def test_an_older_peft_serves_models_without_quantized_layers(fresh, old_peft, first, second):
+def test_an_older_peft_trains_on_packed_weights_and_cannot_write_into_them(fresh, tmp_path):
+    source = Path(importlib.util.find_spec("peft").origin).parent
+    (tmp_path / "peft").mkdir()
+    for file in source.iterdir():
+        (tmp_path / "peft" / file.name).symlink_to(file)
+    text = (source / "__init__.py").read_text().replace(f'"{peft.__version__}"', '"0.19.1"')
+    (tmp_path / "peft/__init__.py").unlink()
+    (tmp_path / "peft/__init__.py").write_text(text)
     code = f"""
-import sys; sys.path.insert(0, {old_peft!r})
-import {first}
-import {second}
+{CAUGHT}
+import sys; sys.path.insert(0, {str(tmp_path)!r})
+with caught():
+    import peft
+    import hf_kbit
+    hf_kbit.KbitConfig()
 from transformers import Trainer
 assert peft.__version__ == "0.19.1"
 {ADAPT}"""
-    adapted, refused = fresh.run(code).splitlines()
-    assert adapted == "adapted"
-    assert refused.startswith("0: found a quantized layer") and "found peft 0.19.1, expected 0.20 or newer" in refused
+    warned, refused = fresh.run(code).splitlines()
+    assert warned == f"{WARNED}peft 0.19.1, expected 0.20 or newer: pip install -U peft" and REFUSED in refused
 
 
-def test_a_moved_hook_of_peft_serves_models_without_quantized_layers(fresh):
+BROKEN = {
+    "get_peft_mode (found none)": 'hooks.PEFT_HOOKS = (*hooks.PEFT_HOOKS, hooks.Hook("peft:get_peft_mode", (), ""))',
+    "our hf_kbit.integrations.peft.merge:report_once does not go": (
+        'sys.modules["hf_kbit.integrations.peft.merge"] = type(sys)("hf_kbit.integrations.peft.merge")'
+    ),
+}
+
+
+@pytest.mark.parametrize("found", BROKEN)
+def test_a_moved_hook_of_peft_leaves_it_as_it_is(fresh, found):
+    """Or a file of ours that does not suit it, whatever the error is."""
     code = f"""
 {CAUGHT}
+import sys
 import hf_kbit
 from hf_kbit import hooks
-hooks.PEFT_HOOKS = (*hooks.PEFT_HOOKS, hooks.Hook("peft:get_peft_mode", (), ""))
+{BROKEN[found]}
 hf_kbit.KbitConfig()
 with caught():
     import peft
 {ADAPT}"""
-    warned, adapted, refused = fresh.run(code).splitlines()
-    assert warned.startswith("hf_kbit: adapters on quantized layers are refused") and "get_peft_mode (" in warned
-    assert adapted == "adapted" and "get_peft_mode (found none)" in refused
+    warned, refused = fresh.run(code).splitlines()
+    assert warned.startswith(WARNED) and found in warned and REFUSED in refused
 
 
 def test_an_import_that_fails_is_tried_again_with_hooks(fresh, tmp_path):
@@ -279,7 +276,7 @@ print(hf_kbit.prepare_model_for_kbit_training is peft.prepare_model_for_kbit_tra
     warned, *rest = fresh.run(code).splitlines()
     assert warned.startswith("hf_kbit: save_pretrained fails on adapters of packed tables, and on what FSDP2 has ")
     assert warned.count("expected self, moved first") == 1
-    assert rest == ["adapted", "adapted", "True"]
+    assert rest == ["merged", "True"]
 
 
 @pytest.mark.parametrize("first", ["hf_kbit", "peft"])
@@ -354,20 +351,22 @@ import kept
 def test_a_peft_that_suits_gets_hooks_after_one_that_did_not(fresh):
     """As in a notebook, where one is installed and imported anew."""
     code = f"""
-import importlib, warnings
+{CAUGHT}
+import importlib
 import hf_kbit
 from hf_kbit import hooks
-warnings.simplefilter("ignore")
 oldest, hooks.OLDEST_PEFT = hooks.OLDEST_PEFT, "99"
-import peft
-importlib.reload(peft)
+hf_kbit.KbitConfig()
+with caught():
+    import peft
+    importlib.reload(peft)
 {ADAPT}
 hooks.OLDEST_PEFT = oldest
 importlib.reload(peft)
-adapt(nn.Sequential(hf_kbit.KbitLinear.from_linear(nn.Linear(64, 64))))
+adapt()
 """
-    adapted, refused, adapted_quantized = fresh.run(code).splitlines()
-    assert adapted == adapted_quantized == "adapted" and "expected 99 or newer" in refused
+    warned, refused, merged = fresh.run(code).splitlines()
+    assert "expected 99 or newer" in warned and REFUSED in refused and merged == "merged"
 
 
 @pytest.mark.parametrize("first", ["library", "hf_kbit"])
@@ -395,38 +394,3 @@ else:
     [thread.start() for thread in threads], [thread.join() for thread in threads]
 """
     assert fresh.run(code).split() == ["True"] * (1 if first == "library" else 2)
-
-
-def test_a_warning_that_is_an_error_leaves_no_peft_without_hooks(fresh, old_peft):
-    """The import fails, as the program wants; where it goes on regardless, quantized layers are refused."""
-    code = f"""
-import sys; sys.path.insert(0, {old_peft!r})
-import warnings
-import hf_kbit
-hf_kbit.KbitConfig()
-with warnings.catch_warnings():
-    warnings.simplefilter("error", RuntimeWarning)
-    try:
-        import peft
-    except RuntimeWarning as error:
-        print(error)
-warnings.simplefilter("ignore")
-import peft
-{ADAPT}"""
-    warned, adapted, refused = fresh.run(code).splitlines()
-    assert warned.startswith("hf_kbit: adapters on quantized layers are refused")
-    assert adapted == "adapted" and refused.startswith("0: found a quantized layer")
-
-
-def test_glue_that_fails_does_not_fail_the_import(fresh):
-    """Whatever the error is: here PEFT lacks a name that our files take from it."""
-    code = f"""
-import sys, types, warnings
-warnings.simplefilter("ignore")
-import hf_kbit
-broken = types.ModuleType("hf_kbit.integrations.peft.merge")
-sys.modules["hf_kbit.integrations.peft.merge"] = broken
-import peft
-{ADAPT}"""
-    adapted, refused = fresh.run(code).splitlines()
-    assert adapted == "adapted" and "found that our hf_kbit.integrations.peft.merge:report_once does not go" in refused

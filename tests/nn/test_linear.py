@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import hf_kbit
-from hf_kbit import KbitLinear, codebooks, format, packed, reference, tensor, transforms
+from hf_kbit import KbitLinear, codebooks, reference, tensor, transforms
 from hf_kbit.balance import balance
 from hf_kbit.ops import native
 from hf_kbit.packed import TRANSFORMS
@@ -49,19 +49,6 @@ def test_error_on_gaussian_weights(bits, bound):
     assert error.square().mean() < bound * dense.weight.square().mean()
 
 
-@pytest.mark.parametrize("bits", cases.BITS)
-def test_repr_shows_bits_and_shape(bits):
-    layer = KbitLinear(100, 64, bias=False, bits=bits)
-    assert repr(layer) == f"KbitLinear(in_features=100, out_features=64, bias=False, bits={bits})"
-
-
-def test_a_new_layer_computes_its_bias():
-    layer = KbitLinear(100, 64, bits=3)
-    with torch.no_grad():
-        layer.bias.copy_(cases.x((), 64))
-    assert torch.equal(layer(cases.x((5,), 100)), layer.bias.expand(5, -1))
-
-
 def test_any_codebook():
     table = [3.0, -1.0, 0.5, 7.0]
     dense = linear(64, 100)
@@ -71,21 +58,6 @@ def test_any_codebook():
     assert torch.isin(layer.dequantize(), scale[..., None] * torch.tensor(layer.levels)).all()
     nearest = (dense.weight[..., None] - scale[..., None] * torch.tensor(layer.levels)).abs().amin(-1)
     torch.testing.assert_close((dense.weight - layer.dequantize()).abs(), nearest)
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("scale", [1e-30, 1e-5, 1e-3, 1.0, 1e3, 1e28])
-def test_the_exponent_keeps_precision_at_any_scale(scale, transform):
-    dense = nn.Linear(100, 64, bias=False)
-    dense.weight.data = torch.randn(64, 100, generator=cases.generator(64)) * 0.02
-    plain = KbitLinear.from_linear(dense, bits=4, transform=transform).dequantize()
-    with torch.no_grad():
-        dense.weight *= scale
-    layer = KbitLinear.from_linear(dense, bits=4, transform=transform)
-    stored = packed.transformed(dense.weight.detach(), transform).weight
-    assert layer.exponent == format.layer_exponent(stored.abs().max().item(), signed=transform == "rotated")
-    error = (layer.dequantize() / scale - plain).square().mean().sqrt() / plain.square().mean().sqrt()
-    assert error < 0.06, "a power of two moves, the rest is rounding of the scales"
 
 
 @pytest.mark.parametrize("in_features", [1, 33, 64])
@@ -120,26 +92,6 @@ def test_a_weight_with_outlying_columns_is_better_transformed(bits):
     assert errors["rotated"] < 0.5 * errors["none"]
 
 
-def test_a_huge_weight_stays_untransformed():
-    dense = linear(9, 40)
-    with torch.no_grad():
-        dense.weight[1, 2] = 2.0**101
-    layer = KbitLinear.from_linear(dense, bits=4)
-    assert layer.transform == "rotated" and layer.decoding.transform == "none" and layer.weight.columns is None
-    assert layer.dequantize().isfinite().all()
-    layer.load_dense(linear(9, 40).weight)
-    assert layer.decoding.transform == "rotated" and layer.weight.columns.shape == (40,)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_from_linear_refuses_what_is_not_finite(value):
-    dense = linear()
-    with torch.no_grad():
-        dense.weight[2, 5] = value
-    with pytest.raises(ValueError, match="weight: found NaN or infinite values"):
-        KbitLinear.from_linear(dense, bits=3)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -149,7 +101,7 @@ def test_from_linear_refuses_what_is_not_finite(value):
         ({"in_features": 0}, "in_features: found 0"),
         ({"out_features": -1}, "out_features: found -1"),
         ({"transform": "hadamard"}, r"transform: found 'hadamard', expected one of \['rotated', 'none'\]"),
-        ({"transform": None}, "transform: found None"),
+        ({"scale": "best"}, "scale: found 'best', expected one of"),
     ],
 )
 def test_arguments_are_checked(arguments, message):
@@ -157,43 +109,38 @@ def test_arguments_are_checked(arguments, message):
         KbitLinear(**{"in_features": 4, "out_features": 4} | arguments)
 
 
-def test_integer_input_is_refused():
-    with pytest.raises(TypeError, match=r"x: found dtype torch\.int32, expected a floating one"):
-        KbitLinear(4, 4)(torch.ones(2, 4, dtype=torch.int32))
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_to_linear(bias):
-    layer = KbitLinear.from_linear(linear(bias=bias), bits=3)
+    """On the meta device and under autocast the layer gives the dtype and shape that the linear one gives."""
+    layer = KbitLinear.from_linear(linear(bias=bias).bfloat16().eval(), bits=3).float()
     dense = layer.to_linear()
-    assert type(dense) is nn.Linear and dense.weight.requires_grad
+    assert type(dense) is nn.Linear and dense.weight.requires_grad and not dense.training
+    assert layer.dequantize().dtype == dense.weight.dtype == torch.float32
+    assert layer.to_linear(torch.bfloat16).weight.dtype == torch.bfloat16
     x = cases.x((2,), 33)
     torch.testing.assert_close(dense(x), layer(x))
-    assert layer.to_linear(torch.bfloat16).weight.dtype == torch.bfloat16
+    for given in map(x.to, (torch.float16, torch.bfloat16, torch.float32, torch.float64)):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = layer(given)
+            assert found.dtype == dense.to(given.dtype)(given).dtype
+        assert torch.equal(found, layer(given.to(found.dtype)))
+    assert layer.to("meta")(x.to("meta")).shape == (2, 7)
 
 
-def test_autocast():
-    layer = KbitLinear.from_linear(linear(), bits=3)
-    x = cases.x((2,), 33)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = layer(x)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, layer(x.bfloat16()))
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.complex64])
+def test_no_floats_are_refused(dtype, enabled):
+    """Under autocast too: a model that casts its inputs to ``weight.dtype`` has truncated them."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        with pytest.raises(TypeError, match=f"x: found dtype {dtype}, expected a floating one"):
+            KbitLinear(64, 8)(torch.ones(2, 64).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", cases.FLOATS)
-def test_gradients(dtype):
-    layer = KbitLinear.from_linear(linear(dtype=dtype), bits=3)
-    dense = layer.to_linear(dtype)
-    x, grad = cases.x((4,), 33, dtype), cases.x((4,), 7, dtype)
-    grads = []
-    for module in (layer, dense):
-        inputs = x.clone().requires_grad_()
-        module(inputs).backward(grad)
-        grads.append((inputs.grad, module.bias.grad))
-    for ours, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, theirs)
-    assert layer.weight.grad is None
+def test_a_searched_scale_has_less_error():
+    dense = linear(64, 100)
+    absmax, search = (KbitLinear.from_linear(dense, 3, scale=scale) for scale in ("absmax", "search"))
+    errors = [(layer.dequantize() - dense.weight).square().sum() for layer in (absmax, search)]
+    assert errors[1] < 0.9 * errors[0]
 
 
 MODES = {
@@ -228,12 +175,7 @@ def test_gradients_of_training_modes(device, mode, autocast, tokens):
         tolerance = 3e-2 if autocast else 2e-3 if device == "cuda" else 1e-4
         assert (ours - theirs).norm() <= tolerance * theirs.norm()
     assert torch.equal(packed[0].weight, weights[0]) and torch.equal(packed[2].weight, weights[1])
-
-
-def test_compile_fullgraph():
-    model = nn.Sequential(KbitLinear.from_linear(linear(64, 100), bits=3), nn.ReLU(), KbitLinear(64, 5, bits=2))
-    x = cases.x((4,), 100)
-    torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x))
+    assert packed[0].weight.grad is None
 
 
 @pytest.mark.parametrize("transform", ["rotated", "none"])
@@ -249,11 +191,6 @@ def test_a_copy_of_data_parallel(bias, transform):
             setattr(copied, name, parameter.data.clone())
     x = cases.x((4,), 70)
     assert "weight" not in copied._parameters and torch.equal(copied(x), layer(x))
-
-
-def test_train_mode_is_kept():
-    assert not KbitLinear.from_linear(linear().eval(), bits=3).training
-    assert KbitLinear.from_linear(linear(), bits=3).to_linear().training
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------
@@ -360,18 +297,6 @@ def test_gpu_holds_one_copy(on_gpu):
 
 
 @pytest.mark.gpu
-def test_gpu_load_state_dict_reports_problems(on_gpu):
-    layer, before, x, _ = on_gpu()
-    expected = layer(x.cuda())
-    with pytest.raises(RuntimeError, match=r"weight: found shape \[129, 300\], expected \[130, 300\]"):
-        layer.load_state_dict({**before, "weight": before["weight"][1:]})
-    with pytest.raises(RuntimeError, match=r"weight: found dtype torch.float32, expected torch.int32"):
-        layer.load_state_dict({**before, "weight": before["weight"].dequantize()})
-    assert layer.weight.is_tiled and torch.equal(layer(x.cuda()), expected)
-    assert not any(layer.load_state_dict(before)) and torch.equal(layer(x.cuda()), expected)
-
-
-@pytest.mark.gpu
 def test_gpu_compile_and_gradients(on_gpu):
     layer, _, x, _ = on_gpu()
     inputs = x.cuda().requires_grad_()
@@ -391,22 +316,11 @@ def test_quantized_on_a_gpu_gives_the_same_bytes():
     assert all(map(torch.equal, on_cpu.packed.values(), on_gpu.weight.stored("cpu").values()))
 
 
-def test_searched_scales_of_a_layer():
-    linear = nn.Linear(100, 64)
-    absmax, search = (KbitLinear.from_linear(linear, 3, "optimal", scale) for scale in ("absmax", "search"))
-    errors = [(layer.dequantize(torch.float32) - linear.weight).square().sum() for layer in (absmax, search)]
-    assert errors[1] < 0.9 * errors[0]
-    search.load_dense(linear.weight * 2)
-    torch.testing.assert_close((search.dequantize(torch.float32) - linear.weight * 2).square().sum(), 4 * errors[1])
-    with pytest.raises(ValueError, match="scale: found 'best', expected one of"):
-        KbitLinear.from_linear(linear, scale="best")
-
-
 # --- inputs -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["planes", "tiles"])
-@pytest.mark.parametrize("width", [1, 99, 101, 128, 256])
+@pytest.mark.parametrize("width", [1, 99, 128])
 @pytest.mark.parametrize("context", ["eager", "autocast", "compiled"])
 def test_another_width_of_x_is_refused(form, width, context, monkeypatch):
     """As ``nn.Linear`` does; the ops alone cannot tell it from padding."""
@@ -418,35 +332,10 @@ def test_another_width_of_x_is_refused(form, width, context, monkeypatch):
         call = torch.compile(call, backend="eager")
     with torch.autocast("cpu", torch.bfloat16, enabled=context == "autocast"):
         assert call(torch.ones(2, 100)).shape == (2, 16)
+        with pytest.raises(Exception, match=r"x: found shape \[\], expected \[\*, 100\]"):
+            call(torch.ones(()))
         with pytest.raises(Exception, match=rf"x: found shape \[2, {width}\], expected \[\*, 100\]"):
             call(torch.ones(2, width))
-
-
-def test_a_scalar_is_refused():
-    with pytest.raises(ValueError, match=r"x: found shape \[\], expected \[\*, 33\]"):
-        KbitLinear(33, 7)(torch.ones(()))
-
-
-@pytest.mark.parametrize("enabled", [False, True])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.complex64])
-def test_no_floats_are_refused(dtype, enabled):
-    """Under autocast too: a model that casts its inputs to ``weight.dtype`` has truncated them."""
-    layer = KbitLinear.from_linear(nn.Linear(64, 8), bits=4)
-    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-        with pytest.raises(TypeError, match=f"x: found dtype {dtype}, expected a floating one"):
-            layer(torch.ones(2, 64).to(dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_autocast_casts_what_it_casts_for_a_linear(dtype):
-    dense = nn.Linear(64, 8).to(dtype)
-    layer, x = KbitLinear.from_linear(dense.float(), bits=4), torch.ones(2, 64, dtype=dtype)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert layer(x).dtype == dense.to(dtype)(x).dtype
-
-
-def test_forward_on_meta():
-    assert KbitLinear(64, 8, device="meta")(torch.empty(2, 64, device="meta")).shape == (2, 8)
 
 
 # --- forward-mode derivatives -----------------------------------------------------------------------
@@ -461,16 +350,6 @@ def test_tangents(bias):
     torch.testing.assert_close(torch.func.jacfwd(layer)(x), torch.func.jacfwd(dense)(x))
 
 
-def test_tangent_of_the_bias():
-    layer = KbitLinear.from_linear(nn.Linear(64, 8), bits=4)
-    x, along = torch.randn(2, 64), torch.randn(8)
-
-    def of_bias(bias):
-        return hf_kbit.ops.gemm(x, layer.weight.words, layer.weight.absmax, layer.weight.codebook, bias)
-
-    torch.testing.assert_close(torch.func.jvp(of_bias, (layer.bias.data,), (along,))[1], along.expand(2, 8))
-
-
 def test_tangents_of_gradients():
     """Forward over reverse, of a function whose gradient is not constant."""
     layer, x, along = KbitLinear.from_linear(nn.Linear(64, 8), bits=4), torch.randn(2, 64), torch.randn(2, 64)
@@ -482,27 +361,3 @@ def test_tangents_of_gradients():
             return forward_ad.unpack_dual(grad).tangent
 
     torch.testing.assert_close(tangent(layer), tangent(layer.to_linear()))
-
-
-# --- what the layer stands for ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", ["from_linear", "cast", "back and forth", "state dict"])
-def test_dense_dtype(way):
-    """A layer without a bias, which would tell, still decodes to the dtype that its weight had."""
-    layer = KbitLinear.from_linear(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16), bits=4)
-    expected = torch.bfloat16
-    if way == "cast":
-        layer, expected = layer.half(), torch.float16
-    elif way == "back and forth":
-        layer = layer.float().to(torch.bfloat16)
-    elif way == "state dict":
-        layer.load_state_dict(layer.state_dict())
-    assert layer.dequantize().dtype == layer.to_linear().weight.dtype == expected
-    x = torch.randn(2, 64, dtype=expected)
-    assert nn.Sequential(layer.to_linear())(x).dtype == layer(x).dtype == expected
-
-
-def test_a_model_is_no_weight():
-    with pytest.raises(TypeError, match=r"weight: found Linear, expected a tensor.*from_pretrained"):
-        hf_kbit.ops.quantize(nn.Linear(2, 2), hf_kbit.KbitConfig())

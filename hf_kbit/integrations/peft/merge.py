@@ -7,10 +7,7 @@ from torch import nn
 
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
 from hf_kbit.integrations.peft.merge_report import one_report
-from hf_kbit.integrations.transformers import experts, selection
-from hf_kbit.integrations.transformers.dense import to_dense
-from hf_kbit.nn.experts import KbitProjection
-from hf_kbit.nn.weight import packed_layers
+from hf_kbit.integrations.transformers import dense
 
 
 def report_once(method):
@@ -81,9 +78,5 @@ def merge_and_unload(
     if dequantize and getattr(base, "hf_quantizer", None) is not None:
         return base.dequantize(dtype)
     if dequantize:
-        for name, layer in packed_layers(base).items():
-            if isinstance(layer, KbitProjection):
-                experts.put_back(base, name, dtype)
-            else:
-                selection.replace_modules(base, {name: to_dense(layer, dtype)})
+        dense.dequantize(base, dtype)
     return base

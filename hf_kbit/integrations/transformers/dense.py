@@ -1,6 +1,6 @@
 """Dense layers in the places of packed ones: for good, of decoded weights, or while a model's own code is at work."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -33,26 +33,46 @@ def to_dense(
     layer: KbitWeight, dtype: torch.dtype, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
 ) -> nn.Module:
     """What the layer was before it was quantized, of the decoded weight ``[N, K]`` and its bias, or of others."""
-    weight = layer.dequantize(dtype) if weight is None else weight.to(dtype)
-    dense = dense_like(layer, nn.Parameter(weight.T.contiguous() if layer.transposed else weight))
-    bias = getattr(layer, "bias", None) if bias is None else bias
-    if bias is not None:
-        dense.bias = nn.Parameter(bias.detach().to(dtype))
+    dense = dense_like(layer, _parameter(layer, layer.dequantize(dtype) if weight is None else weight.to(dtype)))
+    _cast_bias(dense, getattr(layer, "bias", None) if bias is None else bias, dtype)
     return dense
 
 
-def put_empty(model: nn.Module, names: Iterable[str], device: torch.device | str | None = None) -> None:
-    """Puts what was there before in the places of packed layers and projections: with weights that are still to come,
-    on a device, or on that where the packed ones are."""
+def dequantize(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Puts 16-bit layers and tensors in the places of all packed ones; those that are tied stay so."""
+    layers, tied = packed_layers(model), {}
+    while layers:  # one at a time, so that each packed weight is freed before the next dense one is made
+        name, layer = layers.popitem()
+        weight = tied.get(layer.weight)
+        if weight is None:
+            weight = _parameter(layer, layer.dequantize(dtype))
+        if layer.tied:
+            tied[layer.weight] = weight
+        put(model, {name: weight})
+        if not isinstance(layer, KbitProjection):
+            _cast_bias(model.get_submodule(name), getattr(layer, "bias", None), dtype)
+
+
+def put(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
+    """Puts what was there before in the places of packed layers and projections, with these weights."""
     new = {}
-    for name in names:
+    for name, weight in weights.items():
         layer = model.get_submodule(name)
-        weight = _empty_weight(layer, device or layer.weight.device)
         if isinstance(layer, KbitProjection):
             experts.put_tensor(*place_of(model, name), weight)
         else:
             new[name] = dense_like(layer, weight)
     selection.replace_modules(model, new)
+
+
+def put_empty(model: nn.Module, names: Iterable[str], device: torch.device | str | None = None) -> None:
+    """``put``, with weights that are still to come: on a device, or on that where the packed ones are."""
+    layers = {name: model.get_submodule(name) for name in names}
+    weights = {
+        name: torch.empty(layer.model_shape, dtype=layer.dense_dtype, device=device or layer.weight.device)
+        for name, layer in layers.items()
+    }
+    put(model, {name: nn.Parameter(weight) for name, weight in weights.items()})
 
 
 @contextmanager
@@ -78,8 +98,10 @@ def shown_dense(model: nn.Module) -> Iterator[None]:
         selection.replace_modules(model, {name: layers[name] for name in dense})
 
 
-def _empty_weight(layer: KbitWeight, device: torch.device | str) -> nn.Parameter:
-    """The weight that a packed one stands for, in the order of the model, with whatever memory holds."""
-    size = (layer.out_features, layer.in_features)
-    shape = (*layer.lead, *(reversed(size) if layer.transposed else size))
-    return nn.Parameter(torch.empty(shape, dtype=layer.dense_dtype, device=device))
+def _parameter(layer: KbitWeight, weight: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(weight.mT.contiguous() if layer.transposed else weight)
+
+
+def _cast_bias(dense: nn.Module, bias: torch.Tensor | None, dtype: torch.dtype | None) -> None:
+    if bias is not None:
+        dense.bias = nn.Parameter(bias.detach().to(dtype))

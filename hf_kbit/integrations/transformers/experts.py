@@ -1,10 +1,7 @@
 """The experts of a mixture in a model of Transformers: putting packed ones in their place, also while it loads."""
 
-import functools
-
 import torch
 from torch import nn
-from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
 from hf_kbit.nn.experts import (
     DOWN_PROJECTION,
@@ -37,14 +34,6 @@ def put(model: nn.Module, name: str, projection: KbitProjection) -> None:
         experts.__class__ = experts_class(type(experts))
 
 
-def put_back(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> None:
-    """The inverse of ``put``, of the decoded weights."""
-    experts, own = place_of(model, name)
-    projection = experts._modules[own]
-    weight = projection.dequantize(dtype)
-    put_tensor(experts, own, nn.Parameter(weight.mT.contiguous() if projection.transposed else weight))
-
-
 def put_tensor(experts: KbitExperts, own: str, tensor: nn.Parameter) -> None:
     """Puts a tensor, in the order of the model, in the place of a projection."""
     del experts._modules[own]
@@ -55,58 +44,13 @@ def put_tensor(experts: KbitExperts, own: str, tensor: nn.Parameter) -> None:
         experts.__class__ = plain_class(experts)
 
 
-# --- loading --------------------------------------------------------------------------------------
-
-
-class TransposeToFit(ConversionOps):
-    """``Transpose`` with ``check_dims``, which looks at the tensor in the model to tell whether to transpose: where
-    there is a projection, at the shape of the 16-bit tensor that it stands for."""
-
-    def __init__(self, transpose: Transpose):
-        self.transpose = transpose
-
-    @torch.no_grad()
-    def convert(self, input_dict, *args, model=None, full_layer_name=None, **kwargs):
-        kwargs |= {"model": model, "full_layer_name": full_layer_name}
-        parent, _, own = full_layer_name.rpartition(".")
-        projection = getattr(model.get_submodule(parent), own, None)
-        if not isinstance(projection, KbitProjection):
-            return self.transpose.convert(input_dict, *args, **kwargs)
-        size = projection.out_features, projection.in_features
-        expected = (*projection.lead, *(reversed(size) if projection.transposed else size))
-        (tensors,) = input_dict.values()
-        tensor = tensors[0] if isinstance(tensors, list) else tensors
-        if tuple(tensor.shape) != expected:
-            tensor = tensor.transpose(self.transpose.dim0, self.transpose.dim1)
-        patterns = kwargs["source_patterns"], kwargs["target_patterns"]
-        return {self.transpose.get_target_pattern(input_dict, *patterns): tensor.contiguous()}
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return self.transpose.reverse_op
-
-
-def fit_transposes(conversions: list) -> None:
-    """Replaces every ``Transpose`` that checks dimensions, in place."""
-    for conversion in conversions:
-        if isinstance(conversion, WeightConverter):
-            conversion.operations = [
-                TransposeToFit(op) if isinstance(op, Transpose) and op.check_dims else op
-                for op in conversion.operations
-            ]
-
-
-def find_empty_projections(get_total_byte_count):
-    """``get_total_byte_count``, by which memory of a GPU is taken before a model loads: of a state dict's names, among
-    which an empty projection has that of the tensor it stands for."""
-
-    @functools.wraps(get_total_byte_count)
-    def wrapped(model, accelerator_device_map, *args, **kwargs):
-        devices = {}
-        for name, device in accelerator_device_map.items():
-            parent, _, own = name.rpartition(".")
-            empty = isinstance(getattr(model.get_submodule(parent), own, None), KbitProjection)
-            devices[f"{name}.weight" if empty else name] = device
-        return get_total_byte_count(model, devices, *args, **kwargs)
-
-    return wrapped
+def parameter_of(model: nn.Module, name: str) -> nn.Parameter:
+    """``get_parameter``, by which Transformers asks what is to be loaded; for an empty projection, a tensor like the
+    one whose name the checkpoint knows it by."""
+    parent, _, own = name.rpartition(".")
+    projection = getattr(model.get_submodule(parent), own, None)
+    if not isinstance(projection, KbitProjection):
+        return type(model).get_parameter(model, name)
+    tensor = nn.Parameter(torch.empty(projection.model_shape, dtype=projection.dense_dtype, device="meta"))
+    tensor.stands_for = getattr(projection.weight, "stands_for", projection.weight)
+    return tensor

@@ -27,7 +27,6 @@ from hf_kbit.integrations.transformers import tying
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.weight import KbitWeight, is_sharded, local, packed_layers
-from hf_kbit.packed import Packed
 from hf_kbit.tensor import KbitTensor
 
 MESHES = ("tp", "ep")  # Transformers' names of them; FSDP2's have others
@@ -103,21 +102,14 @@ def put_stand_in(layer: KbitWeight) -> None:
 
 def own_part(weight: KbitTensor, stand_in: nn.Parameter) -> torch.Tensor:
     """What takes the place of a stand-in: the weight or, of one that is to be sharded, the DTensor of this process's
-    part, cut as Transformers cuts what is in a quantized checkpoint."""
+    part."""
     sharded = getattr(stand_in, "stands_for", None)
     if sharded is None:
         return weight
     from transformers.distributed.sharding_utils import DtensorShardOperation, _dtensor_from_local_like
 
-    planes, shard = weight.planes(), DtensorShardOperation(sharded).shard_tensor
-    # Copies, for views would keep all of the weight in memory.
-    words, absmax = (
-        shard(tensor, device=tensor.device, dtype=tensor.dtype).clone(memory_format=torch.contiguous_format)
-        for tensor in (planes.words, planes.absmax)
-    )
-    columns = own_columns(weight.columns, sharded, words.device)
-    packed, width = Packed(words, absmax, weight.decoding, columns), local(sharded).matrix[1]
-    part = KbitTensor.of(packed, width, weight.dtype, local(sharded).tiles)
+    part = DtensorShardOperation(sharded).shard_tensor(weight.planes(), device=weight.device, dtype=weight.dtype)
+    part = part.clone().settled()  # a view would keep all of the weight in memory
     return nn.Parameter(_dtensor_from_local_like(part, sharded), requires_grad=False)
 
 

@@ -37,12 +37,12 @@ from hf_kbit.integrations.transformers.conversions import (
     without_packing,
     would_revert,
 )
-from hf_kbit.integrations.transformers.dense import put_empty, shown_dense, to_dense
+from hf_kbit.integrations.transformers.dense import dequantize, put_empty, shown_dense
 from hf_kbit.integrations.transformers.names import Names, stored_names
 from hf_kbit.integrations.transformers.offload import read_from_disk
 from hf_kbit.integrations.transformers.report import logger, report
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
-from hf_kbit.nn.experts import KbitProjection, is_projection
+from hf_kbit.nn.experts import is_projection
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.weight import KbitWeight, is_sharded, local, packed_layers, whole
 from hf_kbit.tensor import PACKED, KbitTensor
@@ -108,7 +108,6 @@ class KbitHfQuantizer(HfQuantizer):
         if self.waiting is not None:
             waiting, self.waiting = self.waiting, None
             self._prepare(*waiting, weight_conversions)
-        experts.fit_transposes(weight_conversions)
         self.made_together = [c.target_patterns for c in weight_conversions if len(c.target_patterns) > 1]
         return [*assembly(self, self.stored), *weight_conversions, *mxfp4.conversions(self.mxfp4)]
 
@@ -128,6 +127,7 @@ class KbitHfQuantizer(HfQuantizer):
         if getattr(model.config, "distributed_config", None) is None:  # else there will be shards
             self.shapes = {name: parameter.shape for name, parameter in _unpacked(model)}
         model.initialize_weights = partial(self._initialize_weights, model)
+        model.get_parameter = partial(experts.parameter_of, model)
 
     def _prepare_on_the_fly(self, model, tensors: list[str], names: Names) -> None:
         config, packable = self.quantization_config, selection.Packable(model)
@@ -248,7 +248,7 @@ class KbitHfQuantizer(HfQuantizer):
     def _initialize_weights(self, model) -> None:
         """``initialize_weights`` of a model whose weights have come: what the checkpoint lacks is filled in by the
         model's own code, which may be anybody's and write where it likes. So it sees dense layers."""
-        del model.initialize_weights
+        del model.initialize_weights, model.get_parameter
         shared = getattr(model.config, "distributed_config", None) is not None
         if shared:  # FSDP2 knows layers by their places; code of models that can be shared heeds these marks
             for layer in packed_layers(model).values():
@@ -373,14 +373,9 @@ class KbitHfQuantizer(HfQuantizer):
                 f"{sharded[0]}.weight: found it sharded over several processes, expected all of it in this one to "
                 "dequantize: save the model, and load it in one process"
             )
-        previous, tied = model.dtype, tying.tied(model)
-        while layers:  # one at a time, so that each packed weight is freed before the next dense one is made
-            name, layer = layers.popitem()
-            if isinstance(layer, KbitProjection):
-                experts.put_back(model, name, dtype)
-            elif name not in tied:
-                selection.replace_modules(model, {name: to_dense(layer, dtype)})
-        tying.put_back(model, tied)
+        previous = model.dtype
+        del layers
+        dequantize(model, dtype)
         if dtype != previous:
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensor.dtype == previous:  # what is kept in float32 stays there

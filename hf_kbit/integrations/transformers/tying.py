@@ -4,13 +4,10 @@ A model of Transformers says which parameters are one (``all_tied_weights_keys``
 them after loading, and saves them once.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-import torch
 from torch import nn
 
-from hf_kbit.integrations.transformers import selection
-from hf_kbit.integrations.transformers.dense import dense_like
 from hf_kbit.nn.weight import KbitWeight
 
 WEIGHT = ".weight"
@@ -55,11 +52,3 @@ def mark(model: nn.Module) -> None:
     for name, first in tied(model).items():
         for layer in (model.get_submodule(name), model.get_submodule(first)):
             layer.tied = True
-
-
-def put_back(model: nn.Module, layers: Iterable[str]) -> None:
-    """Puts 16-bit layers in the place of tied ones, of which those that they are tied to are in 16 bits already."""
-    for name in layers:
-        dense = dense_like(model.get_submodule(name), nn.Parameter(torch.empty(0)))
-        selection.replace_modules(model, {name: dense})
-    model.tie_weights(recompute_mapping=False)

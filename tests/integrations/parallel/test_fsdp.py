@@ -1,4 +1,4 @@
-"""FSDP2 of quantized models, on two processes: QLoRA, state dicts, saving and resuming."""
+"""FSDP2 and DDP of quantized models, on two processes: QLoRA, state dicts, saving and resuming."""
 
 from types import SimpleNamespace
 
@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
 from hf_kbit.nn.weight import local
@@ -95,6 +96,11 @@ def in_each_process(rank, folder):
                 "state": whole_state(model),
             }
             model.save_pretrained(folder / f"{way}{rank}")
+    for form in ("planes", "tiles"):
+        whole = ranks.adapt(ranks.load(folder / "qwen3_moe"))
+        whole = ranks.as_on_a_gpu(whole) if form == "tiles" else whole
+        found[f"ddp, {form}"] = {"losses": ranks.trained(DistributedDataParallel(whole), ids)}
+        whole.save_pretrained(folder / f"ddp, {form}{rank}")
     for state_dicts in STATE_DICTS:  # of the model that was trained last, which accelerate has sharded
         other = shard_by_accelerate(without_adapters(ranks.adapt(ranks.load(folder / "qwen3_moe"))), rank)
         other = through_checkpoint(model, other, rank, state_dicts, folder / state_dicts)
@@ -137,8 +143,9 @@ def mean(losses: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(losses).mean(0)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", (*WAYS, "ddp, planes", "ddp, tiles"))
 def test_training_is_that_of_one_process(found, alone, folder, way):
+    """Under DDP every process has a gradient for all adapters, also on experts that none of its tokens is sent to."""
     torch.testing.assert_close(mean([process[way]["losses"] for process in found]), alone["losses"])
     for rank in range(ranks.SIZE):
         ranks.assert_close_adapters(

@@ -2,18 +2,16 @@
 
 import logging
 
-import peft
 import pytest
 import torch
 import transformers
-from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import modeling_utils
 
 import hf_kbit
-from hf_kbit import KbitConfig, bits_for_memory, widths
+from hf_kbit import KbitConfig
 from hf_kbit.integrations.transformers import experts
 from hf_kbit.integrations.transformers.names import stored_names
 from hf_kbit.nn import experts as nn_experts
@@ -288,22 +286,6 @@ def test_a_bias_that_is_not_in_the_checkpoint(saved):
             assert torch.equal(parameter, dense.get_parameter(own)), own
 
 
-def test_values_that_are_not_finite(saved):
-    dense, path = saved("qwen3_moe")
-    dense.model.layers[0].mlp.experts.gate_up_proj.data[2, 3, 4] = torch.inf
-    dense.save_pretrained(path)
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts\.gate_up_proj.*NaN or infinite"):
-        load(dense, path, KbitConfig(bits=4))
-
-
-def test_initialising_again_leaves_them(saved):
-    dense, path = saved("qwen3_moe")
-    model = load(dense, path, KbitConfig(bits=4))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if "experts" in name}
-    model.init_weights()
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
-
-
 def test_offloading(saved, tmp_path):
     dense, path = saved("qwen3_moe")
     load(dense, path, KbitConfig(bits=4)).save_pretrained(tmp_path / "packed")
@@ -331,23 +313,3 @@ def test_memory_of_a_gpu_is_taken_for_packed_words(saved, monkeypatch):
     model.save_pretrained(path / "kbit")
     load(dense, path / "kbit", device_map={"": "cpu"})
     assert counted[1] == everything
-
-
-def test_calibration_and_widths(saved):
-    dense, path = saved("qwen3_moe")
-    chosen = widths.choose_widths(dense, IDS.flatten(), 3.5, window=12)
-    layers = widths.measure(dense, IDS.flatten(), KbitConfig(), window=12)
-    assert set(nn_experts.projections(dense)) < layers.keys()
-    asked = 1_000_000
-    assert 2 <= bits_for_memory(dense.bfloat16(), asked) <= 5
-    model = hf_kbit.calibrate(load(dense, path), IDS, config=chosen)
-    assert projections(model).keys() == set(nn_experts.projections(build("qwen3_moe")))
-    assert logits(model).isfinite().all()
-
-
-def test_adapters_beside_experts_train(saved):
-    dense, path = saved("qwen3_moe")
-    model = peft.get_peft_model(load(dense, path, KbitConfig(bits=4)), LoraConfig(target_modules="all-linear"))
-    model(IDS, labels=IDS).loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if "lora_B" in name}
-    assert gradients and all(gradient.any() for gradient in gradients.values())
