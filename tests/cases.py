@@ -1,7 +1,9 @@
 """The shapes, weights, inputs and bounds that tests, benchmarks and sanitizer runs share."""
 
 import collections
+import functools
 import re
+from pathlib import Path
 
 import torch
 
@@ -21,6 +23,15 @@ BATCHES = [(), (1,), (5,), (2, 3), (1, 1, 4), (0,), (2, 0)]
 TRANSFORMS = [(True, False), (False, True), (True, True)]
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@functools.cache
+def format_page() -> dict:
+    """What the reader of docs/format.md defines: the format in plain Python."""
+    page = Path(__file__).parents[1] / "docs" / "format.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    exec(compile(code, str(page), "exec"), names := {})
+    return names
 
 
 def generator(*seed: int) -> torch.Generator:
