@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from hf_kbit import codebooks, format, reference, transforms
-from hf_kbit.format import BITS
 from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.packed import quantize_weight
+
+BITS = format.BITS
 
 # [N, K]: one weight, less than a block, exact blocks, a padded last block, exact and padded tiles (16 rows x 256
 # columns), more rows than columns and the reverse.
@@ -144,23 +145,3 @@ def assert_product(found, x, dense, bias=None, roundings: int = 1, columns=None,
     relative += (len(dense) + 1 + 7 * transformed) * EPS[torch.float32]
     bound = magnitude * relative + expected.abs() * EPS[found.dtype] + 1e-30
     assert ((found.double() - expected).abs() <= bound).all()
-
-
-__all__ = [
-    "BATCHES",
-    "BITS",
-    "FLOATS",
-    "SHAPES",
-    "TRANSFORMS",
-    "assert_product",
-    "codebook",
-    "columns",
-    "generator",
-    "launched",
-    "quantized",
-    "random_packed",
-    "stored",
-    "tiles_on_gpu",
-    "weight",
-    "x",
-]

@@ -160,6 +160,16 @@ def test_tiles_hold_each_code_where_the_layout_says(shape, bits):
         assert scales[row_tile, slab, g, 2 * (k % 256 // 32) + half_of_rows] == absmax[n, k // 32]
 
 
+def test_each_matrix_has_tiles_of_its_own():
+    planes, absmax = cases.random_packed((2, 3, 17, 40), 3)
+    tiles = reference.repack(planes, absmax, 3, [17, 40])
+    for i, j in ((0, 0), (1, 2)):
+        assert all(
+            map(torch.equal, reference.repack(planes[i, j], absmax[i, j], 3, [17, 40]), (t[i, j] for t in tiles))
+        )
+    assert all(map(torch.equal, reference.repack(*tiles, 3, [17, 40], inverse=True), (planes, absmax)))
+
+
 def test_padding_of_tiles_has_scale_zero():
     planes, absmax, codebook = cases.quantized((17, 257), 3)
     tiles, scales = reference.repack(planes, absmax, 3, [17, 257])
