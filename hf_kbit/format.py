@@ -11,14 +11,13 @@ largest magnitude 1) and ``exponent`` (0 unless a layer needs another) come from
 
 In version 2 that may be the weight of a transformed layer: W with its columns divided by *column scales*, then turned
 in each block by the Hadamard matrix of 32 over its root. ``weight_columns``, uint8 ``[K]``, holds the column scales as
-E4M4 bytes; ``hadamard`` is the rotation. The scales of its blocks have signs: ``weight_absmax`` holds SE3M4 bytes.
+E4M4 bytes. The scales of its blocks have signs: ``weight_absmax`` holds SE3M4 bytes, a sign in the eighth bit and 16
+times what the lower seven are as E4M4.
 
-This file needs the standard library only. Its scalar functions define the format; the vectorised ones of ``reference``
-and the compiled ones are tested against them.
+``docs/format.md`` has a reader in plain Python, against which ``reference`` is tested.
 """
 
 import math
-from collections.abc import Sequence
 
 FORMAT_VERSIONS = (1, 2)
 BITS = (2, 3, 4, 5)
@@ -111,19 +110,6 @@ def encode_e4m4(value: float) -> int:
     return min((exponent + E4M4_BIAS - 1) * 16 + sixteenths, 255)
 
 
-def decode_se3m4(byte: int) -> float:
-    """Value of an SE3M4 byte: sign ``byte >> 7``, exponent ``e = byte >> 4 & 7``, mantissa ``m = byte & 15``.
-
-    ``2**(e - 7) * (1 + m / 16)`` for ``e > 0`` and ``2**-6 * m / 16`` for ``e = 0``, negative with sign 1: 16 times
-    what the lower seven bits are as E4M4.
-
-    >>> decode_se3m4(0), decode_se3m4(0x70), decode_se3m4(0xFF)
-    (0.0, 1.0, -1.9375)
-    """
-    magnitude = math.ldexp(decode_e4m4(byte & 127), E4M4_BIAS - SE3M4_BIAS)
-    return -magnitude if byte >> 7 else magnitude
-
-
 def layer_exponent(largest: float, signed: bool = False) -> int:
     """The ``exponent`` of a layer whose largest weight magnitude is ``largest``: 0 unless scales would lack range.
 
@@ -156,37 +142,3 @@ def widest_exponent(largest: float, signed: bool = False) -> int:
     """
     exponent = math.frexp(largest / 1.25)[1] if signed else math.frexp(largest)[1] - 5
     return max(exponent, -100)
-
-
-def hadamard(block: Sequence[float]) -> list[float]:
-    """The product of a block of 32 numbers with the Hadamard matrix of 32 over its root, which is its own inverse.
-
-    Entry (i, j) of the matrix is -1 where i and j have an odd number of bits in common, else 1.
-
-    >>> hadamard([1.0] + [0.0] * 31) == [32**-0.5] * 32
-    True
-    """
-    for distance in (1, 2, 4, 8, 16):
-        block = [
-            block[j - distance] - block[j] if j & distance else block[j] + block[j + distance]
-            for j in range(BLOCK_SIZE)
-        ]
-    return [number * BLOCK_SIZE**-0.5 for number in block]
-
-
-def pack_block(codes: Sequence[int], bits: int) -> list[int]:
-    """The ``bits`` words (as unsigned 32-bit integers) of one block of 32 codes.
-
-    >>> pack_block([1] + [0] * 30 + [3], bits=2)
-    [2147483649, 2147483648]
-    """
-    return [sum(((code >> plane) & 1) << j for j, code in enumerate(codes)) for plane in range(bits)]
-
-
-def unpack_block(words: Sequence[int]) -> list[int]:
-    """The 32 codes of one block from its words, one per bit-plane; the inverse of ``pack_block``.
-
-    >>> unpack_block([0x80000001, 0x80000000])[::31]
-    [1, 3]
-    """
-    return [sum(((word >> j) & 1) << plane for plane, word in enumerate(words)) for j in range(BLOCK_SIZE)]

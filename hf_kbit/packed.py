@@ -152,14 +152,12 @@ class Stored:
         weight: float32, float16 or bfloat16, a tensor or made a matrix at a time (``reference.matrices``).
         columns: uint8 ``[K]``, E4M4 column scales, or None.
         name: what errors call the weight.
-        plain: the same without column scales, if there are any.
     """
 
-    def __init__(self, weight: torch.Tensor, columns: torch.Tensor | None, name: str, plain: "Stored | None" = None):
+    def __init__(self, weight: torch.Tensor, columns: torch.Tensor | None, name: str):
         *rows, in_features = weight.shape
         self.shape = (*rows, in_features if columns is None else num_blocks(in_features) * BLOCK_SIZE)
         self.columns, self.device, self.original, self._name = columns, weight.device, weight, name
-        self._plain = plain  # not itself: a cycle would keep the weight in memory
         self._largest: torch.Tensor | None = None
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -191,52 +189,60 @@ class Stored:
         return largest
 
     @property
-    def plain(self) -> "Stored":
-        """The weight itself, without column scales."""
-        return self._plain or self
-
-    @property
     def weight(self) -> torch.Tensor:
         """All of it at once."""
         return self.original if self.columns is None else torch.cat(list(self)).view(self.shape)
 
 
-def transformed(
-    weight: torch.Tensor, transform: str, name: str = "weight", columns: torch.Tensor | None = None
-) -> Stored:
-    """Applies a transform to a weight, but to a huge one, of which float32 might not hold sums, none.
+def quantize_weight(
+    weight: torch.Tensor,
+    levels: Levels,
+    search: bool,
+    transform: str = "none",
+    name: str = "weight",
+    columns: torch.Tensor | None = None,
+) -> Packed:
+    """Quantizes a weight on its own device, with memory for some of its rows besides the result.
+
+    A huge weight, of which float32 might not hold sums, is not transformed, nor is one of which the scales would not
+    hold some rows then. Of ``optimal`` for scales with signs, the symmetric levels take the place where scales have no
+    signs, or a weight stands out.
 
     Args:
-        weight: float32, float16 or bfloat16 ``[*, N, K]``.
-        transform: ``"rotated"``, column scales (``balance.balance``) and the rotation, or ``"none"``.
+        weight: float32, float16 or bfloat16 ``[*, N, K]``, a tensor or ``reference.matrices``.
+        levels: canonical codebook of ``2**bits`` levels.
+        search: whether each scale is the one of least error (``ops.quantize``).
+        transform: ``"rotated"``, column scales and the rotation, or ``"none"``.
         name: what errors call the weight.
-        columns: uint8 ``[K]``, column scales to take instead; none of them 0.
+        columns: uint8 ``[K]``, column scales to take instead of those of ``balance.balance``; none of them 0.
 
     Raises:
         ValueError: the weight holds NaN or infinity, or is so large that float32 cannot hold what it decodes to.
 
-    >>> transformed(torch.rand(4, 70), "rotated").weight.shape
-    torch.Size([4, 96])
+    >>> packed = quantize_weight(torch.rand(4, 64), codebooks.normal_float(3), search=True)
+    >>> packed.planes.shape, packed.absmax.shape, packed.decoding.exponent
+    (torch.Size([4, 6]), torch.Size([4, 2]), 0)
     """
-    plain = Stored(weight, None, name)
-    if plain.largest > MOST_TO_TRANSFORM or transform == "none":
-        return plain
-    return Stored(weight, balance(weight) if columns is None else columns, name, plain)
+    plain = stored = Stored(weight, None, name)
+    if plain.largest <= MOST_TO_TRANSFORM and transform != "none":
+        stored = Stored(weight, balance(weight) if columns is None else columns, name)
+    # What nearly every weight turns out to need, tried while its largest magnitude is found: transforming takes time.
+    usual = Decoding(levels, 0, "none" if stored.columns is None else "rotated")
+    packed = _quantize(stored, usual, search)
+    decoding = _choose_decoding(stored, levels)
+    if decoding != usual:
+        packed = _quantize(stored, decoding, search)
+    if not (why := _out_of_range(plain, packed, coarse=True)):
+        return packed
+    for wider in dict.fromkeys((stored, plain)):
+        packed = _quantize(wider, _choose_decoding(wider, levels, widest=True), search)
+        if not (lost := _out_of_range(plain, packed)):
+            break
+    return packed._replace(untransformed="" if wider is stored else why, lost=lost)
 
 
-def choose_decoding(stored: Stored, levels: Levels, widest: bool = False) -> Decoding:
-    """How a weight will decode: its exponent and, in place of the levels of ``optimal`` for scales with signs, the
-    symmetric ones, if a weight stands out or its scales have none.
-
-    Args:
-        stored: what will be quantized.
-        levels: canonical codebook of ``2**bits`` levels.
-        widest: whether the exponent is to leave the most room below the largest scale.
-
-    >>> stored = transformed(torch.full((1, 32), 1000.0), "none")
-    >>> choose_decoding(stored, codebooks.normal_float(3)).exponent
-    6
-    """
+def _choose_decoding(stored: Stored, levels: Levels, widest: bool = False) -> Decoding:
+    """How a weight will decode; ``widest``: the exponent is to leave the most room below the largest scale."""
     transform = "none" if stored.columns is None else "rotated"
     signed = levels == codebooks.optimal(bits_of(len(levels)), signed=True)
     if signed and (transform == "none" or _stands_out(stored)):
@@ -257,38 +263,6 @@ def _stands_out(stored: Stored) -> bool:
             if STANDS_OUT**2 * squares >= math.prod(stored.shape):
                 return False
     return True
-
-
-def quantize_weight(
-    weight: torch.Tensor,
-    levels: Levels,
-    search: bool,
-    transform: str = "none",
-    name: str = "weight",
-    columns: torch.Tensor | None = None,
-) -> Packed:
-    """Quantizes a weight ``[*, N, K]`` on its own device, with memory for some of its rows besides the result, or for
-    one of its matrices where these are made when they are gone through (``reference.matrices``); arguments and errors
-    as for the functions above.
-
-    >>> packed = quantize_weight(torch.rand(4, 64), codebooks.normal_float(3), search=True)
-    >>> packed.planes.shape, packed.absmax.shape, packed.decoding.exponent
-    (torch.Size([4, 6]), torch.Size([4, 2]), 0)
-    """
-    stored = transformed(weight, transform, name, columns)
-    # What nearly every weight turns out to need, tried while its largest magnitude is found: transforming takes time.
-    usual = Decoding(levels, 0, "none" if stored.columns is None else "rotated")
-    packed = _quantize(stored, usual, search)
-    decoding = choose_decoding(stored, levels)
-    if decoding != usual:
-        packed = _quantize(stored, decoding, search)
-    if not (why := _out_of_range(stored.plain, packed, coarse=True)):
-        return packed
-    for wider in dict.fromkeys((stored, stored.plain)):
-        packed = _quantize(wider, choose_decoding(wider, levels, widest=True), search)
-        if not (lost := _out_of_range(stored.plain, packed)):
-            break
-    return packed._replace(untransformed="" if wider is stored else why, lost=lost)
 
 
 def _out_of_range(plain: Stored, packed: Packed, coarse: bool = False) -> str:

@@ -241,20 +241,18 @@ def dequantize(weight, absmax, codebook, shape, dtype, columns=None, rotated=Fal
 
 
 def embed(indices, weight, absmax, codebook, shape, dtype, columns=None, rotated=False):
-    """See ``ops.embed``. Some rows at a time: of tiles, sixteen rows are read for each."""
-    rows, bits = _checked_index("indices", indices.flatten(), shape[0]), bits_of(codebook.numel())
-    tiled = is_tiled(weight, absmax, bits)
-    out = weight.new_empty((*indices.shape, shape[1]), dtype=dtype)
-    step = max(QUANTIZE_SLICE // (TILE_ROWS * shape[1]), 1)
-    for part, to in zip(rows.split(step), out.view(-1, shape[1]).split(step), strict=True):
-        first = part // TILE_ROWS if tiled else part
-        packed = weight.index_select(0, first), absmax.index_select(0, first)
-        if tiled:  # one matrix of sixteen rows after the other
-            packed = repack(*(tensor[:, None] for tensor in packed), bits, [TILE_ROWS, shape[1]], inverse=True)
-            own = part % TILE_ROWS + TILE_ROWS * torch.arange(len(part), device=part.device)
-            packed = [tensor.flatten(0, 1).index_select(0, own) for tensor in packed]
-        to.copy_(dequantize(*packed, codebook, [len(part), shape[1]], dtype, columns, rotated))
-    return out
+    """See ``ops.embed``. Tiles, which layers have only where a library reads them, are all turned into planes."""
+    if is_tiled(weight, absmax, bits_of(codebook.numel())):
+        weight, absmax = repack(weight, absmax, bits_of(codebook.numel()), shape, inverse=True)
+    rows = _checked_index("indices", indices.flatten(), shape[0])
+    packed = weight.index_select(0, rows), absmax.index_select(0, rows)
+    found = dequantize(*packed, codebook, [len(rows), shape[1]], dtype, columns, rotated)
+    return _unviewed(found, (*indices.shape, shape[1]))
+
+
+def _unviewed(rows: torch.Tensor, shape) -> torch.Tensor:
+    """Rows in another shape, not as a view, which nobody may change in place when it comes from an op of ours."""
+    return torch.ops.aten._unsafe_view(rows, shape)
 
 
 def _checked_index(name: str, index: torch.Tensor, count: int) -> torch.Tensor:
@@ -298,18 +296,36 @@ def repack(weight, absmax, bits, shape, inverse=False):
     The four tiles of a slab give a lane ``4 * bits`` words, stored as ``bits`` loads of 4. The scales of rows g and
     g + 8 of a slab are 16 neighbouring bytes, the two rows alternating.
     """
-    return (_untile if inverse else _tile)(weight, absmax, bits, shape)
+    rows, blocks = shape[0], num_blocks(shape[1])
+    (row_tiles, slabs, *_), _ = tiled_shapes(*shape, bits)
+    order = _places(bits, weight.device)
+    if inverse:
+        slab = _reorder(weight.flatten(-3), order)
+        planes = slab.unflatten(-1, (TILE_ROWS, -1)).transpose(-3, -2).flatten(-4, -3).flatten(-2)
+        # from [*, row tile, slab, g, block, half of rows] to [*, row tile, half of rows, g, slab, block]
+        scales = absmax.unflatten(-1, (-1, 2)).movedim((-1, -4), (-4, -2)).flatten(-5, -3).flatten(-2)
+        return planes[..., :rows, : blocks * bits].contiguous(), scales[..., :rows, :blocks].contiguous()
+    pad_rows, pad_blocks = row_tiles * TILE_ROWS - rows, slabs * SLAB_BLOCKS - blocks
+    slab = F.pad(weight, (0, pad_blocks * bits, 0, pad_rows)).unflatten(-1, (slabs, -1))
+    slab = slab.unflatten(-3, (row_tiles, -1)).transpose(-3, -2).flatten(-2)
+    words = _reorder(slab, order.argsort())
+    scales = F.pad(absmax, (0, pad_blocks, 0, pad_rows)).unflatten(-1, (slabs, -1)).unflatten(-3, (row_tiles, 2, -1))
+    scales = scales.movedim((-4, -2), (-1, -4)).flatten(-2)
+    return words.unflatten(-1, (bits, LANES, 4)), scales.contiguous()
+
+
+def _reorder(words: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """int32 ``[*, W]`` made of those of its bits that ``order`` ``[32 * W]`` says."""
+    found = unpack_codes(words, 1).flatten(-2)
+    return pack_codes(found.gather(-1, order.expand_as(found)).unflatten(-1, (-1, 32)), 1)
 
 
 @cache
 def _places(bits: int, device: torch.device) -> torch.Tensor:
-    """Where the bits of a lane's 32 codes lie in its words of a tile.
-
-    int64 ``[32 * bits]``, as ``32 * word + bit``, in the order [half of rows, block, bit of the code, instruction,
-    half of k, neighbour].
-    """
-    sizes = 2, 2, bits, 2, 2, 2
-    half_of_rows, block, plane, instruction, half_of_k, neighbour = torch.cartesian_prod(*map(torch.arange, sizes)).T
+    """int64 ``[4096 * bits]``: of each bit of a slab's planes ``[16, 8 * bits]`` its place in the slab's tiles."""
+    sizes = 2, 8, 4, 2, bits, 4, 2, 2, 2
+    grid = torch.cartesian_prod(*map(torch.arange, sizes)).T
+    half_of_rows, g, tile, block, plane, t, instruction, half_of_k, neighbour = grid
     bit = bits * neighbour + plane  # of the pair
     if bits == 2:
         places = 32 * block + 16 * instruction + 8 * half_of_k + 4 * neighbour + 2 * half_of_rows + plane
@@ -320,51 +336,9 @@ def _places(bits: int, device: torch.device) -> torch.Tensor:
         pair, per_word = 8 * block + 4 * instruction + 2 * half_of_k + half_of_rows, 32 // (2 * bits)
         own, spread = 32 * (pair // per_word) + 2 * bits * (pair % per_word) + bit, 32 * (bit // 2) + 30 + bit % 2
         places = torch.where(pair < per_word * bits, own, spread)
-    return places.to(device)
-
-
-def _tile(planes, absmax, bits, shape):
-    (row_tiles, slabs, *_), _ = tiled_shapes(*shape, bits)
-    lead = planes.shape[:-2]
-    pad_rows = row_tiles * TILE_ROWS - shape[0]
-    pad_blocks = slabs * SLAB_BLOCKS - absmax.shape[-1]
-
-    # A plane is codes of one bit; those of eight columns, 8 t .. 8 t + 7, move together.
-    octets = unpack_codes(planes, 1).view(torch.int64)
-    octets = F.pad(octets, (0, 0, 0, pad_blocks * bits, 0, pad_rows))
-    octets = octets.reshape(-1, row_tiles, 2, 8, slabs, 4, 2, bits, 4)
-    # from [batch, row tile, half of rows, g, slab, tile, block, plane, t]
-    # to   [batch, row tile, slab, g, t, tile, half of rows, block, plane]
-    octets = octets.permute(0, 1, 4, 3, 8, 5, 2, 6, 7).flatten(-3)
-    lane = octets.view(torch.uint8)  # [..., 32 * bits]
-    lane = lane.gather(-1, _places(bits, planes.device).argsort().expand_as(lane))
-    words = pack_codes(lane.unflatten(-1, (bits, 32)), 1)
-    # [batch, row tile, slab, g, t, tile, word] -> [batch, row tile, slab, load, lane, 4]
-    words = words.flatten(-2).unflatten(-1, (bits, 4)).flatten(3, 4).transpose(3, 4)
-
-    scales = F.pad(absmax, (0, pad_blocks, 0, pad_rows)).reshape(-1, row_tiles, 2, 8, slabs, SLAB_BLOCKS)
-    scales = scales.permute(0, 1, 4, 3, 5, 2).flatten(-2)
-    return words.contiguous().reshape(*lead, *words.shape[1:]), scales.contiguous().reshape(*lead, *scales.shape[1:])
-
-
-def _untile(tiles, scales, bits, shape):
-    (row_tiles, slabs, *_), _ = tiled_shapes(*shape, bits)
-    lead = tiles.shape[:-5]
-    blocks = num_blocks(shape[1])
-
-    # [batch, row tile, slab, load, lane, 4] -> [batch, row tile, slab, g, t, tile, word]
-    words = tiles.reshape(-1, row_tiles, slabs, bits, LANES, 4).transpose(3, 4).flatten(-2)
-    words = words.unflatten(-1, (4, bits)).unflatten(3, (8, 4))
-    lane = unpack_codes(words, 1).flatten(-2)
-    lane = lane.gather(-1, _places(bits, tiles.device).expand_as(lane))
-    # the orders of `_tile`
-    octets = lane.view(torch.int64).unflatten(-1, (2, 2, bits)).permute(0, 1, 6, 3, 2, 5, 7, 8, 4)
-    octets = octets.reshape(-1, row_tiles * TILE_ROWS, slabs * SLAB_BLOCKS * bits, 4)[:, : shape[0], : blocks * bits]
-    planes = pack_codes(octets.contiguous().view(torch.uint8), 1)
-
-    absmax = scales.reshape(-1, row_tiles, slabs, 8, SLAB_BLOCKS, 2).permute(0, 1, 5, 3, 2, 4)
-    absmax = absmax.reshape(-1, row_tiles * TILE_ROWS, slabs * SLAB_BLOCKS)[:, : shape[0], :blocks]
-    return planes.reshape(*lead, *planes.shape[1:]), absmax.contiguous().reshape(*lead, *absmax.shape[1:])
+    word = bits * tile + places // 32  # of the lane
+    lane = 4 * g + t
+    return (32 * (4 * (LANES * (word // 4) + lane) + word % 4) + places % 32).to(device)
 
 
 # --- gemm -----------------------------------------------------------------------------------------
@@ -373,9 +347,12 @@ def _untile(tiles, scales, bits, shape):
 def gemm(x, weight, absmax, codebook, bias, out_features, columns=None, rotated=False):
     """See ``ops.gemm``."""
     dense = dequantize(weight, absmax, codebook, [out_features, x.shape[-1]], x.dtype, columns, rotated)
-    rows = F.linear(x.reshape(-1, x.shape[-1]), dense, bias)
-    # Not a view, which nobody may change in place when it comes from an op of ours.
-    return torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], out_features))
+    return linear(x, dense, bias)
+
+
+def linear(x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``F.linear``, but no view."""
+    return _unviewed(F.linear(x.reshape(-1, x.shape[-1]), dense, bias), (*x.shape[:-1], len(dense)))
 
 
 def gemm_group(x, *of_each):

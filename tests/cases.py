@@ -1,14 +1,17 @@
 """The shapes, weights, inputs and bounds that tests, benchmarks and sanitizer runs share."""
 
 import collections
+import functools
 import re
+from pathlib import Path
 
 import torch
 
 from hf_kbit import codebooks, format, reference, transforms
-from hf_kbit.format import BITS
 from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.packed import quantize_weight
+
+BITS = format.BITS
 
 # [N, K]: one weight, less than a block, exact blocks, a padded last block, exact and padded tiles (16 rows x 256
 # columns), more rows than columns and the reverse.
@@ -21,6 +24,15 @@ BATCHES = [(), (1,), (5,), (2, 3), (1, 1, 4), (0,), (2, 0)]
 TRANSFORMS = [(True, False), (False, True), (True, True)]
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@functools.cache
+def format_page() -> dict:
+    """What the reader of docs/format.md defines: the format in plain Python."""
+    page = Path(__file__).parents[1] / "docs" / "format.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    exec(compile(code, str(page), "exec"), names := {})
+    return names
 
 
 def generator(*seed: int) -> torch.Generator:
@@ -133,23 +145,3 @@ def assert_product(found, x, dense, bias=None, roundings: int = 1, columns=None,
     relative += (len(dense) + 1 + 7 * transformed) * EPS[torch.float32]
     bound = magnitude * relative + expected.abs() * EPS[found.dtype] + 1e-30
     assert ((found.double() - expected).abs() <= bound).all()
-
-
-__all__ = [
-    "BATCHES",
-    "BITS",
-    "FLOATS",
-    "SHAPES",
-    "TRANSFORMS",
-    "assert_product",
-    "codebook",
-    "columns",
-    "generator",
-    "launched",
-    "quantized",
-    "random_packed",
-    "stored",
-    "tiles_on_gpu",
-    "weight",
-    "x",
-]

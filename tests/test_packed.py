@@ -10,25 +10,19 @@ import hf_kbit.packed as module
 from hf_kbit import codebooks
 from hf_kbit.balance import balance
 from hf_kbit.format import BITS
-from hf_kbit.packed import MOST_TO_TRANSFORM, TOO_LARGE, TRANSFORMS, Decoding, quantize_weight, transformed
+from hf_kbit.packed import MOST_TO_TRANSFORM, TOO_LARGE, TRANSFORMS, Decoding, Packed, Stored, quantize_weight
 
 LEVELS = codebooks.optimal(3)
 
 
+def decode(packed: Packed, shape, dtype=torch.float32) -> torch.Tensor:
+    planes, absmax, decoding, columns, *_ = packed
+    how = decoding.codebook("cpu"), shape[-2:], dtype, columns, decoding.transformed
+    return torch.ops.hf_kbit.dequantize(planes, absmax, *how)
+
+
 def decoded(weight: torch.Tensor, transform: str, levels=LEVELS) -> torch.Tensor:
-    planes, absmax, decoding, columns, *_ = quantize_weight(weight, levels, search=True, transform=transform)
-    packed = planes, absmax, decoding.codebook("cpu")
-    return torch.ops.hf_kbit.dequantize(*packed, weight.shape, torch.float32, columns, decoding.transformed)
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_quantizing_leaves_its_arguments_alone(transform):
-    weight = torch.randn(4, 64, requires_grad=True)
-    before = weight.detach().clone()
-    packed = quantize_weight(weight, LEVELS, search=True, transform=transform)
-    assert torch.equal(weight, before) and not packed.planes.requires_grad
-    assert packed.decoding == Decoding(LEVELS, 0, transform) and packed.decoding.bits == 3
-    assert (packed.columns is not None) == packed.decoding.transformed == (transform == "rotated")
+    return decode(quantize_weight(weight, levels, search=True, transform=transform), weight.shape)
 
 
 class MadeAnew:
@@ -50,16 +44,18 @@ def test_parts_cannot_be_seen(size, stands_out, transform, monkeypatch):
         weight[1, 40, 7] = 1000 * size
     how = codebooks.optimal(4, signed=transform == "rotated"), True, transform
     expected = quantize_weight(weight.reshape(150, 70), *how)
+    assert (expected.columns is not None) == expected.decoding.transformed == (transform == "rotated")
+    before = weight.clone()
     for numbers in (1, 7 * 70, 1 << 30):
         monkeypatch.setattr(module, "_SLICE_ON_CPU", numbers)
-        for given in (weight, weight.mT.contiguous().mT, MadeAnew(weight)):
+        for given in (weight.requires_grad_(), weight.mT.contiguous().mT, MadeAnew(weight.detach())):
             found = quantize_weight(given, *how)
             assert found.decoding == expected.decoding and found.planes.shape[:2] == found.absmax.shape[:2] == (3, 50)
-            assert torch.equal(found.planes.view(150, -1), expected.planes)
+            assert torch.equal(found.planes.view(150, -1), expected.planes) and not found.planes.requires_grad
             assert torch.equal(found.absmax.view(150, -1), expected.absmax)
             assert found.columns is None or torch.equal(found.columns, expected.columns)
-        turned = weight.mT.contiguous().mT
-        assert torch.equal(transformed(turned, transform).weight, transformed(weight, transform).weight)
+        stored = [Stored(given, expected.columns, "weight").weight for given in (weight, weight.mT.contiguous().mT)]
+        assert torch.equal(*stored) and torch.equal(weight, before)
 
 
 def test_a_part_at_a_time_is_alive(monkeypatch):
@@ -100,34 +96,34 @@ def test_the_largest_weights_decode_to_finite_ones(largest, transform):
     """Transformed too, in the worst case: all of a block large, and of the smallest column scale or the largest."""
     weight = torch.ones(2, 64)
     weight[:, 32:] = torch.linspace(-1e-6, 1e-6, 32)
+    levels = codebooks.optimal(3, signed=transform == "rotated")  # in whose place come the others for huge weights
     for turned in (weight, weight.T.contiguous(), torch.linspace(-1, 1, 128).view(2, 64)):
-        assert decoded(turned * largest, transform).isfinite().all()
+        assert decoded(turned * largest, transform, levels).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_huge_weights_are_not_transformed(dtype):
     weight = torch.full((2, 64), MOST_TO_TRANSFORM, dtype=dtype)
-    assert transformed(weight, "rotated").columns is not None
-    stored = transformed(weight * 1.01, "rotated")
-    assert stored.columns is None and torch.equal(stored.weight, weight * 1.01)
-    decoding = quantize_weight(weight * 1.01, LEVELS, search=False, transform="rotated").decoding
-    assert decoding.transform == "none" and not decoding.transformed
+    for times, transform in ((1.0, "rotated"), (1.01, "none")):
+        packed = quantize_weight(weight * times, LEVELS, search=False, transform="rotated")
+        assert packed.decoding.transform == transform
+        assert (packed.columns is None) == (transform == "none") == (not packed.decoding.transformed)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("value", [TOO_LARGE, 3.4e38])
-def test_weights_whose_decoded_ones_would_be_infinite_are_refused(value, transform):
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (TOO_LARGE, r"found magnitudes up to 3.\d+e\+38, expected them below"),
+        (-3.4e38, r"found magnitudes up to 3.\d+e\+38, expected them below"),
+        *((value, "found NaN or infinite values") for value in (float("nan"), float("inf"), -float("inf"))),
+    ],
+)
+def test_weights_whose_decoded_ones_would_not_be_finite_are_refused(value, message, transform):
     weight = torch.zeros(2, 64)
-    weight[1, 3] = -value
-    with pytest.raises(ValueError, match=r"q_proj.weight: found magnitudes up to 3.\d+e\+38, expected them below"):
+    weight[1, 3] = value
+    with pytest.raises(ValueError, match=f"^q_proj.weight: {message}"):
         quantize_weight(weight, LEVELS, search=True, transform=transform, name="q_proj.weight")
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_refused(value, transform):
-    with pytest.raises(ValueError, match="k_proj: found NaN or infinite values"):
-        quantize_weight(torch.full((1, 32), value), LEVELS, search=False, transform=transform, name="k_proj")
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 0.01, 1e3, 1e15, 1e28])
@@ -203,9 +199,7 @@ def test_rows_experts_and_columns_are_held_beside_much_larger_ones(bits, part, t
         weight, where = smaller(part, size)
         packed = quantize_weight(weight, levels, search=True, transform=transform)
         assert packed.decoding.transform == transform or packed.untransformed
-        how = packed.decoding.codebook("cpu"), list(weight.shape[-2:]), torch.float32, packed.columns
-        found = torch.ops.hf_kbit.dequantize(packed.planes, packed.absmax, *how, packed.decoding.transformed)
-        error = ((found - weight)[where].norm() / weight[where].norm()).item()
+        error = ((decode(packed, weight.shape) - weight)[where].norm() / weight[where].norm()).item()
         usual = usual or error
         assert error < 1.4 * usual, (size, packed.untransformed)
 
@@ -237,13 +231,4 @@ def test_weights_near_the_end_of_float16_decode_finite(bits, transform, dtype):
     levels = codebooks.optimal(bits, signed=transform == "rotated")
     for largest in (65280, 60000, 30000):  # the first is the last that both hold
         packed = quantize_weight((weight * largest).to(dtype), levels, search=True, transform=transform)
-        how = packed.decoding.codebook("cpu"), weight.shape, torch.float16, packed.columns
-        found = torch.ops.hf_kbit.dequantize(packed.planes, packed.absmax, *how, packed.decoding.transformed)
-        assert found.isfinite().all()
-        assert not packed.lost
-
-
-def test_the_largest_weights_of_a_transformed_layer_have_levels_for_scales_without_signs():
-    """The others would decode to infinity: the layer is not transformed, for it is too large."""
-    weight = (torch.rand(64, 256, generator=torch.Generator().manual_seed(0)) * 2 - 1) * 3.3e38
-    assert decoded(weight, "rotated", codebooks.optimal(2, signed=True)).isfinite().all()
+        assert decode(packed, weight.shape, torch.float16).isfinite().all() and not packed.lost

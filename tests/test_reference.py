@@ -7,22 +7,21 @@ import torch
 from hf_kbit import codebooks, format, reference, transforms
 
 
-def test_e4m4_equals_the_scalar_definition():
+def test_e4m4_is_encoded_as_the_scalar_definition_says():
     edges = [0.0, 2.0**-15, 2.0**-14, 1.96875, 1.97, 31.0, 31.5, 1e9, 3e38, 1e-38, 1e-45]
     middles = [(format.decode_e4m4(b) + format.decode_e4m4(b + 1)) / 2 for b in range(255)]
     random = torch.exp2(torch.empty(5000).uniform_(-17, 6, generator=cases.generator(0))).tolist()
     values = torch.tensor(edges + middles + random)
     encoded = reference.encode_e4m4(values)
     assert encoded.tolist() == [format.encode_e4m4(value) for value in values.tolist()]
-    assert reference.decode_e4m4(encoded).tolist() == [format.decode_e4m4(byte) for byte in encoded.tolist()]
 
 
-def test_scales_with_signs_equal_the_scalar_definition():
-    """But for the 16 by which a Decoding multiplies the levels."""
-    found = reference.decode_scales(torch.arange(256).byte().view(16, 16), signed=True)
-    assert (16 * found).flatten().tolist() == [format.decode_se3m4(byte) for byte in range(256)]
-    unsigned = reference.decode_scales(torch.arange(256).byte(), signed=False)
-    assert unsigned.tolist() == [format.decode_e4m4(byte) for byte in range(256)]
+def test_scales_are_decoded_as_the_format_page_says():
+    """Those with signs but for the 16 by which a Decoding multiplies the levels."""
+    every, page = torch.arange(256).byte().view(16, 16), cases.format_page()
+    for signed, factor, name in ((False, 1, "decode_e4m4"), (True, 16, "decode_se3m4")):
+        found = factor * reference.decode_scales(every, signed)
+        assert found.flatten().tolist() == [page[name](byte) for byte in range(256)]
 
 
 @pytest.mark.parametrize("below", [False, True])
@@ -65,7 +64,7 @@ def test_quantize_with_signs_is_what_the_scalar_definition_says(levels, search):
             magnitude = min(format.encode_e4m4((block.abs().max() / 16).item()), 127)
             assert byte == (magnitude + 128 * negative if magnitude else 0)
         assert byte == 0 or (byte > 127) == negative
-        scale = format.decode_se3m4(byte) / 16
+        scale = cases.format_page()["decode_se3m4"](byte) / 16
         ratios = block * (1 / torch.tensor(scale)) if scale else torch.zeros(32)
         assert found.tolist() == [sum(middle < ratio for middle in middles) for ratio in ratios.tolist()]
 
@@ -74,9 +73,9 @@ def test_quantize_with_signs_is_what_the_scalar_definition_says(levels, search):
 def test_codes_are_packed_as_the_format_says(bits):
     codes = torch.randint(0, 2**bits, (3, 2, 32), generator=cases.generator(bits), dtype=torch.uint8)
     planes = reference.pack_codes(codes, bits)
-    for row in range(3):
-        expected = [word for block in codes[row].tolist() for word in format.pack_block(block, bits)]
-        assert [word & 0xFFFFFFFF for word in planes[row].tolist()] == expected
+    for row, words in zip(codes.tolist(), planes.tolist(), strict=True):
+        bits_of = [[code >> plane & 1 for code in block] for block in row for plane in range(bits)]
+        assert [word & 0xFFFFFFFF for word in words] == [sum(bit << j for j, bit in enumerate(of)) for of in bits_of]
     assert torch.equal(reference.unpack_codes(planes, bits), codes)
 
 
@@ -159,6 +158,16 @@ def test_tiles_hold_each_code_where_the_layout_says(shape, bits):
             code = (pair >> (bits * neighbour)) & (2**bits - 1)
         assert code == codes[n, k]
         assert scales[row_tile, slab, g, 2 * (k % 256 // 32) + half_of_rows] == absmax[n, k // 32]
+
+
+def test_each_matrix_has_tiles_of_its_own():
+    planes, absmax = cases.random_packed((2, 3, 17, 40), 3)
+    tiles = reference.repack(planes, absmax, 3, [17, 40])
+    for i, j in ((0, 0), (1, 2)):
+        assert all(
+            map(torch.equal, reference.repack(planes[i, j], absmax[i, j], 3, [17, 40]), (t[i, j] for t in tiles))
+        )
+    assert all(map(torch.equal, reference.repack(*tiles, 3, [17, 40], inverse=True), (planes, absmax)))
 
 
 def test_padding_of_tiles_has_scale_zero():

@@ -271,22 +271,17 @@ def set_batch_invariant(enabled: bool) -> None:
 
 # --- experts --------------------------------------------------------------------------------------
 
-# Of a mixture, each with the tokens that were sent to it: these three in turn. The numbers of tokens stay where they
-# were computed: nothing waits for a GPU.
+# Of a mixture: the three in turn. The numbers of tokens of each expert stay on the device: nothing waits for a GPU.
 
 
 def route_experts(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sorts what tokens send to experts by expert, those of one expert by token.
+    """Sorts the experts of tokens, int64 or int32 ``[T, k]``, by expert, those of one expert by token.
 
-    Args:
-        experts: int64 or int32 ``[T, k]``, the experts of each token: 0 to ``num_experts - 1``; what is none of these
-            comes last.
-        num_experts: E, from 1 to 8192.
+    What is not 0 to ``num_experts - 1``, 8191 at most, comes last.
 
     Returns:
-        ``rows`` int32 ``[T * k]``, the token of each place in that order; ``places`` int32 ``[T, k]``, where in it the
-        token is for each of its experts; ``offsets`` int32 ``[E + 1]``, the first place of each expert, and the end
-        of the last one's.
+        ``rows`` int32 ``[T * k]``, the token of each place in that order; ``places`` int32 ``[T, k]``, the place of
+        each token for each of its experts; ``offsets`` int32 ``[E + 1]``, the first place of each expert, and the end.
 
     >>> rows, places, offsets = route_experts(torch.tensor([[2, 0], [0, 1]]), num_experts=3)
     >>> rows.tolist(), places.tolist(), offsets.tolist()
@@ -296,17 +291,10 @@ def route_experts(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor
 
 
 def combine_experts(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """``sum over j of weights[i, j] * y[places[i, j]]``: of each token i what its experts made of it.
+    """``sum over j of weights[i, j] * y[places[i, j]]``, ``[T, N]``: of each token i what its experts made of it.
 
-    Differentiable in ``y`` and ``weights``. Added up in float32 (float64 of float64), in the order of j.
-
-    Args:
-        y: float32, float16, bfloat16 or float64 ``[T * k, N]``.
-        places: int32 ``[T, k]``, each row of ``y`` once (``route_experts``).
-        weights: dtype of ``y`` or float32, ``[T, k]``.
-
-    Returns:
-        dtype of ``y``, ``[T, N]``, rounded once.
+    ``y`` is ``[T * k, N]``, ``weights`` ``[T, k]`` of its dtype or float32, ``places`` those of ``route_experts``.
+    Differentiable in ``y`` and ``weights``. Added up in float32 (float64 of float64), in the order of j; rounded once.
     """
     return torch.ops.hf_kbit.combine_experts(y, places, weights)
 
@@ -326,28 +314,18 @@ def gemm_experts(
 ) -> torch.Tensor:
     """``y[i] = x[rows[i]] @ W[e].T + bias[e]`` for the rows ``offsets[e]`` to ``offsets[e + 1]`` of each expert e.
 
-    Differentiable in ``x`` and ``bias``; the weights are frozen.
+    As ``gemm``, but for experts' matrices ``[E, N, K]``, whose ``columns`` are the same, and biases ``[E, N]``, and
+    without tangents in forward mode.
 
     Args:
-        x: float32, float16, bfloat16 or float64 ``[T, K]``; with ``swiglu`` ``[T, 2 K]``, see there.
-        weight: int32 planes ``[E, N, B * bits]`` of the experts' matrices, or their tiles (``repack``).
-        absmax: uint8 ``[E, N, B]``, or that of the tiles.
-        codebook: float32 ``[2**bits]``.
-        bias: dtype of ``x``, ``[E, N]``, or None.
+        x: ``[T, K]``; with ``swiglu`` ``[T, 2 K]``, see there.
         rows: int32 ``[R]``, each 0 to T - 1; None: all rows of x, in order.
         offsets: int32 ``[E + 1]``, ascending from 0. Rows from the last one on are no expert's, and zeros.
-        out_features: N.
-        columns: uint8 ``[K]`` or None, of all experts; see ``dequantize``.
-        rotated: whether the weights' blocks were rotated.
         swiglu: ``silu(x[:, :K]) * x[:, K:]`` stands for x above, rounded once or twice: the gate between two
             projections of experts, made on the way into the second.
 
     Returns:
-        dtype of ``x``, ``[R, N]``, contiguous, rounded as by ``gemm``.
-
-    Raises:
-        ValueError: a dtype, shape or device does not fit; the message names the tensor.
-        NotImplementedError: in forward mode, as no tangents are computed.
+        dtype of ``x``, ``[R, N]``, contiguous.
     """
     tangents = (x, bias) if forward_ad._current_level >= 0 else ()
     if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tangents):

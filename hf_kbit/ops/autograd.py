@@ -36,32 +36,26 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 def product(x, weight, absmax, codebook, bias, out_features, columns=None, rotated=False):
     """``gemm`` by the op for these inputs: that with gradients only where one is wanted."""
-    if forward_ad._current_level >= 0:  # the ops know no tangents, and would drop them
-        return _product_with_tangents(x, weight, absmax, codebook, bias, out_features, columns, rotated)
+    if forward_ad._current_level >= 0:
+        how = out_features, columns, rotated
+        return _with_tangents(lambda x, bias: OPS.gemm(x, weight, absmax, codebook, bias, *how), x, bias)
     wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     op = _GEMM if wanted else _GEMM_INFERENCE
     return op(x, weight, absmax, codebook, bias, out_features, columns, rotated)
 
 
-def _product_with_tangents(x, weight, absmax, codebook, bias, *how):
-    """The tangent of a product is the product of the tangent; that of the bias is added."""
+def _with_tangents(multiply, x, bias=None):
+    """``multiply(x, bias)``, and its tangent where x or bias has one, which the ops know nothing of."""
+    if forward_ad._current_level < 0:
+        return multiply(x, bias)
     (x, along_x), (bias, along_bias) = (
         (tensor, None) if tensor is None else forward_ad.unpack_dual(tensor) for tensor in (x, bias)
     )
-    y = OPS.gemm(x, weight, absmax, codebook, bias, *how)
+    y = multiply(x, bias)
     if along_x is None and along_bias is None:
         return y
-    along_y = torch.zeros_like(y) if along_x is None else OPS.gemm(along_x, weight, absmax, codebook, None, *how)
+    along_y = torch.zeros_like(y) if along_x is None else multiply(along_x, None)
     return forward_ad.make_dual(y, along_y if along_bias is None else along_y + along_bias)
-
-
-def _gradient(grad, *weight):
-    """``gemm_gradient``, in forward mode too, which second derivatives may be in."""
-    if forward_ad._current_level < 0:
-        return OPS.gemm_gradient(grad, *weight)
-    grad, along = forward_ad.unpack_dual(grad)
-    grad_x = OPS.gemm_gradient(grad, *weight)
-    return grad_x if along is None else forward_ad.make_dual(grad_x, OPS.gemm_gradient(along, *weight))
 
 
 def _gemm_setup_context(ctx, inputs, output):
@@ -75,13 +69,15 @@ def _gemm_backward(ctx, grad):
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
         *packed, columns = ctx.saved_tensors
-        grad_x = _gradient(grad, *packed, ctx.shape, columns, ctx.rotated)
+        how = *packed, ctx.shape, columns, ctx.rotated
+        grad_x = _with_tangents(lambda grad, _: OPS.gemm_gradient(grad, *how), grad)
     if ctx.needs_input_grad[4]:
         grad_bias = grad.reshape(-1, ctx.shape[0]).sum(dim=0)
     return grad_x, None, None, None, grad_bias, None, None, None
 
 
 def _gradient_setup_context(ctx, inputs, output):
+    """Of ``gemm_experts_gradient`` too, whose ``offsets`` are the last of ``packed``."""
     _, *packed, ctx.shape, columns, ctx.rotated = inputs
     ctx.save_for_backward(*packed, columns)
 
@@ -131,11 +127,6 @@ def _swiglu_backward(x, grad):
     return torch.cat([along_gate, grad * gate * portion], dim=-1).to(x.dtype)
 
 
-def _experts_gradient_setup_context(ctx, inputs, output):
-    _, *packed, offsets, ctx.shape, columns, ctx.rotated = inputs
-    ctx.save_for_backward(*packed, offsets, columns)
-
-
 def _experts_gradient_backward(ctx, grad):
     *packed, offsets, columns = ctx.saved_tensors
     along_grad = OPS.gemm_experts(grad, *packed, None, None, offsets, ctx.shape[0], columns, ctx.rotated)
@@ -160,7 +151,7 @@ def _combine_backward(ctx, grad):
 
 
 _register("gemm_experts", _experts_setup_context, _experts_backward)
-_register("gemm_experts_gradient", _experts_gradient_setup_context, _experts_gradient_backward)
+_register("gemm_experts_gradient", _gradient_setup_context, _experts_gradient_backward)
 _register("combine_experts", _combine_setup_context, _combine_backward)
 
 

@@ -114,6 +114,14 @@ def _refuse_shape(name: str, tensor: torch.Tensor, expected: object) -> None:
     raise ValueError(f"{name}: found shape {list(tensor.shape)}, expected {expected}")
 
 
+def _check(name: str, tensor: torch.Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    """None is right too."""
+    if tensor is not None:
+        _check_dtype(name, tensor.dtype, (dtype,))
+        if tuple(tensor.shape) != tuple(shape):
+            _refuse_shape(name, tensor, list(shape))
+
+
 def _bits(codebook: torch.Tensor) -> int:
     _check_dtype("codebook", codebook.dtype, (torch.float32,))
     if codebook.dim() != 1 or codebook.shape[0] not in [2**bits for bits in BITS]:
@@ -140,34 +148,14 @@ def _lead(weight, absmax, bits: int, shape: Sequence[int], tiled: bool | None = 
     return lead
 
 
-def _check_columns(columns: torch.Tensor | None, in_features: int) -> None:
-    if columns is not None:
-        _check_dtype("columns", columns.dtype, (torch.uint8,))
-        if tuple(columns.shape) != (in_features,):
-            _refuse_shape("columns", columns, [in_features])
-
-
 def _packed(weight, absmax, codebook, shape, columns, experts: bool = False) -> tuple[int, ...]:
     """The leading dimensions of one matrix, of which there are none, or of those of experts, which is one."""
     lead = _lead(weight, absmax, _bits(codebook), shape)
     if len(lead) != experts:
         one = "leading dimension, that of experts" if experts else "matrix, without leading dimensions"
         _refuse_shape("weight", weight, f"one {one}")
-    _check_columns(columns, shape[1])
+    _check("columns", columns, torch.uint8, (shape[1],))
     return lead
-
-
-def _check_bias(bias: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if bias is not None:
-        _check_dtype("bias", bias.dtype, (dtype,))
-        if tuple(bias.shape) != shape:
-            _refuse_shape("bias", bias, list(shape))
-
-
-def _check_offsets(offsets: torch.Tensor, experts: int) -> None:
-    _check_dtype("offsets", offsets.dtype, (torch.int32,))
-    if tuple(offsets.shape) != (experts + 1,):
-        _refuse_shape("offsets", offsets, [experts + 1])
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -190,7 +178,7 @@ def quantize(weight, codebook, search=False, signed=False):
 def dequantize(weight, absmax, codebook, shape, dtype, columns=None, rotated=False):
     _check_dtype("dtype", dtype, WITH_FLOAT64)
     lead = _lead(weight, absmax, _bits(codebook), shape)
-    _check_columns(columns, shape[1])
+    _check("columns", columns, torch.uint8, (shape[1],))
     return [((*lead, *shape), dtype)]
 
 
@@ -227,7 +215,7 @@ def gemm(x, weight, absmax, codebook, bias, out_features, columns=None, rotated=
     if x.dim() < 1:
         raise ValueError("x: found a scalar, expected [*, in_features]")
     _packed(weight, absmax, codebook, (out_features, x.shape[-1]), columns)
-    _check_bias(bias, x.dtype, (out_features,))
+    _check("bias", bias, x.dtype, (out_features,))
     return [((*x.shape[:-1], out_features), x.dtype)]
 
 
@@ -273,14 +261,11 @@ def route_experts(experts, num_experts):
 def combine_experts(y, places, weights):
     _check_dtype("y", y.dtype, WITH_FLOAT64)
     _check_dtype("places", places.dtype, (torch.int32,))
-    if weights.dtype != torch.float32:
-        _check_dtype("weights", weights.dtype, (y.dtype,))
     if y.dim() != 2:
         _refuse_shape("y", y, "[rows, out_features]")
     if places.dim() != 2:
         _refuse_shape("places", places, "[tokens, experts of each]")
-    if weights.shape != places.shape:
-        _refuse_shape("weights", weights, list(places.shape))
+    _check("weights", weights, torch.float32 if weights.dtype == torch.float32 else y.dtype, places.shape)
     return [((places.shape[0], y.shape[1]), y.dtype)]
 
 
@@ -296,8 +281,8 @@ def gemm_experts(
         _refuse_shape("x", x, "[tokens, 2 * in_features]" if swiglu else "[tokens, in_features]")
     in_features = x.shape[1] // (2 if swiglu else 1)
     (experts,) = _packed(weight, absmax, codebook, (out_features, in_features), columns, experts=True)
-    _check_offsets(offsets, experts)
-    _check_bias(bias, x.dtype, (experts, out_features))
+    _check("offsets", offsets, torch.int32, (experts + 1,))
+    _check("bias", bias, x.dtype, (experts, out_features))
     if rows is not None:
         _check_dtype("rows", rows.dtype, (torch.int32,))
         if rows.dim() != 1:
@@ -312,7 +297,7 @@ def gemm_experts(
 def gemm_experts_gradient(grad, weight, absmax, codebook, offsets, shape, columns=None, rotated=False):
     _check_dtype("grad", grad.dtype, WITH_FLOAT64)
     (experts,) = _packed(weight, absmax, codebook, shape, columns, experts=True)
-    _check_offsets(offsets, experts)
+    _check("offsets", offsets, torch.int32, (experts + 1,))
     if grad.dim() != 2 or grad.shape[1] != shape[0]:
         _refuse_shape("grad", grad, f"[rows, {shape[0]}]")
     return [((grad.shape[0], shape[1]), grad.dtype)]

@@ -42,6 +42,14 @@ def device(device):
     return device
 
 
+@pytest.fixture(autouse=True)
+def sums_in_float32(monkeypatch):
+    """Where cuBLAS multiplies, it adds up in float32."""
+    if torch.cuda.is_available():
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False)
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+
+
 @pytest.fixture
 def poison():
     """Fills memory that was just free with ones: an output that a kernel leaves out is not zero by chance."""

@@ -3,48 +3,48 @@
 import cases
 import pytest
 import torch
+from compiled import OPS, moved, to
 
 from hf_kbit import reference
 
-OPS = torch.ops.hf_kbit
 
-
-def shifted(tensor):
-    """The same numbers where none is at a multiple of its size, as in a file that is mapped into memory."""
-    data = bytearray(b"?") + tensor.contiguous().view(torch.uint8).numpy().tobytes()
-    moved = torch.frombuffer(data, dtype=tensor.dtype, offset=1).view(tensor.shape)
-    assert tensor.element_size() == 1 or moved.data_ptr() % tensor.element_size()
-    return moved
-
-
+@pytest.mark.parametrize("shape", [(17, 257), (32, 512)], ids=str)
 @pytest.mark.parametrize("bits, dtype", [*zip(cases.BITS, [*cases.FLOATS, torch.float32], strict=True)])
-def test_numbers_that_start_at_any_byte(bits, dtype):
+def test_numbers_that_start_anywhere(device, bits, dtype, shape):
     """Right on x86 in any case; built with ``-fsanitize=alignment``, it reports where a kernel reads such a number."""
-    codebook, shape = cases.codebook(bits), [17, 257]
-    weight, packed = cases.weight(shape, dtype), cases.random_packed(shape, bits)
-    tiles = reference.repack(*packed, bits, shape)
-    moved, moved_tiles, levels = [*map(shifted, packed)], [*map(shifted, tiles)], shifted(codebook)
+    codebook, weight, packed = cases.codebook(bits), cases.weight(shape, dtype), cases.random_packed(shape, bits)
+    tiles, indices = reference.repack(*packed, bits, shape), torch.tensor([[16, 0], [3, 3]])
+
+    def shifted(*tensors):
+        return map(moved, to(device, *tensors))
 
     def assert_same(found, expected):
-        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+        assert len(found) == len(expected) and all(map(torch.equal, to("cpu", *found), expected))
 
-    assert_same(OPS.quantize(shifted(weight), levels, False), reference.quantize(weight, codebook))
-    assert_same(OPS.repack(*moved, bits, shape), tiles)
-    assert_same(OPS.repack(*moved_tiles, bits, shape, True), packed)
+    assert_same(OPS.quantize(*shifted(weight, codebook), False), reference.quantize(weight, codebook))
+    assert_same(OPS.repack(*shifted(*packed), bits, shape), tiles)
+    assert_same(OPS.repack(*shifted(*tiles), bits, shape, True), packed)
     decoded = reference.dequantize(*packed, codebook, shape, dtype)
-    assert_same([OPS.dequantize(*moved, levels, shape, dtype)], [decoded])
-    assert_same([OPS.dequantize(*moved_tiles, levels, shape, dtype)], [decoded])
-    indices = torch.tensor([[16, 0], [3, 3]])
-    assert_same([OPS.embed(shifted(indices), *moved, levels, shape, dtype)], [decoded[indices]])
-    assert_same([OPS.embed(shifted(indices.int()), *moved_tiles, levels, shape, dtype)], [decoded[indices]])
-    bias = cases.x((), 17, dtype)
-    for batch in ((1,), (3,), (40,)):
-        x = cases.x(batch, 257, dtype)
-        assert_same(
-            [OPS.gemm(shifted(x), *moved, levels, shifted(bias), 17)], [OPS.gemm(x, *packed, codebook, bias, 17)]
-        )
-        grad = cases.x(batch, 17, dtype)
-        assert_same(
-            [OPS.gemm_gradient(shifted(grad), *moved, levels, shape)],
-            [OPS.gemm_gradient(grad, *packed, codebook, shape)],
-        )
+    for words in (packed, tiles):
+        assert_same([OPS.dequantize(*shifted(*words, codebook), shape, dtype)], [decoded])
+        for some in (indices, indices.int()):
+            assert_same([OPS.embed(*shifted(some, *words, codebook), shape, dtype)], [decoded[indices]])
+    if device == "cpu":  # where they start, cuBLAS may add up otherwise
+        how, bias = [*packed, codebook], cases.x((), shape[0], dtype)
+        for tokens in (1, 3, 40):
+            x, grad = cases.x((tokens,), shape[1], dtype), cases.x((tokens,), shape[0], dtype)
+            assert_same([OPS.gemm(*shifted(x, *how, bias), shape[0])], [OPS.gemm(x, *how, bias, shape[0])])
+            assert_same([OPS.gemm_gradient(*shifted(grad, *how), shape)], [OPS.gemm_gradient(grad, *how, shape)])
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_columns_of_any_strides(device, rotated):
+    columns = cases.columns(100)
+    *packed, codebook = to(device, *cases.quantized((7, 100), 3, columns=columns, rotated=rotated))
+    strided = torch.stack([columns, columns + 1], dim=-1).to(device)[:, 0]
+    calls = [lambda own: OPS.dequantize(*packed, codebook, [7, 100], torch.float32, own, rotated)]
+    for tokens in (2, 40):
+        x = cases.x((tokens,), 100).to(device)
+        calls.append(lambda own, x=x: OPS.gemm(x, *packed, codebook, None, 7, own, rotated))
+    for call in calls:
+        assert torch.equal(call(strided), call(columns.to(device)))

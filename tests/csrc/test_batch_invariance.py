@@ -3,22 +3,13 @@
 import cases
 import pytest
 import torch
+from compiled import OPS, to
 
 import hf_kbit
 from hf_kbit import reference
 from hf_kbit.ops import native
 
-OPS = torch.ops.hf_kbit
-BATCHES = [
-    slice(0, 1),
-    slice(7, 8),
-    slice(0, 2),
-    slice(3, 19),
-    slice(0, 17),
-    slice(0, 33),
-    slice(10, 110),
-    slice(0, 256),
-]
+BATCHES = [slice(*ends) for ends in ((0, 1), (7, 8), (0, 2), (3, 19), (0, 17), (0, 33), (10, 110), (0, 256))]
 
 
 @pytest.fixture
@@ -29,15 +20,12 @@ def invariant():
 
 
 def weight_on(device, shape, bits, transformed):
-    """What ``gemm`` wants after x, as a layer on the device holds it, and the weight that x is multiplied by."""
+    """What ``gemm`` wants after x, as a layer on the device holds it, and the weight as it is stored."""
     planes, codebook = cases.random_packed(shape, bits), cases.codebook(bits)
-    columns = cases.columns(shape[1]) if transformed else None
-    stored = cases.stored(*planes, codebook, signed=True) if transformed else None
-    dense = reference.dequantize(*planes, codebook, list(shape), torch.float32) if stored is None else stored
+    columns = cases.columns(shape[1], transformed)
+    stored = cases.stored(*planes, codebook, transformed)[:, : None if transformed else shape[1]]
     form = planes if device == "cpu" else reference.repack(*planes, bits, list(shape))
-    on_device = [None if tensor is None else tensor.to(device) for tensor in (*form, codebook, None, columns)]
-    *packed, bias, columns = on_device
-    return (*packed, bias, shape[0], columns, transformed), dense, columns
+    return (*to(device, *form, codebook, None), shape[0], *to(device, columns), transformed), stored, columns
 
 
 def differing(x, weight) -> list[slice]:
@@ -60,13 +48,12 @@ def skip_without_products(device):
 @pytest.mark.parametrize("shape", [(35, 1000), (700, 8192)], ids=str)
 def test_same_bits_in_every_batch(device, invariant, shape, bits, transformed):
     skip_without_products(device)
-    weight, dense, columns = weight_on(device, shape, bits, transformed)
+    weight, stored, columns = weight_on(device, shape, bits, transformed)
     for dtype in dtypes(device):
         x = cases.x((300,), shape[1], dtype).to(device) * 2.0**-6
         assert not differing(x, weight), dtype
         found = OPS.gemm(x[:40], *weight).cpu()
-        scales = None if columns is None else columns.cpu()
-        cases.assert_product(found, x[:40].cpu(), dense.T, None, 2, scales, transformed)
+        cases.assert_product(found, x[:40].cpu(), stored.T, None, 2, columns, transformed)
 
 
 def test_without_it_batches_differ(device):

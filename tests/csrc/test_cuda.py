@@ -1,5 +1,6 @@
 """What only a GPU can get wrong: streams, devices, graphs, indices beyond 32 bits."""
 
+import functools
 import gc
 import os
 import subprocess
@@ -8,15 +9,12 @@ import sys
 import cases
 import pytest
 import torch
+from compiled import FORMS, NEEDED, OPS
 
 from hf_kbit import reference
 from hf_kbit.ops import native
 
-OPS = torch.ops.hf_kbit
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not native.library("cuda").loaded, reason=f"CUDA library: {native.library('cuda').missing}"),
-]
+pytestmark = NEEDED
 
 
 def calls(bits: int, device="cuda") -> dict:
@@ -27,37 +25,25 @@ def calls(bits: int, device="cuda") -> dict:
     tiles = OPS.repack(*planes, bits, shape)
     x, more = (cases.x((tokens,), 300, torch.float16).to(device) for tokens in (5, 40))
     columns = cases.columns(300).to(device)
-    transformed = [*tiles, codebook, columns]
     indices = torch.arange(200, device=device).flip(0) % 130
-    return {
+    found = {
         "quantize": (lambda: OPS.quantize(weight, codebook), [weight, codebook]),
-        "dequantize planes": (lambda: OPS.dequantize(*planes, codebook, shape, torch.float16), [*planes, codebook]),
-        "dequantize tiles": (lambda: OPS.dequantize(*tiles, codebook, shape, torch.float32), [*tiles, codebook]),
-        "embed planes": (
-            lambda: OPS.embed(indices, *planes, codebook, shape, torch.float16),
-            [indices, *planes, codebook],
-        ),
-        "embed tiles": (
-            lambda: OPS.embed(indices.int(), *tiles, codebook, shape, torch.float32, columns, True),
-            [indices, *transformed],
-        ),
         "repack": (lambda: OPS.repack(*planes, bits, shape), planes),
         "repack inverse": (lambda: OPS.repack(*tiles, bits, shape, True), tiles),
-        "gemm planes": (lambda: OPS.gemm(x, *planes, codebook, None, 130), [x, *planes, codebook]),
-        "gemm tiles": (lambda: OPS.gemm(x, *tiles, codebook, None, 130), [x, *tiles, codebook]),
-        "dequantize transformed": (
-            lambda: OPS.dequantize(*tiles, codebook, shape, torch.float16, columns, True),
-            transformed,
-        ),
-        "gemm transformed": (
-            lambda: OPS.gemm(x, *tiles, codebook, None, 130, columns, True),
-            [x, *transformed],
-        ),
-        "gemm transformed, 40 tokens": (
-            lambda: OPS.gemm(more, *tiles, codebook, None, 130, columns, True),
-            [more, *transformed],
-        ),
     }
+    for form, words in (("planes", planes), ("tiles", tiles)):
+        for kind, how in (("", ()), ("transformed ", (columns, True))):
+            packed = [*words, codebook]
+            ops = {
+                "dequantize": (OPS.dequantize, [], (shape, torch.float16)),
+                "embed": (OPS.embed, [indices], (shape, torch.float32)),
+                "gemm": (OPS.gemm, [x], (None, 130)),
+                "gemm of 40 tokens": (OPS.gemm, [more], (None, 130)),
+            }
+            for name, (op, given, rest) in ops.items():
+                call = functools.partial(op, *given, *packed, *rest, *how)
+                found[f"{name}, {kind}{form}"] = call, [*given, *packed, *how[:1]]
+    return found
 
 
 def as_tuple(result):
@@ -188,7 +174,7 @@ def test_more_than_4_gib(bits, free_memory):
         del decoded
 
 
-@pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
+@FORMS
 def test_rows_of_a_table_of_more_than_4_gib(tiled, free_memory):
     """4.3 billion weights of 5 bits, as many looked up, last row first: table and result beyond 32-bit offsets."""
     rows, columns, bits = (1 << 20) + 48, 4096, 5

@@ -5,87 +5,55 @@ takes a grouped product of torch, or those of one weight, one expert after the o
 
 import functools
 import itertools
-from typing import NamedTuple
 
 import cases
 import pytest
 import torch
+from compiled import (
+    BITS,
+    FORMS,
+    HALVES,
+    NEEDED,
+    OPS,
+    TRANSFORMS,
+    Weight,
+    assert_replayed,
+    is_hopper,
+    rows_with_special_numbers,
+)
 
 import hf_kbit
 from hf_kbit import reference
-from hf_kbit.ops import native
 
-OPS = torch.ops.hf_kbit
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not native.library("cuda").loaded, reason=f"CUDA library: {native.library('cuda').missing}"),
-]
-HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-BITS = pytest.mark.parametrize("bits", cases.BITS)
-TRANSFORMS = pytest.mark.parametrize(
-    ("scaled", "rotated"), [(False, False), *cases.TRANSFORMS], ids=["plain", "columns", "rotated", "both"]
-)
+pytestmark = NEEDED
+ALL_DTYPES = pytest.mark.parametrize("dtype", [*cases.FLOATS, torch.float64])
 
 
-@pytest.fixture(autouse=True)
-def sums_in_float32(monkeypatch):
-    """Where cuBLAS multiplies, it adds up in float32."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+class Experts(Weight):
+    """Those of a mixture, ``[E, N, K]``."""
 
-
-def is_hopper() -> bool:
-    return native.cuda_arch() == 900
-
-
-class Experts(NamedTuple):
-    """Weights of any codes and scales, on the GPU, and what the op wants of them."""
-
-    planes: list
-    tiles: list
-    stored: torch.Tensor  # as cases.assert_product wants it, but for [N, K]
-    codebook: torch.Tensor
-    shape: tuple[int, int]
-    columns: torch.Tensor | None
-    rotated: bool
+    @classmethod
+    def random(cls, count, shape, bits, scaled=False, rotated=False):
+        return super().random((count, *shape), bits, scaled, rotated, cases.codebook(bits).cuda() * 2.0**-6)
 
     def multiply(self, x, rows, offsets, bias=None, tiled=True, swiglu=False):
-        packed = self.tiles if tiled else self.planes
-        return OPS.gemm_experts(
-            x, *packed, self.codebook, bias, rows, offsets, self.shape[0], self.columns, self.rotated, swiglu
-        )
+        packed, how = self.tiles if tiled else self.planes, (self.columns, self.rotated, swiglu)
+        return OPS.gemm_experts(x, *packed, self.codebook, bias, rows, offsets, self.shape[0], *how)
 
     def gradient(self, grad, offsets, tiled=True):
-        packed = self.tiles if tiled else self.planes
-        return OPS.gemm_experts_gradient(
-            grad, *packed, self.codebook, offsets, list(self.shape), self.columns, self.rotated
-        )
+        packed, how = self.tiles if tiled else self.planes, (list(self.shape), self.columns, self.rotated)
+        return OPS.gemm_experts_gradient(grad, *packed, self.codebook, offsets, *how)
 
     def check(self, found, x, rows, offsets, bias=None):
         """Each expert's rows against float64; zeros behind them."""
         picked = x if rows is None else x[rows.long()]
         assert found.dtype == x.dtype and found.shape == (len(picked), self.shape[0]) and found.is_contiguous()
-        ends = offsets.tolist()
+        ends, how = offsets.tolist(), (self.columns, self.rotated)
         for expert, (first, end) in enumerate(itertools.pairwise(ends)):
             if first < end:
-                of_expert = None if bias is None else bias[expert]
-                cases.assert_product(
-                    found[first:end],
-                    picked[first:end],
-                    self.stored[expert].T,
-                    of_expert,
-                    2,
-                    self.columns,
-                    self.rotated,
-                )
+                dense, added = self.stored[expert].T, None if bias is None else bias[expert]
+                cases.assert_product(found[first:end], picked[first:end], dense, added, 2, *how)
         assert not found[ends[-1] :].any()
-
-
-def random_experts(count, shape, bits, scaled=False, rotated=False) -> Experts:
-    tiles, planes = cases.tiles_on_gpu((count, *shape), bits)
-    columns, codebook = cases.columns(shape[1]).cuda() if scaled else None, cases.codebook(bits).cuda() * 2.0**-6
-    stored = cases.stored(*planes, codebook, rotated)[..., : None if rotated else shape[1]]
-    return Experts(planes, tiles, stored, codebook, shape, columns, rotated)
 
 
 def divided(count, rows, how) -> torch.Tensor:
@@ -126,7 +94,7 @@ WAYS = ("even", "random", "one", "short")
     ids=str,
 )
 def test_every_way_to_divide_rows_and_work(count, shape, most, bits, dtype, poison):
-    experts, bias = random_experts(count, shape, bits), cases.x((count,), shape[0], dtype).cuda()
+    experts, bias = Experts.random(count, shape, bits), cases.x((count,), shape[0], dtype).cuda()
     for rows in (1, 2, 8, 31, 128, 300, 1030, 3000):
         if rows > most:
             continue
@@ -145,27 +113,29 @@ def test_every_way_to_divide_rows_and_work(count, shape, most, bits, dtype, pois
 def test_every_number_of_rows_in_a_tile(bits, dtype, poison):
     """Of tiles of 128 tokens, whose rows are multiplied in steps of 32, at both ends of each step."""
     shares = [1, 31, 32, 33, 64, 65, 0, 96, 97, 127, 128, 129, 160, 161, 225, 256, 257, 300]
-    experts = random_experts(len(shares), (300, 1100), bits)
+    experts = Experts.random(len(shares), (300, 1100), bits)
     offsets = torch.tensor([0, *itertools.accumulate(shares)]).int().cuda()
     x = cases.x((sum(shares),), 1100, dtype).cuda()
     poison("cuda", len(x) * 300 * 2)
     experts.check(experts.multiply(x, None, offsets), x, None, offsets)
 
 
+def ways_to_multiply(rows, how, count, columns, bias, dtype):
+    """x, rows, offsets and bias: x as it is with a bias, and rows picked from it without."""
+    offsets, x = divided(count, rows, how), cases.x((rows,), columns, dtype).cuda()
+    return (x, None, offsets, bias), (x, picked_rows(rows, rows), offsets, None)
+
+
 @BITS
 @HALVES
 @TRANSFORMS
 def test_transforms(bits, dtype, scaled, rotated, poison):
-    """With rows picked from x, or x as it is; with bias and without."""
     for count, shape in ((3, (100, 328)), (130, (48, 100)), (8, (512, 2880))):
-        experts, bias = random_experts(count, shape, bits, scaled, rotated), cases.x((count,), shape[0], dtype).cuda()
+        experts, bias = Experts.random(count, shape, bits, scaled, rotated), cases.x((count,), shape[0], dtype).cuda()
         for rows, how in ((1, "even"), (64, "random"), (700, "short")):
-            offsets = divided(count, rows, how)
-            for index, its_bias in ((None, bias), (picked_rows(rows, rows), None)):
-                x = cases.x((rows,), shape[1], dtype).cuda()
+            for arguments in ways_to_multiply(rows, how, count, shape[1], bias, dtype):
                 poison("cuda", rows * shape[0] * 2)
-                found = experts.multiply(x, index, offsets, its_bias)
-                experts.check(found, x, index, offsets, its_bias)
+                experts.check(experts.multiply(*arguments), *arguments)
 
 
 @BITS
@@ -174,41 +144,35 @@ def test_transforms(bits, dtype, scaled, rotated, poison):
 def test_behind_a_gate(bits, dtype, scaled, rotated, poison):
     """Near what is made of torch's gate, whose roundings may differ; also of halves that are no pieces of eight."""
     for count, shape in ((3, (100, 328)), (130, (48, 104)), (8, (512, 2880)), (2, (64, 9000)), (3, (40, 36))):
-        experts, bias = random_experts(count, shape, bits, scaled, rotated), cases.x((count,), shape[0], dtype).cuda()
+        experts, bias = Experts.random(count, shape, bits, scaled, rotated), cases.x((count,), shape[0], dtype).cuda()
         for rows, how in ((1, "even"), (8, "random"), (64, "random"), (700, "short")):
-            offsets = divided(count, rows, how)
-            for index, its_bias in ((None, bias), (picked_rows(rows, rows), None)):
-                x = cases.x((rows,), 2 * shape[1], dtype).cuda()
+            for x, *others in ways_to_multiply(rows, how, count, 2 * shape[1], bias, dtype):
                 poison("cuda", rows * shape[0] * 2)
-                found = experts.multiply(x, index, offsets, its_bias, swiglu=True)
+                found = experts.multiply(x, *others, swiglu=True)
                 gate, up = x.float().chunk(2, dim=-1)
-                gated = (torch.nn.functional.silu(gate) * up).to(dtype)
-                expected = experts.multiply(gated, index, offsets, its_bias)
+                expected = experts.multiply((torch.nn.functional.silu(gate) * up).to(dtype), *others)
                 largest = expected.abs().amax(dim=1, keepdim=True).float()
                 assert ((found.float() - expected.float()).abs() <= 8 * cases.EPS[dtype] * largest).all()
 
 
 @BITS
-@pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
-@pytest.mark.parametrize("dtype", [*cases.FLOATS, torch.float64])
+@FORMS
+@ALL_DTYPES
 def test_other_weights_and_activations(bits, dtype, tiled):
-    for scaled, rotated in ((False, False), (True, True)):
-        experts = random_experts(5, (100, 328), bits, scaled, rotated)
+    for transformed in (False, True):
+        experts = Experts.random(5, (100, 328), bits, transformed, transformed)
         bias = cases.x((5,), 100, dtype).cuda()
         for rows, how in ((1, "even"), (40, "short"), (300, "random")):
-            offsets, index = divided(5, rows, how), picked_rows(30, rows)
-            x = cases.x((30,), 328, dtype).cuda()
-            experts.check(experts.multiply(x, index, offsets, bias, tiled), x, index, offsets, bias)
-            x = cases.x((rows,), 328, dtype).cuda()
-            experts.check(experts.multiply(x, None, offsets, None, tiled), x, None, offsets)
+            for arguments in ways_to_multiply(rows, how, 5, 328, bias, dtype):
+                experts.check(experts.multiply(*arguments, tiled), *arguments)
 
 
 @TRANSFORMS
-@pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
-@pytest.mark.parametrize("dtype", [*cases.FLOATS, torch.float64])
+@FORMS
+@ALL_DTYPES
 def test_gradients(dtype, tiled, scaled, rotated):
     """Of each expert's rows those of its weight alone, whose own tests have the bounds."""
-    experts = random_experts(5, (100, 328), 4, scaled, rotated)
+    experts = Experts.random(5, (100, 328), 4, scaled, rotated)
     dense = OPS.dequantize(*experts.tiles, experts.codebook, [100, 328], torch.float64, experts.columns, rotated)
     for rows, how in ((1, "even"), (40, "short"), (300, "random")):
         offsets = divided(5, rows, how)
@@ -228,24 +192,19 @@ def test_gradients(dtype, tiled, scaled, rotated):
 @pytest.mark.parametrize(("tiled", "shape"), [(True, (1536, 2048)), (True, (300, 328)), (False, (100, 328))], ids=str)
 def test_graph_replays_read_new_offsets(rows, tiled, shape, dtype):
     """And new rows and activations: nothing is read on the host."""
-    experts = random_experts(16, shape, 4, scaled=True, rotated=True)
-    x, index, offsets = cases.x((50,), shape[1], dtype).cuda(), picked_rows(50, rows), divided(16, rows, "even")
+    experts = Experts.random(16, shape, 4, scaled=True, rotated=True)
 
-    def both():
+    def both(x, index, offsets):
         y = experts.multiply(x, index, offsets, None, tiled)
         return y, experts.gradient(y, offsets, tiled)
 
-    both()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, grad = both()
-    for seed, how in enumerate(WAYS):
-        x.copy_(cases.x((50,), shape[1], dtype, seed=seed))
-        index.copy_(picked_rows(50, rows, seed))
-        offsets.copy_(divided(16, rows, how))
-        graph.replay()
-        assert all(map(torch.equal, (y, grad), both()))
-        experts.check(y, x, index, offsets)
+    inputs = [
+        (cases.x((50,), shape[1], dtype, seed=seed).cuda(), picked_rows(50, rows, seed), divided(16, rows, how))
+        for seed, how in enumerate(WAYS)
+    ]
+    assert_replayed(both, inputs)
+    for given in inputs:
+        experts.check(both(*given)[0], *given)
 
 
 def kernels_of(call) -> set[str]:
@@ -256,7 +215,7 @@ def kernels_of(call) -> set[str]:
 @HALVES
 def test_launches(bits, dtype):
     """A row for each of some experts is one; more are picked and transformed before. With a gate too."""
-    experts = random_experts(8, (300, 328), bits, scaled=True)
+    experts = Experts.random(8, (300, 328), bits, scaled=True)
     ways = [(2, {"gemm_kernel"}), (40, {"transform_kernel", "gemm_kernel"})]
     if is_hopper():
         ways.append((300, {"transform_kernel", "experts_wgmma_kernel"}))
@@ -281,10 +240,10 @@ def test_route_of_many(count):
         assert all(map(torch.equal, OPS.route_experts(ids, count), reference.route_experts(ids, count)))
 
 
-@pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
+@FORMS
 def test_offsets_and_rows_that_are_not_there(tiled):
     """Results are of no use, but what has its rows right is right, and no kernel reads or writes elsewhere."""
-    experts = random_experts(4, (100, 328), 4)
+    experts = Experts.random(4, (100, 328), 4)
     x, index = cases.x((5,), 328, torch.float16).cuda(), picked_rows(5, 40)
     expected = experts.multiply(x, index, divided(4, 40, "even"), None, tiled)
     for ends in ([0, 10, 2**31 - 1, -(2**31), 40], [7, -5, 3, 1000, 10**9], [2**31 - 1] * 5, [-(2**31)] * 5):
@@ -299,26 +258,18 @@ def test_offsets_and_rows_that_are_not_there(tiled):
 
 @HALVES
 def test_infinity_and_nan_stay_in_their_row(dtype):
-    experts = random_experts(6, (320, 500), 4)
-    x, offsets = cases.x((50,), 500, dtype).cuda(), divided(6, 50, "random")
-    expected = experts.multiply(x, None, offsets)
-    for special in (float("inf"), float("nan")):
-        spoilt = x.clone()
-        spoilt[20, 100] = special
-        found = experts.multiply(spoilt, None, offsets)
-        others = torch.arange(50, device="cuda") != 20
-        assert torch.equal(found[others], expected[others]) and not found[20].isfinite().all()
+    experts, offsets = Experts.random(6, (320, 500), 4), divided(6, 50, "random")
+    x = cases.x((50,), 500, dtype).cuda()
+    assert not rows_with_special_numbers(lambda x: experts.multiply(x, None, offsets), x).isfinite().all(1).any()
 
 
 @BITS
 @HALVES
 def test_weights_and_activations_anywhere_in_memory(bits, dtype):
-    experts = random_experts(3, (100, 328), bits)
-    offsets, flat = divided(3, 20, "random"), cases.x((), 20 * 328 + 1, dtype).cuda()
-    x = flat[1:].view(20, 328)
+    experts, offsets = Experts.random(3, (100, 328), bits), divided(3, 20, "random")
+    x = cases.x((), 20 * 328 + 1, dtype).cuda()[1:].view(20, 328)
     expected = experts.multiply(x.clone(), None, offsets)
-    moved = [torch.cat([part.flatten()[:1], part.flatten()])[1:].view(part.shape) for part in experts.tiles]
-    assert torch.equal(experts._replace(tiles=moved).multiply(x, None, offsets), expected)
+    assert torch.equal(experts.moved().multiply(x, None, offsets), expected)
     assert torch.equal(experts.multiply(x.T.contiguous().T, None, offsets), expected)
 
 
@@ -329,7 +280,7 @@ def test_same_bits_in_every_batch(bits, dtype):
         pytest.skip("the products of one weight, which have a test of their own")
     hf_kbit.set_batch_invariant(True)
     try:
-        experts = random_experts(4, (1000, 2880), bits, scaled=True)
+        experts = Experts.random(4, (1000, 2880), bits, scaled=True)
         x = cases.x((600,), 2880, dtype).cuda()
         whole = experts.multiply(x, None, divided(4, 600, "even"))
         for rows in ([0], [599], [3, 149], [0, 150, 300, 450], range(100, 260), range(0, 600, 2)):
@@ -341,7 +292,7 @@ def test_same_bits_in_every_batch(bits, dtype):
 
 
 def test_no_rows():
-    experts = random_experts(3, (100, 328), 4)
+    experts = Experts.random(3, (100, 328), 4)
     offsets = torch.zeros(4, dtype=torch.int32, device="cuda")
     for x, index in ((cases.x((5,), 328, torch.float16).cuda(), picked_rows(5, 0)), (cases.x((0,), 328).cuda(), None)):
         assert experts.multiply(x, index, offsets).shape == (0, 100)

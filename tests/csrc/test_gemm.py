@@ -1,135 +1,141 @@
-"""The compiled gemm against float64, for every number of tokens at which its path changes."""
+"""The compiled products and their gradients against float64, for every number of tokens at which their path changes,
+with weights as they are, with column scales, rotated or both."""
+
+import functools
 
 import cases
 import pytest
 import torch
+from compiled import FORMS, OPS, TRANSFORMS, to
 
 from hf_kbit import codebooks, reference
 
 TOKENS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 70, 256, 257]
-FORMS = pytest.mark.parametrize("tiled", [False, True], ids=["planes", "tiles"])
 
 
-def as_tiles(packed, codebook, shape):
-    return reference.repack(*packed, codebook.numel().bit_length() - 1, list(shape))
+@functools.cache
+def weight(shape, bits, scaled=False, rotated=False, tiled=False, seed=0):
+    """Words, scales, codebook and column scales of a weight in a form, and it itself as it is stored."""
+    columns = cases.columns(shape[1], scaled, seed)
+    *packed, codebook = cases.quantized(shape, bits, columns=columns, rotated=rotated)
+    stored = cases.stored(*packed, codebook, rotated)[:, : None if rotated else shape[1]]
+    packed = reference.repack(*packed, bits, list(shape)) if tiled else packed
+    return (*packed, codebook, columns), stored
 
 
-def assert_gemm(x, packed, codebook, shape, bias, device, tiled):
-    dense = reference.dequantize(*packed, codebook, list(shape), torch.float32)
-    words = as_tiles(packed, codebook, shape) if tiled else packed
-    inputs = [None if tensor is None else tensor.to(device) for tensor in (x, *words, codebook, bias)]
-    found = torch.ops.hf_kbit.gemm(*inputs, shape[0])
+def assert_gemm(device, x, shape, bits, scaled=False, rotated=False, tiled=False, bias=None):
+    (*packed, columns), stored = weight(shape, bits, scaled, rotated, tiled)
+    found = OPS.gemm(*to(device, x, *packed, bias), shape[0], *to(device, columns), rotated)
     assert found.dtype == x.dtype and found.shape == (*x.shape[:-1], shape[0]) and found.is_contiguous()
-    many = tiled and device != "cpu" and x.itemsize == 2 and x.numel() > 16 * shape[1]
-    cases.assert_product(found.cpu(), x, dense.T, bias, roundings=2 if many else 1)  # of a level, of a weight
+    transformed, many = scaled or rotated, x.numel() > 16 * shape[1]
+    rounded_levels = tiled and device != "cpu" and x.itemsize == 2 and (transformed or many)
+    cases.assert_product(found.cpu(), x, stored.T, bias, 1 + rounded_levels, columns, rotated)
 
 
-@pytest.fixture(autouse=True)
-def full_precision_sums(device, monkeypatch):
-    if device == "cpu":
-        return
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
-
-
-@pytest.mark.parametrize("bits", cases.BITS)
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("dtype", cases.FLOATS)
+@TRANSFORMS
 @FORMS
-def test_every_number_of_tokens(device, tokens, bits, dtype, poison, tiled):
-    shape = (35, 1000)
-    *packed, codebook = cases.quantized(shape, bits)
-    x, bias = cases.x((tokens,), shape[1], dtype), cases.x((), shape[0], dtype)
-    poison(device, tokens * shape[0] * x.itemsize)
-    assert_gemm(x, packed, codebook, shape, bias, device, tiled)
-
-
+@pytest.mark.parametrize("dtype", cases.FLOATS)
 @pytest.mark.parametrize("bits", cases.BITS)
+def test_every_number_of_tokens(device, bits, dtype, tiled, scaled, rotated, poison):
+    shape = (35, 1000)
+    for tokens in (1, 2, 5, 16, 17, 33, 70) if scaled or rotated else TOKENS:
+        x, bias = cases.x((tokens,), shape[1], dtype), cases.x((), shape[0], dtype)
+        poison(device, tokens * shape[0] * x.itemsize)
+        assert_gemm(device, x, shape, bits, scaled, rotated, tiled, bias)
+
+
+@TRANSFORMS
 @FORMS
 @pytest.mark.parametrize("shape", [*cases.SHAPES, (48, 2048), (3, 4096 + 40)], ids=str)
-@pytest.mark.parametrize("dtype", cases.FLOATS)
-def test_every_shape(device, shape, bits, dtype, tiled):
-    *packed, codebook = cases.quantized(shape, bits)
-    for tokens in (1, 6, 16, 40):
-        assert_gemm(cases.x((tokens,), shape[1], dtype), packed, codebook, shape, None, device, tiled)
+def test_every_shape(device, shape, tiled, scaled, rotated):
+    """Where K is no multiple of 32, the last block of a rotated row has numbers beyond it, which count too."""
+    for bits in (3,) if scaled or rotated else cases.BITS:
+        for dtype in cases.FLOATS:
+            for tokens in (1, 6, 16, 40):
+                assert_gemm(device, cases.x((tokens,), shape[1], dtype), shape, bits, scaled, rotated, tiled)
+
+
+@TRANSFORMS
+@pytest.mark.parametrize("batch", cases.BATCHES, ids=str)
+def test_leading_dimensions_and_strides(device, batch, scaled, rotated):
+    for dtype in (torch.float32, torch.bfloat16):
+        x = cases.x(batch, 100, dtype)
+        assert_gemm(device, x, (7, 100), 3, scaled, rotated)
+        assert_gemm(device, torch.stack([x, x + 1], dim=-1)[..., 0], (7, 100), 3, scaled, rotated)
+    assert_gemm(device, cases.x((100, 20), 3).permute(2, 1, 0), (7, 100), 3, scaled, rotated)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 @pytest.mark.parametrize("other", [None, 0, 7, 15, 16, 31], ids="{}".format)
 def test_levels_that_are_not_antisymmetric(device, other, tokens):
     """At 5 bits a CPU takes half as many look-ups where the upper levels are the lower ones with the other sign."""
-    shape = (35, 520)
-    packed = cases.random_packed(shape, 5)
+    packed, x = cases.random_packed((35, 520), 5), cases.x((tokens,), 520)
     codebook = torch.tensor(codebooks.optimal(5, signed=True)) if other is None else cases.codebook(5)
     if other is not None:
         codebook[other] *= 0.75
-    assert_gemm(cases.x((tokens,), shape[1]), packed, codebook, shape, None, device, False)
+    found = OPS.gemm(*to(device, x, *packed, codebook, None), 35)
+    cases.assert_product(found.cpu(), x, cases.stored(*packed, codebook, False)[:, :520].T)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 16, 40])
 @pytest.mark.parametrize("dtype", cases.FLOATS)
 @FORMS
 @pytest.mark.parametrize("kind", ["tiny", "large", "heavy tails", "zeros", "one-hot"])
-def test_kinds_of_input(device, kind, dtype, tokens, tiled):
-    shape = (64, 512)
-    *packed, codebook = cases.quantized(shape, 4)
-    x = cases.x((tokens,), 512)
-    if kind == "one-hot":
-        x = torch.eye(512)[torch.randint(512, (tokens,), generator=cases.generator(tokens))]
-    x = {"tiny": x * 1e-3, "large": x * 1e3, "heavy tails": x / (x[:, :1].abs() + 1e-3), "zeros": x * 0}.get(kind, x)
-    assert_gemm(x.to(dtype), packed, codebook, shape, None, device, tiled)
+def test_kinds_of_input(device, kind, dtype, tiled):
+    for tokens in (1, 5, 16, 40):
+        x = cases.x((tokens,), 512)
+        if kind == "one-hot":
+            x = torch.eye(512)[torch.randint(512, (tokens,), generator=cases.generator(tokens))]
+        kinds = {"tiny": x * 1e-3, "large": x * 1e3, "heavy tails": x / (x[:, :1].abs() + 1e-3), "zeros": x * 0}
+        assert_gemm(device, kinds.get(kind, x).to(dtype), (64, 512), 4, tiled=tiled)
 
 
-@pytest.mark.parametrize("tokens", [1, 33])
-def test_float64_is_exact(device, tokens):
-    *packed, codebook = cases.quantized((35, 100), 3)
-    x, bias = cases.x((tokens,), 100, torch.float64), cases.x((), 35, torch.float64)
-    dense = reference.dequantize(*packed, codebook, [35, 100], torch.float64)
-    found = torch.ops.hf_kbit.gemm(*(t.to(device) for t in (x, *packed, codebook, bias)), 35)
-    torch.testing.assert_close(found.cpu(), torch.nn.functional.linear(x, dense, bias))
+@TRANSFORMS
+def test_float64(device, scaled, rotated):
+    (*packed, columns), _ = weight((35, 100), 3, scaled, rotated)
+    dense = reference.dequantize(*packed, [35, 100], torch.float64, columns, rotated)
+    for tokens in (1, 33):
+        x, bias = cases.x((tokens,), 100, torch.float64), cases.x((), 35, torch.float64)
+        found = OPS.gemm(*to(device, x, *packed, bias), 35, *to(device, columns), rotated)
+        torch.testing.assert_close(found.cpu(), torch.nn.functional.linear(x, dense, bias))
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_large_layer_in_slices(device, tokens):
     """More weights than one slice of the CPU path holds."""
-    shape = (1100, 4096)
-    *packed, codebook = cases.quantized(shape, 2)
-    assert_gemm(cases.x((tokens,), 4096), packed, codebook, shape, cases.x((), 1100), device, False)
+    assert_gemm(device, cases.x((tokens,), 4096), (1100, 4096), 2, bias=cases.x((), 1100))
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 40])
 @FORMS
 @pytest.mark.parametrize("dtype", cases.FLOATS)
 def test_same_result_every_time(device, tokens, tiled, dtype):
-    *packed, codebook = cases.quantized((300, 1000), 3)
-    packed = as_tiles(packed, codebook, (300, 1000)) if tiled else packed
-    packed, codebook = [tensor.to(device) for tensor in packed], codebook.to(device)
-    x = cases.x((tokens,), 1000, dtype).to(device)
-    first = torch.ops.hf_kbit.gemm(x, *packed, codebook, None, 300)
-    assert all(torch.equal(first, torch.ops.hf_kbit.gemm(x, *packed, codebook, None, 300)) for _ in range(5))
+    (*packed, _), _ = weight((300, 1000), 3, tiled=tiled)
+    arguments = *to(device, cases.x((tokens,), 1000, dtype), *packed, None), 300
+    first = OPS.gemm(*arguments)
+    assert all(torch.equal(first, OPS.gemm(*arguments)) for _ in range(5))
 
 
-BAD = {
-    "x: found dtype int64": {"x": lambda t: t.long()},
-    "x: found a scalar": {"x": lambda t: t[0, 0]},
-    r"weight: found shape \[35, 12\]": {"x": lambda t: t[:, :31]},
-    "weight: found dtype int64": {"weight": lambda t: t.long()},
-    "absmax: found dtype int32": {"absmax": lambda t: t.int()},
-    r"absmax: found shape \[34, 4\]": {"absmax": lambda t: t[1:]},
-    "codebook: found dtype float64": {"codebook": lambda t: t.double()},
-    r"codebook: found shape \[7\]": {"codebook": lambda t: t[1:]},
-    "bias: found dtype float64, expected float32": {"bias": lambda t: t.double()},
-    r"bias: found shape \[34\], expected \[35\]": {"bias": lambda t: t[1:]},
-    "one matrix, without leading dimensions": {"weight": lambda t: t[None], "absmax": lambda t: t[None]},
-}
+@TRANSFORMS
+@FORMS
+@pytest.mark.parametrize("shape", [(7, 33), (20_000, 300)], ids=str)
+def test_gradients(device, shape, tiled, scaled, rotated):
+    """Of a large layer in slices of 256 columns, each with its own scales; the last one ends within a block."""
+    columns, codebook, packed = cases.columns(shape[1], scaled), cases.codebook(3), cases.random_packed(shape, 3)
+    grad = cases.x((2,), shape[0], torch.float64)
+    expected = grad @ reference.dequantize(*packed, codebook, list(shape), torch.float64, columns, rotated)
+    words = reference.repack(*packed, 3, list(shape)) if tiled else packed
+    found = OPS.gemm_gradient(*to(device, grad, *words, codebook), list(shape), *to(device, columns), rotated)
+    torch.testing.assert_close(found.cpu(), expected)
 
 
-@pytest.mark.parametrize("message", BAD)
-def test_refuses(device, message):
-    """The compiled op checks for itself what could make it read or write outside its tensors."""
-    *packed, codebook = cases.quantized((35, 100), 3)
-    tensors = dict(zip(("weight", "absmax", "codebook"), (*packed, codebook), strict=True))
-    tensors |= {"x": cases.x((2,), 100), "bias": cases.x((), 35)}
-    tensors = {name: BAD[message].get(name, lambda t: t)(tensor.to(device)) for name, tensor in tensors.items()}
-    with pytest.raises(ValueError, match=message):
-        torch.ops.hf_kbit.gemm(*(tensors[n] for n in ("x", "weight", "absmax", "codebook", "bias")), 35)
+@pytest.mark.parametrize("tokens", [3, 40])
+@FORMS
+def test_products_of_one_input_each_with_its_own_transform(device, tokens, tiled):
+    x, products = cases.x((tokens,), 100, torch.bfloat16).to(device), []
+    for rows, how in zip((48, 17, 33, 16), [(False, False), *cases.TRANSFORMS], strict=True):
+        (*packed, columns), _ = weight((rows, 100), 3, *how, tiled, seed=rows)
+        products.append([*to(device, *packed), None, rows, *to(device, columns), how[1]])
+    *of_each, rotated = map(list, zip(*products, strict=True))
+    found = OPS.gemm_group(x, *of_each, list(map(int, rotated)))
+    for ours, product in zip(found, products, strict=True):
+        assert torch.equal(ours, OPS.gemm(x, *product))

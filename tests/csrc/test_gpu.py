@@ -1,4 +1,4 @@
-"""What needs the CUDA runtime but no GPU: errors of ``gpu.cu``, and ``dispatch.h``, compiled by nvcc."""
+"""What needs the CUDA runtime but no GPU: errors of ``gpu.cu``, compiled by nvcc."""
 
 import ctypes
 import shutil
@@ -45,27 +45,16 @@ extern "C" int last_error_after_check(char* message) {
 WRAPPER = r"""
 #include <cstring>
 #include <stdexcept>
-#include <string>
 
-#include "kernels/dispatch.h"
 #include "kernels/gpu.h"
-
-using namespace hf_kbit;
 
 extern "C" int processors(char* message) {
     try {
-        return cuda::current_gpu().processors;
+        return hf_kbit::cuda::current_gpu().processors;
     } catch (const std::runtime_error& error) {
         std::strncpy(message, error.what(), 200);
         return 0;
     }
-}
-extern "C" int dispatched(int bits, int dtype, int* found_bits, int* found_dtype) {
-    return cuda::dispatch<float, __half, __nv_bfloat16>(bits, static_cast<Dtype>(dtype), [&](auto width, auto value) {
-        *found_bits = width();
-        *found_dtype = static_cast<int>(cuda::kDtypeOf<decltype(value)>);
-        return cudaSuccess;
-    });
 }
 """
 
@@ -80,13 +69,6 @@ def compile_by_nvcc(folder, name, text, *arguments) -> ctypes.CDLL:
     return ctypes.CDLL(str(folder / "gpu.so"))
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return compile_by_nvcc(
-        tmp_path_factory.mktemp("gpu"), "gpu.cu", WRAPPER, "-arch=compute_75", SOURCE / "kernels/gpu.cu"
-    )
-
-
 def test_an_error_is_not_left_for_the_next_launch(tmp_path):
     message = ctypes.create_string_buffer(201)
     assert compile_by_nvcc(tmp_path, "check.cpp", CHECK, "-cudart=none").last_error_after_check(message) == 0
@@ -94,18 +76,9 @@ def test_an_error_is_not_left_for_the_next_launch(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_gpu(library):
+def test_without_gpu(tmp_path):
     """An error, no GPU of zero processors."""
+    library = compile_by_nvcc(tmp_path, "gpu.cu", WRAPPER, "-arch=compute_75", SOURCE / "kernels/gpu.cu")
     message = ctypes.create_string_buffer(201)
     assert library.processors(message) == 0
     assert message.value.startswith(b"hf_kbit: cudaGetDevice: ")
-
-
-def test_dispatch(library):
-    bits, dtype = ctypes.c_int(), ctypes.c_int()
-    found = {}
-    for asked_bits in range(8):
-        for asked_dtype in range(4):
-            if library.dispatched(asked_bits, asked_dtype, ctypes.byref(bits), ctypes.byref(dtype)) == 0:
-                found[asked_bits, asked_dtype] = bits.value, dtype.value
-    assert found == {(b, d): (b, d) for b in (2, 3, 4, 5) for d in (0, 1, 2)}  # no float64 among the types asked for

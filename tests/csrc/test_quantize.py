@@ -88,11 +88,10 @@ def test_every_scale(device, bits):
 
 @pytest.mark.parametrize("dtype", cases.FLOATS)
 def test_views(device, dtype):
-    """Rows that are not contiguous, transposed, or contiguous but not aligned to 16 bytes."""
+    """Rows that are not contiguous, or transposed."""
     codebook = cases.codebook(3).to(device)
     weight = cases.weight((64, 257), dtype).to(device)
-    flat = weight.flatten()
-    for view in (weight[:, 1:], weight[:, ::2], weight.T, weight[::3, :128], flat[1 : 1 + 64 * 256].view(64, 256)):
+    for view in (weight[:, 1:], weight[:, ::2], weight.T, weight[::3, :128]):
         expected = reference.quantize(view.cpu(), codebook.cpu())
         found = torch.ops.hf_kbit.quantize(view, codebook)
         assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(found, expected, strict=True))

@@ -16,36 +16,17 @@ OPS = torch.ops.hf_kbit
 @pytest.mark.parametrize(("scaled", "rotated"), [(False, False), *cases.TRANSFORMS], ids=str)
 def test_gradients(scaled, rotated, form):
     """First and second ones, backward and forward."""
-    for bits in cases.BITS if not scaled and not rotated else (3,):
-        shape, columns = (2, 33), cases.columns(33, scaled)
-        *words, codebook = cases.quantized(shape, bits, columns=columns, rotated=rotated)
-        words = words if form == "planes" else repack(*words, bits, shape)
-        x = cases.x((2,), shape[1], torch.float64).requires_grad_()
-        bias = cases.x((), shape[0], torch.float64).requires_grad_()
+    shape, columns = (2, 33), cases.columns(33, scaled)
+    *words, codebook = cases.quantized(shape, 3, columns=columns, rotated=rotated)
+    words = words if form == "planes" else repack(*words, 3, shape)
+    x = cases.x((2,), shape[1], torch.float64).requires_grad_()
+    bias = cases.x((), shape[0], torch.float64).requires_grad_()
 
-        def run(x, bias, packed=(*words, codebook), how=(columns, rotated)):
-            return gemm(x, *packed, bias, 2, *how)
+    def run(x, bias):
+        return gemm(x, *words, codebook, bias, 2, columns, rotated)
 
-        assert torch.autograd.gradcheck(run, (x, bias), check_forward_ad=True)
-        assert torch.autograd.gradgradcheck(run, (x, bias), check_fwd_over_rev=True)
-        (found,) = torch.autograd.grad(run(x, bias).sum(), x)
-        dense = dequantize(*words, codebook, shape, torch.float64, columns, rotated)
-        torch.testing.assert_close(found, dense.sum(0).expand_as(x))
-
-
-@pytest.mark.parametrize("form", ["planes", "tiles"])
-def test_gradient_of_a_large_layer_in_slices(form):
-    """256 columns at a time, the last ones fewer; and the gradient of that gradient."""
-    shape, bits = (40_000, 700), 3
-    planes, codebook = cases.random_packed(shape, bits), cases.codebook(bits)
-    words = planes if form == "planes" else repack(*planes, bits, shape)
-    dense = dequantize(*planes, codebook, shape, torch.float64)
-    grad = cases.x((2, 3), shape[0], torch.float64).requires_grad_()
-    x = cases.x((2, 3), shape[1], torch.float64).requires_grad_()
-    (found,) = torch.autograd.grad(gemm(x, *words, codebook, out_features=shape[0]), x, grad, create_graph=True)
-    torch.testing.assert_close(found, grad @ dense)
-    (second,) = torch.autograd.grad(found.sum(), grad)
-    torch.testing.assert_close(second, dense.sum(1).expand_as(grad))
+    assert torch.autograd.gradcheck(run, (x, bias), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(run, (x, bias), check_fwd_over_rev=True)
 
 
 @pytest.mark.parametrize("dtype", cases.FLOATS)

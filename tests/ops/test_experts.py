@@ -4,13 +4,13 @@ float64, the way there and back against what it says of each token."""
 import cases
 import pytest
 import torch
+from compiled import OPS, to
 from torch.autograd import forward_ad
 
 from hf_kbit import reference
 from hf_kbit.format import BITS
 from hf_kbit.ops import combine_experts, gemm_experts, route_experts
 
-OPS = torch.ops.hf_kbit
 N, K, TOKENS = 36, 70, 11
 COMBINED = [(1, 8, 64), (9, 2, 36), (300, 4, 35), (64, 6, 1000), (5, 1, 1)]  # tokens, experts of each, columns
 SHARES = {  # rows of each expert; what is left of TOKENS, if anything, is no expert's
@@ -44,7 +44,7 @@ def test_product(device, case, shares, rotated, dtype):
     rows = torch.randint(0, TOKENS, (TOKENS,), generator=cases.generator(1)).int()
     for own_bias, own_rows in ((None, None), (bias, rows)):
         arguments = x, planes, absmax, codebook, own_bias, own_rows, offsets(shares), columns
-        *arguments, on_device = (None if tensor is None else tensor.to(device) for tensor in arguments)
+        *arguments, on_device = to(device, *arguments)
         for product in (gemm_experts, reference.gemm_experts):
             found = product(*arguments, N, on_device, rotated).cpu()
             assert found.dtype == dtype and found.shape == (TOKENS, N)
@@ -69,10 +69,8 @@ def test_product_behind_a_gate(device, in_features, tokens, rotated, dtype):
     matrices = cases.stored(planes, absmax, codebook, signed=rotated)[..., : None if rotated else in_features]
     x = cases.x((tokens,), 2 * in_features, dtype)
     rows = torch.randint(0, tokens, (tokens,), generator=cases.generator(1)).int()
-    on_device = [tensor.to(device) for tensor in (x, planes, absmax, codebook, rows, offsets(shares))]
-    x_there, *packed, rows_there, offsets_there = on_device
-    columns_there = None if columns is None else columns.to(device)
-    found = gemm_experts(x_there, *packed, None, rows_there, offsets_there, N, columns_there, rotated, True).cpu()
+    arguments = to(device, x, planes, absmax, codebook, None, rows, offsets(shares))
+    found = gemm_experts(*arguments, N, *to(device, columns), rotated, True).cpu()
     gate, up = x.double().chunk(2, dim=-1)
     inputs = (torch.nn.functional.silu(gate) * up)[rows.long()]
     first, second = slice(0, shares[0]), slice(shares[0], tokens - 2)
@@ -142,8 +140,7 @@ def test_gradients(rotated, swiglu):
 def test_gradient_of_the_reference(device, shares, rotated):
     planes, absmax, codebook, columns = packed(len(shares), 3, rotated)
     grad = cases.x((TOKENS,), N, torch.float64)
-    arguments = grad, planes, absmax, codebook, offsets(shares)
-    *arguments, on_device = (None if tensor is None else tensor.to(device) for tensor in (*arguments, columns))
+    *arguments, on_device = to(device, grad, planes, absmax, codebook, offsets(shares), columns)
     found = reference.gemm_experts_gradient(*arguments, [N, K], on_device, rotated)
     torch.testing.assert_close(found, OPS.gemm_experts_gradient(*arguments, [N, K], on_device, rotated))
     assert found[: sum(shares)].any(1).all() and not found[sum(shares) :].any()

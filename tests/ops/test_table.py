@@ -118,6 +118,7 @@ REFUSED = [
     ("gemm", {"out_features": 2**63 - 1}, f"shape: found [9223372036854775807, 33], {SHAPE}"),
     ("gemm_inference", {"columns": COLUMNS[1:]}, "columns: found shape [32], expected [33]"),
     ("gemm_group", {"rotated": [0]}, "weights: found 2, expected as many of each argument but x"),
+    ("gemm_group", {"columns": []}, "weights: found 2, expected as many of each argument but x"),
     ("gemm_group", {"biases": [None, X]}, "bias: found shape [5, 33], expected [7]"),
     ("gemm_gradient", {"grad": X}, "grad: found shape [5, 33], expected [*, 7]"),
     ("gemm_gradient", {"grad": GRAD.int()}, f"grad: found dtype int32, expected {DENSE}"),

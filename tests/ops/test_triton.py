@@ -8,6 +8,7 @@ import sys
 import cases
 import pytest
 import torch
+from compiled import to
 
 from hf_kbit import format, reference, transforms
 from hf_kbit.ops import native
@@ -22,10 +23,6 @@ def device(device):
     if device == "cpu" and torch.cuda.is_available():
         pytest.skip("Triton interprets all kernels or none")
     return device
-
-
-def to(device, *tensors):
-    return [tensor if tensor is None else tensor.to(device) for tensor in tensors]
 
 
 def rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -215,32 +212,27 @@ def test_kernels_compile_for_other_gpus(tmp_path):
     assert all(not fused or kernel == "_gemm_kernel" for _, kernel, fused in made), made
 
 
-def test_reasons_for_plain_pytorch(monkeypatch):
+def test_who_runs_an_op_without_library(monkeypatch):
+    """Triton's kernels, or plain PyTorch, and why."""
+
     def fail(device_type, dtype):
         raise RuntimeError("Failed to find C compiler")
 
     missing = native.triton_missing.__wrapped__
     monkeypatch.setattr(kernels, "check", fail)
+    assert missing("mps") == "Triton has no kernels for mps devices"
     assert missing("xpu") == "Triton's kernels fail here (RuntimeError: Failed to find C compiler)"
     monkeypatch.setattr(kernels, "check", lambda device_type, dtype: None)
     assert missing("xpu") == ""
-    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
-    assert missing("xpu") == "Triton is not installed"
-
-
-@pytest.mark.parametrize(("hip", "capability"), [(None, (7, 5)), (None, (8, 0)), ("7.0", (6, 0))])
-def test_gpus_that_are_too_old(monkeypatch, hip, capability):
-    """Of NVIDIA; those of AMD are numbered otherwise."""
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(kernels, "check", lambda device_type, dtype: None)
-    expected = "Triton's products in bfloat16 need compute capability 8.0" if capability == (7, 5) else ""
-    assert native.triton_missing.__wrapped__("cuda") == expected
-
-
-def test_who_runs_an_op_without_library(monkeypatch):
+    too_old = "Triton's products in bfloat16 need compute capability 8.0"
+    for hip, capability, why in ((None, (7, 5), too_old), (None, (8, 0), ""), ("7.0", (6, 0), "")):
+        monkeypatch.setattr(torch.version, "hip", hip)  # AMD's GPUs are numbered otherwise
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert missing("cuda") == why
+    with monkeypatch.context() as without:
+        without.setattr(native.importlib.util, "find_spec", lambda name: None)
+        assert missing("xpu") == "Triton is not installed"
     monkeypatch.setattr(native, "warn_missing", lambda device_type: None)
-    assert native.triton_missing("mps") == "Triton has no kernels for mps devices"
     assert native.fallback("gemm_inference", "mps") is reference.gemm
     monkeypatch.setattr(native, "triton_missing", lambda device_type: "")
     for op in kernels.OPS:
