@@ -38,9 +38,9 @@ def model_card(model: PreTrainedModel, name: str) -> ModelCard:
     >>> card.data.tags, "linear layers are quantized to 3 bits" in card.text
     (['kbit'], True)
     """
-    architecture = type(model).__name__
+    architecture, layers = type(model).__name__, distinct(packed_layers(model).values())
     auto_class = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else architecture
-    found = [what for what, kind in KINDS.items() if any(isinstance(layer, kind) for layer in _layers(model))]
+    found = [what for what, kind in KINDS.items() if any(isinstance(layer, kind) for layer in layers)]
     what = " and ".join(["linear layers", *found])
     tuned = getattr(getattr(model, "hf_quantizer", None), "tuned", "")
     tuned = f"\nTuned after that on the model in 16 bits: {tuned}.\n" if tuned else ""
@@ -51,8 +51,8 @@ def model_card(model: PreTrainedModel, name: str) -> ModelCard:
 
 # {_plain(name)}
 
-The {what} are quantized to {widths(model)} with [hf_kbit](https://pypi.org/project/hf_kbit).
-{_sizes(model)} After `pip install hf_kbit`:
+The {what} are quantized to {_widths(model, layers)} with [hf_kbit](https://pypi.org/project/hf_kbit).
+{_sizes(model, layers)} After `pip install hf_kbit`:
 
 ```python
 import hf_kbit  # makes Transformers know the format
@@ -73,10 +73,10 @@ def write_figures(file: str | os.PathLike, figures: Mapping[str, str]) -> None:
     Path(file).write_text(text, encoding="utf-8")
 
 
-def widths(model) -> str:
+def _widths(model, layers: list[KbitWeight]) -> str:
     """``3 bits``, or ``2 to 5 bits (3.40 on average)`` where layers differ."""
     weights = Counter()
-    for layer in _layers(model):
+    for layer in layers:
         weights[layer.bits] += layer.num_weights
     if len(weights) < 2:
         return f"{next(iter(weights), model.config.quantization_config.bits)} bits"
@@ -84,12 +84,7 @@ def widths(model) -> str:
     return f"{min(weights)} to {max(weights)} bits ({mean:.2f} on average)"
 
 
-def _layers(model) -> list[KbitWeight]:
-    return distinct(packed_layers(model).values())
-
-
-def _sizes(model) -> str:
-    layers = _layers(model)
+def _sizes(model, layers: list[KbitWeight]) -> str:
     packed = {id(own) for layer in layers for name, own in layer.named_parameters() if name != "bias"}
     others = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in packed)
     stored = sum(tensor.nbytes for layer in layers for tensor in layer.packed.values())
@@ -106,9 +101,12 @@ def _of_base(model) -> dict[str, str]:
     name, quantizer = str(getattr(model, "name_or_path", "")), getattr(model, "hf_quantizer", None)
     if quantizer is None or quantizer.pre_quantized:
         return {}
-    folder = os.path.isdir(name)
-    found = {"base_model": name, "base_model_relation": "quantized"} if HUB_NAME.fullmatch(name) and not folder else {}
-    card = os.path.join(name, "README.md") if folder else found and try_to_load_from_cache(name, "README.md")
+    found, card = {}, None
+    if os.path.isdir(name):
+        card = os.path.join(name, "README.md")
+    elif HUB_NAME.fullmatch(name):
+        found = {"base_model": name, "base_model_relation": "quantized"}
+        card = try_to_load_from_cache(name, "README.md")
     try:
         licence = ModelCard.load(card).data.license if isinstance(card, str) and os.path.isfile(card) else None
     except (OSError, TypeError, ValueError, YAMLError, RecursionError):  # a card of others

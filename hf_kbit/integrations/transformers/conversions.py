@@ -41,19 +41,18 @@ class KbitQuantize(ConversionOps):
         converted = {}
         for name, tensor in input_dict.items():
             tensor = tensor[0] if isinstance(tensor, list) else tensor
-            if (layer := placeholder(model, name)) is not None:
-                if isinstance(layer, KbitProjection):  # which the checkpoint knows by the name of a tensor
-                    missing_keys.discard(name)
-                    name += checkpoint.WEIGHT_SUFFIX
-                converted |= self._quantize(name, tensor, layer, model, missing_keys)
-            else:
+            layer = placeholder(model, name)
+            if layer is None:
                 converted[name] = tensor
+            else:
+                missing_keys.discard(name)  # a projection has the name of a tensor there
+                converted |= self._quantize(name.removesuffix(checkpoint.WEIGHT_SUFFIX), tensor, layer, model)
         return converted
 
     def _quantize(
-        self, name: str, tensor: torch.Tensor | mxfp4.Mxfp4, layer: KbitWeight, model, missing_keys
+        self, own_name: str, tensor: torch.Tensor | mxfp4.Mxfp4, layer: KbitWeight, model
     ) -> dict[str, torch.Tensor]:
-        own_name = name.removesuffix(checkpoint.WEIGHT_SUFFIX)
+        name = own_name + checkpoint.WEIGHT_SUFFIX
         try:
             if isinstance(tensor, mxfp4.Mxfp4):
                 packed, self.hf_quantizer.from_mxfp4[own_name] = mxfp4.quantize(tensor, layer, own_name)
@@ -61,17 +60,16 @@ class KbitQuantize(ConversionOps):
                 packed = layer.quantize(_as_expected(name, tensor.mT if layer.transposed else tensor, layer), name)
             if packed.lost:
                 self.hf_quantizer.lost[own_name] = packed.lost
-                return self._leave(own_name, tensor, layer, model, missing_keys)
+                return self._leave(own_name, tensor, layer, model)
         except (TypeError, ValueError) as error:
             # Transformers would swallow it here; it is raised when all weights have been seen.
             self.hf_quantizer.problems.append(str(error))
             value = KbitTensor.empty(layer.weight.shape, layer.decoding, layer.dense_dtype, tensor.device)
         else:
             layer.untransformed, value = packed.untransformed, layer.as_tensor(packed)
-        self.hf_quantizer.loaded.append(own_name)
         return {name: parallel.own_part(value, layer.weight)}
 
-    def _leave(self, name: str, tensor, layer: KbitWeight, model, missing_keys) -> dict[str, torch.Tensor]:
+    def _leave(self, name: str, tensor, layer: KbitWeight, model) -> dict[str, torch.Tensor]:
         """The weight as it has come, for the 16-bit layer that is in its place again."""
         if parallel.is_shared(model.config):  # rules have sharded what was to be packed
             raise ValueError(
@@ -88,11 +86,8 @@ class KbitQuantize(ConversionOps):
 
 
 class KbitAssemble(ConversionOps):
-    """Makes one weight of the tensors that a quantized checkpoint has of it.
-
-    Transformers has cut planes and scales as a weight is cut that is sharded. Column scales are a
-    vector, which it could not cut: those of models that processes share were read before.
-    """
+    """Makes one weight of its tensors in a quantized checkpoint. Where processes share a model Transformers
+    has cut planes and scales; column scales are a vector, which it could not cut, and were read before."""
 
     def __init__(self, hf_quantizer: "KbitHfQuantizer"):
         self.hf_quantizer = hf_quantizer  # by which Transformers knows that it must not cast
@@ -151,11 +146,8 @@ def assembly(quantizer: "KbitHfQuantizer", layers: Iterable[str]) -> list[Weight
 
 def without_packing(conversions: Iterable[WeightTransform]) -> list[WeightTransform]:
     """Those of the model: without ours, which are there for one checkpoint."""
-    return [conversion for conversion in conversions if not (mxfp4.collects(conversion) or _assembles(conversion))]
-
-
-def _assembles(conversion: WeightTransform) -> bool:
-    return any(isinstance(operation, KbitAssemble) for operation in getattr(conversion, "operations", ()))
+    ours = KbitAssemble | mxfp4.CollectMxfp4
+    return [c for c in conversions if not any(isinstance(each, ours) for each in getattr(c, "operations", ()))]
 
 
 def would_revert(conversion: WeightTransform, layers: Mapping[str, KbitWeight]) -> bool:

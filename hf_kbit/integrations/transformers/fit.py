@@ -4,16 +4,14 @@ Transformers replaces what a checkpoint lacks by random numbers and reports it i
 refused instead, with every tensor at fault named.
 """
 
-import copy
 import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import WeightTransform, dot_natural_key
+from transformers.core_model_loading import dot_natural_key
 
 from hf_kbit.checkpoint import (
     PACKED_SUFFIXES,
@@ -84,30 +82,22 @@ def saved_class(architectures: list[str] | None) -> type[PreTrainedModel] | None
     return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
 
 
-def saved_model(model: PreTrainedModel, file: str, mapped: bool):
-    """The model that was saved, on the meta device, as ``config.json`` beside ``file`` describes it.
-
-    It is ``model`` itself if that is of the same class and nothing of its config was changed by the caller of
-    ``from_pretrained``. It is None if it is not known: the class is not in Transformers, has another configuration, of
-    which the model's may be a part, or is another one, to whose names the caller has mapped those of the checkpoint.
-    """
-    folder, kind = os.path.dirname(file), type(model.config)
+def is_saved(model: PreTrainedModel, file: str) -> bool:
+    """Whether ``config.json`` beside a file of a checkpoint is of the model: of its class, and its config as it is."""
+    folder = os.path.dirname(file)
     beside = os.path.exists(os.path.join(folder, "config.json"))
     content = PreTrainedConfig.get_config_dict(folder)[0] if beside else model.config.to_dict()
-    architectures = content.get("architectures")
-    cls = saved_class(architectures)
-    if content.get("model_type", model.config.model_type) != model.config.model_type:
-        return None
-    same = not architectures or architectures[0] == type(model).__name__
-    if same:
-        cls = type(model)  # which Transformers itself may not have
-    elif cls is None or mapped or not isinstance(model.config, cls.config_class or ()):
-        return None
-    config = kind.from_pretrained(folder) if beside else copy.deepcopy(model.config)
-    if same and _described(config) == _described(model.config):
-        return model
-    with torch.device("meta"):
-        return cls(config)
+    same_type = content.get("model_type", model.config.model_type) == model.config.model_type
+    if not same_type or content.get("architectures") not in (None, [], [type(model).__name__]):
+        return False
+    saved = type(model.config).from_pretrained(folder) if beside else model.config
+    return _described(saved.to_dict()) == _described(model.config.to_dict())
+
+
+def _described(entries: dict) -> dict:
+    """What of a config decides which tensors there are, and maybe more."""
+    others = ("_name_or_path", "dtype", "quantization_config")
+    return {k: _described(v) if isinstance(v, dict) else v for k, v in entries.items() if k not in others}
 
 
 def config_beside(files: Iterable[str] | None) -> KbitConfig | None:
@@ -121,48 +111,33 @@ def config_beside(files: Iterable[str] | None) -> KbitConfig | None:
     return KbitConfig.from_dict(found)
 
 
-def _described(config: PreTrainedConfig) -> dict:
-    """What of a config decides which tensors there are."""
-    return {name: value for name, value in config.to_dict().items() if name not in ("dtype", "quantization_config")}
-
-
 def packed_in(names: Names, tensors: dict[str, StoredTensor]) -> dict[str, str]:
     """``{module name in the model: its name in the checkpoint}`` of all that is packed there."""
     return {names.module(name + WEIGHT_SUFFIX): name for name in sorted(packed_modules(tensors), key=dot_natural_key)}
 
 
-def check_tensors(
-    model,
-    conversions: list[WeightTransform] | None,
-    tensors: dict[str, StoredTensor],
-    packed: dict[str, str],
-    whole: bool,
-) -> None:
-    """Compares the checkpoint with a model whose packed layers have been replaced.
+def check_tensors(model, names: Names, tensors: dict[str, StoredTensor], packed: dict[str, str], whole: bool) -> None:
+    """Compares the headers of a checkpoint with a model whose packed layers have been replaced.
 
     Args:
-        conversions: see ``Names``.
-        tensors: what the checkpoint holds.
         packed: the result of ``packed_in``.
-        whole: whether it is the model that was saved: the checkpoint must hold all that it has, and nothing else, in
-            its shapes. Of another one only what is packed must fit, if the model has it, and must not go astray.
+        whole: whether it is the model that was saved (``is_saved``): the checkpoint must hold all that it has, and
+            nothing else, in its shapes. Of another one only what is packed must fit, and must not go astray.
 
     Raises:
-        ValueError: a tensor has another shape or dtype, is missing or left over; the message names all there are.
+        ValueError: lists what is missing, left over, or of another dtype or shape.
     """
-    names, expected, ignored = Names(model, conversions), model.state_dict(), _ignored(model)
-    layers = packed_layers(model)
-    problems, found = [], set()
+    expected, layers, ignored = model.state_dict(), packed_layers(model), _ignored(model)
+    problems, found = [], {module_name + suffix for module_name in packed for suffix in PACKED_SUFFIXES}
     for module_name, stored_name in packed.items():
-        found.update(module_name + suffix for suffix in PACKED_SUFFIXES)
         if module_name in layers:
             problems += compare_packed(stored_name, tensors, layers[module_name])
         elif whole or module_name in expected or module_name + WEIGHT_SUFFIX in expected:
             left = [stored_name + suffix for suffix in PACKED_SUFFIXES if stored_name + suffix in tensors]
             problems += [f"{name}: left over, the model has no such quantized layer" for name in left]
 
-    pairs = {stored + suffix for stored in packed.values() for suffix in PACKED_SUFFIXES}
-    for stored_name in sorted(tensors.keys() - pairs, key=dot_natural_key):
+    compared = {stored_name + suffix for stored_name in packed.values() for suffix in PACKED_SUFFIXES}
+    for stored_name in sorted(tensors.keys() - compared, key=dot_natural_key):
         stored = tensors[stored_name]
         targets, converted = names.targets(stored_name)
         found.update(targets)
@@ -179,30 +154,24 @@ def check_tensors(
     if whole:
         problems += [f"{name}: missing, expected shape {list(expected[name].shape)}" for name in absent]
     else:
-        problems += _astray(model, packed, layers, absent)
+        problems += _astray(model, {name: packed[name] for name in packed.keys() - layers.keys()}, absent)
     refuse(problems, f"the quantized checkpoint does not fit the model ({type(model).__name__})")
 
 
-def _astray(model, packed: dict[str, str], layers: Iterable[str], absent: list[str]) -> list[str]:
+def _astray(model, left: dict[str, str], absent: list[str]) -> list[str]:
     """Packed layers that the model has not, though it lacks one of the same name but for what stands in front: no two
     layers, but one whose name nobody has mapped. Or all of them, if the model has none."""
-    left, problems, remedy = packed.keys() - set(layers), [], "key_mapping of from_pretrained can map names"
-    lacks = {name.removesuffix(WEIGHT_SUFFIX): name for name in absent}
-    lacks |= {name.removeprefix(f"{model.base_model_prefix}."): full for name, full in lacks.items()}
-    inner = {end: full for name, full in lacks.items() for end in _ends(name)}
+    problems, remedy = [], "key_mapping of from_pretrained can map names"
+    base = f"{model.base_model_prefix}."
+    lacks = {f".{name.removeprefix(base).removesuffix(WEIGHT_SUFFIX)}": name for name in absent}
     for name in sorted(left, key=dot_natural_key):
-        if (twin := inner.get(name) or next((lacks[end] for end in _ends(name) if end in lacks), None)) is not None:
-            problems.append(f"{packed[name]}.weight: found no place for it, expected that of {twin}; {remedy}")
-    if not problems and left == packed.keys():
+        twins = (full for end, full in lacks.items() if f".{name}".endswith(end) or end.endswith(f".{name}"))
+        if (twin := next(twins, None)) is not None:
+            problems.append(f"{left[name]}.weight: found no place for it, expected that of {twin}; {remedy}")
+    if left and not problems and not packed_layers(model):
         first = min(left, key=dot_natural_key)
-        problems.append(f"{packed[first]}.weight: found no place for it, nor for any other packed one; {remedy}")
+        problems.append(f"{left[first]}.weight: found no place for it, nor for any other packed one; {remedy}")
     return problems
-
-
-def _ends(name: str) -> list[str]:
-    """The name, and what is left of it without its first parts."""
-    parts = name.split(".")
-    return [".".join(parts[first:]) for first in range(len(parts))]
 
 
 def _tied_to(found: set[str], model) -> set[str]:

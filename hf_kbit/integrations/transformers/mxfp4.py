@@ -45,11 +45,7 @@ class Mxfp4(NamedTuple):
 
 
 def projections(names: Iterable[str]) -> list[str]:
-    """Names in the checkpoint of the tensors that it holds in MXFP4.
-
-    >>> projections(["mlp.experts.down_proj_blocks", "mlp.experts.down_proj_scales", "mlp.gate_scales"])
-    ['mlp.experts.down_proj']
-    """
+    """Names in the checkpoint of the tensors that it holds in MXFP4."""
     names = set(names)
     scaled = (name.removesuffix(SCALES_SUFFIX) for name in names if name.endswith(SCALES_SUFFIX))
     return sorted(name for name in scaled if name + BLOCKS_SUFFIX in names)
@@ -94,35 +90,32 @@ def pack(stored: Mxfp4, name: str) -> tuple[Packed, int]:
     experts, out_features, blocks = stored.scales.shape
     planes = torch.empty((experts, out_features, blocks * BITS), dtype=torch.int32, device=device)
     absmax, anew = torch.empty_like(stored.scales), 0
-    for i in range(experts):  # an expert at a time, for codes take a byte each before they are packed
-        planes[i] = pack_codes(_pairs(device)[stored.blocks[i].int()].flatten(-2), BITS)
-        absmax[i] = absmax_of[stored.scales[i].int()]
-        small = _used(stored, i) & (stored.scales[i] < 125 + exponent + LEAST)
+    for i, (codes, scales) in enumerate(zip(*stored, strict=True)):  # codes take a byte each before they are packed
+        planes[i] = pack_codes(_pairs(device)[codes.int()].flatten(-2), BITS)
+        absmax[i] = absmax_of[scales.int()]
+        small = _used(codes) & (scales < 125 + exponent + LEAST)
         if small.any():
-            weights = _decoded(stored.blocks[i][small], stored.scales[i][small])
-            words, scales = torch.ops.hf_kbit.quantize(weights, codebook, True)
-            planes[i].view(out_features, blocks, BITS)[small], absmax[i][small] = words, scales[:, 0]
+            weights = _decoded(codes[small], scales[small])
+            words, own = torch.ops.hf_kbit.quantize(weights, codebook, True)
+            planes[i].view(out_features, blocks, BITS)[small], absmax[i][small] = words, own[:, 0]
             anew += len(weights)
     return Packed(planes, absmax, decoding), anew
 
 
-def _used(stored: Mxfp4, expert: int) -> torch.Tensor:
-    """bool ``[N, B]``: whether a block has a weight that is not zero; else its scale means nothing."""
-    return (stored.blocks[expert] & 0x77).amax(-1) > 0
+def _used(blocks: torch.Tensor) -> torch.Tensor:
+    """bool ``[N, B]``: whether a block ``[N, B, 16]`` is not all zero; else its scale means nothing."""
+    return (blocks & 0x77).amax(-1) > 0
 
 
 def _range(stored: Mxfp4, name: str) -> tuple[int, int]:
     """The least and the largest scale of a block that is not zero; errors are those of ``pack``."""
-    least, most, largest = LARGEST_SCALE, 0, int(stored.scales.max())
-    for i, scales in enumerate(stored.scales):
-        used = scales[_used(stored, i)]
-        if len(used):
-            lowest, highest = torch.stack(torch.aminmax(used)).tolist()
-            least, most = min(least, lowest), max(most, highest)
-    if largest == NAN or most > LARGEST_SCALE:
-        found = "255, which is NaN" if largest == NAN else most
+    used = torch.cat([scales[_used(blocks)] for blocks, scales in zip(*stored, strict=True)])
+    least, most = torch.stack(torch.aminmax(used)).tolist() if len(used) else (125, 125)
+    is_nan = bool((stored.scales == NAN).any())
+    if is_nan or most > LARGEST_SCALE:
+        found = "255, which is NaN" if is_nan else most
         raise ValueError(f"{name}{SCALES_SUFFIX}: found {found}, expected at most {LARGEST_SCALE}, which is 2**124")
-    return (least, most) if least <= most else (125, 125)  # all zero
+    return least, most
 
 
 def _decoded(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -137,8 +130,8 @@ def dense(stored: Mxfp4, name: str, dtype: torch.dtype) -> torch.Tensor:
     _range(stored, name)
     experts, out_features, blocks = stored.scales.shape
     weight = torch.empty((experts, out_features, blocks * BLOCK_SIZE), dtype=dtype, device=stored.device)
-    for i in range(experts):
-        weight[i] = _decoded(stored.blocks[i], stored.scales[i]).flatten(-2)
+    for own, codes, scales in zip(weight, *stored, strict=True):  # with memory for one in float32
+        own.copy_(_decoded(codes, scales).flatten(-2))
     return weight
 
 
@@ -149,11 +142,9 @@ def quantize(stored: Mxfp4, layer: KbitProjection, name: str) -> tuple[Packed, i
     Raises:
         ValueError: a tensor has another shape than the layer's weights need, or a scale cannot be.
     """
-    blocks = (*layer.lead, layer.out_features, layer.in_features // BLOCK_SIZE)
-    for suffix, tensor, expected in (
-        (BLOCKS_SUFFIX, stored.blocks, [*blocks, BLOCK_SIZE // 2]),
-        (SCALES_SUFFIX, stored.scales, [*blocks]),
-    ):
+    blocks = [*layer.lead, layer.out_features, layer.in_features // BLOCK_SIZE]
+    shapes = [*blocks, BLOCK_SIZE // 2], blocks
+    for suffix, tensor, expected in zip((BLOCKS_SUFFIX, SCALES_SUFFIX), stored, shapes, strict=True):
         if list(tensor.shape) != expected:
             raise ValueError(f"{name + suffix}: found shape {list(tensor.shape)}, expected {expected}")
     if layer.bits == BITS:
@@ -185,11 +176,6 @@ def conversions(names: Iterable[str]) -> list[WeightConverter]:
     """What loads the projections of ``projections``."""
     own_names = sorted({name.rpartition(".")[2] for name in names})
     return [WeightConverter([own + BLOCKS_SUFFIX, own + SCALES_SUFFIX], own, [CollectMxfp4()]) for own in own_names]
-
-
-def collects(conversion) -> bool:
-    """Whether a conversion is one of ``conversions``: there is no way back to MXFP4 when a model is saved."""
-    return any(isinstance(operation, CollectMxfp4) for operation in getattr(conversion, "operations", ()))
 
 
 def is_config(quantization_config) -> bool:

@@ -4,8 +4,9 @@ What somebody has put on a layer decides on what it computes as much as its clas
 the packed layer (``take_over``). With anything else a layer stays in 16 bits, and ``unusual`` says why.
 """
 
+import gc
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache, partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.nn.embedding import MEMBERS
-from hf_kbit.nn.experts import LLAMA4, is_experts, is_projection
+from hf_kbit.nn.experts import LLAMA4, is_experts, is_projection, place_of
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.weight import is_sharded
 
@@ -35,7 +36,8 @@ STATE_DICT_HOOKS = (
 )
 # What accelerate leaves on a module that it places: all of it refers to the module itself.
 OF_ACCELERATE = frozenset(("_hf_hook", "_old_forward", "forward"))
-# Their objects are many, and hold no layer of a model but in what is looked into anyway.
+CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType, MethodType, partial)
+# Other objects of theirs are many, and hold no layer of a model.
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "builtins")
 
 
@@ -57,10 +59,6 @@ def unusual(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """``{name: what it has}`` of the linear layers, tables and projections of experts that have more to them than a
     packed layer could take over.
 
-    Args:
-        model: what they are in.
-        names: of layers and tables, and of the tensors of experts.
-
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
     >>> unusual(model, ["0", "1"])
     {'1': 'has parametrizations besides weight and bias'}
@@ -68,65 +66,46 @@ def unusual(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     found, replaced = {}, {}
     for name in names:
         projection = is_projection(model, name)
-        layer = model.get_submodule(name.rpartition(".")[0] if projection else name)
-        if what := _on_instance(layer) or _on_class(layer):
+        layer, own = place_of(model, name) if projection else (model.get_submodule(name), "weight")
+        if what := _more(layer):
             found[name] = what
-            continue
-        weight = layer._parameters[name.rpartition(".")[2] if projection else "weight"]
-        replaced |= {id(weight): name} if projection else {id(weight): name, id(layer): name}
+        else:
+            replaced[id(layer._parameters[own])] = name
+            if not projection:
+                replaced[id(layer)] = name
     for name, place in _held(model, replaced).items():
         found[name] = f"is held by {place} too"
     return found
 
 
-def _on_class(layer: nn.Module) -> str:
-    """What the class of a layer has that a packed layer would not have."""
-    if is_experts(layer):
-        kind = next(kind for kind in type(layer).__mro__ if "forward" in vars(kind))
-        known = hasattr(kind.forward, "__wrapped__") or kind.__name__ == LLAMA4
-        return "" if known else f"has the forward of {kind.__name__}"
-    if isinstance(layer, nn.Embedding):  # whose packed layer is of a class that is derived from its own
-        return ""
-    base, members = _base(layer), set()
-    for kind in type(layer).__mro__[: type(layer).__mro__.index(base)]:
-        members |= vars(kind).keys() - vars(base).keys()
-    named = sorted(name for name in members if not name.startswith("__"))
-    return f"has what its class {type(layer).__name__} adds: {', '.join(named)}" if named else ""
-
-
-def _on_instance(layer: nn.Module) -> str:
-    """What stands on a layer itself that a packed layer cannot have."""
+def _more(layer: nn.Module) -> str:
+    """What a layer, or its class, has that a packed layer cannot have."""
     own, linear = vars(layer), isinstance(layer, nn.Linear | Conv1D)
     if "forward" in own and "_hf_hook" not in own:
         return "has a forward of its own"
     if is_experts(layer):
-        return ""
+        kind = next(kind for kind in type(layer).__mro__ if "forward" in vars(kind))
+        known = hasattr(kind.forward, "__wrapped__") or kind.__name__ == LLAMA4
+        return "" if known else f"has the forward of {kind.__name__}"
     weight = layer._parameters.get("weight")
     others = [name for kept in MEMBERS for name in getattr(layer, kept) if name not in ("weight", "bias")]
     if weight is None or "parametrizations" in layer._modules or (linear and others):
         return f"has {', '.join(others)} besides weight and bias"
     if type(weight.data) is not torch.Tensor and not is_sharded(weight):
         return f"has a weight of type {type(weight.data).__name__}"
-    if linear and weight.shape != _shape(layer):
-        return f"has a weight {list(weight.shape)} for features {list(_shape(layer))}"
-    if linear and (taken := sorted(_extra(layer) & _names_of_ours())):
+    if any(own[hooks] for hooks in STATE_DICT_HOOKS):
+        return "has hooks on its state dict"
+    if not linear:  # the packed layer of a table is of a class that is derived from the table's own
+        return ""
+    size = (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.out_features, layer.in_features)
+    if weight.shape != size:
+        return f"has a weight {list(weight.shape)} for features {list(size)}"
+    if taken := sorted(own.keys() & _reserved()):
         return f"has {', '.join(taken)}, a name that a quantized layer uses"
-    return "has hooks on its state dict" if any(own[hooks] for hooks in STATE_DICT_HOOKS) else ""
-
-
-def _shape(layer: nn.Linear | Conv1D) -> tuple[int, int]:
-    """Of the weight that its numbers of features speak of."""
-    return (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.out_features, layer.in_features)
-
-
-def _extra(layer: nn.Module) -> set[str]:
-    """Names of attributes that no layer of its kind has to begin with."""
-    return vars(layer).keys() - _usual(_base(layer)) - OF_ACCELERATE
-
-
-@cache
-def _usual(kind: type[nn.Module]) -> frozenset[str]:
-    return frozenset(vars(kind(1, 1, device="meta") if kind is nn.Linear else kind(1, 1)))
+    kinds, plain = type(layer).__mro__, _base(layer)
+    added = set().union(*(vars(kind) for kind in kinds[: kinds.index(plain)])) - vars(plain).keys()
+    added = sorted(name for name in added if not name.startswith("__"))
+    return f"has what its class {type(layer).__name__} adds: {', '.join(added)}" if added else ""
 
 
 @cache
@@ -134,7 +113,10 @@ def _names_of_ours() -> frozenset[str]:
     return frozenset(vars(KbitLinear(1, 1, device="meta")).keys() | set(dir(KbitLinear)))
 
 
-# --- what else refers to a layer ------------------------------------------------------------------
+@cache
+def _reserved() -> frozenset[str]:
+    """Names of attributes that linear layers do not have, and ours do."""
+    return _names_of_ours() - vars(nn.Linear(1, 1, device="meta")).keys() - OF_ACCELERATE
 
 
 def _held(model: nn.Module, wanted: dict[int, str]) -> dict[str, str]:
@@ -146,42 +128,26 @@ def _held(model: nn.Module, wanted: dict[int, str]) -> dict[str, str]:
     """
     found, seen = {}, set()
     for name, module in model.named_modules() if wanted else ():
-        attributes = vars(module).keys() - {*MEMBERS} - (OF_ACCELERATE if hasattr(module, "_hf_hook") else set())
-        for attribute in attributes:
-            for value in _reachable(vars(module)[attribute], seen):
+        passed = {*MEMBERS} | (OF_ACCELERATE if hasattr(module, "_hf_hook") else set())
+        for attribute in vars(module).keys() - passed:
+            waiting = [vars(module)[attribute]]
+            while waiting:
+                value = waiting.pop()
                 if id(value) in wanted:
                     found.setdefault(wanted[id(value)], f"{name}.{attribute}".removeprefix("."))
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    waiting += _contents(value)
     return found
-
-
-def _reachable(value: Any, seen: set[int]) -> Iterator[Any]:
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if id(value) not in seen:
-            seen.add(id(value))
-            yield value
-            waiting += _contents(value)
 
 
 def _contents(value: Any) -> list[Any]:
     """What a value holds: a container, a function with what it closes over, or an object of a class of somebody's."""
-    match value:
-        case str() | nn.Module() | torch.Tensor() | type():
-            return []
-        case dict():
-            return [*value, *value.values()]
-        case list() | tuple() | set() | frozenset() | deque():
-            return list(value)
-        case FunctionType():
-            return [value.__closure__, value.__defaults__, value.__kwdefaults__]
-        case CellType():
-            return [value.cell_contents] if value != CellType() else []
-        case MethodType():
-            return [value.__self__, value.__func__]
-        case partial():
-            return [value.func, value.args, value.keywords]
-    if type(value).__module__.partition(".")[0] in LIBRARIES:
+    if isinstance(value, CONTAINERS):
+        return gc.get_referents(value)
+    if isinstance(value, FunctionType):  # not the globals, to which it refers too
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__]
+    if isinstance(value, nn.Module | torch.Tensor | type) or type(value).__module__.partition(".")[0] in LIBRARIES:
         return []
     return [getattr(value, "__dict__", None)]
 

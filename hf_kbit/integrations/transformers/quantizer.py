@@ -10,7 +10,7 @@ loaded, new heads initialised, hooks for offloading attached, and ``_process_mod
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightTransform
 from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -28,7 +27,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from hf_kbit import allocation, checkpoint
 from hf_kbit.config import KbitConfig
-from hf_kbit.integrations.transformers import experts, fit, kernels, mxfp4, parallel, plain, selection, tying
+from hf_kbit.integrations.transformers import experts, fit, mxfp4, parallel, plain, selection, tying
 from hf_kbit.integrations.transformers.conversions import (
     KbitQuantize,
     assembly,
@@ -63,7 +62,6 @@ class KbitHfQuantizer(HfQuantizer):
             self.quantization_config.stored = None
         self.waiting: tuple | None = None  # a model and its checkpoint, until it is known how names are mapped
         self.problems: list[str] = []
-        self.loaded: list[str] = []  # layers that were quantized from the checkpoint
         self.made_together: list[list[str]] = []  # parts of names of tensors that one conversion makes
         self.mxfp4: list[str] = []  # projections that the checkpoint holds so
         self.from_mxfp4: dict[str, int | None] = {}  # those packed, and what mxfp4.quantize says of them
@@ -100,8 +98,8 @@ class KbitHfQuantizer(HfQuantizer):
 
     # --- before loading ---
 
-    def _process_model_before_weight_loading(self, model, checkpoint_files=None, use_kernels=False, **kwargs):
-        self.waiting = model, checkpoint_files, use_kernels
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+        self.waiting = model, checkpoint_files
 
     def update_weight_conversions(self, weight_conversions, model=None):
         """Gets all that maps names, the user's ``key_mapping`` too, and so is where a model is prepared."""
@@ -111,7 +109,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.made_together = [c.target_patterns for c in weight_conversions if len(c.target_patterns) > 1]
         return [*assembly(self, self.stored), *weight_conversions, *mxfp4.conversions(self.mxfp4)]
 
-    def _prepare(self, model, checkpoint_files, use_kernels: bool, conversions: list[WeightTransform]) -> None:
+    def _prepare(self, model, checkpoint_files, conversions: list[WeightTransform]) -> None:
         if not self.pre_quantized and (stored := fit.config_beside(checkpoint_files)) is not None:
             # A part of a quantized model, whose own config does not say so.
             self.quantization_config, self.pre_quantized = stored, True
@@ -122,8 +120,6 @@ class KbitHfQuantizer(HfQuantizer):
             tensors = fit.read_unpacked(checkpoint_files or ())
             self.mxfp4 = mxfp4.projections(tensors)
             self._prepare_on_the_fly(model, [*tensors, *self.mxfp4], Names(model, conversions))
-        if use_kernels:
-            kernels.check(model)
         if getattr(model.config, "distributed_config", None) is None:  # else there will be shards
             self.shapes = {name: parameter.shape for name, parameter in _unpacked(model)}
         model.initialize_weights = partial(self._initialize_weights, model)
@@ -150,64 +146,56 @@ class KbitHfQuantizer(HfQuantizer):
             layer.awaits_dense = True
         selection.replace_modules(model, layers)
 
-    def _prepare_quantized(self, model, checkpoint_files, conversions: list[WeightTransform]) -> None:
-        if checkpoint_files is None:
+    def _prepare_quantized(self, model, files: list[str] | None, conversions: list[WeightTransform]) -> None:
+        """Replaces what is packed, and checks that it fits. What else does not fit a model of another class or config
+        than the one that was saved is not for us to refuse, but for Transformers, as with any checkpoint."""
+        names, config = Names(model, conversions), self.quantization_config
+        packable = selection.Packable(model)
+        if files is None:
             # from_pretrained(None, state_dict=...): no file says what is packed, so the config must.
-            names, config = Names(model, conversions), self.quantization_config
-            packed = {name: name for name in selection.Packable(model).choose(config)}
+            packed = {name: name for name in packable.choose(config)}
             packed |= {names.module(f"{name}.weight"): name for name in config.stored.layers}
-            self._replace_packed(model, packed)
-            self.stored = [names.renamed(name) for name in packed.values()]
         else:
-            self._replace_as_stored(model, checkpoint_files, conversions)
-
-    def _replace_as_stored(self, model, files: list[str], conversions: list[WeightTransform]) -> None:
-        """Replaces what is packed, and checks the checkpoint against the model that was saved, if it can be known.
-
-        What does not fit the model at hand then is not for us to refuse, but for Transformers, as with any checkpoint:
-        tensors that are left over, missing, or of another shape (``ignore_mismatched_sizes``). Packed ones must fit.
-        """
-        mapped = len(conversions) > len(get_model_conversion_mapping(model))  # by the user
-        tensors, saved = checkpoint.read_headers(files), fit.saved_model(model, files[0], mapped)
-        for target in dict.fromkeys((saved or model, model)):
-            by = conversions if type(target) is type(model) else None
-            names = Names(target, by)
+            tensors = checkpoint.read_headers(files)
             packed = fit.packed_in(names, tensors)
             if not packed:
                 raise ValueError(
                     f"{files[0]}: found no packed tensor, expected those that quantization_config in config.json is "
                     "of; to load a 16-bit checkpoint, take quantization_config out of config.json"
                 )
-            self._replace_packed(target, packed)
-            fit.check_tensors(target, by, tensors, packed, whole=target is saved)
+        layers = self.stored_layers(model, packed)
+        selection.replace_modules(model, layers | tying.new_layers(self, model, packable.ties, layers))
         self.stored, self.names = [names.renamed(name) for name in packed.values()], packed
+        if files is None:
+            return
+        fit.check_tensors(model, names, tensors, packed, whole=fit.is_saved(model, files[0]))
         self.files = checkpoint.files_of(files)
         if parallel.is_shared(model.config):
             self.columns = checkpoint.read_columns(self.files, packed)
             model._keys_to_ignore_on_load_unexpected |= {rf"\.{PACKED[2]}$"}
-        checkpoint.check_save(files, self.quantization_config.stored, packed.values())
-
-    def _replace_packed(self, model, packed: dict[str, str]) -> None:
-        layers, ties = self.stored_layers(model, packed), selection.Packable(model).ties
-        selection.replace_modules(model, layers | tying.new_layers(self, model, ties, layers))
+        checkpoint.check_save(files, config.stored, packed.values())
 
     def stored_layers(self, model, packed: dict[str, str]) -> dict[str, KbitWeight]:
         """Empty stand-ins that decode as the config says, for what is packed and the model has; ``packed`` is
         ``{module name: its name in the checkpoint}``."""
-        stored, linears = self.quantization_config.stored, dict(model.named_modules(remove_duplicate=False))
-        layers, known = {}, [name for name in packed if name in linears and _can_be_packed(linears[name])]
-        known += [name for name in packed if is_projection(model, name)]
+        modules = dict(model.named_modules(remove_duplicate=False))
+        known = [
+            name
+            for name in packed
+            if is_projection(model, name)
+            or (name in modules and (plain.is_linear(modules[name]) or is_table(modules[name])))
+        ]
         checkpoint.refuse(
             [
                 f"{packed[name]}: found it packed, expected 16 bits: {name} of {type(model).__name__} {what}"
                 for name, what in plain.unusual(model, known).items()
             ]
         )
-        for name, stored_name in packed.items():
-            if name in known:
-                decoding = stored.decoding(stored_name)
-                layers[name] = self.new_layer(model, name, decoding.bits)
-                layers[name].make_room(decoding)
+        layers = {}
+        for name in known:
+            decoding = self.quantization_config.stored.decoding(packed[name])
+            layers[name] = self.new_layer(model, name, decoding.bits)
+            layers[name].make_room(decoding)
         return layers
 
     def new_layer(self, model, name: str, bits: int) -> KbitWeight:
@@ -272,12 +260,7 @@ class KbitHfQuantizer(HfQuantizer):
     # --- after loading ---
 
     def adopt(self, model, names: Iterable[str], unusual: Mapping[str, str]) -> None:
-        """Makes a model of which layers were quantized in memory what loading would have made it.
-
-        Args:
-            names: of what was quantized.
-            unusual: what others have that were left for it.
-        """
+        """Makes a model of which ``names`` were quantized in memory what loading would have made it."""
         self.unusual = dict(unusual)
         for name in set(names) - self.lost.keys():  # as weights are marked that Transformers has loaded
             model.get_submodule(name).weight._is_hf_initialized = True
@@ -286,22 +269,9 @@ class KbitHfQuantizer(HfQuantizer):
         self.postprocess_model(model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
-        if self.waiting is not None:
-            raise RuntimeError(
-                "this Transformers loads models in a way that hf_kbit does not know: found no conversions"
-            )
         checkpoint.refuse(self.problems, "cannot quantize the checkpoint")
-        self._check_shapes(model)
         layers = packed_layers(model)
-        if not self.pre_quantized:
-            self._check_packed(layers)
-        checkpoint.refuse(
-            [
-                f"{name}.weight: not in the checkpoint"
-                for name, layer in layers.items()
-                if not getattr(layer.weight, "_is_hf_initialized", False) and not hasattr(layer, "_hf_hook")
-            ]
-        )
+        checkpoint.refuse([*self._misshapen(model), *self._missing(layers)])
         tying.mark(model)
         read_from_disk(model, self.files, self.names)
         for layer in layers.values():
@@ -311,28 +281,22 @@ class KbitHfQuantizer(HfQuantizer):
         self._record(model, layers)
         report(self, model, layers)
 
-    def _check_shapes(self, model) -> None:
+    def _misshapen(self, model) -> Iterator[str]:
         """Transformers 5.17 puts tensors of any shape into a quantized model, whatever ``ignore_mismatched_sizes``."""
-        checkpoint.refuse(
-            [
-                f"{name}: found shape {list(parameter.shape)}, expected {list(self.shapes[name])}"
-                for name, parameter in _unpacked(model)
-                if parameter.shape != self.shapes.get(name, parameter.shape)
-            ],
-            "the checkpoint does not fit the model, and this Transformers takes no notice of ignore_mismatched_sizes",
-        )
+        for name, parameter in _unpacked(model):
+            expected = self.shapes.get(name, parameter.shape)
+            if parameter.shape != expected:
+                yield f"{name}: found shape {list(parameter.shape)}, expected {list(expected)}"
 
-    @staticmethod
-    def _check_packed(layers: dict[str, KbitWeight]) -> None:
-        """That no weight came past ``KbitQuantize``, and would be taken for a head that the checkpoint has not."""
-        checkpoint.refuse(
-            [
-                f"{name}.weight: found it in {layer.weight.dtype} after loading, expected it packed"
-                for name, layer in layers.items()
-                if not isinstance(local(layer.weight), KbitTensor)
-            ],
-            "this Transformers reads weights in a way that hf_kbit does not know",
-        )
+    def _missing(self, layers: Mapping[str, KbitWeight]) -> Iterator[str]:
+        for name, layer in layers.items():
+            if not getattr(layer.weight, "_is_hf_initialized", False) and not hasattr(layer, "_hf_hook"):
+                yield f"{name}.weight: not in the checkpoint"
+            elif not self.pre_quantized and not isinstance(local(layer.weight), KbitTensor):
+                yield (
+                    f"{name}.weight: found it in {layer.weight.dtype} after loading, expected it packed: this "
+                    "Transformers reads weights in a way that hf_kbit does not know"
+                )
 
     def keep_packed_names(self, model, layers) -> None:
         """Takes out the conversions that saving would revert on packed tensors: to split, merge or rename these."""
@@ -362,19 +326,8 @@ class KbitHfQuantizer(HfQuantizer):
 
     def _dequantize(self, model, dtype=None):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        layers = packed_layers(model)
-        offloaded = [name for name, layer in layers.items() if layer.weight.is_meta]
-        if offloaded:
-            raise ValueError(
-                f"{offloaded[0]}.weight: found it offloaded, expected all layers on a device to dequantize"
-            )
-        if sharded := [name for name, layer in layers.items() if is_sharded(layer.weight)]:
-            raise ValueError(
-                f"{sharded[0]}.weight: found it sharded over several processes, expected all of it in this one to "
-                "dequantize: save the model, and load it in one process"
-            )
+        refuse_scattered(model)
         previous = model.dtype
-        del layers
         dequantize(model, dtype)
         if dtype != previous:
             for tensor in (*model.parameters(), *model.buffers()):
@@ -383,6 +336,17 @@ class KbitHfQuantizer(HfQuantizer):
             model.config.dtype = dtype
         model._weight_conversions = [*self._all_weight_conversions, *unused_conversions(model)]
         return model
+
+
+def refuse_scattered(model) -> None:
+    """Raises if a packed weight is not whole in this process's memory, as dequantizing wants it."""
+    for name, layer in packed_layers(model).items():
+        if layer.weight.is_meta or is_sharded(layer.weight):
+            where = "offloaded" if layer.weight.is_meta else "sharded over several processes"
+            raise ValueError(
+                f"{name}.weight: found it {where}, expected all of it in this one to dequantize: save the model, "
+                "and load it in one process, in memory"
+            )
 
 
 def refuse_zero3() -> None:
@@ -394,10 +358,8 @@ def refuse_zero3() -> None:
 
 
 def flattened(model, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict of a model with the tensors that files hold in the place of packed weights, which go to CPU memory.
-
-    Of a model that processes share all of them have to call it, and the first gets all tensors, the others none.
-    """
+    """A state dict with the tensors that files hold in the place of packed weights, in CPU memory. Of a model that
+    processes share all of them have to call it: the first gets all tensors, the others none."""
     sharded = any(map(is_sharded, state.values()))
     flat, writes = {}, not sharded or dist.get_rank() == 0
     for name, tensor in state.items():
@@ -413,12 +375,8 @@ def flattened(model, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     return flat
 
 
-def _can_be_packed(module: nn.Module) -> bool:
-    return plain.is_linear(module) or is_table(module)
-
-
-def _unpacked(model):
-    """Names and parameters of all but quantized layers."""
+def _unpacked(model) -> Iterator[tuple[str, nn.Parameter]]:
+    """Of all but quantized layers."""
     for module_name, module in model.named_modules():
         if not isinstance(module, KbitWeight):
             yield from module.named_parameters(module_name, recurse=False)

@@ -20,13 +20,8 @@ USUAL_FOR_TABLES = 5  # bits: in 4, a tied head costs nearly as much as all laye
 
 
 def report(quantizer, model: nn.Module, layers: Mapping[str, KbitWeight]) -> None:
-    """Logs one line on what is quantized and what is left, like names gathered; then what is out of the ordinary.
-
-    Args:
-        quantizer: the ``KbitHfQuantizer`` that has loaded or quantized the model.
-        model: what it has made of it.
-        layers: its quantized layers, by name.
-    """
+    """Logs one line on what a ``KbitHfQuantizer`` has quantized, which are ``layers``, and on what is left, like names
+    gathered; then what is out of the ordinary."""
     packed = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
     left, sizes = Counter(), Counter()
     for name, parameter in model.named_parameters():
@@ -35,25 +30,19 @@ def report(quantizer, model: nn.Module, layers: Mapping[str, KbitWeight]) -> Non
             left[pattern] += 1
             sizes[pattern] += parameter.numel()
     weights = sum(layer.num_weights for layer in distinct(layers.values()))
-    widths = ", ".join(
-        f"{count} in {bits} bits" for bits, count in sorted(Counter(x.bits for x in layers.values()).items())
-    )
+    widths = Counter(layer.bits for layer in layers.values())
+    widths = ", ".join(f"{count} in {bits} bits" for bits, count in sorted(widths.items())) or "none"
     listing = ", ".join(f"{name} ({count} x, {sizes[name]:,})" for name, count in left.items())
     share = sizes.total() / max(weights + sizes.total(), 1)
     much = share > MUCH_LEFT and not quantizer.pre_quantized  # what is quantized already was told of then
     level = logging.WARNING if much else logging.INFO
-    logger.log(
-        level,
-        "hf_kbit: %d quantized layers with %s weights (%s); left as they are: %d tensors with %s weights (%s)%s%s",
-        len(layers),
-        f"{weights:,}",
-        widths or "none",
-        left.total(),
-        f"{sizes.total():,}",
-        f"{share:.0%}",
-        f": {listing}" if listing else "",
-        _advice(quantizer, model) if logger.isEnabledFor(level) else "",
-    )
+    if logger.isEnabledFor(level):
+        logger.log(
+            level,
+            f"hf_kbit: {len(layers)} quantized layers with {weights:,} weights ({widths}); left as they are: "
+            f"{left.total()} tensors with {sizes.total():,} weights ({share:.0%}){listing and f': {listing}'}"
+            f"{_advice(quantizer, model)}",
+        )
     report_exceptions(quantizer, layers)
     _report_mxfp4(quantizer.from_mxfp4)
 
@@ -94,8 +83,8 @@ def _report_mxfp4(from_mxfp4: Mapping[str, int | None]) -> None:
         if anew is None:
             logger.warning("hf_kbit: %s: requantized from MXFP4: only 4 bits hold it exactly", name)
         elif anew:
-            what = "taken over from MXFP4, but for %d blocks with scales below 2**-17 of the largest, requantized"
-            logger.warning(f"hf_kbit: %s: {what}", name, anew)
+            few = "blocks with scales below 2**-17 of the largest, requantized"
+            logger.warning("hf_kbit: %s: taken over from MXFP4, but for %d %s", name, anew, few)
 
 
 def _gathered(name: str) -> str:

@@ -47,8 +47,7 @@ class Packable:
     Attributes:
         names: of linear layers, tables and projections of experts, in the order of the model.
         tables: names of the tables of embeddings among them.
-        ties: ``{name: name of the layer whose weight it has}`` of what is quantized with a table: heads, and other
-            tables.
+        ties: ``{name: name of the layer whose weight it has}`` of what is quantized with a table.
         reasons: ``{name: reason}`` of what stays in 16 bits unless, or even if, it is asked for:
 
             - ``"head"``: the output embedding, or a layer outside the base model or at the end: small or sensitive.
@@ -57,9 +56,7 @@ class Packable:
             - ``"tied"``: the weight is that of a table, and is quantized with it or not at all (``ties``).
             - ``"fixed"``: the weight is tied to what cannot be quantized, or kept in float32 by the model.
             - ``"adapter"``: it belongs to an adapter of PEFT, or is trained beside one.
-            - what it has, in words, if there is more to it than a packed layer could take over (``plain.unusual``).
-
-        unusual: those of the last kind, which nothing can ask for.
+            - the words of ``plain.unusual``, if nothing can ask for it (``unusual``).
     """
 
     def __init__(self, model: nn.Module):
@@ -70,7 +67,8 @@ class Packable:
         self.names = sorted([*linears.intersection(once), *self.tables, *fused], key=dot_natural_key)
         everything, groups = linears | self.tables | fused, _tied(model, modules)
         self.unusual = unusual(model, self.names)
-        reasons = _heads_and_routers(model, linears) | _small(model, self.tables)
+        reasons = _heads_and_routers(model, linears)
+        reasons |= {name: "small" for name in self.tables if _is_small(modules[name])}
         reasons |= _kept_in_float32(model, everything) | self.unusual | _of_adapters(model, everything)
         for group in groups:
             if _is_one_table(modules, group, reasons) and not self.unusual.keys() & set(group):
@@ -81,15 +79,12 @@ class Packable:
         self.reasons = {name: reason for name, reason in reasons.items() if name in everything}
         self.ties = {name: first for first, *others in groups for name in others if self.reasons.get(name) == "tied"}
 
-    @property
-    def stored_as_tables(self) -> set[str]:
-        """Names of tables, and of heads that are stored for a table that is tied to them."""
-        return self.tables | set(self.ties.values())
+        # Tables, and heads that are stored for a table that is tied to them.
+        self._looked_up = self.tables | set(self.ties.values())
 
     def tables_in(self, chosen: Mapping[str, int]) -> dict[str, int]:
-        """Those of ``stored_as_tables`` in what ``choose`` gives."""
-        names = self.stored_as_tables
-        return {name: bits for name, bits in chosen.items() if name in names}
+        """Those in what ``choose`` gives that are stored for a table."""
+        return {name: bits for name, bits in chosen.items() if name in self._looked_up}
 
     def choose(self, config: KbitConfig) -> dict[str, int]:
         """``{name: bits}`` of the layers, tables and projections to quantize, in the order of the model; of what is
@@ -99,31 +94,25 @@ class Packable:
             ValueError: a pattern of ``module_bits`` names nothing of the kind, or what cannot be quantized; one of
                 ``modules_to_not_convert`` names nothing at all.
         """
-        model_class, looked_up, chosen = type(self._model).__name__, self.stored_as_tables, {}
-        chooser = Chooser(config)
+        chosen, chooser = {}, Chooser(config)
         self._check_patterns(chooser)
         for name in self.names:
-            (bits, asked_for), reason = chooser.choose(name, name in looked_up), self.reasons.get(name)
-            if asked_for and reason == "tied":
-                raise ValueError(
-                    f"{name}: module_bits asks for {bits} bits, but {model_class} ties its weight to "
-                    f"{self.ties[name]}: embedding_bits, or a pattern for that name, quantizes both"
-                )
-            if asked_for and reason == "fixed":
-                raise ValueError(
-                    f"{name}: module_bits asks for {bits} bits, but {model_class} ties its weight or keeps it in "
-                    "float32"
-                )
-            if asked_for and name in self.unusual:
-                raise ValueError(
-                    f"{name}: module_bits asks for {bits} bits, but it {reason}, which a quantized layer would lose: "
-                    "leave it in 16 bits"
-                )
-            if bits is not None and (
-                asked_for or reason is None or (reason == "head" and not config.skip_default_modules)
-            ):
+            (bits, asked_for), reason = chooser.choose(name, name in self._looked_up), self.reasons.get(name)
+            if asked_for and (name in self.unusual or reason in ("tied", "fixed")):
+                raise ValueError(f"{name}: module_bits asks for {bits} bits, but {self._why_not(name)}")
+            default = reason is None or (reason == "head" and not config.skip_default_modules)
+            if bits is not None and (asked_for or default):
                 chosen[name] = bits
         return chosen
+
+    def _why_not(self, name: str) -> str:
+        reason, kind = self.reasons[name], type(self._model).__name__
+        if name in self.unusual:
+            return f"it {reason}, which a quantized layer would lose: leave it in 16 bits"
+        if reason == "tied":
+            both = "embedding_bits, or a pattern for that name, quantizes both"
+            return f"{kind} ties its weight to {self.ties[name]}: {both}"
+        return f"{kind} ties its weight or keeps it in float32"
 
     def _check_patterns(self, chooser: Chooser) -> None:
         modules = [*self.names, *(name for name, _ in self._model.named_modules() if name)]
@@ -169,13 +158,8 @@ def _of_adapters(model: nn.Module, names: set[str]) -> dict[str, str]:
     return {name: "adapter" for name in names if f"{name}.".startswith(begin)}
 
 
-def _small(model, tables: set[str]) -> dict[str, str]:
-    sizes = {name: model.get_submodule(name) for name in tables}
-    return {
-        name: "small"
-        for name, table in sizes.items()
-        if table.num_embeddings < FEW_ROWS or table.embedding_dim < SHORT_ROWS
-    }
+def _is_small(table: nn.Embedding) -> bool:
+    return table.num_embeddings < FEW_ROWS or table.embedding_dim < SHORT_ROWS
 
 
 def _kept_in_float32(model, names: set[str]) -> dict[str, str]:
@@ -197,8 +181,8 @@ def _is_one_table(named: Mapping[str, nn.Module], names: list[str], reasons: Map
 
 
 def _tied(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[list[str]]:
-    """Names of what has a parameter in common, or what a model of Transformers says is to have one; the first is that
-    under which it is stored."""
+    """Names of what has a parameter in common, or is to have one (``all_tied_weights_keys``); each is stored by the
+    first."""
     groups = defaultdict(list)
     for name, source in getattr(model, "all_tied_weights_keys", {}).items():
         groups[source].append(name)
@@ -228,7 +212,7 @@ def holder(model, name: str) -> nn.Module:
 
 def replace_modules(model, replacements: dict[str, nn.Module]) -> None:
     """Puts modules in place of those with the given names, wherever else in the model the same ones stand, with what
-    somebody has put on these (``take_over``); projections in place of the tensors of experts."""
+    somebody has put on these; projections in place of the tensors of experts."""
     new = {}
     for name, module in replacements.items():
         if isinstance(module, KbitWeight):

@@ -1,14 +1,12 @@
 """Real architectures with tiny random weights: quantize while loading, run, save, reload, dequantize.
 
 The first part runs every row of ``architectures.py`` through the whole life of a model. The second has the questions
-for which one or two architectures are enough: choices in the config, new heads, sharding, copying, compiling. It is
-over 400 lines because all of it needs the same few helpers below.
+for which one or two architectures are enough: choices in the config, new heads, sharding, copying, compiling.
 """
 
 import copy
 import json
 import logging
-import math
 import pickle
 import re
 from collections import Counter
@@ -18,18 +16,16 @@ from pathlib import Path
 import cases
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from architectures import ARCHITECTURES, BY_NAME, Architecture, text
 from safetensors import safe_open
 from torch import nn
 from torch._dynamo.utils import counters
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import hf_kbit
-from hf_kbit import KbitConfig, KbitLinear, codebooks
-from hf_kbit.balance import balance
+from hf_kbit import KbitConfig, KbitLinear, codebooks, reference
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.weight import KbitWeight
@@ -42,61 +38,12 @@ NEW_TOKENS = 5
 # --- helpers --------------------------------------------------------------------------------------
 
 
-E4M4 = torch.tensor(
-    [0.0, *(2.0**-14 * m for m in range(1, 16))] + [2.0**e * (1 + m / 16) for e in range(-10, 5) for m in range(16)]
-)
-
-
-def turned(weight: torch.Tensor) -> torch.Tensor:
-    """float32 ``[N, 32 * B]``: the blocks of ``[N, K]`` by the Hadamard matrix, sums and differences of neighbours
-    first."""
-    blocks = F.pad(weight, (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
-    for distance in (1, 2, 4, 8, 16):
-        first, second = blocks.unflatten(2, (-1, 2, distance)).unbind(3)
-        blocks = torch.stack([first + second, first - second], dim=3).flatten(2)
-    return (blocks * 32**-0.5).flatten(1)
-
-
 def rounded(weight: torch.Tensor, bits: int, levels=None, balanced: bool = True) -> torch.Tensor:
-    """What a weight ``[N, K]`` becomes, in float32, straight from the definition of the format, version 2.
-
-    Of hf_kbit it takes the named levels and the choice of column scales, where they are not all 1; there are no
-    bit-planes here.
-    """
-    scales = E4M4[balance(weight).int()] if balanced else torch.ones(weight.shape[1])
-    decoded = rounded_as_it_is(turned(weight.float() / scales), bits, levels, signed=True)
-    return turned(decoded)[:, : weight.shape[1]] * scales
-
-
-def rounded_as_it_is(weight: torch.Tensor, bits: int, levels=None, signed: bool = False) -> torch.Tensor:
-    """The same in version 1, of a weight that is not transformed; or, with signs, of what is stored in version 2."""
-    levels = torch.tensor(levels or codebooks.optimal(bits, signed))
-    scales, normal = (16 * E4M4[:128], 2.0**-6) if signed else (E4M4, 2.0**-10)
-    columns = F.pad(torch.ones(weight.shape[1]), (0, -weight.shape[1] % 32)).unflatten(0, (-1, 32))
-    blocks = F.pad(weight.float(), (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
-    largest = blocks.abs().max().item()
-    if signed:
-        exponent = 0 if 2.0**-4 <= largest <= 1.25 else math.frexp(largest / 1.25)[1]
-        least, most = (blocks * (-1.0 if levels[-1] < -levels[0] else 1.0)).aminmax(dim=2)
-        signs = torch.where(-least > most, -1.0, 1.0)[..., None]
-    else:
-        exponent, signs = 0 if 2.0**-6 <= largest <= 31 else math.frexp(largest)[1] - 4, 1.0
-    blocks = blocks * signs / 2.0**exponent
-    absmax = blocks.abs().amax(dim=2)
-    step = torch.exp2(torch.frexp(absmax.clamp(min=normal)).exponent - 5.0)  # four bits of mantissa
-    start = torch.searchsorted(scales, ((absmax / step).round() * step).clamp(max=scales[-1]))
-    best, least = torch.zeros_like(blocks), torch.full_like(absmax, torch.inf)
-    for move in (0, *(range(-13, 10) if signed else range(-16, 7))):
-        scale = scales[torch.where(start > 0, (start + move).clamp(1, len(scales) - 1), 0)]
-        position = blocks * (1 / scale).nan_to_num(posinf=0)[..., None]
-        decoded = levels[(position[..., None] > (levels[1:] + levels[:-1]) / 2).sum(dim=-1)]
-        error = ((position - decoded) * columns).square()
-        for half in (16, 8, 4, 2, 1):  # pairs, pairs of pairs: the order of the format's page
-            error = error[..., :half] + error[..., half:]
-        error = error[..., 0] * scale * scale
-        best = torch.where((error < least)[..., None], decoded * scale[..., None], best)
-        least = torch.minimum(error, least)
-    return (best * signs * 2.0**exponent).flatten(1)[:, : weight.shape[1]]
+    """What a weight ``[N, K]`` becomes, in float32."""
+    levels = tuple(levels or codebooks.optimal(bits, True))
+    ones = None if balanced else reference.encode_e4m4(torch.ones(weight.shape[1]))
+    packed = quantize_weight(weight, levels, search=True, transform="rotated", columns=ones)
+    return KbitTensor.of(packed, weight.shape[1], torch.float32).dequantize()
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -244,7 +191,7 @@ def case(request, tmp_path_factory) -> Case:
     return Case(architecture, dtype, path, model, log.lines, architecture.inputs())
 
 
-def test_linear_layers_are_replaced(case):
+def test_linear_layers_are_replaced_and_the_log_names_the_rest(case):
     original = linears(case.load_float())
     assert linears(case.model).keys() == original.keys(), "a layer came or went"
     assert {pattern(name) for name in dense(case.model)} == set(case.architecture.dense)
@@ -253,22 +200,17 @@ def test_linear_layers_are_replaced(case):
         if isinstance(layer, KbitLinear):
             assert (layer.bias is None) == (original[name].bias is None), f"{name}: {layer}"
     assert case.model.dtype == case.dtype
-    exponents = {name: layer.exponent for name, layer in quantized(case.model).items() if layer.exponent}
-    assert exponents, "the table's small layer needs an exponent"
+    assert any(layer.exponent for layer in quantized(case.model).values()), "the small layer needs an exponent"
 
-
-def test_log_names_what_is_left(case):
     (line,) = case.log
     count, left, listing = re.fullmatch(
         r"hf_kbit: (\d+) quantized layers with .*; left as they are: (\d+) tensors with [\d,]+ weights \(\d+%\): (.*)",
         line,
     ).groups()
-    assert int(count) == len(quantized(case.model))
-    named = dict(re.findall(r"([^\s,]+) \((\d+) x, [\d,]+\)", listing))
-    assert set(named) == set(case.architecture.left), line
-    floating = {name: p for name, p in case.model.named_parameters() if not isinstance(p, KbitTensor) and p.dim() > 1}
-    assert int(left) == len(floating), line
-    assert {k: int(n) for k, n in named.items()} == Counter(pattern(k.removesuffix(".weight")) for k in floating)
+    floating = [name for name, p in case.model.named_parameters() if not isinstance(p, KbitTensor) and p.dim() > 1]
+    assert (int(count), int(left)) == (len(quantized(case.model)), len(floating)), line
+    named = {name: int(number) for name, number in re.findall(r"([^\s,]+) \((\d+) x, [\d,]+\)", listing)}
+    assert named == Counter(pattern(name.removesuffix(".weight")) for name in floating)
 
 
 def test_a_warning_says_that_much_is_left_and_only_once(tmp_path):
@@ -355,111 +297,23 @@ def compilations():
     return counters["stats"]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_compiles_to_one_graph(load, compilations, name):
-    model, inputs = load(name, KbitConfig(bits=3)), text()
+def test_compiles_to_one_graph(load, compilations):
+    model, inputs = load("gpt2", KbitConfig(bits=3)), text()
     expected = run(model, inputs)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same_outputs(run(compiled, inputs), expected, "compiled forward", exact=False)
     assert compilations["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_generate_with_static_cache(load, compilations, compiled):
+def test_generate_with_a_compiled_static_cache(load, compilations):
     model, inputs = load("llama", KbitConfig(bits=3)), text()
-    kwargs = {}
-    if compiled:
-        kwargs["compile_config"] = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
-        kwargs["compile_config"]._compile_all_devices = True  # or generate() compiles on GPUs alone
-    found = generate(model, inputs, cache_implementation="static", **kwargs)
-    assert (compilations["unique_graphs"] > 0) == compiled
-    assert torch.equal(found, generate(model, inputs))
+    config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    config._compile_all_devices = True  # or generate() compiles on GPUs alone
+    found = generate(model, inputs, cache_implementation="static", compile_config=config)
+    assert compilations["unique_graphs"] > 0 and torch.equal(found, generate(model, inputs))
 
 
-def test_what_it_says_of_itself(load):
-    model = load("llama", KbitConfig(bits=3))
-    assert model.is_quantized and model.quantization_method == "kbit"
-    assert model.hf_quantizer.is_serializable() is True
-    assert model.hf_quantizer.is_trainable is True
-    assert model.hf_quantizer.is_compileable is True
-
-
-# --- what is quantized ----------------------------------------------------------------------------
-
-
-def widths(model: PreTrainedModel) -> dict[str, int]:
-    return {pattern(name): layer.bits for name, layer in quantized(model).items()}
-
-
-ATTENTION = [f"model.layers.*.self_attn.{name}_proj" for name in "qkvo"]
-MLP = [f"model.layers.*.mlp.{name}_proj" for name in ("gate", "up", "down")]
-
-
-def test_modules_to_not_convert_adds_to_the_defaults(load):
-    model = load("llama", KbitConfig(bits=3, modules_to_not_convert=["down_proj", "model.layers.1"]))
-    assert set(quantized(model)) == {name.replace("*", "0") for name in ATTENTION + MLP[:2]}
-    assert "lm_head" in dense(model)
-
-
-def test_skip_default_modules_false_quantizes_the_output_embedding(load):
-    model = load("llama", KbitConfig(bits=3, skip_default_modules=False))
-    assert set(widths(model)) == {*ATTENTION, *MLP, "lm_head"} and not dense(model)
-    assert all(x.isfinite().all() for x in run(model, text()).values())
-
-
-@pytest.mark.parametrize(
-    ("name", "stays"), [("gemma2", {"lm_head"}), ("t5", {"lm_head", "wo"}), ("bert-masked", {"decoder"})]
-)
-def test_tied_weights_stay_whatever_the_config_says(load, name, stays):
-    model = load(name, KbitConfig(bits=3, skip_default_modules=False))
-    assert {layer.rpartition(".")[2] for layer in dense(model)} == stays
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-
-
-@pytest.mark.parametrize(
-    ("name", "asked", "why"),
-    [
-        ("gemma2", "lm_head", "ties its weight to model.embed_tokens: embedding_bits, or a pattern"),
-        ("t5", "lm_head", "ties its weight to shared: embedding_bits, or a pattern"),
-        ("t5", "wo", "ties its weight or keeps"),
-    ],
-)
-def test_asking_for_a_tied_or_float32_weight_is_an_error(load, name, asked, why):
-    with pytest.raises(ValueError, match=rf"{asked}: module_bits asks for 4 bits.*{why}"):
-        load(name, KbitConfig(bits=3, module_bits={asked: 4}))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"module_bits": {"vision_tower": None}},
-        {"module_bits": {"vision_tower": 5}},
-        {"modules_to_not_convert": ["vision_tower"]},
-    ],
-    ids=str,
-)
-def test_a_pattern_may_name_a_part_of_the_model(load, options):
-    """model.vision_tower.layers.0.mlp.fc1 is in vision_tower, though its name neither starts nor ends with it."""
-    inside = {
-        layer.bits
-        for name, layer in quantized(load("llava", KbitConfig(bits=3, **options))).items()
-        if name.startswith("model.vision_tower.")
-    }
-    assert inside == ({5} if options.get("module_bits") == {"vision_tower": 5} else set())
-
-
-@pytest.mark.parametrize("bits", [5, None])
-def test_a_pattern_that_matches_nothing_is_an_error(load, bits):
-    with pytest.raises(ValueError, match=r"module_bits.*q_porj.*found no .*LlamaForCausalLM"):
-        load("llama", KbitConfig(bits=3, module_bits={"q_porj": bits}))
-
-
-@pytest.mark.parametrize(
-    ("name", "asked"), [("llama", "input_layernorm"), ("mixtral", "mlp.gate"), ("vit", "projection")]
-)
-def test_asking_for_what_is_not_linear_is_an_error(load, name, asked):
-    with pytest.raises(ValueError, match=rf"module_bits.*{asked}.*found no "):
-        load(name, KbitConfig(bits=3, module_bits={asked: 4}))
+# --- what is quantized, and how -------------------------------------------------------------------
 
 
 MIXED = KbitConfig(
@@ -492,61 +346,9 @@ def test_module_bits_gives_layers_widths_of_their_own(load, tmp_path):
     others = {name: layer.bits for name, layer in quantized(model).items() if layer.bits != 4}
     assert {name: entry["bits"] for name, entry in stored["layers"].items() if "bits" in entry} == others
     reloaded = AutoModelForCausalLM.from_pretrained(path)
-    assert widths(reloaded) == widths(model)
-    assert_same_tensors(reloaded, model, "reload")
-    assert_same_outputs(run(reloaded, text()), run(model, text()), "reload")
-
-
-def test_without_a_transform_a_model_is_one_of_version_1(load, tmp_path):
-    """What every version of hf_kbit can read: two tensors for a layer, and no word of transforms in the config."""
-    model = load("llama", KbitConfig(bits=3, transform="none"))
-    reference = BY_NAME["llama"].cls.from_pretrained(tmp_path / "float-llama")
-    for name, layer in quantized(model).items():
-        assert torch.equal(layer.dequantize(), rounded_as_it_is(reference.get_submodule(name).weight.detach(), 3)), (
-            name
-        )
-    path = save(model, tmp_path / "saved")
-    stored = json.loads((path / "config.json").read_text())["quantization_config"]
-    assert stored["format_version"] == 1 and "transform" not in str(stored)
-    assert not [name for name in tensor_names(path) if name.endswith("_columns")]
-    reloaded = AutoModelForCausalLM.from_pretrained(path)
-    assert_same_tensors(reloaded, model, "reload")
-    assert reloaded.config.quantization_config == model.config.quantization_config
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_huge_weights_stay_untransformed(name, tmp_path):
-    """A layer of its own kind among transformed ones, quantized, saved, loaded and saved again."""
-    dense, architecture = BY_NAME[name].build(), BY_NAME[name]
-    odd = {"llama": "model.layers.1.mlp.up_proj", "gpt2": "transformer.h.1.mlp.c_fc"}[name]
-    weight = dense.get_submodule(odd).weight.data
-    weight *= 2.0**101 / weight.abs().max()
-    path = save(dense, tmp_path / "float")
-    model = architecture.cls.from_pretrained(path, quantization_config=KbitConfig(bits=3))
-    ways = {layer_name: layer.decoding.transform for layer_name, layer in quantized(model).items()}
-    assert ways.pop(odd) == "none" and set(ways.values()) == {"rotated"}
-    assert model.get_submodule(odd).weight.columns is None
-    saved = save(model, tmp_path / "saved" / "model")
-    stored = json.loads((saved / "config.json").read_text())["quantization_config"]
-    assert (stored["format_version"], "transform" in stored) == (2, False)
-    assert stored["layers"].pop(odd)["transform"] == "none"
-    assert not any("transform" in entry for entry in stored["layers"].values())
-    columns = [tensor for tensor in tensor_names(saved) if tensor.endswith("_columns")]
-    assert len(columns) == len(ways) and f"{odd}.weight_columns" not in columns
-    reloaded = architecture.cls.from_pretrained(saved)
-    assert_same_tensors(reloaded, model, "reload")
-    assert files(save(reloaded, tmp_path / "again" / "model")) == files(saved)
-
-
-def test_one_transformed_layer_among_others(load, tmp_path):
-    """Merging and calibration may make such a model: what is rare is said of the layer, not of the model."""
-    model = load("llama", KbitConfig(bits=3, transform="none"))
-    layer = model.model.layers[0].mlp.up_proj
-    layer.load(quantize_weight(layer.dequantize(), layer.levels, search=True, transform="rotated"))
-    path = save(model, tmp_path / "saved")
-    stored = json.loads((path / "config.json").read_text())["quantization_config"]
-    assert stored["format_version"] == 2
-    reloaded = AutoModelForCausalLM.from_pretrained(path)
+    assert [layer.bits for layer in quantized(reloaded).values()] == [
+        layer.bits for layer in quantized(model).values()
+    ]
     assert_same_tensors(reloaded, model, "reload")
     assert_same_outputs(run(reloaded, text()), run(model, text()), "reload")
 
@@ -563,29 +365,14 @@ def test_codebooks_of_the_user(load, tmp_path):
         assert torch.equal(layer.dequantize(), expected), name
     reloaded = AutoModelForCausalLM.from_pretrained(save(model, tmp_path / "saved"))
     assert_same_outputs(run(reloaded, text()), run(model, text()), "reload")
-    alone = load("llama", KbitConfig(bits=2, codebook=tables[2]))
-    for name, layer in quantized(alone).items():
-        if not name.endswith("down_proj"):
-            assert torch.equal(layer.dequantize(), model.get_submodule(name).dequantize()), name
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-def test_scales_of_the_largest_magnitudes(load, recorded, tmp_path):
-    """``scale="absmax"``: chosen while loading, kept, and used again when a layer that was loaded gets another weight.
-
-    So it is where a config does not say how its model was made: the first ones did not, there was no other way.
-    """
+def test_scales_of_the_largest_magnitudes(load, tmp_path):
+    """``scale="absmax"``: chosen while loading, kept, and used again when a layer gets another weight."""
     model = load("llama", KbitConfig(bits=3, codebook="normal_float", scale="absmax", transform="none"))
     reference = BY_NAME["llama"].cls.from_pretrained(tmp_path / "float-llama")
-    path = save(model, tmp_path / "saved")
-    if not recorded:
-        config = json.loads((path / "config.json").read_text())
-        del config["quantization_config"]["codebook"], config["quantization_config"]["scale"]
-        (path / "config.json").write_text(json.dumps(config))
-    reloaded = AutoModelForCausalLM.from_pretrained(path)
+    reloaded = AutoModelForCausalLM.from_pretrained(save(model, tmp_path / "saved"))
     assert_same_tensors(reloaded, model, "reload")
-    again = json.loads((save(reloaded, tmp_path / "again") / "config.json").read_text())["quantization_config"]
-    assert (again["codebook"], again["scale"]) == ("normal_float", "absmax")
     for name, layer in quantized(reloaded).items():
         weight = reference.get_submodule(name).weight.detach()
         codebook = torch.tensor(codebooks.normal_float(3)) * 2.0**layer.exponent
@@ -603,14 +390,18 @@ def test_levels_are_not_derived_to_load_them(load, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("transform", ["rotated", "none"])
-def test_levels_of_each_layer(load, transform, tmp_path):
-    """Which hf_kbit 0.1.0 refined where the codebook was "layer": recorded, loaded, kept for another weight."""
+def test_layers_that_differ(load, transform, tmp_path):
+    """In levels, which hf_kbit 0.1.0 refined where the codebook was "layer": recorded, loaded, kept for another
+    weight; and one in its transform, as merging and calibration may make it."""
     model = load("llama", KbitConfig(bits=3, module_bits={"down_proj": 2}, transform=transform))
     cases.give_own_levels(model)
+    odd, other = model.model.layers[0].mlp.up_proj, "none" if transform == "rotated" else "rotated"
+    odd.load(quantize_weight(odd.dequantize(), odd.levels, search=True, transform=other))
     path = save(model, tmp_path / "saved")
     config = json.loads((path / "config.json").read_text())
-    assert len({tuple(entry["levels"]) for entry in config["quantization_config"]["layers"].values()}) == 14
-    config["quantization_config"]["codebook"] = "layer"
+    stored = config["quantization_config"]
+    assert len({tuple(entry["levels"]) for entry in stored["layers"].values()}) == 14 and stored["format_version"] == 2
+    stored["codebook"] = "layer"
     (path / "config.json").write_text(json.dumps(config))
     without_files = {"config": AutoConfig.from_pretrained(path), "state_dict": model.state_dict()}
     for place, kwargs in ((path, {}), (None, without_files)):
@@ -635,8 +426,7 @@ def test_a_config_can_be_used_again(load):
     assert gpt2.config.quantization_config == fresh.config.quantization_config
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float16), ("gpt2", torch.bfloat16)], ids=str)
 def test_dtype_is_applied_before_quantizing(tmp_path, name, dtype):
     """As Transformers does with every quantizer: a float32 checkpoint loaded in 16 bits is rounded, then quantized."""
     kwargs = {"dtype": dtype, "quantization_config": KbitConfig(bits=5)}
@@ -645,7 +435,7 @@ def test_dtype_is_applied_before_quantizing(tmp_path, name, dtype):
     assert_same_tensors(wide, narrow, f"float32 checkpoint loaded in {dtype}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_keep_in_float32(tmp_path, dtype):
     """T5's wo keeps the dtype that it has in a float model, and the layers around it are quantized all the same."""
     path, t5 = save_float("t5", tmp_path, dtype=dtype), BY_NAME["t5"]
@@ -657,9 +447,9 @@ def test_keep_in_float32(tmp_path, dtype):
     assert_same_outputs(run(reloaded, t5.inputs()), run(model, t5.inputs()), "reload")
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(
-    ("name", "layer"), [("llama", "model.layers.1.mlp.up_proj"), ("gpt2", "transformer.h.1.mlp.c_fc")]
+    ("name", "layer", "bad"),
+    [("llama", "model.layers.1.mlp.up_proj", torch.nan), ("gpt2", "transformer.h.1.mlp.c_fc", -torch.inf)],
 )
 def test_bad_weights_are_named(tmp_path, name, layer, bad):
     model = BY_NAME[name].build()
@@ -669,13 +459,12 @@ def test_bad_weights_are_named(tmp_path, name, layer, bad):
         BY_NAME[name].cls.from_pretrained(path, quantization_config=KbitConfig(bits=3))
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5])
-def test_memory_footprint_counts_packed_bytes(load, tmp_path, bits):
-    model = load("llama", KbitConfig(bits=bits))
+def test_memory_footprint_counts_packed_bytes(load, tmp_path):
+    model = load("llama", KbitConfig(bits=3))
     expected = BY_NAME["llama"].cls.from_pretrained(tmp_path / "float-llama").get_memory_footprint()
     for layer in quantized(model).values():
         blocks = -(-layer.in_features // 32)
-        expected += layer.out_features * (blocks * (4 * bits + 1) - 4 * layer.in_features)
+        expected += layer.out_features * (blocks * (4 * 3 + 1) - 4 * layer.in_features)
         expected += layer.in_features  # column scales
     assert model.get_memory_footprint() == pytest.approx(expected)
 
@@ -704,16 +493,6 @@ def test_copies_are_models_of_their_own(load, tmp_path, name, clone):
 
 
 # --- checkpoints in several files, of other classes -----------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["llama", "mixtral", "t5"])
-def test_sharded_checkpoint(load, tmp_path, name):
-    model = load(name, KbitConfig(bits=3))
-    path = save(model, tmp_path / "sharded", max_shard_size="8KB")
-    assert len(list(path.glob("*.safetensors"))) > 3 and (path / "model.safetensors.index.json").exists()
-    reloaded = BY_NAME[name].cls.from_pretrained(path)
-    assert_same_tensors(reloaded, model, "reload")
-    assert_same_outputs(run(reloaded, BY_NAME[name].inputs()), run(model, BY_NAME[name].inputs()), "reload")
 
 
 def test_sharded_float_checkpoint(load, tmp_path):
@@ -824,24 +603,3 @@ def test_new_head(tmp_path, name, saved_class, new_class, head, skip_default_mod
     reloaded = new_class.from_pretrained(save(model, tmp_path / "saved"))
     assert_same_tensors(reloaded, model, "reload")
     assert_same_outputs(run(reloaded, text()), run(model, text()), "reload")
-
-
-def test_base_model_from_a_causal_lm_checkpoint(load, tmp_path):
-    causal = load("llama", MIXED)
-    model = AutoModel.from_pretrained(save(causal, tmp_path / "saved"))
-    assert_same_tensors(model, causal.model, "base model")
-    found, expected = run(model, text()), causal.model(**text()).last_hidden_state
-    assert torch.equal(found["last_hidden_state"], expected)
-    again = AutoModel.from_pretrained(save(model, tmp_path / "base"))
-    assert_same_tensors(again, model, "base model, saved and reloaded")
-    assert_same_outputs(run(again, text()), found, "base model, saved and reloaded")
-
-
-def test_causal_lm_from_a_base_checkpoint(tmp_path):
-    path = save(BY_NAME["llama"].build(model_class="LlamaModel"), tmp_path / "float")
-    base = AutoModel.from_pretrained(path, quantization_config=KbitConfig(bits=4, module_bits={"down_proj": 2}))
-    causal = AutoModelForCausalLM.from_pretrained(save(base, tmp_path / "saved"))
-    assert_same_tensors(causal.model, base, "base of the causal LM")
-    assert type(causal.lm_head) is nn.Linear
-    assert_same_outputs(run(causal.model, text()), run(base, text()), "base of the causal LM")
-    assert all(x.isfinite().all() for x in run(causal, text()).values())

@@ -6,8 +6,10 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from architectures import ARCHITECTURES
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from architectures import BY_NAME
+from torch import nn
+from torch.nn.utils import parametrizations
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_kbit import KbitConfig, KbitEmbedding, KbitLinear, quantize_model
 from hf_kbit.integrations.transformers import parallel, quantizer, selection
@@ -57,8 +59,7 @@ def lines(monkeypatch):
 @pytest.mark.parametrize("name", ODD)
 def test_left_in_16_bits_or_without_a_transform(name, lines, tmp_path):
     """While loading and in memory, to the same bytes, which load again; tables too, and what is tied to them."""
-    (architecture,) = [each for each in ARCHITECTURES if each.name == name]
-    left, untransformed, table = ODD[name]
+    architecture, (left, untransformed, table) = BY_NAME[name], ODD[name]
     model, config = architecture.build(), KbitConfig(bits=4, embedding_bits=4)
     wide(rows(model, left))
     narrow(rows(model, untransformed))
@@ -74,7 +75,10 @@ def test_left_in_16_bits_or_without_a_transform(name, lines, tmp_path):
     assert kept.startswith("hf_kbit: left in 16 bits: ") and all(each in kept for each in (left, table or ""))
     for each in filter(None, (left, table)):
         assert torch.equal(selection.dense_weight(loaded, each), selection.dense_weight(dense, each))
-        assert type(selection.holder(loaded, each)) is type(selection.holder(dense, each)) or "experts" in each
+        found, expected = selection.holder(loaded, each), selection.holder(dense, each)
+        assert type(found) is type(expected) or "experts" in each
+        for own, before in expected.named_parameters() if "experts" not in each else ():
+            assert torch.equal(found.get_parameter(own), before) and found.get_parameter(own).requires_grad, own
     for target, source in getattr(dense, "all_tied_weights_keys", {}).items():
         assert loaded.get_parameter(target) is loaded.get_parameter(source)
     layer, expected = loaded.get_submodule(untransformed), rows(dense, untransformed)
@@ -120,7 +124,7 @@ def test_with_data(method, lines):
     assert error < 0.3, "feedback moves weights, but none to zero"
 
 
-def test_two_weights_that_the_model_ties(tmp_path):
+def test_two_weights_that_the_model_ties():
     """A checkpoint may have a table that is left and a head that is not; a head that is left takes the table along."""
     for odd in ("model.embed_tokens.weight", "lm_head.weight"):
         model = llama(tie_word_embeddings=True)
@@ -139,7 +143,7 @@ def test_two_weights_that_the_model_ties(tmp_path):
                 assert ((found - tensor).norm() / tensor.norm()) < 0.1
 
 
-def test_a_state_dict_without_files(tmp_path):
+def test_a_state_dict_without_files():
     """The config says what was left, where no header of a file does."""
     model = llama()
     wide(model.model.layers[0].mlp.up_proj.weight.data)
@@ -150,7 +154,7 @@ def test_a_state_dict_without_files(tmp_path):
         state_dict=model.state_dict(),
         quantization_config=KbitConfig.from_dict(model.config.quantization_config.to_dict()),
     )
-    assert type(loaded.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert type(loaded.model.layers[0].mlp.up_proj) is nn.Linear
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 
 
@@ -164,33 +168,20 @@ def test_several_processes_refuse_it(monkeypatch, tmp_path):
         LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=KbitConfig(bits=4))
 
 
-def test_biases_and_what_else_a_layer_has(tmp_path):
-    """The layer that comes back is the one that was there."""
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=128))
-    layer = model.transformer.h[0].mlp.c_fc
-    wide(layer.weight.data)
-    torch.nn.init.normal_(layer.bias)
-    model.save_pretrained(tmp_path)
-    loaded = GPT2LMHeadModel.from_pretrained(tmp_path, quantization_config=KbitConfig(bits=4), device_map={"": "cpu"})
-    found = loaded.transformer.h[0].mlp.c_fc
-    assert torch.equal(found.bias, layer.bias) and torch.equal(found.weight, layer.weight)
-    assert type(found) is type(layer) and found.weight.requires_grad
-
-
 def test_layers_by_hand_and_merged_adapters_warn():
-    dense = torch.nn.Linear(64, 64)
+    dense = nn.Linear(64, 64)
     narrow(dense.weight.data)
     with pytest.warns(UserWarning, match=r"weight: 16 of 64 rows .*; quantized without a transform"):
         KbitLinear.from_linear(dense)
     wide(dense.weight.data)
     with pytest.warns(UserWarning, match=r"weight: 63 of 64 rows .*, and are lost. Leave the layer in 16 bits"):
         KbitLinear.from_linear(dense)
-    table = torch.nn.Embedding(100, 64)
+    table = nn.Embedding(100, 64)
     wide(table.weight.data)
     with pytest.warns(UserWarning, match="99 of 100 rows"):
         KbitEmbedding.from_embedding(table)
-    dense = torch.nn.Linear(64, 64)
-    model = torch.nn.Sequential(KbitLinear.from_linear(dense))
+    dense = nn.Linear(64, 64)
+    model = nn.Sequential(KbitLinear.from_linear(dense))
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], init_lora_weights=False))
     adapter = model.base_model.model[0]
     with torch.no_grad():
@@ -200,12 +191,21 @@ def test_layers_by_hand_and_merged_adapters_warn():
 
 
 def test_a_module_of_nobody(lines):
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.ReLU())
+    layers = [
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        parametrizations.weight_norm(nn.Linear(64, 64)),
+        nn.ReLU(),
+    ]
+    model = nn.Sequential(*layers)
     wide(model[0].weight.data)
     narrow(model[2].weight.data)
     done = quantize_model(model, bits=4)
-    assert done.left == {"0": "range"} and done.bits == {"2": 4} and type(model[0]) is torch.nn.Linear
+    assert done.left == {"0": "range", "3": "has parametrizations besides weight and bias"}
+    assert done.bits == {"2": 4} and type(model[0]) is nn.Linear
     assert [line.split(" (")[0] for line in lines] == [
+        f"hf_kbit: left in 16 bits, for quantized layers would lose what they have: 3 {done.left['3']}",
         "hf_kbit: quantized without a transform: 2",
         "hf_kbit: left in 16 bits: 0",
     ]

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import transformers
+from architectures import small_config
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -19,6 +20,7 @@ def build(class_name, config_name, **kwargs):
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+T5 = {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "d_kv": 16}
 
 
 def test_models_that_read_weights_are_quantized_whole():
@@ -52,71 +54,73 @@ def test_heads():
     )
 
 
-def test_what_is_tied_or_kept_in_float32_cannot_be_asked_for():
-    tied = build("LlamaForCausalLM", "LlamaConfig", vocab_size=64, tie_word_embeddings=True, **SMALL)
-    assert "lm_head" not in selection.Packable(tied).choose(KbitConfig(skip_default_modules=False))
-    with pytest.raises(ValueError, match="lm_head: module_bits asks for 4 bits, but LlamaForCausalLM ties its weight"):
-        selection.Packable(tied).choose(KbitConfig(module_bits={"lm_head": 4}))
-    t5 = build("T5ForConditionalGeneration", "T5Config", d_model=32, d_ff=64, num_layers=1, num_heads=2, d_kv=16)
-    assert {name for name, reason in selection.Packable(t5).reasons.items() if reason == "fixed"} >= {
-        "encoder.block.0.layer.1.DenseReluDense.wo"
-    }
+@pytest.mark.parametrize(
+    ("kind", "settings", "name", "why"),
+    [
+        (
+            "LlamaForCausalLM",
+            {"tie_word_embeddings": True},
+            "lm_head",
+            "ties its weight to model.embed_tokens: embedd",
+        ),
+        ("BertForMaskedLM", {}, "cls.predictions.decoder", "ties its weight to bert.embeddings.word_embeddings: emb"),
+        ("T5ForConditionalGeneration", {}, "lm_head", "ties its weight to shared: embedding_bits, or a pattern"),
+        ("T5ForConditionalGeneration", {}, "encoder.block.0.layer.1.DenseReluDense.wo", "ties its weight or keeps it"),
+    ],
+)
+def test_what_is_tied_or_kept_in_float32_cannot_be_asked_for(kind, settings, name, why):
+    shape = T5 if kind.startswith("T5") else {**SMALL, "vocab_size": 64}
+    packable = selection.Packable(build(kind, f"{re.sub('For.*', '', kind)}Config", **shape, **settings))
+    assert name not in packable.choose(KbitConfig(skip_default_modules=False))
+    with pytest.raises(ValueError, match=rf"{name}: module_bits asks for 4 bits, but {kind} {why}"):
+        packable.choose(KbitConfig(module_bits={name: 4}))
 
 
 # --- routers --------------------------------------------------------------------------------------
 
-EXPERTS = 7  # a number that no other size of these models is
-MIXTURE = dict(
-    vocab_size=96, hidden_size=64, d_model=64, intermediate_size=64, encoder_ffn_dim=64, decoder_ffn_dim=64, d_ff=64,
-    num_hidden_layers=4, num_layers=4, encoder_layers=4, decoder_layers=4, num_decoder_layers=4,
-    num_attention_heads=4, num_heads=4, encoder_attention_heads=4, decoder_attention_heads=4, num_key_value_heads=2,
-    head_dim=16, d_kv=16, max_position_embeddings=64, moe_intermediate_size=32, num_experts=EXPERTS,
-    n_routed_experts=EXPERTS, num_local_experts=EXPERTS, moe_num_experts=EXPERTS, num_experts_per_tok=2,
-    q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, n_group=1, topk_group=1,
-    shared_expert_intermediate_size=32, is_moe=True, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
-DBRX = dict(
-    d_model=64,
-    n_heads=4,
-    n_layers=2,
-    vocab_size=96,
-    ffn_config={"moe_num_experts": EXPERTS, "ffn_hidden_size": 32},
-    attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
-)
+# A number that no other size of these models is, under each name that configurations have for it.
+EXPERTS = 7
+NAMES = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+MIXTURE = {
+    **dict.fromkeys(NAMES, EXPERTS),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers"), 4),
+    "is_moe": True,
+}
+DBRX = dict(d_model=64, n_heads=4, n_layers=2, vocab_size=96)
+DBRX |= {"ffn_config": {"moe_num_experts": EXPERTS, "ffn_hidden_size": 32}}
+DBRX |= {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}}
 
 
-def mixture(model_type, **settings):
+def mixture(kind: str):
     """A small model of that type on the meta device."""
-    config_class = CONFIG_MAPPING[model_type]
-    if not settings:
-        defaults = config_class()
-        settings = {name: value for name, value in MIXTURE.items() if hasattr(defaults, name)}
-    auto_class = AutoModelForCausalLM if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModel
+    auto_class = AutoModelForCausalLM if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModel
     with torch.device("meta"):
-        return auto_class.from_config(config_class(**settings))
+        return auto_class.from_config(
+            CONFIG_MAPPING[kind](**DBRX) if kind == "dbrx" else small_config(kind, **MIXTURE)
+        )
 
 
-ROUTERS = [
-    ("afmoe", {}, {"mlp.router.gate"}),
-    ("dbrx", DBRX, {"ffn.router.layer"}),
-    ("doge", {}, {"mlp.router_gate"}),
-    ("jetmoe", {}, {"mlp.router.layer", "self_attention.experts.router.layer"}),
-    ("nllb-moe", {}, {"ffn.router.classifier"}),
-    ("qwen2_moe", {}, {"mlp.shared_expert_gate"}),
-    ("switch_transformers", {}, {"mlp.router.classifier"}),
-]
+ROUTERS = {
+    "afmoe": {"mlp.router.gate"},
+    "dbrx": {"ffn.router.layer"},
+    "doge": {"mlp.router_gate"},
+    "jetmoe": {"mlp.router.layer", "self_attention.experts.router.layer"},
+    "nllb-moe": {"ffn.router.classifier"},
+    "qwen2_moe": {"mlp.shared_expert_gate"},
+    "switch_transformers": {"mlp.router.classifier"},
+}
 
 
-@pytest.mark.parametrize(("model_type", "settings", "routers"), [pytest.param(*row, id=row[0]) for row in ROUTERS])
-def test_routers_stay_unless_asked_for(model_type, settings, routers):
-    model = mixture(model_type, **settings)
-    found = {name for name, reason in selection.Packable(model).reasons.items() if reason == "router"}
-    endings = {name: ending for name in found for ending in routers if name.endswith(f".{ending}")}
-    assert endings.keys() == found and set(endings.values()) == routers
-    chosen = selection.Packable(model).choose(KbitConfig(skip_default_modules=False))
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_routers_stay_unless_asked_for(kind):
+    packable = selection.Packable(mixture(kind))
+    found = {name for name, reason in packable.reasons.items() if reason == "router"}
+    endings = {name: ending for name in found for ending in ROUTERS[kind] if name.endswith(f".{ending}")}
+    assert endings.keys() == found and set(endings.values()) == ROUTERS[kind]
+    chosen = packable.choose(KbitConfig(skip_default_modules=False))
     assert chosen and not found & chosen.keys()
     name = min(found)
-    assert selection.Packable(model).choose(KbitConfig(module_bits={name: 5}))[name] == 5
+    assert packable.choose(KbitConfig(module_bits={name: 5}))[name] == 5
 
 
 def test_gates_of_dense_layers_are_quantized():
@@ -153,32 +157,38 @@ def test_no_mixture_has_its_router_quantized():
     assert built > 40
 
 
-def test_patterns_that_match_nothing_are_errors():
-    llama = build("LlamaForCausalLM", "LlamaConfig", vocab_size=64, **SMALL)
-    with pytest.raises(
-        ValueError, match=r"module_bits\['dwn_proj'\]: found no linear layer, table or experts of that name in Llama"
-    ):
-        selection.Packable(llama).choose(KbitConfig(module_bits={"dwn_proj": 4}))
-
-
-@pytest.mark.parametrize("pattern", ["donw_proj", "model.layers.0.", "visual", "re:.*mlp.*"])
-def test_a_module_not_to_convert_that_is_none_is_an_error(pattern):
+@pytest.mark.parametrize(
+    ("option", "pattern", "kind"),
+    [
+        *(("module_bits", name, "linear layer, table or experts") for name in ("dwn_proj", "input_layernorm")),
+        *(("modules_to_not_convert", name, "module") for name in ("donw_proj", "model.layers.0.", "re:.*mlp.*")),
+    ],
+)
+def test_patterns_that_match_nothing_are_errors(option, pattern, kind):
     llama = build("LlamaForCausalLM", "LlamaConfig", **SMALL, vocab_size=64)
-    found = "found no module of that name in LlamaForCausalLM"
-    with pytest.raises(ValueError, match=re.escape(f"modules_to_not_convert[{pattern!r}]: {found}")):
-        selection.Packable(llama).choose(KbitConfig(modules_to_not_convert=[pattern]))
+    found = f"{option}[{pattern!r}]: found no {kind} of that name in LlamaForCausalLM"
+    for value in (4, None) if option == "module_bits" else (None,):
+        with pytest.raises(ValueError, match=re.escape(found)):
+            wish = {pattern: value} if option == "module_bits" else [pattern]
+            selection.Packable(llama).choose(KbitConfig(**{option: wish}))
 
 
 def test_modules_not_to_convert_may_be_any():
+    """A part of a name is enough, whether it starts or ends with it or neither."""
     llama = build("LlamaForCausalLM", "LlamaConfig", **SMALL, vocab_size=64)
     named = ["norm", "rotary_emb", "lm_head", "layers.0.self_attn", "up_proj"]
     chosen = selection.Packable(llama).choose(KbitConfig(modules_to_not_convert=named))
     assert list(chosen) == ["model.layers.0.mlp.down_proj", "model.layers.0.mlp.gate_proj"]
+    for options in ({"module_bits": {"self_attn": None}}, {"modules_to_not_convert": ["self_attn"]}):
+        chosen = selection.Packable(llama).choose(KbitConfig(**options))
+        assert {name.split(".")[3] for name in chosen} == {"mlp"}
+    chosen = selection.Packable(llama).choose(KbitConfig(bits=3, module_bits={"self_attn": 5}))
+    assert all(bits == (5 if "self_attn" in name else 3) for name, bits in chosen.items())
 
 
 def test_layers_outside_the_base_model_are_heads():
     bert = build("BertForMaskedLM", "BertConfig", **SMALL, vocab_size=64)
-    t5 = build("T5ForSequenceClassification", "T5Config", d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
+    t5 = build("T5ForSequenceClassification", "T5Config", **T5)
     wav2vec2 = build("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", **SMALL)
     for model, head in (
         (bert, "cls.predictions.transform.dense"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from architectures import small_config
 from cpu_graph import cpu_graph
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -32,34 +33,6 @@ from hf_kbit.nn.weight import KbitWeight
 
 pytestmark = pytest.mark.slow
 
-# Small values for the names that configurations have for sizes; each takes those that it knows.
-EIGHT = ("rotary_dim", "state_size", "patch_size")
-SIXTEEN = (
-    "head_dim",
-    "d_kv",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "qk_nope_head_dim",
-    "v_head_dim",
-    "hidden_size_per_layer_input",
-)
-SIZES = {
-    **dict.fromkeys(EIGHT, 8),
-    **dict.fromkeys(SIXTEEN, 16),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "d_inner"), 64),
-    **dict.fromkeys(("n_inner", "hidden_dim", "lru_width", "max_position_embeddings", "n_positions"), 64),
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers"), 2),
-    **dict.fromkeys(("decoder_layers", "num_decoder_layers", "num_key_value_heads", "num_kv_heads"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), 4),
-    **dict.fromkeys(("decoder_attention_heads", "num_experts", "n_routed_experts", "num_local_experts"), 4),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "image_size"), 32),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 96),
-    "num_experts_per_tok": 2,
-    **dict.fromkeys(("n_group", "topk_group"), 1),
-}
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MOST_PARAMETERS = 8_000_000
 
 WRONG = {
@@ -82,8 +55,7 @@ def build(mapping, kind: str):
         mapping is MODEL_FOR_CAUSAL_LM_MAPPING and hasattr(default, "vision_config")
     ):
         pytest.skip("it is made of several configurations")
-    sizes = {name: size for name, size in SIZES.items() if type(getattr(default, name, None)) is int}
-    config = config_class(**sizes, **{name: token for name, token in TOKENS.items() if hasattr(default, name)})
+    config = small_config(kind)
     model_class = mapping[config_class]
     model_class = model_class[0] if isinstance(model_class, (tuple, list)) else model_class
     with torch.device("meta"):
