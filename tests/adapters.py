@@ -1,19 +1,21 @@
-"""A tiny quantized model to put adapters on, the same with decoded weights to compare it with, and what to put on."""
+"""Tiny quantized models to put adapters on, the same with decoded weights to compare with, and what to put on."""
 
 import copy
 import functools
 import inspect
+import re
 import tempfile
 import warnings
 
 import peft
 import pytest
 import torch
+import transformers
 from accelerate.hooks import attach_align_device_hook
 from packaging.version import Version
 from peft import LoraConfig
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_kbit import KbitConfig, KbitLinear
@@ -22,11 +24,41 @@ from hf_kbit.tensor import KbitTensor
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]  # [72, 72], [36, 72] and [72, 100]: no block of 32 fits
 IDS = torch.arange(2 * 9).reshape(2, 9)
+# Sums in float32 in another order, through two layers: 2e-6 were found on a CPU.
+TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 
 through_transformers = pytest.mark.skipif(
     Version(peft.__version__) < Version(MIN_PEFT_VERSION),
     reason=f"the models of this Transformers take adapters by PEFT {MIN_PEFT_VERSION}, found {peft.__version__}",
 )
+
+SHAPE = dict(hidden_size=72, intermediate_size=100, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+SHAPE |= dict(vocab_size=128)
+MIXTURE = dict(hidden_size=64, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+MIXTURE |= dict(vocab_size=96, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=64)
+MIXTURE |= dict(num_experts_per_tok=2, head_dim=16)
+LOCAL = MIXTURE | dict(num_local_experts=4)
+# {name: (what the class begins with, settings)}
+MODELS = {
+    "llama": ("Llama", SHAPE | dict(attention_bias=True)),
+    "tied": ("Llama", SHAPE | dict(tie_word_embeddings=True)),
+    "gemma": ("Gemma3", SHAPE | dict(head_dim=18, tie_word_embeddings=False)),
+    "tied gemma": ("Gemma3", SHAPE | dict(head_dim=18, tie_word_embeddings=True)),
+}
+MIXTURES = {
+    "qwen3_moe": ("Qwen3Moe", MIXTURE | dict(num_experts=6, moe_intermediate_size=40)),
+    "mixtral": ("Mixtral", LOCAL),
+    "gpt_oss": ("GptOss", LOCAL),  # transposed, with bias, gate and up interleaved
+    "nemotron_h": (  # without a gate
+        "NemotronH",
+        MIXTURE
+        | dict(layers_block_type=["moe", "attention"], n_routed_experts=4, n_shared_experts=1, n_groups=1, n_group=1)
+        | dict(moe_intermediate_size=40, moe_shared_expert_intermediate_size=40, topk_group=1)
+        | dict(mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=16),
+    ),
+    # Not decorated; transposed, but PEFT does not know.
+    "llama4": ("Llama4", LOCAL | dict(intermediate_size_mlp=40, interleave_moe_layer_step=1, num_experts_per_tok=1)),
+}
 
 
 def load(dense: PreTrainedModel, device="cpu", **settings) -> PreTrainedModel:
@@ -40,31 +72,56 @@ def load(dense: PreTrainedModel, device="cpu", **settings) -> PreTrainedModel:
 
 
 @functools.cache
-def _dense(dtype: torch.dtype) -> LlamaForCausalLM:
-    shape = {"hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2}
+def dense(name: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A model of the tables with random weights, the same ones each time."""
+    prefix, settings = (MODELS | MIXTURES)[name]
+    model_class = getattr(transformers, f"{prefix}ForCausalLM")
+    text = f"{prefix}TextConfig"  # of families that see images too
+    config_class = getattr(transformers, text) if hasattr(transformers, text) else model_class.config_class
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        dense = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=128, attention_bias=True, **shape))
-        for name, parameter in dense.named_parameters():
-            if name.endswith("bias"):
+        model = model_class(config_class(**settings))
+        for own, parameter in model.named_parameters():
+            if own.endswith("bias") and name == "llama":
                 nn.init.normal_(parameter, std=0.02)
-    return dense.to(dtype)
+            elif parameter.dim() > 1 and name in MIXTURES:
+                nn.init.normal_(parameter, std=0.1)
+    return model.to(dtype)
 
 
-_loaded: dict[str, LlamaForCausalLM] = {}  # loading takes many times what copying does
+_loaded: dict[str, PreTrainedModel] = {}  # loading takes many times what copying does
 
 
-def quantized(device="cpu", dtype=torch.float32, bits=3, **settings) -> LlamaForCausalLM:
-    """Two layers of random weights, the same ones each time, with biases in attention."""
-    key = repr((device, dtype, bits, settings))
+def quantized(device="cpu", dtype=torch.float32, bits=3, name="llama", **settings) -> PreTrainedModel:
+    """A model of the tables, quantized."""
+    key = repr((device, dtype, bits, name, settings))
     if key not in _loaded:
-        _loaded[key] = load(_dense(dtype), device, bits=bits, **settings)
+        _loaded[key] = load(dense(name, dtype), device, bits=bits, **settings)
     return copy.deepcopy(_loaded[key])
 
 
-def decoded(*args, **kwargs) -> LlamaForCausalLM:
+def decoded(*args, **kwargs) -> PreTrainedModel:
     """The model with plain layers that have the decoded weights."""
     return quantized(*args, **kwargs).dequantize()
+
+
+def both(*configs, device="cpu", **kwargs) -> list[peft.PeftModel]:
+    """The same adapters on the quantized model and on the decoded one."""
+    return [adapted(make(device, **kwargs), *configs) for make in (quantized, decoded)]
+
+
+def logits(model, **kwargs) -> torch.Tensor:
+    return model(input_ids=IDS.to(model.device), **kwargs).logits
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    """Of what is trained, and of what the layers are given."""
+    ids = IDS.to(model.device)
+    embedded = model.get_input_embeddings()(ids)
+    embedded = embedded if embedded.requires_grad else embedded.requires_grad_()
+    embedded.retain_grad()
+    model(inputs_embeds=embedded, labels=ids).loss.backward()
+    return {name: parameter.grad for name, parameter in trainable(model).items()} | {"input": embedded.grad}
 
 
 def adapted(model, *configs, seed: int = 0) -> peft.PeftModel:
@@ -85,7 +142,7 @@ def packed_state(model) -> dict[str, torch.Tensor]:
     """Copies of all that is no adapter, in the stored form, by names without what PEFT puts into them."""
     layers = {}
     for name, tensor in model.state_dict().items():
-        name = name.replace(".base_layer", "")
+        name = re.sub(r"\.(base_layer|original_module|token_adapter)(?=\.)", "", name)
         if isinstance(tensor, KbitTensor):
             layers |= {name.removesuffix("weight") + own: part for own, part in tensor.stored().items()}
         else:

@@ -5,8 +5,8 @@ for many. The kernel, ``all_reduce_kernels.py``, needs GPUs that read each other
 """
 
 import os
-from dataclasses import dataclass
 from operator import getitem
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,25 +22,15 @@ MOST_ROW_BYTES = 64 << 10  # of a row that one program has, for its norm
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """Memory that the processes of a group write for each other.
+class Buffers(NamedTuple):
+    """Memory that the processes of a group write for each other."""
 
-    Attributes:
-        group: the processes; a group made after its end may have its name.
-        addresses: int64 ``[processes]``, of the memory of each as this GPU sees it.
-        state: int32 ``[2]``, zeros before the first sum.
-        rank: of this process.
-        most_words: of 4 bytes in a sum.
-        memory: this process's, which has to stay.
-    """
-
-    group: ProcessGroup
-    addresses: Tensor
-    state: Tensor
+    group: ProcessGroup  # a group made after its end may have its name
+    addresses: Tensor  # int64 [processes], of the memory of each as this GPU sees it
+    state: Tensor  # int32 [2], zeros before the first sum
     rank: int
-    most_words: int
-    memory: Tensor
+    most_words: int  # of 4 bytes in a sum
+    memory: Tensor  # this process's, which has to stay
 
 
 _buffers: dict[str, Buffers] = {}  # by the names of groups
@@ -100,11 +90,11 @@ class AllReducePass(CustomGraphPass):
                 continue
             x, _, group = node.args
             if norm := _norm_after(wait):
-                with graph.inserting_before(norm.added):
-                    arguments = x, norm.residual, norm.weight, norm.eps, group
-                    both = graph.call_function(torch.ops.hf_kbit.all_reduce_norm.default, arguments)
-                    both.meta["val"] = norm.added.meta["val"], norm.normed.meta["val"]
-                    for index, old in enumerate((norm.added, norm.normed)):
+                *made, arguments = norm
+                with graph.inserting_before(made[0]):
+                    both = graph.call_function(torch.ops.hf_kbit.all_reduce_norm.default, (x, *arguments, group))
+                    both.meta["val"] = tuple(old.meta["val"] for old in made)
+                    for index, old in enumerate(made):
                         new = graph.call_function(getitem, (both, index))
                         new.meta.update(old.meta)
                         old.replace_all_uses_with(new)
@@ -129,19 +119,9 @@ def _is_small(node: Node) -> bool:
     return operation == "sum" and group in _buffers and whole_words and 0 < value.nbytes <= MOST_BYTES
 
 
-@dataclass(frozen=True)
-class _Norm:
-    """Nodes of RMSNorm over what a residual and a sum are together."""
-
-    added: Node
-    residual: Node
-    weight: Node
-    eps: float
-    normed: Node
-
-
-def _norm_after(summed: Node) -> _Norm | None:
-    """As Llama's has it, and most others: the weight is no more than a factor. Mixtures sum rows in another shape."""
+def _norm_after(summed: Node) -> tuple[Node, Node, tuple] | None:
+    """RMSNorm of what a residual and a sum are together: the nodes of both, added and normed, and residual, weight and
+    eps. As Llama's has it, and most others: the weight is a factor. Mixtures sum rows in another shape."""
     aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 
     def user(node: Node | None, target) -> Node | None:
@@ -186,7 +166,7 @@ def _norm_after(summed: Node) -> _Norm | None:
         all(len(node.users) == 1 for node in (square, mean, shifted, root, scaled, narrow)),
         value.shape[-1] * value.element_size() <= MOST_ROW_BYTES,
     )
-    return _Norm(added, residual, weight, eps, normed) if all(as_expected) else None
+    return (added, normed, (residual, weight, eps)) if all(as_expected) else None
 
 
 @torch.library.custom_op("hf_kbit::all_reduce", mutates_args=())

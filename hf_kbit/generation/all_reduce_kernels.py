@@ -137,14 +137,13 @@ def sum_over_processes(
 
 
 def all_reduce(x: Tensor, buffers) -> Tensor:
-    """The sum over processes of ``x``, contiguous, by ``all_reduce.Buffers``."""
+    """As the op ``all_reduce``, of what is contiguous, by ``all_reduce.Buffers``."""
     out = torch.empty_like(x)
     _launch(x, buffers, x, x, 0.0, out, None)
     return out
 
 
 def all_reduce_norm(x: Tensor, buffers, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``residual`` + the sum over processes of ``x``, and what RMSNorm of this weight makes of it; all contiguous."""
     out, normed = torch.empty_like(x), torch.empty_like(x)
     _launch(x, buffers, residual, weight, eps, out, normed)
     return out, normed

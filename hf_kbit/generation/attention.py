@@ -11,19 +11,10 @@ NAME = "hf_kbit_one_token"
 
 
 def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings):
-    """The attention function for ``NAME``; ``sdpa`` does what is not of one token with a mask.
-
-    Args:
-        module: the layer.
-        query: ``[batch, heads, 1, size]``.
-        key: ``[batch, heads that keys have, length, size]``.
-        value: likewise.
-        attention_mask: bool ``[batch, 1, 1, length]``, what there is to attend to.
-        settings: ``scaling`` of the products; with a ``position_bias``, a ``softcap`` or ``dropout`` ``sdpa`` does it.
-
-    Returns:
-        ``[batch, 1, heads, size]`` in the dtype of ``query``, computed in float32, and no weights.
-    """
+    """The attention function for ``NAME``; ``sdpa`` does what is not of one token with a mask, or sets more than
+    ``scaling``. ``query`` ``[batch, heads, 1, size]``, ``key`` and ``value`` ``[batch, heads that have keys, length,
+    size]`` and a bool mask ``[batch, 1, 1, length]`` make ``[batch, 1, heads, size]``, computed in float32, and no
+    weights."""
     masked = attention_mask is not None and attention_mask.dtype == torch.bool
     plain = settings.get("position_bias") is None and settings.get("softcap") is None and not settings.get("dropout")
     if query.shape[2] != 1 or not masked or not plain:

@@ -4,10 +4,9 @@ import inspect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,21 +21,13 @@ from hf_kbit.generation.unsupported import Unsupported
 INPUTS = ("input_ids", "position_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
-@dataclass(frozen=True)
-class Backend:
-    """How a type of device runs steps.
+class Backend(NamedTuple):
+    """How a type of device runs steps."""
 
-    Attributes:
-        compile: returns ``logits_of``, compiled; None leaves that out.
-        prepare: makes a context of a model, in which its forward is called.
-        capture: makes of a function without arguments one that repeats its launches, on the same tensors.
-        ahead: the number of steps launched before the first of them is looked at.
-    """
-
-    compile: Callable[[], Callable] | None = None
-    prepare: Callable[[Any], AbstractContextManager] = nullcontext
-    capture: Callable[[Callable], Callable] | None = None
-    ahead: int = 0
+    compile: Callable[[], Callable] | None = None  # returns ``logits_of``, compiled
+    prepare: Callable[[Any], AbstractContextManager] = nullcontext  # of a model; its forward is called inside
+    capture: Callable[[Callable], Callable] | None = None  # makes of a function one that repeats its launches
+    ahead: int = 0  # the number of steps launched before the first of them is looked at
 
 
 class DecodeStep:
@@ -123,7 +114,7 @@ def _allow_any_length(inputs: dict[str, Any]) -> None:
 
 _preparing, _capturing = Lock(), Lock()
 _inside: Counter = Counter()  # threads, by the id of the model that they run
-_undo: dict[int, ExitStack] = {}  # what the first of them changed, by the same
+_undo: dict[int, ExitStack] = {}  # what the first of them changed
 
 
 @contextmanager

@@ -28,8 +28,8 @@ def check_supported(
     model, input_ids: Tensor, config: GenerationConfig, synced_gpus, assistant_model, model_kwargs
 ) -> None:
     """Raises an ``Unsupported`` with all problems of a call."""
-    settings = _of_settings(config, synced_gpus, assistant_model, model_kwargs)
-    if problems := [*settings, *_of_model(model, input_ids)]:
+    problems = [*_of_settings(config, synced_gpus, assistant_model, model_kwargs), *_of_model(model, input_ids)]
+    if problems:
         raise Unsupported.of(*problems)
 
 

@@ -198,7 +198,7 @@ def test_lengths_share_compiled_code(llama, device, monkeypatch):
     counter = CompileCounter()
     compiled = torch.compile(decode_step.logits_of, backend=counter, dynamic=False)
     monkeypatch.setitem(BACKENDS, device, Backend(lambda: compiled))
-    for frames, lengths, new_tokens in ((1, (7, 3), 9), (1, (7, 3), 40), (1, (5, 5), 120), (2, (6,), 9)):
+    for frames, lengths, new_tokens in ((1, (7, 3), 9), (1, (5, 5), 120), (2, (6,), 9)):
         fast(llama, prompts(device, lengths), max_new_tokens=new_tokens, disable_compile=False)
         assert counter.frame_count == frames
 

@@ -1,16 +1,26 @@
-"""Creating adapters over packed layers: what changes the weight as it starts, and what is refused."""
+"""Adapters on packed layers: creating them, taking over those that were there before, and what is refused."""
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from peft import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+from transformers.utils import logging
 
-from hf_kbit.integrations.peft.base import adopt, decode_heads
-from hf_kbit.integrations.peft.experts import check_config, shown_in_16_bits, tell_of_experts
-from hf_kbit.integrations.peft.layer import no_weight, requantize, showing
+from hf_kbit.integrations.peft.experts import KbitParamWrapper, check_config, shown_in_16_bits, tell_of_experts
+from hf_kbit.integrations.peft.layer import KbitTunerLayer, is_packed, no_weight, requantize, showing, tuner_class
+from hf_kbit.integrations.peft.tokens import KbitTrainableTokens
+from hf_kbit.integrations.transformers import selection
+from hf_kbit.integrations.transformers.dense import to_dense
+from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.weight import KbitWeight, is_sharded
+
+logger = logging.get_logger("transformers.hf_kbit")
 
 # Initialisations of LoRA that take what they start with from the weight.
 CHANGING_INITIALISATIONS = ("corda", "olora", "pissa")
@@ -21,6 +31,152 @@ IMPOSSIBLE_INITIALISATIONS = {
     "hf_kbit.replace_lora_weights_loftq(model, path_of_the_16_bit_model)",
     "lora_ga": "needs gradients of the weight, and it is frozen: use 'pissa' or 'eva'",
 }
+
+# Our classes in the places of PEFT's, where these are not enough.
+_OURS = {ParamWrapper: KbitParamWrapper, TrainableTokensLayer: KbitTrainableTokens}
+
+
+def wrap_inject_adapter(inject_adapter):
+    """``BaseTuner.inject_adapter``, to which the projections of experts are tensors."""
+
+    @functools.wraps(inject_adapter)
+    def wrapped(self, model, adapter_name, *args, **kwargs):
+        config = self.peft_config[adapter_name]
+        by_name = getattr(config, "target_parameters", None)
+        decode_heads(model, getattr(config, "modules_to_save", None) or [])
+        _check_modules_to_save(model, config)
+        try:
+            with shown_in_16_bits(model) as experts:
+                self._create_and_replace = functools.partial(_create_and_replace, self._create_and_replace, experts)
+                result = inject_adapter(self, model, adapter_name, *args, **kwargs)
+        finally:
+            del self._create_and_replace
+            custom = getattr(config, "_custom_modules", None) or {}  # by config._register_custom_module
+            adopt(model, tuple(made for key, made in custom.items() if issubclass(key, KbitWeight)))
+        if not by_name:
+            tell_of_experts(model, adapter_name)
+        return result
+
+    return wrapped
+
+
+def _create_and_replace(create, experts, config, adapter_name, target, target_name, parent, *, current_key, **kwargs):
+    """``BaseTuner._create_and_replace``, which leaves the layer what it was if it fails.
+
+    ``experts`` are the projections of packed ones, by their modules.
+    """
+    base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    parameter_name = kwargs.get("parameter_name")
+    if projection := experts.get(base, {}).get(parameter_name):
+        check_config(config, current_key, projection)
+
+    def run() -> nn.Module:
+        create(config, adapter_name, target, target_name, parent, current_key=current_key, **kwargs)
+        return getattr(parent, target_name)
+
+    if not isinstance(base, KbitWeight):
+        return run()
+    _check_method(config, current_key, base, target, parameter_name)
+    changes = _starts_with(config, CHANGING_INITIALISATIONS)
+    # Of a shard PEFT would take the sizes, and Transformers those of the whole for the same adapter.
+    of_all = is_sharded(base.weight) and not changes
+    try:
+        if of_all or (base.weight.is_meta and not no_weight(base).is_meta):
+            _create_without_weight(base, run, f"{current_key}.weight", adapter_name)
+        elif changes:
+            _change(base, run, f"{current_key}.weight", adapter_name)
+        else:
+            run()
+    except BaseException as error:  # an interrupt too leaves no half of an adapter behind
+        setattr(parent, target_name, target)
+        if target is not base:
+            target.delete_adapter(adapter_name)
+        if isinstance(error, TypeError | ValueError) and current_key not in str(error):
+            raise ValueError(f"{current_key}: {_method(config)} over a {type(base).__name__}: {error}") from error
+        raise
+
+
+def _create_without_weight(base: KbitWeight, run, name: str, adapter_name: str) -> None:
+    """Creates an adapter where the layer computes, whose weight is not there."""
+    try:
+        with showing(base, no_weight(base)):
+            layer = run()
+        made = (tensor for own, tensor in layer.named_parameters() if adapter_name in own.split("."))
+        reads = any(tensor.isnan().any() for tensor in made if not tensor.is_meta)
+    except torch.linalg.LinAlgError:
+        reads = True
+    if reads:
+        found = "sharded, expected all of it" if is_sharded(base.weight) else "offloaded, expected it on a device"
+        raise ValueError(f"{name}: found it {found}: the adapter's initialisation reads it")
+
+
+def _change(base: KbitWeight, run, name: str, adapter_name: str) -> None:
+    """Creates an adapter that takes what it starts with from the weight, of which the rest is quantized again."""
+    decoded = base.dequantize(torch.float32)
+    with showing(base, decoded.clone()):
+        layer = run()
+        rest = base.weight.data
+    layer._move_adapter_to_device_of_base_layer(adapter_name)
+    if torch.equal(rest, decoded):
+        return
+    if base.tied:
+        raise ValueError(
+            f"{name}: found it tied to a table of embeddings, expected one of its own for an adapter that changes it "
+            "to start with: leave init_lora_weights as it is by default, or quantize the model without embedding_bits"
+        )
+    requantize(base, rest, f"{name} less what {adapter_name} starts with")
+
+
+# --- adapters that are there ----------------------------------------------------------------------
+
+
+def of_adapters(model: nn.Module) -> Iterator[str]:
+    """What the names of layers begin with that stay in 16 bits, for they are adapters, or adapters need them so."""
+    for name, module in model.named_modules():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            yield f"{name}."
+        elif isinstance(module, BaseTunerLayer):
+            packable = isinstance(module.base_layer, nn.Linear | nn.Embedding) and not module.merged
+            yield from (f"{name}.{part}." for part in module._modules if part != "base_layer" or not packable)
+
+
+def adopt(model: nn.Module, others: tuple[type, ...] = ()) -> None:
+    """Has adapters over packed layers merge by requantizing, and tells them what they are called. ``others`` are
+    classes of the user's own that are to stay what they are."""
+    for name, module in model.named_modules():
+        if not isinstance(module, BaseTunerLayer) or isinstance(module, others):
+            continue
+        base, name = module.get_base_layer(), name.replace(".base_layer", "")
+        if isinstance(module, ParamWrapper):
+            base, name = getattr(base, module.parameter_name), f"{name}.{module.parameter_name}"
+        packed = isinstance(base, KbitWeight) and is_packed(base)
+        if packed and not isinstance(module, KbitTunerLayer):
+            module.__class__ = _OURS.get(type(module)) or tuner_class(type(module))
+        if isinstance(module, KbitTunerLayer):
+            module.name = name.removesuffix(".token_adapter")
+        if packed and isinstance(module, KbitTrainableTokens):
+            module.check()
+
+
+def decode_heads(model: nn.Module, modules_to_save: list[str]) -> None:
+    """Puts 16-bit layers in the places of packed ones outside the base model that are to be trained as a whole."""
+    base = selection.base_of(model)
+    saved = tuple(
+        f"{name}."
+        for name, _ in model.named_modules()
+        if name.endswith(tuple(modules_to_save)) and not f"{name}.".startswith(base)
+    )
+    new = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, KbitLinear) and f"{name}.".startswith(saved):
+            if not (layer.tied or layer.weight.is_meta or is_sharded(layer.weight)):
+                new[name] = to_dense(layer, layer.dense_dtype)
+    selection.replace_modules(model, new)
+    if new:
+        logger.info("hf_kbit: decoded to 16 bits, to be trained as modules_to_save: %s", ", ".join(new))
+
+
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def _method(config) -> str:
@@ -36,15 +192,15 @@ def _starts_with(config, initialisations) -> str | None:
 
 def _check_method(config, name: str, base: KbitWeight, target: nn.Module, parameter_name: str | None) -> None:
     """Refuses what would train or change the packed weight."""
-    what, method = f"{name}: a {type(base).__name__} of {base.bits} bits, whose weight is frozen", _method(config)
+    what = f"{name}: a {type(base).__name__} of {base.bits} bits, whose weight is frozen"
     if parameter_name is not None:
         raise ValueError(
             f"{what}: found {parameter_name!r} of it in target_parameters; name the layer in target_modules instead"
         )
     if target is not base and not isinstance(target, PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type].tuner_layer_cls):
         raise ValueError(
-            f"{name}: found a {method} adapter over a {type(target).__name__}, expected adapters of one method on a "
-            "quantized layer"
+            f"{name}: found a {_method(config)} adapter over a {type(target).__name__}, expected adapters of one "
+            "method on a quantized layer"
         )
     if getattr(config, "kasa_config", None) is not None:
         raise ValueError(
@@ -53,79 +209,12 @@ def _check_method(config, name: str, base: KbitWeight, target: nn.Module, parame
     if impossible := _starts_with(config, IMPOSSIBLE_INITIALISATIONS):
         why = IMPOSSIBLE_INITIALISATIONS[impossible]
         raise ValueError(f"{what}: init_lora_weights={config.init_lora_weights!r} {why}")
-    if getattr(target, "merged", False) and (_starts_with(config, CHANGING_INITIALISATIONS) or _is_dora(config)):
+    reads = _starts_with(config, CHANGING_INITIALISATIONS) or getattr(config, "use_dora", False)
+    if reads and getattr(target, "merged", False):
         raise ValueError(
             f"{name}: found {', '.join(target.merged_adapters)} merged, expected the layer as it was: the adapter's "
             "initialisation reads the weight. Call unmerge_adapter() first"
         )
-
-
-def _is_dora(config) -> bool:
-    return getattr(config, "use_dora", False)
-
-
-def _create_and_replace(create, experts, config, adapter_name, target, target_name, parent, *, current_key, **kwargs):
-    """``BaseTuner._create_and_replace``, which leaves the layer what it was if it fails.
-
-    ``experts`` are the projections of packed ones, by their modules.
-    """
-    base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-    if projection := experts.get(base, {}).get(kwargs.get("parameter_name")):
-        check_config(config, current_key, projection)
-    run = functools.partial(
-        create, config, adapter_name, target, target_name, parent, current_key=current_key, **kwargs
-    )
-    if not isinstance(base, KbitWeight):
-        return run()
-    _check_method(config, current_key, base, target, kwargs.get("parameter_name"))
-    try:
-        # Of a shard PEFT would take the sizes, and Transformers those of the whole for the same adapter.
-        of_all = is_sharded(base.weight) and not _starts_with(config, CHANGING_INITIALISATIONS)
-        if of_all or (base.weight.is_meta and not no_weight(base).is_meta):
-            find_layer = functools.partial(getattr, parent, target_name)
-            _create_without_weight(base, run, find_layer, f"{current_key}.weight", adapter_name)
-        elif _starts_with(config, CHANGING_INITIALISATIONS):
-            _change(base, run, f"{current_key}.weight", adapter_name)
-            getattr(parent, target_name)._move_adapter_to_device_of_base_layer(adapter_name)
-        else:
-            run()
-    except BaseException as error:  # an interrupt too leaves no half of an adapter behind
-        setattr(parent, target_name, target)
-        if target is not base:
-            target.delete_adapter(adapter_name)
-        if isinstance(error, TypeError | ValueError) and current_key not in str(error):
-            raise ValueError(f"{current_key}: {_method(config)} over a {type(base).__name__}: {error}") from error
-        raise
-
-
-def _create_without_weight(base: KbitWeight, run, find_layer, name: str, adapter_name: str) -> None:
-    """Creates an adapter where the layer computes, whose weight is not there."""
-    try:
-        with showing(base, no_weight(base)):
-            run()
-        made = (tensor for own, tensor in find_layer().named_parameters() if adapter_name in own.split("."))
-        reads = any(tensor.isnan().any() for tensor in made if not tensor.is_meta)
-    except torch.linalg.LinAlgError:
-        reads = True
-    if reads:
-        found = "sharded, expected all of it" if is_sharded(base.weight) else "offloaded, expected it on a device"
-        raise ValueError(f"{name}: found it {found}: the adapter's initialisation reads it")
-
-
-def _change(base: KbitWeight, run, name: str, adapter_name: str) -> None:
-    """Creates an adapter that takes what it starts with from the weight, of which the rest is quantized again."""
-    decoded = base.dequantize(torch.float32)
-    with showing(base, decoded.clone()):
-        run()
-        weight = base.weight.data
-    if torch.equal(weight, decoded):
-        return
-    if base.tied:
-        raise ValueError(
-            f"{name}: found it tied to a table of embeddings, expected one of its own for an adapter that changes it "
-            "to start with: leave init_lora_weights as it is by default, or quantize the model without embedding_bits"
-        )
-    requantize(base, weight, f"{name} less what {adapter_name} starts with")
 
 
 def _check_modules_to_save(model: nn.Module, config) -> None:
@@ -136,33 +225,3 @@ def _check_modules_to_save(model: nn.Module, config) -> None:
                     f"{name}: found it in modules_to_save, expected what can be trained, and quantized layers "
                     "cannot: leave them in 16 bits (modules_to_not_convert), or name them in target_modules"
                 )
-
-
-def _for_packed(config) -> tuple[type, ...]:
-    """Classes that ``config._register_custom_module`` names for packed layers."""
-    custom = getattr(config, "_custom_modules", None) or {}
-    return tuple(made for key, made in custom.items() if issubclass(key, KbitWeight))
-
-
-def wrap_inject_adapter(inject_adapter):
-    """``BaseTuner.inject_adapter``, after which adapters over packed layers merge by requantizing. PEFT sees the
-    projections of experts as tensors."""
-
-    @functools.wraps(inject_adapter)
-    def wrapped(self, model, adapter_name, *args, **kwargs):
-        config = self.peft_config[adapter_name]
-        decode_heads(model, getattr(config, "modules_to_save", None) or [])
-        _check_modules_to_save(model, config)
-        by_name = getattr(config, "target_parameters", None)
-        try:
-            with shown_in_16_bits(model) as experts:
-                self._create_and_replace = functools.partial(_create_and_replace, self._create_and_replace, experts)
-                result = inject_adapter(self, model, adapter_name, *args, **kwargs)
-        finally:
-            del self._create_and_replace
-            adopt(model, _for_packed(config))
-        if not by_name:
-            tell_of_experts(model, adapter_name)
-        return result
-
-    return wrapped

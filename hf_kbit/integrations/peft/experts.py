@@ -1,10 +1,8 @@
 """LoRA on the packed experts of a mixture: PEFT's ``target_parameters``, without ever making ``W`` or what is added.
 
 PEFT adapts a tensor of experts by a ``ParamWrapper`` around their module, one around the other where it adapts two,
-and in each forward adds ``B @ A`` of all experts to the tensor. While PEFT creates adapters, the experts are shown to
-it as they are in 16 bits (``shown_in_16_bits``): so names, shapes and what is refused are those of PEFT, and adapters
-fit the 16-bit model too. Afterwards its wrappers are ``KbitParamWrapper``: they leave the weight alone, and have the
-projection add ``B_e (A_e x)`` to the tokens of each expert.
+and in each forward adds ``B @ A`` of all experts to the tensor. ``KbitParamWrapper`` leaves the weight alone, and has
+the projection add ``B_e (A_e x)`` to the tokens of each expert.
 """
 
 import warnings
@@ -45,12 +43,11 @@ class KbitParamWrapper(KbitTunerLayer, ParamWrapper):
         return projection if isinstance(projection, KbitProjection) else None
 
     def get_param(self) -> torch.Tensor:
-        """The tensor of the 16-bit model, without its memory if it is packed."""
         projection = self.quantized
         return super().get_param() if projection is None else _in_model_order(projection, no_weight(projection))
 
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """As the experts' own. What active adapters add goes through the call, where no other thread sees it."""
+        """What active adapters add goes through the call, where no other thread sees it."""
         if self.quantized is None:
             return super().forward(x, *args, **kwargs)
         self._check_forward_args(x, *args, **kwargs)
@@ -64,7 +61,7 @@ class KbitParamWrapper(KbitTunerLayer, ParamWrapper):
         return self.base_layer(x, *args, **kwargs)
 
     def _added(self, adapters: list[str], x: torch.Tensor, rows: torch.Tensor | None, offsets) -> torch.Tensor:
-        """What adapters add to the product of a projection: ``[R, N]``, see ``KbitProjection.forward``."""
+        """``[R, N]``, see ``KbitProjection.forward``."""
         x = x if rows is None else x[rows]
         return sum(low_rank_product(x, *self._factors(name), offsets, self.scaling[name]) for name in adapters)
 
@@ -77,25 +74,17 @@ class KbitParamWrapper(KbitTunerLayer, ParamWrapper):
             return b, a
         return a, b
 
-    # --- merging ---
-
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """As ``KbitTunerLayer.merge``.
-
-        Raises:
-            ValueError: besides what that raises, the weight is offloaded: PEFT brings in what is below a layer's own
-                base layer, and then drops what became of it.
-        """
+    def refuse_merge(self) -> None:
+        super().refuse_merge()
+        # PEFT brings in what is below a layer's own base layer, and then drops what became of it.
         packed = self.quantized
         if packed is not None and (packed.weight.is_meta or getattr(getattr(packed, "_hf_hook", None), "offload", 0)):
             raise ValueError(f"{self.name}.weight: found it offloaded, expected it on a device to merge into it")
-        super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
 
     def _merged(self, weight: KbitTensor, bias, adapter_names: list[str], safe_merge: bool) -> tuple:
         self.merged_adapters = [name for name in adapter_names if name in self.lora_A]
-        return MergedExperts(
-            weight, [(*self._factors(name), self.scaling[name]) for name in self.merged_adapters]
-        ), None
+        added = [(*self._factors(name), self.scaling[name]) for name in self.merged_adapters]
+        return MergedExperts(weight, added), None
 
     def _leave_plain(self, exact: "MergedExperts", bias) -> None:
         order = _in_model_order(self.quantized, no_weight(self.quantized))
@@ -109,12 +98,8 @@ class KbitParamWrapper(KbitTunerLayer, ParamWrapper):
 
 class MergedExperts:
     """The weight ``[E, N, K]`` of a projection with adapters added, float32: a matrix is made when it is gone through
-    (``reference.matrices``), each time anew, for all of them are several times the size of the model's.
-
-    Args:
-        weight: that of the projection; it is not changed.
-        added: of each adapter A ``[E, r, K]``, B ``[E, r, N]``, and what to multiply ``B_e.T @ A_e`` by.
-    """
+    (``reference.matrices``), each time anew, for all of them are several times the size of the model's. ``added``: of
+    each adapter A ``[E, r, K]``, B ``[E, r, N]``, and what to multiply ``B_e.T @ A_e`` by."""
 
     def __init__(self, weight: KbitTensor, added: list[tuple[torch.Tensor, torch.Tensor, float]]):
         self.shape, self.device, self._weight = weight.whole_shape, weight.device, weight
@@ -135,22 +120,11 @@ def _in_model_order(projection: KbitProjection, tensor: torch.Tensor) -> torch.T
 def low_rank_product(
     x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, scaling: float = 1.0
 ) -> torch.Tensor:
-    """``scaling * x[i] @ a[e].T @ b[e]`` for the rows i of expert e, without waiting for a GPU.
+    """``scaling * x[i] @ a[e].T @ b[e]`` for the rows i of expert e, in the dtype of x, without waiting for a GPU.
 
-    Args:
-        x: floating ``[R, K]``, sorted by expert.
-        a: floating ``[E, r, K]``; computed with in the dtype of x, as b is.
-        b: floating ``[E, r, N]``.
-        offsets: int32 ``[E + 1]``, ascending from 0 to R: where the rows of each expert begin, and the last ones end.
-        scaling: of the result.
-
-    Returns:
-        ``[R, N]`` of the dtype of x. Where torch has no grouped product that suits, all experts multiply all rows, and
-        what is not of a row's own expert is zero: E times the arithmetic.
-
-    >>> x, a, b = torch.ones(3, 8), torch.ones(2, 4, 8), torch.ones(2, 4, 5)
-    >>> low_rank_product(x, a, b, torch.tensor([0, 1, 3], dtype=torch.int32), 2.0)[0]
-    tensor([64., 64., 64., 64., 64.])
+    ``x`` ``[R, K]`` is sorted by expert, ``a`` is ``[E, r, K]``, ``b`` ``[E, r, N]``; ``offsets`` int32 ``[E + 1]``
+    say where the rows of each expert begin, and the last ones end. Where torch has no grouped product that suits, all
+    experts multiply all rows, and what is not of a row's own expert is zero: E times the arithmetic.
     """
     count, rank, unit = len(a), a.shape[1], 16 // x.element_size()
     a, b = a.to(x.dtype), b.to(x.dtype)
@@ -177,8 +151,9 @@ def shown_in_16_bits(model: nn.Module) -> Iterator[dict[nn.Module, dict[str, Kbi
         for experts in model.modules()
         if isinstance(experts, KbitExperts)
     }
-    for wrapper in [module for module in model.modules() if isinstance(module, KbitParamWrapper)]:
-        wrapper.__class__ = ParamWrapper
+    for module in model.modules():
+        if isinstance(module, KbitParamWrapper):
+            module.__class__ = ParamWrapper
     for experts, projections in packed.items():
         for own, projection in projections.items():
             tensor = _in_model_order(projection, no_weight(projection))
@@ -192,11 +167,7 @@ def shown_in_16_bits(model: nn.Module) -> Iterator[dict[nn.Module, dict[str, Kbi
 
 
 def check_config(config, name: str, projection: KbitProjection) -> None:
-    """Refuses what PEFT refuses on tensors, and what would read packed words as weights.
-
-    Raises:
-        ValueError: it is asked for.
-    """
+    """Refuses what PEFT refuses on tensors, and initialisations that read the weight."""
     what = f"{name}: experts of {projection.bits} bits, adapted by target_parameters"
     for setting in REFUSED:
         if found := getattr(config, setting, None):
@@ -212,14 +183,9 @@ def check_config(config, name: str, projection: KbitProjection) -> None:
 
 def tell_of_experts(model: nn.Module, adapter: str) -> None:
     """Warns of what an adapter has on experts that were not named: PEFT makes that of some ``target_modules``."""
-    factors = [
-        factor[adapter].weight.numel()
-        for wrapper in model.modules()
-        if isinstance(wrapper, KbitParamWrapper)
-        for factor in (wrapper.lora_A, wrapper.lora_B)
-        if adapter in factor
-    ]
-    if count := sum(factors):
+    wrappers = (module for module in model.modules() if isinstance(module, KbitParamWrapper))
+    factors = (factor for wrapper in wrappers for factor in (wrapper.lora_A, wrapper.lora_B) if adapter in factor)
+    if count := sum(factor[adapter].weight.numel() for factor in factors):
         warnings.warn(
             f"hf_kbit: target_modules takes the experts too, as PEFT has it for this model: {count:,} parameters of "
             f"adapter {adapter!r} are on them, {16 * count / 1e9:.3g} GB in float32 with gradients and AdamW. To "

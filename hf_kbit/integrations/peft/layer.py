@@ -9,11 +9,23 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils.quantization_utils import QuantizationBackend
 from torch import nn
 
-from hf_kbit.integrations.peft.merge_report import MergedLayer, report
+from hf_kbit.integrations.peft.merge_report import measure, report
 from hf_kbit.integrations.transformers.dense import to_dense
 from hf_kbit.nn.weight import KbitWeight, is_sharded, local
 from hf_kbit.reference import matrices
 from hf_kbit.tensor import KbitTensor, as_parameter
+
+
+class KbitBackend(QuantizationBackend):
+    """PEFT's view of the format, as in ``model.get_model_status()``; merging needs none of it."""
+
+    layer_type, supports_merge, backend_name = "linear", True, "kbit"
+
+    def get_base_weight(self, base_layer: KbitWeight) -> torch.Tensor:
+        return base_layer.dequantize()
+
+
+BACKEND = KbitBackend()
 
 
 class KbitTunerLayer:
@@ -35,47 +47,27 @@ class KbitTunerLayer:
         base = self.base_layer
         return base if isinstance(base, KbitWeight) and is_packed(base) else None
 
-    def _merged(self, weight: KbitTensor, bias, adapter_names: list[str], safe_merge: bool) -> tuple:
-        """Weight and bias, in float32, into which PEFT has merged those adapters that the layer has."""
-        base = self.quantized
-        with showing(base, weight.dequantize(torch.float32), bias):
-            super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
-            return base.weight.data, getattr(base, "bias", None)
+    @property
+    def quantization_backend(self) -> QuantizationBackend | None:
+        return None if self.quantized is None else BACKEND
 
-    def _leave_plain(self, weight, bias) -> None:
-        """Puts what ``_merged`` gives in the place of the packed weight, in ``merge_dtype``."""
-        weight = weight.to(self.merge_dtype)
-        self._check(weight)
-        self.base_layer = to_dense(self.base_layer, self.merge_dtype, weight, bias)
-
-    def _check(self, weight: torch.Tensor) -> None:
-        if not weight.isfinite().all():
-            raise ValueError(f"{self._what()}: found NaN or infinite values, expected finite ones in {weight.dtype}")
+    def _cast_input_dtype(self, x, dtype):
+        """PEFT's cast to the adapter's float32, but where autocast would undo it in the next product."""
+        if x is not None and torch.is_autocast_enabled(x.device.type):
+            if x.dtype == torch.get_autocast_dtype(x.device.type):
+                return x
+        return super()._cast_input_dtype(x, dtype)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Adds adapters to the weight, and quantizes it again; takes some float32 copies of the weight meanwhile, of
-        experts those of one.
-
-        Args:
-            safe_merge: has PEFT look for NaN; a weight that is not finite is refused without it too.
-            adapter_names: None for the active ones.
-
-        Raises:
-            ValueError: a merged weight holds NaN or infinity, or the weight is sharded over several processes, or tied
-                to a table. The layer is then what it was before.
-        """
+        experts those of one. If that fails, or gives what is not finite, the layer is what it was before."""
         base = self.quantized
         if base is None:
             return super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
-        if is_sharded(base.weight):
-            raise ValueError(
-                f"{self.name}.weight: found it sharded over several processes, expected all of it in this one to "
-                "merge into it: save the adapters, and load them in one process"
-            )
+        self.refuse_merge()
         adapter_names = check_adapters_to_merge(self, adapter_names)
         if not adapter_names and self.merge_dtype is None:
             return
-        self.refuse_tied()
         # All of them anew on what was there before any: rounded once, not once for each.
         merged, (before, bias) = self.merged_adapters, self.unmerged or (base.weight, getattr(base, "bias", None))
         before, measured = before.moved(base.weight.device), None  # the model may have been moved meanwhile
@@ -85,39 +77,18 @@ class KbitTunerLayer:
             if self.merge_dtype is not None:
                 self._leave_plain(exact, new_bias)
             elif self.merged_adapters != merged:  # this layer has at least one of the adapters
-                measured = self._take(before, exact)
-                self._take_bias(new_bias)
+                if all(map(torch.equal, before.matrices(torch.float32), matrices(exact))):
+                    self._put(before, new_bias)
+                else:
+                    requantize(base, exact, self._what(), before.columns)
+                    self._put(base.weight, new_bias)
+                measured = measure(self.name, before, exact, base.weight)
                 self.unmerged = before, bias
         except Exception:
             self.merged_adapters = merged
             raise
         if measured is not None:
             report(measured)
-
-    def refuse_tied(self) -> None:
-        """Raises if merging would change, or leave apart, what else has the weight."""
-        if self.quantized is not None and self.quantized.tied:
-            raise ValueError(
-                f"{self.name}.weight: found it tied to a table of embeddings, expected one of its own to merge into: "
-                "keep the adapter beside the model, or quantize the model without embedding_bits"
-            )
-
-    def _take(self, before: KbitTensor, exact) -> MergedLayer:
-        """Quantizes a merged weight, and measures what that changed."""
-        base = self.quantized
-        if all(map(torch.equal, before.matrices(torch.float32), matrices(exact))):
-            base.weight = as_its_own(before, base)
-        else:
-            requantize(base, exact, self._what(), before.columns)
-        return MergedLayer.measure(self.name, before, exact, base.weight)
-
-    def _take_bias(self, bias: nn.Parameter | None) -> None:
-        own = getattr(self.quantized, "bias", None)
-        if own is not None and bias is not None:
-            self.quantized.bias = nn.Parameter(bias.data.to(own), own.requires_grad)
-
-    def _what(self) -> str:
-        return f"{self.name}.weight with {', '.join(self.merged_adapters)} merged"
 
     def unmerge(self) -> None:
         """Restores the weight from before ``merge``, byte for byte.
@@ -133,22 +104,49 @@ class KbitTunerLayer:
                 f"{self.name}.weight: found it offloaded, expected it on a device to unmerge: call unmerge_adapter() "
                 "of the model before disabling adapters"
             )
-        weight, bias = self.unmerged
-        base.weight = as_its_own(weight, base)
-        self._take_bias(bias)
+        self._put(*self.unmerged)
         self.merged_adapters, self.unmerged = [], ()
 
-    @property
-    def quantization_backend(self) -> QuantizationBackend | None:
-        """What PEFT knows the format of the base layer by, as in ``model.get_model_status()``."""
-        return None if self.quantized is None else BACKEND
+    def refuse_merge(self) -> None:
+        """Raises if the weight is in parts, or merging would change, or leave apart, what else has it."""
+        if self.quantized is None:
+            return
+        if is_sharded(self.quantized.weight):
+            raise ValueError(
+                f"{self.name}.weight: found it sharded over several processes, expected all of it in this one to "
+                "merge into it: save the adapters, and load them in one process"
+            )
+        if self.quantized.tied:
+            raise ValueError(
+                f"{self.name}.weight: found it tied to a table of embeddings, expected one of its own to merge into: "
+                "keep the adapter beside the model, or quantize the model without embedding_bits"
+            )
 
-    def _cast_input_dtype(self, x, dtype):
-        """PEFT's cast to the adapter's float32, but where autocast would undo it in the next product."""
-        if x is not None and torch.is_autocast_enabled(x.device.type):
-            if x.dtype == torch.get_autocast_dtype(x.device.type):
-                return x
-        return super()._cast_input_dtype(x, dtype)
+    def _merged(self, weight: KbitTensor, bias, adapter_names: list[str], safe_merge: bool) -> tuple:
+        """Weight and bias, in float32, into which PEFT has merged those adapters that the layer has."""
+        base = self.quantized
+        with showing(base, weight.dequantize(torch.float32), bias):
+            super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+            return base.weight.data, getattr(base, "bias", None)
+
+    def _leave_plain(self, weight, bias) -> None:
+        """Puts what ``_merged`` gives in the place of the packed weight, in ``merge_dtype``."""
+        weight = weight.to(self.merge_dtype)
+        self._check(weight)
+        self.base_layer = to_dense(self.base_layer, self.merge_dtype, weight, bias)
+
+    def _put(self, weight: KbitTensor, bias: nn.Parameter | None) -> None:
+        base = self.quantized
+        base.weight = as_parameter(weight.moved(base.weight.device, base.dense_dtype))
+        if bias is not None and getattr(base, "bias", None) is not None:
+            base.bias = nn.Parameter(bias.data.to(base.bias), base.bias.requires_grad)
+
+    def _check(self, weight: torch.Tensor) -> None:
+        if not weight.isfinite().all():
+            raise ValueError(f"{self._what()}: found NaN or infinite values, expected finite ones in {weight.dtype}")
+
+    def _what(self) -> str:
+        return f"{self.name}.weight with {', '.join(self.merged_adapters)} merged"
 
     def __reduce_ex__(self, protocol):
         return _new_tuner_layer, (type(self).__mro__[2],), self.__dict__
@@ -166,18 +164,6 @@ def _new_tuner_layer(plain: type[BaseTunerLayer]) -> KbitTunerLayer:
     """An empty one, for copies and pickles: the derived classes are in no module, where pickle would look."""
     layer_class = tuner_class(plain)
     return layer_class.__new__(layer_class)
-
-
-class KbitBackend(QuantizationBackend):
-    """PEFT's view of the format; merging needs none of it."""
-
-    layer_type, supports_merge, backend_name = "linear", True, "kbit"
-
-    def get_base_weight(self, base_layer: KbitWeight) -> torch.Tensor:
-        return base_layer.dequantize()
-
-
-BACKEND = KbitBackend()
 
 
 # --- weights of a packed layer --------------------------------------------------------------------
@@ -204,20 +190,12 @@ def showing(layer: KbitWeight, weight: torch.Tensor, bias: torch.Tensor | None =
 
 def no_weight(layer: KbitWeight) -> torch.Tensor:
     """Shape ``[*lead, N, K]``, dtype and device of the decoded weight without its memory: NaN, so that no reading goes
-    unnoticed.
-
-    The device is the one that the layer computes on: adapters of a layer whose weight is offloaded are not.
-    """
+    unnoticed. The device is the one that the layer computes on, also where its weight is offloaded."""
     device = layer.weight.device
     if layer.weight.is_meta and getattr(getattr(layer, "_hf_hook", None), "execution_device", None) is not None:
         device = layer._hf_hook.execution_device
     nan = torch.full((), torch.nan, dtype=layer.dense_dtype, device=device)
     return nan.expand(*layer.lead, layer.out_features, layer.in_features)
-
-
-def as_its_own(weight: KbitTensor, layer: KbitWeight) -> nn.Parameter:
-    """A packed weight as the layer's parameter, on its device and of its dtype."""
-    return as_parameter(weight.moved(layer.weight.device, layer.dense_dtype))
 
 
 def requantize(layer: KbitWeight, weight, name: str, columns: torch.Tensor | None = None) -> None:

@@ -8,6 +8,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 
+from hf_kbit.checkpoint import files_of
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
 from hf_kbit.nn.linear import KbitLinear
 
@@ -56,9 +57,14 @@ def replace_lora_weights_loftq(
     if not layers:
         raise ValueError(f"{adapter_name}: found no quantized layer with LoRA of that name")
     base = peft_model.get_base_model()
-    stored = _stored_weights(Path(model_path or base.name_or_path))
+    path = Path(model_path or base.name_or_path)
+    if not path.exists():
+        path = Path(snapshot_download(str(path), allow_patterns="*.safetensors"))
+    files = files_of([path] if path.is_file() else sorted(path.glob("*.safetensors")))
     for layer in layers:
-        error = _original_weight(base, layer, stored) - layer.base_layer.dequantize(torch.float32)
+        error = _original_weight(layer, f"{base.base_model_prefix}.", files) - layer.base_layer.dequantize(
+            torch.float32
+        )
         u, s, v = torch.linalg.svd(error, full_matrices=False)
         rank = layer.r[adapter_name]
         root = (s[:rank] / layer.scaling[adapter_name]).sqrt()
@@ -72,30 +78,16 @@ def replace_lora_weights_loftq(
                 weight.data = data
 
 
-def _stored_weights(path: Path) -> dict[str, Path]:
-    """``{tensor name: file}`` of a checkpoint in safetensors."""
-    if not path.exists():
-        path = Path(snapshot_download(str(path), allow_patterns="*.safetensors"))
-    names = {}
-    for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            names |= dict.fromkeys(tensors.keys(), file)
-    return names
-
-
-def _original_weight(base: nn.Module, layer: KbitTunerLayer, stored: dict[str, Path]) -> torch.Tensor:
+def _original_weight(layer: KbitTunerLayer, prefix: str, files: dict[str, str]) -> torch.Tensor:
     """The 16-bit weight of a layer, float32 ``[N, K]`` on the layer's device."""
-    kbit, prefix = layer.base_layer, f"{base.base_model_prefix}."
-    shape = [kbit.out_features, kbit.in_features]
+    kbit, shape = layer.base_layer, [layer.base_layer.out_features, layer.base_layer.in_features]
     # A checkpoint of the model without its head, or with one, differs by the prefix.
-    names = (layer.name, layer.name.removeprefix(prefix), prefix + layer.name)
-    name = next((name for name in names if f"{name}.weight" in stored), None)
-    if name is None:
+    names = (f"{name}.weight" for name in (layer.name, layer.name.removeprefix(prefix), prefix + layer.name))
+    if (name := next((name for name in names if name in files), None)) is None:
         raise ValueError(f"{layer.name}.weight: not in the checkpoint, expected shape {shape}")
-    with safe_open(stored[f"{name}.weight"], framework="pt") as tensors:
-        weight = tensors.get_tensor(f"{name}.weight")
-    if kbit.transposed:
-        weight = weight.T
+    with safe_open(files[name], framework="pt") as tensors:
+        weight = tensors.get_tensor(name)
+    weight = weight.T if kbit.transposed else weight
     if not weight.is_floating_point() or list(weight.shape) != shape:
         raise ValueError(
             f"{layer.name}.weight: found {weight.dtype} {list(weight.shape)}, expected floats {shape} of the model "

@@ -11,13 +11,13 @@ from hf_kbit.integrations.transformers import dense
 
 
 def report_once(method):
-    """A method of ``BaseTuner`` that merges, with one warning for all layers; before any, tied ones are refused."""
+    """A method of ``BaseTuner`` that merges, with one warning for all layers; before any, what cannot is refused."""
 
     @functools.wraps(method)
     def wrapped(self, *args, **kwargs):
         for layer in self.modules():
             if isinstance(layer, KbitTunerLayer):
-                layer.refuse_tied()
+                layer.refuse_merge()
         with one_report():
             return method(self, *args, **kwargs)
 

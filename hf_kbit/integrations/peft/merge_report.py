@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,47 +16,38 @@ from hf_kbit.tensor import KbitTensor
 LOST = 0.5
 
 
-@dataclass(frozen=True)
-class MergedLayer:
-    """Sums of squares over a layer's weights in float32: what requantizing, and what the adapters, changed."""
+class MergedLayer(NamedTuple):
+    """``sums`` over the weights, float64 ``[6]``: squares of the exact ones, of what requantizing changed, and of what
+    adapters add; what is kept of that, ``<stored - before, added>``; stored ones that changed; all."""
 
     name: str
     bits: int
-    exact: float
-    error: float
-    added: float
-    kept: float  # of what was added, the part that the stored weight has: <stored - before, added>
-    changed: int  # stored weights that are not what they were
-    weights: int
+    sums: torch.Tensor
 
-    @classmethod
-    def measure(cls, name: str, before: KbitTensor, exact, after: KbitTensor) -> "MergedLayer":
-        """Compares the weight before merging, the exact sum in float32 (``reference.matrices``), and what is kept."""
-        sums = []
-        decoded = before.matrices(torch.float32), matrices(exact), after.matrices(torch.float32)
-        for old, new, stored in zip(*decoded, strict=True):
-            added, error = new - old, stored - new
-            kept, changed = ((stored - old) * added).sum(), (stored != old).sum()
-            sums.append(torch.stack([*(x.square().sum() for x in (new, error, added)), kept, changed]).double())
-        exact, error, added, kept, changed = torch.stack(sums).sum(0).tolist()
-        return cls(name, after.bits, exact, error, added, kept, int(changed), math.prod(after.whole_shape))
 
-    @property
-    def relative_error(self) -> float:
-        return (self.error / self.exact) ** 0.5 if self.exact else 0.0
+def measure(name: str, before: KbitTensor, exact, after: KbitTensor) -> MergedLayer:
+    """Compares the weight before merging, the exact sum in float32 (``reference.matrices``), and what is kept."""
+    sums = []
+    decoded = before.matrices(torch.float32), matrices(exact), after.matrices(torch.float32)
+    for old, new, stored in zip(*decoded, strict=True):
+        added, error = new - old, stored - new
+        kept, changed = ((stored - old) * added).sum(), (stored != old).sum()
+        sums.append(torch.stack([*(x.square().sum() for x in (new, error, added)), kept, changed]).double())
+    count = torch.tensor([math.prod(after.whole_shape)])
+    return MergedLayer(name, after.bits, torch.cat([torch.stack(sums).sum(0).cpu(), count]))
+
+
+def _relative(error: float, exact: float) -> float:
+    return (error / exact) ** 0.5 if exact else 0.0
 
 
 def _summary(layers: list[MergedLayer]) -> str:
-    exact, error, added, kept, changed, weights = (
-        sum(getattr(layer, field) for layer in layers)
-        for field in ("exact", "error", "added", "kept", "changed", "weights")
-    )
+    exact, error, added, kept, changed, weights = sum(layer.sums for layer in layers).tolist()
     widths = "/".join(str(bits) for bits in sorted({layer.bits for layer in layers}))
-    worst = max(layers, key=lambda layer: layer.relative_error)
+    most, worst = max((_relative(layer.sums[1].item(), layer.sums[0].item()), layer.name) for layer in layers)
     text = (
         f"hf_kbit: merged into {len(layers)} layers of {widths} bits. Requantizing changed the merged weights by "
-        f"{(error / exact) ** 0.5 if exact else 0:.2%} (relative error; {worst.relative_error:.2%} at most, in "
-        f"{worst.name})"
+        f"{_relative(error, exact):.2%} (relative error; {most:.2%} at most, in {worst})"
     )
     if added:
         text += (

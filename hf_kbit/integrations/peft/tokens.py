@@ -1,7 +1,7 @@
 """``trainable_token_indices`` of PEFT on packed tables: a few rows that are trained, as floats, over packed ones.
 
-PEFT puts the trained rows into a copy of the table in each step, for which all of it would be decoded. Here rows are
-looked up in the packed table, and those of trained tokens replaced; of a head that is tied to the table, their logits.
+PEFT puts the trained rows into a copy of the table in each step. Here rows are looked up in the packed table, and
+those of trained tokens replaced; of a head that is tied to the table, their logits.
 """
 
 import torch

@@ -20,7 +20,7 @@ from hf_kbit.integrations.vllm.config import KbitVllmConfig
 from hf_kbit.integrations.vllm.linear import KbitLinearMethod, packed_of, whose_device
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.packed import Decoding, Packed
+from hf_kbit.packed import Decoding
 from hf_kbit.tensor import PACKED
 
 
@@ -47,12 +47,22 @@ class KbitTableMethod(KbitHeadMethod):
         super().__init__({name: decoding})
         self.name, self.decoding, self.heads = name, decoding, heads
 
+    def _own_rows(self, layer: nn.Module, tensor: torch.Tensor, sources: tuple[int, ...]) -> torch.Tensor:
+        whole = isinstance(layer, KbitEmbedding)  # in the place of an nn.Embedding, which each process has all of
+        return tensor if whole else super()._own_rows(layer, tensor, sources)
+
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        size = self.rows[0], self.columns
-        layer.table = KbitEmbedding(*size, bits=self.decoding.bits, device="meta", dtype=self.dtype)
-        layer.table.load(self._packed())
+        packed, size = packed_of(self.name, self.arrived.pop((0, 1), {}), self.decoding), (self.rows[0], self.columns)
+        if isinstance(layer, KbitEmbedding):
+            for own in PACKED[1:]:
+                del layer._parameters[own]
+            layer.make_room(self.decoding, self.dtype)  # in the place of the words that have arrived
+            layer.load(packed)
+            return
         for own in PACKED:
             del layer._parameters[own]
+        layer.table = KbitEmbedding(*size, bits=self.decoding.bits, device="meta", dtype=self.dtype)
+        layer.table.load(packed)
         for head in self.heads:
             part = KbitLinear(*reversed(size), bias=False, bits=self.decoding.bits, device="meta")
             part.tie_to(layer.table)
@@ -60,39 +70,11 @@ class KbitTableMethod(KbitHeadMethod):
         for each in {layer, *self.heads}:
             each.weight = whose_device(layer.table)
 
-    def _packed(self) -> Packed:
-        return packed_of(self.name, self.arrived.pop((0, 1), {}), self.decoding)
-
     def embedding(self, layer: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         return layer.table(ids)
 
 
-class KbitTiedMethod(KbitLinearMethod):
-    """Runs a head, which has its weight from a table."""
-
-    def __init__(self):
-        super().__init__({})
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Nothing: that of the table does it."""
-
-
-class KbitWholeTableMethod(KbitTableMethod):
-    """Loads a table that each process has all of, an ``nn.Embedding`` in vLLM: the layer is a ``KbitEmbedding``."""
-
-    def _own_rows(self, layer: nn.Module, tensor: torch.Tensor, sources: tuple[int, ...]) -> torch.Tensor:
-        return tensor
-
-    def process_weights_after_loading(self, layer: KbitEmbedding) -> None:
-        for own in PACKED[1:]:
-            del layer._parameters[own]
-        layer.make_room(self.decoding, self.dtype)  # in the place of the words that have arrived
-        layer.load(self._packed())
-
-
 def wrap_load_weights(original: Callable) -> Callable:
-    """Makes room for packed tables and heads in a model before it loads."""
-
     @wraps(original)
     def load_weights(self, model, model_config):
         current = get_current_vllm_config_or_none()
@@ -117,25 +99,22 @@ def make_room(model: nn.Module, config: KbitVllmConfig) -> None:
         if isinstance(layer, ParallelLMHead):
             _await(layer, KbitHeadMethod({name: decoding}), layer.num_embeddings_per_partition, layer.weight)
         elif isinstance(layer, VocabParallelEmbedding):
-            heads, dense = _with_weight(layer.weight, model) if tied else [], layer.weight
+            dense = layer.weight
+            heads = [head for head in model.modules() if tied and head._parameters.get("weight") is dense]
             for head in heads:
-                head.quant_method, head.weight = KbitTiedMethod(), None
+                head.quant_method, head.weight = KbitLinearMethod({}), None
             _await(layer, KbitTableMethod(name, decoding, heads), layer.num_embeddings_per_partition, dense)
             layer.use_fused_embedding = False  # a kernel for tables in 16 bits, chosen when the layer was made
         elif isinstance(layer, nn.Embedding) and is_table(layer):
             packed = KbitEmbedding.empty_like(layer, decoding.bits)
             replace_modules(model, {name: packed})
-            _await(packed, KbitWholeTableMethod(name, decoding, []), layer.num_embeddings, layer.weight)
+            _await(packed, KbitTableMethod(name, decoding, []), layer.num_embeddings, layer.weight)
         elif name in config.tables and not isinstance(layer, PPMissingLayer):
             raise ValueError(
                 f"{name}: found a packed table of embeddings, for which vLLM has a layer of type "
                 f"{type(layer).__name__}, expected one that only looks up: quantize the model with this name in "
                 "modules_to_not_convert"
             )
-
-
-def _with_weight(weight: nn.Parameter, model: nn.Module) -> list[nn.Module]:
-    return [layer for layer in model.modules() if layer._parameters.get("weight") is weight]
 
 
 def _await(layer: nn.Module, method: KbitLinearMethod, rows: int, dense: torch.Tensor) -> None:

@@ -106,9 +106,8 @@ class KbitExpertsMethod(FusedMoEMethodBase):
             if self.moe.has_bias and own not in self.biases:
                 raise ValueError(f"{self.name}.{own}{BIAS_SUFFIX}: missing, expected it in the checkpoint")
             experts, rows, _ = packed.absmax.shape
-            columns = self.moe.hidden_dim
-            if own == DOWN_PROJECTION:
-                columns = self.moe.intermediate_size_per_partition
+            down = own == DOWN_PROJECTION
+            columns = self.moe.intermediate_size_per_partition if down else self.moe.hidden_dim
             projection = KbitProjection(experts, columns, rows, bits=decoding.bits, device="meta")
             projection.load(packed)
             projections.append(projection)
@@ -120,8 +119,7 @@ class KbitExpertsMethod(FusedMoEMethodBase):
         return None
 
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input) -> torch.Tensor:
-        """Of shared experts nothing: they are layers of their own, which vLLM runs."""
-        # Experts of other processes have the number -1 here.
+        # Experts of other processes have the number -1 here. Shared ones are layers of their own, which vLLM runs.
         experts = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
         rows, places, offsets = route_experts(experts, layer.down.lead[0])
         hidden = layer.up(x, rows, offsets, layer.up_bias)
@@ -135,8 +133,6 @@ class KbitExpertsMethod(FusedMoEMethodBase):
 
 
 def wrap_get_all_weights(original: Callable) -> Callable:
-    """Hands the tensors of packed experts to them, and all others on to the model."""
-
     @wraps(original)
     def rest(self, model_config, model) -> Iterator[tuple[str, torch.Tensor]]:
         experts = {

@@ -17,6 +17,7 @@ from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.packed import Decoding, Packed
 from hf_kbit.tensor import PACKED
 
+DTYPES = torch.int32, torch.uint8, torch.uint8  # of PACKED
 SHARDS = {"q": 0, "k": 1, "v": 2}
 
 
@@ -24,7 +25,8 @@ class KbitLinearMethod(LinearMethodBase):
     """Loads and runs a layer.
 
     Args:
-        decodings: ``{name of a source: Decoding}``, in order; None stands for one in 16 bits.
+        decodings: ``{name of a source: Decoding}``, in order; None stands for one in 16 bits. There is none for a head
+            to which a table gives its weight.
     """
 
     def __init__(self, decodings: dict[str, Decoding | None]):
@@ -45,7 +47,7 @@ class KbitLinearMethod(LinearMethodBase):
         self.dtype = params_dtype
         check_columns(next(iter(self.decodings)), self.columns, self.all_columns)
         self.arrived: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # of sources from one on, before another
-        for name, dtype in zip(PACKED, (torch.int32, torch.uint8, torch.uint8), strict=True):
+        for name, dtype in zip(PACKED, DTYPES, strict=True):
             place = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
             place.weight_loader = partial(self._arrive, layer, name)
             layer.register_parameter(name, place)
@@ -79,6 +81,8 @@ class KbitLinearMethod(LinearMethodBase):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if not self.decodings:
+            return
         ranges, names = sorted(self.arrived), list(self.decodings)
         if [0, *(end for _, end in ranges)] != [*(first for first, _ in ranges), len(self.rows)]:
             raise ValueError(f"{names}: found weights {ranges} of {len(self.rows)}, expected all")
@@ -145,15 +149,10 @@ def own_columns(tensor: torch.Tensor, rank: int, columns: int, all_columns: int)
 
 
 def packed_of(name: str, tensors: dict[str, torch.Tensor], decoding: Decoding) -> Packed:
-    """The tensors of a packed weight as one.
-
-    Raises:
-        ValueError: one is missing, or of another dtype.
-    """
-    expected = {"weight": torch.int32, "weight_absmax": torch.uint8}
-    if decoding.transformed:
-        expected["weight_columns"] = torch.uint8
+    """The tensors of a packed weight as one; raises if one is missing, or of another dtype."""
+    expected = dict(zip(PACKED, DTYPES if decoding.transformed else DTYPES[:2], strict=False))
     found = {own: tensor.dtype for own, tensor in tensors.items()}
     if found != expected:
         raise ValueError(f"{name}: found {found}, expected {expected}")
-    return Packed(tensors["weight"], tensors["weight_absmax"], decoding, tensors.get("weight_columns"))
+    planes, absmax, columns = map(tensors.get, PACKED)
+    return Packed(planes, absmax, decoding, columns)

@@ -6,15 +6,12 @@ import pickle
 import peft
 import pytest
 import torch
-from adapters import IDS, adapted, lora, quantized, relative, through_transformers
+from adapters import TOLERANCE, adapted, logits, lora, quantized, relative, through_transformers, tuner_layers
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_kbit.integrations.peft.layer import KbitTunerLayer
 from hf_kbit.tensor import KbitTensor
-
-TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}  # sums in float32 in another order
 
 
 @pytest.mark.parametrize("settings", [{}, {"bias": "all", "modules_to_save": ["lm_head"]}], ids=["alone", "and more"])
@@ -36,8 +33,8 @@ def test_adapters_are_saved_alone_and_load_everywhere(device, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", device_map=device)
     if device == "cpu" and torch.cuda.is_available():
         pytest.skip("PEFT puts what it loads on the GPU")
-    model, ids = adapted(base, lora(modules_to_save=["lm_head"])), IDS.to(device)
-    logits = model(ids).logits
+    model = adapted(base, lora(modules_to_save=["lm_head"]))
+    expected = logits(model)
     model.save_pretrained(tmp_path / "adapter")
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert len(tensors) == 13 and all("lora_" in name or "lm_head" in name for name in tensors)
@@ -52,35 +49,34 @@ def test_adapters_are_saved_alone_and_load_everywhere(device, tmp_path):
     }
     for name, way in ways.items():
         loaded = way().eval()
-        assert sum(isinstance(module, KbitTunerLayer) for module in loaded.modules()) == 6
-        assert torch.equal(loaded(ids).logits, logits), name
+        assert len(tuner_layers(loaded)) == 6 and torch.equal(logits(loaded), expected), name
     onto_decoded = PeftModel.from_pretrained(reload().dequantize(), tmp_path / "adapter").eval()
-    assert relative(onto_decoded(ids).logits, logits) < TOLERANCE[device]
+    assert relative(logits(onto_decoded), expected) < TOLERANCE[device]
 
 
 @through_transformers
 def test_adapters_through_transformers(device, tmp_path):
     """``add_adapter``, ``save_pretrained`` and ``load_adapter`` of the model itself."""
-    model, ids = quantized(device, module_bits={"v_proj": 4}), IDS.to(device)
+    model = quantized(device, module_bits={"v_proj": 4})
     model.add_adapter(lora(init_lora_weights=False))
-    logits, layers = model.eval()(ids).logits, dict(model.config.quantization_config.stored.layers)
+    expected, layers = logits(model.eval()), dict(model.config.quantization_config.stored.layers)
     model.save_pretrained(tmp_path)
     assert model.config.quantization_config.stored.layers == layers and len(layers) == 2
     assert {file.name for file in tmp_path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     assert not (tmp_path / "model.safetensors").exists()
     other = quantized(device, module_bits={"v_proj": 4}).eval()
     other.load_adapter(tmp_path)
-    assert torch.equal(other(ids).logits, logits)
+    assert torch.equal(logits(other), expected)
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_copies(way, device):
-    model, ids = adapted(quantized(device), lora()), IDS.to(device)
-    other = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
-    assert torch.equal(other(ids).logits, model(ids).logits)
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies(again, device):
+    model = adapted(quantized(device), lora())
+    other = again(model)
+    assert torch.equal(logits(other), logits(model))
     other.merge_adapter()
-    merged = other(ids).logits
-    other = copy.deepcopy(other) if way == "deepcopy" else pickle.loads(pickle.dumps(other))
-    assert torch.equal(other(ids).logits, merged) and not torch.equal(merged, model(ids).logits)
+    merged = logits(other)
+    other = again(other)
+    assert torch.equal(logits(other), merged) and not torch.equal(merged, logits(model))
     other.unmerge_adapter()
-    assert torch.equal(other(ids).logits, model(ids).logits)
+    assert torch.equal(logits(other), logits(model))

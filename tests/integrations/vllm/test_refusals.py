@@ -7,8 +7,14 @@ import serving
 from safetensors.torch import load_file, save_file
 
 from hf_kbit.integrations.vllm import config
+from hf_kbit.tensor import PACKED
 
 LAYER, TABLE = "model.layers.1.self_attn", "model.embed_tokens"
+
+
+def packed(name: str) -> list[str]:
+    """The tensors of a weight."""
+    return [f"{name}.{own}" for own in PACKED]
 
 
 @pytest.fixture(scope="module")
@@ -36,38 +42,36 @@ def refused(folder, message, **options):
     assert message in str(caught.value), str(caught.value)
 
 
+def without(*names):
+    """A change that takes tensors out."""
+    return lambda tensors, settings: [tensors.pop(name) for name in names]
+
+
 @pytest.mark.parametrize(
-    "name",
+    "names",
     [
-        f"{LAYER}.k_proj.weight_absmax",
-        f"{LAYER}.k_proj.weight_columns",
-        f"{LAYER}.o_proj.weight",
-        "model.layers.0.self_attn.o_proj.weight",  # in 16 bits
-        f"{TABLE}.weight",
-        f"{TABLE}.weight_absmax",
-        f"{TABLE}.weight_columns",
-        "lm_head.weight",
-        "model.norm.weight",
-        "model.layers.0.mlp.gate_proj.weight",
+        [f"{LAYER}.k_proj.weight_absmax"],
+        [f"{LAYER}.k_proj.weight_columns"],
+        [f"{LAYER}.o_proj.weight"],
+        ["model.layers.0.self_attn.o_proj.weight"],  # in 16 bits
+        [f"{TABLE}.weight"],
+        [f"{TABLE}.weight_absmax"],
+        [f"{TABLE}.weight_columns"],
+        ["lm_head.weight"],
+        ["model.norm.weight"],
+        ["model.layers.0.mlp.gate_proj.weight"],
+        packed(f"{LAYER}.k_proj"),
+        packed(TABLE),
     ],
 )
-def test_a_missing_tensor(damage, name):
-    refused(damage(lambda tensors, settings: tensors.pop(name)), name)
-
-
-@pytest.mark.parametrize("name", [f"{LAYER}.k_proj", TABLE])
-def test_a_whole_layer_that_is_missing(damage, name):
-    def change(tensors, settings):
-        for suffix in ("", "_absmax", "_columns"):
-            del tensors[f"{name}.weight{suffix}"]
-
-    refused(damage(change), f"{name}.weight")
+def test_a_missing_tensor(damage, names):
+    refused(damage(without(*names)), names[0])
 
 
 def test_a_table_that_the_model_has_not(damage):
     def change(tensors, settings):
-        for suffix in ("", "_absmax", "_columns"):
-            tensors[f"model.embed_positions.weight{suffix}"] = tensors[f"{TABLE}.weight{suffix}"].clone()
+        for name in packed(TABLE):
+            tensors[name.replace("tokens", "positions")] = tensors[name].clone()
 
     refused(damage(change), "model.embed_positions.weight: left over")
 
@@ -105,25 +109,17 @@ def test_the_config_of_another_save(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layer", "suffixes"),
+    "names",
     [
-        (f"{LAYER}.k_proj", [""]),
-        (f"{LAYER}.k_proj", ["_absmax"]),
-        (f"{LAYER}.k_proj", ["", "_absmax", "_columns"]),
-        (TABLE, ["_columns"]),
-        (TABLE, ["", "_absmax", "_columns"]),
+        *([f"{LAYER}.k_proj.weight"], [f"{LAYER}.k_proj.weight_absmax"], [f"{TABLE}.weight_columns"]),
+        *(packed(f"{LAYER}.k_proj"), packed(TABLE)),
     ],
 )
-def test_what_does_not_arrive(folder, damage, monkeypatch, layer, suffixes):
+def test_what_does_not_arrive(folder, damage, monkeypatch, names):
     """Though it was there when headers were read."""
     read = config.read_decodings
     monkeypatch.setattr(config, "read_decodings", lambda _, *rest: read(folder, *rest))
-
-    def change(tensors, settings):
-        for suffix in suffixes:
-            del tensors[f"{layer}.weight{suffix}"]
-
-    refused(damage(change), layer)
+    refused(damage(without(*names)), names[0].rpartition(".")[0])
 
 
 def test_a_model_in_16_bits(folder):
@@ -152,7 +148,7 @@ def test_a_table_under_the_name_of_its_head(monkeypatch, tmp_path):
     tied = "llama", {"tie_word_embeddings": True}, {"bits": 4, "embedding_bits": 4}
     folder = made(monkeypatch, tmp_path, *tied)
     tensors = load_file(folder / "model.safetensors")
-    for suffix in ("", "_absmax", "_columns"):
-        tensors[f"lm_head.weight{suffix}"] = tensors.pop(f"{TABLE}.weight{suffix}")
+    for name in packed(TABLE):
+        tensors[name.replace(TABLE, "lm_head")] = tensors.pop(name)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     refused(folder, f"lm_head.weight: found it instead of {TABLE}.weight")

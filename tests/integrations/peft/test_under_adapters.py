@@ -72,34 +72,34 @@ def test_weights_that_adapters_are_merged_into_stay(tmp_path):
 
 @pytest.mark.parametrize("in_few_bits", [False, True], ids=["head in 16 bits", "head in few bits"])
 @pytest.mark.parametrize(
-    "model_class, config",
+    ("model_class", "config", "head"),
     [
-        (RobertaForSequenceClassification, RobertaConfig(**SMALL)),
-        (DistilBertForSequenceClassification, DistilBertConfig(dim=64, hidden_dim=128, n_layers=1, n_heads=4)),
+        (RobertaForSequenceClassification, RobertaConfig(**SMALL), "classifier.dense"),
+        (
+            DistilBertForSequenceClassification,
+            DistilBertConfig(dim=64, hidden_dim=128, n_layers=1, n_heads=4),
+            "classifier",
+        ),
     ],
 )
-def test_a_classifier_trains_with_stock_lora(model_class, config, in_few_bits, tmp_path):
+@torch.no_grad()
+def test_a_classifier_trains_with_stock_lora(model_class, config, head, in_few_bits, tmp_path):
+    """Its head is decoded, for PEFT has that trained as a whole."""
     torch.manual_seed(0)
     model_class(config).save_pretrained(tmp_path / "dense")
     quantized = KbitConfig(bits=4, skip_default_modules=not in_few_bits)
     first = AutoModelForSequenceClassification.from_pretrained(tmp_path / "dense", quantization_config=quantized)
     first.save_pretrained(tmp_path / "quantized")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "quantized").eval()
-    assert (
-        isinstance(
-            model.get_submodule("classifier" if hasattr(model, "pre_classifier") else "classifier.dense"), KbitLinear
-        )
-        == in_few_bits
-    )
-    with torch.no_grad():
-        output = model(IDS).logits
-    targets = ["query", "value", "q_lin", "v_lin"]
+    assert isinstance(model.get_submodule(head), KbitLinear) == in_few_bits
+    output, targets = model(IDS).logits, ["query", "value", "q_lin", "v_lin"]
     adapted = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=targets)).eval()
     torch.testing.assert_close(adapted(IDS).logits, output)
-    trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
     assert [name for name in trained if "classifier" in name and name.endswith("weight")]
-    adapted(IDS, labels=torch.tensor([1])).loss.backward()
-    assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
+    with torch.enable_grad():
+        adapted(IDS, labels=torch.tensor([1])).loss.backward()
+    assert all(p.grad is not None for p in trained.values())
     saved = [module for name, module in adapted.named_modules() if "modules_to_save" in name]
     assert saved and not any(isinstance(module, KbitWeight) for module in saved)
 
