@@ -20,6 +20,7 @@ import torch
 import transformers
 from adapters import METHODS, kbit_layers, load, relative
 from byte_tokenizer import byte_tokenizer
+from command import succeed
 from torch import nn
 from transformers import (
     LlamaConfig,
@@ -31,10 +32,9 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from typer.testing import CliRunner
 
 import hf_kbit
-from hf_kbit import KbitConfig, KbitLinear, allocation, cli, codebooks
+from hf_kbit import KbitConfig, KbitLinear, allocation, codebooks
 from hf_kbit.calibration import tuning
 from hf_kbit.calibration.layerwise import METHODS as CALIBRATION_METHODS
 from hf_kbit.integrations.peft.create import IMPOSSIBLE_INITIALISATIONS
@@ -250,13 +250,13 @@ def test_commands_as_they_stand(hub, tmp_path, run_code, monkeypatch, page):
             command = re.sub(r"--memory \S+ --context 1024", "--memory 1.2MB --context 1024", command)
             name, *arguments = shlex.split(command)
             if arguments[0] == "eval" and not Path(arguments[1]).exists():
-                CliRunner().invoke(cli.app, ["quantize", "Qwen/Qwen3-0.6B", arguments[1]])
+                succeed("quantize", "Qwen/Qwen3-0.6B", arguments[1])
             if "--calibrate" in arguments:
                 arguments += ["--sequences", "4", "--length", "32"]
             if arguments[0] == "bench":
                 arguments += ["--new-tokens", "4", "--repeats", "1"]
-            result = CliRunner().invoke(cli.app, arguments, input="")
-            assert name == "hf-kbit" and result.exit_code == 0, f"{command}: {result.output}"
+            assert name == "hf-kbit", command
+            succeed(*arguments)
             if arguments[0] == "quantize":
                 assert kinds_of_layers(Qwen3ForCausalLM.from_pretrained(arguments[2])) == {KbitLinear}, command
             ran += 1
@@ -500,9 +500,7 @@ def test_commands_of_the_evaluation_page(run_code):
     model.save_pretrained("qwen3-0.6b-3bit")
     page, shown = text_of("evaluation.md"), []
     for command in re.findall(r"^hf-kbit (eval .*notes\.txt.*)$", page, flags=re.MULTILINE):
-        result = CliRunner().invoke(cli.app, [*shlex.split(command), "--device", "cpu", "--limit-tokens", "300"])
-        assert result.exit_code == 0, result.output
-        shown.append(result.stdout)
+        shown.append(succeed(*shlex.split(command), "--device", "cpu", "--limit-tokens", "300").stdout)
     assert len(shown) == 2 and shown[0] == shown[1]
     labels = re.findall(r"^\| `(.*)` \|", page, flags=re.MULTILINE)
     assert [line[:14].strip() for line in shown[0].splitlines()] == labels

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from argparse import Namespace
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import hf_kbit
-from hf_kbit.cli.model import Loading
+from hf_kbit.cli.options import source
 from hf_kbit.generation.unsupported import Unsupported
 
 
@@ -51,10 +52,10 @@ class Speed:
     peak: int | None
 
 
-def load(model: str, device: str, loading: Loading) -> PreTrainedModel:
-    """The causal language model of that name, ready to generate."""
-    options = {"device_map": device, "dtype": loading.dtype}
-    return AutoModelForCausalLM.from_pretrained(model, **options, **loading.source).eval()
+def load(given: Namespace, device: str) -> PreTrainedModel:
+    """The causal language model that the command was given, ready to generate."""
+    options = {"device_map": device, "dtype": given.dtype}
+    return AutoModelForCausalLM.from_pretrained(given.model, **options, **source(given)).eval()
 
 
 def generate(model: PreTrainedModel, **options) -> torch.Tensor:

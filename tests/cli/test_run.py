@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
+from command import hf_kbit_command, refuse, succeed
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 import hf_kbit
 from hf_kbit import cli
@@ -88,8 +88,7 @@ def test_lm_eval(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [])  # put back afterwards
     arguments = "--model hf --model_args pretrained=packed --device cpu --include_path tasks --tasks sums"
-    done = CliRunner().invoke(cli.app, ["run", "lm-eval", *arguments.split(), "--output_path", "results"])
-    assert done.exit_code == 0, done.output
+    assert hf_kbit_command("run", "lm-eval", *arguments.split(), "--output_path", "results").code is None
     (file,) = (folder / "results").rglob("results_*.json")
     found = json.loads(file.read_text())["results"]["sums"]
     model = AutoModelForCausalLM.from_pretrained(folder / "packed")
@@ -103,8 +102,8 @@ def test_a_program_and_its_arguments(monkeypatch):
     main = SimpleNamespace(load=lambda: lambda: seen.append(sys.argv) or 7)
     monkeypatch.setattr(cli.run, "entry_points", lambda group, name: [main] if name == "program" else [])
     monkeypatch.setattr(sys, "argv", [])
-    result = CliRunner().invoke(cli.app, ["run", "program", "--help", "-x", "3", "file", "--version"])
-    assert result.exit_code == 7 and seen == [["program", "--help", "-x", "3", "file", "--version"]]
+    given = ["program", "--help", "-x", "3", "file", "--version"]
+    assert hf_kbit_command("run", *given).code == 7 and seen == [given]
 
 
 def test_processes_of_a_program_know_quantized_models(monkeypatch, tmp_path):
@@ -121,7 +120,7 @@ def test_processes_of_a_program_know_quantized_models(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", [])
     for path in ("", str(tmp_path)):
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), path])))
-        CliRunner().invoke(cli.app, ["run", "program"])
+        hf_kbit_command("run", "program")
     assert printed[0] == f"True {cli.run.CHILDREN}/sitecustomize.py\n"
     assert printed[1] == f"its own True {tmp_path}/sitecustomize.py\n"
 
@@ -140,6 +139,5 @@ def test_accelerate_launch(folder, monkeypatch, tmp_path):
 
 
 def test_a_program_that_is_not_there():
-    result = CliRunner().invoke(cli.app, ["run", "no-such-program"])
-    assert result.exit_code == 1 and "hf-kbit run: found no program 'no-such-program'" in result.stderr
-    assert "Usage" in CliRunner().invoke(cli.app, ["run", "--help"]).stdout
+    assert "found no program 'no-such-program'" in refuse("run", "no-such-program")
+    assert "usage: hf-kbit run [-h] program" in succeed("run", "--help").stdout
