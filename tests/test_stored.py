@@ -50,7 +50,7 @@ def digest_of(entries: dict) -> str:
 
 
 @given(stored())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_written_and_read(found):
     """Through JSON, alone and in the config of a model, with nothing said that need not be said."""
     entries = json.loads(json.dumps(found.to_dict(), sort_keys=True))
@@ -130,14 +130,14 @@ def test_damaged(entries, message):
         KbitConfig.from_dict(GOOD | entries)
 
 
-def test_a_hundred_thousand_layers_hold_nobody_up():
+def test_many_layers_hold_nobody_up():
     """And what is wrong with so many entries is said in a few words."""
     levels = list(codebooks.optimal(2))
-    layers = {f"model.layers.{i}.q_proj": {"exponent": 1, "levels": levels} for i in range(100_000)}
+    layers = {f"model.layers.{i}.q_proj": {"exponent": 1, "levels": levels} for i in range(20_000)}
     start = time.process_time()
     found = KbitConfig.from_dict({"bits": 2, "levels": {"2": levels}, "layers": layers})
     assert len(found.stored.digest()) == 64 and len(found.to_dict()["layers"]) == len(layers)
-    assert time.process_time() - start < 20.0
+    assert time.process_time() - start < 4.0
     for entries, message in [
         ({"module_bits": [["a", 3]] * 100_000}, "module_bits: found 'a' more than once"),
         ({"module_bits": [*[["a", 3]] * 100_000, "b"]}, "module_bits: found "),
