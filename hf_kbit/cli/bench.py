@@ -1,14 +1,11 @@
 """``hf-kbit bench``: how large and how fast a quantized model is on this machine, beside 16 bits."""
 
+import statistics
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hf_kbit.cli.options import add, add_device, add_loading, at_least, resolve_device, source
 from hf_kbit.cli.output import line
-
-if TYPE_CHECKING:
-    from hf_kbit.cli.generate import Speed
 
 BAR = 40  # characters, of the longest
 
@@ -35,7 +32,7 @@ def command(given: Namespace) -> None:
     import torch
     from transformers import AutoConfig
 
-    from hf_kbit.cli.generate import load, measure
+    from hf_kbit.cli.generate import load
     from hf_kbit.integrations.transformers.cards import widths
 
     model, sizes = given.model, (given.prompt_tokens, given.new_tokens)
@@ -57,9 +54,10 @@ def command(given: Namespace) -> None:
         torch.cuda.get_device_name(device) if packed.device.type == "cuda" else f"{torch.get_num_threads()} threads"
     )
     line("machine", f"{device}, {where}, torch {torch.__version__}")
-    speeds = {name: measure(packed, *sizes, given.repeats)}
-    speeds[str(packed.dtype).removeprefix("torch.")] = measure(packed.dequantize(), *sizes, given.repeats)
-    figures = _figures(speeds, *sizes)
+    measured = {name: _measure(packed, *sizes, given.repeats)}
+    dense = packed.dequantize()  # in place
+    measured[str(dense.dtype).removeprefix("torch.")] = _measure(dense, *sizes, given.repeats)
+    figures = {title: {name: found[title] for name, found in measured.items()} for title in measured[name]}
     for title, values in figures.items():
         print(f"\n{title}")
         for label, value in values.items():
@@ -70,16 +68,32 @@ def command(given: Namespace) -> None:
         line("\ndrawn", str(given.png))
 
 
-def _figures(speeds: dict[str, "Speed"], prompt_tokens: int, new_tokens: int) -> dict[str, dict[str, float]]:
-    """What is shown, by title, for each model."""
-    kinds = {
-        "weights, MB": lambda speed: speed.weights / 1e6,
-        "most GPU memory, MB": lambda speed: speed.peak and speed.peak / 1e6,
-        f"prompt of {prompt_tokens:,}, tokens per second": lambda speed: speed.prefill,
-        f"{new_tokens:,} new tokens, tokens per second": lambda speed: speed.decode,
+def _measure(model, prompt_tokens: int, new_tokens: int, repeats: int) -> dict[str, float]:
+    """By title: the weights, on a GPU the most that torch held there meanwhile, and medians of ``repeats`` answers to
+    a prompt of random tokens, after one that does not count."""
+    import torch
+
+    from hf_kbit.cli.generate import Clock, generate
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.get_text_config().vocab_size, (1, prompt_tokens), generator=generator)
+    inputs = {"input_ids": ids.to(model.device), "attention_mask": torch.ones_like(ids).to(model.device)}
+    on_gpu = model.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(model.device)
+    clocks = []
+    for _ in range(repeats + 1):
+        clocks.append(Clock())
+        length = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+        generate(model, **inputs, **length, do_sample=False, streamer=clocks[-1], pad_token_id=0)
+    first = statistics.median(clock.times[0] for clock in clocks[1:])
+    peak = {"most GPU memory, MB": torch.cuda.max_memory_allocated(model.device) / 1e6} if on_gpu else {}
+    return {
+        "weights, MB": model.get_memory_footprint() / 1e6,
+        **peak,
+        f"prompt of {prompt_tokens:,}, tokens per second": prompt_tokens / first,
+        f"{new_tokens:,} new tokens, tokens per second": statistics.median(c.tokens_per_second for c in clocks[1:]),
     }
-    found = {title: {name: value(speed) for name, speed in speeds.items()} for title, value in kinds.items()}
-    return {title: values for title, values in found.items() if None not in values.values()}
 
 
 def _number(value: float) -> str:
