@@ -11,8 +11,6 @@ from hf_kbit.cli.options import add, add_device, add_loading, add_text, at_least
 from hf_kbit.cli.output import line
 
 if TYPE_CHECKING:
-    import torch
-
     from hf_kbit.evaluation import Evaluation
 
 
@@ -42,6 +40,7 @@ def command(given: Namespace) -> None:
     """Measure what quantization costs: perplexity, and how far the model is from the 16-bit one."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from hf_kbit.calibration.data import tokenize, tokenizer_of
     from hf_kbit.config import KbitConfig
     from hf_kbit.evaluation import check, evaluate
     from hf_kbit.integrations.transformers.cards import write_figures
@@ -69,8 +68,10 @@ def command(given: Namespace) -> None:
         chosen = {"bits": bits, "codebook": given.codebook, "scale": given.scale}
         chosen = {name: value for name, value in chosen.items() if value is not None}
         quantization = {"quantization_config": KbitConfig(**chosen)}
-    text = read_text(given)
-    tokens = _tokenize(text, vocabulary, source[vocabulary])[: given.limit_tokens]
+    text, tokenizer = read_text(given), tokenizer_of(vocabulary, **source[vocabulary])
+    if tokenizer is None:
+        raise ValueError(f"{vocabulary}: found no tokenizer, expected one; name another with --tokenizer")
+    tokens = tokenize(text, tokenizer)[: given.limit_tokens]
     windows = {"window": given.window, "stride": given.window if given.stride is None else given.stride}
     check(configs, tokens, **windows)  # before anything large is loaded
     evaluated = AutoModelForCausalLM.from_pretrained(model, **load, **source[model], **quantization)
@@ -86,20 +87,6 @@ def command(given: Namespace) -> None:
     else:
         for label, value in rows.items():
             line(label, value)
-
-
-def _tokenize(text: str, name: str, source: dict) -> "torch.Tensor":
-    from transformers import AutoTokenizer
-
-    from hf_kbit.calibration.data import tokenize
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **source)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{name}: found no tokenizer, expected one; name another with --tokenizer ({error})"
-        ) from None
-    return tokenize(text, tokenizer)
 
 
 def _rows(found: "Evaluation") -> dict[str, str]:
