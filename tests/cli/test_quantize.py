@@ -1,8 +1,6 @@
 """``hf-kbit quantize``: what it saves, what it says, what it refuses, and that it goes on where it was killed."""
 
-import itertools
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -15,13 +13,13 @@ import pytest
 import torch
 from architectures import BY_NAME
 from command import hf_kbit_command, refuse, succeed
-from killing import kill_at
+from killing import in_a_child, killed_everywhere
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertForMaskedLM, LlamaForCausalLM
 
 import hf_kbit
-from hf_kbit import KbitLinear, codebooks, memory, post_training, widths
+from hf_kbit import KbitLinear, codebooks, memory, widths
 from hf_kbit.calibration.layerwise import METHODS, load
 from hf_kbit.calibration.resume import Finished
 from hf_kbit.cli.folder import UNFINISHED, claim
@@ -112,32 +110,27 @@ def test_with_data(data, device, text, tmp_path):
 def test_to_a_mean_width(device, text, tmp_path):
     """The widths are those that are chosen on the sequences evenly spread, and what is said of them is true."""
     twice = ("--text", "rows.txt", "--text", "rows.txt")
-    printed = quantize("dense", tmp_path, "--bits", 3.4, *twice, "--device", device)
+    lines = quantize("dense", tmp_path, "--bits", 3.4, *twice, "--device", device).splitlines()
     config = AutoModelForCausalLM.from_pretrained(tmp_path).config.quantization_config
     dense = AutoModelForCausalLM.from_pretrained("dense")
     ids = torch.tensor(list(f"{text}\n\n{text}".encode()))
-    rows = ids[: len(ids) // 96 * 96].view(-1, 96)  # fewer than are wanted, so all of them
-    assert len(rows) <= post_training.MEASURED[0]
-    tokens = rows.flatten()
+    tokens = ids[: len(ids) // 96 * 96]  # fewer sequences than are wanted, so all of them
     expected = widths.choose_widths(dense, tokens, 3.4, window=96, device=device)
-    measured = widths.measure(dense, tokens, hf_kbit.KbitConfig(bits=2), window=96, device=device)
-    costs = sorted(measured, key=lambda name: measured[name].costs[2] / measured[name].weights)
     assert config.module_bits == expected.module_bits and config.bits == expected.bits
-    layers = {name: m for name, m in dense.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"}
-    counts = Counter(config.bits_for(name) for name in layers)
-    sizes = {name: layer.out_features * -(-layer.in_features // 32) for name, layer in layers.items()}  # with padding
-    mean = sum(config.bits_for(name) * size for name, size in sizes.items()) / sum(sizes.values())
-    said = ", ".join(f"{count} in {width} bits" for width, count in sorted(counts.items()))
-    lines = [line.strip() for line in printed.splitlines()]
-    start = lines.index(
-        f"measuring     what few bits in each layer cost on {len(tokens)} tokens of rows.txt, rows.txt, on {device}"
-    )
-    assert lines[start + 1] == f"widths        {mean:.2f} bits for a weight: {said}"
-    assert f"down_proj {config.bits_for('model.layers.0.mlp.down_proj'):.2f}" in lines[start + 2]
-    for line, extreme, expected in zip(lines[start + 3 :], ("most", "least"), (costs[-1], costs[0]), strict=False):
-        pattern = rf"(\S+): (\d) bits, for 2 cost \S+ nats a token, the {extreme} for its size"
-        name, width = re.match(pattern, line).groups()
-        assert name == expected and config.bits_for(name) == int(width)
+    measured = widths.measure(dense, tokens, hf_kbit.KbitConfig(bits=2), window=96, device=device)
+    bits = {name: config.bits_for(name) for name in measured}
+    mean = sum(bits[name] * layer.weights for name, layer in measured.items())
+    mean /= sum(layer.weights for layer in measured.values())
+    said = ", ".join(f"{count} in {width} bits" for width, count in sorted(Counter(bits.values()).items()))
+    first, _, kinds, *extremes = lines[lines.index(f"widths        {mean:.2f} bits for a weight: {said}") - 1 :]
+    where = f"{len(tokens)} tokens of rows.txt, rows.txt, on {device}"
+    assert first == f"measuring     what few bits in each layer cost on {where}"
+    assert f"down_proj {bits['model.layers.0.mlp.down_proj']:.2f}" in kinds
+    costs = sorted(measured, key=lambda name: measured[name].costs[2] / measured[name].weights)
+    for line, extreme, name in zip(extremes, ("most", "least"), (costs[-1], costs[0]), strict=False):
+        assert re.search(
+            rf" {name}: {bits[name]} bits, for 2 cost \S+ nats a token, the {extreme} for its size$", line
+        )
 
 
 def test_to_a_memory(device, tmp_path):
@@ -145,10 +138,8 @@ def test_to_a_memory(device, tmp_path):
     dense = AutoModelForCausalLM.from_pretrained("dense")
     cache = memory.cache_bytes(dense, 64)
     for out, size, calibrate in ((tmp_path / "small", 35_000, ()), (tmp_path / "large", 47_000, ("--calibrate",))):
-        how = ("--memory", f"{size}B", "--context", 64, *calibrate, "--device", device)
-        printed = quantize("dense", out, *how)
-        taken = sum(tensor.nbytes for tensor in stored(out).values()) + cache
-        assert size - 1000 < taken <= size
+        printed = quantize("dense", out, "--memory", f"{size}B", "--context", 64, *calibrate, "--device", device)
+        assert size - 1000 < sum(tensor.nbytes for tensor in stored(out).values()) + cache <= size
         tables = memory.embedding_bits_for_memory(dense, size, context=64)
         bits = memory.bits_for_memory(dense, size, context=64, embedding_bits=tables)
         said = re.findall(r"([0-9][0-9,]*) (for .*|left over|bytes)$", printed, flags=re.MULTILINE)
@@ -354,17 +345,14 @@ def test_one_process_writes_a_folder(tmp_path):
 def test_a_claim_ends_with_its_process(tmp_path):
     """However it ends; and what it was saving is gone, while what it had calibrated stays."""
 
-    def killed():
+    def act_and_die():
         with claim(tmp_path) as output:
             output.model.mkdir(parents=True)
             (output.model / "half").write_text("")
             Finished(output.layers, "of a run")
             os.kill(os.getpid(), signal.SIGKILL)
 
-    process = multiprocessing.get_context("fork").Process(target=killed)
-    process.start()
-    process.join(timeout=60)
-    assert process.exitcode == -signal.SIGKILL and f"{UNFINISHED}/model/half" in files_of(tmp_path)
+    assert in_a_child(act_and_die) == -signal.SIGKILL and f"{UNFINISHED}/model/half" in files_of(tmp_path)
     with claim(tmp_path) as output:
         assert files_of(tmp_path) == {f"{UNFINISHED}/lock", f"{UNFINISHED}/layers/run.json"}
     output.layers.joinpath("run.json").unlink()
@@ -376,7 +364,7 @@ def test_a_claim_ends_with_its_process(tmp_path):
 def test_killed_while_the_model_moves_out(tmp_path):
     """What has moved is no model without config.json. Once the model was whole, the rest follows when the command is
     given again, and refused."""
-    files = {"config.json", "model.safetensors", "tokenizer.json", "additional_chat_templates/a"}
+    files = {"config.json", "model.safetensors", "additional_chat_templates/a"}
 
     def save(folder, name):
         with claim(folder) as output:
@@ -386,18 +374,8 @@ def test_killed_while_the_model_moves_out(tmp_path):
             Finished(output.layers, "of a run")
             output.publish()
 
-    def save_until_killed(folder, step):
-        kill_at(step, folder)
-        save(folder, "killed")
-
     ended = []
-    for step in itertools.count(1):
-        folder = tmp_path / str(step)
-        process = multiprocessing.get_context("fork").Process(target=save_until_killed, args=(folder, step))
-        process.start()
-        process.join(timeout=60)
-        if process.exitcode == 0:
-            break
+    for folder in killed_everywhere(tmp_path, lambda folder: None, lambda folder: save(folder, "killed")):
         if (folder / UNFINISHED / "whole").exists() or (folder / "config.json").exists():
             with pytest.raises(ValueError, match=r"found files, .* for one, expected a new folder"), claim(folder):
                 pass
