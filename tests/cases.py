@@ -6,7 +6,7 @@ import re
 import torch
 
 from hf_kbit import codebooks, format, reference, transforms
-from hf_kbit.format import BITS
+from hf_kbit.format import BITS as BITS
 from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.packed import quantize_weight
 
@@ -133,23 +133,3 @@ def assert_product(found, x, dense, bias=None, roundings: int = 1, columns=None,
     relative += (len(dense) + 1 + 7 * transformed) * EPS[torch.float32]
     bound = magnitude * relative + expected.abs() * EPS[found.dtype] + 1e-30
     assert ((found.double() - expected).abs() <= bound).all()
-
-
-__all__ = [
-    "BATCHES",
-    "BITS",
-    "FLOATS",
-    "SHAPES",
-    "TRANSFORMS",
-    "assert_product",
-    "codebook",
-    "columns",
-    "generator",
-    "launched",
-    "quantized",
-    "random_packed",
-    "stored",
-    "tiles_on_gpu",
-    "weight",
-    "x",
-]

@@ -120,7 +120,7 @@ def options() -> dict[tuple[str, str], argparse.Action]:
 
 def help_of(command: str, name: str) -> str:
     action = options()[command, name]
-    return action.help % {"default": action.default}
+    return (action.help % {"default": action.default}).removesuffix(" (default: True)")  # which Python 3.10 adds
 
 
 @pytest.mark.parametrize("command, name", options())
