@@ -12,40 +12,25 @@ from typing import TYPE_CHECKING
 
 from hf_kbit import hooks as _hooks
 
-if TYPE_CHECKING:
-    from hf_kbit import codebooks, ops
-    from hf_kbit.calibration import calibrate
-    from hf_kbit.config import KbitConfig
-    from hf_kbit.evaluation import evaluate
-    from hf_kbit.generation.fast_generate import fast_generate
-    from hf_kbit.integrations.transformers.cards import model_card
-    from hf_kbit.memory import bits_for_memory, embedding_bits_for_memory
-    from hf_kbit.nn.embedding import KbitEmbedding
-    from hf_kbit.nn.linear import KbitLinear
-    from hf_kbit.ops import set_batch_invariant
-    from hf_kbit.post_training import quantize_model
-    from hf_kbit.saving import load_into, save
-    from hf_kbit.widths import choose_widths
+if TYPE_CHECKING:  # names that are imported as themselves are public
+    from hf_kbit import codebooks as codebooks
+    from hf_kbit import ops as ops
+    from hf_kbit.calibration import calibrate as calibrate
+    from hf_kbit.config import KbitConfig as KbitConfig
+    from hf_kbit.evaluation import evaluate as evaluate
+    from hf_kbit.generation.fast_generate import fast_generate as fast_generate
+    from hf_kbit.integrations.transformers.cards import model_card as model_card
+    from hf_kbit.memory import bits_for_memory as bits_for_memory
+    from hf_kbit.memory import embedding_bits_for_memory as embedding_bits_for_memory
+    from hf_kbit.nn.embedding import KbitEmbedding as KbitEmbedding
+    from hf_kbit.nn.linear import KbitLinear as KbitLinear
+    from hf_kbit.ops import set_batch_invariant as set_batch_invariant
+    from hf_kbit.post_training import quantize_model as quantize_model
+    from hf_kbit.saving import load_into as load_into
+    from hf_kbit.saving import save as save
+    from hf_kbit.widths import choose_widths as choose_widths
 
 __version__ = "0.1.0"
-__all__ = [
-    "KbitConfig",
-    "KbitEmbedding",
-    "KbitLinear",
-    "bits_for_memory",
-    "calibrate",
-    "choose_widths",
-    "codebooks",
-    "embedding_bits_for_memory",
-    "evaluate",
-    "fast_generate",
-    "load_into",
-    "model_card",
-    "ops",
-    "quantize_model",
-    "save",
-    "set_batch_invariant",
-]
 
 # Where the public names are, which are imported when they are first asked for.
 _HOMES = {
@@ -59,11 +44,13 @@ _HOMES = {
     "evaluate": "evaluation",
     "fast_generate": "generation.fast_generate",
     "load_into": "saving",
-    "quantize_model": "post_training",
     "model_card": "integrations.transformers.cards",
+    "quantize_model": "post_training",
     "save": "saving",
     "set_batch_invariant": "ops",
-    # What needs PEFT, and is no part of __all__ because of that: an import of * works without it.
+}
+__all__ = ["codebooks", "ops", *_HOMES]
+_HOMES |= {  # which need PEFT: an import of * works without it
     "merge_and_unload": "integrations.peft.merge",
     "prepare_model_for_kbit_training": "integrations.peft.prepare",
     "replace_lora_weights_loftq": "integrations.peft.loftq",

@@ -56,12 +56,8 @@ class StoredTensor:
 
 
 def read_headers(files: Iterable[str | os.PathLike]) -> dict[str, StoredTensor]:
-    """All tensors of safetensors files, by name.
-
-    Raises:
-        ValueError: a file is no safetensors file, or is damaged or cut short; the message names the file and, where
-            the header survived, the first tensor that is not all there. Or two files hold a tensor of the same name.
-    """
+    """All tensors of safetensors files, by name; a ValueError names a file that is none, that is damaged, with the
+    first tensor that is not all there, or that holds a tensor which another one holds."""
     tensors, found_in = {}, {}
     for file in files:
         if not str(file).endswith(".safetensors"):
@@ -84,7 +80,7 @@ def _first_cut(file: str | os.PathLike) -> str:
     size = os.path.getsize(file)
     try:
         with open(file, "rb") as stream:
-            header, begin = _header(stream, size)
+            header, begin = _header(stream)
         ends = sorted((begin + entry["data_offsets"][1], name) for name, entry in header.items())
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         return ""
@@ -92,10 +88,10 @@ def _first_cut(file: str | os.PathLike) -> str:
     return next((f" at tensor {brief(name)}: found {size} bytes, expected {end}" for name, end in cut), "")
 
 
-def _header(stream, most: int = -1) -> tuple[dict[str, Any], int]:
-    """The entries of a file's tensors, and where its data begins; at most so many bytes are read."""
+def _header(stream) -> tuple[dict[str, Any], int]:
+    """The entries of a file's tensors, and where its data begins."""
     length = int.from_bytes(stream.read(8), "little")
-    header = json.loads(stream.read(length if most < 0 else min(length, most)))
+    header = json.loads(stream.read(min(length, os.fstat(stream.fileno()).st_size)))
     header.pop("__metadata__", None)
     return header, 8 + length
 
@@ -133,11 +129,7 @@ def read_columns(files: Mapping[str, str], packed: Mapping[str, str]) -> dict[st
 
 
 def packed_modules(tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """Names of the modules of which there are packed tensors.
-
-    Raises:
-        ValueError: one has words without scales, or scales without words.
-    """
+    """Names of the modules of which there are packed tensors: words and scales, not only one of both."""
     modules, problems = [], []
     for name in sorted(tensors):
         if name.endswith(WEIGHT_SUFFIX + ABSMAX_SUFFIX):
@@ -168,13 +160,8 @@ def compare_packed(name: str, tensors: Mapping[str, StoredTensor], layer: KbitWe
 
 
 def check_save(files: Iterable[str | os.PathLike], stored: Stored, packed: Iterable[str]) -> None:
-    """Compares the config with the packed modules, and the seal of each file with the config and all tensors. Files of
-    older versions have a digest of the config alone, or none.
-
-    Raises:
-        ValueError: the config speaks of other modules; or a file has another digest, or only some have one: config and
-            files are not of the same save.
-    """
+    """Refuses a config that speaks of other modules than are packed, and files that were not all saved together and
+    with this config. Files of older versions have a digest of the config alone, or none."""
     unknown = stored.layers.keys() - set(packed)
     refuse([f"{name}: in layers of the quantization config, not in the checkpoint" for name in sorted(unknown)])
     metadata = {}

@@ -96,21 +96,22 @@ class KbitConfig(QuantizationConfigMixin):
     def _module_bits(self, module_bits) -> dict[str, int | None]:
         if isinstance(module_bits, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in module_bits):
             patterns = [pattern for pattern, _ in module_bits]
-            Patterns(patterns, "module_bits")
-            if len(pairs := dict(module_bits)) < len(module_bits):
-                twice = Counter(patterns).most_common(1)[0][0]
-                raise ValueError(f"module_bits: found {shown(twice)} more than once, expected each pattern once")
-            module_bits = pairs
-        module_bits = mapping(module_bits, "module_bits", "{pattern: bits or None}")
-        Patterns(module_bits, "module_bits")
+        else:
+            module_bits = mapping(module_bits, "module_bits", "{pattern: bits or None}")
+            patterns = list(module_bits)
+        Patterns(patterns, "module_bits")
+        found = dict(module_bits)
+        if len(found) < len(patterns):
+            twice = Counter(patterns).most_common(1)[0][0]
+            raise ValueError(f"module_bits: found {shown(twice)} more than once, expected each pattern once")
         left = set(self.modules_to_not_convert)
-        for pattern, bits in module_bits.items():
-            if bits is None:
-                continue
-            check_bits(bits, f"module_bits[{shown(pattern)}]")
-            if pattern in left:
-                raise ValueError(f"{shown(pattern)}: found in modules_to_not_convert and in module_bits: choose one")
-        return dict(module_bits)
+        for pattern, bits in found.items():
+            if bits is not None:
+                check_bits(bits, f"module_bits[{shown(pattern)}]")
+                if pattern in left:
+                    both = "in modules_to_not_convert and in module_bits"
+                    raise ValueError(f"{shown(pattern)}: found {both}: choose one")
+        return found
 
     def _codebook(self, codebook):
         widths = {self.bits, self.embedding_bits, *self.module_bits.values()} - {None}
@@ -121,14 +122,11 @@ class KbitConfig(QuantizationConfigMixin):
                 codebooks.named(codebook, bits)
             return codebook
         if isinstance(codebook, Mapping):
-            tables = {
-                bits: list(codebooks.canonical(table, bits, f"codebook[{bits}]"))
-                for bits, table in by_width(codebook, "codebook").items()
-            }
+            given = by_width(codebook, "codebook").items()
+            tables = {bits: list(codebooks.canonical(table, bits, f"codebook[{bits}]")) for bits, table in given}
             if missing := widths - set(tables):
-                raise ValueError(
-                    f"codebook: found tables for {sorted(tables)} bits, expected one for {sorted(missing)} too"
-                )
+                also = f"expected one for {sorted(missing)} too"
+                raise ValueError(f"codebook: found tables for {sorted(tables)} bits, {also}")
             return tables
         if len(widths) > 1:
             raise ValueError(
@@ -194,8 +192,7 @@ class KbitConfig(QuantizationConfigMixin):
         self.stored = Stored.of(layers, self.bits, levels, self.embedding_bits)
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the base class; ``module_bits`` becomes a list of pairs where a dict would lose the order, for JSON is
-        written with sorted keys.
+        """As in the base class; ``module_bits`` becomes a list of pairs where JSON, which sorts keys, loses the order.
 
         >>> KbitConfig(module_bits={"down_proj": 5, "layers.0": None}).to_dict()["module_bits"]
         {'down_proj': 5, 'layers.0': None}
@@ -235,26 +232,23 @@ class Chooser:
     def choose(self, module_name: str, table: bool = False) -> tuple[int | None, bool]:
         """What ``KbitConfig.bits_for`` gives, and whether it is asked for, by a width in ``module_bits``."""
         config, excluded = self._config, next(self.left.naming(module_name), None)
-        pattern = self._pattern_for(module_name, table)
-        if pattern is None:
-            return None if excluded is not None else config.embedding_bits if table else config.bits, False
-        bits = config.module_bits[pattern]
-        if bits is not None and excluded is not None:
-            raise ValueError(
-                f"{module_name}: module_bits[{shown(pattern)}] asks for {bits} bits, {shown(excluded)} in "
-                "modules_to_not_convert for none: choose one"
-            )
-        return bits, bits is not None
-
-    def _pattern_for(self, module_name: str, table: bool) -> str | None:
-        """The pattern of ``module_bits`` that decides on a layer, or on a table: of those for a part of the model that
-        a table is in, only one that leaves it in 16 bits."""
+        # Of a part of the model that a table is in, a pattern may leave the table in 16 bits, not give it a width.
         part = module_name.rpartition(".")[0] if table else ""
         for_part = set(self.widths.naming(part)) if part else ()
         for pattern in self.widths.naming(module_name):
-            if self._config.module_bits[pattern] is None or pattern not in for_part:
-                return pattern
-        return None
+            bits = config.module_bits[pattern]
+            if bits is None:
+                return None, False
+            if pattern in for_part:
+                continue
+            if excluded is not None:
+                raise ValueError(
+                    f"{module_name}: module_bits[{shown(pattern)}] asks for {bits} bits, {shown(excluded)} in "
+                    "modules_to_not_convert for none: choose one"
+                )
+            return bits, True
+        usual = config.embedding_bits if table else config.bits
+        return usual if excluded is None else None, False
 
 
 def config_or(config: KbitConfig | None, arguments: Mapping[str, Any]) -> KbitConfig:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 
@@ -20,3 +21,16 @@ def settle(*paths: Path) -> None:
                 raise
         finally:
             os.close(descriptor)
+
+
+def move_out(source: Path, target: Path, last: str) -> None:
+    """Moves all files of a folder into another and removes the first. The file of the name ``last`` moves once all
+    others are there, whenever the power fails; what was interrupted goes on when it is called again."""
+    files = [file.relative_to(source) for file in source.rglob("*") if file.is_file()]
+    for file in sorted(files, key=lambda file: str(file) == last):
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        if str(file) == last:
+            settle(*{(target / moved).parent for moved in files})
+        os.replace(source / file, target / file)
+    settle(target)
+    shutil.rmtree(source)

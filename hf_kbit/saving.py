@@ -4,7 +4,8 @@ A folder has ``kbit_config.json``, which says how the tensors decode, and ``kbit
 Nothing of it is read into a module before all of it was checked.
 
 A save is written into a folder inside, ``UNFINISHED``, and is the one to load from the moment that this has become
-``MOVING``. Its files then move out, over those of an earlier save. Whenever a process ends, one of the two is whole.
+``WHOLE``. The files of an earlier save are then removed, the folder becomes ``MOVING``, and its files move out.
+Whenever a process ends, one of the two saves is whole.
 """
 
 import json
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 from hf_kbit import checkpoint
 from hf_kbit.checkpoint import PACKED_SUFFIXES
 from hf_kbit.config import KbitConfig
-from hf_kbit.durable import settle
+from hf_kbit.durable import move_out, settle
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.in_place import put
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
@@ -35,8 +36,7 @@ from hf_kbit.stored import Stored
 CONFIG = "kbit_config.json"
 FILES = "kbit{suffix}.safetensors"
 SHARD = re.compile(r"kbit(-\d{5}-of-\d{5})?\.safetensors")
-UNFINISHED, MOVING = ".kbit-unfinished", ".kbit-moving"
-NAMES = "names.txt"  # in these, the names of the save's files with tensors
+UNFINISHED, WHOLE, MOVING = ".kbit-unfinished", ".kbit-whole", ".kbit-moving"
 
 
 @torch.no_grad()
@@ -85,7 +85,7 @@ def save(module: nn.Module, folder: str | os.PathLike, *, max_shard_size: int | 
     try:
         unfinished.mkdir()
         _write(unfinished, files, stored)
-        os.replace(unfinished, folder / MOVING)
+        os.replace(unfinished, folder / WHOLE)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     _move_out(folder)
@@ -141,7 +141,7 @@ def load_into(module: nn.Module, folder: str | os.PathLike) -> None:
         layer = quantizer.new_layer(module, name, layers[first].bits)
         layer.tie_to(layers[first])
         put(module, name, layer)
-    _fill(module, {id(tensor): tensors[name] for name, tensor in expected.items()})
+    _fill(module, {tensor: tensors[name] for name, tensor in expected.items()})
 
 
 def _refuse_transformers(module: nn.Module, method: str) -> None:
@@ -150,17 +150,12 @@ def _refuse_transformers(module: nn.Module, method: str) -> None:
         raise TypeError(f"module: found {type(module).__name__}, a model of Transformers; call its {method}(folder)")
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.glob("*.safetensors") if SHARD.fullmatch(file.name))
-
-
 def _saved(folder: Path) -> tuple[Path, list[Path]]:
     """The config and the files with tensors of what is saved, some of which may not have moved out."""
-    if (names := _moving(folder)) is None:
-        return folder / CONFIG, _files(folder)
-    places = ((folder / MOVING / name, folder / name) for name in (CONFIG, *names))
-    config, *files = (moving if moving.exists() else moved for moving, moved in places)
-    return config, files
+    places = [folder / WHOLE] if (folder / WHOLE).is_dir() else [folder / MOVING, folder]
+    config = next((place / CONFIG for place in places if (place / CONFIG).is_file()), folder / CONFIG)
+    files = [file for place in places for file in place.glob("*.safetensors") if SHARD.fullmatch(file.name)]
+    return config, sorted(files, key=lambda file: file.name)
 
 
 def _write(folder: Path, files: dict[str, dict[str, torch.Tensor]], stored: Stored) -> None:
@@ -171,33 +166,22 @@ def _write(folder: Path, files: dict[str, dict[str, torch.Tensor]], stored: Stor
     checkpoint.seal(folder)
     entries = {"quant_method": "kbit", **stored.to_dict()}
     (folder / CONFIG).write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
-    (folder / NAMES).write_text("\n".join(files))
     settle(*folder.iterdir(), folder)
 
 
-def _moving(folder: Path) -> list[str] | None:
-    """Names of the files with tensors of a save that moves out, sorted; None where there is none."""
-    names = folder / MOVING / NAMES
-    return sorted(filter(SHARD.fullmatch, names.read_text().split())) if names.is_file() else None
-
-
 def _move_out(folder: Path) -> None:
-    """Puts the files of a whole save, if there is one that has not moved out, into the places of an earlier one's."""
-    moving = folder / MOVING
-    if (names := _moving(folder)) is not None:
+    """Puts a whole save, if there is one that has not moved out, in the place of an earlier one."""
+    whole, moving = folder / WHOLE, folder / MOVING
+    if whole.is_dir():
         settle(folder)
-        if (moving / CONFIG).exists():
-            (folder / CONFIG).unlink(missing_ok=True)  # with it, versions that do not know MOVING would mix the two
-        for file in _files(folder):
-            if file.name not in names:
-                file.unlink()
-        for name in (*names, CONFIG):
-            if (moving / name).exists():
-                os.replace(moving / name, folder / name)
+        # The config first: without it, versions that do not know WHOLE load nothing.
+        for file in (folder / CONFIG, *folder.glob("*.safetensors")):
+            if file.name == CONFIG or SHARD.fullmatch(file.name):
+                file.unlink(missing_ok=True)
         settle(folder)
-        (moving / NAMES).unlink()
+        os.replace(whole, moving)
     if moving.is_dir():
-        moving.rmdir()
+        move_out(moving, folder, last=CONFIG)
 
 
 def _tensors(module: nn.Module, layers: dict[str, KbitWeight]) -> dict[str, torch.Tensor]:
@@ -250,37 +234,30 @@ def _dense(module: nn.Module, layers: set[str]) -> tuple[dict[str, torch.Tensor]
         (selection.holder(module, name), name.rpartition(".")[2] if is_projection(module, name) else "weight")
         for name in layers
     }
-    kept, tensors, optional, seen = module.state_dict().keys(), {}, set(), set()
+    names = {}
     for prefix, part in module.named_modules():
-        for own, tensor in (*part._parameters.items(), *part._buffers.items()):
-            name = f"{prefix}.{own}" if prefix else own
-            if tensor is None or (part, own) in packed or id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            if name in kept or tensor.is_meta:
-                tensors[name] = tensor
-            else:
-                optional.add(name)
-    return tensors, optional
+        for own, tensor in (part._parameters | part._buffers).items():
+            if tensor is not None and (part, own) not in packed:
+                names.setdefault(tensor, f"{prefix}.{own}".removeprefix("."))
+    kept = module.state_dict().keys()
+    tensors = {name: tensor for tensor, name in names.items() if name in kept or tensor.is_meta}
+    return tensors, set(names.values()) - tensors.keys()
 
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _fill(module: nn.Module, tensors: dict[int, torch.Tensor]) -> None:
-    """Puts the tensors into the parameters and buffers of these identities; on the meta device, in their place."""
+def _fill(module: nn.Module, tensors: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Puts values into the module's tensors; of one on the meta device, in its place wherever it is."""
     new = {}
+    for tensor, value in tensors.items():
+        if not tensor.is_meta:
+            tensor.copy_(value)
+        elif isinstance(tensor, nn.Parameter):
+            new[tensor] = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        else:
+            new[tensor] = value
     for part in module.modules():
         for own in (part._parameters, part._buffers):
-            for name, tensor in own.items():
-                if id(tensor) not in tensors:
-                    continue
-                if not tensor.is_meta:
-                    tensor.copy_(tensors[id(tensor)])
-                elif isinstance(tensor, nn.Parameter):
-                    if id(tensor) not in new:
-                        new[id(tensor)] = nn.Parameter(tensors[id(tensor)], requires_grad=tensor.requires_grad)
-                    own[name] = new[id(tensor)]
-                else:
-                    own[name] = tensors[id(tensor)]
+            own |= {name: new[tensor] for name, tensor in own.items() if tensor in new}

@@ -61,11 +61,7 @@ class Stored:
 
     @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> "Stored":
-        """The inverse of ``to_dict``; entries of other names are ignored.
-
-        Raises:
-            ValueError: an entry is missing, or is not what ``to_dict`` writes.
-        """
+        """The inverse of ``to_dict``, of what may come from anywhere; entries of other names are ignored."""
         version = check_version(entries.get("format_version", FORMAT_VERSIONS[-1]))
         bits, embedding_bits = check_bits(entries.get("bits")), entries.get("embedding_bits")
         if embedding_bits is not None:
@@ -91,21 +87,12 @@ class Stored:
         return entries
 
     def _differences(self, layer: Decoding) -> dict[str, Any]:
-        differs = {
-            "bits": layer.bits != self.bits,
-            "exponent": layer.exponent != 0,
-            "levels": layer.levels != self.levels.get(layer.bits),
-            "transform": layer.transform != self.transform,
-        }
-        found = {"bits": layer.bits, **layer.to_dict(), "transform": layer.transform}
-        return {name: found[name] for name in OF_LAYER if differs[name]}
+        usual = dict(zip(OF_LAYER, (self.bits, 0, self.levels.get(layer.bits), self.transform), strict=True))
+        found = {name: getattr(layer, name) for name in OF_LAYER if getattr(layer, name) != usual[name]}
+        return found | ({"levels": list(layer.levels)} if "levels" in found else {})
 
     def decoding(self, name: str) -> Decoding:
-        """How a layer decodes that has this name in the checkpoint.
-
-        Raises:
-            ValueError: there are no levels of its width.
-        """
+        """How a layer decodes that has this name in the checkpoint; a ValueError without levels of its width."""
         return self.layers.get(name) or Decoding(_levels_of(self.bits, self.levels), 0, self.transform)
 
     def digest(self) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from hf_kbit import codebooks, format, reference, transforms
+from hf_kbit.format import BITS as BITS
 from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.packed import quantize_weight
 

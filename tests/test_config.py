@@ -32,13 +32,12 @@ def test_json_round_trip(config, tmp_path):
     text = config.to_json_string()
     again = KbitConfig.from_dict(json.loads(text))
     assert again == config and again.to_json_string() == text
-    assert list(again.module_bits.items()) == list(config.module_bits.items()), (
-        "the first pattern that matches decides"
-    )
+    assert list(again.module_bits) == list(config.module_bits), "the first pattern that matches decides"
     assert json.loads(text).keys().isdisjoint({"levels", "layers", "format_version", "stored"})
     LlamaConfig(num_hidden_layers=1, quantization_config=config.to_dict()).save_pretrained(tmp_path)
     assert AutoQuantizationConfig.from_dict(AutoConfig.from_pretrained(tmp_path).quantization_config) == config
     assert copy.deepcopy(config) == config and KbitConfig(**dict(config)) == config
+    assert config.get("quant_method") == "kbit" and config.get("load_in_4bit", False) is False
 
 
 @pytest.mark.parametrize("name", ["modules_to_not_convert", "module_bits"])
@@ -50,6 +49,8 @@ def test_only_none_stands_for_nothing(name, empty):
 
 
 def test_repr():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bit'"):
+        KbitConfig(bit=3)
     assert repr(KbitConfig()) == "KbitConfig(bits=4)"
     assert repr(KbitConfig(transform="none")) == "KbitConfig(bits=4, transform='none')"
     assert repr(KbitConfig(bits=3, module_bits={"a": None})) == "KbitConfig(bits=3, module_bits={'a': None})"
@@ -57,81 +58,77 @@ def test_repr():
     assert eval(repr(config)) == config
 
 
+TABLE = codebooks.integer(2)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "message"),
     [
-        ({"bit": 3}, TypeError, "unexpected keyword argument 'bit'"),
-        ({"bits": 1}, ValueError, "bits: found 1, expected one of 2, 3, 4, 5"),
-        ({"bits": 4.0}, ValueError, "bits: found 4.0"),
-        ({"bits": 5.5}, ValueError, "bits: found 5.5"),
-        ({"bits": 3.3, "module_bits": {"a": None, "b": 4}}, ValueError, "bits: found the mean 3.3"),
-        ({"bits": 3.3, "codebook": codebooks.integer(3)}, ValueError, "codebook: found one table"),
-        ({"bits": 3.3, "codebook": {3: codebooks.integer(3)}}, ValueError, r"expected one for \[2, 4, 5\]"),
-        ({"bits": True}, ValueError, "bits: found True"),
-        ({"embedding_bits": 6}, ValueError, "embedding_bits: found 6, expected one of 2, 3, 4, 5"),
-        ({"embedding_bits": 3.3}, ValueError, "embedding_bits: found 3.3"),
-        ({"bits": 2, "codebook": [1, 2, 3, 4], "embedding_bits": 5}, ValueError, r"widths \[2, 5\]"),
-        ({"scale": "mse"}, ValueError, r"scale: found 'mse', expected one of \['absmax', 'search'\]"),
-        ({"codebook": "fp4", "bits": 3}, ValueError, "found 'fp4' for 3 bits"),
-        ({"bits": "4"}, ValueError, "bits: found '4'"),
-        ({"codebook": "nf"}, ValueError, r"codebook: found 'nf', expected one of \['fp4', 'int'"),
-        ({"bits": 3, "codebook": [1, 2, 3, 4]}, ValueError, "codebook: found 4 levels, expected 2\\*\\*bits = 8"),
-        ({"bits": 2, "codebook": [0, 0, 0, 0]}, ValueError, "codebook: found only zeros"),
-        ({"bits": 2, "codebook": [1, 2, 3, 4], "module_bits": {"a": 3}}, ValueError, r"widths \[2, 3\]"),
-        ({"bits": 3, "codebook": {2: [1, 2, 3, 4]}}, ValueError, r"codebook: found tables for \[2\] bits.*\[3\]"),
-        ({"module_bits": {"a": 6}}, ValueError, r"module_bits\['a'\]: found 6"),
-        ({"module_bits": ["a"]}, ValueError, "module_bits: found"),
-        (
-            {"modules_to_not_convert": "lm_head"},
-            ValueError,
-            "modules_to_not_convert: found 'lm_head', expected a list",
-        ),
-        ({"modules_to_not_convert": [3]}, ValueError, "modules_to_not_convert: found"),
-        ({"module_bits": {"": 3}}, ValueError, "module_bits: found pattern '', expected"),
-        ({"module_bits": [["a", 3], ["a", 4]]}, ValueError, "module_bits: found .*, expected each pattern once"),
-        ({"module_bits": [["a", 3], ["b"]]}, ValueError, "module_bits: found"),
-        ({"bits": 2, "codebook": [10**400, 1, 0, 2]}, ValueError, "codebook: found .*, expected a table of numbers"),
-        ({"codebook": {"x": [1, 2]}}, ValueError, r"codebook: found tables for \['x'\] bits"),
-        ({"codebook": {"99": [1, 2]}}, ValueError, r"codebook: found tables for \['99'\] bits"),
-        ({"codebook": {"4": "0123456789012345"}}, ValueError, r"codebook\[4\]: found .*, expected a table of numbers"),
-        (
-            {"modules_to_not_convert": ["(a"]},
-            ValueError,
-            r"modules_to_not_convert: found pattern '\(a', expected a reg",
-        ),
-        ({"module_bits": {"[": 3}}, ValueError, r"module_bits: found pattern '\[', expected a regular expression"),
-        (
-            {"modules_to_not_convert": ["a"], "module_bits": {"a": 3}},
-            ValueError,
-            "'a': found in modules_to_not_convert",
-        ),
-        ({"skip_default_modules": None}, ValueError, "skip_default_modules: found None"),
-        ({"quant_method": "gptq"}, ValueError, "quant_method: found 'gptq'"),
-        ({"transform": "hadamard"}, ValueError, r"transform: found 'hadamard', expected one of \['rotated', 'none'\]"),
-        ({"transform": None}, ValueError, "transform: found None"),
-        ({"transform": ["none"]}, ValueError, r"transform: found \['none'\]"),
+        ({"bits": 1}, "bits: found 1, expected one of 2, 3, 4, 5"),
+        ({"bits": 4.0}, "bits: found 4.0"),
+        ({"bits": 5.5}, "bits: found 5.5"),
+        ({"bits": True}, "bits: found True"),
+        ({"bits": "4"}, "bits: found '4'"),
+        ({"bits": 3.3, "module_bits": {"a": None, "b": 4}}, "bits: found the mean 3.3"),
+        ({"embedding_bits": 3.3}, "embedding_bits: found 3.3, expected one of 2, 3, 4, 5"),
+        ({"scale": "mse"}, r"scale: found 'mse', expected one of \['absmax', 'search'\]"),
+        ({"skip_default_modules": None}, "skip_default_modules: found None"),
+        ({"quant_method": "gptq"}, "quant_method: found 'gptq'"),
+        ({"transform": "hadamard"}, r"transform: found 'hadamard', expected one of \['rotated', 'none'\]"),
+        ({"transform": None}, "transform: found None"),
+        ({"transform": ["none"]}, r"transform: found \['none'\]"),
+        # --- levels
+        ({"codebook": "nf"}, r"codebook: found 'nf', expected one of \['fp4', 'int'"),
+        ({"codebook": "fp4", "bits": 3}, "found 'fp4' for 3 bits"),
+        ({"codebook": TABLE, "bits": 3}, "codebook: found 4 levels, expected 2\\*\\*bits = 8"),
+        ({"codebook": [0, 0, 0, 0], "bits": 2}, "codebook: found only zeros"),
+        ({"codebook": [10**400, 1, 0, 2], "bits": 2}, "codebook: found .*, expected a table of numbers"),
+        ({"codebook": TABLE, "bits": 2, "module_bits": {"a": 3}}, r"widths \[2, 3\]"),
+        ({"codebook": TABLE, "bits": 2, "embedding_bits": 5}, r"widths \[2, 5\]"),
+        ({"codebook": codebooks.integer(3), "bits": 3.3}, "codebook: found one table"),
+        ({"codebook": {3: codebooks.integer(3)}, "bits": 3.3}, r"expected one for \[2, 4, 5\]"),
+        ({"codebook": {2: TABLE}, "bits": 3}, r"codebook: found tables for \[2\] bits.*\[3\]"),
+        ({"codebook": {"x": [1, 2]}}, r"codebook: found tables for \['x'\] bits"),
+        ({"codebook": {"4": "0123456789012345"}}, r"codebook\[4\]: found .*, expected a table of numbers"),
+        # --- patterns
+        ({"module_bits": {"a": 6}}, r"module_bits\['a'\]: found 6"),
+        ({"module_bits": ["a"]}, "module_bits: found"),
+        ({"module_bits": [["a", 3], ["b"]]}, "module_bits: found"),
+        ({"module_bits": [["a", 3], ["a", 4]]}, "module_bits: found .*, expected each pattern once"),
+        ({"module_bits": {"": 3}}, "module_bits: found pattern '', expected"),
+        ({"module_bits": {"[": 3}}, r"module_bits: found pattern '\[', expected a regular expression"),
+        ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert: found 'lm_head', expected a list"),
+        ({"modules_to_not_convert": [3]}, "modules_to_not_convert: found"),
+        ({"modules_to_not_convert": ["(a"]}, r"modules_to_not_convert: found pattern '\(a', expected a reg"),
+        ({"modules_to_not_convert": ["a"], "module_bits": {"a": 3}}, "'a': found in modules_to_not_convert"),
     ],
 )
-def test_bad_arguments(arguments, error, message):
-    with pytest.raises(error, match=message):
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
         KbitConfig(**arguments)
 
 
 def test_bits_for():
+    """The first pattern of ``module_bits`` that matches decides."""
     config = KbitConfig(
         bits=3,
         modules_to_not_convert=["visual", r"model\.layers\.0\..*"],
         module_bits={"layers.1.mlp": None, "down_proj": 5, r"model\.layers\.\d+\.self_attn": 2},
     )
-    assert config.bits_for("model.layers.2.mlp.up_proj") == 3
-    assert config.bits_for("model.layers.2.mlp.down_proj") == 5
-    assert config.bits_for("model.layers.2.self_attn.q_proj") == 2
-    assert config.bits_for("model.layers.1.mlp") is None
-    assert config.bits_for("model.visual") is None and config.bits_for("visual.blocks.0.fc1") is None
-    assert config.bits_for("model.layers.0.input") is None
-    with pytest.raises(
-        ValueError, match=re.escape("model.layers.0.mlp.down_proj: module_bits['down_proj'] asks for 5")
-    ):
+    expected = {
+        "model.layers.2.mlp.up_proj": 3,
+        "model.layers.2.mlp.down_proj": 5,
+        "model.layers.2.self_attn.q_proj": 2,
+        "model.layers.1.mlp": None,
+        "model.visual": None,
+        "visual.blocks.0.fc1": None,
+        "model.layers.0.input": None,
+    }
+    assert {name: config.bits_for(name) for name in expected} == expected
+    assert KbitConfig(module_bits={"mlp.down_proj": 5, "down_proj": 2}).bits_for("x.mlp.down_proj") == 5
+    assert KbitConfig(module_bits={"down_proj": 2, "mlp.down_proj": 5}).bits_for("x.mlp.down_proj") == 2
+    asked = re.escape("model.layers.0.mlp.down_proj: module_bits['down_proj'] asks for 5")
+    with pytest.raises(ValueError, match=asked):
         config.bits_for("model.layers.0.mlp.down_proj")
 
 
@@ -151,11 +148,6 @@ def test_bits_for_tables():
     assert KbitConfig(bits=3).bits_for("embed", table=True) is None
 
 
-def test_the_first_matching_pattern_decides():
-    assert KbitConfig(module_bits={"mlp.down_proj": 5, "down_proj": 2}).bits_for("x.mlp.down_proj") == 5
-    assert KbitConfig(module_bits={"down_proj": 2, "mlp.down_proj": 5}).bits_for("x.mlp.down_proj") == 2
-
-
 def test_levels_for():
     assert KbitConfig(bits=3).levels_for(3) == codebooks.optimal(3, signed=True)
     assert KbitConfig(bits=3, transform="none").levels_for(3) == codebooks.optimal(3)
@@ -171,11 +163,6 @@ def test_what_files_say_of_one_model_is_not_asked_of_another():
     config = KbitConfig(bits=3, module_bits={"a": None}, stored=Stored(3, {3: codebooks.integer(3)}, {}))
     assert config_or(config, {}) == wish and config.stored and repr(config) == repr(wish)
     assert config.levels_for(3) == codebooks.integer(3) != config_or(config, {}).levels_for(3)
-
-
-def test_get_looks_like_the_dict_in_config_json():
-    config = KbitConfig(bits=3)
-    assert config.get("quant_method") == "kbit" and config.get("load_in_4bit", False) is False
 
 
 def test_updated_as_if_it_were_new():

@@ -2,6 +2,7 @@
 
 import ast
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,48 +14,44 @@ import hf_kbit
 PACKAGE = Path(hf_kbit.__file__).parent
 
 
-@pytest.mark.parametrize("absent", [[], ["peft"], ["accelerate"], ["peft", "accelerate"]], ids=str)
-def test_import_without_optional_packages(absent):
-    code = (
-        f"import sys; sys.modules.update(dict.fromkeys({absent})); import hf_kbit; print(hf_kbit.KbitConfig(bits=3))"
-    )
+def python(code: str) -> str:
+    """What code prints in a process in which nothing was imported before, which takes seconds; see ``fresh`` too."""
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert run.stdout.strip() == "KbitConfig(bits=3)", run.stderr
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import hf_kbit; from transformers import LlamaForCausalLM",
-        "from transformers import LlamaForCausalLM; import hf_kbit",
-        "import hf_kbit; hf_kbit.KbitConfig",
-        "import hf_kbit.nn.linear",
-        "import torch; import hf_kbit; torch.ops.hf_kbit.quantize; from transformers import LlamaForCausalLM",
-    ],
-)
-def test_registered_however_it_is_imported(code):
+def test_without_optional_packages(fresh):
+    code = "import hf_kbit; print(hf_kbit.KbitConfig(bits=3))"
+    assert fresh.run(f"import sys; sys.modules.update(peft=None); {code}") == "KbitConfig(bits=3)"
+    assert python(f"import sys; sys.modules.update(peft=None, accelerate=None); {code}") == "KbitConfig(bits=3)"
+
+
+def test_registered_however_it_is_imported(fresh):
     """Before a model of Transformers is made; hooks are set by the first layer, or wish for one."""
-    code += """
+    after = """
 import sys, torch, transformers.modeling_utils as models
 hooked = lambda: hasattr(models.PreTrainedModel.save_pretrained, "_is_hook_of_hf_kbit")
 print("hf_kbit.integrations.transformers.quantizer" in sys.modules, hooked())
 import hf_kbit
 """
-    for made in ("hf_kbit.KbitLinear(8, 8)", "hf_kbit.KbitConfig()"):
-        run = subprocess.run([sys.executable, "-c", f"{code}{made}; print(hooked())"], capture_output=True, text=True)
-        assert run.stdout == "True False\nTrue\n", run.stderr
+    by_layer = f"{after}hf_kbit.KbitLinear(8, 8)\nprint(hooked())"
+    by_wish = f"{after}hf_kbit.KbitConfig()\nprint(hooked())"
+    first = "import torch, hf_kbit; torch.ops.hf_kbit.quantize; from transformers import LlamaForCausalLM"
+    second = "from transformers import LlamaForCausalLM; import hf_kbit"
+    found = [python(first + by_layer), python("import hf_kbit; hf_kbit.KbitConfig" + by_wish)]
+    found += [fresh.run(second + made) for made in (by_layer, by_wish)]
+    assert found == ["True False\nTrue"] * 4
 
 
 MODELS = "transformers.modeling_utils"
 SLOW = {"torch", "transformers", MODELS, "peft", "torch._inductor", "hf_kbit.generation.fast_generate"}
 
 
-@pytest.mark.parametrize("others", ["sys", "transformers", "torch, transformers"], ids=["alone", "lazy", "with torch"])
+@pytest.mark.parametrize("others", ["sys", "torch, transformers"], ids=["alone", "with torch"])
 def test_what_takes_seconds_is_not_imported_at_once(others):
     code = f"import sys, {others}\nbefore = {SLOW} & sys.modules.keys()\nimport hf_kbit\n"
-    code += f"print(before == {SLOW} & sys.modules.keys(), {MODELS!r} in before)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert run.stdout == "True False\n", run.stderr
+    assert python(f"{code}print(before == {SLOW} & sys.modules.keys(), {MODELS!r} in before)") == "True False"
 
 
 def test_models_that_are_not_quantized_are_compiled_as_without_us(fresh):
@@ -79,20 +76,16 @@ for layer in layers:
     assert fresh.run(code).split() == ["False", "None", "None", "NoneType", "JoinProducts"]
 
 
-@pytest.mark.parametrize(
-    "place, home",
-    [
-        ("hf_kbit.integrations.transformers:KbitHfQuantizer", "quantizer"),
-        ("hf_kbit.integrations.peft:KbitTunerLayer", "layer"),
-        ("hf_kbit.integrations.peft:merge_and_unload", "merge"),
-        ("hf_kbit.integrations.peft:prepare_model_for_kbit_training", "prepare"),
-    ],
-)
-def test_names_of_the_time_when_an_integration_was_one_file(place, home):
-    package, name = place.split(":")
-    assert pkgutil.resolve_name(place) is pkgutil.resolve_name(f"{package}.{home}:{name}")
-    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
-        pkgutil.resolve_name(f"{package}:nothing")
+def test_names_of_the_time_when_an_integration_was_one_file():
+    for package, home, name in (
+        ("hf_kbit.integrations.transformers", "quantizer", "KbitHfQuantizer"),
+        ("hf_kbit.integrations.peft", "layer", "KbitTunerLayer"),
+        ("hf_kbit.integrations.peft", "merge", "merge_and_unload"),
+        ("hf_kbit.integrations.peft", "prepare", "prepare_model_for_kbit_training"),
+    ):
+        assert pkgutil.resolve_name(f"{package}:{name}") is pkgutil.resolve_name(f"{package}.{home}:{name}")
+        with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
+            pkgutil.resolve_name(f"{package}:nothing")
 
 
 def test_public_names():
@@ -118,43 +111,13 @@ def test_format_needs_the_standard_library_only():
     assert {name.split(".")[0] for name in imported} <= sys.stdlib_module_names
 
 
-ORDER = [
-    "hooks",
-    "format",
-    "codebooks",
-    "patterns",
-    "durable",
-    "transforms",
-    "reference",
-    "ops",
-    "balance",
-    "dynamic_range",
-    "packed",
-    "tensor",
-    "tensor_ops",
-    "nn",
-    "stored",
-    "config",
-    "allocation",
-    "checkpoint",
-    "generation",
-    "integrations",
-    "calibration",
-    "evaluation",
-    "memory",
-    "widths",
-    "post_training",
-    "saving",
-    "cli",
-]
-
-
-@pytest.mark.parametrize("module", ORDER)
-def test_imports_run_one_way(module):
-    """A module imports only what is before it in ``ORDER``, or itself."""
-    files = sorted((PACKAGE / module).rglob("*.py")) or [PACKAGE / f"{module}.py"]
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hf_kbit"):
-                names = [node.module.split(".")[1]] if "." in node.module else [alias.name for alias in node.names]
-                assert all(ORDER.index(name) <= ORDER.index(module) for name in names), f"{file.name}: {names}"
+def test_imports_run_one_way():
+    """A module imports only what is before it in the order that CONTRIBUTING.md gives, or itself."""
+    text = " ".join((PACKAGE.parent / "CONTRIBUTING.md").read_text().split())
+    order = re.search(r"Imports run one way: ([\w, ]+)\.", text)[1].split(", ")
+    for file in PACKAGE.rglob("*.py"):
+        module = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        imports = re.findall(r"^ *from hf_kbit(?:\.(\w+)[\w.]*)? import (.*)$", file.read_text(), flags=re.MULTILINE)
+        for home, names in imports if module != "__init__" else ():
+            for name in [home] if home else re.findall(r"(\w+)(?: as \w+)?", names):
+                assert order.index(name) <= order.index(module), f"{file.name}: {name}"

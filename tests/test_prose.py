@@ -1,5 +1,4 @@
-"""Lines of prose and comments, powers, and links of Markdown that mkdocs does not see; ruff and clang-format see to
-code."""
+"""Lines of prose, powers, and links of Markdown that mkdocs does not see; ruff and clang-format see to code."""
 
 import json
 import os
@@ -9,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST = 120
-SUFFIXES = {".cmake", ".cpp", ".cu", ".cuh", ".h", ".ipynb", ".md", ".py", ".toml", ".yml", ".cff"}
+SUFFIXES = {".cmake", ".cpp", ".cu", ".cuh", ".h", ".ipynb", ".md", ".toml", ".yml", ".cff"}
 BUILT = {"build", "dist", "site"}
 # Of Markdown: what cannot be wrapped, a row of a table or a line that is one link, an image or an address.
 WHOLE = re.compile(r"\s*(\||(- |\d+\. )?!?\[[^\]]*\]\([^)]*\)\W*$|<?https?://\S+$)")
@@ -71,22 +70,3 @@ def test_links_of_pages_that_mkdocs_does_not_build():
             headings = re.findall("^#+ (.*)$", target.read_text(), flags=re.MULTILINE) if anchor else ()
             slugs = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
             assert not anchor or anchor in slugs, f"{page.name}: {name}#{anchor}"
-
-
-def test_what_counts_as_prose():
-    text = "word " * 30
-    for wrapped in (f"short\n{text}", f"- an item\n  {text}", f"\n# {text}", f"\n[a page]({'x' * 130}) and {text}"):
-        assert long_lines(wrapped, markdown=True) == [2], wrapped
-    assert long_lines(f"```bash\n{text}\n```\n{text}", markdown=True) == [4]
-    link = f"[a page]({'x' * 130})"
-    for whole in (
-        "x" * 120,
-        f"| {text}|",
-        f"!{link}",
-        f"- {link}.",
-        f"https://{'x' * 130}",
-        f"````\n```\n{text}\n````",
-    ):
-        assert long_lines(whole, markdown=True) == [], whole
-    assert long_lines(f"x\n| {text}", markdown=False) == [2]
-    assert bold_powers("2**10, `2**10` and\n```\n2**10\n```") == ["2**10"]

@@ -1,16 +1,13 @@
 """Modules that are nobody's, saved and loaded: the same in every byte, or refused by name and as they were."""
 
-import itertools
 import json
-import multiprocessing
 import resource
 import shutil
-import signal
 
 import cases
 import pytest
 import torch
-from killing import kill_at
+from killing import in_a_child, killed, killed_everywhere
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -241,57 +238,41 @@ def test_what_cannot_be_saved(tmp_path):
 # --- a save over another --------------------------------------------------------------------------
 
 
-def in_a_child(act) -> int:
-    """Runs it in a process of its own; the exit code."""
-    process = multiprocessing.get_context("fork").Process(target=act)
-    process.start()
-    process.join(timeout=60)
-    return process.exitcode
-
-
-def killed(step: int, module: nn.Module, folder, **settings) -> bool:
-    """Saves the module, unless the process is killed before it touches a file the ``step``-th time."""
-
-    def save_until_killed():
-        kill_at(step, folder)
-        save(module, folder, **settings)
-
-    code = in_a_child(save_until_killed)
-    assert code in (0, -signal.SIGKILL)
-    return code != 0
-
-
 def contents(folder) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def test_whenever_a_save_is_killed_one_of_two_is_whole(tmp_path):
     """The model before, until the new one is; it is loaded as it is, and the next save leaves nothing else."""
-    models = {"old": build(), "new": build(1)}
-    for (name, model), size in zip(models.items(), ("4KB", "9KB"), strict=True):
+    models, sizes = {"old": build(), "new": build(1)}, {"old": "30KB", "new": "9KB"}
+    for name, model in models.items():
         quantize_model(model, **SETTINGS["widths"])
-        save(model, tmp_path / name, max_shard_size=size)
+        save(model, tmp_path / name, max_shard_size=sizes[name])
     saves = {name: contents(tmp_path / name) for name in models}
     assert saves["old"].keys() - saves["new"].keys() and saves["new"].keys() - saves["old"].keys()
-    found, again = [], []
-    for step in itertools.count(1):
-        shutil.copytree(tmp_path / "old", folder := tmp_path / str(step))
+
+    def old(folder):
+        shutil.copytree(tmp_path / "old", folder)
         (folder / "notes.txt").write_text("mine")
-        if not killed(step, models["new"], folder, max_shard_size="9KB"):
-            break
+
+    def save_new(folder):
+        save(models["new"], folder, max_shard_size=sizes["new"])
+
+    def loaded(folder) -> str:
         load_into(fresh := Attention(), folder)
-        found.append(next(name for name in models if torch.equal(fresh.qkv.weight, models[name].qkv.weight)))
-        alike(fresh, models[found[-1]])
-        # Once more, killed once more somewhere else.
-        killed(len(found) % 7 + 1, models["new"], folder, max_shard_size="9KB")
-        load_into(fresh := Attention(), folder)
-        again.append(next(name for name in models if torch.equal(fresh.qkv.weight, models[name].qkv.weight)))
-        alike(fresh, models[again[-1]])
-        save(models["new"], folder, max_shard_size="9KB")
+        name = next(name for name in models if torch.equal(fresh.qkv.weight, models[name].qkv.weight))
+        alike(fresh, models[name])
+        return name
+
+    found = []
+    for number, folder in enumerate(killed_everywhere(tmp_path, old, save_new)):
+        found.append(loaded(folder))
+        killed(number % 7 + 1, folder, lambda folder=folder: save_new(folder))  # once more, somewhere else
+        assert loaded(folder) == "new" or found[-1] == "old"
+        save_new(folder)
         assert contents(folder) == saves["new"] | {"notes.txt": b"mine"}
         assert not [part for part in folder.iterdir() if part.is_dir()]
     assert found == sorted(found, reverse=True) and set(found) == {"old", "new"}, "the old one, and then the new one"
-    assert all(after == "new" for before, after in zip(found, again, strict=True) if before == "new")
 
 
 def test_a_full_disk_leaves_the_save_before(saved, tmp_path):

@@ -50,7 +50,7 @@ def digest_of(entries: dict) -> str:
 
 
 @given(stored())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_written_and_read(found):
     """Through JSON, alone and in the config of a model, with nothing said that need not be said."""
     entries = json.loads(json.dumps(found.to_dict(), sort_keys=True))
@@ -86,7 +86,6 @@ GOOD = {"bits": 2, "levels": {"2": [-1, -0.5, 0.5, 1]}}
 NO_TRANSFORM = "format_version: found 1, expected 2 with transformed layers"
 BAD = [
     ({"bits": 3.5}, "bits: found 3.5"),
-    ({"bits": 3}, None),
     ({"embedding_bits": 6}, "embedding_bits: found 6, expected one of 2, 3, 4, 5"),
     ({"format_version": True}, "format_version: found True"),
     ({"format_version": "1"}, "format_version: found '1'"),
@@ -107,6 +106,7 @@ BAD = [
     ({"levels": {"2": "abcd"}}, r"levels\[2\]: found 'abcd'"),
     ({"levels": {"2": 1.0}}, r"levels\[2\]: found 1.0"),
     ({"layers": {"a": {"bits": 3}}}, r"levels: found \[2\] in the quantization config, expected 3 too"),
+    ({"layers": {"a": []}}, r"layers\['a'\]: found \[\], expected an object"),
     ({"layers": {"a": None}}, r"layers\['a'\]: found None, expected an object"),
     ({"layers": {"a": {"width": 3}}}, r"layers\['a'\]: found \['width'\]"),
     ({"layers": {"a": {"transform": None}}}, r"layers\['a'\].transform: found None"),
@@ -120,24 +120,25 @@ BAD = [
 
 @pytest.mark.parametrize(("entries", "message"), BAD, ids=str)
 def test_damaged(entries, message):
-    """Also as a config.json says it; of a width without levels once a layer has it."""
-    if message is None:
-        found = KbitConfig.from_dict(GOOD | entries).stored
-        with pytest.raises(ValueError, match=r"levels: found \[2\] in the quantization config, expected 3 too"):
-            found.decoding("a")
-        return
     with pytest.raises(ValueError, match=message):
         KbitConfig.from_dict(GOOD | entries)
 
 
-def test_a_hundred_thousand_layers_hold_nobody_up():
+def test_a_width_without_levels():
+    """May be said, for no layer need have it."""
+    found = KbitConfig.from_dict(GOOD | {"bits": 3}).stored
+    with pytest.raises(ValueError, match=r"levels: found \[2\] in the quantization config, expected 3 too"):
+        found.decoding("a")
+
+
+def test_many_layers_hold_nobody_up():
     """And what is wrong with so many entries is said in a few words."""
     levels = list(codebooks.optimal(2))
-    layers = {f"model.layers.{i}.q_proj": {"exponent": 1, "levels": levels} for i in range(100_000)}
+    layers = {f"model.layers.{i}.q_proj": {"exponent": 1, "levels": levels} for i in range(20_000)}
     start = time.process_time()
     found = KbitConfig.from_dict({"bits": 2, "levels": {"2": levels}, "layers": layers})
     assert len(found.stored.digest()) == 64 and len(found.to_dict()["layers"]) == len(layers)
-    assert time.process_time() - start < 20.0
+    assert time.process_time() - start < 4.0
     for entries, message in [
         ({"module_bits": [["a", 3]] * 100_000}, "module_bits: found 'a' more than once"),
         ({"module_bits": [*[["a", 3]] * 100_000, "b"]}, "module_bits: found "),

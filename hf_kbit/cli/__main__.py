@@ -1,5 +1,7 @@
 """``python -m hf_kbit.cli``."""
 
-from hf_kbit.cli import app
+import sys
 
-app()
+from hf_kbit.cli import main
+
+sys.exit(main())

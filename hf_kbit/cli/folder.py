@@ -14,10 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hf_kbit.calibration.resume import remove
-from hf_kbit.durable import settle
+from hf_kbit.durable import move_out, settle
 
 UNFINISHED = ".hf-kbit-unfinished"
-LAST = "config.json"
 
 
 class Output:
@@ -41,17 +40,9 @@ class Output:
 
     def move_out(self) -> None:
         """Moves a whole model out, or what is left of it, if there is one."""
-        if not self._whole.is_dir():
-            return
-        files = [file.relative_to(self._whole) for file in self._whole.rglob("*") if file.is_file()]
-        for file in sorted(files, key=lambda file: str(file) == LAST):
-            (self.folder / file).parent.mkdir(parents=True, exist_ok=True)
-            if str(file) == LAST:
-                settle(*{(self.folder / moved).parent for moved in files})
-            os.replace(self._whole / file, self.folder / file)
-        settle(self.folder)
-        remove(self.layers)
-        shutil.rmtree(self._whole)
+        if self._whole.is_dir():
+            remove(self.layers)
+            move_out(self._whole, self.folder, last="config.json")
 
     def check(self) -> None:
         """Refuses a folder with files that are not of an unfinished run."""

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from argparse import ArgumentParser, Namespace
 from importlib.metadata import PackageNotFoundError, version
 
 import hf_kbit
@@ -15,7 +16,11 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def command() -> None:
+def add_options(parser: ArgumentParser) -> None:
+    """None of its own."""
+
+
+def command(given: Namespace) -> None:
     """Show what is installed and what is missing, why, and what to do about it."""
     import torch
 

@@ -2,36 +2,32 @@
 
 import os
 import sys
+from argparse import REMAINDER, ArgumentParser, Namespace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-# All that follows the program's name is its own, options too.
-SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False, "ignore_unknown_options": True}
 CHILDREN = str(Path(__file__).parent / "children")  # has what the program's own processes import
 
 
-def command(
-    context: typer.Context,
-    program: Annotated[
-        str, typer.Argument(help="Name of a program that a Python package installed, such as lm-eval.")
-    ],
-) -> None:
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("program", help="Name of a program that a Python package installed, such as lm-eval.")
+    parser.add_argument("arguments", nargs=REMAINDER, help="What the program is given, options too.")
+
+
+def command(given: Namespace) -> int:
     """Run another program, such as lm-eval or trl, so that it can load quantized models.
 
     All that follows the program's name is passed on to it. Python processes that it starts know quantized models too.
     """
-    found = entry_points(group="console_scripts", name=program)
+    found = entry_points(group="console_scripts", name=given.program)
     if not found:
-        typer.echo(
-            f"hf-kbit run: found no program {program!r} that a Python package of this environment installed; install "
-            f"the package that has it, as pip install lm_eval for lm-eval",
-            err=True,
+        print(
+            f"hf-kbit run: found no program {given.program!r} that a Python package of this environment installed; "
+            "install the package that has it, as pip install lm_eval for lm-eval",
+            file=sys.stderr,
         )
-        raise typer.Exit(1)
+        return 1
     main = next(iter(found)).load()
-    sys.argv = [program, *context.args]
+    sys.argv = [given.program, *given.arguments]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [CHILDREN, os.environ.get("PYTHONPATH")]))
-    sys.exit(main())
+    return main()

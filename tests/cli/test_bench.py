@@ -5,53 +5,39 @@ import sys
 
 import pytest
 import torch
+from command import refuse, succeed
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import hf_kbit
-from hf_kbit import cli
 from hf_kbit.cli import bench, generate
 from hf_kbit.generation.unsupported import Unsupported
 
-SHORT = ["--prompt-tokens", 20, "--new-tokens", 4, "--repeats", 1]
 
-
-@pytest.fixture
-def run_bench(folder, device, monkeypatch):
-    monkeypatch.chdir(folder)
-
-    def run(*arguments):
-        return CliRunner().invoke(cli.app, list(map(str, ["bench", *arguments, "--device", device])))
-
-    return run
-
-
-def test_figures(run_bench, folder, device):
-    """Weights are those of both models, and the longest bar is that of the largest figure."""
-    result = run_bench("packed", *SHORT)
-    assert result.exit_code == 0, result.output
-    packed = AutoModelForCausalLM.from_pretrained(folder / "packed").to(device)  # where tiles are padded
-    sizes = {"3 bits": packed.get_memory_footprint(), "bfloat16": packed.dequantize().get_memory_footprint()}
-    machine, *sections = result.stdout.rstrip().split("\n\n")
+def test_figures(folder, device, tmp_path):
+    """Weights are those of both models, and the longest bar is that of the largest figure; drawn too."""
+    pytest.importorskip("matplotlib")
+    sizes = ("--prompt-tokens", 20, "--new-tokens", 4, "--repeats", 1)
+    printed = succeed("bench", "packed", *sizes, "--png", tmp_path / "x.png", "--device", device).stdout
+    packed = AutoModelForCausalLM.from_pretrained("packed").to(device)  # where tiles are padded
+    weights = {"3 bits": packed.get_memory_footprint(), "bfloat16": packed.dequantize().get_memory_footprint()}
+    machine, *sections, drawn = printed.rstrip().split("\n\n")
     titles = ["weights, MB", "prompt of 20, tokens per second", "4 new tokens, tokens per second"]
     if device == "cuda":
         titles.insert(1, "most GPU memory, MB")
     assert machine.startswith("machine ") and [section.splitlines()[0] for section in sections] == titles
     for section in sections:
-        rows = {row[0]: (len(row[1]), float(row[2].replace(",", ""))) for row in
-                re.findall(r"^  (\S.*?) +(█+) ([\d.,]+)$", section, flags=re.MULTILINE)}  # fmt: skip
-        assert list(rows) == list(sizes) and all(figure > 0 for _, figure in rows.values())
-        longest = max(rows.values(), key=lambda row: row[1])
-        assert longest[0] == bench.BAR == max(length for length, _ in rows.values())
+        rows = re.findall(r"^  (\S.*?) +(█+) ([\d.,]+)$", section, flags=re.MULTILINE)
+        figures = {name: float(number.replace(",", "")) for name, _, number in rows}
+        bars = {name: len(bar) for name, bar, _ in rows}
+        assert list(figures) == list(weights) and min(figures.values()) > 0
+        assert bars[max(figures, key=figures.get)] == bench.BAR == max(bars.values())
         if section.startswith("weights"):
-            assert {name: figure for name, (_, figure) in rows.items()} == {
-                name: float(f"{size / 1e6:.4g}") for name, size in sizes.items()
-            }
+            assert figures == {name: float(f"{size / 1e6:.4g}") for name, size in weights.items()}
+    assert drawn.startswith("drawn ") and (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("value", "shown"), [(0.07123, "0.07123"), (16.061, "16.06"), (12345.6, "12,346")])
-def test_numbers(value, shown):
-    assert bench._number(value) == shown
+def test_numbers():
+    assert [bench._number(value) for value in (0.07123, 16.061, 12345.6)] == ["0.07123", "16.06", "12,346"]
 
 
 def test_the_clock(monkeypatch):
@@ -87,25 +73,10 @@ def test_gpus_decode_by_our_loop_where_it_can():
     assert ways == [hf_kbit.fast_generate, None, hf_kbit.fast_generate], "a broken model is not run again"
 
 
-def test_drawn(run_bench, folder, tmp_path):
-    pytest.importorskip("matplotlib")
-    assert run_bench("packed", *SHORT, "--png", tmp_path / "x.png").exit_code == 0
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_package_to_draw_with(run_bench, monkeypatch):
+def test_refused(folder, monkeypatch):
+    assert "dense: found a model that hf_kbit has not quantized" in refuse("bench", "dense")
+    found = "--prompt-tokens: found 90 and --new-tokens 64, expected at most 96"
+    assert found in refuse("bench", "packed", "--prompt-tokens", 90)
+    assert "--repeats: found 0, expected 1 or more" in refuse("bench", "packed", "--repeats", 0)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = run_bench("packed", "--png", "x.png")
-    assert result.exit_code == 1 and "pip install matplotlib" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["dense"], "dense: found a model that hf_kbit has not quantized"),
-        (["packed", "--prompt-tokens", 90], "--prompt-tokens: found 90 and --new-tokens 64, expected at most 96"),
-    ],
-)
-def test_refused(run_bench, arguments, message):
-    result = run_bench(*arguments)
-    assert result.exit_code == 1 and message in result.stderr
+    assert "pip install matplotlib" in refuse("bench", "packed", "--png", "x.png")

@@ -1,18 +1,16 @@
-"""How commands end: with one line for what can go wrong, with a traceback for what should not."""
+"""What commands say of their options, and how they end: with a line for what can go wrong, else with a traceback."""
 
+import argparse
 import errno
-import inspect
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
-from typing import Annotated, get_args, get_origin
+from types import SimpleNamespace
 
 import pytest
 import torch
-import typer
+from command import hf_kbit_command, refuse, succeed
 from safetensors import SafetensorError
-from typer.testing import CliRunner
 
 import hf_kbit
 from hf_kbit import cli, codebooks
@@ -20,21 +18,27 @@ from hf_kbit.calibration import tuning
 from hf_kbit.calibration.data import LENGTH, SEQUENCES
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.calibration.writing import AMOUNTS
-from hf_kbit.cli.output import in_one_line
 
 FULL = "the disk is full, or a file must not be so large"
 SHORT = "memory is too small"
 
 
-def ended_by(error: BaseException, cause: BaseException | None = None, arguments=()):
-    """What a command does that ends with the error."""
+@pytest.fixture
+def ended_by(monkeypatch):
+    """How ``hf-kbit test`` ends, a command that ends with an error."""
 
-    def command():
-        raise error from cause
+    def run(error: BaseException, cause: BaseException | None = None, arguments=()):
+        def command(given):
+            """Fail."""
+            raise error from cause
 
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(in_one_line("test", command, "interrupted; go on"))
-    return CliRunner().invoke(app, list(arguments))
+        def add_options(parser):
+            parser.set_defaults(interrupted="interrupted; go on")
+
+        monkeypatch.setitem(cli.COMMANDS, "test", SimpleNamespace(command=command, add_options=add_options))
+        return hf_kbit_command("test", *arguments)
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -57,122 +61,105 @@ def ended_by(error: BaseException, cause: BaseException | None = None, arguments
     ],
     ids=repr,
 )
-def test_one_line(error, message):
-    result = ended_by(error)
-    (line,) = result.stderr.splitlines()
-    assert result.exit_code == 1 and line.startswith(f"hf-kbit test: {message}") and not result.stdout
+def test_one_line(ended_by, error, message):
+    ended = ended_by(error)
+    (line,) = ended.stderr.splitlines()
+    assert ended.code == 1 and line.startswith(f"hf-kbit test: {message}") and not ended.stdout
+    first, *_, last = ended_by(error, arguments=["--traceback"]).stderr.splitlines()
+    assert first.startswith("Traceback") and last == line
 
 
-def test_the_cause_counts():
+def test_the_cause_counts(ended_by):
     """Of an error that was taken for another one on its way, such as a model's that does not run."""
-    result = ended_by(ValueError("the model does not run on token ids alone"), MemoryError("no room"))
-    assert result.stderr == f"hf-kbit test: {SHORT} (no room); free some, or take a machine with more\n"
+    ended = ended_by(ValueError("the model does not run on token ids alone"), MemoryError("no room"))
+    assert ended.stderr == f"hf-kbit test: {SHORT} (no room); free some, or take a machine with more\n"
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("shapes differ"), AssertionError()], ids=repr)
-def test_what_is_not_expected_keeps_its_traceback(error):
+def test_what_is_not_expected_keeps_its_traceback(ended_by, error):
     first, *_, last = ended_by(error).stderr.splitlines()
     assert first.startswith("Traceback")
     assert last.startswith(f"hf-kbit test: found an error that is not expected, {type(error).__name__}: ")
     assert "it is a bug of hf_kbit: please report" in last
 
 
-def test_an_error_where_its_traceback_is_asked_for():
-    first, *_, last = ended_by(ValueError("bits: found 7"), arguments=["--traceback"]).stderr.splitlines()
-    assert first.startswith("Traceback") and last == "hf-kbit test: bits: found 7"
-
-
-def test_interrupted():
-    result = ended_by(KeyboardInterrupt())
-    assert (result.exit_code, result.stderr) == (130, "hf-kbit test: interrupted; go on\n")
-
-
-def test_other_ways_to_end():
-    assert ended_by(typer.Exit(5)).exit_code == 5
-
-
-COMMANDS = {"quantize": ["a", "b"], "chat": ["a"], "bench": ["a"], "eval": ["a"], "info": []}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_all_commands_end_so(monkeypatch, command):
-    """Here by an error of the first thing that each does."""
-
-    def short(*_, **__):
-        raise MemoryError
-
-    monkeypatch.setattr("hf_kbit.ops.native.build_info", short)
-    for module in (cli.quantize, cli.chat, cli.bench, cli.eval):
-        monkeypatch.setattr(module, "resolve_device", short)
-    result = CliRunner().invoke(cli.app, [command, *COMMANDS[command]])
-    assert result.exit_code == 1 and result.stderr.startswith(f"hf-kbit {command}: {SHORT}")
-
-
-def test_version():
-    assert CliRunner().invoke(cli.app, ["--version"]).stdout == f"{hf_kbit.__version__}\n"
+def test_interrupted(ended_by):
+    ended = ended_by(KeyboardInterrupt())
+    assert (ended.code, ended.stderr) == (130, "hf-kbit test: interrupted; go on\n")
+    assert cli.parser().parse_args(["quantize", "a", "b"]).interrupted == cli.quantize.INTERRUPTED
 
 
 def test_help_is_there_at_once():
-    """Without the imports that take seconds, in a process of its own."""
+    """Without the imports that take seconds, in a process of its own; and what there is without any argument."""
     code = f"""
 import sys
-from typer.testing import CliRunner
 from hf_kbit import cli
-for command in {[[], *([name] for name in (*COMMANDS, "run"))]}:
-    assert "Usage: " in CliRunner().invoke(cli.app, [*command, "-h"]).stdout, command
+for command in {[[], *([name, "-h"] for name in cli.COMMANDS)]}:
+    try:
+        cli.main(command)
+    except SystemExit as end:
+        assert end.code == 0
 print({{"torch", "transformers", "numpy", "huggingface_hub"}} & sys.modules.keys())
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert run.stdout == "set()\n", run.stderr
+    assert run.stdout.count("usage: ") == 1 + len(cli.COMMANDS) and run.stdout.endswith("\nset()\n"), run.stderr
+    assert succeed("--version").stdout == f"{hf_kbit.__version__}\n"
+    assert "argument --dtype: invalid choice" in refuse("chat", "x", "--dtype", "int8")
 
 
-@dataclass(frozen=True)
-class Option:
-    command: str
-    name: str
-    kind: object  # its type, as annotated
-    default: object
-    help: str
+def options() -> dict[tuple[str, str], argparse.Action]:
+    """Of all commands, by the command and the name in Python."""
+    (commands,) = (action.choices for action in cli.parser()._actions if action.choices)
+    return {
+        (command, action.dest): action
+        for command, parser in commands.items()
+        for action in parser._actions
+        if action.option_strings and action.dest != "help"
+    }
 
 
-def options() -> list[Option]:
-    """Of all commands."""
-    found = []
-    for command in cli.app.registered_commands:
-        for name, parameter in inspect.signature(command.callback).parameters.items():
-            if get_origin(parameter.annotation) is Annotated:
-                kind, details = get_args(parameter.annotation)
-                if isinstance(details, typer.models.OptionInfo):
-                    found.append(Option(command.name, name, kind, parameter.default, details.help))
-    return found
+def help_of(command: str, name: str) -> str:
+    action = options()[command, name]
+    return (action.help % {"default": action.default}).removesuffix(" (default: True)")  # which Python 3.10 adds
 
 
-@pytest.mark.parametrize("option", options(), ids=lambda option: f"{option.command} {option.name}")
-def test_options_say_what_they_are_and_their_default(option):
-    """In sentences, and with a unit where they are a number; typer adds defaults other than none."""
-    assert re.fullmatch(r"[A-Z\d-].*\.", option.help)
-    if option.default in (None, False) and option.name not in ("text", "dataset", "calibrate", "tune"):
-        assert "Default: " in option.help
-    if option.kind in (int, int | None, float | None):
-        assert re.search("[nN]umber of ", option.help)
+@pytest.mark.parametrize("command, name", options())
+def test_options_say_what_they_are_and_their_default(command, name):
+    """In sentences, and with a unit where they are a number."""
+    option, about = options()[command, name], help_of(command, name)
+    assert re.fullmatch(r"[A-Z\d-].*\.", about)
+    if not isinstance(option, argparse.BooleanOptionalAction) and name not in ("text", "dataset"):
+        assert "Default: " in about
+    if option.default not in (None, False, True):
+        assert f"Default: {option.default}" in about
+    if option.type is not None and name not in ("text", "png"):
+        assert re.search("[nN]umber of ", about)
 
 
 def test_help_has_the_figures_and_names_of_the_code():
     """They stand in it as text, for the code takes seconds to import."""
-    help_of = {(option.command, option.name): option.help for option in options()}
-    names = re.search(r"chosen, by (.*?)\.", help_of["quantize", "method"])[1]
-    assert set(re.split(", | or ", names)) == set(METHODS)
-    names = re.search(r"rounded to: (.*?)\.", help_of["quantize", "codebook"])[1]
+    assert set(options()["quantize", "method"].choices) == set(METHODS)
+    names = re.search(r"rounded to: (.*?)\.", help_of("quantize", "codebook"))[1]
     assert set(re.split(", | or ", names)) == set(codebooks.NAMED)
     config = hf_kbit.KbitConfig()
-    for command in ("quantize", "eval"):
-        assert help_of[command, "codebook"].endswith(f"Default: {config.codebook}.")
-    assert help_of["eval", "scale"].endswith(f"Default: {config.scale}.")
-    assert help_of["quantize", "bits"].endswith(f"Default: {config.bits}.")
-    default = f"Default: {SEQUENCES}, or {AMOUNTS['cpu'][0]} if the model writes them on a CPU; "
-    default += f"with --tune {tuning.AMOUNTS[''][0]} and {tuning.AMOUNTS['cpu'][0]}."
-    assert help_of["quantize", "sequences"].endswith(default) and AMOUNTS[""][0] == SEQUENCES
-    assert help_of["quantize", "steps"].endswith(f"Default: {tuning.STEPS['']}, or {tuning.STEPS['cpu']} on a CPU.")
-    of_a_text, written, on_cpu = LENGTH, AMOUNTS[""][1], AMOUNTS["cpu"][1]
-    default = f"Default: {of_a_text} of a text, {written} if the model writes them, {on_cpu} if it does so on a CPU."
-    assert help_of["quantize", "length"].endswith(default)
+    for command, name, default in [
+        ("quantize", "codebook", config.codebook),
+        ("eval", "codebook", config.codebook),
+        ("eval", "scale", config.scale),
+        ("quantize", "bits", config.bits),
+        ("quantize", "steps", f"{tuning.STEPS['']}, or {tuning.STEPS['cpu']} on a CPU"),
+        (
+            "quantize",
+            "sequences",
+            f"{SEQUENCES}, or {AMOUNTS['cpu'][0]} if the model writes them on a CPU; with --tune "
+            f"{tuning.AMOUNTS[''][0]} and {tuning.AMOUNTS['cpu'][0]}",
+        ),
+        (
+            "quantize",
+            "length",
+            f"{LENGTH} of a text, {AMOUNTS[''][1]} if the model writes them, {AMOUNTS['cpu'][1]} if it does so on a "
+            "CPU",
+        ),
+    ]:
+        assert help_of(command, name).endswith(f"Default: {default}."), (command, name)
+    assert AMOUNTS[""][0] == SEQUENCES

@@ -10,11 +10,10 @@ import pytest
 import torch
 import transformers
 from byte_tokenizer import byte_tokenizer
+from command import succeed
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 import hf_kbit
-from hf_kbit import cli
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{{ '<a>' if add_generation_prompt }}"
@@ -34,9 +33,7 @@ def demo(monkeypatch):
         if command[0] != sys.executable:  # Triton asks the system for libraries
             return start(command, **how)
         assert how == {"check": True} and command[:3] == [sys.executable, "-m", "hf_kbit.cli"]
-        result = CliRunner().invoke(cli.app, command[3:])
-        assert result.exit_code == 0, result.output
-        print(result.stdout)
+        print(succeed(*command[3:]).stdout)
 
     monkeypatch.setattr(module.subprocess, "run", run)
     return module
