@@ -12,8 +12,6 @@ from hf_kbit.format import BITS as BITS
 from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.packed import quantize_weight
 
-BITS = format.BITS
-
 # [N, K]: one weight, less than a block, exact blocks, a padded last block, exact and padded tiles (16 rows x 256
 # columns), more rows than columns and the reverse.
 SHAPES = [(1, 1), (3, 31), (5, 32), (7, 33), (16, 256), (17, 257), (64, 100), (130, 64), (2, 1500)]
