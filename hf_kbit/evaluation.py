@@ -25,8 +25,7 @@ class Evaluation:
     Attributes:
         perplexity: ``exp`` of the mean negative log-likelihood of a predicted token; 1 or more, lower is better.
         tokens: number of predicted tokens, which all means are over.
-        window: tokens that a model sees at once, at most.
-        stride: tokens from the start of a window to the start of the next.
+        window, stride: tokens that a model sees at once, at most, and from the start of a window to that of the next.
         reference_perplexity: that of the reference model.
         kl_divergence: mean of KL(reference || model) over the predicted tokens, in nats; 0 for equal distributions.
         top1_agreement: fraction of the predicted tokens for which both models find the same token most probable.

@@ -40,8 +40,7 @@ class Quantized:
             ``"fixed"``, tied to another tensor or kept in float32, ``"adapter"`` of PEFT, or ``"range"``, some rows
             being too small beside the largest weight for packed scales. Or what it has that a quantized layer would
             lose: ``"has a forward of its own"``.
-        bytes_before: of all parameters and buffers.
-        bytes_after: of the same, quantized.
+        bytes_before, bytes_after: of all parameters and buffers.
     """
 
     bits: Mapping[str, int]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -125,7 +126,6 @@ def measure(
     together = max(LOGITS // (window * model.config.get_text_config().vocab_size), 1)
     pieces = [piece for piece in _windows(ids, window, together) if piece.shape[1] > 1]
     costs = {name: dict.fromkeys(BITS, 0.0) for name in names}
-    weights = {name: stored_weights(model, [name]) for name in names}
     generator = torch.Generator(device).manual_seed(SEED)
     bar = tqdm(total=len(names) * len(pieces), desc="measuring", disable=not progress)
     with stream.evaluating(model), opened(model, [name for name in names if is_projection(model, name)]), bar:
@@ -136,7 +136,7 @@ def measure(
     for name, found in costs.items():
         if not all(map(math.isfinite, found.values())):
             raise ValueError(f"{name}: found NaN or infinite gradients, expected finite ones")
-    return {name: Layer(weights[name], costs[name]) for name in names}
+    return {name: Layer(stored_weights(model, [name]), found) for name, found in costs.items()}
 
 
 def _layers(model: nn.Module, config: KbitConfig) -> list[str]:
@@ -178,19 +178,17 @@ def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, 
             costs[name][width] += error.mul_(fisher).sum(dtype=torch.float64).item() / 2
         bar.update()
 
-    hooks = [model.get_submodule(name).register_forward_hook(partial(watch, name), with_kwargs=True) for name in costs]
-    try:
-        parts = (*units(model, list(costs)), *([head] if head else []))
-        with torch.enable_grad(), stream.recomputed(model, parts, device) as anchor:
-            logits = stream.forward_pass(model, ids).logits
-            probabilities = logits.detach().to(device).float().softmax(-1).flatten(0, -2)
-            # The gradient of the logarithm of a probability by logits: 1 at the token, less all probabilities.
-            drawn = draw(probabilities, generator)
-            gradient = probabilities.neg_().scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float32))
-            torch.autograd.grad(logits, anchor, gradient.view_as(logits).to(logits))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    parts = (*units(model, list(costs)), *([head] if head else []))
+    with ExitStack() as hooks, torch.enable_grad(), stream.recomputed(model, parts, device) as anchor:
+        for name in costs:
+            layer = model.get_submodule(name)
+            hooks.enter_context(layer.register_forward_hook(partial(watch, name), with_kwargs=True))
+        logits = stream.forward_pass(model, ids).logits
+        probabilities = logits.detach().to(device).float().softmax(-1).flatten(0, -2)
+        # The gradient of the logarithm of a probability by logits: 1 at the token, less all probabilities.
+        drawn = draw(probabilities, generator)
+        gradient = probabilities.neg_().scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float32))
+        torch.autograd.grad(logits, anchor, gradient.view_as(logits).to(logits))
 
 
 def _fisher(x: torch.Tensor, gradient: torch.Tensor, sequences: int) -> torch.Tensor:

@@ -204,16 +204,8 @@ def check_any(model: nn.Module, names: Iterable[str]) -> None:
 
 
 class Calibration:
-    """Quantizes a model of Transformers in place for what its layers are given, one of them after another.
-
-    Args:
-        packable, widths: what can be quantized of it, and ``{name: bits}`` of what is to be (``choose``).
-        config: of the quantized model.
-        solving: how, checked with that model and config.
-        ids: int64 ``[n, length]``, what it reads.
-        device: where layers compute, as for ``calibrate``.
-        progress: shows bars on stderr.
-    """
+    """Quantizes a model of Transformers in place for what its layers are given, one of them after another, when it
+    reads ``ids``, int64 ``[n, length]``; ``packable`` and ``widths`` are what ``choose`` gave."""
 
     def __init__(
         self,
@@ -230,9 +222,9 @@ class Calibration:
         self.device, self.text, self.ids = stream.resolve(device, model), ids, ids
         self.quantizer, self.solver = KbitHfQuantizer(config, pre_quantized=False), METHODS[solving.method]
         self.steps = tuning.steps_on(self.device, solving.tune)
+        if self.steps and len(ids) < 2:
+            raise ValueError("data: found 1 sequence, expected 2 or more to tune on, one of which is held out")
         if self.steps:
-            if len(ids) < 2:
-                raise ValueError("data: found 1 sequence, expected 2 or more to tune on, one of which is held out")
             self.ids = ids[:: max(len(ids) // SEQUENCES, 1)][:SEQUENCES]
         widths = leave_lost(model, widths, self.quantizer, self.device)
         self.tables, self.heads = packable.tables_in(widths), _heads(model, packable, widths)
@@ -244,7 +236,7 @@ class Calibration:
         shift = count if self.drifting else 0
         self.rows = [slice(rows.start + shift, rows.stop + shift) for rows in self.dense_rows]
         self.errors: list[tuple[float, float]] = []  # of layers' outputs, before and after they were tuned
-        self.of_experts = self.without_data = 0
+        self.without_data: list[bool] = []  # for each expert's projection
         self.finished: Finished | None = None
 
     @torch.no_grad()
@@ -272,12 +264,12 @@ class Calibration:
                 stream.stream(model, list(self.layers), both, self.device, partial(self._visit, bar))
         for head in heads:
             tie(model, self.packable, self.quantizer, head)
-        if self.of_experts:  # in this run: others, before it was killed, had theirs
+        if self.without_data:  # in this run: others, before it was killed, had theirs
             logger.log(
-                logging.WARNING if self.without_data else logging.INFO,
+                logging.WARNING if any(self.without_data) else logging.INFO,
                 "hf_kbit: %d of %d weights of experts are quantized without data: the text sends them too few tokens",
-                self.without_data,
-                self.of_experts,
+                sum(self.without_data),
+                len(self.without_data),
             )
         tuned = self._tuned(dense)
         keep_adapters(model)
@@ -370,7 +362,6 @@ class Calibration:
                 around = self.model.get_submodule(name.rpartition(".")[0])
                 shares = experts.shares(like, around, group.once, runs, self.solver.DIAGONAL)
                 self.without_data += round_projection(name, new[name], like, shares, self.solver)
-                self.of_experts += new[name].lead[0]
             else:
                 found = moments.moments(like, group, runs, self.solver.DIAGONAL)
                 for name in group.names:

@@ -37,21 +37,22 @@ def round_linear(name: str, layer: KbitLinear, dense: nn.Module, moments: Moment
 
 
 @launches.shared()
-def round_projection(name: str, layer: KbitProjection, dense: DenseProjection, shares, solver: ModuleType) -> int:
+def round_projection(
+    name: str, layer: KbitProjection, dense: DenseProjection, shares, solver: ModuleType
+) -> list[bool]:
     """Each expert for its own one of the ``shares``; levels, exponent and column scales are those of all together, as
-    they are before the drift moves them. Experts with few rows are quantized without data: returns how many."""
-    weight, columns, few = dense.matrices.detach(), None, 0
+    they are before the drift moves them. Experts with few rows are quantized without data: returns which."""
+    weight, columns, few = dense.matrices.detach(), None, []
     if solver.DIAGONAL:
         shares = list(shares)
         columns = balance_for(weight.flatten(0, 1), sum(share.moments.second for share in shares))
     how = layer.quantize(weight, name, columns)
     for expert, (rows, moments) in enumerate(shares):
         moments.check(name)
-        if rows < FEW * layer.in_features:
-            few += 1
-            continue
-        own = aim(weight[expert].float(), moments)
-        how.planes[expert], how.absmax[expert] = _rounded(own, moments, how, solver)
+        few.append(rows < FEW * layer.in_features)
+        if not few[-1]:
+            own = aim(weight[expert].float(), moments)
+            how.planes[expert], how.absmax[expert] = _rounded(own, moments, how, solver)
     layer.load(how)
     return few
 

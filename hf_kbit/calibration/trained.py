@@ -41,15 +41,11 @@ KEPT = 300  # seconds after which a run that may be killed writes where it is, a
 
 
 class Trained:
-    """Numbers that decode to weights, and vectors, with the optimizer that moves them.
+    """Numbers that decode to the weights of layers, and vectors, which are parameters of the model, with the optimizer
+    that moves them; ``dense`` is what weights were in 16 or 32 bits, to train codes too, or None. All are by name.
 
-    Args:
-        layers: by name; those with the same levels are trained as one tensor of blocks, as launching kernels for each
-            layer would take longer than they do.
-        dense: what their weights were in 16 or 32 bits, by name, to train codes too; or None.
-        vectors: parameters of the model, by name.
-        steps: over which the rates fall.
-        device, dtype: of what is decoded.
+    Layers with the same levels are trained as one tensor of blocks: launching kernels for each of them would take
+    longer than they do.
     """
 
     def __init__(self, layers: Mapping[str, KbitWeight], dense, vectors, steps: int, device, dtype):

@@ -64,8 +64,8 @@ def sharing_copy(model: nn.Module) -> nn.Module:
 
 
 def check_room(model: nn.Module, weights: int, length: int | None, device: torch.device) -> None:
-    """Refuses, with a MemoryError, to train so many weights of a model at once, on sequences of ``length`` tokens if
-    that is known, where that would take more than ``ROOM`` of what is free on the device."""
+    """Refuses to train so many weights of a model at once, on sequences of ``length`` tokens if that is known, where
+    that would take more than ``ROOM`` of what is free on the device."""
     config, itemsize = model.config.get_text_config(), stream.dtype_on(device, model.dtype).itemsize
     hidden, depth = getattr(config, "hidden_size", 0), getattr(config, "num_hidden_layers", 0)
     tokens = max(stream.usual(TOKENS, device), length or LENGTH)
@@ -91,19 +91,9 @@ def tune_model(
     finished: Finished | None = None,
     progress: bool = False,
 ) -> str:
-    """Trains scales of layers of a quantized model, and the vectors beside them, on the divergence of its predictions;
-    says what that has changed on sequences that were held out.
-
-    Args:
-        model: on any one device, and it stays there.
-        dense: the same in 16 or 32 bits, from ``sharing_copy``.
-        names: of the layers; whatever else is packed is as it is.
-        ids: int64 ``[sequences, tokens]``, 2 or more.
-        steps: of ``TOKENS`` tokens.
-        device: where all of it is meanwhile.
-        finished: keeps where it is, and goes on from there.
-        progress: shows a bar on stderr.
-    """
+    """Trains scales of layers of a quantized model, and the vectors beside them, on the divergence of its predictions
+    from those of ``dense``, a ``sharing_copy`` in 16 or 32 bits, for ``ids``, int64 ``[sequences, tokens]``; says what
+    that has changed on sequences that were held out. All of it is on ``device`` meanwhile."""
     ids, layers = ids.to(device), {name: model.get_submodule(name) for name in names}
     batches, held_out = ([ids[part] for part in parts] for parts in _parts(ids, steps, device))
     with stream.placed(dense, "", device), _deterministic():
@@ -149,19 +139,14 @@ def tune_layer(
     steps: int,
     device: torch.device,
 ) -> tuple[float, float]:
-    """Trains scales and codes of one layer of a model on the squared error of its output.
+    """Trains scales and codes of one layer of a model, which is on ``device`` in 16 or 32 bits, on the squared error
+    of its output, and returns that over the square of the output, on sequences that were held out: before and after.
 
     Args:
-        model: with that layer in 16 or 32 bits, on ``device``, and quantized ones before it.
         layers: what is quantized of the layer, by its name in the model.
-        run: computes the layer on a slice of the data.
-        ids: int64 ``[sequences, tokens]``, the data.
+        run: computes the layer on a slice of the data, ``ids``, int64 ``[sequences, tokens]``.
         drifting: whether that is first as dense layers before it pass it on, for which its output is what is aimed at,
             and then once more as quantized ones do.
-        steps: of ``TOKENS`` tokens.
-
-    Returns:
-        The error, over the square of the output, on sequences that were held out: before and after.
     """
     after = len(ids) if drifting else 0
     batches, held_out = _parts(ids, steps, device)

@@ -31,16 +31,9 @@ def write(
     probability that the model gives it; the same each time on the same machine.
 
     A sequence starts at the beginning-of-text token; where a model has none, at the end-of-text token, after which
-    a text starts too, as GPT-2 has it; without either at a random token. It goes on after an end of text: another
-    follows. On ``device`` the model is as a whole while it writes, and then where it was.
-
-    Args:
-        model: on any one device.
-        sequences, length: how many, and tokens of each, or what the model has positions for; defaults are those of
-            ``data.Text``.
-        tune: whether it is to be tuned on: every other sequence, the second the first of them, then starts at a random
-            token, for a model of chats to write more than chats.
-        device, progress: as for ``calibrate``.
+    a text starts too, as GPT-2 has it; without either at a random token. So does every other one that is to ``tune``,
+    for a model of chats to write more than chats. It goes on after an end of text: another follows. On ``device`` the
+    model is as a whole while it writes, and then where it was. Defaults are those of ``data.Text``.
 
     Returns:
         None where the model cannot write: it is no decoder that reads tokens; or, after a warning, it is larger than
@@ -67,7 +60,7 @@ def write(
             with stream.evaluating(model), stream.placed(model, "", device):
                 return _written(model, starts.to(device), together, length, progress).to(starts.device)
         reason = f"its weights take more memory than there is for {device}"
-    except _NotFinite as error:
+    except FloatingPointError as error:
         raise ValueError(str(error)) from None
     except (MemoryError, torch.OutOfMemoryError):
         raise  # another text would give other bytes, and what is free may be other each time
@@ -86,18 +79,12 @@ def write(
 
 
 def draw(probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """int64 ``[rows, 1]``: an index of each row of ``probabilities``, float32 ``[rows, n]``, drawn by them.
-
-    By their running sum, a tenth of ``torch.multinomial``'s time on a CPU.
-    """
+    """int64 ``[rows, 1]``: an index of each row of ``probabilities``, float32 ``[rows, n]``, drawn by them: by their
+    running sum, in a tenth of ``torch.multinomial``'s time on a CPU."""
     sums = probabilities.cumsum(-1)
     # Below the total, so that what is drawn has a probability.
     places = torch.rand(len(sums), 1, generator=generator, device=sums.device) * sums[:, -1:]
     return torch.searchsorted(sums, places, right=True).clamp(max=sums.shape[-1] - 1)
-
-
-class _NotFinite(Exception):
-    pass
 
 
 class _Draw(LogitsProcessor):
@@ -110,10 +97,9 @@ class _Draw(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         probabilities = scores.softmax(-1)
         if not probabilities.isfinite().all():
-            raise _NotFinite("logits: found NaN where the model writes a text to calibrate on, expected finite ones")
-        drawn = draw(probabilities, self.generator)
+            raise FloatingPointError("logits: found NaN where the model writes a text, expected finite ones")
         self.bar.update(len(scores))
-        return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
+        return torch.full_like(scores, -torch.inf).scatter_(1, draw(probabilities, self.generator), 0.0)
 
 
 def _written(model: PreTrainedModel, starts: torch.Tensor, together: int, length: int, progress: bool) -> torch.Tensor:
@@ -123,13 +109,9 @@ def _written(model: PreTrainedModel, starts: torch.Tensor, together: int, length
     model.generation_config = GenerationConfig(max_length=length, do_sample=False, use_cache=True)
     try:
         with tqdm(total=len(starts) * (length - 1), desc="writing", unit="token", disable=not progress) as bar:
-            draw = LogitsProcessorList([_Draw(starts.device, bar)])
-            return torch.cat(
-                [
-                    model.generate(part, attention_mask=torch.ones_like(part), logits_processor=draw)
-                    for part in starts.split(together)
-                ]
-            )
+            how = {"logits_processor": LogitsProcessorList([_Draw(starts.device, bar)])}
+            parts = starts.split(together)
+            return torch.cat([model.generate(part, attention_mask=torch.ones_like(part), **how) for part in parts])
     finally:
         model.generation_config = own
 
