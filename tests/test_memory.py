@@ -29,8 +29,7 @@ def test_memory(context, dtype):
         bits_for_memory(model, rest, context=context)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("embedding_bits", [None, 5])
+@pytest.mark.parametrize(("dtype", "embedding_bits"), [(torch.float32, 5), (torch.float16, None)])
 def test_memory_counts_what_a_saved_model_has(dtype, embedding_bits):
     model = llama().to(dtype)
     config = KbitConfig(bits=3, embedding_bits=embedding_bits)

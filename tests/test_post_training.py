@@ -6,6 +6,7 @@ from pathlib import Path
 import architectures
 import peft
 import pytest
+import small
 import torch
 from byte_tokenizer import byte_tokenizer
 from torch import nn
@@ -44,8 +45,11 @@ def files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.suffix in (".safetensors", ".json")}
 
 
-@pytest.mark.parametrize("architecture", MODELS, ids=str)
-@pytest.mark.parametrize("settings", [{"bits": 3}, {"bits": 3.3, "transform": "none"}], ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [*((model, {"bits": 3}) for model in MODELS), (MODELS[0], {"bits": 3.3, "transform": "none"})],
+    ids=str,
+)
 def test_like_a_model_that_was_quantized_while_it_loaded(architecture, settings, tmp_path):
     model, config = architecture.build(), KbitConfig(**settings)
     model.save_pretrained(tmp_path / "dense")
@@ -68,9 +72,7 @@ ROWS = [f"{n} bottles hang on the wall; take one away." for n in range(9)]
 
 
 def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=256, max_position_embeddings=48, initializer_range=0.2, **SHAPE)
-    return LlamaForCausalLM(config).bfloat16().eval()
+    return small.llama(max_position_embeddings=48, initializer_range=0.2, **SHAPE).bfloat16()
 
 
 def bert() -> BertLMHeadModel:
@@ -78,8 +80,7 @@ def bert() -> BertLMHeadModel:
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
-    one, other = one.state_dict(), other.state_dict()
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return small.same(one.state_dict(), other.state_dict())
 
 
 @pytest.mark.parametrize("arguments", [{"data": ROWS}, {"calibrate": True}], ids=["data", "its own text"])
@@ -170,18 +171,6 @@ def bits_bytes(model: nn.Module, bits: float, **settings) -> int:
     return int(sum(parameter.nbytes for parameter in three.parameters()) + weights * (bits - 3) / 8)
 
 
-def test_widths_are_those_of_their_layers_alone():
-    """Though the name of one is the end, or the beginning, of another's."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 32), nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64)))
-    config = allocation.config_of(KbitConfig(), {"0": 5, "1.0": 2, "1.2": 2})
-    assert quantize_model(model, config).bits == {"0": 5, "1.0": 2, "1.2": 2}
-
-
-def test_more_memory_than_there_is_use_for():
-    assert set(quantize_model(llama(), memory="2MB").bits.values()) == {5}
-
-
 def test_what_is_called_by_its_name(tmp_path):
     lines, options = [], {"tokenizer": byte_tokenizer(), "method": "weighted", "bits": 3, "sequences": 2}
     (tmp_path / "rows.txt").write_text("".join(ROWS))
@@ -193,12 +182,15 @@ def test_what_is_called_by_its_name(tmp_path):
 
 WRONG = [
     (llama, {"memory": "1MB", "bits": 3}, "memory: found it and bits"),
+    (llama, {"config": {"bits": 3}}, "config: found dict"),
+    (llama, {"config": KbitConfig(), "bits": 3}, "config: found it and"),
     (llama, {"memory": "1MB", "module_bits": {"k_proj": 3}}, "memory: found it and bits or widths in module_bits"),
     (llama, {"memory": "much"}, "memory: found 'much', expected a size"),
     (llama, {"memory": 9}, "memory: found 9 bytes, expected"),
     (llama, {"data": ROWS, "calibrate": False}, "data: found it, but neither calibrate nor measured widths need it"),
     (llama, {"data": ROWS, "calibrate": False, "memory": "1MB", "measure": False}, "data: found it, but neither"),
     (llama, {"resume": "layers", "bits": 3.5}, "resume: found 'layers', but nothing is calibrated"),
+    (llama, {"tune": 5}, "tune: found 5, but nothing is calibrated"),
     (llama, {"data": ROWS}, "tokenizer: found none"),
     (llama, {"data": ROWS, "method": "gptq"}, "method: found 'gptq'"),
     (llama, {"calibrate": True, "scale": "absmax"}, "scale: found 'absmax'"),
@@ -275,6 +267,10 @@ def test_widths_and_patterns_of_the_config():
     done = quantize_model(model, KbitConfig(bits=2, module_bits={"blocks.1": 5}, modules_to_not_convert=["first"]))
     assert dict(done.bits) == {"read": 2, "blocks.0": 2, "blocks.1": 5} and done.left["first"] == "asked for"
     sizes = {"first": 64 * 96, "read": 96 * 96, "blocks.0": 64 * 64, "blocks.1": 64 * 64}
+    # Though the name of one is the end, or the beginning, of another's.
+    model = nn.Sequential(nn.Linear(64, 32), nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64)))
+    config = allocation.config_of(KbitConfig(), {"0": 5, "1.0": 2, "1.2": 2})
+    assert quantize_model(model, config).bits == {"0": 5, "1.0": 2, "1.2": 2}
     mean = quantize_model(Twice(), bits=3.5).bits
     assert 3 < sum(bits * sizes[name] for name, bits in mean.items()) / sum(sizes.values()) <= 3.5
 
@@ -298,16 +294,13 @@ def test_refused_before_anything_changes(change, message):
     assert [type(module) for module in model.modules()] == kinds
 
 
-def test_refused_arguments():
-    with pytest.raises(ValueError, match="found one linear layer"):
-        quantize_model(nn.Linear(64, 64), bits=3)
-    with pytest.raises(ValueError, match="found no linear layer to quantize in ReLU"):
-        quantize_model(nn.ReLU(), bits=3)
-    with pytest.raises(TypeError, match="config: found dict"):
-        quantize_model(Twice(), {"bits": 3})
-    with pytest.raises(TypeError, match="config: found it and"):
-        quantize_model(Twice(), KbitConfig(), bits=3)
+def test_what_is_no_module_with_layers():
+    for model, error, message in (
+        (nn.Linear(64, 64), ValueError, "found one linear layer"),
+        (nn.ReLU(), ValueError, "found no linear layer to quantize in ReLU"),
+        ("Qwen/Qwen3-0.6B", TypeError, r"found str, .* while it loads, by AutoModelForCausalLM.from_pretrained\("),
+    ):
+        with pytest.raises(error, match=message):
+            quantize_model(model, bits=3)
     with pytest.raises(TypeError, match=r"hf_kbit\.quantize_model"):
         hf_kbit.ops.quantize(Twice())
-    with pytest.raises(TypeError, match=r"found str, .* while it loads, by AutoModelForCausalLM.from_pretrained\("):
-        quantize_model("Qwen/Qwen3-0.6B", bits=3)

@@ -117,6 +117,7 @@ def test_model(benched, shape, monkeypatch):
     assert packed == [False, shape != "llama-3-8b"]
 
 
+@pytest.mark.slow
 def test_parallel(benched, monkeypatch, tmp_path):
     """In a group of one process; a second run finds the checkpoint of the first."""
     for name, value in GROUP.items():

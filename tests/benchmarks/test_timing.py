@@ -54,12 +54,11 @@ def test_sides_take_turns(timing, clock):
 
 
 def test_microseconds_of_one_call(timing, clock, monkeypatch):
+    """A side that fails is told and left out."""
     monkeypatch.setattr(timing, "replays_ms", lambda graph, count: [graph.ms] * count)
     assert timing.in_turns_us({"two": [one, one], "four": [one] * 4}) == {"two": 1000.0, "four": 1000.0}
     assert timing.graph_us([one, one]) == 1000.0
 
-
-def test_a_side_that_fails_is_told_and_left_out(timing, clock):
     def broken():
         raise ValueError("no such kernel")
 

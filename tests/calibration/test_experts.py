@@ -1,15 +1,16 @@
 """Experts of mixtures are calibrated for the tokens that are sent to them: each for its own."""
 
 import copy
+import itertools
 import logging
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from calibration.test_layerwise import same, tensors
 from integrations.transformers.test_experts import build
 from recorder import Recorder
+from small import same, tensors
 from torch import nn
 from transformers import Llama4ForCausalLM, Llama4TextConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -76,9 +77,12 @@ def rows_of(model, name: str, x, sent, decoded) -> list[torch.Tensor]:
     return [module._apply_gate(rows) if module.has_gate else module.act_fn(rows) for rows in hidden]
 
 
+CASES = [("gpt_oss", False, experts.AT_ONCE)]
+CASES += [(kind, *how) for kind in KINDS for how in ((True, 1), (False, 8192))]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(("diagonal", "at_once"), [(True, experts.AT_ONCE), (False, experts.AT_ONCE), (False, 8192)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "diagonal", "at_once"), CASES)
 def test_moments(kind, diagonal, at_once, monkeypatch):
     """Those of each expert's rows in the model as it is quantized so far; the drift is towards the dense layers, for
     the same tokens. In several runs of the data, where memory is short."""
@@ -122,8 +126,7 @@ def test_moments(kind, diagonal, at_once, monkeypatch):
 # --- what is made of it ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "method"), list(zip(KINDS, itertools.cycle(METHODS), strict=False)))
 def test_like_a_model_quantized_while_loading(kind, method, tmp_path):
     model, dense = KINDS[kind](), KINDS[kind]()
     names = set(projections(dense))
@@ -254,41 +257,6 @@ def test_a_projection_left_in_16_bits(tmp_path):
         assert torch.equal(ours.mlp.experts.down_proj, theirs.mlp.experts.down_proj)
     model.save_pretrained(tmp_path)
     assert same(tensors(type(model).from_pretrained(tmp_path)), tensors(model))
-
-
-class Killed(Exception):
-    pass
-
-
-@pytest.mark.parametrize("kind", ["gpt_oss", "llama4"])
-def test_a_killed_run_goes_on(kind, monkeypatch, tmp_path):
-    """With the layer of the model that it had not finished, to the same bytes."""
-    whole, calls, solve = tensors(hf_kbit.calibrate(KINDS[kind](), IDS, bits=2)), [], METHODS["feedback"].solve
-
-    def killed(*arguments):
-        calls.append(arguments)
-        if len(calls) == most:
-            raise Killed
-        return solve(*arguments)
-
-    monkeypatch.setattr(METHODS["feedback"], "solve", killed)
-    most = 2**30
-    hf_kbit.calibrate(KINDS[kind](), IDS, bits=2)
-    most = needed = len(calls)
-    model, before = KINDS[kind](), tensors(KINDS[kind]())
-    calls.clear()
-    with pytest.raises(Killed):
-        hf_kbit.calibrate(model, IDS, bits=2, resume=tmp_path)
-    calls.clear()
-    again = hf_kbit.calibrate(KINDS[kind](), IDS, bits=2, resume=tmp_path)
-    assert 0 < len(calls) < needed
-    assert same(tensors(again), whole) and again.config.quantization_config.stored is not None
-
-    model = KINDS[kind]()
-    with pytest.raises(ValueError, match="found what a run with another model"):
-        hf_kbit.calibrate(model, IDS, bits=3, resume=tmp_path)
-    assert same(tensors(model), before) and list(model.state_dict()) == list(KINDS[kind]().state_dict())
-    assert not any(isinstance(module, KbitExperts) for module in model.modules())
 
 
 def test_inputs_that_are_not_finite_are_refused():

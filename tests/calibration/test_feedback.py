@@ -70,9 +70,7 @@ def solve_by_definition(weight, hessian, codebook, signed):
     return codes, bytes_
 
 
-@pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("bits", [2, 3])
-@pytest.mark.parametrize("columns", [32, 70])
+@pytest.mark.parametrize(("columns", "bits", "signed"), [(32, 3, False), (70, 2, False), (70, 3, True)])
 def test_is_what_the_definition_gives(columns, bits, signed, monkeypatch):
     """Before sweeps."""
     monkeypatch.setattr(feedback, "SWEEPS", 0)

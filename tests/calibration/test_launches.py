@@ -4,7 +4,7 @@ import pytest
 import torch
 from calibration.test_experts import IDS, build, packed
 from calibration.test_feedback import problem
-from calibration.test_layerwise import same, tensors
+from small import same, tensors
 
 import hf_kbit
 from hf_kbit import codebooks

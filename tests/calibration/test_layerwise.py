@@ -8,8 +8,9 @@ import sys
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
+from architectures import BY_NAME
 from byte_tokenizer import byte_tokenizer
+from small import SHAPE, llama, same, tensors
 from torch import nn
 from trained_lm import batches, held_out, mean_loss, trained_lm
 from transformers import (
@@ -28,26 +29,7 @@ import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear
 from hf_kbit.calibration.layerwise import METHODS, class_to_load
 
-SHAPE = {"hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4, "vocab_size": 256}
 IDS = torch.randint(5, 90, (6, 12), generator=torch.Generator().manual_seed(1))
-
-
-def llama(**settings) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SHAPE, **settings)).eval()
-
-
-def architecture(name: str):
-    (row,) = [row for row in ARCHITECTURES if row.name == name]
-    return row.build()
-
-
-def tensors(model) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-
-
-def same(first: dict, second: dict) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @torch.no_grad()
@@ -56,14 +38,13 @@ def outputs(model) -> torch.Tensor:
     return model(ids, decoder_input_ids=ids)[0] if model.config.is_encoder_decoder else model(ids)[0]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert-masked", "t5"])
+@pytest.mark.parametrize(
+    ("name", "method"), [("llama", "feedback"), ("gpt2", "weighted"), ("bert-masked", "feedback"), ("t5", "weighted")]
+)
 def test_like_a_model_quantized_while_loading(name, method, device, tmp_path):
     """Its layers, what it says of itself, and what it is after saving and loading; some layers have an exponent."""
-    model, choices = (
-        architecture(name).to(device),
-        {"bits": 3, "module_bits": {r"\w+\.0.*(q|k|query|key|c_attn)(_proj)?": 5}, "codebook": "int"},
-    )
+    model = BY_NAME[name].build().to(device)
+    choices = {"bits": 3, "module_bits": {r"\w+\.0.*(q|k|query|key|c_attn)(_proj)?": 5}, "codebook": "int"}
     model.save_pretrained(tmp_path / "dense")
     loaded = type(model).from_pretrained(tmp_path / "dense", quantization_config=KbitConfig(**choices)).to(device)
     assert hf_kbit.calibrate(model, IDS, method=method, batch=4, **choices) is model
@@ -110,18 +91,42 @@ def test_what_is_left_stays():
 def test_modes_and_flags_are_as_before():
     """And dropout is off meanwhile; the dtype stays."""
     torch.manual_seed(0)
-    model = BertForMaskedLM(BertConfig(num_hidden_layers=1, hidden_dropout_prob=0.5, **SHAPE)).half().train()
-    model.bert.encoder.layer[0].attention.eval()
+    model = BertForMaskedLM(BertConfig(**{**SHAPE, "num_hidden_layers": 1}, vocab_size=256, hidden_dropout_prob=0.5))
+    model.half().train().bert.encoder.layer[0].attention.eval()
     first, second = (hf_kbit.calibrate(copy.deepcopy(model), IDS, bits=2) for _ in range(2))
     assert same(tensors(first), tensors(second)) and first.dtype == torch.float16
     modes = [[part.training for part in each.modules()] for each in (model, first)]
     assert modes[0] == modes[1] and first.bert.embeddings.LayerNorm.weight.requires_grad and first.config.use_cache
 
 
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_from_a_folder(name, tmp_path):
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_a_model_on_the_cpu_goes_through_the_gpu(name, method):
+    """Layer by layer, also without being told to; what is not quantized is where it was, and not copied."""
+    model = BY_NAME[name].build()
+    places = {key: tensor.data_ptr() for key, tensor in model.named_parameters()}
+    torch.cuda.reset_peak_memory_stats()
+    hf_kbit.calibrate(model, IDS, method=method, bits=5, batch=4)
+    assert torch.cuda.max_memory_allocated() > 0
+    layers = {key for key, module in model.named_modules() if isinstance(module, KbitLinear)}
+    for key, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert tensor.device.type == "cpu", key
+        if key in places and not (key.endswith(".weight") and key.removesuffix(".weight") in layers):
+            assert tensor.data_ptr() == places[key], key
+    # Not the same bytes: a CPU computes what precedes the first layer, such as sines of positions, a bit otherwise.
+    dense = outputs(BY_NAME[name].build())
+    there = hf_kbit.calibrate(BY_NAME[name].build().to("cuda"), IDS, method=method, bits=5, batch=4)
+    errors = [(outputs(each).cpu() - dense).norm() for each in (model, there)]
+    assert errors[0] < 1.2 * errors[1] < 1.2 * 0.2 * dense.norm()
+
+
+# --- models that are loaded -----------------------------------------------------------------------
+
+
+def test_from_a_folder(tmp_path):
     """By its path or its name, with a config or the arguments of one."""
-    model, arguments = architecture(name), {"bits": 2, "codebook": "int"}
+    model, arguments = BertForMaskedLM(BertConfig(**SHAPE, vocab_size=256)), {"bits": 2, "codebook": "int"}
     model.save_pretrained(tmp_path)
     config = KbitConfig(**arguments)
     loaded, other = hf_kbit.calibrate(tmp_path, IDS, **arguments), hf_kbit.calibrate(str(tmp_path), IDS, config=config)
@@ -130,37 +135,35 @@ def test_from_a_folder(name, tmp_path):
     assert same(tensors(loaded), expected) and same(tensors(other), expected)
 
 
-@pytest.mark.parametrize(
-    ("architectures", "message"),
-    [
+def test_the_tokenizer_of_a_folder(tmp_path):
+    text, choices = "What a model reads while it is calibrated. " * 20, {"bits": 2, "method": "weighted"}
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tokenizer: found none"):
+        hf_kbit.calibrate(tmp_path, text)
+    byte_tokenizer().save_pretrained(tmp_path)
+    model = hf_kbit.calibrate(tmp_path, text, **choices)
+    assert same(tensors(model), tensors(hf_kbit.calibrate(llama(), text, tokenizer=byte_tokenizer(), **choices)))
+
+
+def test_the_class_that_was_saved(tmp_path):
+    config = LlamaConfig(architectures=["LlamaForSequenceClassification"])
+    assert class_to_load(config) is LlamaForSequenceClassification
+    for name in (None, [], ["LLaMAForCausalLM"]):  # the last was the class's name once
+        assert class_to_load(LlamaConfig(architectures=name)) is AutoModelForCausalLM
+    places = {"AutoConfig": "a.OwnConfig", "AutoModelForMaskedLM": "a.Own"}
+    assert class_to_load(LlamaConfig(architectures=["Own"], auto_map=places)) is AutoModelForMaskedLM
+    for architectures, message in (
         (["pipeline"], "found 'pipeline', expected the name of a model class"),
         (["LlamaConfig"], "found 'LlamaConfig', expected the name of a model class"),
         (["PreTrainedModel"], "found 'PreTrainedModel', expected the name of a model class"),
         (["BertForMaskedLM"], "found BertForMaskedLM, expected a model class for a LlamaConfig"),
         ([5], r"found \[5\] in config.json, expected a list of names"),
         (5, r"found 5 in config.json, expected a list of names"),
-    ],
-)
-def test_only_model_classes_are_loaded(architectures, message):
-    config = LlamaConfig(num_hidden_layers=1, **SHAPE)
-    object.__setattr__(config, "architectures", architectures)
-    with pytest.raises(ValueError, match=f"^architectures: {message}"):
-        class_to_load(config)
-
-
-def test_the_class_that_was_saved():
-    config = LlamaConfig(architectures=["LlamaForSequenceClassification"])
-    assert class_to_load(config) is LlamaForSequenceClassification
-    for name in (None, [], ["LLaMAForCausalLM"]):  # the last was the class's name once
-        assert class_to_load(LlamaConfig(architectures=name)) is AutoModelForCausalLM
-    config = LlamaConfig(
-        architectures=["Own"], auto_map={"AutoConfig": "a.OwnConfig", "AutoModelForMaskedLM": "a.Own"}
-    )
-    assert class_to_load(config) is AutoModelForMaskedLM
-
-
-def test_a_folder_whose_class_is_no_model(tmp_path):
-    llama().save_pretrained(tmp_path)
+    ):
+        object.__setattr__(config, "architectures", architectures)
+        with pytest.raises(ValueError, match=f"^architectures: {message}"):
+            class_to_load(config)
+    LlamaConfig().save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"architectures": ["pipeline"]}))
     with pytest.raises(ValueError, match=f"{tmp_path}: architectures: found 'pipeline'"):
@@ -186,38 +189,6 @@ def test_revision_and_code_reach_all_that_is_loaded(loaded, monkeypatch, tmp_pat
     assert set(asked) == {(name, "v1", True) for name in ("AutoConfig", "LlamaForCausalLM", "AutoTokenizer")}
 
 
-def test_the_tokenizer_of_a_folder(tmp_path):
-    text = "What a model reads while it is calibrated. " * 20
-    llama().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="tokenizer: found none"):
-        hf_kbit.calibrate(tmp_path, text)
-    byte_tokenizer().save_pretrained(tmp_path)
-    model = hf_kbit.calibrate(tmp_path, text, bits=2)
-    assert same(tensors(model), tensors(hf_kbit.calibrate(llama(), text, tokenizer=byte_tokenizer(), bits=2)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
-def test_a_model_on_the_cpu_goes_through_the_gpu(name, method):
-    """Layer by layer, also without being told to; what is not quantized is where it was, and not copied."""
-    model = architecture(name)
-    places = {key: tensor.data_ptr() for key, tensor in model.named_parameters()}
-    torch.cuda.reset_peak_memory_stats()
-    hf_kbit.calibrate(model, IDS, method=method, bits=5, batch=4)
-    assert torch.cuda.max_memory_allocated() > 0
-    layers = {key for key, module in model.named_modules() if isinstance(module, KbitLinear)}
-    for key, tensor in (*model.named_parameters(), *model.named_buffers()):
-        assert tensor.device.type == "cpu", key
-        if key in places and not (key.endswith(".weight") and key.removesuffix(".weight") in layers):
-            assert tensor.data_ptr() == places[key], key
-    # Not the same bytes: a CPU computes what precedes the first layer, such as sines of positions, a bit otherwise.
-    dense = outputs(architecture(name))
-    there = hf_kbit.calibrate(architecture(name).to("cuda"), IDS, method=method, bits=5, batch=4)
-    errors = [(outputs(each).cpu() - dense).norm() for each in (model, there)]
-    assert errors[0] < 1.2 * errors[1] < 1.2 * 0.2 * dense.norm()
-
-
 OWN_MEMORY = """
 import re, sys, torch
 from hf_kbit.calibration.layerwise import load
@@ -234,11 +205,10 @@ print(own() - before, sum(parameter.nbytes for parameter in model.parameters()) 
 
 def test_weights_stay_mapped_from_their_file(tmp_path):
     """A model that is loaded and read takes little memory besides its files' pages, which the kernel may drop."""
-    shape = {"hidden_size": 512, "intermediate_size": 8192, "num_attention_heads": 4, "vocab_size": 256}
-    LlamaForCausalLM(LlamaConfig(num_hidden_layers=8, **shape)).bfloat16().save_pretrained(tmp_path)
+    llama(hidden_size=512, intermediate_size=8192, num_hidden_layers=5).bfloat16().save_pretrained(tmp_path)
     run = subprocess.run([sys.executable, "-c", OWN_MEMORY, tmp_path], capture_output=True, text=True, timeout=300)
     taken, weights = map(float, run.stdout.split())
-    assert weights > 200 and taken < 0.25 * weights
+    assert weights > 120 and taken < 0.25 * weights
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -247,25 +217,35 @@ BAD = {
     "method: found 'gptq', expected one of \\['feedback', 'weighted'\\]": {"method": "gptq"},
     "batch: found 0": {"batch": 0},
     "bits: found 7": {"bits": 7},
+    "bits: found 3.5, .* hf_kbit.choose_widths": {"bits": 3.5},
     "scale: found 'absmax', expected 'search'": {"scale": "absmax"},
     "module_bits\\['nothing'\\]": {"module_bits": {"nothing": 3}},
+    "config: found it and \\['bits'\\], expected one": {"config": KbitConfig(), "bits": 3},
+    "config: found dict, expected a KbitConfig": {"config": {"bits": 3}},
+    "unexpected keyword argument 'sequence'": {"sequence": 3},
     "tokenizer: found none": {"data": "a text"},
-    "data: found sequences of 12 tokens, expected at most 8": {"settings": {"max_position_embeddings": 8}},
+    "data: found sequences of 12 tokens, expected at most 8": {"build": lambda: llama(max_position_embeddings=8)},
     "data: found ids from 5 to 300, expected 0 to 255": {"data": torch.tensor([[5, 300]])},
     "data: found shape \\[4\\]": {"data": torch.zeros(4, dtype=torch.int64)},
     "data: found shape \\[0, 4\\]": {"data": torch.zeros(0, 4, dtype=torch.int64)},
     "no linear layer to quantize": {"modules_to_not_convert": [".*"]},
+    "found Sequential, expected a model that reads token": {"build": lambda: nn.Sequential(nn.Linear(64, 64))},
+    "layers.0.self_attn.q_proj: found it quantized": {"build": lambda: hf_kbit.calibrate(llama(), IDS, bits=2)},
+    "found ViT.*, expected a model that reads token ids": {"build": BY_NAME["vit"].build},
+    "found WhisperFor.*, expected a model that reads token ids": {"build": BY_NAME["whisper"].build},
+    "found that CLIPModel does not run on token ids alone": {"build": BY_NAME["clip"].build},
+    "found that tokens do not go through it": {"build": BY_NAME["llava"].build},
 }
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_bad_arguments_leave_the_model(message):
-    arguments = dict(BAD[message])
-    model = llama(**arguments.pop("settings", {}))
-    before = tensors(copy.deepcopy(model))
-    with pytest.raises(ValueError, match=message):
-        hf_kbit.calibrate(model, arguments.pop("data", IDS), **arguments)
-    assert same(tensors(model), before) and not hasattr(model.config, "quantization_config")
+def test_refused_before_anything_changes(message):
+    arguments = {"data": IDS, **BAD[message]}
+    model = arguments.pop("build", llama)()
+    before, kinds = tensors(copy.deepcopy(model)), [type(module) for module in model.modules()]
+    with pytest.raises((TypeError, ValueError), match=message):
+        hf_kbit.calibrate(model, **arguments)
+    assert same(tensors(model), before) and [type(module) for module in model.modules()] == kinds
 
 
 def test_what_is_not_finite_is_refused():
@@ -282,48 +262,9 @@ def test_what_is_not_finite_is_refused():
         hf_kbit.calibrate(model, IDS)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"config": KbitConfig(), "bits": 3}, TypeError, r"config: found it and \['bits'\], expected one"),
-        ({"config": {"bits": 3}}, TypeError, "config: found dict, expected a KbitConfig"),
-        ({"sequence": 3}, TypeError, "unexpected keyword argument 'sequence'"),
-        ({"bits": 3.5}, ValueError, "bits: found 3.5, .* hf_kbit.choose_widths"),
-    ],
-)
-def test_arguments_that_are_refused(arguments, error, message):
-    with pytest.raises(error, match=message):
-        hf_kbit.calibrate(llama(), IDS, **arguments)
-
-
-def test_what_is_no_model_of_transformers_is_refused():
-    with pytest.raises(ValueError, match="found Sequential, expected a model that reads token ids"):
-        hf_kbit.calibrate(nn.Sequential(nn.Linear(64, 64)), IDS)
-
-
-def test_a_quantized_model_is_refused():
-    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj: found it quantized already"):
-        hf_kbit.calibrate(hf_kbit.calibrate(llama(), IDS), IDS)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("vit", "found ViT.*, expected a model that reads token ids"),
-        ("whisper", "found WhisperForConditionalGeneration, expected a model that reads token ids"),
-        ("clip", "found that CLIPModel does not run on token ids alone"),
-        ("llava", "found that tokens do not go through it"),
-    ],
-)
-def test_models_that_need_more_than_tokens_are_refused(name, message):
-    with pytest.raises(ValueError, match=message):
-        hf_kbit.calibrate(architecture(name), IDS)
-
-
-def test_the_rest_of_such_a_model_can_be_calibrated():
-    model = hf_kbit.calibrate(
-        architecture("llava"), IDS, modules_to_not_convert=["vision_tower", "multi_modal_projector"]
-    )
+def test_the_rest_of_a_model_that_sees():
+    left = ["vision_tower", "multi_modal_projector"]
+    model = hf_kbit.calibrate(BY_NAME["llava"].build(), IDS, modules_to_not_convert=left)
     layers = [name for name, module in model.named_modules() if isinstance(module, KbitLinear)]
     assert layers and all("language_model" in name for name in layers)
 
@@ -332,20 +273,18 @@ def test_the_rest_of_such_a_model_can_be_calibrated():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bits", "weighted", "feedback"), [(2, 1.0, 0.4), (3, 1.0, 0.5)])
-def test_loses_less_than_without_data(bits, weighted, feedback):
-    """Of trained weights, on held-out text: bounds of the loss above the float model's, over that without data.
+def test_loses_less_than_without_data():
+    """Of trained weights, on held-out text, at 2 bits: the loss above the float model's, over that without data.
 
-    Measured on 2026-11-22 (torch 2.13 CPU, Transformers 5.23): 0.76 and 0.16 at 2 bits; 0.94 and 0.35 at 3
-    bits, where without data only 0.005 nats are lost.
+    Measured on 2026-11-22 (torch 2.13 CPU, Transformers 5.23): 0.76 and 0.16.
     """
     data = torch.cat(list(batches(16)))
     dense = mean_loss(AutoModelForCausalLM.from_pretrained(trained_lm()), held_out())
-    config = KbitConfig(bits=bits)
+    config = KbitConfig(bits=2)
     free = mean_loss(AutoModelForCausalLM.from_pretrained(trained_lm(), quantization_config=config), held_out())
-    for method, bound in (("weighted", weighted), ("feedback", feedback)):
+    for method, bound in (("weighted", 1.0), ("feedback", 0.4)):
         model = AutoModelForCausalLM.from_pretrained(trained_lm())
-        loss = mean_loss(hf_kbit.calibrate(model, data, bits=bits, method=method, batch=32), held_out())
+        loss = mean_loss(hf_kbit.calibrate(model, data, bits=2, method=method, batch=32), held_out())
         assert loss - dense < bound * (free - dense)
 
 
@@ -357,14 +296,17 @@ def test_tables_are_quantized_without_data():
     assert table.bits == 5 and all(map(torch.equal, table.packed.values(), expected.packed.values()))
 
 
-@pytest.mark.parametrize(("method", "bound"), [("weighted", 1.05), ("feedback", 0.6)])
-@pytest.mark.parametrize("name", ["llama", "bert-masked", "t5"])
+TIED = [(name, "feedback", 0.6) for name in ("llama", "bert-masked")]
+TIED += [(name, "weighted", 1.05) for name in ("llama", "t5")]
+
+
+@pytest.mark.parametrize(("name", "method", "bound"), TIED)
 def test_a_tied_table_is_calibrated_for_the_head(name, method, bound, device, tmp_path):
     """The errors of logits are smaller than without data, but of ``weighted``, for inputs that are all alike; those of
     rows that are looked up are no larger by far."""
     ids = torch.randint(5, 90, (12, 12), generator=torch.Generator().manual_seed(2))
     model, other = (
-        (llama(tie_word_embeddings=True) if name == "llama" else architecture(name)).to(device) for _ in range(2)
+        (llama(tie_word_embeddings=True) if name == "llama" else BY_NAME[name].build()).to(device) for _ in range(2)
     )
     dense = model.get_output_embeddings().weight.detach().clone()
     hf_kbit.calibrate(model, ids, bits=2, embedding_bits=4, method=method)

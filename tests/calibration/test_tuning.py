@@ -3,13 +3,14 @@
 import copy
 import itertools
 import logging
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
 from architectures import BY_NAME
 from calibration.test_launches import recorded  # noqa: F401, a fixture
-from calibration.test_layerwise import llama, same, tensors
+from small import llama, same, tensors
 from trained_lm import batches, held_out, mean_loss, trained_lm
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -33,16 +34,14 @@ def few_tokens(monkeypatch):
     monkeypatch.setitem(tuning.TOKENS, "", 256)
 
 
-@pytest.fixture(params=[True, False], ids=["whole", "layers"])
-def how(request, monkeypatch):
-    """Arguments that tune the whole model after its layers, or these alone."""
-    if not request.param:
-        monkeypatch.setattr(tuning, "LAYER_STEPS", 1)
-    return {"tune_whole": request.param}
-
-
 def calibrated(tune=20, model=None, **choices):
     return hf_kbit.calibrate(llama() if model is None else model, IDS, tune=tune, **CHOICES | choices)
+
+
+@cache
+def expected(tune: int, device: str = "cpu", **choices) -> dict[str, torch.Tensor]:
+    """What tuning makes of the model, undisturbed."""
+    return tensors(calibrated(tune, llama().to(device), **choices))
 
 
 # --- what it is for -------------------------------------------------------------------------------
@@ -61,7 +60,7 @@ def test_comes_nearer_to_16_bits(monkeypatch):
         return errors[-1]
 
     monkeypatch.setattr(tuning, "tune_layer", told)
-    for whole, steps in ((False, 0), (False, 100), (True, 100)):
+    for whole, steps in ((False, 0), (False, 60), (True, 60)):
         model = AutoModelForCausalLM.from_pretrained(trained_lm())
         hf_kbit.calibrate(model, data, bits=2, batch=32, tune=steps, tune_whole=whole, device="cpu")
         lost.append(mean_loss(model, held_out()) - dense)
@@ -73,29 +72,36 @@ def test_comes_nearer_to_16_bits(monkeypatch):
     assert "held out" in model.hf_quantizer.tuned
 
 
-def test_a_checkpoint_like_any_other(how, device, tmp_path):
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_checkpoint_like_any_other(whole, device, monkeypatch, tmp_path):
     """As large as without, saved and loaded to the same logits; and the card says what was tuned."""
-    model, plain = calibrated(model=llama().to(device), **how), calibrated(0)
-    assert not same(tensors(model), tensors(plain))
-    sizes = [{name: (x.dtype, x.shape) for name, x in tensors(each).items()} for each in (model, plain)]
+    monkeypatch.setattr(tuning, "LAYER_STEPS", tuning.LAYER_STEPS if whole else 1)
+    model, plain = calibrated(model=llama().to(device), tune_whole=whole), expected(0)
+    assert not same(tensors(model), plain)
+    sizes = [{name: (x.dtype, x.shape) for name, x in each.items()} for each in (tensors(model), plain)]
     assert sizes[0] == sizes[1]
     model.save_pretrained(tmp_path)
     again = LlamaForCausalLM.from_pretrained(tmp_path).to(device)
     assert torch.equal(again(IDS.to(device)).logits, model(IDS.to(device)).logits)
     assert model.hf_quantizer.tuned in hf_kbit.model_card(model, "x").text
-    assert ("then perplexity" in model.hf_quantizer.tuned) == how["tune_whole"]
-    assert ("layers alone" in model.hf_quantizer.tuned) == (not how["tune_whole"])
+    assert ("then perplexity" in model.hf_quantizer.tuned) == whole
+    assert ("layers alone" in model.hf_quantizer.tuned) == (not whole)
 
 
 # --- what it starts from and ends with ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "choices",
-    [{}, {"transform": "none", "codebook": "int"}, {"embedding_bits": 4, "bits": 5}],
+    ("name", "choices"),
+    [
+        ("llama", {}),
+        ("llama", {"embedding_bits": 4, "bits": 5}),
+        ("gpt2", {"transform": "none", "codebook": "int"}),
+        ("mixtral", {}),
+        ("mixtral", {"transform": "none"}),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_starts_from_what_was_solved(name, choices, monkeypatch):
     """Without steps that move anything the model computes what it did; K is no multiple of 32, one layer has an
     exponent, one a block of zeros."""
@@ -174,7 +180,7 @@ def test_the_best_that_was_seen_is_kept(monkeypatch):
     """Steps that ruin the model leave it as it was, its norms too."""
     for name in ("SCALES", "CODES", "VECTORS"):
         monkeypatch.setattr(trained, name, 100.0)
-    assert same(tensors(calibrated(20)), tensors(calibrated(0)))
+    assert same(tensors(calibrated(20)), expected(0))
 
 
 @pytest.mark.parametrize("method", ["weighted", "feedback"])
@@ -209,10 +215,6 @@ def test_norms_and_biases_are_trained():
 # --- each time the same ---------------------------------------------------------------------------
 
 
-def test_the_same_bytes_each_time(how, device):
-    assert same(*(tensors(calibrated(model=llama().to(device), **how)) for _ in range(2)))
-
-
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_no_room_for_the_whole_model(in_memory, monkeypatch):
     """What is free decides no byte: the model is refused, as it was and before it writes a text. The error says how
@@ -231,14 +233,14 @@ def test_no_room_for_the_whole_model(in_memory, monkeypatch):
             after.append(same(tensors(model), before))
         return tensors(model)
 
-    after = []
+    after, alone, both = [], expected(20, tune_whole=False), expected(20)
     with pytest.raises(
         MemoryError, match=r"tune: found 0.0 GB free on cpu, expected 0.1 to train .* tune_whole=False"
     ):
         tuned(1000)
     assert after == [True]
     layers = tuned(1000, data=IDS, tune_whole=False)
-    assert same(layers, tuned(data=IDS, tune_whole=False)) and not same(layers, tuned(data=IDS))
+    assert same(layers, alone) and not same(layers, both)
 
 
 def test_where_the_whole_model_has_no_room_after_all_layers_stay(monkeypatch, tmp_path):
@@ -254,19 +256,14 @@ def test_where_the_whole_model_has_no_room_after_all_layers_stay(monkeypatch, tm
     found = tensors(calibrated(resume=tmp_path, tune_whole=False))
     monkeypatch.undo()
     monkeypatch.setitem(tuning.TOKENS, "cpu", 256)
-    assert same(found, tensors(calibrated(tune_whole=False)))
+    assert same(found, expected(20, tune_whole=False))
 
 
 def test_as_one_launch(recorded):  # noqa: F811
     """On a GPU a step is recorded; the recorder of this test calls the function again."""
-    found = tensors(calibrated(device="cpu"))
-    assert recorded == [(16, 16)]
+    wanted = expected(20)
     recorded.clear()
-    trained.one_launch, before = (lambda function, *_: function), trained.one_launch
-    try:
-        assert same(found, tensors(calibrated(device="cpu")))
-    finally:
-        trained.one_launch = before
+    assert same(tensors(calibrated(device="cpu")), wanted) and recorded == [(16, 16)]
 
 
 def test_a_model_that_cannot_be_recorded(monkeypatch, caplog):
@@ -275,10 +272,10 @@ def test_a_model_that_cannot_be_recorded(monkeypatch, caplog):
     def refuse(*_):
         raise error
 
-    expected, error = tensors(calibrated()), NotRecorded("not while a graph is recorded")
+    found, error = expected(20), NotRecorded("not while a graph is recorded")
     monkeypatch.setattr(trained, "one_launch", refuse)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    assert same(tensors(calibrated()), expected)
+    assert same(tensors(calibrated()), found)
     assert "tuning is slower, for its kernels are launched one by one: not while a graph is recorded" in caplog.text
     error = RuntimeError("something else")
     with pytest.raises(RuntimeError, match="something else"):
@@ -289,10 +286,13 @@ class Killed(BaseException):
     pass
 
 
-def test_a_killed_run_goes_on(how, device, monkeypatch, tmp_path):
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_killed_run_goes_on(whole, device, monkeypatch, tmp_path):
+    """In the middle of the whole model, or of its second layer; to the same bytes."""
     monkeypatch.setattr(trained, "KEPT", 0)
-    whole = tensors(calibrated(model=llama().to(device), **how))
-    make, taken, last = trained.Trained._step, itertools.count(), 20 + 10 * (not how["tune_whole"])
+    monkeypatch.setattr(tuning, "LAYER_STEPS", tuning.LAYER_STEPS if whole else 1)
+    wanted, make = tensors(calibrated(model=llama().to(device), tune_whole=whole)), trained.Trained._step
+    taken, last = itertools.count(), 20 if whole else 30
 
     def counting(*args):
         step = make(*args)
@@ -306,22 +306,9 @@ def test_a_killed_run_goes_on(how, device, monkeypatch, tmp_path):
 
     monkeypatch.setattr(trained.Trained, "_step", counting)
     with pytest.raises(Killed):
-        calibrated(model=llama().to(device), resume=tmp_path, **how)
-    assert same(tensors(calibrated(model=llama().to(device), resume=tmp_path, **how)), whole)
+        calibrated(model=llama().to(device), resume=tmp_path, tune_whole=whole)
+    assert same(tensors(calibrated(model=llama().to(device), resume=tmp_path, tune_whole=whole)), wanted)
     assert next(taken) - last < 25, "it has not started anew"
-
-
-def test_a_damaged_record_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(trained, "KEPT", 0)
-    calibrated(resume=tmp_path)
-    (file,) = tmp_path.glob("tuning*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{file.name}: found it damaged"):
-        calibrated(resume=tmp_path)
-    with pytest.raises(ValueError, match="another model, data, device or setting"):
-        calibrated(41, resume=tmp_path)
 
 
 # --- text, and what is refused --------------------------------------------------------------------
@@ -330,13 +317,9 @@ def test_a_damaged_record_is_named(monkeypatch, tmp_path):
 def test_the_model_writes_more_and_more_kinds_of_text(monkeypatch):
     monkeypatch.setitem(tuning.AMOUNTS, "cpu", (6, 8))
     monkeypatch.setitem(tuning.AMOUNTS, "", (6, 8))
-    expected = write(llama(), 6, 8, tune=True)
-    starts = expected[:, 0].tolist()
-    assert starts[::2] == [1, 1, 1] and len(set(starts[1::2])) > 1
-    assert same(
-        tensors(hf_kbit.calibrate(llama(), bits=2, tune=5)),
-        tensors(hf_kbit.calibrate(llama(), expected, bits=2, tune=5)),
-    )
+    written = write(llama(), 6, 8, tune=True)
+    found, wanted = (tensors(hf_kbit.calibrate(llama(), data, bits=2, tune=5)) for data in (None, written))
+    assert same(found, wanted)
 
 
 def test_layers_are_solved_for_a_part(monkeypatch):
