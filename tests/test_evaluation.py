@@ -173,11 +173,12 @@ def test_models_on_two_devices(reference, quantized):
 def test_adapters_count(reference, quantized):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    torch.manual_seed(0)
     adapted = peft.get_peft_model(copy.deepcopy(quantized), config)
     found = evaluate(adapted, TOKENS, reference=reference, window=32)
     merged = hf_kbit.merge_and_unload(adapted, dequantize=True)
     assert figures(found) == pytest.approx(figures(evaluate(merged, TOKENS, reference=reference, window=32)), rel=1e-3)
-    assert found.perplexity != pytest.approx(evaluate(quantized, TOKENS, window=32).perplexity, rel=0.01)
+    assert found.perplexity != pytest.approx(evaluate(quantized, TOKENS, window=32).perplexity, rel=3e-3)
 
 
 def test_modes_are_restored(reference):
