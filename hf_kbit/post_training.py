@@ -23,6 +23,7 @@ from hf_kbit.integrations.transformers.plain import is_linear
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.integrations.transformers.report import report_exceptions
 from hf_kbit.memory import ENOUGH_FOR_LAYERS, Footprint, bits_for_memory, embedding_bits_for_memory, parse_size
+from hf_kbit.nn.experts import home_of
 from hf_kbit.nn.weight import packed_layers
 from hf_kbit.widths import measure as measure_widths
 
@@ -216,7 +217,7 @@ def _choose(model: nn.Module, config: KbitConfig) -> tuple[selection.Packable, d
         raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
     for name in chosen:
         weight = selection.dense_weight(model, name)
-        if weight.is_meta or hasattr(selection.holder(model, name), "_hf_hook"):
+        if weight.is_meta or hasattr(home_of(model, name)[0], "_hf_hook"):
             found = "found it on the meta device, or placed by accelerate, expected it in memory"
             raise ValueError(f"{name}.weight: {found}")
         if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):

@@ -217,10 +217,7 @@ class Calibration:
         untied = {name: bits for name, bits in tables.items() if name not in heads.values()}
         quantize_layers(model, self.packable, untied, self.quantizer, self.device)  # data comes from them
         # Before a layer computes in another dtype: they stand for the weights as the model has them.
-        self.empty = {
-            name: self.quantizer.new_layer(model, name, bits).train(selection.holder(model, name).training)
-            for name, bits in self.widths.items()
-        }
+        self.empty = {name: self.quantizer.new_layer(model, name, bits) for name, bits in self.widths.items()}
         for head in heads:
             self.empty[head].balances = False  # as a table
         projections = [name for name in self.widths if is_projection(model, name)]

@@ -16,7 +16,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.nn.embedding import MEMBERS
-from hf_kbit.nn.experts import LLAMA4, is_experts, is_projection
+from hf_kbit.nn.experts import LLAMA4, home_of, is_experts
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.weight import is_sharded
 
@@ -67,13 +67,11 @@ def unusual(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """
     found, replaced = {}, {}
     for name in names:
-        projection = is_projection(model, name)
-        layer = model.get_submodule(name.rpartition(".")[0] if projection else name)
+        layer, own = home_of(model, name)
         if what := _on_instance(layer) or _on_class(layer):
             found[name] = what
             continue
-        weight = layer._parameters[name.rpartition(".")[2] if projection else "weight"]
-        replaced |= {id(weight): name} if projection else {id(weight): name, id(layer): name}
+        replaced |= {id(layer._parameters[own]): name} | ({} if is_experts(layer) else {id(layer): name})
     for name, place in _held(model, replaced).items():
         found[name] = f"is held by {place} too"
     return found
