@@ -26,9 +26,8 @@ from hf_kbit.checkpoint import PACKED_SUFFIXES
 from hf_kbit.config import KbitConfig
 from hf_kbit.durable import move_out, settle
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.integrations.transformers.in_place import put
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
-from hf_kbit.nn.experts import is_projection
+from hf_kbit.nn.experts import home_of
 from hf_kbit.nn.weight import KbitWeight, distinct, is_sharded, packed_layers
 from hf_kbit.packed import Packed
 from hf_kbit.stored import Stored
@@ -136,11 +135,11 @@ def load_into(module: nn.Module, folder: str | os.PathLike) -> None:
         stored = (tensors[name + suffix] for suffix in PACKED_SUFFIXES if name + suffix in tensors)
         planes, absmax, *columns = (tensor.to("cpu" if device.type == "meta" else device) for tensor in stored)
         layer.load(Packed(planes, absmax, layer.decoding, *columns))
-        put(module, name, layer)
+        selection.replace_modules(module, {name: layer})
     for name, first in tied.items():
         layer = quantizer.new_layer(module, name, layers[first].bits)
         layer.tie_to(layers[first])
-        put(module, name, layer)
+        selection.replace_modules(module, {name: layer})
     _fill(module, {tensor: tensors[name] for name, tensor in expected.items()})
 
 
@@ -230,10 +229,7 @@ def _read_config(file: Path) -> KbitConfig:
 def _dense(module: nn.Module, layers: set[str]) -> tuple[dict[str, torch.Tensor], set[str]]:
     """What is to be filled besides ``layers``, by its first name, and the names of what need not be: buffers that no
     state dict holds, unless the module waits for them on the meta device."""
-    packed = {
-        (selection.holder(module, name), name.rpartition(".")[2] if is_projection(module, name) else "weight")
-        for name in layers
-    }
+    packed = {home_of(module, name) for name in layers}
     names = {}
     for prefix, part in module.named_modules():
         for own, tensor in (part._parameters | part._buffers).items():

@@ -5,6 +5,7 @@ weight packed: copies, moves, casts, parts of rows and of whole blocks of column
 All others read the decoded weight.
 """
 
+import itertools
 import math
 
 import torch
@@ -198,7 +199,8 @@ def _(func, weight, size, *, dtype=None, device=None, **kwargs):
         for tensor, blocks in ((planes.words, num_blocks(width) * bits), (planes.absmax, num_blocks(width)))
     )
     made = weight.like(size, words=words.zero_(), absmax=absmax.zero_(), matrix=tuple(size[-2:]))
-    return tiled(made) if weight.is_tiled and (weight.lead or not size[0] % TILE_ROWS) else made
+    whole_tiles = math.prod(size) and (weight.lead or not size[0] % TILE_ROWS)
+    return tiled(made) if weight.is_tiled and whole_tiles else made
 
 
 @op(aten.copy_.default)
@@ -238,7 +240,7 @@ def rows(weight: KbitTensor, dim: int, start: int, stop: int) -> KbitTensor:
         words, absmax = weight.words[index], weight.absmax[index]
         return weight.like((*words.shape[: len(weight.lead)], *weight.matrix), words=words, absmax=absmax)
     # A row of tiles is sixteen rows of the matrix.
-    aligned = not (start % TILE_ROWS or (stop % TILE_ROWS and stop < weight.matrix[0]))
+    aligned = start < stop and not (start % TILE_ROWS or (stop % TILE_ROWS and stop < weight.matrix[0]))
     weight = weight if aligned else weight.planes()
     unit = TILE_ROWS if weight.is_tiled else 1
     part = (slice(None),) * dim + (slice(start // unit, -(-stop // unit)),)
@@ -281,22 +283,14 @@ def _is_whole(weight: KbitTensor) -> bool:
     return len(weight.size_) == len(weight.lead) + 2
 
 
-@op(aten.split.Tensor)
-def _(func, weight, size, dim=0):
+@op(aten.split.Tensor, aten.split_with_sizes.default)
+def _(func, weight, sizes, dim=0):
     if not _is_whole(weight):
         return NotImplemented
     dim %= len(weight.size_)
     end = weight.size_[dim]
-    return [part(weight, dim, start, min(start + size, end)) for start in range(0, end, size)]
-
-
-@op(aten.split_with_sizes.default)
-def _(func, weight, sizes, dim=0):
-    if not _is_whole(weight):
-        return NotImplemented
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    dim %= len(weight.size_)
-    return [part(weight, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    starts = range(0, end, sizes) if isinstance(sizes, int) else itertools.accumulate(sizes[:-1], initial=0)
+    return [part(weight, dim, start, stop) for start, stop in itertools.pairwise([*starts, end])]
 
 
 @op(aten.slice.Tensor)
@@ -318,6 +312,17 @@ def _(func, weight, dim, index):
         return NotImplemented
     words, absmax = weight.words[index], weight.absmax[index]
     return weight.like((*weight.lead[1:], *weight.matrix), words=words, absmax=absmax)
+
+
+@op(aten.index_select.default)
+def _(func, weight, dim, index):
+    """Rows or matrices in another order."""
+    if not _is_whole(weight) or dim % len(weight.size_) > len(weight.lead):
+        return NotImplemented
+    planes = weight.planes()
+    words, absmax = (func(tensor, dim % len(weight.size_), index) for tensor in (planes.words, planes.absmax))
+    matrix = words.shape[-2], weight.matrix[1]
+    return planes.like((*words.shape[:-2], *matrix), words=words, absmax=absmax, matrix=matrix)
 
 
 @op(aten.view.default, aten._unsafe_view.default, aten.reshape.default)

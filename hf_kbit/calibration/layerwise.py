@@ -27,7 +27,7 @@ from hf_kbit.integrations.transformers.fit import saved_class
 from hf_kbit.integrations.transformers.in_place import keep_adapters, leave_lost, quantize_layers, tie
 from hf_kbit.integrations.transformers.plain import is_linear
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
-from hf_kbit.nn.experts import is_projection
+from hf_kbit.nn.experts import home_of, is_projection
 from hf_kbit.nn.weight import KbitWeight, packed_layers
 from hf_kbit.packed import Decoding, Packed
 from hf_kbit.tensor import PACKED
@@ -187,7 +187,7 @@ def choose(model: nn.Module, config: KbitConfig) -> tuple[selection.Packable, di
     check_any(model, chosen)
     for name in chosen:
         weight = selection.dense_weight(model, name)
-        if weight.is_meta or hasattr(selection.holder(model, name), "_hf_hook"):
+        if weight.is_meta or hasattr(home_of(model, name)[0], "_hf_hook"):
             found = "found it on the meta device, or placed by accelerate, expected it in memory"
             raise ValueError(f"{name}.weight: {found}")
         if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -246,10 +246,7 @@ class Calibration:
         untied = {name: bits for name, bits in tables.items() if name not in heads.values()}
         quantize_layers(model, self.packable, untied, self.quantizer, self.device)  # data comes from them
         # Before a layer computes in another dtype: they stand for the weights as the model has them.
-        self.empty = {
-            name: self.quantizer.new_layer(model, name, bits).train(selection.holder(model, name).training)
-            for name, bits in self.widths.items()
-        }
+        self.empty = {name: self.quantizer.new_layer(model, name, bits) for name, bits in self.widths.items()}
         for head in heads:
             self.empty[head].balances = False  # as a table
         projections = [name for name in self.widths if is_projection(model, name)]

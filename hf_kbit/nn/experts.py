@@ -278,6 +278,11 @@ def shape_of(model: nn.Module, name: str) -> tuple[int, int, int]:
 
 
 def place_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module of experts and the own name of a projection."""
+    """The module of experts and the own name of a projection, packed or not."""
     parent, _, own = name.rpartition(".")
     return model.get_submodule(parent), own
+
+
+def home_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has the 16-bit weight of a linear layer, a table or a projection, and the weight's own name."""
+    return place_of(model, name) if is_projection(model, name) else (model.get_submodule(name), "weight")

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from hf_kbit import (
     codebooks,
     hooks,
     tensor_ops,  # noqa: F401  (says what torch does with a packed weight)
 )
-from hf_kbit.format import check_bits, encode_e4m4, num_blocks
+from hf_kbit.format import check_bits, encode_e4m4
 from hf_kbit.packed import DEFAULT_TRANSFORM, Decoding, Packed, check_transform, lopsided, quantize_weight
 from hf_kbit.tensor import PACKED, KbitTensor, as_parameter
 
@@ -55,30 +55,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, a packed weight in the stored form; of one that is sharded all processes have to ask for it."""
+    """All of a tensor; of one that is sharded all processes have to ask for it."""
     if not is_sharded(tensor):
         return tensor
-    mesh, own = tensor.device_mesh, tensor._local_tensor
-    if own.device.type != mesh.device_type:  # offloaded
-        own = own.to(mesh.device_type)
-    if not isinstance(own, KbitTensor):
-        return _gathered(own, mesh, tensor.placements, tensor.shape)
-    weight, (*rows, width), last = own.planes(), tensor.shape, tensor.dim() - 1
-    sizes = {"words": num_blocks(width) * weight.bits, "absmax": num_blocks(width)}
-    parts = {
-        name: _gathered(weight.parts[name], mesh, tensor.placements, (*rows, size)) for name, size in sizes.items()
-    }
-    if weight.columns is not None:
-        along = [Shard(0) if getattr(p, "dim", None) == last else Replicate() for p in tensor.placements]
-        parts["columns"] = _gathered(weight.columns, mesh, along, (width,))
-    return weight.like(tensor.shape, **parts, matrix=(rows[-1], width))
-
-
-def _gathered(own: torch.Tensor, mesh, placements, shape: tuple[int, ...]) -> torch.Tensor:
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        own.contiguous(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    ).full_tensor()
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # it may be offloaded
 
 
 def _received(given: torch.Tensor, weight: KbitTensor) -> torch.Tensor:
@@ -105,23 +85,7 @@ class KbitWeight(nn.Module):
     ``weight_absmax`` and, of a transformed weight, ``weight_columns``. These fit a layer of the same levels, exponent
     and transform alone, unless the metadata of the state dict says how they decode.
 
-    Args:
-        in_features: K, any size of 1 or more.
-        out_features: N, any size of 1 or more.
-        bits: 2 to 5.
-        codebook: name or table of ``2**bits`` numbers (``codebooks.resolve``).
-        exponent: power of two that multiplies the levels.
-        device: of the weight.
-        dtype: of the weight that the layer stands for: what ``dequantize`` gives.
-        scale: how ``load_dense`` finds the scale of a block: ``"search"``, by the squared error, or ``"absmax"``, from
-            its largest magnitude (``hf_kbit.ops.quantize``).
-        transform: what ``load_dense`` does to a weight first: ``"rotated"`` or ``"none"`` (``KbitConfig``).
-        lead: how many matrices there are, in each leading dimension.
-
-    A new one holds zeros.
-
-    Raises:
-        ValueError: bits, codebook or a size is out of range.
+    Arguments are those of ``KbitLinear``, and ``lead``: how many matrices there are, in each leading dimension.
     """
 
     # In the model that the layer was put into; errors of its forward begin with it.
@@ -220,15 +184,10 @@ class KbitWeight(nn.Module):
         Raises:
             ValueError: the weight holds NaN or infinity, or magnitudes that float32 cannot decode.
         """
-        columns = self.fixed_columns(weight.device) if columns is None else columns
+        if columns is None and not self.balances:
+            columns = torch.full((self.in_features,), encode_e4m4(1.0), dtype=torch.uint8, device=weight.device)
         search = self.scale == "search"
         return quantize_weight(weight, self.levels, search, transform=self.transform, name=name, columns=columns)
-
-    def fixed_columns(self, device: torch.device) -> torch.Tensor | None:
-        """Column scales of 1, if that is what a transformed weight is to have."""
-        if self.balances:
-            return None
-        return torch.full((self.in_features,), encode_e4m4(1.0), dtype=torch.uint8, device=device)
 
     def load_dense(self, weight: torch.Tensor, name: str = "weight", columns: torch.Tensor | None = None) -> None:
         """Replaces the weight by the quantized ``weight`` ``[*lead, N, K]``, which decides the device too; arguments

@@ -22,7 +22,7 @@ def new_projection(model: nn.Module, name: str, **settings) -> KbitProjection:
     dtype = experts._parameters[own].dtype
     projection = KbitProjection(count, in_features, out_features, device="meta", dtype=dtype, **settings)
     projection.transposed = is_transposed(experts)
-    return projection
+    return projection.train(experts.training)
 
 
 def put(model: nn.Module, name: str, projection: KbitProjection) -> None:

@@ -10,7 +10,6 @@ from tqdm.auto import tqdm
 from hf_kbit import dynamic_range
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
-from hf_kbit.nn.weight import KbitWeight
 
 SHOWN_AFTER = 3  # seconds, the bar
 
@@ -37,7 +36,7 @@ def quantize_layers(
             quantizer.lost[name] = packed.lost
             continue
         layer.load(packed)
-        put(model, name, layer.to(weight.device))
+        selection.replace_modules(model, {name: layer.to(weight.device)})
         tie(model, packable, quantizer, name)
 
 
@@ -69,10 +68,4 @@ def tie(model: nn.Module, packable: selection.Packable, quantizer: KbitHfQuantiz
         if name != quantized:
             other = quantizer.new_layer(model, name, layer.bits)
             other.tie_to(layer)
-            put(model, name, other)
-
-
-def put(model: nn.Module, name: str, layer: KbitWeight) -> None:
-    """Puts a layer in the place of what it stands for."""
-    layer.train(selection.holder(model, name).training)
-    selection.replace_modules(model, {name: layer})
+            selection.replace_modules(model, {name: other})

@@ -17,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.nn.embedding import MEMBERS
-from hf_kbit.nn.experts import LLAMA4, is_experts, is_projection, place_of
+from hf_kbit.nn.experts import LLAMA4, home_of, is_experts
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.weight import is_sharded
 
@@ -65,13 +65,12 @@ def unusual(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """
     found, replaced = {}, {}
     for name in names:
-        projection = is_projection(model, name)
-        layer, own = place_of(model, name) if projection else (model.get_submodule(name), "weight")
+        layer, own = home_of(model, name)
         if what := _more(layer):
             found[name] = what
         else:
             replaced[id(layer._parameters[own])] = name
-            if not projection:
+            if not is_experts(layer):
                 replaced[id(layer)] = name
     for name, place in _held(model, replaced).items():
         found[name] = f"is held by {place} too"

@@ -213,7 +213,7 @@ class KbitHfQuantizer(HfQuantizer):
         layer.bias, layer.transposed = dense.bias, isinstance(dense, Conv1D)
         # As of a table (KbitEmbedding): what was measured there is the head's share.
         layer.balances = not (isinstance(model, PreTrainedModel) and dense is model.get_output_embeddings())
-        return layer
+        return layer.train(dense.training)
 
     # --- while loading ---
 

@@ -16,7 +16,7 @@ from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.integrations.transformers import experts
 from hf_kbit.integrations.transformers.plain import is_linear, take_over, unusual
 from hf_kbit.nn.embedding import is_table
-from hf_kbit.nn.experts import is_projection, projections
+from hf_kbit.nn.experts import home_of, is_projection, projections
 from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.patterns import shown
 
@@ -202,12 +202,8 @@ def _tied(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[list[str]]
 
 def dense_weight(model, name: str) -> nn.Parameter:
     """The weight of a linear layer or a table, or a projection's, as the model has it."""
-    return model.get_parameter(name if is_projection(model, name) else f"{name}.weight")
-
-
-def holder(model, name: str) -> nn.Module:
-    """A linear layer or a table, or the experts that a projection is of."""
-    return model.get_submodule(name.rpartition(".")[0] if is_projection(model, name) else name)
+    home, own = home_of(model, name)
+    return home._parameters[own]
 
 
 def replace_modules(model, replacements: dict[str, nn.Module]) -> None:

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import ranks
 import torch
+from adapters import assert_same_state
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,7 +15,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_kbit import KbitLinear
 from hf_kbit.nn.weight import whole
-from hf_kbit.tensor import KbitTensor
 
 WIDTH = 128
 ROWS = (64, 35, 3, 1)  # whole tiles in each process, odd ones, and none in one of them
@@ -25,17 +25,17 @@ POLICIES = {
     "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     "mixed": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
 }
-PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "gates": _StridedShard(0, split_factor=2)}
+PLACEMENTS = {
+    **{f"{rows} rows": (rows, Shard(0)) for rows in ROWS},
+    "columns": (64, Shard(1)),
+    "gates": (64, _StridedShard(0, split_factor=2)),
+}
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 def linear(rows: int, seed: int = 0) -> KbitLinear:
     torch.manual_seed(seed)
     return KbitLinear.from_linear(nn.Linear(WIDTH, rows), bits=5)
-
-
-def dense(weight: torch.Tensor) -> torch.Tensor:
-    return weight.dequantize() if isinstance(weight, KbitTensor) else weight
 
 
 def step(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,9 +57,9 @@ def in_each_process(rank, folder):
     options = StateDictOptions(full_state_dict=True)
     for form in FORMS:
         with ranks.where_tiles_are_read(form == "tiles"):
-            for name, placement in PLACEMENTS.items():
-                sharded = distribute_tensor(linear(64).weight.data, mesh, [placement])
-                found[form, name] = dense(sharded.full_tensor()), whole(sharded).dequantize()
+            for name, (rows, placement) in PLACEMENTS.items():
+                sharded = distribute_tensor(linear(rows).weight.data, mesh, [placement])
+                found[form, name] = whole(sharded).stored()
             for rows, (policy, settings) in itertools.product(ROWS, POLICIES.items()):
                 model = shard(linear(rows), mesh, **settings)
                 found[form, rows, policy] = [step(model), step(model)]  # gathered anew
@@ -84,8 +84,7 @@ def checkpoints(folder):
 def test_gathering_brings_all_of_it(found, form, name):
     """Also the column scales of the other process's columns."""
     for process in found:
-        for weight in process[form, name]:
-            assert torch.equal(weight, linear(64).dequantize())
+        assert_same_state(process[form, name], linear(PLACEMENTS[name][0]).packed)
 
 
 @pytest.mark.parametrize(
