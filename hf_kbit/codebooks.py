@@ -173,14 +173,7 @@ def resolve(codebook: str | Iterable[float], bits: int, signed: bool = False) ->
 
 
 def bits_of(num_levels: int) -> int:
-    """The width of a codebook with ``num_levels`` entries.
-
-    Raises:
-        ValueError: no width has that many.
-
-    >>> bits_of(8)
-    3
-    """
+    """The width of a codebook with ``num_levels`` entries."""
     for bits in BITS:
         if num_levels == 2**bits:
             return bits

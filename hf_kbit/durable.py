@@ -7,11 +7,7 @@ from pathlib import Path
 
 
 def settle(*paths: Path) -> None:
-    """Waits until files, and the names in folders, are on the disk, as far as the file system can say it of a folder.
-
-    Raises:
-        OSError: the disk is full or broken.
-    """
+    """Waits until files, and names in folders, are on the disk, as far as the file system can say it of a folder."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

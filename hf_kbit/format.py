@@ -39,29 +39,17 @@ def num_blocks(in_features: int) -> int:
 
 
 def weight_shape(out_features: int, in_features: int, bits: int) -> tuple[int, int]:
-    """Shape of the int32 tensor of bit-planes.
-
-    >>> weight_shape(64, 100, bits=3)
-    (64, 12)
-    """
+    """Shape of the int32 tensor of bit-planes."""
     return out_features, num_blocks(in_features) * bits
 
 
 def absmax_shape(out_features: int, in_features: int) -> tuple[int, int]:
-    """Shape of the uint8 tensor of E4M4 scales.
-
-    >>> absmax_shape(64, 100)
-    (64, 4)
-    """
+    """Shape of the uint8 tensor of scales."""
     return out_features, num_blocks(in_features)
 
 
 def check_bits(bits: object, name: str = "bits") -> int:
-    """Returns ``bits`` if it is a width of the format.
-
-    Raises:
-        ValueError: it is anything but the int 2, 3, 4 or 5.
-    """
+    """Returns ``bits`` if it is a width of the format; a ValueError begins with ``name``."""
     if not isinstance(bits, int) or isinstance(bits, bool) or bits not in BITS:
         raise ValueError(f"{name}: found {bits!r}, expected one of {', '.join(map(str, BITS))}")
     return bits
@@ -69,11 +57,7 @@ def check_bits(bits: object, name: str = "bits") -> int:
 
 def check_exponent(exponent: object, signed: bool, name: str = "exponent") -> int:
     """Returns ``exponent`` if a layer may have it: its levels stay numbers of float32, also where ops take them 16
-    times as large, for scales that have signs.
-
-    Raises:
-        ValueError: it is anything but an int within 126, or 122 with signs.
-    """
+    times as large, for scales that have signs."""
     most = MAX_EXPONENT - (E4M4_BIAS - SE3M4_BIAS if signed else 0)
     if not isinstance(exponent, int) or isinstance(exponent, bool) or abs(exponent) > most:
         raise ValueError(f"{name}: found {exponent!r}, expected an integer within +-{most}")
@@ -98,15 +82,13 @@ def decode_e4m4(byte: int) -> float:
 def encode_e4m4(value: float) -> int:
     """The E4M4 byte nearest to ``value >= 0``: ties to the even mantissa, saturating at 31.
 
-    A mantissa that rounds up to 32 carries into the exponent.
-
     >>> encode_e4m4(1.0) == 0xB0, encode_e4m4(1.99) == 0xC0, encode_e4m4(1e9) == 0xFF
     (True, True, True)
     """
     if value == 0.0:
         return 0
     exponent = max(math.frexp(value)[1] - 1, 1 - E4M4_BIAS)
-    sixteenths = round(math.ldexp(value, 4 - exponent))  # 0..32; under 16 only in the subnormal range
+    sixteenths = round(math.ldexp(value, 4 - exponent))  # to 32, which carries; under 16 only in the subnormal range
     return min((exponent + E4M4_BIAS - 1) * 16 + sixteenths, 255)
 
 

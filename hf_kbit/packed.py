@@ -47,11 +47,7 @@ DEFAULT_TRANSFORM = "rotated"
 
 
 def check_transform(transform: object, name: str = "transform") -> str:
-    """Returns ``transform`` if it is one of ``TRANSFORMS``; errors begin with ``name``.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Returns ``transform`` if it is one of ``TRANSFORMS``; a ValueError begins with ``name``."""
     if transform not in TRANSFORMS:
         raise ValueError(f"{name}: found {transform!r}, expected one of {list(TRANSFORMS)}")
     return transform

@@ -146,12 +146,9 @@ def quantize(weight, codebook, search=False, signed=False):
     """See ``ops.quantize``."""
     in_features, bits = weight.shape[-1], bits_of(codebook.numel())
     rows = weight.reshape(-1, in_features)
-    planes = rows.new_empty((len(rows), num_blocks(in_features) * bits), dtype=torch.int32)
-    absmax = rows.new_empty((len(rows), num_blocks(in_features)), dtype=torch.uint8)
-    step = max(QUANTIZE_SLICE // in_features, 1)
-    for start in range(0, len(rows), step):
-        part = slice(start, start + step)
-        planes[part], absmax[part] = quantize_rows(rows[part], codebook, bits, search, signed)
+    slices = rows.split(max(QUANTIZE_SLICE // in_features, 1))
+    parts = [quantize_rows(part, codebook, bits, search, signed) for part in slices]
+    planes, absmax = map(torch.cat, zip(*parts, strict=True))
     return planes.unflatten(0, weight.shape[:-1]), absmax.unflatten(0, weight.shape[:-1])
 
 
@@ -407,8 +404,8 @@ def gemm_experts_gradient(grad, weight, absmax, codebook, offsets, shape, column
     grad_x = grad.new_zeros((len(grad), shape[1]))
     for expert, (first, last) in enumerate(_shares(offsets, len(grad))):
         if last > first:
-            dense = dequantize(weight[expert], absmax[expert], codebook, shape, grad.dtype, columns, rotated)
-            grad_x[first:last] = grad[first:last] @ dense
+            packed = weight[expert], absmax[expert], codebook
+            grad_x[first:last] = gemm_gradient(grad[first:last], *packed, shape, columns, rotated)
     return grad_x
 
 

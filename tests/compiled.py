@@ -24,8 +24,14 @@ TRANSFORMS = pytest.mark.parametrize(
 )
 
 
+def cuda_arch() -> int:
+    """The architecture (800 for compute capability 8.0) that products are planned for: of the code that runs on the
+    current GPU, which may have been built for an older one. 0 without a GPU or library."""
+    return native._cuda_number("arch")
+
+
 def is_hopper() -> bool:
-    return native.cuda_arch() == 900
+    return cuda_arch() == 900
 
 
 def to(device, *tensors):

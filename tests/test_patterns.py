@@ -144,7 +144,7 @@ def test_what_is_no_pattern_is_refused(pattern, why):
         Patterns([pattern], "module_bits")
 
 
-MANY = 100_000
+MANY = 20_000
 MODULES = [f"model.layers.{i}.mlp.experts.{j}.w{k}" for i in range(16) for j in range(16) for k in (1, 2, 3)]
 
 
@@ -159,7 +159,7 @@ MODULES = [f"model.layers.{i}.mlp.experts.{j}.w{k}" for i in range(16) for j in 
         (lambda i: f"({'a' * (i % 60)})+{i}", "over 100,000 letters"),
     ],
 )
-def test_a_hundred_thousand_patterns_hold_nobody_up(pattern, found):
+def test_many_patterns_hold_nobody_up(pattern, found):
     """As a config.json may have them: they are read and used, or refused, in seconds."""
     many = [pattern(i) for i in range(MANY)]
     start = time.process_time()
@@ -170,7 +170,7 @@ def test_a_hundred_thousand_patterns_hold_nobody_up(pattern, found):
         assert len(chooser.widths.unused(MODULES)) == found
     except ValueError as error:
         assert str(found) in str(error) and len(str(error)) < 1000
-    assert time.process_time() - start < 20.0
+    assert time.process_time() - start < 4.0
 
 
 def test_the_time_is_for_all_patterns_and_names(monkeypatch):

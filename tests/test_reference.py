@@ -24,23 +24,6 @@ def test_scales_are_decoded_as_the_format_page_says():
         assert found.flatten().tolist() == [page[name](byte) for byte in range(256)]
 
 
-@pytest.mark.parametrize("below", [False, True])
-def test_signs(below):
-    """The largest weight is on the side of the largest level; as levels do, that lies below or above zero."""
-    codebook = torch.tensor([-1.0, -0.5, 0.0, 0.75] if below else [-0.75, 0.0, 0.5, 1.0])
-    above = [[0.3, -0.2], [0.3, 0.1], [3e-39, -1e-39], [3.0, -2.9999998]]
-    blocks = torch.tensor([*above, *([-a, -b] for a, b in above), [0.3, -0.3], [-0.3, 0.3], [0.0, -0.0]])
-    blocks = torch.nn.functional.pad(blocks, (3, 27))
-    expected = [1.0] * 4 + [-1.0] * 4
-    if below:
-        expected = [-sign for sign in expected]
-    assert reference.signs_of(blocks, codebook).tolist() == expected + [1.0] * 3
-    _, absmax = torch.ops.hf_kbit.quantize(blocks, codebook * 16, False, True)
-    assert (absmax[:, 0] > 127).tolist() == [sign < 0 and i % 4 != 2 for i, sign in enumerate(expected)] + [False] * 3
-    assert absmax[2, 0] == absmax[6, 0] == absmax[10, 0] == 0, "never 0x80"
-    assert absmax[[3, 7], 0].tolist() == ([255, 127] if below else [127, 255]), "3 is more than there is"
-
-
 @pytest.mark.parametrize("search", [False, True])
 @pytest.mark.parametrize("levels", ["lopsided", "below", "symmetric"])
 def test_quantize_with_signs_is_what_the_scalar_definition_says(levels, search):

@@ -128,12 +128,6 @@ def group_limits() -> tuple[int, int]:
     return _cuda_number("group_tokens"), _cuda_number("group_products")
 
 
-def cuda_arch() -> int:
-    """The architecture (800 for compute capability 8.0) that products are planned for: of the code that runs on the
-    current GPU, which may have been built for an older one. 0 without a GPU or library."""
-    return _cuda_number("arch")
-
-
 @functools.cache
 def library(name: str) -> Library:
     """The library of a device type, ``cpu`` or ``cuda``, loaded at the first call."""

@@ -9,7 +9,7 @@ import sys
 import cases
 import pytest
 import torch
-from compiled import FORMS, NEEDED, OPS
+from compiled import FORMS, NEEDED, OPS, cuda_arch
 
 from hf_kbit import reference
 from hf_kbit.ops import native
@@ -115,7 +115,7 @@ def test_planned_for_the_code_that_runs():
     major, minor = torch.cuda.get_device_capability()
     gpu = 10 * major + minor
     built = [arch.partition("-")[0].rstrip("af") for arch in native.build_info()["cuda"]["archs"].split()]
-    assert native.cuda_arch() == 10 * max(int(arch) for arch in built if int(arch) <= gpu)
+    assert cuda_arch() == 10 * max(int(arch) for arch in built if int(arch) <= gpu)
 
 
 def run_gemm(**variables) -> subprocess.CompletedProcess:
@@ -130,7 +130,7 @@ def test_architecture_of_the_environment():
     assert (
         ran.stderr.strip().splitlines()[-1].startswith("ValueError: HF_KBIT_CUDA_ARCH: found sm_90, expected a number")
     )
-    ran = run_gemm(HF_KBIT_CUDA_ARCH=str(native.cuda_arch() // 10))
+    ran = run_gemm(HF_KBIT_CUDA_ARCH=str(cuda_arch() // 10))
     assert "True" in ran.stdout, ran.stderr
 
 

@@ -17,6 +17,7 @@ from compiled import (
     assert_near_in_float16,
     assert_replayed,
     assert_same_on_streams,
+    cuda_arch,
     is_hopper,
     random_levels,
     rows_with_special_numbers,
@@ -25,7 +26,6 @@ from compiled import (
 
 import hf_kbit
 from hf_kbit import reference, transforms
-from hf_kbit.ops import native
 
 pytestmark = NEEDED
 TRANSFORMED = pytest.mark.parametrize("transformed", [False, True], ids=["plain", "transformed"])
@@ -34,7 +34,7 @@ FEW = 16  # tokens, for which weights are multiplied by their scales in float32;
 
 def most_fused() -> int:
     """Tokens, beyond which a weight of fewer than 40 million numbers is dequantized."""
-    return 0 if native.cuda_arch() < 800 else 4095 if is_hopper() else 256
+    return 0 if cuda_arch() < 800 else 4095 if is_hopper() else 256
 
 
 def roundings(tokens: int) -> int:

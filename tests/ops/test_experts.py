@@ -27,10 +27,10 @@ def offsets(shares) -> torch.Tensor:
     return torch.tensor([0, *shares]).cumsum(0).int()
 
 
-def packed(experts: int, bits: int, rotated: bool):
-    columns = cases.columns(K) if rotated else None
-    planes, absmax, codebook = cases.quantized((experts * N, K), bits, columns=columns, rotated=rotated)
-    return planes.view(experts, N, -1), absmax.view(experts, N, -1), codebook, columns
+def packed(experts: int, bits: int, rotated: bool, rows: int = N, in_features: int = K):
+    columns = cases.columns(in_features) if rotated else None
+    planes, absmax, codebook = cases.quantized((experts * rows, in_features), bits, columns=columns, rotated=rotated)
+    return planes.view(experts, rows, -1), absmax.view(experts, rows, -1), codebook, columns
 
 
 @pytest.mark.parametrize("dtype", [*cases.FLOATS, torch.float64])
@@ -63,9 +63,7 @@ def test_product(device, case, shares, rotated, dtype):
 def test_product_behind_a_gate(device, in_features, tokens, rotated, dtype):
     """As of what the gate makes of x, which may be rounded once more on the way."""
     shares = torch.tensor([tokens // 2, 0, tokens - tokens // 2 - 2])
-    columns = cases.columns(in_features) if rotated else None
-    planes, absmax, codebook = cases.quantized((3 * N, in_features), 3, columns=columns, rotated=rotated)
-    planes, absmax = planes.view(3, N, -1), absmax.view(3, N, -1)
+    planes, absmax, codebook, columns = packed(3, 3, rotated, in_features=in_features)
     matrices = cases.stored(planes, absmax, codebook, signed=rotated)[..., : None if rotated else in_features]
     x = cases.x((tokens,), 2 * in_features, dtype)
     rows = torch.randint(0, tokens, (tokens,), generator=cases.generator(1)).int()
@@ -122,14 +120,14 @@ def test_gradients_of_combining():
 @pytest.mark.parametrize("rotated", [False, True])
 def test_gradients(rotated, swiglu):
     """With rows of no expert, rows picked twice and an expert without any."""
-    planes, absmax, codebook, columns = packed(3, 3, rotated)
-    x = cases.x((4,), K * (1 + swiglu), torch.float64).requires_grad_()
-    bias = cases.x((3,), N, torch.float64, seed=2).requires_grad_()
+    planes, absmax, codebook, columns = packed(3, 3, rotated, 3, 33)
+    x = cases.x((4,), 33 * (1 + swiglu), torch.float64).requires_grad_()
+    bias = cases.x((3,), 3, torch.float64, seed=2).requires_grad_()
     for rows in (None, torch.tensor([0, 1, 2, 0, 3, 1], dtype=torch.int32)):
         ends = offsets([2, 0, 1] if rows is None else [2, 0, 3])
 
         def run(x, bias, rows=rows, ends=ends):
-            return gemm_experts(x, planes, absmax, codebook, bias, rows, ends, N, columns, rotated, swiglu)
+            return gemm_experts(x, planes, absmax, codebook, bias, rows, ends, 3, columns, rotated, swiglu)
 
         assert torch.autograd.gradcheck(run, (x, bias))
         assert torch.autograd.gradgradcheck(run, (x, bias))

@@ -23,29 +23,20 @@ needs_library = pytest.mark.skipif(
 )
 
 
-def run(*command, folder=None, **variables):
-    """Runs Python, with the package in ``folder`` if given, before an editable install's."""
-    env = {name: value for name, value in os.environ.items() if name != "HF_KBIT_CPU"}
-    if folder is not None:
-        code = "import sys, importlib.machinery as m\n"
-        code += "sys.meta_path[:] = [m.BuiltinImporter, m.FrozenImporter, m.PathFinder]\n"
-        command = ("-c", f"{code}sys.path.insert(0, {str(folder)!r})\n{command[1]}")
-    command = [sys.executable, *command]
-    return subprocess.run(command, env=env | variables, capture_output=True, text=True, timeout=600, cwd=ROOT)
+# Of what ran: the last line that it printed, in JSON, and warnings.
+RECORDED = """
+import json, warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+{}
+print(json.dumps([found, [str(warning.message) for warning in caught if warning.category is RuntimeWarning]]))
+"""
 
 
 @pytest.fixture
 def empty(tmp_path, monkeypatch):
     """A folder that is all the package has for its libraries."""
     monkeypatch.setattr(hf_kbit, "__path__", [str(tmp_path)])
-    return tmp_path
-
-
-@pytest.fixture
-def without_libraries(tmp_path):
-    """A copy of the package without what was compiled."""
-    ignored = shutil.ignore_patterns("*.so", "_build.json", "__pycache__")
-    shutil.copytree(Path(hf_kbit.__file__).parent, tmp_path / "hf_kbit", ignore=ignored)
     return tmp_path
 
 
@@ -102,32 +93,33 @@ def test_devices_without_library(empty, monkeypatch):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.version, "hip", hip)
         assert library("cuda") == native.Library("cuda", None, expected)
-    monkeypatch.setattr(native, "library", library)  # nothing is joined, no architecture planned for
-    assert native.group_limits.__wrapped__() == (0, 0) and native.cuda_arch() == 0
+    monkeypatch.setattr(native, "library", library)
+    assert native.group_limits.__wrapped__() == (0, 0), "nothing is joined"
 
 
 @needs_compiler
-def test_driver_too_old(tmp_path):
+def test_driver_too_old(tmp_path, fresh):
     """A stand-in for the driver of CUDA 12.8, beside a torch with CUDA and a library that CUDA 13 built."""
     source = 'extern "C" int cuDriverGetVersion(int *version) { *version = 12080; return 0; }'
     (tmp_path / "driver.cpp").write_text(source)
-    command = ["c++", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.cpp"]
-    subprocess.run(command, check=True, timeout=60)
+    command = ["c++", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", "driver.so", "driver.cpp"]
+    subprocess.run(command, check=True, timeout=60, cwd=tmp_path)
     (tmp_path / "_build.json").write_text(json.dumps({"cuda": {"missing": "", "compiler": "nvcc 13.0.88"}}))
     (tmp_path / "libhf_kbit_cuda.so").touch()
     code = f"""
-import torch, hf_kbit
-torch.version.cuda = "12.8"
-hf_kbit.__path__ = [{str(tmp_path)!r}]
-hf_kbit.ops.native.library.cache_clear()
-hf_kbit.ops.native.warn_missing("cuda")
+    import ctypes, torch, hf_kbit
+    from hf_kbit.ops import native
+    ctypes.CDLL({str(tmp_path / "driver.so")!r})
+    torch.version.cuda = "12.8"
+    hf_kbit.__path__ = [{str(tmp_path)!r}]
+    native.library.cache_clear()
+    native.warn_missing("cuda")
+    found = None
 """
-    ran = run("-c", f"import hf_kbit.ops.native{code}", LD_LIBRARY_PATH=str(tmp_path))
-    assert ran.returncode == 0, ran.stderr
     assert (
         "correct but slower: the CUDA library was built with CUDA 13 and needs NVIDIA driver 580 or newer, found "
         "one for CUDA 12.8; install a newer driver, or hf_kbit from source with an older nvcc"
-    ) in ran.stderr
+    ) in fresh.run(RECORDED.format(code))
 
 
 @pytest.mark.parametrize(
@@ -153,13 +145,20 @@ def test_drivers(empty, monkeypatch, driver, compiler, expected):
 
 
 @needs_library
-def test_instruction_set():
-    code = "from hf_kbit.ops import native as n; print(n.instruction_set(n.library('cpu').path))"
-    assert run("-c", code, HF_KBIT_CPU="portable").stdout.strip() == "portable"
+@pytest.mark.parametrize("wanted", ["portable", "sse2"])
+def test_instruction_set(wanted, fresh):
+    code = f"""
+import os
+os.environ["HF_KBIT_CPU"] = {wanted!r}
+try:
+    from hf_kbit.ops import native as n
+    print(n.instruction_set(n.library("cpu").path))
+except ValueError as error:
+    print(error)
+"""
+    found = fresh.run(code)
+    assert found == wanted or (found.startswith("HF_KBIT_CPU: found sse2, ") and found.endswith("portable"))
     assert native.instruction_set(native.library("cpu").path) in ("amx", "avx512", "avx2", "portable")
-    ran = run("-c", code, HF_KBIT_CPU="sse2")
-    last = ran.stderr.strip().splitlines()[-1]
-    assert last.startswith("ValueError: HF_KBIT_CPU: found sse2, ") and last.endswith("portable")
 
 
 @needs_library
@@ -167,9 +166,11 @@ def test_instruction_set():
 @pytest.mark.parametrize("wanted", ["portable", "avx2", "avx512"])
 def test_other_kernels(wanted):
     """The best instruction set of this machine is tested in tests/csrc; here, those that it has besides."""
-    if run("-c", "import hf_kbit.ops", HF_KBIT_CPU=wanted).returncode:
+    env = os.environ | {"HF_KBIT_CPU": wanted}
+    if subprocess.run([sys.executable, "-c", "import hf_kbit.ops"], env=env, capture_output=True).returncode:
         pytest.skip(f"this machine has no {wanted}")
-    ran = run("-m", "pytest", "tests/csrc", "-k", "cpu", "-q", "-p", "no:cacheprovider", HF_KBIT_CPU=wanted)
+    command = [sys.executable, "-m", "pytest", "tests/csrc", "-k", "cpu", "-q", "-p", "no:cacheprovider"]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert ran.returncode == 0, ran.stdout[-5000:]
     assert " passed" in ran.stdout
 
@@ -195,9 +196,9 @@ def test_warning_comes_once_for_each_device_type(monkeypatch):
 
 CALLS = """
 import hashlib, torch
-from hf_kbit import codebooks
 
 def digests(ops):
+    from hf_kbit import codebooks
     torch.manual_seed(0)
     codebook = torch.tensor(codebooks.normal_float(3))
     planes, absmax = ops.quantize(torch.randn(70, 100), codebook)
@@ -209,17 +210,27 @@ def digests(ops):
 """
 
 
-def test_ops_without_libraries_give_the_same_bytes(without_libraries):
+def test_ops_without_libraries_give_the_same_bytes(tmp_path, fresh):
     """The reference takes over, and says so once, with the reason; but plain PyTorch adds up as it likes."""
-    code = CALLS + "import hf_kbit, json; print(json.dumps([digests(hf_kbit.ops), hf_kbit.__file__]))\n"
-    code += "hf_kbit.set_batch_invariant(True); digests(hf_kbit.ops)"
-    ran = run("-c", code, folder=without_libraries)
-    (exact, product), file = json.loads(ran.stdout)
-    assert Path(file).parent == without_libraries / "hf_kbit"
-    assert ran.stderr.count("RuntimeWarning: hf_kbit: the ops run in plain PyTorch on cpu") == 1
-    assert ran.stderr.count("libhf_kbit_cpu.so does not exist; install hf_kbit again") == 2
-    last = ran.stderr.splitlines()[-1]
-    assert last.startswith("RuntimeError: batch-invariant products were asked for, and only libraries have them: ")
+    ignored = shutil.ignore_patterns("*.so", "_build.json", "__pycache__")
+    shutil.copytree(Path(hf_kbit.__file__).parent, tmp_path / "hf_kbit", ignore=ignored)
+    code = f"""
+    import sys, importlib.machinery as m
+    sys.meta_path[:] = [m.BuiltinImporter, m.FrozenImporter, m.PathFinder]  # not that of an editable install
+    sys.path.insert(0, {str(tmp_path)!r})
+    import hf_kbit
+    found = [*digests(hf_kbit.ops), hf_kbit.__file__]
+    hf_kbit.set_batch_invariant(True)
+    try:
+        digests(hf_kbit.ops)
+    except RuntimeError as error:
+        found.append(str(error))
+"""
+    (exact, product, file, refused), (warned,) = json.loads(fresh.run(CALLS + RECORDED.format(code)))
+    assert Path(file).parent == tmp_path / "hf_kbit"
+    missing = f"{tmp_path}/hf_kbit/libhf_kbit_cpu.so does not exist; install hf_kbit again"
+    assert warned.startswith("hf_kbit: the ops run in plain PyTorch on cpu") and missing in warned
+    assert refused == f"batch-invariant products were asked for, and only libraries have them: {missing}"
     exec(CALLS, here := {})
     assert exact == here["digests"](hf_kbit.ops)[0]
     assert product == here["digests"](reference)[1]
