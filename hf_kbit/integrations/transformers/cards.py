@@ -51,7 +51,7 @@ def model_card(model: PreTrainedModel, name: str) -> ModelCard:
 
 # {_plain(name)}
 
-The {what} are quantized to {_widths(model, layers)} with [hf_kbit](https://pypi.org/project/hf_kbit).
+The {what} are quantized to {widths(model)} with [hf_kbit](https://pypi.org/project/hf_kbit).
 {_sizes(model, layers)} After `pip install hf_kbit`:
 
 ```python
@@ -73,10 +73,10 @@ def write_figures(file: str | os.PathLike, figures: Mapping[str, str]) -> None:
     Path(file).write_text(text, encoding="utf-8")
 
 
-def _widths(model, layers: list[KbitWeight]) -> str:
+def widths(model) -> str:
     """``3 bits``, or ``2 to 5 bits (3.40 on average)`` where layers differ."""
     weights = Counter()
-    for layer in layers:
+    for layer in distinct(packed_layers(model).values()):
         weights[layer.bits] += layer.num_weights
     if len(weights) < 2:
         return f"{next(iter(weights), model.config.quantization_config.bits)} bits"
