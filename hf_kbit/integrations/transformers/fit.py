@@ -1,7 +1,8 @@
 """Whether a checkpoint fits a model of Transformers, checked before a byte of it is loaded.
 
-Transformers replaces what a checkpoint lacks by random numbers and reports it in a log. A quantized checkpoint is
-refused instead, with every tensor at fault named.
+Transformers replaces what a checkpoint lacks by random numbers and reports it in a log. For the model that was saved a
+quantized checkpoint is refused instead, with every tensor at fault named; for another one what does not fit of packed
+layers.
 """
 
 import os
