@@ -57,7 +57,10 @@ class KbitQuantize(ConversionOps):
             if isinstance(tensor, mxfp4.Mxfp4):
                 packed, self.hf_quantizer.from_mxfp4[own_name] = mxfp4.quantize(tensor, layer, own_name)
             else:
-                packed = layer.quantize(_as_expected(name, tensor.mT if layer.transposed else tensor, layer), name)
+                weight, expected = tensor.mT if layer.transposed else tensor, layer.weight.shape
+                if weight.shape != expected:
+                    raise ValueError(f"{name}: found shape {list(weight.shape)}, expected {list(expected)}")
+                packed = layer.quantize(weight, name)
             if packed.lost:
                 self.hf_quantizer.lost[own_name] = packed.lost
                 return self._leave(own_name, tensor, layer, model)
@@ -123,13 +126,6 @@ def placeholder(model, name: str) -> KbitWeight | None:
     if isinstance(module, KbitExperts):
         module, own = module._modules.get(own), "weight"
     return module if isinstance(module, KbitWeight) and own == "weight" else None
-
-
-def _as_expected(name: str, tensor: torch.Tensor, layer: KbitWeight) -> torch.Tensor:
-    expected = [*layer.lead, layer.out_features, layer.in_features]
-    if list(tensor.shape) != expected:
-        raise ValueError(f"{name}: found shape {list(tensor.shape)}, expected {expected}")
-    return tensor
 
 
 def assembly(quantizer: "KbitHfQuantizer", layers: Iterable[str]) -> list[WeightConverter]:

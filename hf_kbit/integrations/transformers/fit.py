@@ -1,7 +1,8 @@
 """Whether a checkpoint fits a model of Transformers, checked before a byte of it is loaded.
 
-Transformers replaces what a checkpoint lacks by random numbers and reports it in a log. A quantized checkpoint is
-refused instead, with every tensor at fault named.
+Transformers replaces what a checkpoint lacks by random numbers and reports it in a log. For the model that was saved a
+quantized checkpoint is refused instead, with every tensor at fault named; for another one what does not fit of packed
+layers.
 """
 
 import os
@@ -82,16 +83,13 @@ def saved_class(architectures: list[str] | None) -> type[PreTrainedModel] | None
     return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
 
 
-def is_saved(model: PreTrainedModel, file: str) -> bool:
-    """Whether ``config.json`` beside a file of a checkpoint is of the model: of its class, and its config as it is."""
-    folder = os.path.dirname(file)
-    beside = os.path.exists(os.path.join(folder, "config.json"))
-    content = PreTrainedConfig.get_config_dict(folder)[0] if beside else model.config.to_dict()
-    same_type = content.get("model_type", model.config.model_type) == model.config.model_type
-    if not same_type or content.get("architectures") not in (None, [], [type(model).__name__]):
+def is_saved(model: PreTrainedModel, files: list[str]) -> bool:
+    """Whether ``config.json`` beside a checkpoint is of the model: of its class, and its config as it is."""
+    config, kind = model.config, type(model).__name__
+    content = _content_beside(files) or config.to_dict()
+    if content.get("model_type") != config.model_type or content.get("architectures") not in (None, [], [kind]):
         return False
-    saved = type(model.config).from_pretrained(folder) if beside else model.config
-    return _described(saved.to_dict()) == _described(model.config.to_dict())
+    return _described(type(config).from_dict(content).to_dict()) == _described(config.to_dict())
 
 
 def _described(entries: dict) -> dict:
@@ -100,15 +98,17 @@ def _described(entries: dict) -> dict:
     return {k: _described(v) if isinstance(v, dict) else v for k, v in entries.items() if k not in others}
 
 
-def config_beside(files: Iterable[str] | None) -> KbitConfig | None:
+def config_beside(files: list[str] | None) -> KbitConfig | None:
     """What ``config.json`` beside a checkpoint says of its quantization; None if it is not of ours."""
-    folder = os.path.dirname(next(iter(files), "")) if files else ""
-    if not os.path.exists(os.path.join(folder, "config.json")):
-        return None
-    found = PreTrainedConfig.get_config_dict(folder)[0].get("quantization_config")
-    if not isinstance(found, dict) or found.get("quant_method") != "kbit" or not found.get("levels"):
-        return None
-    return KbitConfig.from_dict(found)
+    found = _content_beside(files or ()).get("quantization_config")
+    ours = isinstance(found, dict) and found.get("quant_method") == "kbit" and found.get("levels")
+    return KbitConfig.from_dict(found) if ours else None
+
+
+def _content_beside(files: Iterable[str]) -> dict:
+    folder = os.path.dirname(next(iter(files), ""))
+    beside = folder and os.path.exists(os.path.join(folder, "config.json"))
+    return PreTrainedConfig.get_config_dict(folder)[0] if beside else {}
 
 
 def packed_in(names: Names, tensors: dict[str, StoredTensor]) -> dict[str, str]:

@@ -23,17 +23,9 @@ from hf_kbit.nn.weight import is_sharded
 
 # Subclasses of nn.Linear whose own forward computes what nn.Linear's does.
 PLAIN_LINEAR_CLASSES = ("FalconLinear",)
-# Where a module keeps the hooks that its calls go through, and how these want to be called.
-HOOKS = (
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
-)
-# Where it keeps those of its state dict, which know the 16-bit weight.
-STATE_DICT_HOOKS = (
-    *("_state_dict_hooks", "_state_dict_pre_hooks"),
-    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
+# Where a module keeps hooks: those of its state dict, which know the 16-bit weight, and those that calls go through.
+STATE_DICT_HOOKS = [name for name in vars(nn.Module()) if "state_dict" in name]
+HOOKS = [name for name in vars(nn.Module()) if "hook" in name and name not in STATE_DICT_HOOKS]
 # What accelerate leaves on a module that it places: all of it refers to the module itself.
 OF_ACCELERATE = frozenset(("_hf_hook", "_old_forward", "forward"))
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType, MethodType, partial)

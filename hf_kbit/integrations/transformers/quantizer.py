@@ -168,7 +168,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.stored, self.names = [names.renamed(name) for name in packed.values()], packed
         if files is None:
             return
-        fit.check_tensors(model, names, tensors, packed, whole=fit.is_saved(model, files[0]))
+        fit.check_tensors(model, names, tensors, packed, whole=fit.is_saved(model, files))
         self.files = checkpoint.files_of(files)
         if parallel.is_shared(model.config):
             self.columns = checkpoint.read_columns(self.files, packed)
@@ -271,7 +271,7 @@ class KbitHfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         checkpoint.refuse(self.problems, "cannot quantize the checkpoint")
         layers = packed_layers(model)
-        checkpoint.refuse([*self._misshapen(model), *self._missing(layers)])
+        checkpoint.refuse([*self._misshapen(model), *self._missing(layers)], "the checkpoint does not fit the model")
         tying.mark(model)
         read_from_disk(model, self.files, self.names)
         for layer in layers.values():
@@ -282,11 +282,12 @@ class KbitHfQuantizer(HfQuantizer):
         report(self, model, layers)
 
     def _misshapen(self, model) -> Iterator[str]:
-        """Transformers 5.17 puts tensors of any shape into a quantized model, whatever ``ignore_mismatched_sizes``."""
+        """What Transformers 5.17 puts into a quantized model all the same."""
         for name, parameter in _unpacked(model):
             expected = self.shapes.get(name, parameter.shape)
             if parameter.shape != expected:
-                yield f"{name}: found shape {list(parameter.shape)}, expected {list(expected)}"
+                found = f"{name}: found shape {list(parameter.shape)}, expected {list(expected)}"
+                yield f"{found}; this Transformers takes no notice of ignore_mismatched_sizes"
 
     def _missing(self, layers: Mapping[str, KbitWeight]) -> Iterator[str]:
         for name, layer in layers.items():

@@ -52,15 +52,6 @@ def test_reload_on_the_same_and_on_another_device(dense, tmp_path):
     assert torch.equal(on_cpu.to("cuda")(IDS.cuda()).logits, logits)
 
 
-def test_generate_eager_and_compiled(dense):
-    model = load(dense, "cuda", quantization_config=KbitConfig(bits=4))
-    kwargs = {"attention_mask": torch.ones_like(IDS).cuda(), "max_new_tokens": 8, "do_sample": False}
-    eager = model.generate(IDS.cuda(), pad_token_id=0, **kwargs)
-    assert eager.shape == (2, 17)
-    compiled = model.generate(IDS.cuda(), pad_token_id=0, cache_implementation="static", **kwargs)
-    assert compiled.shape == (2, 17)
-
-
 def test_layers_on_gpu_cpu_and_disk(dense, tmp_path):
     model = load(dense, "cuda", quantization_config=KbitConfig(bits=3))
     logits = model(IDS.cuda()).logits
