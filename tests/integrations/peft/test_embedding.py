@@ -52,8 +52,6 @@ def test_layers(device):
     model = get_peft_model(quantized(device), on_table())
     assert isinstance(table_of(model), peft.tuners.lora.Embedding) and isinstance(table_of(model), KbitTunerLayer)
     assert type(table_of(model).base_layer) is KbitEmbedding
-    with pytest.warns(UserWarning, match="merged into 3 layers"):
-        assert type(table_of(model.merge_and_unload())) is KbitEmbedding
     for tying in (False, True):
         model = get_peft_model(quantized(device, name="tied"), on_table(ensure_weight_tying=tying))
         assert isinstance(model.get_output_embeddings(), KbitTunerLayer) == tying

@@ -53,16 +53,6 @@ def wrappers(model) -> dict[str, KbitParamWrapper]:
 # --- what adapters are, and compute ---
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant, device):
-    model = adapted(quantized(device), lora()).train()
-    expected = gradients(copy.deepcopy(model))
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    found = gradients(model)
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
 def test_threads_share_a_model_with_adapters():
     """One of them ends while the other is between its two projections."""
     model = adapted(quantized(), lora()).eval()
@@ -258,20 +248,6 @@ def test_merging_takes_memory_for_some_copies_of_one_expert(name):
     assert 32 * one < into_16_bits.peak < (32 + 5) * one
 
 
-def test_merge_and_unload_into_few_bits(device, tmp_path):
-    model = adapted(quantized(device), lora())
-    warned(model.merge_adapter)
-    expected, bits = logits(model), packed_state(model)
-    model.unmerge_adapter()
-    found = []
-    warned(lambda: found.append(model.merge_and_unload()))
-    (merged,) = found
-    assert not any(isinstance(module, ParamWrapper) for module in merged.modules())
-    assert_same_state(packed_state(merged), bits)
-    merged.save_pretrained(tmp_path)
-    assert torch.equal(logits(type(merged).from_pretrained(tmp_path, device_map=device)), expected)
-
-
 @pytest.mark.parametrize("name", MIXTURES)
 def test_merge_into_16_bits(name, device, tmp_path):
     """An ordinary model with what PEFT merges into the decoded one, saved under the names of the architecture's
@@ -327,7 +303,8 @@ def test_all_linear_is_what_it_is_in_16_bits(name, device, capsys):
     on_experts = [count for key, count in counts.items() if "experts" in key and "shared_experts" not in key]
     assert bool(on_experts) == bool(wrappers(models[0])) == (name in ("qwen3_moe", "mixtral")) == bool(told)
     if told:
-        assert f"{sum(on_experts):,} parameters of adapter 'default'" in told[0] and len(told) == 1
+        count = sum(on_experts)
+        assert f"{count:,} parameters of adapter 'default' are on them, {16 * count / 1e9:.3g} GB" in told[0]
     assert not warned(lambda: get_peft_model(quantized(device, name=name), lora(name)))
 
 

@@ -1,6 +1,7 @@
 """Adapters over packed layers start, compute, train and merge as over the decoded weights: each method of PEFT, and
 LoRA on tables of embeddings and on experts."""
 
+import copy
 import functools
 import warnings
 
@@ -140,7 +141,7 @@ def check_files(model, reference, expected, device, settings, folder) -> None:
 
 
 def check_merging(model, reference, unmerged, device) -> None:
-    before, levels = packed_state(model), levels_of(model)
+    before, levels, packed = packed_state(model), levels_of(model), copy.deepcopy(model)
     done = outcome(lambda: merge(reference, safe_merge=True))
     found = outcome(lambda: merge(model, safe_merge=True))
     if done is NotImplementedError:
@@ -156,15 +157,19 @@ def check_merging(model, reference, unmerged, device) -> None:
     assert len(expected) > len(tuner_layers(model)) and 0 < relative(logits(model), unmerged) < 0.5
     assert_same_state(*({key: all_of[key] for key in before.keys() - expected.keys()} for all_of in (state, before)))
     assert levels_of(model) == levels
+    merged = logits(model)
     if outcome(model.unmerge_adapter) is NotImplementedError:
         return
     assert_same_state(packed_state(model), before)
     assert torch.equal(logits(model), unmerged)
+    with pytest.warns(UserWarning, match="hf_kbit: merged into"):
+        packed = packed.merge_and_unload()
+    assert not tuner_layers(packed) and packed_layers(packed) and torch.equal(logits(packed), merged)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="hf_kbit")
-        merged = hf_kbit.merge_and_unload(model, dequantize=True)
-    assert not packed_layers(merged) and not tuner_layers(merged)
-    assert relative(logits(merged), unmerged) < TOLERANCE[device]
+        exact = hf_kbit.merge_and_unload(model, dequantize=True)
+    assert not packed_layers(exact) and not tuner_layers(exact)
+    assert relative(logits(exact), unmerged) < TOLERANCE[device]
 
 
 @pytest.mark.parametrize("name", REFUSED)
