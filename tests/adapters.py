@@ -14,6 +14,7 @@ import transformers
 from accelerate.hooks import attach_align_device_hook
 from packaging.version import Version
 from peft import LoraConfig
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.peft import MIN_PEFT_VERSION
@@ -190,16 +191,20 @@ def expected_state(reference, model) -> dict[str, torch.Tensor]:
     column scales that they have."""
     state = {}
     for name, layer in tuner_layers(model).items():
-        merged, (before, _) = reference.get_submodule(name).base_layer, layer.unmerged
-        other = copy.deepcopy(layer.base_layer).cpu()
-        if torch.equal(before.dequantize(), merged.weight):  # adapters of biases
-            other.weight.data = before.moved("cpu")
+        merged, own, (before, _) = reference.get_submodule(name), layer.quantized, layer.unmerged
+        if isinstance(merged, ParamWrapper):
+            weight, bias = getattr(merged.get_base_layer(), merged.parameter_name), None
         else:
-            other.load(other.quantize(merged.weight.cpu(), columns=before.moved("cpu").columns))
-        state |= {f"{name}.{key}": tensor for key, tensor in other.packed.items()}
-        if getattr(merged, "bias", None) is not None:
-            state[f"{name}.bias"] = merged.bias.detach().cpu()
-    return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+            weight, bias = merged.base_layer.weight, getattr(merged.base_layer, "bias", None)
+        weight = (weight.mT if own.transposed else weight).detach().cpu()
+        other, before = copy.deepcopy(own).cpu(), before.moved("cpu")
+        if torch.equal(before.dequantize(), weight):  # adapters of biases
+            other.weight.data = before
+        else:
+            other.load(other.quantize(weight, columns=before.columns))
+        tensors = other.packed if bias is None else other.packed | {"bias": bias.detach().cpu()}
+        state |= {f"{layer.name}.{key}": tensor for key, tensor in tensors.items()}
+    return state
 
 
 def offload(layer: nn.Module, device: str) -> None:
@@ -228,6 +233,16 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def lora(**kwargs) -> LoraConfig:
     return LoraConfig(**{"target_modules": TARGETS, "r": 4, "task_type": "CAUSAL_LM"} | kwargs)
+
+
+WITHIN = {"nemotron_h": "mixer", "llama4": "feed_forward"}  # elsewhere mlp
+
+
+def lora_on_experts(name="qwen3_moe", **kwargs) -> LoraConfig:
+    """On all projections of experts, and q_proj."""
+    experts, up = f"{WITHIN.get(name, 'mlp')}.experts", "up_proj" if name == "nemotron_h" else "gate_up_proj"
+    targets = {"target_parameters": [f"{experts}.{up}", f"{experts}.down_proj"], "target_modules": ["q_proj"]}
+    return lora(**(targets | {"lora_alpha": 6} | kwargs))
 
 
 # What methods need besides names of layers and a rank, to fit the tiny model; None for those that fit no linear layer

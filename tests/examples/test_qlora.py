@@ -25,25 +25,6 @@ BLOCK, STEPS, SAVE_STEPS, HELD_OUT = 64, 6, 3, 0.2
 # On a GPU the script computes in bfloat16; with that on a CPU losses differed by 6e-4, adapters by 7e-3 of their norm.
 LOSS = {"cpu": 6e-5, "cuda": 5e-3}  # printed with 4 digits
 ADAPTER = {"cpu": 1e-4, "cuda": 3e-2}  # the second half of the steps moves every tensor by 5e-2 or more
-# Saves what this process has trained, to compare it with the other's; the script itself saves that of the first.
-RECORDER = """
-import os, runpy, sys
-import torch
-from transformers import Trainer
-
-save_model = Trainer.save_model
-
-def record(trainer, *arguments, **kwargs):
-    if not arguments:  # the last time, into --out
-        trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-        torch.save(trained, f"rank-{os.environ['RANK']}.pt")
-    save_model(trainer, *arguments, **kwargs)
-
-Trainer.save_model = record
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
 spec = importlib.util.spec_from_file_location("qlora_example", SCRIPT)
 example = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(example)
@@ -133,38 +114,29 @@ def test_resume(trained, device):
     assert held_out_loss(merged) < held_out_loss(quantized(folder / "model")) - 0.1
 
 
-def launch_two(folder: Path, device: str, out: str) -> tuple[str, list[dict]]:
-    """The script in two processes: what it printed, and what each process has trained."""
-    (folder / "recorder.py").write_text(RECORDER)
-    # --multi_gpu has accelerate start several processes; without a GPU they talk through gloo.
-    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1]
-    launcher += ["--main_process_port", 0, "--mixed_precision", "no", "--dynamo_backend", "no", "recorder.py", SCRIPT]
-    output = launch(folder, device, "--out", out, launcher=launcher, batch=2, gpus="0,1")
-    return output, [torch.load(folder / f"rank-{rank}.pt", map_location="cpu") for rank in range(2)]
-
-
-def differing(ranks: list[dict]) -> list[str]:
-    assert len(ranks[0]) == 28 and ranks[0].keys() == ranks[1].keys()
-    return [name for name in ranks[0] if not torch.equal(ranks[0][name], ranks[1][name])]
+# Options of ``accelerate launch``; --multi_gpu has it start several processes, which talk through gloo without a GPU.
+WAYS = {
+    "ddp": ["--multi_gpu"],
+    "fsdp2": ["--use_fsdp", "--fsdp_version", 2, "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"],
+    "zero1": ["--use_deepspeed", "--zero_stage", 1],
+    "zero2": ["--use_deepspeed", "--zero_stage", 2],
+}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
-def test_two_processes_train_one_adapter(trained, device):
-    """With a GPU each, if any. Both hold the same at the end: what one process learns from batches twice the size."""
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_learn_what_one_does(trained, device, way):
+    """With a GPU each, if any, from batches half the size; and from half of the steps on too. FSDP2 shards a model
+    that is quantized while it loads, DeepSpeed what the optimizer keeps, and gradients."""
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("fewer than two GPUs")
+    if way == "fsdp2" and device == "cpu":
+        pytest.skip("accelerate leaves FSDP out on CPUs")
+    if way.startswith("zero") and not importlib.util.find_spec("deepspeed"):
+        pytest.skip("deepspeed is not installed")
     folder, output = trained
-    both, ranks = launch_two(folder, device, "both")
-    assert differing(ranks) == []
-    assert printed_losses(both) == pytest.approx(printed_losses(output), abs=LOSS[device])
-    assert_same_adapter(folder / "both", folder / "out", device)
-
-
-def assert_two_learn_what_one_does(trained, device: str, out: str, *options, precision: str) -> None:
-    """By ``accelerate launch`` with these options, from batches half the size, and from half of the steps on too."""
-    folder, output = trained
-    launcher = ["-m", "accelerate.commands.launch", "--num_processes", 2, "--num_machines", 1, *options]
+    precision = "bf16" if device == "cuda" and way != "ddp" else "no"
+    launcher = ["-m", "accelerate.commands.launch", "--num_processes", 2, "--num_machines", 1, *WAYS[way]]
     launcher += ["--main_process_port", 0, "--mixed_precision", precision, "--dynamo_backend", "no", SCRIPT]
 
     def learn(name, *more):
@@ -173,35 +145,10 @@ def assert_two_learn_what_one_does(trained, device: str, out: str, *options, pre
         assert_same_adapter(folder / name, folder / "out", device)
         assert {path.name for path in (folder / name).glob("checkpoint-*")} == {f"checkpoint-{n}" for n in (3, 6)}
 
-    learn(out)
-    half, checkpoint = f"{out} half", f"checkpoint-{SAVE_STEPS}"
-    shutil.copytree(folder / out / checkpoint, folder / half / checkpoint)
+    learn(way)
+    half, checkpoint = f"{way} half", f"checkpoint-{SAVE_STEPS}"
+    shutil.copytree(folder / way / checkpoint, folder / half / checkpoint)
     learn(half, "--resume", "--save-steps", 2)  # one that began anew would save after 2 steps (test_resume)
-
-
-@pytest.mark.slow
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
-def test_fsdp2(trained, device):
-    """Quantized while loading, and sharded."""
-    if device == "cpu":
-        pytest.skip("accelerate leaves FSDP out on CPUs")
-    wrap = "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"
-    assert_two_learn_what_one_does(
-        trained, device, "fsdp2", "--use_fsdp", "--fsdp_version", 2, *wrap, precision="bf16"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
-@pytest.mark.parametrize("stage", [1, 2])
-def test_zero(trained, device, stage):
-    """By DeepSpeed, which shares what the optimizer keeps, and gradients."""
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("fewer than two GPUs")
-    precision = {"cpu": "no", "cuda": "bf16"}[device]
-    zero = "--use_deepspeed", "--zero_stage", stage
-    assert_two_learn_what_one_does(trained, device, f"zero{stage}", *zero, precision=precision)
 
 
 @pytest.mark.parametrize(

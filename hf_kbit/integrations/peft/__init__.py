@@ -1,15 +1,8 @@
 """Adapters of PEFT on quantized layers: loaded when the program imports PEFT.
 
-PEFT takes a packed weight for a dense one, and so its own classes work on packed layers. What they cannot do is here,
-in methods of PEFT that are wrapped (``hooks.py`` lists them):
-
-- ``inject_adapter``: initialisations that change the weight (PiSSA, OLoRA) have the rest quantized again, and what
-  would train it is refused. Afterwards the class of each adapter over a packed weight is one derived from its own and
-  from ``KbitTunerLayer``, which merges by requantizing and unmerges to the same bytes. Experts of mixtures are shown
-  to PEFT as tensors, and its adapters on these become ``KbitParamWrapper``.
-- ``merge_adapter`` and ``merge_and_unload``: what requantizing changed is reported in one warning.
-- ``save_pretrained``: packed tables are left out, and shards are gathered.
-- ``prepare_model_for_kbit_training``: checkpointing is switched on for quantized models too.
+PEFT takes a packed weight for a dense one, and so its own classes work on packed layers. What they cannot do is in
+methods of PEFT that are wrapped (``hooks.py`` lists them). Adapters get a class that is derived from their own and
+from ``KbitTunerLayer``, for each class of PEFT merges in a way of its own, and none by requantizing.
 """
 
 from importlib import import_module

@@ -34,14 +34,8 @@ class KbitHeadMethod(KbitLinearMethod):
 
 
 class KbitTableMethod(KbitHeadMethod):
-    """Loads a table and looks it up, and gives its weight to those that multiply by it.
-
-    Args:
-        name: of the table.
-        decoding: of its weight.
-        heads: the layers that multiply by its weight, where the head of the model is tied to it. The table is one of
-            them, for some models of vLLM have no other.
-    """
+    """Loads a table and looks it up, and gives its weight to ``heads``, which multiply by it where the head of the
+    model is tied to it. The table is one of them, for some models of vLLM have no other."""
 
     def __init__(self, name: str, decoding: Decoding, heads: list[nn.Module]):
         super().__init__({name: decoding})

@@ -29,13 +29,8 @@ GATES = {
 
 
 class KbitExpertsMethod(FusedMoEMethodBase):
-    """Loads and runs the experts of a layer.
-
-    Args:
-        moe: vLLM's description of them.
-        name: of the experts in the checkpoint.
-        decodings: ``{own name of a projection: Decoding}``, of both.
-    """
+    """Loads and runs the experts of a layer: ``moe`` is vLLM's description, ``name`` theirs in the checkpoint, and
+    ``decodings`` are by own names of projections."""
 
     def __init__(self, moe, name: str, decodings: dict[str, Decoding]):
         super().__init__(moe)

@@ -22,12 +22,8 @@ SHARDS = {"q": 0, "k": 1, "v": 2}
 
 
 class KbitLinearMethod(LinearMethodBase):
-    """Loads and runs a layer.
-
-    Args:
-        decodings: ``{name of a source: Decoding}``, in order; None stands for one in 16 bits. There is none for a head
-            to which a table gives its weight.
-    """
+    """Loads and runs a layer. ``decodings`` are by names of sources, in order: None for one in 16 bits, and none at
+    all for a head to which a table gives its weight."""
 
     def __init__(self, decodings: dict[str, Decoding | None]):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Adapters on packed tables: those of PEFT on the decoded model, and by name what would have to read or train a table.
+"""Adapters on packed tables, besides what ``test_methods.py`` has of them, and what is refused by name.
 
 Unless a test says so the table is one of its own; ``tied`` models have a head that is the same weight.
 """
@@ -11,11 +11,8 @@ import peft
 import pytest
 import torch
 from adapters import (
-    TOLERANCE,
     adapted,
     assert_same_state,
-    expected_state,
-    gradients,
     logits,
     lora,
     packed_state,
@@ -50,43 +47,6 @@ def moved(model):
     return model
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma", "tied", "tied gemma"])
-@pytest.mark.parametrize(
-    "config",
-    [
-        on_table(),
-        on_table(ensure_weight_tying=True),
-        on_table(use_rslora=True, r=3),
-        on_table(use_dora=True),
-        on_tokens(),
-    ],
-    ids=["LoRA", "tied LoRA", "rank-stabilized", "DoRA", "rows"],
-)
-def test_as_over_a_decoded_table(config, name, device, tmp_path):
-    """Outputs, gradients and files, with scales that Gemma's tables have; no packed tensor changes, nor is one in a
-    file."""
-    models = [moved(model) for model in both(copy.deepcopy(config), device=device, name=name)]
-    before = packed_state(quantized(device, name=name))
-    found, expected = (logits(model) for model in models)
-    assert relative(found, expected) < TOLERANCE[device]
-    with models[0].disable_adapter(), models[1].disable_adapter():
-        assert relative(*map(logits, models)) < TOLERANCE[device]
-        assert relative(logits(models[0]), found) > 1e-3
-    ours, theirs = (gradients(model) for model in models)
-    assert ours.keys() == theirs.keys()
-    for key, gradient in theirs.items():
-        assert gradient.any() and relative(ours[key], gradient) < 10 * TOLERANCE[device], key
-    state = packed_state(models[0])
-    assert_same_state({key: state[key] for key in before}, before)
-    for model, other in zip(models, (decoded, quantized), strict=True):
-        model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-        loaded = peft.PeftModel.from_pretrained(other(device, name=name), tmp_path / "adapter").eval()
-        assert relative(logits(loaded), found) < TOLERANCE[device]
-    models[0].save_pretrained(tmp_path / "again")
-    keys = [peft.utils.load_peft_weights(str(tmp_path / folder)).keys() for folder in ("adapter", "again")]
-    assert keys[0] == keys[1], "unless it is told otherwise, PEFT saves a table beside its adapter"
-
-
 def test_layers(device):
     """Which are PEFT's, over packed tables; of a tied table the head's too, if PEFT is asked to tie them."""
     model = get_peft_model(quantized(device), on_table())
@@ -95,31 +55,6 @@ def test_layers(device):
     for tying in (False, True):
         model = get_peft_model(quantized(device, name="tied"), on_table(ensure_weight_tying=tying))
         assert isinstance(model.get_output_embeddings(), KbitTunerLayer) == tying
-
-
-@pytest.mark.parametrize("safe", [False, True])
-def test_merging(safe, device):
-    """The bytes of quantizing what PEFT merges into the decoded table, with its column scales; then those before; or
-    exactly, into 16 bits; or into a packed table without adapter."""
-    model, reference = both(on_table(), device=device)
-    before, unmerged = packed_state(model), logits(model)
-    with pytest.warns(UserWarning, match="merged into 3 layers"):
-        model.merge_adapter(safe_merge=safe)
-    reference.merge_adapter()
-    for name, tensor in expected_state(reference, model).items():
-        if not tensor.is_floating_point():
-            assert (packed_state(model)[name] != tensor).float().mean() <= (0 if device == "cpu" else 0.01), name
-    assert not torch.equal(table_of(model).base_layer.packed["weight"].cpu(), before["model.embed_tokens.weight"])
-    model.unmerge_adapter()
-    assert_same_state(packed_state(model), before)
-    assert torch.equal(logits(model), unmerged)
-    with pytest.warns(UserWarning, match="merged into"):
-        packed = copy.deepcopy(model).merge_and_unload()
-    assert type(table_of(packed)) is KbitEmbedding
-    expected, exact = reference.merge_and_unload(), hf_kbit.merge_and_unload(model, dequantize=True)
-    assert type(table_of(exact)) is torch.nn.Embedding
-    assert relative(table_of(exact).weight, table_of(expected).weight) < 1e-6
-    assert relative(logits(exact), logits(expected)) < TOLERANCE[device]
 
 
 # --- refused by name ------------------------------------------------------------------------------
@@ -192,25 +127,6 @@ def test_trained_rows_of_a_head_of_its_own():
     with models[0].disable_adapter():
         changed = (logits(models[0]) - found[0]).abs().amax((0, 1)) > 1e-2
     assert changed[TOKENS].all()
-
-
-def test_merging_trained_rows(device):
-    """Requantizes the table with its column scales, which changes few of the other rows, and those little."""
-    model, reference = (moved(model) for model in both(on_tokens(), device=device))
-    before, unmerged, plain = packed_state(model), logits(model), table_of(quantized(device)).dequantize()
-    with pytest.warns(UserWarning, match="merged into 3 layers"):
-        model.merge_adapter()
-    reference.merge_adapter()
-    found, expected = (table_of(each).original_module for each in (model, reference))
-    others = [row for row in range(128) if row not in TOKENS]
-    assert (found.dequantize()[others] == plain[others]).all(1).float().mean() > 0.9
-    assert relative(found.dequantize()[others], plain[others]) < 0.02
-    assert 1e-3 < relative(found.dequantize()[TOKENS], expected.weight[TOKENS]) < 0.3
-    model.unmerge_adapter()
-    assert_same_state(packed_state(model), before)
-    assert torch.equal(logits(model), unmerged)
-    exact = hf_kbit.merge_and_unload(model, dequantize=True)
-    assert relative(table_of(exact).weight, expected.weight) < 1e-6
 
 
 def test_two_adapters_with_rows_of_their_own():

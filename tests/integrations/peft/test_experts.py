@@ -1,4 +1,4 @@
-"""LoRA on the packed experts of mixtures, beside PEFT's own on the same model with decoded weights."""
+"""LoRA on the packed experts of mixtures, besides what ``test_methods.py`` has of it."""
 
 import copy
 import functools
@@ -21,6 +21,7 @@ from adapters import (
     gradients,
     load,
     logits,
+    lora_on_experts,
     offload,
     packed_state,
     relative,
@@ -40,16 +41,9 @@ from hf_kbit.integrations.peft.experts import KbitParamWrapper, low_rank_product
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.tensor import KbitTensor
 
-WITHIN = {"nemotron_h": "mixer", "llama4": "feed_forward"}  # elsewhere mlp
 quantized = functools.partial(adapters.quantized, name="qwen3_moe")
 both = functools.partial(adapters.both, name="qwen3_moe")
-
-
-def lora(name="qwen3_moe", **kwargs) -> LoraConfig:
-    """On all projections of experts, and q_proj."""
-    experts, up = f"{WITHIN.get(name, 'mlp')}.experts", "up_proj" if name == "nemotron_h" else "gate_up_proj"
-    targets = {"target_parameters": [f"{experts}.{up}", f"{experts}.down_proj"], "target_modules": ["q_proj"]}
-    return LoraConfig(**(targets | {"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM"} | kwargs))
+lora = lora_on_experts
 
 
 def wrappers(model) -> dict[str, KbitParamWrapper]:
@@ -57,44 +51,6 @@ def wrappers(model) -> dict[str, KbitParamWrapper]:
 
 
 # --- what adapters are, and compute ---
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_as_peft_on_the_decoded_model(name, device, tmp_path):
-    """Names, shapes and first numbers of parameters, logits, gradients, and files, which fit both models."""
-    models = []
-    for make in (adapters.quantized, adapters.decoded):
-        torch.manual_seed(0)
-        models.append(get_peft_model(make(device, name=name), lora(name, init_lora_weights=False)))
-    ours, theirs = (peft.get_peft_model_state_dict(model) for model in models)
-    assert ours.keys() == theirs.keys() and len(ours) >= 6
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-
-    layers = sum("experts" in key for key in ours) // 4
-    assert len(wrappers(models[0])) == 2 * layers and not wrappers(models[1])
-    found, expected = (logits(model) for model in models)
-    assert relative(found, expected) < TOLERANCE[device]
-    assert relative(found, logits(quantized(device, name=name))) > 1e-2
-    found, expected = (gradients(model) for model in models)
-    assert found.keys() == expected.keys()
-    for key in found:
-        assert expected[key].any() and relative(found[key], expected[key]) < 10 * TOLERANCE[device], key
-
-    for model, other in zip(models, (adapters.decoded, adapters.quantized), strict=True):
-        model.save_pretrained(tmp_path / other.__name__)
-        again = PeftModel.from_pretrained(other(device, name=name), tmp_path / other.__name__).eval()
-        assert relative(logits(again), logits(model)) < TOLERANCE[device]
-    assert load_file(tmp_path / "decoded/adapter_model.safetensors").keys() == theirs.keys()
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant, device):
-    model = adapted(quantized(device), lora()).train()
-    expected = gradients(copy.deepcopy(model))
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    found = gradients(model)
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 def test_threads_share_a_model_with_adapters():
@@ -237,46 +193,6 @@ def test_copies(device, tmp_path):
 # --- merging ---
 
 
-def merged_bytes(reference, model) -> dict[str, torch.Tensor]:
-    """What quantizing the tensors of a merged reference gives, with the column scales of the model's."""
-    state = {}
-    for name, wrapper in wrappers(model).items():
-        packed, (experts, _, own) = wrapper.quantized, name.rpartition(".")
-        module = reference.base_model.model.get_submodule(experts)
-        while isinstance(module, ParamWrapper):
-            module = module.base_layer
-        tensor, twin = getattr(module, own).detach(), copy.deepcopy(packed).cpu()
-        twin.load(twin.quantize((tensor.mT if packed.transposed else tensor).cpu(), columns=twin.weight.columns))
-        state |= {f"{name}.{key}": value for key, value in twin.packed.items()}
-    return state
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_merge_and_unmerge(name, device):
-    """The bytes of quantizing what PEFT merges into the decoded model, rounded once if two are merged one after the
-    other; afterwards those from before."""
-    ours, theirs = both(lora(name), lora(name, r=2), device=device, name=name)
-    one_by_one = copy.deepcopy(ours)
-    before, unmerged = packed_state(ours), logits(ours)
-    (message,) = warned(lambda: ours.merge_adapter(adapter_names=["default", "1"], safe_merge=True))
-    layers = len(wrappers(ours)) + sum("q_proj.lora_A.default" in key for key in ours.state_dict())
-    assert f"merged into {layers} layers of 3 bits" in message and "kept" in message
-    theirs.merge_adapter(adapter_names=["default", "1"])
-    after, expected = packed_state(ours), merged_bytes(theirs, ours)
-    for key, tensor in expected.items():
-        assert (after[key] != tensor).float().mean() <= (0 if device == "cpu" else 0.01), key
-        if key.endswith("weight"):
-            assert not torch.equal(after[key], before[key])
-    assert 0 < relative(logits(ours), unmerged) < 0.7
-    for adapter in ("default", "1"):
-        warned(lambda adapter=adapter: one_by_one.merge_adapter(adapter_names=[adapter]))
-    assert_same_state(packed_state(one_by_one), after)
-    for model in (ours, one_by_one):
-        model.unmerge_adapter()
-        assert_same_state(packed_state(model), before)
-        assert torch.equal(logits(model), unmerged)
-
-
 def test_what_is_not_finite_is_not_merged(device):
     model = adapted(quantized(device), lora())
     before = packed_state(model)
@@ -330,20 +246,6 @@ def test_merging_takes_memory_for_some_copies_of_one_expert(name):
     assert size < merging.peak < size + 10 * one
     assert unmerging.peak < one
     assert 32 * one < into_16_bits.peak < (32 + 5) * one
-
-
-def test_merge_and_unload_into_few_bits(device, tmp_path):
-    model = adapted(quantized(device), lora())
-    warned(model.merge_adapter)
-    expected, bits = logits(model), packed_state(model)
-    model.unmerge_adapter()
-    found = []
-    warned(lambda: found.append(model.merge_and_unload()))
-    (merged,) = found
-    assert not any(isinstance(module, ParamWrapper) for module in merged.modules())
-    assert_same_state(packed_state(merged), bits)
-    merged.save_pretrained(tmp_path)
-    assert torch.equal(logits(type(merged).from_pretrained(tmp_path, device_map=device)), expected)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -401,7 +303,8 @@ def test_all_linear_is_what_it_is_in_16_bits(name, device, capsys):
     on_experts = [count for key, count in counts.items() if "experts" in key and "shared_experts" not in key]
     assert bool(on_experts) == bool(wrappers(models[0])) == (name in ("qwen3_moe", "mixtral")) == bool(told)
     if told:
-        assert f"{sum(on_experts):,} parameters of adapter 'default'" in told[0] and len(told) == 1
+        count = sum(on_experts)
+        assert f"{count:,} parameters of adapter 'default' are on them, {16 * count / 1e9:.3g} GB" in told[0]
     assert not warned(lambda: get_peft_model(quantized(device, name=name), lora(name)))
 
 
