@@ -186,16 +186,35 @@ def stand_ins(code: str) -> dict:
     return {}
 
 
-# Of the names that a page's code has defined in the end.
+def of_eva(layer: KbitTunerLayer) -> bool:
+    """Whether the rows of its first factor are directions of what the layer is given."""
+    a = layer.lora_A["default"].weight.detach().float()
+    return torch.allclose(a @ a.T, torch.eye(len(a), device=a.device), rtol=0, atol=5e-3)
+
+
+# For each page, what holds of the names that are defined after code with these words.
+MERGED = {"merge_and_unload(model, dequantize=True)": lambda names: kinds_of_layers(names.merged) == {nn.Linear}}
 CHECKS = {
-    "../README.md": lambda names: kinds_of_layers(names.merged) == {nn.Linear},
-    "quickstart.md": lambda names: names.error < 0.3 and torch.allclose(names.y, names.same, 1e-4, 1e-4),
-    "recipes.md": lambda names: len(tuner_layers(names.model)) == 14,
-    "coming-from.md": lambda names: {layer.bits for layer in kbit_layers(names.model).values()} == {3},
-    "decoding.md": lambda names: names.output.equal(names.model.generate(**names.inputs, max_new_tokens=200)),
-    "calibration.md": lambda names: bool(names.model.hf_quantizer.tuned),
-    "evaluation.md": lambda names: names.results["results"] == (names.quantized, ["arc_easy"]),
-    "finetuning.md": lambda names: len(tuner_layers(names.model)) == 14,
+    "../README.md": MERGED,
+    "quickstart.md": {
+        "same = x @": lambda names: torch.allclose(names.y, names.same, 1e-4, 1e-4) and names.error < 0.3
+    },
+    "recipes.md": {"get_peft_model(model": lambda names: len(tuner_layers(names.model)) == 14},
+    "coming-from.md": {"calibrate(": lambda names: {layer.bits for layer in kbit_layers(names.model).values()} == {3}},
+    "decoding.md": {
+        "fast_generate": lambda names: names.output.equal(names.model.generate(**names.inputs, max_new_tokens=200))
+    },
+    "calibration.md": {"tune=True": lambda names: bool(names.model.hf_quantizer.tuned)},
+    "evaluation.md": {
+        "evaluate(quantized": lambda names: names.found.kl_divergence > 0,
+        "simple_evaluate(": lambda names: names.results["results"] == (names.quantized, ["arc_easy"]),
+    },
+    "finetuning.md": MERGED
+    | {
+        "loftq(model)": lambda names: all(layer.lora_B["default"].weight.any() for layer in tuner_layers(names.model)),
+        "eva_weights(model": lambda names: all(map(of_eva, tuner_layers(names.model))),
+        "gradient_checkpointing_enable(": lambda names: len(tuner_layers(names.model)) == 14,
+    },
 }
 
 
@@ -207,12 +226,14 @@ def test_code_of_pages(in_the_hub, monkeypatch, page):
     if page == "evaluation.md":  # with a task that needs the network
         lm_eval = pytest.importorskip("lm_eval")
         monkeypatch.setattr(lm_eval, "simple_evaluate", lambda harness, tasks: {"results": (harness.model, tasks)})
-    names = {}
+    names, left = {}, dict(CHECKS[page])
     for block in code_blocks(page):
         for code in re.findall(r"^hf_kbit\.quantize_model\(.*\n", block, flags=re.MULTILINE) or [block]:
             names |= stand_ins(code)
             exec(compile(code, page, "exec"), names)
-    assert CHECKS[page](SimpleNamespace(**names))
+        for words in [words for words in left if words in block]:
+            assert left.pop(words)(SimpleNamespace(**names)), words
+    assert not left
 
 
 # Commands that are not run here: CI runs make and pip, the tests of vLLM and of serving their servers.

@@ -21,14 +21,9 @@ def python(code: str) -> str:
     return run.stdout.strip()
 
 
-def test_without_optional_packages(fresh):
-    code = "import hf_kbit; print(hf_kbit.KbitConfig(bits=3))"
-    assert fresh.run(f"import sys; sys.modules.update(peft=None); {code}") == "KbitConfig(bits=3)"
-    assert python(f"import sys; sys.modules.update(peft=None, accelerate=None); {code}") == "KbitConfig(bits=3)"
-
-
 def test_registered_however_it_is_imported(fresh):
-    """Before a model of Transformers is made; hooks are set by the first layer, or wish for one."""
+    """Before a model of Transformers is made, also without optional packages; hooks are set by the first layer, or
+    wish for one."""
     after = """
 import sys, torch, transformers.modeling_utils as models
 hooked = lambda: hasattr(models.PreTrainedModel.save_pretrained, "_is_hook_of_hf_kbit")
@@ -39,8 +34,9 @@ import hf_kbit
     by_wish = f"{after}hf_kbit.KbitConfig()\nprint(hooked())"
     first = "import torch, hf_kbit; torch.ops.hf_kbit.quantize; from transformers import LlamaForCausalLM"
     second = "from transformers import LlamaForCausalLM; import hf_kbit"
-    found = [python(first + by_layer), python("import hf_kbit; hf_kbit.KbitConfig" + by_wish)]
-    found += [fresh.run(second + made) for made in (by_layer, by_wish)]
+    alone = "import sys; sys.modules.update(peft=None, accelerate=None); import hf_kbit; hf_kbit.KbitConfig"
+    found = [python(first + by_layer), python(alone + by_wish), fresh.run(second + by_layer)]
+    found += [fresh.run(f"import sys; sys.modules.update(peft=None); {second}{by_wish}")]
     assert found == ["True False\nTrue"] * 4
 
 
