@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -33,7 +34,9 @@ from transformers import (
 import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear, allocation, codebooks
 from hf_kbit.calibration import tuning, writing
+from hf_kbit.calibration.data import Text
 from hf_kbit.calibration.layerwise import METHODS as CALIBRATION_METHODS
+from hf_kbit.calibration.layerwise import Solving
 from hf_kbit.integrations.peft.create import IMPOSSIBLE_INITIALISATIONS
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
 from hf_kbit.memory import bits_for_memory, cache_bytes, embedding_bits_for_memory
@@ -309,8 +312,8 @@ def test_arguments_for_those_who_come_from_elsewhere():
     tables = text_of("coming-from.md").split("| llama.cpp |")[0]
     rows = re.findall(r"^\| `.*? \| (.*) \|$", tables, flags=re.MULTILINE)
     given = {name for row in rows for name in re.findall(r"`(\w+)(?:=[^`]*)?`", row)}
-    documented = re.findall(r"^ +(\w+): |``(\w+)``", hf_kbit.calibrate.__doc__, flags=re.MULTILINE)
-    ours = {f.name for f in dataclasses.fields(KbitConfig)} | {name for pair in documented for name in pair}
+    ours = {field.name for kind in (KbitConfig, Text, Solving) for field in dataclasses.fields(kind)}
+    ours |= inspect.signature(hf_kbit.calibrate).parameters.keys()
     assert len(given) > 8 and given - {"from_pretrained", "KbitConfig", "dtype"} <= ours
 
 
