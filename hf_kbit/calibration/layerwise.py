@@ -221,7 +221,7 @@ class Calibration:
         self.model, self.packable, self.solving, self.progress = model, packable, solving, progress
         self.device, self.text, self.ids = stream.resolve(device, model), ids, ids
         self.quantizer, self.solver = KbitHfQuantizer(config, pre_quantized=False), METHODS[solving.method]
-        self.steps = tuning.steps_on(self.device, solving.tune)
+        self.steps = stream.usual(tuning.STEPS, self.device) if solving.tune is True else int(solving.tune)
         if self.steps and len(ids) < 2:
             raise ValueError("data: found 1 sequence, expected 2 or more to tune on, one of which is held out")
         if self.steps:
@@ -242,6 +242,11 @@ class Calibration:
     @torch.no_grad()
     def run(self) -> None:
         model, heads, tables = self.model, self.heads, self.tables
+        layers, projections = units(model, list(self.widths)), [n for n in self.widths if is_projection(model, n)]
+        with stream.evaluating(model), experts.opened(model, projections):  # refuses before anything changes
+            stream.check(model, layers, self.ids, self.device)
+            if self.solving.resume is not None:
+                self.finished = Finished(Path(self.solving.resume), self._digest())
         dense = tuning.sharing_copy(model).eval() if self.steps and self.solving.tune_whole else None
         untied = {name: bits for name, bits in tables.items() if name not in heads.values()}
         quantize_layers(model, self.packable, untied, self.quantizer, self.device)  # data comes from them
@@ -252,16 +257,10 @@ class Calibration:
         }
         for head in heads:
             self.empty[head].balances = False  # as a table
-        projections = [name for name in self.widths if is_projection(model, name)]
+        self.layers, both = dict(layers), torch.cat([self.ids, self.ids]) if self.drifting else self.ids
         bar = tqdm(total=len(self.widths), desc="calibrating", unit="layer", disable=not self.progress)
-        with stream.evaluating(model), experts.opened(model, projections):
-            self.layers = units(model, list(self.widths))
-            stream.check(model, self.layers, self.ids, self.device)
-            if self.solving.resume is not None:
-                self.finished = Finished(Path(self.solving.resume), self._digest())
-            both = torch.cat([self.ids, self.ids]) if self.drifting else self.ids
-            with bar:
-                stream.stream(model, list(self.layers), both, self.device, partial(self._visit, bar))
+        with stream.evaluating(model), experts.opened(model, projections), bar:
+            stream.stream(model, layers, both, self.device, partial(self._visit, bar))
         for head in heads:
             tie(model, self.packable, self.quantizer, head)
         if self.without_data:  # in this run: others, before it was killed, had theirs
