@@ -60,7 +60,7 @@ def test_comes_nearer_to_16_bits(monkeypatch):
         return errors[-1]
 
     monkeypatch.setattr(tuning, "tune_layer", told)
-    for whole, steps in ((False, 0), (False, 60), (True, 60)):
+    for whole, steps in ((False, 0), (False, 100), (True, 100)):
         model = AutoModelForCausalLM.from_pretrained(trained_lm())
         hf_kbit.calibrate(model, data, bits=2, batch=32, tune=steps, tune_whole=whole, device="cpu")
         lost.append(mean_loss(model, held_out()) - dense)
