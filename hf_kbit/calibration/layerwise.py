@@ -258,9 +258,9 @@ class Calibration:
         for head in heads:
             self.empty[head].balances = False  # as a table
         self.layers, both = dict(layers), torch.cat([self.ids, self.ids]) if self.drifting else self.ids
-        bar = tqdm(total=len(self.widths), desc="calibrating", unit="layer", disable=not self.progress)
-        with stream.evaluating(model), experts.opened(model, projections), bar:
-            stream.stream(model, layers, both, self.device, partial(self._visit, bar))
+        self.bar = tqdm(total=len(self.widths), desc="calibrating", unit="layer", disable=not self.progress)
+        with stream.evaluating(model), experts.opened(model, projections), self.bar:
+            stream.stream(model, layers, both, self.device, self._visit)
         for head in heads:
             tie(model, self.packable, self.quantizer, head)
         if self.without_data:  # in this run: others, before it was killed, had theirs
@@ -299,7 +299,7 @@ class Calibration:
         run += (self.steps,) if self.steps else ()  # not tune_whole: layers are the same
         return digest([("ids", self.text), *self.model.state_dict().items()], *run)
 
-    def _visit(self, bar: tqdm, unit: str, run: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:
+    def _visit(self, unit: str, run: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:
         """Quantizes one layer of the model; returns what it computes then, and before that what it did."""
         names = self.layers.pop(unit, ())  # none if it has been here, as layers that a model shares
         dense = {name: self.model.get_submodule(name) for name in names}
@@ -317,7 +317,7 @@ class Calibration:
                 how = {name: [layer.decoding.to_dict(), layer.untransformed] for name, layer in new.items()}
                 self.finished.save(unit, tensors, how)
         selection.replace_modules(self.model, new)
-        bar.update(len(names))
+        self.bar.update(len(names))
         return self._outputs(dense, new, run)
 
     def _restored(self, unit: str, new: dict[str, KbitWeight]) -> bool:

@@ -163,13 +163,12 @@ def hooked(modules: Mapping[str, nn.Module], take: Callable[..., object]) -> Ite
     """Inside, ``take(name, x, ...)`` is called with what each of the modules is given, by position or keyword."""
     with ExitStack() as hooks:
         for name, module in modules.items():
-            tell = partial(_tell, partial(take, name))
+
+            def tell(_, args, keywords, name=name) -> None:
+                take(name, *(args or keywords.values()))
+
             hooks.enter_context(module.register_forward_pre_hook(tell, with_kwargs=True))
         yield
-
-
-def _tell(take: Callable[..., object], module: nn.Module, args: tuple, keywords: dict[str, Any]) -> None:
-    take(*(args or keywords.values()))
 
 
 @contextmanager
