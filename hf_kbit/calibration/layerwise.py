@@ -122,9 +122,10 @@ def calibrate(
             few times over. Default: where the model is; if that is a CPU, the GPU, where there is one.
         progress: shows a bar on stderr.
         revision, trust_remote_code: of a model on the Hub, as for ``from_pretrained``.
-        settings: the fields of ``calibration.data.Text`` (how much of a text is read) and of
-            ``calibration.layerwise.Solving`` (how weights are chosen), and arguments of ``KbitConfig``, such as
-            ``bits=3``, instead of ``config``.
+        settings: how much of a text is read (``tokenizer``, ``sequences``, ``length``: ``calibration.data.Text``), how
+            weights are chosen (``method``, ``tune``, ``tune_whole``, ``batch``, ``resume``:
+            ``calibration.layerwise.Solving``), and arguments of ``KbitConfig``, such as ``bits=3``, instead of
+            ``config``.
 
     Returns:
         ``model``.
