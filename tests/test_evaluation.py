@@ -254,11 +254,3 @@ def test_models_that_predict_no_next_token(reference):
     headless = LlamaModel(reference.config)
     with pytest.raises(ValueError, match="LlamaModel: found an output without logits"):
         evaluate(headless, TOKENS, window=32)
-
-
-def test_progress_goes_to_stderr(reference, capsys):
-    evaluate(reference, TOKENS, window=32, progress=True)
-    shown = capsys.readouterr()
-    assert "4/4" in shown.err and not shown.out
-    evaluate(reference, TOKENS, window=32)
-    assert not capsys.readouterr().err

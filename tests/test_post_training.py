@@ -79,6 +79,12 @@ def bert() -> BertLMHeadModel:
     return BertLMHeadModel(BertConfig(vocab_size=256, **SHAPE))
 
 
+def of_another_library() -> LlamaForCausalLM:
+    model = llama()
+    model.hf_quantizer = object()
+    return model
+
+
 def same(one: nn.Module, other: nn.Module) -> bool:
     return small.same(one.state_dict(), other.state_dict())
 
@@ -191,6 +197,7 @@ WRONG = [
     (llama, {"data": ROWS, "calibrate": False, "memory": "1MB", "measure": False}, "data: found it, but neither"),
     (llama, {"resume": "layers", "bits": 3.5}, "resume: found 'layers', but nothing is calibrated"),
     (llama, {"tune": 5}, "tune: found 5, but nothing is calibrated"),
+    (of_another_library, {"bits": 3}, "model: found it quantized already"),
     (llama, {"data": ROWS}, "tokenizer: found none"),
     (llama, {"data": ROWS, "method": "gptq"}, "method: found 'gptq'"),
     (llama, {"calibrate": True, "scale": "absmax"}, "scale: found 'absmax'"),

@@ -122,9 +122,10 @@ def calibrate(
             few times over. Default: where the model is; if that is a CPU, the GPU, where there is one.
         progress: shows a bar on stderr.
         revision, trust_remote_code: of a model on the Hub, as for ``from_pretrained``.
-        settings: the fields of ``calibration.data.Text`` (how much of a text is read) and of
-            ``calibration.layerwise.Solving`` (how weights are chosen), and arguments of ``KbitConfig``, such as
-            ``bits=3``, instead of ``config``.
+        settings: how much of a text is read (``tokenizer``, ``sequences``, ``length``: ``calibration.data.Text``), how
+            weights are chosen (``method``, ``tune``, ``tune_whole``, ``batch``, ``resume``:
+            ``calibration.layerwise.Solving``), and arguments of ``KbitConfig``, such as ``bits=3``, instead of
+            ``config``.
 
     Returns:
         ``model``.
@@ -221,7 +222,7 @@ class Calibration:
         self.model, self.packable, self.solving, self.progress = model, packable, solving, progress
         self.device, self.text, self.ids = stream.resolve(device, model), ids, ids
         self.quantizer, self.solver = KbitHfQuantizer(config, pre_quantized=False), METHODS[solving.method]
-        self.steps = tuning.steps_on(self.device, solving.tune)
+        self.steps = stream.usual(tuning.STEPS, self.device) if solving.tune is True else int(solving.tune)
         if self.steps and len(ids) < 2:
             raise ValueError("data: found 1 sequence, expected 2 or more to tune on, one of which is held out")
         if self.steps:
@@ -242,6 +243,11 @@ class Calibration:
     @torch.no_grad()
     def run(self) -> None:
         model, heads, tables = self.model, self.heads, self.tables
+        layers, projections = units(model, list(self.widths)), [n for n in self.widths if is_projection(model, n)]
+        with stream.evaluating(model), experts.opened(model, projections):  # refuses before anything changes
+            stream.check(model, layers, self.ids, self.device)
+            if self.solving.resume is not None:
+                self.finished = Finished(Path(self.solving.resume), self._digest())
         dense = tuning.sharing_copy(model).eval() if self.steps and self.solving.tune_whole else None
         untied = {name: bits for name, bits in tables.items() if name not in heads.values()}
         quantize_layers(model, self.packable, untied, self.quantizer, self.device)  # data comes from them
@@ -249,16 +255,10 @@ class Calibration:
         self.empty = {name: self.quantizer.new_layer(model, name, bits) for name, bits in self.widths.items()}
         for head in heads:
             self.empty[head].balances = False  # as a table
-        projections = [name for name in self.widths if is_projection(model, name)]
-        bar = tqdm(total=len(self.widths), desc="calibrating", unit="layer", disable=not self.progress)
-        with stream.evaluating(model), experts.opened(model, projections):
-            self.layers = units(model, list(self.widths))
-            stream.check(model, self.layers, self.ids, self.device)
-            if self.solving.resume is not None:
-                self.finished = Finished(Path(self.solving.resume), self._digest())
-            both = torch.cat([self.ids, self.ids]) if self.drifting else self.ids
-            with bar:
-                stream.stream(model, list(self.layers), both, self.device, partial(self._visit, bar))
+        self.layers, both = dict(layers), torch.cat([self.ids, self.ids]) if self.drifting else self.ids
+        self.bar = tqdm(total=len(self.widths), desc="calibrating", unit="layer", disable=not self.progress)
+        with stream.evaluating(model), experts.opened(model, projections), self.bar:
+            stream.stream(model, layers, both, self.device, self._visit)
         for head in heads:
             tie(model, self.packable, self.quantizer, head)
         if self.without_data:  # in this run: others, before it was killed, had theirs
@@ -297,7 +297,7 @@ class Calibration:
         run += (self.steps,) if self.steps else ()  # not tune_whole: layers are the same
         return digest([("ids", self.text), *self.model.state_dict().items()], *run)
 
-    def _visit(self, bar: tqdm, unit: str, run: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:
+    def _visit(self, unit: str, run: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:
         """Quantizes one layer of the model; returns what it computes then, and before that what it did."""
         names = self.layers.pop(unit, ())  # none if it has been here, as layers that a model shares
         dense = {name: self.model.get_submodule(name) for name in names}
@@ -315,7 +315,7 @@ class Calibration:
                 how = {name: [layer.decoding.to_dict(), layer.untransformed] for name, layer in new.items()}
                 self.finished.save(unit, tensors, how)
         selection.replace_modules(self.model, new)
-        bar.update(len(names))
+        self.bar.update(len(names))
         return self._outputs(dense, new, run)
 
     def _restored(self, unit: str, new: dict[str, KbitWeight]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -118,9 +118,7 @@ def stream(
 
         def run(rows: slice):
             given = [x[rows] if _of_all(x, len(ids)) else x for x in leaves]
-            part_args, part_kwargs = tree_unflatten([_there(x, device) for x in given], form)
-            output = model.get_submodule(name)(*part_args, **part_kwargs)
-            return tree_map(partial(_kept, device=device, dtype=dtype), output)
+            return _computed(model.get_submodule(name), given, form, device, dtype)
 
         running.add(name)
         with placed(model, name, device):
@@ -165,13 +163,12 @@ def hooked(modules: Mapping[str, nn.Module], take: Callable[..., object]) -> Ite
     """Inside, ``take(name, x, ...)`` is called with what each of the modules is given, by position or keyword."""
     with ExitStack() as hooks:
         for name, module in modules.items():
-            tell = partial(_tell, partial(take, name))
+
+            def tell(_, args, keywords, name=name) -> None:
+                take(name, *(args or keywords.values()))
+
             hooks.enter_context(module.register_forward_pre_hook(tell, with_kwargs=True))
         yield
-
-
-def _tell(take: Callable[..., object], module: nn.Module, args: tuple, keywords: dict[str, Any]) -> None:
-    take(*(args or keywords.values()))
 
 
 @contextmanager
@@ -206,9 +203,8 @@ def recomputed(model: nn.Module, names: Iterable[str], device: torch.device) -> 
             now = list(leaves)
             for index, leaf in zip(wanted, given, strict=True):
                 now[index] = leaf
-            now_args, now_kwargs = tree_unflatten([_there(x, device) for x in now], form)
-            found, shape = tree_flatten(original(*now_args, **now_kwargs))
-            return [_on(_kept(x, device, dtype), anchor.device) for x in found], shape
+            found, shape = tree_flatten(_computed(original, now, form, device, dtype))
+            return [_on(x, anchor.device) for x in found], shape
 
         def backward(given, gradients):
             given = [x.detach().requires_grad_() for x in given]
@@ -294,10 +290,11 @@ def _there(value, device: torch.device):
     return value.to(device, dtype_on(device, value.dtype)) if isinstance(value, torch.Tensor) else value
 
 
-def _kept(value, device: torch.device, dtype: torch.dtype):
-    """What was computed on a device, in the dtype that the model has between two layers."""
-    computed = isinstance(value, torch.Tensor) and value.dtype == dtype_on(device, dtype)
-    return value.to(dtype) if computed else value
+def _computed(call: Callable, leaves: list, form, device: torch.device, dtype: torch.dtype):
+    """What a layer makes on a device of arguments ``leaves``, in the dtype that the model has between two layers."""
+    args, kwargs = tree_unflatten([_there(x, device) for x in leaves], form)
+    computing = dtype_on(device, dtype)
+    return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.dtype == computing else x, call(*args, **kwargs))
 
 
 def _join(outputs: Iterable[tuple[slice, Any]], sequences: int, device: torch.device):

@@ -234,9 +234,8 @@ class _Group:
     def rounded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes, uint8 ``[blocks, 32]``, and scales, uint8 ``[blocks]``."""
         magnitudes = torch.where(self.units == 0, 0, self.places.round()).to(torch.uint8)
-        signed = self.decoding.transformed
         codes = _codes(self.numbers, self.levels) if self.moves_codes else self.codes
-        return codes, with_signs(magnitudes, self.signs) if signed else magnitudes
+        return codes, with_signs(magnitudes, self.signs)
 
     def store(self) -> None:
         """Loads the layers with ``codes`` and ``absmax``."""

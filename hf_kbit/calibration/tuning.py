@@ -52,11 +52,6 @@ OWN_BYTES, COPIES = 2, 4
 ROOM = 0.8  # of the memory that is free, so much is taken at most
 
 
-def steps_on(device: torch.device, steps: int | bool) -> int:
-    """The number of steps that is asked for."""
-    return stream.usual(STEPS, device) if steps is True else int(steps)
-
-
 def sharing_copy(model: nn.Module) -> nn.Module:
     """A copy of the modules alone, with the same parameters and buffers: what one replaces, the other keeps."""
     tensors = (*model.parameters(), *model.buffers())

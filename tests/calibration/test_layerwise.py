@@ -3,8 +3,9 @@
 import copy
 import json
 import math
-import subprocess
-import sys
+import multiprocessing
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from transformers import (
 
 import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear
-from hf_kbit.calibration.layerwise import METHODS, class_to_load
+from hf_kbit.calibration.layerwise import METHODS, class_to_load, load
 
 IDS = torch.randint(5, 90, (6, 12), generator=torch.Generator().manual_seed(1))
 
@@ -189,25 +190,26 @@ def test_revision_and_code_reach_all_that_is_loaded(loaded, monkeypatch, tmp_pat
     assert set(asked) == {(name, "v1", True) for name in ("AutoConfig", "LlamaForCausalLM", "AutoTokenizer")}
 
 
-OWN_MEMORY = """
-import re, sys, torch
-from hf_kbit.calibration.layerwise import load
+def own_memory() -> float:
+    """MiB of memory that is no file's."""
+    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 
-def own():  # MiB of memory that is no file's
-    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
 
-before = own()
-model = load(sys.argv[1])
-assert all(parameter.isfinite().all() for parameter in model.parameters())
-print(own() - before, sum(parameter.nbytes for parameter in model.parameters()) / 2**20)
-"""
+def load_and_read(folder, found) -> None:
+    torch.set_num_threads(1)  # a pool of threads does not survive a fork
+    before, model = own_memory(), load(folder)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    found.send((own_memory() - before, sum(parameter.nbytes for parameter in model.parameters()) / 2**20))
 
 
 def test_weights_stay_mapped_from_their_file(tmp_path):
     """A model that is loaded and read takes little memory besides its files' pages, which the kernel may drop."""
     llama(hidden_size=512, intermediate_size=8192, num_hidden_layers=5).bfloat16().save_pretrained(tmp_path)
-    run = subprocess.run([sys.executable, "-c", OWN_MEMORY, tmp_path], capture_output=True, text=True, timeout=300)
-    taken, weights = map(float, run.stdout.split())
+    (read, found), context = multiprocessing.Pipe(duplex=False), multiprocessing.get_context("fork")
+    process = context.Process(target=load_and_read, args=(tmp_path, found))
+    process.start()
+    process.join(timeout=300)
+    taken, weights = read.recv()
     assert weights > 120 and taken < 0.25 * weights
 
 

@@ -124,6 +124,7 @@ def finished(tmp_path_factory):
         {"data": IDS.flip(0)},
         {"codebook": "normal_float"},
         {"module_bits": {"k_proj": 4}},
+        {"embedding_bits": 5},
         {"model": changed_weight},
         {"tune": 5},
     ],
