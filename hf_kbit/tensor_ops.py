@@ -9,6 +9,7 @@ import itertools
 import math
 
 import torch
+import torch.distributed.tensor  # the ops of _c10d_functional
 from torch.nn import functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
