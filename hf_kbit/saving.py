@@ -26,6 +26,7 @@ from hf_kbit.checkpoint import PACKED_SUFFIXES
 from hf_kbit.config import KbitConfig
 from hf_kbit.durable import move_out, settle
 from hf_kbit.integrations.transformers import selection
+from hf_kbit.integrations.transformers.in_place import tie
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.experts import home_of
 from hf_kbit.nn.weight import KbitWeight, distinct, is_sharded, packed_layers
@@ -115,7 +116,8 @@ def load_into(module: nn.Module, folder: str | os.PathLike) -> None:
     packed = checkpoint.packed_modules(headers)
     quantizer = KbitHfQuantizer(config, pre_quantized=True)
     layers = quantizer.stored_layers(module, {name: name for name in packed})
-    tied = {name: first for name, first in selection.Packable(module).ties.items() if first in layers}
+    packable = selection.Packable(module)
+    tied = {name: first for name, first in packable.ties.items() if first in layers}
     expected, optional = _dense(module, {*layers, *tied})
     tensors = checkpoint.read(files)
     rest = tensors.keys() - {name + suffix for name in packed for suffix in PACKED_SUFFIXES}
@@ -136,10 +138,7 @@ def load_into(module: nn.Module, folder: str | os.PathLike) -> None:
         planes, absmax, *columns = (tensor.to("cpu" if device.type == "meta" else device) for tensor in stored)
         layer.load(Packed(planes, absmax, layer.decoding, *columns))
         selection.replace_modules(module, {name: layer})
-    for name, first in tied.items():
-        layer = quantizer.new_layer(module, name, layers[first].bits)
-        layer.tie_to(layers[first])
-        selection.replace_modules(module, {name: layer})
+        tie(module, packable, quantizer, name)
     _fill(module, {tensor: tensors[name] for name, tensor in expected.items()})
 
 

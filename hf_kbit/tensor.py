@@ -50,9 +50,6 @@ class Form:
             self.names = list(INNER if decoding.transformed else INNER[:3])
         return cls._known[key]
 
-    def __deepcopy__(self, memo):
-        return self
-
     def __reduce__(self):
         return Form, (self.decoding, self.matrix, self.dtype, self.tiles)
 
@@ -107,14 +104,7 @@ class KbitTensor(torch.Tensor):
 
     @classmethod
     def of(cls, packed: Packed, in_features: int, dtype: torch.dtype, tiles: bool = True) -> "KbitTensor":
-        """A weight of packed tensors, where these are; on a GPU they become tiles.
-
-        Args:
-            packed: planes or tiles ``[*lead, N, ...]``, scales, column scales, and how they decode.
-            in_features: K.
-            dtype: that it is computed in.
-            tiles: whether a GPU holds tiles.
-        """
+        """A weight ``[*lead, N, in_features]`` of packed tensors, where these are; on a GPU they become ``tiles``."""
         device, decoding = packed.planes.device, packed.decoding
         *lead, rows, _ = packed.planes.shape
         parts = {"words": packed.planes, "absmax": packed.absmax, "codebook": decoding.codebook(device)}
@@ -200,11 +190,7 @@ class KbitTensor(torch.Tensor):
         return self._repacked(inverse=True) if self.is_tiled else self
 
     def stored(self, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
-        """What files hold of it, by the names that they have there: planes, scales and column scales.
-
-        Args:
-            device: of the copies of what is not there yet; None for that of the weight.
-        """
+        """What files hold of it, by the names that they have there; on a device, or on its own."""
         planes = self.planes()
         tensors = planes.words, planes.absmax, planes.columns
         return {
@@ -223,10 +209,7 @@ class KbitTensor(torch.Tensor):
     def matrices(self, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
         """The decoded matrices ``[N, K]``, one after another, with memory for one."""
         for index in itertools.product(*map(range, self.lead)):
-            matrix = self
-            for place in index:
-                matrix = matrix[place]
-            yield matrix.dequantize(dtype)
+            yield self[index].dequantize(dtype)
 
     def moved(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "KbitTensor":
         """The weight on another device, in the form that is read there, or computed in another dtype."""

@@ -199,7 +199,7 @@ def _(func, weight, size, *, dtype=None, device=None, **kwargs):
         func(tensor, (*size[:-1], blocks), device=device)
         for tensor, blocks in ((planes.words, num_blocks(width) * bits), (planes.absmax, num_blocks(width)))
     )
-    made = weight.like(size, words=words.zero_(), absmax=absmax.zero_(), matrix=tuple(size[-2:]))
+    made = of_rows(weight, words.zero_(), absmax.zero_())
     whole_tiles = math.prod(size) and (weight.lead or not size[0] % TILE_ROWS)
     return tiled(made) if weight.is_tiled and whole_tiles else made
 
@@ -272,6 +272,12 @@ def columns(weight: KbitTensor, start: int, stop: int) -> KbitTensor:
     )
 
 
+def of_rows(weight: KbitTensor, words: torch.Tensor, absmax: torch.Tensor, **parts) -> KbitTensor:
+    """``like``, of planes and scales of other rows or matrices."""
+    matrix = words.shape[-2], weight.matrix[1]
+    return weight.like((*words.shape[:-2], *matrix), words=words, absmax=absmax, matrix=matrix, **parts)
+
+
 def part(weight: KbitTensor, dim: int, start: int, stop: int) -> KbitTensor:
     """What is between two places along a dimension."""
     if dim == len(weight.lead) + 1:
@@ -321,9 +327,7 @@ def _(func, weight, dim, index):
     if not _is_whole(weight) or dim % len(weight.size_) > len(weight.lead):
         return NotImplemented
     planes = weight.planes()
-    words, absmax = (func(tensor, dim % len(weight.size_), index) for tensor in (planes.words, planes.absmax))
-    matrix = words.shape[-2], weight.matrix[1]
-    return planes.like((*words.shape[:-2], *matrix), words=words, absmax=absmax, matrix=matrix)
+    return of_rows(weight, *(func(tensor, dim % len(weight.size_), index) for tensor in (planes.words, planes.absmax)))
 
 
 @op(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -370,9 +374,7 @@ def _(func, weight, pad, value=0):
     if value or any(others) or last < 0 or not _is_whole(weight) or len(pad) != 2 * len(weight.size_):
         return NotImplemented
     planes = weight.planes()
-    words, absmax = (func(tensor, pad) for tensor in (planes.words, planes.absmax))
-    matrix = words.shape[-2], weight.matrix[1]
-    return planes.like((*words.shape[:-2], *matrix), words=words, absmax=absmax, matrix=matrix)
+    return of_rows(weight, func(planes.words, pad), func(planes.absmax, pad))
 
 
 # --- several processes ----------------------------------------------------------------------------
@@ -392,8 +394,7 @@ def _(func, weight, group_size, group_name):
     if columns is not None:
         every = gather(columns[None])
         columns = columns if torch.equal(every, columns.expand_as(every)) else every
-    matrix = words.shape[-2], planes.matrix[1]
-    return planes.like((*words.shape[:-2], *matrix), words=words, absmax=absmax, columns=columns, matrix=matrix)
+    return of_rows(weight, words, absmax, columns=columns)
 
 
 @op(functional_collectives.wait_tensor.default, functional_collectives._wrap_tensor_autograd.default)

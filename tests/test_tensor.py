@@ -71,6 +71,7 @@ READS = {
     "einsum": lambda w, x, ids: torch.einsum("bk,nk->bn", x, w),
     "F.embedding": lambda w, x, ids: F.embedding(ids, w),
     "w[ids]": lambda w, x, ids: w[ids],
+    "index_select": lambda w, x, ids: w.index_select(0, ids.flatten()),
     "w[-1]": lambda w, x, ids: w[-1],
     "w[-ids]": lambda w, x, ids: w[-1 - ids],
     "w[1:9, 3:50]": lambda w, x, ids: w[1:9, 3:50],

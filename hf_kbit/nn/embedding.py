@@ -78,13 +78,7 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
 
     @classmethod
     def empty_like(cls, embedding: nn.Embedding, bits: int = 4, **settings: Any) -> "KbitEmbedding":
-        """One on the meta device that does what ``embedding`` does, with all that this has besides its table.
-
-        Args:
-            embedding: one for which ``is_table`` holds.
-            bits: 2 to 5.
-            settings: ``codebook``, ``exponent``, ``scale`` and ``transform``.
-        """
+        """One on the meta device that does what ``embedding`` does, with all that this has besides its table."""
         table = _new(type(embedding))
         rows, dtype = embedding.num_embeddings, embedding.weight.dtype
         size = rows, embedding.embedding_dim, embedding.padding_idx
@@ -185,11 +179,8 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
 
 
 def is_table(module: nn.Module) -> bool:
-    """Whether a ``KbitEmbedding`` can take the place of the module.
-
-    It is an ``nn.Embedding``, or of a class that is derived from it alone. It neither renormalises its rows nor asks
-    for sparse or scaled gradients, and has no attribute of a name that ours has.
-    """
+    """Whether a ``KbitEmbedding`` can take the place of the module: a table, or of a class that is derived from
+    ``nn.Embedding`` alone, without attributes of names that ours has."""
     return (
         isinstance(module, nn.Embedding)
         and not isinstance(module, KbitEmbedding)

@@ -34,11 +34,7 @@ def distinct(layers: Iterable["KbitWeight"]) -> list["KbitWeight"]:
 
 
 def check_scale(scale: object) -> str:
-    """Returns ``scale`` if it is one of ``SCALES``.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Returns ``scale`` if it is one of ``SCALES``."""
     if scale not in SCALES:
         raise ValueError(f"scale: found {scale!r}, expected one of {list(SCALES)}")
     return scale
@@ -172,18 +168,8 @@ class KbitWeight(nn.Module):
     # --- a weight comes in ---
 
     def quantize(self, weight: torch.Tensor, name: str = "weight", columns: torch.Tensor | None = None) -> Packed:
-        """What ``load_dense`` would load, on the weight's own device; the layer stays as it is. It says if that is not
-        transformed as it was to be, or has lost rows (``Packed``).
-
-        Args:
-            weight: float32, float16 or bfloat16 ``[*lead, N, K]``.
-            name: what errors call the weight.
-            columns: uint8 ``[K]``, column scales to take if the weight is transformed, instead of finding some, or of
-                1 where the layer does not balance.
-
-        Raises:
-            ValueError: the weight holds NaN or infinity, or magnitudes that float32 cannot decode.
-        """
+        """What ``load_dense`` would load of a weight ``[*lead, N, K]``, on its own device; the layer stays as it is.
+        Arguments and errors are those of ``packed.quantize_weight``."""
         if columns is None and not self.balances:
             columns = torch.full((self.in_features,), encode_e4m4(1.0), dtype=torch.uint8, device=weight.device)
         search = self.scale == "search"
@@ -248,15 +234,11 @@ class KbitWeight(nn.Module):
     # --- what it decodes to ---
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The decoded weight ``[*lead, N, K]``, in ``dtype``, or in that of the weight that was quantized.
-
-        Raises:
-            ValueError: it is sharded over several processes.
-        """
+        """The decoded weight ``[*lead, N, K]``, in ``dtype`` or in its own, of one that is all in this process."""
         return self._whole().dequantize(dtype)
 
     def matrices(self, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-        """The matrices ``[N, K]`` of ``dequantize``, one after another, with memory for one; errors as there."""
+        """The matrices ``[N, K]`` of ``dequantize``, one after another, with memory for one."""
         return self._whole().matrices(dtype)
 
     def _whole(self) -> KbitTensor:

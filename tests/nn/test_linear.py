@@ -297,19 +297,6 @@ def test_gpu_holds_one_copy(on_gpu):
 
 
 @pytest.mark.gpu
-def test_gpu_compile_and_gradients(on_gpu):
-    layer, _, x, _ = on_gpu()
-    inputs = x.cuda().requires_grad_()
-    expected = layer(inputs)
-    expected.square().sum().backward()
-    grad, inputs.grad = inputs.grad, None
-    found = torch.compile(layer, fullgraph=True)(inputs)
-    found.square().sum().backward()
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(inputs.grad, grad)
-
-
-@pytest.mark.gpu
 def test_quantized_on_a_gpu_gives_the_same_bytes():
     dense = linear(64, 100)
     on_cpu, on_gpu = KbitLinear.from_linear(dense, bits=3), KbitLinear.from_linear(dense.cuda(), bits=3)

@@ -26,14 +26,8 @@ def is_on_disk(device_map: object, name: str) -> bool:
 
 
 class PackedOnDisk(Mapping):
-    """What ``weights_map`` of accelerate's hook is: tensors of a module by their names.
-
-    Args:
-        others: that of accelerate, for what is not packed.
-        layer: the layer on disk.
-        files: ``{name in the checkpoint: file}``.
-        stored: name of the layer in the checkpoint.
-    """
+    """What ``weights_map`` of accelerate's hook is, tensors of a layer by their names: the weight from the checkpoint,
+    where the layer is called ``stored``, and ``others`` from accelerate's own."""
 
     def __init__(self, others: Mapping, layer: KbitWeight, files: Mapping[str, str], stored: str):
         self._others, self._layer, self._files, self._stored = others, layer, files, stored
@@ -59,13 +53,8 @@ class PackedOnDisk(Mapping):
 
 
 def read_from_disk(model: nn.Module, files: Mapping[str, str], stored: Mapping[str, str]) -> None:
-    """Has layers on disk read their weights from the checkpoint.
-
-    Args:
-        model: dispatched by accelerate.
-        files: ``{name in the checkpoint: file}``.
-        stored: names of layers in the checkpoint, by those in the model.
-    """
+    """Has layers on disk read their weights from the files of the checkpoint, where ``stored`` says what each is
+    called."""
     ties = tied(model)
     for name, layer in model.named_modules():
         hook = getattr(layer, "_hf_hook", None)

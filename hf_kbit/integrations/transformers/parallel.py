@@ -59,18 +59,20 @@ def shard_packed(maybe_distribute_model):
     @wraps(maybe_distribute_model)
     def wrapped(cls, model, distributed_config, *args, **kwargs):
         layers = packed_layers(model)
+        if distributed_config is None or not layers:
+            return maybe_distribute_model(cls, model, distributed_config, *args, **kwargs)
         empty = [layer for layer in layers.values() if layer.awaits_dense]
-        if empty and distributed_config is not None:
+        if empty:
             hooks.require("transformers", hooks.SHARDING_NAMES, "quantizing into shards")
-        if layers and max(_size(distributed_config, "tp_size"), _size(distributed_config, "ep_size")) > 1:
+        shared = max(_size(distributed_config, "tp_size"), _size(distributed_config, "ep_size")) > 1
+        if shared:
             _count_local_experts(model, distributed_config)
-            model = maybe_distribute_model(cls, model, distributed_config, *args, **kwargs)
+        model = maybe_distribute_model(cls, model, distributed_config, *args, **kwargs)
+        if shared:
             _share_as_tied(model)
             for name, layer in layers.items():
                 _follow_rule(model, name, layer)
-        else:
-            model = maybe_distribute_model(cls, model, distributed_config, *args, **kwargs)
-        for layer in empty if distributed_config is not None else ():
+        for layer in empty:
             put_stand_in(layer)
         return model
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM
 
-from hf_kbit import KbitConfig, KbitLinear, calibrate, quantize_model, reference, tensor
+from hf_kbit import KbitConfig, KbitLinear, calibrate, merge_and_unload, quantize_model, reference, tensor
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.weight import KbitWeight, distinct
@@ -166,6 +167,16 @@ def test_back_to_16_bits(case, tmp_path):
         for own in PACKED[name][1]:
             assert any(each.get_submodule(own).weight is each.get_submodule(first).weight for first in PACKED[name][0])
     assert torch.equal(logits(again, inputs), logits(dense, inputs))
+
+
+def test_what_is_nobodys_stays_tied_in_16_bits():
+    model = nn.Sequential(nn.Embedding(96, 64), nn.Linear(64, 64), nn.Linear(64, 96, bias=False))
+    model[2].weight = model[0].weight
+    quantize_model(model, bits=4, embedding_bits=5)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["1"]))
+    dense = merge_and_unload(adapted, dequantize=True)
+    assert [type(layer) for layer in dense] == [nn.Embedding, nn.Linear, nn.Linear]
+    assert dense[2].weight is dense[0].weight
 
 
 # --- one model ------------------------------------------------------------------------------------

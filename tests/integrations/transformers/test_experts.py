@@ -16,6 +16,7 @@ from hf_kbit.integrations.transformers import experts
 from hf_kbit.integrations.transformers.names import stored_names
 from hf_kbit.nn import experts as nn_experts
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
+from hf_kbit.nn.weight import packed_layers
 from hf_kbit.tensor import KbitTensor
 
 SMALL = dict(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -174,42 +175,25 @@ def test_transposed_checkpoint(tmp_path):
 def test_widths_of_projections(saved, tmp_path):
     dense, path = saved("qwen3_moe")
     asked = {"layers.1.mlp.experts.down_proj": None, "gate_up_proj": 3, "layers.0.mlp.experts.down_proj": 5}
-    model = load(dense, path, KbitConfig(bits=4, module_bits=asked))
+    model = load(dense, path, KbitConfig(bits=4, transform="none", module_bits=asked))
     found = {name.removeprefix("model.layers."): module.bits for name, module in projections(model).items()}
     assert found == {"0.mlp.experts.gate_up_proj": 3, "0.mlp.experts.down_proj": 5, "1.mlp.experts.gate_up_proj": 3}
     assert model.model.layers[1].mlp.experts.down_proj.is_floating_point()
-    model.save_pretrained(tmp_path / "packed")
-    assert torch.equal(logits(load(dense, tmp_path / "packed")), logits(model))
+    left = load(dense, path, KbitConfig(bits=4, transform="none", modules_to_not_convert=["experts"]))
+    assert not projections(left)
+    for folder, made, version in (("packed", model, 2), ("left", left, 1)):  # version 1 has matrices alone
+        made.save_pretrained(tmp_path / folder)
+        again = load(dense, tmp_path / folder)
+        assert torch.equal(logits(again), logits(made))
+        assert again.config.quantization_config.stored.format_version == version
+    assert CASES["qwen3_moe"][2] in tensors(tmp_path / "left"), "as checkpoints of 16 bits have it"
 
 
-def test_experts_left_as_they_are(saved, tmp_path):
-    """As checkpoints were saved before experts were quantized."""
-    dense, path = saved("mixtral")
-    model = load(dense, path, KbitConfig(bits=4, modules_to_not_convert=["experts"]))
-    assert not projections(model)
-    model.save_pretrained(tmp_path / "packed")
-    assert CASES["mixtral"][2] in tensors(tmp_path / "packed")
-    again = load(dense, tmp_path / "packed")
-    assert not projections(again) and torch.equal(logits(again), logits(model))
-
-
-def test_a_mean_width(saved):
+def test_a_mean_width_counts_experts(saved):
     dense, path = saved("qwen3_moe")
-    model = load(dense, path, KbitConfig(bits=3.3))
-    assert {projection.bits for projection in projections(model).values()} <= {2, 3, 4, 5}
-    bits = sum(layer.num_weights * layer.bits for layer in model.modules() if hasattr(layer, "num_weights"))
-    weights = sum(layer.num_weights for layer in model.modules() if hasattr(layer, "num_weights"))
-    assert 2.9 < bits / weights < 3.5
-
-
-def test_format_version(saved):
-    """Version 1 has matrices alone; readers of it refuse version 2 by name."""
-    dense, path = saved("gpt_oss")
-    assert (
-        load(dense, path, KbitConfig(bits=4, transform="none")).config.quantization_config.stored.format_version == 2
-    )
-    left = KbitConfig(bits=4, transform="none", modules_to_not_convert=["experts"])
-    assert load(dense, path, left).config.quantization_config.stored.format_version == 1
+    layers = packed_layers(load(dense, path, KbitConfig(bits=3.3))).values()
+    weights = sum(layer.num_weights for layer in layers)
+    assert 2.9 < sum(layer.num_weights * layer.bits for layer in layers) / weights < 3.5
 
 
 def test_the_report_and_the_card_count_experts(saved, tmp_path, caplog):
