@@ -24,7 +24,6 @@ from hf_kbit.format import (
     layer_exponent,
     num_blocks,
     weight_shape,
-    widest_exponent,
 )
 from hf_kbit.reference import decode_e4m4, row_slices
 from hf_kbit.transforms import to_stored
@@ -243,8 +242,7 @@ def _choose_decoding(stored: Stored, levels: Levels, widest: bool = False) -> De
     signed = levels == codebooks.optimal(bits_of(len(levels)), signed=True)
     if signed and (transform == "none" or _stands_out(stored)):
         levels = codebooks.optimal(bits_of(len(levels)))
-    exponent = (widest_exponent if widest else layer_exponent)(stored.largest, signed=transform != "none")
-    return Decoding(levels, exponent, transform)
+    return Decoding(levels, layer_exponent(stored.largest, transform != "none", widest), transform)
 
 
 def _stands_out(stored: Stored) -> bool:
