@@ -91,16 +91,15 @@ def _of_blocks(weight: torch.Tensor) -> torch.Tensor:
     return largest.view(-1, BLOCK_SIZE).amax(1)
 
 
-def in_float16(
-    planes: torch.Tensor, absmax: torch.Tensor, codebook: torch.Tensor, columns: torch.Tensor | None, in_features: int
-) -> bool:
-    """Whether float16 holds all that a packed weight ``[*, N, K]`` decodes to, and what is stored for it."""
-    transformed, step = columns is not None, max(_SLICE // in_features, 1)
-    stored = decode_scales(absmax.unique(), transformed).abs().max() * codebook.abs().max()
+def in_float16(packed, in_features: int) -> bool:
+    """Whether float16 holds all that a weight, a ``packed.Packed``, decodes to, and what is stored for it."""
+    planes, absmax, decoding, columns, *_ = packed
+    codebook, step = decoding.codebook(planes.device), max(_SLICE // in_features, 1)
+    stored = decode_scales(absmax.unique(), decoding.transformed).abs().max() * codebook.abs().max()
     if stored > LARGEST_FLOAT16:
         return False
     for part in zip(planes.flatten(0, -2).split(step), absmax.flatten(0, -2).split(step), strict=True):
-        how = codebook, [len(part[0]), in_features], torch.float32, columns, transformed
+        how = codebook, [len(part[0]), in_features], torch.float32, columns, decoding.transformed
         if torch.ops.hf_kbit.dequantize(*part, *how).abs().max() > LARGEST_FLOAT16:
             return False
     return True
