@@ -82,7 +82,8 @@ def test_the_exponent_keeps_precision_at_any_scale(scale, transform):
     with torch.no_grad():
         dense.weight *= scale
     layer = KbitLinear.from_linear(dense, bits=4, transform=transform)
-    stored = packed.transformed(dense.weight.detach(), transform).weight
+    weight = dense.weight.detach()
+    stored = packed.Stored(weight, balance(weight) if transform == "rotated" else None, "weight").weight
     assert layer.exponent == format.layer_exponent(stored.abs().max().item(), signed=transform == "rotated")
     error = (layer.dequantize() / scale - plain).square().mean().sqrt() / plain.square().mean().sqrt()
     assert error < 0.06, "a power of two moves, the rest is rounding of the scales"
