@@ -101,8 +101,8 @@ def test_compiled_with_inductor(monkeypatch):
     monkeypatch.setattr(native, "group_limits", lambda: LIMITS)
     q, k, v = tiled(48), tiled(16, bias=False), tiled(33)
 
-    def run(x):
-        return q(x) + 1, k(x).sum(-1), v(x)
+    def run(x):  # of which no C++ is compiled, which takes seconds
+        return q(x), k(x), v(x)
 
     found, (code,) = run_and_get_code(torch.compile(run, fullgraph=True), X)
     for ours, expected in zip(found, run(X), strict=True):
