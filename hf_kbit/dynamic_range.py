@@ -50,12 +50,9 @@ def lost(weight: torch.Tensor, absmax: torch.Tensor, signed: bool, coarse: bool 
     if not (rows.any() | blocks.any()):
         return ""
     found = []
-    if _of_rows(weight, rows).any():
-        count = (rows & _counts(_of_rows(weight, torch.ones_like(rows)))).sum().item()
-        found += [f"{count:,} of {len(rows):,} rows"] if count else []
-    if blocks.any():
-        count = (blocks & _counts(_of_blocks(weight))).sum().item()
-        found += [f"{count:,} of {len(blocks):,} blocks of {BLOCK_SIZE} columns"] if count else []
+    for what, chosen, largest in (("rows", rows, _of_rows), (f"blocks of {BLOCK_SIZE} columns", blocks, _of_blocks)):
+        if chosen.any() and (count := int((chosen & _counts(largest(weight))).sum())):
+            found.append(f"{count:,} of {len(chosen):,} {what}")
     return " and ".join(found)
 
 
@@ -66,8 +63,7 @@ def is_wide(weight: torch.Tensor) -> bool:
     >>> is_wide(torch.tensor([[1.0, 1.0], [1e-5, 1e-5]])), is_wide(torch.tensor([[1.0, 1.0], [1e-3, 0.0]]))
     (True, False)
     """
-    every = torch.ones(weight.shape[:-1].numel(), dtype=torch.bool, device=weight.device)
-    for largest in (_of_rows(weight, every), _of_blocks(weight)):
+    for largest in (_of_rows(weight), _of_blocks(weight)):
         counted = largest[_counts(largest)]
         if len(counted) and counted.min() < 2.0**-14 * largest.max():
             return True
@@ -80,13 +76,9 @@ def _counts(largest: torch.Tensor) -> torch.Tensor:
     return used & (largest >= DEAD * largest[used].median()) if used.any() else used
 
 
-def _of_rows(weight: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """The largest magnitudes, float32, of the rows that are ``chosen``, bool ``[rows]``."""
-    found, first = [], 0
-    for part in row_slices(weight, _SLICE):
-        own = part[chosen[first : (first := first + len(part))]]
-        found.append(own.abs().amax(1).float())
-    return torch.cat(found)
+def _of_rows(weight: torch.Tensor) -> torch.Tensor:
+    """The largest magnitudes, float32, of the rows."""
+    return torch.cat([part.abs().amax(1).float() for part in row_slices(weight, _SLICE)])
 
 
 def _of_blocks(weight: torch.Tensor) -> torch.Tensor:
@@ -99,16 +91,15 @@ def _of_blocks(weight: torch.Tensor) -> torch.Tensor:
     return largest.view(-1, BLOCK_SIZE).amax(1)
 
 
-def in_float16(
-    planes: torch.Tensor, absmax: torch.Tensor, codebook: torch.Tensor, columns: torch.Tensor | None, in_features: int
-) -> bool:
-    """Whether float16 holds all that a packed weight ``[*, N, K]`` decodes to, and what is stored for it."""
-    transformed, step = columns is not None, max(_SLICE // in_features, 1)
-    stored = decode_scales(absmax.unique(), transformed).abs().max() * codebook.abs().max()
+def in_float16(packed, in_features: int) -> bool:
+    """Whether float16 holds all that a weight, a ``packed.Packed``, decodes to, and what is stored for it."""
+    planes, absmax, decoding, columns, *_ = packed
+    codebook, step = decoding.codebook(planes.device), max(_SLICE // in_features, 1)
+    stored = decode_scales(absmax.unique(), decoding.transformed).abs().max() * codebook.abs().max()
     if stored > LARGEST_FLOAT16:
         return False
     for part in zip(planes.flatten(0, -2).split(step), absmax.flatten(0, -2).split(step), strict=True):
-        how = codebook, [len(part[0]), in_features], torch.float32, columns, transformed
+        how = codebook, [len(part[0]), in_features], torch.float32, columns, decoding.transformed
         if torch.ops.hf_kbit.dequantize(*part, *how).abs().max() > LARGEST_FLOAT16:
             return False
     return True

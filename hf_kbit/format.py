@@ -92,7 +92,7 @@ def encode_e4m4(value: float) -> int:
     return min((exponent + E4M4_BIAS - 1) * 16 + sixteenths, 255)
 
 
-def layer_exponent(largest: float, signed: bool = False) -> int:
+def layer_exponent(largest: float, signed: bool = False, widest: bool = False) -> int:
     """The ``exponent`` of a layer whose largest weight magnitude is ``largest``: 0 unless scales would lack range.
 
     E4M4 scales are normal numbers from 2**-10 to 31. A layer between 2**-6 and 31 has four octaves or more below its
@@ -101,26 +101,18 @@ def layer_exponent(largest: float, signed: bool = False) -> int:
     between 2**-4 and 5/4 stays as it is; any other is shifted by the power of two that puts ``largest`` between half
     of that and that.
 
+    ``widest``: scales are to be as small as they can beside the largest, and every layer is shifted, without signs to
+    [16, 32), where 31 serves what is above it too. Weights that float16 holds decode to such: 31 * 2**11 is 63488.
+
     >>> layer_exponent(0.5), layer_exponent(1000.0), layer_exponent(0.001)
     (0, 6, -13)
     >>> layer_exponent(0.5, signed=True), layer_exponent(1000.0, signed=True), layer_exponent(0.001, signed=True)
     (0, 10, -10)
+    >>> layer_exponent(0.5, widest=True), layer_exponent(65504.0, widest=True)
+    (-5, 11)
     """
     least, most = (2.0**-4, 1.25) if signed else (2.0**-6, E4M4_MAX)
-    if largest == 0.0 or least <= largest <= most:
+    if largest == 0.0 or (least <= largest <= most and not widest):
         return 0
-    exponent = math.frexp(largest / most)[1] if signed else math.frexp(largest)[1] - 4
+    exponent = math.frexp(largest / most)[1] if signed else math.frexp(largest)[1] - 4 - widest
     return max(exponent, -100)  # float32 keeps its normal range for levels * 2**exponent * absmax
-
-
-def widest_exponent(largest: float, signed: bool = False) -> int:
-    """The ``exponent`` of a layer whose scales are to be as small as they can beside its largest weight magnitude.
-
-    That comes to [16, 32), where the largest scale there is, 31, serves what is above it too; with signs it comes
-    between 5/8 and 5/4. Weights that float16 holds then decode to such: 31 * 2**11 is 63488.
-
-    >>> widest_exponent(0.5), widest_exponent(65504.0), widest_exponent(0.5, signed=True)
-    (-5, 11, -1)
-    """
-    exponent = math.frexp(largest / 1.25)[1] if signed else math.frexp(largest)[1] - 5
-    return max(exponent, -100)

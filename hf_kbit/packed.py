@@ -24,7 +24,6 @@ from hf_kbit.format import (
     layer_exponent,
     num_blocks,
     weight_shape,
-    widest_exponent,
 )
 from hf_kbit.reference import decode_e4m4, row_slices
 from hf_kbit.transforms import to_stored
@@ -243,8 +242,7 @@ def _choose_decoding(stored: Stored, levels: Levels, widest: bool = False) -> De
     signed = levels == codebooks.optimal(bits_of(len(levels)), signed=True)
     if signed and (transform == "none" or _stands_out(stored)):
         levels = codebooks.optimal(bits_of(len(levels)))
-    exponent = (widest_exponent if widest else layer_exponent)(stored.largest, signed=transform != "none")
-    return Decoding(levels, exponent, transform)
+    return Decoding(levels, layer_exponent(stored.largest, transform != "none", widest), transform)
 
 
 def _stands_out(stored: Stored) -> bool:
@@ -264,13 +262,11 @@ def _stands_out(stored: Stored) -> bool:
 def _out_of_range(plain: Stored, packed: Packed, coarse: bool = False) -> str:
     """What the scales of a packed weight do not hold of the weight, in words; "" if they hold all of it. What is
     ``coarse`` costs less than the transform does, and nothing where another exponent mends it."""
-    weight, largest, decoding = plain.original, plain.largest, packed.decoding
-    if lost := dynamic_range.lost(weight, packed.absmax, decoding.transformed, coarse):
+    if lost := dynamic_range.lost(plain.original, packed.absmax, packed.decoding.transformed, coarse):
         return f"{lost} are too small beside its largest weight for one exponent"
-    if dynamic_range.FAR_FROM_LARGEST < largest <= dynamic_range.LARGEST_FLOAT16:
-        how = decoding.codebook(plain.device), packed.columns, weight.shape[-1]
-        if not dynamic_range.in_float16(packed.planes, packed.absmax, *how):
-            return f"of weights up to {largest:.5g} some would decode to more than float16 holds"
+    large = dynamic_range.FAR_FROM_LARGEST < plain.largest <= dynamic_range.LARGEST_FLOAT16
+    if large and not dynamic_range.in_float16(packed, plain.shape[-1]):
+        return f"of weights up to {plain.largest:.5g} some would decode to more than float16 holds"
     return ""
 
 

@@ -108,8 +108,8 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
 @cache
 def _spread_tables(bits: int, places: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
     """For each plane an int64 [256]: bit j of a byte moved to ``places[j]``, plus the number of the plane."""
-    byte, bit = torch.arange(256)[:, None], torch.arange(8)
-    spread = (((byte >> bit) & 1) << torch.tensor(places)).sum(dim=1).to(device)
+    byte, bit = torch.arange(256, device=device)[:, None], torch.arange(8, device=device)
+    spread = (((byte >> bit) & 1) << torch.tensor(places, device=device)).sum(dim=1)
     return [spread << plane for plane in range(bits)]
 
 
@@ -321,7 +321,7 @@ def _reorder(words: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 def _places(bits: int, device: torch.device) -> torch.Tensor:
     """int64 ``[4096 * bits]``: of each bit of a slab's planes ``[16, 8 * bits]`` its place in the slab's tiles."""
     sizes = 2, 8, 4, 2, bits, 4, 2, 2, 2
-    grid = torch.cartesian_prod(*map(torch.arange, sizes)).T
+    grid = torch.cartesian_prod(*(torch.arange(size, device=device) for size in sizes)).T
     half_of_rows, g, tile, block, plane, t, instruction, half_of_k, neighbour = grid
     bit = bits * neighbour + plane  # of the pair
     if bits == 2:
@@ -335,7 +335,7 @@ def _places(bits: int, device: torch.device) -> torch.Tensor:
         places = torch.where(pair < per_word * bits, own, spread)
     word = bits * tile + places // 32  # of the lane
     lane = 4 * g + t
-    return (32 * (4 * (LANES * (word // 4) + lane) + word % 4) + places % 32).to(device)
+    return 32 * (4 * (LANES * (word // 4) + lane) + word % 4) + places % 32
 
 
 # --- gemm -----------------------------------------------------------------------------------------

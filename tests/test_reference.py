@@ -143,6 +143,17 @@ def test_tiles_hold_each_code_where_the_layout_says(shape, bits):
         assert scales[row_tile, slab, g, 2 * (k % 256 // 32) + half_of_rows] == absmax[n, k // 32]
 
 
+def test_the_default_device_cannot_be_seen():
+    """Tables are made at the first call, which may be while the default is meta, as where a model is made."""
+    packed, how = cases.random_packed((17, 40), 3), (cases.codebook(3), [17, 40], torch.float32)
+    for table in (reference._scales, reference._spread_tables, reference._places):
+        table.cache_clear()
+    with torch.device("meta"):
+        tiles = reference.repack(*packed, 3, [17, 40])
+        found = reference.dequantize(*tiles, *how)
+    assert torch.equal(found, reference.dequantize(*packed, *how))
+
+
 def test_each_matrix_has_tiles_of_its_own():
     planes, absmax = cases.random_packed((2, 3, 17, 40), 3)
     tiles = reference.repack(planes, absmax, 3, [17, 40])

@@ -101,8 +101,8 @@ def test_compiled_with_inductor(monkeypatch):
     monkeypatch.setattr(native, "group_limits", lambda: LIMITS)
     q, k, v = tiled(48), tiled(16, bias=False), tiled(33)
 
-    def run(x):
-        return q(x) + 1, k(x).sum(-1), v(x)
+    def run(x):  # of which no C++ is compiled, which takes seconds
+        return q(x), k(x), v(x)
 
     found, (code,) = run_and_get_code(torch.compile(run, fullgraph=True), X)
     for ours, expected in zip(found, run(X), strict=True):
@@ -129,21 +129,4 @@ def test_limits_are_the_librarys():
 def test_products_that_need_gradients_are_not_joined():
     """They are another op, with autograd."""
     q, k = tiled(48), tiled(16)
-    targets = []
-
-    def compiler(module, _):
-        inductor.JoinProducts(*LIMITS)(module.graph)
-        module.recompile()
-        targets.extend(node.target for node in module.graph.nodes)
-        return make_boxed_func(module.forward)
-
-    def run(x):
-        return q(x).sum() + k(x).sum()
-
-    x = X.clone().requires_grad_()
-    torch.compile(run, fullgraph=True, backend=aot_autograd(fw_compiler=compiler))(x).backward()
-    found, x.grad = x.grad, None
-    run(x).backward()
-    torch.testing.assert_close(found, x.grad)
-    assert targets.count(OPS.gemm.default) == targets.count(OPS.gemm_gradient.default) == 2
-    assert OPS.gemm_group.default not in targets
+    assert joined(lambda x: (q(x), k(x)), X.clone().requires_grad_()) == []
