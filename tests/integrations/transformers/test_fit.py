@@ -269,9 +269,12 @@ def test_ignore_mismatched_sizes(classifiers, options):
 
 
 def test_packed_tensors_must_fit(classifiers):
-    parts, kind = ["score.weight: found I32 [3, 6], expected I32 [5, 6] for a [5, 64]"], OTHER_CLASSES[1]
-    for options in ({}, {"ignore_mismatched_sizes": True}):
-        refused(classifiers / "packed", parts, getattr(transformers, kind), num_labels=5, **options)
+    """And those that are to be packed."""
+    kind, config = transformers.LlamaForSequenceClassification, KbitConfig(bits=3, module_bits={"score": 3})
+    for options in ({"num_labels": 5}, {"num_labels": 5, "ignore_mismatched_sizes": True}):
+        refused(classifiers / "packed", ["score.weight: found I32 [3, 6], expected I32 [5, 6] for"], kind, **options)
+        found = ["score.weight: found shape [3, 64], expected [5, 64]"]
+        refused(classifiers / "dense", found, kind, quantization_config=config, **options)
 
 
 def test_a_config_in_the_config_of_the_model_quantizes(model):

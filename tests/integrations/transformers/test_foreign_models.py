@@ -248,7 +248,7 @@ def test_a_packed_layer_that_the_class_has_made_unusual_is_refused(monkeypatch, 
 
 @torch.no_grad()
 def test_remote_code(monkeypatch, tmp_path):
-    """A model whose code comes with it, in the style of Transformers 4."""
+    """A model whose code comes with it."""
     (tmp_path / "modeling_remote.py").write_text(
         """
 from torch import nn
@@ -266,12 +266,6 @@ class RemoteModel(PreTrainedModel):
         super().__init__(config)
         self.fc, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
         self.post_init()
-
-    def _init_weights(self, module):
-        if isinstance(module, nn.Linear):
-            module.weight.data.normal_(mean=0.0, std=0.02)
-            if module.bias is not None:
-                module.bias.data.zero_()
 
     def forward(self, x):
         return self.norm(self.fc(x))

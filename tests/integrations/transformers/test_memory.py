@@ -3,8 +3,6 @@
 import gc
 import json
 import os
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -79,9 +77,15 @@ HIDDEN, INTERMEDIATE, LAYERS = 1024, 2816, 4
 LARGEST = HIDDEN * INTERMEDIATE  # numbers in the largest weight
 
 WATCH = r"""
-import json, re, sys, threading
+import ctypes, json, re, threading
+import torch
 from hf_kbit import KbitConfig
 from transformers import AutoModelForCausalLM
+
+torch.set_num_threads(1)
+# glibc gives freed memory back at once, so that what is resident is what is alive: M_MMAP_THRESHOLD, M_ARENA_MAX.
+glibc = ctypes.CDLL(None)
+glibc.mallopt(-3, 65536), glibc.mallopt(-8, 1)
 
 def anonymous():
     with open("/proc/self/status") as status:
@@ -94,8 +98,8 @@ def watch():
     while not done.wait(0.0005):
         samples.append(anonymous())
 
-tiny, large = sys.argv[1:]
 load(tiny)  # imports and caches are no part of what is measured
+glibc.malloc_trim(0)
 samples, done = [anonymous()], threading.Event()
 watcher = threading.Thread(target=watch)
 watcher.start()
@@ -121,19 +125,11 @@ def write_large(directory: Path) -> int:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads RssAnon from /proc")
-def test_the_peak_is_the_quantized_model_and_a_few_weights(tiny):
+def test_the_peak_is_the_quantized_model_and_a_few_weights(tiny, fresh):
     """Anonymous memory, which no other use of the mapped checkpoint files can blur; see the first test for those."""
     with TemporaryDirectory() as large:  # pytest would keep tmp_path after the run
         dense = write_large(Path(large))
-        process = subprocess.run(
-            [sys.executable, "-c", WATCH, tiny, large],
-            capture_output=True,
-            text=True,
-            # glibc gives freed memory back at once, so that what is resident is what is alive.
-            env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"},
-        )
-    assert process.returncode == 0, process.stderr
-    found = json.loads(process.stdout.splitlines()[-1])
+        found = json.loads(fresh.run(f"tiny, large = {str(tiny)!r}, {large!r}\n{WATCH}").splitlines()[-1])
     assert found["samples"] > LAYERS  # as many as files, at the least
     if native.library("cpu").loaded:
         # Compiled code has no temporaries, and mapped 16-bit weights are not anonymous: a third of the largest weight
