@@ -185,8 +185,10 @@ def test_adapters_have_the_dtype_they_have_on_16_bits(name):
         for model in pair(CONFIGS[name], "cpu", torch.bfloat16, **WIDTHS)
     )
     assert found == expected and torch.bfloat16 in found.values()
-    model = get_peft_model(quantized(dtype=torch.bfloat16), lora(init_lora_weights="pissa"))
-    assert {parameter.dtype for parameter in trainable(model).values()} == {torch.float32}
+    for cast, dtype in ((True, torch.float32), (False, torch.bfloat16)):  # PiSSA starts from a float32 weight
+        model, pissa = quantized(dtype=torch.bfloat16), lora(init_lora_weights="pissa")
+        model = get_peft_model(model, pissa, autocast_adapter_dtype=cast)
+        assert {parameter.dtype for parameter in trainable(model).values()} == {dtype}
 
 
 @pytest.mark.parametrize("init", READING)
