@@ -55,11 +55,16 @@ CASES |= {
 CASES |= {f"{name}, experts": (functools.partial(lora_on_experts, name), {"name": name}) for name in MIXTURES}
 CASES |= {
     f"{name}, {how}": (
-        functools.partial(lora, **{"target_modules": ["embed_tokens", "q_proj"]} | settings),
+        functools.partial(lora, **{"target_modules": ["embed_tokens", "q_proj"]} | ON_TABLES[how]),
         {"name": name, "embedding_bits": 3},
     )
-    for name in ("llama", "gemma", "tied", "tied gemma")
-    for how, settings in ON_TABLES.items()
+    for names, settings in {
+        ("llama",): ("LoRA", "rank-stabilized", "DoRA", "rows"),
+        ("gemma",): ("LoRA", "rows"),
+        ("tied", "tied gemma"): ("LoRA", "tied LoRA", "rows"),
+    }.items()
+    for name in names
+    for how in settings
 }
 
 
