@@ -76,9 +76,8 @@ class KbitParamWrapper(KbitTunerLayer, ParamWrapper):
 
     def refuse_merge(self) -> None:
         super().refuse_merge()
-        # PEFT brings in what is below a layer's own base layer, and then drops what became of it.
-        packed = self.quantized
-        if packed is not None and (packed.weight.is_meta or getattr(getattr(packed, "_hf_hook", None), "offload", 0)):
+        # PEFT would bring in what is below a layer's own base layer, and then drop what became of it.
+        if self.quantized is not None and self.quantized.weight.is_meta:
             raise ValueError(f"{self.name}.weight: found it offloaded, expected it on a device to merge into it")
 
     def _merged(self, weight: KbitTensor, bias, adapter_names: list[str], safe_merge: bool) -> tuple:

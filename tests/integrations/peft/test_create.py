@@ -35,13 +35,10 @@ from hf_kbit.integrations.peft.layer import tuner_class
 # --- creating ---
 
 
-@pytest.mark.parametrize(
-    ("targets", "number"), [("all-linear", 7), (["q_proj", "up_proj"], 2), (r".*\.(k|o)_proj", 2)]
-)
-def test_targets(targets, number, device):
-    model = get_peft_model(quantized(device), lora(target_modules=targets))
+def test_all_linear(device):
+    model = get_peft_model(quantized(device), lora(target_modules="all-linear"))
     found = tuner_layers(model)
-    assert len(found) == 2 * number and len({name.rpartition(".")[2] for name in found}) == number
+    assert len(found) == 2 * 7 and len({name.rpartition(".")[2] for name in found}) == 7
     assert all(isinstance(layer, peft.tuners.lora.Linear) for layer in found.values())
     assert all(type(layer.base_layer) is KbitLinear for layer in found.values())
     assert all("lora_" in name for name in trainable(model))

@@ -10,18 +10,10 @@ import adapters
 import peft
 import pytest
 import torch
-from adapters import (
-    adapted,
-    assert_same_state,
-    logits,
-    lora,
-    packed_state,
-    relative,
-)
+from adapters import adapted, assert_same_state, logits, lora, packed_state, relative
 from peft import get_peft_model
 
 import hf_kbit
-from hf_kbit.integrations.peft.layer import KbitTunerLayer
 from hf_kbit.nn.embedding import KbitEmbedding
 
 TARGETS = ["embed_tokens", "q_proj"]
@@ -29,7 +21,6 @@ TOKENS = [3, 7, 120]
 on_table = functools.partial(lora, target_modules=TARGETS)
 on_tokens = functools.partial(lora, target_modules=["q_proj"], trainable_token_indices=TOKENS)
 quantized = functools.partial(adapters.quantized, embedding_bits=3)
-decoded = functools.partial(adapters.decoded, embedding_bits=3)
 both = functools.partial(adapters.both, embedding_bits=3)
 
 
@@ -45,16 +36,6 @@ def moved(model):
         if "trainable_tokens_delta" in name:
             parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter)
     return model
-
-
-def test_layers(device):
-    """Which are PEFT's, over packed tables; of a tied table the head's too, if PEFT is asked to tie them."""
-    model = get_peft_model(quantized(device), on_table())
-    assert isinstance(table_of(model), peft.tuners.lora.Embedding) and isinstance(table_of(model), KbitTunerLayer)
-    assert type(table_of(model).base_layer) is KbitEmbedding
-    for tying in (False, True):
-        model = get_peft_model(quantized(device, name="tied"), on_table(ensure_weight_tying=tying))
-        assert isinstance(model.get_output_embeddings(), KbitTunerLayer) == tying
 
 
 # --- refused by name ------------------------------------------------------------------------------

@@ -387,9 +387,18 @@ def test_low_rank_product(dtype, rank, width, ends, device):
         assert relative(ours, theirs) < 16 * torch.finfo(dtype).eps
 
 
+def test_low_rank_product_reads_no_numbers():
+    """There are none on this device."""
+    shapes = (11, 64), (5, 4, 64), (5, 4, 48)
+    x, a, b = (torch.empty(shape, device="meta", requires_grad=True) for shape in shapes)
+    found = low_rank_product(x, a, b, torch.empty(6, dtype=torch.int32, device="meta"))
+    found.sum().backward()
+    assert found.shape == (11, 48) and a.grad.shape == a.shape
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_without_breaks(dtype, device):
-    """Experts with their adapters, for other routings too: nothing is read back."""
+    """Experts with their adapters, for other routings too."""
     torch.compiler.reset()
     model = adapted(quantized(device, dtype), lora())
     experts = model.base_model.model.model.layers[0].mlp.experts

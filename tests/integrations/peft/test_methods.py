@@ -55,11 +55,16 @@ CASES |= {
 CASES |= {f"{name}, experts": (functools.partial(lora_on_experts, name), {"name": name}) for name in MIXTURES}
 CASES |= {
     f"{name}, {how}": (
-        functools.partial(lora, **{"target_modules": ["embed_tokens", "q_proj"]} | settings),
+        functools.partial(lora, **{"target_modules": ["embed_tokens", "q_proj"]} | ON_TABLES[how]),
         {"name": name, "embedding_bits": 3},
     )
-    for name in ("llama", "gemma", "tied", "tied gemma")
-    for how, settings in ON_TABLES.items()
+    for names, settings in {
+        ("llama",): ("LoRA", "rank-stabilized", "DoRA", "rows"),
+        ("gemma",): ("LoRA", "rows"),
+        ("tied", "tied gemma"): ("LoRA", "tied LoRA", "rows"),
+    }.items()
+    for name in names
+    for how in settings
 }
 
 
@@ -185,8 +190,10 @@ def test_adapters_have_the_dtype_they_have_on_16_bits(name):
         for model in pair(CONFIGS[name], "cpu", torch.bfloat16, **WIDTHS)
     )
     assert found == expected and torch.bfloat16 in found.values()
-    model = get_peft_model(quantized(dtype=torch.bfloat16), lora(init_lora_weights="pissa"))
-    assert {parameter.dtype for parameter in trainable(model).values()} == {torch.float32}
+    for cast, dtype in ((True, torch.float32), (False, torch.bfloat16)):  # PiSSA starts from a float32 weight
+        model, pissa = quantized(dtype=torch.bfloat16), lora(init_lora_weights="pissa")
+        model = get_peft_model(model, pissa, autocast_adapter_dtype=cast)
+        assert {parameter.dtype for parameter in trainable(model).values()} == {dtype}
 
 
 @pytest.mark.parametrize("init", READING)

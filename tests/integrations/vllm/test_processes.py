@@ -26,12 +26,6 @@ def run(folder: Path, environment=None, **options):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_in_processes_of_its_own(tmp_path):
-    """Each of which finds the plugin by its entry point."""
-    folder = serving.make("qwen3_moe", tmp_path)
-    serving.assert_same(run(folder), serving.load(folder))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixed widths", "qwen3_moe"])
 def test_compiled(name, tmp_path):
@@ -43,32 +37,26 @@ def test_compiled(name, tmp_path):
     serving.assert_same(run(folder, environment, enforce_eager=False), serving.load(folder))
 
 
-@pytest.mark.slow
+TENSOR_PARALLEL = "mixed widths", "tied", "positions", "one on disk", "packed head", "mixtral", "gpt_oss"
+
+
 @pytest.mark.parametrize(
-    "name", ["mixed widths", "tied", "positions", "one on disk", "packed head", "mixtral", "gpt_oss"]
+    ("name", "changes", "options"),
+    [
+        pytest.param("qwen3_moe", {}, {}, id="one process, which finds the plugin by its entry point"),
+        *(pytest.param(name, {}, ON_TWO, marks=pytest.mark.slow) for name in TENSOR_PARALLEL),
+        pytest.param("mixed widths", {"num_key_value_heads": 1}, ON_TWO, id="shared keys", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, {}, {**ON_TWO, "enable_expert_parallel": True}, marks=pytest.mark.slow)
+            for name in ("qwen3_moe", "gpt_oss")
+        ),
+        pytest.param("mixed widths", {}, {"model_impl": "transformers"}, marks=pytest.mark.slow),
+    ],
 )
-def test_tensor_parallel(name, tmp_path):
-    folder = serving.make(name, tmp_path)
-    serving.assert_same(run(folder, BIND, **ON_TWO), serving.load(folder))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_expert_parallel(name, tmp_path):
-    folder = serving.make(name, tmp_path)
-    serving.assert_same(run(folder, BIND, **ON_TWO, enable_expert_parallel=True), serving.load(folder))
-
-
-@pytest.mark.slow
-def test_a_head_of_keys_that_two_processes_share(tmp_path):
-    folder = serving.make("mixed widths", tmp_path, num_key_value_heads=1)
-    serving.assert_same(run(folder, BIND, **ON_TWO), serving.load(folder))
-
-
-@pytest.mark.slow
-def test_models_of_transformers_run_by_vllm(tmp_path):
-    folder = serving.make("mixed widths", tmp_path)
-    serving.assert_same(run(folder, model_impl="transformers"), serving.load(folder))
+def test_as_transformers(name, changes, options, tmp_path):
+    folder = serving.make(name, tmp_path, **changes)
+    environment = BIND if "tensor_parallel_size" in options else {}
+    serving.assert_same(run(folder, environment, **options), serving.load(folder))
 
 
 @pytest.mark.slow
