@@ -181,7 +181,7 @@ class KbitHfQuantizer(HfQuantizer):
             self._replace_packed(target, packed)
             fit.check_tensors(target, by, tensors, packed, whole=target is saved)
         self.stored, self.names = [names.renamed(name) for name in packed.values()], packed
-        self.files = checkpoint.files_of(files)
+        self.files = {name: tensor.file for name, tensor in tensors.items()}
         if parallel.is_shared(model.config):
             self.columns = checkpoint.read_columns(self.files, packed)
             model._keys_to_ignore_on_load_unexpected |= {rf"\.{PACKED[2]}$"}
