@@ -10,7 +10,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
+    file: str = field(default="", compare=False)
 
     def __str__(self):
         return f"{self.dtype} {list(self.shape)}"
@@ -58,18 +59,18 @@ class StoredTensor:
 def read_headers(files: Iterable[str | os.PathLike]) -> dict[str, StoredTensor]:
     """All tensors of safetensors files, by name; a ValueError names a file that is none, that is damaged, with the
     first tensor that is not all there, or that holds a tensor which another one holds."""
-    tensors, found_in = {}, {}
-    for file in files:
-        if not str(file).endswith(".safetensors"):
+    tensors = {}
+    for file in map(str, files):
+        if not file.endswith(".safetensors"):
             raise ValueError(f"{file}: found another format, expected safetensors, the only one of a kbit checkpoint")
         try:
             with safe_open(file, framework="pt") as stored:
                 for name in stored.keys():
                     if name in tensors:
-                        raise ValueError(f"{brief(name)}: found in {found_in[name]} and in {file}, expected it in one")
-                    found_in[name] = file
+                        both = f"{tensors[name].file} and in {file}"
+                        raise ValueError(f"{brief(name)}: found in {both}, expected it in one")
                     entry = stored.get_slice(name)
-                    tensors[name] = StoredTensor(entry.get_dtype(), tuple(entry.get_shape()))
+                    tensors[name] = StoredTensor(entry.get_dtype(), tuple(entry.get_shape()), file)
         except SafetensorError as error:
             raise ValueError(f"{file}: damaged or cut short{_first_cut(file)} ({brief(str(error))})") from None
     return tensors
@@ -103,15 +104,6 @@ def read(files: Iterable[str | os.PathLike]) -> dict[str, torch.Tensor]:
         with safe_open(file, "pt") as stored:
             tensors |= {name: stored.get_tensor(name) for name in stored.keys()}
     return tensors
-
-
-def files_of(files: Iterable[str | os.PathLike]) -> dict[str, str]:
-    """``{name of a tensor: file that holds it}``."""
-    found = {}
-    for file in files:
-        with safe_open(file, framework="pt") as stored:
-            found |= dict.fromkeys(stored.keys(), str(file))
-    return found
 
 
 def read_columns(files: Mapping[str, str], packed: Mapping[str, str]) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 
-from hf_kbit.checkpoint import files_of
+from hf_kbit.checkpoint import StoredTensor, read_headers
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
 from hf_kbit.nn.linear import KbitLinear
 
@@ -60,11 +60,10 @@ def replace_lora_weights_loftq(
     path = Path(model_path or base.name_or_path)
     if not path.exists():
         path = Path(snapshot_download(str(path), allow_patterns="*.safetensors"))
-    files = files_of([path] if path.is_file() else sorted(path.glob("*.safetensors")))
+    stored = read_headers([path] if path.is_file() else sorted(path.glob("*.safetensors")))
     for layer in layers:
-        error = _original_weight(layer, f"{base.base_model_prefix}.", files) - layer.base_layer.dequantize(
-            torch.float32
-        )
+        original = _original_weight(layer, f"{base.base_model_prefix}.", stored)
+        error = original - layer.base_layer.dequantize(torch.float32)
         u, s, v = torch.linalg.svd(error, full_matrices=False)
         rank = layer.r[adapter_name]
         root = (s[:rank] / layer.scaling[adapter_name]).sqrt()
@@ -78,14 +77,14 @@ def replace_lora_weights_loftq(
                 weight.data = data
 
 
-def _original_weight(layer: KbitTunerLayer, prefix: str, files: dict[str, str]) -> torch.Tensor:
+def _original_weight(layer: KbitTunerLayer, prefix: str, stored: dict[str, StoredTensor]) -> torch.Tensor:
     """The 16-bit weight of a layer, float32 ``[N, K]`` on the layer's device."""
     kbit, shape = layer.base_layer, [layer.base_layer.out_features, layer.base_layer.in_features]
     # A checkpoint of the model without its head, or with one, differs by the prefix.
     names = (f"{name}.weight" for name in (layer.name, layer.name.removeprefix(prefix), prefix + layer.name))
-    if (name := next((name for name in names if name in files), None)) is None:
+    if (name := next((name for name in names if name in stored), None)) is None:
         raise ValueError(f"{layer.name}.weight: not in the checkpoint, expected shape {shape}")
-    with safe_open(files[name], framework="pt") as tensors:
+    with safe_open(stored[name].file, framework="pt") as tensors:
         weight = tensors.get_tensor(name)
     weight = weight.T if kbit.transposed else weight
     if not weight.is_floating_point() or list(weight.shape) != shape:

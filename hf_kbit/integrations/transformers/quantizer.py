@@ -169,7 +169,7 @@ class KbitHfQuantizer(HfQuantizer):
         if files is None:
             return
         fit.check_tensors(model, names, tensors, packed, whole=fit.is_saved(model, files))
-        self.files = checkpoint.files_of(files)
+        self.files = {name: tensor.file for name, tensor in tensors.items()}
         if parallel.is_shared(model.config):
             self.columns = checkpoint.read_columns(self.files, packed)
             model._keys_to_ignore_on_load_unexpected |= {rf"\.{PACKED[2]}$"}
