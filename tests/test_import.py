@@ -34,7 +34,7 @@ import hf_kbit
     by_wish = f"{after}hf_kbit.KbitConfig()\nprint(hooked())"
     first = "import torch, hf_kbit; torch.ops.hf_kbit.quantize; from transformers import LlamaForCausalLM"
     second = "from transformers import LlamaForCausalLM; import hf_kbit"
-    alone = "import sys; sys.modules.update(peft=None, accelerate=None); import hf_kbit; hf_kbit.KbitConfig"
+    alone = "import sys; sys.modules.update(peft=None, accelerate=None); from hf_kbit.config import KbitConfig"
     found = [python(first + by_layer), python(alone + by_wish), fresh.run(second + by_layer)]
     found += [fresh.run(f"import sys; sys.modules.update(peft=None); {second}{by_wish}")]
     assert found == ["True False\nTrue"] * 4
