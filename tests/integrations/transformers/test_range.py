@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_kbit import KbitConfig, KbitEmbedding, KbitLinear, quantize_model
 from hf_kbit.integrations.transformers import parallel, quantizer, selection
+from hf_kbit.nn.experts import home_of
 from hf_kbit.nn.weight import KbitWeight
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 128}
@@ -75,7 +76,7 @@ def test_left_in_16_bits_or_without_a_transform(name, lines, tmp_path):
     assert kept.startswith("hf_kbit: left in 16 bits: ") and all(each in kept for each in (left, table or ""))
     for each in filter(None, (left, table)):
         assert torch.equal(selection.dense_weight(loaded, each), selection.dense_weight(dense, each))
-        found, expected = selection.holder(loaded, each), selection.holder(dense, each)
+        found, expected = (home_of(model, each)[0] for model in (loaded, dense))
         assert type(found) is type(expected) or "experts" in each
         for own, before in expected.named_parameters() if "experts" not in each else ():
             assert torch.equal(found.get_parameter(own), before) and found.get_parameter(own).requires_grad, own
