@@ -57,10 +57,12 @@ def choose_widths(
         model: a causal language model that is not quantized.
         data: some hundred tokens of what ``calibrate`` takes; or int64 ``[length]``, the ids of one text.
         bits: mean width of the weights of the layers to quantize, 2 to 5, with padding; their scales take 0.25 more.
-        tokenizer, device, progress: as for ``calibrate``: a model on a CPU can be larger than the GPU.
+        tokenizer: for all but token ids. Default: that of the model's folder or name.
         sequences: so many of a text at most, evenly spread over it. Token ids are all taken.
         window: tokens that the model sees at once, of a text or of the ids of one; gradients are squared for each
             window by itself. Sequences of ids are taken as they are.
+        device: where each layer computes, as for ``calibrate``: a model on a CPU can be larger than the GPU.
+        progress: shows a bar on stderr.
         config: which layers, levels and scales; of ``module_bits`` only what stays in 16 bits is kept.
         arguments: of ``KbitConfig``, such as ``codebook="int"``, instead of ``config``.
 

@@ -121,7 +121,8 @@ def calibrate(
         device: where a layer is while it is calibrated: a GPU then has room for one of them, with its statistics, a
             few times over. Default: where the model is; if that is a CPU, the GPU, where there is one.
         progress: shows a bar on stderr.
-        revision, trust_remote_code: of a model on the Hub, as for ``from_pretrained``.
+        revision: branch, tag or commit of a model on the Hub.
+        trust_remote_code: whether Python code that comes with the model may run.
         settings: how much of a text is read (``tokenizer``, ``sequences``, ``length``: ``calibration.data.Text``), how
             weights are chosen (``method``, ``tune``, ``tune_whole``, ``batch``, ``resume``:
             ``calibration.layerwise.Solving``), and arguments of ``KbitConfig``, such as ``bits=3``, instead of
