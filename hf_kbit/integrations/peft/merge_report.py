@@ -16,13 +16,26 @@ from hf_kbit.tensor import KbitTensor
 LOST = 0.5
 
 
-class MergedLayer(NamedTuple):
-    """``sums`` over the weights, float64 ``[6]``: squares of the exact ones, of what requantizing changed, and of what
-    adapters add; what is kept of that, ``<stored - before, added>``; stored ones that changed; all."""
+class Sums(NamedTuple):
+    """Over weights: squares of the exact ones, of what requantizing changed, and of what adapters add; of that what is
+    kept, ``<stored - before, added>``; and numbers of stored weights that changed, and of all."""
 
+    exact: float
+    error: float
+    added: float
+    kept: float
+    changed: float
+    weights: float
+
+    @property
+    def relative_error(self) -> float:
+        return (self.error / self.exact) ** 0.5 if self.exact else 0.0
+
+
+class MergedLayer(NamedTuple):
     name: str
     bits: int
-    sums: torch.Tensor
+    sums: Sums
 
 
 def measure(name: str, before: KbitTensor, exact, after: KbitTensor) -> MergedLayer:
@@ -33,26 +46,22 @@ def measure(name: str, before: KbitTensor, exact, after: KbitTensor) -> MergedLa
         added, error = new - old, stored - new
         kept, changed = ((stored - old) * added).sum(), (stored != old).sum()
         sums.append(torch.stack([*(x.square().sum() for x in (new, error, added)), kept, changed]).double())
-    count = torch.tensor([math.prod(after.whole_shape)])
-    return MergedLayer(name, after.bits, torch.cat([torch.stack(sums).sum(0).cpu(), count]))
-
-
-def _relative(error: float, exact: float) -> float:
-    return (error / exact) ** 0.5 if exact else 0.0
+    return MergedLayer(name, after.bits, Sums(*torch.stack(sums).sum(0).tolist(), math.prod(after.whole_shape)))
 
 
 def _summary(layers: list[MergedLayer]) -> str:
-    exact, error, added, kept, changed, weights = sum(layer.sums for layer in layers).tolist()
+    total = Sums(*map(sum, zip(*(layer.sums for layer in layers), strict=True)))
     widths = "/".join(str(bits) for bits in sorted({layer.bits for layer in layers}))
-    most, worst = max((_relative(layer.sums[1].item(), layer.sums[0].item()), layer.name) for layer in layers)
+    worst = max(layers, key=lambda layer: layer.sums.relative_error)
     text = (
         f"hf_kbit: merged into {len(layers)} layers of {widths} bits. Requantizing changed the merged weights by "
-        f"{_relative(error, exact):.2%} (relative error; {most:.2%} at most, in {worst})"
+        f"{total.relative_error:.2%} (relative error; {worst.sums.relative_error:.2%} at most, in {worst.name})"
     )
+    added, kept = total.added, total.kept
     if added:
         text += (
-            f" and kept {kept / added:.0%} of what the adapters add; {changed / weights:.2%} of the stored weights "
-            "are not what they were"
+            f" and kept {kept / added:.0%} of what the adapters add; {total.changed / total.weights:.2%} of the "
+            "stored weights are not what they were"
         )
         if kept < LOST * added:
             text += ". So the merge rounds most of the adapters away: keep them unmerged, or merge into 16 bits"
