@@ -43,7 +43,7 @@ def quantize_layers(
 def keep_adapters(model: nn.Module) -> None:
     """Has adapters of PEFT work on layers that were quantized under them."""
     if "peft" in sys.modules:
-        from hf_kbit.integrations.peft.create import adopt
+        from hf_kbit.integrations.peft.base import adopt
 
         adopt(model)
 

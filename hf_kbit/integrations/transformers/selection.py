@@ -152,7 +152,7 @@ def _of_adapters(model: nn.Module, names: set[str]) -> dict[str, str]:
     """``"adapter"`` for what PEFT has put into the model, and for what its adapters need in 16 bits."""
     if "peft" not in sys.modules:
         return {}
-    from hf_kbit.integrations.peft.create import of_adapters
+    from hf_kbit.integrations.peft.base import of_adapters
 
     begin = tuple(of_adapters(model))
     return {name: "adapter" for name in names if f"{name}.".startswith(begin)}

@@ -1,0 +1,72 @@
+"""Packed layers and adapters of PEFT in one model: which belong together, and what adapters need in 16 bits."""
+
+from collections.abc import Iterator
+
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+from transformers.utils import logging
+
+from hf_kbit.integrations.peft.experts import KbitParamWrapper
+from hf_kbit.integrations.peft.layer import KbitTunerLayer, is_packed, tuner_class
+from hf_kbit.integrations.peft.tokens import KbitTrainableTokens
+from hf_kbit.integrations.transformers import selection
+from hf_kbit.integrations.transformers.dense import to_dense
+from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.weight import KbitWeight, is_sharded
+
+logger = logging.get_logger("transformers.hf_kbit")
+
+# Our classes in the places of PEFT's, where these are not enough.
+_OURS = {ParamWrapper: KbitParamWrapper, TrainableTokensLayer: KbitTrainableTokens}
+
+
+def of_adapters(model: nn.Module) -> Iterator[str]:
+    """What the names of layers begin with that stay in 16 bits, for they are adapters, or adapters need them so."""
+    for name, module in model.named_modules():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            yield f"{name}."
+        elif isinstance(module, BaseTunerLayer):
+            packable = isinstance(module.base_layer, nn.Linear | nn.Embedding) and not module.merged
+            yield from (f"{name}.{part}." for part in module._modules if part != "base_layer" or not packable)
+
+
+def adopt(model: nn.Module, others: tuple[type, ...] = ()) -> None:
+    """Has adapters over packed layers merge by requantizing, and tells them what they are called. ``others`` are
+    classes of the user's own that are to stay what they are."""
+    for name, module in model.named_modules():
+        if not isinstance(module, BaseTunerLayer) or isinstance(module, others):
+            continue
+        base, name = module.get_base_layer(), name.replace(".base_layer", "")
+        if isinstance(module, ParamWrapper):
+            base, name = getattr(base, module.parameter_name), f"{name}.{module.parameter_name}"
+        packed = isinstance(base, KbitWeight) and is_packed(base)
+        if packed and not isinstance(module, KbitTunerLayer):
+            module.__class__ = _OURS.get(type(module)) or tuner_class(type(module))
+        if isinstance(module, KbitTunerLayer):
+            module.name = name.removesuffix(".token_adapter")
+        if packed and isinstance(module, KbitTrainableTokens):
+            module.check()
+
+
+def decode_heads(model: nn.Module, modules_to_save: list[str]) -> None:
+    """Puts 16-bit layers in the places of packed ones outside the base model that are to be trained as a whole."""
+    base = selection.base_of(model)
+    saved = tuple(
+        f"{name}."
+        for name, _ in model.named_modules()
+        if name.endswith(tuple(modules_to_save)) and not f"{name}.".startswith(base)
+    )
+    new = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, KbitLinear) and f"{name}.".startswith(saved):
+            if not (layer.tied or layer.weight.is_meta or is_sharded(layer.weight)):
+                new[name] = to_dense(layer, layer.dense_dtype)
+    selection.replace_modules(model, new)
+    if new:
+        logger.info("hf_kbit: decoded to 16 bits, to be trained as modules_to_save: %s", ", ".join(new))
+
+
+# --- what is refused ------------------------------------------------------------------------------
