@@ -43,6 +43,7 @@ import json
 import math
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -78,6 +79,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # nothing is sampled; and it is compiled where FlashInfer is
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # needs multicast between GPUs
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # for this file has asked for GPUs before vLLM is imported
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -90,19 +92,26 @@ def checkpoint_of(method: str) -> str:
     return "bf16" if method == "fp8" else method.partition("-")[0] if method.startswith("gptq") else method
 
 
-def make(folder: str, shape: str, layers: int, name: str) -> Iterator[dict]:
-    """Writes a checkpoint, if it is not there, and puts it into the page cache."""
+def make(folder: str, shape: str, layers: int, tensor_parallel: int, name: str) -> Iterator[dict]:
+    """Writes a checkpoint, if it is not there, and puts it into the page cache.
+
+    Raises:
+        RuntimeError: it has more bytes than the GPUs together or the disk have room for.
+    """
     folder, start = Path(folder), time.perf_counter()
     path, dense = folder / f"{shape}-{layers}-{name}", folder / f"{shape}-one-bf16"
     if not (path / "config.json").exists():  # which is written last
         if not (dense / "config.json").exists():
             torch.manual_seed(0)
             make_checkpoint(shape, dense, DEVICE, num_hidden_layers=1, max_position_embeddings=8192)
-        one = dense
-        if name != "bf16":
-            one = folder / f"{shape}-one-{name}"
-            make_gptq(dense, one) if name == "gptq" else make_kbit(dense, one, int(name.removeprefix("hf_kbit-")))
-        repeat(one, path, layers)
+        with tempfile.TemporaryDirectory(dir=folder) as quantized:
+            one = dense if name == "bf16" else Path(quantized)
+            if name == "gptq":
+                make_gptq(dense, one)
+            elif name != "bf16":
+                make_kbit(dense, one, int(name.removeprefix("hf_kbit-")))
+            check_room(one, layers, tensor_parallel)
+            repeat(one, path, layers)
     buffer = bytearray(64 << 20)
     for file in path.glob("*.safetensors"):
         with file.open("rb", buffering=0) as opened:
@@ -112,6 +121,17 @@ def make(folder: str, shape: str, layers: int, name: str) -> Iterator[dict]:
     yield {"path": str(path), "GB": size / 1e9, "seconds": time.perf_counter() - start}
 
 
+def check_room(one: Path, layers: int, tensor_parallel: int) -> None:
+    rooms = {"disk": shutil.disk_usage(one).free}
+    if DEVICE == "cuda":
+        rooms[f"memory of {tensor_parallel} GPU"] = torch.cuda.get_device_properties(0).total_memory * tensor_parallel
+    tensors = itertools.chain.from_iterable(load_file(file).items() for file in one.glob("*.safetensors"))
+    size = sum(tensor.nbytes * (layers if ".layers.0." in name else 1) for name, tensor in tensors)
+    for room, free in rooms.items():
+        if size > free:
+            raise RuntimeError(f"weights: found {size / 1e9:.0f} GB, expected at most {free / 1e9:.0f} GB, the {room}")
+
+
 def make_kbit(dense: Path, path: Path, bits: int) -> None:
     model, *_ = load(dense, DEVICE, quantization_config=hf_kbit.KbitConfig(bits=bits))
     model.save_pretrained(path)
@@ -119,14 +139,12 @@ def make_kbit(dense: Path, path: Path, bits: int) -> None:
 
 def make_gptq(dense: Path, path: Path) -> None:
     """As GPTQ stores 4 bits, symmetric and without an order of activations; rounded to nearest."""
-    path.mkdir(exist_ok=True)
     tensors = {}
     for file in dense.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
-            packed = gptq(tensor.to(DEVICE)) if name.endswith("_proj.weight") else {"weight": tensor}
-            tensors |= {
-                f"{name.removesuffix('.weight')}.{own}": value.cpu().contiguous() for own, value in packed.items()
-            }
+            layer = name.removesuffix(".weight")
+            packed = gptq(tensor.to(DEVICE)) if layer.endswith("_proj") else {"weight": tensor}
+            tensors |= {f"{layer}.{own}": value.cpu().contiguous() for own, value in packed.items()}
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     config = json.loads((dense / "config.json").read_text())
     settings = {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": True, "lm_head": False}
@@ -193,11 +211,8 @@ def serve(path: str, method: str, tensor_parallel: int, sequences: list[int], pr
 
     torch.manual_seed(0)
     for tokens in prompts:
-        yield {
-            "what": "first token",
-            "prompt": tokens,
-            "ms": first_token_ms(engine, random_prompts(FIRST_TOKENS, tokens)),
-        }
+        ms = first_token_ms(engine, random_prompts(FIRST_TOKENS, tokens))
+        yield {"what": "first token", "prompt": tokens, "ms": ms}
     kept = random_prompts(max(sequences), max(prompts))  # the short ones are the beginnings of the long ones
     for tokens, count in itertools.product(sorted(prompts), sorted(sequences)):
         cell = {"what": "decode", "prompt": tokens, "sequences": count}
@@ -237,10 +252,9 @@ def check(engine, method: str, backend: str | None, kernels: list[str]) -> None:
     Raises:
         RuntimeError: it is or does not.
     """
-    dense = [name for name in kernels if name.startswith("Unquantized")]
-    if bool(dense) != (method == "bf16") or (
-        backend and not all(name.lower().startswith(backend) for name in kernels)
-    ):
+    dense = any(name.startswith("Unquantized") for name in kernels)
+    forced = backend is None or all(name.lower().startswith(backend) for name in kernels)
+    if dense != (method == "bf16") or not forced:
         raise RuntimeError(f"kernels of linear layers: found {', '.join(kernels)}, expected those of {method}")
     add(engine, [list(range(5, 37))], 2, logprobs=1)
     steps = [output.outputs[0].logprobs for output in run_out(engine)]
@@ -371,7 +385,7 @@ def parts(log: str) -> dict[str, float]:
 
 WHERE = ("what", "prompt", "sequences")  # what a line is of
 COMPARED = ("seconds", "weights_GB", "kv_GB", "kv_tokens", "ms", "tokens_per_s")
-SAME = ("date", "gpu", "shape", "layers", "tensor_parallel")
+MODEL = ("shape", "layers", "tensor_parallel", "gpu")
 
 
 def cell(line: dict) -> tuple:
@@ -382,7 +396,7 @@ def dense_lines(file: str | None, context: dict) -> dict[tuple, dict]:
     """Those of bf16 in a file, by cells, which can be compared with."""
     if not file or not Path(file).exists():
         return {}
-    same = [line for line in read(file) if all(line.get(key) == context[key] for key in SAME)]
+    same = [line for line in read(file) if all(line.get(key) == context[key] for key in ("date", *MODEL))]
     return {cell(line): line for line in same if line["method"] == "bf16"}
 
 
@@ -412,8 +426,8 @@ def run(arguments) -> list[dict]:
 
     for method in arguments.methods:
         log = arguments.folder / f"{method}.log"
-        where = {"folder": str(arguments.folder), "shape": shape, "layers": layers, "name": checkpoint_of(method)}
-        (made,) = in_a_process("make", log, **where)
+        wanted = {key: context[key] for key in ("shape", "layers", "tensor_parallel")}
+        (made,) = in_a_process("make", log, folder=str(arguments.folder), name=checkpoint_of(method), **wanted)
         if made.get("what") == "failed":
             emit(method, made)
             continue
@@ -458,7 +472,9 @@ def latest(lines: list[dict]) -> dict[tuple, dict[str, dict]]:
     return cells
 
 
-MODEL = ("shape", "layers", "tensor_parallel")
+def title(line: dict) -> str:
+    gpus = f"{line['tensor_parallel']} x " if line["tensor_parallel"] > 1 else ""
+    return f"{line['shape']}, {line['layers']} layers, {gpus}{line['gpu']}"
 
 
 def plot(lines, file: str) -> None:
@@ -483,10 +499,7 @@ def plot(lines, file: str) -> None:
     axes[0, -1].set_xticks(range(len(done)), [style(method)["label"] for method in done], rotation=30, ha="right")
     axes[0, -1].set(title="Saturation", ylabel="tokens per second")
     axes[0, -1].grid(axis="y", alpha=0.3)
-    gpus = f"{last['tensor_parallel']} x " if last["tensor_parallel"] > 1 else ""
-    figure.suptitle(
-        f"{last['shape']}, {last['layers']} layers, vLLM {last['vllm']}, {gpus}{last['gpu']}, {last['date']}"
-    )
+    figure.suptitle(f"{title(last)}, vLLM {last['vllm']}, {last['date']}")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=9)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
@@ -533,11 +546,8 @@ def tables(lines: list[dict]) -> str:
     bits in bold; below it the kernels, and what failed."""
     models = {}
     for line in lines:
-        models.setdefault(tuple(line[key] for key in MODEL), []).append(line)
-    return "\n".join(
-        f"{shape}, {layers} layers, tensor parallel {processes}\n\n{table(own)}"
-        for (shape, layers, processes), own in models.items()
-    )
+        models.setdefault(title(line), []).append(line)
+    return "\n".join(f"{name}\n\n{table(own)}" for name, own in models.items())
 
 
 def table(lines: list[dict]) -> str:
@@ -548,11 +558,13 @@ def table(lines: list[dict]) -> str:
         for field, label in ROWS.get(next(iter(own.values()))["what"], {}).items():
             best = best_of(own, field)
             label = label.format(**next(iter(own.values())))
-            rows.append([label, *(shown(own.get(method), field, method == best) for method in methods)])
+            row = [shown(own.get(method), field, method == best) for method in methods]
+            if any(row):
+                rows.append([label, *row])
     kernels = {method: line["kernels"] for own in cells.values() for method, line in own.items() if "kernels" in line}
     notes = [f"- {method}: {names}" for method, names in kernels.items()]
-    failed = {line["method"]: line["error"] for own in cells.values() for line in own.values() if "error" in line}
-    notes += [f"- {method} failed: {error}" for method, error in failed.items()]
+    last = {line["method"]: line for line in lines}
+    notes += [f"- {method} failed: {line['error']}" for method, line in last.items() if "error" in line]
     return markdown(["", *methods], rows) + "\n" + "\n".join([*notes, ""])
 
 
