@@ -82,6 +82,7 @@ ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # for this file has asked for GPUs before vLLM is imported
     "HF_HUB_OFFLINE": "1",
 }
+CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -355,7 +356,7 @@ def in_a_process(function: str, log: Path, **arguments) -> Iterator[dict]:
     command = [sys.executable, "-c", code, function, json.dumps(arguments)]
     with tempfile.TemporaryDirectory() as cache, log.open("w") as errors:
         path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": cache, "PYTHONPATH": path}
+        environment = {**os.environ, **ENVIRONMENT, **dict.fromkeys(CACHES, cache), "PYTHONPATH": path}
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
         last = {}
         for line in process.stdout:
