@@ -150,15 +150,19 @@ async def choices(answer, stream: bool):
 def wrong(answers, reference, tolerance: float) -> list[str]:
     """What is wrong with answers: tokens that the model would not choose, too few or too many, or the same ones as
     different texts."""
-    problems, texts = [], {}
-    for answer in answers:
-        worst = float(reference(answer.prompt, answer.model, answer.tokens)[1].max()) if answer.tokens else 0.0
+    problems, texts, right = [], {}, set()
+    for answer in sorted(answers, key=lambda answer: -len(answer.tokens)):  # so that most are beginnings of others
+        of, worst = (answer.prompt, answer.model), 0.0
+        if answer.tokens and (of, answer.tokens) not in right:
+            worst = float(reference(*of, answer.tokens)[1].max())
         if len(answer.tokens) != answer.asked or answer.finish_reason != "length":
             problems.append(f"ended early: {answer}")
         elif not worst <= tolerance:
             problems.append(f"{worst:.3g} below the best token: {answer}")
         elif texts.setdefault(answer.tokens, answer.text) != answer.text:
             problems.append(f"elsewhere it is the text {texts[answer.tokens]!r}: {answer}")
+        else:
+            right.update((of, answer.tokens[:end]) for end in range(len(answer.tokens) + 1))
     return problems
 
 
