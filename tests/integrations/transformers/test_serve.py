@@ -22,7 +22,7 @@ PROMPTS = [TEXT[n : 4 * n + 5] for n in range(16)]
 TOKENS = 24
 # By which the log-probability of a chosen token may fall short of the best one's: in 16 bits, near ties are decided
 # either way. As tests/integrations/vllm/test_server.py has it.
-TOLERANCE = {"cpu": 2e-4, "cuda": 0.25}
+TOLERANCE = {"cpu": 2e-4, "cuda": 0.5}
 DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 # Without a number of blocks continuous batching takes most of a CPU's memory.
 BATCHING = ["--continuous-batching", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "512"]

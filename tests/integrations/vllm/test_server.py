@@ -26,8 +26,8 @@ pytestmark = pytest.mark.slow
 CLIENTS = 64
 SECONDS = {"cpu": 15, "cuda": 300}
 # By which the log-probability of a chosen token may fall short of the best one's. In 16 bits a batch changes how sums
-# are rounded, so near ties are decided either way: 0.09 was the most on a CPU.
-TOLERANCE = {"cpu": 2e-4, "cuda": 0.25}
+# are rounded, so near ties are decided either way: in 157 answers in bfloat16 on a CPU, 0.17 was the most.
+TOLERANCE = {"cpu": 2e-4, "cuda": 0.5}
 OPTIONS = {"cpu": ["--dtype", "float32", "--enforce-eager"], "cuda": ["--dtype", "bfloat16"]}
 MODELS = "base", "first", "second"
 # vLLM 0.32 for CPUs puts the last adapter on requests for the base model in a batch with others, in 16 bits too.
@@ -345,7 +345,7 @@ def test_a_full_disk(full, device, folder, reference, tmp_path):
     environment = ENVIRONMENT | {name: str(full) for name in CACHES}
     with servers.starting(command(folder, device), tmp_path / "log", environment) as server:
         if not server.wait():
-            assert "No space left on device" in server.said(), server.said()
+            assert "No space left on device" in server.log.read_text(), server.said()
             return
 
         async def one():
