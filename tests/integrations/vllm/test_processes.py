@@ -1,16 +1,13 @@
-"""vLLM as ``vllm serve`` runs it: in processes of its own, on several, compiled, and behind its HTTP server."""
+"""vLLM as ``vllm serve`` runs it: in processes of its own, on several, and compiled."""
 
 import json
 import os
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
 import serving
-from byte_tokenizer import byte_tokenizer
 
 SCRIPT = Path(serving.__file__)
 ON_TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -57,45 +54,3 @@ def test_as_transformers(name, changes, options, tmp_path):
     folder = serving.make(name, tmp_path, **changes)
     environment = BIND if "tensor_parallel_size" in options else {}
     serving.assert_same(run(folder, environment, **options), serving.load(folder))
-
-
-@pytest.mark.slow
-def test_server(tmp_path):
-    folder, port = serving.make("llama", tmp_path, vocab_size=256), 8765
-    byte_tokenizer().save_pretrained(folder)
-    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128"]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *options]
-    with open(tmp_path / "log", "w") as log:
-        server = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
-            env=os.environ | serving.ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        for _ in range(180):
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-                break
-            except OSError:
-                assert server.poll() is None, (tmp_path / "log").read_text()[-4000:]
-                time.sleep(1)
-        body = {
-            "prompt": serving.PROMPTS,
-            "max_tokens": serving.TOKENS,
-            "temperature": 0,
-            "logprobs": 1,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v1/completions",
-            json.dumps({"model": str(folder), **body}).encode(),
-            {"Content-Type": "application/json"},
-        )
-        choices = json.load(urllib.request.urlopen(request, timeout=120))["choices"]
-        found = [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
-        serving.assert_same(found, serving.load(folder))
-    finally:
-        server.terminate()
-        server.wait(60)
