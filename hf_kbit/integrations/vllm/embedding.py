@@ -59,6 +59,7 @@ class KbitTableMethod(KbitHeadMethod):
             head.parts = nn.ModuleList([part])
         for each in {layer, *self.heads}:
             each.weight = whose_device(layer.table)
+        self.heads.clear()  # vLLM remembers this layer for as long as a head that is tied to it lives
 
     def embedding(self, layer: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         return layer.table(ids)
