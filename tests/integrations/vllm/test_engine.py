@@ -37,19 +37,16 @@ def counted(model, name: str) -> float:
 
 
 @pytest.mark.parametrize("dtype", serving.DTYPES)
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_speculative_decoding(folder, method, dtype):
-    """By a draft that is the model itself, with a packed table and head: vLLM must take what it drafts."""
-    speculative = {"method": method, "num_speculative_tokens": 3}
-    speculative |= {"prompt_lookup_max": 2, "prompt_lookup_min": 1} if method == "ngram" else {"model": str(folder)}
+def test_a_quantized_draft(folder, dtype):
+    """It is the model itself, with a packed table and head: vLLM takes what it drafts."""
+    speculative = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
     with serving.engine(folder, **ALONE, speculative_config=speculative, disable_log_stats=False) as model:
         names = "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"
         before = [counted(model, name) for name in names]
         found = serving.complete(model)
         drafted, accepted = (counted(model, name) - start for name, start in zip(names, before, strict=True))
     serving.assert_same(found, serving.load(folder, dtype))
-    assert drafted > 0
-    assert method == "ngram" or accepted >= 0.8 * drafted
+    assert 0 < 0.8 * drafted <= accepted
 
 
 @pytest.mark.parametrize("dtype", serving.DTYPES)
