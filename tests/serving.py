@@ -24,8 +24,13 @@ ENVIRONMENT = {
 }
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cuda":
-    # FlashInfer would compile its sampler first, and needs nvcc; multicast memory is not there on every machine.
-    ENVIRONMENT |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+    # FlashInfer would compile its sampler first, and needs nvcc; multicast memory is not there on every machine; a
+    # process that was forked cannot use a GPU that was asked for before.
+    ENVIRONMENT |= {
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+    }
 IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 PROMPTS = [[5, 17, 99, 3], [200, 4, 8, 15, 16, 23, 42], [77]]
 # vLLM for CPUs runs on these alone, and vLLM for GPUs on those: a test of both has one dtype for each.

@@ -1,5 +1,6 @@
 """What vLLM does around a model: caches, drafts, other loaders, sleep, and weights that come again."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -87,6 +88,7 @@ def load_nothing(model):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="vLLM wants that no other process takes memory")
 def test_sleep(folder):
     """The memory of weights is given back, and their bytes are there again afterwards."""
     with serving.engine(folder, **ALONE, enable_sleep_mode=True) as model:

@@ -28,7 +28,7 @@ def run(folder: Path, environment=None, **options):
     command = [sys.executable, SCRIPT, folder, json.dumps(options)]
     done = subprocess.run(command, env=everything, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[[")))
 
 
 @pytest.mark.slow
