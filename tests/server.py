@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+# Options of vLLM for one of many tests that share a GPU.
+SMALL = "--kv-cache-memory-bytes", 2**26, "--gpu-memory-utilization", 0.02
 
 
 def free_port() -> int:

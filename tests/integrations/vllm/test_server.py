@@ -76,14 +76,14 @@ def reference(folder):
 
     @torch.no_grad()
     def scores(prompt: str, name: str, tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = torch.tensor([[*prompt.encode(), *tokens]])
+        ids = torch.tensor([[*prompt.encode(), *tokens]], device=serving.DEVICE)
         model.set_adapter(first if name == "base" else name)
         if name == "base":
             with model.disable_adapter():
                 logits = model(ids).logits
         else:
             logits = model(ids).logits
-        expected = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        expected = logits[0, len(prompt) - 1 : -1].cpu().log_softmax(-1)
         own = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         return own, expected.amax(-1) - own
 
@@ -102,7 +102,7 @@ ENVIRONMENT = serving.ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 def command(folder: Path, device: str, *options) -> list[str]:
-    memory = ["--gpu-memory-utilization", 0.2] if device == "cuda" else []
+    memory = servers.SMALL if device == "cuda" else []
     served = ["--served-model-name", "base", "--max-model-len", 2200]
     return servers.vllm(folder, *served, *OPTIONS[device], *memory, *options)
 
