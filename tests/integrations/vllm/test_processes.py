@@ -113,8 +113,9 @@ def test_as_transformers_on_gpus(name, changes, options, tmp_path):
     serving.assert_same(found, serving.load(folder, "bfloat16"))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("options", [[], ["--enable-expert-parallel"]])
+@pytest.mark.parametrize(
+    ("name", "options"), [("llama", []), ("qwen3_moe", []), ("qwen3_moe", ["--enable-expert-parallel"])]
+)
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 def test_data_parallel(name, options, tmp_path):
