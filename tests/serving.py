@@ -37,8 +37,8 @@ PROMPTS = [[5, 17, 99, 3], [200, 4, 8, 15, 16, 23, 42], [77]]
 ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU")
 DTYPES = [pytest.param("float32", marks=ON_CPU), pytest.param("bfloat16", marks=pytest.mark.gpu)]
 TOKENS = 24
-# How far log-probabilities may be from Transformers' own. Measured in bfloat16: up to .07.
-TOLERANCES = {"float32": 2e-4, "bfloat16": 0.15, "float16": 0.02}
+# How far log-probabilities may be from Transformers' own. Measured in bfloat16: up to .07, with adapters .20.
+TOLERANCES = {"float32": 2e-4, "bfloat16": 0.3, "float16": 0.02}
 MOST = 0.9
 # Sizes that vLLM's attention takes on a CPU, and that two processes can divide in blocks; 250 is no multiple of 64.
 SIZES = {
