@@ -194,6 +194,18 @@ def test_warning_comes_once_for_each_device_type(monkeypatch):
         assert f": {why}. " in str(warning.message) and "`hf-kbit info`" in str(warning.message)
 
 
+@needs_library
+def test_an_op_that_no_library_has_says_so_once():
+    """What is missing then is a kernel, not the library."""
+    native.warn_plain.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert native.fallback("gemm_int8", "cpu") is reference.gemm_int8
+    (warning,) = caught
+    assert "hf_kbit: gemm_int8 runs in plain PyTorch on cpu, correct but slower" in str(warning.message)
+
+
 CALLS = """
 import hashlib, torch
 

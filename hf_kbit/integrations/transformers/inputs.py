@@ -60,7 +60,7 @@ def take(layers: Mapping[str, KbitWeight], inputs: str | None) -> dict[str, str]
     for name, layer in products.items():
         layer.inputs = None if name in left else inputs
     if inputs:
-        report_inputs(len(products) - len(left), left)
+        report_inputs(len(products), left)
     return left
 
 
