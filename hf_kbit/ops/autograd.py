@@ -39,20 +39,18 @@ def product(x, weight, absmax, codebook, bias, out_features, columns=None, rotat
     if forward_ad._current_level >= 0:
         how = out_features, columns, rotated
         return _with_tangents(lambda x, bias: OPS.gemm(x, weight, absmax, codebook, bias, *how), x, bias)
-    op = _GEMM if _wants_gradient(x, bias) else _GEMM_INFERENCE
+    wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    op = _GEMM if wanted else _GEMM_INFERENCE
     return op(x, weight, absmax, codebook, bias, out_features, columns, rotated)
 
 
 def product_int8(x, weight, absmax, codebook, bias, out_features, columns):
     """``product`` of 8-bit inputs; with a gradient or a tangent, which rounding has none of, and in float64 of x as it
     is."""
-    if forward_ad._current_level >= 0 or _wants_gradient(x, bias) or x.dtype == torch.float64:
+    wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    if wanted or forward_ad._current_level >= 0 or x.dtype == torch.float64:
         return product(x, weight, absmax, codebook, bias, out_features, columns, True)
     return _GEMM_INT8(x, weight, absmax, codebook, bias, out_features, columns)
-
-
-def _wants_gradient(x, bias) -> bool:
-    return torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
 
 
 def _with_tangents(multiply, x, bias=None):
