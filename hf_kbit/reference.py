@@ -364,8 +364,8 @@ def gemm_gradient(grad, weight, absmax, codebook, shape, columns=None, rotated=F
 
 # --- gemm of 8-bit inputs -------------------------------------------------------------------------
 
-# A scale is used in sixteenths, as which float16 has its bits, and levels as of 2**14 to 2**15: then what 1 stands for
-# in a row, 127 over its largest number, is a normal number of float16 for every scale that there is.
+# A scale is used in sixteenths, as which float16 has its bits, and levels as of 2**14 to 2**15: then 127 over the
+# largest number of a row is a normal number of float16. A row of zeros gets the most, by which no scale is infinite.
 LARGEST_LEVEL, MOST_INVERSE = 15, 2.0**15
 NO_TOKEN = 2.0**-100  # a token of smaller numbers counts as zeros: 127 over them might be infinite
 INT8_SLICE = 1024  # float32 holds sums of so many products of int8, in any order
@@ -396,21 +396,20 @@ def tokens_to_int8(x: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor
 def rows_to_int8(weight, absmax, codebook: torch.Tensor, shape) -> tuple[torch.Tensor, torch.Tensor]:
     """A stored weight whose scales have signs: int8 ``[N, 32 * B]``, and what 1 stands for, float32 ``[N]``.
 
-    The largest number of a row is taken to be its largest scale times the largest level, so that scales alone decide
-    on it. No number exceeds 127: the two roundings to float16 add at most 0.125 to that.
+    No number exceeds 127: the two roundings to float16 add at most 0.125 to that.
     """
     bits = bits_of(codebook.numel())
     if is_tiled(weight, absmax, bits):
         weight, absmax = repack(weight, absmax, bits, shape, inverse=True)
     shift = (LARGEST_LEVEL - torch.frexp(codebook.abs().amax()).exponent).clamp(max=126)
-    levels = (codebook * power_of_two(shift)).half().float()
+    levels = _look_up((codebook * power_of_two(shift)).half().float(), unpack_codes(weight, bits))
     scales = decode_scales(absmax, signed=True) * (1 / 16)
-    largest = levels.abs().amax() * scales.abs().amax(dim=-1, keepdim=True)
+    # Products of two numbers of float16 are exact in float32, here and where they are rounded, once, to integers.
+    largest = (levels * scales[..., None]).abs().amax(dim=(-2, -1))
     inverse = (127 * largest.reciprocal()).clamp(max=MOST_INVERSE).half().float()
-    multipliers = (scales * inverse).half().float()
-    # A product of two numbers of float16 is exact in float32: it is rounded once, to an integer.
-    rows = (_look_up(levels, unpack_codes(weight, bits)) * multipliers[..., None]).round()
-    return rows.to(torch.int8).flatten(-2), power_of_two(4 - shift) / inverse[:, 0]
+    multipliers = (scales * inverse[:, None]).half().float()
+    rows = (levels * multipliers[..., None]).round().to(torch.int8)
+    return rows.flatten(-2), power_of_two(4 - shift) / inverse
 
 
 def _exact_product(tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
