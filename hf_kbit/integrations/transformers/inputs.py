@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from hf_kbit.integrations.transformers.report import logger, report_inputs
-from hf_kbit.nn.embedding import KbitEmbedding
+from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.linear import INPUTS, KbitLinear, check_inputs
 from hf_kbit.nn.weight import KbitWeight, packed_layers
 from hf_kbit.patterns import shown
@@ -46,7 +46,8 @@ def set_inputs(model: nn.Module, inputs: str | None) -> dict[str, str]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: found {type(model).__name__}, expected a torch.nn.Module")
     layers = packed_layers(model)
-    if inputs and len(left := _left(layers)) == len(_products(layers)):
+    left = _left(layers)
+    if inputs and not _linears(layers).keys() - left.keys():
         found = ", ".join(f"{name} ({why})" for name, why in left.items()) or "no quantized layer"
         raise ValueError(
             f"inputs: found {shown(found)} in {type(model).__name__}, expected a layer that takes 8-bit inputs"
@@ -56,17 +57,17 @@ def set_inputs(model: nn.Module, inputs: str | None) -> dict[str, str]:
 
 def take(layers: Mapping[str, KbitWeight], inputs: str | None) -> dict[str, str]:
     """``set_inputs`` of some layers, of which none need take them."""
-    left, products = _left(layers) if inputs else {}, _products(layers)
-    for name, layer in products.items():
+    left, linears = _left(layers) if inputs else {}, _linears(layers)
+    for name, layer in linears.items():
         layer.inputs = None if name in left else inputs
     if inputs:
-        report_inputs(len(products), left)
+        report_inputs(len(linears.keys() | left.keys()), left)
     return left
 
 
 def taken(model: nn.Module) -> str | None:
     """What inputs layers of a model were asked to take."""
-    return next(filter(None, (layer.inputs for layer in _products(packed_layers(model)).values())), None)
+    return next(filter(None, (layer.inputs for layer in _linears(packed_layers(model)).values())), None)
 
 
 def fulfil(model, layers: Mapping[str, KbitWeight], config, pre_quantized: bool) -> None:
@@ -91,15 +92,12 @@ def forget(model) -> None:
     vars(model.config).pop(WISH, None)
 
 
-def _products(layers: Mapping[str, KbitWeight]) -> dict[str, KbitWeight]:
-    """Layers that multiply their inputs, as tables of embeddings do not."""
-    return {name: layer for name, layer in layers.items() if not isinstance(layer, KbitEmbedding)}
+def _linears(layers: Mapping[str, KbitWeight]) -> dict[str, KbitLinear]:
+    return {name: layer for name, layer in layers.items() if isinstance(layer, KbitLinear)}
 
 
 def _left(layers: Mapping[str, KbitWeight]) -> dict[str, str]:
-    """Those that multiply 16-bit inputs in any case, and why."""
-    return {
-        name: "not transformed" if isinstance(layer, KbitLinear) else "experts"
-        for name, layer in _products(layers).items()
-        if not (isinstance(layer, KbitLinear) and layer.decoding.transformed)
-    }
+    """Layers that multiply 16-bit inputs in any case, and why; a table of embeddings multiplies none."""
+    experts = {name: "experts" for name, layer in layers.items() if isinstance(layer, KbitProjection)}
+    plain = {name: "not transformed" for name, layer in _linears(layers).items() if not layer.decoding.transformed}
+    return experts | plain

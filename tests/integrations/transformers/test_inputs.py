@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear
-from hf_kbit.integrations.transformers.inputs import WISH
+from hf_kbit.integrations.transformers.inputs import WISH, taken
 from hf_kbit.integrations.transformers.report import logger
 
 IDS = torch.arange(2 * 9).reshape(2, 9)
@@ -135,8 +135,7 @@ def test_nothing_is_left_of_it_in_16_bits(rounded, tmp_path):
 
 
 def test_layers_that_keep_16_bit_inputs_are_named(said):
-    model = adapters.dense("mixtral")
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(adapters.dense("mixtral"))
     done = hf_kbit.quantize_model(model, bits=4, embedding_bits=5, inputs="int8")
     assert "model.embed_tokens" in done.bits
     experts = {name for name in done.bits if "experts" in name}
@@ -144,6 +143,7 @@ def test_layers_that_keep_16_bit_inputs_are_named(said):
     assert left == dict.fromkeys(experts, "experts") and takes(model) == {"int8"}
     line = "hf_kbit: 8-bit inputs in 8 of 12 layers; 16-bit ones stay in model.layers.*."
     assert said.text.count(line) == 2 and "down_proj: experts (2 x)" in said.text
+    assert hf_kbit.set_inputs(model, None) == {} and taken(model) is None
 
 
 def test_a_layer_that_is_not_transformed(said):
