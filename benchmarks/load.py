@@ -13,13 +13,17 @@ import json
 import statistics
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_kbit
+from hf_kbit.checkpoint import TENSORS
 
 SHAPES = {
     "llama-3-8b": {
@@ -80,6 +84,34 @@ def make_checkpoint(shape: str, folder: Path, device: str, **changes) -> None:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[shape] | changes), dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="5GB")
+
+
+def repeat(one: Path, path: Path, layers: int) -> None:
+    """Writes a checkpoint whose layers all are the one of another; a file for each, ``config.json`` last."""
+    config = json.loads((one / "config.json").read_text())
+    assert not config.get("quantization_config", {}).get("layers"), "the layer has levels or an exponent of its own"
+    config["num_hidden_layers"] = layers
+    if "layer_types" in config:
+        config["layer_types"] *= layers
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    metadata = {}
+    for source in one.glob("*.safetensors"):
+        with safe_open(source, "pt") as stored:
+            metadata |= {name: text for name, text in stored.metadata().items() if name != TENSORS}
+            for name in stored.keys():
+                tensor = stored.get_tensor(name)
+                if ".layers.0." not in name:
+                    files.setdefault("rest.safetensors", {})[name] = tensor
+                    continue
+                for layer in range(layers):
+                    own = files.setdefault(f"layer-{layer}.safetensors", {})
+                    own[name.replace(".layers.0.", f".layers.{layer}.")] = tensor
+    path.mkdir(exist_ok=True)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda file: save_file(files[file], path / file, metadata), files))
+    index = {"metadata": {}, "weight_map": {name: file for file, tensors in files.items() for name in tensors}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (path / "config.json").write_text(json.dumps(config))
 
 
 def load(folder: Path, device: str, **kwargs):

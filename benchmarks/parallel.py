@@ -20,7 +20,6 @@ takes most. Without a GPU all but ``sums`` runs on CPUs, by gloo, to see that it
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import time
@@ -30,11 +29,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from load import SHAPES, make_checkpoint
+from load import SHAPES, make_checkpoint, repeat
 from model import COMPILED, MODES, decode, decode_compiled, modes
 from qlora import adapted, optimizer_of, step
-from safetensors import safe_open
-from safetensors.torch import save_file
 from timing import Report, driver
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -44,7 +41,6 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hf_kbit
-from hf_kbit.checkpoint import TENSORS
 from hf_kbit.generation.all_reduce import all_reduce, all_reduce_norm, connect, connected
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,32 +60,6 @@ def checkpoint(folder: Path, shape: str, layers: int, bits: int) -> Path:
         repeat(one, path, layers)
     dist.barrier()
     return path
-
-
-def repeat(one: Path, path: Path, layers: int) -> None:
-    """Writes a checkpoint whose layers all are the one of another; a file for each."""
-    config = json.loads((one / "config.json").read_text())
-    assert not config["quantization_config"]["layers"], "the layer has levels or an exponent of its own"
-    config["num_hidden_layers"] = layers
-    if "layer_types" in config:
-        config["layer_types"] *= layers
-    files: dict[str, dict[str, torch.Tensor]] = {}
-    with safe_open(one / "model.safetensors", "pt") as stored:
-        metadata = {name: text for name, text in stored.metadata().items() if name != TENSORS}
-        for name in stored.keys():
-            if ".layers.0." not in name:
-                files.setdefault("rest.safetensors", {})[name] = stored.get_tensor(name)
-                continue
-            tensor = stored.get_tensor(name)
-            for layer in range(layers):
-                own = files.setdefault(f"layer-{layer}.safetensors", {})
-                own[name.replace(".layers.0.", f".layers.{layer}.")] = tensor
-    path.mkdir()
-    for file, tensors in files.items():
-        save_file(tensors, path / file, metadata)
-    index = {"metadata": {}, "weight_map": {name: file for file, tensors in files.items() for name in tensors}}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (path / "config.json").write_text(json.dumps(config))
 
 
 def load(folder: Path, **kwargs):

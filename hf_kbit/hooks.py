@@ -208,16 +208,26 @@ VLLM_NAMES = (
 )
 VLLM_HOOKS = (
     Hook(
-        "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights",
-        ("self", "model_config", "model"),
-        "hf_kbit.integrations.vllm.experts:wrap_get_all_weights",
-        lost="quantized experts cannot be loaded",
+        "vllm.model_executor.model_loader.base_loader:initialize_model",
+        ("vllm_config", "prefix"),
+        "hf_kbit.integrations.vllm.loading:wrap_initialize_model",
+        lost="packed tables, heads and experts cannot be loaded",
     ),
     Hook(
-        "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.load_weights",
-        ("self", "model", "model_config"),
-        "hf_kbit.integrations.vllm.embedding:wrap_load_weights",
-        lost="packed tables and heads cannot be loaded",
+        "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload",
+        ("model",),
+        "hf_kbit.integrations.vllm.loading:wrap_initialize_layerwise_reload",
+        everywhere=True,
+        lost="weights that are loaded into a running model are not refused",
+    ),
+)
+# In processes that run models alone, for the import takes seconds.
+VLLM_WORKER_HOOKS = (
+    Hook(
+        "vllm.v1.worker.gpu_worker:Worker.sleep",
+        ("self", "level"),
+        "hf_kbit.integrations.vllm.loading:wrap_sleep",
+        lost="a sleep that throws packed weights away is not refused",
     ),
 )
 
@@ -289,7 +299,7 @@ def _install(hook: Hook) -> None:
         replacement = wrap(original)
         _replace_everywhere(original, replacement)
     else:
-        place, _, name = hook.place.rpartition(".")
+        place, _, name = hook.place.replace(":", ".").rpartition(".")
         owner = pkgutil.resolve_name(place)
         method = inspect.getattr_static(owner, name)
         if of_class := isinstance(method, classmethod | staticmethod):

@@ -8,7 +8,12 @@ prints as JSON what vLLM generates, in processes of its own; the tests call ``ge
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
+import torch
 
 # Before vLLM is imported: no telemetry, nothing from the Hub, little memory.
 ENVIRONMENT = {
@@ -17,9 +22,24 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
 }
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cuda":
+    # FlashInfer would compile its sampler first, and needs nvcc; multicast memory is not there on every machine; a
+    # process that was forked cannot use a GPU that was asked for before.
+    ENVIRONMENT |= {
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+    }
 IN_THIS_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 PROMPTS = [[5, 17, 99, 3], [200, 4, 8, 15, 16, 23, 42], [77]]
+# vLLM for CPUs runs on these alone, and vLLM for GPUs on those: a test of both has one dtype for each.
+ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU")
+DTYPES = [pytest.param("float32", marks=ON_CPU), pytest.param("bfloat16", marks=pytest.mark.gpu)]
 TOKENS = 24
+# How far log-probabilities may be from Transformers' own. Measured in bfloat16: up to .07, with adapters .20.
+TOLERANCES = {"float32": 2e-4, "bfloat16": 0.3, "float16": 0.02}
+MOST = 0.9
 # Sizes that vLLM's attention takes on a CPU, and that two processes can divide in blocks; 250 is no multiple of 64.
 SIZES = {
     "vocab_size": 250,
@@ -46,8 +66,8 @@ MODELS = {
     "odd widths": ("llama", {"intermediate_size": 72}, {"bits": 2}),
     "biases": ("qwen2", {"tie_word_embeddings": True}, {"bits": 2, "embedding_bits": 3, "transform": "none"}),
     "one on disk": ("phi3", {}, {"bits": 4}),
-    "gemma": ("gemma2", {"head_dim": 32}, {"bits": 4}),
-    "scaled table": ("gemma2", {"head_dim": 32}, {"bits": 4, "embedding_bits": 4}),
+    "gemma": ("gemma2", {"head_dim": 32, "initializer_range": 0.05}, {"bits": 4}),
+    "scaled table": ("gemma2", {"head_dim": 32, "initializer_range": 0.05}, {"bits": 4, "embedding_bits": 4}),
     "positions": ("opt", {"ffn_dim": 128}, {"bits": 4, "embedding_bits": 5}),
     "qwen3_moe": ("qwen3_moe", {"head_dim": 32, **MIXTURE}, {"bits": 4, "module_bits": {"gate_up_proj": 3}}),
     "shared expert": ("qwen2_moe", {"shared_expert_intermediate_size": 96, **MIXTURE}, {"bits": 5}),
@@ -64,7 +84,6 @@ MODELS = {
 
 def make(name: str, folder: Path, **changes) -> Path:
     """Saves a quantized model of the table, some of whose weights need an exponent, and returns its folder."""
-    import torch
     from cases import give_own_levels
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -88,62 +107,88 @@ def make(name: str, folder: Path, **changes) -> Path:
     return folder / "quantized"
 
 
-def load(folder: Path):
+def load(folder: Path, dtype: str = "float32"):
     """The same model in Transformers, the reference."""
-    import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    dtype = getattr(torch, dtype)
+    # Transformers leaves routers under another name than the file's in the file's dtype, float32.
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=DEVICE).to(dtype)
 
 
-def assert_same(found, model, tolerance: float = 2e-4) -> None:
-    """That ``generate`` chose what a model in Transformers would choose, with its log-probabilities."""
-    import torch
+def assert_same(found, model, prompts=PROMPTS) -> None:
+    """That ``generate`` chose what a model in Transformers would choose, with its log-probabilities.
 
-    for prompt, (tokens, log_probabilities) in zip(PROMPTS, found, strict=True):
+    In 16 bits a token that is as probable may be chosen, and a router sends some tokens to other experts: most have to
+    agree where the model has any.
+    """
+    tolerance = TOLERANCES[str(model.dtype).removeprefix("torch.")]
+    routed = any(name.endswith(".experts") for name, _ in model.named_modules()) and model.dtype != torch.float32
+    worst = []
+    for prompt, (tokens, log_probabilities) in zip(prompts, found, strict=True):
+        assert len(tokens) == TOKENS
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1)
-        assert tokens == expected.argmax(-1).tolist() and len(tokens) == TOKENS
+            logits = model(torch.tensor([prompt + tokens], device=model.device)).logits[0, len(prompt) - 1 : -1]
+        expected = logits.float().log_softmax(-1).cpu()
         own = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(log_probabilities), own, rtol=0, atol=tolerance)
+        far = (own - torch.tensor(log_probabilities)).abs()
+        worst += torch.maximum(far, expected.amax(-1) - own).tolist()
+    close = sum(each <= tolerance for each in worst) / len(worst)
+    assert close >= (MOST if routed else 1), f"{close:.0%} of {len(worst)} tokens are within {tolerance}: {worst}"
 
 
 def options(**changes) -> dict:
-    """Arguments of ``vllm.LLM``."""
+    """Arguments of ``vllm.LLM``: of a GPU a little, for many tests may share one."""
+    on_gpu = {"dtype": "bfloat16", "kv_cache_memory_bytes": 2**26, "gpu_memory_utilization": 0.02}
     return {
         "skip_tokenizer_init": True,
-        "dtype": "float32",
         "enforce_eager": True,
         "max_model_len": 128,
         "max_num_seqs": 4,
+        **(on_gpu if DEVICE == "cuda" else {"dtype": "float32"}),
         **changes,
     }
 
 
-def generate(folder: Path, lora: Path | None = None, **changes) -> list[tuple[list[int], list[float]]]:
-    """Of each prompt the most probable tokens that follow, and their log-probabilities."""
-    from vllm import LLM, SamplingParams
+@contextmanager
+def engine(folder: Path, **changes) -> Iterator:
+    """A ``vllm.LLM``, which is gone afterwards."""
+    from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.lora.request import LoRARequest
 
     model = None
     try:
         model = LLM(str(folder), **options(**changes))
-        sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, detokenize=False, ignore_eos=True)
-        request = LoRARequest("adapter", 1, str(lora)) if lora else None
-        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        results = [result.outputs[0] for result in model.generate(prompts, sampling, lora_request=request)]
-        return [
-            (
-                list(result.token_ids),
-                [step[token].logprob for token, step in zip(result.token_ids, result.logprobs, strict=True)],
-            )
-            for result in results
-        ]
+        yield model
     finally:
         del model
         cleanup_dist_env_and_memory()
+
+
+def complete(model, prompts=PROMPTS, adapters=None) -> list[tuple[list[int], list[float]]]:
+    """Of each prompt the most probable tokens that follow, and their log-probabilities; ``adapters`` are folders, or
+    None for none, one for each prompt."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, detokenize=False, ignore_eos=True)
+    numbers = {folder: number for number, folder in enumerate(filter(None, adapters or []), 1)}
+    requests = adapters and [folder and LoRARequest(str(folder), numbers[folder], str(folder)) for folder in adapters]
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    results = [result.outputs[0] for result in model.generate(given, sampling, lora_request=requests, use_tqdm=False)]
+    return [
+        (
+            list(result.token_ids),
+            [step[token].logprob for token, step in zip(result.token_ids, result.logprobs, strict=True)],
+        )
+        for result in results
+    ]
+
+
+def generate(folder: Path, adapters=None, **changes) -> list[tuple[list[int], list[float]]]:
+    """``complete`` by an ``engine`` of its own."""
+    with engine(folder, **changes) as model:
+        return complete(model, adapters=adapters)
 
 
 if __name__ == "__main__":

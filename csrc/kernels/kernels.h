@@ -115,9 +115,10 @@ cudaError_t gemm_few_experts(const Product& product, const FewExperts& few, Dtyp
 // mma_partial_sums says.
 cudaError_t gemm_mma(const Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
                      const MmaPlan& plan, float* partial, const Gpu& gpu, cudaStream_t stream);
-// One product, on GPUs of compute capability 9.0, as plan_wgmma says; partial and ready: as many floats and zeros as
+// `count` products, at most kGemmParts, in one launch, on GPUs of compute capability 9.0, as plan_wgmma says; x is
+// ordered for all or none, and scales of all have signs, or of none; partial and ready: as many floats and zeros as
 // wgmma_partial_sums and wgmma_partial_flags say.
-cudaError_t gemm_wgmma(const Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
+cudaError_t gemm_wgmma(const Product* products, int count, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
                        const WgmmaPlan& plan, float* partial, uint32_t* ready, bool awaits, const Gpu& gpu,
                        cudaStream_t stream);
 

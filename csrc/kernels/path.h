@@ -1,4 +1,4 @@
-// Which kernel multiplies tokens by a weight in tiles.
+// Which kernel multiplies tokens by a weight in tiles, and how many tokens by several weights at once.
 #pragma once
 
 #include "kernels/few_tokens/plan.h"
@@ -34,5 +34,9 @@ inline GemmPath gemm_path(int64_t tokens, int64_t out_features, int64_t in_featu
                                                                        : kMostTokens;
     return tokens <= most ? many : GemmPath::dequantize;
 }
+
+// The most tokens whose products with several weights become one op where models are compiled. More gain little by one
+// launch, and all results take memory from the first product on.
+constexpr int kJoinedTokens = 512;
 
 }  // namespace hf_kbit

@@ -1,6 +1,7 @@
 // The CUDA backend but for products, which backend_cuda_gemm.cpp has. The kernels are in csrc/kernels.
 #include <stdexcept>
 
+#include "kernels/path.h"
 #include "ops/cuda_launch.h"
 
 namespace hf_kbit::backend {
@@ -94,10 +95,10 @@ void combine_experts(const Tensor& y, Dtype dtype, const Tensor& places, const T
 
 }  // namespace hf_kbit::backend
 
-// For hf_kbit/ops/native.py: the most tokens and products of a launch of gemm_group, and the architecture of the code
-// that runs on the current GPU, or 0 without one.
+// For hf_kbit/ops/native.py: the most tokens and products that compiled models give gemm_group, and the architecture
+// of the code that runs on the current GPU, or 0 without one.
 #define HF_KBIT_EXPORT extern "C" __attribute__((visibility("default")))
-HF_KBIT_EXPORT int hf_kbit_cuda_group_tokens() { return hf_kbit::kGemmTokens; }
+HF_KBIT_EXPORT int hf_kbit_cuda_group_tokens() { return hf_kbit::kJoinedTokens; }
 HF_KBIT_EXPORT int hf_kbit_cuda_group_products() { return hf_kbit::kGemmParts; }
 HF_KBIT_EXPORT int hf_kbit_cuda_arch() {
     try {

@@ -159,21 +159,42 @@ void multiply_by_mma(std::vector<Held>& held, Dtype dtype, int64_t tokens, const
     }
 }
 
+// Products of weights of one width and form of scales that follow each other, as many as a launch takes.
+struct WgmmaLaunch {
+    size_t first;
+    int count;
+    WgmmaPlan plan;
+};
+std::vector<WgmmaLaunch> plan_launches(const std::vector<Held>& held, int64_t tokens, const cuda::Gpu& gpu) {
+    std::vector<WgmmaLaunch> launches;
+    for (size_t first = 0; first < held.size(); first += launches.back().count) {
+        int64_t rows[kGemmParts];
+        int count = 0;
+        for (size_t i = first; i < held.size() && count < kGemmParts; ++i) {
+            if (held[i].bits != held[first].bits || held[i].signed_scales != held[first].signed_scales) break;
+            rows[count++] = held[i].y.size(-1);
+        }
+        launches.push_back(
+            {first, count,
+             plan_wgmma(tokens, rows, count, held[first].x.size(-1), held[first].bits, batch_invariant(), gpu)});
+    }
+    return launches;
+}
+
 // The first launch may overlap with that of transform_inputs.
 void multiply_by_wgmma(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch) {
-    const cuda::Gpu& gpu = launch.gpu;
     const Tensor x = held[0].x;
-    const bool invariant = batch_invariant();
+    const std::vector<WgmmaLaunch> launches = plan_launches(held, tokens, launch.gpu);
     bool awaits = any_transform(held);
-    std::vector<WgmmaPlan> plans;
     int64_t sums = 0, flags = 0;  // one launch after the other uses the same sums
-    for (Held& one : held) {
-        const WgmmaPlan plan = plan_wgmma(tokens, one.y.size(-1), x.size(-1), one.bits, invariant, gpu);
-        one.ordered = wgmma_ordered(one.bits, plan.token_tile, one.transform.any(), invariant);
-        awaits = awaits || one.ordered;
+    for (const auto& [first, count, plan] : launches) {
+        const auto begin = held.begin() + first, end = begin + count;
+        const bool transformed = std::any_of(begin, end, [](const Held& one) { return one.transform.any(); });
+        const bool ordered = wgmma_ordered(begin->bits, plan.token_tile, transformed, batch_invariant());
+        std::for_each(begin, end, [&](Held& one) { one.ordered = ordered; });
+        awaits = awaits || ordered;
         sums = std::max(sums, wgmma_partial_sums(plan));
         flags += wgmma_partial_flags(plan);
-        plans.push_back(plan);
     }
     std::optional<Tensor> partial, ready;
     if (flags > 0) {
@@ -186,17 +207,19 @@ void multiply_by_wgmma(std::vector<Held>& held, Dtype dtype, int64_t tokens, con
         torch::stable::zero_(*ready);
     }
     auto* flag = ready ? reinterpret_cast<uint32_t*>(write<int32_t>(*ready)) : nullptr;
-    for (size_t i = 0; i < held.size(); ++i) {
+    for (const auto& [first, count, plan] : launches) {
+        cuda::Product products[kGemmParts];
+        for (int i = 0; i < count; ++i) products[i] = held[first + i].product();
         check("gemm_wgmma",
-              cuda::gemm_wgmma(held[i].product(), dtype, held[i].bits, tokens, held[i].x.size(-1), plans[i],
-                               partial ? write<float>(*partial) : nullptr, flag, awaits, gpu, launch.stream),
-              plans[i]);
-        flag += wgmma_partial_flags(plans[i]);
+              cuda::gemm_wgmma(products, count, dtype, held[first].bits, tokens, held[first].x.size(-1), plan,
+                               partial ? write<float>(*partial) : nullptr, flag, awaits, launch.gpu, launch.stream),
+              plan);
+        flag += wgmma_partial_flags(plan);
         awaits = false;
     }
 }
 
-// More tokens: a launch for each weight, perhaps after that of transform_inputs.
+// More tokens: as many launches as the kernel takes, perhaps after that of transform_inputs.
 void multiply_many(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch) {
     (has_mma_path(launch.gpu.arch) ? multiply_by_mma : multiply_by_wgmma)(held, dtype, tokens, launch);
 }
@@ -237,8 +260,8 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
     return held[0].y;
 }
 
-// For few tokens and weights of the same width and form of scales one launch, else one for each; what x becomes for a
-// weight is made once for all of them.
+// For weights of the same width and form of scales one launch, of few tokens or on Hopper, else one for each; what x
+// becomes for a weight is made once for all of them.
 std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<Packed>& weights,
                                const std::vector<std::optional<Tensor>>& biases) {
     const Launch launch(x);

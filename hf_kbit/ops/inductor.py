@@ -1,7 +1,8 @@
-"""Makes one launch of the products of one input, such as q, k and v, in what ``torch.compile`` compiles for a GPU.
+"""Makes one op of the products of one input, such as q, k and v, in what ``torch.compile`` compiles for a GPU.
 
-At a few tokens a good part of a launch is its start and its end. ``ops`` installs this when a product is traced while
-Inductor, the default backend, is there; layers and models need not know.
+The op makes them in one launch, of up to 16 tokens or on Hopper. A good part of a launch is its start and its end, and
+a weight of few rows leaves most of a GPU idle. ``ops`` installs this when a product is traced while Inductor, the
+default backend, is there; layers and models need not know.
 """
 
 from operator import getitem
@@ -24,7 +25,7 @@ def install() -> None:
 
 
 class JoinProducts(CustomGraphPass):
-    """Replaces ``gemm_inference`` nodes of one input and one width by ``gemm_group``, as many as one launch takes."""
+    """Replaces ``gemm_inference`` nodes of one input and one width by ``gemm_group``, as many as one takes."""
 
     def __init__(self, most_tokens: int, most_products: int):
         self.most_tokens, self.most_products = most_tokens, most_products
@@ -33,7 +34,7 @@ class JoinProducts(CustomGraphPass):
         order = {node: place for place, node in enumerate(graph.nodes)}
         groups: dict[tuple, list[Node]] = {}
         for node in graph.find_nodes(op="call_function", target=torch.ops.hf_kbit.gemm_inference.default):
-            if _takes_one_launch(node, self.most_tokens):
+            if _can_be_joined(node, self.most_tokens):
                 x, _, _, codebook, *_ = node.args
                 groups.setdefault((x, codebook.meta["val"].shape[0]), []).append(node)
         replaced = []
@@ -51,7 +52,7 @@ class JoinProducts(CustomGraphPass):
         return get_hash_for_files((__file__,), f"{self.most_tokens} {self.most_products}")
 
 
-def _takes_one_launch(node: Node, most_tokens: int) -> bool:
+def _can_be_joined(node: Node, most_tokens: int) -> bool:
     x, weight, absmax, codebook = (argument.meta["val"] for argument in node.args[:4])
     tiled = is_tiled(weight, absmax, bits_of(codebook.shape[0]))  # so on a GPU
     known = all(isinstance(size, int) for size in x.shape)

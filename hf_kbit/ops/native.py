@@ -125,7 +125,7 @@ def _cuda_number(name: str) -> int:
 
 @functools.cache
 def group_limits() -> tuple[int, int]:
-    """The most tokens and the most products of one launch of ``gemm_group`` on a GPU; zeros without CUDA library."""
+    """The most tokens and the most products that ``inductor`` gives ``gemm_group``; zeros without CUDA library."""
     return _cuda_number("group_tokens"), _cuda_number("group_products")
 
 

@@ -40,6 +40,9 @@ SHAPES = [(1, 1), (7, 33), (17, 257), (33, 320), (48, 1024), (3400, 1056)]
 # one the CTAs divide the slabs of the last tiles.
 DIVIDED = [((3072, 2048), 5), ((30_000, 264), 16), ((3072, 2048), 60), ((4096, 1024), 120), ((512, 512), 250)]
 DIVIDED += [((1280, 8192), 250)]
+# Rows of the weights of one launch, columns, rotated, tokens: the last ones are divided so that CTAs have slabs of
+# several weights.
+GROUPS = [([40, 700, 17], 520, 1, (1, 16, 60)), ([40, 2000, 16], 5888, 0, (250,))]
 # Experts, shape, rows: a row by itself, some of each expert together; then one tile for each, groups that meet after
 # each of several tiles, several tiles of tokens.
 EXPERTS = [(8, (100, 328), 3), (130, (48, 520), 300), (16, (48, 520), 300), (3, (3072, 1024), 40)]
@@ -84,13 +87,13 @@ def products(shape, bits: int, tokens: int, dtype: torch.dtype) -> None:
 
 def group() -> None:
     """Several weights of 4 bits in one launch, each with its own transform."""
-    rows, columns = [40, 700, 17], 520
-    weights = [forms((part, columns), 4)[1] for part in rows]
-    words, scales, codebooks = map(list, zip(*weights, strict=True))
-    transforms = [None, cases.columns(columns), cases.columns(columns, seed=1)], [0, 0, 1]
-    for tokens in (1, 16):
-        x = cases.x((tokens,), columns, torch.bfloat16)
-        run(OPS.gemm_group, x, words, scales, codebooks, [None] * 3, rows, *transforms)
+    for rows, columns, rotated, all_tokens in GROUPS:
+        weights = [forms((part, columns), 4)[1] for part in rows]
+        words, scales, codebooks = map(list, zip(*weights, strict=True))
+        transforms = [None, cases.columns(columns), cases.columns(columns, seed=1)], [rotated] * 3
+        for tokens in all_tokens:
+            x = cases.x((tokens,), columns, torch.bfloat16)
+            run(OPS.gemm_group, x, words, scales, codebooks, [None] * 3, rows, *transforms)
 
 
 def experts(bits: int) -> None:

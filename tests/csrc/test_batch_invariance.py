@@ -102,17 +102,18 @@ def test_a_compiled_layer(device):
             hf_kbit.set_batch_invariant(False)
 
 
-def test_a_group_gives_what_each_gives_alone(device, invariant):
+@pytest.mark.parametrize("rotated", [(False,) * 4, (True,) * 4, (False, True, False, False)], ids=str)
+def test_a_group_gives_what_each_gives_alone(device, invariant, rotated):
+    """Of more tiles than an H200 has processors, each of them a tile's whole K."""
     skip_without_products(device)
-    weights = [
-        weight_on(device, (rows, 512), 3, rotated)[0] for rows, rotated in ((40, False), (200, True), (16, False))
-    ]
-    x = cases.x((20,), 512, torch.bfloat16).to(device)
+    rows = (40, 200, 16, 700) if device == "cpu" else (40, 9000, 16, 1700)
+    weights = [weight_on(device, (n, 512), 3, its)[0] for n, its in zip(rows, rotated, strict=True)]
+    x = cases.x((300,), 512, torch.bfloat16).to(device)
     of_each = [list(column) for column in zip(*weights, strict=True)]
-    for tokens in (1, 20):
-        found = OPS.gemm_group(x[:tokens], *of_each)
-        for ours, weight in zip(found, weights, strict=True):
-            assert torch.equal(ours, OPS.gemm(x, *weight)[:tokens])
+    alone = [OPS.gemm(x, *weight) for weight in weights]
+    for tokens in (1, 20, 70, 300):
+        for ours, whole in zip(OPS.gemm_group(x[:tokens], *of_each), alone, strict=True):
+            assert torch.equal(ours, whole[:tokens])
 
 
 def test_gradients_are_as_without_it(device, invariant):

@@ -3,6 +3,8 @@
 Up to 16 tokens it is one kernel, beyond, on Hopper, another; on other GPUs, up to 256, a third; before sm_80 none.
 What counts is not the GPU but the architecture that the code was built for."""
 
+from dataclasses import replace
+
 import cases
 import pytest
 import torch
@@ -108,26 +110,54 @@ def test_every_way_to_divide_the_work(shape, bits, dtype, transformed, poison):
         weight.check(weight.multiply(x, bias), x, bias, roundings(tokens))
 
 
-@BITS
-@HALVES
-@pytest.mark.parametrize(
+GROUPS = pytest.mark.parametrize(
     ("rows", "columns"),
-    [((4096, 1024, 1024), 4096), ((14336, 14336), 4096), ((35, 3, 2000, 16), 1111), ((300, 90_000), 264)],
+    [
+        ((4096, 1024, 1024), 4096),
+        ((14336, 14336), 4096),
+        ((35, 3, 2000, 16), 1111),
+        ((40, 2000, 16), 5888),  # at 250 tokens CTAs have slabs of one weight, then of the next
+        ((300, 90_000), 264),  # and whole tiles
+    ],
     ids=str,
 )
-def test_group_gives_what_each_gives_alone(rows, columns, bits, dtype, poison):
-    factors = [2.0**i for i in range(len(rows))]
-    weights = [
-        Weight.random((part, columns), bits, codebook=random_levels(bits) * factor)
-        for part, factor in zip(rows, factors, strict=True)
+
+
+def group_of(rows, columns: int, bits: int, scaled: str = "none", rotated: str = "none") -> list[Weight]:
+    """Weights with different levels; "all" or "some" of them, every other one, with columns of their own, rotated."""
+
+    def has(i, which):
+        return which == "all" or (which == "some" and i % 2 == 1)
+
+    group = []
+    for i, part in enumerate(rows):
+        levels = random_levels(bits) * 2.0**i
+        weight = Weight.random((part, columns), bits, rotated=has(i, rotated), codebook=levels)
+        group.append(replace(weight, columns=cases.columns(columns, seed=i).cuda() if has(i, scaled) else None))
+    return group
+
+
+def multiply_all(x, weights, biases) -> list[torch.Tensor]:
+    each = [
+        (*weight.tiles, weight.codebook, bias, weight.shape[0], weight.columns, int(weight.rotated))
+        for weight, bias in zip(weights, biases, strict=True)
     ]
+    return OPS.gemm_group(x, *map(list, zip(*each, strict=True)))
+
+
+@BITS
+@HALVES
+@GROUPS
+@pytest.mark.parametrize(("scaled", "rotated"), [("none", "none"), ("some", "none"), ("some", "all"), ("all", "some")])
+def test_group_gives_what_each_gives_alone(rows, columns, scaled, rotated, bits, dtype, poison):
+    weights = group_of(rows, columns, bits, scaled, rotated)
     biases = [cases.x((), part, dtype).cuda() if i % 2 else None for i, part in enumerate(rows)]
-    for tokens in (1, 6, 16, 40):
+    for tokens in (1, 6, 16, 17, 40, 64, 130, 250, 600):
+        if tokens > (130 if max(rows) > 50_000 else 600):
+            continue
         x = cases.x((tokens,), columns, dtype).cuda() * 2.0**-6
         poison("cuda", *(tokens * part * 2 for part in rows))
-        packed = map(list, zip(*((*weight.tiles, weight.codebook) for weight in weights), strict=True))
-        found = OPS.gemm_group(x, *packed, biases, list(rows), [None] * len(rows), [0] * len(rows))
-        for product, weight, bias in zip(found, weights, biases, strict=True):
+        for product, weight, bias in zip(multiply_all(x, weights, biases), weights, biases, strict=True):
             weight.check(product, x, bias, roundings(tokens))
 
 
@@ -172,6 +202,16 @@ def test_streams_at_once_and_again(shape, tokens, bits, transformed):
     assert_same_on_streams(weight.multiply, inputs, turns=20)
 
 
+@BITS
+@GROUPS
+@pytest.mark.parametrize("scaled", ["none", "all"])
+def test_groups_on_streams_at_once_and_again(rows, columns, scaled, bits):
+    weights = group_of(rows, columns, bits, scaled)
+    for tokens in (16, 40, 250):
+        inputs = [cases.x((tokens,), columns, torch.float16, seed=i).cuda() * 2.0**-6 for i in range(4)]
+        assert_same_on_streams(lambda x: torch.cat(multiply_all(x, weights, [None] * len(rows)), -1), inputs, turns=5)
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 8, 16, 60])
 @TRANSFORMED
 def test_graph_replays_read_new_activations(tokens, transformed):
@@ -194,8 +234,9 @@ def test_graph_replays_read_new_activations(tokens, transformed):
 @torch.no_grad()
 @pytest.mark.parametrize("transform", ["none", "rotated"])
 def test_launches(transform):
-    """One for up to four weights of one width and up to 16 tokens, else one for each. One more before them makes what
-    becomes of x for up to four of them: of transformed weights from two tokens on, and on Hopper from 17 on."""
+    """One for up to four weights of one width, where there are up to 16 tokens or on Hopper, else one for each. One
+    more before them makes what becomes of x for up to four of them: of transformed weights from two tokens on, and on
+    Hopper from 17 on."""
     if not most_fused():
         pytest.skip("dequantized: a kernel, then cuBLAS's")
     linears = [torch.nn.Linear(512, 256, dtype=torch.bfloat16) for _ in range(5)]
@@ -207,7 +248,9 @@ def test_launches(transform):
     cells = [(16, four[:4], few, 1), (16, four[:1], few, 1), (1, four[:4], few, 1), (1, [three, four[0]], few, 2)]
     cells += [(16, four, few, 5)] if plain else []
     cells += [(32, four[:1], many, 1)]  # of a shape for which mma.sync does not divide K and add up the parts
-    cells += [(32, four[:2], many, 2), (32, four, many, 5)] if hopper else []
+    if hopper:
+        cells += [(32, four[:2], many, 1), (300, four[:4], many, 1), (32, four, many, 2)]
+        cells += [(32, [three, *four[:2]], many, 2), (32, [four[0], three, four[1]], many, 3)]
     for tokens, layers, kernel, count in cells:
         x = cases.x((tokens,), 512, torch.bfloat16).cuda()
         of_each = [[layer.parts[name] for layer in layers] for name in names]

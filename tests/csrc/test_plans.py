@@ -27,7 +27,7 @@ static std::string answer(const std::string& of, const Gpu& gpu, const int64_t* 
     if (of == "few_experts") return to_string(plan_few_experts(n[0], n[1], n[2], n[3], n[4], n[5], gpu));
     if (of == "expert_clusters") return number(expert_clusters(n[0], n[1], n[2], n[3], n[4], n[5]));
     if (of == "wgmma") {
-        const WgmmaPlan plan = plan_wgmma(n[0], n[1], n[2], n[3], n[4], gpu);
+        const WgmmaPlan plan = plan_wgmma(n[0], n + 5, n[4], n[1], n[2], n[3], gpu);
         return to_string(plan) + " sums=" + std::to_string(wgmma_partial_sums(plan));
     }
     if (of == "division_begin") return number(divide_wgmma(wgmma, n[3]).begin(n[4]));
@@ -191,12 +191,12 @@ gemm 8 8192 2 0 1 3584: k_warps=4 split=1
 gemm 1 8192 4 0 1 192: split=2
 gemm 1 14336 4 1 1 256: transforms=1
 gemm 1 28672 4 1 1 512: transforms=0
-wgmma 32 8192 8192 4 0: token_tile=32 groups=4 split=1
-wgmma 64 8192 8192 4 0: token_tile=64 groups=2 split=2
-wgmma 128 28672 4096 4 0: token_tile=128 groups=1 split=1
-wgmma 128 8192 8192 2 0: token_tile=128 groups=2 split=2
-wgmma 256 8192 8192 5 0: token_tile=256 groups=1 split=2
-wgmma 1024 57344 8192 4 0: token_tile=256 groups=1 split=1
+wgmma 32 8192 4 0 1 8192: token_tile=32 groups=4 split=1
+wgmma 64 8192 4 0 1 8192: token_tile=64 groups=2 split=2
+wgmma 128 4096 4 0 1 28672: token_tile=128 groups=1 split=1
+wgmma 128 8192 2 0 1 8192: token_tile=128 groups=2 split=2
+wgmma 256 8192 5 0 1 8192: token_tile=256 groups=1 split=2
+wgmma 1024 8192 4 0 1 57344: token_tile=256 groups=1 split=1
 experts 1024 128 1536 2048 4 0: token_tile=16 groups=1
 experts 16384 128 1536 2048 4 0: token_tile=128 groups=1
 experts 128 8 28672 4096 4 0: token_tile=32 groups=1
@@ -285,16 +285,21 @@ def shared_of_wgmma(bits, plan):
     return 1024 + 65536, x + weights, plan.groups * (parties - 1) * owned * rows_of_group(plan) * 4
 
 
+def wgmma_tiles(plan, tokens, rows):
+    return sum(ceil_div(part, rows_of_group(plan)) for part in rows) * ceil_div(tokens, plan.token_tile)
+
+
 @pytest.mark.parametrize("gpu", HOPPER, ids=["H200", "a seventh"])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_wgmma(ask, gpu, invariant):
     divided = 0
-    for tokens, shape, bits in itertools.product(MANY, SHAPES, cases.BITS):
-        plan, slabs = ask("wgmma", gpu, tokens, *shape, bits, invariant), sizes(shape)[1]
-        told = f"{tokens} tokens, {shape}, {bits} bits: {plan}"
+    weights = [((n,), k) for n, k in SHAPES] + [(rows, k) for rows in PARTS for k in (1000, 4096, 14336)]
+    for tokens, (rows, columns), bits in itertools.product(MANY, weights, cases.BITS):
+        plan, slabs = ask("wgmma", gpu, tokens, columns, bits, invariant, len(rows), *rows), ceil_div(columns, 256)
+        told = f"{tokens} tokens, {rows}, {columns}, {bits} bits: {plan}"
         assert plan.token_tile in (16, 32, 64, 128, 256) and plan.groups in (1, 2, 4) and plan.split in (1, 2), told
         assert plan.groups * plan.split <= slabs and (plan.groups == 1 or plan.token_tile < 256), told
-        tiles = ceil_div(shape[0], rows_of_group(plan)) * ceil_div(tokens, plan.token_tile)
+        tiles = wgmma_tiles(plan, tokens, rows)
         table, stages, sent = shared_of_wgmma(bits, plan)
         assert plan.shared_bytes == table + max(stages, sent) <= gpu.shared_limit, told
         assert plan.x_stages >= 2 and plan.ring_stages >= 1, told
@@ -329,11 +334,18 @@ def test_every_slab_of_divided_tiles_is_one_ctas(ask, clusters, divided, slabs):
 def test_wgmma_tiles_fill_an_h200(ask):
     """What a processor does without a tile, or with tokens that are not there, counts as nothing done."""
     for (tokens, least), shape in itertools.product([(32, 0.7), (64, 0.7), (256, 0.7), (4096, 0.9)], LLAMA):
-        plan, slabs = ask("wgmma", H200, tokens, *shape, 4, False), sizes(shape)[1]
-        tiles = ceil_div(shape[0], rows_of_group(plan)) * ceil_div(tokens, plan.token_tile)
+        plan, slabs = ask("wgmma", H200, tokens, shape[1], 4, False, 1, shape[0]), sizes(shape)[1]
+        tiles = wgmma_tiles(plan, tokens, shape[:1])
         rounds = ceil_div(tiles - plan.divided, plan.clusters) / plan.split
         rounds += ceil_div(plan.divided * slabs, plan.clusters) / slabs
         assert shape[0] * tokens >= least * rounds * 132 * rows_of_group(plan) * plan.token_tile, (tokens, shape, plan)
+
+
+def test_several_weights_are_planned_as_one(ask):
+    """Of whole row tiles: q, k and v have the plan of one weight with the rows of all."""
+    for tokens, bits, rows in itertools.product(MANY, cases.BITS, PARTS[:2]):
+        found, one = (ask("wgmma", H200, tokens, 4096, bits, False, len(n), *n) for n in (rows, (sum(rows),)))
+        assert found == one, (tokens, bits, rows)
 
 
 def test_mma(ask, gpu):

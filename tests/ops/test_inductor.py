@@ -13,7 +13,7 @@ from hf_kbit.ops import inductor, native
 from hf_kbit.tensor import as_parameter
 
 OPS = torch.ops.hf_kbit
-LIMITS = 16, 4  # tokens and products of a launch, as the CUDA library says
+LIMITS = 512, 4  # tokens and products, as the CUDA library says
 
 
 def tiled(rows: int, columns: int = 100, bits: int = 3, bias: bool = True) -> KbitLinear:
@@ -25,7 +25,7 @@ def tiled(rows: int, columns: int = 100, bits: int = 3, bias: bool = True) -> Kb
 
 
 def joined(run, *inputs, limits=LIMITS) -> list[list[int]]:
-    """The rows of the products of each launch in what is left of ``run``, which still gives the same."""
+    """The rows of the products of each op in what is left of ``run``, which still gives the same."""
     launches = []
 
     def compiler(module, _):
@@ -55,7 +55,7 @@ X = cases.x((2, 3), 100, torch.float16)
 
 @torch.no_grad()
 def test_products_of_one_input_and_width_are_joined():
-    """As many as one launch takes, whatever their transforms are; what has none may leave them out."""
+    """As many as one op takes, whatever their transforms are; what has none may leave them out."""
     q, k, wide, other = tiled(48), tiled(16, bias=False), tiled(33, bits=4), tiled(20)
     assert joined(lambda x: (q(x) * 2, k(x), wide(x), other(x + 1)), X) == [[48, 16], [33], [20]]
     layers = [tiled(rows) for rows in range(16, 25)]
@@ -69,13 +69,14 @@ def test_products_of_one_input_and_width_are_joined():
 
 
 @torch.no_grad()
-def test_what_no_launch_takes_stays_apart():
+def test_what_no_op_takes_stays_apart():
     """Too many tokens, or none, or a dtype without kernel; and planes."""
     q, k = tiled(48, bias=False), tiled(16, bias=False)
     run = lambda x: (q(x), k(x))  # noqa: E731
-    for x in (cases.x((17,), 100, torch.float16), cases.x((0,), 100, torch.float16), cases.x((3,), 100)):
+    for x in (cases.x((513,), 100, torch.float16), cases.x((0,), 100, torch.float16), cases.x((3,), 100)):
         assert joined(run, x) == [[48], [16]]
     assert joined(run, X, limits=(5, 2)) == [[48], [16]]
+    assert joined(lambda x: (q(x), k(x)), cases.x((512,), 100, torch.float16)) == [[48, 16]]
     q, k = (KbitLinear.from_linear(nn.Linear(100, rows, bias=False)) for rows in (48, 16))
     assert joined(lambda x: (q(x), k(x)), X) == [[48], [16]]
 

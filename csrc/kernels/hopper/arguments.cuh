@@ -1,26 +1,44 @@
 // What a launch of gemm_wgmma.cu or experts_wgmma.cu is told, and which of its kernels it is.
 #pragma once
 
+#include <cuda.h>
+
 #include "kernels/hopper/plan.h"
+#include "kernels/hopper/tensor_map.h"
 #include "kernels/kernels.h"
 #include "kernels/operands.cuh"
 #include "kernels/outputs.cuh"
 
 namespace hf_kbit::cuda {
 
-struct WgmmaArguments {
+// One of the weights that a launch multiplies tokens by, or all of experts.
+struct WgmmaWeight {
     Output output;
     const int32_t* words;
     const uint8_t* scales;
     const float* codebook;
+};
+
+// How bulk copies find the x of each. Apart from arguments: as its address is handed out, what lies beside it would be
+// read anew after every instruction that writes to memory.
+template <int kWeights>
+struct WgmmaMaps {
+    CUtensorMap of[kWeights];
+};
+
+template <int kWeights>
+struct WgmmaArguments {
+    WgmmaWeight weights[kWeights];
     float* partial;   // as wgmma_partial_sums
     uint32_t* ready;  // [clusters, warps]: whether a warp's sums are there
     int slabs;
-    int row_tiles, token_tiles;  // row_tiles of 16 rows
+    int row_tiles[kWeights];  // of 16 rows
+    int token_tiles;
     int clusters, groups_log2, split_log2, x_stages, ring_stages;
     int whole, turns;  // tiles that are not divided, and how many of them each CTA has where others are
     WgmmaDivision division;
-    uint32_t signs;  // of scales
+    uint32_t signs;            // of scales
+    int first_tile[kWeights];  // beyond all tiles where there is no such weight
     // Of experts alone; in place of row tiles times token tiles, whole and turns.
     const int32_t* offsets;
     int experts, row_groups;
@@ -34,25 +52,35 @@ cudaError_t dispatch_token_tile(int token_tile, const Run& run) {
     return cudaErrorInvalidConfiguration;
 }
 
-// What products of one weight and of experts have in common; tokens: rows of x.
-inline WgmmaArguments wgmma_arguments(const Product& product, Dtype dtype, int64_t tokens, int64_t in_features,
-                                      const WgmmaPlan& plan) {
-    const TileLayout layout(product.out_features, in_features);
-    WgmmaArguments arguments{};
-    arguments.output = {product.bias, product.y, static_cast<int>(tokens), static_cast<int>(product.out_features)};
-    arguments.words = product.words;
-    arguments.scales = product.scales;
-    arguments.codebook = product.codebook;
-    arguments.slabs = static_cast<int>(layout.slabs);
-    arguments.row_tiles = static_cast<int>(layout.row_tiles);
+// What products of weights and of experts have in common; tokens: rows of x. Counts the tiles of the weights.
+template <int kWeights>
+cudaError_t begin_arguments(const Product* products, int count, Dtype dtype, int64_t tokens, int64_t in_features,
+                            const WgmmaPlan& plan, WgmmaMaps<kWeights>& maps, WgmmaArguments<kWeights>& arguments,
+                            int64_t& tiles) {
+    tiles = 0;
+    for (int& first_tile : arguments.first_tile) first_tile = INT32_MAX;
+    for (int i = 0; i < count; ++i) {
+        const Product& product = products[i];
+        WgmmaWeight& weight = arguments.weights[i];
+        const cudaError_t error = map_of_rows(product.x, dtype, tokens, in_features, plan.token_tile, maps.of[i]);
+        if (error != cudaSuccess) return error;
+        weight.output = {product.bias, product.y, static_cast<int>(tokens), static_cast<int>(product.out_features)};
+        weight.words = product.words;
+        weight.scales = product.scales;
+        weight.codebook = product.codebook;
+        arguments.row_tiles[i] = static_cast<int>(ceil_div(product.out_features, kTileRows));
+        arguments.first_tile[i] = static_cast<int>(tiles);
+        tiles += wgmma_tiles(tokens, product.out_features, plan.token_tile, plan.groups);
+    }
+    arguments.slabs = static_cast<int>(num_slabs(in_features));
     arguments.clusters = plan.clusters;
     arguments.x_stages = plan.x_stages;
     arguments.ring_stages = plan.ring_stages;
     arguments.split_log2 = log2_ceil(plan.split);
     arguments.groups_log2 = log2_ceil(plan.groups);
-    arguments.signs = dtype == Dtype::float16 ? signs_of<__half>(product.signed_scales)
-                                              : signs_of<__nv_bfloat16>(product.signed_scales);
-    return arguments;
+    arguments.signs = dtype == Dtype::float16 ? signs_of<__half>(products[0].signed_scales)
+                                              : signs_of<__nv_bfloat16>(products[0].signed_scales);
+    return cudaSuccess;
 }
 
 }  // namespace hf_kbit::cuda

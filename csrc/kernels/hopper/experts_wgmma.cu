@@ -8,7 +8,6 @@
 // As many CTAs as there are processors, or can be tiles, if these are fewer, take the tiles in turns.
 #include "kernels/dispatch.h"
 #include "kernels/hopper/gemm_wgmma.cuh"
-#include "kernels/hopper/tensor_map.h"
 #include "kernels/launch.h"
 
 namespace hf_kbit::cuda {
@@ -17,8 +16,9 @@ namespace {
 
 template <int kBits, typename T, int kTokens>
 __global__ void __launch_bounds__(wgmma_threads(kTokens), 1)
-    experts_wgmma_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ WgmmaArguments arguments) {
-    run_wgmma<kBits, T, kTokens, true, true>(x_map, arguments);
+    experts_wgmma_kernel(const __grid_constant__ WgmmaMaps<1> maps,
+                         const __grid_constant__ WgmmaArguments<1> arguments) {
+    run_wgmma<kBits, T, kTokens, true, true>(maps, arguments);
 }
 
 }  // namespace
@@ -26,10 +26,11 @@ __global__ void __launch_bounds__(wgmma_threads(kTokens), 1)
 cudaError_t experts_wgmma(const Product& product, const int32_t* offsets, int experts, Dtype dtype, int bits,
                           int64_t rows, int64_t in_features, const WgmmaPlan& plan, const Gpu& gpu,
                           cudaStream_t stream) {
-    CUtensorMap map;
-    const cudaError_t error = map_of_rows(product.x, dtype, rows, in_features, plan.token_tile, map);
+    WgmmaMaps<1> maps;
+    WgmmaArguments<1> arguments{};
+    int64_t tiles = 0;  // were there one weight
+    const cudaError_t error = begin_arguments(&product, 1, dtype, rows, in_features, plan, maps, arguments, tiles);
     if (error != cudaSuccess) return error;
-    WgmmaArguments arguments = wgmma_arguments(product, dtype, rows, in_features, plan);
     arguments.offsets = offsets;
     arguments.experts = experts;
     arguments.row_groups = static_cast<int>(ceil_div(product.out_features, wgmma_rows(plan.token_tile, plan.groups)));
@@ -38,7 +39,7 @@ cudaError_t experts_wgmma(const Product& product, const int32_t* offsets, int ex
             constexpr int kTokens = token_tile();
             static Launcher launcher(experts_wgmma_kernel<width(), decltype(value), kTokens>, wgmma_threads(kTokens),
                                      kAllShared);
-            return launcher.launch_overlapping(gpu, plan.clusters, 1, plan.shared_bytes, stream, map, arguments);
+            return launcher.launch_overlapping(gpu, plan.clusters, 1, plan.shared_bytes, stream, maps, arguments);
         });
     });
 }

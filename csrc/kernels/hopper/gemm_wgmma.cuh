@@ -1,5 +1,6 @@
 // y = x @ W.T (+ bias) on Hopper, W in tiles; the weights are decoded in registers, as operand A of wgmma. What a CTA
-// of gemm_wgmma.cu does, and one of experts_wgmma.cu, where W is one of many weights, each for some rows of x and y.
+// of gemm_wgmma.cu does, where W may be several weights for all of x, each with a y of its own, and one of
+// experts_wgmma.cu, where W is one of many weights, each for some rows of x and y.
 //
 //   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8; where the weight has column scales or a
 //             rotation, what inputs/transform.cu makes of it
@@ -19,7 +20,8 @@
 // The tensor cores work on 64 columns of a warpgroup while it decodes the next 64; with 128 tokens, where registers
 // are short, while others decode. Weights are multiplied by their scales before the product: eight products of pairs
 // for 512 weights. Where there are fewer tiles than processors, CTAs divide K as plan.h says, and add up sums in a
-// fixed order.
+// fixed order. Of several weights a CTA may have tiles of one after tiles of another, and makes its table anew between
+// them.
 //
 // Of experts, each has tiles of its own rows of x, as many as `offsets` says, which the host does not know: a warp of
 // each CTA makes a table of them. Groups of warps meet in memory of its own. Of a tile of 128 tokens that has fewer
@@ -27,8 +29,6 @@
 //
 // What limits it and what was tried: docs/lab.
 #pragma once
-
-#include <cuda.h>
 
 #include "kernels/hopper/arguments.cuh"
 #include "kernels/hopper/experts_plan.h"
@@ -52,12 +52,12 @@ struct Share {
 
 // Where a tile is: whose weight, which of its rows for a group of warps, the tokens from one on, before another.
 struct Place {
-    int expert, row_group, token, end;
+    int weight, row_group, token, end;
 };
 
 // What a CTA does, in its two roles: bring, and decode and multiply. kOrdered: x has its columns in the order of
-// tiles.
-template <int kBits, typename T, int kTokens, bool kOrdered, bool kExperts>
+// tiles. kWeights: the most weights; 1 for experts, whose weights are told as one.
+template <int kBits, typename T, int kTokens, bool kOrdered, bool kExperts, int kWeights>
 struct WgmmaCta {
     using Table = LevelTable<kBits, kPairTableBytes>;
     // In all at most 65536, of which each thread has an equal part, in eights, before they move.
@@ -71,12 +71,12 @@ struct WgmmaCta {
 
     static constexpr int kSteps = kExperts ? expert_steps(kTokens) : 1;
 
-    const WgmmaArguments& arguments;
+    const WgmmaArguments<kWeights>& arguments;
     // Groups of all CTAs of a cluster are parties, which divide the slabs.
     int cluster, rank, groups, parties, group_warps;
     uint32_t window, x, ring, x_full, x_empty, ring_full, ring_empty;
 
-    __device__ __forceinline__ WgmmaCta(const WgmmaArguments& arguments, uint32_t window)
+    __device__ __forceinline__ WgmmaCta(const WgmmaArguments<kWeights>& arguments, uint32_t window)
         : arguments(arguments),
           cluster(blockIdx.x >> arguments.split_log2),
           rank(blockIdx.x - (cluster << arguments.split_log2)),
@@ -95,10 +95,20 @@ struct WgmmaCta {
         if constexpr (kExperts) {
             return place_among_experts(tile);
         } else {
+            const int weight = weight_of(tile);
+            if constexpr (kWeights > 1) tile -= arguments.first_tile[weight];
             const int token = tile % arguments.token_tiles * kTokens;
-            return {0, tile / arguments.token_tiles, token, arguments.output.tokens};
+            return {weight, tile / arguments.token_tiles, token, arguments.weights[0].output.tokens};
         }
     }
+    __device__ __forceinline__ int weight_of(int tile) const {
+        int weight = 0;
+#pragma unroll
+        for (int i = 1; i < kWeights; ++i) weight += tile >= arguments.first_tile[i];
+        return weight;
+    }
+    // Whose arguments are those of a weight.
+    static __device__ __forceinline__ int number_of(const Place& place) { return kWeights > 1 ? place.weight : 0; }
     __device__ __forceinline__ int row_tile(const Place& place, int warp) const {
         return place.row_group * group_warps + warp % group_warps;
     }
@@ -154,24 +164,24 @@ struct WgmmaCta {
 
     // --- who brings x, a lane for each group, and weights, a lane for each warp ---
 
-    __device__ __forceinline__ void bring_x(const void* map, int group) const {
+    __device__ __forceinline__ void bring_x(const WgmmaMaps<kWeights>& maps, int group) const {
         wait_for_kernel_before();  // which may transform x
         const int party = rank * groups + group;
         const uint32_t full = x_full + group * arguments.x_stages * 8,
                        empty = x_empty + group * arguments.x_stages * 8;
-        const uint32_t place = x + group * arguments.x_stages * kStageBytes;
+        const uint32_t stages = x + group * arguments.x_stages * kStageBytes;
         int stage = 0, phase = 0;
         Share share;
         for (int number = 0; (share = this->share(party, number)).slabs > 0; ++number) {
-            const int token = place_of(share.tile).token;
+            const Place place = place_of(share.tile);
             int column = share.first_slab * kSlabColumns;
             for (int i = 0; i < share.slabs * 4 / kPieces; ++i) {
                 wait_barrier(empty + 8 * stage, phase ^ 1);
                 expect_bytes(full + 8 * stage, kStageBytes);
 #pragma unroll
                 for (int piece = 0; piece < kPieces; ++piece, column += kWgmmaColumns) {
-                    const uint32_t to = place + stage * kStageBytes + piece * (kStageBytes / kPieces);
-                    bulk_copy_box(to, map, column, token, full + 8 * stage);
+                    const uint32_t to = stages + stage * kStageBytes + piece * (kStageBytes / kPieces);
+                    bulk_copy_box(to, &maps.of[number_of(place)], column, place.token, full + 8 * stage);
                 }
                 step(stage, phase, arguments.x_stages);
             }
@@ -184,14 +194,16 @@ struct WgmmaCta {
         Share share;
         for (int number = 0; (share = this->share(party, number)).slabs > 0; ++number) {
             const Place place = place_of(share.tile);
+            const WgmmaWeight& weight = arguments.weights[number_of(place)];
+            const int row_tiles = arguments.row_tiles[number_of(place)];
             // Beyond the last row tile the last one again, whose results are not stored.
-            int64_t slab = min(row_tile(place, warp), arguments.row_tiles - 1);
-            if constexpr (kExperts) slab += int64_t{place.expert} * arguments.row_tiles;
+            int64_t slab = min(row_tile(place, warp), row_tiles - 1);
+            if constexpr (kExperts) slab += int64_t{place.weight} * row_tiles;
             slab = slab * arguments.slabs + share.first_slab;
             for (int i = 0; i < share.slabs; ++i, ++slab) {
                 const int at = warp * arguments.ring_stages + stage;
                 wait_barrier(ring_empty + 8 * at, phase ^ 1);
-                bring_slab<kBits>(ring + at * kSlab, arguments.words, arguments.scales, slab, ring_full + 8 * at);
+                bring_slab<kBits>(ring + at * kSlab, weight.words, weight.scales, slab, ring_full + 8 * at);
                 step(stage, phase, arguments.ring_stages);
             }
         }
@@ -201,10 +213,15 @@ struct WgmmaCta {
 
     __device__ __forceinline__ void multiply(int warp) const {
         const int lane = threadIdx.x % kWarp;
-        Table table;
-        table.begin(window, arguments.codebook, lane);
-        const float unit = table.template finish<T, kDecoders>();
-        named_barrier(1, kExperts ? wgmma_threads(kTokens) : kDecoders);
+        int weight = kWeights > 1 ? weight_of(share(0, 0).tile) : 0;  // whose levels the table has
+        const auto make_table = [&] {
+            Table table;
+            table.begin(window, arguments.weights[weight].codebook, lane);
+            const float unit = table.template finish<T, kDecoders>();
+            named_barrier(1, kExperts ? wgmma_threads(kTokens) : kDecoders);
+            return unit;
+        };
+        float unit = make_table();
 
         const int group = warp / group_warps, party = rank * groups + group;
         const uint32_t full = x_full + group * arguments.x_stages * 8,
@@ -216,6 +233,14 @@ struct WgmmaCta {
         Share share;
 #pragma unroll 1
         for (int number = 0; (share = this->share(party, number)).slabs > 0; ++number) {
+            if constexpr (kWeights > 1) {
+                const int its = weight_of(share.tile);
+                if (its != weight) {
+                    weight = its;
+                    named_barrier(1, kDecoders);  // until nobody reads the table; all have the same tiles
+                    unit = make_table();
+                }
+            }
             float sums[kTokens / 2];
             int last = -1;  // the stage that the tensor cores may still read
             // By the first so many tokens of the tile.
@@ -412,11 +437,12 @@ struct WgmmaCta {
             }
         };
         if constexpr (kExperts) {
-            const T* bias = static_cast<const T*>(arguments.output.bias);
-            const int64_t before = int64_t{place.expert} * arguments.output.out_features;
-            store_to({bias ? bias + before : nullptr, arguments.output.y, place.end, arguments.output.out_features});
+            const Output& output = arguments.weights[0].output;
+            const T* bias = static_cast<const T*>(output.bias);
+            const int64_t before = int64_t{place.weight} * output.out_features;
+            store_to({bias ? bias + before : nullptr, output.y, place.end, output.out_features});
         } else {
-            store_to(arguments.output);
+            store_to(arguments.weights[number_of(place)].output);
         }
     }
 
@@ -435,7 +461,7 @@ struct WgmmaCta {
         const int lane = lane_id(), of_lane = (arguments.experts + kWarp - 1) / kWarp;
         const int first = lane * of_lane, last = min(first + of_lane, arguments.experts);
         const auto row = [&](int number) {
-            return min(max(__ldg(arguments.offsets + number), 0), arguments.output.tokens);
+            return min(max(__ldg(arguments.offsets + number), 0), arguments.weights[0].output.tokens);
         };
         const auto tiles = [&](int number) { return (max(row(number + 1) - row(number), 0) + kTokens - 1) / kTokens; };
         int before = 0;
@@ -476,10 +502,11 @@ struct WgmmaCta {
     // Zeros for rows of y behind those of all experts, 16 bytes at a time, by all CTAs.
     __device__ __forceinline__ void clear_rest() const {
         constexpr int kPiece = 8;
-        const int64_t out_features = arguments.output.out_features;
+        const Output& output = arguments.weights[0].output;
+        const int64_t out_features = output.out_features;
         const int64_t first = load_shared_4(expert(arguments.experts)) * out_features;
-        const int64_t end = arguments.output.tokens * out_features;
-        auto* y = static_cast<uint16_t*>(arguments.output.y);
+        const int64_t end = output.tokens * out_features;
+        auto* y = static_cast<uint16_t*>(output.y);
         int64_t piece = first / kPiece + blockIdx.x * kDecoders + threadIdx.x;
         for (; piece * kPiece < end; piece += gridDim.x * kDecoders) {
             const int64_t from = max(piece * kPiece, first), to = min((piece + 1) * kPiece, end);
@@ -493,13 +520,13 @@ struct WgmmaCta {
 };
 
 // A kernel, of wgmma_threads(kTokens) threads.
-template <int kBits, typename T, int kTokens, bool kOrdered, bool kExperts>
-__device__ __forceinline__ void run_wgmma(const CUtensorMap& x_map, const WgmmaArguments& arguments) {
+template <int kBits, typename T, int kTokens, bool kOrdered, bool kExperts, int kWeights>
+__device__ __forceinline__ void run_wgmma(const WgmmaMaps<kWeights>& maps, const WgmmaArguments<kWeights>& arguments) {
     if constexpr (kHopper) {
         extern __shared__ __align__(1024) char smem[];
         const uint32_t window = shared_window(smem);
         const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarp, 0);
-        const WgmmaCta<kBits, T, kTokens, kOrdered, kExperts> cta(arguments, window);
+        const WgmmaCta<kBits, T, kTokens, kOrdered, kExperts, kWeights> cta(arguments, window);
         constexpr int kWarps = wgmma_warps(kTokens);
         if constexpr (!kExperts) {
             if (threadIdx.x == 0) cta.init_barriers();
@@ -521,7 +548,7 @@ __device__ __forceinline__ void run_wgmma(const CUtensorMap& x_map, const WgmmaA
                 named_barrier(2, kBringers);
                 arrive_named_barrier(1, wgmma_threads(kTokens));
             }
-            if (warp == kWarps && lane < cta.groups) cta.bring_x(&x_map, lane);
+            if (warp == kWarps && lane < cta.groups) cta.bring_x(maps, lane);
             const int of_warp = lane * 3 + warp - kWarps - 1;
             if (warp > kWarps && of_warp < kWarps) cta.bring_weights(of_warp);
             __syncwarp();

@@ -5,9 +5,13 @@
 // Without either, CTAs take whole tiles in turns, and where the last turn would leave some of them idle, all of them
 // divide the slabs of its tiles evenly, each those that follow the ones of the CTA before it. Who has the last slab of
 // a tile adds up the sums of its parts, which the others leave in memory. After Osama et al., Stream-K, 2023.
+//
+// One launch may multiply the same tokens by several weights of one width. Their tiles follow each other, whole ones
+// of each, and are divided as if they were those of one weight.
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 
 #include "kernels/fitted.h"
 #include "kernels/plan.h"
@@ -51,6 +55,11 @@ constexpr bool wgmma_ordered(int bits, int token_tile, bool transformed, bool ba
 
 inline int64_t wgmma_tiles(int64_t tokens, int64_t out_features, int token_tile, int groups) {
     return ceil_div(out_features, wgmma_rows(token_tile, groups)) * ceil_div(tokens, token_tile);
+}
+inline int64_t wgmma_tiles(int64_t tokens, const int64_t* out_features, int parts, int token_tile, int groups) {
+    return std::accumulate(out_features, out_features + parts, int64_t{0}, [&](int64_t sum, int64_t rows) {
+        return sum + wgmma_tiles(tokens, rows, token_tile, groups);
+    });
 }
 
 // A stage of x has 64 columns or twice as many.
@@ -129,15 +138,16 @@ constexpr double wgmma_tile_cycles(int64_t slabs, int bits, int token_tile, int 
            (groups > 1 ? kGroupToken * groups * token_tile : 0);
 }
 
-// With batch_invariant a CTA goes through all slabs of its tiles. On a GPU of compute capability 9.0.
-inline WgmmaPlan plan_wgmma(int64_t tokens, int64_t out_features, int64_t in_features, int bits, bool batch_invariant,
-                            const Gpu& gpu) {
+// out_features: of each of the weights of a launch. With batch_invariant a CTA goes through all slabs of its tiles. On
+// a GPU of compute capability 9.0.
+inline WgmmaPlan plan_wgmma(int64_t tokens, const int64_t* out_features, int parts, int64_t in_features, int bits,
+                            bool batch_invariant, const Gpu& gpu) {
     using namespace fitted::wgmma;
     const int64_t slabs = num_slabs(in_features);
     WgmmaPlan best{};
     double best_time = 0;
     const auto consider = [&](int token_tile, int groups, int split, bool divides) {
-        const int64_t tiles = wgmma_tiles(tokens, out_features, token_tile, groups);
+        const int64_t tiles = wgmma_tiles(tokens, out_features, parts, token_tile, groups);
         const int64_t clusters = divides ? std::min<int64_t>(gpu.processors, tiles * slabs)
                                          : std::min<int64_t>(gpu.processors / split, tiles);
         if (clusters < 1 || (groups * split > 1 && clusters < tiles)) return;  // parties have one tile

@@ -1,8 +1,8 @@
 """Lets vLLM serve what ``save_pretrained`` wrote: ``vllm serve FOLDER``.
 
 vLLM calls ``register`` in each of its processes, for the package names it as an entry point of
-``vllm.general_plugins``. ``config.py`` knows which layers are packed; ``linear.py``, ``embedding.py`` and
-``experts.py`` load and run them.
+``vllm.general_plugins``. ``config.py`` knows which layers are packed; ``loading.py`` prepares a model for its tensors;
+``linear.py``, ``embedding.py`` and ``experts.py`` load and run them.
 """
 
 import warnings

@@ -8,6 +8,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
@@ -24,6 +25,8 @@ from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import DOWN_PROJECTION, KbitProjection
 from hf_kbit.nn.linear import KbitLinear
 
+# Values of --load-format with which nothing, or something else than the tensors of the files, is loaded.
+NOT_OF_FILES = "dummy", "runai_streamer_sharded", "sharded_state", "tensorizer"
 # Of what vLLM makes one layer where a model's class does not say it.
 MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
@@ -36,6 +39,7 @@ class KbitVllmConfig(QuantizationConfig):
         layers: ``{name: Decoding}`` of packed layers, by the name that vLLM gives each as soon as it is known.
         tables: ``{name: (Decoding, whether a head is tied to it)}`` of packed tables of embeddings.
         experts: ``{name: (name in the checkpoint, {own name of a projection: Decoding})}`` of packed experts.
+        prefix: what vLLM puts before the names of all layers: for a draft of speculative decoding there is one.
 
     Raises:
         ValueError: the model is not quantized; vLLM is not to quantize while it loads.
@@ -48,7 +52,7 @@ class KbitVllmConfig(QuantizationConfig):
                 "quantization: found 'kbit' for a model that is not quantized, expected a quantized one. Quantize it "
                 "first: hf-kbit quantize MODEL FOLDER --bits 4"
             )
-        self.config, self.layers, self.tables, self.experts = config, {}, {}, {}
+        self.config, self.layers, self.tables, self.experts, self.prefix = config, {}, {}, {}, ""
 
     def __repr__(self):
         return f"{type(self).__name__}({self.config!r})"
@@ -89,10 +93,22 @@ class KbitVllmConfig(QuantizationConfig):
         self.layers, self.tables, self.experts = map(mapped, (self.layers, self.tables, self.experts))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
+        prefix, asked = prefix.removeprefix(self.prefix), get_current_vllm_config_or_none()
+        if asked and (found := asked.load_config.load_format) in NOT_OF_FILES:
+            raise ValueError(
+                f"load_format: found {found!r}, which loads no tensors of the model's files, expected 'auto': packed "
+                "weights are made of what the files hold"
+            )
         if isinstance(layer, LinearBase):
             decodings = {name: self.layers.get(name) for name in self._sources(prefix)}
             return KbitLinearMethod(decodings) if any(decodings.values()) else UnquantizedLinearMethod()
         if isinstance(layer, RoutedExperts) and prefix in self.experts:
+            own = prefix.rpartition(".")[2]
+            if asked and (lora := asked.lora_config) and own in (lora.target_modules or [own]):
+                raise ValueError(
+                    f"{prefix}: found adapters to be allowed on packed experts, which vLLM runs on its own kernels "
+                    "alone, expected adapters on other layers: name these, as in --lora-target-modules q_proj o_proj"
+                )
             return KbitExpertsMethod(layer.moe_config, *self.experts[prefix])
         return None  # of tables and heads, too: embedding.py gives them theirs
 

@@ -5,13 +5,9 @@ when the whole model is there, in which all have names, and nothing has been loa
 tied to the packed table: one weight serves look-up and product.
 """
 
-from collections.abc import Callable
-from functools import wraps
-
 import torch
 from torch import nn
 from torch.nn import functional as F
-from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import PPMissingLayer
 
@@ -63,21 +59,10 @@ class KbitTableMethod(KbitHeadMethod):
             head.parts = nn.ModuleList([part])
         for each in {layer, *self.heads}:
             each.weight = whose_device(layer.table)
+        self.heads.clear()  # vLLM remembers this layer for as long as a head that is tied to it lives
 
     def embedding(self, layer: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         return layer.table(ids)
-
-
-def wrap_load_weights(original: Callable) -> Callable:
-    @wraps(original)
-    def load_weights(self, model, model_config):
-        current = get_current_vllm_config_or_none()
-        # A draft of speculative decoding is loaded under the configuration of the model that it drafts for.
-        if current and current.model_config is model_config and isinstance(current.quant_config, KbitVllmConfig):
-            make_room(model, current.quant_config)
-        return original(self, model, model_config)
-
-    return load_weights
 
 
 def make_room(model: nn.Module, config: KbitVllmConfig) -> None:

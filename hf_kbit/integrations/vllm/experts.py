@@ -1,11 +1,8 @@
 """The experts of a mixture in vLLM: two ``KbitProjection`` of those that this process has, or of its part of each.
 
 vLLM's models load experts in ways of their own, few of which know whole projections ``[E, N, K]``. So all tensors of
-packed experts are taken out of the stream that a model loads.
+packed experts are taken out of the stream that a model loads (``loading.py``).
 """
-
-from collections.abc import Callable, Iterator
-from functools import wraps
 
 import torch
 from torch import nn
@@ -125,21 +122,3 @@ class KbitExpertsMethod(FusedMoEMethodBase):
             hidden = apply_moe_activation(layer.activation, torch.empty_like(hidden), hidden)
         y = layer.down(hidden, None, offsets, layer.down_bias, swiglu)
         return combine_experts(y, places, topk_weights.float())
-
-
-def wrap_get_all_weights(original: Callable) -> Callable:
-    @wraps(original)
-    def rest(self, model_config, model) -> Iterator[tuple[str, torch.Tensor]]:
-        experts = {
-            f"{module.quant_method.name}.": module
-            for module in model.modules()
-            if isinstance(getattr(module, "quant_method", None), KbitExpertsMethod)
-        }
-        for name, tensor in original(self, model_config, model):
-            prefix = next(filter(name.startswith, experts), None)
-            if prefix is None:
-                yield name, tensor
-            else:
-                experts[prefix].quant_method.load(experts[prefix], name.removeprefix(prefix), tensor)
-
-    return rest

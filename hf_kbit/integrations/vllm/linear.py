@@ -5,7 +5,8 @@ where tensors arrive, to be collected; when all are there, those of each source 
 ``nn.Linear`` of the rows and columns that this process has of it.
 """
 
-from functools import partial
+from collections.abc import Callable
+from types import MethodType
 
 import torch
 from torch import nn
@@ -45,8 +46,15 @@ class KbitLinearMethod(LinearMethodBase):
         self.arrived: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # of sources from one on, before another
         for name, dtype in zip(PACKED, DTYPES, strict=True):
             place = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
-            place.weight_loader = partial(self._arrive, layer, name)
+            # vLLM keeps what it can load again for as long as the layer lives, and knows bound methods of it alone.
+            place.weight_loader = MethodType(self._loader(name), layer)
             layer.register_parameter(name, place)
+
+    def _loader(self, name: str) -> Callable:
+        def arrive(layer, place, loaded, shard=None):
+            self._arrive(layer, name, place, loaded, shard)
+
+        return arrive
 
     def _arrive(self, layer: nn.Module, name: str, place: nn.Parameter, loaded: torch.Tensor, shard=None) -> None:
         """Keeps what this process has of a tensor; ``shard`` is its source, or those that are one on disk."""

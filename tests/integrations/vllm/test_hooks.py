@@ -6,7 +6,7 @@ from hf_kbit import hooks
 from hf_kbit.integrations.vllm import register
 
 
-@pytest.mark.parametrize("entry", (*hooks.VLLM_NAMES, *hooks.VLLM_HOOKS), ids=repr)
+@pytest.mark.parametrize("entry", (*hooks.VLLM_NAMES, *hooks.VLLM_HOOKS, *hooks.VLLM_WORKER_HOOKS), ids=repr)
 def test_the_installed_vllm_has_what_we_expect(entry):
     hooks.install_vllm()
     assert hooks.moved([entry]) == []

@@ -152,3 +152,17 @@ def test_a_table_under_the_name_of_its_head(monkeypatch, tmp_path):
         tensors[name.replace(TABLE, "lm_head")] = tensors.pop(name)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     refused(folder, f"lm_head.weight: found it instead of {TABLE}.weight")
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "sharded_state"])
+def test_what_is_not_loaded_of_files(folder, load_format):
+    refused(folder, f"load_format: found {load_format!r}", load_format=load_format)
+
+
+def test_adapters_on_experts(tmp_path):
+    """On attention alone they are served."""
+    folder = serving.make("qwen3_moe", tmp_path)
+    refused(folder, "model.layers.0.mlp.experts: found adapters", enable_lora=True)
+    serving.generate(
+        folder, distributed_executor_backend="uni", enable_lora=True, lora_target_modules=["q_proj", "o_proj"]
+    )

@@ -1,0 +1,87 @@
+"""What becomes of a model of vLLM before its tensors come, and what is refused once it serves.
+
+vLLM has a loader for each way to read files. All of them make the model by one function and give it tensors by
+``model.load_weights``, so what is ours hangs on these two.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+
+import torch
+from torch import nn
+
+from hf_kbit import hooks
+from hf_kbit.integrations.vllm.config import KbitVllmConfig
+from hf_kbit.integrations.vllm.embedding import make_room
+from hf_kbit.integrations.vllm.experts import KbitExpertsMethod
+from hf_kbit.integrations.vllm.linear import KbitLinearMethod
+
+AGAIN = "found weights to load into a model that has its packed ones, expected one load: start vLLM again instead"
+
+
+def wrap_initialize_model(original: Callable) -> Callable:
+    @wraps(original)
+    def initialize_model(vllm_config, *, prefix="", model_config=None, **settings):
+        config = vllm_config.quant_config
+        # A head for speculative decoding is made under the configuration of the model that it drafts for.
+        own = model_config is None or model_config is vllm_config.model_config
+        ours = own and isinstance(config, KbitVllmConfig)
+        if ours:
+            hooks.install("vllm", hooks.VLLM_WORKER_HOOKS)
+            config.prefix = f"{prefix}." if prefix else ""
+        model = original(vllm_config=vllm_config, prefix=prefix, model_config=model_config, **settings)
+        if ours:
+            make_room(model, config)
+            load_once(model)
+        return model
+
+    return initialize_model
+
+
+def load_once(model: nn.Module) -> None:
+    """Has ``model.load_weights`` take packed experts out of what it is given, and refuse to be called again."""
+    load, tensors = model.load_weights, None
+
+    def load_weights(weights):
+        nonlocal tensors
+        if tensors is not None:
+            raise ValueError(f"{type(model).__name__}: {AGAIN}")
+        tensors = _without_experts(model, weights)
+        return load(tensors)
+
+    model.load_weights = load_weights
+
+
+def _without_experts(model: nn.Module, weights) -> Iterator[tuple[str, torch.Tensor]]:
+    experts = {
+        f"{module.quant_method.name}.": module
+        for module in model.modules()
+        if isinstance(getattr(module, "quant_method", None), KbitExpertsMethod)
+    }
+    for name, tensor in weights:
+        prefix = next(filter(name.startswith, experts), None)
+        if prefix is None:
+            yield name, tensor
+        else:
+            experts[prefix].quant_method.load(experts[prefix], name.removeprefix(prefix), tensor)
+
+
+def wrap_initialize_layerwise_reload(original: Callable) -> Callable:
+    @wraps(original)
+    def initialize_layerwise_reload(model):
+        methods = KbitLinearMethod, KbitExpertsMethod
+        if any(isinstance(getattr(module, "quant_method", None), methods) for module in model.modules()):
+            raise ValueError(f"{type(model).__name__}: {AGAIN}")  # before anything of it has changed
+        return original(model)
+
+    return initialize_layerwise_reload
+
+
+def wrap_sleep(original: Callable) -> Callable:
+    @wraps(original)
+    def sleep(self, level=1):
+        if level > 1 and isinstance(self.vllm_config.quant_config, KbitVllmConfig):
+            raise ValueError(f"level: found {level}, which throws packed weights away, expected 1, which keeps them")
+        return original(self, level)
+
+    return sleep

@@ -1,0 +1,110 @@
+"""What vLLM does around a model: caches, drafts, other loaders, sleep, and weights that come again."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import serving
+
+from hf_kbit.integrations.vllm.config import KbitVllmConfig
+from hf_kbit.integrations.vllm.loading import wrap_sleep
+
+ALONE = {"distributed_executor_backend": "uni"}
+LONG = [[3 + 7 * number % 240 for number in range(90)], [5 + 11 * number % 240 for number in range(70)]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return serving.make("tied", tmp_path_factory.mktemp("tied"))
+
+
+@pytest.mark.parametrize("dtype", serving.DTYPES)
+def test_chunks_of_a_prompt_and_what_is_cached_of_it(folder, dtype):
+    """Prompts come in pieces of 32 tokens at most; the second time their beginning comes from the cache."""
+    chunks = {"max_num_batched_tokens": 32, "enable_chunked_prefill": True, "block_size": 32}
+    with serving.engine(folder, **ALONE, **chunks, enable_prefix_caching=True) as model:
+        first = serving.complete(model, LONG)
+        second = serving.complete(model, LONG)
+        (result,) = model.generate({"prompt_token_ids": LONG[0]}, use_tqdm=False)
+        assert result.num_cached_tokens == 64
+    reference = serving.load(folder, dtype)
+    serving.assert_same(first, reference, LONG)
+    serving.assert_same(second, reference, LONG)
+
+
+def counted(model, name: str) -> float:
+    """A counter of vLLM, of all engines of this process."""
+    return sum(metric.value for metric in model.get_metrics() if metric.name == f"vllm:{name}")
+
+
+@pytest.mark.parametrize("dtype", serving.DTYPES)
+def test_a_quantized_draft(folder, dtype):
+    """It is the model itself, with a packed table and head: vLLM takes what it drafts."""
+    speculative = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    with serving.engine(folder, **ALONE, speculative_config=speculative, disable_log_stats=False) as model:
+        names = "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"
+        before = [counted(model, name) for name in names]
+        found = serving.complete(model)
+        drafted, accepted = (counted(model, name) - start for name, start in zip(names, before, strict=True))
+    serving.assert_same(found, serving.load(folder, dtype))
+    assert 0 < 0.8 * drafted <= accepted
+
+
+@pytest.mark.parametrize("dtype", serving.DTYPES)
+@pytest.mark.parametrize("name", ["mixed widths", "qwen3_moe"])
+def test_another_loader(name, dtype, tmp_path):
+    """Packed tables, heads and experts come by any loader that gives a model the tensors of its files."""
+    from safetensors.torch import load_file
+    from vllm.model_executor.model_loader import BaseModelLoader, register_model_loader
+
+    @register_model_loader("plain")
+    class PlainLoader(BaseModelLoader):
+        def download_model(self, model_config):
+            pass
+
+        def load_weights(self, model, model_config):
+            model.load_weights(load_file(folder / "model.safetensors").items())
+
+    folder = serving.make(name, tmp_path)
+    found = serving.generate(folder, **ALONE, load_format="plain")
+    serving.assert_same(found, serving.load(folder, dtype))
+
+
+@pytest.mark.parametrize("dtype", serving.DTYPES)
+@pytest.mark.parametrize("name", ["tied", "qwen3_moe"])
+def test_weights_that_come_again(name, dtype, tmp_path):
+    """Are refused before anything has changed."""
+    with serving.engine(serving.make(name, tmp_path), **ALONE) as model:
+        before = serving.complete(model)
+        with pytest.raises(ValueError, match="expected one load"):
+            model.collective_rpc("reload_weights")
+        with pytest.raises(ValueError, match="expected one load"):
+            model.apply_model(load_nothing)
+        assert serving.complete(model) == before
+
+
+def load_nothing(model):
+    model.load_weights([])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="vLLM wants that no other process takes memory")
+def test_sleep(folder):
+    """The memory of weights is given back, and their bytes are there again afterwards."""
+    with serving.engine(folder, **ALONE, enable_sleep_mode=True) as model:
+        before = serving.complete(model)
+        model.sleep(level=1)
+        model.wake_up()
+        assert serving.complete(model) == before
+
+
+def test_sleep_that_throws_weights_away():
+    slept = []
+    sleep = wrap_sleep(lambda self, level: slept.append(level))
+    worker = SimpleNamespace(vllm_config=SimpleNamespace(quant_config=KbitVllmConfig.__new__(KbitVllmConfig)))
+    sleep(worker, 1)
+    with pytest.raises(ValueError, match="level: found 2"):
+        sleep(worker, 2)
+    worker.vllm_config.quant_config = None
+    sleep(worker, 2)
+    assert slept == [1, 2]
