@@ -20,7 +20,8 @@ import torch
 
 from hf_kbit import reference
 
-PLAIN = ("gemm_int8",)  # ops that neither a library nor Triton's kernels have
+# Of a device type the ops that neither its library nor Triton's kernels have.
+PLAIN = {"cuda": ("gemm_int8", "int8_inverses")}
 TRITON_DEVICES = ("cuda", "xpu")  # ROCm's are "cuda" too
 REINSTALL_OPTIONS = "--force-reinstall --no-deps --no-cache-dir"
 OLDEST_DRIVERS = {12: "525", 13: "580"}  # that run what each CUDA built, in NVIDIA's table of compatibility
@@ -163,7 +164,7 @@ def triton_missing(device_type: str) -> str:
 def fallback(op: str, device_type: str) -> Callable:
     """What runs an op on a device type without library: a kernel of Triton's if it has one, or the reference."""
     name = op.removesuffix("_inference")
-    if name in PLAIN and library(device_type).loaded:
+    if name in PLAIN.get(device_type, ()) and library(device_type).loaded:
         warn_plain(name, device_type)
     else:
         warn_missing(device_type)
