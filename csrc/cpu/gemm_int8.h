@@ -2,9 +2,8 @@
 //
 // A block has as many different weights as there are levels, so they are computed once a block: level * multiplier,
 // rounded, is a table of bytes, in which the block's codes are looked up. Sums are int32, and hold the scales of
-// blocks already. A group is V::kWidth blocks of a row, one after another: its weights come out of V::decode_int8 as
-// kGroupVectors vectors of bytes, in an order that costs the fewest instructions, and the inputs are put into the
-// same.
+// blocks already. A group is V::kWidth blocks of a row: its weights come out of V::decode_int8 as vectors of bytes, in
+// an order that costs the fewest instructions, and the inputs are put into the same.
 //
 // - One token: each vector goes straight into a sum.
 // - More tokens: some rows are decoded to `scratch`, in L1 or L2, and multiplied in register tiles of kTileRows x

@@ -266,6 +266,7 @@ Tensor gemm_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::
     Shape shape = shape_of(x);
     shape.back() = planes.out_features;
     Tensor out = new_tensor(x, shape, x.scalar_type());
+    if (count == 0) return out;
     // The panel first: it is aligned.
     const auto of_tokens = static_cast<int64_t>(sizeof(cpu::Int8Token));
     Tensor packed_inputs = new_tensor(x, {count * (row_bytes + of_tokens)}, ScalarType::Byte);

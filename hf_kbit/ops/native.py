@@ -183,8 +183,8 @@ def fallback(op: str, device_type: str) -> Callable:
 def warn_plain(op: str, device_type: str) -> None:
     """Says once for each device type that an op has no kernel of its own."""
     warnings.warn(
-        f"hf_kbit: {op} runs in plain PyTorch on {device_type}, correct but slower than 16-bit inputs: no library "
-        "has a kernel for 8-bit inputs yet",
+        f"hf_kbit: {op} runs in plain PyTorch on {device_type}, correct but slower than 16-bit inputs: its library "
+        "has no kernel for 8-bit inputs yet",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -95,13 +95,15 @@ def test_largest_sums(device, bits):
             assert_same(device, x[:tokens], (planes, absmax, codebook), columns, 3)
 
 
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf, 3e38], ids=str)
 @pytest.mark.parametrize("tokens", [1, 6])
 def test_what_is_not_finite_stays_in_its_token(device, tokens, wrong):
+    """Nor what a rotation makes infinite of two neighbours that are finite."""
     packed, columns = weight((20, 100), 4)
+    columns[50:52] = 176
     x = cases.x((tokens,), 100)
     expected = OPS.gemm_int8(*to(device, x, *packed, None), 20, columns.to(device))
-    x[-1, 50] = wrong
+    x[-1, 50:52] = wrong
     found = OPS.gemm_int8(*to(device, x, *packed, None), 20, columns.to(device))
     assert found[-1].isnan().all() and torch.equal(found[:-1], expected[:-1])
 
