@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # names that are imported as themselves are public
     from hf_kbit.evaluation import evaluate as evaluate
     from hf_kbit.generation.fast_generate import fast_generate as fast_generate
     from hf_kbit.integrations.transformers.cards import model_card as model_card
+    from hf_kbit.integrations.transformers.inputs import set_inputs as set_inputs
     from hf_kbit.memory import bits_for_memory as bits_for_memory
     from hf_kbit.memory import embedding_bits_for_memory as embedding_bits_for_memory
     from hf_kbit.nn.embedding import KbitEmbedding as KbitEmbedding
@@ -48,6 +49,7 @@ _HOMES = {
     "quantize_model": "post_training",
     "save": "saving",
     "set_batch_invariant": "ops",
+    "set_inputs": "integrations.transformers.inputs",
 }
 __all__ = ["codebooks", "ops", *_HOMES]
 _HOMES |= {  # which need PEFT: an import of * works without it

@@ -10,6 +10,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_kbit import codebooks, hooks
 from hf_kbit.format import BITS, FORMAT_VERSIONS, check_bits
+from hf_kbit.nn.linear import check_inputs
 from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight, check_scale
 from hf_kbit.packed import DEFAULT_TRANSFORM, check_transform, lopsided
 from hf_kbit.patterns import Patterns, shown
@@ -40,6 +41,8 @@ class KbitConfig(QuantizationConfigMixin):
             head. A tied head goes with its table; a table gets a width by a pattern for its own name only.
         embedding_bits: 2, 3, 4 or 5: the width of tables of embeddings and of heads tied to them; None leaves them in
             16 bits.
+        inputs: ``"int8"``: linear layers round their inputs to 8 bits when the model runs (``hf_kbit.set_inputs``);
+            quantizing is the same. Saved as a wish beside ``quantization_config``. None: inputs stay in 16 bits.
         quant_method: ``"kbit"``.
         stored: what the files of a quantized model say of their tensors; the quantizer writes it.
 
@@ -65,6 +68,7 @@ class KbitConfig(QuantizationConfigMixin):
     skip_default_modules: bool = True
     module_bits: Mapping[str, int | None] | list | None = field(default_factory=dict)
     embedding_bits: int | None = None
+    inputs: str | None = None
     quant_method: str = "kbit"
     stored: Stored | None = None
 
@@ -80,6 +84,8 @@ class KbitConfig(QuantizationConfigMixin):
             raise ValueError(f"skip_default_modules: found {self.skip_default_modules!r}, expected True or False")
         check_scale(self.scale)
         check_transform(self.transform)
+        if check_inputs(self.inputs) and self.transform == "none":
+            raise ValueError(f"inputs: found {self.inputs!r} and transform 'none', expected transformed layers for it")
         left = () if self.modules_to_not_convert is None else self.modules_to_not_convert
         if isinstance(left, (str, Mapping)) or not isinstance(left, Iterable):
             raise ValueError(f"modules_to_not_convert: found {shown(left)}, expected a list of patterns")
@@ -203,6 +209,8 @@ class KbitConfig(QuantizationConfigMixin):
         stored = entries.pop("stored")
         if self.embedding_bits is None:
             del entries["embedding_bits"]  # of which an hf_kbit that knows no packed tables need not know
+        if self.inputs is None or stored is not None:
+            del entries["inputs"]  # which every hf_kbit before would refuse: a quantized model has it elsewhere
         if list(self.module_bits) != sorted(self.module_bits):
             entries["module_bits"] = [[pattern, bits] for pattern, bits in self.module_bits.items()]
         if stored is not None:

@@ -19,6 +19,7 @@ from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.in_place import keep_adapters, quantize_layers
+from hf_kbit.integrations.transformers.inputs import take
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.integrations.transformers.report import report_exceptions
 from hf_kbit.memory import ENOUGH_FOR_LAYERS, Footprint, bits_for_memory, embedding_bits_for_memory, parse_size
@@ -202,6 +203,7 @@ def _quantize_all(
         quantizer.adopt(model, chosen, packable.unusual)
     else:
         quantizer.unusual = packable.unusual
+        take(packed_layers(model), config.inputs)
         report_exceptions(quantizer, packed_layers(model))
     return quantizer.lost
 

@@ -24,6 +24,7 @@ CONFIGS = [
     KbitConfig(bits=3, transform="none"),
     KbitConfig(bits=3, embedding_bits=5),
     KbitConfig(bits=3.25, module_bits={"layers.0": None}),
+    KbitConfig(inputs="int8"),
 ]
 
 
@@ -76,6 +77,9 @@ TABLE = codebooks.integer(2)
         ({"quant_method": "gptq"}, "quant_method: found 'gptq'"),
         ({"transform": "hadamard"}, r"transform: found 'hadamard', expected one of \['rotated', 'none'\]"),
         ({"transform": None}, "transform: found None"),
+        ({"inputs": "fp8"}, r"inputs: found 'fp8', expected one of \[None, 'int8'\]"),
+        ({"inputs": ["int8"]}, r"inputs: found \['int8'\]"),
+        ({"inputs": "int8", "transform": "none"}, "inputs: found 'int8' and transform 'none', expected transformed"),
         ({"transform": ["none"]}, r"transform: found \['none'\]"),
         # --- levels
         ({"codebook": "nf"}, r"codebook: found 'nf', expected one of \['fp4', 'int'"),

@@ -1,6 +1,9 @@
 """The vectorised specification against the scalar one."""
 
+import math
+
 import cases
+import numpy as np
 import pytest
 import torch
 
@@ -216,3 +219,139 @@ def test_searched_scales_have_the_least_error(bits):
     assert chosen.sum() < 0.95 * before.sum()
     dense = reference.dequantize(planes, absmax, codebook, [40, 100], torch.float64)
     torch.testing.assert_close((dense - weight).square().sum(), chosen.sum(), rtol=1e-4, atol=0)
+
+
+# --- 8-bit inputs ---------------------------------------------------------------------------------
+
+
+def tokens_by_hand(x, columns):
+    """Of docs/internals.md the steps of tokens, in NumPy, whose every operation rounds once."""
+    f32 = np.float32
+    tokens = np.zeros((len(x), format.num_blocks(x.shape[1]) * 32), f32)
+    scales = np.array([format.decode_e4m4(byte) for byte in columns.tolist()], f32)
+    tokens[:, : x.shape[1]] = x.float().numpy() * scales
+    for distance in (1, 2, 4, 8, 16):
+        pairs = tokens.reshape(len(x), -1, 2, distance)
+        tokens = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2).reshape(tokens.shape)
+    tokens = tokens * f32(32**-0.5)
+    most = np.abs(tokens).max(1, keepdims=True)
+    inverse = f32(127) * (f32(1) / most)
+    return np.where(most >= 2.0**-100, np.rint(tokens * inverse), 0).astype(np.int64), most * f32(1 / 127)
+
+
+def as_int8_by_hand(x, planes, absmax, codebook, columns, bias):
+    """All of them; y float32 ``[M, N]``, and the weight's integers."""
+    f32, f64, f16 = np.float32, np.float64, np.float16
+    q_x, of_tokens = tokens_by_hand(x, columns)
+    bits = codebook.numel().bit_length() - 1
+    top = math.floor(math.log2(float(codebook.abs().max())))
+    levels = (codebook.double().numpy() * 2.0 ** (14 - top)).astype(f16)
+    values = [format.decode_e4m4(byte & 127) * (-1 if byte > 127 else 1) / 16 for byte in range(256)]
+    scales = np.array(values)[absmax.numpy()]
+    codes = reference.unpack_codes(planes, bits).numpy()
+    largest = np.abs(levels[codes].astype(f64) * scales[..., None]).max((1, 2)).astype(f32)
+    of_one = np.minimum(f32(127) * (f32(1) / largest), f32(2**15)).astype(f16)
+    multipliers = (scales * of_one[:, None].astype(f64)).astype(f16)
+    exact = levels[codes].astype(f64) * multipliers[..., None].astype(f64)
+    sums = (exact + 1536).astype(f16)  # what HFMA2 gives, rounded once; its low byte is the integer
+    q_w = sums.view(np.uint16).astype(np.uint8).view(np.int8).astype(np.int64).reshape(len(codes), -1)
+    of_rows = f32(2.0 ** (top - 10)) / of_one.astype(f32)
+    y = (q_x @ q_w.T).astype(f32) * of_tokens * of_rows
+    return torch.from_numpy(y if bias is None else y + bias.float().numpy()), q_w
+
+
+INT8_SHAPES = [*cases.SHAPES, (3, 2100)]  # the last one of more products than float32 adds up exactly
+
+
+def packed_for_int8(shape, bits: int, exponent: int = 0):
+    """Any words and any scales, a row without scales, and the levels of ``2**exponent``; column scales."""
+    planes, absmax = cases.random_packed(shape, bits)
+    if shape[0] > 2:
+        absmax[1] = 0
+    return (planes, absmax, torch.tensor(codebooks.optimal(bits, signed=True)) * 2.0**exponent), cases.columns(
+        shape[1]
+    )
+
+
+def inputs_for_int8(in_features: int, dtype) -> torch.Tensor:
+    """Usual tokens, one of zeros, one with a huge outlier, and one so small that it counts as zeros."""
+    x = cases.x((7,), in_features).to(dtype)
+    x[1], x[2, in_features // 2] = 0, 3e4
+    if dtype != torch.float16:
+        x[3] *= 2.0**-110
+    return x
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize(
+    ("dtype", "exponent"), [(torch.float32, -96), (torch.float16, 0), (torch.bfloat16, 90)], ids=str
+)
+@np.errstate(divide="ignore", invalid="ignore")  # of tokens and rows of zeros
+def test_8_bit_inputs_are_what_the_steps_say(bits, dtype, exponent):
+    for shape in INT8_SHAPES:
+        packed, columns = packed_for_int8(shape, bits, exponent)
+        x = inputs_for_int8(shape[1], dtype)
+        for bias in (None, cases.x((), shape[0], dtype)):
+            found = reference.gemm_int8(x, *packed, bias, shape[0], columns)
+            expected, rows = as_int8_by_hand(x, *packed, columns, bias)
+            assert found.dtype == dtype and torch.equal(found, expected.to(dtype)), shape
+            tiles = (*reference.repack(*packed[:2], bits, list(shape)), packed[2])
+            assert torch.equal(reference.gemm_int8(x, *tiles, bias, shape[0], columns), found)
+        assert np.abs(rows).max() <= 127 and (reference.rows_to_int8(*packed, list(shape))[0].numpy() == rows).all()
+
+
+def test_8_bit_tokens_are_what_the_steps_say():
+    """Of so many numbers that some are next to a half, where any other order of roundings shows."""
+    x, columns = cases.x((4000,), 1000), cases.columns(1000)
+    found, of_tokens = reference.tokens_to_int8(x, columns)
+    expected, of_tokens_by_hand = tokens_by_hand(x, columns)
+    assert (found.numpy() == expected).all() and (of_tokens.numpy() == of_tokens_by_hand).all()
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+def test_8_bit_inputs_are_near_the_product(bits):
+    """To half a step of each int8 number, a little more of weights, whose multipliers are numbers of float16."""
+    for shape in INT8_SHAPES:
+        packed, columns = packed_for_int8(shape, bits)
+        x = inputs_for_int8(shape[1], torch.float32)
+        stored = cases.stored(*packed, signed=True).double()
+        turned = transforms.of_input(x.double(), reference.decode_e4m4(columns).double(), True)
+        off_x = turned.abs().amax(-1, keepdim=True) / 127 / 2 * (1 + 1e-5) + turned.abs() * 1e-6
+        largest = stored.abs().amax(-1, keepdim=True)
+        off_w = largest / 127 / 2 * (1 + 2.0**-9) + stored.abs() * 2.0**-9 + 1e-3 * largest / 127
+        bound = off_x @ (stored.abs() + off_w).T + turned.abs() @ off_w.T
+        found = reference.gemm_int8(x, *packed, None, shape[0], columns)
+        error = (found.double() - turned @ stored.T).abs()
+        assert (error <= bound * (1 + 1e-6) + 1e-30).all()
+
+
+def test_no_number_leaves_int8():
+    """Of all scales, largest and other ones, and of levels that round up."""
+    absmax = torch.arange(256).byte()[:, None].expand(-1, 2).clone()
+    for level in torch.linspace(1, 2, 200):
+        codebook = torch.stack([-level, level / 3, level / 2, level])
+        for code in (0, 3):
+            planes = torch.full((256, 4), -1 if code else 0, dtype=torch.int32)
+            rows, of_rows = reference.rows_to_int8(planes, absmax, codebook, [256, 64])
+            scaled = reference.decode_scales(absmax[:, 0], True) != 0
+            assert (rows[scaled].abs() == 127).all() and not rows[~scaled].any()
+            assert of_rows.isfinite().all() and (of_rows > 0).all()
+
+
+def test_sums_of_int8_are_exact():
+    """Of the largest numbers, in any context, also where float32 would round."""
+    numbers = torch.full((2, 5000), 127, dtype=torch.int8)
+    numbers[1, ::3] = -126
+    expected = (numbers.long() @ numbers.long().T).int()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(reference._exact_product(numbers, numbers), expected)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_in_its_token(wrong):
+    packed, columns = packed_for_int8((7, 100), 4)
+    x = cases.x((4,), 100)
+    expected = reference.gemm_int8(x, *packed, None, 7, columns)
+    x[2, 50] = wrong
+    found = reference.gemm_int8(x, *packed, None, 7, columns)
+    assert found[2].isnan().all() and torch.equal(found[[0, 1, 3]], expected[[0, 1, 3]])

@@ -42,6 +42,7 @@ OWN_TEXT_BITS = (2, 3, 4)  # calibrated on the text that hf_kbit takes when it i
 OWN_TEXT = ", own text"
 TUNED_BITS = (2, 2.5, 3, 4)  # the same, and tuned
 TUNED = ", tuned"
+INT8 = ", 8-bit inputs"
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ def dense_storage(model: nn.Module) -> Storage:
 # --- hf_kbit --------------------------------------------------------------------------------------
 
 
-def load_kbit(folder: Path, device: str, bits: int, codebook: str, scale: str) -> nn.Module:
-    return load(folder, device, quantization_config=hf_kbit.KbitConfig(bits=bits, codebook=codebook, scale=scale))
+def load_kbit(folder: Path, device: str, **choices) -> nn.Module:
+    return load(folder, device, quantization_config=hf_kbit.KbitConfig(**choices))
 
 
 def kbit_storage(model: nn.Module) -> Storage:
@@ -166,9 +167,9 @@ def own_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
     return written.cpu()
 
 
-def load_calibrated(folder: Path, device: str, bits: int, method: str, data=training_sequences) -> nn.Module:
+def load_calibrated(folder: Path, device: str, data=training_sequences, **choices) -> nn.Module:
     model = load(folder, device)
-    return calibrate(model, data(folder, model), bits=bits, method=method)
+    return calibrate(model, data(folder, model), **choices)
 
 
 @cache
@@ -219,6 +220,11 @@ def kbit_methods() -> list[Method]:
         for bits in BITS
         for method in METHODS
     ]
+    with_int8 = [
+        Method("hf_kbit", bits, f"optimal, {how}{INT8}", partial(loaded, bits=bits, inputs="int8"), kbit_storage)
+        for bits in BITS
+        for how, loaded in (("search", load_kbit), ("feedback", partial(load_calibrated, method="feedback")))
+    ]
     on_own_text = [
         Method(
             "hf_kbit",
@@ -254,7 +260,7 @@ def kbit_methods() -> list[Method]:
         for bits in CALIBRATED_MIXED_BITS
         for text, data in (("", training_sequences), (OWN_TEXT, own_sequences))
     ]
-    return free + calibrated + on_own_text + tuned + mixed + mixed_calibrated
+    return free + calibrated + with_int8 + on_own_text + tuned + mixed + mixed_calibrated
 
 
 def methods() -> list[Method]:

@@ -60,6 +60,15 @@ void gemm_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor
 void gemm_experts_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, const Tensor& offsets,
                            Tensor& grad_x);
 
+// --- of the CPU backend alone (ops_int8.cpp) ---
+
+// What 1 stands for in the rows of a rotated matrix as int8, inverted: float16 [out_features].
+void int8_inverses(const Packed& packed, Tensor& inverses);
+
+// backend::gemm of 8-bit inputs and a rotated matrix; inverses, contiguous, as int8_inverses finds them.
+Tensor gemm_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
+                 const Tensor& inverses);
+
 }  // namespace hf_kbit::backend
 
 namespace hf_kbit {

@@ -174,24 +174,6 @@ std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, in
     return {words, scales};
 }
 
-// The weight of a product, or those of experts.
-Packed check_product(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
-                     const std::optional<Tensor>& bias, int64_t out_features, const std::optional<Tensor>& columns,
-                     bool rotated, Matrices matrices = Matrices::one, bool swiglu = false) {
-    if (x.dim() < 1) refuse("x", "a scalar", "[*, in_features]");
-    check_same_device("x", x, "weight", weight);
-    const std::array<int64_t, 2> shape{out_features, x.size(-1) / (swiglu ? 2 : 1)};
-    const Packed packed =
-        check_weight(weight, absmax, codebook, {shape.data(), shape.size()}, columns, rotated, matrices);
-    if (bias) {
-        check_dtype("bias", *bias, {x.scalar_type()});
-        const Shape expected = concat(packed.lead, {out_features});
-        if (shape_of(*bias) != expected) refuse("bias", "shape " + to_string(shape_of(*bias)), to_string(expected));
-        check_same_device("bias", *bias, "x", x);
-    }
-    return packed;
-}
-
 Tensor gemm(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
             const std::optional<Tensor>& bias, int64_t out_features, const std::optional<Tensor>& columns,
             bool rotated) {

@@ -4,7 +4,7 @@ import statistics
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from hf_kbit.cli.options import add, add_device, add_loading, at_least, resolve_device, source
+from hf_kbit.cli.options import add, add_device, add_inputs, add_loading, at_least, resolve_device, source
 from hf_kbit.cli.output import line
 
 BAR = 40  # characters, of the longest
@@ -16,6 +16,7 @@ def add_options(parser: ArgumentParser) -> None:
     add(parser, "--new-tokens", "Number of tokens to generate after it.", type=at_least(2), default=64)
     add(parser, "--repeats", "Number of times to measure; the median counts.", type=at_least(1), default=3)
     add(parser, "--png", "File to draw the figures into as well. Default: they are only printed.", type=Path)
+    add_inputs(parser)
     add_device(parser)
     add_loading(parser)
 
@@ -34,6 +35,7 @@ def command(given: Namespace) -> None:
 
     from hf_kbit.cli.generate import load
     from hf_kbit.integrations.transformers.cards import widths
+    from hf_kbit.integrations.transformers.inputs import taken
 
     model, sizes = given.model, (given.prompt_tokens, given.new_tokens)
     config = AutoConfig.from_pretrained(model, **source(given))
@@ -49,7 +51,7 @@ def command(given: Namespace) -> None:
             f"the positions of {model}"
         )
     packed = load(given, device)
-    name = widths(packed)
+    name = widths(packed) + (f", {inputs} inputs" if (inputs := taken(packed)) else "")
     where = (
         torch.cuda.get_device_name(device) if packed.device.type == "cuda" else f"{torch.get_num_threads()} threads"
     )

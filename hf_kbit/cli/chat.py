@@ -3,7 +3,7 @@
 import sys
 from argparse import ArgumentParser, Namespace
 
-from hf_kbit.cli.options import add, add_device, add_loading, at_least, resolve_device, source
+from hf_kbit.cli.options import add, add_device, add_inputs, add_loading, at_least, resolve_device, source
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -11,6 +11,7 @@ def add_options(parser: ArgumentParser) -> None:
     add(parser, "--prompt", "Say this, print the answer and end. Default: ask until Ctrl-D.")
     about = "Number of tokens that an answer has at most."
     add(parser, "--max-new-tokens", about, type=at_least(1), default=512)
+    add_inputs(parser)
     add_device(parser)
     add_loading(parser)
 

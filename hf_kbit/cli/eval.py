@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_kbit.cli import options
-from hf_kbit.cli.options import add, add_device, add_loading, add_text, at_least, check_alone, read_text
+from hf_kbit.cli.options import add, add_device, add_inputs, add_loading, add_text, at_least, check_alone, read_text
 from hf_kbit.cli.output import line
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def add_options(parser: ArgumentParser) -> None:
     about = "With --bits: codebook, the levels that weights are rounded to. Default: optimal."
     add(parser, "--codebook", about)
     add(parser, "--scale", "With --bits: how scales are found, absmax or search. Default: search.")
+    add_inputs(parser)
     add_device(parser, "cpu, cuda, cuda:1, or auto for all GPUs")
     add_loading(parser)
     add(parser, "--json", "Print one line of JSON. Default: a table to read.", action="store_true")
@@ -44,6 +45,7 @@ def command(given: Namespace) -> None:
     from hf_kbit.config import KbitConfig
     from hf_kbit.evaluation import check, evaluate
     from hf_kbit.integrations.transformers.cards import write_figures
+    from hf_kbit.integrations.transformers.inputs import taken
 
     model, bits = given.model, given.bits
     load = {"device_map": options.resolve_device(given.device), "dtype": given.dtype}
@@ -75,15 +77,17 @@ def command(given: Namespace) -> None:
     windows = {"window": given.window, "stride": given.window if given.stride is None else given.stride}
     check(configs, tokens, **windows)  # before anything large is loaded
     evaluated = AutoModelForCausalLM.from_pretrained(model, **load, **source[model], **quantization)
+    options.set_inputs(evaluated, given)
+    inputs = {"inputs": name} if (name := taken(evaluated)) else {}
     compared = AutoModelForCausalLM.from_pretrained(reference, **load, **source[reference]) if reference else None
     found = evaluate(evaluated, tokens, reference=compared, **windows, progress=True)
-    rows = _rows(found)
+    rows = inputs | _rows(found)
     if given.card:
         with_reference = {"compared with": reference} if reference else {}
         write_figures(readme, {"text": text.name} | with_reference | rows)
     if given.json:
         width = getattr(getattr(evaluated.config, "quantization_config", None), "bits", None)
-        print(json.dumps({"model": model, "bits": width, "reference": reference} | asdict(found)))
+        print(json.dumps({"model": model, "bits": width, "reference": reference} | inputs | asdict(found)))
     else:
         for label, value in rows.items():
             line(label, value)

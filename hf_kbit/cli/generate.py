@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import hf_kbit
-from hf_kbit.cli.options import source
+from hf_kbit.cli import options
 from hf_kbit.generation.unsupported import Unsupported
 
 
@@ -41,8 +41,10 @@ class Clock(BaseStreamer):
 
 def load(given: Namespace, device: str) -> PreTrainedModel:
     """The causal language model that the command was given, ready to generate."""
-    options = {"device_map": device, "dtype": given.dtype}
-    return AutoModelForCausalLM.from_pretrained(given.model, **options, **source(given)).eval()
+    how = {"device_map": device, "dtype": given.dtype}
+    model = AutoModelForCausalLM.from_pretrained(given.model, **how, **options.source(given)).eval()
+    options.set_inputs(model, given)
+    return model
 
 
 def generate(model: PreTrainedModel, **options) -> torch.Tensor:

@@ -67,6 +67,19 @@ def resolve_device(device: str | None) -> str:
     return device
 
 
+def add_inputs(parser: ArgumentParser) -> None:
+    about = "Inputs of quantized layers: int8 rounds them to 8 bits, none leaves them in 16. Default: as MODEL wishes."
+    add(parser, "--inputs", about, choices=("int8", "none"))
+
+
+def set_inputs(model, given: Namespace) -> None:
+    """Has a loaded model take the inputs that ``--inputs`` says."""
+    from hf_kbit.integrations.transformers import inputs
+
+    if given.inputs is not None:
+        inputs.set_inputs(model, None if given.inputs == "none" else given.inputs)
+
+
 # --- text -----------------------------------------------------------------------------------------
 
 

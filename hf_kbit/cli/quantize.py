@@ -41,6 +41,8 @@ def add_options(parser: ArgumentParser) -> None:
     add(parser, "--embedding-bits", about, type=int)
     about = "Codebook, the levels that weights are rounded to: optimal, normal_float, int or fp4."
     add(parser, "--codebook", about, default="optimal")
+    about = "Inputs of quantized layers whenever the saved model runs: int8 rounds them to 8 bits. Default: 16 bits."
+    add(parser, "--inputs", about, choices=("int8",))
     about = "Name or pattern of layers to leave in 16 bits. Can be given several times. Default: none."
     add(parser, "--skip", about, action="append", metavar="PATTERN")
     add_device(parser)
@@ -109,6 +111,7 @@ def command(given: Namespace) -> None:
         codebook=given.codebook,
         modules_to_not_convert=given.skip,
         embedding_bits=given.embedding_bits,
+        inputs=given.inputs,
     )
     is_mean, memory = bool(config.bits % 1), None if given.memory is None else parse_size(given.memory, "--memory")
     needs_dense = calibrate or is_mean or memory is not None

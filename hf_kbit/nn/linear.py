@@ -7,8 +7,17 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight
-from hf_kbit.ops import product
+from hf_kbit.ops import int8_inverses, product, product_int8
 from hf_kbit.packed import DEFAULT_TRANSFORM
+
+INPUTS = (None, "int8")
+
+
+def check_inputs(inputs: object) -> str | None:
+    """Returns ``inputs`` if it is one of ``INPUTS``."""
+    if inputs not in INPUTS:
+        raise ValueError(f"inputs: found {inputs!r}, expected one of {list(INPUTS)}")
+    return inputs
 
 
 class KbitLinear(KbitWeight, nn.Linear):
@@ -30,6 +39,11 @@ class KbitLinear(KbitWeight, nn.Linear):
             its largest magnitude (``hf_kbit.ops.quantize``).
         transform: what ``load_dense`` does to a weight first: ``"rotated"`` or ``"none"`` (``KbitConfig``).
 
+    Attributes:
+        inputs: ``"int8"`` has the layer round its inputs to 8 bits, if its weight is transformed, and outside of
+            training: in ``eval()`` mode, where no gradient is wanted, and x is not float64. None leaves them in 16
+            bits. ``hf_kbit.set_inputs`` sets it for all layers of a model.
+
     A new layer holds zeros and so computes its bias; load a state dict, or use ``from_linear``.
 
     Raises:
@@ -44,6 +58,7 @@ class KbitLinear(KbitWeight, nn.Linear):
 
     # Tensor parallelism in Transformers then runs the forward on local shards, which the ops take.
     _hf_quantized_needs_local_tp = True
+    inputs: str | None = None
 
     def __init__(
         self,
@@ -129,9 +144,21 @@ class KbitLinear(KbitWeight, nn.Linear):
                 bias = bias.to(x.dtype)
             columns = parts["columns"]
             rotated = columns is not None
-            return product(x, parts["words"], parts["absmax"], parts["codebook"], bias, rows, columns, rotated)
+            if self.inputs is None or self.training or not rotated:
+                return product(x, parts["words"], parts["absmax"], parts["codebook"], bias, rows, columns, rotated)
+            packed = parts["words"], parts["absmax"], parts["codebook"]
+            return product_int8(x, *packed, bias, rows, columns, self.find_inverses(parts))
         except (TypeError, ValueError) as error:
             raise self.named(error) from error
+
+    def find_inverses(self, parts: dict) -> torch.Tensor | None:
+        """What the weight's rows are multiplied by for 8-bit inputs, kept for the next product; None where it is not
+        to be kept, and each product finds it."""
+        if (found := parts.get("inverses")) is None and not is_dynamo_compiling() and parts["words"].is_cpu:
+            with torch.inference_mode(False):  # other products may be outside of it
+                found = int8_inverses(parts["words"], parts["absmax"], parts["codebook"], parts["matrix"])
+            parts["inverses"] = found
+        return found
 
     def reset_parameters(self) -> None:
         """Does nothing: a quantized weight has no random initialisation."""

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from hf_kbit.ops import native
-from hf_kbit.ops.autograd import product
+from hf_kbit.ops.autograd import product, product_int8
 
 __all__ = [
     "combine_experts",
@@ -18,7 +18,10 @@ __all__ = [
     "embed",
     "gemm",
     "gemm_experts",
+    "gemm_int8",
+    "int8_inverses",
     "product",
+    "product_int8",
     "quantize",
     "repack",
     "route_experts",
@@ -239,6 +242,74 @@ def gemm(
     """
     out_features = weight.shape[0] if out_features is None else out_features
     return product(x, weight, absmax, codebook, bias, out_features, columns, rotated)
+
+
+def gemm_int8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    columns: torch.Tensor,
+    inverses: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``gemm`` of a rotated weight with 8-bit inputs: x and W are rounded to int8 on the way. Sums are exact, so
+    results are the same to the last bit on every device and in every batch (``docs/internals.md`` says each step).
+
+    Args:
+        x: float32, float16 or bfloat16 ``[*, K]``, as for ``gemm``; K 133,120 at most.
+        weight: int32 planes ``[N, B * bits]`` or tiles of a weight whose blocks were rotated.
+        absmax: uint8 ``[N, B]`` with signs, or that of the tiles.
+        codebook: float32 ``[2**bits]``.
+        bias: dtype of ``x``, ``[N]``, or None.
+        out_features: N.
+        columns: uint8 ``[K]``, see ``dequantize``.
+        inverses: what ``int8_inverses`` has found of this weight. It is found anew for each product if None.
+
+    Returns:
+        dtype of ``x``, ``[*, N]``, contiguous, without a gradient. Of a token with NaN or infinity all is NaN; one of
+        numbers below ``2**-100`` counts as zeros.
+
+    Raises:
+        ValueError: a dtype, shape or device does not fit; the message names the tensor.
+
+    Source: a scale for each token and one for each row as in LLM.int8() (arXiv:2208.07339), here after a rotation,
+    which leaves no outliers.
+
+    >>> import hf_kbit, torch
+    >>> weight = hf_kbit.KbitLinear.from_linear(torch.nn.Linear(100, 64), bits=4).weight
+    >>> packed = weight.words, weight.absmax, weight.codebook
+    >>> gemm_int8(torch.randn(2, 7, 100), *packed, None, 64, weight.columns).shape
+    torch.Size([2, 7, 64])
+    """
+    return torch.ops.hf_kbit.gemm_int8(x, weight, absmax, codebook, bias, out_features, columns, inverses)
+
+
+def int8_inverses(
+    weight: torch.Tensor, absmax: torch.Tensor, codebook: torch.Tensor, shape: Sequence[int]
+) -> torch.Tensor:
+    """Of each row what 1 stands for when a rotated weight becomes int8, inverted: all of the weight is read for it, so
+    a layer keeps it.
+
+    Args:
+        weight: int32 planes ``[N, B * bits]`` or tiles, as for ``gemm_int8``.
+        absmax: its scales, with signs.
+        codebook: its levels.
+        shape: ``(N, K)``, without the padding.
+
+    Returns:
+        float16 ``[N]``, the same on every device.
+
+    Raises:
+        ValueError: a dtype, shape or device does not fit; the message names the tensor.
+
+    >>> import hf_kbit, torch
+    >>> weight = hf_kbit.KbitLinear.from_linear(torch.nn.Linear(100, 64), bits=4).weight
+    >>> int8_inverses(weight.words, weight.absmax, weight.codebook, (64, 100)).shape
+    torch.Size([64])
+    """
+    return torch.ops.hf_kbit.int8_inverses(weight, absmax, codebook, list(shape))
 
 
 def set_batch_invariant(enabled: bool) -> None:

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 from hf_kbit.ops.table import LIBRARY
 
 OPS = torch.ops.hf_kbit
-_GEMM, _GEMM_INFERENCE = OPS.gemm.default, OPS.gemm_inference.default
+_GEMM, _GEMM_INFERENCE, _GEMM_INT8 = OPS.gemm.default, OPS.gemm_inference.default, OPS.gemm_int8.default
 
 
 def _register(name: str, setup_context, backward) -> None:
@@ -42,6 +42,15 @@ def product(x, weight, absmax, codebook, bias, out_features, columns=None, rotat
     wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     op = _GEMM if wanted else _GEMM_INFERENCE
     return op(x, weight, absmax, codebook, bias, out_features, columns, rotated)
+
+
+def product_int8(x, weight, absmax, codebook, bias, out_features, columns, inverses=None):
+    """``product`` of 8-bit inputs; with a gradient or a tangent, which rounding has none of, and in float64 of x as it
+    is."""
+    wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    if wanted or forward_ad._current_level >= 0 or x.dtype == torch.float64:
+        return product(x, weight, absmax, codebook, bias, out_features, columns, True)
+    return _GEMM_INT8(x, weight, absmax, codebook, bias, out_features, columns, inverses)
 
 
 def _with_tangents(multiply, x, bias=None):
@@ -161,7 +170,12 @@ _register("combine_experts", _combine_setup_context, _combine_backward)
 # shapes here. Columns, a rotation and a gate do not count.
 
 
-@register_flop_formula([OPS.gemm, OPS.gemm_inference, OPS.gemm_group, OPS.gemm_gradient, OPS.gemm_experts_gradient])
+@register_flop_formula(
+    [
+        *(OPS.gemm, OPS.gemm_inference, OPS.gemm_int8, OPS.gemm_group),
+        *(OPS.gemm_gradient, OPS.gemm_experts_gradient),
+    ]
+)
 def _(x, *_, out_shape=None, **__):
     results = out_shape if isinstance(out_shape, list) else [out_shape]
     return 2 * x[-1] * sum(map(math.prod, results))

@@ -20,6 +20,8 @@ import torch
 
 from hf_kbit import reference
 
+# Of a device type the ops that neither its library nor Triton's kernels have.
+PLAIN = {"cuda": ("gemm_int8", "int8_inverses")}
 TRITON_DEVICES = ("cuda", "xpu")  # ROCm's are "cuda" too
 REINSTALL_OPTIONS = "--force-reinstall --no-deps --no-cache-dir"
 OLDEST_DRIVERS = {12: "525", 13: "580"}  # that run what each CUDA built, in NVIDIA's table of compatibility
@@ -161,8 +163,11 @@ def triton_missing(device_type: str) -> str:
 
 def fallback(op: str, device_type: str) -> Callable:
     """What runs an op on a device type without library: a kernel of Triton's if it has one, or the reference."""
-    warn_missing(device_type)
     name = op.removesuffix("_inference")
+    if name in PLAIN.get(device_type, ()) and library(device_type).loaded:
+        warn_plain(name, device_type)
+    else:
+        warn_missing(device_type)
     if batch_invariant and name in ("gemm", "gemm_group", "gemm_experts"):
         missing = library(device_type).missing
         raise RuntimeError(f"batch-invariant products were asked for, and only libraries have them: {missing}")
@@ -172,6 +177,17 @@ def fallback(op: str, device_type: str) -> Callable:
         if name in triton.OPS:
             return getattr(triton, name)
     return getattr(reference, name)
+
+
+@functools.cache
+def warn_plain(op: str, device_type: str) -> None:
+    """Says once for each device type that an op has no kernel of its own."""
+    warnings.warn(
+        f"hf_kbit: {op} runs in plain PyTorch on {device_type}, correct but slower than 16-bit inputs: its library "
+        "has no kernel for 8-bit inputs yet",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 @functools.cache

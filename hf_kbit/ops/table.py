@@ -25,6 +25,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 WITH_FLOAT64 = (*FLOATS, torch.float64)  # so that gradients can be checked numerically
 INDICES = (torch.int64, torch.int32)
 MOST_EXPERTS = 2**13  # those that the kernel can count in the shared memory of any GPU
+MOST_INT8_FEATURES = (2**31 - 1) // 127**2 // 32 * 32  # products of int8 whose sum int32 holds, in whole blocks
 MOST_FEATURES = 2**48  # more than any memory holds; what is computed from sizes up to here does not overflow
 
 Results = list[tuple[Sequence[int], torch.dtype]]
@@ -217,6 +218,25 @@ def gemm(x, weight, absmax, codebook, bias, out_features, columns=None, rotated=
     _packed(weight, absmax, codebook, (out_features, x.shape[-1]), columns)
     _check("bias", bias, x.dtype, (out_features,))
     return [((*x.shape[:-1], out_features), x.dtype)]
+
+
+@_op("int8_inverses(Tensor weight, Tensor absmax, Tensor codebook, SymInt[] shape) -> Tensor")
+def int8_inverses(weight, absmax, codebook, shape):
+    _packed(weight, absmax, codebook, shape, None)
+    return [((shape[0],), torch.float16)]
+
+
+@_op(
+    "gemm_int8(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, SymInt out_features,"
+    " Tensor columns, Tensor? inverses=None) -> Tensor"
+)
+def gemm_int8(x, weight, absmax, codebook, bias, out_features, columns, inverses=None):
+    _check_dtype("x", x.dtype, FLOATS)
+    results = gemm(x, weight, absmax, codebook, bias, out_features, columns)
+    if x.shape[-1] > MOST_INT8_FEATURES:
+        _refuse_shape("x", x, f"[*, in_features] of {MOST_INT8_FEATURES} in_features at most for 8-bit inputs")
+    _check("inverses", inverses, torch.float16, (out_features,))
+    return results
 
 
 # Several weights, of which ``inductor`` joins products. The stable ABI has no list of bools: `rotated` are 0 or 1.

@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_kbit.format import BITS
+from hf_kbit.integrations.transformers.inputs import taken
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("data", "methods", "measure", "peers", "report", "train")
@@ -199,6 +200,14 @@ def test_bits_per_weight(quality, folder, label):
     embeddings_and_norms = 2 * 64 * WIDTH + (2 * LAYERS + 1) * WIDTH
     assert found["model_MB"] == pytest.approx((COUNTED[label][1] * WEIGHTS / 8 + 2 * embeddings_and_norms) / 1e6)
     assert 0.05 * 4.0**-method.bits < quality.methods.squared_error(model, reference) < 5 * 4.0**-method.bits
+
+
+@pytest.mark.parametrize("way", ["search", "feedback"])
+def test_8_bit_inputs(quality, folder, monkeypatch, way):
+    monkeypatch.setattr(quality.methods, "training_ids", lambda folder: torch.arange(64).repeat(2))
+    (method,) = (m for m in quality.methods.methods() if m.label == f"hf_kbit 4 optimal, {way}, 8-bit inputs")
+    monkeypatch.setattr(quality.methods, "amount", lambda model: {"sequences": 2, "length": 64})
+    assert taken(method.load(folder, "cpu")) == "int8"
 
 
 # --- a published model ----------------------------------------------------------------------------

@@ -36,6 +36,11 @@ def test_figures(folder, device, tmp_path):
     assert drawn.startswith("drawn ") and (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_8_bit_inputs_are_named(folder):
+    sizes = ("--prompt-tokens", 20, "--new-tokens", 2, "--repeats", 1, "--device", "cpu")
+    assert "\n  3 bits, int8 inputs" in succeed("bench", "packed", "--inputs", "int8", *sizes).stdout
+
+
 def test_numbers():
     assert [bench._number(value) for value in (0.07123, 16.061, 12345.6)] == ["0.07123", "16.06", "12,346"]
 

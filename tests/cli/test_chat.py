@@ -48,6 +48,15 @@ def test_a_prompt_is_answered(speaker):
     assert chat(speaker, "--prompt", "One", template=None).stdout == answer(speaker, "One") + "\n"
 
 
+def test_8_bit_inputs(speaker, monkeypatch):
+    taken = []
+    monkeypatch.setattr("hf_kbit.integrations.transformers.inputs.take", lambda layers, inputs: taken.append(inputs))
+    for inputs in ("int8", "none"):
+        chat(speaker, "--prompt", "Hi", "--inputs", inputs)
+    chat(speaker, "--prompt", "Hi")
+    assert taken == ["int8", None]
+
+
 def test_what_was_said_before_counts(speaker):
     """Lines until the end of the input, empty ones left out."""
     found = chat(speaker, said="Hi\n\nMore\n")

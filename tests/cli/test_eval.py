@@ -57,6 +57,23 @@ def test_saved_models(expected):
     assert (found["bits"], found["kl_divergence"], found["top1_agreement"]) == (None, 0, 1)
 
 
+def test_8_bit_inputs(expected, tmp_path):
+    """Of a model quantized while loading, and of a saved one, whose wish they are or not."""
+    read, names = ("--window", 64, *ROWS), {"model": "dense", "bits": 3, "reference": "dense"}
+    rounded = expected(bits=3, inputs="int8")
+    found = figures("dense", "--bits", 3, "--inputs", "int8", *read)
+    assert found == names | {"inputs": "int8"} | rounded and rounded != expected(bits=3)
+    model = AutoModelForCausalLM.from_pretrained("packed")
+    hf_kbit.set_inputs(model, "int8")
+    model.save_pretrained(tmp_path)
+    saved = (tmp_path, "--tokenizer", "dense", "--reference", "dense", *read)
+    assert figures(*saved) == names | {"inputs": "int8", "model": str(tmp_path)} | rounded
+    assert figures(*saved, "--inputs", "none") == names | {"model": str(tmp_path)} | expected(bits=3)
+    assert "inputs " in succeed("eval", *saved).stdout
+    said = refuse("eval", "dense", "--inputs", "int8", *read)
+    assert "inputs: found 'no quantized layer' in LlamaForCausalLM, expected a layer that takes 8-bit inputs" in said
+
+
 def test_several_files(expected, tmp_path):
     (tmp_path / "a").write_text("First, an é.")
     (tmp_path / "b").write_text("Then more of it.")

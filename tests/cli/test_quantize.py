@@ -23,6 +23,7 @@ from hf_kbit import KbitLinear, codebooks, memory, widths
 from hf_kbit.calibration.layerwise import METHODS, load
 from hf_kbit.calibration.resume import Finished
 from hf_kbit.cli.folder import UNFINISHED, claim
+from hf_kbit.nn.weight import packed_layers
 from tests import gpt_oss
 
 OF_A_MODEL = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
@@ -58,6 +59,14 @@ def test_without_data(device, tmp_path):
     assert model.config.quantization_config.to_dict() == expected.config.quantization_config.to_dict()
     assert same(model.state_dict(), expected.state_dict()) and model.dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("text")["input_ids"] == list(b"text")
+
+
+def test_8_bit_inputs(tmp_path):
+    """Wished for by the saved model, with data too."""
+    for name, options in (("plain", []), ("calibrated", ["--calibrate", "--sequences", 2, "--length", 32])):
+        quantize("dense", tmp_path / name, "--inputs", "int8", "--device", "cpu", *options)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert {layer.inputs for layer in packed_layers(model).values()} == {"int8"}
 
 
 @pytest.mark.parametrize("bits", [4, 3])

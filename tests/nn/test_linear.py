@@ -348,3 +348,119 @@ def test_tangents_of_gradients():
             return forward_ad.unpack_dual(grad).tangent
 
     torch.testing.assert_close(tangent(layer), tangent(layer.to_linear()))
+
+
+# --- 8-bit inputs -----------------------------------------------------------------------------------
+
+
+def with_int8(transform="rotated", bias=True, dtype=torch.float32) -> KbitLinear:
+    layer = KbitLinear.from_linear(linear(9, 33, bias, dtype), bits=4, transform=transform).eval()
+    layer.inputs = "int8"
+    return layer
+
+
+def in_16_bits(layer: KbitLinear) -> KbitLinear:
+    other = copy.deepcopy(layer)
+    other.inputs = None
+    return other
+
+
+def by_the_op(layer: KbitLinear, x: torch.Tensor) -> torch.Tensor:
+    weight, bias = layer.weight, None if layer.bias is None else layer.bias.to(x.dtype)
+    return reference.gemm_int8(x, weight.words, weight.absmax, weight.codebook, bias, 9, weight.columns)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+@torch.no_grad()
+def test_8_bit_inputs(bias, dtype):
+    layer, x = with_int8(bias=bias, dtype=dtype), cases.x((2, 3), 33, dtype)
+    found = layer(x)
+    assert torch.equal(found, by_the_op(layer, x)) and not torch.equal(found, in_16_bits(layer)(x))
+    assert (found - in_16_bits(layer)(x)).norm() < 0.02 * found.norm()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), found)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), by_the_op(layer, x.bfloat16()))
+    assert layer.to("meta")(x.to("meta")).shape == (2, 3, 9)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "cast", "data parallel"])
+@torch.no_grad()
+def test_copies_take_8_bit_inputs_too(way):
+    layer, x, file = with_int8(), cases.x((3,), 33), io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    copied = {
+        "deepcopy": lambda: copy.deepcopy(layer),
+        "pickle": lambda: pickle.loads(pickle.dumps(layer)),
+        "torch.save": lambda: torch.load(file, weights_only=False),
+        "cast": lambda: copy.deepcopy(layer).half().float(),
+        "data parallel": layer._replicate_for_data_parallel,
+    }[way]()
+    if way == "data parallel":
+        for name, parameter in layer._parameters.items():
+            setattr(copied, name, parameter.data)
+    assert copied.inputs == "int8" and torch.equal(copied(x), by_the_op(copied, x))
+
+
+@torch.no_grad()
+def test_a_state_dict_says_nothing_of_inputs():
+    layer, other = with_int8(), KbitLinear(33, 9, bits=4).eval()
+    other.load_state_dict(layer.state_dict())
+    x = cases.x((3,), 33)
+    assert torch.equal(other(x), in_16_bits(layer)(x))
+    layer.load_state_dict(other.state_dict())
+    assert torch.equal(layer(x), by_the_op(layer, x))
+
+
+def test_what_has_16_bit_inputs_all_the_same():
+    """Whatever trains, also where only a bias does; float64; tangents; a weight that is not transformed."""
+    layer, x = with_int8(bias=False), cases.x((3,), 33)
+    expected = in_16_bits(layer)(x)
+    assert torch.equal(layer(x), by_the_op(layer, x)), "no gradient is wanted"
+    wanting = x.clone().requires_grad_()
+    found = layer(wanting)
+    found.sum().backward()
+    torch.testing.assert_close(wanting.grad, layer.dequantize().sum(0).expand(3, -1))
+    assert torch.equal(found, expected) and torch.equal(copy.deepcopy(layer).train()(x), expected)
+    assert torch.equal(layer(x.double()), in_16_bits(layer)(x.double()))
+    assert torch.equal(torch.func.jvp(layer, (x,), (x,))[0], expected)
+    with_bias, plain = with_int8(), with_int8("none")
+    assert torch.equal(with_bias(x), in_16_bits(with_bias)(x)) and torch.equal(plain(x), in_16_bits(plain)(x))
+    checkpointed = copy.deepcopy(with_bias).train()
+    assert torch.equal(checkpoint(checkpointed, wanting, use_reentrant=True), in_16_bits(with_bias)(x))
+
+
+def test_8_bit_inputs_are_checked():
+    layer = with_int8()
+    with torch.no_grad(), pytest.raises(ValueError, match=r"KbitLinear: x: found shape \[2, 64\], expected"):
+        layer(torch.ones(2, 64))
+    with torch.no_grad(), pytest.raises(ValueError, match="KbitLinear: columns: found on meta, expected on cpu"):
+        layer.weight.parts["columns"] = layer.weight.columns.to("meta")
+        layer(torch.ones(2, 33))
+
+
+def test_what_8_bit_inputs_need_is_found_once_and_anew_for_another_weight():
+    layer, x = with_int8(), cases.x((3,), 33)
+    other = KbitLinear.from_linear(linear(9, 33), bits=4).eval()
+    with torch.no_grad():
+        layer(x)
+        first = layer.weight.parts["inverses"]
+        assert torch.equal(layer(x), by_the_op(layer, x)) and layer.weight.parts["inverses"] is first
+        ways = {
+            "a copy": lambda: copy.deepcopy(layer),
+            "a cast": lambda: copy.deepcopy(layer).half().float(),
+            "loaded": lambda: layer.load_state_dict(other.state_dict()) and layer,
+            "copied into": lambda: layer.weight.copy_(with_int8().weight) is not None and layer,
+            "assigned": lambda: setattr(layer, "weight", other.weight) or layer,
+            "quantized": lambda: layer.load_dense(torch.randn(9, 33)) or layer,
+        }
+        for way, change in ways.items():
+            changed = change()
+            assert "inverses" not in changed.weight.parts, way
+            assert torch.equal(changed(x), by_the_op(changed, x)), way
+    layer = with_int8()
+    with torch.inference_mode():
+        layer(x)
+    assert not layer.weight.parts["inverses"].is_inference(), "products outside of it may get them too"

@@ -7,7 +7,7 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 
 from hf_kbit import format, reference
-from hf_kbit.ops import dequantize, embed, gemm, quantize, repack
+from hf_kbit.ops import dequantize, embed, gemm, gemm_int8, quantize, repack, set_batch_invariant
 
 TRANSFORMS = [(False, False), *cases.TRANSFORMS]
 BOTH = pytest.mark.parametrize("form", ["planes", "tiles"])
@@ -136,6 +136,32 @@ def test_gemm_takes_any_leading_dimensions():
         torch.testing.assert_close(x.grad, dense.sum(0).expand_as(x))
 
 
+# --- gemm_int8 ------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("bits", cases.BITS)
+def test_8_bit_inputs_give_the_same_bits_everywhere(bits, form, device):
+    """On every device, of planes and tiles, of any strides, in any batch."""
+    words, how = packed((64, 300), bits, form, True, True)
+    bias, columns = cases.x((), 64), how["columns"]
+    for batch in cases.BATCHES:
+        x = cases.x(batch, 300)
+        expected = reference.gemm_int8(x, *words, bias, 64, columns)
+        strided = x.expand(2, *x.shape).transpose(0, -1).contiguous().transpose(0, -1)[0]
+        on_device = [tensor.to(device) for tensor in (strided, *words, bias, columns)]
+        found = gemm_int8(*on_device[:5], 64, on_device[5])
+        assert found.shape == (*batch, 64) and found.is_contiguous() and torch.equal(found.cpu(), expected)
+        assert not found._is_view()
+    rows = cases.x((2, 3), 300)
+    set_batch_invariant(True)
+    try:
+        one = gemm_int8(rows[0, 1], *words, bias, 64, columns)
+    finally:
+        set_batch_invariant(False)
+    assert torch.equal(one, gemm_int8(rows, *words, bias, 64, columns)[0, 1])
+
+
 # --- compiled -------------------------------------------------------------------------------------
 
 
@@ -146,7 +172,8 @@ def test_compile_fullgraph():
         planes, absmax = quantize(weight, codebook, signed=True)
         dense = dequantize(*repack(planes, absmax, 3, weight.shape), codebook, weight.shape, rotated=True)
         product = gemm(x, planes, absmax, codebook, bias, columns=columns, rotated=True)
-        return product + F.linear(x, dense) + gemm(x, planes, absmax, codebook)
+        rounded = gemm_int8(x.detach(), planes, absmax, codebook, bias, 17, columns)
+        return product + F.linear(x, dense) + gemm(x, planes, absmax, codebook) + rounded
 
     inputs = cases.x((2, 3), 70).requires_grad_(), cases.weight((17, 70)), cases.codebook(3), cases.x((), 17)
     found, expected = torch.compile(run, fullgraph=True)(*inputs), run(*inputs)

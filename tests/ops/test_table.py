@@ -26,6 +26,10 @@ RIGHT = {
     "repack": {"weight": PLANES, "absmax": ABSMAX, "bits": 3, "shape": [N, K]},
     "gemm": {"x": X} | PACKED | {"bias": cases.x((), N), "out_features": N} | TRANSFORM,
     "gemm_inference": {"x": X.half()} | PACKED | {"bias": None, "out_features": N},
+    "int8_inverses": PACKED | {"shape": [N, K]},
+    "gemm_int8": {"x": X.half()}
+    | PACKED
+    | {"bias": cases.x((), N).half(), "out_features": N, "columns": COLUMNS, "inverses": torch.ones(N).half()},
     "gemm_group": {
         "x": X,
         **{name: [PACKED[one]] * 2 for name, one in (("weights", "weight"), ("absmaxes", "absmax"))},
@@ -117,6 +121,22 @@ REFUSED = [
     ("gemm", {"bias": GRAD[0].half()}, "bias: found dtype float16, expected float32"),
     ("gemm", {"out_features": 2**63 - 1}, f"shape: found [9223372036854775807, 33], {SHAPE}"),
     ("gemm_inference", {"columns": COLUMNS[1:]}, "columns: found shape [32], expected [33]"),
+    ("gemm_int8", {"x": X.double()}, "x: found dtype float64, expected float32, float16 or bfloat16"),
+    ("gemm_int8", {"bias": GRAD[0]}, "bias: found dtype float32, expected float16"),
+    ("gemm_int8", {"columns": COLUMNS[1:]}, "columns: found shape [32], expected [33]"),
+    ("gemm_int8", {"inverses": torch.ones(N)}, "inverses: found dtype float32, expected float16"),
+    ("gemm_int8", {"inverses": torch.ones(K).half()}, f"inverses: found shape [{K}], expected [{N}]"),
+    ("int8_inverses", EXPERTS, "weight: found shape [3, 7, 6], expected one matrix, without leading dimensions"),
+    ("int8_inverses", {"shape": [N, 0]}, f"shape: found [{N}, 0], {SHAPE}"),
+    ("gemm_int8", EXPERTS, "weight: found shape [3, 7, 6], expected one matrix, without leading dimensions"),
+    (
+        "gemm_int8",
+        {
+            **{"x": torch.ones(1, 133_121), "weight": torch.ones(1, 4161 * 3).int(), "bias": None, "out_features": 1},
+            **{"absmax": torch.ones(1, 4161).byte(), "columns": torch.ones(133_121).byte()},
+        },
+        "x: found shape [1, 133121], expected [*, in_features] of 133120 in_features at most for 8-bit inputs",
+    ),
     ("gemm_group", {"rotated": [0]}, "weights: found 2, expected as many of each argument but x"),
     ("gemm_group", {"columns": []}, "weights: found 2, expected as many of each argument but x"),
     ("gemm_group", {"biases": [None, X]}, "bias: found shape [5, 33], expected [7]"),

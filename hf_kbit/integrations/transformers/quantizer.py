@@ -27,7 +27,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from hf_kbit import allocation, checkpoint
 from hf_kbit.config import KbitConfig
-from hf_kbit.integrations.transformers import experts, fit, mxfp4, parallel, plain, selection, tying
+from hf_kbit.integrations.transformers import experts, fit, inputs, mxfp4, parallel, plain, selection, tying
 from hf_kbit.integrations.transformers.conversions import (
     KbitQuantize,
     assembly,
@@ -278,6 +278,7 @@ class KbitHfQuantizer(HfQuantizer):
             layer.awaits_dense = False
             layer._is_hf_initialized = True  # init_weights() of the model passes it by
         self.keep_packed_names(model, layers)
+        inputs.fulfil(model, layers, self.quantization_config, self.pre_quantized)
         self._record(model, layers)
         report(self, model, layers)
 
@@ -312,6 +313,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.quantization_config.module_bits = left | {
             pattern: bits for pattern, bits in self.quantization_config.module_bits.items() if pattern not in left
         }
+        inputs.record(model, self.quantization_config)
 
     # --- saving, undoing ---
 
@@ -330,6 +332,7 @@ class KbitHfQuantizer(HfQuantizer):
         refuse_scattered(model)
         previous = model.dtype
         dequantize(model, dtype)
+        inputs.forget(model)
         if dtype != previous:
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensor.dtype == previous:  # what is kept in float32 stays there

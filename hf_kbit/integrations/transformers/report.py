@@ -60,6 +60,14 @@ def report_exceptions(quantizer, layers: Mapping[str, KbitWeight]) -> None:
             logger.warning("hf_kbit: %s: %s", what, listing)
 
 
+def report_inputs(count: int, left: Mapping[str, str]) -> None:
+    """Logs one line on how many of so many layers take 8-bit inputs, and, as a warning, on those that do not."""
+    counts = Counter(f"{_gathered(name)}: {why}" for name, why in left.items())
+    listing = ", ".join(f"{what} ({count} x)" for what, count in counts.items())
+    level, rest = (logging.WARNING, f"; 16-bit ones stay in {listing}") if left else (logging.INFO, "")
+    logger.log(level, f"hf_kbit: 8-bit inputs in {count - len(left)} of {count} layers{rest}")
+
+
 def _advice(quantizer, model: nn.Module) -> str:
     """What tables take that are left only because nobody has asked for them, and what they would take packed."""
     config = quantizer.quantization_config
