@@ -151,6 +151,12 @@ class KbitLinear(KbitWeight, nn.Linear):
         except (TypeError, ValueError) as error:
             raise self.named(error) from error
 
+    def take_inputs(self, inputs: str | None) -> None:
+        """Sets ``inputs``, if the weight is transformed, and finds what products need for it."""
+        self.inputs = inputs if self.decoding.transformed else None
+        if self.inputs:
+            self.find_inverses(self.parts)  # so that compiled code has them too
+
     def find_inverses(self, parts: dict) -> torch.Tensor | None:
         """What the weight's rows are multiplied by for 8-bit inputs, kept for the next product; None where it is not
         to be kept, and each product finds it."""

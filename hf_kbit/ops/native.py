@@ -161,6 +161,11 @@ def triton_missing(device_type: str) -> str:
     return ""
 
 
+def has_kernel(op: str, device_type: str) -> bool:
+    """Whether the library of a device type is there and has an op."""
+    return library(device_type).loaded and op not in PLAIN.get(device_type, ())
+
+
 def fallback(op: str, device_type: str) -> Callable:
     """What runs an op on a device type without library: a kernel of Triton's if it has one, or the reference."""
     name = op.removesuffix("_inference")

@@ -206,6 +206,9 @@ def test_an_op_that_no_library_has_says_so_once(monkeypatch):
     native.warn_plain.cache_clear()
     (warning,) = caught
     assert "hf_kbit: gemm_int8 runs in plain PyTorch on cuda, correct but slower" in str(warning.message)
+    assert [native.has_kernel("gemm_int8", device) for device in ("cpu", "cuda")] == [True, False]
+    monkeypatch.setattr(native, "library", lambda name: native.Library(name, None, "none"))
+    assert not native.has_kernel("gemm_int8", "cpu")
 
 
 CALLS = """

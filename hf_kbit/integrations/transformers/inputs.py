@@ -58,10 +58,8 @@ def set_inputs(model: nn.Module, inputs: str | None) -> dict[str, str]:
 def take(layers: Mapping[str, KbitWeight], inputs: str | None) -> dict[str, str]:
     """``set_inputs`` of some layers, of which none need take them."""
     left, linears = _left(layers) if inputs else {}, _linears(layers)
-    for name, layer in linears.items():
-        layer.inputs = None if name in left else inputs
-        if layer.inputs:
-            layer.find_inverses(layer.parts)  # so that a compiled model has them too
+    for layer in linears.values():
+        layer.take_inputs(inputs)
     if inputs:
         report_inputs(len(linears.keys() | left.keys()), left)
     return left
@@ -74,11 +72,17 @@ def taken(model: nn.Module) -> str | None:
 
 def fulfil(model, layers: Mapping[str, KbitWeight], config, pre_quantized: bool) -> None:
     """Has layers of a model of Transformers take what its config, or that of its checkpoint, wishes for."""
-    wish = getattr(model.config, WISH, None) if pre_quantized else config.inputs
-    if wish not in INPUTS:
-        logger.warning("hf_kbit: config.json: %s: found %r, which this hf_kbit does not know: ignored", WISH, wish)
-    elif wish:
+    if wish := wished(model.config) if pre_quantized else config.inputs:
         take(layers, wish)
+
+
+def wished(config) -> str | None:
+    """What the config of a model wishes for; warns of what is not known."""
+    wish = getattr(config, WISH, None)
+    if wish in INPUTS:
+        return wish
+    logger.warning("hf_kbit: config.json: %s: found %r, which this hf_kbit does not know: ignored", WISH, wish)
+    return None
 
 
 def record(model, config) -> None:

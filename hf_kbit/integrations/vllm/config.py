@@ -13,17 +13,21 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.platforms import current_platform
 
 from hf_kbit import checkpoint
 from hf_kbit.config import KbitConfig
 from hf_kbit.integrations.transformers import fit, tying
+from hf_kbit.integrations.transformers.inputs import WISH, wished
 from hf_kbit.integrations.transformers.names import Names
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
+from hf_kbit.integrations.transformers.report import logger, report_inputs
 from hf_kbit.integrations.vllm.experts import KbitExpertsMethod
 from hf_kbit.integrations.vllm.linear import KbitLinearMethod
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import DOWN_PROJECTION, KbitProjection
 from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.ops import native
 
 # Values of --load-format with which nothing, or something else than the tensors of the files, is loaded.
 NOT_OF_FILES = "dummy", "runai_streamer_sharded", "sharded_state", "tensorizer"
@@ -39,6 +43,7 @@ class KbitVllmConfig(QuantizationConfig):
         layers: ``{name: Decoding}`` of packed layers, by the name that vLLM gives each as soon as it is known.
         tables: ``{name: (Decoding, whether a head is tied to it)}`` of packed tables of embeddings.
         experts: ``{name: (name in the checkpoint, {own name of a projection: Decoding})}`` of packed experts.
+        inputs: what linear layers and heads round their inputs to, as the model's config wishes.
         prefix: what vLLM puts before the names of all layers: for a draft of speculative decoding there is one.
 
     Raises:
@@ -53,6 +58,7 @@ class KbitVllmConfig(QuantizationConfig):
                 "first: hf-kbit quantize MODEL FOLDER --bits 4"
             )
         self.config, self.layers, self.tables, self.experts, self.prefix = config, {}, {}, {}, ""
+        self.inputs = None
 
     def __repr__(self):
         return f"{type(self).__name__}({self.config!r})"
@@ -83,6 +89,11 @@ class KbitVllmConfig(QuantizationConfig):
         else:
             folder = Path(snapshot_download(model_name, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
         self.layers, self.tables, self.experts = read_decodings(folder, self.config)
+        self.inputs = inputs_for(hf_config, current_platform.device_type)
+        if self.inputs:
+            left = {name: "not transformed" for name, decoding in self.layers.items() if not decoding.transformed}
+            left |= dict.fromkeys(self.experts, "experts")
+            report_inputs(len(self.layers | self.experts), left)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper) -> None:
         def mapped(names: dict) -> dict:  # without those that are not in vLLM's model
@@ -101,7 +112,7 @@ class KbitVllmConfig(QuantizationConfig):
             )
         if isinstance(layer, LinearBase):
             decodings = {name: self.layers.get(name) for name in self._sources(prefix)}
-            return KbitLinearMethod(decodings) if any(decodings.values()) else UnquantizedLinearMethod()
+            return KbitLinearMethod(decodings, self.inputs) if any(decodings.values()) else UnquantizedLinearMethod()
         if isinstance(layer, RoutedExperts) and prefix in self.experts:
             own = prefix.rpartition(".")[2]
             if asked and (lora := asked.lora_config) and own in (lora.target_modules or [own]):
@@ -119,6 +130,17 @@ class KbitVllmConfig(QuantizationConfig):
         if name in self.layers or not merged:
             return [name]
         return [f"{parent}.{source}".removeprefix(".") for source in merged]
+
+
+def inputs_for(hf_config, device_type: str) -> str | None:
+    """What layers take of what a model's config wishes for: 16-bit inputs are faster where a device has no kernel."""
+    wish = wished(hf_config)
+    if wish and not native.has_kernel("gemm_int8", device_type):
+        logger.warning_once(
+            f"hf_kbit: {WISH}: found {wish!r}, for which {device_type} has no kernel: inputs stay in 16 bits"
+        )
+        return None
+    return wish
 
 
 def read_decodings(folder: Path, config: KbitConfig) -> tuple[dict, dict, dict]:

@@ -33,8 +33,8 @@ class KbitTableMethod(KbitHeadMethod):
     """Loads a table and looks it up, and gives its weight to ``heads``, which multiply by it where the head of the
     model is tied to it. The table is one of them, for some models of vLLM have no other."""
 
-    def __init__(self, name: str, decoding: Decoding, heads: list[nn.Module]):
-        super().__init__({name: decoding})
+    def __init__(self, name: str, decoding: Decoding, heads: list[nn.Module], inputs: str | None = None):
+        super().__init__({name: decoding}, inputs)
         self.name, self.decoding, self.heads = name, decoding, heads
 
     def _own_rows(self, layer: nn.Module, tensor: torch.Tensor, sources: tuple[int, ...]) -> torch.Tensor:
@@ -56,6 +56,7 @@ class KbitTableMethod(KbitHeadMethod):
         for head in self.heads:
             part = KbitLinear(*reversed(size), bias=False, bits=self.decoding.bits, device="meta")
             part.tie_to(layer.table)
+            part.take_inputs(self.inputs)
             head.parts = nn.ModuleList([part])
         for each in {layer, *self.heads}:
             each.weight = whose_device(layer.table)
@@ -76,13 +77,15 @@ def make_room(model: nn.Module, config: KbitVllmConfig) -> None:
     for name, (decoding, tied) in {**untied, **config.tables}.items():
         layer = modules.get(name)
         if isinstance(layer, ParallelLMHead):
-            _await(layer, KbitHeadMethod({name: decoding}), layer.num_embeddings_per_partition, layer.weight)
+            method = KbitHeadMethod({name: decoding}, config.inputs)
+            _await(layer, method, layer.num_embeddings_per_partition, layer.weight)
         elif isinstance(layer, VocabParallelEmbedding):
             dense = layer.weight
             heads = [head for head in model.modules() if tied and head._parameters.get("weight") is dense]
             for head in heads:
                 head.quant_method, head.weight = KbitLinearMethod({}), None
-            _await(layer, KbitTableMethod(name, decoding, heads), layer.num_embeddings_per_partition, dense)
+            method = KbitTableMethod(name, decoding, heads, config.inputs)
+            _await(layer, method, layer.num_embeddings_per_partition, dense)
             layer.use_fused_embedding = False  # a kernel for tables in 16 bits, chosen when the layer was made
         elif isinstance(layer, nn.Embedding) and is_table(layer):
             packed = KbitEmbedding.empty_like(layer, decoding.bits)
