@@ -21,7 +21,7 @@ import torch
 from hf_kbit import reference
 
 # Of a device type the ops that neither its library nor Triton's kernels have.
-PLAIN = {"cuda": ("gemm_int8", "int8_inverses")}
+PLAIN = {"cuda": ("gemm_int8", "gemm_experts_int8", "int8_inverses")}
 TRITON_DEVICES = ("cuda", "xpu")  # ROCm's are "cuda" too
 REINSTALL_OPTIONS = "--force-reinstall --no-deps --no-cache-dir"
 OLDEST_DRIVERS = {12: "525", 13: "580"}  # that run what each CUDA built, in NVIDIA's table of compatibility
