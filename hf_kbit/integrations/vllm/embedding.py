@@ -12,7 +12,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from hf_kbit.integrations.transformers.selection import replace_modules
-from hf_kbit.integrations.vllm.config import KbitVllmConfig
+from hf_kbit.integrations.vllm.config import LINEAR, KbitVllmConfig
 from hf_kbit.integrations.vllm.linear import KbitLinearMethod, packed_of, whose_device
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.linear import KbitLinear
@@ -72,19 +72,19 @@ def make_room(model: nn.Module, config: KbitVllmConfig) -> None:
     Raises:
         ValueError: vLLM has no table where the checkpoint has a packed one, or one that does more than look up.
     """
-    modules = dict(model.named_modules())
+    modules, inputs = dict(model.named_modules()), config.inputs.get(LINEAR)
     untied = {name: (decoding, False) for name, decoding in config.layers.items()}
     for name, (decoding, tied) in {**untied, **config.tables}.items():
         layer = modules.get(name)
         if isinstance(layer, ParallelLMHead):
-            method = KbitHeadMethod({name: decoding}, config.inputs)
+            method = KbitHeadMethod({name: decoding}, inputs)
             _await(layer, method, layer.num_embeddings_per_partition, layer.weight)
         elif isinstance(layer, VocabParallelEmbedding):
             dense = layer.weight
             heads = [head for head in model.modules() if tied and head._parameters.get("weight") is dense]
             for head in heads:
                 head.quant_method, head.weight = KbitLinearMethod({}), None
-            method = KbitTableMethod(name, decoding, heads, config.inputs)
+            method = KbitTableMethod(name, decoding, heads, inputs)
             _await(layer, method, layer.num_embeddings_per_partition, dense)
             layer.use_fused_embedding = False  # a kernel for tables in 16 bits, chosen when the layer was made
         elif isinstance(layer, nn.Embedding) and is_table(layer):

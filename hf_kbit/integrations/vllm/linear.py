@@ -25,7 +25,7 @@ SHARDS = {"q": 0, "k": 1, "v": 2}
 
 class KbitLinearMethod(LinearMethodBase):
     """Loads and runs a layer. ``decodings`` are by names of sources, in order: None for one in 16 bits, and none at
-    all for a head to which a table gives its weight. ``inputs`` are those of ``KbitLinear``."""
+    all for a head to which a table gives its weight. ``inputs`` are those of ``KbitProduct``."""
 
     def __init__(self, decodings: dict[str, Decoding | None], inputs: str | None = None):
         super().__init__()
