@@ -176,9 +176,6 @@ def trained(bits, window, remembered, keep, size=32, starts=16):
     return trellis
 
 
-# --- how chains may lie ------------------------------------------------------------------------------
-
-
 def block_by_block(trellis, chains):
     """As with feedback: a block is coded before the next is known, and begins with the history that it is left."""
     history, decoded = torch.zeros(chains.shape[1], dtype=torch.int64), []

@@ -187,10 +187,11 @@ def main():
     parser.add_argument("--sweeps", type=int, default=0)
     parser.add_argument("--draw", type=int, default=0, help="column scales a step off by chance: other roundings")
     parser.add_argument("--tokens", type=int, default=8192, help="held-out tokens; of moments tokens of calibration")
-    parser.add_argument("--every", type=int, default=1, help="codes every so manieth layer only, and says its errors")
+    parser.add_argument("--every", type=int, default=1, help="codes one layer of so many, and says its errors only")
     parser.add_argument("--against", nargs="*", default=[])
     parser.add_argument("--keep", type=Path, default=Path("trellis"))
     how = parser.parse_args()
+    how.keep.mkdir(exist_ok=True)
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(how.model, dtype=torch.float32).eval()
     if how.trellis == "moments":
