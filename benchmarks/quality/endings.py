@@ -4,6 +4,8 @@ The wrong endings are what follows the right one in the text. So all four are of
 has to have read what stands before to tell them apart.
 """
 
+import math
+
 import torch
 
 BEFORE, ENDING, CHOICES = 48, 16, 4  # tokens, tokens and endings
@@ -13,8 +15,11 @@ AT_ONCE = 8  # questions
 def questions(tokens: torch.Tensor, window: int, most: int) -> torch.Tensor:
     """int64 ``[questions, 4, 64 or 65]`` of a text ``[n]`` in windows, as ``held_out.safetensors`` has it: the token
     that all windows begin with, if there is one, what stands before and an ending, the right one first. At most so
-    many that lie evenly in the text, none across windows."""
-    size, windows = BEFORE + CHOICES * ENDING, tokens[: len(tokens) // window * window].view(-1, window)
+    many that lie evenly in the text, none across windows, but where these are shorter than a question with its
+    endings."""
+    size = BEFORE + CHOICES * ENDING
+    window *= math.ceil((size + 1) / window)
+    windows = tokens[: len(tokens) // window * window].view(-1, window)
     first = windows[:1, : int((windows[:, 0] == windows[0, 0]).all())]
     spans = windows[:, first.numel() :].unfold(1, size, size).flatten(0, 1)
     spans = spans[torch.linspace(0, len(spans) - 1, min(most, len(spans))).long()]

@@ -171,6 +171,8 @@ def test_endings(quality):
     assert asked.shape == (40, 4, 64) and quality.endings.questions(tokens.flatten(), 130, 7).shape == (7, 4, 64)
     assert torch.equal(asked[:, 0], tokens[:, :64])
     assert torch.equal(asked[:, 3], torch.cat([tokens[:, :48], tokens[:, 96:112]], 1))
+    short = quality.endings.questions(tokens.flatten(), 65, 1000)  # of a model that reads few tokens
+    assert torch.equal(short, asked)
     tokens[:, 0] = 1  # which the model wants first
     found = quality.endings.questions(tokens.flatten(), 130, 1000)
     assert torch.equal(found[:, 3], torch.cat([tokens[:, :49], tokens[:, 97:113]], 1))
