@@ -230,8 +230,8 @@ def wrapped_command(command: str) -> str:
 
 LANGUAGE_MODELS = {
     QWEN: partial(relative_targets, targets=QWEN_TARGETS),
-    f"{QWEN}, code": lambda methods: (),
-    GEMMA: lambda methods: (),
+    f"{QWEN}, code": partial(relative_targets, targets={}),
+    GEMMA: partial(relative_targets, targets={}),
     SMOLLM2: partial(relative_targets, targets=SMOLLM2_TARGETS),
     TRAINED: trained_targets,
 }
