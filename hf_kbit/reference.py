@@ -371,10 +371,10 @@ NO_TOKEN = 2.0**-100  # a token of smaller numbers counts as zeros: 127 over the
 INT8_SLICE = 1024  # float32 holds sums of so many products of int8, in any order
 
 
-def gemm_int8(x, weight, absmax, codebook, bias, out_features, columns):
+def gemm_int8(x, weight, absmax, codebook, bias, out_features, columns, inverses=None):
     """See ``ops.gemm_int8``. Each step rounds once, in the order of docs/internals.md, which all devices follow."""
     tokens, of_tokens = tokens_to_int8(x.reshape(-1, x.shape[-1]), columns)
-    rows, of_rows = rows_to_int8(weight, absmax, codebook, [out_features, x.shape[-1]])
+    rows, of_rows = rows_to_int8(weight, absmax, codebook, [out_features, x.shape[-1]], inverses)
     y = _exact_product(tokens, rows).float() * of_tokens * of_rows
     y = y if bias is None else y + bias.float()
     return _unviewed(y.to(x.dtype), (*x.shape[:-1], out_features))
@@ -393,23 +393,35 @@ def tokens_to_int8(x: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor
     return rounded.where(usual, 0).to(torch.int8), largest * (1 / 127)
 
 
-def rows_to_int8(weight, absmax, codebook: torch.Tensor, shape) -> tuple[torch.Tensor, torch.Tensor]:
+def int8_inverses(weight, absmax, codebook, shape):
+    """See ``ops.int8_inverses``."""
+    levels, scales, _ = _levels_and_scales(weight, absmax, codebook, shape)
+    # Products of two numbers of float16 are exact in float32, here and where they are rounded, once, to integers.
+    largest = (levels * scales[..., None]).abs().amax(dim=(-2, -1))
+    return (127 * largest.reciprocal()).clamp(max=MOST_INVERSE).half()
+
+
+def rows_to_int8(weight, absmax, codebook, shape, inverses=None) -> tuple[torch.Tensor, torch.Tensor]:
     """A stored weight whose scales have signs: int8 ``[N, 32 * B]``, and what 1 stands for, float32 ``[N]``.
 
     No number exceeds 127: the two roundings to float16 add at most 0.125 to that.
     """
+    if inverses is None:
+        inverses = int8_inverses(weight, absmax, codebook, shape)
+    levels, scales, shift = _levels_and_scales(weight, absmax, codebook, shape)
+    multipliers = (scales * inverses.float()[:, None]).half().float()
+    rows = (levels * multipliers[..., None]).round().to(torch.int8)
+    return rows.flatten(-2), power_of_two(4 - shift) / inverses.float()
+
+
+def _levels_and_scales(weight, absmax, codebook: torch.Tensor, shape):
+    """Numbers of float16, in float32: levels ``[N, B, 32]`` and scales ``[N, B]``; and the power of two of levels."""
     bits = bits_of(codebook.numel())
     if is_tiled(weight, absmax, bits):
         weight, absmax = repack(weight, absmax, bits, shape, inverse=True)
     shift = (LARGEST_LEVEL - torch.frexp(codebook.abs().amax()).exponent).clamp(max=126)
     levels = _look_up((codebook * power_of_two(shift)).half().float(), unpack_codes(weight, bits))
-    scales = decode_scales(absmax, signed=True) * (1 / 16)
-    # Products of two numbers of float16 are exact in float32, here and where they are rounded, once, to integers.
-    largest = (levels * scales[..., None]).abs().amax(dim=(-2, -1))
-    inverse = (127 * largest.reciprocal()).clamp(max=MOST_INVERSE).half().float()
-    multipliers = (scales * inverse[:, None]).half().float()
-    rows = (levels * multipliers[..., None]).round().to(torch.int8)
-    return rows.flatten(-2), power_of_two(4 - shift) / inverse
+    return levels, decode_scales(absmax, signed=True) * (1 / 16), shift
 
 
 def _exact_product(tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

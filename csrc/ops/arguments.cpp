@@ -211,4 +211,21 @@ Packed check_weight(const Tensor& weight, const Tensor& absmax, const Tensor& co
     return packed;
 }
 
+Packed check_product(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
+                     const std::optional<Tensor>& bias, int64_t out_features, const std::optional<Tensor>& columns,
+                     bool rotated, Matrices matrices, bool swiglu) {
+    if (x.dim() < 1) refuse("x", "a scalar", "[*, in_features]");
+    check_same_device("x", x, "weight", weight);
+    const std::array<int64_t, 2> shape{out_features, x.size(-1) / (swiglu ? 2 : 1)};
+    const Packed packed =
+        check_weight(weight, absmax, codebook, {shape.data(), shape.size()}, columns, rotated, matrices);
+    if (bias) {
+        check_dtype("bias", *bias, {x.scalar_type()});
+        const Shape expected = concat(packed.lead, {out_features});
+        if (shape_of(*bias) != expected) refuse("bias", "shape " + to_string(shape_of(*bias)), to_string(expected));
+        check_same_device("bias", *bias, "x", x);
+    }
+    return packed;
+}
+
 }  // namespace hf_kbit

@@ -58,6 +58,11 @@ enum class Matrices { one, experts, any };
 Packed check_weight(const Tensor& weight, const Tensor& absmax, const Tensor& codebook, ShapeRef shape,
                     const std::optional<Tensor>& columns, bool rotated, Matrices matrices);
 
+// The weight of a product with x [*, in_features], or those of experts, and the bias that goes with it.
+Packed check_product(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
+                     const std::optional<Tensor>& bias, int64_t out_features, const std::optional<Tensor>& columns,
+                     bool rotated, Matrices matrices = Matrices::one, bool swiglu = false);
+
 Shape words_shape(Form form, int64_t out_features, int64_t in_features, int bits);
 Shape scales_shape(Form form, int64_t out_features, int64_t in_features);
 

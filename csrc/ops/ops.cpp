@@ -68,6 +68,15 @@ void multiply_into(Tensor& out, const Tensor& a, const Tensor& b) {
     call<3>("aten::mm", "out", {from(a), from(b), from(out)});
 }
 
+Tensor plain_gemm_int8(const Tensor& x, const Packed& packed, const std::optional<Tensor>& bias,
+                       const Tensor& inverses) {
+    using torch::stable::detail::from;
+    const std::optional<Tensor> found = inverses;
+    return call<8>("hf_kbit::gemm_int8_plain", "",
+                   {from(x), from(packed.words), from(packed.scales), from(packed.codebook), from(bias),
+                    from(packed.out_features), from(*packed.columns), from(found)});
+}
+
 Tensor grouped_product(const Tensor& a, const Tensor& b, const Tensor& ends) {
     using torch::stable::detail::from;
     const std::optional<Tensor> bias = std::nullopt, groups = ends;
@@ -172,24 +181,6 @@ std::tuple<Tensor, Tensor> repack(const Tensor& weight, const Tensor& absmax, in
         new_tensor(weight, concat(packed.lead, scales_shape(target, shape[0], shape[1])), ScalarType::Byte);
     if (packed.count > 0) backend::repack(packed, words, scales);
     return {words, scales};
-}
-
-// The weight of a product, or those of experts.
-Packed check_product(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
-                     const std::optional<Tensor>& bias, int64_t out_features, const std::optional<Tensor>& columns,
-                     bool rotated, Matrices matrices = Matrices::one, bool swiglu = false) {
-    if (x.dim() < 1) refuse("x", "a scalar", "[*, in_features]");
-    check_same_device("x", x, "weight", weight);
-    const std::array<int64_t, 2> shape{out_features, x.size(-1) / (swiglu ? 2 : 1)};
-    const Packed packed =
-        check_weight(weight, absmax, codebook, {shape.data(), shape.size()}, columns, rotated, matrices);
-    if (bias) {
-        check_dtype("bias", *bias, {x.scalar_type()});
-        const Shape expected = concat(packed.lead, {out_features});
-        if (shape_of(*bias) != expected) refuse("bias", "shape " + to_string(shape_of(*bias)), to_string(expected));
-        check_same_device("bias", *bias, "x", x);
-    }
-    return packed;
 }
 
 Tensor gemm(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,

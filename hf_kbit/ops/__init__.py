@@ -19,6 +19,7 @@ __all__ = [
     "gemm",
     "gemm_experts",
     "gemm_int8",
+    "int8_inverses",
     "product",
     "product_int8",
     "quantize",
@@ -251,6 +252,7 @@ def gemm_int8(
     bias: torch.Tensor | None,
     out_features: int,
     columns: torch.Tensor,
+    inverses: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``gemm`` of a rotated weight with 8-bit inputs: x and W are rounded to int8 on the way. Sums are exact, so
     results are the same to the last bit on every device and in every batch (``docs/internals.md`` says each step).
@@ -263,6 +265,7 @@ def gemm_int8(
         bias: dtype of ``x``, ``[N]``, or None.
         out_features: N.
         columns: uint8 ``[K]``, see ``dequantize``.
+        inverses: what ``int8_inverses`` has found of this weight. It is found anew for each product if None.
 
     Returns:
         dtype of ``x``, ``[*, N]``, contiguous, without a gradient. Of a token with NaN or infinity all is NaN; one of
@@ -280,7 +283,33 @@ def gemm_int8(
     >>> gemm_int8(torch.randn(2, 7, 100), *packed, None, 64, weight.columns).shape
     torch.Size([2, 7, 64])
     """
-    return torch.ops.hf_kbit.gemm_int8(x, weight, absmax, codebook, bias, out_features, columns)
+    return torch.ops.hf_kbit.gemm_int8(x, weight, absmax, codebook, bias, out_features, columns, inverses)
+
+
+def int8_inverses(
+    weight: torch.Tensor, absmax: torch.Tensor, codebook: torch.Tensor, shape: Sequence[int]
+) -> torch.Tensor:
+    """Of each row what 1 stands for when a rotated weight becomes int8, inverted: all of the weight is read for it, so
+    a layer keeps it.
+
+    Args:
+        weight: int32 planes ``[N, B * bits]`` or tiles, as for ``gemm_int8``.
+        absmax: its scales, with signs.
+        codebook: its levels.
+        shape: ``(N, K)``, without the padding.
+
+    Returns:
+        float16 ``[N]``, the same on every device.
+
+    Raises:
+        ValueError: a dtype, shape or device does not fit; the message names the tensor.
+
+    >>> import hf_kbit, torch
+    >>> weight = hf_kbit.KbitLinear.from_linear(torch.nn.Linear(100, 64), bits=4).weight
+    >>> int8_inverses(weight.words, weight.absmax, weight.codebook, (64, 100)).shape
+    torch.Size([64])
+    """
+    return torch.ops.hf_kbit.int8_inverses(weight, absmax, codebook, list(shape))
 
 
 def set_batch_invariant(enabled: bool) -> None:

@@ -44,13 +44,13 @@ def product(x, weight, absmax, codebook, bias, out_features, columns=None, rotat
     return op(x, weight, absmax, codebook, bias, out_features, columns, rotated)
 
 
-def product_int8(x, weight, absmax, codebook, bias, out_features, columns):
+def product_int8(x, weight, absmax, codebook, bias, out_features, columns, inverses=None):
     """``product`` of 8-bit inputs; with a gradient or a tangent, which rounding has none of, and in float64 of x as it
     is."""
     wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     if wanted or forward_ad._current_level >= 0 or x.dtype == torch.float64:
         return product(x, weight, absmax, codebook, bias, out_features, columns, True)
-    return _GEMM_INT8(x, weight, absmax, codebook, bias, out_features, columns)
+    return _GEMM_INT8(x, weight, absmax, codebook, bias, out_features, columns, inverses)
 
 
 def _with_tangents(multiply, x, bias=None):

@@ -220,15 +220,25 @@ def gemm(x, weight, absmax, codebook, bias, out_features, columns=None, rotated=
     return [((*x.shape[:-1], out_features), x.dtype)]
 
 
+@_op("int8_inverses(Tensor weight, Tensor absmax, Tensor codebook, SymInt[] shape) -> Tensor")
+def int8_inverses(weight, absmax, codebook, shape):
+    _packed(weight, absmax, codebook, shape, None)
+    return [((shape[0],), torch.float16)]
+
+
+# The second one, which no library has, is what a library calls where none of its kernels multiplies.
 @_op(
     "gemm_int8(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, SymInt out_features,"
-    " Tensor columns) -> Tensor"
+    " Tensor columns, Tensor? inverses=None) -> Tensor",
+    "gemm_int8_plain(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, SymInt out_features,"
+    " Tensor columns, Tensor? inverses=None) -> Tensor",
 )
-def gemm_int8(x, weight, absmax, codebook, bias, out_features, columns):
+def gemm_int8(x, weight, absmax, codebook, bias, out_features, columns, inverses=None):
     _check_dtype("x", x.dtype, FLOATS)
     results = gemm(x, weight, absmax, codebook, bias, out_features, columns)
     if x.shape[-1] > MOST_INT8_FEATURES:
         _refuse_shape("x", x, f"[*, in_features] of {MOST_INT8_FEATURES} in_features at most for 8-bit inputs")
+    _check("inverses", inverses, torch.float16, (out_features,))
     return results
 
 

@@ -1,6 +1,7 @@
 // y = x @ W.T (+ bias) on Hopper, W in tiles; the weights are decoded in registers, as operand A of wgmma. What a CTA
-// of gemm_wgmma.cu does, where W may be several weights for all of x, each with a y of its own, and one of
-// experts_wgmma.cu, where W is one of many weights, each for some rows of x and y.
+// of gemm_wgmma.cu does, where W may be several weights for all of x, each with a y of its own, one of
+// experts_wgmma.cu, where W is one of many weights, each for some rows of x and y, and one of gemm_int8.cu, where x is
+// int8 and W becomes so.
 //
 //   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8; where the weight has column scales or a
 //             rotation, what inputs/transform.cu makes of it
@@ -26,6 +27,9 @@
 // Of experts, each has tiles of its own rows of x, as many as `offsets` says, which the host does not know: a warp of
 // each CTA makes a table of them. Groups of warps meet in memory of its own. Of a tile of 128 tokens that has fewer
 // rows only the steps of 32 that hold them are multiplied, each number of steps by a loop of its own.
+//
+// Of int8, sums are int32, whose order does not matter, and levels times a multiplier for each block are rounded; what
+// 1 stands for in a token and in a row multiplies the sums (docs/internals.md, "8-bit inputs").
 //
 // What limits it and what was tried: docs/lab.
 #pragma once
@@ -56,27 +60,36 @@ struct Place {
 };
 
 // What a CTA does, in its two roles: bring, and decode and multiply. kOrdered: x has its columns in the order of
-// tiles. kWeights: the most weights; 1 for experts, whose weights are told as one.
+// tiles. kWeights: the most weights; 1 for experts, whose weights are told as one. T: of operands A and B, int8_t, or
+// as y has it.
 template <int kBits, typename T, int kTokens, bool kOrdered, bool kExperts, int kWeights>
 struct WgmmaCta {
+    static constexpr bool kInt8 = std::is_same_v<T, int8_t>;
+    static_assert(!kInt8 || (kOrdered && !kExperts && kWeights == 1));
+    using Arguments = std::conditional_t<kInt8, Int8Arguments, WgmmaArguments<kWeights>>;
+    using Sum = std::conditional_t<kInt8, int32_t, float>;
+    using FourSums = std::conditional_t<kInt8, int4, float4>;
+    using Level = std::conditional_t<kInt8, __half, T>;
     using Table = LevelTable<kBits, kPairTableBytes>;
     // In all at most 65536, of which each thread has an equal part, in eights, before they move.
     static constexpr int kBringerRegisters = 32, kDecoderRegisters = wgmma_warps(kTokens) == 8 ? 232 : 112;
     static constexpr int kWarps = wgmma_warps(kTokens), kDecoders = wgmma_decoders(kTokens);
     static constexpr int kSlab = slab_bytes(kBits);
-    static constexpr int kPieces = wgmma_stage_pieces(kTokens), kStageBytes = wgmma_stage_bytes(kTokens);
+    static constexpr int kBoxes = wgmma_stage_boxes(kTokens), kStageBytes = wgmma_stage_bytes(kTokens);
+    static constexpr int kBoxBytes = kStageBytes / kBoxes, kBoxColumns = kWgmmaBoxBytes / static_cast<int>(sizeof(T));
+    static constexpr int kBoxPieces = kInt8 ? 2 : 1;  // of 64 columns
     // Products that a warpgroup leaves to the tensor cores while it decodes, and parts in which a slab comes to
     // registers: as many, as few, as registers allow.
     static constexpr int kPending = kTokens == 128 ? 0 : 1, kParts = kTokens == 128 ? 2 : 1;
 
     static constexpr int kSteps = kExperts ? expert_steps(kTokens) : 1;
 
-    const WgmmaArguments<kWeights>& arguments;
+    const Arguments& arguments;
     // Groups of all CTAs of a cluster are parties, which divide the slabs.
     int cluster, rank, groups, parties, group_warps;
     uint32_t window, x, ring, x_full, x_empty, ring_full, ring_empty;
 
-    __device__ __forceinline__ WgmmaCta(const WgmmaArguments<kWeights>& arguments, uint32_t window)
+    __device__ __forceinline__ WgmmaCta(const Arguments& arguments, uint32_t window)
         : arguments(arguments),
           cluster(blockIdx.x >> arguments.split_log2),
           rank(blockIdx.x - (cluster << arguments.split_log2)),
@@ -175,12 +188,12 @@ struct WgmmaCta {
         for (int number = 0; (share = this->share(party, number)).slabs > 0; ++number) {
             const Place place = place_of(share.tile);
             int column = share.first_slab * kSlabColumns;
-            for (int i = 0; i < share.slabs * 4 / kPieces; ++i) {
+            for (int i = 0; i < share.slabs * (kSlabColumns / kBoxColumns) / kBoxes; ++i) {
                 wait_barrier(empty + 8 * stage, phase ^ 1);
                 expect_bytes(full + 8 * stage, kStageBytes);
 #pragma unroll
-                for (int piece = 0; piece < kPieces; ++piece, column += kWgmmaColumns) {
-                    const uint32_t to = stages + stage * kStageBytes + piece * (kStageBytes / kPieces);
+                for (int box = 0; box < kBoxes; ++box, column += kBoxColumns) {
+                    const uint32_t to = stages + stage * kStageBytes + box * kBoxBytes;
                     bulk_copy_box(to, &maps.of[number_of(place)], column, place.token, full + 8 * stage);
                 }
                 step(stage, phase, arguments.x_stages);
@@ -217,7 +230,7 @@ struct WgmmaCta {
         const auto make_table = [&] {
             Table table;
             table.begin(window, arguments.weights[weight].codebook, lane);
-            const float unit = table.template finish<T, kDecoders>();
+            const float unit = table.template finish<Level, kDecoders>();
             named_barrier(1, kExperts ? wgmma_threads(kTokens) : kDecoders);
             return unit;
         };
@@ -241,7 +254,9 @@ struct WgmmaCta {
                     unit = make_table();
                 }
             }
-            float sums[kTokens / 2];
+            Sum sums[kTokens / 2];
+            [[maybe_unused]] __half2 inverse[2];
+            if constexpr (kInt8) load_inverses(share.tile, warp, inverse);
             int last = -1;  // the stage that the tensor cores may still read
             // By the first so many tokens of the tile.
             const auto multiply_slabs_by = [&](auto columns_of_x) {
@@ -250,6 +265,7 @@ struct WgmmaCta {
                     uint32_t words[4 / kParts][kBits], scales[4 / kParts];
                     const int at = warp * arguments.ring_stages + slab_stage;
                     wait_barrier(ring_full + 8 * at, slab_phase);
+                    [[maybe_unused]] uint32_t bytes[2][2][4];  // of two pieces
 #pragma unroll
                     for (int piece = 0; piece < 4; ++piece) {
                         const int tile_of_part = piece % (4 / kParts);
@@ -270,19 +286,25 @@ struct WgmmaCta {
                                 decode_in_order<kBits>(words[tile_of_part], block, lane_table, quad, a[block]);
                             }
                         }
-                        multiply_by_scales<T>(a, scales[tile_of_part], arguments.signs);
-                        if (piece % kPieces == 0) wait_barrier(full + 8 * stage, phase);
-                        // In units of 16 bytes; 16 columns are 32 bytes.
-                        const uint64_t from =
-                            columns + (stage * kStageBytes + piece % kPieces * (kStageBytes / kPieces) >> 4);
+                        if constexpr (kInt8) {
+                            to_int8(a, scales[tile_of_part], arguments.signs, inverse, bytes[piece % 2]);
+                            if (piece % 2 == 0) continue;
+                        } else {
+                            multiply_by_scales<T>(a, scales[tile_of_part], arguments.signs);
+                        }
+                        const int box = piece / kBoxPieces;
+                        if (box % kBoxes == 0) wait_barrier(full + 8 * stage, phase);
+                        // In units of 16 bytes; an instruction has 32 bytes of a token.
+                        const uint64_t from = columns + (stage * kStageBytes + box % kBoxes * kBoxBytes >> 4);
                         wgmma_fence();
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
-                            wgmma<T, columns_of_x()>(sums, a[i / 2][i % 2], from + 2 * i, slab + piece + i > 0);
+                            const auto& operand = kInt8 ? bytes[i / 2][i % 2] : a[i / 2][i % 2];
+                            wgmma<T, columns_of_x()>(sums, operand, from + 2 * i, slab + box + i > 0);
                         }
                         wgmma_commit();
                         wgmma_wait<kPending>();
-                        if (piece % kPieces == kPieces - 1) {
+                        if (box % kBoxes == kBoxes - 1) {
                             const int done = kPending == 0 ? stage : last;
                             if (done >= 0 && lane == 0) arrive(empty + 8 * done);
                             last = stage;
@@ -312,7 +334,13 @@ struct WgmmaCta {
                 if (lane == 0) arrive(empty + 8 * last);
             }
 #pragma unroll
-            for (int i = 0; i < kTokens / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+            for (int i = 0; i < kTokens / 2; ++i) {
+                if constexpr (kInt8) {
+                    asm volatile("" : "+r"(sums[i])::"memory");
+                } else {
+                    asm volatile("" : "+f"(sums[i])::"memory");
+                }
+            }
             finish(sums, unit, share, warp);
         }
         if constexpr (kExperts) clear_rest();
@@ -320,8 +348,7 @@ struct WgmmaCta {
 
     // --- outputs ---
 
-    __device__ __forceinline__ void finish(float (&sums)[kTokens / 2], float unit, const Share& share,
-                                           int warp) const {
+    __device__ __forceinline__ void finish(Sum (&sums)[kTokens / 2], float unit, const Share& share, int warp) const {
         const int tile = share.tile;
         if (parties == 1) {
             if constexpr (!kExperts) {
@@ -340,10 +367,18 @@ struct WgmmaCta {
         }
     }
 
+    static __device__ __forceinline__ Sum as_sum(uint32_t bits) {
+        if constexpr (kInt8) {
+            return static_cast<Sum>(bits);
+        } else {
+            return __uint_as_float(bits);
+        }
+    }
+
     // Sends the sums of others' tokens, adds up its own. Without experts only after its only tile, as the sums of
     // others lie where x and weights were.
     template <int kOwners>
-    __device__ __forceinline__ void meet(float (&sums)[kTokens / 2], float unit, int tile, int warp) const {
+    __device__ __forceinline__ void meet(Sum (&sums)[kTokens / 2], float unit, int tile, int warp) const {
         constexpr int kEights = kTokens / 8 / kOwners;  // of tokens; a thread has four sums of each
         const int group = warp / group_warps, party = rank * groups + group;
         const int group_threads = group_warps * kWarp, thread = warp % group_warps * kWarp + lane_id();
@@ -355,7 +390,7 @@ struct WgmmaCta {
 #pragma unroll
         for (int owner = 0; owner < kOwners; ++owner) {
             if (owner != party) {
-                const float* of_owner = sums + owner * kEights * 4;
+                const Sum* of_owner = sums + owner * kEights * 4;
                 const int sender = party - (party > owner);
 #pragma unroll
                 for (int i = 0; i < kEights; ++i) {
@@ -368,16 +403,16 @@ struct WgmmaCta {
 #pragma unroll
         for (int owner = 0; owner < kOwners; ++owner) {
             if (owner == party) {
-                float* own = sums + owner * kEights * 4;
+                Sum* own = sums + owner * kEights * 4;
 #pragma unroll 1
                 for (int sender = 0; sender < parties - 1; ++sender) {
 #pragma unroll
                     for (int i = 0; i < kEights; ++i) {
                         const uint4 four = load_shared_16(place(group, sender, i));
-                        own[4 * i] += __uint_as_float(four.x);
-                        own[4 * i + 1] += __uint_as_float(four.y);
-                        own[4 * i + 2] += __uint_as_float(four.z);
-                        own[4 * i + 3] += __uint_as_float(four.w);
+                        own[4 * i] += as_sum(four.x);
+                        own[4 * i + 1] += as_sum(four.y);
+                        own[4 * i + 2] += as_sum(four.z);
+                        own[4 * i + 3] += as_sum(four.w);
                     }
                 }
                 store(sums, owner * kEights, kEights, unit, tile, warp);
@@ -386,21 +421,21 @@ struct WgmmaCta {
     }
 
     // A warp's sums of part of a tile, to the CTA that has the tile's last slab: [eight tokens][lane][4].
-    __device__ __forceinline__ float4* part(int cta, int warp) const {
-        return reinterpret_cast<float4*>(arguments.partial) + (cta * kWarps + warp) * (kTokens / 8) * kWarp +
+    __device__ __forceinline__ FourSums* part(int cta, int warp) const {
+        return reinterpret_cast<FourSums*>(arguments.partial) + (cta * kWarps + warp) * (kTokens / 8) * kWarp +
                lane_id();
     }
-    __device__ __forceinline__ void hand_over(const float (&sums)[kTokens / 2], int warp) const {
-        float4* to = part(cluster, warp);
+    __device__ __forceinline__ void hand_over(const Sum (&sums)[kTokens / 2], int warp) const {
+        FourSums* to = part(cluster, warp);
 #pragma unroll
         for (int i = 0; i < kTokens / 2; i += 4) {
-            to[i / 4 * kWarp] = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+            to[i / 4 * kWarp] = FourSums{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]};
         }
         __syncwarp();
         if (lane_id() == 0) store_release(arguments.ready + cluster * kWarps + warp, 1);
     }
     // Those of the CTAs before, the nearest one first. They begin earlier, and wait for nobody before they hand over.
-    __device__ __forceinline__ void add_parts(float (&sums)[kTokens / 2], int tile, int warp) const {
+    __device__ __forceinline__ void add_parts(Sum (&sums)[kTokens / 2], int tile, int warp) const {
         const int first = arguments.division.cta_with((tile - arguments.whole) * arguments.slabs);
 #pragma unroll 1
         for (int cta = cluster - 1; cta >= first; --cta) {
@@ -410,10 +445,10 @@ struct WgmmaCta {
         constexpr int kAtOnce = kTokens <= 64 ? 64 / kTokens * 2 : 1;  // so many loads under way as registers hold
 #pragma unroll kAtOnce
         for (int cta = cluster - 1; cta >= first; --cta) {
-            const float4* from = part(cta, warp);
+            const FourSums* from = part(cta, warp);
 #pragma unroll
             for (int i = 0; i < kTokens / 2; i += 4) {
-                const float4 four = __ldcg(from + i / 4 * kWarp);
+                const FourSums four = __ldcg(from + i / 4 * kWarp);
                 sums[i] += four.x;
                 sums[i + 1] += four.y;
                 sums[i + 2] += four.z;
@@ -423,8 +458,17 @@ struct WgmmaCta {
     }
 
     // Groups of eight tokens; first and count are known when compiling.
-    __device__ __forceinline__ void store(const float (&sums)[kTokens / 2], int first, int count, float unit, int tile,
+    __device__ __forceinline__ void store(const Sum (&sums)[kTokens / 2], int first, int count, float unit, int tile,
                                           int warp) const {
+        if constexpr (kInt8) {
+            const auto run = [&](auto value) { store_scaled<decltype(value)>(sums, first, count, unit, tile, warp); };
+            return arguments.half ? run(__half{}) : run(__nv_bfloat16{});
+        } else {
+            store_in_units(sums, first, count, unit, tile, warp);
+        }
+    }
+    __device__ __forceinline__ void store_in_units(const float (&sums)[kTokens / 2], int first, int count, float unit,
+                                                   int tile, int warp) const {
         const int lane = lane_id();  // while tiles are multiplied, every register is in use
         const Place place = place_of(tile);
         const int row = row_tile(place, warp) * kTileRows;
@@ -443,6 +487,57 @@ struct WgmmaCta {
             store_to({bias ? bias + before : nullptr, output.y, place.end, output.out_features});
         } else {
             store_to(arguments.weights[number_of(place)].output);
+        }
+    }
+
+    // --- int8 ---
+
+    // Of a lane's rows.
+    __device__ __forceinline__ void load_inverses(int tile, int warp, __half2 (&inverse)[2]) const {
+        const int row = row_tile(place_of(tile), warp) * kTileRows + lane_id() / 4;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int its = min(row + 8 * half, arguments.weights[0].output.out_features - 1);
+            inverse[half] = __half2half2(__ldg(arguments.inverses + its));
+        }
+    }
+
+    // y = ((sum * what 1 stands for in the token) * what it stands for in the row) + bias, each step rounded.
+    template <typename Y>
+    __device__ __forceinline__ void store_scaled(const int32_t (&sums)[kTokens / 2], int first, int count, float unit,
+                                                 int tile, int warp) const {
+        const int lane = lane_id();
+        const Place place = place_of(tile);
+        const Output& output = arguments.weights[0].output;
+        const int row = row_tile(place, warp) * kTileRows;
+        float of_rows[2], bias[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int its = min(row + lane / 4 + 8 * half, output.out_features - 1);
+            of_rows[half] = __fdiv_rn(unit, __half2float(__ldg(arguments.inverses + its)));
+            // Where there is none, what leaves a negative zero as it is.
+            bias[half] = output.bias ? static_cast<float>(static_cast<const Y*>(output.bias)[its]) : -0.0f;
+        }
+        const auto scaled = [&](int sum, float of_token, int half) {
+            return __fadd_rn(__fmul_rn(__fmul_rn(__int2float_rn(sum), of_token), of_rows[half]), bias[half]);
+        };
+#pragma unroll
+        for (int i = first; i < first + count; i += 2) {
+            const int eights = min(2, first + count - i);
+            uint32_t words[4] = {};
+#pragma unroll
+            for (int eight = 0; eight < eights; ++eight) {
+                // An even one, and the next one, which has a scale too, also behind the last token.
+                const int token = min(place.token + 8 * (i + eight) + lane % 4 * 2, (output.tokens - 1) & ~1);
+                const float2 of_tokens = __ldcg(reinterpret_cast<const float2*>(arguments.token_scales + token));
+                const int32_t* four = sums + 4 * (i + eight);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    words[2 * eight + half] = transpose_8x8(pack_two<Y>(
+                        scaled(four[2 * half], of_tokens.x, half), scaled(four[2 * half + 1], of_tokens.y, half)));
+                }
+            }
+            store_eights<Y>(output, words, eights, row, place.token + 8 * i, lane);
         }
     }
 
@@ -521,7 +616,9 @@ struct WgmmaCta {
 
 // A kernel, of wgmma_threads(kTokens) threads.
 template <int kBits, typename T, int kTokens, bool kOrdered, bool kExperts, int kWeights>
-__device__ __forceinline__ void run_wgmma(const WgmmaMaps<kWeights>& maps, const WgmmaArguments<kWeights>& arguments) {
+__device__ __forceinline__ void run_wgmma(
+    const WgmmaMaps<kWeights>& maps,
+    const typename WgmmaCta<kBits, T, kTokens, kOrdered, kExperts, kWeights>::Arguments& arguments) {
     if constexpr (kHopper) {
         extern __shared__ __align__(1024) char smem[];
         const uint32_t window = shared_window(smem);

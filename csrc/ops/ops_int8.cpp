@@ -1,0 +1,48 @@
+// The ops of 8-bit inputs, of the libraries that have kernels for them.
+#include <torch/csrc/stable/library.h>
+
+#include "ops/backend.h"
+
+namespace hf_kbit {
+
+namespace {
+
+constexpr int64_t kMostFeatures = INT32_MAX / (127 * 127) / kBlockSize * kBlockSize;  // whose sums int32 holds
+
+Tensor int8_inverses(const Tensor& weight, const Tensor& absmax, const Tensor& codebook, ShapeRef shape) {
+    const Packed packed = check_weight(weight, absmax, codebook, shape, std::nullopt, true, Matrices::one);
+    Tensor inverses = new_tensor(weight, {packed.out_features}, ScalarType::Half);
+    backend::int8_inverses(packed, inverses);
+    return inverses;
+}
+
+Tensor gemm_int8(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
+                 const std::optional<Tensor>& bias, int64_t out_features, const Tensor& columns,
+                 const std::optional<Tensor>& inverses) {
+    const Dtype dtype = float_dtype("x", x.scalar_type(), false);
+    const Packed packed = check_product(x, weight, absmax, codebook, bias, out_features, columns, true);
+    if (packed.in_features > kMostFeatures) {
+        refuse("x", "shape " + to_string(shape_of(x)),
+               "[*, in_features] of " + std::to_string(kMostFeatures) + " in_features at most for 8-bit inputs");
+    }
+    if (!inverses) {
+        Tensor found = new_tensor(weight, {out_features}, ScalarType::Half);
+        backend::int8_inverses(packed, found);
+        return backend::gemm_int8(x, dtype, packed, bias, found);
+    }
+    check_dtype("inverses", *inverses, {ScalarType::Half});
+    check_same_device("inverses", *inverses, "weight", weight);
+    if (shape_of(*inverses) != Shape{out_features}) {
+        refuse("inverses", "shape " + to_string(shape_of(*inverses)), to_string({out_features}));
+    }
+    return backend::gemm_int8(x, dtype, packed, bias, as_contiguous(*inverses));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_kbit, HF_KBIT_DISPATCH_KEY, library) {
+    library.impl("int8_inverses", TORCH_BOX(&int8_inverses));
+    library.impl("gemm_int8", TORCH_BOX(&gemm_int8));
+}
+
+}  // namespace
+
+}  // namespace hf_kbit
