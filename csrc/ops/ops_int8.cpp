@@ -7,7 +7,7 @@ namespace hf_kbit {
 
 namespace {
 
-constexpr int64_t kMostFeatures = INT32_MAX / (127 * 127) / kBlockSize * kBlockSize;  // whose sums int32 holds
+constexpr int64_t kMostInt8Features = INT32_MAX / (127 * 127) / kBlockSize * kBlockSize;  // whose sums int32 holds
 
 Tensor int8_inverses(const Tensor& weight, const Tensor& absmax, const Tensor& codebook, ShapeRef shape) {
     const Packed packed = check_weight(weight, absmax, codebook, shape, std::nullopt, true, Matrices::one);
@@ -21,9 +21,9 @@ Tensor gemm_int8(const Tensor& x, const Tensor& weight, const Tensor& absmax, co
                  const std::optional<Tensor>& inverses) {
     const Dtype dtype = float_dtype("x", x.scalar_type(), false);
     const Packed packed = check_product(x, weight, absmax, codebook, bias, out_features, columns, true);
-    if (packed.in_features > kMostFeatures) {
+    if (packed.in_features > kMostInt8Features) {
         refuse("x", "shape " + to_string(shape_of(x)),
-               "[*, in_features] of " + std::to_string(kMostFeatures) + " in_features at most for 8-bit inputs");
+               "[*, in_features] of " + std::to_string(kMostInt8Features) + " in_features at most for 8-bit inputs");
     }
     if (!inverses) {
         Tensor found = new_tensor(weight, {out_features}, ScalarType::Half);
