@@ -8,8 +8,10 @@
 // the others: a lane of a tile has eight columns, four for each half of operand A.
 //
 // A CTA has a token, a thread octets of it, which it holds in float32 until all know the largest number. Of a token of
-// more octets than CTAs hold, it makes them anew. The product's kernel overlaps with the launch.
+// more octets than CTAs hold, it makes them anew. The product's kernel overlaps with the launch. Compute
+// capability 9.0.
 #include "kernels/dispatch.h"
+#include "kernels/hopper/wgmma.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
 #include "kernels/ptx.cuh"
@@ -18,9 +20,6 @@
 namespace hf_kbit::cuda {
 
 namespace {
-
-constexpr int kWarp = kLanes;
-constexpr float kLeastToken = 0x1p-100f;  // 127 over smaller numbers might be infinite
 
 struct Arguments {
     const void* x;
@@ -55,7 +54,9 @@ __device__ __forceinline__ void load_octet(const Arguments& arguments, int token
 
 // kOctets: that a thread holds.
 template <typename T, int kThreads, int kOctets>
-__global__ void __launch_bounds__(kThreads) tokens_to_int8_kernel(const __grid_constant__ Arguments arguments) {
+__device__ __forceinline__ void run(const Arguments& arguments) {
+    constexpr int kWarp = kLanes;
+    constexpr float kLeastToken = 0x1p-100f;  // 127 over smaller numbers might be infinite
     __shared__ uint32_t of_warps[kWarp];
     wait_for_kernel_before();
     let_next_kernel_start();  // not before, as in transform_kernel
@@ -116,6 +117,15 @@ __global__ void __launch_bounds__(kThreads) tokens_to_int8_kernel(const __grid_c
 }
 
 template <typename T, int kThreads, int kOctets>
+__global__ void __launch_bounds__(kThreads) tokens_to_int8_kernel(const __grid_constant__ Arguments arguments) {
+    if constexpr (kHopper) {
+        run<T, kThreads, kOctets>(arguments);
+    } else {
+        __trap();
+    }
+}
+
+template <typename T, int kThreads, int kOctets>
 cudaError_t launch(const Arguments& arguments, const Gpu& gpu, cudaStream_t stream) {
     static Launcher launcher(tokens_to_int8_kernel<T, kThreads, kOctets>, kThreads, 0);
     return launcher.launch(gpu, arguments.tokens, 1, 0, stream, arguments);
@@ -139,11 +149,11 @@ cudaError_t tokens_to_int8(const void* x, Dtype dtype, const uint8_t* columns, i
     return dispatch<__half, __nv_bfloat16>(dtype, [&](auto value) {
         using T = decltype(value);
         const int octets = arguments.out_columns / kOctet;
-        const auto run = octets <= 512    ? launch<T, 256, 2>
-                         : octets <= 1024 ? launch<T, 256, 4>
-                         : octets <= 2048 ? launch<T, 512, 4>
-                                          : launch<T, 1024, 4>;
-        return run(arguments, gpu, stream);
+        const auto start = octets <= 512    ? launch<T, 256, 2>
+                           : octets <= 1024 ? launch<T, 256, 4>
+                           : octets <= 2048 ? launch<T, 512, 4>
+                                            : launch<T, 1024, 4>;
+        return start(arguments, gpu, stream);
     });
 }
 
