@@ -5,7 +5,8 @@
 CUDA: replays of a CUDA graph that walks through inputs and outputs of more than 256 MB, so that nothing is in L2. A
 line's ceiling is the time of a kernel that only reads (quantize), only writes (dequantize, embed) or copies (repack)
 as many bytes as the op reads and writes together. CPU: medians of calls that take turns; the ceiling is a copy. Beside
-gemm, on a CPU, stands ``F.linear``, beside embed ``F.embedding``, of a weight or table in the dtype of the result.
+gemm and gemm_int8, on a CPU, stands ``F.linear``, beside embed ``F.embedding``, of a weight or table in the dtype of
+the result.
 """
 
 import argparse
@@ -143,7 +144,7 @@ def on_cpu(shapes, report: Report) -> None:
         shape, weights = f"{n}x{k}", n * k
         source = torch.randn(n, k)
         copy_ms = medians_ms({"copy": lambda: source.clone()}, 7)["copy"]
-        packed, codebooks = {}, {}
+        packed, codebooks, columns = {}, {}, torch.full((k,), 176, dtype=torch.uint8)  # those of gemm_int8
         for bits in BITS:
             codebooks[bits] = torch.tensor(hf_kbit.codebooks.normal_float(bits))
             packed[bits] = OPS.quantize(source, codebooks[bits])
@@ -170,15 +171,19 @@ def on_cpu(shapes, report: Report) -> None:
                 rotating = {bits: cycle([[t.clone() for t in packed[bits]] for _ in range(4)]) for bits in BITS}
                 calls = {"torch": lambda: F.linear(x, next(dense))}
                 for bits in BITS:
-                    calls[bits] = lambda bits=bits: OPS.gemm(x, *next(rotating[bits]), codebooks[bits], None, n)
+                    weight = partial(lambda bits: (*next(rotating[bits]), codebooks[bits], None, n), bits)
+                    inverses = OPS.int8_inverses(*packed[bits], codebooks[bits], [n, k])
+                    calls["gemm", bits] = lambda w=weight: OPS.gemm(x, *w())
+                    calls["gemm_int8", bits] = lambda w=weight, i=inverses: OPS.gemm_int8(x, *w(), columns, i)
                 ms = medians_ms(calls, 5 if tokens > 32 else 15)
-                for bits in BITS:
-                    what = {"op": "gemm", "shape": shape, "bits": bits, "dtype": name_of(dtype), "tokens": tokens}
+                for op, bits in list(calls)[1:]:
+                    what = {"op": op, "shape": shape, "bits": bits, "dtype": name_of(dtype), "tokens": tokens}
                     size = sum(tensor.nbytes for tensor in packed[bits]) + x.nbytes + tokens * n * x.itemsize
                     floor = copy_ms * size / (2 * source.nbytes)
-                    speed = {"us": ms[bits] * 1e3, "GBps": size / ms[bits] / 1e6}
-                    speed |= {"ceiling": "copy", "ceiling_us": floor * 1e3, "fraction": floor / ms[bits]}
-                    report.line(**what, **speed, torch_us=ms["torch"] * 1e3, over_torch=ms[bits] / ms["torch"])
+                    own = ms[op, bits]
+                    speed = {"us": own * 1e3, "GBps": size / own / 1e6}
+                    speed |= {"ceiling": "copy", "ceiling_us": floor * 1e3, "fraction": floor / own}
+                    report.line(**what, **speed, torch_us=ms["torch"] * 1e3, over_torch=own / ms["torch"])
 
 
 def look_ups_on_cpu(k: int, report: Report, copy_ms_of_a_byte: float) -> None:

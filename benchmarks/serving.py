@@ -350,8 +350,7 @@ def child(function: str, arguments: dict) -> None:
 
 
 def in_a_process(function: str, log: Path, **arguments) -> Iterator[dict]:
-    """The lines of ``child``, as they come: of an own process, for vLLM cannot start a second compiled model in one,
-    and what another leaves on the GPU would be missing."""
+    """The lines of ``child``, as they come: of an own process, for what another leaves on the GPU would be missing."""
     code = "import json, sys, serving; serving.child(sys.argv[1], json.loads(sys.argv[2]))"
     command = [sys.executable, "-c", code, function, json.dumps(arguments)]
     with tempfile.TemporaryDirectory() as cache, log.open("w") as errors:

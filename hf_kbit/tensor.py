@@ -67,7 +67,8 @@ class KbitTensor(torch.Tensor):
     Attributes:
         parts: a dictionary, which the layer that has the weight reads too. Whatever replaces the weight changes it in
             place: ``words``, int32 ``[*lead, N, B * bits]`` or tiles; ``absmax``, uint8 ``[*lead, N, B]`` or tiles;
-            ``codebook``, float32 ``[2**bits]``; ``columns``, uint8 ``[K]`` or None; ``matrix``, ``(N, K)``.
+            ``codebook``, float32 ``[2**bits]``; ``columns``, uint8 ``[K]`` or None; ``matrix``, ``(N, K)``; where a
+            layer has found it of these words and scales, ``inverses`` (``ops.int8_inverses``), which no copy has.
         decoding: levels, exponent, and whether the weight is transformed.
         tiles: whether a GPU holds tiles.
 
@@ -131,6 +132,7 @@ class KbitTensor(torch.Tensor):
         """Another weight that decodes as this one, with some of the ``parts`` replaced; it shares the others."""
         form = self.form
         parts = {**self.parts, **parts}
+        parts.pop("inverses", None)
         return KbitTensor(
             self.size_ if shape is None else shape, parts, form.decoding, dtype or form.dtype, form.tiles
         )
@@ -225,6 +227,7 @@ class KbitTensor(torch.Tensor):
         """Takes over another weight in place: all that have this one have the other from now on."""
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.data.__set__(self, other)
+        self.parts.pop("inverses", None)
         self.parts.update(other.parts)
         self.decoding, self.tiles = other.decoding, other.tiles
 
@@ -330,6 +333,7 @@ class KbitTensor(torch.Tensor):
         own = getattr(out, "_local_tensor", out)
         own.decoding = self.decoding  # which another state dict may have changed
         own.parts.update(codebook=self.codebook, columns=self.columns)
+        own.parts.pop("inverses", None)
         if not uneven:  # the tensors that it has had before, but for one process
             own.parts.update(words=words, absmax=absmax)
             return None

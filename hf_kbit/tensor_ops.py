@@ -222,6 +222,7 @@ def _(func, into, source, non_blocking=False):
     made = tiled(made) if into.is_tiled else made
     for name in into.form.names:
         into.parts[name].copy_(made.parts[name])
+    into.parts.pop("inverses", None)
     into.decoding = source.decoding
     return into
 

@@ -17,6 +17,7 @@
 
 #include "cpu/dequantize.h"
 #include "cpu/gemm.h"
+#include "cpu/gemm_int8.h"
 #include "cpu/implementation.h"
 #include "cpu/quantize.h"
 #include "cpu/transform.h"

@@ -236,11 +236,137 @@ struct Avx2 {
             planes[4] = _mm256_permutevar8x32_epi32(found, _mm256_setr_epi32(4, 1, 6, 3, 0, 5, 2, 7));
         }
     }
+
+    // --- gemm of 8-bit inputs ---
+    // VPMADDUBSW takes magnitudes of inputs, and weights with the inputs' signs: 2 * 127 * 127 fits 16 bits.
+    using Bytes = __m256i;
+    using Sums = __m256i;
+    static constexpr int kVectorBytes = 32, kOffset = 0;
+    static constexpr int kTileRows = 4, kTileTokens = 2;
+    // Vectors 2 i and 2 i + 1 are of blocks 2 i and 2 i + 1, one in each half: the weights 8 * byte + k of dword k,
+    // then 8 * byte + 4 + k, where dwords are in the order 0, 2, 1, 3.
+    static int block_of_byte(int v, int byte) { return v / 2 * 2 + byte / 16; }
+    static int index_of_byte(int v, int byte) {
+        constexpr int kDwords[4] = {0, 2, 1, 3};
+        return 8 * (byte % 4) + 4 * (v % 2) + kDwords[byte % 16 / 4];
+    }
+    static Bytes load_bytes(const int8_t* source) {
+        return _mm256_load_si256(reinterpret_cast<const __m256i*>(source));
+    }
+    static void store_bytes(int8_t* target, Bytes bytes) {
+        _mm256_store_si256(reinterpret_cast<__m256i*>(target), bytes);
+    }
+    static Sums no_sums() { return zero_index(); }
+    static Sums add_sums(Sums a, Sums b) { return _mm256_add_epi32(a, b); }
+    static int32_t total(Sums sums) {
+        __m128i half = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+        half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4E));
+        return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xB1)));
+    }
+    static Sums dot(Sums sums, Bytes weights, Bytes inputs) {
+        const I pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(inputs), _mm256_sign_epi8(weights, inputs));
+        return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    static F round_to_half(F a) { return _mm256_cvtph_ps(_mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
+
+    template <int bits>
+    using Int8Levels = TableLevels<Avx2, bits>;
+
+    // The tables of two blocks, one in each half. Rounding to an integer leaves it in the low half of a dword, which a
+    // saturating pack keeps.
+    template <int bits>
+    static I table(const Int8Levels<bits>& levels, int t, F multipliers) {
+        constexpr int kVectors = Int8Levels<bits>::kVectors;
+        I rounded[kVectors];
+        for (int i = 0; i < kVectors; ++i) {
+            rounded[i] = _mm256_castps_si256(fma(levels.vectors[t][i], multipliers, broadcast(kToInteger)));
+        }
+        if constexpr (bits == 2) {
+            return rounded[0];
+        } else {
+            const I even = _mm256_packs_epi16(rounded[0], rounded[1]);
+            if constexpr (bits == 3) return even;
+            const I odd = _mm256_packs_epi16(rounded[kVectors - 2], rounded[kVectors - 1]);
+            return _mm256_blendv_epi8(_mm256_slli_epi16(odd, 8), even, splat(0x00FF00FF));
+        }
+    }
+
+    // Four blocks' planes, as the top of what is a nibble: planes 0 and 1 of blocks 0 and 2, then 1 and 3, and planes
+    // 2 and 3.
+    template <int bits>
+    static void load_four(const int32_t* words, int four, I& low, I& high) {
+        if constexpr (bits == 2) {
+            const I all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words) + four);
+            high = _mm256_permute4x64_epi64(all, 0xD8);
+            low = shift_left(bit_and(high, splat(0x33333333)), 2);
+            high = bit_and(high, splat(0xCCCCCCCC));
+        } else {
+            I rows[2];
+            for (int i = 0; i < 2; ++i) {
+                const int block = 4 * four + 2 * i;
+                rows[i] = _mm256_setr_m128i(block_words<bits>(words, block), block_words<bits>(words, block + 1));
+                if constexpr (bits == 3) rows[i] = _mm256_slli_si256(rows[i], 4);
+            }
+            low = _mm256_unpacklo_epi64(rows[0], rows[1]);
+            high = _mm256_unpackhi_epi64(rows[0], rows[1]);
+            swap_bits<Avx2>(low, high, 2, 0x33333333);
+        }
+    }
+
+    // Every second dword of both.
+    template <int order>
+    static I dwords(I a, I b) {
+        return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), order));
+    }
+
+    template <int bits, class Sink>
+    static inline __attribute__((always_inline)) void decode_int8(const int32_t* words, F multipliers,
+                                                                  const Int8Levels<bits>& levels, Sink sink) {
+        const F paired = _mm256_permutevar8x32_ps(multipliers, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+        I planes[5] = {}, fifth = zero_index();
+        if constexpr (bits == 5) {
+            load_planes<5>(words, planes);
+            fifth = _mm256_permutevar8x32_epi32(planes[4], _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+        }
+#pragma GCC unroll 2
+        for (int four = 0; four < 2; ++four) {
+            I first, last;  // planes
+            load_four<bits>(words, four, first, last);
+            I even = dwords<0x88>(first, last), odd = dwords<0xDD>(first, last);
+            swap_bits<Avx2>(even, odd, 1, 0x55555555);
+            const I codes[2] = {dwords<0x88>(even, odd), dwords<0xDD>(even, odd)};
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) {
+                const int pair = 2 * four + half;
+                const F own = spread(paired, pair);
+                const I low_table = table<bits>(levels, 0, own);
+                I fifths = zero_index(), high_table = zero_index();
+                if constexpr (bits == 5) {
+                    fifths = _mm256_castps_si256(spread(_mm256_castsi256_ps(fifth), pair));
+                    high_table = table<bits>(levels, 1, own);
+                }
+#pragma GCC unroll 2
+                for (int side = 0; side < 2; ++side) {
+                    const I nibbles = bit_and(shift_right(codes[half], 4 * side), splat(0x0F0F0F0F));
+                    const I low = _mm256_shuffle_epi8(low_table, nibbles);
+                    if constexpr (bits == 5) {
+                        const int up = side ? 3 : 7;  // from bit k of dword k to the top; dwords are 0, 2, 1, 3
+                        const I shifts = _mm256_setr_epi32(up, up - 2, up - 1, up - 3, up, up - 2, up - 1, up - 3);
+                        const I high = _mm256_shuffle_epi8(high_table, nibbles);
+                        sink(2 * pair + side, _mm256_blendv_epi8(low, high, _mm256_sllv_epi32(fifths, shifts)));
+                    } else {
+                        sink(2 * pair + side, low);
+                    }
+                }
+            }
+        }
+    }
 };
 
 }  // namespace
 
 const Implementation avx2_implementation = implementation_with<Avx2>("avx2");
+const Int8Implementation avx2_int8 = int8_implementation_with<Avx2>();
 
 }  // namespace hf_kbit::cpu
 

@@ -65,6 +65,28 @@ const Implementation& chosen() {
     return implementation;
 }
 
+#if defined(HF_KBIT_AVX512_INT8)
+bool has_int8_arithmetic() {
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") &&
+           __builtin_cpu_supports("gfni");
+}
+#endif
+
+const Int8Implementation& chosen_int8() {
+    static const Int8Implementation& implementation = []() -> const Int8Implementation& {
+#if defined(__x86_64__)
+        if (&chosen() == &portable_implementation) return portable_int8;
+#if defined(HF_KBIT_AVX512_INT8)
+        if (&chosen() != &avx2_implementation && has_int8_arithmetic()) return avx512_int8;
+#endif
+        return avx2_int8;
+#else
+        return portable_int8;
+#endif
+    }();
+    return implementation;
+}
+
 }  // namespace
 
 const char* instruction_set() { return chosen().name; }
@@ -100,6 +122,26 @@ void gemm(const float* panel, int64_t tokens, bool batch_invariant, const int32_
           int64_t out_features, int64_t in_features, int64_t begin, int64_t end) {
     chosen().gemm(panel, tokens, batch_invariant, planes, absmax, signed_scales, codebook, bits, bias, out, dtype,
                   out_features, in_features, begin, end);
+}
+
+void int8_inverses(const Int8Weight& weight, uint16_t* inverses, int64_t begin, int64_t end) {
+    chosen_int8().inverses(weight, inverses, begin, end);
+}
+
+int64_t int8_row_bytes(int64_t in_features) { return chosen_int8().row_bytes(in_features); }
+
+void int8_pack(const void* x, Dtype dtype, int64_t in_features, const uint8_t* columns, int8_t* panel,
+               Int8Token* tokens, int64_t begin, int64_t end) {
+    chosen_int8().pack(x, dtype, in_features, columns, panel, tokens, begin, end);
+}
+
+int64_t int8_scratch_bytes(int64_t count, int64_t in_features) {
+    return chosen_int8().scratch_bytes(count, in_features);
+}
+
+void gemm_int8(const int8_t* panel, const Int8Token* tokens, int64_t count, const Int8Weight& weight, const void* bias,
+               void* out, Dtype dtype, int8_t* scratch, int64_t begin, int64_t end) {
+    chosen_int8().gemm(panel, tokens, count, weight, bias, out, dtype, scratch, begin, end);
 }
 
 }  // namespace hf_kbit::cpu

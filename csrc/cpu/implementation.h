@@ -15,11 +15,23 @@ struct Implementation {
     decltype(&cpu::gemm) gemm;
 };
 
+// Of products of 8-bit inputs.
+struct Int8Implementation {
+    decltype(&cpu::int8_inverses) inverses;
+    decltype(&cpu::int8_row_bytes) row_bytes;
+    decltype(&cpu::int8_pack) pack;
+    decltype(&cpu::int8_scratch_bytes) scratch_bytes;
+    decltype(&cpu::gemm_int8) gemm;
+};
+
 extern const Implementation portable_implementation;  // portable.cpp
+extern const Int8Implementation portable_int8;
 #if defined(__x86_64__)
 extern const Implementation avx2_implementation;    // avx2.cpp
 extern const Implementation avx512_implementation;  // avx512.cpp
 extern const Implementation amx_implementation;     // amx.cpp, if HF_KBIT_AMX is defined
+extern const Int8Implementation avx2_int8;
+extern const Int8Implementation avx512_int8;  // avx512_int8.cpp, if HF_KBIT_AVX512_INT8 is defined
 #endif
 
 }  // namespace hf_kbit::cpu

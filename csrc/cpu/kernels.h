@@ -51,4 +51,37 @@ void gemm(const float* panel, int64_t tokens, bool batch_invariant, const int32_
           bool signed_scales, const float* codebook, int bits, const void* bias, void* out, Dtype dtype,
           int64_t out_features, int64_t in_features, int64_t begin, int64_t end);
 
+// --- 8-bit inputs, bit-identical to hf_kbit.reference; AVX-512 needs VNNI, VBMI and GFNI, or AVX2 does it ---
+
+// A rotated weight, whose scales have signs. inverses, float16 [N], are what int8_inverses finds.
+struct Int8Weight {
+    const int32_t* planes;
+    const uint8_t* absmax;
+    const float* codebook;
+    const uint16_t* inverses;
+    int bits;
+    int64_t out_features, in_features;
+};
+
+// Of a token: what 1 stands for, and the sum of its int8 numbers.
+struct Int8Token {
+    float scale;
+    int32_t sum;
+};
+
+// What 1 stands for in rows [begin, end), inverted; does not read weight.inverses.
+void int8_inverses(const Int8Weight& weight, uint16_t* inverses, int64_t begin, int64_t end);
+
+// Rows [begin, end) of x [M, K], transformed, as int8 in the order that gemm_int8 reads: int8_row_bytes each, from
+// `panel` on, which is aligned to 64 bytes.
+int64_t int8_row_bytes(int64_t in_features);
+void int8_pack(const void* x, Dtype dtype, int64_t in_features, const uint8_t* columns, int8_t* panel,
+               Int8Token* tokens, int64_t begin, int64_t end);
+
+// Columns [begin, end) of out [M, N], of `count` tokens. scratch has int8_scratch_bytes, aligned to 64 bytes, for each
+// call at a time.
+int64_t int8_scratch_bytes(int64_t count, int64_t in_features);
+void gemm_int8(const int8_t* panel, const Int8Token* tokens, int64_t count, const Int8Weight& weight, const void* bias,
+               void* out, Dtype dtype, int8_t* scratch, int64_t begin, int64_t end);
+
 }  // namespace hf_kbit::cpu

@@ -1,4 +1,6 @@
 // Plain C++ for any little-endian machine. Loops over four lanes are what compilers turn into SSE2 or NEON.
+#include <array>
+
 #include "cpu/algorithms.h"
 
 namespace hf_kbit::cpu {
@@ -156,10 +158,61 @@ struct Portable {
             planes[plane] = each<I>([&](int i) { return static_cast<uint32_t>(words[i * bits + plane]); });
         }
     }
+
+    // --- gemm of 8-bit inputs ---
+    using Bytes = std::array<int8_t, kBlockSize>;
+    using Sums = int32_t;
+    static constexpr int kVectorBytes = kBlockSize, kOffset = 0;
+    static constexpr int kTileRows = 4, kTileTokens = 4;
+    static int block_of_byte(int v, int) { return v; }
+    static int index_of_byte(int, int byte) { return byte; }
+    static Bytes load_bytes(const int8_t* source) {
+        Bytes bytes;
+        std::memcpy(&bytes, source, sizeof bytes);
+        return bytes;
+    }
+    static void store_bytes(int8_t* target, const Bytes& bytes) { std::memcpy(target, &bytes, sizeof bytes); }
+    static Sums no_sums() { return 0; }
+    static Sums add_sums(Sums a, Sums b) { return a + b; }
+    static int32_t total(Sums sums) { return sums; }
+    static Sums dot(Sums sums, const Bytes& weights, const Bytes& inputs) {
+        for (int i = 0; i < kBlockSize; ++i) sums += weights[i] * inputs[i];
+        return sums;
+    }
+    static F round_to_half(F a) {
+        return each<F>([&](int i) { return float_of_float16(float16_of_float(a.lane[i])); });
+    }
+
+    template <int bits>
+    struct Int8Levels {
+        float levels[1 << bits];
+        explicit Int8Levels(const float* numbers) { std::memcpy(levels, numbers, sizeof levels); }
+    };
+
+    template <int bits, class Sink>
+    static void decode_int8(const int32_t* words, F multipliers, const Int8Levels<bits>& levels, Sink sink) {
+        for (int block = 0; block < kWidth; ++block, words += bits) {
+            int8_t table[1 << bits];
+            for (int n = 0; n < 1 << bits; ++n) {
+                const float product = levels.levels[n] * multipliers.lane[block];
+                table[n] = static_cast<int8_t>(bits_of(product + kToInteger) & 0xFF);
+            }
+            Bytes weights;
+            for (int j = 0; j < kBlockSize; ++j) {
+                uint32_t code = 0;
+                for (int plane = 0; plane < bits; ++plane) {
+                    code |= (static_cast<uint32_t>(words[plane]) >> j & 1) << plane;
+                }
+                weights[j] = table[code];
+            }
+            sink(block, weights);
+        }
+    }
 };
 
 }  // namespace
 
 const Implementation portable_implementation = implementation_with<Portable>("portable");
+const Int8Implementation portable_int8 = int8_implementation_with<Portable>();
 
 }  // namespace hf_kbit::cpu

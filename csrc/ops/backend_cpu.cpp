@@ -241,6 +241,56 @@ std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<P
     return products;
 }
 
+namespace {
+
+cpu::Int8Weight int8_weight(const Packed& planes, const void* inverses) {
+    return {words_of(planes), scales_of(planes),   codebook_of(planes), static_cast<const uint16_t*>(inverses),
+            planes.bits,      planes.out_features, planes.in_features};
+}
+
+}  // namespace
+
+void int8_inverses(const Packed& packed, Tensor& inverses) {
+    const Packed planes = as_planes(packed);
+    auto* found = static_cast<uint16_t*>(inverses.mutable_data_ptr());
+    torch::stable::parallel_for(
+        0, planes.out_features, row_grain(planes.in_features),
+        [&](int64_t begin, int64_t end) { cpu::int8_inverses(int8_weight(planes, nullptr), found, begin, end); });
+}
+
+Tensor gemm_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
+                 const Tensor& inverses) {
+    const Packed planes = as_planes(packed);
+    const Tensor inputs = as_contiguous(x);
+    const int64_t count = x.numel() / planes.in_features, row_bytes = cpu::int8_row_bytes(planes.in_features);
+    Shape shape = shape_of(x);
+    shape.back() = planes.out_features;
+    Tensor out = new_tensor(x, shape, x.scalar_type());
+    if (count == 0) return out;
+    // The panel first: it is aligned.
+    const auto of_tokens = static_cast<int64_t>(sizeof(cpu::Int8Token));
+    Tensor packed_inputs = new_tensor(x, {count * (row_bytes + of_tokens)}, ScalarType::Byte);
+    auto* panel = static_cast<int8_t*>(packed_inputs.mutable_data_ptr());
+    auto* tokens = reinterpret_cast<cpu::Int8Token*>(panel + count * row_bytes);
+    torch::stable::parallel_for(0, count, row_grain(planes.in_features), [&](int64_t begin, int64_t end) {
+        cpu::int8_pack(inputs.const_data_ptr(), dtype, planes.in_features, column_scales_of(planes), panel, tokens,
+                       begin, end);
+    });
+    std::optional<Tensor> addend;
+    if (bias) addend = as_contiguous(*bias);
+    const void* bias_data = addend ? addend->const_data_ptr() : nullptr;
+    void* out_data = out.mutable_data_ptr();
+    const cpu::Int8Weight weight = int8_weight(planes, inverses.const_data_ptr());
+    const int64_t scratch_bytes = cpu::int8_scratch_bytes(count, planes.in_features);
+    torch::stable::parallel_for(0, planes.out_features, row_grain(planes.in_features),
+                                [&](int64_t begin, int64_t end) {
+                                    Tensor scratch = new_tensor(x, {scratch_bytes}, ScalarType::Byte);
+                                    cpu::gemm_int8(panel, tokens, count, weight, bias_data, out_data, dtype,
+                                                   static_cast<int8_t*>(scratch.mutable_data_ptr()), begin, end);
+                                });
+    return out;
+}
+
 void gemm_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor& grad_x) {
     gradient_in_slices(grad, dtype, packed, grad_x);
 }

@@ -7,7 +7,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight
-from hf_kbit.ops import product, product_int8
+from hf_kbit.ops import int8_inverses, product, product_int8
 from hf_kbit.packed import DEFAULT_TRANSFORM
 
 INPUTS = (None, "int8")
@@ -146,9 +146,21 @@ class KbitLinear(KbitWeight, nn.Linear):
             rotated = columns is not None
             if self.inputs is None or self.training or not rotated:
                 return product(x, parts["words"], parts["absmax"], parts["codebook"], bias, rows, columns, rotated)
-            return product_int8(x, parts["words"], parts["absmax"], parts["codebook"], bias, rows, columns)
+            packed = parts["words"], parts["absmax"], parts["codebook"]
+            return product_int8(x, *packed, bias, rows, columns, self.find_inverses(parts))
         except (TypeError, ValueError) as error:
             raise self.named(error) from error
+
+    def find_inverses(self, parts: dict) -> torch.Tensor | None:
+        """What the weight's rows are multiplied by for 8-bit inputs, kept for the next product; None where it is not
+        to be kept, and each product finds it."""
+        if (found := parts.get("inverses")) is None and not is_dynamo_compiling():
+            if parts["words"].is_cuda and torch.cuda.is_current_stream_capturing():
+                return None  # a graph's memory is not to be kept
+            with torch.inference_mode(False):  # other products may be outside of it
+                found = int8_inverses(parts["words"], parts["absmax"], parts["codebook"], parts["matrix"])
+            parts["inverses"] = found
+        return found
 
     def reset_parameters(self) -> None:
         """Does nothing: a quantized weight has no random initialisation."""

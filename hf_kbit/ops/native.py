@@ -20,8 +20,6 @@ import torch
 
 from hf_kbit import reference
 
-# Of a device type the ops that neither its library nor Triton's kernels have.
-PLAIN = {"cpu": ("gemm_int8", "int8_inverses")}
 TRITON_DEVICES = ("cuda", "xpu")  # ROCm's are "cuda" too
 REINSTALL_OPTIONS = "--force-reinstall --no-deps --no-cache-dir"
 OLDEST_DRIVERS = {12: "525", 13: "580"}  # that run what each CUDA built, in NVIDIA's table of compatibility
@@ -164,7 +162,7 @@ def triton_missing(device_type: str) -> str:
 def fallback(op: str, device_type: str) -> Callable:
     """What runs an op on a device type without library: a kernel of Triton's if it has one, or the reference."""
     name = op.removesuffix("_inference").removesuffix("_plain")
-    if op.endswith("_plain") or (name in PLAIN.get(device_type, ()) and library(device_type).loaded):
+    if op.endswith("_plain"):
         warn_plain(name, device_type)
     else:
         warn_missing(device_type)

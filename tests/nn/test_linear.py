@@ -439,3 +439,28 @@ def test_8_bit_inputs_are_checked():
     with torch.no_grad(), pytest.raises(ValueError, match="KbitLinear: columns: found on meta, expected on cpu"):
         layer.weight.parts["columns"] = layer.weight.columns.to("meta")
         layer(torch.ones(2, 33))
+
+
+def test_what_8_bit_inputs_need_is_found_once_and_anew_for_another_weight():
+    layer, x = with_int8(), cases.x((3,), 33)
+    other = KbitLinear.from_linear(linear(9, 33), bits=4).eval()
+    with torch.no_grad():
+        layer(x)
+        first = layer.weight.parts["inverses"]
+        assert torch.equal(layer(x), by_the_op(layer, x)) and layer.weight.parts["inverses"] is first
+        ways = {
+            "a copy": lambda: copy.deepcopy(layer),
+            "a cast": lambda: copy.deepcopy(layer).half().float(),
+            "loaded": lambda: layer.load_state_dict(other.state_dict()) and layer,
+            "copied into": lambda: layer.weight.copy_(with_int8().weight) is not None and layer,
+            "assigned": lambda: setattr(layer, "weight", other.weight) or layer,
+            "quantized": lambda: layer.load_dense(torch.randn(9, 33)) or layer,
+        }
+        for way, change in ways.items():
+            changed = change()
+            assert "inverses" not in changed.weight.parts, way
+            assert torch.equal(changed(x), by_the_op(changed, x)), way
+    layer = with_int8()
+    with torch.inference_mode():
+        layer(x)
+    assert not layer.weight.parts["inverses"].is_inference(), "products outside of it may get them too"

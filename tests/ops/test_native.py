@@ -194,16 +194,18 @@ def test_warning_comes_once_for_each_device_type(monkeypatch):
         assert f": {why}. " in str(warning.message) and "`hf-kbit info`" in str(warning.message)
 
 
-@needs_library
-def test_an_op_that_no_library_has_says_so_once():
+def test_an_op_that_no_library_has_says_so_once(monkeypatch):
     """What is missing then is a kernel, not the library."""
+    monkeypatch.setattr(native, "library", lambda name: native.Library(name, Path("there")))
+    monkeypatch.setattr(native, "triton_missing", lambda name: "no Triton")
     native.warn_plain.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            assert native.fallback("gemm_int8", "cpu") is reference.gemm_int8
+            assert native.fallback("gemm_int8_plain", "cuda") is reference.gemm_int8
+    native.warn_plain.cache_clear()
     (warning,) = caught
-    assert "hf_kbit: gemm_int8 runs in plain PyTorch on cpu, correct but slower" in str(warning.message)
+    assert "hf_kbit: gemm_int8 runs in plain PyTorch on cuda, correct but slower" in str(warning.message)
 
 
 CALLS = """

@@ -26,7 +26,10 @@ RIGHT = {
     "repack": {"weight": PLANES, "absmax": ABSMAX, "bits": 3, "shape": [N, K]},
     "gemm": {"x": X} | PACKED | {"bias": cases.x((), N), "out_features": N} | TRANSFORM,
     "gemm_inference": {"x": X.half()} | PACKED | {"bias": None, "out_features": N},
-    "gemm_int8": {"x": X.half()} | PACKED | {"bias": cases.x((), N).half(), "out_features": N, "columns": COLUMNS},
+    "int8_inverses": PACKED | {"shape": [N, K]},
+    "gemm_int8": {"x": X.half()}
+    | PACKED
+    | {"bias": cases.x((), N).half(), "out_features": N, "columns": COLUMNS, "inverses": torch.ones(N).half()},
     "gemm_group": {
         "x": X,
         **{name: [PACKED[one]] * 2 for name, one in (("weights", "weight"), ("absmaxes", "absmax"))},
@@ -121,6 +124,10 @@ REFUSED = [
     ("gemm_int8", {"x": X.double()}, "x: found dtype float64, expected float32, float16 or bfloat16"),
     ("gemm_int8", {"bias": GRAD[0]}, "bias: found dtype float32, expected float16"),
     ("gemm_int8", {"columns": COLUMNS[1:]}, "columns: found shape [32], expected [33]"),
+    ("gemm_int8", {"inverses": torch.ones(N)}, "inverses: found dtype float32, expected float16"),
+    ("gemm_int8", {"inverses": torch.ones(K).half()}, f"inverses: found shape [{K}], expected [{N}]"),
+    ("int8_inverses", EXPERTS, "weight: found shape [3, 7, 6], expected one matrix, without leading dimensions"),
+    ("int8_inverses", {"shape": [N, 0]}, f"shape: found [{N}, 0], {SHAPE}"),
     ("gemm_int8", EXPERTS, "weight: found shape [3, 7, 6], expected one matrix, without leading dimensions"),
     (
         "gemm_int8",

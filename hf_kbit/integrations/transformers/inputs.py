@@ -60,6 +60,8 @@ def take(layers: Mapping[str, KbitWeight], inputs: str | None) -> dict[str, str]
     left, linears = _left(layers) if inputs else {}, _linears(layers)
     for name, layer in linears.items():
         layer.inputs = None if name in left else inputs
+        if layer.inputs:
+            layer.find_inverses(layer.parts)  # so that a compiled model has them too
     if inputs:
         report_inputs(len(linears.keys() | left.keys()), left)
     return left

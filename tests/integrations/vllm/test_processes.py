@@ -53,7 +53,7 @@ def test_compiled(name, tmp_path):
     ],
 )
 def test_compiled_with_graphs(name, options, tmp_path):
-    """Each in a process of its own: Inductor fails at a second model of a process that captured graphs."""
+    """Each in a process of its own, as users start them."""
     folder = serving.make(name, tmp_path)
     found = run(folder, {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}, enforce_eager=False, **options)
     serving.assert_same(found, serving.load(folder, options.get("dtype", "bfloat16")))
