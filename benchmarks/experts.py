@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 from gemm import skipped
-from timing import Report, gpu_and_command, graph_us, in_turns_us, markdown, parse, read, read_kernel
+from timing import Report, gpu_and_command, graph_us, in_turns_us, markdown, numbers, parse, read, read_kernel
 from transformers import MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -162,10 +162,6 @@ def table(lines: list[dict]) -> str:
         any_width = [number(next(filter(None, own)), field) for field in dense.values()]
         rows.append([model, str(tokens), *any_width, *(beside_floor(line) if line else "" for line in own)])
     return markdown(["model", "tokens", *dense, *(f"{bits} bits" for bits in widths)], rows)
-
-
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 def main() -> None:

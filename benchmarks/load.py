@@ -20,6 +20,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
+from timing import Report, gpu_and_command
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_kbit
@@ -112,6 +113,13 @@ def repeat(one: Path, path: Path, layers: int) -> None:
     index = {"metadata": {}, "weight_map": {name: file for file, tensors in files.items() for name in tensors}}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     (path / "config.json").write_text(json.dumps(config))
+
+
+def report_of_model(arguments, **context) -> Report:
+    """Of a benchmark of models of ``--shape``, with ``--model-layers`` or all that it has."""
+    layers = arguments.model_layers or SHAPES[arguments.shape]["num_hidden_layers"]
+    where = {"transformers": transformers.__version__, "shape": arguments.shape, "layers": layers}
+    return Report(arguments.json, **gpu_and_command(), **where, **context)
 
 
 def load(folder: Path, device: str, **kwargs):

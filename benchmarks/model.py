@@ -35,8 +35,8 @@ from pathlib import Path
 import torch
 import transformers
 from gemm import COLOURS, find_peers, skipped
-from load import SHAPES, load, make_checkpoint
-from timing import Report, gpu_and_command, markdown, parse, run_and_plot
+from load import SHAPES, load, make_checkpoint, report_of_model
+from timing import markdown, numbers, parse, run_and_plot, some_of
 from torch import nn
 from torch._dynamo.utils import counters
 from transformers import BitsAndBytesConfig
@@ -280,17 +280,6 @@ def labelled(line: dict) -> list[tuple[str, str]]:
 # --- command line ---------------------------------------------------------------------------------
 
 
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
-def modes(text: str) -> list[str]:
-    chosen = text.split(",")
-    if unknown := set(chosen) - set(MODES):
-        raise argparse.ArgumentTypeError(f"found {', '.join(unknown)}, expected some of {', '.join(MODES)}")
-    return chosen
-
-
 def command_line():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default=SHAPE)
@@ -298,21 +287,14 @@ def command_line():
     parser.add_argument("--bits", type=numbers, default=list(BITS))
     parser.add_argument("--batches", type=numbers, default=[1, 4, 16])
     parser.add_argument("--prefill", type=numbers, default=[128, 512, 2048], help="tokens")
-    parser.add_argument("--modes", type=modes, default=MODES, help="of decoding")
+    parser.add_argument("--modes", type=some_of(MODES), default=MODES, help="of decoding")
     parser.add_argument("--table", action="store_true", help="print tables at the end")
     return parse(parser, PEERS, uses=("plot", "table"))
 
 
 def run(arguments) -> list[dict]:
-    shape, layers = arguments.shape, arguments.model_layers or SHAPES[arguments.shape]["num_hidden_layers"]
-    report = Report(
-        arguments.json,
-        **gpu_and_command(),
-        transformers=transformers.__version__,
-        shape=shape,
-        layers=layers,
-    )
-    lines, dense = [], {}
+    report, lines, dense = report_of_model(arguments), [], {}
+    shape, layers = report.context["shape"], report.context["layers"]
 
     def emit(way, where, measured, **others) -> None:
         first = dense.setdefault(tuple(where.items()), measured)

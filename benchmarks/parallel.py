@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 import transformers
 from load import SHAPES, make_checkpoint, repeat
-from model import COMPILED, MODES, decode, decode_compiled, modes
+from model import COMPILED, MODES, decode, decode_compiled
 from qlora import adapted, optimizer_of, step
-from timing import Report, driver
+from timing import Report, driver, some_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -199,7 +199,7 @@ def main() -> None:
         default="tensor,fsdp,ddp",
         help=f"of {','.join(WAYS)}; '' makes the checkpoint alone; default %(default)s",
     )
-    parser.add_argument("--modes", type=modes, default=MODES, help="of decoding")
+    parser.add_argument("--modes", type=some_of(MODES), default=MODES, help="of decoding")
     parser.add_argument("--kernels", action="store_true", help="print the time of each kernel in decoding")
     parser.add_argument("--sequences", type=int, default=4, help="in each process")
     parser.add_argument("--tokens", type=int, default=1024, help="of a sequence")

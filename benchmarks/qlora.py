@@ -29,9 +29,9 @@ import torch
 import transformers
 from gemm import COLOURS, find_peers, skipped
 from load import SHAPES, load, make_checkpoint
-from model import DENSE, OTHERS, PEERS, SHAPE, numbers
+from model import DENSE, OTHERS, PEERS, SHAPE
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from timing import Report, gpu_and_command, parse, run_and_plot
+from timing import Report, gpu_and_command, numbers, parse, run_and_plot
 
 import hf_kbit
 from hf_kbit.format import BITS

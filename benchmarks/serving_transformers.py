@@ -31,8 +31,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from load import SHAPES, make_checkpoint
-from timing import Report, gpu_and_command, markdown, parse, read
+from load import SHAPES, make_checkpoint, report_of_model
+from timing import markdown, numbers, parse, read
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -165,17 +165,8 @@ def measure(port: int, folder: Path, clients: int, seconds: float, vocab_size: i
 
 
 def run(arguments) -> list[dict]:
-    shape, layers = arguments.shape, arguments.model_layers or SHAPES[arguments.shape]["num_hidden_layers"]
-    report = Report(
-        arguments.json,
-        **gpu_and_command(),
-        transformers=transformers.__version__,
-        shape=shape,
-        layers=layers,
-        prompt=PROMPT,
-        new_tokens=NEW_TOKENS,
-    )
-    lines = []
+    report, lines = report_of_model(arguments, prompt=PROMPT, new_tokens=NEW_TOKENS), []
+    shape, layers = report.context["shape"], report.context["layers"]
     with tempfile.TemporaryDirectory() as folder:
         made = make(shape, layers, arguments.bits, Path(folder), arguments.device)
         torch.cuda.empty_cache()
@@ -183,9 +174,8 @@ def run(arguments) -> list[dict]:
             for name, (bits, place) in made.items():
                 vocab_size = transformers.AutoConfig.from_pretrained(place).vocab_size
                 with served(place, arguments.device, [*options, *arguments.option]) as port:
-                    measure(
-                        port, place, min(4, max(arguments.clients)), 0, vocab_size
-                    )  # kernels are loaded, caches made
+                    # Kernels are loaded, caches made.
+                    measure(port, place, min(4, max(arguments.clients)), 0, vocab_size)
                     for clients in arguments.clients:
                         measured = measure(port, place, clients, arguments.seconds, vocab_size)
                         entry = {"name": name.split()[0], "bits": bits, "mode": way, "clients": clients, **measured}
@@ -207,10 +197,6 @@ def table(lines: list[dict]) -> str:
         for (mode, clients), row in cells.items()
     ]
     return markdown(["", *head], rows)
-
-
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -24,6 +25,22 @@ def name_of(dtype: torch.dtype) -> str:
 def copies(size: int) -> int:
     """How many inputs of ``size`` bytes to walk through, so that none is still in L2 when its turn comes again."""
     return max(2, -(-COLD_BYTES // size))
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def some_of(choices: list[str]) -> Callable[[str], list[str]]:
+    """The type of an option that names some of ``choices``."""
+
+    def chosen(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := set(names) - set(choices):
+            raise argparse.ArgumentTypeError(f"found {', '.join(unknown)}, expected some of {', '.join(choices)}")
+        return names
+
+    return chosen
 
 
 class Report:
@@ -80,6 +97,8 @@ def driver() -> str:
 
 def gpu_and_command() -> dict[str, str]:
     """Of a report: what it was measured on, and how to measure it again."""
+    if not torch.cuda.is_available():
+        return {"gpu": "none"}
     return {
         "gpu": torch.cuda.get_device_name(),
         "driver": driver(),

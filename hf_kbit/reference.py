@@ -396,9 +396,7 @@ def tokens_to_int8(x: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor
 def int8_inverses(weight, absmax, codebook, shape):
     """See ``ops.int8_inverses``."""
     levels, scales, _ = _levels_and_scales(weight, absmax, codebook, shape)
-    # Products of two numbers of float16 are exact in float32, here and where they are rounded, once, to integers.
-    largest = (levels * scales[..., None]).abs().amax(dim=(-2, -1))
-    return (127 * largest.reciprocal()).clamp(max=MOST_INVERSE).half()
+    return _inverses(levels, scales)
 
 
 def rows_to_int8(weight, absmax, codebook, shape, inverses=None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -406,12 +404,17 @@ def rows_to_int8(weight, absmax, codebook, shape, inverses=None) -> tuple[torch.
 
     No number exceeds 127: the two roundings to float16 add at most 0.125 to that.
     """
-    if inverses is None:
-        inverses = int8_inverses(weight, absmax, codebook, shape)
     levels, scales, shift = _levels_and_scales(weight, absmax, codebook, shape)
-    multipliers = (scales * inverses.float()[:, None]).half().float()
+    inverses = (_inverses(levels, scales) if inverses is None else inverses).float()
+    multipliers = (scales * inverses[:, None]).half().float()
     rows = (levels * multipliers[..., None]).round().to(torch.int8)
-    return rows.flatten(-2), power_of_two(4 - shift) / inverses.float()
+    return rows.flatten(-2), power_of_two(4 - shift) / inverses
+
+
+def _inverses(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    # Products of two numbers of float16 are exact in float32, here and where they are rounded, once, to integers.
+    largest = (levels * scales[..., None]).abs().amax(dim=(-2, -1))
+    return (127 * largest.reciprocal()).clamp(max=MOST_INVERSE).half()
 
 
 def _levels_and_scales(weight, absmax, codebook: torch.Tensor, shape):

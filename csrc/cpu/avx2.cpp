@@ -272,23 +272,10 @@ struct Avx2 {
     template <int bits>
     using Int8Levels = TableLevels<Avx2, bits>;
 
-    // The tables of two blocks, one in each half. Rounding to an integer leaves it in the low half of a dword, which a
-    // saturating pack keeps.
-    template <int bits>
-    static I table(const Int8Levels<bits>& levels, int t, F multipliers) {
-        constexpr int kVectors = Int8Levels<bits>::kVectors;
-        I rounded[kVectors];
-        for (int i = 0; i < kVectors; ++i) {
-            rounded[i] = _mm256_castps_si256(fma(levels.vectors[t][i], multipliers, broadcast(kToInteger)));
-        }
-        if constexpr (bits == 2) {
-            return rounded[0];
-        } else {
-            const I even = _mm256_packs_epi16(rounded[0], rounded[1]);
-            if constexpr (bits == 3) return even;
-            const I odd = _mm256_packs_epi16(rounded[kVectors - 2], rounded[kVectors - 1]);
-            return _mm256_blendv_epi8(_mm256_slli_epi16(odd, 8), even, splat(0x00FF00FF));
-        }
+    static I as_words(F a) { return _mm256_castps_si256(a); }
+    static I pack(I a, I b) { return _mm256_packs_epi16(a, b); }
+    static I interleave(I even, I odd) {
+        return _mm256_blendv_epi8(_mm256_slli_epi16(odd, 8), even, splat(0x00FF00FF));
     }
 
     // Four blocks' planes, as the top of what is a nibble: planes 0 and 1 of blocks 0 and 2, then 1 and 3, and planes
@@ -339,11 +326,11 @@ struct Avx2 {
             for (int half = 0; half < 2; ++half) {
                 const int pair = 2 * four + half;
                 const F own = spread(paired, pair);
-                const I low_table = table<bits>(levels, 0, own);
+                const I low_table = int8_table<Avx2, bits>(levels, 0, own);
                 I fifths = zero_index(), high_table = zero_index();
                 if constexpr (bits == 5) {
                     fifths = _mm256_castps_si256(spread(_mm256_castsi256_ps(fifth), pair));
-                    high_table = table<bits>(levels, 1, own);
+                    high_table = int8_table<Avx2, bits>(levels, 1, own);
                 }
 #pragma GCC unroll 2
                 for (int side = 0; side < 2; ++side) {

@@ -28,23 +28,10 @@ struct Avx512Int8 : Avx512 {
     template <int bits>
     using Int8Levels = TableLevels<Avx512Int8, bits>;
 
-    // The tables of four blocks, one in each quarter. Rounding to an integer leaves it in the low half of a dword,
-    // which a saturating pack keeps.
-    template <int bits>
-    static I table(const Int8Levels<bits>& levels, int t, F multipliers) {
-        constexpr int kVectors = Int8Levels<bits>::kVectors;
-        I rounded[kVectors];
-        for (int i = 0; i < kVectors; ++i) {
-            rounded[i] = _mm512_castps_si512(fma(levels.vectors[t][i], multipliers, broadcast(kToInteger + kOffset)));
-        }
-        if constexpr (bits == 2) {
-            return rounded[0];
-        } else {
-            const I even = _mm512_packus_epi16(rounded[0], rounded[1]);
-            if constexpr (bits == 3) return even;
-            const I odd = _mm512_packus_epi16(rounded[kVectors - 2], rounded[kVectors - 1]);
-            return _mm512_mask_blend_epi8(0x5555555555555555, _mm512_slli_epi16(odd, 8), even);
-        }
+    static I as_words(F a) { return _mm512_castps_si512(a); }
+    static I pack(I a, I b) { return _mm512_packus_epi16(a, b); }
+    static I interleave(I even, I odd) {
+        return _mm512_mask_blend_epi8(0x5555555555555555, _mm512_slli_epi16(odd, 8), even);
     }
 
     // Where the bytes of four blocks' words go before a transposition of 8 x 8 bits makes codes of them: byte 7 - i of
@@ -98,10 +85,10 @@ struct Avx512Int8 : Avx512 {
 #pragma GCC unroll 4
         for (int four = 0; four < 4; ++four) {
             const int32_t* own_words = words + four * 4 * bits;
-            const I low_table = table<bits>(levels, 0, own[four]);
+            const I low_table = int8_table<Avx512Int8, bits>(levels, 0, own[four]);
             if constexpr (bits == 5) {
                 // An index of both tables: the fifth bit, the quarter, the code's low bits.
-                const I high_table = table<bits>(levels, 1, own[four]);
+                const I high_table = int8_table<Avx512Int8, bits>(levels, 1, own[four]);
                 const I quarters = _mm512_setr_epi64(0, 0, 0x1010101010101010, 0x1010101010101010, 0x2020202020202020,
                                                      0x2020202020202020, 0x3030303030303030, 0x3030303030303030);
                 for (int side = 0; side < 2; ++side) {

@@ -19,6 +19,10 @@
 //   block_of_byte, index_of_byte which block of a group is in a byte of a vector, and which of the block's weights
 //   round_to_half                to float16 and back
 //   Int8Levels<bits>, decode_int8(words, multipliers, levels, sink)
+// and for int8_table:
+//   as_words                     the bits of floats
+//   pack                         16-bit numbers of two vectors as bytes, saturated
+//   interleave(even, odd)        of 16-bit numbers the low bytes
 #pragma once
 
 #include <math.h>
@@ -68,6 +72,25 @@ struct TableLevels {
         }
     }
 };
+
+// The tables of as many blocks as a table has lanes for. Rounding to an integer leaves it in the low half of a dword,
+// which a saturating pack keeps.
+template <class V, int bits>
+static inline __attribute__((always_inline)) typename V::I int8_table(const TableLevels<V, bits>& levels, int t,
+                                                                      typename V::F multipliers) {
+    constexpr int kVectors = TableLevels<V, bits>::kVectors;
+    typename V::I rounded[kVectors];
+    for (int i = 0; i < kVectors; ++i) {
+        rounded[i] = V::as_words(V::fma(levels.vectors[t][i], multipliers, V::broadcast(kToInteger + V::kOffset)));
+    }
+    if constexpr (bits == 2) {
+        return rounded[0];
+    } else {
+        const typename V::I even = V::pack(rounded[0], rounded[1]);
+        if constexpr (bits == 3) return even;
+        return V::interleave(even, V::pack(rounded[kVectors - 2], rounded[kVectors - 1]));
+    }
+}
 
 // --- inverses of rows ---
 

@@ -101,7 +101,7 @@ def test_model(benched, shape, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", itertools.count().__next__)
     monkeypatch.setattr(module, "load", lambda folder, _, **kwargs: (*load(folder, "cpu", **kwargs)[:2], 1))
     monkeypatch.setattr(module, "make_checkpoint", lambda shape, folder, _, **kw: make(shape, folder, "cpu", **kw))
-    monkeypatch.setattr(module, "gpu_and_command", dict)
+    monkeypatch.setattr("load.gpu_and_command", dict)
     monkeypatch.setattr(module, "host_us", lambda layer: 1.0)
     monkeypatch.setattr(module.nn.Linear, "__init__", on_cpu)
     monkeypatch.setattr(module, "prefill_ms", prefill_ms)

@@ -81,8 +81,8 @@ class Engine:
 
 @pytest.fixture
 def serving(benched, monkeypatch):
-    """The benchmark, beside a ``vllm`` whose ``LLM`` has the engine above; ``serving.kernels`` are those it runs."""
-    module, engine = benched("serving"), Engine()
+    """What measures, beside a ``vllm`` whose ``LLM`` has the engine above; ``serving.kernels`` are those it runs."""
+    module, engine = benched("serving_process"), Engine()
     module.kernels = ["UnquantizedLinearMethod"]
     found = {"weights": 2e9, "kv": 1e9, "kernels": module.kernels}
     vllm, sampling = ModuleType("vllm"), ModuleType("vllm.sampling_params")
@@ -135,7 +135,7 @@ def test_gptq_checkpoint(benched):
     """Decoded as its format says, it is the weight, but for half a step of rounding, and a half's of the scale."""
     torch.manual_seed(0)
     weight = torch.randn(16, 256, dtype=torch.bfloat16)
-    stored = benched("serving").gptq(weight)
+    stored = benched("serving_process").gptq(weight)
     assert all(tensor.dtype == torch.int32 for name, tensor in stored.items() if name != "scales")
     for row in range(16):
         for column in range(256):

@@ -12,7 +12,7 @@ from transformers.utils.import_utils import is_serve_available
 @pytest.mark.skipif(not is_serve_available(), reason="needs transformers[serving]")
 def test_serving_transformers(benched, monkeypatch, capsys):
     module = benched("serving_transformers")
-    monkeypatch.setattr(module, "gpu_and_command", dict)
+    monkeypatch.setattr("load.gpu_and_command", dict)
     monkeypatch.setattr(module, "PROMPT", 8)
     monkeypatch.setattr(module, "NEW_TOKENS", 4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -34,10 +34,8 @@
 // What limits it and what was tried: docs/lab.
 #pragma once
 
-#include "kernels/hopper/arguments.cuh"
-#include "kernels/hopper/experts_plan.h"
+#include "kernels/hopper/tiles.cuh"
 #include "kernels/hopper/wgmma.cuh"
-#include "kernels/kernels.h"
 #include "kernels/operands.cuh"
 #include "kernels/outputs.cuh"
 
@@ -49,101 +47,35 @@ constexpr int kBringers = 128;
 constexpr int wgmma_decoders(int token_tile) { return wgmma_warps(token_tile) * kWarp; }
 constexpr int wgmma_threads(int token_tile) { return wgmma_decoders(token_tile) + kBringers; }
 
-// What a CTA has of a tile.
-struct Share {
-    int tile, first_slab, slabs;  // none: no slabs
-};
-
-// Where a tile is: whose weight, which of its rows for a group of warps, the tokens from one on, before another.
-struct Place {
-    int weight, row_group, token, end;
-};
-
 // What a CTA does, in its two roles: bring, and decode and multiply. kOrdered: x has its columns in the order of
 // tiles. kWeights: the most weights; 1 for experts, whose weights are told as one. T: of operands A and B, int8_t, or
 // as y has it.
 template <int kBits, typename T, int kTokens, bool kOrdered, bool kExperts, int kWeights>
-struct WgmmaCta {
+struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
+                             std::conditional_t<std::is_same_v<T, int8_t>, Int8Arguments, WgmmaArguments<kWeights>>> {
     static constexpr bool kInt8 = std::is_same_v<T, int8_t>;
     static_assert(!kInt8 || (kOrdered && !kExperts && kWeights == 1));
     using Arguments = std::conditional_t<kInt8, Int8Arguments, WgmmaArguments<kWeights>>;
+    using Tiles = WgmmaTiles<kBits, kTokens, kExperts, kWeights, Arguments>;
+    using Tiles::cluster, Tiles::rank, Tiles::groups, Tiles::parties, Tiles::group_warps;
+    using Tiles::expert, Tiles::exchange;
+    using Tiles::place_of, Tiles::weight_of, Tiles::number_of, Tiles::row_tile, Tiles::slabs_before, Tiles::share;
+    using Tiles::Tiles, Tiles::kWarps, Tiles::kSlab, Tiles::kStageBytes, Tiles::arguments;
+    using Tiles::window, Tiles::x, Tiles::ring, Tiles::x_full, Tiles::x_empty, Tiles::ring_full, Tiles::ring_empty;
+
     using Sum = std::conditional_t<kInt8, int32_t, float>;
     using FourSums = std::conditional_t<kInt8, int4, float4>;
     using Level = std::conditional_t<kInt8, __half, T>;
     using Table = LevelTable<kBits, kPairTableBytes>;
     // In all at most 65536, of which each thread has an equal part, in eights, before they move.
     static constexpr int kBringerRegisters = 32, kDecoderRegisters = wgmma_warps(kTokens) == 8 ? 232 : 112;
-    static constexpr int kWarps = wgmma_warps(kTokens), kDecoders = wgmma_decoders(kTokens);
-    static constexpr int kSlab = slab_bytes(kBits);
-    static constexpr int kBoxes = wgmma_stage_boxes(kTokens), kStageBytes = wgmma_stage_bytes(kTokens);
+    static constexpr int kDecoders = wgmma_decoders(kTokens), kBoxes = wgmma_stage_boxes(kTokens);
     static constexpr int kBoxBytes = kStageBytes / kBoxes, kBoxColumns = kWgmmaBoxBytes / static_cast<int>(sizeof(T));
     static constexpr int kBoxPieces = kInt8 ? 2 : 1;  // of 64 columns
     // Products that a warpgroup leaves to the tensor cores while it decodes, and parts in which a slab comes to
     // registers: as many, as few, as registers allow.
     static constexpr int kPending = kTokens == 128 ? 0 : 1, kParts = kTokens == 128 ? 2 : 1;
-
     static constexpr int kSteps = kExperts ? expert_steps(kTokens) : 1;
-
-    const Arguments& arguments;
-    // Groups of all CTAs of a cluster are parties, which divide the slabs.
-    int cluster, rank, groups, parties, group_warps;
-    uint32_t window, x, ring, x_full, x_empty, ring_full, ring_empty;
-
-    __device__ __forceinline__ WgmmaCta(const Arguments& arguments, uint32_t window)
-        : arguments(arguments),
-          cluster(blockIdx.x >> arguments.split_log2),
-          rank(blockIdx.x - (cluster << arguments.split_log2)),
-          groups(1 << arguments.groups_log2),
-          parties(groups << arguments.split_log2),
-          group_warps(kWarps >> arguments.groups_log2),
-          window(window),
-          x(window + wgmma_x_address()),
-          ring(x + groups * arguments.x_stages * kStageBytes),
-          x_full(ring + kWarps * arguments.ring_stages * kSlab),
-          x_empty(x_full + groups * arguments.x_stages * 8),
-          ring_full(x_empty + groups * arguments.x_stages * 8),
-          ring_empty(ring_full + kWarps * arguments.ring_stages * 8) {}
-
-    __device__ __forceinline__ Place place_of(int tile) const {
-        if constexpr (kExperts) {
-            return place_among_experts(tile);
-        } else {
-            const int weight = weight_of(tile);
-            if constexpr (kWeights > 1) tile -= arguments.first_tile[weight];
-            const int token = tile % arguments.token_tiles * kTokens;
-            return {weight, tile / arguments.token_tiles, token, arguments.weights[0].output.tokens};
-        }
-    }
-    __device__ __forceinline__ int weight_of(int tile) const {
-        int weight = 0;
-#pragma unroll
-        for (int i = 1; i < kWeights; ++i) weight += tile >= arguments.first_tile[i];
-        return weight;
-    }
-    // Whose arguments are those of a weight.
-    static __device__ __forceinline__ int number_of(const Place& place) { return kWeights > 1 ? place.weight : 0; }
-    __device__ __forceinline__ int row_tile(const Place& place, int warp) const {
-        return place.row_group * group_warps + warp % group_warps;
-    }
-    __device__ __forceinline__ int slabs_before(int party) const {
-        return arguments.slabs * party >> (arguments.groups_log2 + arguments.split_log2);
-    }
-
-    // Number `number` of those of a party.
-    __device__ __forceinline__ Share share(int party, int number) const {
-        const int tile = cluster + number * arguments.clusters;
-        if (tile < whole()) {
-            const int first = slabs_before(party);
-            return {tile, first, slabs_before(party + 1) - first};
-        }
-        if constexpr (kExperts) return {};
-        // The part of a tile that another CTA waits for first.
-        const int begin = arguments.division.begin(cluster), end = arguments.division.begin(cluster + 1);
-        if (begin == end) return {};
-        const int of_divided = (end - 1) / arguments.slabs - (number - arguments.turns);
-        const int tile_begin = of_divided * arguments.slabs, first = max(begin, tile_begin);
-        return {arguments.whole + of_divided, first - tile_begin, min(end, tile_begin + arguments.slabs) - first};
-    }
 
     __device__ __forceinline__ void init_barriers() const {
         for (int i = 0; i < groups * arguments.x_stages; ++i) {
@@ -539,59 +471,6 @@ struct WgmmaCta {
             }
             store_eights<Y>(output, words, eights, row, place.token + 8 * i, lane);
         }
-    }
-
-    // --- experts: a table of the first row and the number of token tiles before it of each, and of the end of all ---
-
-    __device__ __forceinline__ uint32_t expert(int number) const {
-        return ring_empty + kWarps * arguments.ring_stages * 8 + number * 8;
-    }
-    // Where others' sums lie.
-    __device__ __forceinline__ uint32_t exchange() const {
-        return kExperts ? expert(0) + expert_table_bytes(arguments.experts) : x;
-    }
-
-    // By a warp, each lane some experts that follow each other. Whatever the offsets are, no row is beyond x.
-    __device__ __forceinline__ void list_experts() const {
-        const int lane = lane_id(), of_lane = (arguments.experts + kWarp - 1) / kWarp;
-        const int first = lane * of_lane, last = min(first + of_lane, arguments.experts);
-        const auto row = [&](int number) {
-            return min(max(__ldg(arguments.offsets + number), 0), arguments.weights[0].output.tokens);
-        };
-        const auto tiles = [&](int number) { return (max(row(number + 1) - row(number), 0) + kTokens - 1) / kTokens; };
-        int before = 0;
-#pragma unroll 4
-        for (int i = first; i < last; ++i) before += tiles(i);
-        before = sum_up_to_lane(before, lane) - before;
-#pragma unroll 4
-        for (int i = first; i < last; ++i) {
-            store_shared_8(expert(i), make_uint2(row(i), before));
-            before += tiles(i);
-        }
-        if (lane == kWarp - 1) store_shared_8(expert(arguments.experts), make_uint2(row(arguments.experts), before));
-    }
-
-    // Tiles that are not divided.
-    __device__ __forceinline__ int whole() const {
-        if constexpr (kExperts) {
-            return static_cast<int>(load_shared_4(expert(arguments.experts) + 4)) * arguments.row_groups;
-        } else {
-            return arguments.whole;
-        }
-    }
-
-    // Tiles of an expert and the same rows follow each other.
-    __device__ __forceinline__ Place place_among_experts(int tile) const {
-        const int token_tile = tile / arguments.row_groups;
-        int found = 0, beyond = arguments.experts;
-        while (beyond - found > 1) {
-            const int middle = (found + beyond) / 2;
-            (static_cast<int>(load_shared_4(expert(middle) + 4)) <= token_tile ? found : beyond) = middle;
-        }
-        const uint2 of_expert = load_shared_8(expert(found)), next = load_shared_8(expert(found + 1));
-        const int first = static_cast<int>(of_expert.x), before = static_cast<int>(of_expert.y);
-        const int token_tiles = static_cast<int>(next.y) - before, within = tile - before * arguments.row_groups;
-        return {found, within / token_tiles, first + within % token_tiles * kTokens, static_cast<int>(next.x)};
     }
 
     // Zeros for rows of y behind those of all experts, 16 bytes at a time, by all CTAs.

@@ -40,14 +40,14 @@ def wrap_initialize_model(original: Callable) -> Callable:
 
 def load_once(model: nn.Module) -> None:
     """Has ``model.load_weights`` take packed experts out of what it is given, and refuse to be called again."""
-    load, tensors = model.load_weights, None
+    load, loaded = model.load_weights, False
 
     def load_weights(weights):
-        nonlocal tensors
-        if tensors is not None:
+        nonlocal loaded
+        if loaded:
             raise ValueError(f"{type(model).__name__}: {AGAIN}")
-        tensors = _without_experts(model, weights)
-        return load(tensors)
+        loaded = True
+        return load(_without_experts(model, weights))
 
     model.load_weights = load_weights
 
