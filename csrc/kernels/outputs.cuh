@@ -50,15 +50,16 @@ __device__ __forceinline__ void store_eight(const Output& output, const float* s
     }
 }
 
-// A warp's 16 rows of one or two times eight tokens, 16 bytes at a time. words: for each eight tokens the lane's two
-// numbers of the first and of the last eight rows, as transpose_8x8 leaves them.
+// A warp's 16 rows of sixteen tokens, of which those from `begin` on, before `end`, are stored, 16 bytes at a time.
+// words: for each eight tokens the lane's two numbers of the first and of the last eight rows, as transpose_8x8 leaves
+// them.
 template <typename T>
-__device__ __forceinline__ void store_eights(const Output& output, uint32_t (&words)[4], int eights, int first_row,
-                                             int first_token, int lane) {
+__device__ __forceinline__ void store_eights(const Output& output, uint32_t (&words)[4], int first_row,
+                                             int first_token, int begin, int end, int lane) {
     const int part = lane % 4;  // which of the quad's four pieces of eight rows of a token the lane stores
     Quad(part).transpose(words);
     const int token = first_token + part / 2 * 8 + lane / 4, row = first_row + part % 2 * 8;
-    if (part / 2 >= eights || token >= output.tokens) return;
+    if (token < begin || token >= end) return;
     T* y = static_cast<T*>(output.y) + static_cast<int64_t>(token) * output.out_features + row;
     const int rows = output.out_features - row;
     if (rows >= 8 && output.out_features % 8 == 0) {

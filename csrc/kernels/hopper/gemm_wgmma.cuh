@@ -287,7 +287,7 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
                 if (share.first_slab + share.slabs < arguments.slabs) return hand_over(sums, warp);
                 if (share.first_slab > 0) add_parts(sums, tile, warp);
             }
-            store(sums, 0, kTokens / 8, unit, tile, warp);
+            if constexpr (!kInt8) store(sums, 0, kTokens / 8, unit, tile, warp);
         } else if (parties == 2) {
             meet<2>(sums, unit, tile, warp);
         } else if constexpr (wgmma_most_groups(kTokens) > 1) {
@@ -295,6 +295,13 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
                 meet<wgmma_owners(4, kTokens)>(sums, unit, tile, warp);
             } else {
                 meet<wgmma_owners(8, kTokens)>(sums, unit, tile, warp);
+            }
+        }
+        if constexpr (kInt8) {
+            if (arguments.half) {
+                store_scaled<__half>(sums, unit, tile, warp);
+            } else {
+                store_scaled<__nv_bfloat16>(sums, unit, tile, warp);
             }
         }
     }
@@ -347,7 +354,7 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
                         own[4 * i + 3] += as_sum(four.w);
                     }
                 }
-                store(sums, owner * kEights, kEights, unit, tile, warp);
+                if constexpr (!kInt8) store(sums, owner * kEights, kEights, unit, tile, warp);
             }
         }
     }
@@ -390,17 +397,8 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
     }
 
     // Groups of eight tokens; first and count are known when compiling.
-    __device__ __forceinline__ void store(const Sum (&sums)[kTokens / 2], int first, int count, float unit, int tile,
+    __device__ __forceinline__ void store(const float (&sums)[kTokens / 2], int first, int count, float unit, int tile,
                                           int warp) const {
-        if constexpr (kInt8) {
-            const auto run = [&](auto value) { store_scaled<decltype(value)>(sums, first, count, unit, tile, warp); };
-            return arguments.half ? run(__half{}) : run(__nv_bfloat16{});
-        } else {
-            store_in_units(sums, first, count, unit, tile, warp);
-        }
-    }
-    __device__ __forceinline__ void store_in_units(const float (&sums)[kTokens / 2], int first, int count, float unit,
-                                                   int tile, int warp) const {
         const int lane = lane_id();  // while tiles are multiplied, every register is in use
         const Place place = place_of(tile);
         const int row = row_tile(place, warp) * kTileRows;
@@ -434,13 +432,24 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
         }
     }
 
-    // y = ((sum * what 1 stands for in the token) * what it stands for in the row) + bias, each step rounded.
+    // y = ((sum * what 1 stands for in the token) * what it stands for in the row) + bias, each step rounded. Of the
+    // tile's tokens those that the warp's party owns: by the same code for any number of parties.
     template <typename Y>
-    __device__ __forceinline__ void store_scaled(const int32_t (&sums)[kTokens / 2], int first, int count, float unit,
-                                                 int tile, int warp) const {
-        const int lane = lane_id();
+    __device__ __forceinline__ void store_scaled(const int32_t (&sums)[kTokens / 2], float unit, int tile,
+                                                 int warp) const {
+        const int lane = lane_id(), t = lane % 4;
         const Place place = place_of(tile);
         const Output& output = arguments.weights[0].output;
+        // All requests to memory at once, before any store. A lane has those of every eighth group of eight tokens,
+        // and others ask it.
+        constexpr int kLoads = (kTokens + 63) / 64;
+        float2 of_tokens[kLoads];
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+            // An even one, and the next one, which has a scale too, also behind the last token.
+            const int token = min(place.token + 64 * i + lane / 4 * 8 + t * 2, (output.tokens - 1) & ~1);
+            of_tokens[i] = __ldcg(reinterpret_cast<const float2*>(arguments.token_scales + token));
+        }
         const int row = row_tile(place, warp) * kTileRows;
         float of_rows[2], bias[2];
 #pragma unroll
@@ -453,23 +462,26 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
         const auto scaled = [&](int sum, float of_token, int half) {
             return __fadd_rn(__fmul_rn(__fmul_rn(__int2float_rn(sum), of_token), of_rows[half]), bias[half]);
         };
+        const int owned = max(kTokens >> (arguments.groups_log2 + arguments.split_log2), 8);
+        const int first = (rank * groups + warp / group_warps) * owned;
+        const int begin = place.token + first, end = min(begin + owned, output.tokens);
 #pragma unroll
-        for (int i = first; i < first + count; i += 2) {
-            const int eights = min(2, first + count - i);
-            uint32_t words[4] = {};
+        for (int token = 0; token < kTokens; token += 16) {
+            if (token + 8 < first || token >= first + owned) continue;
+            uint32_t words[4];
 #pragma unroll
-            for (int eight = 0; eight < eights; ++eight) {
-                // An even one, and the next one, which has a scale too, also behind the last token.
-                const int token = min(place.token + 8 * (i + eight) + lane % 4 * 2, (output.tokens - 1) & ~1);
-                const float2 of_tokens = __ldcg(reinterpret_cast<const float2*>(arguments.token_scales + token));
-                const int32_t* four = sums + 4 * (i + eight);
+            for (int eight = 0; eight < 2; ++eight) {
+                const int number = token / 8 + eight, from = number % 8 * 4 + t;
+                const int32_t* four = sums + 4 * number;
+                const float even = __shfl_sync(0xFFFFFFFF, of_tokens[number / 8].x, from);
+                const float odd = __shfl_sync(0xFFFFFFFF, of_tokens[number / 8].y, from);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    words[2 * eight + half] = transpose_8x8(pack_two<Y>(
-                        scaled(four[2 * half], of_tokens.x, half), scaled(four[2 * half + 1], of_tokens.y, half)));
+                    words[2 * eight + half] = transpose_8x8(
+                        pack_two<Y>(scaled(four[2 * half], even, half), scaled(four[2 * half + 1], odd, half)));
                 }
             }
-            store_eights<Y>(output, words, eights, row, place.token + 8 * i, lane);
+            store_eights<Y>(output, words, row, place.token + token, begin, end, lane);
         }
     }
 
