@@ -280,6 +280,11 @@ Tensor gemm_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::
                  const Tensor& inverses) {
     const Launch launch(x);
     const int64_t in_features = packed.in_features, tokens = x.numel() / in_features;
+    if (tokens == 0) {
+        Shape shape = shape_of(x);
+        shape.back() = packed.out_features;
+        return new_tensor(x, shape, scalar_type(dtype));
+    }
     if (!fusable(packed, dtype) || !int8_is_fused(tokens, packed.out_features, in_features, launch.gpu)) {
         return plain_gemm_int8(x, packed, bias, inverses);
     }
