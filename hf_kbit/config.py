@@ -10,7 +10,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_kbit import codebooks, hooks
 from hf_kbit.format import BITS, FORMAT_VERSIONS, check_bits
-from hf_kbit.nn.linear import check_inputs
+from hf_kbit.nn.product import check_inputs
 from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight, check_scale
 from hf_kbit.packed import DEFAULT_TRANSFORM, check_transform, lopsided
 from hf_kbit.patterns import Patterns, shown
@@ -41,8 +41,9 @@ class KbitConfig(QuantizationConfigMixin):
             head. A tied head goes with its table; a table gets a width by a pattern for its own name only.
         embedding_bits: 2, 3, 4 or 5: the width of tables of embeddings and of heads tied to them; None leaves them in
             16 bits.
-        inputs: ``"int8"``: linear layers round their inputs to 8 bits when the model runs (``hf_kbit.set_inputs``);
-            quantizing is the same. Saved as a wish beside ``quantization_config``. None: inputs stay in 16 bits.
+        inputs: ``"int8"``: linear layers and experts round their inputs to 8 bits when the model runs
+            (``hf_kbit.set_inputs``); quantizing is the same. Saved as a wish beside ``quantization_config``. None:
+            inputs stay in 16 bits.
         quant_method: ``"kbit"``.
         stored: what the files of a quantized model say of their tensors; the quantizer writes it.
 

@@ -20,7 +20,7 @@ CHUNK = 1 << 23
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What ``evaluate`` measured. Without a reference model the last three are None.
+    """What ``evaluate`` measured. Without a reference model the last five are None.
 
     Attributes:
         perplexity: ``exp`` of the mean negative log-likelihood of a predicted token; 1 or more, lower is better.
@@ -28,6 +28,8 @@ class Evaluation:
         window, stride: tokens that a model sees at once, at most, and from the start of a window to that of the next.
         reference_perplexity: that of the reference model.
         kl_divergence: mean of KL(reference || model) over the predicted tokens, in nats; 0 for equal distributions.
+        kl_p99, kl_p999: what that of 99% and of 99.9% of the predicted tokens does not exceed. They tell of rare
+            tokens that a mean hides.
         top1_agreement: fraction of the predicted tokens for which both models find the same token most probable.
     """
 
@@ -37,6 +39,8 @@ class Evaluation:
     stride: int
     reference_perplexity: float | None = None
     kl_divergence: float | None = None
+    kl_p99: float | None = None
+    kl_p999: float | None = None
     top1_agreement: float | None = None
 
 
@@ -100,9 +104,15 @@ def evaluate(
     stride = window if stride is None else stride
     ids = _ids(data, tokenizer, list(models.values()), progress)
     check({name: each.config for name, each in models.items()}, ids, window, stride)
+    return summary(of_tokens(models, ids, window, stride, progress), window, stride)
+
+
+def of_tokens(models: dict, ids: torch.Tensor, window: int, stride: int, progress: bool = False) -> torch.Tensor:
+    """float32 ``[1 or 4, predicted tokens]``, of ``model`` and, if there is one, ``reference``: the negative
+    log-likelihood by either, KL(reference || model), and 1 where both find the same token most probable, else 0."""
     texts = ids if ids.dim() > 1 else ids[None]
     pieces = [(text, *place) for text in texts for place in _windows(len(text), window, stride)]
-    sums, predicted = torch.zeros(4, dtype=torch.float64), 0
+    found = []
     with ExitStack() as stack, torch.no_grad():
         for each in models.values():
             stack.enter_context(evaluating(each))
@@ -110,11 +120,20 @@ def evaluate(
             seen = text[begin:end]
             rows = slice(first - begin - 1, -1)  # the logits after a token are those of the next one
             # Without a name for the logits, which would keep them while those of the next window are made.
-            sums += _sums({name: logits_of(each, seen)[rows] for name, each in models.items()}, text[first:end], first)
-            predicted += end - first
-    nll, reference_nll, divergence, agreed = (sums / predicted).tolist()
-    compared = () if reference is None else (_exp(reference_nll), divergence, agreed)
-    return Evaluation(_exp(nll), predicted, window, stride, *compared)
+            found += _of_window(
+                {name: logits_of(each, seen)[rows] for name, each in models.items()}, text[first:end], first
+            )
+    return torch.cat(found, dim=1)
+
+
+def summary(found: torch.Tensor, window: int, stride: int) -> Evaluation:
+    """Of what ``of_tokens`` found; means are float64."""
+    predicted, means = found.shape[1], found.double().mean(1).tolist()
+    if len(found) == 1:
+        return Evaluation(_exp(means[0]), predicted, window, stride)
+    nll, reference_nll, divergence, agreed = means
+    tails = (found[2].kthvalue(math.ceil(part * predicted / 1000)).values.item() for part in (990, 999))
+    return Evaluation(_exp(nll), predicted, window, stride, _exp(reference_nll), divergence, *tails, agreed)
 
 
 def _ids(data, tokenizer: PreTrainedTokenizerBase | None, models: list, progress: bool) -> torch.Tensor:
@@ -178,18 +197,16 @@ def logits_of(model, ids: torch.Tensor) -> torch.Tensor:
     return output.logits[0]
 
 
-def _sums(logits: dict[str, torch.Tensor], targets: torch.Tensor, first: int) -> torch.Tensor:
-    """float64 ``[4]``: sums over predictions of both negative log-likelihoods, the divergence and the agreement, by
-    the logits ``[predictions, vocabulary]`` of the model and, if there is one, of the reference. ``first`` is where in
-    the text the first of the targets, the tokens that were to be predicted, stands."""
+def _of_window(logits: dict[str, torch.Tensor], targets: torch.Tensor, first: int) -> Iterator[torch.Tensor]:
+    """A part after the other of what ``of_tokens`` returns, by the logits ``[predictions, vocabulary]``. ``first`` is
+    where in the text the first of the targets, the tokens that were to be predicted, stands."""
     vocabulary, device = logits["model"].shape[-1], logits["model"].device
     if (found := logits.get("reference", logits["model"]).shape[-1]) != vocabulary:
         raise ValueError(f"reference: found a vocabulary of {found} tokens, expected {vocabulary}, as the model has")
-    sums = torch.zeros(4, dtype=torch.float64, device=device)
     rows = max(1, CHUNK // vocabulary)
     for start in range(0, len(targets), rows):
         target, logs = targets[start : start + rows, None].to(device), []
-        for n, (name, each) in enumerate(logits.items()):
+        for name, each in logits.items():
             values = each[start : start + rows].to(device, torch.float32)
             finite = values.isfinite().all(-1)
             if not finite.all():
@@ -198,12 +215,14 @@ def _sums(logits: dict[str, torch.Tensor], targets: torch.Tensor, first: int) ->
                     f"{name}: found NaN or infinite logits where it predicts token {token}, expected finite ones"
                 )
             logs.append(values.log_softmax(-1))
-            sums[n] -= logs[n].gather(-1, target).sum(dtype=torch.float64)
+        figures = [-each.gather(-1, target)[:, 0] for each in logs]
         if len(logs) == 2:
             p, q = logs
-            sums[2] += (q.exp() * (q - p)).sum(dtype=torch.float64)
-            sums[3] += (q.argmax(-1) == p.argmax(-1)).sum()
-    return sums.cpu()
+            figures += [
+                (q.exp() * (q - p)).sum(-1, dtype=torch.float64).float(),
+                (q.argmax(-1) == p.argmax(-1)).float(),
+            ]
+        yield torch.stack(figures).cpu()
 
 
 def _exp(mean: float) -> float:

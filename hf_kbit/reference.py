@@ -457,17 +457,38 @@ def combine_experts(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
 def gemm_experts(
     x, weight, absmax, codebook, bias, rows, offsets, out_features, columns=None, rotated=False, swiglu=False
 ):
-    """See ``ops.gemm_experts``. Of an expert at a time, so that one decoded matrix is in memory."""
-    if swiglu:
-        gate, up = x.chunk(2, dim=-1)
-        x = F.silu(gate) * up
+    """See ``ops.gemm_experts``."""
+    x = swiglu_of(x) if swiglu else x
+
+    def multiply(x, expert, bias):
+        return gemm(x, weight[expert], absmax[expert], codebook, bias, out_features, columns, rotated)
+
+    return _by_experts(multiply, x, bias, rows, offsets, out_features)
+
+
+def gemm_experts_int8(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, inverses=None):
+    """See ``ops.gemm_experts_int8``."""
+
+    def multiply(x, expert, bias):
+        own = None if inverses is None else inverses[expert]
+        return gemm_int8(x, weight[expert], absmax[expert], codebook, bias, out_features, columns, own)
+
+    return _by_experts(multiply, x, bias, rows, offsets, out_features)
+
+
+def swiglu_of(x: torch.Tensor) -> torch.Tensor:
+    """The usual gate between two projections of experts: ``[*, 2 K]`` to ``[*, K]``."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _by_experts(multiply, x, bias, rows, offsets, out_features) -> torch.Tensor:
+    """``multiply`` of the rows, number and bias of an expert at a time, so that one decoded matrix is in memory."""
     x = x if rows is None else x[_checked_index("rows", rows, len(x))]
     y = x.new_zeros((len(x), out_features))
     for expert, (first, last) in enumerate(_shares(offsets, len(x))):
         if last > first:
-            own = None if bias is None else bias[expert]
-            packed = weight[expert], absmax[expert], codebook
-            y[first:last] = gemm(x[first:last], *packed, own, out_features, columns, rotated)
+            y[first:last] = multiply(x[first:last], expert, None if bias is None else bias[expert])
     return y
 
 

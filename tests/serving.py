@@ -98,6 +98,8 @@ def make(name: str, folder: Path, **changes) -> Path:
                 parameter.normal_(0, 0.2)
             if own.endswith("v_proj.weight"):
                 parameter *= 2.0**-9
+                if name == "some in 16 bits":  # and some not transformed, for which this row is too small
+                    parameter[0] *= 2.0**-12
     model.save_pretrained(folder / "dense")
     config = KbitConfig(**quantized)
     model = AutoModelForCausalLM.from_pretrained(folder / "dense", quantization_config=config, dtype=torch.float32)
@@ -119,12 +121,18 @@ def load(folder: Path, dtype: str = "float32"):
 def assert_same(found, model, prompts=PROMPTS) -> None:
     """That ``generate`` chose what a model in Transformers would choose, with its log-probabilities.
 
-    In 16 bits a token that is as probable may be chosen, and a router sends some tokens to other experts: most have to
-    agree where the model has any.
+    In 16 bits a token that is as probable may be chosen, and a router sends some tokens to other experts; 8-bit inputs
+    may differ by a step where 16-bit ones do in the last bit: most have to agree where the model has any of these.
     """
-    tolerance = TOLERANCES[str(model.dtype).removeprefix("torch.")]
     routed = any(name.endswith(".experts") for name, _ in model.named_modules()) and model.dtype != torch.float32
-    worst = []
+    rounded = any(getattr(layer, "inputs", None) for layer in model.modules())
+    close, worst = agreement(found, model, prompts)
+    assert close >= (MOST if routed or rounded else 1), f"{close:.0%} of {len(worst)} tokens agree: {worst}"
+
+
+def agreement(found, model, prompts=PROMPTS) -> tuple[float, list[float]]:
+    """The share of tokens that are what a model in Transformers would choose, and how far each is from that."""
+    tolerance, worst = TOLERANCES[str(model.dtype).removeprefix("torch.")], []
     for prompt, (tokens, log_probabilities) in zip(prompts, found, strict=True):
         assert len(tokens) == TOKENS
         with torch.no_grad():
@@ -133,8 +141,7 @@ def assert_same(found, model, prompts=PROMPTS) -> None:
         own = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         far = (own - torch.tensor(log_probabilities)).abs()
         worst += torch.maximum(far, expected.amax(-1) - own).tolist()
-    close = sum(each <= tolerance for each in worst) / len(worst)
-    assert close >= (MOST if routed else 1), f"{close:.0%} of {len(worst)} tokens are within {tolerance}: {worst}"
+    return sum(each <= tolerance for each in worst) / len(worst), worst
 
 
 def options(**changes) -> dict:

@@ -240,7 +240,7 @@ def test_code_of_pages(in_the_hub, monkeypatch, page):
 
 
 # Commands that are not run here: CI runs make and pip, the tests of vLLM and of serving their servers.
-ELSEWHERE = re.compile(r"pip install |make |vllm serve |hf-kbit run |hf-kbit \w+ -")
+ELSEWHERE = re.compile(r"pip install |make |vllm serve |hf-kbit run\s|hf-kbit \w+ -")
 
 
 @pytest.mark.parametrize("page", ["../README.md", "quickstart.md", "recipes.md", "calibration.md"])

@@ -266,10 +266,10 @@ INT8_SHAPES = [*cases.SHAPES, (3, 2100)]  # the last one of more products than f
 def packed_for_int8(shape, bits: int, exponent: int = 0):
     """Any words and any scales, a row without scales, and the levels of ``2**exponent``; column scales."""
     planes, absmax = cases.random_packed(shape, bits)
-    if shape[0] > 2:
-        absmax[1] = 0
+    if shape[-2] > 2:
+        absmax[..., 1, :] = 0
     return (planes, absmax, torch.tensor(codebooks.optimal(bits, signed=True)) * 2.0**exponent), cases.columns(
-        shape[1]
+        shape[-1]
     )
 
 
@@ -298,6 +298,23 @@ def test_8_bit_inputs_are_what_the_steps_say(bits, dtype, exponent):
             tiles = (*reference.repack(*packed[:2], bits, list(shape)), packed[2])
             assert torch.equal(reference.gemm_int8(x, *tiles, bias, shape[0], columns), found)
         assert np.abs(rows).max() <= 127 and (reference.rows_to_int8(*packed, list(shape))[0].numpy() == rows).all()
+
+
+@np.errstate(divide="ignore", invalid="ignore")  # of rows of zeros
+def test_8_bit_inputs_of_experts_are_what_the_steps_say():
+    """Of each expert's rows, in order or picked; rows of none are zeros."""
+    (planes, absmax, codebook), columns = packed_for_int8((4, 9, 100), 3)
+    x, bias, rows = cases.x((8,), 100), cases.x((4,), 9), torch.tensor([7, 0, 0, 3, 5, 6, 1]).int()
+    offsets = torch.tensor([0, 2, 2, 3, 6])
+    for own_bias, own_rows in ((None, None), (bias, rows)):
+        how = own_bias, own_rows, offsets, 9
+        found = reference.gemm_experts_int8(x, planes, absmax, codebook, *how, columns)
+        inputs = x if own_rows is None else x[own_rows.long()]
+        for expert, (first, last) in ((0, (0, 2)), (2, (2, 3)), (3, (3, 6))):
+            packed, added = (planes[expert], absmax[expert], codebook), None if own_bias is None else bias[expert]
+            expected, _ = as_int8_by_hand(inputs[first:last], *packed, columns, added)
+            assert torch.equal(found[first:last], expected)
+        assert found.shape == (len(inputs), 9) and not found[6:].any()
 
 
 def test_8_bit_tokens_are_what_the_steps_say():

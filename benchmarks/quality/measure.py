@@ -1,7 +1,7 @@
-"""Measures what quantization costs the model that ``smollm2`` or ``train`` made: perplexity, divergence, size, time.
+"""Measures what quantization costs the model of ``pretrained`` or ``train``: perplexity, divergence, size, time.
 
-    python -m benchmarks.quality.measure --folder /tmp/smollm2 [--methods "4 normal_float"] [--tokens 65536]
-                                         [--device cuda] [--json results.jsonl]
+    python -m benchmarks.quality.measure --folder /tmp/smollm2 [--methods "4 normal_float"] [--tokens 65536] [--code]
+                                         [--questions 1000] [--device cuda] [--json results.jsonl]
 
 ``methods`` and ``peers`` have the methods; ``--methods`` takes those whose label a regular expression finds. Each
 model is loaded from the 16-bit checkpoint and evaluated on the held-out text beside it
@@ -9,12 +9,13 @@ model is loaded from the 16-bit checkpoint and evaluated on the held-out text be
 A library that is not installed is skipped, with a line that says why.
 
 A line has the perplexity, its gap (what it has above that of fp16) with the standard error of that, from ``PARTS``
-parts of the text, KL divergence and agreement with fp16, the squared error of the weights over their squares, and
-sizes: ``bits_per_weight`` of the quantized layers counts each code at its width, and scales, zeros and levels as they
-are stored; ``stored_bits_per_weight`` counts codes as the library keeps them, some in whole bytes; ``model_MB`` is
-that and the rest in 16 bits. ``load_seconds`` is from the 16-bit checkpoint to the quantized model, ``peak_MB`` the
-most memory meanwhile above what was taken before: of the GPU, or of the process on a CPU. ``report`` makes tables and
-plots of the lines.
+parts of the text, KL divergence (its mean, and what 99% and 99.9% of the tokens do not exceed) and agreement with
+fp16, the part of the questions of ``endings`` that it answers rightly, the squared error of the weights over their
+squares, and sizes: ``bits_per_weight`` of the quantized layers counts each code at its width, and scales, zeros and
+levels as they are stored; ``stored_bits_per_weight`` counts codes as the library keeps them, some in whole bytes;
+``model_MB`` is that and the rest in 16 bits. ``load_seconds`` is from the 16-bit checkpoint to the quantized model,
+``peak_MB`` the most memory meanwhile above what was taken before: of the GPU, or of the process on a CPU. ``report``
+makes tables and plots of the lines.
 """
 
 import argparse
@@ -24,7 +25,6 @@ import json
 import math
 import re
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -36,11 +36,12 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from benchmarks.quality.endings import questions, right
 from benchmarks.quality.methods import Method, load, methods, squared_error
 from benchmarks.quality.peers import peers
 from benchmarks.quality.train import spread
 from benchmarks.timing import Report, gpu_and_command
-from hf_kbit.evaluation import evaluate
+from hf_kbit.evaluation import of_tokens, summary
 
 PARTS, WINDOW = 16, 2048
 
@@ -49,20 +50,23 @@ def window_of(config) -> int:
     return min(WINDOW, config.max_position_embeddings)
 
 
-def compare(model, reference, tokens: torch.Tensor) -> dict[str, float]:
-    """The whole text's figures from those of its parts, which have equally many tokens: ``PARTS``, or one a window."""
+def compare(model, reference, tokens: torch.Tensor, asked: torch.Tensor) -> dict[str, float]:
+    """Figures of the whole text; the error of the gap is from its parts of equally many tokens: ``PARTS``, or one a
+    window. ``asked`` are the questions."""
     window = window_of(reference.config)
     count = min(PARTS, len(tokens) // window)
     parts = tokens[: len(tokens) // (count * window) * count * window].view(count, -1)
-    found = [evaluate(model, part, reference=reference, window=window) for part in parts]
-    above = [math.log(each.perplexity / each.reference_perplexity) for each in found]
-    perplexity = statistics.geometric_mean(each.perplexity for each in found)
+    figures = of_tokens({"model": model, "reference": reference}, parts, window, window)
+    found, (nll, reference_nll) = summary(figures, window, window), figures[:2].double().view(2, count, -1).mean(2)
     return {
-        "perplexity": perplexity,
-        "gap": perplexity - statistics.geometric_mean(each.reference_perplexity for each in found),
-        "gap_error": perplexity * statistics.stdev(above) / math.sqrt(count),
-        "kl_divergence": statistics.mean(each.kl_divergence for each in found),
-        "top1_agreement": statistics.mean(each.top1_agreement for each in found),
+        "perplexity": found.perplexity,
+        "gap": found.perplexity - found.reference_perplexity,
+        "gap_error": found.perplexity * (nll - reference_nll).std().item() / math.sqrt(count),
+        "kl_divergence": found.kl_divergence,
+        "kl_p99": found.kl_p99,
+        "kl_p999": found.kl_p999,
+        "top1_agreement": found.top1_agreement,
+        "right_endings": right(model, asked).float().mean().item(),
     }
 
 
@@ -140,23 +144,28 @@ def measure_all(arguments, folder: Path, compare: Callable[..., dict], **context
 
 def main() -> None:
     parser = command_line(__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="that smollm2 or train filled")
+    parser.add_argument("--folder", type=Path, required=True, help="that pretrained or train filled")
     parser.add_argument("--tokens", type=int, help="so many of the held-out ones, evenly in them; default all")
+    parser.add_argument("--code", action="store_true", help="on code in the place of prose, if pretrained has filled")
+    parser.add_argument("--questions", type=int, default=1000, help="at most; default %(default)s")
     arguments = parser.parse_args()
-    tokens = load_file(arguments.folder / "held_out.safetensors")["tokens"].long()
+    kind, code = ("code", ", code") if arguments.code else ("text", "")
+    held_out = load_file(arguments.folder / f"held_out{code and '_code'}.safetensors")["tokens"].long()
     window = window_of(AutoConfig.from_pretrained(arguments.folder))
-    tokens = spread(tokens, window, arguments.tokens or len(tokens))
+    tokens = spread(held_out, window, arguments.tokens or len(held_out))
+    asked = questions(held_out, window, arguments.questions)
     if len(tokens) < 2 * window:
         parser.error(f"--tokens: found {arguments.tokens}, expected two windows of {window} or more")
     record = json.loads((arguments.folder / "record.json").read_text())
     measure_all(
         arguments,
         arguments.folder,
-        partial(compare, tokens=tokens),
-        model=record["model"],
+        partial(compare, tokens=tokens, asked=asked),
+        model=record["model"] + code,
         parameters=record["parameters"],
-        text_sha256=record["text_sha256"],
+        text_sha256=record[f"{kind}_sha256"],
         tokens=len(tokens),
+        questions=len(asked),
     )
 
 

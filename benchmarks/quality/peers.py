@@ -35,9 +35,10 @@ INT4_GROUPS = (32, 64, 128)
 SINQ_GROUPS = (64, 128, 32)
 # Its default, symmetric with a half-precision scale for 128; the 0.25 bits of hf_kbit; and with a zero as well.
 AUTOROUND = ((128, True), (64, True), (64, False))
-# Files that llama.cpp writes, and about how many bits they have where rows are no multiple of the 256 weights that its
-# K-quants share a scale among, as those of SmolLM2-135M: all but down_proj then get a kind with blocks of 32.
-GGUF = {"Q2_K": 4, "Q3_K_M": 4, "Q4_K_M": 5, "Q4_0": 4, "IQ4_NL": 4}
+# Kinds of files that llama.cpp writes; the number is about that of bits. K-quants share a scale among 256 weights. Of
+# models whose rows are no multiple of that, as SmolLM2-135M's and gemma-3-270m's, all but down_proj get a kind with
+# blocks of 32, and more bits.
+GGUF = ("IQ2_XXS", "IQ2_M", "Q2_K", "IQ3_XXS", "Q3_K_M", "IQ4_XS", "Q4_K_M", "Q4_0", "IQ4_NL")
 
 
 # --- bitsandbytes ---------------------------------------------------------------------------------
@@ -336,7 +337,9 @@ def importance_matrix(folder: Path, device: str):
     import llama_cpp
 
     model = load(folder, device)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
+    architecture = gguf.GGUFReader(folder / "model.gguf").fields[gguf.Keys.General.ARCHITECTURE].contents()
+    (kind,) = (kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
     found = mean_squares(model, training_sequences(folder, model))
     entries = (llama_cpp.llama_model_imatrix_data * (len(found) + 1))()
     for entry, (name, squares) in zip(entries, found.items(), strict=False):
@@ -353,7 +356,8 @@ def load_llama_cpp(folder: Path, device: str, kind: str, with_data: bool) -> nn.
     llama_cpp.llama_log_set(silent, None)
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
-    options.token_embedding_type = gguf.GGMLQuantizationType.BF16  # the head, too
+    # The table, and the head, which it may be tied to.
+    options.token_embedding_type = options.output_tensor_type = gguf.GGMLQuantizationType.BF16
     if with_data:
         options.imatrix = importance_matrix(folder, device)
     source = folder / "model.gguf"
@@ -382,13 +386,13 @@ def llama_cpp_methods() -> list[Method]:
     return [
         Method(
             "llama_cpp_python",
-            bits,
+            int(kind.strip("IQ")[0]),
             f"{kind}{', importance matrix' if with_data else ''}",
             partial(load_llama_cpp, kind=kind, with_data=with_data),
             llama_cpp_storage,
             "decoded weights, torch",
         )
-        for kind, bits in GGUF.items()
+        for kind in GGUF
         for with_data in (False, True)
     ]
 

@@ -3,11 +3,11 @@
     python -m benchmarks.quality.report benchmarks/results/quality-*.jsonl [--page docs/lab/2026-11-25-quality.md]
                                         [--plots docs/images]
 
-prints the tables, and with ``--page`` also writes them between the two marks there: SmolLM2 first, then the model that
-the benchmark trained, then all-MiniLM-L6-v2. Where files hold several runs, the last line of each method counts. There
-is a plot of each language model, with the relative gap of perplexity and the KL divergence against bits per weight:
-calibrated models bold, mixed widths dashed in the colour of what is one width for all, peers dotted, hf_kbit's
-codebooks other than the default pale; and one of SmolLM2 in short. They need matplotlib.
+prints the tables, and with ``--page`` also writes them between the two marks there: published models first, from the
+largest on, then the model that the benchmark trained, then all-MiniLM-L6-v2. Where files hold several runs, the last
+line of each method counts. There is a plot of each language model, with the relative gap of perplexity and the KL
+divergence against bits per weight: calibrated models bold, mixed widths dashed in the colour of what is one width for
+all, peers dotted, hf_kbit's codebooks other than the default pale; and one of SmolLM2 in short. They need matplotlib.
 """
 
 import argparse
@@ -23,7 +23,8 @@ from pathlib import Path
 import hf_kbit
 from benchmarks.quality.methods import MIXED, OWN_TEXT, TUNED
 
-SMOLLM2, TRAINED, MINILM = "SmolLM2-135M-Instruct", "trained", "all-MiniLM-L6-v2"
+QWEN, GEMMA, SMOLLM2 = "Qwen2.5-Coder-1.5B-Instruct", "gemma-3-270m", "SmolLM2-135M-Instruct"
+TRAINED, MINILM = "trained", "all-MiniLM-L6-v2"
 MARKS = "<!-- results -->\n", "<!-- end of results -->\n"
 DEFAULT = f"{hf_kbit.KbitConfig().codebook}, {hf_kbit.KbitConfig().scale}"
 FEEDBACK = "optimal, feedback"
@@ -39,7 +40,12 @@ CALIBRATED_TARGETS = {4: (0.6, ("hf_kbit", 4, DEFAULT)), 3: (0.5, ("hf_kbit", 3,
 RELATIVE_TARGETS = {FEEDBACK: {2: 0.25}, FEEDBACK + OWN_TEXT + TUNED: {2: 0.06}}
 # The most that a mean width may have of what a straight line between two widths gives a model of its size.
 MIXED_TARGETS = {3.5: (1.0, 3, 4)}
-# Of SmolLM2, for each way and width: the most that the gap may be of the 16-bit model's perplexity.
+# Of published models, for each way and width: the most that the gap may be of the 16-bit model's perplexity.
+QWEN_TARGETS = {
+    DEFAULT: {4: 0.027, 3: 0.18},
+    FEEDBACK + OWN_TEXT: {4: 0.015, 3: 0.08, 2: 0.5},
+    FEEDBACK + OWN_TEXT + TUNED: {3: 0.055, 2: 0.24},
+}
 SMOLLM2_TARGETS = {
     DEFAULT: {4: 0.09, 3: 0.45, 2: 10.0},
     FEEDBACK + OWN_TEXT: {4: 0.04, 3: 0.17, 2: 1.2},
@@ -66,8 +72,8 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def ordered(methods: dict[tuple, dict]) -> list[dict]:
-    """By width, those of one width by their size."""
-    return sorted(methods.values(), key=lambda line: (-line["bits"], line["bits_per_weight"]))
+    """The largest first."""
+    return sorted(methods.values(), key=lambda line: -line["bits_per_weight"])
 
 
 def of_plain(line: dict, methods: dict[tuple, dict], key: str) -> str:
@@ -81,7 +87,8 @@ def label_of(line: dict) -> str:
 
 
 def language_table(methods: dict[tuple, dict]) -> str:
-    header = ("", "bits", "stored", "MB", "perplexity", "gap", "of plain", "KL", "of plain", "same token", "error")
+    header = ("", "bits", "stored", "MB", "perplexity", "gap", "of plain", "KL", "of plain", "99%", "99.9%")
+    header += ("same token", "right endings", "error", "seconds", "peak MB")
     rows = (
         (
             label_of(line),
@@ -93,14 +100,16 @@ def language_table(methods: dict[tuple, dict]) -> str:
             of_plain(line, methods, "gap"),
             f"{line['kl_divergence']:.5f}",
             of_plain(line, methods, "kl_divergence"),
+            *(f"{line[key]:.3f}" if key in line else "" for key in ("kl_p99", "kl_p999")),
             f"{100 * line['top1_agreement']:.1f}%",
+            f"{100 * line['right_endings']:.1f}%" if "right_endings" in line else "",
             f"{line['squared_error']:.5f}",
             f"{line['load_seconds']:.1f}",
             f"{line['peak_MB']:.0f}" if "peak_MB" in line else "",
         )
         for line in ordered(methods)
     )
-    return table((*header, "seconds", "peak MB"), rows)
+    return table(header, rows)
 
 
 def gap_of(line: dict) -> str:
@@ -219,7 +228,13 @@ def wrapped_command(command: str) -> str:
     return " \\\n".join(lines).replace("\0", " ")
 
 
-LANGUAGE_MODELS = {SMOLLM2: partial(relative_targets, targets=SMOLLM2_TARGETS), TRAINED: trained_targets}
+LANGUAGE_MODELS = {
+    QWEN: partial(relative_targets, targets=QWEN_TARGETS),
+    f"{QWEN}, code": lambda methods: (),
+    GEMMA: lambda methods: (),
+    SMOLLM2: partial(relative_targets, targets=SMOLLM2_TARGETS),
+    TRAINED: trained_targets,
+}
 
 
 def text_of(models: dict[str, dict[tuple, dict]], images: dict[str, Path | str]) -> str:
@@ -232,7 +247,8 @@ def text_of(models: dict[str, dict[tuple, dict]], images: dict[str, Path | str])
             parts.append(wrapped(f"**{model}**, {line['parameters'] / 1e6:.1f}M parameters, {text}"))
             if model in images:
                 parts.append(f"![Perplexity and divergence of {model} against bits per weight]({images[model]})")
-            parts += [targets_table(targets(methods)), language_table(methods), where_from(methods)]
+            found = list(targets(methods))
+            parts += [targets_table(found)] * bool(found) + [language_table(methods), where_from(methods)]
     if methods := models.get(MINILM):
         line = next(reversed(methods.values()))
         parts += [f"**{MINILM}**, {line['sentences']} sentences", minilm_table(methods), where_from(methods)]

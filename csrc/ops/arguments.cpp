@@ -214,6 +214,9 @@ Packed check_weight(const Tensor& weight, const Tensor& absmax, const Tensor& co
 Packed check_product(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
                      const std::optional<Tensor>& bias, int64_t out_features, const std::optional<Tensor>& columns,
                      bool rotated, Matrices matrices, bool swiglu) {
+    if (matrices == Matrices::experts && (x.dim() != 2 || (swiglu && x.size(1) % 2 != 0))) {
+        refuse("x", "shape " + to_string(shape_of(x)), swiglu ? "[tokens, 2 * in_features]" : "[tokens, in_features]");
+    }
     if (x.dim() < 1) refuse("x", "a scalar", "[*, in_features]");
     check_same_device("x", x, "weight", weight);
     const std::array<int64_t, 2> shape{out_features, x.size(-1) / (swiglu ? 2 : 1)};

@@ -58,7 +58,8 @@ enum class Matrices { one, experts, any };
 Packed check_weight(const Tensor& weight, const Tensor& absmax, const Tensor& codebook, ShapeRef shape,
                     const std::optional<Tensor>& columns, bool rotated, Matrices matrices);
 
-// The weight of a product with x [*, in_features], or those of experts, and the bias that goes with it.
+// The weight of a product with x [*, in_features], or those of experts with x [tokens, in_features], twice as wide
+// with swiglu, and the bias that goes with it.
 Packed check_product(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
                      const std::optional<Tensor>& bias, int64_t out_features, const std::optional<Tensor>& columns,
                      bool rotated, Matrices matrices = Matrices::one, bool swiglu = false);

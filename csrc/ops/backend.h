@@ -69,6 +69,13 @@ void int8_inverses(const Packed& packed, Tensor& inverses);
 Tensor gemm_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
                  const Tensor& inverses);
 
+// --- of the CPU backend alone (ops_experts_int8.cpp) ---
+
+// backend::gemm_experts of 8-bit inputs and rotated matrices; inverses, [E, out_features], contiguous, or none.
+Tensor gemm_experts_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
+                         const std::optional<Tensor>& rows, const Tensor& offsets,
+                         const std::optional<Tensor>& inverses);
+
 }  // namespace hf_kbit::backend
 
 namespace hf_kbit {
@@ -102,6 +109,18 @@ Tensor gated(const Tensor& x);
 
 // backend::gemm_gradient by decoding some columns of a large weight at a time.
 void gradient_in_slices(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor& grad_x);
+
+// What backend::gemm_experts is given of rows, checked; `count` is R, and may be 0.
+struct ExpertRows {
+    std::optional<Tensor> rows;
+    Tensor offsets;
+    int64_t count;
+};
+ExpertRows check_rows(const Tensor& x, const Packed& packed, const std::optional<Tensor>& rows, const Tensor& offsets);
+
+// What products of 8-bit inputs check besides: that int32 holds the sums, and that inverses, returned as kernels read
+// them, are of this weight.
+std::optional<Tensor> check_int8(const Tensor& x, const Packed& packed, const std::optional<Tensor>& inverses);
 
 // One of several matrices.
 Packed matrix_of(const Packed& packed, int64_t index);

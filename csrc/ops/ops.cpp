@@ -217,26 +217,29 @@ Tensor check_index(std::string_view name, const Tensor& index, const Shape& expe
     return as_contiguous(index);
 }
 
-Tensor gemm_experts(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
-                    const std::optional<Tensor>& bias, const std::optional<Tensor>& rows, const Tensor& offsets,
-                    int64_t out_features, const std::optional<Tensor>& columns, bool rotated, bool swiglu) {
-    const Dtype dtype = float_dtype("x", x.scalar_type(), true);
-    if (x.dim() != 2 || (swiglu && x.size(1) % 2 != 0)) {
-        refuse("x", "shape " + to_string(shape_of(x)), swiglu ? "[tokens, 2 * in_features]" : "[tokens, in_features]");
-    }
-    const Packed packed =
-        check_product(x, weight, absmax, codebook, bias, out_features, columns, rotated, Matrices::experts, swiglu);
-    const Tensor ends = check_index("offsets", offsets, {packed.count + 1}, weight);
+ExpertRows check_rows(const Tensor& x, const Packed& packed, const std::optional<Tensor>& rows,
+                      const Tensor& offsets) {
+    const Tensor ends = check_index("offsets", offsets, {packed.count + 1}, packed.words);
     std::optional<Tensor> picked;
     if (rows) {
         if (rows->dim() != 1) refuse("rows", "shape " + to_string(shape_of(*rows)), "one dimension");
-        picked = check_index("rows", *rows, shape_of(*rows), weight);
+        picked = check_index("rows", *rows, shape_of(*rows), packed.words);
         if (x.size(0) == 0 && rows->size(0) > 0) refuse("x", "no rows", "those that rows picks");
     }
     const int64_t count = rows ? rows->size(0) : x.size(0);
     backend::check_offsets(ends, count);
-    if (count == 0) return new_tensor(x, {0, out_features}, x.scalar_type());
-    return backend::gemm_experts(x, dtype, packed, bias, picked, ends, swiglu);
+    return {picked, ends, count};
+}
+
+Tensor gemm_experts(const Tensor& x, const Tensor& weight, const Tensor& absmax, const Tensor& codebook,
+                    const std::optional<Tensor>& bias, const std::optional<Tensor>& rows, const Tensor& offsets,
+                    int64_t out_features, const std::optional<Tensor>& columns, bool rotated, bool swiglu) {
+    const Dtype dtype = float_dtype("x", x.scalar_type(), true);
+    const Packed packed =
+        check_product(x, weight, absmax, codebook, bias, out_features, columns, rotated, Matrices::experts, swiglu);
+    const ExpertRows taken = check_rows(x, packed, rows, offsets);
+    if (taken.count == 0) return new_tensor(x, {0, out_features}, x.scalar_type());
+    return backend::gemm_experts(x, dtype, packed, bias, taken.rows, taken.offsets, swiglu);
 }
 
 std::tuple<Tensor, Tensor, Tensor> route_experts(const Tensor& experts, int64_t num_experts) {

@@ -9,6 +9,25 @@ namespace {
 
 constexpr int64_t kMostInt8Features = INT32_MAX / (127 * 127) / kBlockSize * kBlockSize;  // whose sums int32 holds
 
+}  // namespace
+
+std::optional<Tensor> check_int8(const Tensor& x, const Packed& packed, const std::optional<Tensor>& inverses) {
+    if (packed.in_features > kMostInt8Features) {
+        refuse("x", "shape " + to_string(shape_of(x)),
+               "[*, in_features] of " + std::to_string(kMostInt8Features) + " in_features at most for 8-bit inputs");
+    }
+    if (!inverses) return std::nullopt;
+    check_dtype("inverses", *inverses, {ScalarType::Half});
+    check_same_device("inverses", *inverses, "weight", packed.words);
+    const Shape expected = concat(packed.lead, {packed.out_features});
+    if (shape_of(*inverses) != expected) {
+        refuse("inverses", "shape " + to_string(shape_of(*inverses)), to_string(expected));
+    }
+    return as_contiguous(*inverses);
+}
+
+namespace {
+
 Tensor int8_inverses(const Tensor& weight, const Tensor& absmax, const Tensor& codebook, ShapeRef shape) {
     const Packed packed = check_weight(weight, absmax, codebook, shape, std::nullopt, true, Matrices::one);
     Tensor inverses = new_tensor(weight, {packed.out_features}, ScalarType::Half);
@@ -21,21 +40,11 @@ Tensor gemm_int8(const Tensor& x, const Tensor& weight, const Tensor& absmax, co
                  const std::optional<Tensor>& inverses) {
     const Dtype dtype = float_dtype("x", x.scalar_type(), false);
     const Packed packed = check_product(x, weight, absmax, codebook, bias, out_features, columns, true);
-    if (packed.in_features > kMostInt8Features) {
-        refuse("x", "shape " + to_string(shape_of(x)),
-               "[*, in_features] of " + std::to_string(kMostInt8Features) + " in_features at most for 8-bit inputs");
-    }
-    if (!inverses) {
-        Tensor found = new_tensor(weight, {out_features}, ScalarType::Half);
-        backend::int8_inverses(packed, found);
-        return backend::gemm_int8(x, dtype, packed, bias, found);
-    }
-    check_dtype("inverses", *inverses, {ScalarType::Half});
-    check_same_device("inverses", *inverses, "weight", weight);
-    if (shape_of(*inverses) != Shape{out_features}) {
-        refuse("inverses", "shape " + to_string(shape_of(*inverses)), to_string({out_features}));
-    }
-    return backend::gemm_int8(x, dtype, packed, bias, as_contiguous(*inverses));
+    const std::optional<Tensor> known = check_int8(x, packed, inverses);
+    if (known) return backend::gemm_int8(x, dtype, packed, bias, *known);
+    Tensor found = new_tensor(weight, {out_features}, ScalarType::Half);
+    backend::int8_inverses(packed, found);
+    return backend::gemm_int8(x, dtype, packed, bias, found);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hf_kbit, HF_KBIT_DISPATCH_KEY, library) {

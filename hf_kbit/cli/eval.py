@@ -100,5 +100,6 @@ def _rows(found: "Evaluation") -> dict[str, str]:
     if found.reference_perplexity is not None:
         rows["reference"] = f"{found.reference_perplexity:.4f}"
         rows["KL divergence"] = f"{found.kl_divergence:.5f} nats"
+        rows |= {"KL of 99%": f"{found.kl_p99:.5f} nats or less", "KL of 99.9%": f"{found.kl_p999:.5f} nats or less"}
         rows["same top-1"] = f"{found.top1_agreement:.2%}"
     return rows

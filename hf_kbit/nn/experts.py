@@ -17,8 +17,10 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
-from hf_kbit.nn.weight import KbitWeight, local
-from hf_kbit.ops import combine_experts, gemm_experts, route_experts
+from hf_kbit.nn.product import KbitProduct
+from hf_kbit.nn.weight import local
+from hf_kbit.ops import can_round, combine_experts, gemm_experts, gemm_experts_int8, route_experts
+from hf_kbit.reference import swiglu_of
 from hf_kbit.tensor_ops import cast_for_autocast
 
 LLAMA4 = "Llama4TextExperts"
@@ -30,7 +32,7 @@ Adapters = Mapping[str, Callable[..., torch.Tensor]]
 NO_ADAPTERS: Adapters = {}
 
 
-class KbitProjection(KbitWeight):
+class KbitProjection(KbitProduct):
     """One projection of all E experts of a mixture: ``y[i] = x[rows[i]] @ W[e].T + bias[e]`` for the rows of expert e.
 
     Its weight is ``[E, N, K]``. The experts have their input in common, and so their column scales. K is what a
@@ -41,6 +43,9 @@ class KbitProjection(KbitWeight):
         in_features: K.
         out_features: N.
         settings: all others of ``KbitWeight``.
+
+    Attributes:
+        inputs: as of ``KbitProduct``.
 
     >>> projection = KbitProjection(4, in_features=64, out_features=48, bits=3)
     >>> projection.load_dense(torch.randn(4, 48, 64))
@@ -69,12 +74,16 @@ class KbitProjection(KbitWeight):
             parts = self.__dict__["parts"] = local(self._parameters["weight"]).parts
         rows_of_weight, in_features = parts["matrix"]
         columns, width = parts["columns"], 2 * in_features if swiglu else in_features
-        how = rows_of_weight, columns, columns is not None, swiglu
         try:
             if not x.is_floating_point() or x.shape[-1:] != (width,):
                 self.refuse(x, width)
             x, packed = cast_for_autocast(x), (parts["words"], parts["absmax"], parts["codebook"])
-            y = gemm_experts(x, *packed, None if bias is None else bias.to(x.dtype), rows, offsets, *how)
+            bias = None if bias is None else bias.to(x.dtype)
+            how = *packed, bias, rows, offsets, rows_of_weight, columns
+            if self.inputs is None or self.training or columns is None or not can_round(x, bias):
+                y = gemm_experts(x, *how, columns is not None, swiglu)
+            else:
+                y = gemm_experts_int8(swiglu_of(x) if swiglu else x, *how, self.find_inverses(parts))
         except (TypeError, ValueError) as error:
             raise self.named(error) from error
         return y if adapter is None else y + adapter(x, rows, offsets)

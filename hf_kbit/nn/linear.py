@@ -6,21 +6,13 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight
-from hf_kbit.ops import int8_inverses, product, product_int8
+from hf_kbit.nn.product import KbitProduct
+from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE
+from hf_kbit.ops import product, product_int8
 from hf_kbit.packed import DEFAULT_TRANSFORM
 
-INPUTS = (None, "int8")
 
-
-def check_inputs(inputs: object) -> str | None:
-    """Returns ``inputs`` if it is one of ``INPUTS``."""
-    if inputs not in INPUTS:
-        raise ValueError(f"inputs: found {inputs!r}, expected one of {list(INPUTS)}")
-    return inputs
-
-
-class KbitLinear(KbitWeight, nn.Linear):
+class KbitLinear(KbitProduct, nn.Linear):
     """A linear layer with a frozen weight of 2, 3, 4 or 5 bits: ``y = x @ W.T + bias``.
 
     It is an ``nn.Linear``. Its ``weight`` is a ``KbitTensor`` ``[N, K]``, frozen; its ``bias`` is floating ``[N]`` or
@@ -40,9 +32,7 @@ class KbitLinear(KbitWeight, nn.Linear):
         transform: what ``load_dense`` does to a weight first: ``"rotated"`` or ``"none"`` (``KbitConfig``).
 
     Attributes:
-        inputs: ``"int8"`` has the layer round its inputs to 8 bits, if its weight is transformed, and outside of
-            training: in ``eval()`` mode, where no gradient is wanted, and x is not float64. None leaves them in 16
-            bits. ``hf_kbit.set_inputs`` sets it for all layers of a model.
+        inputs: as of ``KbitProduct``.
 
     A new layer holds zeros and so computes its bias; load a state dict, or use ``from_linear``.
 
@@ -58,7 +48,6 @@ class KbitLinear(KbitWeight, nn.Linear):
 
     # Tensor parallelism in Transformers then runs the forward on local shards, which the ops take.
     _hf_quantized_needs_local_tp = True
-    inputs: str | None = None
 
     def __init__(
         self,
@@ -150,17 +139,6 @@ class KbitLinear(KbitWeight, nn.Linear):
             return product_int8(x, *packed, bias, rows, columns, self.find_inverses(parts))
         except (TypeError, ValueError) as error:
             raise self.named(error) from error
-
-    def find_inverses(self, parts: dict) -> torch.Tensor | None:
-        """What the weight's rows are multiplied by for 8-bit inputs, kept for the next product; None where it is not
-        to be kept, and each product finds it."""
-        if (found := parts.get("inverses")) is None and not is_dynamo_compiling():
-            if parts["words"].is_cuda and torch.cuda.is_current_stream_capturing():
-                return None  # a graph's memory is not to be kept
-            with torch.inference_mode(False):  # other products may be outside of it
-                found = int8_inverses(parts["words"], parts["absmax"], parts["codebook"], parts["matrix"])
-            parts["inverses"] = found
-        return found
 
     def reset_parameters(self) -> None:
         """Does nothing: a quantized weight has no random initialisation."""

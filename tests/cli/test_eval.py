@@ -97,6 +97,8 @@ def test_for_people(expected):
         f"perplexity    {found['perplexity']:.4f}",
         f"reference     {found['reference_perplexity']:.4f}",
         f"KL divergence {found['kl_divergence']:.5f} nats",
+        f"KL of 99%     {found['kl_p99']:.5f} nats or less",
+        f"KL of 99.9%   {found['kl_p999']:.5f} nats or less",
         f"same top-1    {100 * found['top1_agreement']:.2f}%",
     ]
     assert "evaluating: 100%" in shown.stderr
@@ -112,7 +114,7 @@ def test_figures_in_the_card(folder, tmp_path):
     shown = succeed("eval", packed, *card).stdout.splitlines()
     text = (packed / "README.md").read_text()
     assert text.startswith("# A card") and "| text | rows.txt |\n| compared with | dense |\n" in text
-    assert len(shown) == 5 and all(f"| {row[:14].strip()} | {row[14:]} |" in text for row in shown)
+    assert len(shown) == 7 and all(f"| {row[:14].strip()} | {row[14:]} |" in text for row in shown)
     for refused in (["dense"], ["org/name"], [packed, "--bits", 3]):
         assert f"--card: found it for {refused[0]}" in refuse("eval", *refused, "--card", *ROWS)
 

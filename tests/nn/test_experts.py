@@ -12,6 +12,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from hf_kbit import reference
 from hf_kbit.integrations.transformers import experts as integration
 from hf_kbit.nn import experts as nn_experts
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, plain_class
@@ -179,6 +180,79 @@ def test_autocast():
         found = packed(x, ids, weights)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, packed(x, ids, weights), rtol=0.05, atol=0.1)
+
+
+# --- 8-bit inputs -----------------------------------------------------------------------------------
+
+
+def with_int8(build):
+    """Experts in 16 bits, and the same with 8-bit inputs."""
+    exact = made(build)[0].eval()
+    rounded = copy.deepcopy(exact)
+    for projection in (module for module in rounded.children() if isinstance(module, KbitProjection)):
+        projection.take_inputs("int8")
+    return exact, rounded
+
+
+def by_the_op(experts, x, ids, weights):
+    """Each token by each of its experts."""
+
+    def product(name, x, expert):
+        weight = getattr(experts, name).weight
+        packed = weight.words[expert], weight.absmax[expert], weight.codebook
+        bias = getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
+        return reference.gemm_int8(x, *packed, bias, weight.shape[1], weight.columns)
+
+    up, y = "gate_up_proj" if experts.has_gate else "up_proj", torch.zeros_like(x)
+    for token in range(len(x)):
+        for expert, times in zip(ids[token], weights[token], strict=True):
+            hidden = product(up, x[token], expert)
+            hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+            y[token] += times * product("down_proj", hidden, expert)
+    return y
+
+
+@pytest.mark.parametrize("build", KINDS.values(), ids=KINDS)
+@torch.no_grad()
+def test_8_bit_inputs(build):
+    exact, rounded = with_int8(build)
+    x, ids, weights = routed()
+    found, expected = rounded(x, ids, weights), exact(x, ids, weights)
+    torch.testing.assert_close(found, by_the_op(rounded, x, ids, weights), rtol=1e-6, atol=1e-6)
+    assert 1e-3 * expected.norm() < (found - expected).norm() < 0.05 * expected.norm()
+    for token in range(len(x)):
+        one = slice(token, token + 1)
+        assert torch.equal(rounded(x[one], ids[one], weights[one]), found[one]), "the same in every batch"
+    compiled = torch.compile(rounded, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, ids, weights), found)
+    kept = rounded.down_proj.weight.parts["inverses"]
+    assert kept.shape == (E, H) and rounded.down_proj.find_inverses(rounded.down_proj.parts) is kept
+    other = copy.deepcopy(rounded)
+    assert "inverses" not in other.down_proj.weight.parts and torch.equal(other(x, ids, weights), found)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not torch.equal(rounded(x, ids, weights), exact(x, ids, weights))
+
+
+@pytest.mark.parametrize("build", KINDS.values(), ids=KINDS)
+def test_what_has_16_bit_inputs_all_the_same(build):
+    """Whatever trains, float64, and projections that are not transformed."""
+    exact, rounded = with_int8(build)
+    x, ids, weights = routed()
+    outcomes = []
+    for module in (exact, rounded):
+        wanting = x.clone().requires_grad_()
+        y = module(wanting, ids, weights)
+        outcomes.append((y, *torch.autograd.grad(y.square().sum(), wanting)))
+    assert all(map(torch.equal, *outcomes))
+    with torch.no_grad():
+        assert torch.equal(
+            rounded.double()(x.double(), ids, weights.double()), exact.double()(x.double(), ids, weights.double())
+        )
+        rounded, exact = rounded.float(), exact.float()
+        assert torch.equal(rounded.train()(x, ids, weights), exact(x, ids, weights))
+    plain = KbitProjection(4, in_features=64, out_features=48, transform="none")
+    plain.take_inputs("int8")
+    assert plain.inputs is None
 
 
 @pytest.mark.gpu

@@ -97,6 +97,8 @@ def test_operations_are_counted_as_of_linear_layers():
     tokens, both = x[0], torch.cat([x[0], x[0]], dim=1)
     assert count(lambda: OPS.gemm_experts(tokens, *experts, None, ends, 64).sum().backward()) == product
     assert count(lambda: OPS.gemm_experts(tokens.detach(), *experts, torch.arange(14).int() % 7, ends, 64)) == product
+    rounded = *experts, None, ends, 64, cases.columns(100)
+    assert count(lambda: OPS.gemm_experts_int8(tokens.detach(), *rounded)) == product // 2
     for how, named in (((None, False, True), {}), ((), {"swiglu": True})):
         arguments = both.detach(), *experts, None, ends, 64, *how
         assert count(lambda a=arguments, named=named: OPS.gemm_experts(*a, **named)) == product / 2

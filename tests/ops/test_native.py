@@ -202,10 +202,14 @@ def test_an_op_that_no_library_has_says_so_once(monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            assert native.fallback("gemm_int8_plain", "cuda") is reference.gemm_int8
+            for op in ("gemm_int8_plain", "gemm_experts_int8"):
+                assert native.fallback(op, "cuda") is getattr(reference, op.removesuffix("_plain"))
     native.warn_plain.cache_clear()
-    (warning,) = caught
-    assert "hf_kbit: gemm_int8 runs in plain PyTorch on cuda, correct but slower" in str(warning.message)
+    for op, warning in zip(("gemm_int8", "gemm_experts_int8"), caught, strict=True):
+        assert f"hf_kbit: {op} runs in plain PyTorch on cuda, correct but slower" in str(warning.message)
+    assert [native.has_kernel("gemm_experts_int8", device) for device in ("cpu", "cuda")] == [True, False]
+    monkeypatch.setattr(native, "library", lambda name: native.Library(name, None, "none"))
+    assert not native.has_kernel("gemm_int8", "cpu")
 
 
 CALLS = """

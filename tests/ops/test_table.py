@@ -48,6 +48,10 @@ RIGHT = {
     | {"bias": cases.x((3,), N), "rows": ROWS, "offsets": OFFSETS, "out_features": N}
     | TRANSFORM
     | {"swiglu": True},
+    "gemm_experts_int8": {"x": X.half()}
+    | EXPERTS
+    | {"bias": cases.x((3,), N).half(), "rows": ROWS, "offsets": OFFSETS, "out_features": N}
+    | {"columns": COLUMNS, "inverses": torch.ones(3, N).half()},
     "gemm_experts_gradient": {"grad": GRAD} | EXPERTS | {"offsets": OFFSETS, "shape": [N, K]} | TRANSFORM,
 }
 TRAINED = {"gemm": ("x", "bias"), "gemm_gradient": ("grad",), "combine_experts": ("y", "weights")}
@@ -168,6 +172,13 @@ REFUSED = [
     ("gemm_experts", {"rows": ROWS[None]}, "rows: found shape [1, 5], expected one dimension"),
     ("gemm_experts", {"offsets": OFFSETS.long()}, "offsets: found dtype int64, expected int32"),
     ("gemm_experts", {"offsets": ROWS}, "offsets: found shape [5], expected [4]"),
+    ("gemm_experts_int8", {"x": X.double()}, "x: found dtype float64, expected float32, float16 or bfloat16"),
+    ("gemm_experts_int8", {"x": X[0].half()}, "x: found shape [33], expected [tokens, in_features]"),
+    ("gemm_experts_int8", PACKED, "weight: found shape [7, 6], expected one leading dimension, that of experts"),
+    ("gemm_experts_int8", {"offsets": ROWS}, "offsets: found shape [5], expected [4]"),
+    ("gemm_experts_int8", {"rows": ROWS.long()}, "rows: found dtype int64, expected int32"),
+    ("gemm_experts_int8", {"columns": COLUMNS[1:]}, "columns: found shape [32], expected [33]"),
+    ("gemm_experts_int8", {"inverses": torch.ones(N).half()}, f"inverses: found shape [{N}], expected [3, {N}]"),
     ("gemm_experts_gradient", {"grad": GRAD[0]}, "grad: found shape [7], expected [rows, 7]"),
     ("gemm_experts_gradient", {"grad": X}, "grad: found shape [5, 33], expected [rows, 7]"),
     ("gemm_experts_gradient", {"offsets": ROWS}, "offsets: found shape [5], expected [4]"),

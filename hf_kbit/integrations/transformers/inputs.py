@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from hf_kbit.integrations.transformers.report import logger, report_inputs
-from hf_kbit.nn.experts import KbitProjection
-from hf_kbit.nn.linear import INPUTS, KbitLinear, check_inputs
+from hf_kbit.nn.product import INPUTS, KbitProduct, check_inputs
 from hf_kbit.nn.weight import KbitWeight, packed_layers
 from hf_kbit.patterns import shown
 
@@ -15,8 +14,8 @@ WISH = "kbit_inputs"
 
 
 def set_inputs(model: nn.Module, inputs: str | None) -> dict[str, str]:
-    """Has the quantized linear layers of a model round their inputs to 8 bits, or leaves these in 16 bits again. The
-    weights stay as they are, and so do adapters on them, which get 16-bit inputs.
+    """Has the quantized linear layers and experts of a model round their inputs to 8 bits, or leaves these in 16 bits
+    again. The weights stay as they are, and so do adapters on them, which get 16-bit inputs.
 
     It holds outside of training: in ``eval()`` mode, and under ``torch.no_grad()`` or where no input and no bias wants
     a gradient. ``save_pretrained`` keeps it as a wish, which ``from_pretrained`` fulfils.
@@ -26,8 +25,8 @@ def set_inputs(model: nn.Module, inputs: str | None) -> dict[str, str]:
         inputs: ``"int8"`` or None.
 
     Returns:
-        ``{name: why}`` of the quantized layers that keep 16-bit inputs all the same: ``"experts"`` of mixtures, and
-        layers that are ``"not transformed"``, whose inputs may have outliers. A log line names them too.
+        ``{name: why}`` of the quantized layers that keep 16-bit inputs all the same, which are ``"not transformed"``:
+        their inputs may have outliers. A log line names them too.
 
     Raises:
         TypeError: the model is no module.
@@ -47,7 +46,7 @@ def set_inputs(model: nn.Module, inputs: str | None) -> dict[str, str]:
         raise TypeError(f"model: found {type(model).__name__}, expected a torch.nn.Module")
     layers = packed_layers(model)
     left = _left(layers)
-    if inputs and not _linears(layers).keys() - left.keys():
+    if inputs and not _multiplying(layers).keys() - left.keys():
         found = ", ".join(f"{name} ({why})" for name, why in left.items()) or "no quantized layer"
         raise ValueError(
             f"inputs: found {shown(found)} in {type(model).__name__}, expected a layer that takes 8-bit inputs"
@@ -57,28 +56,32 @@ def set_inputs(model: nn.Module, inputs: str | None) -> dict[str, str]:
 
 def take(layers: Mapping[str, KbitWeight], inputs: str | None) -> dict[str, str]:
     """``set_inputs`` of some layers, of which none need take them."""
-    left, linears = _left(layers) if inputs else {}, _linears(layers)
-    for name, layer in linears.items():
-        layer.inputs = None if name in left else inputs
-        if layer.inputs:
-            layer.find_inverses(layer.parts)  # so that a compiled model has them too
+    left, multiplying = _left(layers) if inputs else {}, _multiplying(layers)
+    for layer in multiplying.values():
+        layer.take_inputs(inputs)
     if inputs:
-        report_inputs(len(linears.keys() | left.keys()), left)
+        report_inputs(len(multiplying), left)
     return left
 
 
 def taken(model: nn.Module) -> str | None:
     """What inputs layers of a model were asked to take."""
-    return next(filter(None, (layer.inputs for layer in _linears(packed_layers(model)).values())), None)
+    return next(filter(None, (layer.inputs for layer in _multiplying(packed_layers(model)).values())), None)
 
 
 def fulfil(model, layers: Mapping[str, KbitWeight], config, pre_quantized: bool) -> None:
     """Has layers of a model of Transformers take what its config, or that of its checkpoint, wishes for."""
-    wish = getattr(model.config, WISH, None) if pre_quantized else config.inputs
-    if wish not in INPUTS:
-        logger.warning("hf_kbit: config.json: %s: found %r, which this hf_kbit does not know: ignored", WISH, wish)
-    elif wish:
+    if wish := wished(model.config) if pre_quantized else config.inputs:
         take(layers, wish)
+
+
+def wished(config) -> str | None:
+    """What the config of a model wishes for; warns of what is not known."""
+    wish = getattr(config, WISH, None)
+    if wish in INPUTS:
+        return wish
+    logger.warning("hf_kbit: config.json: %s: found %r, which this hf_kbit does not know: ignored", WISH, wish)
+    return None
 
 
 def record(model, config) -> None:
@@ -94,12 +97,11 @@ def forget(model) -> None:
     vars(model.config).pop(WISH, None)
 
 
-def _linears(layers: Mapping[str, KbitWeight]) -> dict[str, KbitLinear]:
-    return {name: layer for name, layer in layers.items() if isinstance(layer, KbitLinear)}
+def _multiplying(layers: Mapping[str, KbitWeight]) -> dict[str, KbitProduct]:
+    return {name: layer for name, layer in layers.items() if isinstance(layer, KbitProduct)}
 
 
 def _left(layers: Mapping[str, KbitWeight]) -> dict[str, str]:
-    """Layers that multiply 16-bit inputs in any case, and why; a table of embeddings multiplies none."""
-    experts = {name: "experts" for name, layer in layers.items() if isinstance(layer, KbitProjection)}
-    plain = {name: "not transformed" for name, layer in _linears(layers).items() if not layer.decoding.transformed}
-    return experts | plain
+    """Layers that multiply 16-bit inputs in any case, and why."""
+    plain = (name for name, layer in _multiplying(layers).items() if not layer.decoding.transformed)
+    return dict.fromkeys(plain, "not transformed")

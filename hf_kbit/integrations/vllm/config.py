@@ -13,20 +13,25 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.platforms import current_platform
 
 from hf_kbit import checkpoint
 from hf_kbit.config import KbitConfig
 from hf_kbit.integrations.transformers import fit, tying
+from hf_kbit.integrations.transformers.inputs import wished
 from hf_kbit.integrations.transformers.names import Names
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
+from hf_kbit.integrations.transformers.report import report_inputs
 from hf_kbit.integrations.vllm.experts import KbitExpertsMethod
 from hf_kbit.integrations.vllm.linear import KbitLinearMethod
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import DOWN_PROJECTION, KbitProjection
 from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.ops import native
 
 # Values of --load-format with which nothing, or something else than the tensors of the files, is loaded.
 NOT_OF_FILES = "dummy", "runai_streamer_sharded", "sharded_state", "tensorizer"
+LINEAR, EXPERTS = "gemm_int8", "gemm_experts_int8"  # ops of 8-bit inputs
 # Of what vLLM makes one layer where a model's class does not say it.
 MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
@@ -39,6 +44,8 @@ class KbitVllmConfig(QuantizationConfig):
         layers: ``{name: Decoding}`` of packed layers, by the name that vLLM gives each as soon as it is known.
         tables: ``{name: (Decoding, whether a head is tied to it)}`` of packed tables of embeddings.
         experts: ``{name: (name in the checkpoint, {own name of a projection: Decoding})}`` of packed experts.
+        inputs: by the op of 8-bit inputs, that of linear layers and heads or that of experts, what the model's config
+            wishes for, or None where the device has no kernel: 16-bit inputs are faster there.
         prefix: what vLLM puts before the names of all layers: for a draft of speculative decoding there is one.
 
     Raises:
@@ -53,6 +60,7 @@ class KbitVllmConfig(QuantizationConfig):
                 "first: hf-kbit quantize MODEL FOLDER --bits 4"
             )
         self.config, self.layers, self.tables, self.experts, self.prefix = config, {}, {}, {}, ""
+        self.inputs = {}
 
     def __repr__(self):
         return f"{type(self).__name__}({self.config!r})"
@@ -83,6 +91,21 @@ class KbitVllmConfig(QuantizationConfig):
         else:
             folder = Path(snapshot_download(model_name, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
         self.layers, self.tables, self.experts = read_decodings(folder, self.config)
+        if wish := wished(hf_config):
+            self._take(wish, current_platform.device_type)
+
+    def _take(self, wish: str, device_type: str) -> None:
+        """Fulfils a wish where the device has kernels, and logs which layers keep 16-bit inputs, and why."""
+        self.inputs = {op: wish if native.has_kernel(op, device_type) else None for op in (LINEAR, EXPERTS)}
+        made = {name: (LINEAR, [decoding]) for name, decoding in self.layers.items()}
+        made |= {name: (EXPERTS, decodings.values()) for name, (_, decodings) in self.experts.items()}
+        left = {}
+        for name, (op, decodings) in made.items():
+            if self.inputs[op] is None:
+                left[name] = f"no kernel on {device_type}"
+            elif not all(decoding.transformed for decoding in decodings):
+                left[name] = "not transformed"
+        report_inputs(len(made), left)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper) -> None:
         def mapped(names: dict) -> dict:  # without those that are not in vLLM's model
@@ -101,7 +124,9 @@ class KbitVllmConfig(QuantizationConfig):
             )
         if isinstance(layer, LinearBase):
             decodings = {name: self.layers.get(name) for name in self._sources(prefix)}
-            return KbitLinearMethod(decodings) if any(decodings.values()) else UnquantizedLinearMethod()
+            if not any(decodings.values()):
+                return UnquantizedLinearMethod()
+            return KbitLinearMethod(decodings, self.inputs.get(LINEAR))
         if isinstance(layer, RoutedExperts) and prefix in self.experts:
             own = prefix.rpartition(".")[2]
             if asked and (lora := asked.lora_config) and own in (lora.target_modules or [own]):
@@ -109,7 +134,7 @@ class KbitVllmConfig(QuantizationConfig):
                     f"{prefix}: found adapters to be allowed on packed experts, which vLLM runs on its own kernels "
                     "alone, expected adapters on other layers: name these, as in --lora-target-modules q_proj o_proj"
                 )
-            return KbitExpertsMethod(layer.moe_config, *self.experts[prefix])
+            return KbitExpertsMethod(layer.moe_config, *self.experts[prefix], self.inputs.get(EXPERTS))
         return None  # of tables and heads, too: embedding.py gives them theirs
 
     def _sources(self, name: str) -> list[str]:

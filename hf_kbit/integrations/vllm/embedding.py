@@ -12,7 +12,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from hf_kbit.integrations.transformers.selection import replace_modules
-from hf_kbit.integrations.vllm.config import KbitVllmConfig
+from hf_kbit.integrations.vllm.config import LINEAR, KbitVllmConfig
 from hf_kbit.integrations.vllm.linear import KbitLinearMethod, packed_of, whose_device
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.linear import KbitLinear
@@ -33,8 +33,8 @@ class KbitTableMethod(KbitHeadMethod):
     """Loads a table and looks it up, and gives its weight to ``heads``, which multiply by it where the head of the
     model is tied to it. The table is one of them, for some models of vLLM have no other."""
 
-    def __init__(self, name: str, decoding: Decoding, heads: list[nn.Module]):
-        super().__init__({name: decoding})
+    def __init__(self, name: str, decoding: Decoding, heads: list[nn.Module], inputs: str | None = None):
+        super().__init__({name: decoding}, inputs)
         self.name, self.decoding, self.heads = name, decoding, heads
 
     def _own_rows(self, layer: nn.Module, tensor: torch.Tensor, sources: tuple[int, ...]) -> torch.Tensor:
@@ -56,6 +56,7 @@ class KbitTableMethod(KbitHeadMethod):
         for head in self.heads:
             part = KbitLinear(*reversed(size), bias=False, bits=self.decoding.bits, device="meta")
             part.tie_to(layer.table)
+            part.take_inputs(self.inputs)
             head.parts = nn.ModuleList([part])
         for each in {layer, *self.heads}:
             each.weight = whose_device(layer.table)
@@ -71,18 +72,20 @@ def make_room(model: nn.Module, config: KbitVllmConfig) -> None:
     Raises:
         ValueError: vLLM has no table where the checkpoint has a packed one, or one that does more than look up.
     """
-    modules = dict(model.named_modules())
+    modules, inputs = dict(model.named_modules()), config.inputs.get(LINEAR)
     untied = {name: (decoding, False) for name, decoding in config.layers.items()}
     for name, (decoding, tied) in {**untied, **config.tables}.items():
         layer = modules.get(name)
         if isinstance(layer, ParallelLMHead):
-            _await(layer, KbitHeadMethod({name: decoding}), layer.num_embeddings_per_partition, layer.weight)
+            method = KbitHeadMethod({name: decoding}, inputs)
+            _await(layer, method, layer.num_embeddings_per_partition, layer.weight)
         elif isinstance(layer, VocabParallelEmbedding):
             dense = layer.weight
             heads = [head for head in model.modules() if tied and head._parameters.get("weight") is dense]
             for head in heads:
                 head.quant_method, head.weight = KbitLinearMethod({}), None
-            _await(layer, KbitTableMethod(name, decoding, heads), layer.num_embeddings_per_partition, dense)
+            method = KbitTableMethod(name, decoding, heads, inputs)
+            _await(layer, method, layer.num_embeddings_per_partition, dense)
             layer.use_fused_embedding = False  # a kernel for tables in 16 bits, chosen when the layer was made
         elif isinstance(layer, nn.Embedding) and is_table(layer):
             packed = KbitEmbedding.empty_like(layer, decoding.bits)

@@ -26,12 +26,12 @@ GATES = {
 
 
 class KbitExpertsMethod(FusedMoEMethodBase):
-    """Loads and runs the experts of a layer: ``moe`` is vLLM's description, ``name`` theirs in the checkpoint, and
-    ``decodings`` are by own names of projections."""
+    """Loads and runs the experts of a layer: ``moe`` is vLLM's description, ``name`` theirs in the checkpoint,
+    ``decodings`` are by own names of projections, and ``inputs`` those of ``KbitProduct``."""
 
-    def __init__(self, moe, name: str, decodings: dict[str, Decoding]):
+    def __init__(self, moe, name: str, decodings: dict[str, Decoding], inputs: str | None = None):
         super().__init__(moe)
-        self.name, self.decodings = name, decodings
+        self.name, self.decodings, self.inputs = name, decodings, inputs
         if len(decodings) != 2:
             raise ValueError(
                 f"{name}: found {list(decodings)} alone packed, expected two projections: vLLM runs no experts that "
@@ -102,7 +102,8 @@ class KbitExpertsMethod(FusedMoEMethodBase):
             columns = self.moe.intermediate_size_per_partition if down else self.moe.hidden_dim
             projection = KbitProjection(experts, columns, rows, bits=decoding.bits, device="meta")
             projection.load(packed)
-            projections.append(projection)
+            projection.take_inputs(self.inputs)
+            projections.append(projection.eval())
         up, down = self.decodings
         layer.up, layer.down = projections
         layer.up_bias, layer.down_bias = self.biases.pop(up, None), self.biases.pop(down, None)

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 
 from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.ops import gemm_int8
 from hf_kbit.packed import Decoding, Packed
 from hf_kbit.tensor import PACKED
 
@@ -24,11 +25,11 @@ SHARDS = {"q": 0, "k": 1, "v": 2}
 
 class KbitLinearMethod(LinearMethodBase):
     """Loads and runs a layer. ``decodings`` are by names of sources, in order: None for one in 16 bits, and none at
-    all for a head to which a table gives its weight."""
+    all for a head to which a table gives its weight. ``inputs`` are those of ``KbitProduct``."""
 
-    def __init__(self, decodings: dict[str, Decoding | None]):
+    def __init__(self, decodings: dict[str, Decoding | None], inputs: str | None = None):
         super().__init__()
-        self.decodings = decodings
+        self.decodings, self.inputs = decodings, inputs
 
     def create_weights(
         self,
@@ -104,6 +105,7 @@ class KbitLinearMethod(LinearMethodBase):
             packed = packed_of(name, tensors, decoding)
             part = KbitLinear(self.columns, len(packed.planes), False, decoding.bits, device="meta")
             part.load(packed)
+            part.take_inputs(self.inputs)
         else:
             part = nn.Linear(self.columns, len(tensors["weight"]), False, device="meta")
             part.weight = nn.Parameter(tensors["weight"].to(self.dtype), requires_grad=False)
@@ -113,12 +115,24 @@ class KbitLinearMethod(LinearMethodBase):
         rows = [part.out_features for part in layer.parts]
         biases = [None] * len(rows) if bias is None else bias.split(rows)
         parts = list(zip(layer.parts, biases, strict=True))
-        of_packed = zip(*(_operands(part, own) for part, own in parts if isinstance(part, KbitLinear)), strict=True)
-        packed = iter(torch.ops.hf_kbit.gemm_group(x, *map(list, of_packed)))
-        products = [
-            next(packed) if isinstance(part, KbitLinear) else F.linear(x, part.weight, own) for part, own in parts
-        ]
+        of_packed = [_operands(part, own) for part, own in parts if _in_group(part)]
+        packed = torch.ops.hf_kbit.gemm_group(x, *map(list, zip(*of_packed, strict=True))) if of_packed else []
+        packed = iter(packed)
+        products = [next(packed) if _in_group(part) else _product(part, x, own) for part, own in parts]
         return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+
+
+def _in_group(part: nn.Linear) -> bool:
+    """Whether ``gemm_group`` multiplies by it: it is packed, and its inputs stay in 16 bits."""
+    return isinstance(part, KbitLinear) and part.inputs is None
+
+
+def _product(part: nn.Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if not isinstance(part, KbitLinear):
+        return F.linear(x, part.weight, bias)
+    weight = part.weight.parts
+    packed = weight["words"], weight["absmax"], weight["codebook"]
+    return gemm_int8(x, *packed, bias, part.out_features, weight["columns"], part.find_inverses(weight))
 
 
 def _operands(part: KbitLinear, bias: torch.Tensor | None) -> tuple:

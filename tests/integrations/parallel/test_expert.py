@@ -16,6 +16,14 @@ FORMS = ("quantized", "planes", "tiles")
 ROUNDING = 2e-6
 
 
+def with_8_bit_inputs(model):
+    """In its experts alone: of other layers, which share columns, each process rounds its part of a token."""
+    for module in model.modules():
+        if isinstance(module, KbitProjection):
+            module.take_inputs("int8")
+    return model
+
+
 def in_each_process(rank, folder):
     def load(name, **kwargs):
         return ranks.load(folder / name, distributed_config=ranks.expert_parallel(), **kwargs)
@@ -38,6 +46,7 @@ def in_each_process(rank, folder):
         found[name, "tiled"] = ranks.all_tiled(model)
         found[name, "tiles"] = ranks.outcome(model)
         model.save_pretrained(folder / name / "from tiles")
+    found["8-bit inputs"] = ranks.logits(with_8_bit_inputs(load("qwen3_moe")))
     if not ranks.OLD:
         plan = DistributedConfig(fsdp_size=ranks.SIZE, ep_size=ranks.SIZE)
         model = ranks.load(folder / "qwen3_moe", distributed_config=plan)
@@ -89,6 +98,13 @@ def test_results_are_those_of_one_process(found, folder, name, form):
         for process in found:
             assert process[name, "tiled"]
             assert relative(process[name, form][what], tensor) < ROUNDING, what
+
+
+def test_8_bit_inputs_are_those_of_one_process(found, folder):
+    model = ranks.load(folder / "qwen3_moe")
+    exact, rounded = ranks.logits(model)["logits"], ranks.logits(with_8_bit_inputs(model))["logits"]
+    for process in found:
+        assert relative(process["8-bit inputs"]["logits"], rounded) < ROUNDING < relative(exact, rounded) / 100
 
 
 @pytest.mark.parametrize("form", ["quantized", "planes"])

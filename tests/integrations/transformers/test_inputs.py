@@ -16,6 +16,7 @@ import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear
 from hf_kbit.integrations.transformers.inputs import WISH, taken
 from hf_kbit.integrations.transformers.report import logger
+from hf_kbit.nn.product import KbitProduct
 
 IDS = torch.arange(2 * 9).reshape(2, 9)
 
@@ -32,7 +33,7 @@ def quantized(**settings):
 
 
 def takes(model) -> set[str | None]:
-    return {layer.inputs for layer in model.modules() if isinstance(layer, KbitLinear)}
+    return {layer.inputs for layer in model.modules() if isinstance(layer, KbitProduct)}
 
 
 @pytest.fixture(scope="module")
@@ -131,18 +132,36 @@ def test_nothing_is_left_of_it_in_16_bits(rounded, tmp_path):
     assert WISH not in json.loads((tmp_path / "dense" / "config.json").read_text())
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts(name, tmp_path):
+    """Asked for while they load, saved, loaded again, and taken back."""
+    adapters.dense(name).save_pretrained(tmp_path / "dense")
+    load = AutoModelForCausalLM.from_pretrained
+    model = load(tmp_path / "dense", quantization_config=KbitConfig(bits=4, inputs="int8"))
+    plain = load(tmp_path / "dense", quantization_config=KbitConfig(bits=4))
+    exact, near = logits(plain), logits(model)
+    assert takes(model) == {"int8"} and 0 < (exact - near).norm() < 0.2 * exact.norm()
+    for layer in (layer for layer in model.modules() if isinstance(layer, KbitLinear)):
+        layer.inputs = None
+    assert not torch.equal(logits(model), exact), "experts round theirs"
+    hf_kbit.set_inputs(model, "int8")
+    model.save_pretrained(tmp_path / "rounded")
+    again = load(tmp_path / "rounded")
+    assert takes(again) == {"int8"} and torch.equal(logits(again), near)
+    hf_kbit.set_inputs(again, None)
+    assert torch.equal(logits(again), exact)
+
+
 # --- what is left, or refused ---------------------------------------------------------------------
 
 
-def test_layers_that_keep_16_bit_inputs_are_named(said):
+def test_layers_that_take_them_are_counted(said):
+    """Those of experts too; a table of embeddings multiplies nothing."""
     model = copy.deepcopy(adapters.dense("mixtral"))
     done = hf_kbit.quantize_model(model, bits=4, embedding_bits=5, inputs="int8")
     assert "model.embed_tokens" in done.bits
-    experts = {name for name in done.bits if "experts" in name}
-    left = hf_kbit.set_inputs(model, "int8")
-    assert left == dict.fromkeys(experts, "experts") and takes(model) == {"int8"}
-    line = "hf_kbit: 8-bit inputs in 8 of 12 layers; 16-bit ones stay in model.layers.*."
-    assert said.text.count(line) == 2 and "down_proj: experts (2 x)" in said.text
+    assert hf_kbit.set_inputs(model, "int8") == {} and takes(model) == {"int8"}
+    assert said.text.count("hf_kbit: 8-bit inputs in 12 of 12 layers\n") == 2
     assert hf_kbit.set_inputs(model, None) == {} and taken(model) is None
 
 

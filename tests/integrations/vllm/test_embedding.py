@@ -11,7 +11,7 @@ from hf_kbit.codebooks import optimal
 from hf_kbit.integrations.vllm.embedding import KbitHeadMethod, make_room
 from hf_kbit.packed import Decoding
 
-TABLES = SimpleNamespace(layers={}, tables={"table": (Decoding(optimal(4)), False)})
+TABLES = SimpleNamespace(inputs={}, layers={}, tables={"table": (Decoding(optimal(4)), False)})
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,18 @@
 """Quantized models in vLLM: what Transformers generates from the same folder. ``make test-vllm`` runs these tests."""
 
 import gc
+import logging
 from contextlib import nullcontext
 
 import pytest
 import serving
 import torch
 
+import hf_kbit
+from hf_kbit.integrations.transformers.inputs import WISH
+from hf_kbit.integrations.transformers.report import logger
 from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.ops import native
 
 ALONE = {"distributed_executor_backend": "uni"}
 
@@ -20,6 +25,40 @@ def test_same_as_transformers(name, dtype, tmp_path):
     folder = serving.make(name, tmp_path)
     found = serving.generate(folder, **ALONE, dtype=dtype)
     serving.assert_same(found, serving.load(folder, dtype))
+
+
+@serving.ON_CPU
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("tied", "saved"), ("packed head", "saved"), ("some in 16 bits", "given"), ("qwen3_moe", "given")],
+)
+def test_8_bit_inputs(name, way, tmp_path):
+    """Of layers that are merged, of heads and of experts; layers that are not transformed keep 16-bit inputs."""
+    folder = serving.make(name, tmp_path)
+    plain, rounded = serving.load(folder), serving.load(folder)
+    left = hf_kbit.set_inputs(rounded, "int8")
+    assert {*left.values()} == ({"not transformed"} if name == "some in 16 bits" else set())
+    settings = {"hf_overrides": {WISH: "int8"}}
+    if way == "saved":
+        folder, settings = tmp_path / "rounded", {}
+        rounded.save_pretrained(folder)
+    found = serving.generate(folder, **ALONE, **settings)
+    serving.assert_same(found, rounded)
+    assert serving.agreement(found, plain)[0] < 0.2
+
+
+def test_8_bit_inputs_without_a_kernel(tmp_path, monkeypatch, caplog):
+    """A server is not to be slower for a wish."""
+    monkeypatch.setattr(native, "has_kernel", lambda op, device_type: False)
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    folder = serving.make("qwen3_moe", tmp_path)
+    found = serving.generate(folder, **ALONE, hf_overrides={WISH: "int8"})
+    serving.assert_same(found, serving.load(folder, serving.options()["dtype"]))
+    said = {record for record in caplog.records if "8-bit inputs" in record.getMessage()}
+    (line,) = (record.getMessage() for record in said)  # each record comes by two loggers
+    assert line.startswith("hf_kbit: 8-bit inputs in 0 of 10 layers; 16-bit ones stay in ")
+    assert line.count(f": no kernel on {serving.DEVICE} (2 x)") == 5
 
 
 def adapters(folder, model, count: int):
@@ -39,12 +78,13 @@ def adapters(folder, model, count: int):
 
 
 @pytest.mark.parametrize("dtype", serving.DTYPES)
-@pytest.mark.parametrize("name", ["mixed widths", "tied"])
-def test_two_adapters_in_one_batch(name, dtype, tmp_path):
-    """Beside a prompt without one on a GPU: on a CPU vLLM gives that the last adapter."""
-    folder = serving.make(name, tmp_path)
-    model, (first, second) = adapters(tmp_path, serving.load(folder, dtype), 2)
-    settings = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+@pytest.mark.parametrize(("name", "inputs"), [("mixed widths", None), ("tied", "int8")])
+def test_two_adapters_in_one_batch(name, inputs, dtype, tmp_path):
+    """Beside a prompt without one on a GPU: on a CPU vLLM gives that the last adapter. Adapters get 16-bit inputs."""
+    inputs, folder = inputs if serving.DEVICE == "cpu" else None, serving.make(name, tmp_path)
+    hf_kbit.set_inputs(quantized := serving.load(folder, dtype), inputs)
+    model, (first, second) = adapters(tmp_path, quantized, 2)
+    settings = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "hf_overrides": {WISH: inputs}}
     third = None if serving.DEVICE == "cuda" else first
     found = serving.generate(folder, [first, second, third], **ALONE, **settings, dtype=dtype)
     for number in range(2):

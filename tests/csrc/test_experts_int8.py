@@ -1,0 +1,99 @@
+"""Products of experts with 8-bit inputs, which are the reference's to the last bit, for every number of rows at which
+their path changes. ``tests/ops/test_native.py`` runs this file with each instruction set."""
+
+import cases
+import pytest
+import torch
+from compiled import BITS, FORMS, OPS, moved, to
+
+from hf_kbit import codebooks, reference
+
+SHARES = [0, 1, 2, 5, 0, 9, 17, 33, 0, 1]  # rows of each expert
+ROWS, TOKENS = sum(SHARES) + 3, 20  # the last three are no expert's
+OFFSETS = torch.tensor([0, *SHARES]).cumsum(0).int()
+
+
+@pytest.fixture(autouse=True)
+def needs_kernel(device):
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("hf_kbit::gemm_experts_int8", device.upper()):
+        pytest.skip(f"no kernel of experts with 8-bit inputs for {device}")
+
+
+def weights(shape, bits, tiled=False):
+    """Any words and scales, first rows that are not zeros and last ones that are, if there are two, and levels that
+    are not symmetric; column scales; inverses."""
+    planes, absmax = cases.random_packed((len(SHARES), *shape), bits)
+    absmax[:, -1], absmax[:, 0] = 0, 100
+    codebook = torch.tensor(codebooks.optimal(bits, signed=True))
+    inverses = [reference.int8_inverses(*one, codebook, list(shape)) for one in zip(planes, absmax, strict=True)]
+    packed = reference.repack(planes, absmax, bits, list(shape)) if tiled else (planes, absmax)
+    return (*packed, codebook), cases.columns(shape[1]), torch.stack(inverses)
+
+
+def picked() -> torch.Tensor:
+    return torch.randint(0, TOKENS, (ROWS,), generator=cases.generator(ROWS)).int()
+
+
+def assert_same(device, x, packed, columns, inverses, bias, rows, out_features):
+    how = bias, rows, OFFSETS
+    expected = reference.gemm_experts_int8(x, *packed, *how, out_features, columns)
+    *arguments, columns, inverses = to(device, x, *packed, *how, columns, inverses)
+    for known in (inverses, None):
+        found = OPS.gemm_experts_int8(*arguments, out_features, columns, known)
+        assert found.dtype == x.dtype and found.is_contiguous() and torch.equal(found.cpu(), expected)
+    assert not found[OFFSETS[-1] :].any() and found[: OFFSETS[-1], 0].all()
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+@BITS
+def test_every_number_of_rows(device, bits, dtype, tiled, poison):
+    packed, columns, inverses = weights((35, 1000), bits, tiled)
+    bias = cases.x((len(SHARES),), 35, dtype)
+    for x, rows in ((cases.x((ROWS,), 1000, dtype), None), (cases.x((TOKENS,), 1000, dtype), picked())):
+        poison(device, ROWS * 35 * dtype.itemsize)
+        assert_same(device, x, packed, columns, inverses, bias, rows, 35)
+
+
+@pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
+@BITS
+def test_every_shape(device, bits, shape):
+    packed, columns, inverses = weights(shape, bits)
+    assert_same(device, cases.x((TOKENS,), shape[1]), packed, columns, inverses, None, picked(), shape[0])
+
+
+def test_strides_odd_addresses_and_threads(device):
+    (planes, absmax, codebook), columns, inverses = weights((700, 300), 3)
+    x, rows, bias = cases.x((TOKENS,), 300), picked(), cases.x((len(SHARES),), 700)
+    expected = reference.gemm_experts_int8(x, planes, absmax, codebook, bias, rows, OFFSETS, 700, columns)
+    strided = [torch.stack([tensor, tensor + 1], dim=-1)[..., 0].to(device) for tensor in (bias, rows, OFFSETS)]
+    there = [moved(tensor) if device == "cpu" else tensor.to(device) for tensor in (x, planes, absmax, codebook)]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        found = OPS.gemm_experts_int8(*there, *strided, 700, *to(device, columns, inverses))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found.cpu(), expected)
+
+
+def test_what_is_not_finite_stays_in_its_row(device):
+    packed, columns, inverses = weights((20, 100), 4)
+    x = cases.x((ROWS,), 100)
+    how = None, None, OFFSETS
+    expected = OPS.gemm_experts_int8(*to(device, x, *packed, *how), 20, *to(device, columns, inverses))
+    x[7, 50] = torch.inf
+    found = OPS.gemm_experts_int8(*to(device, x, *packed, *how), 20, *to(device, columns, inverses))
+    assert found[7].isnan().all()
+    others = torch.arange(ROWS) != 7
+    assert torch.equal(found[others], expected[others])
+
+
+def test_wrong_rows_and_offsets_are_refused(device):
+    packed, columns, _ = weights((20, 100), 4)
+    x, wrong = cases.x((TOKENS,), 100), OFFSETS.flip(0)
+    arguments = to(device, x, *packed, None)
+    with pytest.raises(ValueError, match="offsets: found 68, expected 0 first"):
+        OPS.gemm_experts_int8(*arguments, *to(device, picked(), wrong), 20, columns)
+    with pytest.raises(ValueError, match="rows: found 20, expected from 0 to 19, those of x"):
+        OPS.gemm_experts_int8(*arguments, *to(device, picked() + 1, OFFSETS), 20, columns)
