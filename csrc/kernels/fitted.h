@@ -35,12 +35,15 @@ constexpr double kTransformKernel = 17;                // a kernel that transfor
 constexpr double kTransformExperts = 30;
 }  // namespace few_tokens
 
-// hopper/gemm_wgmma.cu, in cycles. 2026-11-22.
-namespace wgmma {
-constexpr double kPiece = 21, kPieceBits5 = 13, kPieceToken = 0.47;  // 64 columns of a warp
-constexpr double kStart = 6000, kTile = 3500, kGroupToken = 12, kCluster = 1500;
-constexpr double kDivided = 5700, kDividedToken = 43, kPart = 290, kPartToken = 7;  // tiles that CTAs divide
-}  // namespace wgmma
+// Products of hopper/, in cycles.
+struct WgmmaCycles {
+    double piece, piece_bits5, piece_token;  // 64 columns of a warp
+    double start, tile, group_token, cluster;
+    double divided, divided_token, part, part_token;  // tiles that CTAs divide
+};
+constexpr WgmmaCycles kWgmma{21, 13, 0.47, 6000, 3500, 12, 1500, 5700, 43, 290, 7};  // gemm_wgmma.cu; 2026-11-22
+// gemm_int8.cu: to be fitted. The pieces are those of a sketch of it at 128 and 256 tokens, the rest is that above.
+constexpr WgmmaCycles kInt8{22, 5, 0.3, 6000, 3500, 12, 1500, 5700, 43, 290, 7};
 
 // hopper/experts_wgmma.cu, in cycles, 4 bits, Qwen3-30B-A3B and Mixtral-8x7B. 2026-11-23.
 namespace experts {

@@ -221,6 +221,36 @@ __device__ __forceinline__ void multiply_by_scales(uint32_t (&a)[2][2][4], uint3
     }
 }
 
+// Levels of float16, both blocks of a tile, to int8: float16(scale * inverse) is the multiplier, and 1536, added by
+// the same instruction, leaves the rounded product in the low byte. Makes operand A of an instruction of 32 columns
+// for each block: four bytes of columns 8 t .. 8 t + 3 of row g and of g + 8, then the same of the four columns that
+// follow. scales and signs as for multiply_by_scales<__half>; inverse: twice that of row g, and of g + 8.
+__device__ __forceinline__ void to_int8(const uint32_t (&levels)[2][2][4], uint32_t scales, uint32_t signs,
+                                        const __half2 (&inverse)[2], uint32_t (&a)[2][4]) {
+    constexpr uint32_t kMask = 0x00FF00FFu << Weights<__half>::kShift;
+    const __half2 magic = __float2half2_rn(1536);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        const uint32_t both = with_signs<__half>(shifted(scales, Weights<__half>::kShift - 8 * row) & kMask, signs);
+        const __half2 of_row = __hmul2(*reinterpret_cast<const __half2*>(&both), inverse[row]);
+#pragma unroll
+        for (int block = 0; block < 2; ++block) {
+            const __half2 multiplier = block == 0 ? __low2half2(of_row) : __high2half2(of_row);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                uint32_t rounded[2];
+#pragma unroll
+                for (int pair = 0; pair < 2; ++pair) {
+                    const uint32_t two = levels[block][i][2 * pair + row];
+                    const __half2 sum = __hfma2(*reinterpret_cast<const __half2*>(&two), multiplier, magic);
+                    rounded[pair] = *reinterpret_cast<const uint32_t*>(&sum);
+                }
+                a[block][2 * i + row] = __byte_perm(rounded[0], rounded[1], 0x6420);
+            }
+        }
+    }
+}
+
 // --- a slab --------------------------------------------------------------------------------------
 
 // Part number `part` of kParts of a slab in shared memory (words, then scales) to registers: the lane's tiles, and all

@@ -5,6 +5,7 @@
 
 #include "kernels/half.cuh"
 #include "kernels/ptx.cuh"
+#include "kernels/quad.cuh"
 
 namespace hf_kbit::cuda {
 
@@ -45,6 +46,29 @@ __device__ __forceinline__ void store_eight(const Output& output, const float* s
             const T* each = reinterpret_cast<const T*>(&two);
             if (rows > 0) y[0] = each[0];
             if (rows > 1) y[1] = each[1];
+        }
+    }
+}
+
+// A warp's 16 rows of sixteen tokens, of which those from `begin` on, before `end`, are stored, 16 bytes at a time.
+// words: for each eight tokens the lane's two numbers of the first and of the last eight rows, as transpose_8x8 leaves
+// them.
+template <typename T>
+__device__ __forceinline__ void store_eights(const Output& output, uint32_t (&words)[4], int first_row,
+                                             int first_token, int begin, int end, int lane) {
+    const int part = lane % 4;  // which of the quad's four pieces of eight rows of a token the lane stores
+    Quad(part).transpose(words);
+    const int token = first_token + part / 2 * 8 + lane / 4, row = first_row + part % 2 * 8;
+    if (token < begin || token >= end) return;
+    T* y = static_cast<T*>(output.y) + static_cast<int64_t>(token) * output.out_features + row;
+    const int rows = output.out_features - row;
+    if (rows >= 8 && output.out_features % 8 == 0) {
+        store_16(y, make_uint4(words[0], words[1], words[2], words[3]));
+    } else {
+        const T* each = reinterpret_cast<const T*>(words);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            if (i < rows) y[i] = each[i];
         }
     }
 }

@@ -239,6 +239,10 @@ __device__ __forceinline__ void store_cluster_16(uint32_t there, float a, float 
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(a), "f"(b), "f"(c), "f"(d)
                  : "memory");
 }
+__device__ __forceinline__ void store_cluster_16(uint32_t there, int a, int b, int c, int d) {
+    asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(there), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
 
 // --- a warp ---
 

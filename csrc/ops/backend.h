@@ -60,7 +60,7 @@ void gemm_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor
 void gemm_experts_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, const Tensor& offsets,
                            Tensor& grad_x);
 
-// --- of the CPU backend alone (ops_int8.cpp) ---
+// --- ops_int8.cpp ---
 
 // What 1 stands for in the rows of a rotated matrix as int8, inverted: float16 [out_features].
 void int8_inverses(const Packed& packed, Tensor& inverses);
@@ -96,6 +96,10 @@ Tensor decoded(const Packed& packed, Dtype dtype);
 Tensor viewed(const Tensor& tensor, int64_t rows, int64_t columns);
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias);
 void multiply_into(Tensor& out, const Tensor& a, const Tensor& b);
+
+// The op gemm_int8 in plain PyTorch, for a backend without a kernel for this call.
+Tensor plain_gemm_int8(const Tensor& x, const Packed& packed, const std::optional<Tensor>& bias,
+                       const Tensor& inverses);
 
 // aten::_grouped_mm: rows of a [R, N], before each of `ends`, int32, times the matrices of b [E, N, K].
 Tensor grouped_product(const Tensor& a, const Tensor& b, const Tensor& ends);

@@ -1,5 +1,6 @@
 // The products of the CUDA backend: which kernels make them, and what comes before and between their launches.
 #include <algorithm>
+#include <tuple>
 
 #include "kernels/path.h"
 #include "ops/cuda_launch.h"
@@ -258,6 +259,56 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
     held.emplace_back(in_pieces(x), shape_of(x), dtype, packed, bias);
     (path == GemmPath::decode ? multiply_few : multiply_many)(held, dtype, tokens, launch);
     return held[0].y;
+}
+
+void int8_inverses(const Packed& packed, Tensor& inverses) {
+    const Launch launch(packed.words);
+    Tensor words = packed.words, scales = packed.scales;
+    if (packed.form == Form::planes) {
+        const std::array<int64_t, 2> shape{packed.out_features, packed.in_features};
+        std::tie(words, scales) = hf_kbit::repack(words, scales, packed.bits, {shape.data(), shape.size()}, false);
+    }
+    words = aligned(words), scales = aligned(scales);
+    check("int8_inverses",
+          cuda::int8_inverses(read<int32_t>(words), read<uint8_t>(scales), read<float>(packed.codebook), packed.bits,
+                              packed.out_features, packed.in_features, inverses.mutable_data_ptr(), launch.gpu,
+                              launch.stream));
+}
+
+// Decodes to int8 and multiplies in one kernel, after another one for x; where there is none in plain PyTorch.
+Tensor gemm_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
+                 const Tensor& inverses) {
+    const Launch launch(x);
+    const int64_t in_features = packed.in_features, tokens = x.numel() / in_features;
+    if (tokens == 0) {
+        Shape shape = shape_of(x);
+        shape.back() = packed.out_features;
+        return new_tensor(x, shape, scalar_type(dtype));
+    }
+    if (!fusable(packed, dtype) || !int8_is_fused(tokens, packed.out_features, in_features, launch.gpu)) {
+        return plain_gemm_int8(x, packed, bias, inverses);
+    }
+    Held held(in_pieces(x), shape_of(x), dtype, packed, bias);
+    const WgmmaPlan plan = plan_int8(tokens, packed.out_features, in_features, packed.bits, launch.gpu);
+    // One allocation for tokens, their scales, sums and flags of divided tiles, in this order.
+    const int64_t token_bytes = tokens * num_blocks(in_features) * kBlockSize;
+    const int64_t scale_bytes = ceil_div(tokens + 1, 4) * 16, sum_bytes = wgmma_partial_sums(plan) * 4;
+    const int64_t flags = wgmma_partial_flags(plan);
+    Tensor made = new_tensor(x, {token_bytes + scale_bytes + sum_bytes + flags * 4}, ScalarType::Byte);
+    uint8_t* const to = write<uint8_t>(made);
+    auto* const scales = reinterpret_cast<float*>(to + token_bytes);
+    auto* const sums = reinterpret_cast<int32_t*>(to + token_bytes + scale_bytes);
+    auto* const ready = reinterpret_cast<uint32_t*>(to + token_bytes + scale_bytes + sum_bytes);
+    check("tokens_to_int8", cuda::tokens_to_int8(held.x.const_data_ptr(), dtype, held.transform.columns, tokens,
+                                                 held.x.size(-1), reinterpret_cast<int8_t*>(to), scales, ready,
+                                                 static_cast<int>(flags), launch.gpu, launch.stream));
+    cuda::Product product = held.product();
+    product.x = to;
+    check("gemm_int8",
+          cuda::gemm_int8(product, inverses.const_data_ptr(), scales, dtype, packed.bits, tokens, in_features, plan,
+                          sums, ready, launch.gpu, launch.stream),
+          plan);
+    return held.y;
 }
 
 // For weights of the same width and form of scales one launch, of few tokens or on Hopper, else one for each; what x

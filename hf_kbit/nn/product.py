@@ -36,7 +36,9 @@ class KbitProduct(KbitWeight):
     def find_inverses(self, parts: dict) -> torch.Tensor | None:
         """What the weight's rows are multiplied by for 8-bit inputs, kept for the next product; None where it is not
         to be kept, and each product finds it."""
-        if (found := parts.get("inverses")) is None and not is_dynamo_compiling() and parts["words"].is_cpu:
+        if (found := parts.get("inverses")) is None and not is_dynamo_compiling():
+            if parts["words"].is_cuda and torch.cuda.is_current_stream_capturing():
+                return None  # a graph's memory is not to be kept
             how = parts["codebook"], parts["matrix"]
             with torch.inference_mode(False):  # other products may be outside of it
                 if self.lead:

@@ -21,7 +21,7 @@ import torch
 from hf_kbit import reference
 
 # Of a device type the ops that neither its library nor Triton's kernels have.
-PLAIN = {"cuda": ("gemm_int8", "gemm_experts_int8", "int8_inverses")}
+PLAIN = {"cuda": ("gemm_experts_int8",)}
 TRITON_DEVICES = ("cuda", "xpu")  # ROCm's are "cuda" too
 REINSTALL_OPTIONS = "--force-reinstall --no-deps --no-cache-dir"
 OLDEST_DRIVERS = {12: "525", 13: "580"}  # that run what each CUDA built, in NVIDIA's table of compatibility
@@ -162,14 +162,16 @@ def triton_missing(device_type: str) -> str:
 
 
 def has_kernel(op: str, device_type: str) -> bool:
-    """Whether the library of a device type is there and has an op."""
-    return library(device_type).loaded and op not in PLAIN.get(device_type, ())
+    """Whether the library of a device type is there and has an op of 8-bit inputs, on CUDA for this GPU."""
+    found = library(device_type).loaded and op not in PLAIN.get(device_type, ())
+    # By torch, which then knows that a process has a GPU: vLLM asks it before it forks.
+    return found and (device_type != "cuda" or torch.cuda.get_device_capability() == (9, 0))
 
 
 def fallback(op: str, device_type: str) -> Callable:
     """What runs an op on a device type without library: a kernel of Triton's if it has one, or the reference."""
-    name = op.removesuffix("_inference")
-    if name in PLAIN.get(device_type, ()) and library(device_type).loaded:
+    name = op.removesuffix("_inference").removesuffix("_plain")
+    if op.endswith("_plain") or (name in PLAIN.get(device_type, ()) and library(device_type).loaded):
         warn_plain(name, device_type)
     else:
         warn_missing(device_type)
@@ -186,10 +188,10 @@ def fallback(op: str, device_type: str) -> Callable:
 
 @functools.cache
 def warn_plain(op: str, device_type: str) -> None:
-    """Says once for each device type that an op has no kernel of its own."""
+    """Says once for each device type that an op has no kernel of its own there, or none for such a call."""
     warnings.warn(
-        f"hf_kbit: {op} runs in plain PyTorch on {device_type}, correct but slower than 16-bit inputs: its library "
-        "has no kernel for 8-bit inputs yet",
+        f"hf_kbit: {op} runs in plain PyTorch on {device_type}, correct but slower than 16-bit inputs: "
+        "kernels of 8-bit inputs are for float16 or bfloat16 on GPUs of compute capability 9.0",
         RuntimeWarning,
         stacklevel=2,
     )

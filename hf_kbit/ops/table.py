@@ -233,9 +233,12 @@ def int8_inverses(weight, absmax, codebook, shape):
     return [((shape[0],), torch.float16)]
 
 
+# The second one, which no library has, is what a library calls where none of its kernels multiplies.
 @_op(
     "gemm_int8(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, SymInt out_features,"
-    " Tensor columns, Tensor? inverses=None) -> Tensor"
+    " Tensor columns, Tensor? inverses=None) -> Tensor",
+    "gemm_int8_plain(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, SymInt out_features,"
+    " Tensor columns, Tensor? inverses=None) -> Tensor",
 )
 def gemm_int8(x, weight, absmax, codebook, bias, out_features, columns, inverses=None):
     _check_dtype("x", x.dtype, FLOATS)

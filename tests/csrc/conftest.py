@@ -43,11 +43,16 @@ def device(device):
 
 
 @pytest.fixture(autouse=True)
-def sums_in_float32(monkeypatch):
+def sums_in_float32():
     """Where cuBLAS multiplies, it adds up in float32."""
-    if torch.cuda.is_available():
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False)
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+    matmul = torch.backends.cuda.matmul  # its attributes are properties of C++: monkeypatch deletes them in the end
+    names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    before = [getattr(matmul, name) for name in names]
+    for name in names:
+        setattr(matmul, name, False)
+    yield
+    for name, value in zip(names, before, strict=True):
+        setattr(matmul, name, value)
 
 
 @pytest.fixture

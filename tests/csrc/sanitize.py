@@ -6,11 +6,12 @@
 
 Widths that are named run alone, so that several processes can share the work.
 
-Of gemm_wgmma_kernel and experts_wgmma_kernel racecheck reports the slabs, and of gradient_wgmma_kernel the weights,
-without reason: a warp's lanes read them, then, behind a __syncwarp, of which no instruction is left for the tool to
-see, lane 0 tells the barrier that those who bring the next ones wait for. With every lane telling it for itself, an
-experiment, the report of the gradient's weights is gone. That of the slabs stays: bulk copies bring them, asked for by
-another warp, and only of those that the reading warp asks for, as gemm_kernel's, the tool sees what they wait for.
+Of gemm_wgmma_kernel, gemm_int8_kernel and experts_wgmma_kernel racecheck reports the slabs, and of
+gradient_wgmma_kernel the weights, without reason: a warp's lanes read them, then, behind a __syncwarp, of which no
+instruction is left for the tool to see, lane 0 tells the barrier that those who bring the next ones wait for. With
+every lane telling it for itself, an experiment, the report of the gradient's weights is gone. That of the slabs stays:
+bulk copies bring them, asked for by another warp, and only of those that the reading warp asks for, as gemm_kernel's,
+the tool sees what they wait for.
 
 Inputs are made on the CPU, and results are copied there, so that initcheck sees what no kernel wrote: torch's own
 kernels take no part. Whether results are right, the tests say.
@@ -28,6 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import cases
+from compiled import is_hopper
 from torch.utils._pytree import tree_map_only
 
 from hf_kbit import reference
@@ -69,6 +71,7 @@ def whole_weights(shape, bits: int) -> None:
     some = torch.arange(0, 2 * shape[0], 3) % shape[0]
     for inverse, packed in enumerate(forms(shape, bits)):
         run(OPS.repack, *packed[:2], bits, list(shape), bool(inverse))
+        run(OPS.int8_inverses, *packed, list(shape))
         for dtype in (*cases.FLOATS, torch.float64):
             for transform in ((), (cases.columns(shape[1]), True)):
                 how = *packed, list(shape), dtype, *transform
@@ -81,6 +84,8 @@ def products(shape, bits: int, tokens: int, dtype: torch.dtype) -> None:
     _, tiles = forms(shape, bits)
     for transform in ((), (cases.columns(shape[1]), True)):
         run(OPS.gemm, cases.x((tokens,), shape[1], dtype), *tiles, None, shape[0], *transform)
+        if transform and is_hopper():
+            run(OPS.gemm_int8, cases.x((tokens,), shape[1], dtype), *tiles, None, shape[0], transform[0])
         if shape[0] % 8 == 0:  # others are copied by torch first
             run(OPS.gemm_gradient, cases.x((tokens,), shape[0], dtype), *tiles, list(shape), *transform)
 

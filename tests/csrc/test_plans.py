@@ -30,6 +30,11 @@ static std::string answer(const std::string& of, const Gpu& gpu, const int64_t* 
         const WgmmaPlan plan = plan_wgmma(n[0], n + 5, n[4], n[1], n[2], n[3], gpu);
         return to_string(plan) + " sums=" + std::to_string(wgmma_partial_sums(plan));
     }
+    if (of == "int8") {
+        const WgmmaPlan plan = plan_int8(n[0], n[1], n[2], n[3], gpu);
+        return to_string(plan) + " sums=" + std::to_string(wgmma_partial_sums(plan));
+    }
+    if (of == "int8_fused") return number(int8_is_fused(n[0], n[1], n[2], gpu));
     if (of == "division_begin") return number(divide_wgmma(wgmma, n[3]).begin(n[4]));
     if (of == "division_cta") return number(divide_wgmma(wgmma, n[3]).cta_with(n[4]));
     if (of == "ordered") return number(wgmma_ordered(n[0], n[1], n[2], n[3]));
@@ -315,6 +320,35 @@ def test_wgmma(ask, gpu, invariant):
         assert plan.divided < plan.clusters and (tiles - plan.divided) % plan.clusters == 0, told
         assert plan.sums == plan.clusters * rows_of_group(plan) * plan.token_tile <= 18 << 18, told
     assert bool(divided) != invariant
+
+
+@pytest.mark.parametrize("gpu", HOPPER, ids=["H200", "a seventh"])
+def test_int8(ask, gpu):
+    """Plans as those of 16-bit inputs: stages have as many bytes."""
+    for tokens, shape, bits in itertools.product((1, 16, *MANY), SHAPES, cases.BITS):
+        plan, slabs = ask("int8", gpu, tokens, *shape, bits), sizes(shape)[1]
+        told = f"{tokens} tokens, {shape}, {bits} bits: {plan}"
+        assert plan.groups * plan.split <= slabs and (plan.groups == 1 or plan.token_tile < 256), told
+        tiles = wgmma_tiles(plan, tokens, shape[:1])
+        table, stages, sent = shared_of_wgmma(bits, plan)
+        assert plan.shared_bytes == table + max(stages, sent) <= gpu.shared_limit, told
+        assert plan.x_stages >= 2 and plan.ring_stages >= 1, told
+        if plan.divided:
+            assert plan.groups == plan.split == 1 and plan.clusters == min(gpu.processors, tiles * slabs), told
+            assert plan.divided < plan.clusters and (tiles - plan.divided) % plan.clusters == 0, told
+        else:
+            assert plan.clusters == min(tiles, gpu.processors // plan.split) and plan.sums == 0, told
+            assert plan.groups * plan.split == 1 or plan.clusters == tiles, told
+
+
+def test_where_8_bit_inputs_are_fused(ask, gpu):
+    hopper = gpu.arch == 900
+    for tokens, shape in itertools.product((1, 17, 100_000), SHAPES):
+        assert ask("int8_fused", gpu, tokens, *shape) == hopper, (tokens, shape)
+    assert not ask("int8_fused", gpu, 0, 4096, 4096)
+    assert not ask("int8_fused", gpu, 17, 2**27 + 1, 256)
+    assert not ask("int8_fused", gpu, 2**31 - 1, 4096, 4096)
+    assert not ask("int8_fused", gpu._replace(reserved=1025), 17, 4096, 4096)
 
 
 @pytest.mark.parametrize(

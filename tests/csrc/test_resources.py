@@ -12,6 +12,7 @@ import pytest
 import hf_kbit
 
 LIBRARY = Path(hf_kbit.__file__).with_name("libhf_kbit_cuda.so")
+PRODUCTS = "HGMMA", "IGMMA"
 MOST_STACK = 8  # bytes, of counters outside the loop over row tiles, in instances of gemm_kernel for 9 to 16 tokens
 
 
@@ -41,7 +42,7 @@ def overwritten(listing: str) -> list[str]:
     """
     found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?) *;", listing)
     at = {int(address, 16): i for i, (address, _, _) in enumerate(found)}
-    products = [i for i, (_, name, _) in enumerate(found) if name.startswith("HGMMA")]
+    products = [i for i, (_, name, _) in enumerate(found) if name.startswith(PRODUCTS)]
     back = (  # where a branch behind the last product leads before the first
         (at[int(target[0], 16)], i)
         for i, (_, name, rest) in enumerate(found)
@@ -51,7 +52,7 @@ def overwritten(listing: str) -> list[str]:
     begun, groups, written = set(), [], []
     for address, name, rest in 2 * found[first : last + 1]:
         registers = [int(number) for number in re.findall(r"\bR(\d+)\b", rest)]
-        if name.startswith("HGMMA"):
+        if name.startswith(PRODUCTS):
             begun |= set(range(registers[1], registers[1] + 4))
             if "gsb0" in rest:
                 groups.append(begun)
@@ -87,9 +88,9 @@ def test_overwritten_operands_are_found():
 @pytest.mark.slow
 def test_operands_of_wgmma_stay_until_it_is_done():
     parts = re.split(r"^\s+Function : (\w+)", cuobjdump("-sass"), flags=re.MULTILINE)
-    kernels = {name: part for name, part in zip(parts[1::2], parts[2::2], strict=True) if "HGMMA" in part}
+    kernels = {name: part for name, part in zip(parts[1::2], parts[2::2], strict=True) if re.search("[HI]GMMA", part)}
     if not kernels:
         pytest.skip("the CUDA library has no code for Hopper")
-    assert len(kernels) == 140, "expected 92, 40 and 8 of those of gemm, experts and gradient_wgmma"
+    assert len(kernels) == 160, "expected 92, 40 and 8 of gemm, experts and gradient_wgmma, 20 of gemm_int8"
     faults = {name: wrong for name, part in kernels.items() if (wrong := overwritten(part))}
     assert not faults, "\n".join(f"{name}: {wrong}" for name, wrong in faults.items())

@@ -1,4 +1,4 @@
-// What a launch of gemm_wgmma.cu or experts_wgmma.cu is told, and which of its kernels it is.
+// What a launch of gemm_wgmma.cu, gemm_int8.cu or experts_wgmma.cu is told, and which of its kernels it is.
 #pragma once
 
 #include <cuda.h>
@@ -44,6 +44,22 @@ struct WgmmaArguments {
     int experts, row_groups;
 };
 
+// Of a weight and x in int8.
+struct Int8Arguments : WgmmaArguments<1> {
+    const __half* inverses;     // of the weight's rows
+    const float* token_scales;  // of each token, and one more
+    bool half;                  // whether y is float16, or else bfloat16
+};
+
+// Which tiles CTAs divide, where the weights have so many.
+template <int kWeights>
+void divide_tiles(const WgmmaPlan& plan, int64_t tokens, int64_t tiles, WgmmaArguments<kWeights>& arguments) {
+    arguments.token_tiles = static_cast<int>(ceil_div(tokens, plan.token_tile));
+    arguments.whole = static_cast<int>(tiles - plan.divided);
+    arguments.turns = arguments.whole / plan.clusters;
+    arguments.division = divide_wgmma(plan, arguments.slabs);
+}
+
 // run(std::integral_constant<int, token_tile>)
 template <int kTokens = 16, typename Run>
 cudaError_t dispatch_token_tile(int token_tile, const Run& run) {
@@ -52,18 +68,15 @@ cudaError_t dispatch_token_tile(int token_tile, const Run& run) {
     return cudaErrorInvalidConfiguration;
 }
 
-// What products of weights and of experts have in common; tokens: rows of x. Counts the tiles of the weights.
+// What all products have in common; tokens: rows of x. Counts the tiles of the weights.
 template <int kWeights>
-cudaError_t begin_arguments(const Product* products, int count, Dtype dtype, int64_t tokens, int64_t in_features,
-                            const WgmmaPlan& plan, WgmmaMaps<kWeights>& maps, WgmmaArguments<kWeights>& arguments,
-                            int64_t& tiles) {
+void begin_arguments(const Product* products, int count, int64_t tokens, int64_t in_features, const WgmmaPlan& plan,
+                     WgmmaArguments<kWeights>& arguments, int64_t& tiles) {
     tiles = 0;
     for (int& first_tile : arguments.first_tile) first_tile = INT32_MAX;
     for (int i = 0; i < count; ++i) {
         const Product& product = products[i];
         WgmmaWeight& weight = arguments.weights[i];
-        const cudaError_t error = map_of_rows(product.x, dtype, tokens, in_features, plan.token_tile, maps.of[i]);
-        if (error != cudaSuccess) return error;
         weight.output = {product.bias, product.y, static_cast<int>(tokens), static_cast<int>(product.out_features)};
         weight.words = product.words;
         weight.scales = product.scales;
@@ -78,6 +91,18 @@ cudaError_t begin_arguments(const Product* products, int count, Dtype dtype, int
     arguments.ring_stages = plan.ring_stages;
     arguments.split_log2 = log2_ceil(plan.split);
     arguments.groups_log2 = log2_ceil(plan.groups);
+}
+
+// The same of x in 16 bits.
+template <int kWeights>
+cudaError_t begin_arguments(const Product* products, int count, Dtype dtype, int64_t tokens, int64_t in_features,
+                            const WgmmaPlan& plan, WgmmaMaps<kWeights>& maps, WgmmaArguments<kWeights>& arguments,
+                            int64_t& tiles) {
+    begin_arguments(products, count, tokens, in_features, plan, arguments, tiles);
+    for (int i = 0; i < count; ++i) {
+        const cudaError_t error = map_of_rows(products[i].x, dtype, tokens, in_features, plan.token_tile, maps.of[i]);
+        if (error != cudaSuccess) return error;
+    }
     arguments.signs = dtype == Dtype::float16 ? signs_of<__half>(products[0].signed_scales)
                                               : signs_of<__nv_bfloat16>(products[0].signed_scales);
     return cudaSuccess;

@@ -37,10 +37,7 @@ cudaError_t multiply(const Product* products, int count, Dtype dtype, int bits, 
     if (error != cudaSuccess) return error;
     arguments.partial = partial;
     arguments.ready = ready;
-    arguments.token_tiles = static_cast<int>(ceil_div(tokens, plan.token_tile));
-    arguments.whole = static_cast<int>(tiles - plan.divided);
-    arguments.turns = arguments.whole / plan.clusters;
-    arguments.division = divide_wgmma(plan, arguments.slabs);
+    divide_tiles(plan, tokens, tiles, arguments);
     const bool ordered = products[0].ordered;
     return dispatch<__half, __nv_bfloat16>(bits, dtype, [&](auto width, auto value) {
         return dispatch_token_tile(plan.token_tile, [&](auto token_tile) {

@@ -1,6 +1,7 @@
 // y = x @ W.T (+ bias) on Hopper, W in tiles; the weights are decoded in registers, as operand A of wgmma. What a CTA
-// of gemm_wgmma.cu does, where W may be several weights for all of x, each with a y of its own, and one of
-// experts_wgmma.cu, where W is one of many weights, each for some rows of x and y.
+// of gemm_wgmma.cu does, where W may be several weights for all of x, each with a y of its own, one of
+// experts_wgmma.cu, where W is one of many weights, each for some rows of x and y, and one of gemm_int8.cu, where x is
+// int8 and W becomes so.
 //
 //   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8; where the weight has column scales or a
 //             rotation, what inputs/transform.cu makes of it
@@ -27,6 +28,9 @@
 // each CTA makes a table of them. Groups of warps meet in memory of its own. Of a tile of 128 tokens that has fewer
 // rows only the steps of 32 that hold them are multiplied, each number of steps by a loop of its own.
 //
+// Of int8, sums are int32, whose order does not matter, and levels times a multiplier for each block are rounded; what
+// 1 stands for in a token and in a row multiplies the sums (docs/internals.md, "8-bit inputs").
+//
 // What limits it and what was tried: docs/lab.
 #pragma once
 
@@ -44,20 +48,30 @@ constexpr int wgmma_decoders(int token_tile) { return wgmma_warps(token_tile) * 
 constexpr int wgmma_threads(int token_tile) { return wgmma_decoders(token_tile) + kBringers; }
 
 // What a CTA does, in its two roles: bring, and decode and multiply. kOrdered: x has its columns in the order of
-// tiles. kWeights: the most weights; 1 for experts, whose weights are told as one.
+// tiles. kWeights: the most weights; 1 for experts, whose weights are told as one. T: of operands A and B, int8_t, or
+// as y has it.
 template <int kBits, typename T, int kTokens, bool kOrdered, bool kExperts, int kWeights>
-struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights> {
-    using Tiles = WgmmaTiles<kBits, kTokens, kExperts, kWeights>;
+struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
+                             std::conditional_t<std::is_same_v<T, int8_t>, Int8Arguments, WgmmaArguments<kWeights>>> {
+    static constexpr bool kInt8 = std::is_same_v<T, int8_t>;
+    static_assert(!kInt8 || (kOrdered && !kExperts && kWeights == 1));
+    using Arguments = std::conditional_t<kInt8, Int8Arguments, WgmmaArguments<kWeights>>;
+    using Tiles = WgmmaTiles<kBits, kTokens, kExperts, kWeights, Arguments>;
     using Tiles::cluster, Tiles::rank, Tiles::groups, Tiles::parties, Tiles::group_warps;
     using Tiles::expert, Tiles::exchange;
     using Tiles::place_of, Tiles::weight_of, Tiles::number_of, Tiles::row_tile, Tiles::slabs_before, Tiles::share;
     using Tiles::Tiles, Tiles::kWarps, Tiles::kSlab, Tiles::kStageBytes, Tiles::arguments;
     using Tiles::window, Tiles::x, Tiles::ring, Tiles::x_full, Tiles::x_empty, Tiles::ring_full, Tiles::ring_empty;
 
+    using Sum = std::conditional_t<kInt8, int32_t, float>;
+    using FourSums = std::conditional_t<kInt8, int4, float4>;
+    using Level = std::conditional_t<kInt8, __half, T>;
     using Table = LevelTable<kBits, kPairTableBytes>;
     // In all at most 65536, of which each thread has an equal part, in eights, before they move.
     static constexpr int kBringerRegisters = 32, kDecoderRegisters = wgmma_warps(kTokens) == 8 ? 232 : 112;
-    static constexpr int kDecoders = wgmma_decoders(kTokens), kPieces = wgmma_stage_pieces(kTokens);
+    static constexpr int kDecoders = wgmma_decoders(kTokens), kBoxes = wgmma_stage_boxes(kTokens);
+    static constexpr int kBoxBytes = kStageBytes / kBoxes, kBoxColumns = kWgmmaBoxBytes / static_cast<int>(sizeof(T));
+    static constexpr int kBoxPieces = kInt8 ? 2 : 1;  // of 64 columns
     // Products that a warpgroup leaves to the tensor cores while it decodes, and parts in which a slab comes to
     // registers: as many, as few, as registers allow.
     static constexpr int kPending = kTokens == 128 ? 0 : 1, kParts = kTokens == 128 ? 2 : 1;
@@ -106,12 +120,12 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights> {
         for (int number = 0; (share = this->share(party, number)).slabs > 0; ++number) {
             const Place place = place_of(share.tile);
             int column = share.first_slab * kSlabColumns;
-            for (int i = 0; i < share.slabs * 4 / kPieces; ++i) {
+            for (int i = 0; i < share.slabs * (kSlabColumns / kBoxColumns) / kBoxes; ++i) {
                 wait_barrier(empty + 8 * stage, phase ^ 1);
                 expect_bytes(full + 8 * stage, kStageBytes);
 #pragma unroll
-                for (int piece = 0; piece < kPieces; ++piece, column += kWgmmaColumns) {
-                    const uint32_t to = stages + stage * kStageBytes + piece * (kStageBytes / kPieces);
+                for (int box = 0; box < kBoxes; ++box, column += kBoxColumns) {
+                    const uint32_t to = stages + stage * kStageBytes + box * kBoxBytes;
                     bulk_copy_box(to, &maps.of[number_of(place)], column, place.token, full + 8 * stage);
                 }
                 step(stage, phase, arguments.x_stages);
@@ -148,7 +162,7 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights> {
         const auto make_table = [&] {
             Table table;
             table.begin(window, arguments.weights[weight].codebook, lane);
-            const float unit = table.template finish<T, kDecoders>();
+            const float unit = table.template finish<Level, kDecoders>();
             named_barrier(1, kExperts ? wgmma_threads(kTokens) : kDecoders);
             return unit;
         };
@@ -172,7 +186,9 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights> {
                     unit = make_table();
                 }
             }
-            float sums[kTokens / 2];
+            Sum sums[kTokens / 2];
+            [[maybe_unused]] __half2 inverse[2];
+            if constexpr (kInt8) load_inverses(share.tile, warp, inverse);
             int last = -1;  // the stage that the tensor cores may still read
             // By the first so many tokens of the tile.
             const auto multiply_slabs_by = [&](auto columns_of_x) {
@@ -181,6 +197,7 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights> {
                     uint32_t words[4 / kParts][kBits], scales[4 / kParts];
                     const int at = warp * arguments.ring_stages + slab_stage;
                     wait_barrier(ring_full + 8 * at, slab_phase);
+                    [[maybe_unused]] uint32_t bytes[2][2][4];  // of two pieces
 #pragma unroll
                     for (int piece = 0; piece < 4; ++piece) {
                         const int tile_of_part = piece % (4 / kParts);
@@ -201,19 +218,25 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights> {
                                 decode_in_order<kBits>(words[tile_of_part], block, lane_table, quad, a[block]);
                             }
                         }
-                        multiply_by_scales<T>(a, scales[tile_of_part], arguments.signs);
-                        if (piece % kPieces == 0) wait_barrier(full + 8 * stage, phase);
-                        // In units of 16 bytes; 16 columns are 32 bytes.
-                        const uint64_t from =
-                            columns + (stage * kStageBytes + piece % kPieces * (kStageBytes / kPieces) >> 4);
+                        if constexpr (kInt8) {
+                            to_int8(a, scales[tile_of_part], arguments.signs, inverse, bytes[piece % 2]);
+                            if (piece % 2 == 0) continue;
+                        } else {
+                            multiply_by_scales<T>(a, scales[tile_of_part], arguments.signs);
+                        }
+                        const int box = piece / kBoxPieces;
+                        if (box % kBoxes == 0) wait_barrier(full + 8 * stage, phase);
+                        // In units of 16 bytes; an instruction has 32 bytes of a token.
+                        const uint64_t from = columns + (stage * kStageBytes + box % kBoxes * kBoxBytes >> 4);
                         wgmma_fence();
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
-                            wgmma<T, columns_of_x()>(sums, a[i / 2][i % 2], from + 2 * i, slab + piece + i > 0);
+                            const auto& operand = kInt8 ? bytes[i / 2][i % 2] : a[i / 2][i % 2];
+                            wgmma<T, columns_of_x()>(sums, operand, from + 2 * i, slab + box + i > 0);
                         }
                         wgmma_commit();
                         wgmma_wait<kPending>();
-                        if (piece % kPieces == kPieces - 1) {
+                        if (box % kBoxes == kBoxes - 1) {
                             const int done = kPending == 0 ? stage : last;
                             if (done >= 0 && lane == 0) arrive(empty + 8 * done);
                             last = stage;
@@ -243,7 +266,13 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights> {
                 if (lane == 0) arrive(empty + 8 * last);
             }
 #pragma unroll
-            for (int i = 0; i < kTokens / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+            for (int i = 0; i < kTokens / 2; ++i) {
+                if constexpr (kInt8) {
+                    asm volatile("" : "+r"(sums[i])::"memory");
+                } else {
+                    asm volatile("" : "+f"(sums[i])::"memory");
+                }
+            }
             finish(sums, unit, share, warp);
         }
         if constexpr (kExperts) clear_rest();
@@ -251,15 +280,14 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights> {
 
     // --- outputs ---
 
-    __device__ __forceinline__ void finish(float (&sums)[kTokens / 2], float unit, const Share& share,
-                                           int warp) const {
+    __device__ __forceinline__ void finish(Sum (&sums)[kTokens / 2], float unit, const Share& share, int warp) const {
         const int tile = share.tile;
         if (parties == 1) {
             if constexpr (!kExperts) {
                 if (share.first_slab + share.slabs < arguments.slabs) return hand_over(sums, warp);
                 if (share.first_slab > 0) add_parts(sums, tile, warp);
             }
-            store(sums, 0, kTokens / 8, unit, tile, warp);
+            if constexpr (!kInt8) store(sums, 0, kTokens / 8, unit, tile, warp);
         } else if (parties == 2) {
             meet<2>(sums, unit, tile, warp);
         } else if constexpr (wgmma_most_groups(kTokens) > 1) {
@@ -269,12 +297,27 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights> {
                 meet<wgmma_owners(8, kTokens)>(sums, unit, tile, warp);
             }
         }
+        if constexpr (kInt8) {
+            if (arguments.half) {
+                store_scaled<__half>(sums, unit, tile, warp);
+            } else {
+                store_scaled<__nv_bfloat16>(sums, unit, tile, warp);
+            }
+        }
+    }
+
+    static __device__ __forceinline__ Sum as_sum(uint32_t bits) {
+        if constexpr (kInt8) {
+            return static_cast<Sum>(bits);
+        } else {
+            return __uint_as_float(bits);
+        }
     }
 
     // Sends the sums of others' tokens, adds up its own. Without experts only after its only tile, as the sums of
     // others lie where x and weights were.
     template <int kOwners>
-    __device__ __forceinline__ void meet(float (&sums)[kTokens / 2], float unit, int tile, int warp) const {
+    __device__ __forceinline__ void meet(Sum (&sums)[kTokens / 2], float unit, int tile, int warp) const {
         constexpr int kEights = kTokens / 8 / kOwners;  // of tokens; a thread has four sums of each
         const int group = warp / group_warps, party = rank * groups + group;
         const int group_threads = group_warps * kWarp, thread = warp % group_warps * kWarp + lane_id();
@@ -286,7 +329,7 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights> {
 #pragma unroll
         for (int owner = 0; owner < kOwners; ++owner) {
             if (owner != party) {
-                const float* of_owner = sums + owner * kEights * 4;
+                const Sum* of_owner = sums + owner * kEights * 4;
                 const int sender = party - (party > owner);
 #pragma unroll
                 for (int i = 0; i < kEights; ++i) {
@@ -299,39 +342,39 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights> {
 #pragma unroll
         for (int owner = 0; owner < kOwners; ++owner) {
             if (owner == party) {
-                float* own = sums + owner * kEights * 4;
+                Sum* own = sums + owner * kEights * 4;
 #pragma unroll 1
                 for (int sender = 0; sender < parties - 1; ++sender) {
 #pragma unroll
                     for (int i = 0; i < kEights; ++i) {
                         const uint4 four = load_shared_16(place(group, sender, i));
-                        own[4 * i] += __uint_as_float(four.x);
-                        own[4 * i + 1] += __uint_as_float(four.y);
-                        own[4 * i + 2] += __uint_as_float(four.z);
-                        own[4 * i + 3] += __uint_as_float(four.w);
+                        own[4 * i] += as_sum(four.x);
+                        own[4 * i + 1] += as_sum(four.y);
+                        own[4 * i + 2] += as_sum(four.z);
+                        own[4 * i + 3] += as_sum(four.w);
                     }
                 }
-                store(sums, owner * kEights, kEights, unit, tile, warp);
+                if constexpr (!kInt8) store(sums, owner * kEights, kEights, unit, tile, warp);
             }
         }
     }
 
     // A warp's sums of part of a tile, to the CTA that has the tile's last slab: [eight tokens][lane][4].
-    __device__ __forceinline__ float4* part(int cta, int warp) const {
-        return reinterpret_cast<float4*>(arguments.partial) + (cta * kWarps + warp) * (kTokens / 8) * kWarp +
+    __device__ __forceinline__ FourSums* part(int cta, int warp) const {
+        return reinterpret_cast<FourSums*>(arguments.partial) + (cta * kWarps + warp) * (kTokens / 8) * kWarp +
                lane_id();
     }
-    __device__ __forceinline__ void hand_over(const float (&sums)[kTokens / 2], int warp) const {
-        float4* to = part(cluster, warp);
+    __device__ __forceinline__ void hand_over(const Sum (&sums)[kTokens / 2], int warp) const {
+        FourSums* to = part(cluster, warp);
 #pragma unroll
         for (int i = 0; i < kTokens / 2; i += 4) {
-            to[i / 4 * kWarp] = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+            to[i / 4 * kWarp] = FourSums{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]};
         }
         __syncwarp();
         if (lane_id() == 0) store_release(arguments.ready + cluster * kWarps + warp, 1);
     }
     // Those of the CTAs before, the nearest one first. They begin earlier, and wait for nobody before they hand over.
-    __device__ __forceinline__ void add_parts(float (&sums)[kTokens / 2], int tile, int warp) const {
+    __device__ __forceinline__ void add_parts(Sum (&sums)[kTokens / 2], int tile, int warp) const {
         const int first = arguments.division.cta_with((tile - arguments.whole) * arguments.slabs);
 #pragma unroll 1
         for (int cta = cluster - 1; cta >= first; --cta) {
@@ -341,10 +384,10 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights> {
         constexpr int kAtOnce = kTokens <= 64 ? 64 / kTokens * 2 : 1;  // so many loads under way as registers hold
 #pragma unroll kAtOnce
         for (int cta = cluster - 1; cta >= first; --cta) {
-            const float4* from = part(cta, warp);
+            const FourSums* from = part(cta, warp);
 #pragma unroll
             for (int i = 0; i < kTokens / 2; i += 4) {
-                const float4 four = __ldcg(from + i / 4 * kWarp);
+                const FourSums four = __ldcg(from + i / 4 * kWarp);
                 sums[i] += four.x;
                 sums[i + 1] += four.y;
                 sums[i + 2] += four.z;
@@ -377,6 +420,71 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights> {
         }
     }
 
+    // --- int8 ---
+
+    // Of a lane's rows.
+    __device__ __forceinline__ void load_inverses(int tile, int warp, __half2 (&inverse)[2]) const {
+        const int row = row_tile(place_of(tile), warp) * kTileRows + lane_id() / 4;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int its = min(row + 8 * half, arguments.weights[0].output.out_features - 1);
+            inverse[half] = __half2half2(__ldg(arguments.inverses + its));
+        }
+    }
+
+    // y = ((sum * what 1 stands for in the token) * what it stands for in the row) + bias, each step rounded. Of the
+    // tile's tokens those that the warp's party owns: by the same code for any number of parties.
+    template <typename Y>
+    __device__ __forceinline__ void store_scaled(const int32_t (&sums)[kTokens / 2], float unit, int tile,
+                                                 int warp) const {
+        const int lane = lane_id(), t = lane % 4;
+        const Place place = place_of(tile);
+        const Output& output = arguments.weights[0].output;
+        // All requests to memory at once, before any store. A lane has those of every eighth group of eight tokens,
+        // and others ask it.
+        constexpr int kLoads = (kTokens + 63) / 64;
+        float2 of_tokens[kLoads];
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+            // An even one, and the next one, which has a scale too, also behind the last token.
+            const int token = min(place.token + 64 * i + lane / 4 * 8 + t * 2, (output.tokens - 1) & ~1);
+            of_tokens[i] = __ldcg(reinterpret_cast<const float2*>(arguments.token_scales + token));
+        }
+        const int row = row_tile(place, warp) * kTileRows;
+        float of_rows[2], bias[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int its = min(row + lane / 4 + 8 * half, output.out_features - 1);
+            of_rows[half] = __fdiv_rn(unit, __half2float(__ldg(arguments.inverses + its)));
+            // Where there is none, what leaves a negative zero as it is.
+            bias[half] = output.bias ? static_cast<float>(static_cast<const Y*>(output.bias)[its]) : -0.0f;
+        }
+        const auto scaled = [&](int sum, float of_token, int half) {
+            return __fadd_rn(__fmul_rn(__fmul_rn(__int2float_rn(sum), of_token), of_rows[half]), bias[half]);
+        };
+        const int owned = max(kTokens >> (arguments.groups_log2 + arguments.split_log2), 8);
+        const int first = (rank * groups + warp / group_warps) * owned;
+        const int begin = place.token + first, end = min(begin + owned, output.tokens);
+#pragma unroll
+        for (int token = 0; token < kTokens; token += 16) {
+            if (token + 8 < first || token >= first + owned) continue;
+            uint32_t words[4];
+#pragma unroll
+            for (int eight = 0; eight < 2; ++eight) {
+                const int number = token / 8 + eight, from = number % 8 * 4 + t;
+                const int32_t* four = sums + 4 * number;
+                const float even = __shfl_sync(0xFFFFFFFF, of_tokens[number / 8].x, from);
+                const float odd = __shfl_sync(0xFFFFFFFF, of_tokens[number / 8].y, from);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    words[2 * eight + half] = transpose_8x8(
+                        pack_two<Y>(scaled(four[2 * half], even, half), scaled(four[2 * half + 1], odd, half)));
+                }
+            }
+            store_eights<Y>(output, words, row, place.token + token, begin, end, lane);
+        }
+    }
+
     // Zeros for rows of y behind those of all experts, 16 bytes at a time, by all CTAs.
     __device__ __forceinline__ void clear_rest() const {
         constexpr int kPiece = 8;
@@ -399,7 +507,9 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights> {
 
 // A kernel, of wgmma_threads(kTokens) threads.
 template <int kBits, typename T, int kTokens, bool kOrdered, bool kExperts, int kWeights>
-__device__ __forceinline__ void run_wgmma(const WgmmaMaps<kWeights>& maps, const WgmmaArguments<kWeights>& arguments) {
+__device__ __forceinline__ void run_wgmma(
+    const WgmmaMaps<kWeights>& maps,
+    const typename WgmmaCta<kBits, T, kTokens, kOrdered, kExperts, kWeights>::Arguments& arguments) {
     if constexpr (kHopper) {
         extern __shared__ __align__(1024) char smem[];
         const uint32_t window = shared_window(smem);

@@ -62,16 +62,14 @@ inline int64_t wgmma_tiles(int64_t tokens, const int64_t* out_features, int part
     });
 }
 
-// A stage of x has 64 columns or twice as many.
-constexpr int kWgmmaColumns = 64;
-constexpr int wgmma_stage_pieces(int token_tile) { return token_tile > 32 ? 1 : 2; }
-constexpr int wgmma_stage_bytes(int token_tile) {
-    return wgmma_stage_pieces(token_tile) * token_tile * kWgmmaColumns * 2;
-}
+// A stage of x has one box or two, of 128 bytes of each token: 64 columns, of int8 128.
+constexpr int kWgmmaColumns = 64, kWgmmaBoxBytes = 2 * kWgmmaColumns;
+constexpr int wgmma_stage_boxes(int token_tile) { return token_tile > 32 ? 1 : 2; }
+constexpr int wgmma_stage_bytes(int token_tile) { return wgmma_stage_boxes(token_tile) * token_tile * kWgmmaBoxBytes; }
 
 // Of the groups that share rows, those that add up the sums of an equal part of the tokens each.
 constexpr int wgmma_owners(int parties, int token_tile) { return std::min(parties, token_tile / 8); }
-// What they are sent, float32.
+// What they are sent, float32 or int32.
 constexpr int wgmma_exchange_bytes(int token_tile, int groups, int split) {
     const int parties = groups * split;
     return groups * (parties - 1) * (token_tile / wgmma_owners(parties, token_tile)) * wgmma_rows(token_tile, groups) *
@@ -96,7 +94,8 @@ inline WgmmaDivision divide_wgmma(const WgmmaPlan& plan, int slabs) {
     return {slabs * plan.divided / plan.clusters, slabs * plan.divided % plan.clusters};
 }
 
-// A CTA leaves at most one part of a tile: its sums, float32, and for each of its warps whether they are there.
+// A CTA leaves at most one part of a tile: its sums, float32 or int32, and for each of its warps whether they are
+// there.
 constexpr int64_t wgmma_partial_sums(const WgmmaPlan& plan) {
     return plan.divided == 0 ? 0 : int64_t{plan.clusters} * wgmma_rows(plan.token_tile, 1) * plan.token_tile;
 }
@@ -127,22 +126,21 @@ bool fit_stages(WgmmaPlan& plan, int shared_limit, const Bytes& bytes) {
 }
 
 // Cycles of a slab of a CTA, whose warps decode 64 columns at a time and share the tensor cores and shared memory.
-constexpr double wgmma_slab_cycles(int bits, int token_tile) {
-    using namespace fitted::wgmma;
-    return 4 * wgmma_warps(token_tile) * (kPiece + (bits == 5 ? kPieceBits5 : 0) + kPieceToken * token_tile);
+constexpr double wgmma_slab_cycles(const fitted::WgmmaCycles& cycles, int bits, int token_tile) {
+    return 4 * wgmma_warps(token_tile) *
+           (cycles.piece + (bits == 5 ? cycles.piece_bits5 : 0) + cycles.piece_token * token_tile);
 }
 // Of a tile, whose groups compete for x.
-constexpr double wgmma_tile_cycles(int64_t slabs, int bits, int token_tile, int groups, int split) {
-    using namespace fitted::wgmma;
-    return ceil_div(slabs, groups * split) * wgmma_slab_cycles(bits, token_tile) + kTile +
-           (groups > 1 ? kGroupToken * groups * token_tile : 0);
+constexpr double wgmma_tile_cycles(const fitted::WgmmaCycles& cycles, int64_t slabs, int bits, int token_tile,
+                                   int groups, int split) {
+    return ceil_div(slabs, groups * split) * wgmma_slab_cycles(cycles, bits, token_tile) + cycles.tile +
+           (groups > 1 ? cycles.group_token * groups * token_tile : 0);
 }
 
 // out_features: of each of the weights of a launch. With batch_invariant a CTA goes through all slabs of its tiles. On
 // a GPU of compute capability 9.0.
 inline WgmmaPlan plan_wgmma(int64_t tokens, const int64_t* out_features, int parts, int64_t in_features, int bits,
-                            bool batch_invariant, const Gpu& gpu) {
-    using namespace fitted::wgmma;
+                            bool batch_invariant, const Gpu& gpu, const fitted::WgmmaCycles& cycles = fitted::kWgmma) {
     const int64_t slabs = num_slabs(in_features);
     WgmmaPlan best{};
     double best_time = 0;
@@ -158,11 +156,13 @@ inline WgmmaPlan plan_wgmma(int64_t tokens, const int64_t* out_features, int par
             })) {
             return;
         }
-        const double tile = wgmma_tile_cycles(slabs, bits, token_tile, groups, split) + (split > 1 ? kCluster : 0);
-        double time = kStart + ceil_div(tiles - divided, clusters) * tile;
+        const double tile =
+            wgmma_tile_cycles(cycles, slabs, bits, token_tile, groups, split) + (split > 1 ? cycles.cluster : 0);
+        double time = cycles.start + ceil_div(tiles - divided, clusters) * tile;
         if (divided > 0) {
-            time += ceil_div(divided * slabs, clusters) * wgmma_slab_cycles(bits, token_tile) + kDivided +
-                    kDividedToken * token_tile + ceil_div(clusters, divided) * (kPart + kPartToken * token_tile);
+            time += ceil_div(divided * slabs, clusters) * wgmma_slab_cycles(cycles, bits, token_tile) +
+                    cycles.divided + cycles.divided_token * token_tile +
+                    ceil_div(clusters, divided) * (cycles.part + cycles.part_token * token_tile);
         }
         if (best.token_tile == 0 || time < best_time) {
             best = plan;
@@ -180,6 +180,18 @@ inline WgmmaPlan plan_wgmma(int64_t tokens, const int64_t* out_features, int par
         if (!batch_invariant) consider(token_tile, 1, 1, true);
     }
     return best;
+}
+
+// Of 8-bit inputs, whose sums are the same in any order.
+inline WgmmaPlan plan_int8(int64_t tokens, int64_t out_features, int64_t in_features, int bits, const Gpu& gpu) {
+    return plan_wgmma(tokens, &out_features, 1, in_features, bits, false, gpu, fitted::kInt8);
+}
+// Whether the kernel multiplies them, for a weight in tiles; it counts tiles in 32 bits, a turn beyond the last one
+// too.
+inline bool int8_is_fused(int64_t tokens, int64_t out_features, int64_t in_features, const Gpu& gpu) {
+    constexpr int64_t kMostTiles = 1 << 30, kLeastTokens = 16, kLeastRows = 4 * kTileRows;
+    return tokens > 0 && tokens <= INT32_MAX - 1 && gpu.arch == 900 && can_fuse(out_features, in_features, gpu) &&
+           ceil_div(tokens, kLeastTokens) <= kMostTiles / ceil_div(out_features, kLeastRows);
 }
 
 }  // namespace hf_kbit

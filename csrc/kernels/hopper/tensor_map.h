@@ -21,20 +21,20 @@ inline Encode find_encode() {
     return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found) : nullptr;
 }
 
-// Of rows of 16-bit numbers, x [tokens, columns], boxes of kWgmmaColumns columns of so many rows, swizzled as
+// Of rows of numbers of so many bytes, x [tokens, columns], boxes of 128 bytes of so many rows, swizzled as
 // swizzled_matrix (wgmma.cuh) says.
-inline cudaError_t map_of_rows(const void* x, Dtype dtype, int64_t tokens, int64_t columns, int box_tokens,
-                               CUtensorMap& map) {
+inline cudaError_t map_of_rows(const void* x, CUtensorMapDataType type, int bytes, int64_t tokens, int64_t columns,
+                               int box_tokens, CUtensorMap& map) {
     static const Encode encode = find_encode();
     if (!encode) return cudaErrorNotSupported;
     const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(tokens)};
-    const cuuint64_t row_bytes[1] = {static_cast<cuuint64_t>(columns) * 2};
-    const cuuint32_t box[2] = {kWgmmaColumns, static_cast<cuuint32_t>(box_tokens)}, steps[2] = {1, 1};
+    const cuuint64_t row_bytes[1] = {static_cast<cuuint64_t>(columns * bytes)};
+    const cuuint32_t box[2] = {static_cast<cuuint32_t>(kWgmmaBoxBytes / bytes), static_cast<cuuint32_t>(box_tokens)},
+                     steps[2] = {1, 1};
     const auto make = [&] {
-        return encode(
-            &map, dtype == Dtype::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
-            const_cast<void*>(x), sizes, row_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-            CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        return encode(&map, type, 2, const_cast<void*>(x), sizes, row_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     };
     CUresult result = make();
     if (result != CUDA_SUCCESS) {
@@ -44,6 +44,12 @@ inline cudaError_t map_of_rows(const void* x, Dtype dtype, int64_t tokens, int64
         result = make();
     }
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+inline cudaError_t map_of_rows(const void* x, Dtype dtype, int64_t tokens, int64_t columns, int box_tokens,
+                               CUtensorMap& map) {
+    const CUtensorMapDataType type =
+        dtype == Dtype::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    return map_of_rows(x, type, 2, tokens, columns, box_tokens, map);
 }
 
 }  // namespace hf_kbit::cuda

@@ -18,17 +18,17 @@ struct Place {
 };
 
 // kWeights: the most weights of a launch; 1 for experts, whose weights are told as one.
-template <int kBits, int kTokens, bool kExperts, int kWeights>
+template <int kBits, int kTokens, bool kExperts, int kWeights, typename Arguments>
 struct WgmmaTiles {
     static constexpr int kWarps = wgmma_warps(kTokens);
     static constexpr int kSlab = slab_bytes(kBits), kStageBytes = wgmma_stage_bytes(kTokens);
 
-    const WgmmaArguments<kWeights>& arguments;
+    const Arguments& arguments;
     // Groups of all CTAs of a cluster are parties, which divide the slabs.
     int cluster, rank, groups, parties, group_warps;
     uint32_t window, x, ring, x_full, x_empty, ring_full, ring_empty;
 
-    __device__ __forceinline__ WgmmaTiles(const WgmmaArguments<kWeights>& arguments, uint32_t window)
+    __device__ __forceinline__ WgmmaTiles(const Arguments& arguments, uint32_t window)
         : arguments(arguments),
           cluster(blockIdx.x >> arguments.split_log2),
           rank(blockIdx.x - (cluster << arguments.split_log2)),

@@ -1,4 +1,5 @@
-// wgmma of m64nNk16 with A in registers and B in shared memory, for each number of columns N in use.
+// wgmma of m64nNk16, of int8 m64nNk32, with A in registers and B in shared memory, for each number of columns N in
+// use.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -32,7 +33,7 @@ __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// B [N, 64], a row of 128 bytes, in the layout of 128-byte swizzling; from a multiple of 1024 on.
+// B [N, 64], of int8 [N, 128], a row of 128 bytes, in the layout of 128-byte swizzling; from a multiple of 1024 on.
 __device__ __forceinline__ uint64_t swizzled_matrix(uint32_t smem) {
     constexpr uint64_t kRows8 = 1024 >> 4, kSwizzle128 = 1;
     return (smem & 0x3FFFF) >> 4 | uint64_t{1} << 16 | kRows8 << 32 | kSwizzle128 << 62;
@@ -52,37 +53,39 @@ __device__ __forceinline__ uint64_t swizzled_matrix(uint32_t smem) {
 #define HF_KBIT_128                                                                                          \
     HF_KBIT_64 ", %64, %65, %66, %67, %68, %69" HF_KBIT_TEN(7) HF_KBIT_TEN(8) HF_KBIT_TEN(9) HF_KBIT_TEN(10) \
         HF_KBIT_TEN(11) ", %120, %121, %122, %123, %124, %125, %126, %127"
-// The accumulators themselves.
-#define HF_KBIT_D8(i)                                                                                           \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-        "+f"(d[i + 7])
-#define HF_KBIT_D16(i) HF_KBIT_D8(i), HF_KBIT_D8(i + 8)
-#define HF_KBIT_D32(i) HF_KBIT_D16(i), HF_KBIT_D16(i + 16)
-#define HF_KBIT_D48(i) HF_KBIT_D32(i), HF_KBIT_D16(i + 32)
-#define HF_KBIT_D64(i) HF_KBIT_D32(i), HF_KBIT_D32(i + 32)
-#define HF_KBIT_D128(i) HF_KBIT_D64(i), HF_KBIT_D64(i + 64)
+// The accumulators themselves, as operands of a constraint.
+#define HF_KBIT_D8(is, i) \
+    is(d[i]), is(d[i + 1]), is(d[i + 2]), is(d[i + 3]), is(d[i + 4]), is(d[i + 5]), is(d[i + 6]), is(d[i + 7])
+#define HF_KBIT_D16(is, i) HF_KBIT_D8(is, i), HF_KBIT_D8(is, i + 8)
+#define HF_KBIT_D32(is, i) HF_KBIT_D16(is, i), HF_KBIT_D16(is, i + 16)
+#define HF_KBIT_D48(is, i) HF_KBIT_D32(is, i), HF_KBIT_D16(is, i + 32)
+#define HF_KBIT_D64(is, i) HF_KBIT_D32(is, i), HF_KBIT_D32(is, i + 32)
+#define HF_KBIT_D128(is, i) HF_KBIT_D64(is, i), HF_KBIT_D64(is, i + 64)
 
-#define HF_KBIT_WGMMA(n, type, count, a0, a1, a2, a3, b, add)                                                      \
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n        \
-                 "k16.f32." type "." type " {" HF_KBIT_##count "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b \
-                                                               ", add, 1, 1, 0;\n}"                                \
-                 : HF_KBIT_D##count(0)                                                                             \
+#define HF_KBIT_WGMMA(n, types, last, is, count, a0, a1, a2, a3, b, add)                                          \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n types \
+                 " {" HF_KBIT_##count "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", add" last ";\n}"     \
+                 : HF_KBIT_D##count(is, 0)                                                                        \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(columns), "r"(accumulate))
 
-#define HF_KBIT_WGMMA_OF(n, count, ...)                   \
-    if constexpr (kColumns == n) {                        \
-        if constexpr (std::is_same_v<T, __half>) {        \
-            HF_KBIT_WGMMA(n, "f16", count, __VA_ARGS__);  \
-        } else {                                          \
-            HF_KBIT_WGMMA(n, "bf16", count, __VA_ARGS__); \
-        }                                                 \
+#define HF_KBIT_WGMMA_OF(n, ...)                                                   \
+    if constexpr (kColumns == n) {                                                 \
+        if constexpr (std::is_same_v<T, __half>) {                                 \
+            HF_KBIT_WGMMA(n, "k16.f32.f16.f16", ", 1, 1, 0", "+f", __VA_ARGS__);   \
+        } else if constexpr (std::is_same_v<T, int8_t>) {                          \
+            HF_KBIT_WGMMA(n, "k32.s32.s8.s8", "", "+r", __VA_ARGS__);              \
+        } else {                                                                   \
+            HF_KBIT_WGMMA(n, "k16.f32.bf16.bf16", ", 1, 1, 0", "+f", __VA_ARGS__); \
+        }                                                                          \
     }
 
 // Begins d [64, kColumns] = a [64, 16] @ b [16, kColumns] (+ d, if accumulate) for a warpgroup: a as of mma.m16n8k16
-// in each of its warps, d a float32 fragment m16n8 of each eight columns, perhaps followed by others.
-template <typename T, int kColumns, int kSums>
-__device__ __forceinline__ void wgmma(float (&d)[kSums], const uint32_t (&a)[4], uint64_t columns, int accumulate) {
+// in each of its warps, d a float32 fragment m16n8 of each eight columns, perhaps followed by others. Of int8 a is
+// [64, 32], as of mma.m16n8k32, b [32, kColumns], and d int32.
+template <typename T, int kColumns, typename Sum, int kSums>
+__device__ __forceinline__ void wgmma(Sum (&d)[kSums], const uint32_t (&a)[4], uint64_t columns, int accumulate) {
     static_assert(kSums >= kColumns / 2);
+    static_assert(std::is_same_v<Sum, std::conditional_t<std::is_same_v<T, int8_t>, int32_t, float>>);
     HF_KBIT_WGMMA_OF(16, 8, 8, 9, 10, 11, 12, 13)
     HF_KBIT_WGMMA_OF(32, 16, 16, 17, 18, 19, 20, 21)
     HF_KBIT_WGMMA_OF(64, 32, 32, 33, 34, 35, 36, 37)
