@@ -12,11 +12,13 @@ L2; x is the same for all calls, as a layer finds it that was just computed. For
 all sides take turns. The floor is the time of the best of several kernels that only read, given as many bytes as the
 packed weight, x and the output have together. Peers run where they are installed: bitsandbytes with NF4 in blocks of
 64, Humming (humming-kernels, compiled for each shape before the first measurement) with intN weights, a 16-bit scale
-for each 32 and the configuration that its own heuristics choose. --plot needs matplotlib.
+for each 32 and the configuration that its own heuristics choose; humming-fp8 and humming-int8 are the same with inputs
+that a kernel of its own rounds to FP8 or int8. --plot needs matplotlib.
 
 --gradient times the gradient of the activations in place of the product, beside cuBLAS alone; its lines say so. With
 --rotated weights have column scales and a rotation, of which the lines tell the cost, beside the same weight without:
-``plain_us``, measured in turn.
+``plain_us``, measured in turn. Where the GPU has a kernel for 8-bit inputs, lines with ``inputs`` are of the product of
+those.
 
 --against prints what has become slower since the lines of a file were measured, by more than ``NOISE``: of the ratios
 of times, each over the median of cuBLAS's ratios, by which the machines differ. If there is any, the exit status is 1.
@@ -50,6 +52,7 @@ from timing import (
 
 import hf_kbit
 from hf_kbit.format import BITS
+from hf_kbit.ops import native
 
 OPS = torch.ops.hf_kbit
 # The linear layers of Llama-3 8B and 70B as N x K, with q, k and v and with gate and up joined.
@@ -57,7 +60,8 @@ SHAPES = "4096x4096,6144x4096,28672x4096,4096x14336,8192x8192,10240x8192,57344x8
 TOKENS = ",".join(str(2**power) for power in range(13))
 QUICK = {"shapes": "4096x4096,8192x8192,57344x8192", "tokens": "1,8,16", "dtypes": "float16"}
 OUTPUT_BYTES = 4 << 30  # a graph keeps the outputs of all its calls
-DISTRIBUTIONS = {"humming": "humming-kernels", "bitsandbytes": "bitsandbytes"}
+HUMMING_INPUTS = {"humming": None, "humming-fp8": "float8e4m3", "humming-int8": "int8"}
+DISTRIBUTIONS = {**dict.fromkeys(HUMMING_INPUTS, "humming-kernels"), "bitsandbytes": "bitsandbytes"}
 GROUP = 32  # weights that share a scale, here and in Humming
 NOISE = 0.05  # by which a time may differ from one run to another
 
@@ -100,7 +104,7 @@ def dense_kernels(weight, gradient: bool):
 
 
 def packed_kernels(weight, bits: int, gradient: bool, rotated: bool):
-    """The functions, the bytes of one packed weight and, if it is rotated, the functions for one that is not."""
+    """Lists of functions by side, and the bytes of one packed weight; one that is rotated has more sides."""
     n, k = weight.shape
     codebook = torch.tensor(hf_kbit.codebooks.normal_float(bits), device="cuda")
     words, scales = OPS.repack(*OPS.quantize(weight, codebook, signed=rotated), bits, [n, k])
@@ -118,7 +122,15 @@ def packed_kernels(weight, bits: int, gradient: bool, rotated: bool):
     def functions(rotated: bool):
         return [lambda x, tensors=tensors: call(x, *tensors, rotated) for tensors in sets]
 
-    return functions(rotated), size, functions(False) if rotated else None
+    sides = {"hf_kbit": functions(rotated)}
+    if rotated:
+        sides["plain"] = functions(False)
+    if rotated and not gradient and native.has_kernel("gemm_int8", "cuda"):
+        inverses = OPS.int8_inverses(words, scales, codebook, [n, k])
+        sides["int8"] = [
+            lambda x, w=w, s=s, c=c: OPS.gemm_int8(x, w, s, codebook, None, n, c, inverses) for w, s, c in sets
+        ]
+    return sides, size
 
 
 # --- peers ----------------------------------------------------------------------------------------
@@ -150,12 +162,13 @@ def humming_tuning(config, tokens) -> str:
     return json.dumps([choice for choice in ranges if any(choice[0] < count <= choice[1] for count in needed)])
 
 
-def humming_kernels(weight, bits: int, tokens):
+def humming_kernels(weight, bits: int, tokens, inputs: str | None):
     from humming.layer import HummingLayer
 
     n, k = weight.shape
-    config = {"dtype": f"int{bits}", "group_size": GROUP}
-    layer = HummingLayer(shape_n=n, shape_k=k, weight_config=config, torch_dtype=weight.dtype).cuda()
+    configs = {"weight_config": {"dtype": f"int{bits}", "group_size": GROUP}}
+    configs |= {"input_config": {"dtype": inputs}} if inputs else {}
+    layer = HummingLayer(shape_n=n, shape_k=k, torch_dtype=weight.dtype, **configs).cuda()
     layer.load_from_unquantized(weight)
     layer.transform()
     tuning = humming_tuning(layer.humming_config, tokens)
@@ -164,7 +177,7 @@ def humming_kernels(weight, bits: int, tokens):
     return [partial(layer, tuning_config=tuning) for layer in layers]
 
 
-def humming_compile(shape, bits: int, dtype, tokens) -> None:
+def humming_compile(shape, bits: int, dtype, inputs: str | None, tokens) -> None:
     """Puts the kernels of one weight into Humming's cache, under the key that calls of its layer have."""
     from humming.dtypes import DataType
     from humming.kernel.humming import HummingKernel
@@ -175,24 +188,26 @@ def humming_compile(shape, bits: int, dtype, tokens) -> None:
         shape_n=shape[0],
         shape_k=shape[1],
         weight_schema=HummingWeightSchema(b_dtype=f"int{bits}", weight_scale_group_size=GROUP),
-        input_schema=HummingInputSchema(a_dtype=DataType.from_torch_dtype(dtype)),
+        input_schema=HummingInputSchema(a_dtype=inputs or DataType.from_torch_dtype(dtype)),
         torch_dtype=dtype,
     )
     HummingKernel.prepare_kernels(config.to_str(), None, humming_tuning(config, tokens))
 
 
-def humming_compile_all(shapes, widths, dtypes, tokens) -> None:
+def humming_compile_all(shapes, widths, dtypes, inputs, tokens) -> None:
     """All at once, as there are several kernels for each weight and each takes seconds of one processor.
 
     A failure comes up again, and is told, where the kernel is used.
     """
     start = time.perf_counter()
     with ThreadPoolExecutor(4) as pool:
-        wait([pool.submit(humming_compile, *what, tokens) for what in itertools.product(shapes, widths, dtypes)])
+        whats = itertools.product(shapes, widths, dtypes, inputs)
+        wait([pool.submit(humming_compile, *what, tokens) for what in whats])
     print(f"humming: compiled in {time.perf_counter() - start:.0f} s")
 
 
-PEERS = {"humming": humming_kernels, "bitsandbytes": bitsandbytes_kernels}
+PEERS = {name: partial(humming_kernels, inputs=inputs) for name, inputs in HUMMING_INPUTS.items()}
+PEERS["bitsandbytes"] = bitsandbytes_kernels
 
 
 def skipped(peer: str, where: str, error: Exception) -> None:
@@ -205,7 +220,7 @@ def find_peers(names) -> dict[str, str]:
     found = {}
     for name in names:
         try:
-            importlib.import_module(name)
+            importlib.import_module(DISTRIBUTIONS[name].partition("-")[0])
             found[name] = importlib.metadata.version(DISTRIBUTIONS[name])
         except Exception as error:  # whatever is wrong with a peer, the others are measured
             skipped(name, "", error)
@@ -226,8 +241,8 @@ def peer_kernels(peer: str, weight, bits: int, tokens):
 def measure(shapes, widths, dtypes, tokens, peers: dict[str, str], gradient: bool, rotated: bool, emit) -> None:
     """Calls ``emit`` with each measurement."""
     floor = Floor()
-    if "humming" in peers:
-        humming_compile_all(shapes, widths, dtypes, tokens)
+    if inputs := [HUMMING_INPUTS[peer] for peer in peers if peer in HUMMING_INPUTS]:
+        humming_compile_all(shapes, widths, dtypes, inputs, tokens)
     for n, k in shapes:
         source = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
         packed = {bits: packed_kernels(source, bits, gradient, rotated) for bits in widths}
@@ -248,9 +263,9 @@ def measure(shapes, widths, dtypes, tokens, peers: dict[str, str], gradient: boo
 def row(x, n: int, dense, packed, others, floor: Floor, versions, emit) -> None:
     """All sides of one shape, dtype and number of tokens."""
     moved = x.nbytes + x.shape[0] * n * x.itemsize
-    floors = {bits: floor.us(size + moved) for bits, (_, size, _) in packed.items()}
-    sides = {("cublas", None): dense, **{("hf_kbit", bits): kernels for bits, (kernels, _, _) in packed.items()}}
-    sides |= {("plain", bits): plain for bits, (_, _, plain) in packed.items() if plain}
+    floors = {bits: floor.us(size + moved) for bits, (_, size) in packed.items()}
+    sides = {("cublas", None): dense}
+    sides |= {(side, bits): kernels for bits, (own, _) in packed.items() for side, kernels in own.items()}
     sides |= others
 
     def failed(side, error):
@@ -262,10 +277,12 @@ def row(x, n: int, dense, packed, others, floor: Floor, versions, emit) -> None:
     cublas = us.pop(("cublas", None))
     for (side, bits), its_us in us.items():
         result = {"us": its_us, "cublas_us": cublas, "speedup": cublas / its_us}
-        if side == "hf_kbit":
+        if side in ("hf_kbit", "int8"):
             speed = {"TBps": packed[bits][1] / its_us / 1e6, "floor_us": floors[bits]}
             speed["floor_fraction"] = floors[bits] / its_us
-            if ("plain", bits) in us:
+            if side == "int8":
+                speed = {"inputs": "int8", **speed}
+            elif ("plain", bits) in us:
                 speed["plain_us"] = us["plain", bits]
             emit(bits=bits, **speed, **result)
         elif side != "plain":
@@ -284,7 +301,7 @@ def slower(lines: list[dict], before: list[dict]) -> list[tuple[dict, float]]:
     """
 
     def cells(lines):  # where a file holds several runs, the last one counts
-        names = "shape", "dtype", "tokens", "bits", "of", "transform"
+        names = "shape", "dtype", "tokens", "bits", "of", "transform", "inputs"
         return {tuple(line.get(name) for name in names): line for line in lines if "peer" not in line}
 
     ours, theirs = cells(lines), cells(before)
@@ -300,7 +317,14 @@ def slower(lines: list[dict], before: list[dict]) -> list[tuple[dict, float]]:
 
 PANELS = ("4096x4096", "8192x8192", "57344x8192", "8192x28672")
 COLOURS = {2: "#1b9e77", 3: "#d95f02", 4: "#7570b3", 5: "#e7298a"}
-STYLES = {"hf_kbit": "-", "humming": "--", "bitsandbytes": (0, (1, 1))}
+STYLES = {
+    "hf_kbit": "-",
+    "hf_kbit, 8-bit inputs": "-.",
+    "humming": "--",
+    "humming-fp8": (0, (5, 1, 1, 1)),
+    "humming-int8": (0, (8, 2)),
+    "bitsandbytes": (0, (1, 1)),
+}
 
 
 def plot(lines, file: str) -> None:
@@ -332,10 +356,11 @@ def plot(lines, file: str) -> None:
 def panel(axis, shape: str, lines) -> None:
     curves = {}
     for line in lines:  # where a file holds several runs, the last one counts
-        curves.setdefault((line.get("peer", "hf_kbit"), line["bits"]), {})[line["tokens"]] = line["speedup"]
+        name = line.get("peer", "hf_kbit" + ", 8-bit inputs" * ("inputs" in line))
+        curves.setdefault((name, line["bits"]), {})[line["tokens"]] = line["speedup"]
     for (name, bits), points in sorted(curves.items(), key=lambda item: (list(STYLES).index(item[0][0]), item[0][1])):
         tokens = sorted(points)
-        style = {"color": COLOURS[bits], "linestyle": STYLES[name], "marker": "o" if name == "hf_kbit" else None}
+        style = {"color": COLOURS[bits], "linestyle": STYLES[name], "marker": "o" if "hf_kbit" in name else None}
         axis.plot(tokens, [points[count] for count in tokens], label=f"{name}, {bits} bits", markersize=4, **style)
     axis.axhline(1, color="black", linewidth=1)
     axis.set_xscale("log", base=2)
@@ -393,7 +418,8 @@ def main() -> None:
     if arguments.against:
         found = slower(lines, read(arguments.against))
         for line, ratio in found:
-            what = " ".join(str(line[name]) for name in ("shape", "dtype", "of", "transform") if name in line)
+            names = ("shape", "dtype", "of", "transform", "inputs")
+            what = " ".join(str(line[name]) for name in names if name in line)
             print(f"slower: {what}, {line['bits']} bits, {line['tokens']} tokens: {ratio:.2f} times as long")
         print(f"{len(found)} cells slower than in {arguments.against}")
         sys.exit(bool(found))

@@ -2,7 +2,8 @@
 
     python benchmarks/model.py [--shape llama-3-8b] [--model-layers 32] [--bits 2,3,4,5] [--batches 1,4,16]
                                [--prefill 128,512,2048] [--modes eager,compiled,hf_kbit.fast_generate]
-                               [--peers bitsandbytes] [--json results.jsonl] [--plot model.png] [--table]
+                               [--inputs int8] [--peers bitsandbytes] [--json results.jsonl] [--plot model.png]
+                               [--table]
     python benchmarks/model.py --shape qwen3-30b-a3b --model-layers 12  # a mixture; gpt-oss-20b is another
     python benchmarks/model.py --from results.jsonl [--plot model.png] [--table]
 
@@ -18,8 +19,8 @@ the fly. Every number stands beside its ratio to that of bf16 in the same run. T
   call, graphs, graph breaks, and the graphs that Inductor's CUDA graphs leave out.
 
 A mixture's experts in 16 bits run as Transformers chooses: ``grouped_mm`` for a prompt, ``batched_mm`` to decode.
-bitsandbytes, with NF4 in blocks of 64, runs where it is installed. --plot needs matplotlib; --table prints a table in
-Markdown for docs/lab.
+bitsandbytes, with NF4 in blocks of 64, runs where it is installed. --inputs int8 measures each width once more, with
+8-bit inputs. --plot needs matplotlib; --table prints a table in Markdown for docs/lab.
 """
 
 import argparse
@@ -149,6 +150,7 @@ def measure_model(folder: str, config, batches, lengths, modes, emit) -> None:
 # --- the run --------------------------------------------------------------------------------------
 
 DENSE = {"name": "bf16", "bits": 16}
+INT8 = "hf_kbit, 8-bit inputs"
 
 
 def bitsandbytes_config() -> BitsAndBytesConfig:
@@ -160,7 +162,7 @@ def bitsandbytes_config() -> BitsAndBytesConfig:
 PEERS = {"bitsandbytes": bitsandbytes_config}
 
 
-def measure(shape: str, layers: int, widths, batches, lengths, modes, peers: dict[str, str], emit) -> None:
+def measure(shape: str, layers: int, widths, inputs, batches, lengths, modes, peers: dict[str, str], emit) -> None:
     """Calls ``emit`` with each measurement, those of bf16 first."""
     linear = nn.Linear(HOST_SIZE, HOST_SIZE, bias=False, device="cuda", dtype=torch.bfloat16)
     emit(DENSE, {"what": "host"}, {"us": host_us(linear)})
@@ -173,9 +175,10 @@ def measure(shape: str, layers: int, widths, batches, lengths, modes, peers: dic
         for file in Path(folder).iterdir():
             file.read_bytes()  # puts it into the page cache, which the first model to load would do else
         measure_model(folder, None, batches, lengths, modes, partial(emit, DENSE))
-        for bits in widths:
-            way = {"name": "hf_kbit", "bits": bits}
-            measure_model(folder, hf_kbit.KbitConfig(bits=bits), batches, lengths, modes, partial(emit, way))
+        for bits, its_inputs in itertools.product(widths, inputs):
+            way = {"name": "hf_kbit" if its_inputs is None else INT8, "bits": bits}
+            config = hf_kbit.KbitConfig(bits=bits, inputs=its_inputs)
+            measure_model(folder, config, batches, lengths, modes, partial(emit, way))
         for peer, version in peers.items():
             way = {"name": peer, "bits": 4, "version": version}
             try:
@@ -232,7 +235,8 @@ def bars(axis, lines, key: str) -> None:
     width = 0.85 / len(models)
     for place, ((name, bits), ms) in enumerate(models.items()):
         middles = [group + (place - (len(models) - 1) / 2) * width for group in range(len(groups))]
-        style = {"color": COLOURS[bits], "label": f"{name}, {bits} bits"} if name == "hf_kbit" else OTHERS[name]
+        style = OTHERS.get(name) or {"color": COLOURS[bits], "label": f"{name}, {bits} bits"}
+        style |= {"hatch": "//"} if name == INT8 else {}
         drawn = axis.bar(middles, [ms.get(group, math.nan) for group in groups], width, **style)
         axis.bar_label(drawn, fmt="%.3g", fontsize=7, rotation=90, padding=2)
     axis.set_xticks(range(len(groups)), groups)
@@ -253,7 +257,7 @@ def tables(lines: list[dict]) -> str:
 
 
 def table(lines: list[dict]) -> str:
-    labels = {"bf16": "16 bits", "hf_kbit": "{bits} bits"}
+    labels = {"bf16": "16 bits", "hf_kbit": "{bits} bits", INT8: "{bits} bits, 8-bit inputs"}
     cells, models = {}, {}
     for line in lines:  # where a file holds several runs, the last one counts
         models[line["name"], line["bits"]] = labels.get(line["name"], line["name"]).format(**line)
@@ -288,6 +292,7 @@ def command_line():
     parser.add_argument("--batches", type=numbers, default=[1, 4, 16])
     parser.add_argument("--prefill", type=numbers, default=[128, 512, 2048], help="tokens")
     parser.add_argument("--modes", type=some_of(MODES), default=MODES, help="of decoding")
+    parser.add_argument("--inputs", choices=["int8"], help="measure each width with 8-bit inputs as well")
     parser.add_argument("--table", action="store_true", help="print tables at the end")
     return parse(parser, PEERS, uses=("plot", "table"))
 
@@ -304,7 +309,9 @@ def run(arguments) -> list[dict]:
         lines.append({**report.context, **entry})
 
     peers = find_peers(arguments.peers)
-    measure(shape, layers, arguments.bits, arguments.batches, arguments.prefill, arguments.modes, peers, emit)
+    inputs = dict.fromkeys([None, arguments.inputs])
+    where = arguments.batches, arguments.prefill, arguments.modes
+    measure(shape, layers, arguments.bits, inputs, *where, peers, emit)
     return lines
 
 

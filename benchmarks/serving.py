@@ -1,7 +1,7 @@
 """Times vLLM on models of a known shape with random weights: 16 bits, hf_kbit, FP8 and GPTQ, on CUDA GPUs.
 
     python benchmarks/serving.py --folder /tmp/models [--shape llama-3-8b] [--model-layers 32]
-                                 [--methods bf16,hf_kbit-4,hf_kbit-3,hf_kbit-2,fp8,gptq,gptq-marlin,...]
+                                 [--methods bf16,hf_kbit-4,hf_kbit-4-int8,hf_kbit-2,fp8,gptq,gptq-marlin,...]
                                  [--sequences 1,4,16,64,256] [--prompts 512,2048] [--tensor-parallel 2]
                                  [--json results.jsonl] [--plot serving.png] [--table]
     python benchmarks/serving.py --from results.jsonl [--plot serving.png] [--table]
@@ -11,7 +11,7 @@
 The methods:
 
 - bf16: 16 bits,
-- hf_kbit-4 and so on: ours, so many bits, quantized before,
+- hf_kbit-4 and so on: ours, so many bits, quantized before; hf_kbit-4-int8 with 8-bit inputs,
 - fp8: vLLM quantizes the 16-bit checkpoint while it loads it, activations at each step,
 - gptq: 4 bits with a scale for each 128, by the kernel that vLLM chooses,
 - gptq-marlin, gptq-machete, gptq-humming: the same checkpoint by a kernel that it is told to take.
@@ -53,9 +53,10 @@ from timing import markdown, numbers, read, run_and_plot, some_of
 
 from hf_kbit.format import BITS
 
-METHODS = ["bf16", *(f"hf_kbit-{bits}" for bits in sorted(BITS, reverse=True)), "fp8", "gptq"]
+WIDTHS = [f"hf_kbit-{bits}" for bits in sorted(BITS, reverse=True)]
+METHODS = ["bf16", *WIDTHS, *(f"{width}-int8" for width in WIDTHS), "fp8", "gptq"]
 METHODS += ["gptq-marlin", "gptq-machete", "gptq-humming"]
-DEFAULT_METHODS = [method for method in METHODS if method != "hf_kbit-5"]
+DEFAULT_METHODS = [method for method in METHODS if "hf_kbit-5" not in method]
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the process that measures it, whose memory it then reads
     "VLLM_NO_USAGE_STATS": "1",
@@ -63,7 +64,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # nothing is sampled; and it is compiled where FlashInfer is
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # needs multicast between GPUs
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # for this file has asked for GPUs before vLLM is imported
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # for this file has asked for GPUs before vLLM is imported
     "HF_HUB_OFFLINE": "1",
 }
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -74,7 +75,9 @@ CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 def checkpoint_of(method: str) -> str:
     """The name of what it serves; several serve the same."""
-    return "bf16" if method == "fp8" else method.partition("-")[0] if method.startswith("gptq") else method
+    if method == "fp8":
+        return "bf16"
+    return method.partition("-")[0] if method.startswith("gptq") else method.removesuffix("-int8")
 
 
 def in_a_process(function: str, log: Path, **arguments) -> Iterator[dict]:
@@ -180,8 +183,11 @@ OTHERS = {
 
 
 def style(method: str) -> dict:
-    own = {"color": COLOURS[int(method[-1])]} if method.startswith("hf_kbit") else OTHERS[method]
-    return {"label": method.replace("-", ", ") + " bits" * method.startswith("hf_kbit"), **own}
+    if not method.startswith("hf_kbit"):
+        return {"label": method.replace("-", ", "), **OTHERS[method]}
+    _, bits, *inputs = method.split("-")
+    label = f"hf_kbit, {bits} bits" + ", 8-bit inputs" * bool(inputs)
+    return {"label": label, "color": COLOURS[int(bits)], "linestyle": "-." if inputs else "-"}
 
 
 def latest(lines: list[dict]) -> dict[tuple, dict[str, dict]]:
@@ -258,7 +264,7 @@ MORE_IS_BETTER = ("kv_GB", "kv_tokens", "tokens_per_s")
 
 
 def four_bits(method: str) -> bool:
-    return method == "hf_kbit-4" or method.startswith("gptq")
+    return method.startswith(("hf_kbit-4", "gptq"))
 
 
 def tables(lines: list[dict]) -> str:

@@ -131,6 +131,7 @@ def serve(path: str, method: str, tensor_parallel: int, sequences: list[int], pr
     imported = time.perf_counter()
     backend = method.partition("-")[2] if method.startswith("gptq-") else None
     options = {"quantization": "fp8"} if method == "fp8" else {"linear_backend": backend} if backend else {}
+    options |= {"hf_overrides": {"kbit_inputs": "int8"}} if method.endswith("-int8") else {}
     llm = LLM(
         path,
         dtype="bfloat16",
@@ -191,11 +192,12 @@ def look_inside(worker) -> dict:
     methods = [layer.quant_method for layer in runner.get_model().modules() if isinstance(layer, LinearBase)]
     # Where kernels are chosen, the method has one: GPTQ as ``kernel``, FP8 as ``fp8_linear``.
     chosen = [getattr(own, "kernel", None) or getattr(own, "fp8_linear", None) or own for own in methods]
+    names = {type(own).__name__ + " of int8" * bool(getattr(own, "inputs", None)) for own in chosen}
     storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in runner.kv_caches}
     return {
         "weights": getattr(runner, "model_memory_usage", 0),  # which vLLM measures, but not on a CPU
         "kv": sum(storages.values()),
-        "kernels": sorted({type(own).__name__ for own in chosen}),
+        "kernels": sorted(names),
     }
 
 
@@ -207,6 +209,7 @@ def check(engine, method: str, backend: str | None, kernels: list[str]) -> None:
     """
     dense = any(name.startswith("Unquantized") for name in kernels)
     forced = backend is None or all(name.lower().startswith(backend) for name in kernels)
+    forced = forced and method.endswith("-int8") == any(name.endswith(" of int8") for name in kernels)
     if dense != (method == "bf16") or not forced:
         raise RuntimeError(f"kernels of linear layers: found {', '.join(kernels)}, expected those of {method}")
     add(engine, [list(range(5, 37))], 2, logprobs=1)

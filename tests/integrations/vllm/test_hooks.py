@@ -1,6 +1,10 @@
 """What the plugin relies on in vLLM."""
 
+import re
+from pathlib import Path
+
 import pytest
+import vllm.envs
 
 from hf_kbit import hooks
 from hf_kbit.integrations.vllm import register
@@ -18,3 +22,11 @@ def test_a_moved_name_is_a_warning(monkeypatch):
     monkeypatch.setattr(hooks, "VLLM_NAMES", (*hooks.VLLM_NAMES, moved))
     with pytest.warns(RuntimeWarning, match=r"cannot be served: vllm .*make_weights \(found none\)"):
         register()
+
+
+def test_vllm_knows_the_variables_that_tests_and_benchmarks_set():
+    root = Path(__file__).parents[3]
+    files = [file for folder in ("tests", "benchmarks") for file in (root / folder).rglob("*.py")]
+    named = {name: file for file in files for name in re.findall(r'"(VLLM_[A-Z0-9_]+)": ', file.read_text())}
+    unknown = {name: file for name, file in named.items() if name not in vllm.envs.environment_variables}
+    assert named and not unknown
