@@ -42,8 +42,8 @@ struct WgmmaCycles {
     double divided, divided_token, part, part_token;  // tiles that CTAs divide
 };
 constexpr WgmmaCycles kWgmma{21, 13, 0.47, 6000, 3500, 12, 1500, 5700, 43, 290, 7};  // gemm_wgmma.cu; 2026-11-22
-// gemm_int8.cu: to be fitted. The pieces are those of a sketch of it at 128 and 256 tokens, the rest is that above.
-constexpr WgmmaCycles kInt8{22, 5, 0.3, 6000, 3500, 12, 1500, 5700, 43, 290, 7};
+// gemm_int8.cu at 4 bits, an H200 and an H100; 5 bits by instructions. 2026-11-26.
+constexpr WgmmaCycles kInt8{27, 5, 0.24, 8500, 3200, 3.8, 3000, 3800, 38, 680, 9.1};
 
 // hopper/experts_wgmma.cu, in cycles, 4 bits, Qwen3-30B-A3B and Mixtral-8x7B. 2026-11-23.
 namespace experts {
