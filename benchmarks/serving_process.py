@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import shutil
 import statistics
 import tempfile
@@ -40,6 +41,7 @@ def child(function: str, arguments: dict) -> None:
         failed = {"what": "failed", "error": f"{type(error).__name__}: {reason}"}
         print(json.dumps({**failed, "took_s": time.perf_counter() - last}), flush=True)
         raise
+    os._exit(0)  # all is measured: threads that vLLM leaves may crash while Python ends
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
