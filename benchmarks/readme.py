@@ -13,14 +13,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SPEED = ROOT / "benchmarks" / "results" / "model-h200-2026-11-21.jsonl"
-QUALITY = ROOT / "benchmarks" / "results" / "quality-smollm2-h200-2026-11-22.jsonl"
+QUALITY = ROOT / "benchmarks" / "results" / "quality-qwen2.5-coder-1.5b-h200-2026-11-26.jsonl"
 MARKS = "<!-- table -->\n", "<!-- end of table -->\n"
 OWN_TEXT = "optimal, feedback, own text"
 # What the table compares: a label, the library, its bits and way in QUALITY, and the name in SPEED, where it is there.
 ROWS = (
     ("16 bits", "fp16", 16, "as trained", "bf16"),
-    ("GGUF Q4_K_M", "llama_cpp_python", 5, "Q4_K_M", None),
-    ("GGUF IQ4_NL", "llama_cpp_python", 4, "IQ4_NL", None),
     ("bitsandbytes NF4", "bitsandbytes", 4, "NF4, block 64", "bitsandbytes"),
     ("HQQ 4 bits, groups of 64", "hqq", 4, "group 64", None),
     ("**hf_kbit 4 bits**", "hf_kbit", 4, "optimal, search", "hf_kbit"),
@@ -56,7 +54,7 @@ def table() -> str:
     for label, library, bits, way, name in ROWS:
         line = quality[library, bits, way]
         ms, gigabytes = (f"{value:.1f}" for value in speeds()[name, bits]) if name else ("", "")
-        figures = f"{line['bits_per_weight']:.2f}", f"{line['model_MB']:.0f}", f"{line['perplexity']:.1f}"
+        figures = f"{line['stored_bits_per_weight']:.2f}", f"{line['model_MB']:.0f}", f"{line['perplexity']:.2f}"
         rows.append(f"| {' | '.join((label, *figures, ms, gigabytes))} |")
     return "\n".join(rows) + "\n"
 
