@@ -1,10 +1,12 @@
 // y = x @ W.T (+ bias) of 8-bit inputs on Hopper, for any number of tokens: gemm_wgmma.cuh, of int8. Compute
 // capability 9.0. The numbers, to the last bit: docs/internals.md, "8-bit inputs".
 //
-//   x        int8 [M, 32 * B], its columns and scales as inputs/tokens_to_int8.cu makes them, which the launch
-//   overlaps words    int32 [N/16, K/256, bits, 32, 4]     scales  uint8 [N/16, K/256, 8, 16]     codebook  float32
-//   [2**bits] inverses float16 [N]                          bias    [N] or null                    y         [M, N],
-//   of one dtype
+//   x        int8 [M, 32 * B], its columns and scales as inputs/tokens_to_int8.cu makes them
+//   words    int32 [N/16, K/256, bits, 32, 4]     scales   uint8 [N/16, K/256, 8, 16]
+//   codebook float32 [2**bits]                    inverses float16 [N]
+//   bias     [N] or null                          y        [M, N], of one dtype
+//
+// The launch overlaps with that of tokens_to_int8.cu.
 //
 // After Dettmers et al., LLM.int8(), arXiv:2208.07339: a scale for each token, one for each row.
 #include "kernels/dispatch.h"
