@@ -117,6 +117,9 @@ def test_what_is_measured(serving):
         ("bf16", ["KbitLinearMethod"], True),
         ("gptq", ["UnquantizedLinearMethod"], True),  # as vLLM makes it of a checkpoint without weights
         ("hf_kbit-4", ["KbitLinearMethod", "UnquantizedLinearMethod"], True),
+        ("hf_kbit-4", ["KbitLinearMethod of int8"], True),
+        ("hf_kbit-4-int8", ["KbitLinearMethod"], True),
+        ("hf_kbit-4-int8", ["KbitLinearMethod of int8"], False),
         ("gptq-marlin", ["MacheteLinearKernel"], True),
         ("gptq-machete", ["MacheteLinearKernel"], False),
         ("fp8", ["CutlassFP8ScaledMMLinearKernel"], False),
@@ -129,6 +132,13 @@ def test_what_runs_is_what_was_asked_for(serving, method, kernels, refused):
         return
     with pytest.raises(RuntimeError, match=rf"found {', '.join(kernels)}, expected those of {method}"):
         serve(serving, method)
+
+
+def test_8_bit_inputs_are_another_method_of_one_checkpoint(benched):
+    module = benched("serving")
+    assert module.checkpoint_of("hf_kbit-3-int8") == module.checkpoint_of("hf_kbit-3") == "hf_kbit-3"
+    plain, rounded = module.style("hf_kbit-3"), module.style("hf_kbit-3-int8")
+    assert plain["color"] == rounded["color"] and plain["label"] != rounded["label"]
 
 
 def test_gptq_checkpoint(benched):

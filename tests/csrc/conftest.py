@@ -45,7 +45,7 @@ def device(device):
 @pytest.fixture(autouse=True)
 def sums_in_float32():
     """Where cuBLAS multiplies, it adds up in float32."""
-    matmul = torch.backends.cuda.matmul  # its attributes are properties of C++: monkeypatch deletes them in the end
+    matmul = torch.backends.cuda.matmul  # has attributes by __getattr__, which monkeypatch would delete in the end
     names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
     before = [getattr(matmul, name) for name in names]
     for name in names:
