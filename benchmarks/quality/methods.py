@@ -43,6 +43,8 @@ OWN_TEXT = ", own text"
 TUNED_BITS = (2, 2.5, 3, 4)  # the same, and tuned
 TUNED = ", tuned"
 INT8 = ", 8-bit inputs"
+WIDER_BITS = BITS[:-1]  # of which keys and values have one more
+WIDER = ", wider keys and values"
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,21 @@ def kbit_methods() -> list[Method]:
         for bits in CALIBRATED_MIXED_BITS
         for text, data in (("", training_sequences), (OWN_TEXT, own_sequences))
     ]
-    return free + calibrated + with_int8 + on_own_text + tuned + mixed + mixed_calibrated
+    wider = [
+        Method(
+            "hf_kbit",
+            bits,
+            f"optimal, {how}{WIDER}",
+            partial(loaded, bits=bits, module_bits={"k_proj": bits + 1, "v_proj": bits + 1}),
+            kbit_storage,
+        )
+        for bits in WIDER_BITS
+        for how, loaded in (
+            ("search", load_kbit),
+            (f"feedback{OWN_TEXT}", partial(load_calibrated, method="feedback", data=own_sequences)),
+        )
+    ]
+    return free + calibrated + with_int8 + on_own_text + tuned + mixed + mixed_calibrated + wider
 
 
 def methods() -> list[Method]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GgufConfig, SinqConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GgufConfig
 
 from benchmarks.quality.methods import (
     HEADS,
@@ -214,8 +214,15 @@ def torchao_methods() -> list[Method]:
 
 
 def load_sinq(folder: Path, device: str, bits: int, group: int) -> nn.Module:
-    config = SinqConfig(nbits=bits, group_size=group, modules_to_not_convert=list(HEADS))
-    return load(folder, device, quantization_config=config)
+    """By its layers, as Transformers makes them: in Transformers itself (5.17, sinq 0.2.0) they lose their biases."""
+    from sinq.sinqlinear_hf import SINQLinear, sinq_base_quant_config
+
+    config = sinq_base_quant_config(nbits=bits, group_size=group, method="sinq")
+    model = load(folder, device)
+    for name, layer in linears(model).items():
+        made = SINQLinear(linear_layer=layer, quant_config=config, compute_dtype=model.dtype, device=device)
+        model.set_submodule(name, made)
+    return model
 
 
 def sinq_storage(model: nn.Module) -> Storage:
