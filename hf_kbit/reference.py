@@ -353,8 +353,11 @@ def linear(x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | None) -> t
 
 
 def gemm_group(x, *of_each):
-    """``gemm`` of each of several weights, of which ``of_each`` has lists."""
-    return [gemm(x, *product, bool(rotated)) for *product, rotated in zip(*of_each, strict=True)]
+    """``gemm`` of each of several weights, of which ``of_each`` has lists, or ``gemm_int8`` of one with inverses."""
+    return [
+        gemm(x, *product, bool(rotated)) if inverses is None else gemm_int8(x, *product, inverses)
+        for *product, rotated, inverses in zip(*of_each, strict=True)
+    ]
 
 
 def gemm_gradient(grad, weight, absmax, codebook, shape, columns=None, rotated=False):

@@ -60,7 +60,10 @@ void gemm_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor
 void gemm_experts_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, const Tensor& offsets,
                            Tensor& grad_x);
 
-// --- ops_int8.cpp ---
+// --- 8-bit inputs, and ops_int8.cpp ---
+
+// Whether a product of so many tokens rounds its inputs to 8 bits where it may, or leaves them in 16.
+bool takes_int8(int64_t tokens);
 
 // What 1 stands for in the rows of a rotated matrix as int8, inverted: float16 [out_features].
 void int8_inverses(const Packed& packed, Tensor& inverses);

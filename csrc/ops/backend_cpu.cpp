@@ -234,6 +234,8 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
     return out;
 }
 
+bool takes_int8(int64_t) { return true; }
+
 std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<Packed>& weights,
                                const std::vector<std::optional<Tensor>>& biases) {
     std::vector<Tensor> products;

@@ -275,16 +275,15 @@ void int8_inverses(const Packed& packed, Tensor& inverses) {
                               launch.stream));
 }
 
+// So that a token is rounded alike whatever tokens are beside it, batch-invariant products all take 8-bit inputs.
+bool takes_int8(int64_t tokens) { return tokens > kMost16BitTokens || batch_invariant(); }
+
 // Decodes to int8 and multiplies in one kernel, after another one for x; where there is none in plain PyTorch.
 Tensor gemm_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
                  const Tensor& inverses) {
     const Launch launch(x);
     const int64_t in_features = packed.in_features, tokens = x.numel() / in_features;
-    if (tokens == 0) {
-        Shape shape = shape_of(x);
-        shape.back() = packed.out_features;
-        return new_tensor(x, shape, scalar_type(dtype));
-    }
+    if (tokens == 0) return gemm(x, dtype, packed, bias);
     if (!fusable(packed, dtype) || !int8_is_fused(tokens, packed.out_features, in_features, launch.gpu)) {
         return plain_gemm_int8(x, packed, bias, inverses);
     }

@@ -194,19 +194,33 @@ Tensor gemm(const Tensor& x, const Tensor& weight, const Tensor& absmax, const T
 std::vector<Tensor> gemm_group(const Tensor& x, std::vector<Tensor> weights, std::vector<Tensor> absmaxes,
                                std::vector<Tensor> codebooks, std::vector<std::optional<Tensor>> biases,
                                std::vector<int64_t> out_features, std::vector<std::optional<Tensor>> columns,
-                               std::vector<int64_t> rotated) {
+                               std::vector<int64_t> rotated, std::vector<std::optional<Tensor>> inverses) {
     const Dtype dtype = float_dtype("x", x.scalar_type(), true);
     const size_t count = weights.size();
-    for (const size_t size :
-         {absmaxes.size(), codebooks.size(), biases.size(), out_features.size(), columns.size(), rotated.size()}) {
+    for (const size_t size : {absmaxes.size(), codebooks.size(), biases.size(), out_features.size(), columns.size(),
+                              rotated.size(), inverses.size()}) {
         if (size != count) refuse("weights", std::to_string(count), "as many of each argument but x");
     }
     std::vector<Packed> products;
+    bool any_int8 = false;
     for (size_t i = 0; i < count; ++i) {
         products.push_back(check_product(x, weights[i], absmaxes[i], codebooks[i], biases[i], out_features[i],
                                          columns[i], rotated[i] != 0));
+        if (!inverses[i]) continue;
+        if (!columns[i] || !rotated[i]) refuse("inverses", "those of a weight that is not rotated", "none of it");
+        float_dtype("x", x.scalar_type(), false);
+        inverses[i] = check_int8(x, products[i], inverses[i]);
+        any_int8 = true;
     }
-    return backend::gemm_group(x, dtype, products, biases);
+    if (!any_int8 || !backend::takes_int8(x.numel() / x.size(-1))) {
+        return backend::gemm_group(x, dtype, products, biases);
+    }
+    std::vector<Tensor> results;
+    for (size_t i = 0; i < count; ++i) {
+        results.push_back(inverses[i] ? backend::gemm_int8(x, dtype, products[i], biases[i], *inverses[i])
+                                      : backend::gemm(x, dtype, products[i], biases[i]));
+    }
+    return results;
 }
 
 // Says which rows are whose; as kernels read it.

@@ -257,7 +257,8 @@ def gemm_int8(
     inverses: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``gemm`` of a rotated weight with 8-bit inputs: x and W are rounded to int8 on the way. Sums are exact, so
-    results are the same to the last bit on every device and in every batch (``docs/internals.md`` says each step).
+    results are the same to the last bit on every device and in every batch (``docs/internals.md`` says each step). On
+    a GPU up to 64 tokens are not rounded, which is faster, unless ``set_batch_invariant`` asks for the same bits.
 
     Args:
         x: float32, float16 or bfloat16 ``[*, K]``, as for ``gemm``; K 133,120 at most.
@@ -320,8 +321,9 @@ def set_batch_invariant(enabled: bool) -> None:
     By default products choose by the number of tokens how they divide the work, and with it the order in which they
     add up: the same call gives the same bits, but a sequence may differ in the last bit from what it is in another
     batch. If enabled, every token's sums are added up in one order, in all products of the process from now on:
-    forward only, in ``gemm`` and in layers, compiled ones too. A CUDA graph keeps what was set while it was captured.
-    Other layers, such as attention and norms, need to be batch-invariant by themselves.
+    forward only, in ``gemm`` and in layers, compiled ones too; and a GPU rounds 8-bit inputs of few tokens as well. A
+    CUDA graph keeps what was set while it was captured. Other layers, such as attention and norms, need to be
+    batch-invariant by themselves.
 
     It takes float32, float16 or bfloat16 on a CPU with our library; on a GPU float16 or bfloat16, weights in tiles, as
     layers hold them there, and compute capability 8.0 or newer. Results differ from one GPU or CPU to another.

@@ -64,9 +64,10 @@ def _before(order: dict[Node, int], node: Node, place: Node) -> bool:
 
 
 def _arguments(node: Node) -> list:
-    """All but x, with those that tracing leaves out because they have their defaults; ``rotated`` as a number."""
+    """All but x, with those that tracing leaves out because they have their defaults; ``rotated`` as a number, and no
+    inverses."""
     *others, columns, rotated = [*node.args[1:], *(None, False)[len(node.args) - 6 :]]
-    return [*others, columns, int(rotated)]
+    return [*others, columns, int(rotated), None]
 
 
 def _join(graph: Graph, place: Node, nodes: list[Node]) -> None:

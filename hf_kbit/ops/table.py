@@ -247,16 +247,25 @@ def gemm_int8(x, weight, absmax, codebook, bias, out_features, columns, inverses
     return results
 
 
-# Several weights, of which ``inductor`` joins products. The stable ABI has no list of bools: `rotated` are 0 or 1.
+# Several weights, of which ``inductor`` joins products; one with inverses has 8-bit inputs. The stable ABI has no list
+# of bools: `rotated` are 0 or 1.
 @_op(
     "gemm_group(Tensor x, Tensor[] weights, Tensor[] absmaxes, Tensor[] codebooks, Tensor?[] biases,"
-    " SymInt[] out_features, Tensor?[] columns, SymInt[] rotated) -> Tensor[]"
+    " SymInt[] out_features, Tensor?[] columns, SymInt[] rotated, Tensor?[] inverses) -> Tensor[]"
 )
-def gemm_group(x, weights, absmaxes, codebooks, biases, out_features, columns, rotated):
-    of_each = weights, absmaxes, codebooks, biases, out_features, columns, rotated
+def gemm_group(x, weights, absmaxes, codebooks, biases, out_features, columns, rotated, inverses):
+    of_each = weights, absmaxes, codebooks, biases, out_features, columns, rotated, inverses
     if {*map(len, of_each)} != {len(weights)}:
         raise ValueError(f"weights: found {len(weights)}, expected as many of each argument but x")
-    return [result for product in zip(*of_each, strict=True) for result in gemm(x, *product)]
+    results = []
+    for *product, turned, known in zip(*of_each, strict=True):
+        if known is None:
+            results += gemm(x, *product, turned)
+        elif product[-1] is None or not turned:
+            raise ValueError("inverses: found those of a weight that is not rotated, expected none of it")
+        else:
+            results += gemm_int8(x, *product, known)
+    return results
 
 
 @_op(

@@ -32,6 +32,7 @@ import cases
 from compiled import is_hopper
 from torch.utils._pytree import tree_map_only
 
+import hf_kbit
 from hf_kbit import reference
 
 OPS = torch.ops.hf_kbit
@@ -85,7 +86,9 @@ def products(shape, bits: int, tokens: int, dtype: torch.dtype) -> None:
     for transform in ((), (cases.columns(shape[1]), True)):
         run(OPS.gemm, cases.x((tokens,), shape[1], dtype), *tiles, None, shape[0], *transform)
         if transform and is_hopper():
+            hf_kbit.set_batch_invariant(True)  # or few tokens would keep 16-bit inputs
             run(OPS.gemm_int8, cases.x((tokens,), shape[1], dtype), *tiles, None, shape[0], transform[0])
+            hf_kbit.set_batch_invariant(False)
         if shape[0] % 8 == 0:  # others are copied by torch first
             run(OPS.gemm_gradient, cases.x((tokens,), shape[0], dtype), *tiles, list(shape), *transform)
 
@@ -98,7 +101,7 @@ def group() -> None:
         transforms = [None, cases.columns(columns), cases.columns(columns, seed=1)], [rotated] * 3
         for tokens in all_tokens:
             x = cases.x((tokens,), columns, torch.bfloat16)
-            run(OPS.gemm_group, x, words, scales, codebooks, [None] * 3, rows, *transforms)
+            run(OPS.gemm_group, x, words, scales, codebooks, [None] * 3, rows, *transforms, [None] * 3)
 
 
 def experts(bits: int) -> None:

@@ -136,6 +136,6 @@ def test_products_of_one_input_each_with_its_own_transform(device, tokens, tiled
         (*packed, columns), _ = weight((rows, 100), 3, *how, tiled, seed=rows)
         products.append([*to(device, *packed), None, rows, *to(device, columns), how[1]])
     *of_each, rotated = map(list, zip(*products, strict=True))
-    found = OPS.gemm_group(x, *of_each, list(map(int, rotated)))
+    found = OPS.gemm_group(x, *of_each, list(map(int, rotated)), [None] * 4)
     for ours, product in zip(found, products, strict=True):
         assert torch.equal(ours, OPS.gemm(x, *product))

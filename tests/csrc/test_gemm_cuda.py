@@ -139,7 +139,7 @@ def group_of(rows, columns: int, bits: int, scaled: str = "none", rotated: str =
 
 def multiply_all(x, weights, biases) -> list[torch.Tensor]:
     each = [
-        (*weight.tiles, weight.codebook, bias, weight.shape[0], weight.columns, int(weight.rotated))
+        (*weight.tiles, weight.codebook, bias, weight.shape[0], weight.columns, int(weight.rotated), None)
         for weight, bias in zip(weights, biases, strict=True)
     ]
     return OPS.gemm_group(x, *map(list, zip(*each, strict=True)))
@@ -259,14 +259,14 @@ def test_launches(transform):
             [256] * len(layers),
             [layer.parts["columns"] for layer in layers],
         ]
-        rotated = [int(columns is not None) for columns in of_each[-1]]
-        found = cases.launched(lambda x=x, of_each=of_each, rotated=rotated: OPS.gemm_group(x, *of_each, rotated))
+        of_each += [[int(columns is not None) for columns in of_each[-1]], [None] * len(layers)]
+        found = cases.launched(lambda x=x, of_each=of_each: OPS.gemm_group(x, *of_each))
         reordered = hopper and tokens > 16  # all want the same of x; transforms differ
         before = int(reordered) if plain else -(-len(layers) // 4) * (tokens > 1)
         assert found == {kernel: count} | ({"transform_kernel": before} if before else {}), (tokens, len(layers))
-        for ours, layer in zip(OPS.gemm_group(x, *of_each, rotated), layers, strict=True):
+        for ours, layer in zip(OPS.gemm_group(x, *of_each), layers, strict=True):
             torch.testing.assert_close(ours, layer(x))
-    assert OPS.gemm_group(x, [], [], [], [], [], [], []) == []
+    assert OPS.gemm_group(x, [], [], [], [], [], [], [], []) == []
 
 
 def test_compiles_without_a_graph_break():

@@ -6,10 +6,12 @@ import pytest
 import torch
 from compiled import BITS, FORMS, OPS, moved, to
 
+import hf_kbit
 from hf_kbit import codebooks, reference
 
 SHAPES = [*cases.SHAPES, (1100, 256), (33, 2100), (5, 4096 + 40)]
 TOKENS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 40]
+pytestmark = pytest.mark.usefixtures("always_int8")
 
 
 @pytest.fixture(autouse=True)
@@ -131,3 +133,19 @@ def test_threads(device):
             assert_same(device, x[:tokens], packed, columns, 700)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_a_group_has_weights_of_both_kinds(device, dtype):
+    """8-bit inputs of the weight with inverses, and 16-bit ones of the others."""
+    hf_kbit.set_batch_invariant(False)
+    stored, columns = weight((35, 1000), 3)
+    x, bias = to(device, inputs(70, 1000, dtype), cases.x((), 35, dtype))
+    packed = *to(device, *stored), bias, 35, *to(device, columns)
+    known = OPS.int8_inverses(*packed[:3], [35, 1000])
+    exact, rounded = OPS.gemm(x, *packed, True), OPS.gemm_int8(x, *packed, known)
+    group = *([part] * 3 for part in (*packed, 1)), [None, known, None]
+    for found, wanted in zip(OPS.gemm_group(x, *group), (exact, rounded, exact), strict=True):
+        assert torch.equal(found, wanted)
+    first, second, third = reference.gemm_group(x, *group)
+    assert torch.equal(second, rounded) and torch.equal(first, third) and not torch.equal(first, second)

@@ -19,10 +19,15 @@ from compiled import (
     to,
 )
 
+import hf_kbit
 from hf_kbit import reference
 from hf_kbit.ops import native
 
-pytestmark = [*NEEDED, pytest.mark.filterwarnings("ignore:hf_kbit. gemm_int8 runs in plain PyTorch")]
+pytestmark = [
+    *NEEDED,
+    pytest.mark.filterwarnings("ignore:hf_kbit. gemm_int8 runs in plain PyTorch"),
+    pytest.mark.usefixtures("always_int8"),
+]
 # Less than a tile, ragged rows and columns; then K in clusters, slabs of the last tiles divided, many row tiles.
 SMALL = [(1, 1), (16, 256), (35, 1000), (130, 513), (264, 776)]
 LARGE = [(4096, 4096), (3072, 8192), (1280, 8192), (48, 14336), (100_000, 264)]
@@ -153,6 +158,23 @@ def test_what_no_kernel_multiplies_is_the_same():
         assert_same_bits(multiply(weight, half, tiled=False), expected(weight, half))
     (warning,) = caught
     assert "gemm_int8 runs in plain PyTorch on cuda" in str(warning.message)
+
+
+@BITS
+@HALVES
+def test_few_tokens_keep_16_bit_inputs(bits, dtype):
+    """Alone, and beside another weight, whose inputs are never rounded."""
+    hf_kbit.set_batch_invariant(False)
+    weight, bias = Weight.random((130, 513), bits, True, True), cases.x((), 130, dtype).cuda()
+    inverses = OPS.int8_inverses(*weight.tiles, weight.codebook, list(weight.shape))
+    both = [[part] * 2 for part in (*weight.tiles, weight.codebook, bias, 130, weight.columns, 1)]
+    for tokens in (0, 1, 17, 64, 65, 200):
+        x = cases.x((tokens,), 513, dtype).cuda()
+        exact = OPS.gemm(x, *weight.tiles, weight.codebook, bias, 130, weight.columns, True)
+        rounded = expected(weight, x, bias) if tokens > 64 else exact
+        assert_same_bits(multiply(weight, x, bias, inverses), rounded, tokens)
+        for found, wanted in zip(OPS.gemm_group(x, *both, [inverses, None]), (rounded, exact), strict=True):
+            torch.testing.assert_close(found, wanted)  # together they may divide the work in another way
 
 
 def test_launches_and_allocations():

@@ -91,7 +91,7 @@ def test_operations_are_counted_as_of_linear_layers():
     assert count(lambda: gemm(x, *packed, columns=cases.columns(100), rotated=True).sum().backward()) == 2 * product
     assert count(lambda: gemm(x.detach(), *packed)) == product
     assert count(lambda: OPS.gemm_int8(x.detach(), *packed, None, 64, cases.columns(100))) == product
-    group = *of_two, [None] * 2, [64, 64], [None] * 2, [0, 0]
+    group = *of_two, [None] * 2, [64, 64], [None] * 2, [0, 0], [None] * 2
     assert count(lambda: OPS.gemm_group(x.detach(), *group)) == 2 * product
     experts, ends = (*(tensor[None] for tensor in packed[:2]), codebook, None), torch.tensor([0, 7]).int()
     tokens, both = x[0], torch.cat([x[0], x[0]], dim=1)

@@ -15,7 +15,6 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 
 from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.ops import gemm_int8
 from hf_kbit.packed import Decoding, Packed
 from hf_kbit.tensor import PACKED
 
@@ -115,24 +114,13 @@ class KbitLinearMethod(LinearMethodBase):
         rows = [part.out_features for part in layer.parts]
         biases = [None] * len(rows) if bias is None else bias.split(rows)
         parts = list(zip(layer.parts, biases, strict=True))
-        of_packed = [_operands(part, own) for part, own in parts if _in_group(part)]
+        of_packed = [_operands(part, own) for part, own in parts if isinstance(part, KbitLinear)]
         packed = torch.ops.hf_kbit.gemm_group(x, *map(list, zip(*of_packed, strict=True))) if of_packed else []
         packed = iter(packed)
-        products = [next(packed) if _in_group(part) else _product(part, x, own) for part, own in parts]
+        products = [
+            next(packed) if isinstance(part, KbitLinear) else F.linear(x, part.weight, own) for part, own in parts
+        ]
         return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
-
-
-def _in_group(part: nn.Linear) -> bool:
-    """Whether ``gemm_group`` multiplies by it: it is packed, and its inputs stay in 16 bits."""
-    return isinstance(part, KbitLinear) and part.inputs is None
-
-
-def _product(part: nn.Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if not isinstance(part, KbitLinear):
-        return F.linear(x, part.weight, bias)
-    weight = part.weight.parts
-    packed = weight["words"], weight["absmax"], weight["codebook"]
-    return gemm_int8(x, *packed, bias, part.out_features, weight["columns"], part.find_inverses(weight))
 
 
 def _operands(part: KbitLinear, bias: torch.Tensor | None) -> tuple:
@@ -140,7 +128,8 @@ def _operands(part: KbitLinear, bias: torch.Tensor | None) -> tuple:
     weight = part.weight.parts
     columns = weight["columns"]
     packed = weight["words"], weight["absmax"], weight["codebook"]
-    return *packed, bias, part.out_features, columns, int(columns is not None)
+    inverses = part.find_inverses(weight) if part.inputs else None
+    return *packed, bias, part.out_features, columns, int(columns is not None), inverses
 
 
 def whose_device(part: nn.Module) -> nn.Parameter:
