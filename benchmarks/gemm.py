@@ -124,7 +124,7 @@ def packed_kernels(weight, bits: int, gradient: bool, rotated: bool):
     sides = {"hf_kbit": functions(rotated)}
     if rotated:
         sides["plain"] = functions(False)
-    if rotated and not gradient and native.has_kernel("gemm_int8", "cuda"):
+    if rotated and not gradient and native.has_int8("cuda"):
         inverses = OPS.int8_inverses(words, scales, codebook, [n, k])
         sides["int8"] = [
             lambda x, w=w, s=s, c=c: OPS.gemm_int8(x, w, s, codebook, None, n, c, inverses) for w, s, c in sets

@@ -45,12 +45,16 @@ constexpr WgmmaCycles kWgmma{21, 13, 0.47, 6000, 3500, 12, 1500, 5700, 43, 290, 
 // gemm_int8.cu at 4 bits, an H200 and an H100; 5 bits by instructions. 2026-11-26.
 constexpr WgmmaCycles kInt8{27, 5, 0.24, 8500, 3200, 3.8, 3000, 3800, 38, 680, 9.1};
 
-// hopper/experts_wgmma.cu, in cycles, 4 bits, Qwen3-30B-A3B and Mixtral-8x7B. 2026-11-23.
-namespace experts {
-constexpr double kSlab[] = {2550, 2890, 3930, 5470, 6040}, kSlabBits5 = 800;  // tiles of 16 to 256 tokens
-constexpr double kSlabOfSteps[] = {3800, 4100, 4700};                         // of 128 tokens, 32 at a time
-constexpr double kTile = 1150, kGroupToken = 100;
-}  // namespace experts
+// Products of experts, in cycles.
+struct ExpertsCycles {
+    double slab[5], slab_bits5;  // tiles of 16 to 256 tokens
+    double slab_of_steps[3];     // of 128 tokens, 32 at a time
+    double tile, group_token;
+};
+// hopper/experts_wgmma.cu, 4 bits, Qwen3-30B-A3B and Mixtral-8x7B. 2026-11-23.
+constexpr ExpertsCycles kExperts{{2550, 2890, 3930, 5470, 6040}, 800, {3800, 4100, 4700}, 1150, 100};
+// hopper/experts_int8.cu: not measured. Of kExperts as much as kInt8 is of kWgmma.
+constexpr ExpertsCycles kExpertsInt8{{2760, 2780, 3260, 3890, 3780}, 300, {3100, 3300, 3550}, 1150, 100};
 
 // gradient/gradient_wgmma.cu, in cycles. 2026-11-23.
 namespace gradient {

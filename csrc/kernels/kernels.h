@@ -126,19 +126,23 @@ cudaError_t gemm_wgmma(const Product* products, int count, Dtype dtype, int bits
                        const WgmmaPlan& plan, float* partial, uint32_t* ready, bool awaits, const Gpu& gpu,
                        cudaStream_t stream);
 
-// x [tokens, K], float16 or bfloat16, as 8-bit inputs (docs/internals.md), K a multiple of 8 and `columns` those of a
-// Transform that rotates: out [tokens, 32 * B], of each block of 32 columns first 0 to 3, 8 to 11, 16 to 19 and 24 to
-// 27, then the others, and scales [tokens + 1], the last one 0. Besides sets `num_zeros` words of `zeros` to zero.
-cudaError_t tokens_to_int8(const void* x, Dtype dtype, const uint8_t* columns, int64_t tokens, int64_t in_features,
-                           int8_t* out, float* scales, uint32_t* zeros, int num_zeros, const Gpu& gpu,
-                           cudaStream_t stream);
-// y [tokens, N] of 8-bit inputs: product.x and token_scales are those of tokens_to_int8, inverses float16 [N] those of
-// rows (reference.py, int8_inverses), dtype that of y. As plan_int8 says, on GPUs of compute capability 9.0; partial
-// and ready: as many numbers and zeros as wgmma_partial_sums and wgmma_partial_flags say. Overlaps with the kernel
-// launched before it, on whose results nothing but product.x, token_scales and ready may depend.
-cudaError_t gemm_int8(const Product& product, const void* inverses, const float* token_scales, Dtype dtype, int bits,
-                      int64_t tokens, int64_t in_features, const WgmmaPlan& plan, int32_t* partial, uint32_t* ready,
-                      const Gpu& gpu, cudaStream_t stream);
+// `rows` of x [*, K], float16 or bfloat16, as 8-bit inputs (docs/internals.md), K a multiple of 8 and `columns` those
+// of a Transform that rotates: out [tokens, 32 * B], of each block of 32 columns first 0 to 3, 8 to 11, 16 to 19 and
+// 24 to 27, then the others, and scales [tokens + 1], the last one 0. Besides sets `num_zeros` words of `zeros` to
+// zero.
+cudaError_t tokens_to_int8(const void* x, const Rows& rows, Dtype dtype, const uint8_t* columns, int64_t tokens,
+                           int64_t in_features, int8_t* out, float* scales, uint32_t* zeros, int num_zeros,
+                           const Gpu& gpu, cudaStream_t stream);
+// Of 8-bit inputs: x and token_scales are those of tokens_to_int8.
+struct Int8Product : Product {
+    const void* inverses;  // of the weights' rows, float16 (reference.py, int8_inverses)
+    const float* token_scales;
+};
+// y [tokens, N], of dtype. As plan_int8 says, on GPUs of compute capability 9.0; partial and ready: as many numbers
+// and zeros as wgmma_partial_sums and wgmma_partial_flags say. Overlaps with the kernel launched before it, on whose
+// results nothing but product.x, token_scales and ready may depend.
+cudaError_t gemm_int8(const Int8Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
+                      const WgmmaPlan& plan, int32_t* partial, uint32_t* ready, const Gpu& gpu, cudaStream_t stream);
 
 // Where the tokens of `tokens` rows of `slots` numbers each go, int64 (wide) or int32, in an order by number, and by
 // row where numbers are equal; those that are not from 0 to experts - 1 come last. rows: the row of each in that
@@ -161,6 +165,12 @@ cudaError_t combine_experts(const void* y, Dtype dtype, const int32_t* places, c
 cudaError_t experts_wgmma(const Product& product, const int32_t* offsets, int experts, Dtype dtype, int bits,
                           int64_t rows, int64_t in_features, const WgmmaPlan& plan, const Gpu& gpu,
                           cudaStream_t stream);
+
+// The same of 8-bit inputs, dtype that of y, as plan_experts_int8 says. Overlaps with the kernel launched before it,
+// on whose results nothing but product.x and token_scales may depend.
+cudaError_t experts_int8(const Int8Product& product, const int32_t* offsets, int experts, Dtype dtype, int bits,
+                         int64_t rows, int64_t in_features, const WgmmaPlan& plan, const Gpu& gpu,
+                         cudaStream_t stream);
 
 // to[i] = from[rows.index[i]], or from[i], for rows i below count, or, where `first` and `end` are given, those of
 // them from *first on, before *end; all have so many columns.

@@ -278,6 +278,38 @@ void int8_inverses(const Packed& packed, Tensor& inverses) {
 // So that a token is rounded alike whatever tokens are beside it, batch-invariant products all take 8-bit inputs.
 bool takes_int8(int64_t tokens) { return tokens > kMost16BitTokens || batch_invariant(); }
 
+namespace {
+
+// The product of x as 8-bit inputs, which it holds.
+struct HeldInt8 {
+    Tensor made;
+    cuda::Int8Product product;
+    int32_t* sums;
+    uint32_t* ready;
+};
+
+// Makes `tokens` rows of held.x int8. One allocation for these, their scales, sums and flags of divided tiles, in this
+// order.
+HeldInt8 to_int8(Held& held, const cuda::Rows& rows, Dtype dtype, int64_t tokens, const Tensor& inverses,
+                 const WgmmaPlan& plan, const Launch& launch) {
+    const int64_t in_features = held.x.size(-1), token_bytes = tokens * num_blocks(in_features) * kBlockSize;
+    const int64_t scale_bytes = ceil_div(tokens + 1, 4) * 16, sum_bytes = wgmma_partial_sums(plan) * 4;
+    const int64_t flags = wgmma_partial_flags(plan);
+    Tensor made = new_tensor(held.x, {token_bytes + scale_bytes + sum_bytes + flags * 4}, ScalarType::Byte);
+    uint8_t* const to = write<uint8_t>(made);
+    auto* const scales = reinterpret_cast<float*>(to + token_bytes);
+    auto* const sums = reinterpret_cast<int32_t*>(to + token_bytes + scale_bytes);
+    auto* const ready = reinterpret_cast<uint32_t*>(to + token_bytes + scale_bytes + sum_bytes);
+    check("tokens_to_int8", cuda::tokens_to_int8(held.x.const_data_ptr(), rows, dtype, held.transform.columns, tokens,
+                                                 in_features, reinterpret_cast<int8_t*>(to), scales, ready,
+                                                 static_cast<int>(flags), launch.gpu, launch.stream));
+    cuda::Int8Product product{held.product(), inverses.const_data_ptr(), scales};
+    product.x = to;
+    return {made, product, sums, ready};
+}
+
+}  // namespace
+
 // Decodes to int8 and multiplies in one kernel, after another one for x; where there is none in plain PyTorch.
 Tensor gemm_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
                  const Tensor& inverses) {
@@ -289,23 +321,10 @@ Tensor gemm_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::
     }
     Held held(in_pieces(x), shape_of(x), dtype, packed, bias);
     const WgmmaPlan plan = plan_int8(tokens, packed.out_features, in_features, packed.bits, launch.gpu);
-    // One allocation for tokens, their scales, sums and flags of divided tiles, in this order.
-    const int64_t token_bytes = tokens * num_blocks(in_features) * kBlockSize;
-    const int64_t scale_bytes = ceil_div(tokens + 1, 4) * 16, sum_bytes = wgmma_partial_sums(plan) * 4;
-    const int64_t flags = wgmma_partial_flags(plan);
-    Tensor made = new_tensor(x, {token_bytes + scale_bytes + sum_bytes + flags * 4}, ScalarType::Byte);
-    uint8_t* const to = write<uint8_t>(made);
-    auto* const scales = reinterpret_cast<float*>(to + token_bytes);
-    auto* const sums = reinterpret_cast<int32_t*>(to + token_bytes + scale_bytes);
-    auto* const ready = reinterpret_cast<uint32_t*>(to + token_bytes + scale_bytes + sum_bytes);
-    check("tokens_to_int8", cuda::tokens_to_int8(held.x.const_data_ptr(), dtype, held.transform.columns, tokens,
-                                                 held.x.size(-1), reinterpret_cast<int8_t*>(to), scales, ready,
-                                                 static_cast<int>(flags), launch.gpu, launch.stream));
-    cuda::Product product = held.product();
-    product.x = to;
+    const HeldInt8 int8 = to_int8(held, {nullptr, tokens}, dtype, tokens, inverses, plan, launch);
     check("gemm_int8",
-          cuda::gemm_int8(product, inverses.const_data_ptr(), scales, dtype, packed.bits, tokens, in_features, plan,
-                          sums, ready, launch.gpu, launch.stream),
+          cuda::gemm_int8(int8.product, dtype, packed.bits, tokens, in_features, plan, int8.sums, int8.ready,
+                          launch.gpu, launch.stream),
           plan);
     return held.y;
 }
@@ -437,6 +456,43 @@ Tensor gemm_experts(const Tensor& x, Dtype dtype, const Packed& packed, const st
         return gemm(inputs, dtype, matrix, its_bias);
     });
     return y;
+}
+
+namespace {
+
+// Of tiles: those of all experts are the tiles of one matrix, whose rows are padded for each.
+Tensor inverses_of_experts(const Packed& packed) {
+    const int64_t rows = ceil_div(packed.out_features, kTileRows) * kTileRows;
+    Packed all = packed;
+    all.out_features = packed.count * rows;
+    Tensor found = new_tensor(packed.words, {packed.count, rows}, ScalarType::Half);
+    int8_inverses(all, found);
+    return as_contiguous(torch::stable::narrow(found, 1, 0, packed.out_features));
+}
+
+}  // namespace
+
+// In one kernel, after another one for x, as gemm_int8; where there is none in plain PyTorch.
+Tensor gemm_experts_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
+                         const std::optional<Tensor>& rows, const Tensor& offsets,
+                         const std::optional<Tensor>& inverses) {
+    const Launch launch(x);
+    const int64_t count = rows ? rows->size(0) : x.size(0), in_features = packed.in_features;
+    if (!fusable(packed, dtype) ||
+        !experts_are_fused(count, packed.count, packed.out_features, in_features, launch.gpu)) {
+        return plain_gemm_experts_int8(x, packed, bias, rows, offsets, inverses);
+    }
+    const Tensor known = inverses ? *inverses : inverses_of_experts(packed);
+    Held held(in_pieces(x), {count, in_features}, dtype, packed, bias);
+    const WgmmaPlan plan =
+        plan_experts_int8(count, packed.count, packed.out_features, in_features, packed.bits, launch.gpu);
+    const cuda::Rows taken{rows ? read<int32_t>(*rows) : nullptr, x.size(0)};
+    const HeldInt8 int8 = to_int8(held, taken, dtype, count, known, plan, launch);
+    check("gemm_experts_int8",
+          cuda::experts_int8(int8.product, read<int32_t>(offsets), static_cast<int>(packed.count), dtype, packed.bits,
+                             count, in_features, plan, launch.gpu, launch.stream),
+          plan);
+    return held.y;
 }
 
 void gemm_experts_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, const Tensor& offsets,

@@ -1,4 +1,4 @@
-// The op of experts' 8-bit inputs, of the libraries that have kernels for it.
+// The op of experts' 8-bit inputs.
 #include <torch/csrc/stable/library.h>
 
 #include "ops/backend.h"

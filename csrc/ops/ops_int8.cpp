@@ -1,4 +1,4 @@
-// The ops of 8-bit inputs, of the libraries that have kernels for them.
+// The ops of 8-bit inputs of a weight.
 #include <torch/csrc/stable/library.h>
 
 #include "ops/backend.h"

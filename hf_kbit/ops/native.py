@@ -20,8 +20,6 @@ import torch
 
 from hf_kbit import reference
 
-# Of a device type the ops that neither its library nor Triton's kernels have.
-PLAIN = {"cuda": ("gemm_experts_int8",)}
 TRITON_DEVICES = ("cuda", "xpu")  # ROCm's are "cuda" too
 REINSTALL_OPTIONS = "--force-reinstall --no-deps --no-cache-dir"
 OLDEST_DRIVERS = {12: "525", 13: "580"}  # that run what each CUDA built, in NVIDIA's table of compatibility
@@ -161,17 +159,16 @@ def triton_missing(device_type: str) -> str:
     return ""
 
 
-def has_kernel(op: str, device_type: str) -> bool:
-    """Whether the library of a device type is there and has an op of 8-bit inputs, on CUDA for this GPU."""
-    found = library(device_type).loaded and op not in PLAIN.get(device_type, ())
+def has_int8(device_type: str) -> bool:
+    """Whether the library of a device type is there and has kernels of 8-bit inputs, on CUDA for this GPU."""
     # By torch, which then knows that a process has a GPU: vLLM asks it before it forks.
-    return found and (device_type != "cuda" or torch.cuda.get_device_capability() == (9, 0))
+    return library(device_type).loaded and (device_type != "cuda" or torch.cuda.get_device_capability() == (9, 0))
 
 
 def fallback(op: str, device_type: str) -> Callable:
     """What runs an op on a device type without library: a kernel of Triton's if it has one, or the reference."""
     name = op.removesuffix("_inference").removesuffix("_plain")
-    if op.endswith("_plain") or (name in PLAIN.get(device_type, ()) and library(device_type).loaded):
+    if op.endswith("_plain"):
         warn_plain(name, device_type)
     else:
         warn_missing(device_type)
@@ -188,7 +185,7 @@ def fallback(op: str, device_type: str) -> Callable:
 
 @functools.cache
 def warn_plain(op: str, device_type: str) -> None:
-    """Says once for each device type that an op has no kernel of its own there, or none for such a call."""
+    """Says once for each device type that an op has no kernel there for such a call."""
     warnings.warn(
         f"hf_kbit: {op} runs in plain PyTorch on {device_type}, correct but slower than 16-bit inputs: "
         "kernels of 8-bit inputs are for float16 or bfloat16 on GPUs of compute capability 9.0",

@@ -329,7 +329,9 @@ def gemm_experts(
 
 @_op(
     "gemm_experts_int8(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, Tensor? rows,"
-    " Tensor offsets, SymInt out_features, Tensor columns, Tensor? inverses=None) -> Tensor"
+    " Tensor offsets, SymInt out_features, Tensor columns, Tensor? inverses=None) -> Tensor",
+    "gemm_experts_int8_plain(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, Tensor? rows,"
+    " Tensor offsets, SymInt out_features, Tensor columns, Tensor? inverses=None) -> Tensor",
 )
 def gemm_experts_int8(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, inverses=None):
     _check_dtype("x", x.dtype, FLOATS)

@@ -194,7 +194,7 @@ def test_warning_comes_once_for_each_device_type(monkeypatch):
         assert f": {why}. " in str(warning.message) and "`hf-kbit info`" in str(warning.message)
 
 
-def test_an_op_that_no_library_has_says_so_once(monkeypatch):
+def test_a_call_that_no_kernel_takes_says_so_once(monkeypatch):
     """What is missing then is a kernel, not the library."""
     monkeypatch.setattr(native, "library", lambda name: native.Library(name, Path("there")))
     monkeypatch.setattr(native, "triton_missing", lambda name: "no Triton")
@@ -202,14 +202,16 @@ def test_an_op_that_no_library_has_says_so_once(monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            for op in ("gemm_int8_plain", "gemm_experts_int8"):
+            for op in ("gemm_int8_plain", "gemm_experts_int8_plain"):
                 assert native.fallback(op, "cuda") is getattr(reference, op.removesuffix("_plain"))
     native.warn_plain.cache_clear()
     for op, warning in zip(("gemm_int8", "gemm_experts_int8"), caught, strict=True):
         assert f"hf_kbit: {op} runs in plain PyTorch on cuda, correct but slower" in str(warning.message)
-    assert [native.has_kernel("gemm_experts_int8", device) for device in ("cpu", "cuda")] == [True, False]
+    for capability in ((9, 0), (8, 9)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert [native.has_int8(device) for device in ("cpu", "cuda")] == [True, capability == (9, 0)]
     monkeypatch.setattr(native, "library", lambda name: native.Library(name, None, "none"))
-    assert not native.has_kernel("gemm_int8", "cpu")
+    assert not native.has_int8("cpu")
 
 
 CALLS = """

@@ -1,4 +1,5 @@
-// What a launch of gemm_wgmma.cu, gemm_int8.cu or experts_wgmma.cu is told, and which of its kernels it is.
+// What a launch of gemm_wgmma.cu, experts_wgmma.cu, gemm_int8.cu or experts_int8.cu is told, and which of its kernels
+// it is.
 #pragma once
 
 #include <cuda.h>
@@ -44,7 +45,7 @@ struct WgmmaArguments {
     int experts, row_groups;
 };
 
-// Of a weight and x in int8.
+// Of x in int8, and a weight or all of experts.
 struct Int8Arguments : WgmmaArguments<1> {
     const __half* inverses;     // of the weight's rows
     const float* token_scales;  // of each token, and one more
@@ -106,6 +107,28 @@ cudaError_t begin_arguments(const Product* products, int count, Dtype dtype, int
     arguments.signs = dtype == Dtype::float16 ? signs_of<__half>(products[0].signed_scales)
                                               : signs_of<__nv_bfloat16>(products[0].signed_scales);
     return cudaSuccess;
+}
+
+// The same of x in int8.
+inline cudaError_t begin_arguments(const Int8Product& product, Dtype dtype, int64_t tokens, int64_t in_features,
+                                   const WgmmaPlan& plan, WgmmaMaps<1>& maps, Int8Arguments& arguments,
+                                   int64_t& tiles) {
+    begin_arguments(&product, 1, tokens, in_features, plan, arguments, tiles);
+    arguments.signs = signs_of<__half>(product.signed_scales);
+    arguments.inverses = static_cast<const __half*>(product.inverses);
+    arguments.token_scales = product.token_scales;
+    arguments.half = dtype == Dtype::float16;
+    const int64_t columns = num_blocks(in_features) * kBlockSize;
+    return map_of_rows(product.x, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, tokens, columns, plan.token_tile, maps.of[0]);
+}
+
+// Of experts, in place of what the host does not know.
+template <int kWeights>
+void list_experts(const int32_t* offsets, int experts, const WgmmaPlan& plan, WgmmaArguments<kWeights>& arguments) {
+    arguments.offsets = offsets;
+    arguments.experts = experts;
+    const int rows = arguments.weights[0].output.out_features;
+    arguments.row_groups = static_cast<int>(ceil_div(rows, wgmma_rows(plan.token_tile, plan.groups)));
 }
 
 }  // namespace hf_kbit::cuda

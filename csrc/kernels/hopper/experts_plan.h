@@ -1,5 +1,6 @@
-// Whether many rows of experts take experts_wgmma.cu, and how the kernel divides its work. CTAs, the plan's clusters,
-// take tiles in turns; how many there are, the host does not know.
+// Whether many rows of experts take experts_wgmma.cu, of 8-bit inputs any number experts_int8.cu, and how these
+// kernels divide their work. CTAs, the plan's clusters, take tiles in turns; how many there are, the host does not
+// know.
 #pragma once
 
 #include "kernels/experts.h"
@@ -30,17 +31,18 @@ inline bool experts_are_fused(int64_t rows, int64_t experts, int64_t out_feature
 
 // Cycles of a tile with so many steps of tokens, as wgmma_tile_cycles, but where each tile has another expert's
 // weight.
-constexpr double expert_tile_cycles(int64_t slabs, int bits, int token_tile, int groups, int steps) {
-    using namespace fitted::experts;
+constexpr double expert_tile_cycles(const fitted::ExpertsCycles& cycles, int64_t slabs, int bits, int token_tile,
+                                    int groups, int steps) {
     const bool whole = steps == expert_steps(token_tile);
-    const double slab = whole ? kSlab[log2_ceil(token_tile / 16)] : kSlabOfSteps[steps - 1];
-    return ceil_div(slabs, groups) * (slab + (bits == 5 ? kSlabBits5 : 0)) + kTile +
-           (groups > 1 ? kGroupToken * groups * token_tile : 0);
+    const double slab = whole ? cycles.slab[log2_ceil(token_tile / 16)] : cycles.slab_of_steps[steps - 1];
+    return ceil_div(slabs, groups) * (slab + (bits == 5 ? cycles.slab_bits5 : 0)) + cycles.tile +
+           (groups > 1 ? cycles.group_token * groups * token_tile : 0);
 }
 
 // With batch_invariant a CTA goes through all slabs of its tiles. rows and experts: 1 or more.
 inline WgmmaPlan plan_experts(int64_t rows, int64_t experts, int64_t out_features, int64_t in_features, int bits,
-                              bool batch_invariant, const Gpu& gpu) {
+                              bool batch_invariant, const Gpu& gpu,
+                              const fitted::ExpertsCycles& cycles = fitted::kExperts) {
     const int64_t slabs = num_slabs(in_features);
     WgmmaPlan best{};
     double best_time = 0;
@@ -61,7 +63,7 @@ inline WgmmaPlan plan_experts(int64_t rows, int64_t experts, int64_t out_feature
             double of_tiles = 0;  // cycles of all tiles of the same rows: of each step what it adds
             for (int step = 0; step < expert_steps(token_tile); ++step) {
                 const auto up_to = [&](int steps) {
-                    return steps == 0 ? 0 : expert_tile_cycles(slabs, bits, token_tile, groups, steps);
+                    return steps == 0 ? 0 : expert_tile_cycles(cycles, slabs, bits, token_tile, groups, steps);
                 };
                 of_tiles += expected_token_tiles(rows, experts, token_tile, step * kExpertStep) *
                             (up_to(step + 1) - up_to(step));
@@ -76,6 +78,12 @@ inline WgmmaPlan plan_experts(int64_t rows, int64_t experts, int64_t out_feature
         }
     }
     return best;
+}
+
+// Of 8-bit inputs, whose sums are the same in any order.
+inline WgmmaPlan plan_experts_int8(int64_t rows, int64_t experts, int64_t out_features, int64_t in_features, int bits,
+                                   const Gpu& gpu) {
+    return plan_experts(rows, experts, out_features, in_features, bits, false, gpu, fitted::kExpertsInt8);
 }
 
 }  // namespace hf_kbit

@@ -31,9 +31,7 @@ cudaError_t experts_wgmma(const Product& product, const int32_t* offsets, int ex
     int64_t tiles = 0;  // were there one weight
     const cudaError_t error = begin_arguments(&product, 1, dtype, rows, in_features, plan, maps, arguments, tiles);
     if (error != cudaSuccess) return error;
-    arguments.offsets = offsets;
-    arguments.experts = experts;
-    arguments.row_groups = static_cast<int>(ceil_div(product.out_features, wgmma_rows(plan.token_tile, plan.groups)));
+    list_experts(offsets, experts, plan, arguments);
     return dispatch<__half, __nv_bfloat16>(bits, dtype, [&](auto width, auto value) {
         return dispatch_token_tile(plan.token_tile, [&](auto token_tile) {
             constexpr int kTokens = token_tile();

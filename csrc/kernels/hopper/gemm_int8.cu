@@ -25,25 +25,17 @@ __global__ void __launch_bounds__(wgmma_threads(kTokens), 1)
 
 }  // namespace
 
-cudaError_t gemm_int8(const Product& product, const void* inverses, const float* token_scales, Dtype dtype, int bits,
-                      int64_t tokens, int64_t in_features, const WgmmaPlan& plan, int32_t* partial, uint32_t* ready,
-                      const Gpu& gpu, cudaStream_t stream) {
+cudaError_t gemm_int8(const Int8Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
+                      const WgmmaPlan& plan, int32_t* partial, uint32_t* ready, const Gpu& gpu, cudaStream_t stream) {
     if (plan.token_tile == 0) return cudaErrorInvalidConfiguration;
-    const int64_t columns = num_blocks(in_features) * kBlockSize;
     WgmmaMaps<1> maps;
-    const cudaError_t error =
-        map_of_rows(product.x, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, tokens, columns, plan.token_tile, maps.of[0]);
-    if (error != cudaSuccess) return error;
     Int8Arguments arguments{};
     int64_t tiles = 0;
-    begin_arguments(&product, 1, tokens, in_features, plan, arguments, tiles);
+    const cudaError_t error = begin_arguments(product, dtype, tokens, in_features, plan, maps, arguments, tiles);
+    if (error != cudaSuccess) return error;
     divide_tiles(plan, tokens, tiles, arguments);
-    arguments.signs = signs_of<__half>(product.signed_scales);
     arguments.partial = reinterpret_cast<float*>(partial);
     arguments.ready = ready;
-    arguments.inverses = static_cast<const __half*>(inverses);
-    arguments.token_scales = token_scales;
-    arguments.half = dtype == Dtype::float16;
     return dispatch(bits, [&](auto width) {
         return dispatch_token_tile(plan.token_tile, [&](auto token_tile) {
             constexpr int kTokens = token_tile();

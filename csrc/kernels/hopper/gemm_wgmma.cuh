@@ -1,7 +1,7 @@
 // y = x @ W.T (+ bias) on Hopper, W in tiles; the weights are decoded in registers, as operand A of wgmma. What a CTA
 // of gemm_wgmma.cu does, where W may be several weights for all of x, each with a y of its own, one of
-// experts_wgmma.cu, where W is one of many weights, each for some rows of x and y, and one of gemm_int8.cu, where x is
-// int8 and W becomes so.
+// experts_wgmma.cu, where W is one of many weights, each for some rows of x and y, and those of gemm_int8.cu and
+// experts_int8.cu, where x is int8 and W becomes so.
 //
 //   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8; where the weight has column scales or a
 //             rotation, what inputs/transform.cu makes of it
@@ -54,7 +54,7 @@ template <int kBits, typename T, int kTokens, bool kOrdered, bool kExperts, int 
 struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
                              std::conditional_t<std::is_same_v<T, int8_t>, Int8Arguments, WgmmaArguments<kWeights>>> {
     static constexpr bool kInt8 = std::is_same_v<T, int8_t>;
-    static_assert(!kInt8 || (kOrdered && !kExperts && kWeights == 1));
+    static_assert(!kInt8 || (kOrdered && kWeights == 1));
     using Arguments = std::conditional_t<kInt8, Int8Arguments, WgmmaArguments<kWeights>>;
     using Tiles = WgmmaTiles<kBits, kTokens, kExperts, kWeights, Arguments>;
     using Tiles::cluster, Tiles::rank, Tiles::groups, Tiles::parties, Tiles::group_warps;
@@ -424,11 +424,14 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
 
     // Of a lane's rows.
     __device__ __forceinline__ void load_inverses(int tile, int warp, __half2 (&inverse)[2]) const {
-        const int row = row_tile(place_of(tile), warp) * kTileRows + lane_id() / 4;
+        const Place place = place_of(tile);
+        const __half* inverses = arguments.inverses;
+        if constexpr (kExperts) inverses += int64_t{place.weight} * arguments.weights[0].output.out_features;
+        const int row = row_tile(place, warp) * kTileRows + lane_id() / 4;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int its = min(row + 8 * half, arguments.weights[0].output.out_features - 1);
-            inverse[half] = __half2half2(__ldg(arguments.inverses + its));
+            inverse[half] = __half2half2(__ldg(inverses + its));
         }
     }
 
@@ -446,15 +449,22 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
         float2 of_tokens[kLoads];
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
-            // An even one, and the next one, which has a scale too, also behind the last token.
-            const int token = min(place.token + 64 * i + lane / 4 * 8 + t * 2, (output.tokens - 1) & ~1);
-            of_tokens[i] = __ldcg(reinterpret_cast<const float2*>(arguments.token_scales + token));
+            if constexpr (kExperts) {  // whose first token may be odd
+                const int token = place.token + 64 * i + lane / 4 * 8 + t * 2, last = output.tokens - 1;
+                const auto scale_of = [&](int its) { return __ldcg(arguments.token_scales + min(its, last)); };
+                of_tokens[i] = make_float2(scale_of(token), scale_of(token + 1));
+            } else {
+                // An even one, and the next one, which has a scale too, also behind the last token.
+                const int token = min(place.token + 64 * i + lane / 4 * 8 + t * 2, (output.tokens - 1) & ~1);
+                of_tokens[i] = __ldcg(reinterpret_cast<const float2*>(arguments.token_scales + token));
+            }
         }
         const int row = row_tile(place, warp) * kTileRows;
         float of_rows[2], bias[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int its = min(row + lane / 4 + 8 * half, output.out_features - 1);
+            std::conditional_t<kExperts, int64_t, int> its = min(row + lane / 4 + 8 * half, output.out_features - 1);
+            if constexpr (kExperts) its += int64_t{place.weight} * output.out_features;
             of_rows[half] = __fdiv_rn(unit, __half2float(__ldg(arguments.inverses + its)));
             // Where there is none, what leaves a negative zero as it is.
             bias[half] = output.bias ? static_cast<float>(static_cast<const Y*>(output.bias)[its]) : -0.0f;
@@ -464,7 +474,8 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
         };
         const int owned = max(kTokens >> (arguments.groups_log2 + arguments.split_log2), 8);
         const int first = (rank * groups + warp / group_warps) * owned;
-        const int begin = place.token + first, end = min(begin + owned, output.tokens);
+        const int begin = place.token + first;
+        const int end = min(begin + owned, kExperts ? place.end : output.tokens);
 #pragma unroll
         for (int token = 0; token < kTokens; token += 16) {
             if (token + 8 < first || token >= first + owned) continue;

@@ -1,11 +1,12 @@
 // Tokens as 8-bit inputs (docs/internals.md, "8-bit inputs"): x' = (x * c) @ R in float32, and each number divided by
 // what 1 stands for in its token, the largest magnitude over 127, and rounded.
 //
-//   x        float16 or bfloat16 [M, K], row-major, K a multiple of 8     columns  uint8 [K], as E4M4, or null
+//   x        float16 or bfloat16 [M, K], row-major, K a multiple of 8,    columns  uint8 [K], as E4M4, or null
+//            or rows that an index picks
 //   out      int8 [M, 32 * B]                                             scales   float32 [M + 1], the last one 0
 //
-// For hopper/gemm_int8.cu of each block of 32 columns first 0 to 3, 8 to 11, 16 to 19 and 24 to 27 are stored, then
-// the others: a lane of a tile has eight columns, four for each half of operand A.
+// For the kernels of int8 in hopper/: of each block of 32 columns first 0 to 3, 8 to 11, 16 to 19 and 24 to 27 are
+// stored, then the others. A lane of a tile has eight columns, four for each half of operand A.
 //
 // A CTA has a token, a thread octets of it, which it holds in float32 until all know the largest number. Of a token of
 // more octets than CTAs hold, it makes them anew. The product's kernel overlaps with the launch. Compute
@@ -23,6 +24,8 @@ namespace {
 
 struct Arguments {
     const void* x;
+    const int32_t* rows;  // or null
+    int last_row;
     const uint8_t* columns;
     int8_t* out;
     float* scales;
@@ -33,12 +36,11 @@ struct Arguments {
 
 // An octet, transformed as in the reference, where also what is stored in units elsewhere may overflow.
 template <typename T>
-__device__ __forceinline__ void load_octet(const Arguments& arguments, int token, int column,
-                                           float (&values)[kOctet]) {
+__device__ __forceinline__ void load_octet(const Arguments& arguments, int row, int column, float (&values)[kOctet]) {
     uint4 octet = make_uint4(0, 0, 0, 0);
     uint2 bytes = make_uint2(kScalesOfOne, kScalesOfOne);
     if (column < arguments.in_features) {
-        const T* x = static_cast<const T*>(arguments.x) + int64_t{token} * arguments.in_features + column;
+        const T* x = static_cast<const T*>(arguments.x) + int64_t{row} * arguments.in_features + column;
         octet = *reinterpret_cast<const uint4*>(x);
         if (arguments.columns) bytes = __ldg(reinterpret_cast<const uint2*>(arguments.columns + column));
     }
@@ -64,12 +66,14 @@ __device__ __forceinline__ void run(const Arguments& arguments) {
     for (int i = token * kThreads + thread; i < arguments.num_zeros; i += arguments.tokens * kThreads) {
         arguments.zeros[i] = 0;
     }
+    int row = token;
+    if (arguments.rows) row = min(max(arguments.rows[token], 0), arguments.last_row);
     constexpr int kTurn = kThreads * kOctets * kOctet;  // columns
     const auto column = [&](int i) { return (i * kThreads + thread) * kOctet; };
     float values[kOctets][kOctet];
     const auto load = [&](int first) {
 #pragma unroll
-        for (int i = 0; i < kOctets; ++i) load_octet<T>(arguments, token, first + column(i), values[i]);
+        for (int i = 0; i < kOctets; ++i) load_octet<T>(arguments, row, first + column(i), values[i]);
     };
     uint32_t most = 0;  // as bits, among which those of NaN are the largest
 #pragma unroll 1
@@ -133,11 +137,13 @@ cudaError_t launch(const Arguments& arguments, const Gpu& gpu, cudaStream_t stre
 
 }  // namespace
 
-cudaError_t tokens_to_int8(const void* x, Dtype dtype, const uint8_t* columns, int64_t tokens, int64_t in_features,
-                           int8_t* out, float* scales, uint32_t* zeros, int num_zeros, const Gpu& gpu,
-                           cudaStream_t stream) {
+cudaError_t tokens_to_int8(const void* x, const Rows& rows, Dtype dtype, const uint8_t* columns, int64_t tokens,
+                           int64_t in_features, int8_t* out, float* scales, uint32_t* zeros, int num_zeros,
+                           const Gpu& gpu, cudaStream_t stream) {
     Arguments arguments{};
     arguments.x = x;
+    arguments.rows = rows.index;
+    arguments.last_row = static_cast<int>(rows.count - 1);
     arguments.columns = columns;
     arguments.out = out;
     arguments.scales = scales;

@@ -31,7 +31,6 @@ from hf_kbit.ops import native
 
 # Values of --load-format with which nothing, or something else than the tensors of the files, is loaded.
 NOT_OF_FILES = "dummy", "runai_streamer_sharded", "sharded_state", "tensorizer"
-LINEAR, EXPERTS = "gemm_int8", "gemm_experts_int8"  # ops of 8-bit inputs
 # Of what vLLM makes one layer where a model's class does not say it.
 MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
@@ -44,8 +43,8 @@ class KbitVllmConfig(QuantizationConfig):
         layers: ``{name: Decoding}`` of packed layers, by the name that vLLM gives each as soon as it is known.
         tables: ``{name: (Decoding, whether a head is tied to it)}`` of packed tables of embeddings.
         experts: ``{name: (name in the checkpoint, {own name of a projection: Decoding})}`` of packed experts.
-        inputs: by the op of 8-bit inputs, that of linear layers and heads or that of experts, what the model's config
-            wishes for, or None where the device has no kernel: 16-bit inputs are faster there.
+        inputs: what the model's config wishes for, or None where the device has no kernels of 8-bit inputs: 16-bit
+            ones are faster there.
         prefix: what vLLM puts before the names of all layers: for a draft of speculative decoding there is one.
 
     Raises:
@@ -60,7 +59,7 @@ class KbitVllmConfig(QuantizationConfig):
                 "first: hf-kbit quantize MODEL FOLDER --bits 4"
             )
         self.config, self.layers, self.tables, self.experts, self.prefix = config, {}, {}, {}, ""
-        self.inputs = {}
+        self.inputs = None
 
     def __repr__(self):
         return f"{type(self).__name__}({self.config!r})"
@@ -96,12 +95,12 @@ class KbitVllmConfig(QuantizationConfig):
 
     def _take(self, wish: str, device_type: str) -> None:
         """Fulfils a wish where the device has kernels, and logs which layers keep 16-bit inputs, and why."""
-        self.inputs = {op: wish if native.has_kernel(op, device_type) else None for op in (LINEAR, EXPERTS)}
-        made = {name: (LINEAR, [decoding]) for name, decoding in self.layers.items()}
-        made |= {name: (EXPERTS, decodings.values()) for name, (_, decodings) in self.experts.items()}
+        self.inputs = wish if native.has_int8(device_type) else None
+        made = {name: [decoding] for name, decoding in self.layers.items()}
+        made |= {name: decodings.values() for name, (_, decodings) in self.experts.items()}
         left = {}
-        for name, (op, decodings) in made.items():
-            if self.inputs[op] is None:
+        for name, decodings in made.items():
+            if self.inputs is None:
                 left[name] = f"no kernel on {device_type}"
             elif not all(decoding.transformed for decoding in decodings):
                 left[name] = "not transformed"
@@ -126,7 +125,7 @@ class KbitVllmConfig(QuantizationConfig):
             decodings = {name: self.layers.get(name) for name in self._sources(prefix)}
             if not any(decodings.values()):
                 return UnquantizedLinearMethod()
-            return KbitLinearMethod(decodings, self.inputs.get(LINEAR))
+            return KbitLinearMethod(decodings, self.inputs)
         if isinstance(layer, RoutedExperts) and prefix in self.experts:
             own = prefix.rpartition(".")[2]
             if asked and (lora := asked.lora_config) and own in (lora.target_modules or [own]):
@@ -134,7 +133,7 @@ class KbitVllmConfig(QuantizationConfig):
                     f"{prefix}: found adapters to be allowed on packed experts, which vLLM runs on its own kernels "
                     "alone, expected adapters on other layers: name these, as in --lora-target-modules q_proj o_proj"
                 )
-            return KbitExpertsMethod(layer.moe_config, *self.experts[prefix], self.inputs.get(EXPERTS))
+            return KbitExpertsMethod(layer.moe_config, *self.experts[prefix], self.inputs)
         return None  # of tables and heads, too: embedding.py gives them theirs
 
     def _sources(self, name: str) -> list[str]:

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from hf_kbit.integrations.transformers.selection import replace_modules
-from hf_kbit.integrations.vllm.config import LINEAR, KbitVllmConfig
+from hf_kbit.integrations.vllm.config import KbitVllmConfig
 from hf_kbit.integrations.vllm.linear import KbitLinearMethod, packed_of, whose_device
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.linear import KbitLinear
@@ -72,7 +72,7 @@ def make_room(model: nn.Module, config: KbitVllmConfig) -> None:
     Raises:
         ValueError: vLLM has no table where the checkpoint has a packed one, or one that does more than look up.
     """
-    modules, inputs = dict(model.named_modules()), config.inputs.get(LINEAR)
+    modules, inputs = dict(model.named_modules()), config.inputs
     untied = {name: (decoding, False) for name, decoding in config.layers.items()}
     for name, (decoding, tied) in {**untied, **config.tables}.items():
         layer = modules.get(name)

@@ -49,7 +49,7 @@ def test_8_bit_inputs(name, way, tmp_path):
 
 def test_8_bit_inputs_without_a_kernel(tmp_path, monkeypatch, caplog):
     """A server is not to be slower for a wish."""
-    monkeypatch.setattr(native, "has_kernel", lambda op, device_type: False)
+    monkeypatch.setattr(native, "has_int8", lambda device_type: False)
     monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     folder = serving.make("qwen3_moe", tmp_path)
