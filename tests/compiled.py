@@ -83,6 +83,25 @@ class Weight:
         return replace(self, tiles=[*map(moved, self.tiles)], planes=[*map(moved, self.planes)])
 
 
+WAYS = ("even", "random", "one", "short")
+
+
+def divided(count, rows, how) -> torch.Tensor:
+    """Offsets of experts: rows divided evenly, at random (some experts have none), all to one, or some to nobody."""
+    if how == "even":
+        inner = torch.arange(1, count) * rows // count
+    elif how == "one":
+        inner = torch.tensor([0] * (count // 2) + [rows] * (count - 1 - count // 2))
+    else:
+        inner = torch.randint(0, rows + 1, (count - 1,), generator=cases.generator(count, rows)).sort().values
+    offsets = torch.tensor([0, *inner.tolist(), rows])
+    return (offsets * 2 // 3 if how == "short" else offsets).int().cuda()
+
+
+def picked_rows(tokens, rows, seed=0) -> torch.Tensor:
+    return torch.randint(0, tokens, (rows,), generator=cases.generator(tokens, rows, seed)).int().cuda()
+
+
 def moved(tensor: torch.Tensor) -> torch.Tensor:
     """The same where no 16 bytes that a kernel reads at once start, as a loaded tensor may lie.
 
@@ -101,6 +120,13 @@ def assert_near_in_float16(found: torch.Tensor, expected: torch.Tensor) -> None:
     few_digits = (expected.abs() < 2.0**-14) & (expected.dtype == torch.float16)
     assert ((found - expected).abs() <= 2.0**-24)[few_digits].all()
     assert torch.equal(torch.where(few_digits, expected, found), expected)
+
+
+def assert_same_bits(found: torch.Tensor, wanted: torch.Tensor, told: object = None) -> None:
+    """Of 16-bit numbers. Zeros of either sign differ; one NaN is as good as another."""
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape and found.is_contiguous()
+    same = (found.view(torch.int16) == wanted.view(torch.int16)) | (found.isnan() & wanted.isnan())
+    assert same.all(), (told, f"{int((~same).sum())} of {same.numel()} differ", (~same).nonzero()[:3].tolist())
 
 
 def rows_with_special_numbers(run, x: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@
 
 Widths that are named run alone, so that several processes can share the work.
 
-Of gemm_wgmma_kernel, gemm_int8_kernel and experts_wgmma_kernel racecheck reports the slabs, and of
-gradient_wgmma_kernel the weights, without reason: a warp's lanes read them, then, behind a __syncwarp, of which no
+Of gemm_wgmma_kernel, gemm_int8_kernel, experts_wgmma_kernel and experts_int8_kernel racecheck reports the slabs, and
+of gradient_wgmma_kernel the weights, without reason: a warp's lanes read them, then, behind a __syncwarp, of which no
 instruction is left for the tool to see, lane 0 tells the barrier that those who bring the next ones wait for. With
 every lane telling it for itself, an experiment, the report of the gradient's weights is gone. That of the slabs stays:
 bulk copies bring them, asked for by another warp, and only of those that the reading warp asks for, as gemm_kernel's,
@@ -110,9 +110,11 @@ def experts(bits: int) -> None:
         _, tiles = forms((count, *shape), bits)
         index = torch.randint(0, 10, (rows,), generator=cases.generator(rows)).int()
         offsets = torch.arange(count + 1).mul(rows - 1).div(count, rounding_mode="floor").int()
-        how = *tiles, cases.x((count,), shape[0], dtype), index, offsets, shape[0], cases.columns(shape[1]), True
+        how = *tiles, cases.x((count,), shape[0], dtype), index, offsets, shape[0], cases.columns(shape[1])
         for swiglu in (False, True):
-            run(OPS.gemm_experts, cases.x((10,), shape[1] * (1 + swiglu), dtype), *how, swiglu)
+            run(OPS.gemm_experts, cases.x((10,), shape[1] * (1 + swiglu), dtype), *how, True, swiglu)
+        if is_hopper():
+            run(OPS.gemm_experts_int8, cases.x((10,), shape[1], dtype), *how)
 
 
 def way_to_experts() -> None:

@@ -16,9 +16,12 @@ from compiled import (
     NEEDED,
     OPS,
     TRANSFORMS,
+    WAYS,
     Weight,
     assert_replayed,
+    divided,
     is_hopper,
+    picked_rows,
     rows_with_special_numbers,
 )
 
@@ -54,25 +57,6 @@ class Experts(Weight):
                 dense, added = self.stored[expert].T, None if bias is None else bias[expert]
                 cases.assert_product(found[first:end], picked[first:end], dense, added, 2, *how)
         assert not found[ends[-1] :].any()
-
-
-def divided(count, rows, how) -> torch.Tensor:
-    """Offsets: rows divided evenly, at random (some experts have none), all to one, or some to nobody."""
-    if how == "even":
-        inner = torch.arange(1, count) * rows // count
-    elif how == "one":
-        inner = torch.tensor([0] * (count // 2) + [rows] * (count - 1 - count // 2))
-    else:
-        inner = torch.randint(0, rows + 1, (count - 1,), generator=cases.generator(count, rows)).sort().values
-    offsets = torch.tensor([0, *inner.tolist(), rows])
-    return (offsets * 2 // 3 if how == "short" else offsets).int().cuda()
-
-
-def picked_rows(tokens, rows, seed=0) -> torch.Tensor:
-    return torch.randint(0, tokens, (rows,), generator=cases.generator(tokens, rows, seed)).int().cuda()
-
-
-WAYS = ("even", "random", "one", "short")
 
 
 @BITS

@@ -13,6 +13,7 @@ from compiled import (
     OPS,
     Weight,
     assert_replayed,
+    assert_same_bits,
     assert_same_on_streams,
     is_hopper,
     random_levels,
@@ -42,13 +43,6 @@ def expected(weight: Weight, x, bias=None, device="cpu"):
     planes, codebook, columns = to(device, *weight.planes), weight.codebook.to(device), weight.columns.to(device)
     x, bias = to(device, x, bias)
     return reference.gemm_int8(x, *planes, codebook, bias, weight.shape[0], columns).cuda()
-
-
-def assert_same_bits(found, wanted, told=None):
-    """Zeros of either sign differ; one NaN is as good as another."""
-    assert found.dtype == wanted.dtype and found.shape == wanted.shape and found.is_contiguous()
-    same = (found.view(torch.int16) == wanted.view(torch.int16)) | (found.isnan() & wanted.isnan())
-    assert same.all(), (told, f"{int((~same).sum())} of {same.numel()} differ", (~same).nonzero()[:3].tolist())
 
 
 @BITS

@@ -39,6 +39,7 @@ static std::string answer(const std::string& of, const Gpu& gpu, const int64_t* 
     if (of == "division_cta") return number(divide_wgmma(wgmma, n[3]).cta_with(n[4]));
     if (of == "ordered") return number(wgmma_ordered(n[0], n[1], n[2], n[3]));
     if (of == "experts") return to_string(plan_experts(n[0], n[1], n[2], n[3], n[4], n[5], gpu));
+    if (of == "experts_int8") return to_string(plan_experts_int8(n[0], n[1], n[2], n[3], n[4], gpu));
     if (of == "experts_fused") return number(experts_are_fused(n[0], n[1], n[2], n[3], gpu));
     if (of == "most_token_tiles") return number(most_token_tiles(n[0], n[1], n[2]));
     if (of == "expected_token_tiles") return number(expected_token_tiles(n[0], n[1], n[2], n[3]));
@@ -414,11 +415,11 @@ def test_gradient(ask, gpu):
 
 
 @pytest.mark.parametrize("gpu", HOPPER, ids=["H200", "a seventh"])
-@pytest.mark.parametrize("invariant", [False, True])
-def test_experts(ask, gpu, invariant):
+@pytest.mark.parametrize(("name", "invariant"), [("experts", False), ("experts", True), ("experts_int8", False)])
+def test_experts(ask, gpu, name, invariant):
     """Groups never have fewer slabs than one each, or one would not come to where they meet."""
     for (experts, each, shape), tokens, bits in itertools.product(EXPERTS, (1, 5, 100, 2048, 100_000), cases.BITS):
-        plan = ask("experts", gpu, tokens * each, experts, *shape, bits, invariant)
+        plan = ask(name, gpu, tokens * each, experts, *shape, bits, invariant)
         told = f"{tokens} tokens, {experts} experts, {shape}, {bits} bits: {plan}"
         assert plan.groups in ((1,) if invariant else (1, 2, 4)) and plan.groups <= sizes(shape)[1], told
         assert (plan.split, plan.divided) == (1, 0) and (plan.groups == 1 or plan.token_tile < 256), told

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from compiled import assert_replayed
 from torch import nn
 from transformers import GptOssConfig, Llama4TextConfig, NemotronHConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -16,6 +17,7 @@ from hf_kbit import reference
 from hf_kbit.integrations.transformers import experts as integration
 from hf_kbit.nn import experts as nn_experts
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, plain_class
+from hf_kbit.ops import native
 
 E, H, INNER, TOP = 6, 72, 40, 2
 
@@ -269,9 +271,25 @@ def test_on_a_gpu(build, tokens):
     assert (found.cpu().float() - expected).norm() <= 0.02 * expected.norm()
     for name, tensor in packed.state_dict().items():
         assert tensor.is_floating_point() or torch.equal(tensor, stored[name]), name
-    graph, held = torch.cuda.CUDAGraph(), [x.cuda().bfloat16(), ids.cuda(), weights.cuda()]
-    with torch.cuda.graph(graph):
-        y = packed(*held)
-    held[1].copy_((ids + 1) % E)
-    graph.replay()
-    assert torch.equal(y, packed(*held))
+    held = [x.cuda().bfloat16(), ids.cuda(), weights.cuda()]
+    assert_replayed(packed, [held, [held[0], (held[1] + 1) % E, held[2]]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("build", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("tokens", [1, 9, 300])
+@torch.no_grad()
+def test_8_bit_inputs_on_a_gpu(build, tokens):
+    """As far from those of a CPU as the gate between two products is; as a graph where a kernel makes them."""
+    exact, rounded = (experts.bfloat16() for experts in with_int8(build))
+    x, ids, weights = routed(tokens)
+    x = x.bfloat16()
+    expected = rounded(x, ids, weights)
+    exact.cuda(), rounded.cuda()
+    held = [x.cuda(), ids.cuda(), weights.cuda()]
+    found = rounded(*held)
+    assert (found.cpu() - expected).norm() <= 0.01 * expected.norm()
+    assert not torch.equal(found, exact(*held))
+    assert torch.equal(torch.compile(rounded, backend="aot_eager")(*held), found)
+    if native.has_int8("cuda"):
+        assert_replayed(rounded, [held, [held[0], (held[1] + 1) % E, held[2]]])

@@ -1,0 +1,196 @@
+"""The product of experts with 8-bit inputs on Hopper: the bits of ``reference.py``, however rows are divided. On other
+GPUs the same tests see plain PyTorch, but for launches and graphs."""
+
+import itertools
+import warnings
+
+import cases
+import pytest
+import torch
+from compiled import (
+    BITS,
+    HALVES,
+    NEEDED,
+    OPS,
+    WAYS,
+    Weight,
+    assert_replayed,
+    assert_same_bits,
+    assert_same_on_streams,
+    divided,
+    is_hopper,
+    moved,
+    picked_rows,
+    random_levels,
+)
+
+from hf_kbit import reference
+from hf_kbit.ops import native
+
+pytestmark = [*NEEDED, pytest.mark.filterwarnings("ignore:hf_kbit. gemm_experts_int8 runs in plain PyTorch")]
+HOPPER = pytest.mark.skipif(not is_hopper(), reason="plain PyTorch")
+
+
+class Experts(Weight):
+    """Those of a mixture, ``[E, N, K]``, with any levels, and what 1 stands for in their rows."""
+
+    @classmethod
+    def random(cls, count, shape, bits, unit=1.0):
+        found = super().random((count, *shape), bits, True, True, random_levels(bits) * unit)
+        matrices = zip(*found.planes, strict=True)
+        how = found.codebook, list(shape)
+        found.inverses = torch.stack([reference.int8_inverses(*matrix, *how) for matrix in matrices])
+        return found
+
+    def how(self, bias, rows, offsets):
+        return self.codebook, bias, rows, offsets, self.shape[0], self.columns
+
+    def multiply(self, x, rows, offsets, bias=None, known=True, tiled=True):
+        packed = self.tiles if tiled else self.planes
+        return OPS.gemm_experts_int8(x, *packed, *self.how(bias, rows, offsets), self.inverses if known else None)
+
+    def expected(self, x, rows, offsets, bias=None):
+        return reference.gemm_experts_int8(x, *self.planes, *self.how(bias, rows, offsets), self.inverses)
+
+
+@BITS
+@HALVES
+@pytest.mark.parametrize(
+    ("count", "shape", "most"),
+    [
+        (1, (35, 1000), 3000),
+        (3, (100, 328), 3000),
+        (8, (264, 2880), 1030),
+        (130, (100, 328), 3000),  # more experts than processors
+        (128, (256, 768), 3000),  # three slabs, which two groups divide unevenly
+        (4, (2048, 3584), 300),  # groups meet after each of several tiles
+        (2, (16, 14336), 100),
+        (5, (7, 33), 100),
+    ],
+    ids=str,
+)
+def test_bits_of_the_reference(count, shape, most, bits, dtype, poison):
+    experts, bias = Experts.random(count, shape, bits), cases.x((count,), shape[0], dtype).cuda()
+    for rows, how in itertools.product((1, 9, 31, 128, 300, 1030, 3000), WAYS):
+        if rows > most:
+            continue
+        offsets, index = divided(count, rows, how), picked_rows(max(1, rows // 8), rows)
+        for tokens, picked, its_bias in ((max(1, rows // 8), index, bias), (rows, None, None)):
+            x = cases.x((tokens,), shape[1], dtype).cuda()
+            poison("cuda", rows * shape[0] * 2)
+            found = experts.multiply(x, picked, offsets, its_bias)
+            assert_same_bits(found, experts.expected(x, picked, offsets, its_bias), (rows, how))
+
+
+@BITS
+@HALVES
+def test_every_number_of_rows_in_a_tile(bits, dtype, poison):
+    """Of tiles of 128 tokens, whose rows are multiplied in steps of 32, at both ends of each step."""
+    shares = [1, 31, 32, 33, 64, 65, 0, 96, 97, 127, 128, 129, 160, 161, 225, 256, 257, 300]
+    experts = Experts.random(len(shares), (300, 1100), bits)
+    offsets = torch.tensor([0, *itertools.accumulate(shares)]).int().cuda()
+    x = cases.x((sum(shares),), 1100, dtype).cuda()
+    poison("cuda", len(x) * 300 * 2)
+    assert_same_bits(experts.multiply(x, None, offsets), experts.expected(x, None, offsets))
+
+
+@BITS
+def test_what_a_caller_may_leave_out_or_lay_elsewhere(bits):
+    """Inverses, also of rows that tiles pad; addresses and strides."""
+    experts, offsets = Experts.random(5, (100, 328), bits), divided(5, 60, "random")
+    x = cases.x((60,), 328, torch.bfloat16).cuda()
+    wanted = experts.expected(x, None, offsets)
+    assert_same_bits(experts.multiply(x, None, offsets, known=False), wanted)
+    its = experts.moved()
+    its.inverses = experts.inverses.T.contiguous().T
+    for elsewhere in (x.T.contiguous().T, moved(x)):
+        assert_same_bits(its.multiply(elsewhere, None, offsets), wanted)
+
+
+@HALVES
+def test_special_numbers_stay_in_their_row(dtype):
+    experts, offsets = Experts.random(6, (320, 513), 4), divided(6, 50, "random")
+    x, bias = cases.x((50,), 513, dtype).cuda(), cases.x((6,), 320, dtype).cuda()
+    x[3, 7], x[4, 8], x[5, 512], x[6] = float("nan"), float("inf"), -float("inf"), 0
+    found = experts.multiply(x, None, offsets, bias)
+    assert_same_bits(found, experts.expected(x, None, offsets, bias))
+    assert found[3:6].isnan().all() and found[6:].isfinite().all()
+
+
+@HALVES
+def test_same_bits_in_every_batch(dtype):
+    experts, x = Experts.random(4, (300, 2880), 4), cases.x((600,), 2880, dtype).cuda()
+    whole = experts.multiply(x, None, divided(4, 600, "even"))
+    for rows in ([0], [599], [3, 149], [0, 150, 300, 450], range(100, 260), range(0, 600, 2)):
+        index = torch.tensor(list(rows), dtype=torch.int32, device="cuda")
+        offsets = torch.searchsorted(index, torch.tensor([0, 150, 300, 450, 600], device="cuda").int())
+        assert torch.equal(experts.multiply(x, index, offsets.int()), whole[index.long()])
+
+
+def test_what_no_kernel_multiplies_is_the_same():
+    """Planes, and float32, with a warning that says what kernels are for, not that a library is missing."""
+    experts, offsets = Experts.random(5, (100, 328), 4), divided(5, 40, "short")
+    x = cases.x((40,), 328).cuda()
+    native.warn_plain.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert torch.equal(experts.multiply(x, None, offsets), experts.expected(x, None, offsets))
+        half = x.half()
+        assert_same_bits(experts.multiply(half, None, offsets, tiled=False), experts.expected(half, None, offsets))
+    (warning,) = caught
+    assert "gemm_experts_int8 runs in plain PyTorch on cuda" in str(warning.message)
+
+
+@HOPPER
+def test_offsets_and_rows_that_are_not_there():
+    """Results are of no use, but what has its rows right is right, and no kernel reads or writes elsewhere."""
+    experts = Experts.random(4, (100, 328), 4)
+    x, index, even = cases.x((5,), 328, torch.float16).cuda(), picked_rows(5, 40), divided(4, 40, "even")
+    for ends in ([0, 10, 2**31 - 1, -(2**31), 40], [7, -5, 3, 1000, 10**9], [2**31 - 1] * 5, [-(2**31)] * 5):
+        experts.multiply(x, index, torch.tensor(ends, dtype=torch.int32, device="cuda"))
+    spoilt = index.clone()
+    spoilt[11], spoilt[30] = -1, 2**31 - 1
+    assert_same_bits(experts.multiply(x, spoilt, even), experts.multiply(x, spoilt.clamp(0, 4), even))
+
+
+def test_no_rows():
+    experts, offsets = Experts.random(3, (100, 328), 4), torch.zeros(4, dtype=torch.int32, device="cuda")
+    x = cases.x((5,), 328, torch.float16).cuda()
+    assert experts.multiply(x, picked_rows(5, 0), offsets).shape == (0, 100)
+    assert not experts.multiply(x, picked_rows(5, 40), offsets).any()
+
+
+@HOPPER
+def test_launches_and_allocations():
+    experts = Experts.random(8, (300, 328), 4)
+    for rows in (2, 300):
+        index, offsets, x = picked_rows(4, rows), divided(8, rows, "even"), cases.x((4,), 328, torch.bfloat16).cuda()
+        found = cases.launched(lambda x=x, index=index, offsets=offsets: experts.multiply(x, index, offsets))
+        assert found == {"experts_int8_kernel": 1, "tokens_to_int8_kernel": 1}
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        experts.multiply(x, index, offsets)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == 2
+
+
+@HOPPER
+@HALVES
+@pytest.mark.parametrize("rows", [8, 128, 1500])
+def test_graph_replays_read_new_offsets(rows, dtype):
+    """And new rows and activations: nothing is read on the host, and each product waits for the one before."""
+    up, down = (Experts.random(16, shape, bits, 2.0**-9) for shape, bits in (((1536, 2048), 4), ((2048, 1536), 3)))
+
+    def both(x, index, offsets):
+        return down.multiply(up.multiply(x, index, offsets), None, offsets)
+
+    inputs = [
+        (cases.x((50,), 2048, dtype, seed=seed).cuda(), picked_rows(50, rows, seed), divided(16, rows, how))
+        for seed, how in enumerate(WAYS)
+    ]
+    assert both(*inputs[0]).isfinite().all()
+    assert_replayed(both, inputs)
+
+
+def test_streams_share_nothing():
+    experts, offsets = Experts.random(16, (512, 2048), 4), divided(16, 300, "random")
+    inputs = [cases.x((300,), 2048, torch.float16, seed=i).cuda() for i in range(4)]
+    assert_same_on_streams(lambda x: experts.multiply(x, None, offsets), inputs, turns=5)
