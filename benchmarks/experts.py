@@ -7,8 +7,8 @@
 A time is the median of replays of a CUDA graph of several calls, each with tokens and experts of its own, at random,
 so that few weights are in L2; all sides of a line take turns. bfloat16; weights are random, rotated and with column
 scales, as by default. The floor is the time to read what the experts that have tokens need, at the speed of a kernel
-that only reads. ``up`` and ``down`` are the two products by themselves. --table prints the table of
-docs/performance.md.
+that only reads. ``up`` and ``down`` are the two products by themselves, and fields with ``int8`` are of 8-bit inputs,
+where these have kernels. --table prints the table of docs/performance.md.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import experts as integration
 from hf_kbit.nn import experts as nn_experts
+from hf_kbit.ops import native
 
 PEERS = ("grouped_mm", "batched_mm")
 QWEN3 = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
@@ -57,6 +58,17 @@ def packed_experts(dense, bits: int):
         projection.load_dense(holder.get_parameter(name).data)
         integration.put(holder, name, projection)
     return packed
+
+
+def with_int8_inputs(packed):
+    """The same packed experts, which round their inputs to 8 bits."""
+    rounded = copy.copy(packed)
+    rounded._modules = dict(packed._modules)
+    for name, module in packed.named_children():
+        if isinstance(module, nn_experts.KbitProjection):
+            rounded._modules[name] = copy.copy(module).eval()
+            rounded._modules[name].take_inputs("int8")
+    return rounded
 
 
 def inputs(model: str, tokens: int, calls: int):
@@ -102,9 +114,14 @@ def floor_us(block, calls) -> float:
 
 def measured(dense, packed: dict, peers, calls) -> dict[tuple[str, int | None], float]:
     """Microseconds by field of a line and width, None where it is that of any."""
-    own = {("us", bits): [partial(block, *each) for each in calls] for bits, block in packed.items()}
+    own = {}
     for bits, block in packed.items():
-        own |= {(f"{what}_us", bits): of for what, of in projection_calls(block, calls).items()}
+        blocks = {"": block}
+        if native.has_int8(DEVICE):
+            blocks["int8_"] = with_int8_inputs(block)
+        for prefix, its in blocks.items():
+            own[f"{prefix}us", bits] = [partial(its, *each) for each in calls]
+            own |= {(f"{prefix}{what}_us", bits): of for what, of in projection_calls(its, calls).items()}
     others = {}
     gathered = sum(p.nbytes for p in dense.parameters()) / dense.num_experts * calls[0][1].numel() * len(calls)
     for peer in peers:

@@ -9,6 +9,7 @@ from adapters import IDS, decoded, quantized
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from hf_kbit.calibration import tuning
+from hf_kbit.ops import native
 
 GROUP = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 SMALL = {"vocab_size": 512, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -60,6 +61,8 @@ def test_experts(benched, monkeypatch):
         *itertools.product(models, (1, 20), (2, 4))
     ]
     fields = ("us", "up_us", "down_us", "grouped_mm_us", "batched_mm_us", "floor_us", "floor_16_us")
+    if native.has_int8("cpu"):
+        fields += ("int8_us", "int8_up_us", "int8_down_us")
     assert all(line[field] > 0 for line in lines for field in fields)
 
 
