@@ -469,8 +469,11 @@ def gemm_experts(
     return _by_experts(multiply, x, bias, rows, offsets, out_features)
 
 
-def gemm_experts_int8(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, inverses=None):
+def gemm_experts_int8(
+    x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, inverses=None, swiglu=False
+):
     """See ``ops.gemm_experts_int8``."""
+    x = swiglu_of(x) if swiglu else x
 
     def multiply(x, expert, bias):
         own = None if inverses is None else inverses[expert]

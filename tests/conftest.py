@@ -8,6 +8,8 @@ import pytest
 import torch
 from fresh import Fresh
 
+from hf_kbit.ops import set_batch_invariant
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on CPUs, one operation at a time; read by its import
 
@@ -16,6 +18,14 @@ if not torch.cuda.is_available():
 def device(request) -> str:
     """A test that takes it runs on a CPU and, marked ``gpu``, on a GPU."""
     return request.param
+
+
+@pytest.fixture
+def always_int8() -> Iterator[None]:
+    """8-bit inputs are rounded wherever they are asked for, also where a GPU is faster without."""
+    set_batch_invariant(True)
+    yield
+    set_batch_invariant(False)
 
 
 @pytest.fixture(autouse=True)

@@ -38,6 +38,9 @@ inline GemmPath gemm_path(int64_t tokens, int64_t out_features, int64_t in_featu
 // Up to so many tokens inputs stay in 16 bits where 8 were asked for: these are as fast at most, and no several
 // weights share a launch (docs/lab, "8-bit inputs on Hopper").
 constexpr int kMost16BitTokens = 64;
+// Of experts so many rows of each. Below so many outputs it takes longer to make x int8 than the product gains; so
+// does the gate, which the kernel that makes x 16-bit inputs applies on the way.
+constexpr int kLeastInt8Features = 4096;
 
 // The most tokens whose products with several weights become one op where models are compiled. More gain little by one
 // launch, and all results take memory from the first product on.

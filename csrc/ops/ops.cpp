@@ -81,9 +81,9 @@ Tensor plain_gemm_experts_int8(const Tensor& x, const Packed& packed, const std:
                                const std::optional<Tensor>& rows, const Tensor& offsets,
                                const std::optional<Tensor>& inverses) {
     using torch::stable::detail::from;
-    return call<10>("hf_kbit::gemm_experts_int8_plain", "",
+    return call<11>("hf_kbit::gemm_experts_int8_plain", "",
                     {from(x), from(packed.words), from(packed.scales), from(packed.codebook), from(bias), from(rows),
-                     from(offsets), from(packed.out_features), from(*packed.columns), from(inverses)});
+                     from(offsets), from(packed.out_features), from(*packed.columns), from(inverses), from(false)});
 }
 
 Tensor grouped_product(const Tensor& a, const Tensor& b, const Tensor& ends) {

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from hf_kbit.nn.product import KbitProduct
 from hf_kbit.nn.weight import local
 from hf_kbit.ops import can_round, combine_experts, gemm_experts, gemm_experts_int8, route_experts
-from hf_kbit.reference import swiglu_of
 from hf_kbit.tensor_ops import cast_for_autocast
 
 LLAMA4 = "Llama4TextExperts"
@@ -83,7 +82,7 @@ class KbitProjection(KbitProduct):
             if self.inputs is None or self.training or columns is None or not can_round(x, bias):
                 y = gemm_experts(x, *how, columns is not None, swiglu)
             else:
-                y = gemm_experts_int8(swiglu_of(x) if swiglu else x, *how, self.find_inverses(parts))
+                y = gemm_experts_int8(x, *how, self.find_inverses(parts), swiglu)
         except (TypeError, ValueError) as error:
             raise self.named(error) from error
         return y if adapter is None else y + adapter(x, rows, offsets)

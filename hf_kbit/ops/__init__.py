@@ -421,19 +421,22 @@ def gemm_experts_int8(
     out_features: int,
     columns: torch.Tensor,
     inverses: torch.Tensor | None = None,
+    swiglu: bool = False,
 ) -> torch.Tensor:
     """``gemm_experts`` of rotated weights with 8-bit inputs: for the rows of each expert what ``gemm_int8`` gives. A
-    gate comes before it.
+    gate is torch's, before x is rounded. On a GPU inputs stay in 16 bits where that is faster: with a gate, up to 64
+    rows an expert, and below 4096 outputs, unless ``set_batch_invariant`` asks for the same bits.
 
     Args:
-        x: float32, float16 or bfloat16 ``[T, K]``.
+        x: float32, float16 or bfloat16 ``[T, K]``, with ``swiglu`` ``[T, 2 K]``.
         inverses: float16 ``[E, N]``, what ``int8_inverses`` has found of each expert's matrix, or None.
+        swiglu: as for ``gemm_experts``.
 
     Returns:
         dtype of ``x``, ``[R, N]``, contiguous, without a gradient.
     """
     return torch.ops.hf_kbit.gemm_experts_int8(
-        x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, inverses
+        x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, inverses, swiglu
     )
 
 

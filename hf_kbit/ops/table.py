@@ -329,13 +329,15 @@ def gemm_experts(
 
 @_op(
     "gemm_experts_int8(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, Tensor? rows,"
-    " Tensor offsets, SymInt out_features, Tensor columns, Tensor? inverses=None) -> Tensor",
+    " Tensor offsets, SymInt out_features, Tensor columns, Tensor? inverses=None, bool swiglu=False) -> Tensor",
     "gemm_experts_int8_plain(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, Tensor? rows,"
-    " Tensor offsets, SymInt out_features, Tensor columns, Tensor? inverses=None) -> Tensor",
+    " Tensor offsets, SymInt out_features, Tensor columns, Tensor? inverses=None, bool swiglu=False) -> Tensor",
 )
-def gemm_experts_int8(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, inverses=None):
+def gemm_experts_int8(
+    x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, inverses=None, swiglu=False
+):
     _check_dtype("x", x.dtype, FLOATS)
-    results = gemm_experts(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns)
+    results = gemm_experts(x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, True, swiglu)
     _check_int8(x, columns, inverses, (weight.shape[0], out_features))
     return results
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import hf_kbit
 from hf_kbit.ops import native
 
 SOURCE = Path(__file__).parents[2] / "csrc"
@@ -54,14 +53,6 @@ def sums_in_float32():
     yield
     for name, value in zip(names, before, strict=True):
         setattr(matmul, name, value)
-
-
-@pytest.fixture
-def always_int8():
-    """Few tokens are rounded to 8 bits too, which on a GPU they otherwise are not."""
-    hf_kbit.set_batch_invariant(True)
-    yield
-    hf_kbit.set_batch_invariant(False)
 
 
 @pytest.fixture

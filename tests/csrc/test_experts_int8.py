@@ -11,6 +11,7 @@ from hf_kbit import codebooks, reference
 SHARES = [0, 1, 2, 5, 0, 9, 17, 33, 0, 1]  # rows of each expert
 ROWS, TOKENS = sum(SHARES) + 3, 20  # the last three are no expert's
 OFFSETS = torch.tensor([0, *SHARES]).cumsum(0).int()
+pytestmark = pytest.mark.usefixtures("always_int8")
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +100,13 @@ def test_wrong_rows_and_offsets_are_refused(device):
         OPS.gemm_experts_int8(*arguments, *to(device, picked(), wrong), 20, columns)
     with pytest.raises(ValueError, match="rows: found 20, expected from 0 to 19, those of x"):
         OPS.gemm_experts_int8(*arguments, *to(device, picked() + 1, OFFSETS), 20, columns)
+
+
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_a_gate_comes_before(device, dtype):
+    packed, columns, inverses = weights((35, 1000), 3)
+    x = cases.x((ROWS,), 2000, dtype).to(device)
+    how = *to(device, *packed), None, None, *to(device, OFFSETS), 35, *to(device, columns, inverses)
+    expected = OPS.gemm_experts_int8(reference.swiglu_of(x), *how)
+    for op in (OPS.gemm_experts_int8, reference.gemm_experts_int8):
+        assert torch.equal(op(x, *how, True), expected)

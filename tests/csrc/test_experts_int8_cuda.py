@@ -24,10 +24,15 @@ from compiled import (
     random_levels,
 )
 
+import hf_kbit
 from hf_kbit import reference
 from hf_kbit.ops import native
 
-pytestmark = [*NEEDED, pytest.mark.filterwarnings("ignore:hf_kbit. gemm_experts_int8 runs in plain PyTorch")]
+pytestmark = [
+    *NEEDED,
+    pytest.mark.filterwarnings("ignore:hf_kbit. gemm_experts_int8 runs in plain PyTorch"),
+    pytest.mark.usefixtures("always_int8"),
+]
 HOPPER = pytest.mark.skipif(not is_hopper(), reason="plain PyTorch")
 
 
@@ -151,6 +156,18 @@ def test_offsets_and_rows_that_are_not_there():
     spoilt = index.clone()
     spoilt[11], spoilt[30] = -1, 2**31 - 1
     assert_same_bits(experts.multiply(x, spoilt, even), experts.multiply(x, spoilt.clamp(0, 4), even))
+
+
+def test_where_16_bit_inputs_are_kept():
+    """Few rows of each expert, few outputs, or a gate."""
+    hf_kbit.set_batch_invariant(False)
+    for outputs, rows, swiglu in ((4096, 128, False), (4088, 200, False), (4096, 200, True), (4096, 129, False)):
+        experts, offsets = Experts.random(2, (outputs, 328), 4), divided(2, rows, "even")
+        how = *experts.tiles, *experts.how(None, None, offsets)
+        x = cases.x((rows,), 328 * (1 + swiglu), torch.float16).cuda()
+        exact = OPS.gemm_experts(x, *how, True, swiglu)
+        found = OPS.gemm_experts_int8(x, *how, experts.inverses, swiglu)
+        assert torch.equal(found, exact) == (rows != 129)
 
 
 def test_no_rows():
