@@ -63,10 +63,12 @@ constexpr double kAdd = 8000, kAddPart = 60;  // the second kernel, and each par
 }  // namespace gradient
 
 // mma/gemm_mma.cu, in cycles, on the H200 made to take this path. 2026-11-21.
-namespace mma {
-constexpr double kPiece = 425, kPieceToken = 15;  // 64 columns of a tile, and of each of its tokens
-constexpr double kStart = 3000;                   // a CTA's start and end
-constexpr double kAdd = 5000, kAddToken = 55;     // the second kernel, and what it reads
-}  // namespace mma
+struct MmaCycles {
+    double piece, piece_token;  // 64 columns of a tile, and of each of its tokens
+    double start;               // a CTA's start and end
+    double add, add_token;      // the second kernel, and what it reads
+};
+constexpr MmaCycles kMma{425, 15, 3000, 5000, 55};
+constexpr MmaCycles kMmaInt8{465, 7.5, 3000, 5000, 55};  // of 8-bit inputs, by instructions; not measured
 
 }  // namespace hf_kbit::fitted

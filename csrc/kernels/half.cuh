@@ -1,5 +1,5 @@
 // float16 and bfloat16 alike, T being __half or __nv_bfloat16: two of them in a register, and the tensor cores'
-// product.
+// product, also that of int8.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -49,5 +49,13 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
 }
 
 #undef HF_KBIT_MMA
+
+// The same of int8, d += a [16, 32] @ b [32, 8], exactly, as PTX says of mma.m16n8k32.
+__device__ __forceinline__ void mma(int32_t (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 
 }  // namespace hf_kbit::cuda

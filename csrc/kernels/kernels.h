@@ -143,6 +143,10 @@ struct Int8Product : Product {
 // results nothing but product.x, token_scales and ready may depend.
 cudaError_t gemm_int8(const Int8Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
                       const WgmmaPlan& plan, int32_t* partial, uint32_t* ready, const Gpu& gpu, cudaStream_t stream);
+// The same as plan_mma_int8 says, on GPUs of another compute capability; partial: as many numbers as
+// mma_int8_partial_words says.
+cudaError_t gemm_mma_int8(const Int8Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
+                          const MmaPlan& plan, int32_t* partial, const Gpu& gpu, cudaStream_t stream);
 
 // Where the tokens of `tokens` rows of `slots` numbers each go, int64 (wide) or int32, in an order by number, and by
 // row where numbers are equal; those that are not from 0 to experts - 1 come last. rows: the row of each in that

@@ -42,6 +42,14 @@ constexpr int kMost16BitTokens = 64;
 // does the gate, which the kernel that makes x 16-bit inputs applies on the way.
 constexpr int kLeastInt8Features = 4096;
 
+// Whether a kernel multiplies 8-bit inputs by a weight in tiles: that of wgmma or of mma. They count tiles in 32 bits,
+// a turn beyond the last one too.
+inline bool int8_is_fused(int64_t tokens, int64_t out_features, int64_t in_features, const Gpu& gpu) {
+    constexpr int64_t kMostTiles = 1 << 30, kLeastTokens = 16, kLeastRows = 4 * kTileRows;
+    return tokens > 0 && tokens <= INT32_MAX - 1 && can_fuse(out_features, in_features, gpu) &&
+           ceil_div(tokens, kLeastTokens) <= kMostTiles / ceil_div(out_features, kLeastRows);
+}
+
 // The most tokens whose products with several weights become one op where models are compiled. More gain little by one
 // launch, and all results take memory from the first product on.
 constexpr int kJoinedTokens = 512;

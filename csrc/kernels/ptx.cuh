@@ -5,6 +5,13 @@
 
 namespace hf_kbit::cuda {
 
+// Of the GPU that code is compiled for, as Gpu::arch; 0 on the host.
+#ifdef __CUDA_ARCH__
+constexpr int kArch = __CUDA_ARCH__;
+#else
+constexpr int kArch = 0;
+#endif
+
 __device__ __forceinline__ uint32_t shared_address(const void* smem) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(smem));
 }
@@ -263,7 +270,17 @@ __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
     return value;
 }
 
-// --- a warp's 8 x 8 matrix of 16-bit numbers, a row in four lanes ---
+// --- a warp's 8 x 8 matrices of 16-bit numbers, a row in four lanes ---
+
+// Four of them, as of 8-bit numbers 8 x 16. Lane i has the address of row i % 8 of matrix i / 8, of 16 bytes.
+__device__ __forceinline__ uint4 load_matrices(uint32_t smem) {
+    uint4 value;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(smem)
+                 : "memory");
+    return value;
+}
 
 __device__ __forceinline__ uint32_t transpose_8x8(uint32_t two) {
     uint32_t transposed;

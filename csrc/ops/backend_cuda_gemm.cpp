@@ -280,7 +280,8 @@ bool takes_int8(int64_t tokens) { return tokens > kMost16BitTokens || batch_inva
 
 bool experts_take_int8(const Packed& packed, int64_t rows, bool swiglu) {
     const bool fewer_us =
-        !swiglu && rows > kMost16BitTokens * packed.count && packed.out_features >= kLeastInt8Features;
+        !swiglu && rows > kMost16BitTokens * packed.count && packed.out_features >= kLeastInt8Features &&
+        experts_are_fused(rows, packed.count, packed.out_features, packed.in_features, Launch(packed.words).gpu);
     return fewer_us || batch_invariant();
 }
 
@@ -291,27 +292,26 @@ struct HeldInt8 {
     Tensor made;
     cuda::Int8Product product;
     int32_t* sums;
-    uint32_t* ready;
+    uint32_t* zeros;
 };
 
-// Makes `tokens` rows of held.x int8. One allocation for these, their scales, sums and flags of divided tiles, in this
-// order.
+// Makes `tokens` rows of held.x int8. One allocation for these, their scales, and numbers for sums of divided tiles,
+// then zeros.
 HeldInt8 to_int8(Held& held, const cuda::Rows& rows, Dtype dtype, int64_t tokens, const Tensor& inverses,
-                 const WgmmaPlan& plan, const Launch& launch) {
+                 int64_t num_sums, int64_t num_zeros, const Launch& launch) {
     const int64_t in_features = held.x.size(-1), token_bytes = tokens * num_blocks(in_features) * kBlockSize;
-    const int64_t scale_bytes = ceil_div(tokens + 1, 4) * 16, sum_bytes = wgmma_partial_sums(plan) * 4;
-    const int64_t flags = wgmma_partial_flags(plan);
-    Tensor made = new_tensor(held.x, {token_bytes + scale_bytes + sum_bytes + flags * 4}, ScalarType::Byte);
+    const int64_t scale_bytes = ceil_div(tokens + 1, 4) * 16;
+    Tensor made = new_tensor(held.x, {token_bytes + scale_bytes + (num_sums + num_zeros) * 4}, ScalarType::Byte);
     uint8_t* const to = write<uint8_t>(made);
     auto* const scales = reinterpret_cast<float*>(to + token_bytes);
     auto* const sums = reinterpret_cast<int32_t*>(to + token_bytes + scale_bytes);
-    auto* const ready = reinterpret_cast<uint32_t*>(to + token_bytes + scale_bytes + sum_bytes);
+    auto* const zeros = reinterpret_cast<uint32_t*>(sums + num_sums);
     check("tokens_to_int8", cuda::tokens_to_int8(held.x.const_data_ptr(), rows, dtype, held.transform.columns, tokens,
-                                                 in_features, reinterpret_cast<int8_t*>(to), scales, ready,
-                                                 static_cast<int>(flags), launch.gpu, launch.stream));
+                                                 in_features, reinterpret_cast<int8_t*>(to), scales, zeros,
+                                                 static_cast<int>(num_zeros), launch.gpu, launch.stream));
     cuda::Int8Product product{held.product(), inverses.const_data_ptr(), scales};
     product.x = to;
-    return {made, product, sums, ready};
+    return {made, product, sums, zeros};
 }
 
 }  // namespace
@@ -326,10 +326,21 @@ Tensor gemm_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::
         return plain_gemm_int8(x, packed, bias, inverses);
     }
     Held held(in_pieces(x), shape_of(x), dtype, packed, bias);
+    if (has_mma_path(launch.gpu.arch)) {
+        const MmaPlan plan = plan_mma_int8(tokens, packed.out_features, in_features, launch.gpu);
+        const HeldInt8 int8 =
+            to_int8(held, {nullptr, tokens}, dtype, tokens, inverses, mma_int8_partial_words(plan), 0, launch);
+        check("gemm_mma_int8",
+              cuda::gemm_mma_int8(int8.product, dtype, packed.bits, tokens, in_features, plan, int8.sums, launch.gpu,
+                                  launch.stream),
+              plan);
+        return held.y;
+    }
     const WgmmaPlan plan = plan_int8(tokens, packed.out_features, in_features, packed.bits, launch.gpu);
-    const HeldInt8 int8 = to_int8(held, {nullptr, tokens}, dtype, tokens, inverses, plan, launch);
+    const HeldInt8 int8 = to_int8(held, {nullptr, tokens}, dtype, tokens, inverses, wgmma_partial_sums(plan),
+                                  wgmma_partial_flags(plan), launch);
     check("gemm_int8",
-          cuda::gemm_int8(int8.product, dtype, packed.bits, tokens, in_features, plan, int8.sums, int8.ready,
+          cuda::gemm_int8(int8.product, dtype, packed.bits, tokens, in_features, plan, int8.sums, int8.zeros,
                           launch.gpu, launch.stream),
           plan);
     return held.y;
@@ -493,7 +504,7 @@ Tensor gemm_experts_int8(const Tensor& x, Dtype dtype, const Packed& packed, con
     const WgmmaPlan plan =
         plan_experts_int8(count, packed.count, packed.out_features, in_features, packed.bits, launch.gpu);
     const cuda::Rows taken{rows ? read<int32_t>(*rows) : nullptr, x.size(0)};
-    const HeldInt8 int8 = to_int8(held, taken, dtype, count, known, plan, launch);
+    const HeldInt8 int8 = to_int8(held, taken, dtype, count, known, 0, 0, launch);
     check("gemm_experts_int8",
           cuda::experts_int8(int8.product, read<int32_t>(offsets), static_cast<int>(packed.count), dtype, packed.bits,
                              count, in_features, plan, launch.gpu, launch.stream),

@@ -29,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import cases
-from compiled import is_hopper
+from compiled import cuda_arch
 from torch.utils._pytree import tree_map_only
 
 import hf_kbit
@@ -85,7 +85,7 @@ def products(shape, bits: int, tokens: int, dtype: torch.dtype) -> None:
     _, tiles = forms(shape, bits)
     for transform in ((), (cases.columns(shape[1]), True)):
         run(OPS.gemm, cases.x((tokens,), shape[1], dtype), *tiles, None, shape[0], *transform)
-        if transform and is_hopper():
+        if transform and cuda_arch() >= 800:
             hf_kbit.set_batch_invariant(True)  # or few tokens would keep 16-bit inputs
             run(OPS.gemm_int8, cases.x((tokens,), shape[1], dtype), *tiles, None, shape[0], transform[0])
             hf_kbit.set_batch_invariant(False)

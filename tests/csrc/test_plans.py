@@ -49,10 +49,11 @@ static std::string answer(const std::string& of, const Gpu& gpu, const int64_t* 
         return to_string(plan) + " sums=" + std::to_string(gradient_partial_sums(plan)) +
                " shared_bytes=" + std::to_string(gradient_shared_bytes(n[3]));
     }
-    if (of != "mma") return "";
-    const MmaPlan plan = plan_mma(n[0], n[1], n[2], n[3], gpu);
-    return to_string(plan) + " sums=" + std::to_string(mma_partial_sums(plan)) +
-           " shared_bytes=" + std::to_string(mma_shared_bytes(plan.token_tile));
+    const bool int8 = of == "mma_int8";
+    if (!int8 && of != "mma") return "";
+    const MmaPlan plan = int8 ? plan_mma_int8(n[0], n[1], n[2], gpu) : plan_mma(n[0], n[1], n[2], n[3], gpu);
+    return to_string(plan) + " sums=" + std::to_string(int8 ? mma_int8_partial_words(plan) : mma_partial_sums(plan)) +
+           " shared_bytes=" + std::to_string(mma_shared_bytes(plan.token_tile, int8 ? 1 : 2));
 }
 extern "C" void ask(const char* of, const int64_t* gpu, const int64_t* numbers, char* to) {
     const Gpu its{0, int(gpu[0]), int(gpu[1]), int(gpu[2]), int(gpu[3])};
@@ -343,9 +344,8 @@ def test_int8(ask, gpu):
 
 
 def test_where_8_bit_inputs_are_fused(ask, gpu):
-    hopper = gpu.arch == 900
     for tokens, shape in itertools.product((1, 17, 100_000), SHAPES):
-        assert ask("int8_fused", gpu, tokens, *shape) == hopper, (tokens, shape)
+        assert ask("int8_fused", gpu, tokens, *shape) == (gpu.arch >= 800), (tokens, shape)
     assert not ask("int8_fused", gpu, 0, 4096, 4096)
     assert not ask("int8_fused", gpu, 17, 2**27 + 1, 256)
     assert not ask("int8_fused", gpu, 2**31 - 1, 4096, 4096)
@@ -393,6 +393,19 @@ def test_mma(ask, gpu):
         assert plan.split == 1 or plan.tiles * plan.split <= gpu.processors, told
         assert plan.sums == (plan.split > 1) * plan.tiles * plan.split * 256 * plan.token_tile <= 16 << 20, told
         assert plan.shared_bytes == 1024 + 65536 + 4 * 64 * plan.token_tile * 2 <= gpu.shared_limit, told
+
+
+def test_mma_int8(ask, gpu):
+    """Tiles of up to 96 tokens, of a byte for each column; parts have a word for their unit."""
+    for tokens, shape in itertools.product((1, 16, *MANY), SHAPES):
+        plan = ask("mma_int8", gpu, tokens, *shape)
+        told = f"{tokens} tokens, {shape}: {plan}"
+        assert plan.token_tile in (32, 64, 96), told
+        assert plan.tiles == ceil_div(shape[0], 256) * ceil_div(tokens, plan.token_tile), told
+        assert 1 <= plan.split <= sizes(shape)[1], told
+        assert plan.split == 1 or plan.tiles * plan.split <= gpu.processors, told
+        assert plan.sums == (plan.split > 1) * (plan.tiles * plan.split * 256 * plan.token_tile + 1), told
+        assert plan.shared_bytes == 1024 + 65536 + 4 * 64 * plan.token_tile <= gpu.shared_limit, told
 
 
 @pytest.mark.parametrize("gpu", HOPPER, ids=["H200", "a seventh"])

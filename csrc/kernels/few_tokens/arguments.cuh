@@ -4,14 +4,10 @@
 #include <cstdint>
 
 #include "kernels/few_tokens/plan.h"
+#include "kernels/ptx.cuh"
 
 namespace hf_kbit::cuda::few_tokens {
 
-#ifdef __CUDA_ARCH__
-constexpr int kArch = __CUDA_ARCH__;
-#else
-constexpr int kArch = 0;
-#endif
 constexpr bool kSm90 = kArch >= 900;
 
 // One of the weights that a launch multiplies x by, where its product goes, and which CTAs see to it: the clusters

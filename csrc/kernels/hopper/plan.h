@@ -186,12 +186,4 @@ inline WgmmaPlan plan_wgmma(int64_t tokens, const int64_t* out_features, int par
 inline WgmmaPlan plan_int8(int64_t tokens, int64_t out_features, int64_t in_features, int bits, const Gpu& gpu) {
     return plan_wgmma(tokens, &out_features, 1, in_features, bits, false, gpu, fitted::kInt8);
 }
-// Whether the kernel multiplies them, for a weight in tiles; it counts tiles in 32 bits, a turn beyond the last one
-// too.
-inline bool int8_is_fused(int64_t tokens, int64_t out_features, int64_t in_features, const Gpu& gpu) {
-    constexpr int64_t kMostTiles = 1 << 30, kLeastTokens = 16, kLeastRows = 4 * kTileRows;
-    return tokens > 0 && tokens <= INT32_MAX - 1 && gpu.arch == 900 && can_fuse(out_features, in_features, gpu) &&
-           ceil_div(tokens, kLeastTokens) <= kMostTiles / ceil_div(out_features, kLeastRows);
-}
-
 }  // namespace hf_kbit

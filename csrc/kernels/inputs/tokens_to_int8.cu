@@ -5,14 +5,13 @@
 //            or rows that an index picks
 //   out      int8 [M, 32 * B]                                             scales   float32 [M + 1], the last one 0
 //
-// For the kernels of int8 in hopper/: of each block of 32 columns first 0 to 3, 8 to 11, 16 to 19 and 24 to 27 are
-// stored, then the others. A lane of a tile has eight columns, four for each half of operand A.
+// For the kernels of int8 in hopper/ and mma/: of each block of 32 columns first 0 to 3, 8 to 11, 16 to 19 and 24 to
+// 27 are stored, then the others. A lane of a tile has eight columns, four for each half of operand A.
 //
 // A CTA has a token, a thread octets of it, which it holds in float32 until all know the largest number. Of a token of
-// more octets than CTAs hold, it makes them anew. The product's kernel overlaps with the launch. Compute
-// capability 9.0.
+// more octets than CTAs hold, it makes them anew. The product's kernel may overlap with the launch. Compute capability
+// 8.0 and newer.
 #include "kernels/dispatch.h"
-#include "kernels/hopper/wgmma.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
 #include "kernels/ptx.cuh"
@@ -122,7 +121,7 @@ __device__ __forceinline__ void run(const Arguments& arguments) {
 
 template <typename T, int kThreads, int kOctets>
 __global__ void __launch_bounds__(kThreads) tokens_to_int8_kernel(const __grid_constant__ Arguments arguments) {
-    if constexpr (kHopper) {
+    if constexpr (has_gemm(kArch)) {
         run<T, kThreads, kOctets>(arguments);
     } else {
         __trap();
