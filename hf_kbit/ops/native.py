@@ -162,7 +162,7 @@ def triton_missing(device_type: str) -> str:
 def has_int8(device_type: str) -> bool:
     """Whether the library of a device type is there and has kernels of 8-bit inputs, on CUDA for this GPU."""
     # By torch, which then knows that a process has a GPU: vLLM asks it before it forks.
-    return library(device_type).loaded and (device_type != "cuda" or torch.cuda.get_device_capability() == (9, 0))
+    return library(device_type).loaded and (device_type != "cuda" or torch.cuda.get_device_capability() >= (8, 0))
 
 
 def fallback(op: str, device_type: str) -> Callable:

@@ -42,7 +42,9 @@
 
 namespace hf_kbit::cuda {
 
-constexpr bool kUsesMma = has_mma_path(kArch);  // compiled for the GPUs that the plan asks for it on
+// Compiled for the GPUs that the plan asks for it on.
+template <int kTokens>
+constexpr bool kUsesMma = has_mma_path(kArch) && kTokens <= mma_int8_tokens(kArch);
 
 struct MmaArguments {
     Output output;
@@ -90,14 +92,15 @@ __device__ __forceinline__ void bring_x(const MmaArguments& arguments, uint32_t 
     constexpr int kPieces = mma_stage_bytes(kTokens, sizeof(T)) / 16;
 #pragma unroll
     for (int i = 0; i < (kPieces + kMmaThreads - 1) / kMmaThreads; ++i) {
-        const int piece = i * kMmaThreads + static_cast<int>(threadIdx.x);
+        const int thread = static_cast<int>(threadIdx.x), piece = i * kMmaThreads + thread;
         if (kPieces % kMmaThreads && piece >= kPieces) break;
-        const int token = first_token + piece % kRound / 4;
-        const int at = column + piece / kRound * 4 * kColumns + piece % 4 * kColumns;
+        const int round = kPieces > kRound ? piece / kRound : 0;
+        const int token = first_token + (kPieces > kRound ? piece % kRound : piece) / 4;
+        const int at = column + round * 4 * kColumns + piece % 4 * kColumns;
         const bool there = token < arguments.output.tokens && at < arguments.in_features;
         const T* from = static_cast<const T*>(arguments.x);
         if (there) from += static_cast<int64_t>(token) * arguments.in_features + at;
-        const int place = kIsInt8<T> ? piece ^ (piece / 8 & 3) : piece;
+        const int place = kIsInt8<T> ? i * kMmaThreads + (thread ^ (thread / 8 & 3)) : piece;
         cp_async_16_or_zeros(stage + place * 16, from, there);
     }
     cp_async_commit();
@@ -233,7 +236,7 @@ struct MmaSlab {
 template <int kBits, typename T, int kTokens>
 __global__ void __launch_bounds__(kMmaThreads, 1)
     gemm_mma_kernel(const __grid_constant__ MmaArgumentsOf<T> arguments) {
-    if constexpr (kUsesMma) {
+    if constexpr (kUsesMma<kTokens>) {
         constexpr bool kInt8 = kIsInt8<T>;
         using Level = std::conditional_t<kInt8, __half, T>;
         using Table = LevelTable<kBits, kPairTableBytes>;

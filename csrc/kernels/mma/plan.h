@@ -21,7 +21,9 @@ inline std::string to_string(const MmaPlan& plan) {
 }
 
 constexpr int kMmaWarps = 8, kMmaRows = 256, kMmaStages = 4;
-constexpr int kMmaTokens = 64, kMmaInt8Tokens = 96;  // at most in a tile
+// At most in a tile; of 8-bit inputs as many as registers hold in the code for a GPU.
+constexpr int kMmaTokens = 64;
+constexpr int mma_int8_tokens(int arch) { return arch < 1000 ? 96 : 64; }
 // 64 columns, of numbers of so many bytes.
 constexpr int mma_stage_bytes(int token_tile, int bytes) { return token_tile * 2 * kBlockSize * bytes; }
 constexpr int mma_shared_bytes(int token_tile, int bytes) {
@@ -60,7 +62,7 @@ inline MmaPlan plan_mma(int64_t tokens, int64_t out_features, int64_t in_feature
 
 // Of 8-bit inputs, whose sums are the same in any order.
 inline MmaPlan plan_mma_int8(int64_t tokens, int64_t out_features, int64_t in_features, const Gpu& gpu) {
-    return plan_mma(tokens, out_features, in_features, false, gpu, fitted::kMmaInt8, kMmaInt8Tokens);
+    return plan_mma(tokens, out_features, in_features, false, gpu, fitted::kMmaInt8, mma_int8_tokens(gpu.arch));
 }
 
 }  // namespace hf_kbit
