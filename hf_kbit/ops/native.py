@@ -188,7 +188,7 @@ def warn_plain(op: str, device_type: str) -> None:
     """Says once for each device type that an op has no kernel there for such a call."""
     warnings.warn(
         f"hf_kbit: {op} runs in plain PyTorch on {device_type}, correct but slower than 16-bit inputs: "
-        "kernels of 8-bit inputs are for float16 or bfloat16 on GPUs of compute capability 8.0 or newer",
+        "kernels of 8-bit inputs are for float16 or bfloat16, on GPUs from compute capability 8.0 on, of experts 9.0",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -1,37 +1,29 @@
-// y = x @ W.T (+ bias) on GPUs without wgmma, W in tiles; the weights are
-// decoded in registers, as operand A of mma.sync. The kernels of gemm_mma.cu,
-// and of gemm_mma_int8.cu, where x is int8 and W becomes so.
+// y = x @ W.T (+ bias) on GPUs without wgmma, W in tiles; the weights are decoded in registers, as operand A of
+// mma.sync. The kernels of gemm_mma.cu, and of gemm_mma_int8.cu, where x is int8 and W becomes so.
 //
-//   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8; where
-//   the weight has column scales or a
+//   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8; where the weight has column scales or a
 //             rotation, what inputs/transform.cu makes of it
-//   words     int32 [N/16, K/256, bits, 32, 4]     scales  uint8 [N/16, K/256,
-//   8, 16]     codebook  float32 [2**bits] bias      [N] or null y       [M,
-//   N], row-major, both of x's dtype
+//   words     int32 [N/16, K/256, bits, 32, 4]     scales  uint8 [N/16, K/256, 8, 16]     codebook  float32 [2**bits]
+//   bias      [N] or null                          y       [M, N], row-major, both of x's dtype
 //
 // Compute capability 8.0 and newer, but not 9.0; 97 KB of shared memory.
 //
-// A CTA of eight warps multiplies 256 rows and up to 64 tokens, of int8 96, a
-// warp two row tiles and all of the tokens:
+// A CTA of eight warps multiplies 256 rows and up to 64 tokens, of int8 96, a warp two row tiles and all of the
+// tokens:
 //
-//   words and scales --a slab ahead--> registers --table--> pairs of levels
-//   --times scales--> operand A x --cp.async, 64 columns at a time--> ring in
-//   shared memory, 64 bytes of a token after those of another
+//   words and scales --a slab ahead--> registers --table--> pairs of levels --times scales--> operand A
+//   x --cp.async, 64 columns at a time--> ring in shared memory, 64 bytes of a token after those of another
 //     --16 bytes a lane--> operand B of several instructions
 //
-// The columns of a block go to the tensor cores in the order in which tiles
-// hold them, which for x is 8 t .. 8 t + 7 of lane t: nothing is exchanged, and
-// 32 lanes read 512 bytes in a row. Weights are multiplied by their scales
-// first, as in hopper/gemm_wgmma.cuh. Where there are fewer tiles than
-// processors, several CTAs divide a tile's slabs; their sums go to memory, and
-// a second kernel adds them up in a fixed order.
+// The columns of a block go to the tensor cores in the order in which tiles hold them, which for x is 8 t .. 8 t + 7
+// of lane t: nothing is exchanged, and 32 lanes read 512 bytes in a row. Weights are multiplied by their scales first,
+// as in hopper/gemm_wgmma.cuh. Where there are fewer tiles than processors, several CTAs divide a tile's slabs; their
+// sums go to memory, and a second kernel adds them up in a fixed order.
 //
-// Of int8, inputs/tokens_to_int8.cu has brought the columns of x into that
-// order, so that an instruction takes 32 bytes of a token as they are: ldmatrix
-// reads all 64, whose pieces of 16 bytes are where it meets no bank twice.
-// Levels times a multiplier for each block are rounded, sums are int32, and
-// what 1 stands for in a token and in a row multiplies them at the end
-// (docs/internals.md, "8-bit inputs").
+// Of int8, inputs/tokens_to_int8.cu has brought the columns of x into that order, so that an instruction takes 32
+// bytes of a token as they are: ldmatrix reads all 64, whose pieces of 16 bytes are where it meets no bank twice.
+// Levels times a multiplier for each block are rounded, sums are int32, and what 1 stands for in a token and in a row
+// multiplies them at the end (docs/internals.md, "8-bit inputs").
 #pragma once
 
 #include "kernels/dispatch.h"
@@ -52,8 +44,7 @@ struct MmaArguments {
     const int32_t* words;
     const uint8_t* scales;
     const float* codebook;
-    void* partial;  // [tiles, split, kMmaRowTiles, kTokens / 8, 32, 4], float32 or
-                    // int32, where split > 1
+    void* partial;  // [tiles, split, kMmaRowTiles, kTokens / 8, 32, 4], float32 or int32, where split > 1
     int in_features, slabs, row_tiles, token_tiles, split;
     uint32_t signs;  // of scales
 };
@@ -79,16 +70,13 @@ using MmaSum = std::conditional_t<kIsInt8<T>, int32_t, float>;
 template <typename T>
 using MmaFourSums = std::conditional_t<kIsInt8<T>, int4, float4>;
 
-// --- x
-// -------------------------------------------------------------------------------------------
+// --- x -------------------------------------------------------------------------------------------
 
-// 64 columns of all the tile's tokens from memory to shared memory, zeros where
-// there are none: 64 bytes of each token, of 16-bit numbers those of one block,
-// then those of the other.
+// 64 columns of all the tile's tokens from memory to shared memory, zeros where there are none: 64 bytes of each
+// token, of 16-bit numbers those of one block, then those of the other.
 template <typename T, int kTokens>
 __device__ __forceinline__ void bring_x(const MmaArguments& arguments, uint32_t stage, int first_token, int column) {
-    constexpr int kColumns = 16 / sizeof(T),
-                  kRound = kTokens * 4;  // of a piece of 16 bytes; pieces
+    constexpr int kColumns = 16 / sizeof(T), kRound = kTokens * 4;  // of a piece of 16 bytes; pieces
     constexpr int kPieces = mma_stage_bytes(kTokens, sizeof(T)) / 16;
 #pragma unroll
     for (int i = 0; i < (kPieces + kMmaThreads - 1) / kMmaThreads; ++i) {
@@ -112,11 +100,9 @@ __device__ __forceinline__ int place_of_lane(int lane) {
     return kIsInt8<T> ? (lane % 8 * 4 + (lane / 8 ^ lane % 8 / 2)) * 16 : lane * 16;
 }
 
-// --- products
-// ------------------------------------------------------------------------------------
+// --- products ------------------------------------------------------------------------------------
 
-// 64 columns of a warp's row tiles and all tokens, which lie from `from` on as
-// a lane reads them.
+// 64 columns of a warp's row tiles and all tokens, which lie from `from` on as a lane reads them.
 template <typename T, int kEights>
 __device__ __forceinline__ void multiply(float (&sums)[kMmaWarpTiles][kEights][4],
                                          const uint32_t (&a)[kMmaWarpTiles][2][2][4], uint32_t from) {
@@ -147,8 +133,7 @@ __device__ __forceinline__ void multiply(int32_t (&sums)[kMmaWarpTiles][kEights]
     }
 }
 
-// --- outputs
-// -------------------------------------------------------------------------------------
+// --- outputs -------------------------------------------------------------------------------------
 
 // A warp's sums of 16 rows and of some tokens, eight after eight.
 template <typename T, int kEights>
@@ -169,8 +154,7 @@ __device__ __forceinline__ void store_sums(const MmaInt8Arguments& arguments, co
     const Int8Rows rows(output, arguments.inverses, unit, arguments.half, row, lane);
 #pragma unroll
     for (int n = 0; n < kEights; ++n) {
-        // An even token and the next one, which has a scale too, also behind the
-        // last token.
+        // An even token and the next one, which has a scale too, also behind the last token.
         const int its = min(token + 8 * n + lane % 4 * 2, (output.tokens - 1) & ~1);
         const float2 of_tokens = __ldcg(reinterpret_cast<const float2*>(arguments.token_scales + its));
         const uint32_t upper = rows.scaled(sums[n][0], sums[n][1], of_tokens, 0);
@@ -192,11 +176,10 @@ __device__ __forceinline__ void store_part(const MmaArguments& arguments, const 
     }
 }
 
-// --- the kernel
-// ----------------------------------------------------------------------------------
+// --- the kernel ----------------------------------------------------------------------------------
 
-// The tile and the part of its slabs that a CTA has; the parts of a tile and
-// the tiles of the same rows are neighbours.
+// The tile and the part of its slabs that a CTA has; the parts of a tile and the tiles of the same rows are
+// neighbours.
 template <int kTokens>
 struct MmaPlace {
     int tile, part, row_tile, token;  // the first of a warp's row tiles
@@ -280,8 +263,7 @@ __global__ void __launch_bounds__(kMmaThreads, 1)
         uint32_t lane_table = Table::lane_address(window, lane);
 #pragma unroll 1
         for (int slab = first_slab; slab < end_slab; ++slab) {
-            // Of int8, whose registers are short, words are replaced one by one, when
-            // they are done with.
+            // Of int8, whose registers are short, words are replaced one by one, when they are done with.
             [[maybe_unused]] MmaSlab<kBits> copied;
             auto& [words, scales] = kInt8 ? next : copied;
             if constexpr (!kInt8) {
@@ -290,8 +272,7 @@ __global__ void __launch_bounds__(kMmaThreads, 1)
             }
 #pragma unroll
             for (int piece = 0; piece < 4; ++piece) {
-                // No look-up moves above: not above the barrier, nor to where registers
-                // are short.
+                // No look-up moves above: not above the barrier, nor to where registers are short.
                 asm volatile("" : "+r"(lane_table)::"memory");
                 uint32_t a[kMmaWarpTiles][2][2][4];
                 [[maybe_unused]] uint32_t bytes[kMmaWarpTiles][2][4];
@@ -307,8 +288,7 @@ __global__ void __launch_bounds__(kMmaThreads, 1)
                 }
                 if (kInt8 && slab + 1 < end_slab) load_next(slab + 1, piece, piece + 1);
                 cp_async_wait<kStages - 2>();
-                __syncthreads();                              // the piece is there for all, and all are done with
-                                                              // the one before
+                __syncthreads();  // the piece is there for all, and all are done with the one before
                 bring_next((piece + kStages - 1) % kStages);  // in the end what nobody waits for
                 const uint32_t from = x + piece * kStageBytes + place_of_lane<T>(lane);
                 if constexpr (kInt8) {
@@ -361,8 +341,7 @@ __global__ void __launch_bounds__(kMmaThreads) add_parts_kernel(const __grid_con
     store_sums<T>(arguments, sums, unit, (place.row_tile + row_tile) * kTileRows, place.token + 8 * eight, lane);
 }
 
-// --- launcher
-// ------------------------------------------------------------------------------------
+// --- launcher ------------------------------------------------------------------------------------
 
 inline MmaArguments mma_arguments(const Product& product, int64_t tokens, int64_t in_features, const MmaPlan& plan,
                                   void* partial) {
