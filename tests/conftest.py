@@ -8,8 +8,6 @@ import pytest
 import torch
 from fresh import Fresh
 
-from hf_kbit.ops import set_batch_invariant
-
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on CPUs, one operation at a time; read by its import
 
@@ -23,6 +21,8 @@ def device(request) -> str:
 @pytest.fixture
 def always_int8() -> Iterator[None]:
     """8-bit inputs are rounded wherever they are asked for, also where a GPU is faster without."""
+    from hf_kbit.ops import set_batch_invariant  # not at the top: Triton reads what is set there
+
     set_batch_invariant(True)
     yield
     set_batch_invariant(False)

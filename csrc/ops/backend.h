@@ -102,13 +102,6 @@ Tensor viewed(const Tensor& tensor, int64_t rows, int64_t columns);
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias);
 void multiply_into(Tensor& out, const Tensor& a, const Tensor& b);
 
-// The ops gemm_int8 and gemm_experts_int8 in plain PyTorch, for a backend without a kernel for this call.
-Tensor plain_gemm_int8(const Tensor& x, const Packed& packed, const std::optional<Tensor>& bias,
-                       const Tensor& inverses);
-Tensor plain_gemm_experts_int8(const Tensor& x, const Packed& packed, const std::optional<Tensor>& bias,
-                               const std::optional<Tensor>& rows, const Tensor& offsets,
-                               const std::optional<Tensor>& inverses);
-
 // aten::_grouped_mm: rows of a [R, N], before each of `ends`, int32, times the matrices of b [E, N, K].
 Tensor grouped_product(const Tensor& a, const Tensor& b, const Tensor& ends);
 

@@ -280,8 +280,7 @@ bool takes_int8(int64_t tokens) { return tokens > kMost16BitTokens || batch_inva
 
 bool experts_take_int8(const Packed& packed, int64_t rows, bool swiglu) {
     const bool fewer_us =
-        !swiglu && rows > kMost16BitTokens * packed.count && packed.out_features >= kLeastInt8Features &&
-        experts_are_fused(rows, packed.count, packed.out_features, packed.in_features, Launch(packed.words).gpu);
+        !swiglu && rows > kMost16BitTokens * packed.count && packed.out_features >= kLeastInt8Features;
     return fewer_us || batch_invariant();
 }
 
@@ -316,14 +315,13 @@ HeldInt8 to_int8(Held& held, const cuda::Rows& rows, Dtype dtype, int64_t tokens
 
 }  // namespace
 
-// Decodes to int8 and multiplies in one kernel, after another one for x; where there is none in plain PyTorch.
+// Decodes to int8 and multiplies in one kernel, after another one for x. Where there is none inputs stay in 16 bits.
 Tensor gemm_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
                  const Tensor& inverses) {
     const Launch launch(x);
     const int64_t in_features = packed.in_features, tokens = x.numel() / in_features;
-    if (tokens == 0) return gemm(x, dtype, packed, bias);
     if (!fusable(packed, dtype) || !int8_is_fused(tokens, packed.out_features, in_features, launch.gpu)) {
-        return plain_gemm_int8(x, packed, bias, inverses);
+        return gemm(x, dtype, packed, bias);
     }
     Held held(in_pieces(x), shape_of(x), dtype, packed, bias);
     if (has_mma_path(launch.gpu.arch)) {
@@ -489,7 +487,7 @@ Tensor inverses_of_experts(const Packed& packed) {
 
 }  // namespace
 
-// In one kernel, after another one for x, as gemm_int8; where there is none in plain PyTorch.
+// In one kernel, after another one for x, as gemm_int8.
 Tensor gemm_experts_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
                          const std::optional<Tensor>& rows, const Tensor& offsets,
                          const std::optional<Tensor>& inverses) {
@@ -497,7 +495,7 @@ Tensor gemm_experts_int8(const Tensor& x, Dtype dtype, const Packed& packed, con
     const int64_t count = rows ? rows->size(0) : x.size(0), in_features = packed.in_features;
     if (!fusable(packed, dtype) ||
         !experts_are_fused(count, packed.count, packed.out_features, in_features, launch.gpu)) {
-        return plain_gemm_experts_int8(x, packed, bias, rows, offsets, inverses);
+        return gemm_experts(x, dtype, packed, bias, rows, offsets, false);
     }
     const Tensor known = inverses ? *inverses : inverses_of_experts(packed);
     Held held(in_pieces(x), {count, in_features}, dtype, packed, bias);

@@ -68,24 +68,6 @@ void multiply_into(Tensor& out, const Tensor& a, const Tensor& b) {
     call<3>("aten::mm", "out", {from(a), from(b), from(out)});
 }
 
-Tensor plain_gemm_int8(const Tensor& x, const Packed& packed, const std::optional<Tensor>& bias,
-                       const Tensor& inverses) {
-    using torch::stable::detail::from;
-    const std::optional<Tensor> found = inverses;
-    return call<8>("hf_kbit::gemm_int8_plain", "",
-                   {from(x), from(packed.words), from(packed.scales), from(packed.codebook), from(bias),
-                    from(packed.out_features), from(*packed.columns), from(found)});
-}
-
-Tensor plain_gemm_experts_int8(const Tensor& x, const Packed& packed, const std::optional<Tensor>& bias,
-                               const std::optional<Tensor>& rows, const Tensor& offsets,
-                               const std::optional<Tensor>& inverses) {
-    using torch::stable::detail::from;
-    return call<11>("hf_kbit::gemm_experts_int8_plain", "",
-                    {from(x), from(packed.words), from(packed.scales), from(packed.codebook), from(bias), from(rows),
-                     from(offsets), from(packed.out_features), from(*packed.columns), from(inverses), from(false)});
-}
-
 Tensor grouped_product(const Tensor& a, const Tensor& b, const Tensor& ends) {
     using torch::stable::detail::from;
     const std::optional<Tensor> bias = std::nullopt, groups = ends;

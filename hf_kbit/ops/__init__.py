@@ -257,8 +257,9 @@ def gemm_int8(
     inverses: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``gemm`` of a rotated weight with 8-bit inputs: x and W are rounded to int8 on the way. Sums are exact, so
-    results are the same to the last bit on every device and in every batch (``docs/internals.md`` says each step). On
-    a GPU up to 64 tokens are not rounded, which is faster, unless ``set_batch_invariant`` asks for the same bits.
+    results are the same to the last bit on every device and in every batch (``docs/internals.md`` says each step). A
+    GPU does not round up to 64 tokens, which is faster, unless ``set_batch_invariant`` asks for the same bits; nor x
+    that no kernel multiplies: float32, or by planes, or before compute capability 8.0.
 
     Args:
         x: float32, float16 or bfloat16 ``[*, K]``, as for ``gemm``; K 133,120 at most.

@@ -167,11 +167,8 @@ def has_int8(device_type: str) -> bool:
 
 def fallback(op: str, device_type: str) -> Callable:
     """What runs an op on a device type without library: a kernel of Triton's if it has one, or the reference."""
-    name = op.removesuffix("_inference").removesuffix("_plain")
-    if op.endswith("_plain"):
-        warn_plain(name, device_type)
-    else:
-        warn_missing(device_type)
+    name = op.removesuffix("_inference")
+    warn_missing(device_type)
     if batch_invariant and name in ("gemm", "gemm_group", "gemm_experts"):
         missing = library(device_type).missing
         raise RuntimeError(f"batch-invariant products were asked for, and only libraries have them: {missing}")
@@ -181,17 +178,6 @@ def fallback(op: str, device_type: str) -> Callable:
         if name in triton.OPS:
             return getattr(triton, name)
     return getattr(reference, name)
-
-
-@functools.cache
-def warn_plain(op: str, device_type: str) -> None:
-    """Says once for each device type that an op has no kernel there for such a call."""
-    warnings.warn(
-        f"hf_kbit: {op} runs in plain PyTorch on {device_type}, correct but slower than 16-bit inputs: "
-        "kernels of 8-bit inputs are for float16 or bfloat16, on GPUs from compute capability 8.0 on, of experts 9.0",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 @functools.cache

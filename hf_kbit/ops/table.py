@@ -233,11 +233,8 @@ def int8_inverses(weight, absmax, codebook, shape):
     return [((shape[0],), torch.float16)]
 
 
-# The second one, which no library has, is what a library calls where none of its kernels multiplies.
 @_op(
     "gemm_int8(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, SymInt out_features,"
-    " Tensor columns, Tensor? inverses=None) -> Tensor",
-    "gemm_int8_plain(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, SymInt out_features,"
     " Tensor columns, Tensor? inverses=None) -> Tensor",
 )
 def gemm_int8(x, weight, absmax, codebook, bias, out_features, columns, inverses=None):
@@ -329,8 +326,6 @@ def gemm_experts(
 
 @_op(
     "gemm_experts_int8(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, Tensor? rows,"
-    " Tensor offsets, SymInt out_features, Tensor columns, Tensor? inverses=None, bool swiglu=False) -> Tensor",
-    "gemm_experts_int8_plain(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, Tensor? rows,"
     " Tensor offsets, SymInt out_features, Tensor columns, Tensor? inverses=None, bool swiglu=False) -> Tensor",
 )
 def gemm_experts_int8(

@@ -1,8 +1,7 @@
-"""The product of experts with 8-bit inputs on Hopper: the bits of ``reference.py``, however rows are divided. On other
-GPUs the same tests see plain PyTorch, but for launches and graphs."""
+"""The product of experts with 8-bit inputs on Hopper: the bits of ``reference.py``, however rows are divided. Other
+GPUs have no kernel."""
 
 import itertools
-import warnings
 
 import cases
 import pytest
@@ -26,14 +25,12 @@ from compiled import (
 
 import hf_kbit
 from hf_kbit import reference
-from hf_kbit.ops import native
 
 pytestmark = [
     *NEEDED,
-    pytest.mark.filterwarnings("ignore:hf_kbit. gemm_experts_int8 runs in plain PyTorch"),
+    pytest.mark.skipif(not is_hopper(), reason="no kernel but for Hopper"),
     pytest.mark.usefixtures("always_int8"),
 ]
-HOPPER = pytest.mark.skipif(not is_hopper(), reason="plain PyTorch")
 
 
 class Experts(Weight):
@@ -132,21 +129,16 @@ def test_same_bits_in_every_batch(dtype):
         assert torch.equal(experts.multiply(x, index, offsets.int()), whole[index.long()])
 
 
-def test_what_no_kernel_multiplies_is_the_same():
-    """Planes, and float32, with a warning that says what kernels are for, not that a library is missing."""
-    experts, offsets = Experts.random(5, (100, 328), 4), divided(5, 40, "short")
-    x = cases.x((40,), 328).cuda()
-    native.warn_plain.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert torch.equal(experts.multiply(x, None, offsets), experts.expected(x, None, offsets))
-        half = x.half()
-        assert_same_bits(experts.multiply(half, None, offsets, tiled=False), experts.expected(half, None, offsets))
-    (warning,) = caught
-    assert "gemm_experts_int8 runs in plain PyTorch on cuda" in str(warning.message)
+def test_what_no_kernel_multiplies_keeps_16_bit_inputs():
+    """Planes, and float32."""
+    hf_kbit.set_batch_invariant(False)
+    experts, offsets = Experts.random(1, (4096, 328), 4), divided(1, 70, "even")
+    x = cases.x((70,), 328).cuda()
+    for its, packed in ((x, experts.tiles), (x.half(), experts.planes)):
+        how = *packed, *experts.how(None, None, offsets)
+        assert torch.equal(OPS.gemm_experts_int8(its, *how, experts.inverses), OPS.gemm_experts(its, *how, True))
 
 
-@HOPPER
 def test_offsets_and_rows_that_are_not_there():
     """Results are of no use, but what has its rows right is right, and no kernel reads or writes elsewhere."""
     experts = Experts.random(4, (100, 328), 4)
@@ -177,7 +169,6 @@ def test_no_rows():
     assert not experts.multiply(x, picked_rows(5, 40), offsets).any()
 
 
-@HOPPER
 def test_launches_and_allocations():
     experts = Experts.random(8, (300, 328), 4)
     for rows in (2, 300):
@@ -189,7 +180,6 @@ def test_launches_and_allocations():
         assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == 2
 
 
-@HOPPER
 @HALVES
 @pytest.mark.parametrize("rows", [8, 128, 1500])
 def test_graph_replays_read_new_offsets(rows, dtype):

@@ -1,5 +1,5 @@
 """The fused products of 8-bit inputs, on Hopper and on other GPUs, and what they need: the bits of ``reference.py``,
-everywhere. Before compute capability 8.0 the same tests see plain PyTorch, but for launches."""
+everywhere."""
 
 import warnings
 
@@ -23,11 +23,10 @@ from compiled import (
 
 import hf_kbit
 from hf_kbit import reference
-from hf_kbit.ops import native
 
 pytestmark = [
     *NEEDED,
-    pytest.mark.filterwarnings("ignore:hf_kbit. gemm_int8 runs in plain PyTorch"),
+    pytest.mark.skipif(cuda_arch() < 800, reason="no kernel before compute capability 8.0"),
     pytest.mark.usefixtures("always_int8"),
 ]
 # Less than a tile, ragged rows and columns; then K in clusters, slabs of the last tiles divided, many row tiles.
@@ -136,23 +135,16 @@ def test_leading_dimensions_and_strides():
     for its in (x, strided):
         assert_same_bits(multiply(weight, its), wanted)
     assert_same_bits(multiply(weight.moved(), x), wanted)
-    native.warn_plain.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert multiply(weight, x[:, :0]).shape == (2, 0, 64)
+    assert multiply(weight, x[:, :0]).shape == (2, 0, 64)
 
 
-def test_what_no_kernel_multiplies_is_the_same():
-    """Planes, and float32, with a warning that says what kernels are for, not that a library is missing."""
-    weight, x = Weight.random((64, 300), 4, True, True), cases.x((20,), 300).cuda()
-    native.warn_plain.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert torch.equal(multiply(weight, x), expected(weight, x))
-        half = x.half()
-        assert_same_bits(multiply(weight, half, tiled=False), expected(weight, half))
-    (warning,) = caught
-    assert "gemm_int8 runs in plain PyTorch on cuda" in str(warning.message)
+def test_what_no_kernel_multiplies_keeps_16_bit_inputs():
+    """Planes, and float32."""
+    hf_kbit.set_batch_invariant(False)
+    weight, x = Weight.random((64, 300), 4, True, True), cases.x((70,), 300).cuda()
+    for its, packed in ((x, weight.tiles), (x.half(), weight.planes)):
+        how = *packed, weight.codebook, None, 64, weight.columns
+        assert torch.equal(OPS.gemm_int8(its, *how), OPS.gemm(its, *how, True))
 
 
 @BITS
@@ -173,8 +165,6 @@ def test_few_tokens_keep_16_bit_inputs(bits, dtype):
 
 
 def test_launches_and_allocations():
-    if cuda_arch() < 800:
-        pytest.skip("plain PyTorch")
     weight = Weight.random((1280, 8192), 4, True, True)
     inverses = OPS.int8_inverses(*weight.tiles, weight.codebook, list(weight.shape))
     for tokens in (17, 250):

@@ -194,19 +194,8 @@ def test_warning_comes_once_for_each_device_type(monkeypatch):
         assert f": {why}. " in str(warning.message) and "`hf-kbit info`" in str(warning.message)
 
 
-def test_a_call_that_no_kernel_takes_says_so_once(monkeypatch):
-    """What is missing then is a kernel, not the library."""
+def test_which_devices_have_kernels_of_8_bit_inputs(monkeypatch):
     monkeypatch.setattr(native, "library", lambda name: native.Library(name, Path("there")))
-    monkeypatch.setattr(native, "triton_missing", lambda name: "no Triton")
-    native.warn_plain.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            for op in ("gemm_int8_plain", "gemm_experts_int8_plain"):
-                assert native.fallback(op, "cuda") is getattr(reference, op.removesuffix("_plain"))
-    native.warn_plain.cache_clear()
-    for op, warning in zip(("gemm_int8", "gemm_experts_int8"), caught, strict=True):
-        assert f"hf_kbit: {op} runs in plain PyTorch on cuda, correct but slower" in str(warning.message)
     for capability in ((8, 0), (7, 5)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         assert [native.has_int8(device) for device in ("cpu", "cuda")] == [True, capability == (8, 0)]
