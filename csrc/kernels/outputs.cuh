@@ -64,13 +64,15 @@ struct Int8Rows {
     bool half;
     float of_rows[2], bias[2];
 
-    // unit: what 1 stands for where `inverses`, float16 [out_features], are 1.
+    // unit: what 1 stands for where `inverses`, float16 [out_features], are 1; before: rows of other weights ahead of
+    // these in `inverses` and the bias.
+    template <typename Index = int>
     __device__ __forceinline__ Int8Rows(const Output& output, const __half* inverses, float unit, bool half,
-                                        int first_row, int lane)
+                                        int first_row, int lane, Index before = 0)
         : half(half) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int row = min(first_row + lane / 4 + 8 * r, output.out_features - 1);
+            const Index row = min(first_row + lane / 4 + 8 * r, output.out_features - 1) + before;
             of_rows[r] = __fdiv_rn(unit, __half2float(__ldg(inverses + row)));
             bias[r] = -0.0f;  // leaves a negative zero as it is
             if (output.bias && half) bias[r] = __half2float(static_cast<const __half*>(output.bias)[row]);

@@ -435,8 +435,7 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
         }
     }
 
-    // y = ((sum * what 1 stands for in the token) * what it stands for in the row) + bias, each step rounded. Of the
-    // tile's tokens those that the warp's party owns: by the same code for any number of parties.
+    // Of the tile's tokens those that the warp's party owns: by the same code for any number of parties.
     template <typename Y>
     __device__ __forceinline__ void store_scaled(const int32_t (&sums)[kTokens / 2], float unit, int tile,
                                                  int warp) const {
@@ -460,18 +459,9 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
             }
         }
         const int row = row_tile(place, warp) * kTileRows;
-        float of_rows[2], bias[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            std::conditional_t<kExperts, int64_t, int> its = min(row + lane / 4 + 8 * half, output.out_features - 1);
-            if constexpr (kExperts) its += int64_t{place.weight} * output.out_features;
-            of_rows[half] = __fdiv_rn(unit, __half2float(__ldg(arguments.inverses + its)));
-            // Where there is none, what leaves a negative zero as it is.
-            bias[half] = output.bias ? static_cast<float>(static_cast<const Y*>(output.bias)[its]) : -0.0f;
-        }
-        const auto scaled = [&](int sum, float of_token, int half) {
-            return __fadd_rn(__fmul_rn(__fmul_rn(__int2float_rn(sum), of_token), of_rows[half]), bias[half]);
-        };
+        std::conditional_t<kExperts, int64_t, int> before = 0;
+        if constexpr (kExperts) before = int64_t{place.weight} * output.out_features;
+        const Int8Rows rows(output, arguments.inverses, unit, std::is_same_v<Y, __half>, row, lane, before);
         const int owned = max(kTokens >> (arguments.groups_log2 + arguments.split_log2), 8);
         const int first = (rank * groups + warp / group_warps) * owned;
         const int begin = place.token + first;
@@ -484,12 +474,12 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
             for (int eight = 0; eight < 2; ++eight) {
                 const int number = token / 8 + eight, from = number % 8 * 4 + t;
                 const int32_t* four = sums + 4 * number;
-                const float even = __shfl_sync(0xFFFFFFFF, of_tokens[number / 8].x, from);
-                const float odd = __shfl_sync(0xFFFFFFFF, of_tokens[number / 8].y, from);
+                const float2 of_two = {__shfl_sync(0xFFFFFFFF, of_tokens[number / 8].x, from),
+                                       __shfl_sync(0xFFFFFFFF, of_tokens[number / 8].y, from)};
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    words[2 * eight + half] = transpose_8x8(
-                        pack_two<Y>(scaled(four[2 * half], even, half), scaled(four[2 * half + 1], odd, half)));
+                    words[2 * eight + half] =
+                        transpose_8x8(rows.scaled(four[2 * half], four[2 * half + 1], of_two, half));
                 }
             }
             store_eights<Y>(output, words, row, place.token + token, begin, end, lane);
