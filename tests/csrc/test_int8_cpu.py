@@ -4,7 +4,7 @@ changes. ``tests/ops/test_native.py`` runs this file with each instruction set."
 import cases
 import pytest
 import torch
-from compiled import BITS, FORMS, OPS, moved, to
+from compiled import BITS, FORMS, OPS, moved
 
 from hf_kbit import codebooks, reference
 from hf_kbit.ops import native
@@ -13,12 +13,10 @@ SHAPES = [*cases.SHAPES, (1100, 256), (33, 2100), (5, 4096 + 40)]
 TOKENS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 40]
 
 
-@pytest.fixture
-def device():
-    """GPUs have tests of their own."""
+@pytest.fixture(autouse=True)
+def needs_library():
     if not native.library("cpu").loaded:
         pytest.skip(f"no compiled kernels: {native.library('cpu').missing}")
-    return "cpu"
 
 
 def weight(shape, bits, exponent=0, tiled=False):
@@ -40,37 +38,36 @@ def inputs(tokens, in_features, dtype):
     return x
 
 
-def assert_same(device, x, packed, columns, rows, bias=None):
+def assert_same(x, packed, columns, rows, bias=None):
     expected = reference.gemm_int8(x, *packed, bias, rows, columns)
-    on_device, (moved_bias, moved_columns) = to(device, x, *packed), to(device, bias, columns)
-    inverses = OPS.int8_inverses(*on_device[1:], [rows, x.shape[-1]])
-    assert torch.equal(inverses.cpu(), reference.int8_inverses(*packed, [rows, x.shape[-1]]))
+    inverses = OPS.int8_inverses(*packed, [rows, x.shape[-1]])
+    assert torch.equal(inverses, reference.int8_inverses(*packed, [rows, x.shape[-1]]))
     for known in (inverses, None):
-        found = OPS.gemm_int8(*on_device, moved_bias, rows, moved_columns, known)
-        assert found.dtype == x.dtype and found.is_contiguous() and torch.equal(found.cpu(), expected)
+        found = OPS.gemm_int8(x, *packed, bias, rows, columns, known)
+        assert found.dtype == x.dtype and found.is_contiguous() and torch.equal(found, expected)
 
 
 @FORMS
 @pytest.mark.parametrize("dtype", cases.FLOATS)
 @BITS
-def test_every_number_of_tokens(device, bits, dtype, tiled, poison):
+def test_every_number_of_tokens(bits, dtype, tiled, poison):
     shape = (35, 1000)
     packed, columns = weight(shape, bits, tiled=tiled)
     for tokens in TOKENS:
-        poison(device, tokens * shape[0] * dtype.itemsize)
-        assert_same(device, inputs(tokens, shape[1], dtype), packed, columns, shape[0], cases.x((), 35, dtype))
+        poison("cpu", tokens * shape[0] * dtype.itemsize)
+        assert_same(inputs(tokens, shape[1], dtype), packed, columns, shape[0], cases.x((), 35, dtype))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @BITS
-def test_every_shape(device, bits, shape):
+def test_every_shape(bits, shape):
     packed, columns = weight(shape, bits)
     for tokens in (1, 6):
-        assert_same(device, inputs(tokens, shape[1], torch.float32), packed, columns, shape[0])
+        assert_same(inputs(tokens, shape[1], torch.float32), packed, columns, shape[0])
 
 
 @BITS
-def test_every_code_of_every_scale(device, bits):
+def test_every_code_of_every_scale(bits):
     """Each level times each scale, in rows of large and small ones: products that are halves are rounded to even."""
     levels, rows = 2**bits, 256
     codes = torch.arange(levels).repeat(rows, 8 * 32 // levels).view(rows, 8, 32).to(torch.uint8)
@@ -78,11 +75,11 @@ def test_every_code_of_every_scale(device, bits):
     planes = reference.pack_codes(codes, bits)
     for exponent in (-90, 0, 100):
         codebook = torch.linspace(-1, 0.75, levels) * 2.0**exponent
-        assert_same(device, torch.eye(256)[:40] * 3, (planes, absmax, codebook), cases.columns(256), rows)
+        assert_same(torch.eye(256)[:40] * 3, (planes, absmax, codebook), cases.columns(256), rows)
 
 
 @BITS
-def test_largest_sums(device, bits):
+def test_largest_sums(bits):
     """All numbers 127, or with the other sign: nothing saturates, and what wraps around is right in the end."""
     for in_features in (4096, 133_120):
         blocks = in_features // 32
@@ -95,35 +92,35 @@ def test_largest_sums(device, bits):
         q, _ = reference.tokens_to_int8(x, columns)
         assert (q.abs() == 127).all()
         for tokens in (1, 5):
-            assert_same(device, x[:tokens], (planes, absmax, codebook), columns, 3)
+            assert_same(x[:tokens], (planes, absmax, codebook), columns, 3)
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf, 3e38], ids=str)
 @pytest.mark.parametrize("tokens", [1, 6])
-def test_what_is_not_finite_stays_in_its_token(device, tokens, wrong):
+def test_what_is_not_finite_stays_in_its_token(tokens, wrong):
     """Nor what a rotation makes infinite of two neighbours that are finite."""
     packed, columns = weight((20, 100), 4)
     columns[50:52] = 176
     x = cases.x((tokens,), 100)
-    expected = OPS.gemm_int8(*to(device, x, *packed, None), 20, columns.to(device))
+    expected = OPS.gemm_int8(x, *packed, None, 20, columns)
     x[-1, 50:52] = wrong
-    found = OPS.gemm_int8(*to(device, x, *packed, None), 20, columns.to(device))
+    found = OPS.gemm_int8(x, *packed, None, 20, columns)
     assert found[-1].isnan().all() and torch.equal(found[:-1], expected[:-1])
 
 
-def test_strides_and_odd_addresses(device):
+def test_strides_and_odd_addresses():
     packed, columns = weight((20, 300), 3)
     x = cases.x((2, 3), 300)
     expected = reference.gemm_int8(x, *packed, None, 20, columns)
     strided = torch.stack([x, x + 1], dim=-1)[..., 0]
     inverses = reference.int8_inverses(*packed, [20, 300])
     for some in (strided, x.transpose(0, 1).contiguous().transpose(0, 1), moved(x)):
-        packed_there = [moved(tensor) if device == "cpu" else tensor.to(device) for tensor in packed]
-        found = OPS.gemm_int8(*to(device, some), *packed_there, None, 20, *to(device, columns, inverses))
-        assert torch.equal(found.cpu(), expected)
+        elsewhere = [moved(tensor) for tensor in packed]
+        found = OPS.gemm_int8(some, *elsewhere, None, 20, columns, inverses)
+        assert torch.equal(found, expected)
 
 
-def test_threads(device):
+def test_threads():
     """Rows are divided among threads, which have memory of their own."""
     packed, columns = weight((700, 1000), 5)
     x = cases.x((40,), 1000)
@@ -131,17 +128,17 @@ def test_threads(device):
     try:
         torch.set_num_threads(4)
         for tokens in (1, 40):
-            assert_same(device, x[:tokens], packed, columns, 700)
+            assert_same(x[:tokens], packed, columns, 700)
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", cases.FLOATS)
-def test_a_group_has_weights_of_both_kinds(device, dtype):
+def test_a_group_has_weights_of_both_kinds(dtype):
     """8-bit inputs of the weight with inverses, and 16-bit ones of the others."""
     stored, columns = weight((35, 1000), 3)
-    x, bias = to(device, inputs(70, 1000, dtype), cases.x((), 35, dtype))
-    packed = *to(device, *stored), bias, 35, *to(device, columns)
+    x, bias = inputs(70, 1000, dtype), cases.x((), 35, dtype)
+    packed = *stored, bias, 35, columns
     known = OPS.int8_inverses(*packed[:3], [35, 1000])
     exact, rounded = OPS.gemm(x, *packed, True), OPS.gemm_int8(x, *packed, known)
     group = *([part] * 3 for part in (*packed, 1)), [None, known, None]
