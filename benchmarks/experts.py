@@ -7,8 +7,9 @@
 A time is the median of replays of a CUDA graph of several calls, each with tokens and experts of its own, at random,
 so that few weights are in L2; all sides of a line take turns. bfloat16; weights are random, rotated and with column
 scales, as by default. The floor is the time to read what the experts that have tokens need, at the speed of a kernel
-that only reads. ``up`` and ``down`` are the two products by themselves, and fields with ``int8`` are of 8-bit inputs,
-where these have kernels. --table prints the table of docs/performance.md.
+that only reads. ``up`` and ``down`` are the two products by themselves, and fields with ``int8`` are of experts that
+ask for 8-bit inputs, which they get where the library finds that faster. --table prints the table of
+docs/performance.md.
 """
 
 import argparse

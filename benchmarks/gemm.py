@@ -17,7 +17,8 @@ that a kernel of its own rounds to FP8 or int8. --plot needs matplotlib.
 
 --gradient times the gradient of the activations in place of the product, beside cuBLAS alone; its lines say so. With
 --rotated weights have column scales and a rotation, of which the lines tell the cost, beside the same weight without:
-``plain_us``, measured in turn. Where the GPU has a kernel for 8-bit inputs, lines with ``inputs`` are of that.
+``plain_us``, measured in turn. Where the GPU has a kernel for 8-bit inputs, lines with ``inputs`` are of
+products that ask for them; up to 64 tokens these are 16-bit inputs' own.
 
 --against prints what has become slower since the lines of a file were measured, by more than ``NOISE``: of the ratios
 of times, each over the median of cuBLAS's ratios, by which the machines differ. If there is any, the exit status is 1.

@@ -53,7 +53,8 @@ struct ExpertsCycles {
 };
 // hopper/experts_wgmma.cu, 4 bits, Qwen3-30B-A3B and Mixtral-8x7B. 2026-11-23.
 constexpr ExpertsCycles kExperts{{2550, 2890, 3930, 5470, 6040}, 800, {3800, 4100, 4700}, 1150, 100};
-// hopper/experts_int8.cu: not measured. Of kExperts as much as kInt8 is of kWgmma.
+// hopper/experts_int8.cu: of kExperts as much as kInt8 is of kWgmma, which chooses the best tile in eight swept cells
+// of Qwen3-30B-A3B (an H200). 2026-11-27.
 constexpr ExpertsCycles kExpertsInt8{{2760, 2780, 3260, 3890, 3780}, 300, {3100, 3300, 3550}, 1150, 100};
 
 // gradient/gradient_wgmma.cu, in cycles. 2026-11-23.
@@ -69,6 +70,7 @@ struct MmaCycles {
     double add, add_token;      // the second kernel, and what it reads
 };
 constexpr MmaCycles kMma{425, 15, 3000, 5000, 55};
-constexpr MmaCycles kMmaInt8{465, 7.5, 3000, 5000, 55};  // of 8-bit inputs, by instructions; not measured
+// Of 8-bit inputs, by instructions; it chooses the best plan in seven of eight swept cells. 2026-11-27.
+constexpr MmaCycles kMmaInt8{465, 7.5, 3000, 5000, 55};
 
 }  // namespace hf_kbit::fitted

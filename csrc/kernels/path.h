@@ -35,11 +35,10 @@ inline GemmPath gemm_path(int64_t tokens, int64_t out_features, int64_t in_featu
     return tokens <= most ? many : GemmPath::dequantize;
 }
 
-// Up to so many tokens inputs stay in 16 bits where 8 were asked for: these are as fast at most, and no several
-// weights share a launch (docs/lab, "8-bit inputs on Hopper").
+// Where 8-bit inputs are asked for, 16-bit ones are taken up to so many tokens, or rows of each expert: they are as
+// fast, and several weights share a launch (docs/lab, "8-bit inputs on Hopper").
 constexpr int kMost16BitTokens = 64;
-// Of experts so many rows of each. Below so many outputs it takes longer to make x int8 than the product gains; so
-// does the gate, which the kernel that makes x 16-bit inputs applies on the way.
+// Experts of fewer outputs take 16-bit ones as well, for x takes longer to become int8 than the product gains.
 constexpr int kLeastInt8Features = 4096;
 
 // Whether a kernel multiplies 8-bit inputs by a weight in tiles: that of wgmma or of mma. They count tiles in 32 bits,

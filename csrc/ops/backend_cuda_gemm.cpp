@@ -278,6 +278,7 @@ void int8_inverses(const Packed& packed, Tensor& inverses) {
 // So that a token is rounded alike whatever tokens are beside it, batch-invariant products all take 8-bit inputs.
 bool takes_int8(int64_t tokens) { return tokens > kMost16BitTokens || batch_invariant(); }
 
+// With a gate, which torch would make, 16-bit inputs are faster: the kernel that transforms them has it.
 bool experts_take_int8(const Packed& packed, int64_t rows, bool swiglu) {
     const bool fewer_us =
         !swiglu && rows > kMost16BitTokens * packed.count && packed.out_features >= kLeastInt8Features;

@@ -235,7 +235,7 @@ def int8_inverses(weight, absmax, codebook, shape):
 
 @_op(
     "gemm_int8(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, SymInt out_features,"
-    " Tensor columns, Tensor? inverses=None) -> Tensor",
+    " Tensor columns, Tensor? inverses=None) -> Tensor"
 )
 def gemm_int8(x, weight, absmax, codebook, bias, out_features, columns, inverses=None):
     _check_dtype("x", x.dtype, FLOATS)
@@ -326,7 +326,7 @@ def gemm_experts(
 
 @_op(
     "gemm_experts_int8(Tensor x, Tensor weight, Tensor absmax, Tensor codebook, Tensor? bias, Tensor? rows,"
-    " Tensor offsets, SymInt out_features, Tensor columns, Tensor? inverses=None, bool swiglu=False) -> Tensor",
+    " Tensor offsets, SymInt out_features, Tensor columns, Tensor? inverses=None, bool swiglu=False) -> Tensor"
 )
 def gemm_experts_int8(
     x, weight, absmax, codebook, bias, rows, offsets, out_features, columns, inverses=None, swiglu=False
