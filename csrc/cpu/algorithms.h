@@ -30,9 +30,7 @@ static constexpr Implementation implementation_with(const char* name) {
             quantize_with<V>,
             dequantize_with<V>,
             transform_with<V>,
-            gemm_panel_size_with<V>,
-            gemm_pack_with<V>,
-            gemm_with<V>};
+            {gemm_panel_size_with<V>, gemm_pack_with<V>, gemm_with<V>}};
 }
 
 }  // namespace hf_kbit::cpu

@@ -11,70 +11,33 @@
 // whose part of the panel is read once for so many rows; 32 x 32 sums at a time, which are 4 of the 8 registers.
 #if defined(HF_KBIT_AMX)
 
+#include "cpu/amx.h"
 #include "cpu/avx512.h"
 
 namespace hf_kbit::cpu {
 
 namespace {
 
-constexpr int kEdge = 16;                          // rows of a tile, blocks of a group
-constexpr int kTile = 2 * kEdge * kEdge;           // bfloat16 numbers of a tile
-constexpr int kGroupTiles = kGroupVectors / 2;     // of 16 rows, or of 16 tokens
-constexpr int kGroupSize = kGroupTiles * kTile;    // their numbers
-constexpr int kWeightRows = 64;                    // decoded at a time
-constexpr int64_t kFewestTokens = 5;               // fewer are faster without tiles (a Xeon, 2 threads, 2026-11-23)
-constexpr int kRowStep = kMostTileTokens * kEdge;  // sums of 16 rows
-static_assert(kEdge == Avx512::kWidth && kWeightRows % (2 * kEdge) == 0 && kMostTileTokens % (2 * kEdge) == 0);
+constexpr int kTile = 2 * kEdge * kEdge;         // bfloat16 numbers of a tile
+constexpr int kGroupTiles = kGroupVectors / 2;   // of 16 rows, or of 16 tokens
+constexpr int kGroupSize = kGroupTiles * kTile;  // their numbers
+constexpr int64_t kFewestTokens = 5;             // fewer are faster without tiles (a Xeon, 2 threads, 2026-11-23)
+
+// What two tiles of rows add with the first tile of tokens, and with the other.
+struct Bfloat16Tiles {
+    static constexpr int kGroupTiles = cpu::kGroupTiles;
+    static void first() {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 5, 6);
+    }
+    static void second() {
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+};
 
 bool uses_tiles(Dtype dtype, int64_t tokens, bool batch_invariant) {
     return dtype == Dtype::bfloat16 && kFewestTokens <= tokens && tokens <= kMostTileTokens && !batch_invariant;
-}
-
-// What LDTILECFG reads: all eight registers with 16 rows of 64 bytes.
-struct alignas(64) TileConfig {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-constexpr TileConfig kTileConfig;  // GCC would not write more than its first words to the stack
-
-struct TileRegisters {
-    TileRegisters() { _tile_loadconfig(&kTileConfig); }
-    ~TileRegisters() { _tile_release(); }
-};
-
-// The compiler does not know what tiles are loaded from: it must have written everything before.
-void finish_writing() { asm volatile("" ::: "memory"); }
-
-// totals[row tile][token tile][row][token] += weights[row tile] * x[token tile], over a group: two tiles of rows, one
-// or two of tokens.
-template <int token_tiles>
-void multiply_group(const uint16_t* weights, const uint16_t* x, float* totals) {
-    _tile_loadd(0, totals, 64);
-    _tile_loadd(1, totals + kRowStep, 64);
-    if constexpr (token_tiles == 2) {
-        _tile_loadd(2, totals + kEdge * kEdge, 64);
-        _tile_loadd(3, totals + kRowStep + kEdge * kEdge, 64);
-    }
-    for (int tile = 0; tile < kGroupTiles; ++tile) {
-        _tile_loadd(4, weights + tile * kTile, 64);
-        _tile_loadd(5, weights + kGroupSize + tile * kTile, 64);
-        _tile_loadd(6, x + tile * kTile, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 5, 6);
-        if constexpr (token_tiles == 2) {
-            _tile_loadd(7, x + kGroupSize + tile * kTile, 64);
-            _tile_dpbf16ps(2, 4, 7);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-    }
-    _tile_stored(0, totals, 64);
-    _tile_stored(1, totals + kRowStep, 64);
-    if constexpr (token_tiles == 2) {
-        _tile_stored(2, totals + kEdge * kEdge, 64);
-        _tile_stored(3, totals + kRowStep + kEdge * kEdge, 64);
-    }
 }
 
 // The tiles of one row and group, rounded to bfloat16.
@@ -131,7 +94,8 @@ void tile_gemm_rows(const uint16_t* panel, int64_t tokens, const int32_t* planes
             finish_writing();
             const uint16_t* x = panel + g * token_tiles * kGroupSize;
             for (int t = 0; t < token_tiles; t += 2) {
-                const auto multiply = t + 2 <= token_tiles ? multiply_group<2> : multiply_group<1>;
+                const auto multiply =
+                    t + 2 <= token_tiles ? multiply_group<Bfloat16Tiles, 2> : multiply_group<Bfloat16Tiles, 1>;
                 for (int r = 0; r < rows; r += 2 * kEdge) {
                     multiply(weights + r / kEdge * kGroupSize, x + t * kGroupSize,
                              totals + r / kEdge * kRowStep + t * kEdge * kEdge);
@@ -153,8 +117,9 @@ void tile_gemm(const float* panel, int64_t tokens, bool batch_invariant, const i
                bool signed_scales, const float* codebook, int bits, const void* bias, void* out, Dtype dtype,
                int64_t out_features, int64_t in_features, int64_t begin, int64_t end) {
     if (!uses_tiles(dtype, tokens, batch_invariant)) {
-        return avx512_implementation.gemm(panel, tokens, batch_invariant, planes, absmax, signed_scales, codebook,
-                                          bits, bias, out, dtype, out_features, in_features, begin, end);
+        return avx512_implementation.gemm.multiply(panel, tokens, batch_invariant, planes, absmax, signed_scales,
+                                                   codebook, bits, bias, out, dtype, out_features, in_features, begin,
+                                                   end);
     }
     with_bits(bits, [&](auto width) {
         tile_gemm_rows<width()>(reinterpret_cast<const uint16_t*>(panel), tokens, planes, absmax,
@@ -165,7 +130,7 @@ void tile_gemm(const float* panel, int64_t tokens, bool batch_invariant, const i
 
 int64_t tile_gemm_panel_size(Dtype dtype, int64_t tokens, bool batch_invariant, int64_t in_features) {
     if (!uses_tiles(dtype, tokens, batch_invariant)) {
-        return avx512_implementation.gemm_panel_size(dtype, tokens, batch_invariant, in_features);
+        return avx512_implementation.gemm.panel_size(dtype, tokens, batch_invariant, in_features);
     }
     const int64_t numbers = ceil_div(num_blocks(in_features), kEdge) * ceil_div(tokens, kEdge) * kGroupSize;
     return numbers * static_cast<int64_t>(sizeof(uint16_t)) / static_cast<int64_t>(sizeof(float));
@@ -199,7 +164,7 @@ void pack_token(const char* row, int64_t first, int64_t held, const uint8_t* col
 void tile_gemm_pack(const void* x, Dtype dtype, int64_t tokens, bool batch_invariant, int64_t in_features,
                     const uint8_t* columns, bool rotated, float* panel, int64_t begin, int64_t end) {
     if (!uses_tiles(dtype, tokens, batch_invariant)) {
-        return avx512_implementation.gemm_pack(x, dtype, tokens, batch_invariant, in_features, columns, rotated, panel,
+        return avx512_implementation.gemm.pack(x, dtype, tokens, batch_invariant, in_features, columns, rotated, panel,
                                                begin, end);
     }
     constexpr int64_t kGroupColumns = kBlockSize * kEdge;
@@ -220,14 +185,7 @@ void tile_gemm_pack(const void* x, Dtype dtype, int64_t tokens, bool batch_invar
 
 }  // namespace
 
-const Implementation amx_implementation = [] {
-    Implementation implementation = avx512_implementation;
-    implementation.name = "amx";
-    implementation.gemm_panel_size = tile_gemm_panel_size;
-    implementation.gemm_pack = tile_gemm_pack;
-    implementation.gemm = tile_gemm;
-    return implementation;
-}();
+const GemmImplementation amx_gemm = {tile_gemm_panel_size, tile_gemm_pack, tile_gemm};
 
 }  // namespace hf_kbit::cpu
 

@@ -17,15 +17,20 @@ namespace hf_kbit::cpu {
 namespace {
 
 #if defined(HF_KBIT_AMX)
-// Whether there are AMX and AVX512_BF16, and Linux lets this process use the tile registers, for which it must ask.
+// Whether there are AMX, with int8 as in every CPU that has its bfloat16, and AVX512_BF16, and Linux lets this process
+// use the tile registers, for which it must ask.
 bool can_use_amx() {
-    constexpr unsigned kTile = 1u << 24, kBfloat16 = 1u << 22, kAvx512Bfloat16 = 1u << 5;
+    constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25, kBfloat16 = 1u << 22, kAvx512Bfloat16 = 1u << 5;
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     unsigned eax, ebx, ecx, edx;
-    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & kTile) || !(edx & kBfloat16)) return false;
+    constexpr unsigned kAmx = kTile | kInt8 | kBfloat16;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & kAmx) != kAmx) return false;
     if (!__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) || !(eax & kAvx512Bfloat16)) return false;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
+
+const Implementation amx_implementation = {"amx", avx512_implementation.quantize, avx512_implementation.dequantize,
+                                           avx512_implementation.transform, amx_gemm};
 #endif
 
 // What this machine can run, best first.
@@ -70,6 +75,10 @@ bool has_int8_arithmetic() {
     return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") &&
            __builtin_cpu_supports("gfni");
 }
+
+#if defined(HF_KBIT_AMX)
+const Int8Implementation amx_int8 = {avx512_int8.inverses, avx512_int8.row_bytes, avx512_int8.pack, amx_int8_gemm};
+#endif
 #endif
 
 const Int8Implementation& chosen_int8() {
@@ -77,7 +86,12 @@ const Int8Implementation& chosen_int8() {
 #if defined(__x86_64__)
         if (&chosen() == &portable_implementation) return portable_int8;
 #if defined(HF_KBIT_AVX512_INT8)
-        if (&chosen() != &avx2_implementation && has_int8_arithmetic()) return avx512_int8;
+        if (&chosen() != &avx2_implementation && has_int8_arithmetic()) {
+#if defined(HF_KBIT_AMX)
+            if (&chosen() == &amx_implementation) return amx_int8;
+#endif
+            return avx512_int8;
+        }
 #endif
         return avx2_int8;
 #else
@@ -109,19 +123,19 @@ void transform(const void* x, Dtype dtype, int64_t in_features, const uint8_t* c
 }
 
 int64_t gemm_panel_size(Dtype dtype, int64_t tokens, bool batch_invariant, int64_t in_features) {
-    return chosen().gemm_panel_size(dtype, tokens, batch_invariant, in_features);
+    return chosen().gemm.panel_size(dtype, tokens, batch_invariant, in_features);
 }
 
 void gemm_pack(const void* x, Dtype dtype, int64_t tokens, bool batch_invariant, int64_t in_features,
                const uint8_t* columns, bool rotated, float* panel, int64_t begin, int64_t end) {
-    chosen().gemm_pack(x, dtype, tokens, batch_invariant, in_features, columns, rotated, panel, begin, end);
+    chosen().gemm.pack(x, dtype, tokens, batch_invariant, in_features, columns, rotated, panel, begin, end);
 }
 
 void gemm(const float* panel, int64_t tokens, bool batch_invariant, const int32_t* planes, const uint8_t* absmax,
           bool signed_scales, const float* codebook, int bits, const void* bias, void* out, Dtype dtype,
           int64_t out_features, int64_t in_features, int64_t begin, int64_t end) {
-    chosen().gemm(panel, tokens, batch_invariant, planes, absmax, signed_scales, codebook, bits, bias, out, dtype,
-                  out_features, in_features, begin, end);
+    chosen().gemm.multiply(panel, tokens, batch_invariant, planes, absmax, signed_scales, codebook, bits, bias, out,
+                           dtype, out_features, in_features, begin, end);
 }
 
 void int8_inverses(const Int8Weight& weight, uint16_t* inverses, int64_t begin, int64_t end) {
@@ -136,12 +150,12 @@ void int8_pack(const void* x, Dtype dtype, int64_t in_features, const uint8_t* c
 }
 
 int64_t int8_scratch_bytes(int64_t count, int64_t in_features) {
-    return chosen_int8().scratch_bytes(count, in_features);
+    return chosen_int8().gemm.scratch_bytes(count, in_features);
 }
 
 void gemm_int8(const int8_t* panel, const Int8Token* tokens, int64_t count, const Int8Weight& weight, const void* bias,
                void* out, Dtype dtype, int8_t* scratch, int64_t begin, int64_t end) {
-    chosen_int8().gemm(panel, tokens, count, weight, bias, out, dtype, scratch, begin, end);
+    chosen_int8().gemm.multiply(panel, tokens, count, weight, bias, out, dtype, scratch, begin, end);
 }
 
 }  // namespace hf_kbit::cpu

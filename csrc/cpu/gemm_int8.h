@@ -191,19 +191,27 @@ static int64_t int8_scratch_bytes_with(int64_t tokens, int64_t in_features) {
     return tokens == 1 ? 0 : int8_scratch_rows<V>(tokens) * int8_row_bytes_with<V>(in_features);
 }
 
-// Calls sink(v, weights) for the vectors of a row.
+// Calls sink(v, weights) for the vectors of group `g` of a row.
+template <class V, int bits, class Sink>
+static inline __attribute__((always_inline)) void decode_int8_group(
+    const Int8Weight& weight, int64_t row, int64_t g, const typename V::template Int8Levels<bits>& levels, Sink sink) {
+    const int64_t blocks = num_blocks(weight.in_features);
+    const auto unit = V::broadcast(float_of_float16(weight.inverses[row]) * (1.0f / 16));
+    const Group<V, bits> group(weight.planes + row * blocks * bits, weight.absmax + row * blocks, g, blocks);
+    const auto multipliers = V::round_to_half(V::mul(V::load_scales(group.scales, kSignBit), unit));
+    V::template decode_int8<bits>(group.words, multipliers, levels, sink);
+}
+
+// Calls sink(at, v, weights) for the vectors of all groups, `at` of all of them and `v` of its group.
 template <class V, int bits, class Sink>
 static inline __attribute__((always_inline)) void decode_int8_row(const Int8Weight& weight, int64_t row,
                                                                   const typename V::template Int8Levels<bits>& levels,
                                                                   Sink sink) {
     constexpr int kVectors = V::kWidth * kBlockSize / V::kVectorBytes;
-    const int64_t blocks = num_blocks(weight.in_features), groups = ceil_div(blocks, V::kWidth);
-    const auto unit = V::broadcast(float_of_float16(weight.inverses[row]) * (1.0f / 16));
+    const int64_t groups = ceil_div(num_blocks(weight.in_features), V::kWidth);
     for (int64_t g = 0; g < groups; ++g) {
-        const Group<V, bits> group(weight.planes + row * blocks * bits, weight.absmax + row * blocks, g, blocks);
-        const auto multipliers = V::round_to_half(V::mul(V::load_scales(group.scales, kSignBit), unit));
-        V::template decode_int8<bits>(group.words, multipliers, levels,
-                                      [&](int v, typename V::Bytes weights) { sink(g * kVectors + v, v, weights); });
+        decode_int8_group<V, bits>(weight, row, g, levels,
+                                   [&](int v, typename V::Bytes weights) { sink(g * kVectors + v, v, weights); });
     }
 }
 
@@ -288,8 +296,10 @@ static void gemm_int8_with(const int8_t* panel, const Int8Token* tokens, int64_t
 
 template <class V>
 static constexpr Int8Implementation int8_implementation_with() {
-    return {int8_inverses_with<V>, int8_row_bytes_with<V>, int8_pack_with<V>, int8_scratch_bytes_with<V>,
-            gemm_int8_with<V>};
+    return {int8_inverses_with<V>,
+            int8_row_bytes_with<V>,
+            int8_pack_with<V>,
+            {int8_scratch_bytes_with<V>, gemm_int8_with<V>}};
 }
 
 }  // namespace hf_kbit::cpu

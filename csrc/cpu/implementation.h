@@ -1,27 +1,36 @@
-// The table of kernels that each instruction set fills in and dispatch.cpp chooses from; kernels.h documents them.
+// The tables of kernels that each instruction set fills in and dispatch.cpp chooses from; kernels.h documents them.
+// They are constants: code that filled one in while the library is loaded would be of that instruction set.
 #pragma once
 
 #include "cpu/kernels.h"
 
 namespace hf_kbit::cpu {
 
+struct GemmImplementation {
+    decltype(&cpu::gemm_panel_size) panel_size;
+    decltype(&cpu::gemm_pack) pack;
+    decltype(&cpu::gemm) multiply;
+};
+
 struct Implementation {
     const char* name;
     decltype(&cpu::quantize) quantize;
     decltype(&cpu::dequantize) dequantize;
     decltype(&cpu::transform) transform;
-    decltype(&cpu::gemm_panel_size) gemm_panel_size;
-    decltype(&cpu::gemm_pack) gemm_pack;
-    decltype(&cpu::gemm) gemm;
+    GemmImplementation gemm;
 };
 
 // Of products of 8-bit inputs.
+struct Int8GemmImplementation {
+    decltype(&cpu::int8_scratch_bytes) scratch_bytes;
+    decltype(&cpu::gemm_int8) multiply;
+};
+
 struct Int8Implementation {
     decltype(&cpu::int8_inverses) inverses;
     decltype(&cpu::int8_row_bytes) row_bytes;
     decltype(&cpu::int8_pack) pack;
-    decltype(&cpu::int8_scratch_bytes) scratch_bytes;
-    decltype(&cpu::gemm_int8) gemm;
+    Int8GemmImplementation gemm;
 };
 
 extern const Implementation portable_implementation;  // portable.cpp
@@ -29,9 +38,10 @@ extern const Int8Implementation portable_int8;
 #if defined(__x86_64__)
 extern const Implementation avx2_implementation;    // avx2.cpp
 extern const Implementation avx512_implementation;  // avx512.cpp
-extern const Implementation amx_implementation;     // amx.cpp, if HF_KBIT_AMX is defined
+extern const GemmImplementation amx_gemm;           // amx.cpp, if HF_KBIT_AMX is defined
 extern const Int8Implementation avx2_int8;
-extern const Int8Implementation avx512_int8;  // avx512_int8.cpp, if HF_KBIT_AVX512_INT8 is defined
+extern const Int8Implementation avx512_int8;        // avx512_int8.cpp, if HF_KBIT_AVX512_INT8 is defined
+extern const Int8GemmImplementation amx_int8_gemm;  // amx_int8.cpp, if both are
 #endif
 
 }  // namespace hf_kbit::cpu

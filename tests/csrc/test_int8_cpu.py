@@ -10,7 +10,7 @@ from hf_kbit import codebooks, reference
 from hf_kbit.ops import native
 
 SHAPES = [*cases.SHAPES, (1100, 256), (33, 2100), (5, 4096 + 40)]
-TOKENS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 40]
+TOKENS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 40, 300]
 
 
 @pytest.fixture(autouse=True)
