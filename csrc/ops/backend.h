@@ -1,5 +1,5 @@
 // What a device must provide for the ops of this folder. The CPU library links backend_cpu.cpp, the CUDA library
-// backend_cuda.cpp and backend_cuda_gemm.cpp; all other files of this folder are the same in both.
+// backend_cuda.cpp, backend_cuda_gemm.cpp and backend_cuda_int8.cpp; all other files of this folder are the same in both.
 #pragma once
 
 #include "ops/arguments.h"
