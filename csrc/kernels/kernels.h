@@ -126,23 +126,30 @@ cudaError_t gemm_wgmma(const Product* products, int count, Dtype dtype, int bits
                        const WgmmaPlan& plan, float* partial, uint32_t* ready, bool awaits, const Gpu& gpu,
                        cudaStream_t stream);
 
-// `rows` of x [*, K], float16 or bfloat16, as 8-bit inputs (docs/internals.md), K a multiple of 8 and `columns` those
-// of a Transform that rotates: out [tokens, 32 * B], of each block of 32 columns first 0 to 3, 8 to 11, 16 to 19 and
-// 24 to 27, then the others, and scales [tokens + 1], the last one 0. Besides sets `num_zeros` words of `zeros` to
-// zero.
-cudaError_t tokens_to_int8(const void* x, const Rows& rows, Dtype dtype, const uint8_t* columns, int64_t tokens,
-                           int64_t in_features, int8_t* out, float* scales, uint32_t* zeros, int num_zeros,
+// x as 8-bit inputs (docs/internals.md): out [tokens, 32 * B], of each block of 32 columns first 0 to 3, 8 to 11, 16
+// to 19 and 24 to 27, then the others, and scales [tokens + 1], the last one 0. columns: of a Transform that rotates.
+struct Int8Tokens {
+    const uint8_t* columns;
+    int8_t* out;
+    float* scales;
+};
+// Of the same `rows` of x [*, K], float16 or bfloat16, K a multiple of 8, `count` of them, at most kGemmParts. With
+// swiglu rows have 2 K numbers, as for `transform`. Besides sets `num_zeros` words of `zeros` to zero.
+cudaError_t tokens_to_int8(const void* x, const Rows& rows, bool swiglu, Dtype dtype, const Int8Tokens* outputs,
+                           int count, int64_t tokens, int64_t in_features, uint32_t* zeros, int num_zeros,
                            const Gpu& gpu, cudaStream_t stream);
 // Of 8-bit inputs: x and token_scales are those of tokens_to_int8.
 struct Int8Product : Product {
     const void* inverses;  // of the weights' rows, float16 (reference.py, int8_inverses)
     const float* token_scales;
 };
-// y [tokens, N], of dtype. As plan_int8 says, on GPUs of compute capability 9.0; partial and ready: as many numbers
-// and zeros as wgmma_partial_sums and wgmma_partial_flags say. Overlaps with the kernel launched before it, on whose
-// results nothing but product.x, token_scales and ready may depend.
-cudaError_t gemm_int8(const Int8Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
-                      const WgmmaPlan& plan, int32_t* partial, uint32_t* ready, const Gpu& gpu, cudaStream_t stream);
+// y [tokens, N], of dtype, of `count` products, at most kGemmParts, in one launch, as plan_int8 says, on GPUs of
+// compute capability 9.0; scales of all have signs, or of none; partial and ready: as many numbers and zeros as
+// wgmma_partial_sums and wgmma_partial_flags say. Overlaps with the kernel launched before it, on whose results
+// nothing but x, token_scales and ready may depend.
+cudaError_t gemm_int8(const Int8Product* products, int count, Dtype dtype, int bits, int64_t tokens,
+                      int64_t in_features, const WgmmaPlan& plan, int32_t* partial, uint32_t* ready, const Gpu& gpu,
+                      cudaStream_t stream);
 // The same as plan_mma_int8 says, on GPUs of another compute capability; partial: as many numbers as
 // mma_int8_partial_words says.
 cudaError_t gemm_mma_int8(const Int8Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,

@@ -42,9 +42,9 @@ constexpr int kMost16BitTokens = 64;
 constexpr int kLeastInt8Features = 4096;
 
 // Whether a kernel multiplies 8-bit inputs by a weight in tiles: that of wgmma or of mma. They count tiles in 32 bits,
-// a turn beyond the last one too.
+// those of all weights of a launch and a turn beyond the last one.
 inline bool int8_is_fused(int64_t tokens, int64_t out_features, int64_t in_features, const Gpu& gpu) {
-    constexpr int64_t kMostTiles = 1 << 30, kLeastTokens = 16, kLeastRows = 4 * kTileRows;
+    constexpr int64_t kMostTiles = (1 << 30) / kGemmParts, kLeastTokens = 16, kLeastRows = 4 * kTileRows;
     return tokens > 0 && tokens <= INT32_MAX - 1 && can_fuse(out_features, in_features, gpu) &&
            ceil_div(tokens, kLeastTokens) <= kMostTiles / ceil_div(out_features, kLeastRows);
 }

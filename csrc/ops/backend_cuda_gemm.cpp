@@ -122,32 +122,12 @@ void multiply_by_mma(std::vector<Held>& held, Dtype dtype, int64_t tokens, const
     }
 }
 
-// Products of weights of one width and form of scales that follow each other, as many as a launch takes.
-struct WgmmaLaunch {
-    size_t first;
-    int count;
-    WgmmaPlan plan;
-};
-std::vector<WgmmaLaunch> plan_launches(const std::vector<Held>& held, int64_t tokens, const cuda::Gpu& gpu) {
-    std::vector<WgmmaLaunch> launches;
-    for (size_t first = 0; first < held.size(); first += launches.back().count) {
-        int64_t rows[kGemmParts];
-        int count = 0;
-        for (size_t i = first; i < held.size() && count < kGemmParts; ++i) {
-            if (held[i].bits != held[first].bits || held[i].signed_scales != held[first].signed_scales) break;
-            rows[count++] = held[i].y.size(-1);
-        }
-        launches.push_back(
-            {first, count,
-             plan_wgmma(tokens, rows, count, held[first].x.size(-1), held[first].bits, batch_invariant(), gpu)});
-    }
-    return launches;
-}
-
 // The first launch may overlap with that of transform_inputs.
 void multiply_by_wgmma(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch) {
     const Tensor x = held[0].x;
-    const std::vector<WgmmaLaunch> launches = plan_launches(held, tokens, launch.gpu);
+    const auto launches = plan_launches(held, [&](const int64_t* rows, int count, int bits) {
+        return plan_wgmma(tokens, rows, count, x.size(-1), bits, batch_invariant(), launch.gpu);
+    });
     bool awaits = any_transform(held);
     int64_t sums = 0, flags = 0;  // one launch after the other uses the same sums
     for (const auto& [first, count, plan] : launches) {

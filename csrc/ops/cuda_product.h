@@ -1,6 +1,9 @@
 // What products of the CUDA backend have in common: which weights their kernels take, and what these read and write.
 #pragma once
 
+#include <vector>
+
+#include "kernels/hopper/plan.h"
 #include "ops/cuda_launch.h"
 
 namespace hf_kbit::backend {
@@ -46,5 +49,28 @@ struct Held {
                 ordered};
     }
 };
+
+// Products of weights of one width and form of scales that follow each other, as many as a launch takes on Hopper.
+struct WgmmaLaunch {
+    size_t first;
+    int count;
+    WgmmaPlan plan;
+};
+
+// plan(rows of the weights, how many there are, bits)
+template <typename Plan>
+std::vector<WgmmaLaunch> plan_launches(const std::vector<Held>& held, const Plan& plan) {
+    std::vector<WgmmaLaunch> launches;
+    for (size_t first = 0; first < held.size(); first += launches.back().count) {
+        int64_t rows[kGemmParts];
+        int count = 0;
+        for (size_t i = first; i < held.size() && count < kGemmParts; ++i) {
+            if (held[i].bits != held[first].bits || held[i].signed_scales != held[first].signed_scales) break;
+            rows[count++] = held[i].y.size(-1);
+        }
+        launches.push_back({first, count, plan(rows, count, held[first].bits)});
+    }
+    return launches;
+}
 
 }  // namespace hf_kbit::backend

@@ -51,12 +51,10 @@ constexpr int wgmma_threads(int token_tile) { return wgmma_decoders(token_tile) 
 // tiles. kWeights: the most weights; 1 for experts, whose weights are told as one. T: of operands A and B, int8_t, or
 // as y has it.
 template <int kBits, typename T, int kTokens, bool kOrdered, bool kExperts, int kWeights>
-struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
-                             std::conditional_t<std::is_same_v<T, int8_t>, Int8Arguments, WgmmaArguments<kWeights>>> {
+struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights, ArgumentsOf<T, kWeights>> {
     static constexpr bool kInt8 = std::is_same_v<T, int8_t>;
-    static_assert(!kInt8 || (kOrdered && kWeights == 1));
-    using Arguments = std::conditional_t<kInt8, Int8Arguments, WgmmaArguments<kWeights>>;
-    using Tiles = WgmmaTiles<kBits, kTokens, kExperts, kWeights, Arguments>;
+    static_assert(!kInt8 || kOrdered);
+    using Tiles = WgmmaTiles<kBits, kTokens, kExperts, kWeights, ArgumentsOf<T, kWeights>>;
     using Tiles::cluster, Tiles::rank, Tiles::groups, Tiles::parties, Tiles::group_warps;
     using Tiles::expert, Tiles::exchange;
     using Tiles::place_of, Tiles::weight_of, Tiles::number_of, Tiles::row_tile, Tiles::slabs_before, Tiles::share;
@@ -425,12 +423,13 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
     // Of a lane's rows.
     __device__ __forceinline__ void load_inverses(int tile, int warp, __half2 (&inverse)[2]) const {
         const Place place = place_of(tile);
-        const __half* inverses = arguments.inverses;
-        if constexpr (kExperts) inverses += int64_t{place.weight} * arguments.weights[0].output.out_features;
+        const __half* inverses = arguments.inverses[number_of(place)];
+        const int out_features = arguments.weights[number_of(place)].output.out_features;
+        if constexpr (kExperts) inverses += int64_t{place.weight} * out_features;
         const int row = row_tile(place, warp) * kTileRows + lane_id() / 4;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int its = min(row + 8 * half, arguments.weights[0].output.out_features - 1);
+            const int its = min(row + 8 * half, out_features - 1);
             inverse[half] = __half2half2(__ldg(inverses + its));
         }
     }
@@ -441,7 +440,8 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
                                                  int warp) const {
         const int lane = lane_id(), t = lane % 4;
         const Place place = place_of(tile);
-        const Output& output = arguments.weights[0].output;
+        const Output& output = arguments.weights[number_of(place)].output;
+        const float* token_scales = arguments.token_scales[number_of(place)];
         // All requests to memory at once, before any store. A lane has those of every eighth group of eight tokens,
         // and others ask it.
         constexpr int kLoads = (kTokens + 63) / 64;
@@ -450,18 +450,19 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
         for (int i = 0; i < kLoads; ++i) {
             if constexpr (kExperts) {  // whose first token may be odd
                 const int token = place.token + 64 * i + lane / 4 * 8 + t * 2, last = output.tokens - 1;
-                const auto scale_of = [&](int its) { return __ldcg(arguments.token_scales + min(its, last)); };
+                const auto scale_of = [&](int its) { return __ldcg(token_scales + min(its, last)); };
                 of_tokens[i] = make_float2(scale_of(token), scale_of(token + 1));
             } else {
                 // An even one, and the next one, which has a scale too, also behind the last token.
                 const int token = min(place.token + 64 * i + lane / 4 * 8 + t * 2, (output.tokens - 1) & ~1);
-                of_tokens[i] = __ldcg(reinterpret_cast<const float2*>(arguments.token_scales + token));
+                of_tokens[i] = __ldcg(reinterpret_cast<const float2*>(token_scales + token));
             }
         }
         const int row = row_tile(place, warp) * kTileRows;
         std::conditional_t<kExperts, int64_t, int> before = 0;
         if constexpr (kExperts) before = int64_t{place.weight} * output.out_features;
-        const Int8Rows rows(output, arguments.inverses, unit, std::is_same_v<Y, __half>, row, lane, before);
+        const Int8Rows rows(output, arguments.inverses[number_of(place)], unit, std::is_same_v<Y, __half>, row, lane,
+                            before);
         const int owned = max(kTokens >> (arguments.groups_log2 + arguments.split_log2), 8);
         const int first = (rank * groups + warp / group_warps) * owned;
         const int begin = place.token + first;
@@ -508,9 +509,7 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
 
 // A kernel, of wgmma_threads(kTokens) threads.
 template <int kBits, typename T, int kTokens, bool kOrdered, bool kExperts, int kWeights>
-__device__ __forceinline__ void run_wgmma(
-    const WgmmaMaps<kWeights>& maps,
-    const typename WgmmaCta<kBits, T, kTokens, kOrdered, kExperts, kWeights>::Arguments& arguments) {
+__device__ __forceinline__ void run_wgmma(const WgmmaMaps<kWeights>& maps, const ArgumentsOf<T, kWeights>& arguments) {
     if constexpr (kHopper) {
         extern __shared__ __align__(1024) char smem[];
         const uint32_t window = shared_window(smem);
