@@ -35,8 +35,8 @@ inline GemmPath gemm_path(int64_t tokens, int64_t out_features, int64_t in_featu
     return tokens <= most ? many : GemmPath::dequantize;
 }
 
-// Where 8-bit inputs are asked for, 16-bit ones are taken up to so many tokens, or rows of each expert: they are as
-// fast, and several weights share a launch (docs/lab, "8-bit inputs on Hopper").
+// Where 8-bit inputs are asked for, 16-bit ones are taken up to so many tokens, or rows of each expert, as they are as
+// fast (docs/lab, "8-bit inputs on Hopper").
 constexpr int kMost16BitTokens = 64;
 // Experts of fewer outputs take 16-bit ones as well, for x takes longer to become int8 than the product gains.
 constexpr int kLeastInt8Features = 4096;
