@@ -126,12 +126,18 @@ cudaError_t gemm_wgmma(const Product* products, int count, Dtype dtype, int bits
                        const WgmmaPlan& plan, float* partial, uint32_t* ready, bool awaits, const Gpu& gpu,
                        cudaStream_t stream);
 
-// `rows` of x [*, K], float16 or bfloat16, as 8-bit inputs (docs/internals.md), K a multiple of 8 and `columns` those
-// of a Transform that rotates: out [tokens, 32 * B], of each block of 32 columns first 0 to 3, 8 to 11, 16 to 19 and
-// 24 to 27, then the others, and scales [tokens + 1], the last one 0. Besides sets `num_zeros` words of `zeros` to
-// zero.
-cudaError_t tokens_to_int8(const void* x, const Rows& rows, Dtype dtype, const uint8_t* columns, int64_t tokens,
-                           int64_t in_features, int8_t* out, float* scales, uint32_t* zeros, int num_zeros,
+// 8-bit inputs (docs/internals.md) of a weight that rotates, and whose `columns` are those of a Transform: out
+// [tokens, 32 * B], of each block of 32 columns first 0 to 3, 8 to 11, 16 to 19 and 24 to 27, then the others, and
+// scales [tokens + 1], the last one 0.
+struct Int8Tokens {
+    const uint8_t* columns;
+    int8_t* out;
+    float* scales;
+};
+// Of the same rows of x [*, K], float16 or bfloat16, `count` of them, at most kGemmParts; K is a multiple of 8. With
+// swiglu rows have 2 K numbers, as in transform. Besides sets `num_zeros` words of `zeros` to zero.
+cudaError_t tokens_to_int8(const void* x, const Rows& rows, bool swiglu, Dtype dtype, const Int8Tokens* outputs,
+                           int count, int64_t tokens, int64_t in_features, uint32_t* zeros, int num_zeros,
                            const Gpu& gpu, cudaStream_t stream);
 // Of 8-bit inputs: x and token_scales are those of tokens_to_int8.
 struct Int8Product : Product {

@@ -306,9 +306,10 @@ HeldInt8 to_int8(Held& held, const cuda::Rows& rows, Dtype dtype, int64_t tokens
     auto* const scales = reinterpret_cast<float*>(to + token_bytes);
     auto* const sums = reinterpret_cast<int32_t*>(to + token_bytes + scale_bytes);
     auto* const zeros = reinterpret_cast<uint32_t*>(sums + num_sums);
-    check("tokens_to_int8", cuda::tokens_to_int8(held.x.const_data_ptr(), rows, dtype, held.transform.columns, tokens,
-                                                 in_features, reinterpret_cast<int8_t*>(to), scales, zeros,
-                                                 static_cast<int>(num_zeros), launch.gpu, launch.stream));
+    const cuda::Int8Tokens output{held.transform.columns, reinterpret_cast<int8_t*>(to), scales};
+    check("tokens_to_int8",
+          cuda::tokens_to_int8(held.x.const_data_ptr(), rows, false, dtype, &output, 1, tokens, in_features, zeros,
+                               static_cast<int>(num_zeros), launch.gpu, launch.stream));
     cuda::Int8Product product{held.product(), inverses.const_data_ptr(), scales};
     product.x = to;
     return {made, product, sums, zeros};

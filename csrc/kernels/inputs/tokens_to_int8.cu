@@ -11,7 +11,10 @@
 // A CTA has a token, a thread octets of it, which it holds in float32 until all know the largest number. Of a token of
 // more octets than CTAs hold, it makes them anew. The product's kernel may overlap with the launch. Compute capability
 // 8.0 and newer.
+#include <algorithm>
+
 #include "kernels/dispatch.h"
+#include "kernels/inputs/swiglu.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
 #include "kernels/ptx.cuh"
@@ -25,23 +28,26 @@ struct Arguments {
     const void* x;
     const int32_t* rows;  // or null
     int last_row;
-    const uint8_t* columns;
-    int8_t* out;
-    float* scales;
+    Int8Tokens outputs[kGemmParts];
     int tokens, in_features, out_columns;
     uint32_t* zeros;
     int num_zeros;
 };
 
 // An octet, transformed as in the reference, where also what is stored in units elsewhere may overflow.
-template <typename T>
-__device__ __forceinline__ void load_octet(const Arguments& arguments, int row, int column, float (&values)[kOctet]) {
+template <typename T, bool kSwiglu>
+__device__ __forceinline__ void load_octet(const Arguments& arguments, const uint8_t* columns, int row, int column,
+                                           float (&values)[kOctet]) {
     uint4 octet = make_uint4(0, 0, 0, 0);
     uint2 bytes = make_uint2(kScalesOfOne, kScalesOfOne);
     if (column < arguments.in_features) {
-        const T* x = static_cast<const T*>(arguments.x) + int64_t{row} * arguments.in_features + column;
+        const int64_t at = int64_t{row} * arguments.in_features * (kSwiglu ? 2 : 1) + column;
+        const T* x = static_cast<const T*>(arguments.x) + at;
         octet = *reinterpret_cast<const uint4*>(x);
-        if (arguments.columns) bytes = __ldg(reinterpret_cast<const uint2*>(arguments.columns + column));
+        if constexpr (kSwiglu) {
+            octet = swiglu_octet<T>(octet, *reinterpret_cast<const uint4*>(x + arguments.in_features));
+        }
+        if (columns) bytes = __ldg(reinterpret_cast<const uint2*>(columns + column));
     }
     float scales[kOctet];
     decode_scales(bytes, scales);
@@ -54,14 +60,16 @@ __device__ __forceinline__ void load_octet(const Arguments& arguments, int row, 
 }
 
 // kOctets: that a thread holds.
-template <typename T, int kThreads, int kOctets>
+template <typename T, bool kSwiglu, int kThreads, int kOctets>
 __device__ __forceinline__ void run(const Arguments& arguments) {
     constexpr int kWarp = kLanes;
     constexpr float kLeastToken = 0x1p-100f;  // 127 over smaller numbers might be infinite
     __shared__ uint32_t of_warps[kWarp];
     wait_for_kernel_before();
     let_next_kernel_start();  // not before, as in transform_kernel
-    const int token = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
+    const Int8Tokens& output = arguments.outputs[blockIdx.x / arguments.tokens];
+    const int token = static_cast<int>(blockIdx.x % arguments.tokens), thread = static_cast<int>(threadIdx.x),
+              lane = thread % kWarp;
     for (int i = token * kThreads + thread; i < arguments.num_zeros; i += arguments.tokens * kThreads) {
         arguments.zeros[i] = 0;
     }
@@ -72,7 +80,8 @@ __device__ __forceinline__ void run(const Arguments& arguments) {
     float values[kOctets][kOctet];
     const auto load = [&](int first) {
 #pragma unroll
-        for (int i = 0; i < kOctets; ++i) load_octet<T>(arguments, row, first + column(i), values[i]);
+        for (int i = 0; i < kOctets; ++i)
+            load_octet<T, kSwiglu>(arguments, output.columns, row, first + column(i), values[i]);
     };
     uint32_t most = 0;  // as bits, among which those of NaN are the largest
 #pragma unroll 1
@@ -92,8 +101,8 @@ __device__ __forceinline__ void run(const Arguments& arguments) {
     const bool usual = largest >= kLeastToken && largest < __uint_as_float(0x7F800000);
     const float inverse = __fmul_rn(127.0f, __frcp_rn(largest));
     if (thread == 0) {
-        arguments.scales[token] = __fmul_rn(largest, 1.0f / 127);
-        if (token == arguments.tokens - 1) arguments.scales[token + 1] = 0;
+        output.scales[token] = __fmul_rn(largest, 1.0f / 127);
+        if (token == arguments.tokens - 1) output.scales[token + 1] = 0;
     }
 #pragma unroll 1
     for (int first = 0; first < arguments.out_columns; first += kTurn) {
@@ -112,53 +121,55 @@ __device__ __forceinline__ void run(const Arguments& arguments) {
             const uint2 two = odd ? make_uint2(received, words[1]) : make_uint2(words[0], received);
             const int from = first + column(i), block = from / kBlockSize * kBlockSize, t = lane % 4;
             if (from < arguments.out_columns) {
-                int8_t* to = arguments.out + int64_t{token} * arguments.out_columns + block + t % 2 * 16 + t / 2 * 8;
+                int8_t* to = output.out + int64_t{token} * arguments.out_columns + block + t % 2 * 16 + t / 2 * 8;
                 *reinterpret_cast<uint2*>(to) = two;
             }
         }
     }
 }
 
-template <typename T, int kThreads, int kOctets>
+template <typename T, bool kSwiglu, int kThreads, int kOctets>
 __global__ void __launch_bounds__(kThreads) tokens_to_int8_kernel(const __grid_constant__ Arguments arguments) {
     if constexpr (has_gemm(kArch)) {
-        run<T, kThreads, kOctets>(arguments);
+        run<T, kSwiglu, kThreads, kOctets>(arguments);
     } else {
         __trap();
     }
 }
 
-template <typename T, int kThreads, int kOctets>
-cudaError_t launch(const Arguments& arguments, const Gpu& gpu, cudaStream_t stream) {
-    static Launcher launcher(tokens_to_int8_kernel<T, kThreads, kOctets>, kThreads, 0);
-    return launcher.launch(gpu, arguments.tokens, 1, 0, stream, arguments);
+template <typename T, bool kSwiglu, int kThreads, int kOctets>
+cudaError_t launch(const Arguments& arguments, int count, const Gpu& gpu, cudaStream_t stream) {
+    static Launcher launcher(tokens_to_int8_kernel<T, kSwiglu, kThreads, kOctets>, kThreads, 0);
+    return launcher.launch(gpu, int64_t{arguments.tokens} * count, 1, 0, stream, arguments);
 }
 
 }  // namespace
 
-cudaError_t tokens_to_int8(const void* x, const Rows& rows, Dtype dtype, const uint8_t* columns, int64_t tokens,
-                           int64_t in_features, int8_t* out, float* scales, uint32_t* zeros, int num_zeros,
+cudaError_t tokens_to_int8(const void* x, const Rows& rows, bool swiglu, Dtype dtype, const Int8Tokens* outputs,
+                           int count, int64_t tokens, int64_t in_features, uint32_t* zeros, int num_zeros,
                            const Gpu& gpu, cudaStream_t stream) {
     Arguments arguments{};
     arguments.x = x;
     arguments.rows = rows.index;
     arguments.last_row = static_cast<int>(rows.count - 1);
-    arguments.columns = columns;
-    arguments.out = out;
-    arguments.scales = scales;
     arguments.tokens = static_cast<int>(tokens);
     arguments.in_features = static_cast<int>(in_features);
     arguments.out_columns = static_cast<int>(num_blocks(in_features) * kBlockSize);
     arguments.zeros = zeros;
     arguments.num_zeros = num_zeros;
+    std::copy_n(outputs, count, arguments.outputs);
     return dispatch<__half, __nv_bfloat16>(dtype, [&](auto value) {
         using T = decltype(value);
-        const int octets = arguments.out_columns / kOctet;
-        const auto start = octets <= 512    ? launch<T, 256, 2>
-                           : octets <= 1024 ? launch<T, 256, 4>
-                           : octets <= 2048 ? launch<T, 512, 4>
-                                            : launch<T, 1024, 4>;
-        return start(arguments, gpu, stream);
+        const auto of = [&](auto gate) {
+            constexpr bool kGate = gate();
+            const int octets = arguments.out_columns / kOctet;
+            const auto start = octets <= 512    ? launch<T, kGate, 256, 2>
+                               : octets <= 1024 ? launch<T, kGate, 256, 4>
+                               : octets <= 2048 ? launch<T, kGate, 512, 4>
+                                                : launch<T, kGate, 1024, 4>;
+            return start(arguments, count, gpu, stream);
+        };
+        return swiglu ? of(std::true_type{}) : of(std::false_type{});
     });
 }
 
