@@ -187,6 +187,11 @@ cudaError_t experts_int8(const Int8Product& product, const int32_t* offsets, int
 cudaError_t copy_rows(const void* from, Dtype dtype, int64_t columns, const Rows& rows, const int32_t* first,
                       const int32_t* end, int64_t count, void* to, const Gpu& gpu, cudaStream_t stream);
 
+// The same of 8-bit inputs of so many columns, and of their scales: to.scales [count + 1], the last one 0. Overlaps
+// with the kernel launched before it, on whose results nothing but `from` may depend.
+cudaError_t copy_int8_tokens(const Int8Tokens& from, const Rows& rows, int64_t columns, int64_t count,
+                             const Int8Tokens& to, const Gpu& gpu, cudaStream_t stream);
+
 // dx [tokens, in_features] = dy @ W for W in tiles, float16 or bfloat16, back through the weight's transform; on GPUs
 // of compute capability 9.0. dy is [tokens, dy_columns], a multiple of 8, not fewer than out_features; what is there
 // beyond them must be zeros.

@@ -1,5 +1,6 @@
 // What a device must provide for the ops of this folder. The CPU library links backend_cpu.cpp, the CUDA library
-// backend_cuda.cpp and backend_cuda_gemm.cpp; all other files of this folder are the same in both.
+// backend_cuda.cpp, backend_cuda_gemm.cpp and backend_cuda_int8.cpp; all other files of this folder are the same in
+// both.
 #pragma once
 
 #include "ops/arguments.h"
@@ -79,7 +80,7 @@ Tensor gemm_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::
 // backend::gemm_experts of 8-bit inputs and rotated matrices; inverses, [E, out_features], contiguous, or none.
 Tensor gemm_experts_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
                          const std::optional<Tensor>& rows, const Tensor& offsets,
-                         const std::optional<Tensor>& inverses);
+                         const std::optional<Tensor>& inverses, bool swiglu);
 
 }  // namespace hf_kbit::backend
 
