@@ -8,11 +8,40 @@
 // - An integer is what is left of a number beside 1.5 * 2**23, to which it was added: its low byte is that of q.
 #pragma once
 
+#include "kernels/kernels.h"
+#include "kernels/ptx.cuh"
 #include "kernels/transform.cuh"
 
 namespace hf_kbit::cuda {
 
-constexpr int kBlock = 32, kBlockOctets = kBlock / kOctet;
+constexpr int kWarp = 32, kBlock = 32, kBlockOctets = kBlock / kOctet;
+constexpr int kOctetBytes = kOctet * 2;
+
+// Of x, as Rows says.
+__device__ __forceinline__ int picked_row(const int32_t* rows, int last_row, int token) {
+    return rows ? min(max(rows[token], 0), last_row) : token;
+}
+
+// Of an octet of columns, as transform_block wants them.
+__device__ __forceinline__ void load_scales(const uint8_t* columns, int column, int in_features,
+                                            float (&scales)[kOctet]) {
+    uint2 bytes = make_uint2(kScalesOfOne, kScalesOfOne);
+    if (columns && column < in_features) bytes = __ldg(reinterpret_cast<const uint2*>(columns + column));
+    decode_scales(bytes, scales);
+#pragma unroll
+    for (float& scale : scales) scale *= kScaleUnit;
+}
+
+// A warp's x in shared memory, at a multiple of 64 bytes: octets of neighbouring lanes lie side by side when they are
+// copied, and a lane reads four that follow each other. Either way eight lanes reach all banks.
+struct WarpX {
+    uint32_t copied, read;  // addresses of the lane
+
+    __device__ __forceinline__ WarpX(uint32_t smem, int lane)
+        : copied(smem + (lane ^ lane / 8) * kOctetBytes),
+          read(smem + (lane * kBlockOctets + lane / 2 % 4) * kOctetBytes) {}
+    __device__ __forceinline__ uint32_t octet(int i) const { return read ^ i * kOctetBytes; }
+};
 
 // (x * c) times the Hadamard matrix, without the root, and the bits of the largest magnitude, among which those of NaN
 // are the largest. load(i, scales): what decode_scales gives, times kScaleUnit, of octet i.
@@ -59,11 +88,15 @@ struct TokenUnit {
         inverse = __fmul_rn(127.0f, __frcp_rn(largest));
         scale = __fmul_rn(largest, 1.0f / 127);
     }
+    __device__ __forceinline__ void store(const Int8Tokens& output, int token, int tokens) const {
+        output.scales[token] = scale;
+        if (token == tokens - 1) output.scales[tokens] = 0;
+    }
 };
 
-// As int8, in the order of kernels.h: of each octet the first half in halves[0], the other one in halves[1].
-__device__ __forceinline__ void block_to_int8(const float (&values)[kBlock], const TokenUnit& unit,
-                                              uint4 (&halves)[2]) {
+// As int8: of each octet the first half in the first half of the block's bytes, the other one in the other.
+__device__ __forceinline__ void store_block(const Int8Tokens& output, int token, int block, int blocks,
+                                            const float (&values)[kBlock], const TokenUnit& unit) {
     constexpr float kRounds = 0x1.8p23f;
     uint32_t words[2][kBlockOctets] = {};
     if (unit.usual) {
@@ -79,8 +112,12 @@ __device__ __forceinline__ void block_to_int8(const float (&values)[kBlock], con
                 __byte_perm(__byte_perm(bytes[0], bytes[1], 0x40), __byte_perm(bytes[2], bytes[3], 0x40), 0x5410);
         }
     }
+    const auto row_bytes = static_cast<unsigned>(blocks * kBlock);
+    int8_t* const to = output.out + block * kBlock + static_cast<uint64_t>(static_cast<unsigned>(token)) * row_bytes;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) halves[i] = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
+    for (int i = 0; i < 2; ++i) {
+        store_16(to + i * kBlock / 2, make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]));
+    }
 }
 
 }  // namespace hf_kbit::cuda

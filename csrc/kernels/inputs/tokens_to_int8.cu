@@ -9,10 +9,10 @@
 // For the kernels of int8 in hopper/ and mma/: of each block of 32 columns first 0 to 3, 8 to 11, 16 to 19 and 24 to
 // 27 are stored, then the others. A lane of a tile has eight columns, four for each half of operand A.
 //
-// A thread has a block of a token, and holds it in float32 until all know the token's largest number. The CTA of a
-// processor has groups of warps, which take tokens in turns. They have the decoded column scales in common, and copy x
-// of the next token to shared memory while they work on one: so memory is never idle. Of several weights each has CTAs
-// of its own; they take the same tokens at about the same time, so that x comes from memory once.
+// A thread has a block of a token, and holds it in float32 until all know the token's largest number. CTAs have groups
+// of warps, which take tokens in turns. They have the decoded column scales in common, and copy x of the next token to
+// shared memory while they work on one: so memory is never idle. Of several weights each has CTAs of its own; they
+// take the same tokens at about the same time, so that x comes from memory once.
 //
 // What does not fit there, long rows, takes a CTA for each token, which loads x as it needs it. Of a token of more
 // blocks than it has threads, it makes them anew.
@@ -31,10 +31,9 @@ namespace hf_kbit::cuda {
 
 namespace {
 
-constexpr int kWarp = 32, kThreads = 1024, kWarps = kThreads / kWarp;
-constexpr int kOctetBytes = kOctet * 2;
+constexpr int kMostThreads = 1024, kMostWarps = kMostThreads / kWarp;
 // Shared memory: the largest numbers of warps, two tokens in turns; the scales of a token's columns; x of all warps.
-constexpr int kLargestBytes = 2 * kWarps * 4;
+constexpr int kLargestBytes = 2 * kMostWarps * 4;
 constexpr int kScalesBytes = kWarp * kBlock * 4;                                      // of a warp's columns
 constexpr int x_bytes(bool swiglu) { return kWarp * kBlock * 2 * (swiglu ? 2 : 1); }  // of a warp's columns
 
@@ -47,11 +46,10 @@ struct Arguments {
     uint32_t* zeros;
     int num_zeros;
     int groups, group_warps;  // of a CTA, where it has several tokens
-
-    __device__ __forceinline__ int row(int token) const { return rows ? min(max(rows[token], 0), last_row) : token; }
 };
 
 // Also sets zeros.
+template <int kThreads>
 __device__ __forceinline__ void begin(const Arguments& arguments) {
     wait_for_kernel_before();
     let_next_kernel_start();  // not before, as in transform_kernel
@@ -61,55 +59,18 @@ __device__ __forceinline__ void begin(const Arguments& arguments) {
     }
 }
 
-__device__ __forceinline__ void load_scales(const uint8_t* columns, int column, int in_features,
-                                            float (&scales)[kOctet]) {
-    uint2 bytes = make_uint2(kScalesOfOne, kScalesOfOne);
-    if (columns && column < in_features) bytes = __ldg(reinterpret_cast<const uint2*>(columns + column));
-    decode_scales(bytes, scales);
-#pragma unroll
-    for (float& scale : scales) scale *= kScaleUnit;
-}
-
-__device__ __forceinline__ void store_scale(const Arguments& arguments, const Int8Tokens& output, int token,
-                                            float scale) {
-    output.scales[token] = scale;
-    if (token == arguments.tokens - 1) output.scales[token + 1] = 0;
-}
-
-__device__ __forceinline__ void store_block(const Arguments& arguments, const Int8Tokens& output, int token, int block,
-                                            const float (&values)[kBlock], const TokenUnit& unit) {
-    uint4 halves[2];
-    block_to_int8(values, unit, halves);
-    if (block >= arguments.blocks) return;
-    int8_t* const to =
-        output.out + block * kBlock +
-        static_cast<uint64_t>(static_cast<unsigned>(token)) * static_cast<unsigned>(arguments.blocks * kBlock);
-    store_16(to, halves[0]);
-    store_16(to + kBlock / 2, halves[1]);
-}
-
 // --- several tokens at a time --------------------------------------------------------------------
 
-// A warp's x in shared memory: octets of neighbouring lanes lie side by side when they are copied, and a lane reads
-// four that follow each other. Either way eight lanes reach all banks.
-struct WarpX {
-    uint32_t copied, read;  // addresses of the lane
-
-    __device__ __forceinline__ WarpX(uint32_t smem, int lane)
-        : copied(smem + (lane ^ lane / 8) * kOctetBytes),
-          read(smem + (lane * kBlockOctets + lane / 2 % 4) * kOctetBytes) {}
-    __device__ __forceinline__ uint32_t octet(int i) const { return read ^ i * kOctetBytes; }
-};
-
-template <typename T, bool kSwiglu>
+template <typename T, bool kSwiglu, int kThreads>
 __device__ __forceinline__ void run_groups(const Arguments& arguments) {
-    extern __shared__ uint4 smem[];
-    begin(arguments);
+    extern __shared__ __align__(64) uint4 smem[];  // as WarpX takes it
+    begin<kThreads>(arguments);
     const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
     const int group_warps = arguments.group_warps, group = warp / group_warps, warp_of_group = warp % group_warps;
     const int cta = static_cast<int>(blockIdx.x) / arguments.count,
               ctas = static_cast<int>(gridDim.x) / arguments.count;
     const Int8Tokens& output = arguments.outputs[blockIdx.x % arguments.count];
+    const auto row_of = [&](int token) { return picked_row(arguments.rows, arguments.last_row, token); };
 
     auto* const largest = reinterpret_cast<uint32_t*>(smem);
     const uint32_t smem_scales = shared_address(smem) + kLargestBytes;
@@ -142,15 +103,15 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
             if (!there) store_shared_16(to, make_uint4(0, 0, 0, 0));
             if (kSwiglu && !there) store_shared_16(to + kGateBytes, make_uint4(0, 0, 0, 0));
         });
-        start_copies(arguments.row(token));
-        if (token < followed) next_row = arguments.row(token + step);
+        start_copies(row_of(token));
+        if (token < followed) next_row = row_of(token + step);
     }
     // Meanwhile the scales: of each octet two halves, each of all lanes.
     for (int i = thread; i < group_warps * kWarp * kBlockOctets; i += kThreads) {
         const int of_warp = i / (kWarp * kBlockOctets), octet = i / kWarp % kBlockOctets;
         float scales[kOctet];
-        load_scales(output.columns, ((of_warp * kWarp + lane) * kBlockOctets + octet) * kOctet, arguments.in_features,
-                    scales);
+        const int column = ((of_warp * kWarp + lane) * kBlockOctets + octet) * kOctet;
+        load_scales(output.columns, column, arguments.in_features, scales);
         const uint32_t to = smem_scales + ((of_warp * kBlockOctets + octet) * 2 * kWarp + lane) * 16;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -172,7 +133,7 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
     };
     const int block = warp_of_group * kWarp + lane;
 #pragma unroll 1
-    for (int turn = 0; token < arguments.tokens; token += step, turn ^= kWarps) {
+    for (int turn = 0; token < arguments.tokens; token += step, turn ^= kMostWarps) {
         cp_async_wait<0>();
         __syncwarp();
         uint4 octets[kBlockOctets];
@@ -183,7 +144,7 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
         }
         __syncwarp();
         if (token < followed) start_copies(next_row);
-        if (token < followed_twice) next_row = arguments.row(token + 2 * step);
+        if (token < followed_twice) next_row = row_of(token + 2 * step);
         float values[kBlock];
         uint32_t most = largest_of_warp(transform_block<T>(octets, load, values));
         if (group_warps > 1) {
@@ -193,8 +154,8 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
             most = largest_of_warp(lane < group_warps ? of_group[lane] : 0);
         }
         const TokenUnit unit(most);
-        if (block == 0) store_scale(arguments, output, token, unit.scale);
-        store_block(arguments, output, token, block, values, unit);
+        if (block == 0) unit.store(output, token, arguments.tokens);
+        if (block < arguments.blocks) store_block(output, token, block, arguments.blocks, values, unit);
     }
 }
 
@@ -202,13 +163,14 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
 
 template <typename T, bool kSwiglu>
 __device__ __forceinline__ void run_long(const Arguments& arguments) {
-    __shared__ uint32_t largest[kWarps];
-    begin(arguments);
+    __shared__ uint32_t largest[kMostWarps];
+    begin<kMostThreads>(arguments);
     const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
     const int token = static_cast<int>(blockIdx.x) / arguments.count;
     const Int8Tokens& output = arguments.outputs[blockIdx.x % arguments.count];
     const T* const x =
-        static_cast<const T*>(arguments.x) + int64_t{arguments.row(token)} * arguments.in_features * (kSwiglu ? 2 : 1);
+        static_cast<const T*>(arguments.x) +
+        int64_t{picked_row(arguments.rows, arguments.last_row, token)} * arguments.in_features * (kSwiglu ? 2 : 1);
     float values[kBlock];
     const auto load = [&](int block) {
         uint4 octets[kBlockOctets];
@@ -232,41 +194,81 @@ __device__ __forceinline__ void run_long(const Arguments& arguments) {
     };
     uint32_t most = 0;
 #pragma unroll 1
-    for (int block = thread; block < arguments.blocks; block += kThreads) most = max(most, load(block));
+    for (int block = thread; block < arguments.blocks; block += kMostThreads) most = max(most, load(block));
     most = largest_of_warp(most);
     if (lane == 0) largest[thread / kWarp] = most;
     __syncthreads();
     const TokenUnit unit(largest_of_warp(largest[lane]));
-    if (thread == 0) store_scale(arguments, output, token, unit.scale);
+    if (thread == 0) unit.store(output, token, arguments.tokens);
 #pragma unroll 1
-    for (int block = thread; block < arguments.blocks; block += kThreads) {
-        if (arguments.blocks > kThreads) load(block);
-        store_block(arguments, output, token, block, values, unit);
+    for (int block = thread; block < arguments.blocks; block += kMostThreads) {
+        if (arguments.blocks > kMostThreads) load(block);
+        store_block(output, token, block, arguments.blocks, values, unit);
     }
 }
 
-template <typename T, bool kSwiglu, bool kLong>
-__global__ void __launch_bounds__(kThreads, 1) tokens_to_int8_kernel(const __grid_constant__ Arguments arguments) {
+template <typename T, bool kSwiglu, int kThreads>
+__global__ void __launch_bounds__(kThreads, kMostThreads / kThreads)
+    tokens_to_int8_kernel(const __grid_constant__ Arguments arguments) {
     if constexpr (has_gemm(kArch)) {
-        (kLong ? run_long<T, kSwiglu> : run_groups<T, kSwiglu>)(arguments);
+        run_groups<T, kSwiglu, kThreads>(arguments);
+    } else {
+        __trap();
+    }
+}
+template <typename T, bool kSwiglu>
+__global__ void __launch_bounds__(kMostThreads, 1)
+    long_tokens_to_int8_kernel(const __grid_constant__ Arguments arguments) {
+    if constexpr (has_gemm(kArch)) {
+        run_long<T, kSwiglu>(arguments);
     } else {
         __trap();
     }
 }
 
+// CTAs of so many threads, of which a processor has `resident`; no groups where rows are too long.
+struct Plan {
+    int threads, groups, resident, shared_bytes;
+};
+
+// The most tokens at a time, and the smallest CTAs that have these: then a processor soon has room for the next
+// kernel.
+Plan plan_groups(int group_warps, bool swiglu, const Gpu& gpu) {
+    Plan best{};
+    const int own = kLargestBytes + group_warps * kScalesBytes, group_bytes = group_warps * x_bytes(swiglu);
+    for (int threads = 256; threads <= kMostThreads; threads *= 2) {
+        const int groups = std::min(threads / kWarp / group_warps, (gpu.shared_limit - own) / group_bytes);
+        if (groups < 1) continue;
+        const int bytes = own + groups * group_bytes;
+        const int fit = (gpu.shared_limit + gpu.shared_reserved) / (bytes + gpu.shared_reserved);
+        const int resident = std::min(kMostThreads / threads, fit);
+        if (groups * resident > best.groups * best.resident) best = {threads, groups, resident, bytes};
+    }
+    return best;
+}
+
+template <typename T, bool kSwiglu, int kThreads>
+cudaError_t launch_groups(const Arguments& arguments, const Plan& plan, const Gpu& gpu, cudaStream_t stream) {
+    static Launcher launcher(tokens_to_int8_kernel<T, kSwiglu, kThreads>, kThreads, kAllShared);
+    const int ctas = std::min(arguments.tokens, std::max(1, gpu.processors * plan.resident / arguments.count));
+    return launcher.launch(gpu, ctas * arguments.count, 1, plan.shared_bytes, stream, arguments);
+}
+
 template <typename T, bool kSwiglu>
 cudaError_t launch(Arguments& arguments, const Gpu& gpu, cudaStream_t stream) {
-    static Launcher of_groups(tokens_to_int8_kernel<T, kSwiglu, false>, kThreads, kAllShared);
-    static Launcher of_long(tokens_to_int8_kernel<T, kSwiglu, true>, kThreads, 0);
     arguments.group_warps = static_cast<int>(ceil_div(arguments.blocks, kWarp));
-    const int own = kLargestBytes + arguments.group_warps * kScalesBytes;
-    const int group_bytes = arguments.group_warps * x_bytes(kSwiglu);
-    arguments.groups = std::min(kWarps / arguments.group_warps, (gpu.shared_limit - own) / group_bytes);
-    if (arguments.groups < 1) {
-        return of_long.launch(gpu, int64_t{arguments.tokens} * arguments.count, 1, 0, stream, arguments);
+    const Plan plan = plan_groups(arguments.group_warps, kSwiglu, gpu);
+    arguments.groups = plan.groups;
+    switch (plan.threads) {
+        case 256:
+            return launch_groups<T, kSwiglu, 256>(arguments, plan, gpu, stream);
+        case 512:
+            return launch_groups<T, kSwiglu, 512>(arguments, plan, gpu, stream);
+        case kMostThreads:
+            return launch_groups<T, kSwiglu, kMostThreads>(arguments, plan, gpu, stream);
     }
-    const int ctas = std::min(arguments.tokens, std::max(1, gpu.processors / arguments.count));
-    return of_groups.launch(gpu, ctas * arguments.count, 1, own + arguments.groups * group_bytes, stream, arguments);
+    static Launcher launcher(long_tokens_to_int8_kernel<T, kSwiglu>, kMostThreads, 0);
+    return launcher.launch(gpu, int64_t{arguments.tokens} * arguments.count, 1, 0, stream, arguments);
 }
 
 }  // namespace
