@@ -135,7 +135,8 @@ struct Int8Tokens {
     float* scales;
 };
 // Of the same rows of x [*, K], float16 or bfloat16, `count` of them, at most kGemmParts; K is a multiple of 8. With
-// swiglu rows have 2 K numbers, as in transform. Besides sets `num_zeros` words of `zeros` to zero.
+// swiglu, on GPUs of compute capability 9.0, rows have 2 K numbers, as in transform. Besides sets `num_zeros` words of
+// `zeros` to zero.
 cudaError_t tokens_to_int8(const void* x, const Rows& rows, bool swiglu, Dtype dtype, const Int8Tokens* outputs,
                            int count, int64_t tokens, int64_t in_features, uint32_t* zeros, int num_zeros,
                            const Gpu& gpu, cudaStream_t stream);

@@ -17,7 +17,7 @@
 // What does not fit there, long rows, takes a CTA for each token, which loads x as it needs it. Of a token of more
 // blocks than it has threads, it makes them anew.
 //
-// The product's kernel may overlap with the launch. Compute capability 8.0 and newer.
+// The product's kernel may overlap with the launch. Compute capability 8.0 and newer, with swiglu 9.0.
 #include <algorithm>
 
 #include "kernels/dispatch.h"
@@ -207,10 +207,13 @@ __device__ __forceinline__ void run_long(const Arguments& arguments) {
     }
 }
 
+// Experts of 8-bit inputs, and so their gate, are for Hopper alone.
+constexpr bool has_tokens_to_int8(bool swiglu) { return swiglu ? kArch == 900 : has_gemm(kArch); }
+
 template <typename T, bool kSwiglu, int kThreads>
 __global__ void __launch_bounds__(kThreads, kMostThreads / kThreads)
     tokens_to_int8_kernel(const __grid_constant__ Arguments arguments) {
-    if constexpr (has_gemm(kArch)) {
+    if constexpr (has_tokens_to_int8(kSwiglu)) {
         run_groups<T, kSwiglu, kThreads>(arguments);
     } else {
         __trap();
@@ -219,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, kMostThreads / kThreads)
 template <typename T, bool kSwiglu>
 __global__ void __launch_bounds__(kMostThreads, 1)
     long_tokens_to_int8_kernel(const __grid_constant__ Arguments arguments) {
-    if constexpr (has_gemm(kArch)) {
+    if constexpr (has_tokens_to_int8(kSwiglu)) {
         run_long<T, kSwiglu>(arguments);
     } else {
         __trap();
