@@ -94,11 +94,13 @@ struct TokenUnit {
     }
 };
 
-// As int8: of each octet the first half in the first half of the block's bytes, the other one in the other.
-__device__ __forceinline__ void store_block(const Int8Tokens& output, int token, int block, int blocks,
-                                            const float (&values)[kBlock], const TokenUnit& unit) {
+// As int8: of each octet the first half in the first half of the block's bytes, the other one in the other. Two lanes,
+// with blocks 2 i and 2 i + 1, store both of them together, one after the other: all of a sector at a time. All lanes
+// of a warp.
+__device__ __forceinline__ void store_blocks(const Int8Tokens& output, int token, int block, int blocks,
+                                             const float (&values)[kBlock], const TokenUnit& unit) {
     constexpr float kRounds = 0x1.8p23f;
-    uint32_t words[2][kBlockOctets] = {};
+    uint32_t halves[2][kBlockOctets] = {};
     if (unit.usual) {
 #pragma unroll
         for (int i = 0; i < kBlock; i += 4) {
@@ -108,15 +110,24 @@ __device__ __forceinline__ void store_block(const Int8Tokens& output, int token,
                 const float turned = __fmul_rn(values[i + j], kRotationUnit);
                 bytes[j] = __float_as_uint(__fadd_rn(__fmul_rn(turned, unit.inverse), kRounds));
             }
-            words[i / 4 % 2][i / kOctet] =
+            halves[i / 4 % 2][i / kOctet] =
                 __byte_perm(__byte_perm(bytes[0], bytes[1], 0x40), __byte_perm(bytes[2], bytes[3], 0x40), 0x5410);
         }
     }
+    const bool odd = block % 2;
+#pragma unroll
+    for (int i = 0; i < kBlockOctets; ++i) {
+        uint32_t &first = halves[0][i], &second = halves[1][i];
+        const uint32_t received = __shfl_xor_sync(0xFFFFFFFF, odd ? first : second, 1);
+        (odd ? first : second) = received;
+    }
     const auto row_bytes = static_cast<unsigned>(blocks * kBlock);
-    int8_t* const to = output.out + block * kBlock + static_cast<uint64_t>(static_cast<unsigned>(token)) * row_bytes;
+    int8_t* const to = output.out + (block - odd) * kBlock + odd * kBlock / 2 +
+                       static_cast<uint64_t>(static_cast<unsigned>(token)) * row_bytes;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        store_16(to + i * kBlock / 2, make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]));
+        const uint32_t (&half)[kBlockOctets] = halves[i];
+        if (block - odd + i < blocks) store_16(to + i * kBlock, make_uint4(half[0], half[1], half[2], half[3]));
     }
 }
 

@@ -155,7 +155,7 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
         }
         const TokenUnit unit(most);
         if (block == 0) unit.store(output, token, arguments.tokens);
-        if (block < arguments.blocks) store_block(output, token, block, arguments.blocks, values, unit);
+        store_blocks(output, token, block, arguments.blocks, values, unit);
     }
 }
 
@@ -194,16 +194,16 @@ __device__ __forceinline__ void run_long(const Arguments& arguments) {
     };
     uint32_t most = 0;
 #pragma unroll 1
-    for (int block = thread; block < arguments.blocks; block += kMostThreads) most = max(most, load(block));
+    for (int first = 0; first < arguments.blocks; first += kMostThreads) most = max(most, load(first + thread));
     most = largest_of_warp(most);
     if (lane == 0) largest[thread / kWarp] = most;
     __syncthreads();
     const TokenUnit unit(largest_of_warp(largest[lane]));
     if (thread == 0) unit.store(output, token, arguments.tokens);
 #pragma unroll 1
-    for (int block = thread; block < arguments.blocks; block += kMostThreads) {
-        if (arguments.blocks > kMostThreads) load(block);
-        store_block(output, token, block, arguments.blocks, values, unit);
+    for (int first = 0; first < arguments.blocks; first += kMostThreads) {
+        if (arguments.blocks > kMostThreads) load(first + thread);
+        store_blocks(output, token, first + thread, arguments.blocks, values, unit);
     }
 }
 
