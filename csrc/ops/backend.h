@@ -80,7 +80,7 @@ std::vector<Tensor> gemm_int8(const Tensor& x, Dtype dtype, const std::vector<Pa
 // backend::gemm_experts of 8-bit inputs and rotated matrices; inverses, [E, out_features], contiguous, or none.
 Tensor gemm_experts_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
                          const std::optional<Tensor>& rows, const Tensor& offsets,
-                         const std::optional<Tensor>& inverses);
+                         const std::optional<Tensor>& inverses, bool swiglu);
 
 }  // namespace hf_kbit::backend
 

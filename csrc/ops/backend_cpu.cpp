@@ -384,8 +384,8 @@ Tensor gemm_experts(const Tensor& x, Dtype dtype, const Packed& packed, const st
 
 Tensor gemm_experts_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
                          const std::optional<Tensor>& rows, const Tensor& offsets,
-                         const std::optional<Tensor>& inverses) {
-    Int8Inputs inputs = int8_inputs(x, dtype, packed);
+                         const std::optional<Tensor>& inverses, bool swiglu) {
+    Int8Inputs inputs = int8_inputs(swiglu ? gated(x) : x, dtype, packed);
     if (rows) inputs = {picked(inputs.panel, *rows), picked(inputs.tokens, *rows)};
     Tensor y = new_tensor(x, {inputs.panel.size(0), packed.out_features}, x.scalar_type());
     for_each_expert(packed, offsets, y, [&](int64_t expert, int64_t first, int64_t count) {

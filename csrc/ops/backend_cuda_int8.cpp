@@ -24,11 +24,8 @@ void int8_inverses(const Packed& packed, Tensor& inverses) {
 // So that a token is rounded alike whatever tokens are beside it, batch-invariant products all take 8-bit inputs.
 bool takes_int8(int64_t tokens) { return tokens > kMost16BitTokens || batch_invariant(); }
 
-// With a gate, which torch would make, 16-bit inputs are faster: the kernel that transforms them has it.
 bool experts_take_int8(const Packed& packed, int64_t rows, bool swiglu) {
-    const bool fewer_us =
-        !swiglu && rows > kMost16BitTokens * packed.count && packed.out_features >= kLeastInt8Features;
-    return fewer_us || batch_invariant();
+    return int8_experts_gain(rows, packed.count, packed.out_features, swiglu) || batch_invariant();
 }
 
 namespace {
@@ -41,11 +38,11 @@ struct HeldInt8 {
     uint32_t* zeros;
 };
 
-// Makes `tokens` rows of x, which all have in common, int8, once for those with the same column scales; up to
+// Makes the `tokens` of x, which all have in common, int8, once for those with the same column scales; up to
 // kGemmParts different ones are one launch. One allocation for these, each with its scales, and numbers for sums of
 // divided tiles, then zeros.
-HeldInt8 to_int8(std::vector<Held>& held, const cuda::Rows& rows, Dtype dtype, int64_t tokens,
-                 const std::vector<Tensor>& inverses, int64_t num_sums, int64_t num_zeros, const Launch& launch) {
+HeldInt8 to_int8(std::vector<Held>& held, Dtype dtype, int64_t tokens, const std::vector<Tensor>& inverses,
+                 int64_t num_sums, int64_t num_zeros, const Launch& launch) {
     const Tensor x = held[0].x;
     const int64_t in_features = x.size(-1), token_bytes = tokens * num_blocks(in_features) * kBlockSize;
     const int64_t output_bytes = token_bytes + ceil_div(tokens + 1, 4) * 16;
@@ -68,7 +65,7 @@ HeldInt8 to_int8(std::vector<Held>& held, const cuda::Rows& rows, Dtype dtype, i
     auto* const zeros = reinterpret_cast<uint32_t*>(sums + num_sums);
     for (int64_t first = 0; first < count; first += kGemmParts) {
         check("tokens_to_int8",
-              cuda::tokens_to_int8(x.const_data_ptr(), rows, false, dtype, &outputs[first],
+              cuda::tokens_to_int8(x.const_data_ptr(), {nullptr, tokens}, false, dtype, &outputs[first],
                                    static_cast<int>(std::min<int64_t>(kGemmParts, count - first)), tokens, in_features,
                                    zeros, first == 0 ? static_cast<int>(num_zeros) : 0, launch.gpu, launch.stream));
     }
@@ -90,7 +87,7 @@ void multiply_by_mma(std::vector<Held>& held, const std::vector<Tensor>& inverse
         plans.push_back(plan_mma_int8(tokens, one.y.size(-1), in_features, launch.gpu));
         sums = std::max(sums, mma_int8_partial_words(plans.back()));
     }
-    const HeldInt8 int8 = to_int8(held, {nullptr, tokens}, dtype, tokens, inverses, sums, 0, launch);
+    const HeldInt8 int8 = to_int8(held, dtype, tokens, inverses, sums, 0, launch);
     for (size_t i = 0; i < held.size(); ++i) {
         check("gemm_mma_int8",
               cuda::gemm_mma_int8(int8.products[i], dtype, held[i].bits, tokens, in_features, plans[i], int8.sums,
@@ -110,7 +107,7 @@ void multiply_by_wgmma(std::vector<Held>& held, const std::vector<Tensor>& inver
         sums = std::max(sums, wgmma_partial_sums(one.plan));
         flags += wgmma_partial_flags(one.plan);
     }
-    const HeldInt8 int8 = to_int8(held, {nullptr, tokens}, dtype, tokens, inverses, sums, flags, launch);
+    const HeldInt8 int8 = to_int8(held, dtype, tokens, inverses, sums, flags, launch);
     uint32_t* flag = int8.zeros;
     for (const auto& [first, count, plan] : launches) {
         check("gemm_int8",
@@ -161,30 +158,68 @@ Tensor inverses_of_experts(const Packed& packed) {
     return as_contiguous(torch::stable::narrow(found, 1, 0, packed.out_features));
 }
 
+// Of `count` rows of experts, with their scales; an allocation. Where rows pick tokens often enough these are made
+// int8 first, then copied.
+struct Int8Rows {
+    Tensor made;
+    const int8_t* x;
+    const float* scales;
+};
+Int8Rows rows_to_int8(const Held& held, const cuda::Rows& rows, bool swiglu, Dtype dtype, int64_t count,
+                      const Launch& launch) {
+    const int64_t in_features = held.x.size(-1) / (swiglu ? 2 : 1), columns = num_blocks(in_features) * kBlockSize;
+    const bool copied = rows.index && int8_rows_are_copied(count, rows.count, swiglu);
+    const auto bytes = [&](int64_t tokens) { return tokens * columns + ceil_div(tokens + 1, 4) * 16; };
+    Tensor made = new_tensor(held.x, {bytes(count) + (copied ? bytes(rows.count) : 0)}, ScalarType::Byte);
+    const auto at = [&](int64_t first, int64_t tokens) {
+        uint8_t* const to = write<uint8_t>(made) + first;
+        return cuda::Int8Tokens{held.transform.columns, reinterpret_cast<int8_t*>(to),
+                                reinterpret_cast<float*>(to + tokens * columns)};
+    };
+    const auto make = [&](const cuda::Rows& of, int64_t tokens, const cuda::Int8Tokens& to) {
+        check("tokens_to_int8", cuda::tokens_to_int8(held.x.const_data_ptr(), of, swiglu, dtype, &to, 1, tokens,
+                                                     in_features, nullptr, 0, launch.gpu, launch.stream));
+    };
+    const cuda::Int8Tokens found = at(0, count);
+    if (copied) {
+        const cuda::Int8Tokens tokens = at(bytes(count), rows.count);
+        make({nullptr, rows.count}, rows.count, tokens);
+        check("copy_int8_tokens",
+              cuda::copy_int8_tokens(tokens, rows, columns, count, found, launch.gpu, launch.stream));
+    } else {
+        make(rows, count, found);
+    }
+    return {made, found.out, found.scales};
+}
+
 }  // namespace
 
-// In one kernel, after another one for x, as gemm_int8.
+// In one kernel, after those for x, as gemm_int8.
 Tensor gemm_experts_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
                          const std::optional<Tensor>& rows, const Tensor& offsets,
-                         const std::optional<Tensor>& inverses) {
+                         const std::optional<Tensor>& inverses, bool swiglu) {
     const Launch launch(x);
     const int64_t count = rows ? rows->size(0) : x.size(0), in_features = packed.in_features;
     if (!fusable(packed, dtype) ||
         !experts_are_fused(count, packed.count, packed.out_features, in_features, launch.gpu)) {
-        return gemm_experts(x, dtype, packed, bias, rows, offsets, false);
+        return gemm_experts(x, dtype, packed, bias, rows, offsets, swiglu);
+    }
+    if (swiglu && in_features % 8 != 0) {  // halves of rows are read in pieces of eight numbers
+        return gemm_experts_int8(gated(x), dtype, packed, bias, rows, offsets, inverses, false);
     }
     const Tensor known = inverses ? *inverses : inverses_of_experts(packed);
-    std::vector<Held> held;
-    held.emplace_back(in_pieces(x), Shape{count, in_features}, dtype, packed, bias);
+    Held held(in_pieces(x), {count, in_features}, dtype, packed, bias);
+    const cuda::Rows taken{rows ? read<int32_t>(*rows) : nullptr, x.size(0)};
+    const Int8Rows inputs = rows_to_int8(held, taken, swiglu, dtype, count, launch);
+    cuda::Int8Product product{held.product(), known.const_data_ptr(), inputs.scales};
+    product.x = inputs.x;
     const WgmmaPlan plan =
         plan_experts_int8(count, packed.count, packed.out_features, in_features, packed.bits, launch.gpu);
-    const cuda::Rows taken{rows ? read<int32_t>(*rows) : nullptr, x.size(0)};
-    const HeldInt8 int8 = to_int8(held, taken, dtype, count, {known}, 0, 0, launch);
     check("gemm_experts_int8",
-          cuda::experts_int8(int8.products[0], read<int32_t>(offsets), static_cast<int>(packed.count), dtype,
-                             packed.bits, count, in_features, plan, launch.gpu, launch.stream),
+          cuda::experts_int8(product, read<int32_t>(offsets), static_cast<int>(packed.count), dtype, packed.bits,
+                             count, in_features, plan, launch.gpu, launch.stream),
           plan);
-    return held[0].y;
+    return held.y;
 }
 
 }  // namespace hf_kbit::backend

@@ -122,7 +122,8 @@ def experts(bits: int) -> None:
             run(OPS.gemm_experts, cases.x((10,), shape[1] * (1 + swiglu), dtype), *how, True, swiglu)
         if cuda_arch() == 900:
             hf_kbit.set_batch_invariant(True)
-            run(OPS.gemm_experts_int8, cases.x((10,), shape[1], dtype), *how)
+            for swiglu in (False, True):
+                run(OPS.gemm_experts_int8, cases.x((10,), shape[1] * (1 + swiglu), dtype), *how, None, swiglu)
             hf_kbit.set_batch_invariant(False)
 
 
