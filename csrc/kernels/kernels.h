@@ -126,23 +126,32 @@ cudaError_t gemm_wgmma(const Product* products, int count, Dtype dtype, int bits
                        const WgmmaPlan& plan, float* partial, uint32_t* ready, bool awaits, const Gpu& gpu,
                        cudaStream_t stream);
 
-// `rows` of x [*, K], float16 or bfloat16, as 8-bit inputs (docs/internals.md), K a multiple of 8 and `columns` those
-// of a Transform that rotates: out [tokens, 32 * B], of each block of 32 columns first 0 to 3, 8 to 11, 16 to 19 and
-// 24 to 27, then the others, and scales [tokens + 1], the last one 0. Besides sets `num_zeros` words of `zeros` to
-// zero.
-cudaError_t tokens_to_int8(const void* x, const Rows& rows, Dtype dtype, const uint8_t* columns, int64_t tokens,
-                           int64_t in_features, int8_t* out, float* scales, uint32_t* zeros, int num_zeros,
+// 8-bit inputs (docs/internals.md) of a weight that rotates, and whose `columns` are those of a Transform: out
+// [tokens, 32 * B], of each block of 32 columns first 0 to 3, 8 to 11, 16 to 19 and 24 to 27, then the others, and
+// scales [tokens + 1], the last one 0.
+struct Int8Tokens {
+    const uint8_t* columns;
+    int8_t* out;
+    float* scales;
+};
+// Of the same rows of x [*, K], float16 or bfloat16, `count` of them, at most kGemmParts; K is a multiple of 8. With
+// swiglu, on GPUs of compute capability 9.0, rows have 2 K numbers, as in transform. Besides sets `num_zeros` words of
+// `zeros` to zero.
+cudaError_t tokens_to_int8(const void* x, const Rows& rows, bool swiglu, Dtype dtype, const Int8Tokens* outputs,
+                           int count, int64_t tokens, int64_t in_features, uint32_t* zeros, int num_zeros,
                            const Gpu& gpu, cudaStream_t stream);
 // Of 8-bit inputs: x and token_scales are those of tokens_to_int8.
 struct Int8Product : Product {
     const void* inverses;  // of the weights' rows, float16 (reference.py, int8_inverses)
     const float* token_scales;
 };
-// y [tokens, N], of dtype. As plan_int8 says, on GPUs of compute capability 9.0; partial and ready: as many numbers
-// and zeros as wgmma_partial_sums and wgmma_partial_flags say. Overlaps with the kernel launched before it, on whose
-// results nothing but product.x, token_scales and ready may depend.
-cudaError_t gemm_int8(const Int8Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
-                      const WgmmaPlan& plan, int32_t* partial, uint32_t* ready, const Gpu& gpu, cudaStream_t stream);
+// y [tokens, N], of dtype, of `count` products, at most kGemmParts, in one launch, as plan_int8 says, on GPUs of
+// compute capability 9.0; scales of all have signs, or of none; partial and ready: as many numbers and zeros as
+// wgmma_partial_sums and wgmma_partial_flags say. Overlaps with the kernel launched before it, on whose results
+// nothing but x, token_scales and ready may depend.
+cudaError_t gemm_int8(const Int8Product* products, int count, Dtype dtype, int bits, int64_t tokens,
+                      int64_t in_features, const WgmmaPlan& plan, int32_t* partial, uint32_t* ready, const Gpu& gpu,
+                      cudaStream_t stream);
 // The same as plan_mma_int8 says, on GPUs of another compute capability; partial: as many numbers as
 // mma_int8_partial_words says.
 cudaError_t gemm_mma_int8(const Int8Product& product, Dtype dtype, int bits, int64_t tokens, int64_t in_features,
@@ -180,6 +189,11 @@ cudaError_t experts_int8(const Int8Product& product, const int32_t* offsets, int
 // them from *first on, before *end; all have so many columns.
 cudaError_t copy_rows(const void* from, Dtype dtype, int64_t columns, const Rows& rows, const int32_t* first,
                       const int32_t* end, int64_t count, void* to, const Gpu& gpu, cudaStream_t stream);
+
+// The same of 8-bit inputs of so many columns, and of their scales: to.scales [count + 1], the last one 0. Overlaps
+// with the kernel launched before it, on whose results nothing but `from` may depend.
+cudaError_t copy_int8_tokens(const Int8Tokens& from, const Rows& rows, int64_t columns, int64_t count,
+                             const Int8Tokens& to, const Gpu& gpu, cudaStream_t stream);
 
 // dx [tokens, in_features] = dy @ W for W in tiles, float16 or bfloat16, back through the weight's transform; on GPUs
 // of compute capability 9.0. dy is [tokens, dy_columns], a multiple of 8, not fewer than out_features; what is there

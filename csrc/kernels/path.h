@@ -35,16 +35,26 @@ inline GemmPath gemm_path(int64_t tokens, int64_t out_features, int64_t in_featu
     return tokens <= most ? many : GemmPath::dequantize;
 }
 
-// Where 8-bit inputs are asked for, 16-bit ones are taken up to so many tokens, or rows of each expert: they are as
-// fast, and several weights share a launch (docs/lab, "8-bit inputs on Hopper").
+// Where 8-bit inputs are asked for, 16-bit ones are taken up to so many tokens, or rows of each expert, as they are as
+// fast (docs/lab, "8-bit inputs on Hopper").
 constexpr int kMost16BitTokens = 64;
-// Experts of fewer outputs take 16-bit ones as well, for x takes longer to become int8 than the product gains.
+// The same of experts: few outputs gain less than it takes to make x int8, and products behind a gate were not faster.
 constexpr int kLeastInt8Features = 4096;
+inline bool int8_experts_gain(int64_t rows, int64_t experts, int64_t out_features, bool swiglu) {
+    return !swiglu && rows > kMost16BitTokens * experts && out_features >= kLeastInt8Features;
+}
+
+// Whether rows of experts, each one of the tokens, are copies of tokens that were made int8 before, or made one by
+// one: where that moves fewer bytes of each column. A row that is made is read in 16 bits, with swiglu twice as many.
+inline bool int8_rows_are_copied(int64_t rows, int64_t tokens, bool swiglu) {
+    const int64_t made = swiglu ? 5 : 3, copied = 2;
+    return made * tokens + copied * rows < made * rows;
+}
 
 // Whether a kernel multiplies 8-bit inputs by a weight in tiles: that of wgmma or of mma. They count tiles in 32 bits,
-// a turn beyond the last one too.
+// those of all weights of a launch and a turn beyond the last one.
 inline bool int8_is_fused(int64_t tokens, int64_t out_features, int64_t in_features, const Gpu& gpu) {
-    constexpr int64_t kMostTiles = 1 << 30, kLeastTokens = 16, kLeastRows = 4 * kTileRows;
+    constexpr int64_t kMostTiles = (1 << 30) / kGemmParts, kLeastTokens = 16, kLeastRows = 4 * kTileRows;
     return tokens > 0 && tokens <= INT32_MAX - 1 && can_fuse(out_features, in_features, gpu) &&
            ceil_div(tokens, kLeastTokens) <= kMostTiles / ceil_div(out_features, kLeastRows);
 }

@@ -1,5 +1,6 @@
 // What a device must provide for the ops of this folder. The CPU library links backend_cpu.cpp, the CUDA library
-// backend_cuda.cpp and backend_cuda_gemm.cpp; all other files of this folder are the same in both.
+// backend_cuda.cpp, backend_cuda_gemm.cpp and backend_cuda_int8.cpp; all other files of this folder are the same in
+// both.
 #pragma once
 
 #include "ops/arguments.h"
@@ -70,16 +71,16 @@ bool experts_take_int8(const Packed& packed, int64_t rows, bool swiglu);
 // What 1 stands for in the rows of a rotated matrix as int8, inverted: float16 [out_features].
 void int8_inverses(const Packed& packed, Tensor& inverses);
 
-// backend::gemm of 8-bit inputs and a rotated matrix; inverses, contiguous, as int8_inverses finds them.
-Tensor gemm_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
-                 const Tensor& inverses);
+// backend::gemm_group of 8-bit inputs and rotated matrices; inverses, contiguous, as int8_inverses finds them.
+std::vector<Tensor> gemm_int8(const Tensor& x, Dtype dtype, const std::vector<Packed>& weights,
+                              const std::vector<std::optional<Tensor>>& biases, const std::vector<Tensor>& inverses);
 
 // --- ops_experts_int8.cpp ---
 
 // backend::gemm_experts of 8-bit inputs and rotated matrices; inverses, [E, out_features], contiguous, or none.
 Tensor gemm_experts_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
                          const std::optional<Tensor>& rows, const Tensor& offsets,
-                         const std::optional<Tensor>& inverses);
+                         const std::optional<Tensor>& inverses, bool swiglu);
 
 }  // namespace hf_kbit::backend
 

@@ -304,15 +304,20 @@ void multiply_int8(const Int8Inputs& inputs, const Packed& planes, const std::op
 
 }  // namespace
 
-Tensor gemm_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
-                 const Tensor& inverses) {
-    Shape shape = shape_of(x);
-    shape.back() = packed.out_features;
-    Tensor out = new_tensor(x, shape, x.scalar_type());
-    if (out.numel() > 0) {
-        multiply_int8(int8_inputs(x, dtype, packed), as_planes(packed), bias, inverses, dtype, out);
+std::vector<Tensor> gemm_int8(const Tensor& x, Dtype dtype, const std::vector<Packed>& weights,
+                              const std::vector<std::optional<Tensor>>& biases, const std::vector<Tensor>& inverses) {
+    std::vector<Tensor> products;
+    for (size_t i = 0; i < weights.size(); ++i) {
+        const Packed& packed = weights[i];
+        Shape shape = shape_of(x);
+        shape.back() = packed.out_features;
+        Tensor out = new_tensor(x, shape, x.scalar_type());
+        if (out.numel() > 0) {
+            multiply_int8(int8_inputs(x, dtype, packed), as_planes(packed), biases[i], inverses[i], dtype, out);
+        }
+        products.push_back(out);
     }
-    return out;
+    return products;
 }
 
 void gemm_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor& grad_x) {
@@ -379,8 +384,8 @@ Tensor gemm_experts(const Tensor& x, Dtype dtype, const Packed& packed, const st
 
 Tensor gemm_experts_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
                          const std::optional<Tensor>& rows, const Tensor& offsets,
-                         const std::optional<Tensor>& inverses) {
-    Int8Inputs inputs = int8_inputs(x, dtype, packed);
+                         const std::optional<Tensor>& inverses, bool swiglu) {
+    Int8Inputs inputs = int8_inputs(swiglu ? gated(x) : x, dtype, packed);
     if (rows) inputs = {picked(inputs.panel, *rows), picked(inputs.tokens, *rows)};
     Tensor y = new_tensor(x, {inputs.panel.size(0), packed.out_features}, x.scalar_type());
     for_each_expert(packed, offsets, y, [&](int64_t expert, int64_t first, int64_t count) {

@@ -1,4 +1,5 @@
-// The CUDA backend but for products, which backend_cuda_gemm.cpp has. The kernels are in csrc/kernels.
+// The CUDA backend but for products, which backend_cuda_gemm.cpp and backend_cuda_int8.cpp have. The kernels are in
+// csrc/kernels.
 #include <stdexcept>
 
 #include "kernels/path.h"

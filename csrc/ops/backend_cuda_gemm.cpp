@@ -1,9 +1,9 @@
-// The products of the CUDA backend: which kernels make them, and what comes before and between their launches.
+// The products of the CUDA backend but those of 8-bit inputs: which kernels make them, and what comes before and
+// between their launches.
 #include <algorithm>
-#include <tuple>
 
 #include "kernels/path.h"
-#include "ops/cuda_launch.h"
+#include "ops/cuda_product.h"
 
 namespace hf_kbit::backend {
 
@@ -41,44 +41,6 @@ Tensor gemm_in_slices(const Tensor& x, Dtype dtype, Packed packed, const std::op
     }
     return y;
 }
-
-// What a product's kernel reads and writes, with tensors that own the copies among it until the launch, and the new y.
-struct Held {
-    Tensor x, words, scales, codebook, y;
-    std::optional<Tensor> bias;
-    HeldTransform owner;
-    cuda::Transform transform;  // that x still has to go through
-    int bits;
-    bool signed_scales;
-    bool ordered = false;  // as x shall have its columns (Transformed)
-
-    // x in pieces; y has the leading dimensions of `shape`.
-    Held(const Tensor& x, Shape shape, Dtype dtype, const Packed& packed, const std::optional<Tensor>& with_bias)
-        : x(x),
-          words(aligned(packed.words)),
-          scales(aligned(packed.scales)),
-          codebook(packed.codebook),
-          owner(packed),
-          transform(owner.from(0)),
-          bits(packed.bits),
-          signed_scales(packed.signed_scales) {
-        if (with_bias) bias = as_contiguous(*with_bias);
-        shape.back() = packed.out_features;
-        y = new_tensor(x, shape, scalar_type(dtype));
-    }
-    cuda::Product product() {
-        return {x.const_data_ptr(),
-                read<int32_t>(words),
-                read<uint8_t>(scales),
-                read<float>(codebook),
-                bias ? bias->const_data_ptr() : nullptr,
-                y.mutable_data_ptr(),
-                y.size(-1),
-                transform,
-                signed_scales,
-                ordered};
-    }
-};
 
 bool any_transform(const std::vector<Held>& held) {
     return std::any_of(held.begin(), held.end(), [](const Held& one) { return one.transform.any(); });
@@ -160,32 +122,12 @@ void multiply_by_mma(std::vector<Held>& held, Dtype dtype, int64_t tokens, const
     }
 }
 
-// Products of weights of one width and form of scales that follow each other, as many as a launch takes.
-struct WgmmaLaunch {
-    size_t first;
-    int count;
-    WgmmaPlan plan;
-};
-std::vector<WgmmaLaunch> plan_launches(const std::vector<Held>& held, int64_t tokens, const cuda::Gpu& gpu) {
-    std::vector<WgmmaLaunch> launches;
-    for (size_t first = 0; first < held.size(); first += launches.back().count) {
-        int64_t rows[kGemmParts];
-        int count = 0;
-        for (size_t i = first; i < held.size() && count < kGemmParts; ++i) {
-            if (held[i].bits != held[first].bits || held[i].signed_scales != held[first].signed_scales) break;
-            rows[count++] = held[i].y.size(-1);
-        }
-        launches.push_back(
-            {first, count,
-             plan_wgmma(tokens, rows, count, held[first].x.size(-1), held[first].bits, batch_invariant(), gpu)});
-    }
-    return launches;
-}
-
 // The first launch may overlap with that of transform_inputs.
 void multiply_by_wgmma(std::vector<Held>& held, Dtype dtype, int64_t tokens, const Launch& launch) {
     const Tensor x = held[0].x;
-    const std::vector<WgmmaLaunch> launches = plan_launches(held, tokens, launch.gpu);
+    const auto launches = plan_launches(held, [&](const int64_t* rows, int count, int bits) {
+        return plan_wgmma(tokens, rows, count, x.size(-1), bits, batch_invariant(), launch.gpu);
+    });
     bool awaits = any_transform(held);
     int64_t sums = 0, flags = 0;  // one launch after the other uses the same sums
     for (const auto& [first, count, plan] : launches) {
@@ -225,10 +167,6 @@ void multiply_many(std::vector<Held>& held, Dtype dtype, int64_t tokens, const L
     (has_mma_path(launch.gpu.arch) ? multiply_by_mma : multiply_by_wgmma)(held, dtype, tokens, launch);
 }
 
-bool fusable(const Packed& packed, Dtype dtype) {
-    return packed.form == Form::tiles && (dtype == Dtype::float16 || dtype == Dtype::bfloat16);
-}
-
 // joined: with others in one launch, if the tokens are few.
 GemmPath path_of(const Packed& packed, Dtype dtype, int64_t tokens, bool joined, const cuda::Gpu& gpu) {
     const bool transformed = packed.columns || packed.rotated;
@@ -259,90 +197,6 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
     held.emplace_back(in_pieces(x), shape_of(x), dtype, packed, bias);
     (path == GemmPath::decode ? multiply_few : multiply_many)(held, dtype, tokens, launch);
     return held[0].y;
-}
-
-void int8_inverses(const Packed& packed, Tensor& inverses) {
-    const Launch launch(packed.words);
-    Tensor words = packed.words, scales = packed.scales;
-    if (packed.form == Form::planes) {
-        const std::array<int64_t, 2> shape{packed.out_features, packed.in_features};
-        std::tie(words, scales) = hf_kbit::repack(words, scales, packed.bits, {shape.data(), shape.size()}, false);
-    }
-    words = aligned(words), scales = aligned(scales);
-    check("int8_inverses",
-          cuda::int8_inverses(read<int32_t>(words), read<uint8_t>(scales), read<float>(packed.codebook), packed.bits,
-                              packed.out_features, packed.in_features, inverses.mutable_data_ptr(), launch.gpu,
-                              launch.stream));
-}
-
-// So that a token is rounded alike whatever tokens are beside it, batch-invariant products all take 8-bit inputs.
-bool takes_int8(int64_t tokens) { return tokens > kMost16BitTokens || batch_invariant(); }
-
-// With a gate, which torch would make, 16-bit inputs are faster: the kernel that transforms them has it.
-bool experts_take_int8(const Packed& packed, int64_t rows, bool swiglu) {
-    const bool fewer_us =
-        !swiglu && rows > kMost16BitTokens * packed.count && packed.out_features >= kLeastInt8Features;
-    return fewer_us || batch_invariant();
-}
-
-namespace {
-
-// The product of x as 8-bit inputs, which it holds.
-struct HeldInt8 {
-    Tensor made;
-    cuda::Int8Product product;
-    int32_t* sums;
-    uint32_t* zeros;
-};
-
-// Makes `tokens` rows of held.x int8. One allocation for these, their scales, and numbers for sums of divided tiles,
-// then zeros.
-HeldInt8 to_int8(Held& held, const cuda::Rows& rows, Dtype dtype, int64_t tokens, const Tensor& inverses,
-                 int64_t num_sums, int64_t num_zeros, const Launch& launch) {
-    const int64_t in_features = held.x.size(-1), token_bytes = tokens * num_blocks(in_features) * kBlockSize;
-    const int64_t scale_bytes = ceil_div(tokens + 1, 4) * 16;
-    Tensor made = new_tensor(held.x, {token_bytes + scale_bytes + (num_sums + num_zeros) * 4}, ScalarType::Byte);
-    uint8_t* const to = write<uint8_t>(made);
-    auto* const scales = reinterpret_cast<float*>(to + token_bytes);
-    auto* const sums = reinterpret_cast<int32_t*>(to + token_bytes + scale_bytes);
-    auto* const zeros = reinterpret_cast<uint32_t*>(sums + num_sums);
-    check("tokens_to_int8", cuda::tokens_to_int8(held.x.const_data_ptr(), rows, dtype, held.transform.columns, tokens,
-                                                 in_features, reinterpret_cast<int8_t*>(to), scales, zeros,
-                                                 static_cast<int>(num_zeros), launch.gpu, launch.stream));
-    cuda::Int8Product product{held.product(), inverses.const_data_ptr(), scales};
-    product.x = to;
-    return {made, product, sums, zeros};
-}
-
-}  // namespace
-
-// Decodes to int8 and multiplies in one kernel, after another one for x. Where there is none inputs stay in 16 bits.
-Tensor gemm_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
-                 const Tensor& inverses) {
-    const Launch launch(x);
-    const int64_t in_features = packed.in_features, tokens = x.numel() / in_features;
-    if (!fusable(packed, dtype) || !int8_is_fused(tokens, packed.out_features, in_features, launch.gpu)) {
-        return gemm(x, dtype, packed, bias);
-    }
-    Held held(in_pieces(x), shape_of(x), dtype, packed, bias);
-    if (has_mma_path(launch.gpu.arch)) {
-        const MmaPlan plan = plan_mma_int8(tokens, packed.out_features, in_features, launch.gpu);
-        const HeldInt8 int8 =
-            to_int8(held, {nullptr, tokens}, dtype, tokens, inverses, mma_int8_partial_words(plan), 0, launch);
-        check("gemm_mma_int8",
-              cuda::gemm_mma_int8(int8.product, dtype, packed.bits, tokens, in_features, plan, int8.sums, launch.gpu,
-                                  launch.stream),
-              plan);
-        return held.y;
-    }
-    const WgmmaPlan plan = plan_int8(tokens, packed.out_features, in_features, packed.bits, launch.gpu);
-    const HeldInt8 int8 = to_int8(held, {nullptr, tokens}, dtype, tokens, inverses, wgmma_partial_sums(plan),
-                                  wgmma_partial_flags(plan), launch);
-    check("gemm_int8",
-          cuda::gemm_int8(int8.product, dtype, packed.bits, tokens, in_features, plan, int8.sums, int8.zeros,
-                          launch.gpu, launch.stream),
-          plan);
-    return held.y;
 }
 
 // For weights of the same width and form of scales one launch, of few tokens or on Hopper, else one for each; what x
@@ -472,43 +326,6 @@ Tensor gemm_experts(const Tensor& x, Dtype dtype, const Packed& packed, const st
         return gemm(inputs, dtype, matrix, its_bias);
     });
     return y;
-}
-
-namespace {
-
-// Of tiles: those of all experts are the tiles of one matrix, whose rows are padded for each.
-Tensor inverses_of_experts(const Packed& packed) {
-    const int64_t rows = ceil_div(packed.out_features, kTileRows) * kTileRows;
-    Packed all = packed;
-    all.out_features = packed.count * rows;
-    Tensor found = new_tensor(packed.words, {packed.count, rows}, ScalarType::Half);
-    int8_inverses(all, found);
-    return as_contiguous(torch::stable::narrow(found, 1, 0, packed.out_features));
-}
-
-}  // namespace
-
-// In one kernel, after another one for x, as gemm_int8.
-Tensor gemm_experts_int8(const Tensor& x, Dtype dtype, const Packed& packed, const std::optional<Tensor>& bias,
-                         const std::optional<Tensor>& rows, const Tensor& offsets,
-                         const std::optional<Tensor>& inverses) {
-    const Launch launch(x);
-    const int64_t count = rows ? rows->size(0) : x.size(0), in_features = packed.in_features;
-    if (!fusable(packed, dtype) ||
-        !experts_are_fused(count, packed.count, packed.out_features, in_features, launch.gpu)) {
-        return gemm_experts(x, dtype, packed, bias, rows, offsets, false);
-    }
-    const Tensor known = inverses ? *inverses : inverses_of_experts(packed);
-    Held held(in_pieces(x), {count, in_features}, dtype, packed, bias);
-    const WgmmaPlan plan =
-        plan_experts_int8(count, packed.count, packed.out_features, in_features, packed.bits, launch.gpu);
-    const cuda::Rows taken{rows ? read<int32_t>(*rows) : nullptr, x.size(0)};
-    const HeldInt8 int8 = to_int8(held, taken, dtype, count, known, 0, 0, launch);
-    check("gemm_experts_int8",
-          cuda::experts_int8(int8.product, read<int32_t>(offsets), static_cast<int>(packed.count), dtype, packed.bits,
-                             count, in_features, plan, launch.gpu, launch.stream),
-          plan);
-    return held.y;
 }
 
 void gemm_experts_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, const Tensor& offsets,

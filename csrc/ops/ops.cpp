@@ -192,26 +192,31 @@ std::vector<Tensor> gemm_group(const Tensor& x, std::vector<Tensor> weights, std
                               rotated.size(), inverses.size()}) {
         if (size != count) refuse("weights", std::to_string(count), "as many of each argument but x");
     }
-    std::vector<Packed> products;
-    bool any_int8 = false;
+    struct {
+        std::vector<Packed> weights;
+        std::vector<std::optional<Tensor>> biases;
+    } exact, rounded;  // of 16-bit inputs, and of 8-bit ones
+    std::vector<Tensor> known;
     for (size_t i = 0; i < count; ++i) {
-        products.push_back(check_product(x, weights[i], absmaxes[i], codebooks[i], biases[i], out_features[i],
-                                         columns[i], rotated[i] != 0));
-        if (!inverses[i]) continue;
-        if (!columns[i] || !rotated[i]) refuse("inverses", "those of a weight that is not rotated", "none of it");
-        float_dtype("x", x.scalar_type(), false);
-        inverses[i] = check_int8(x, products[i], inverses[i]);
-        any_int8 = true;
+        const Packed packed = check_product(x, weights[i], absmaxes[i], codebooks[i], biases[i], out_features[i],
+                                            columns[i], rotated[i] != 0);
+        if (inverses[i]) {
+            if (!columns[i] || !rotated[i]) refuse("inverses", "those of a weight that is not rotated", "none of it");
+            float_dtype("x", x.scalar_type(), false);
+            inverses[i] = check_int8(x, packed, inverses[i]);
+            if (!backend::takes_int8(x.numel() / packed.in_features)) inverses[i].reset();
+        }
+        auto& group = inverses[i] ? rounded : exact;
+        group.weights.push_back(packed);
+        group.biases.push_back(biases[i]);
+        if (inverses[i]) known.push_back(*inverses[i]);
     }
-    if (!any_int8 || !backend::takes_int8(x.numel() / x.size(-1))) {
-        return backend::gemm_group(x, dtype, products, biases);
-    }
-    std::vector<Tensor> results;
-    for (size_t i = 0; i < count; ++i) {
-        results.push_back(inverses[i] ? backend::gemm_int8(x, dtype, products[i], biases[i], *inverses[i])
-                                      : backend::gemm(x, dtype, products[i], biases[i]));
-    }
-    return results;
+    const std::vector<Tensor> of_exact = backend::gemm_group(x, dtype, exact.weights, exact.biases);
+    const std::vector<Tensor> of_rounded = backend::gemm_int8(x, dtype, rounded.weights, rounded.biases, known);
+    auto next_exact = of_exact.begin(), next_rounded = of_rounded.begin();
+    std::vector<Tensor> products;
+    for (const std::optional<Tensor>& its : inverses) products.push_back(its ? *next_rounded++ : *next_exact++);
+    return products;
 }
 
 // Says which rows are whose; as kernels read it.

@@ -20,7 +20,7 @@ Tensor gemm_experts_int8(const Tensor& x, const Tensor& weight, const Tensor& ab
     if (!backend::experts_take_int8(packed, taken.count, swiglu)) {
         return backend::gemm_experts(x, dtype, packed, bias, taken.rows, taken.offsets, swiglu);
     }
-    return backend::gemm_experts_int8(swiglu ? gated(x) : x, dtype, packed, bias, taken.rows, taken.offsets, known);
+    return backend::gemm_experts_int8(x, dtype, packed, bias, taken.rows, taken.offsets, known, swiglu);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hf_kbit, HF_KBIT_DISPATCH_KEY, library) {

@@ -42,10 +42,10 @@ Tensor gemm_int8(const Tensor& x, const Tensor& weight, const Tensor& absmax, co
     const Packed packed = check_product(x, weight, absmax, codebook, bias, out_features, columns, true);
     const std::optional<Tensor> known = check_int8(x, packed, inverses);
     if (!backend::takes_int8(x.numel() / packed.in_features)) return backend::gemm(x, dtype, packed, bias);
-    if (known) return backend::gemm_int8(x, dtype, packed, bias, *known);
+    if (known) return backend::gemm_int8(x, dtype, {packed}, {bias}, {*known})[0];
     Tensor found = new_tensor(weight, {out_features}, ScalarType::Half);
     backend::int8_inverses(packed, found);
-    return backend::gemm_int8(x, dtype, packed, bias, found);
+    return backend::gemm_int8(x, dtype, {packed}, {bias}, {found})[0];
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hf_kbit, HF_KBIT_DISPATCH_KEY, library) {

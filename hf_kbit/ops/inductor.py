@@ -16,6 +16,9 @@ from hf_kbit.codebooks import bits_of
 from hf_kbit.ops import native
 from hf_kbit.reference import is_tiled
 
+OPS = torch.ops.hf_kbit
+PRODUCTS = OPS.gemm_inference.default, OPS.gemm_int8.default
+
 
 def install() -> None:
     """Has Inductor run the pass, unless another has the one place that there is, or no library joins products."""
@@ -25,7 +28,8 @@ def install() -> None:
 
 
 class JoinProducts(CustomGraphPass):
-    """Replaces ``gemm_inference`` nodes of one input and one width by ``gemm_group``, as many as one takes."""
+    """Replaces ``gemm_inference`` nodes of one input and one width by ``gemm_group``, as many as one takes, and
+    ``gemm_int8`` nodes likewise."""
 
     def __init__(self, most_tokens: int, most_products: int):
         self.most_tokens, self.most_products = most_tokens, most_products
@@ -33,10 +37,11 @@ class JoinProducts(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         order = {node: place for place, node in enumerate(graph.nodes)}
         groups: dict[tuple, list[Node]] = {}
-        for node in graph.find_nodes(op="call_function", target=torch.ops.hf_kbit.gemm_inference.default):
-            if _can_be_joined(node, self.most_tokens):
-                x, _, _, codebook, *_ = node.args
-                groups.setdefault((x, codebook.meta["val"].shape[0]), []).append(node)
+        for target in PRODUCTS:
+            for node in graph.find_nodes(op="call_function", target=target):
+                if _can_be_joined(node, self.most_tokens):
+                    x, _, _, codebook, *_ = node.args
+                    groups.setdefault((x, target, codebook.meta["val"].shape[0]), []).append(node)
         replaced = []
         for first, *others in groups.values():
             # All happen where the first one does; what they read must be there by then.
@@ -56,7 +61,9 @@ def _can_be_joined(node: Node, most_tokens: int) -> bool:
     x, weight, absmax, codebook = (argument.meta["val"] for argument in node.args[:4])
     tiled = is_tiled(weight, absmax, bits_of(codebook.shape[0]))  # so on a GPU
     known = all(isinstance(size, int) for size in x.shape)
-    return tiled and known and x.dtype.itemsize == 2 and 0 < x.numel() <= most_tokens * x.shape[-1]
+    # A group tells 8-bit inputs by their inverses.
+    told = node.target != OPS.gemm_int8.default or _arguments(node)[-1] is not None
+    return tiled and known and told and x.dtype.itemsize == 2 and 0 < x.numel() <= most_tokens * x.shape[-1]
 
 
 def _before(order: dict[Node, int], node: Node, place: Node) -> bool:
@@ -64,17 +71,20 @@ def _before(order: dict[Node, int], node: Node, place: Node) -> bool:
 
 
 def _arguments(node: Node) -> list:
-    """All but x, with those that tracing leaves out because they have their defaults; ``rotated`` as a number, and no
-    inverses."""
-    *others, columns, rotated = [*node.args[1:], *(None, False)[len(node.args) - 6 :]]
-    return [*others, columns, int(rotated), None]
+    """All but x, with those that tracing leaves out because they have their defaults; ``rotated`` as a number, and the
+    inverses of 8-bit inputs."""
+    _, *packed, bias, out_features = node.args[:6]
+    columns, last = [*node.args[6:], *(None, None)][:2]
+    is_int8 = node.target == OPS.gemm_int8.default
+    rotated, inverses = (True, last) if is_int8 else (bool(last), None)
+    return [*packed, bias, out_features, columns, int(rotated), inverses]
 
 
 def _join(graph: Graph, place: Node, nodes: list[Node]) -> None:
     x = nodes[0].args[0]
     of_each = map(list, zip(*map(_arguments, nodes), strict=True))
     with graph.inserting_before(place):
-        group = graph.call_function(torch.ops.hf_kbit.gemm_group.default, (x, *of_each))
+        group = graph.call_function(OPS.gemm_group.default, (x, *of_each))
         group.meta["val"] = [node.meta["val"] for node in nodes]
         for index, node in enumerate(nodes):
             product = graph.call_function(getitem, (group, index))

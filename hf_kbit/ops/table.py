@@ -86,7 +86,9 @@ def _fake(schema: str, check: Callable[..., Results]) -> Callable:
 
     def run(*args, **named):
         like, made = checked(*args, **named)
-        if name == "gemm_inference" and "torch._inductor.config" in sys.modules:  # it is about to compile
+        if (
+            name in ("gemm_inference", "gemm_int8") and "torch._inductor.config" in sys.modules
+        ):  # it is about to compile
             from hf_kbit.ops import inductor  # imports Inductor, which takes over a second
 
             inductor.install()

@@ -102,6 +102,13 @@ def group() -> None:
         for tokens in all_tokens:
             x = cases.x((tokens,), columns, torch.bfloat16)
             run(OPS.gemm_group, x, words, scales, codebooks, [None] * 3, rows, *transforms, [None] * 3)
+            if cuda_arch() >= 800:
+                own, of_each = [cases.columns(columns, seed=seed) for seed in (0, 0, 1)], []
+                for weight, part in zip(weights, rows, strict=True):
+                    of_each.append(run(OPS.int8_inverses, *weight, [part, columns]))
+                hf_kbit.set_batch_invariant(True)
+                run(OPS.gemm_group, x, words, scales, codebooks, [None] * 3, rows, own, [1] * 3, of_each)
+                hf_kbit.set_batch_invariant(False)
 
 
 def experts(bits: int) -> None:
@@ -115,7 +122,8 @@ def experts(bits: int) -> None:
             run(OPS.gemm_experts, cases.x((10,), shape[1] * (1 + swiglu), dtype), *how, True, swiglu)
         if cuda_arch() == 900:
             hf_kbit.set_batch_invariant(True)
-            run(OPS.gemm_experts_int8, cases.x((10,), shape[1], dtype), *how)
+            for swiglu in (False, True):
+                run(OPS.gemm_experts_int8, cases.x((10,), shape[1] * (1 + swiglu), dtype), *how, None, swiglu)
             hf_kbit.set_batch_invariant(False)
 
 

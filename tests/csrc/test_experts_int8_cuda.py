@@ -1,6 +1,7 @@
 """The product of experts with 8-bit inputs on Hopper: the bits of ``reference.py``, however rows are divided. Other
 GPUs have no kernel."""
 
+import functools
 import itertools
 
 import cases
@@ -47,9 +48,9 @@ class Experts(Weight):
     def how(self, bias, rows, offsets):
         return self.codebook, bias, rows, offsets, self.shape[0], self.columns
 
-    def multiply(self, x, rows, offsets, bias=None, known=True, tiled=True):
-        packed = self.tiles if tiled else self.planes
-        return OPS.gemm_experts_int8(x, *packed, *self.how(bias, rows, offsets), self.inverses if known else None)
+    def multiply(self, x, rows, offsets, bias=None, known=True, tiled=True, swiglu=False):
+        packed, inverses = self.tiles if tiled else self.planes, self.inverses if known else None
+        return OPS.gemm_experts_int8(x, *packed, *self.how(bias, rows, offsets), inverses, swiglu)
 
     def expected(self, x, rows, offsets, bias=None):
         return reference.gemm_experts_int8(x, *self.planes, *self.how(bias, rows, offsets), self.inverses)
@@ -120,6 +121,49 @@ def test_special_numbers_stay_in_their_row(dtype):
 
 
 @HALVES
+@pytest.mark.parametrize("in_features", [8, 40, 513, 2048, 14336, 40_000])
+def test_tokens_that_several_rows_pick(in_features, dtype):
+    """Rows that are made one by one, and that are copied; indices that name no token mean the nearest one."""
+    experts, rows = Experts.random(3, (32, in_features), 4), 602
+    offsets, bias = divided(3, rows, "random"), cases.x((3,), 32, dtype).cuda()
+    for tokens in (1, 20, 75, 200, 201, 300, 602, 1000):
+        x, index = cases.x((tokens,), in_features, dtype).cuda(), picked_rows(tokens, rows)
+        if tokens > 10:
+            x[3, -1], x[4, 0], x[5], x[6] = float("nan"), float("inf"), 0, x[6] * 2.0**-12
+        spoilt = index.clone()
+        spoilt[::50], spoilt[1::70] = -7, tokens
+        for its in (index, spoilt):
+            wanted = experts.expected(x, its.clamp(0, tokens - 1), offsets, bias)
+            assert_same_bits(experts.multiply(x, its, offsets, bias), wanted, tokens)
+
+
+def exactly_gated(x):
+    """Halves that a gate makes x again, in any arithmetic, or zeros: silu of 32 or more is that number."""
+    gate = torch.tensor([32, 64, 128, 0, 256], dtype=x.dtype, device=x.device)[torch.arange(x.numel()) % 5].view_as(x)
+    up = torch.where(gate == 0, x, x / gate)
+    return torch.cat([gate, up], dim=-1), gate * up
+
+
+@HALVES
+@pytest.mark.parametrize("in_features", [8, 36, 104, 768, 2880, 14336, 32_776, 40_000])
+def test_behind_a_gate(in_features, dtype):
+    """The bits of what the gate makes; near those of torch's gate, whose roundings may differ."""
+    experts, rows = Experts.random(3, (40, in_features), 3), 700
+    offsets, bias = divided(3, rows, "random"), cases.x((3,), 40, dtype).cuda()
+    for tokens, index in ((rows, None), (100, picked_rows(100, rows)), (400, picked_rows(400, rows))):
+        x = cases.x((tokens,), in_features, dtype).cuda()
+        x[3, -1], x[4, 0], x[5], x[6] = float("nan"), float("inf"), 0, x[6] * 2.0**-3
+        both, gated = exactly_gated(x)
+        wanted = experts.expected(gated, index, offsets, bias)
+        assert_same_bits(experts.multiply(both, index, offsets, bias, swiglu=True), wanted, tokens)
+        both = cases.x((tokens,), 2 * in_features, dtype).cuda()
+        gate, up = both.float().chunk(2, dim=-1)
+        found = experts.multiply(both, index, offsets, swiglu=True).float()
+        near = experts.multiply((torch.nn.functional.silu(gate) * up).to(dtype), index, offsets).float()
+        assert ((found - near).abs() <= 0.1 * near.abs().amax(dim=1, keepdim=True)).all()
+
+
+@HALVES
 def test_same_bits_in_every_batch(dtype):
     experts, x = Experts.random(4, (300, 2880), 4), cases.x((600,), 2880, dtype).cuda()
     whole = experts.multiply(x, None, divided(4, 600, "even"))
@@ -171,12 +215,13 @@ def test_no_rows():
 
 def test_launches_and_allocations():
     experts = Experts.random(8, (300, 328), 4)
-    for rows in (2, 300):
-        index, offsets, x = picked_rows(4, rows), divided(8, rows, "even"), cases.x((4,), 328, torch.bfloat16).cuda()
-        found = cases.launched(lambda x=x, index=index, offsets=offsets: experts.multiply(x, index, offsets))
-        assert found == {"experts_int8_kernel": 1, "tokens_to_int8_kernel": 1}
+    for rows, copied in ((2, False), (300, True)):
+        index, offsets, x = picked_rows(4, rows), divided(8, rows, "even"), cases.x((4,), 656, torch.bfloat16).cuda()
+        call = functools.partial(experts.multiply, x, index, offsets, swiglu=True)
+        copies = {"copy_int8_tokens_kernel": 1} if copied else {}
+        assert cases.launched(call) == {"experts_int8_kernel": 1, "tokens_to_int8_kernel": 1, **copies}
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        experts.multiply(x, index, offsets)
+        call()
         assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == 2
 
 

@@ -134,6 +134,22 @@ def test_threads():
 
 
 @pytest.mark.parametrize("dtype", cases.FLOATS)
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_a_group_gives_what_each_gives_alone(tokens, dtype):
+    """Weights of any rows and bits, with a bias or without, which have column scales in common or their own."""
+    x, group, alone = inputs(tokens, 1000, dtype), [], []
+    common, own = cases.columns(1000), cases.columns(1000, seed=1)
+    for rows, bits, biased, columns in ((35, 3, False, common), (7, 4, True, common), (130, 4, False, own)):
+        stored, _ = weight((rows, 1000), bits, exponent=bits)
+        packed = *stored, cases.x((), rows, dtype) if biased else None, rows, columns
+        inverses = OPS.int8_inverses(*stored, [rows, 1000])
+        group.append((*packed, 1, inverses))
+        alone.append(reference.gemm_int8(x, *packed))
+    for found, wanted in zip(OPS.gemm_group(x, *map(list, zip(*group, strict=True))), alone, strict=True):
+        assert found.is_contiguous() and torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", cases.FLOATS)
 def test_a_group_has_weights_of_both_kinds(dtype):
     """8-bit inputs of the weight with inverses, and 16-bit ones of the others."""
     stored, columns = weight((35, 1000), 3)

@@ -45,6 +45,17 @@ def expected(weight: Weight, x, bias=None, device="cpu"):
     return reference.gemm_int8(x, *planes, codebook, bias, weight.shape[0], columns).cuda()
 
 
+def with_special_numbers(x):
+    """Tokens 3 to 10, in place: NaN, infinity, zeros, few bits, tiny and huge ones."""
+    x[3, -1], x[4, 0], x[5, x.shape[1] // 2], x[6] = float("nan"), float("inf"), -float("inf"), 0
+    x[7] *= 2.0**-12
+    if x.dtype == torch.bfloat16:
+        x[8] *= 2.0**-110
+        x[9] *= 2.0**-98
+        x[10] *= 2.0**125
+    return x
+
+
 @BITS
 @HALVES
 @pytest.mark.parametrize("shape", SMALL, ids=str)
@@ -106,26 +117,55 @@ def test_inverses(shape, bits):
 def test_special_numbers(dtype):
     """Of a token with NaN or infinity all is NaN; tokens of zeros, and of less than 2**-100, become the bias; numbers
     that overflow when they are transformed are infinite as in the reference."""
-    weight, x = Weight.random((130, 513), 4, True, True), cases.x((40,), 513, dtype).cuda()
-    x[3, 7], x[4, 8], x[5, 512], x[6] = float("nan"), float("inf"), -float("inf"), 0
-    x[7] *= 2.0**-12
-    if dtype == torch.bfloat16:
-        x[8] *= 2.0**-110
-        x[9] *= 2.0**-98
-        x[10] *= 2.0**125
+    weight, x = Weight.random((130, 513), 4, True, True), with_special_numbers(cases.x((40,), 513, dtype).cuda())
     bias = cases.x((), 130, dtype).cuda()
     found = multiply(weight, x, bias)
     assert_same_bits(found, expected(weight, x, bias))
     assert found[3:6].isnan().all() and torch.equal(found[6], bias)
 
 
-@pytest.mark.parametrize("in_features", [8, 40, 4096, 4100, 8192, 8224, 16384, 16392, 32768, 40_000, 133_120])
-def test_tokens_of_any_width(in_features):
-    """Each number of threads that a token has, and more octets than they hold."""
+WIDTHS = [8, 24, 40, 1024, 1032, 4096, 4100, 8224, 16384, 16392, 32768, 32776, 40_000, 133_120]
+
+
+@HALVES
+@pytest.mark.parametrize("in_features", WIDTHS)
+def test_tokens_of_any_width(in_features, dtype):
+    """Of one warp to a whole CTA, too long for shared memory, and of more blocks than a CTA has threads."""
     weight = Weight.random((16, in_features), 3, True, True)
     for tokens in (17, 18):
-        x = cases.x((tokens,), in_features, torch.bfloat16).cuda()
+        x = with_special_numbers(cases.x((tokens,), in_features, dtype).cuda())
         assert_same_bits(multiply(weight, x), expected(weight, x, None, "cuda"))
+
+
+@pytest.mark.parametrize(
+    ("in_features", "tokens"), [(40, 9000), (768, 9000), (2048, 5000), (4104, 3000), (14336, 1000), (28672, 500)]
+)
+def test_tokens_that_warps_take_in_turns(in_features, tokens):
+    """What one has that is not finite stays there, and the next one is copied only when all have read the last one."""
+    weight = Weight.random((16, in_features), 4, True, True)
+    inverses = OPS.int8_inverses(*weight.tiles, weight.codebook, list(weight.shape))
+    x = cases.x((tokens,), in_features, torch.bfloat16).cuda()
+    x *= torch.linspace(-20, 20, tokens, device="cuda").exp2().bfloat16()[:, None]
+    for first in range(0, tokens - 10, 700):
+        with_special_numbers(x[first:])
+    wanted = expected(weight, x, None, "cuda")
+    for _ in range(5):
+        assert_same_bits(multiply(weight, x, None, inverses), wanted)
+
+
+def test_groups_whose_columns_differ():
+    """x becomes int8 for each of them, up to four at a time."""
+    for shape, tokens in (((48, 520), 700), ((32, 14336), 300), ((32, 40_000), 70)):
+        weights = [Weight.random(shape, 4, True, True) for _ in range(5)]
+        for i, weight in enumerate(weights):
+            weight.columns = cases.columns(shape[1], seed=i % 4).cuda()
+        x = with_special_numbers(cases.x((tokens,), shape[1], torch.float16).cuda())
+        inverses = [OPS.int8_inverses(*weight.tiles, weight.codebook, list(shape)) for weight in weights]
+        words, scales = map(list, zip(*(weight.tiles for weight in weights), strict=True))
+        how = [weight.codebook for weight in weights], [None] * 5, [shape[0]] * 5
+        found = OPS.gemm_group(x, words, scales, *how, [weight.columns for weight in weights], [1] * 5, inverses)
+        for weight, its in zip(weights, found, strict=True):
+            assert_same_bits(its, expected(weight, x, None, "cuda"))
 
 
 def test_leading_dimensions_and_strides():

@@ -31,7 +31,7 @@ static std::string answer(const std::string& of, const Gpu& gpu, const int64_t* 
         return to_string(plan) + " sums=" + std::to_string(wgmma_partial_sums(plan));
     }
     if (of == "int8") {
-        const WgmmaPlan plan = plan_int8(n[0], n[1], n[2], n[3], gpu);
+        const WgmmaPlan plan = plan_int8(n[0], n + 4, n[3], n[1], n[2], gpu);
         return to_string(plan) + " sums=" + std::to_string(wgmma_partial_sums(plan));
     }
     if (of == "int8_fused") return number(int8_is_fused(n[0], n[1], n[2], gpu));
@@ -88,6 +88,7 @@ SHAPES = [*LLAMA, (1, 1), (35, 1000), (256000, 2048), (16, 131072), (3072, 8192)
 MANY = (17, 33, 64, 100, 128, 200, 256, 300, 1000, 1024, 4096, 100_000)
 # Rows of parts of one launch: q, k and v, gate and up, of very different size.
 PARTS = [(4096, 1024, 1024), (14336, 14336), (16, 200_000, 3000, 16), (256_000, 1), (1,) * 4]
+WEIGHTS = [((n,), k) for n, k in SHAPES] + [(rows, k) for rows in PARTS for k in (1000, 4096, 14336)]
 # Experts, how many of them a token has, and their weights: Qwen3-30B-A3B, Mixtral-8x7B, odd ones.
 EXPERTS = [
     (128, 8, (1536, 2048)),
@@ -300,8 +301,7 @@ def wgmma_tiles(plan, tokens, rows):
 @pytest.mark.parametrize("invariant", [False, True])
 def test_wgmma(ask, gpu, invariant):
     divided = 0
-    weights = [((n,), k) for n, k in SHAPES] + [(rows, k) for rows in PARTS for k in (1000, 4096, 14336)]
-    for tokens, (rows, columns), bits in itertools.product(MANY, weights, cases.BITS):
+    for tokens, (rows, columns), bits in itertools.product(MANY, WEIGHTS, cases.BITS):
         plan, slabs = ask("wgmma", gpu, tokens, columns, bits, invariant, len(rows), *rows), ceil_div(columns, 256)
         told = f"{tokens} tokens, {rows}, {columns}, {bits} bits: {plan}"
         assert plan.token_tile in (16, 32, 64, 128, 256) and plan.groups in (1, 2, 4) and plan.split in (1, 2), told
@@ -327,11 +327,11 @@ def test_wgmma(ask, gpu, invariant):
 @pytest.mark.parametrize("gpu", HOPPER, ids=["H200", "a seventh"])
 def test_int8(ask, gpu):
     """Plans as those of 16-bit inputs: stages have as many bytes."""
-    for tokens, shape, bits in itertools.product((1, 16, *MANY), SHAPES, cases.BITS):
-        plan, slabs = ask("int8", gpu, tokens, *shape, bits), sizes(shape)[1]
-        told = f"{tokens} tokens, {shape}, {bits} bits: {plan}"
+    for tokens, (rows, columns), bits in itertools.product((1, 16, *MANY), WEIGHTS, cases.BITS):
+        plan, slabs = ask("int8", gpu, tokens, columns, bits, len(rows), *rows), ceil_div(columns, 256)
+        told = f"{tokens} tokens, {rows}, {columns}, {bits} bits: {plan}"
         assert plan.groups * plan.split <= slabs and (plan.groups == 1 or plan.token_tile < 256), told
-        tiles = wgmma_tiles(plan, tokens, shape[:1])
+        tiles = wgmma_tiles(plan, tokens, rows)
         table, stages, sent = shared_of_wgmma(bits, plan)
         assert plan.shared_bytes == table + max(stages, sent) <= gpu.shared_limit, told
         assert plan.x_stages >= 2 and plan.ring_stages >= 1, told
@@ -349,6 +349,7 @@ def test_where_8_bit_inputs_are_fused(ask, gpu):
     assert not ask("int8_fused", gpu, 0, 4096, 4096)
     assert not ask("int8_fused", gpu, 17, 2**27 + 1, 256)
     assert not ask("int8_fused", gpu, 2**31 - 1, 4096, 4096)
+    assert not ask("int8_fused", gpu, 2**27, 64 * 33, 4096)  # four of which 32 bits do not count
     assert not ask("int8_fused", gpu._replace(reserved=1025), 17, 4096, 4096)
 
 
@@ -379,8 +380,9 @@ def test_wgmma_tiles_fill_an_h200(ask):
 def test_several_weights_are_planned_as_one(ask):
     """Of whole row tiles: q, k and v have the plan of one weight with the rows of all."""
     for tokens, bits, rows in itertools.product(MANY, cases.BITS, PARTS[:2]):
-        found, one = (ask("wgmma", H200, tokens, 4096, bits, False, len(n), *n) for n in (rows, (sum(rows),)))
-        assert found == one, (tokens, bits, rows)
+        for how in (("wgmma", H200, tokens, 4096, bits, False), ("int8", H200, tokens, 4096, bits)):
+            found, one = (ask(*how, len(n), *n) for n in (rows, (sum(rows),)))
+            assert found == one, (how, rows)
 
 
 def test_mma(ask, gpu):

@@ -35,7 +35,7 @@ def joined(run, *inputs, limits=LIMITS) -> list[list[int]]:
         for node in module.graph.nodes:
             if node.target == OPS.gemm_group.default:
                 launches.append(list(node.args[5]))
-            elif node.target == OPS.gemm_inference.default:
+            elif node.target in inductor.PRODUCTS:
                 launches.append([node.args[5]])
         return make_boxed_func(module.forward)
 
@@ -66,6 +66,21 @@ def test_products_of_one_input_and_width_are_joined():
     transforms = (columns[0], True), (columns[1],), (None, True), ()
     each = [*zip(layers[:4], transforms, strict=True)]
     assert joined(lambda x: [product(x, layer, *how) for layer, how in each], X) == [[16, 17, 18, 19]]
+
+
+@torch.no_grad()
+def test_products_of_8_bit_inputs_are_joined():
+    """With each other, where their inverses are known."""
+    q, k, exact, like_q = (tiled(rows) for rows in (48, 16, 33, 48))
+    for layer in (q, k):
+        layer.eval().take_inputs("int8")
+    assert joined(lambda x: (q(x), exact(x), k(x), product(x, exact)), X) == [[48, 16], [33, 33]]
+
+    def without(x):
+        packed = q.weight.words, q.weight.absmax, q.weight.codebook
+        return [OPS.gemm_int8(x, *packed, layer.bias, 48, q.weight.columns) for layer in (q, like_q)]
+
+    assert joined(without, X) == [[48], [48]]
 
 
 @torch.no_grad()

@@ -45,12 +45,17 @@ struct WgmmaArguments {
     int experts, row_groups;
 };
 
-// Of x in int8, and a weight or all of experts.
-struct Int8Arguments : WgmmaArguments<1> {
-    const __half* inverses;     // of the weight's rows
-    const float* token_scales;  // of each token, and one more
-    bool half;                  // whether y is float16, or else bfloat16
+// Of x in int8.
+template <int kWeights>
+struct Int8Arguments : WgmmaArguments<kWeights> {
+    const __half* inverses[kWeights];     // of each weight's rows
+    const float* token_scales[kWeights];  // of each token of its x, and one more
+    bool half;                            // whether y is float16, or else bfloat16
 };
+
+// T: of operands A and B.
+template <typename T, int kWeights>
+using ArgumentsOf = std::conditional_t<std::is_same_v<T, int8_t>, Int8Arguments<kWeights>, WgmmaArguments<kWeights>>;
 
 // Which tiles CTAs divide, where the weights have so many.
 template <int kWeights>
@@ -70,8 +75,8 @@ cudaError_t dispatch_token_tile(int token_tile, const Run& run) {
 }
 
 // What all products have in common; tokens: rows of x. Counts the tiles of the weights.
-template <int kWeights>
-void begin_arguments(const Product* products, int count, int64_t tokens, int64_t in_features, const WgmmaPlan& plan,
+template <typename Each, int kWeights>
+void begin_arguments(const Each* products, int count, int64_t tokens, int64_t in_features, const WgmmaPlan& plan,
                      WgmmaArguments<kWeights>& arguments, int64_t& tiles) {
     tiles = 0;
     for (int& first_tile : arguments.first_tile) first_tile = INT32_MAX;
@@ -110,16 +115,22 @@ cudaError_t begin_arguments(const Product* products, int count, Dtype dtype, int
 }
 
 // The same of x in int8.
-inline cudaError_t begin_arguments(const Int8Product& product, Dtype dtype, int64_t tokens, int64_t in_features,
-                                   const WgmmaPlan& plan, WgmmaMaps<1>& maps, Int8Arguments& arguments,
-                                   int64_t& tiles) {
-    begin_arguments(&product, 1, tokens, in_features, plan, arguments, tiles);
-    arguments.signs = signs_of<__half>(product.signed_scales);
-    arguments.inverses = static_cast<const __half*>(product.inverses);
-    arguments.token_scales = product.token_scales;
-    arguments.half = dtype == Dtype::float16;
+template <int kWeights>
+cudaError_t begin_arguments(const Int8Product* products, int count, Dtype dtype, int64_t tokens, int64_t in_features,
+                            const WgmmaPlan& plan, WgmmaMaps<kWeights>& maps, Int8Arguments<kWeights>& arguments,
+                            int64_t& tiles) {
+    begin_arguments(products, count, tokens, in_features, plan, arguments, tiles);
     const int64_t columns = num_blocks(in_features) * kBlockSize;
-    return map_of_rows(product.x, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, tokens, columns, plan.token_tile, maps.of[0]);
+    for (int i = 0; i < count; ++i) {
+        arguments.inverses[i] = static_cast<const __half*>(products[i].inverses);
+        arguments.token_scales[i] = products[i].token_scales;
+        const cudaError_t error =
+            map_of_rows(products[i].x, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, tokens, columns, plan.token_tile, maps.of[i]);
+        if (error != cudaSuccess) return error;
+    }
+    arguments.signs = signs_of<__half>(products[0].signed_scales);
+    arguments.half = dtype == Dtype::float16;
+    return cudaSuccess;
 }
 
 // Of experts, in place of what the host does not know.

@@ -17,7 +17,8 @@ namespace {
 
 template <int kBits, int kTokens>
 __global__ void __launch_bounds__(wgmma_threads(kTokens), 1)
-    experts_int8_kernel(const __grid_constant__ WgmmaMaps<1> maps, const __grid_constant__ Int8Arguments arguments) {
+    experts_int8_kernel(const __grid_constant__ WgmmaMaps<1> maps,
+                        const __grid_constant__ Int8Arguments<1> arguments) {
     run_wgmma<kBits, int8_t, kTokens, true, true>(maps, arguments);
 }
 
@@ -28,9 +29,9 @@ cudaError_t experts_int8(const Int8Product& product, const int32_t* offsets, int
                          cudaStream_t stream) {
     if (plan.token_tile == 0) return cudaErrorInvalidConfiguration;
     WgmmaMaps<1> maps;
-    Int8Arguments arguments{};
+    Int8Arguments<1> arguments{};
     int64_t tiles = 0;  // were there one weight
-    const cudaError_t error = begin_arguments(product, dtype, rows, in_features, plan, maps, arguments, tiles);
+    const cudaError_t error = begin_arguments(&product, 1, dtype, rows, in_features, plan, maps, arguments, tiles);
     if (error != cudaSuccess) return error;
     list_experts(offsets, experts, plan, arguments);
     return dispatch(bits, [&](auto width) {

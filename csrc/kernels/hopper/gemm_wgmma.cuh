@@ -29,12 +29,12 @@
 // rows only the steps of 32 that hold them are multiplied, each number of steps by a loop of its own.
 //
 // Of int8, sums are int32, whose order does not matter, and levels times a multiplier for each block are rounded; what
-// 1 stands for in a token and in a row multiplies the sums (docs/internals.md, "8-bit inputs").
+// 1 stands for in a token and in a row multiplies the sums (int8.cuh; docs/internals.md, "8-bit inputs").
 //
 // What limits it and what was tried: docs/lab.
 #pragma once
 
-#include "kernels/hopper/tiles.cuh"
+#include "kernels/hopper/int8.cuh"
 #include "kernels/hopper/wgmma.cuh"
 #include "kernels/operands.cuh"
 #include "kernels/outputs.cuh"
@@ -51,12 +51,10 @@ constexpr int wgmma_threads(int token_tile) { return wgmma_decoders(token_tile) 
 // tiles. kWeights: the most weights; 1 for experts, whose weights are told as one. T: of operands A and B, int8_t, or
 // as y has it.
 template <int kBits, typename T, int kTokens, bool kOrdered, bool kExperts, int kWeights>
-struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
-                             std::conditional_t<std::is_same_v<T, int8_t>, Int8Arguments, WgmmaArguments<kWeights>>> {
+struct WgmmaCta : TilesOf<kBits, T, kTokens, kExperts, kWeights> {
     static constexpr bool kInt8 = std::is_same_v<T, int8_t>;
-    static_assert(!kInt8 || (kOrdered && kWeights == 1));
-    using Arguments = std::conditional_t<kInt8, Int8Arguments, WgmmaArguments<kWeights>>;
-    using Tiles = WgmmaTiles<kBits, kTokens, kExperts, kWeights, Arguments>;
+    static_assert(!kInt8 || kOrdered);
+    using Tiles = TilesOf<kBits, T, kTokens, kExperts, kWeights>;
     using Tiles::cluster, Tiles::rank, Tiles::groups, Tiles::parties, Tiles::group_warps;
     using Tiles::expert, Tiles::exchange;
     using Tiles::place_of, Tiles::weight_of, Tiles::number_of, Tiles::row_tile, Tiles::slabs_before, Tiles::share;
@@ -188,7 +186,7 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
             }
             Sum sums[kTokens / 2];
             [[maybe_unused]] __half2 inverse[2];
-            if constexpr (kInt8) load_inverses(share.tile, warp, inverse);
+            if constexpr (kInt8) this->load_inverses(share.tile, warp, inverse);
             int last = -1;  // the stage that the tensor cores may still read
             // By the first so many tokens of the tile.
             const auto multiply_slabs_by = [&](auto columns_of_x) {
@@ -299,9 +297,9 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
         }
         if constexpr (kInt8) {
             if (arguments.half) {
-                store_scaled<__half>(sums, unit, tile, warp);
+                this->template store_scaled<__half>(sums, unit, tile, warp);
             } else {
-                store_scaled<__nv_bfloat16>(sums, unit, tile, warp);
+                this->template store_scaled<__nv_bfloat16>(sums, unit, tile, warp);
             }
         }
     }
@@ -420,72 +418,6 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
         }
     }
 
-    // --- int8 ---
-
-    // Of a lane's rows.
-    __device__ __forceinline__ void load_inverses(int tile, int warp, __half2 (&inverse)[2]) const {
-        const Place place = place_of(tile);
-        const __half* inverses = arguments.inverses;
-        if constexpr (kExperts) inverses += int64_t{place.weight} * arguments.weights[0].output.out_features;
-        const int row = row_tile(place, warp) * kTileRows + lane_id() / 4;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int its = min(row + 8 * half, arguments.weights[0].output.out_features - 1);
-            inverse[half] = __half2half2(__ldg(inverses + its));
-        }
-    }
-
-    // Of the tile's tokens those that the warp's party owns: by the same code for any number of parties.
-    template <typename Y>
-    __device__ __forceinline__ void store_scaled(const int32_t (&sums)[kTokens / 2], float unit, int tile,
-                                                 int warp) const {
-        const int lane = lane_id(), t = lane % 4;
-        const Place place = place_of(tile);
-        const Output& output = arguments.weights[0].output;
-        // All requests to memory at once, before any store. A lane has those of every eighth group of eight tokens,
-        // and others ask it.
-        constexpr int kLoads = (kTokens + 63) / 64;
-        float2 of_tokens[kLoads];
-#pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-            if constexpr (kExperts) {  // whose first token may be odd
-                const int token = place.token + 64 * i + lane / 4 * 8 + t * 2, last = output.tokens - 1;
-                const auto scale_of = [&](int its) { return __ldcg(arguments.token_scales + min(its, last)); };
-                of_tokens[i] = make_float2(scale_of(token), scale_of(token + 1));
-            } else {
-                // An even one, and the next one, which has a scale too, also behind the last token.
-                const int token = min(place.token + 64 * i + lane / 4 * 8 + t * 2, (output.tokens - 1) & ~1);
-                of_tokens[i] = __ldcg(reinterpret_cast<const float2*>(arguments.token_scales + token));
-            }
-        }
-        const int row = row_tile(place, warp) * kTileRows;
-        std::conditional_t<kExperts, int64_t, int> before = 0;
-        if constexpr (kExperts) before = int64_t{place.weight} * output.out_features;
-        const Int8Rows rows(output, arguments.inverses, unit, std::is_same_v<Y, __half>, row, lane, before);
-        const int owned = max(kTokens >> (arguments.groups_log2 + arguments.split_log2), 8);
-        const int first = (rank * groups + warp / group_warps) * owned;
-        const int begin = place.token + first;
-        const int end = min(begin + owned, kExperts ? place.end : output.tokens);
-#pragma unroll
-        for (int token = 0; token < kTokens; token += 16) {
-            if (token + 8 < first || token >= first + owned) continue;
-            uint32_t words[4];
-#pragma unroll
-            for (int eight = 0; eight < 2; ++eight) {
-                const int number = token / 8 + eight, from = number % 8 * 4 + t;
-                const int32_t* four = sums + 4 * number;
-                const float2 of_two = {__shfl_sync(0xFFFFFFFF, of_tokens[number / 8].x, from),
-                                       __shfl_sync(0xFFFFFFFF, of_tokens[number / 8].y, from)};
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    words[2 * eight + half] =
-                        transpose_8x8(rows.scaled(four[2 * half], four[2 * half + 1], of_two, half));
-                }
-            }
-            store_eights<Y>(output, words, row, place.token + token, begin, end, lane);
-        }
-    }
-
     // Zeros for rows of y behind those of all experts, 16 bytes at a time, by all CTAs.
     __device__ __forceinline__ void clear_rest() const {
         constexpr int kPiece = 8;
@@ -508,9 +440,7 @@ struct WgmmaCta : WgmmaTiles<kBits, kTokens, kExperts, kWeights,
 
 // A kernel, of wgmma_threads(kTokens) threads.
 template <int kBits, typename T, int kTokens, bool kOrdered, bool kExperts, int kWeights>
-__device__ __forceinline__ void run_wgmma(
-    const WgmmaMaps<kWeights>& maps,
-    const typename WgmmaCta<kBits, T, kTokens, kOrdered, kExperts, kWeights>::Arguments& arguments) {
+__device__ __forceinline__ void run_wgmma(const WgmmaMaps<kWeights>& maps, const ArgumentsOf<T, kWeights>& arguments) {
     if constexpr (kHopper) {
         extern __shared__ __align__(1024) char smem[];
         const uint32_t window = shared_window(smem);

@@ -183,7 +183,8 @@ inline WgmmaPlan plan_wgmma(int64_t tokens, const int64_t* out_features, int par
 }
 
 // Of 8-bit inputs, whose sums are the same in any order.
-inline WgmmaPlan plan_int8(int64_t tokens, int64_t out_features, int64_t in_features, int bits, const Gpu& gpu) {
-    return plan_wgmma(tokens, &out_features, 1, in_features, bits, false, gpu, fitted::kInt8);
+inline WgmmaPlan plan_int8(int64_t tokens, const int64_t* out_features, int parts, int64_t in_features, int bits,
+                           const Gpu& gpu) {
+    return plan_wgmma(tokens, out_features, parts, in_features, bits, false, gpu, fitted::kInt8);
 }
 }  // namespace hf_kbit

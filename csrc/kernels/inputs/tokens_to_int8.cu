@@ -1,164 +1,298 @@
 // Tokens as 8-bit inputs (docs/internals.md, "8-bit inputs"): x' = (x * c) @ R in float32, and each number divided by
 // what 1 stands for in its token, the largest magnitude over 127, and rounded.
 //
-//   x        float16 or bfloat16 [M, K], row-major, K a multiple of 8,    columns  uint8 [K], as E4M4, or null
-//            or rows that an index picks
-//   out      int8 [M, 32 * B]                                             scales   float32 [M + 1], the last one 0
+//   x        float16 or bfloat16 [M, K], row-major, K a multiple of 8, or rows that an index picks; with swiglu [M, 2
+//   K],
+//            of which silu(first half) * second half, rounded to that dtype, is what is meant by x
+//   columns  uint8 [K], as E4M4, or null      out  int8 [M, 32 * B]      scales  float32 [M + 1], the last one 0
 //
 // For the kernels of int8 in hopper/ and mma/: of each block of 32 columns first 0 to 3, 8 to 11, 16 to 19 and 24 to
 // 27 are stored, then the others. A lane of a tile has eight columns, four for each half of operand A.
 //
-// A CTA has a token, a thread octets of it, which it holds in float32 until all know the largest number. Of a token of
-// more octets than CTAs hold, it makes them anew. The product's kernel may overlap with the launch. Compute capability
-// 8.0 and newer.
+// A thread has a block of a token, and holds it in float32 until all know the token's largest number. CTAs have groups
+// of warps, which take tokens in turns. They have the decoded column scales in common, and copy x of the next token to
+// shared memory while they work on one: so memory is never idle. Of several weights each has CTAs of its own; they
+// take the same tokens at about the same time, so that x comes from memory once.
+//
+// What does not fit there, long rows, takes a CTA for each token, which loads x as it needs it. Of a token of more
+// blocks than it has threads, it makes them anew.
+//
+// The product's kernel may overlap with the launch. Compute capability 8.0 and newer, with swiglu 9.0.
+#include <algorithm>
+
 #include "kernels/dispatch.h"
+#include "kernels/inputs/int8_block.cuh"
+#include "kernels/inputs/swiglu.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
 #include "kernels/ptx.cuh"
-#include "kernels/transform.cuh"
 
 namespace hf_kbit::cuda {
 
 namespace {
 
+constexpr int kMostThreads = 1024, kMostWarps = kMostThreads / kWarp;
+// Shared memory: the largest numbers of warps, two tokens in turns; the scales of a token's columns; x of all warps.
+constexpr int kLargestBytes = 2 * kMostWarps * 4;
+constexpr int kScalesBytes = kWarp * kBlock * 4;                                      // of a warp's columns
+constexpr int x_bytes(bool swiglu) { return kWarp * kBlock * 2 * (swiglu ? 2 : 1); }  // of a warp's columns
+
 struct Arguments {
     const void* x;
     const int32_t* rows;  // or null
-    int last_row;
-    const uint8_t* columns;
-    int8_t* out;
-    float* scales;
-    int tokens, in_features, out_columns;
+    int last_row, tokens, in_features, blocks;
+    int count;
+    Int8Tokens outputs[kGemmParts];
     uint32_t* zeros;
     int num_zeros;
+    int groups, group_warps;  // of a CTA, where it has several tokens
 };
 
-// An octet, transformed as in the reference, where also what is stored in units elsewhere may overflow.
-template <typename T>
-__device__ __forceinline__ void load_octet(const Arguments& arguments, int row, int column, float (&values)[kOctet]) {
-    uint4 octet = make_uint4(0, 0, 0, 0);
-    uint2 bytes = make_uint2(kScalesOfOne, kScalesOfOne);
-    if (column < arguments.in_features) {
-        const T* x = static_cast<const T*>(arguments.x) + int64_t{row} * arguments.in_features + column;
-        octet = *reinterpret_cast<const uint4*>(x);
-        if (arguments.columns) bytes = __ldg(reinterpret_cast<const uint2*>(arguments.columns + column));
-    }
-    float scales[kOctet];
-    decode_scales(bytes, scales);
-    unpack_octet<T>(octet, values);
-#pragma unroll
-    for (int i = 0; i < kOctet; ++i) values[i] = __fmul_rn(values[i], scales[i] * kScaleUnit);
-    add_and_subtract(values, threadIdx.x % 4);
-#pragma unroll
-    for (float& value : values) value = __fmul_rn(value, kRotationUnit);
-}
-
-// kOctets: that a thread holds.
-template <typename T, int kThreads, int kOctets>
-__device__ __forceinline__ void run(const Arguments& arguments) {
-    constexpr int kWarp = kLanes;
-    constexpr float kLeastToken = 0x1p-100f;  // 127 over smaller numbers might be infinite
-    __shared__ uint32_t of_warps[kWarp];
+// Also sets zeros.
+template <int kThreads>
+__device__ __forceinline__ void begin(const Arguments& arguments) {
     wait_for_kernel_before();
     let_next_kernel_start();  // not before, as in transform_kernel
-    const int token = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
-    for (int i = token * kThreads + thread; i < arguments.num_zeros; i += arguments.tokens * kThreads) {
+    for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < arguments.num_zeros;
+         i += gridDim.x * int64_t{kThreads}) {
         arguments.zeros[i] = 0;
-    }
-    int row = token;
-    if (arguments.rows) row = min(max(arguments.rows[token], 0), arguments.last_row);
-    constexpr int kTurn = kThreads * kOctets * kOctet;  // columns
-    const auto column = [&](int i) { return (i * kThreads + thread) * kOctet; };
-    float values[kOctets][kOctet];
-    const auto load = [&](int first) {
-#pragma unroll
-        for (int i = 0; i < kOctets; ++i) load_octet<T>(arguments, row, first + column(i), values[i]);
-    };
-    uint32_t most = 0;  // as bits, among which those of NaN are the largest
-#pragma unroll 1
-    for (int first = 0; first < arguments.out_columns; first += kTurn) {
-        load(first);
-#pragma unroll
-        for (const auto& octet : values) {
-#pragma unroll
-            for (const float value : octet) most = max(most, __float_as_uint(fabsf(value)));
-        }
-    }
-    most = largest_of_warp(most);
-    if (lane == 0) of_warps[thread / kWarp] = most;
-    __syncthreads();
-    most = largest_of_warp(lane < kThreads / kWarp ? of_warps[lane] : 0);
-    const float largest = __uint_as_float(most);
-    const bool usual = largest >= kLeastToken && largest < __uint_as_float(0x7F800000);
-    const float inverse = __fmul_rn(127.0f, __frcp_rn(largest));
-    if (thread == 0) {
-        arguments.scales[token] = __fmul_rn(largest, 1.0f / 127);
-        if (token == arguments.tokens - 1) arguments.scales[token + 1] = 0;
-    }
-#pragma unroll 1
-    for (int first = 0; first < arguments.out_columns; first += kTurn) {
-        if (arguments.out_columns > kTurn) load(first);
-#pragma unroll
-        for (int i = 0; i < kOctets; ++i) {
-            uint32_t words[2] = {};
-#pragma unroll
-            for (int j = 0; usual && j < kOctet; ++j) {
-                const int rounded = __float2int_rn(__fmul_rn(values[i][j], inverse));
-                words[j / 4] |= (static_cast<uint32_t>(rounded) & 255) << 8 * (j % 4);
-            }
-            // Two lanes exchange a word each, so that both have two that follow each other.
-            const bool odd = lane % 2;
-            const uint32_t received = __shfl_xor_sync(0xFFFFFFFF, words[odd ? 0 : 1], 1);
-            const uint2 two = odd ? make_uint2(received, words[1]) : make_uint2(words[0], received);
-            const int from = first + column(i), block = from / kBlockSize * kBlockSize, t = lane % 4;
-            if (from < arguments.out_columns) {
-                int8_t* to = arguments.out + int64_t{token} * arguments.out_columns + block + t % 2 * 16 + t / 2 * 8;
-                *reinterpret_cast<uint2*>(to) = two;
-            }
-        }
     }
 }
 
-template <typename T, int kThreads, int kOctets>
-__global__ void __launch_bounds__(kThreads) tokens_to_int8_kernel(const __grid_constant__ Arguments arguments) {
-    if constexpr (has_gemm(kArch)) {
-        run<T, kThreads, kOctets>(arguments);
+// --- several tokens at a time --------------------------------------------------------------------
+
+template <typename T, bool kSwiglu, int kThreads>
+__device__ __forceinline__ void run_groups(const Arguments& arguments) {
+    extern __shared__ __align__(64) uint4 smem[];  // as WarpX takes it
+    begin<kThreads>(arguments);
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
+    const int group_warps = arguments.group_warps, group = warp / group_warps, warp_of_group = warp % group_warps;
+    const int cta = static_cast<int>(blockIdx.x) / arguments.count,
+              ctas = static_cast<int>(gridDim.x) / arguments.count;
+    const Int8Tokens& output = arguments.outputs[blockIdx.x % arguments.count];
+    const auto row_of = [&](int token) { return picked_row(arguments.rows, arguments.last_row, token); };
+
+    auto* const largest = reinterpret_cast<uint32_t*>(smem);
+    const uint32_t smem_scales = shared_address(smem) + kLargestBytes;
+    constexpr int kGateBytes = x_bytes(false);
+    const WarpX at(smem_scales + group_warps * kScalesBytes + warp * x_bytes(kSwiglu), lane);
+    const int first_column = (warp_of_group * kWarp * kBlockOctets + lane) * kOctet;  // that the lane copies
+    const auto each_copy = [&](const auto& run) {
+#pragma unroll
+        for (int i = 0; i < kBlockOctets; ++i) {
+            constexpr int kApart = kWarp * kOctet;
+            run(at.copied + i * kWarp * kOctetBytes, i * kApart, first_column + i * kApart < arguments.in_features);
+        }
+    };
+    const auto start_copies = [&](int row) {
+        const auto columns = static_cast<unsigned>(arguments.in_features * (kSwiglu ? 2 : 1));
+        const T* const x = static_cast<const T*>(arguments.x) + first_column +
+                           static_cast<uint64_t>(static_cast<unsigned>(row)) * columns;
+        each_copy([&](uint32_t to, int column, bool there) {
+            if (there) cp_async_16(to, x + column);
+            if (kSwiglu && there) cp_async_16(to + kGateBytes, x + column + arguments.in_features);
+        });
+        cp_async_commit();
+    };
+
+    const int step = ctas * arguments.groups;
+    const int followed = arguments.tokens - step, followed_twice = followed - step;  // tokens before these
+    int token = group < arguments.groups ? cta + ctas * group : arguments.tokens, next_row = 0;
+    if (token < arguments.tokens) {
+        each_copy([&](uint32_t to, int, bool there) {
+            if (!there) store_shared_16(to, make_uint4(0, 0, 0, 0));
+            if (kSwiglu && !there) store_shared_16(to + kGateBytes, make_uint4(0, 0, 0, 0));
+        });
+        start_copies(row_of(token));
+        if (token < followed) next_row = row_of(token + step);
+    }
+    // Meanwhile the scales: of each octet two halves, each of all lanes.
+    for (int i = thread; i < group_warps * kWarp * kBlockOctets; i += kThreads) {
+        const int of_warp = i / (kWarp * kBlockOctets), octet = i / kWarp % kBlockOctets;
+        float scales[kOctet];
+        const int column = ((of_warp * kWarp + lane) * kBlockOctets + octet) * kOctet;
+        load_scales(output.columns, column, arguments.in_features, scales);
+        const uint32_t to = smem_scales + ((of_warp * kBlockOctets + octet) * 2 * kWarp + lane) * 16;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float* const four = scales + 4 * half;
+            store_shared_16(to + half * kWarp * 16, make_uint4(__float_as_uint(four[0]), __float_as_uint(four[1]),
+                                                               __float_as_uint(four[2]), __float_as_uint(four[3])));
+        }
+    }
+    __syncthreads();
+
+    const uint32_t lane_scales = smem_scales + warp_of_group * kScalesBytes + lane * 16;
+    const auto load = [&](int octet, float (&scales)[kOctet]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint4 four = load_shared_16(lane_scales + (octet * 2 + half) * kWarp * 16);
+            scales[4 * half] = __uint_as_float(four.x), scales[4 * half + 1] = __uint_as_float(four.y);
+            scales[4 * half + 2] = __uint_as_float(four.z), scales[4 * half + 3] = __uint_as_float(four.w);
+        }
+    };
+    const int block = warp_of_group * kWarp + lane;
+#pragma unroll 1
+    for (int turn = 0; token < arguments.tokens; token += step, turn ^= kMostWarps) {
+        cp_async_wait<0>();
+        __syncwarp();
+        uint4 octets[kBlockOctets];
+#pragma unroll
+        for (int i = 0; i < kBlockOctets; ++i) {
+            octets[i] = load_shared_16(at.octet(i));
+            if constexpr (kSwiglu) octets[i] = swiglu_octet<T>(octets[i], load_shared_16(at.octet(i) + kGateBytes));
+        }
+        __syncwarp();
+        if (token < followed) start_copies(next_row);
+        if (token < followed_twice) next_row = row_of(token + 2 * step);
+        float values[kBlock];
+        uint32_t most = largest_of_warp(transform_block<T>(octets, load, values));
+        if (group_warps > 1) {
+            uint32_t* const of_group = largest + turn + group * group_warps;
+            if (lane == 0) of_group[warp_of_group] = most;
+            named_barrier(group, group_warps * kWarp);
+            most = largest_of_warp(lane < group_warps ? of_group[lane] : 0);
+        }
+        const TokenUnit unit(most);
+        if (block == 0) unit.store(output, token, arguments.tokens);
+        store_blocks(output, token, block, arguments.blocks, values, unit);
+    }
+}
+
+// --- long rows -----------------------------------------------------------------------------------
+
+template <typename T, bool kSwiglu>
+__device__ __forceinline__ void run_long(const Arguments& arguments) {
+    __shared__ uint32_t largest[kMostWarps];
+    begin<kMostThreads>(arguments);
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
+    const int token = static_cast<int>(blockIdx.x) / arguments.count;
+    const Int8Tokens& output = arguments.outputs[blockIdx.x % arguments.count];
+    const T* const x =
+        static_cast<const T*>(arguments.x) +
+        int64_t{picked_row(arguments.rows, arguments.last_row, token)} * arguments.in_features * (kSwiglu ? 2 : 1);
+    float values[kBlock];
+    const auto load = [&](int block) {
+        uint4 octets[kBlockOctets];
+        const auto column = [&](int octet) { return block * kBlock + octet * kOctet; };
+#pragma unroll
+        for (int i = 0; i < kBlockOctets; ++i) {
+            octets[i] = make_uint4(0, 0, 0, 0);
+            if (column(i) >= arguments.in_features) continue;
+            octets[i] = *reinterpret_cast<const uint4*>(x + column(i));
+            if constexpr (kSwiglu) {
+                const auto* up = reinterpret_cast<const uint4*>(x + arguments.in_features + column(i));
+                octets[i] = swiglu_octet<T>(octets[i], *up);
+            }
+        }
+        return transform_block<T>(
+            octets,
+            [&](int octet, float (&scales)[kOctet]) {
+                load_scales(output.columns, column(octet), arguments.in_features, scales);
+            },
+            values);
+    };
+    uint32_t most = 0;
+#pragma unroll 1
+    for (int first = 0; first < arguments.blocks; first += kMostThreads) most = max(most, load(first + thread));
+    most = largest_of_warp(most);
+    if (lane == 0) largest[thread / kWarp] = most;
+    __syncthreads();
+    const TokenUnit unit(largest_of_warp(largest[lane]));
+    if (thread == 0) unit.store(output, token, arguments.tokens);
+#pragma unroll 1
+    for (int first = 0; first < arguments.blocks; first += kMostThreads) {
+        if (arguments.blocks > kMostThreads) load(first + thread);
+        store_blocks(output, token, first + thread, arguments.blocks, values, unit);
+    }
+}
+
+// Experts of 8-bit inputs, and so their gate, are for Hopper alone.
+constexpr bool has_tokens_to_int8(bool swiglu) { return swiglu ? kArch == 900 : has_gemm(kArch); }
+
+template <typename T, bool kSwiglu, int kThreads>
+__global__ void __launch_bounds__(kThreads, kMostThreads / kThreads)
+    tokens_to_int8_kernel(const __grid_constant__ Arguments arguments) {
+    if constexpr (has_tokens_to_int8(kSwiglu)) {
+        run_groups<T, kSwiglu, kThreads>(arguments);
+    } else {
+        __trap();
+    }
+}
+template <typename T, bool kSwiglu>
+__global__ void __launch_bounds__(kMostThreads, 1)
+    long_tokens_to_int8_kernel(const __grid_constant__ Arguments arguments) {
+    if constexpr (has_tokens_to_int8(kSwiglu)) {
+        run_long<T, kSwiglu>(arguments);
     } else {
         __trap();
     }
 }
 
-template <typename T, int kThreads, int kOctets>
-cudaError_t launch(const Arguments& arguments, const Gpu& gpu, cudaStream_t stream) {
-    static Launcher launcher(tokens_to_int8_kernel<T, kThreads, kOctets>, kThreads, 0);
-    return launcher.launch(gpu, arguments.tokens, 1, 0, stream, arguments);
+// CTAs of so many threads, of which a processor has `resident`; no groups where rows are too long.
+struct Plan {
+    int threads, groups, resident, shared_bytes;
+};
+
+// The most tokens at a time, and the smallest CTAs that have these: then a processor soon has room for the next
+// kernel.
+Plan plan_groups(int group_warps, bool swiglu, const Gpu& gpu) {
+    Plan best{};
+    const int own = kLargestBytes + group_warps * kScalesBytes, group_bytes = group_warps * x_bytes(swiglu);
+    for (int threads = 256; threads <= kMostThreads; threads *= 2) {
+        const int groups = std::min(threads / kWarp / group_warps, (gpu.shared_limit - own) / group_bytes);
+        if (groups < 1) continue;
+        const int bytes = own + groups * group_bytes;
+        const int fit = (gpu.shared_limit + gpu.shared_reserved) / (bytes + gpu.shared_reserved);
+        const int resident = std::min(kMostThreads / threads, fit);
+        if (groups * resident > best.groups * best.resident) best = {threads, groups, resident, bytes};
+    }
+    return best;
+}
+
+template <typename T, bool kSwiglu, int kThreads>
+cudaError_t launch_groups(const Arguments& arguments, const Plan& plan, const Gpu& gpu, cudaStream_t stream) {
+    static Launcher launcher(tokens_to_int8_kernel<T, kSwiglu, kThreads>, kThreads, kAllShared);
+    const int ctas = std::min(arguments.tokens, std::max(1, gpu.processors * plan.resident / arguments.count));
+    return launcher.launch(gpu, ctas * arguments.count, 1, plan.shared_bytes, stream, arguments);
+}
+
+template <typename T, bool kSwiglu>
+cudaError_t launch(Arguments& arguments, const Gpu& gpu, cudaStream_t stream) {
+    arguments.group_warps = static_cast<int>(ceil_div(arguments.blocks, kWarp));
+    const Plan plan = plan_groups(arguments.group_warps, kSwiglu, gpu);
+    arguments.groups = plan.groups;
+    switch (plan.threads) {
+        case 256:
+            return launch_groups<T, kSwiglu, 256>(arguments, plan, gpu, stream);
+        case 512:
+            return launch_groups<T, kSwiglu, 512>(arguments, plan, gpu, stream);
+        case kMostThreads:
+            return launch_groups<T, kSwiglu, kMostThreads>(arguments, plan, gpu, stream);
+    }
+    static Launcher launcher(long_tokens_to_int8_kernel<T, kSwiglu>, kMostThreads, 0);
+    return launcher.launch(gpu, int64_t{arguments.tokens} * arguments.count, 1, 0, stream, arguments);
 }
 
 }  // namespace
 
-cudaError_t tokens_to_int8(const void* x, const Rows& rows, Dtype dtype, const uint8_t* columns, int64_t tokens,
-                           int64_t in_features, int8_t* out, float* scales, uint32_t* zeros, int num_zeros,
+cudaError_t tokens_to_int8(const void* x, const Rows& rows, bool swiglu, Dtype dtype, const Int8Tokens* outputs,
+                           int count, int64_t tokens, int64_t in_features, uint32_t* zeros, int num_zeros,
                            const Gpu& gpu, cudaStream_t stream) {
     Arguments arguments{};
     arguments.x = x;
     arguments.rows = rows.index;
     arguments.last_row = static_cast<int>(rows.count - 1);
-    arguments.columns = columns;
-    arguments.out = out;
-    arguments.scales = scales;
     arguments.tokens = static_cast<int>(tokens);
     arguments.in_features = static_cast<int>(in_features);
-    arguments.out_columns = static_cast<int>(num_blocks(in_features) * kBlockSize);
+    arguments.blocks = static_cast<int>(num_blocks(in_features));
+    arguments.count = count;
     arguments.zeros = zeros;
     arguments.num_zeros = num_zeros;
+    std::copy_n(outputs, count, arguments.outputs);
     return dispatch<__half, __nv_bfloat16>(dtype, [&](auto value) {
         using T = decltype(value);
-        const int octets = arguments.out_columns / kOctet;
-        const auto start = octets <= 512    ? launch<T, 256, 2>
-                           : octets <= 1024 ? launch<T, 256, 4>
-                           : octets <= 2048 ? launch<T, 512, 4>
-                                            : launch<T, 1024, 4>;
-        return start(arguments, gpu, stream);
+        return (swiglu ? launch<T, true> : launch<T, false>)(arguments, gpu, stream);
     });
 }
 
