@@ -70,7 +70,7 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
     const int cta = static_cast<int>(blockIdx.x) / arguments.count,
               ctas = static_cast<int>(gridDim.x) / arguments.count;
     const Int8Tokens& output = arguments.outputs[blockIdx.x % arguments.count];
-    const auto row_of = [&](int token) { return picked_row(arguments.rows, arguments.last_row, token); };
+    const auto row_of = [&](unsigned token) { return picked_row(arguments.rows, arguments.last_row, token); };
 
     auto* const largest = reinterpret_cast<uint32_t*>(smem);
     const uint32_t smem_scales = shared_address(smem) + kLargestBytes;
@@ -95,16 +95,18 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
         cp_async_commit();
     };
 
-    const int step = ctas * arguments.groups;
-    const int followed = arguments.tokens - step, followed_twice = followed - step;  // tokens before these
-    int token = group < arguments.groups ? cta + ctas * group : arguments.tokens, next_row = 0;
-    if (token < arguments.tokens) {
+    // Unsigned: tokens are counted beyond the last one.
+    const unsigned tokens = static_cast<unsigned>(arguments.tokens),
+                   step = static_cast<unsigned>(ctas * arguments.groups);
+    unsigned token = group < arguments.groups ? static_cast<unsigned>(cta + ctas * group) : tokens;
+    int next_row = 0;
+    if (token < tokens) {
         each_copy([&](uint32_t to, int, bool there) {
             if (!there) store_shared_16(to, make_uint4(0, 0, 0, 0));
             if (kSwiglu && !there) store_shared_16(to + kGateBytes, make_uint4(0, 0, 0, 0));
         });
         start_copies(row_of(token));
-        if (token < followed) next_row = row_of(token + step);
+        if (token + step < tokens) next_row = row_of(token + step);
     }
     // Meanwhile the scales: of each octet two halves, each of all lanes.
     for (int i = thread; i < group_warps * kWarp * kBlockOctets; i += kThreads) {
@@ -133,7 +135,7 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
     };
     const int block = warp_of_group * kWarp + lane;
 #pragma unroll 1
-    for (int turn = 0; token < arguments.tokens; token += step, turn ^= kMostWarps) {
+    for (int turn = 0; token < tokens; token += step, turn ^= kMostWarps) {
         cp_async_wait<0>();
         __syncwarp();
         uint4 octets[kBlockOctets];
@@ -143,8 +145,8 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
             if constexpr (kSwiglu) octets[i] = swiglu_octet<T>(octets[i], load_shared_16(at.octet(i) + kGateBytes));
         }
         __syncwarp();
-        if (token < followed) start_copies(next_row);
-        if (token < followed_twice) next_row = row_of(token + 2 * step);
+        if (token + step < tokens) start_copies(next_row);
+        if (token + 2 * step < tokens) next_row = row_of(token + 2 * step);
         float values[kBlock];
         uint32_t most = largest_of_warp(transform_block<T>(octets, load, values));
         if (group_warps > 1) {
