@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_scales(const uint8_t* columns, int column, 
 struct WarpX {
     uint32_t copied, read;  // addresses of the lane
 
-    __device__ __forceinline__ WarpX(uint32_t smem, int lane)
+    __device__ __forceinline__ WarpX(uint32_t smem, unsigned lane)
         : copied(smem + (lane ^ lane / 8) * kOctetBytes),
           read(smem + (lane * kBlockOctets + lane / 2 % 4) * kOctetBytes) {}
     __device__ __forceinline__ uint32_t octet(int i) const { return read ^ i * kOctetBytes; }

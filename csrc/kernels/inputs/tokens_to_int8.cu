@@ -45,7 +45,7 @@ struct Arguments {
     Int8Tokens outputs[kGemmParts];
     uint32_t* zeros;
     int num_zeros;
-    int groups, group_warps;  // of a CTA, where it has several tokens
+    unsigned ctas, groups, group_warps;  // of an output, of a CTA, of a group: where CTAs have groups
 };
 
 // Also sets zeros.
@@ -65,18 +65,20 @@ template <typename T, bool kSwiglu, int kThreads>
 __device__ __forceinline__ void run_groups(const Arguments& arguments) {
     extern __shared__ __align__(64) uint4 smem[];  // as WarpX takes it
     begin<kThreads>(arguments);
-    const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
-    const int group_warps = arguments.group_warps, group = warp / group_warps, warp_of_group = warp % group_warps;
-    const int cta = static_cast<int>(blockIdx.x) / arguments.count,
-              ctas = static_cast<int>(gridDim.x) / arguments.count;
-    const Int8Tokens& output = arguments.outputs[blockIdx.x % arguments.count];
+    const unsigned thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
+    const unsigned group_warps = arguments.group_warps, group = warp / group_warps, warp_of_group = warp % group_warps;
+    const unsigned groups = arguments.groups, ctas = arguments.ctas;
+    unsigned cta = blockIdx.x, number = 0;  // of the output
+    for (; cta >= ctas; cta -= ctas) ++number;
+    const Int8Tokens& output = arguments.outputs[number];
     const auto row_of = [&](unsigned token) { return picked_row(arguments.rows, arguments.last_row, token); };
 
     auto* const largest = reinterpret_cast<uint32_t*>(smem);
     const uint32_t smem_scales = shared_address(smem) + kLargestBytes;
     constexpr int kGateBytes = x_bytes(false);
     const WarpX at(smem_scales + group_warps * kScalesBytes + warp * x_bytes(kSwiglu), lane);
-    const int first_column = (warp_of_group * kWarp * kBlockOctets + lane) * kOctet;  // that the lane copies
+    const int first_column =
+        static_cast<int>((warp_of_group * kWarp * kBlockOctets + lane) * kOctet);  // that the lane copies
     const auto each_copy = [&](const auto& run) {
 #pragma unroll
         for (int i = 0; i < kBlockOctets; ++i) {
@@ -96,9 +98,8 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
     };
 
     // Unsigned: tokens are counted beyond the last one.
-    const unsigned tokens = static_cast<unsigned>(arguments.tokens),
-                   step = static_cast<unsigned>(ctas * arguments.groups);
-    unsigned token = group < arguments.groups ? static_cast<unsigned>(cta + ctas * group) : tokens;
+    const unsigned tokens = arguments.tokens, step = ctas * groups;
+    unsigned token = group < groups ? cta + ctas * group : tokens;
     int next_row = 0;
     if (token < tokens) {
         each_copy([&](uint32_t to, int, bool there) {
@@ -109,10 +110,10 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
         if (token + step < tokens) next_row = row_of(token + step);
     }
     // Meanwhile the scales: of each octet two halves, each of all lanes.
-    for (int i = thread; i < group_warps * kWarp * kBlockOctets; i += kThreads) {
-        const int of_warp = i / (kWarp * kBlockOctets), octet = i / kWarp % kBlockOctets;
+    for (unsigned i = thread; i < group_warps * kWarp * kBlockOctets; i += kThreads) {
+        const unsigned of_warp = i / (kWarp * kBlockOctets), octet = i / kWarp % kBlockOctets;
         float scales[kOctet];
-        const int column = ((of_warp * kWarp + lane) * kBlockOctets + octet) * kOctet;
+        const int column = static_cast<int>(((of_warp * kWarp + lane) * kBlockOctets + octet) * kOctet);
         load_scales(output.columns, column, arguments.in_features, scales);
         const uint32_t to = smem_scales + ((of_warp * kBlockOctets + octet) * 2 * kWarp + lane) * 16;
 #pragma unroll
@@ -133,7 +134,7 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
             scales[4 * half + 2] = __uint_as_float(four.z), scales[4 * half + 3] = __uint_as_float(four.w);
         }
     };
-    const int block = warp_of_group * kWarp + lane;
+    const int block = static_cast<int>(warp_of_group * kWarp + lane);
 #pragma unroll 1
     for (int turn = 0; token < tokens; token += step, turn ^= kMostWarps) {
         cp_async_wait<0>();
@@ -152,7 +153,7 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
         if (group_warps > 1) {
             uint32_t* const of_group = largest + turn + group * group_warps;
             if (lane == 0) of_group[warp_of_group] = most;
-            named_barrier(group, group_warps * kWarp);
+            named_barrier(static_cast<int>(group), static_cast<int>(group_warps * kWarp));
             most = largest_of_warp(lane < group_warps ? of_group[lane] : 0);
         }
         const TokenUnit unit(most);
@@ -255,15 +256,16 @@ Plan plan_groups(int group_warps, bool swiglu, const Gpu& gpu) {
 template <typename T, bool kSwiglu, int kThreads>
 cudaError_t launch_groups(const Arguments& arguments, const Plan& plan, const Gpu& gpu, cudaStream_t stream) {
     static Launcher launcher(tokens_to_int8_kernel<T, kSwiglu, kThreads>, kThreads, kAllShared);
-    const int ctas = std::min(arguments.tokens, std::max(1, gpu.processors * plan.resident / arguments.count));
-    return launcher.launch(gpu, ctas * arguments.count, 1, plan.shared_bytes, stream, arguments);
+    return launcher.launch(gpu, int64_t{arguments.ctas} * arguments.count, 1, plan.shared_bytes, stream, arguments);
 }
 
 template <typename T, bool kSwiglu>
 cudaError_t launch(Arguments& arguments, const Gpu& gpu, cudaStream_t stream) {
-    arguments.group_warps = static_cast<int>(ceil_div(arguments.blocks, kWarp));
-    const Plan plan = plan_groups(arguments.group_warps, kSwiglu, gpu);
+    const int group_warps = static_cast<int>(ceil_div(arguments.blocks, kWarp));
+    const Plan plan = plan_groups(group_warps, kSwiglu, gpu);
+    arguments.ctas = std::min(arguments.tokens, std::max(1, gpu.processors * plan.resident / arguments.count));
     arguments.groups = plan.groups;
+    arguments.group_warps = group_warps;
     switch (plan.threads) {
         case 256:
             return launch_groups<T, kSwiglu, 256>(arguments, plan, gpu, stream);
