@@ -15,6 +15,7 @@ WRAPPER = """
 #include "kernels/gradient/plan.h"
 #include "kernels/few_tokens/experts_plan.h"
 #include "kernels/hopper/experts_plan.h"
+#include "kernels/inputs/plan.h"
 #include "kernels/path.h"
 
 using namespace hf_kbit;
@@ -35,6 +36,8 @@ static std::string answer(const std::string& of, const Gpu& gpu, const int64_t* 
         return to_string(plan) + " sums=" + std::to_string(wgmma_partial_sums(plan));
     }
     if (of == "int8_fused") return number(int8_is_fused(n[0], n[1], n[2], gpu));
+    if (of == "int8_tokens") return to_string(plan_int8_tokens(n[0], n[1], n[2], n[3], gpu));
+    if (of == "int8_rows_are_copied") return number(int8_rows_are_copied(n[0], n[1], n[2]));
     if (of == "division_begin") return number(divide_wgmma(wgmma, n[3]).begin(n[4]));
     if (of == "division_cta") return number(divide_wgmma(wgmma, n[3]).cta_with(n[4]));
     if (of == "ordered") return number(wgmma_ordered(n[0], n[1], n[2], n[3]));
@@ -351,6 +354,39 @@ def test_where_8_bit_inputs_are_fused(ask, gpu):
     assert not ask("int8_fused", gpu, 2**31 - 1, 4096, 4096)
     assert not ask("int8_fused", gpu, 2**27, 64 * 33, 4096)  # four of which 32 bits do not count
     assert not ask("int8_fused", gpu._replace(reserved=1025), 17, 4096, 4096)
+
+
+def test_int8_tokens(ask, gpu):
+    """Groups are as wide as rows, and what a processor has room for is at work."""
+    widths = (8, 768, 1024, 1032, 2048, 4104, 5120, 8192, 11008, 14336, 16384, 28672, 32768, 32776, 133_120)
+    for tokens, width, swiglu, count in itertools.product((1, 17, 300, 100_000), widths, (0, 1), (1, 3, 4)):
+        plan = ask("int8_tokens", gpu, tokens, width, swiglu, count)
+        told = f"{tokens} tokens of {width}, {swiglu}, {count} weights: {plan}"
+        warps = ceil_div(width, 1024)
+        row = 4096 * warps + 2048 * (1 + swiglu) * warps + 256  # scales and x
+        assert (plan.groups > 0) == (warps <= 32 and row <= gpu.shared_limit), told
+        if plan.groups == 0:
+            continue
+        assert plan.threads in (256, 512, 1024) and plan.group_warps == warps, told
+        assert plan.groups * warps <= plan.threads // 32 and (warps == 1 or plan.groups <= 16), told
+        assert plan.shared_bytes == row + (plan.groups - 1) * 2048 * (1 + swiglu) * warps <= gpu.shared_limit, told
+        assert plan.resident * plan.threads <= 1024, told
+        assert plan.resident * (plan.shared_bytes + gpu.reserved) <= gpu.shared_limit + gpu.reserved, told
+        assert plan.ctas == min(tokens, max(1, gpu.processors * plan.resident // count)), told
+        if gpu.shared_limit == 227 << 10:  # bytes under way
+            least = 40 << 10 if width >= 2048 else 0
+            assert plan.resident * plan.groups * width * 2 * (1 + swiglu) >= least, told
+
+
+def test_rows_of_experts_are_copied_where_they_pick_tokens_often(ask):
+    for rows, tokens, swiglu, copied in (
+        (300, 100, 0, False),
+        (301, 100, 0, True),
+        (166, 100, 1, False),
+        (167, 100, 1, True),
+        (5, 100, 0, False),
+    ):
+        assert ask("int8_rows_are_copied", H200, rows, tokens, swiglu) == copied
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ constexpr int kWarp = 32, kBlock = 32, kBlockOctets = kBlock / kOctet;
 constexpr int kOctetBytes = kOctet * 2;
 
 // Of x, as Rows says.
-__device__ __forceinline__ int picked_row(const int32_t* rows, int last_row, int token) {
-    return rows ? min(max(rows[token], 0), last_row) : token;
+__device__ __forceinline__ int picked_row(const int32_t* rows, int last_row, unsigned token) {
+    return rows ? min(max(rows[token], 0), last_row) : static_cast<int>(token);
 }
 
 // Of an octet of columns, as transform_block wants them.
@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_scales(const uint8_t* columns, int column, 
 struct WarpX {
     uint32_t copied, read;  // addresses of the lane
 
-    __device__ __forceinline__ WarpX(uint32_t smem, int lane)
+    __device__ __forceinline__ WarpX(uint32_t smem, unsigned lane)
         : copied(smem + (lane ^ lane / 8) * kOctetBytes),
           read(smem + (lane * kBlockOctets + lane / 2 % 4) * kOctetBytes) {}
     __device__ __forceinline__ uint32_t octet(int i) const { return read ^ i * kOctetBytes; }
@@ -88,16 +88,16 @@ struct TokenUnit {
         inverse = __fmul_rn(127.0f, __frcp_rn(largest));
         scale = __fmul_rn(largest, 1.0f / 127);
     }
-    __device__ __forceinline__ void store(const Int8Tokens& output, int token, int tokens) const {
+    __device__ __forceinline__ void store(const Int8Tokens& output, unsigned token, int tokens) const {
         output.scales[token] = scale;
-        if (token == tokens - 1) output.scales[tokens] = 0;
+        if (token + 1 == static_cast<unsigned>(tokens)) output.scales[tokens] = 0;
     }
 };
 
 // As int8: of each octet the first half in the first half of the block's bytes, the other one in the other. Two lanes,
 // with blocks 2 i and 2 i + 1, store both of them together, one after the other: all of a sector at a time. All lanes
 // of a warp.
-__device__ __forceinline__ void store_blocks(const Int8Tokens& output, int token, int block, int blocks,
+__device__ __forceinline__ void store_blocks(const Int8Tokens& output, unsigned token, int block, int blocks,
                                              const float (&values)[kBlock], const TokenUnit& unit) {
     constexpr float kRounds = 0x1.8p23f;
     uint32_t halves[2][kBlockOctets] = {};
@@ -122,8 +122,7 @@ __device__ __forceinline__ void store_blocks(const Int8Tokens& output, int token
         (odd ? first : second) = received;
     }
     const auto row_bytes = static_cast<unsigned>(blocks * kBlock);
-    int8_t* const to = output.out + (block - odd) * kBlock + odd * kBlock / 2 +
-                       static_cast<uint64_t>(static_cast<unsigned>(token)) * row_bytes;
+    int8_t* const to = output.out + (block - odd) * kBlock + odd * kBlock / 2 + uint64_t{token} * row_bytes;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const uint32_t (&half)[kBlockOctets] = halves[i];

@@ -22,6 +22,7 @@
 
 #include "kernels/dispatch.h"
 #include "kernels/inputs/int8_block.cuh"
+#include "kernels/inputs/plan.h"
 #include "kernels/inputs/swiglu.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
@@ -31,12 +32,6 @@ namespace hf_kbit::cuda {
 
 namespace {
 
-constexpr int kMostThreads = 1024, kMostWarps = kMostThreads / kWarp;
-// Shared memory: the largest numbers of warps, two tokens in turns; the scales of a token's columns; x of all warps.
-constexpr int kLargestBytes = 2 * kMostWarps * 4;
-constexpr int kScalesBytes = kWarp * kBlock * 4;                                      // of a warp's columns
-constexpr int x_bytes(bool swiglu) { return kWarp * kBlock * 2 * (swiglu ? 2 : 1); }  // of a warp's columns
-
 struct Arguments {
     const void* x;
     const int32_t* rows;  // or null
@@ -45,7 +40,7 @@ struct Arguments {
     Int8Tokens outputs[kGemmParts];
     uint32_t* zeros;
     int num_zeros;
-    int groups, group_warps;  // of a CTA, where it has several tokens
+    unsigned ctas, groups, group_warps;  // of an output, of a CTA, of a group: where CTAs have groups
 };
 
 // Also sets zeros.
@@ -65,18 +60,20 @@ template <typename T, bool kSwiglu, int kThreads>
 __device__ __forceinline__ void run_groups(const Arguments& arguments) {
     extern __shared__ __align__(64) uint4 smem[];  // as WarpX takes it
     begin<kThreads>(arguments);
-    const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
-    const int group_warps = arguments.group_warps, group = warp / group_warps, warp_of_group = warp % group_warps;
-    const int cta = static_cast<int>(blockIdx.x) / arguments.count,
-              ctas = static_cast<int>(gridDim.x) / arguments.count;
-    const Int8Tokens& output = arguments.outputs[blockIdx.x % arguments.count];
-    const auto row_of = [&](int token) { return picked_row(arguments.rows, arguments.last_row, token); };
+    const unsigned thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
+    const unsigned group_warps = arguments.group_warps, group = warp / group_warps, warp_of_group = warp % group_warps;
+    const unsigned groups = arguments.groups, ctas = arguments.ctas;
+    unsigned cta = blockIdx.x, number = 0;  // of the output
+    for (; cta >= ctas; cta -= ctas) ++number;
+    const Int8Tokens& output = arguments.outputs[number];
+    const auto row_of = [&](unsigned token) { return picked_row(arguments.rows, arguments.last_row, token); };
 
     auto* const largest = reinterpret_cast<uint32_t*>(smem);
-    const uint32_t smem_scales = shared_address(smem) + kLargestBytes;
-    constexpr int kGateBytes = x_bytes(false);
-    const WarpX at(smem_scales + group_warps * kScalesBytes + warp * x_bytes(kSwiglu), lane);
-    const int first_column = (warp_of_group * kWarp * kBlockOctets + lane) * kOctet;  // that the lane copies
+    const uint32_t smem_scales = shared_address(smem) + kInt8LargestBytes;
+    constexpr int kGateBytes = int8_x_bytes(false);
+    const WarpX at(smem_scales + group_warps * kInt8ScalesBytes + warp * int8_x_bytes(kSwiglu), lane);
+    const int first_column =
+        static_cast<int>((warp_of_group * kWarp * kBlockOctets + lane) * kOctet);  // that the lane copies
     const auto each_copy = [&](const auto& run) {
 #pragma unroll
         for (int i = 0; i < kBlockOctets; ++i) {
@@ -95,22 +92,23 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
         cp_async_commit();
     };
 
-    const int step = ctas * arguments.groups;
-    const int followed = arguments.tokens - step, followed_twice = followed - step;  // tokens before these
-    int token = group < arguments.groups ? cta + ctas * group : arguments.tokens, next_row = 0;
-    if (token < arguments.tokens) {
+    // Unsigned: tokens are counted beyond the last one.
+    const unsigned tokens = arguments.tokens, step = ctas * groups;
+    unsigned token = group < groups ? cta + ctas * group : tokens;
+    int next_row = 0;
+    if (token < tokens) {
         each_copy([&](uint32_t to, int, bool there) {
             if (!there) store_shared_16(to, make_uint4(0, 0, 0, 0));
             if (kSwiglu && !there) store_shared_16(to + kGateBytes, make_uint4(0, 0, 0, 0));
         });
         start_copies(row_of(token));
-        if (token < followed) next_row = row_of(token + step);
+        if (token + step < tokens) next_row = row_of(token + step);
     }
     // Meanwhile the scales: of each octet two halves, each of all lanes.
-    for (int i = thread; i < group_warps * kWarp * kBlockOctets; i += kThreads) {
-        const int of_warp = i / (kWarp * kBlockOctets), octet = i / kWarp % kBlockOctets;
+    for (unsigned i = thread; i < group_warps * kWarp * kBlockOctets; i += kThreads) {
+        const unsigned of_warp = i / (kWarp * kBlockOctets), octet = i / kWarp % kBlockOctets;
         float scales[kOctet];
-        const int column = ((of_warp * kWarp + lane) * kBlockOctets + octet) * kOctet;
+        const int column = static_cast<int>(((of_warp * kWarp + lane) * kBlockOctets + octet) * kOctet);
         load_scales(output.columns, column, arguments.in_features, scales);
         const uint32_t to = smem_scales + ((of_warp * kBlockOctets + octet) * 2 * kWarp + lane) * 16;
 #pragma unroll
@@ -122,7 +120,7 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
     }
     __syncthreads();
 
-    const uint32_t lane_scales = smem_scales + warp_of_group * kScalesBytes + lane * 16;
+    const uint32_t lane_scales = smem_scales + warp_of_group * kInt8ScalesBytes + lane * 16;
     const auto load = [&](int octet, float (&scales)[kOctet]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -131,9 +129,9 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
             scales[4 * half + 2] = __uint_as_float(four.z), scales[4 * half + 3] = __uint_as_float(four.w);
         }
     };
-    const int block = warp_of_group * kWarp + lane;
+    const int block = static_cast<int>(warp_of_group * kWarp + lane);
 #pragma unroll 1
-    for (int turn = 0; token < arguments.tokens; token += step, turn ^= kMostWarps) {
+    for (int turn = 0; token < tokens; token += step, turn ^= kMostInt8Warps) {
         cp_async_wait<0>();
         __syncwarp();
         uint4 octets[kBlockOctets];
@@ -143,14 +141,14 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
             if constexpr (kSwiglu) octets[i] = swiglu_octet<T>(octets[i], load_shared_16(at.octet(i) + kGateBytes));
         }
         __syncwarp();
-        if (token < followed) start_copies(next_row);
-        if (token < followed_twice) next_row = row_of(token + 2 * step);
+        if (token + step < tokens) start_copies(next_row);
+        if (token + 2 * step < tokens) next_row = row_of(token + 2 * step);
         float values[kBlock];
         uint32_t most = largest_of_warp(transform_block<T>(octets, load, values));
         if (group_warps > 1) {
             uint32_t* const of_group = largest + turn + group * group_warps;
             if (lane == 0) of_group[warp_of_group] = most;
-            named_barrier(group, group_warps * kWarp);
+            named_barrier(static_cast<int>(group), static_cast<int>(group_warps * kWarp));
             most = largest_of_warp(lane < group_warps ? of_group[lane] : 0);
         }
         const TokenUnit unit(most);
@@ -163,8 +161,8 @@ __device__ __forceinline__ void run_groups(const Arguments& arguments) {
 
 template <typename T, bool kSwiglu>
 __device__ __forceinline__ void run_long(const Arguments& arguments) {
-    __shared__ uint32_t largest[kMostWarps];
-    begin<kMostThreads>(arguments);
+    __shared__ uint32_t largest[kMostInt8Warps];
+    begin<kMostInt8Threads>(arguments);
     const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
     const int token = static_cast<int>(blockIdx.x) / arguments.count;
     const Int8Tokens& output = arguments.outputs[blockIdx.x % arguments.count];
@@ -194,15 +192,15 @@ __device__ __forceinline__ void run_long(const Arguments& arguments) {
     };
     uint32_t most = 0;
 #pragma unroll 1
-    for (int first = 0; first < arguments.blocks; first += kMostThreads) most = max(most, load(first + thread));
+    for (int first = 0; first < arguments.blocks; first += kMostInt8Threads) most = max(most, load(first + thread));
     most = largest_of_warp(most);
     if (lane == 0) largest[thread / kWarp] = most;
     __syncthreads();
     const TokenUnit unit(largest_of_warp(largest[lane]));
     if (thread == 0) unit.store(output, token, arguments.tokens);
 #pragma unroll 1
-    for (int first = 0; first < arguments.blocks; first += kMostThreads) {
-        if (arguments.blocks > kMostThreads) load(first + thread);
+    for (int first = 0; first < arguments.blocks; first += kMostInt8Threads) {
+        if (arguments.blocks > kMostInt8Threads) load(first + thread);
         store_blocks(output, token, first + thread, arguments.blocks, values, unit);
     }
 }
@@ -211,7 +209,7 @@ __device__ __forceinline__ void run_long(const Arguments& arguments) {
 constexpr bool has_tokens_to_int8(bool swiglu) { return swiglu ? kArch == 900 : has_gemm(kArch); }
 
 template <typename T, bool kSwiglu, int kThreads>
-__global__ void __launch_bounds__(kThreads, kMostThreads / kThreads)
+__global__ void __launch_bounds__(kThreads, kMostInt8Threads / kThreads)
     tokens_to_int8_kernel(const __grid_constant__ Arguments arguments) {
     if constexpr (has_tokens_to_int8(kSwiglu)) {
         run_groups<T, kSwiglu, kThreads>(arguments);
@@ -220,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, kMostThreads / kThreads)
     }
 }
 template <typename T, bool kSwiglu>
-__global__ void __launch_bounds__(kMostThreads, 1)
+__global__ void __launch_bounds__(kMostInt8Threads, 1)
     long_tokens_to_int8_kernel(const __grid_constant__ Arguments arguments) {
     if constexpr (has_tokens_to_int8(kSwiglu)) {
         run_long<T, kSwiglu>(arguments);
@@ -229,48 +227,29 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     }
 }
 
-// CTAs of so many threads, of which a processor has `resident`; no groups where rows are too long.
-struct Plan {
-    int threads, groups, resident, shared_bytes;
-};
-
-// The most tokens at a time, and the smallest CTAs that have these: then a processor soon has room for the next
-// kernel.
-Plan plan_groups(int group_warps, bool swiglu, const Gpu& gpu) {
-    Plan best{};
-    const int own = kLargestBytes + group_warps * kScalesBytes, group_bytes = group_warps * x_bytes(swiglu);
-    for (int threads = 256; threads <= kMostThreads; threads *= 2) {
-        const int groups = std::min(threads / kWarp / group_warps, (gpu.shared_limit - own) / group_bytes);
-        if (groups < 1) continue;
-        const int bytes = own + groups * group_bytes;
-        const int fit = (gpu.shared_limit + gpu.shared_reserved) / (bytes + gpu.shared_reserved);
-        const int resident = std::min(kMostThreads / threads, fit);
-        if (groups * resident > best.groups * best.resident) best = {threads, groups, resident, bytes};
-    }
-    return best;
-}
-
 template <typename T, bool kSwiglu, int kThreads>
-cudaError_t launch_groups(const Arguments& arguments, const Plan& plan, const Gpu& gpu, cudaStream_t stream) {
+cudaError_t launch_groups(const Arguments& arguments, const Int8TokensPlan& plan, const Gpu& gpu,
+                          cudaStream_t stream) {
     static Launcher launcher(tokens_to_int8_kernel<T, kSwiglu, kThreads>, kThreads, kAllShared);
-    const int ctas = std::min(arguments.tokens, std::max(1, gpu.processors * plan.resident / arguments.count));
-    return launcher.launch(gpu, ctas * arguments.count, 1, plan.shared_bytes, stream, arguments);
+    return launcher.launch(gpu, int64_t{arguments.ctas} * arguments.count, 1, plan.shared_bytes, stream, arguments);
 }
 
 template <typename T, bool kSwiglu>
 cudaError_t launch(Arguments& arguments, const Gpu& gpu, cudaStream_t stream) {
-    arguments.group_warps = static_cast<int>(ceil_div(arguments.blocks, kWarp));
-    const Plan plan = plan_groups(arguments.group_warps, kSwiglu, gpu);
+    const Int8TokensPlan plan =
+        plan_int8_tokens(arguments.tokens, arguments.in_features, kSwiglu, arguments.count, gpu);
+    arguments.ctas = plan.ctas;
     arguments.groups = plan.groups;
+    arguments.group_warps = plan.group_warps;
     switch (plan.threads) {
         case 256:
             return launch_groups<T, kSwiglu, 256>(arguments, plan, gpu, stream);
         case 512:
             return launch_groups<T, kSwiglu, 512>(arguments, plan, gpu, stream);
-        case kMostThreads:
-            return launch_groups<T, kSwiglu, kMostThreads>(arguments, plan, gpu, stream);
+        case kMostInt8Threads:
+            return launch_groups<T, kSwiglu, kMostInt8Threads>(arguments, plan, gpu, stream);
     }
-    static Launcher launcher(long_tokens_to_int8_kernel<T, kSwiglu>, kMostThreads, 0);
+    static Launcher launcher(long_tokens_to_int8_kernel<T, kSwiglu>, kMostInt8Threads, 0);
     return launcher.launch(gpu, int64_t{arguments.tokens} * arguments.count, 1, 0, stream, arguments);
 }
 
