@@ -5,12 +5,15 @@ A library is imported where it is used, so that the others are measured where it
 
 import ctypes
 import math
+import subprocess
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GgufConfig
 
 from benchmarks.quality.methods import (
@@ -33,12 +36,19 @@ TORCHAO_GROUPS = (32, 64)
 INT4_GROUPS = (32, 64, 128)
 # Scale and zero in about 8 bits each for so many weights, and 16 bits for a column: 0.25 bits and a little, and more.
 SINQ_GROUPS = (64, 128, 32)
-# Its default, symmetric with a half-precision scale for 128; the 0.25 bits of hf_kbit; and with a zero as well.
-AUTOROUND = ((128, True), (64, True), (64, False))
+# Of AutoRound and GPTQ: symmetric with a half-precision scale for 128, the default; the 0.25 bits of hf_kbit; and with
+# a zero as well.
+CALIBRATED_GROUPS = ((128, True), (64, True), (64, False))
+# AutoRound's other recipe: a quarter of the steps, each twice as long.
+LIGHT = {"iters": 50, "lr": 5e-3}
 # Kinds of files that llama.cpp writes; the number is about that of bits. K-quants share a scale among 256 weights. Of
 # models whose rows are no multiple of that, as SmolLM2-135M's and gemma-3-270m's, all but down_proj get a kind with
 # blocks of 32, and more bits.
 GGUF = ("IQ2_XXS", "IQ2_M", "Q2_K", "IQ3_XXS", "Q3_K_M", "IQ4_XS", "Q4_K_M", "Q4_0", "IQ4_NL")
+
+
+def grid(group: int, symmetric: bool) -> str:
+    return f"{'symmetric, ' if symmetric else ''}group {group}"
 
 
 # --- bitsandbytes ---------------------------------------------------------------------------------
@@ -258,7 +268,7 @@ def sinq_methods() -> list[Method]:
 
 
 def load_autoround(
-    folder: Path, device: str, bits: int, group: int, symmetric: bool, data=training_sequences
+    folder: Path, device: str, bits: int, group: int, symmetric: bool, data=training_sequences, **recipe
 ) -> nn.Module:
     """Calibrated on the sequences that hf_kbit reads: the data it takes by itself are on the Hub."""
     from auto_round import AutoRound
@@ -275,6 +285,7 @@ def load_autoround(
         nsamples=len(sequences),
         seqlen=sequences.shape[1],
         device_map=device,
+        **recipe,
     )
     return quantizer.quantize()[0].to(device)
 
@@ -297,15 +308,98 @@ def autoround_methods() -> list[Method]:
         Method(
             "auto-round",
             bits,
-            f"{'symmetric, ' if symmetric else ''}group {group}{text}",
-            partial(load_autoround, bits=bits, group=group, symmetric=symmetric, data=data),
+            f"{light}{grid(group, symmetric)}{text}",
+            partial(load_autoround, bits=bits, group=group, symmetric=symmetric, data=data, **recipe),
             autoround_storage,
             "decoded weights, torch",
         )
         for bits in (2, 3, 4)
-        for group, symmetric in AUTOROUND
+        for group, symmetric in CALIBRATED_GROUPS
+        for light, recipe in (("", {}), ("light, ", LIGHT))
         for text, data in (("", training_sequences), (OWN_TEXT, own_sequences))
     ]
+
+
+# --- llm-compressor -------------------------------------------------------------------------------
+
+
+def load_gptq(folder: Path, device: str, bits: int, group: int, symmetric: bool, data=training_sequences) -> nn.Module:
+    """Calibrated on the sequences that hf_kbit reads."""
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+
+    model = load(folder, device)
+    sequences = data(folder, model)
+    weights = {"num_bits": bits, "symmetric": symmetric, "strategy": "group", "group_size": group}
+    groups = {"linears": {"targets": ["Linear"], "weights": weights}}
+    oneshot(
+        model=model,
+        tokenizer=AutoTokenizer.from_pretrained(folder),
+        recipe=GPTQModifier(config_groups=groups, ignore=list(HEADS)),
+        dataset=DataLoader([{"input_ids": sequence} for sequence in sequences]),
+        num_calibration_samples=len(sequences),
+    )
+    return model.to(device)
+
+
+def gptq_storage(model: nn.Module) -> Storage:
+    """Of what it would save; its layers hold decoded weights. A symmetric layer's zeros are all the same."""
+    count = codes = others = 0
+    for layer in linears(model).values():
+        weights, scheme = layer.weight.numel(), layer.quantization_scheme.weights
+        count += weights
+        codes += weights * scheme.num_bits // 8
+        others += layer.weight_scale.nbytes
+        if not scheme.symmetric:
+            others += layer.weight_zero_point.numel() * scheme.num_bits // 8
+    return Storage(count, codes, others)
+
+
+def gptq_methods() -> list[Method]:
+    return [
+        Method(
+            "llmcompressor",
+            bits,
+            f"GPTQ, {grid(group, symmetric)}{text}",
+            partial(load_gptq, bits=bits, group=group, symmetric=symmetric, data=data),
+            gptq_storage,
+            "decoded weights, torch",
+        )
+        for bits in (2, 3, 4)
+        for group, symmetric in CALIBRATED_GROUPS
+        for text, data in (("", training_sequences), (OWN_TEXT, own_sequences))
+    ]
+
+
+# --- EXL3 -----------------------------------------------------------------------------------------
+
+
+def load_exl3(folder: Path, device: str, bits: int) -> nn.Module:
+    """Calibrated on its own text. It is shown the model and its tokenizer alone, since it reads all it is shown."""
+    from exllamav3.integration.transformers import register
+
+    register()  # for Transformers, which loads what it makes
+    with tempfile.TemporaryDirectory() as temporary:
+        source, work, target = (Path(temporary) / name for name in ("source", "work", "target"))
+        source.mkdir()
+        for file in (*folder.glob("*.json"), *folder.glob("model*.safetensors")):
+            (source / file.name).symlink_to(file.resolve())
+        command = [sys.executable, "-m", "exllamav3.conversion.convert_model", "-i", source, "-w", work, "-o", target]
+        subprocess.run([*command, "-b", str(bits), "-hb", "16"], check=True, stdout=subprocess.DEVNULL)
+        return load(target, device)
+
+
+def exl3_storage(model: nn.Module) -> Storage:
+    from exllamav3.integration.transformers import Exl3HfLinear
+
+    layers = [layer for layer in model.modules() if isinstance(layer, Exl3HfLinear)]
+    weights = sum(layer.in_features * layer.out_features for layer in layers)
+    codes = sum(layer.trellis.nbytes for layer in layers)
+    return Storage(weights, codes, sum(layer.suh.nbytes + layer.svh.nbytes for layer in layers), 8 * codes / weights)
+
+
+def exl3_methods() -> list[Method]:
+    return [Method("exllamav3", bits, "EXL3", partial(load_exl3, bits=bits), exl3_storage) for bits in (2, 3, 4)]
 
 
 # --- llama.cpp ------------------------------------------------------------------------------------
@@ -370,14 +464,17 @@ def load_llama_cpp(folder: Path, device: str, kind: str, with_data: bool) -> nn.
     source = folder / "model.gguf"
     if not source.exists():
         raise FileNotFoundError(f"{source}: found none, expected the model as llama.cpp reads it")
+    decode = llama_cpp.llama_model_quantize_default_params()  # by llama.cpp too: Transformers takes minutes
+    decode.ftype, decode.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_BF16, True
     with tempfile.TemporaryDirectory() as temporary:
-        file = Path(temporary) / f"{kind}.gguf"
-        if llama_cpp.llama_model_quantize(bytes(source), bytes(file), ctypes.byref(options)):
-            raise RuntimeError(f"llama.cpp: could not write {kind}")
-        model = load_gguf(file, device, dtype_of(folder))
+        written, decoded = (Path(temporary) / f"{name}.gguf" for name in (kind, "decoded"))
+        for read, write, how in ((source, written, options), (written, decoded, decode)):
+            if llama_cpp.llama_model_quantize(bytes(read), bytes(write), ctypes.byref(how)):
+                raise RuntimeError(f"llama.cpp: could not write {write.stem} of {kind}")
+        model = load_gguf(decoded, device, dtype_of(folder))
         model.gguf_sizes = [
             (int(tensor.n_elements), int(tensor.n_bytes))
-            for tensor in gguf.GGUFReader(file).tensors
+            for tensor in gguf.GGUFReader(written).tensors
             if tensor.name.startswith("blk.") and len(tensor.shape) > 1
         ]
     return model
@@ -411,5 +508,7 @@ def peers() -> list[Method]:
         *torchao_methods(),
         *sinq_methods(),
         *autoround_methods(),
+        *gptq_methods(),
+        *exl3_methods(),
         *llama_cpp_methods(),
     ]

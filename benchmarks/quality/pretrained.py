@@ -29,9 +29,11 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
+import numpy as np
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -140,6 +142,13 @@ def check(source: Path, model: str) -> None:
         raise ValueError(f"{source}: found SHA-256 {found}, expected {expected}, that of {model}")
 
 
+def decoded(tensor: gguf.ReaderTensor) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
+    """Matrices in bfloat16, others in float32."""
+    weight = gguf.dequantize(tensor.data, tensor.tensor_type)
+    kind = gguf.GGMLQuantizationType.BF16 if weight.ndim > 1 else gguf.GGMLQuantizationType.F32
+    return gguf.quantize(weight, kind), kind
+
+
 def decode_gguf(source: Path, target: Path) -> None:
     """Writes the model of a GGUF file with its matrices in bfloat16."""
     reader = gguf.GGUFReader(source)
@@ -150,10 +159,9 @@ def decode_gguf(source: Path, target: Path) -> None:
         elif name != gguf.Keys.General.ARCHITECTURE and not name.startswith("GGUF."):  # which the writer adds
             kind, *_, inner = *field.types, None
             writer.add_key_value(name, field.contents(), kind, inner or None)
-    for tensor in reader.tensors:
-        weight = gguf.dequantize(tensor.data, tensor.tensor_type)
-        kind = gguf.GGMLQuantizationType.BF16 if weight.ndim > 1 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(tensor.name, gguf.quantize(weight, kind), raw_dtype=kind)
+    with ThreadPoolExecutor() as pool:
+        for tensor, (weight, kind) in zip(reader.tensors, pool.map(decoded, reader.tensors), strict=True):
+            writer.add_tensor(tensor.name, weight, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -162,11 +170,12 @@ def decode_gguf(source: Path, target: Path) -> None:
 
 def fill(folder: Path, name: str, source: Path, text: Text, code: list[str]) -> dict:
     """Makes the folder of a GGUF file, a text and code that is held out; returns what is in its ``record.json``."""
-    model = load_gguf(source, "cpu", torch.bfloat16)
+    folder.mkdir(parents=True, exist_ok=True)
+    decode_gguf(source, folder / "model.gguf")
+    model = load_gguf(folder / "model.gguf", "cpu", torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    decode_gguf(source, folder / "model.gguf")
     tokens = {
         "held_out": tokens_of(tokenizer, text.held_out, WINDOW, HELD_OUT_TOKENS),
         "held_out_code": tokens_of(tokenizer, code, WINDOW, HELD_OUT_TOKENS),

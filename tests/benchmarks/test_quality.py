@@ -13,8 +13,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers.inputs import taken
@@ -203,6 +205,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("random")
     shape = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_attention_heads": 4, "num_key_value_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=LAYERS, **shape)).half().save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"word": 0}))).save_pretrained(folder)
     return folder
 
 
@@ -216,11 +219,20 @@ COUNTED |= {
     "hqq 4 group 64": [4 + 32 / 64] * 2,
     "hqq 2 group 128": [2 + 32 / 128] * 2,
     "torchao 3 intx, symmetric, group 32": [3 + 16 / 32, 8 + 16 / 32],
+    "llmcompressor 4 GPTQ, symmetric, group 64": [4 + 16 / 64] * 2,
+    "llmcompressor 2 GPTQ, group 64": [2 + (16 + 2) / 64] * 2,
 }
 
 
+@pytest.fixture
+def text(quality, monkeypatch):
+    """Two sequences to calibrate on."""
+    monkeypatch.setattr(quality.methods, "training_ids", lambda folder: torch.arange(64).repeat(2))
+    monkeypatch.setattr(quality.methods, "amount", lambda model: {"sequences": 2, "length": 64})
+
+
 @pytest.mark.parametrize("label", COUNTED)
-def test_bits_per_weight(quality, folder, label):
+def test_bits_per_weight(quality, folder, text, label):
     pytest.importorskip(label.split()[0])
     methods = {method.label: method for method in (*quality.methods.methods(), *quality.peers.peers())}
     method, reference = methods[label], quality.methods.load(folder, "cpu")
@@ -229,14 +241,12 @@ def test_bits_per_weight(quality, folder, label):
     assert [found["bits_per_weight"], found["stored_bits_per_weight"]] == pytest.approx(COUNTED[label])
     embeddings_and_norms = 2 * 64 * WIDTH + (2 * LAYERS + 1) * WIDTH
     assert found["model_MB"] == pytest.approx((COUNTED[label][1] * WEIGHTS / 8 + 2 * embeddings_and_norms) / 1e6)
-    assert 0.05 * 4.0**-method.bits < quality.methods.squared_error(model, reference) < 5 * 4.0**-method.bits
+    assert 0.05 * 4.0**-method.bits < quality.methods.squared_error(model, reference) < 10 * 4.0**-method.bits
 
 
 @pytest.mark.parametrize("way", ["search", "feedback"])
-def test_8_bit_inputs(quality, folder, monkeypatch, way):
-    monkeypatch.setattr(quality.methods, "training_ids", lambda folder: torch.arange(64).repeat(2))
+def test_8_bit_inputs(quality, folder, text, way):
     (method,) = (m for m in quality.methods.methods() if m.label == f"hf_kbit 4 optimal, {way}, 8-bit inputs")
-    monkeypatch.setattr(quality.methods, "amount", lambda model: {"sequences": 2, "length": 64})
     assert taken(method.load(folder, "cpu")) == "int8"
 
 
