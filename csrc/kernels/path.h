@@ -35,14 +35,9 @@ inline GemmPath gemm_path(int64_t tokens, int64_t out_features, int64_t in_featu
     return tokens <= most ? many : GemmPath::dequantize;
 }
 
-// Where 8-bit inputs are asked for, 16-bit ones are taken up to so many tokens, or rows of each expert, as they are as
-// fast (docs/lab, "8-bit inputs on Hopper").
-constexpr int kMost16BitTokens = 64;
-// The same of experts: few outputs gain less than it takes to make x int8, and products behind a gate were not faster.
-constexpr int kLeastInt8Features = 4096;
-inline bool int8_experts_gain(int64_t rows, int64_t experts, int64_t out_features, bool swiglu) {
-    return !swiglu && rows > kMost16BitTokens * experts && out_features >= kLeastInt8Features;
-}
+// Where 8-bit inputs are asked for, 16-bit ones are taken up to so many tokens, or rows of each expert in the mean, as
+// they are as fast (docs/lab, "8-bit inputs on Hopper").
+constexpr int kMost16BitTokens = 64, kMost16BitRows = 32;
 
 // Whether rows of experts, each one of the tokens, are copies of tokens that were made int8 before, or made one by
 // one: where that moves fewer bytes of each column. A row that is made is read in 16 bits, with swiglu twice as many.

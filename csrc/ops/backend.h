@@ -66,7 +66,7 @@ void gemm_experts_gradient(const Tensor& grad, Dtype dtype, const Packed& packed
 // Whether a product of so many tokens rounds its inputs to 8 bits where it may, or leaves them in 16; and one of so
 // many rows with experts.
 bool takes_int8(int64_t tokens);
-bool experts_take_int8(const Packed& packed, int64_t rows, bool swiglu);
+bool experts_take_int8(int64_t rows, int64_t experts);
 
 // What 1 stands for in the rows of a rotated matrix as int8, inverted: float16 [out_features].
 void int8_inverses(const Packed& packed, Tensor& inverses);

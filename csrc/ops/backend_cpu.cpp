@@ -236,7 +236,7 @@ Tensor gemm(const Tensor& x, Dtype dtype, const Packed& packed, const std::optio
 
 bool takes_int8(int64_t) { return true; }
 
-bool experts_take_int8(const Packed&, int64_t, bool) { return true; }
+bool experts_take_int8(int64_t, int64_t) { return true; }
 
 std::vector<Tensor> gemm_group(const Tensor& x, Dtype dtype, const std::vector<Packed>& weights,
                                const std::vector<std::optional<Tensor>>& biases) {

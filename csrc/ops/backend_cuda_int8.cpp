@@ -24,9 +24,7 @@ void int8_inverses(const Packed& packed, Tensor& inverses) {
 // So that a token is rounded alike whatever tokens are beside it, batch-invariant products all take 8-bit inputs.
 bool takes_int8(int64_t tokens) { return tokens > kMost16BitTokens || batch_invariant(); }
 
-bool experts_take_int8(const Packed& packed, int64_t rows, bool swiglu) {
-    return int8_experts_gain(rows, packed.count, packed.out_features, swiglu) || batch_invariant();
-}
+bool experts_take_int8(int64_t rows, int64_t experts) { return rows > kMost16BitRows * experts || batch_invariant(); }
 
 namespace {
 

@@ -17,7 +17,7 @@ Tensor gemm_experts_int8(const Tensor& x, const Tensor& weight, const Tensor& ab
     const ExpertRows taken = check_rows(x, packed, rows, offsets);
     const std::optional<Tensor> known = check_int8(x, packed, inverses);
     if (taken.count == 0) return new_tensor(x, {0, out_features}, x.scalar_type());
-    if (!backend::experts_take_int8(packed, taken.count, swiglu)) {
+    if (!backend::experts_take_int8(taken.count, packed.count)) {
         return backend::gemm_experts(x, dtype, packed, bias, taken.rows, taken.offsets, swiglu);
     }
     return backend::gemm_experts_int8(x, dtype, packed, bias, taken.rows, taken.offsets, known, swiglu);

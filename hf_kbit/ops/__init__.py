@@ -424,9 +424,9 @@ def gemm_experts_int8(
     inverses: torch.Tensor | None = None,
     swiglu: bool = False,
 ) -> torch.Tensor:
-    """``gemm_experts`` of rotated weights with 8-bit inputs: for the rows of each expert what ``gemm_int8`` gives. A
-    gate is torch's, before x is rounded. On a GPU inputs stay in 16 bits where that is faster: with a gate, up to 64
-    rows an expert, and below 4096 outputs, unless ``set_batch_invariant`` asks for the same bits.
+    """``gemm_experts`` of rotated weights with 8-bit inputs: for the rows of each expert what ``gemm_int8`` gives.
+    What a gate makes is rounded to the dtype of x before. On a GPU inputs stay in 16 bits up to 32 rows an expert in
+    the mean, unless ``set_batch_invariant`` asks for the same bits.
 
     Args:
         x: float32, float16 or bfloat16 ``[T, K]``, with ``swiglu`` ``[T, 2 K]``.

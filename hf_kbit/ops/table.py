@@ -86,9 +86,8 @@ def _fake(schema: str, check: Callable[..., Results]) -> Callable:
 
     def run(*args, **named):
         like, made = checked(*args, **named)
-        if (
-            name in ("gemm_inference", "gemm_int8") and "torch._inductor.config" in sys.modules
-        ):  # it is about to compile
+        joined = name in ("gemm_inference", "gemm_int8")
+        if joined and "torch._inductor.config" in sys.modules:  # it is about to compile
             from hf_kbit.ops import inductor  # imports Inductor, which takes over a second
 
             inductor.install()

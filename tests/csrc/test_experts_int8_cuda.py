@@ -195,15 +195,15 @@ def test_offsets_and_rows_that_are_not_there():
 
 
 def test_where_16_bit_inputs_are_kept():
-    """Few rows of each expert, few outputs, or a gate."""
+    """Few rows of each expert."""
     hf_kbit.set_batch_invariant(False)
-    for outputs, rows, swiglu in ((4096, 128, False), (4088, 200, False), (4096, 200, True), (4096, 129, False)):
-        experts, offsets = Experts.random(2, (outputs, 328), 4), divided(2, rows, "even")
-        how = *experts.tiles, *experts.how(None, None, offsets)
+    experts = Experts.random(2, (100, 328), 4)
+    for rows, swiglu in itertools.product((64, 65), (False, True)):
+        how = *experts.tiles, *experts.how(None, None, divided(2, rows, "even"))
         x = cases.x((rows,), 328 * (1 + swiglu), torch.float16).cuda()
         exact = OPS.gemm_experts(x, *how, True, swiglu)
         found = OPS.gemm_experts_int8(x, *how, experts.inverses, swiglu)
-        assert torch.equal(found, exact) == (rows != 129)
+        assert torch.equal(found, exact) == (rows == 64)
 
 
 def test_no_rows():

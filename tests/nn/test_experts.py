@@ -281,8 +281,8 @@ def test_on_a_gpu(build, tokens):
 @pytest.mark.skipif(not is_hopper(), reason="no kernel but for Hopper")
 @torch.no_grad()
 def test_8_bit_inputs_on_a_gpu(build, tokens, always_int8):
-    """As far from those of a CPU as the gate between two products is; as a graph where a kernel makes them. Experts as
-    small as these have 16-bit inputs there if nothing else is said."""
+    """As far from those of a CPU as the gate between two products is; as a graph where a kernel makes them. Experts of
+    few rows each have 16-bit inputs there if nothing else is said."""
     exact, rounded = (experts.bfloat16() for experts in with_int8(build))
     x, ids, weights = routed(tokens)
     x = x.bfloat16()
@@ -294,4 +294,4 @@ def test_8_bit_inputs_on_a_gpu(build, tokens, always_int8):
     assert torch.equal(torch.compile(rounded, backend="aot_eager")(*held), found)
     assert_replayed(rounded, [held, [held[0], (held[1] + 1) % E, held[2]]])
     hf_kbit.set_batch_invariant(False)
-    assert torch.equal(rounded(*held), exact(*held)) and not torch.equal(found, exact(*held))
+    assert torch.equal(rounded(*held), exact(*held)) == (tokens < 300) and not torch.equal(found, exact(*held))
