@@ -39,6 +39,13 @@ inline GemmPath gemm_path(int64_t tokens, int64_t out_features, int64_t in_featu
 // they are as fast (docs/lab, "8-bit inputs on Hopper").
 constexpr int kMost16BitTokens = 64, kMost16BitRows = 32;
 
+// Whether a weight of 8-bit inputs shares a launch with others of one input. With more tokens the tiles of a large one
+// keep a GPU busy by themselves, and x becomes int8 for the next while they are multiplied.
+inline bool int8_is_joined(int64_t tokens, int64_t out_features, int64_t in_features) {
+    constexpr int64_t kMostTokens = 128;
+    return tokens <= kMostTokens || out_features * in_features < fitted::path::kLargeWeight;
+}
+
 // Whether rows of experts, each one of the tokens, are copies of tokens that were made int8 before, or made one by
 // one: where that moves fewer bytes of each column. A row that is made is read in 16 bits, with swiglu twice as many.
 inline bool int8_rows_are_copied(int64_t rows, int64_t tokens, bool swiglu) {

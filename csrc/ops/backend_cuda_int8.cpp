@@ -118,8 +118,8 @@ void multiply_by_wgmma(std::vector<Held>& held, const std::vector<Tensor>& inver
 
 }  // namespace
 
-// On Hopper one kernel for weights of the same width, elsewhere one for each, which decodes to int8 and multiplies,
-// after another one for x. Where there is none inputs stay in 16 bits.
+// On Hopper one kernel for weights of the same width, but for large ones of many tokens, elsewhere one for each, which
+// decodes to int8 and multiplies, after another one for x. Where there is none inputs stay in 16 bits.
 std::vector<Tensor> gemm_int8(const Tensor& x, Dtype dtype, const std::vector<Packed>& weights,
                               const std::vector<std::optional<Tensor>>& biases, const std::vector<Tensor>& inverses) {
     std::vector<Tensor> products, known;
@@ -132,6 +132,10 @@ std::vector<Tensor> gemm_int8(const Tensor& x, Dtype dtype, const std::vector<Pa
         const Packed& packed = weights[i];
         if (!fusable(packed, dtype) || !int8_is_fused(tokens, packed.out_features, packed.in_features, launch.gpu)) {
             products.push_back(gemm(x, dtype, packed, biases[i]));
+            continue;
+        }
+        if (weights.size() > 1 && !int8_is_joined(tokens, packed.out_features, packed.in_features)) {
+            products.push_back(gemm_int8(x, dtype, {packed}, {biases[i]}, {inverses[i]})[0]);
             continue;
         }
         if (held.empty()) rows = in_pieces(x);

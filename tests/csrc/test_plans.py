@@ -37,6 +37,7 @@ static std::string answer(const std::string& of, const Gpu& gpu, const int64_t* 
     }
     if (of == "int8_fused") return number(int8_is_fused(n[0], n[1], n[2], gpu));
     if (of == "int8_tokens") return to_string(plan_int8_tokens(n[0], n[1], n[2], n[3], gpu));
+    if (of == "int8_joined") return number(int8_is_joined(n[0], n[1], n[2]));
     if (of == "int8_rows_are_copied") return number(int8_rows_are_copied(n[0], n[1], n[2]));
     if (of == "division_begin") return number(divide_wgmma(wgmma, n[3]).begin(n[4]));
     if (of == "division_cta") return number(divide_wgmma(wgmma, n[3]).cta_with(n[4]));
@@ -387,6 +388,11 @@ def test_rows_of_experts_are_copied_where_they_pick_tokens_often(ask):
         (5, 100, 0, False),
     ):
         assert ask("int8_rows_are_copied", H200, rows, tokens, swiglu) == copied
+
+
+def test_large_weights_of_many_tokens_have_a_launch_of_their_own(ask):
+    for tokens, rows, columns, joined in ((128, 14336, 4096, 1), (129, 14336, 4096, 0), (4096, 8960, 1536, 1)):
+        assert ask("int8_joined", H200, tokens, rows, columns) == joined
 
 
 @pytest.mark.parametrize(
