@@ -232,6 +232,7 @@ LANGUAGE_MODELS = {
     QWEN: partial(relative_targets, targets=QWEN_TARGETS),
     f"{QWEN}, code": partial(relative_targets, targets={}),
     GEMMA: partial(relative_targets, targets={}),
+    f"{GEMMA}, code": partial(relative_targets, targets={}),
     SMOLLM2: partial(relative_targets, targets=SMOLLM2_TARGETS),
     TRAINED: trained_targets,
 }
@@ -424,7 +425,7 @@ def main() -> None:
     images = {}
     if arguments.plots:
         drawn = [model for model in LANGUAGE_MODELS if model in models]
-        images = {model: arguments.plots / f"quality-{model.lower()}.png" for model in drawn}
+        images = {model: arguments.plots / f"quality-{model.lower().replace(', ', '-')}.png" for model in drawn}
     for model, image in images.items():
         plot(models[model], image)
     if SMOLLM2 in images:
