@@ -5,8 +5,6 @@ A library is imported where it is used, so that the others are measured where it
 
 import ctypes
 import math
-import subprocess
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -371,37 +369,6 @@ def gptq_methods() -> list[Method]:
     ]
 
 
-# --- EXL3 -----------------------------------------------------------------------------------------
-
-
-def load_exl3(folder: Path, device: str, bits: int) -> nn.Module:
-    """Calibrated on its own text. It is shown the model and its tokenizer alone, since it reads all it is shown."""
-    from exllamav3.integration.transformers import register
-
-    register()  # for Transformers, which loads what it makes
-    with tempfile.TemporaryDirectory() as temporary:
-        source, work, target = (Path(temporary) / name for name in ("source", "work", "target"))
-        source.mkdir()
-        for file in (*folder.glob("*.json"), *folder.glob("model*.safetensors")):
-            (source / file.name).symlink_to(file.resolve())
-        command = [sys.executable, "-m", "exllamav3.conversion.convert_model", "-i", source, "-w", work, "-o", target]
-        subprocess.run([*command, "-b", str(bits), "-hb", "16"], check=True, stdout=subprocess.DEVNULL)
-        return load(target, device)
-
-
-def exl3_storage(model: nn.Module) -> Storage:
-    from exllamav3.integration.transformers import Exl3HfLinear
-
-    layers = [layer for layer in model.modules() if isinstance(layer, Exl3HfLinear)]
-    weights = sum(layer.in_features * layer.out_features for layer in layers)
-    codes = sum(layer.trellis.nbytes for layer in layers)
-    return Storage(weights, codes, sum(layer.suh.nbytes + layer.svh.nbytes for layer in layers), 8 * codes / weights)
-
-
-def exl3_methods() -> list[Method]:
-    return [Method("exllamav3", bits, "EXL3", partial(load_exl3, bits=bits), exl3_storage) for bits in (2, 3, 4)]
-
-
 # --- llama.cpp ------------------------------------------------------------------------------------
 
 
@@ -509,6 +476,5 @@ def peers() -> list[Method]:
         *sinq_methods(),
         *autoround_methods(),
         *gptq_methods(),
-        *exl3_methods(),
         *llama_cpp_methods(),
     ]

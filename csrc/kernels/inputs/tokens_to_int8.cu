@@ -1,9 +1,8 @@
 // Tokens as 8-bit inputs (docs/internals.md, "8-bit inputs"): x' = (x * c) @ R in float32, and each number divided by
 // what 1 stands for in its token, the largest magnitude over 127, and rounded.
 //
-//   x        float16 or bfloat16 [M, K], row-major, K a multiple of 8, or rows that an index picks; with swiglu [M, 2
-//   K],
-//            of which silu(first half) * second half, rounded to that dtype, is what is meant by x
+//   x        float16 or bfloat16 [M, K], row-major, K a multiple of 8, or rows that an index picks; with swiglu
+//            [M, 2 K], of which silu(first half) * second half, rounded to that dtype, is what is meant by x
 //   columns  uint8 [K], as E4M4, or null      out  int8 [M, 32 * B]      scales  float32 [M + 1], the last one 0
 //
 // For the kernels of int8 in hopper/ and mma/: of each block of 32 columns first 0 to 3, 8 to 11, 16 to 19 and 24 to
