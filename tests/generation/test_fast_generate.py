@@ -151,6 +151,18 @@ def test_adapters(as_a_gpu, device):
         assert not torch.equal(found, same(adapted, prompts(device)))
 
 
+def test_8_bit_inputs(as_a_gpu, device):
+    """Asked for and taken back between calls; on a GPU the longer prompt's are rounded."""
+    model = BY_NAME["llama"].build(vocab_size=256).to(device)
+    hf_kbit.quantize_model(model, bits=3)
+    inputs = prompts(device, lengths=(9, 70))
+    exact = same(model, inputs)
+    hf_kbit.set_inputs(model, "int8")
+    rounded = same(model, inputs)
+    hf_kbit.set_inputs(model, None)
+    assert torch.equal(same(model, inputs), exact) and not torch.equal(rounded, exact)
+
+
 def test_without_a_graph(llama, device, monkeypatch):
     """As on other devices: a step is called, and looked at before the next; no random numbers are lost."""
     monkeypatch.delitem(BACKENDS, device, raising=False)
