@@ -242,7 +242,7 @@ struct Avx2 {
     using Bytes = __m256i;
     using Sums = __m256i;
     static constexpr int kVectorBytes = 32, kOffset = 0;
-    static constexpr int kTileRows = 4, kTileTokens = 2;
+    static constexpr int kTileRows = 4, kTileTokens = 2, kRun = 1;
     // Vectors 2 i and 2 i + 1 are of blocks 2 i and 2 i + 1, one in each half: the weights 8 * byte + k of dword k,
     // then 8 * byte + 4 + k, where dwords are in the order 0, 2, 1, 3.
     static int block_of_byte(int v, int byte) { return v / 2 * 2 + byte / 16; }

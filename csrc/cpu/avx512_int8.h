@@ -12,7 +12,7 @@ struct Avx512Int8 : Avx512 {
     using Bytes = __m512i;
     using Sums = __m512i;
     static constexpr int kVectorBytes = 64, kOffset = 128;
-    static constexpr int kTileRows = 4, kTileTokens = 4;
+    static constexpr int kTileRows = 4, kTileTokens = 4, kRun = 8;
     // Vectors 2 i and 2 i + 1 are of blocks 4 i to 4 i + 3, one in each quarter: weights 0 to 7 and 16 to 23, then
     // the others.
     static int block_of_byte(int v, int byte) { return v / 2 * 4 + byte / 16; }

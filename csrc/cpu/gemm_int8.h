@@ -17,6 +17,7 @@
 //   kOffset                      by which its weights are too large: that times the sum of a token's inputs comes off
 //   kTileRows, kTileTokens       of a register tile; a power of two
 //   block_of_byte, index_of_byte which block of a group is in a byte of a vector, and which of the block's weights
+//   kRun                         how many weights that follow each other do so in bytes, at least
 //   round_to_half                to float16 and back
 //   Int8Levels<bits>, decode_int8(words, multipliers, levels, sink)
 // and for int8_table:
@@ -26,6 +27,8 @@
 #pragma once
 
 #include <math.h>
+
+#include <memory>
 
 #include "cpu/gemm.h"
 #include "cpu/implementation.h"
@@ -132,46 +135,46 @@ static int64_t int8_row_bytes_with(int64_t in_features) {
 template <class V>
 static void int8_pack_with(const void* x, Dtype dtype, int64_t in_features, const uint8_t* columns, int8_t* panel,
                            Int8Token* tokens, int64_t begin, int64_t end) {
-    constexpr int kGroup = V::kWidth * kBlockSize;
+    constexpr int kGroup = V::kWidth * kBlockSize, kRuns = kGroup / V::kRun;
     constexpr float kFewest = 0x1p-100f;
-    int source[kGroup];  // for each byte of a group, its column
-    for (int i = 0; i < kGroup; ++i) {
-        const int v = i / V::kVectorBytes, byte = i % V::kVectorBytes;
+    int source[kRuns];  // for each run of a group, its first column
+    for (int i = 0; i < kRuns; ++i) {
+        const int v = i * V::kRun / V::kVectorBytes, byte = i * V::kRun % V::kVectorBytes;
         source[i] = kBlockSize * V::block_of_byte(v, byte) + V::index_of_byte(v, byte);
     }
+    const int64_t row_bytes = int8_row_bytes_with<V>(in_features);
+    const std::unique_ptr<float[]> transformed(new float[static_cast<size_t>(row_bytes)]());  // a token, and zeros
     with_dtype(dtype, [&](auto type) {
         for (int64_t token = begin; token < end; ++token) {
             const char* row = static_cast<const char*>(x) + token * in_features * size_of(type());
-            const auto transformed = [&](int64_t first, float* numbers) {
+            float* numbers = transformed.get();
+            uint32_t largest_bits = 0;  // as integers magnitudes have the same order, and NaN is the largest
+            for (int64_t first = 0; first < in_features; first += kBlockSize, numbers += kBlockSize) {
                 Block<V> values;
                 transform_block<V, type()>(row, first, in_features - first, columns, true, values);
                 for (int v = 0; v < kBlockSize / V::kWidth; ++v) V::store(numbers + v * V::kWidth, values[v]);
-            };
-            uint32_t largest_bits = 0;  // as integers magnitudes have the same order, and NaN is the largest
-            for (int64_t first = 0; first < in_features; first += kBlockSize) {
-                alignas(64) float numbers[kBlockSize];
-                transformed(first, numbers);
-                for (const float number : numbers) {
-                    const uint32_t magnitude = bits_of(number) & 0x7FFFFFFF;
+                for (int i = 0; i < kBlockSize; ++i) {
+                    const uint32_t magnitude = bits_of(numbers[i]) & 0x7FFFFFFF;
                     largest_bits = magnitude > largest_bits ? magnitude : largest_bits;
                 }
             }
             const float largest = float_of(largest_bits);
             const bool usual = largest_bits >= bits_of(kFewest) && largest_bits < 0x7F800000;
             const float inverse = usual ? 127 * (1 / largest) : 0;
+            int8_t* target = panel + token * row_bytes;
             int32_t sum = 0;
-            int8_t* target = panel + token * int8_row_bytes_with<V>(in_features);
-            for (int64_t first = 0; first < in_features; first += kGroup) {
-                int8_t group[kGroup] = {};
-                for (int64_t i = 0; usual && i < kGroup && first + i < in_features; i += kBlockSize) {
-                    alignas(64) float numbers[kBlockSize];
-                    transformed(first + i, numbers);
-                    for (int j = 0; j < kBlockSize; ++j) {
-                        group[i + j] = static_cast<int8_t>(bits_of(numbers[j] * inverse + kToInteger) & 0xFF);
-                    }
-                    for (int j = 0; j < kBlockSize; ++j) sum += group[i + j];
+            numbers = transformed.get();
+            if (!usual) std::memset(target, 0, static_cast<size_t>(row_bytes));
+            for (int64_t first = 0; usual && first < row_bytes; first += kGroup, numbers += kGroup) {
+                int8_t group[kGroup];
+                for (int i = 0; i < kGroup; ++i) {
+                    group[i] = static_cast<int8_t>(bits_of(numbers[i] * inverse + kToInteger) & 0xFF);
                 }
-                for (int i = 0; i < kGroup; ++i) *target++ = group[source[i]];
+                for (int i = 0; i < kGroup; ++i) sum += group[i];
+                for (const int from : source) {
+                    std::memcpy(target, group + from, V::kRun);
+                    target += V::kRun;
+                }
             }
             tokens[token] = {largest * (1.0f / 127), sum};
         }

@@ -163,7 +163,7 @@ struct Portable {
     using Bytes = std::array<int8_t, kBlockSize>;
     using Sums = int32_t;
     static constexpr int kVectorBytes = kBlockSize, kOffset = 0;
-    static constexpr int kTileRows = 4, kTileTokens = 4;
+    static constexpr int kTileRows = 4, kTileTokens = 4, kRun = kBlockSize;
     static int block_of_byte(int v, int) { return v; }
     static int index_of_byte(int, int byte) { return byte; }
     static Bytes load_bytes(const int8_t* source) {
