@@ -6,7 +6,7 @@
 // tiles in `scratch`, x[group][token / 16][tile][4 columns][token % 16][4], and multiplies them with kWeightRows x 512
 // weights, which are decoded once for all of them and stay in L1. Rows and tokens past the last one are whatever
 // memory holds, for nothing of them gets into the sums of others.
-#if defined(HF_KBIT_AMX) && defined(HF_KBIT_AVX512_INT8)
+#if defined(HF_KBIT_AMX_INT8)
 
 #include "cpu/amx.h"
 #include "cpu/avx512_int8.h"
@@ -40,15 +40,45 @@ int64_t scratch_bytes(int64_t count, int64_t in_features) {
     return groups_of(in_features) * ceil_div(tokens, kEdge) * kGroupBytes;
 }
 
+// A tile of 64 bytes of each of `held` tokens: a transposition of 16 x 16 words, pairs first, then fours.
+void make_tile(const int8_t* tokens, int64_t row_bytes, int64_t held, int8_t* tile) {
+    __m512i rows[kEdge], pairs[kEdge], fours[kEdge];
+    for (int i = 0; i < kEdge; ++i) {
+        rows[i] = i < held ? _mm512_load_si512(tokens + i * row_bytes) : _mm512_setzero_si512();
+    }
+    for (int i = 0; i < kEdge; i += 2) {
+        pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < kEdge; i += 4) {
+        for (int half = 0; half < 2; ++half) {
+            fours[i + 2 * half] = _mm512_unpacklo_epi64(pairs[i + half], pairs[i + half + 2]);
+            fours[i + 2 * half + 1] = _mm512_unpackhi_epi64(pairs[i + half], pairs[i + half + 2]);
+        }
+    }
+    // fours[4 i + c] has word 4 q + c of tokens 4 i to 4 i + 3 in its quarter q.
+    for (int c = 0; c < 4; ++c) {
+        const auto store = [&](int word, __m512i row) { _mm512_store_si512(tile + word * 64, row); };
+        const auto low = _mm512_shuffle_i32x4(fours[c], fours[4 + c], 0x44);
+        const auto low_after = _mm512_shuffle_i32x4(fours[8 + c], fours[12 + c], 0x44);
+        const auto high = _mm512_shuffle_i32x4(fours[c], fours[4 + c], 0xEE);
+        const auto high_after = _mm512_shuffle_i32x4(fours[8 + c], fours[12 + c], 0xEE);
+        store(c, _mm512_shuffle_i32x4(low, low_after, 0x88));
+        store(4 + c, _mm512_shuffle_i32x4(low, low_after, 0xDD));
+        store(8 + c, _mm512_shuffle_i32x4(high, high_after, 0x88));
+        store(12 + c, _mm512_shuffle_i32x4(high, high_after, 0xDD));
+    }
+}
+
 // The tiles of `count` tokens of the panel.
 void make_tiles(const int8_t* panel, int64_t count, int64_t in_features, int8_t* tiles) {
-    const int64_t groups = groups_of(in_features), token_tiles = ceil_div(count, kEdge);
-    const int64_t row_bytes = avx512_int8.row_bytes(in_features);
-    for (int64_t token = 0; token < count; ++token) {
-        const int8_t* row = panel + token * row_bytes;
-        for (int64_t g = 0; g < groups; ++g) {
-            int8_t* target = tiles + (g * token_tiles + token / kEdge) * kGroupBytes + token % kEdge * 4;
-            for (int i = 0; i < kGroupTiles * kEdge; ++i, row += 4) std::memcpy(target + i * 64, row, 4);
+    const int64_t row_bytes = avx512_int8.row_bytes(in_features), token_tiles = ceil_div(count, kEdge);
+    for (int64_t g = 0; g < groups_of(in_features); ++g) {
+        for (int64_t t = 0; t < token_tiles; ++t) {
+            for (int tile = 0; tile < kGroupTiles; ++tile, tiles += kTileBytes) {
+                make_tile(panel + t * kEdge * row_bytes + (g * kGroupTiles + tile) * 64, row_bytes, count - t * kEdge,
+                          tiles);
+            }
         }
     }
 }

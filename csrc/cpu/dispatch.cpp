@@ -76,7 +76,7 @@ bool has_int8_arithmetic() {
            __builtin_cpu_supports("gfni");
 }
 
-#if defined(HF_KBIT_AMX)
+#if defined(HF_KBIT_AMX_INT8)
 const Int8Implementation amx_int8 = {avx512_int8.inverses, avx512_int8.row_bytes, avx512_int8.pack, amx_int8_gemm};
 #endif
 #endif
@@ -87,7 +87,7 @@ const Int8Implementation& chosen_int8() {
         if (&chosen() == &portable_implementation) return portable_int8;
 #if defined(HF_KBIT_AVX512_INT8)
         if (&chosen() != &avx2_implementation && has_int8_arithmetic()) {
-#if defined(HF_KBIT_AMX)
+#if defined(HF_KBIT_AMX_INT8)
             if (&chosen() == &amx_implementation) return amx_int8;
 #endif
             return avx512_int8;

@@ -41,7 +41,7 @@ extern const Implementation avx512_implementation;  // avx512.cpp
 extern const GemmImplementation amx_gemm;           // amx.cpp, if HF_KBIT_AMX is defined
 extern const Int8Implementation avx2_int8;
 extern const Int8Implementation avx512_int8;        // avx512_int8.cpp, if HF_KBIT_AVX512_INT8 is defined
-extern const Int8GemmImplementation amx_int8_gemm;  // amx_int8.cpp, if both are
+extern const Int8GemmImplementation amx_int8_gemm;  // amx_int8.cpp, if HF_KBIT_AMX_INT8 is defined
 #endif
 
 }  // namespace hf_kbit::cpu

@@ -241,7 +241,8 @@ def test_bits_per_weight(quality, folder, text, label):
     assert [found["bits_per_weight"], found["stored_bits_per_weight"]] == pytest.approx(COUNTED[label])
     embeddings_and_norms = 2 * 64 * WIDTH + (2 * LAYERS + 1) * WIDTH
     assert found["model_MB"] == pytest.approx((COUNTED[label][1] * WEIGHTS / 8 + 2 * embeddings_and_norms) / 1e6)
-    assert 0.05 * 4.0**-method.bits < quality.methods.squared_error(model, reference) < 10 * 4.0**-method.bits
+    most = 10 if "GPTQ" in label else 5  # it takes larger errors of weights for smaller ones of outputs
+    assert 0.05 * 4.0**-method.bits < quality.methods.squared_error(model, reference) < most * 4.0**-method.bits
 
 
 @pytest.mark.parametrize("way", ["search", "feedback"])
