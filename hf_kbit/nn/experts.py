@@ -127,7 +127,8 @@ class KbitExperts(nn.Module):
 
     def _is_swiglu(self) -> bool:
         """Whether the class's gate is Transformers' usual one, with its usual function."""
-        gate = getattr(self, "_apply_gate", None)
+        # Of a bound method torch 2.11 finds no name while it compiles.
+        gate = vars(self).get("_apply_gate", getattr(type(self), "_apply_gate", None))
         return self.has_gate and getattr(gate, "__name__", "") == DEFAULT_GATE and _is_silu(self.act_fn)
 
     def _takes_gate(self, adapters: Adapters) -> bool:

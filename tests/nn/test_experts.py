@@ -156,6 +156,23 @@ def test_one_projection_left_dense_compiles():
     torch.testing.assert_close(compiled(x.bfloat16(), ids, weights.bfloat16()), expected, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("inputs", [None, "int8"])
+def test_the_gate_is_in_a_product_where_experts_are_compiled(inputs):
+    packed, names = made(gated)[0].eval(), []
+    for projection in packed.children():
+        if isinstance(projection, KbitProjection):
+            projection.take_inputs(inputs)
+
+    def backend(graph, _):
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    x, ids, weights = routed()
+    with torch.no_grad():
+        torch.compile(packed, backend=backend, fullgraph=True)(x, ids, weights)
+    assert sum("gemm_experts" in name for name in names) == 2 and not any("silu" in name for name in names), names
+
+
 def test_gates_of_their_own_run():
     """What stands in for a class's gate, or looks at its function, is not passed by."""
     packed, plain = made(gated)
