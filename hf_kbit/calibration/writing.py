@@ -31,9 +31,9 @@ def write(
     probability that the model gives it; the same each time on the same machine.
 
     A sequence starts at the beginning-of-text token; where a model has none, at the end-of-text token, after which
-    a text starts too, as GPT-2 has it; without either at a random token. So does every other one that is to ``tune``,
-    for a model of chats to write more than chats. It goes on after an end of text: another follows. On ``device`` the
-    model is as a whole while it writes, and then where it was. Defaults are those of ``data.Text``.
+    a text starts too, as GPT-2 has it; without either at a random token. So do half of those that are to ``tune``,
+    drawn by lot, for a model of chats to write more than chats. It goes on after an end of text: another follows. On
+    ``device`` the model is as a whole while it writes, and then where it was. Defaults are those of ``data.Text``.
 
     Returns:
         None where the model cannot write: it is no decoder that reads tokens; or, after a warning, it is larger than
@@ -52,8 +52,9 @@ def write(
     sequences, length = amount(sequences, length, stream.usual(tuning.AMOUNTS if tune else AMOUNTS, device))
     length = min(length, positions(model.config.get_text_config()) or length)
     starts = _starts(model, sequences)
-    if tune:
-        starts[1::2] = _random(model, sequences // 2)
+    if tune:  # no pattern of rows, for ``Calibration`` takes one of so many
+        half = torch.randperm(sequences, generator=torch.Generator().manual_seed(SEED))[: sequences // 2]
+        starts[half] = _random(model, sequences // 2)
     try:
         if together := _together(model, device, length):
             _check_free(model, device)
