@@ -19,7 +19,7 @@ import hf_kbit
 from benchmarks.quality.data import training_text
 from hf_kbit.calibration.data import Text
 from hf_kbit.calibration.layerwise import METHODS
-from hf_kbit.calibration.writing import write
+from hf_kbit.calibration.writing import random_tokens, write
 from hf_kbit.format import BITS
 from hf_kbit.widths import choose_widths
 
@@ -40,6 +40,7 @@ MIXED_BITS, CALIBRATED_MIXED_BITS, WIDTHS_ONE_IN = (2.5, 3, 3.5, 4.5), (2.5, 3.5
 MIXED = ", mixed"  # ends the words for one, whose layers are quantized as the words before it say
 OWN_TEXT_BITS = (2, 3, 4)  # calibrated on the text that hf_kbit takes when it is given none
 OWN_TEXT = ", own text"
+RANDOM = ", random tokens"  # what hf_kbit takes for "weighted" when it is given no text
 TUNED_BITS = (2, 2.5, 3, 4)  # the same, and tuned
 TUNED = ", tuned"
 INT8 = ", 8-bit inputs"
@@ -169,6 +170,10 @@ def own_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
     return written.cpu()
 
 
+def random_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
+    return random_tokens(model).cpu()
+
+
 def load_calibrated(folder: Path, device: str, data=training_sequences, **choices) -> nn.Module:
     model = load(folder, device)
     return calibrate(model, data(folder, model), **choices)
@@ -237,6 +242,16 @@ def kbit_methods() -> list[Method]:
         )
         for bits in OWN_TEXT_BITS
     ]
+    on_random_tokens = [
+        Method(
+            "hf_kbit",
+            bits,
+            f"optimal, weighted{RANDOM}",
+            partial(load_calibrated, bits=bits, method="weighted", data=random_sequences),
+            kbit_storage,
+        )
+        for bits in BITS
+    ]
     tuned = [
         Method(
             "hf_kbit",
@@ -276,7 +291,7 @@ def kbit_methods() -> list[Method]:
             (f"feedback{OWN_TEXT}", partial(load_calibrated, method="feedback", data=own_sequences)),
         )
     ]
-    return free + calibrated + with_int8 + on_own_text + tuned + mixed + mixed_calibrated + wider
+    return free + calibrated + with_int8 + on_own_text + on_random_tokens + tuned + mixed + mixed_calibrated + wider
 
 
 def methods() -> list[Method]:

@@ -20,7 +20,7 @@ from hf_kbit.calibration import experts, feedback, moments, stream, tuning, weig
 from hf_kbit.calibration.data import SEQUENCES, Text
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.rounding import round_linear, round_projection
-from hf_kbit.calibration.writing import write
+from hf_kbit.calibration.writing import random_tokens, write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.fit import saved_class
@@ -63,6 +63,11 @@ class Solving:
     tune_whole: bool = True
     batch: int = 4
     resume: str | Path | None = None
+
+    @property
+    def needs_no_text(self) -> bool:
+        """Whether all that counts is how large inputs are on average, which random tokens tell."""
+        return METHODS[self.method].DIAGONAL and not self.tune
 
     def check(self, config: KbitConfig) -> None:
         """Refuses what cannot be done, whatever the model and the data are."""
@@ -160,7 +165,9 @@ def calibrate(
         model = load(model, **source)
     packable, chosen = choose(model, config)
     solving.check_model(model, chosen, text, device)
-    if data is None:
+    if data is None and solving.needs_no_text:
+        text = replace(text, data=random_tokens(model, text.sequences, text.length))
+    elif data is None:
         how = {"tune": solving.tune, "device": device, "progress": progress}
         text = replace(text, data=write(model, text.sequences, text.length, **how))
     Calibration(model, packable, chosen, config, solving, text.ids(model, **source), device, progress).run()
