@@ -91,8 +91,8 @@ def quantize_model(
         model: weights float32, float16 or bfloat16, on any devices, and they stay there; on one to be calibrated.
         config: what to quantize, as for loading.
         data: what the model is for, as for ``calibrate``.
-        calibrate: whether to quantize with data, or with text that the model writes if there is none. Default: if
-            there is data.
+        calibrate: whether to quantize with data, or with what ``hf_kbit.calibrate`` takes if there is none. Default:
+            if there is data.
         device: where a weight is while it is quantized, and what computes on data. Default: a GPU where there is one,
             else where it is.
         report: called with a word and a line of text for each thing that was chosen, with the reasons, as soon as it

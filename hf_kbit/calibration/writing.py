@@ -82,8 +82,8 @@ def write(
 
 
 def random_tokens(model: PreTrainedModel, sequences: int | None = None, length: int | None = None) -> torch.Tensor:
-    """int64 ``[sequences, length]`` on the model's device: tokens of its vocabulary, all as probable, the same on every
-    machine. Defaults are those of ``data.Text``; a ValueError if a number is less than 1."""
+    """int64 ``[sequences, length]`` on the model's device: tokens of its vocabulary, all as probable, the same each
+    time. Defaults are those of ``data.Text``; a ValueError if a number is less than 1."""
     sequences, length = amount(sequences, length, RANDOM_AMOUNT)
     return _random(model, sequences, min(length, positions(model.config.get_text_config()) or length))
 
