@@ -14,7 +14,7 @@ from hf_kbit.allocation import SCALE_BITS, by_rule, config_of, spend, stored_wei
 from hf_kbit.calibration import stream
 from hf_kbit.calibration.data import Text
 from hf_kbit.calibration.layerwise import Calibration, Solving, choose, sort
-from hf_kbit.calibration.writing import write
+from hf_kbit.calibration.writing import random_tokens, write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import selection
@@ -91,8 +91,8 @@ def quantize_model(
         model: weights float32, float16 or bfloat16, on any devices, and they stay there; on one to be calibrated.
         config: what to quantize, as for loading.
         data: what the model is for, as for ``calibrate``.
-        calibrate: whether to quantize with data, or with text that the model writes if there is none. Default: if
-            there is data.
+        calibrate: whether to quantize with data, or with what ``hf_kbit.calibrate`` takes if there is none. Default:
+            if there is data.
         device: where a weight is while it is quantized, and what computes on data. Default: a GPU where there is one,
             else where it is.
         report: called with a word and a line of text for each thing that was chosen, with the reasons, as soon as it
@@ -132,10 +132,11 @@ def quantize_model(
     before, tables = _bytes(model), packable.tables_in(chosen)
     reasons = ({} if config.embedding_bits is not None else dict.fromkeys(packable.tables, "table")) | packable.reasons
     mean = config.bits if fitting.memory is None else _mean_in_memory(model, fitting, config, report)
-    if calibrate or (mean % 1 and fitting.measure):
-        ids, source = _read(model, text, solving, calibrate, device)
+    measured = bool(mean % 1 and fitting.measure)
+    if calibrate or measured:
+        ids, source = _read(model, text, solving, calibrate, measured, device)
     if mean % 1:
-        if fitting.measure:
+        if measured:
             own = _measured(model, mean, ids, source, config, device, report)
         else:
             own = by_rule(model, [name for name in chosen if name not in tables], mean)
@@ -238,9 +239,15 @@ def _mean_in_memory(model: nn.Module, fitting: Fitting, config: KbitConfig, repo
     return bits
 
 
-def _read(model: PreTrainedModel, text: Text, solving: Solving, calibrate: bool, device) -> tuple[torch.Tensor, str]:
-    """Token ids, and what reports call them and the device: a file by its name, other data by one that it has."""
-    if text.data is None:
+def _read(
+    model: PreTrainedModel, text: Text, solving: Solving, calibrate: bool, measured: bool, device
+) -> tuple[torch.Tensor, str]:
+    """Token ids, and what reports call them and the device: a file by its name, other data by one that it has.
+    ``measured``: whether widths are chosen on them too, which takes a text."""
+    if text.data is None and calibrate and solving.needs_no_text and not measured:
+        own, name = random_tokens(model, text.sequences, text.length), "the vocabulary, drawn at random"
+        text = replace(text, data=own)
+    elif text.data is None:
         amount = (text.sequences, text.length) if calibrate else MEASURED
         own = write(model, *amount, tune=calibrate and solving.tune, device=device, progress=True)
         text, name = replace(text, data=own), "the built-in text" if own is None else "text that the model wrote"

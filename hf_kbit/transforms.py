@@ -83,24 +83,18 @@ def of_moments(second: torch.Tensor, columns: torch.Tensor | None) -> torch.Tens
     """The second moments of ``of_input(x, columns, rotated=True)``, given those of x; unchanged without columns.
 
     Args:
-        second: float32 ``[K, K]``, a sum of ``x @ x.T``; or its diagonal ``[K]``, when each input counts as the mean
-            of its block, as if inputs did not depend on each other.
+        second: float32 ``[K, K]``, a sum of ``x @ x.T``; or, without columns, its diagonal ``[K]``.
         columns: float32 ``[K]``.
 
     Returns:
-        ``[32 * B, 32 * B]`` or ``[32 * B]``.
+        ``[32 * B, 32 * B]``, or ``second``.
 
     >>> x = torch.randn(10, 40)
     >>> turned = of_input(x, torch.ones(40), rotated=True)
     >>> torch.allclose(of_moments(x.T @ x, torch.ones(40)), turned.T @ turned, atol=1e-4)
     True
     """
-    if columns is None:
-        return second
-    if second.dim() == 2:
-        return rotate(rotate(second * columns * columns[:, None]).T)
-    blocks = F.pad(second * columns.square(), (0, -len(second) % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
-    return blocks.mean(1, keepdim=True).expand_as(blocks).flatten()
+    return second if columns is None else rotate(rotate(second * columns * columns[:, None]).T)
 
 
 def of_input(x: torch.Tensor, columns: torch.Tensor | None, rotated: bool) -> torch.Tensor:

@@ -132,6 +132,20 @@ def test_a_mean_is_measured_on_text_that_the_model_writes():
     assert [label for label, _ in lines] == ["measuring", "widths", "", "", ""]
 
 
+@pytest.mark.parametrize(
+    ("bits", "read"), [(3, "16 x 48 tokens of the vocabulary, drawn at random"), (3.5, "64 x 48 to")]
+)
+def test_without_data_weighted_reads_random_tokens(bits, read):
+    """As ``calibrate`` does; but where widths are measured there must be a text."""
+    lines, model, how = [], llama(), {"method": "weighted", "bits": bits}
+    quantize_model(model, calibrate=True, report=lambda *line: lines.append(line), **how)
+    assert dict(lines)["calibrating"].startswith(f"weighted, {read}")
+    if bits == 3:
+        assert same(model, hf_kbit.calibrate(llama(), **how))
+    else:
+        assert "of text that the model wrote" in dict(lines)["measuring"]
+
+
 @pytest.mark.parametrize("kind", ["llama", "bert", "module"])
 @pytest.mark.parametrize("measure", [None, False])
 def test_to_a_memory(kind, measure):

@@ -22,13 +22,15 @@ class Text:
         data: what the model is for, some 64,000 tokens of it. A text; a ``pathlib.Path``, of a file in UTF-8; rows of
             text, such as ``load_dataset(...)["text"]``, all of which are read, with an empty line between two; or
             int64 ``[sequences, tokens]``, none of them padding. None: text that the model writes by itself, the same
-            each time; one that cannot, such as an encoder, reads a small set of texts of many kinds.
+            each time; one that cannot, such as an encoder, reads a small set of texts of many kinds. For the method
+            ``"weighted"``, unless it is to ``tune``, random tokens do.
         tokenizer: for all but token ids. Default: that of the model's folder or name.
         sequences: so many of a text at most, evenly spread over it. Token ids are taken as they are. Default: 128 of a
-            text; what the model writes is 128 sequences, 64 on a CPU, and for ``tune`` 4096, or 256 on a CPU.
+            text; what the model writes is 128 sequences, 64 on a CPU, and for ``tune`` 4096, or 256 on a CPU; of
+            random tokens 16.
         length: tokens of each, or what the model or the tokenizer has positions for. Best as many as the model will
             read at once: some ten if it reads sentences. Default: 2048 of a text; 640 of what the model writes, 256 on
-            a CPU.
+            a CPU; 256 random ones.
     """
 
     data: torch.Tensor | str | Path | Iterable[str] | None = None

@@ -32,8 +32,10 @@ def round_linear(name: str, layer: KbitLinear, dense: nn.Module, moments: Moment
     columns = balance_for(weight, moments.second) if solver.DIAGONAL else None
     weight = aim(weight.float(), moments)
     how = layer.quantize(weight, f"{name}.weight", columns)
-    planes, absmax = _rounded(weight, moments, how, solver)
-    layer.load(how._replace(planes=planes, absmax=absmax))
+    if not _is_done(how, solver):
+        planes, absmax = _rounded(weight, moments, how, solver)
+        how = how._replace(planes=planes, absmax=absmax)
+    layer.load(how)
 
 
 @launches.shared()
@@ -41,13 +43,16 @@ def round_projection(
     name: str, layer: KbitProjection, dense: DenseProjection, shares, solver: ModuleType
 ) -> list[bool]:
     """Each expert for its own one of the ``shares``; levels, exponent and column scales are those of all together, as
-    they are before the drift moves them. Experts with few rows are quantized without data: returns which."""
+    they are before the drift moves them. Experts with few rows are quantized without data: returns which, if an
+    expert's own moments count."""
     weight, columns, few = dense.matrices.detach(), None, []
     if solver.DIAGONAL:
         shares = list(shares)
-        columns = balance_for(weight.flatten(0, 1), sum(share.moments.second for share in shares))
+        together = Moments(sum(share.moments.second for share in shares), None)
+        together.check(name)
+        columns = balance_for(weight.flatten(0, 1), together.second)
     how = layer.quantize(weight, name, columns)
-    for expert, (rows, moments) in enumerate(shares):
+    for expert, (rows, moments) in enumerate(() if _is_done(how, solver) else shares):
         moments.check(name)
         few.append(rows < FEW * layer.in_features)
         if not few[-1]:
@@ -55,6 +60,12 @@ def round_projection(
             how.planes[expert], how.absmax[expert] = _rounded(own, moments, how, solver)
     layer.load(how)
     return few
+
+
+def _is_done(how: Packed, solver: ModuleType) -> bool:
+    """Whether column scales are all that a solver changes: a rotated block's inputs are alike on average, so none of
+    its errors counts more than another."""
+    return solver.DIAGONAL and how.columns is not None
 
 
 def _rounded(weight: torch.Tensor, moments: Moments, how: Packed, solver: ModuleType):

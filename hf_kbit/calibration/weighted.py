@@ -1,4 +1,8 @@
-"""Scales by the error of a layer's outputs, as far as it is the sum of the errors of single weights."""
+"""Scales by the error of a layer's outputs, as far as it is the sum of the errors of single weights.
+
+Of a transformed weight those are the column scales (``balance.balance_for``): once it is rotated, the inputs of a
+block are alike on average. ``solve`` is for one that is not.
+"""
 
 import torch
 

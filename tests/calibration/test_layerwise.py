@@ -28,7 +28,9 @@ from transformers import (
 
 import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear
+from hf_kbit.calibration import layerwise
 from hf_kbit.calibration.layerwise import METHODS, class_to_load, load
+from hf_kbit.calibration.writing import random_tokens, write
 
 IDS = torch.randint(5, 90, (6, 12), generator=torch.Generator().manual_seed(1))
 
@@ -73,6 +75,23 @@ def test_same_bytes_each_time(method, device):
     models = [llama().to(device), llama().to(device)]  # both before, for a seed goes with each
     first, second = (hf_kbit.calibrate(model, IDS, method=method, bits=2) for model in models)
     assert same(tensors(first), tensors(second))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert-masked", "t5", "qwen3_moe"])
+def test_without_data_weighted_reads_random_tokens(name, monkeypatch):
+    """Any model that reads tokens: no text is written for it, and no tokenizer is there."""
+    model, other, free = (BY_NAME[name].build() for _ in range(3))
+    hf_kbit.calibrate(other, random_tokens(other), method="weighted", bits=3)
+    monkeypatch.setattr(layerwise, "write", None)
+    assert same(tensors(hf_kbit.calibrate(model, method="weighted", bits=3)), tensors(other))
+    hf_kbit.quantize_model(free, bits=3)
+    assert not same(tensors(model), tensors(free))
+
+
+def test_to_tune_a_text_is_written():
+    how = {"bits": 3, "method": "weighted", "tune": 2, "sequences": 4, "length": 8}
+    expected = hf_kbit.calibrate(llama(), write(llama(), 4, 8, tune=2), **how)
+    assert same(tensors(hf_kbit.calibrate(llama(), **how)), tensors(expected))
 
 
 def test_what_is_left_stays():

@@ -3,12 +3,15 @@
 import cases
 import pytest
 import torch
+import torch.nn.functional as F
 
-from hf_kbit import codebooks
-from hf_kbit.calibration import weighted
+from hf_kbit import KbitLinear, codebooks, reference
+from hf_kbit.balance import balance_for
+from hf_kbit.calibration import rounding, weighted
+from hf_kbit.calibration.moments import Moments
 from hf_kbit.format import decode_e4m4, encode_e4m4
 from hf_kbit.ops import quantize
-from hf_kbit.reference import unpack_codes
+from hf_kbit.transforms import to_stored
 
 
 def problem(shape):
@@ -25,7 +28,7 @@ def test_scale_has_the_least_weighted_error(shape, bits, signed):
     codebook = torch.tensor(codebooks.optimal(bits, signed))
     planes, absmax = weighted.solve(weight, moments, codebook, signed)
     assert (absmax > 127).any() == signed
-    codes = unpack_codes(planes, bits).flatten(1)
+    codes = reference.unpack_codes(planes, bits).flatten(1)
     for row in range(shape[0]):
         for block in range(-(-shape[1] // 32)):
             own = slice(32 * block, min(32 * block + 32, shape[1]))
@@ -49,3 +52,24 @@ def test_equal_moments_change_nothing():
         expected = quantize(weight, codebook, True, signed)
         for moments in (torch.full((100,), 1e-9), torch.full((100,), 1e9), torch.zeros(100)):
             assert all(map(torch.equal, weighted.solve(weight, moments, codebook, signed), expected))
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+def test_of_a_rotated_weight_column_scales_are_all(bits):
+    """There each input of a block has the mean moment of the block, which a search does not see; without a transform
+    each has its own, which it does."""
+    weight, moments = problem((64, 104))
+    columns = reference.decode_e4m4(balance_for(weight, moments))
+    blocks = F.pad(moments * columns.square(), (0, 24)).view(-1, 32)
+    stored = to_stored(weight, columns, rotated=True) / 32
+    codebook = torch.tensor(codebooks.optimal(bits, True))
+    searched = weighted.solve(stored, blocks.mean(1).repeat_interleave(32), codebook, True)
+    assert all(map(torch.equal, searched, quantize(stored, codebook, True, True)))
+    dense = torch.nn.Linear(104, 64, bias=False)
+    dense.weight.data = weight
+    for transform in ("rotated", "none"):
+        layer = KbitLinear(104, 64, bias=False, bits=bits, transform=transform)
+        rounding.round_linear("x", layer, dense, Moments(moments, None), weighted)
+        expected = layer.quantize(weight, columns=balance_for(weight, moments))
+        alike = torch.equal(layer.packed["weight_absmax"], expected.absmax)
+        assert alike == (transform == "rotated")
