@@ -230,6 +230,13 @@ def test_experts_with_few_tokens_are_quantized_without_data(tmp_path, monkeypatc
     assert told(llama4(), IDS[:1]) == (logging.WARNING, 16, 16)
 
 
+def test_by_column_scales_no_expert_is_quantized_without_data(monkeypatch):
+    """They are those of all experts together, however few tokens one is sent."""
+    monkeypatch.setattr(layerwise, "logger", logger := Mock())
+    model = hf_kbit.calibrate(build("gpt_oss"), IDS[:1], bits=3, method="weighted")
+    assert packed(model) and not logger.log.called
+
+
 def test_a_projection_left_in_16_bits(tmp_path):
     model, dense = build("gpt_oss"), build("gpt_oss")
     hf_kbit.calibrate(model, IDS, bits=3, module_bits={"down_proj": None})
@@ -240,11 +247,12 @@ def test_a_projection_left_in_16_bits(tmp_path):
     assert same(tensors(type(model).from_pretrained(tmp_path)), tensors(model))
 
 
-def test_inputs_that_are_not_finite_are_refused():
+@pytest.mark.parametrize("method", METHODS)
+def test_inputs_that_are_not_finite_are_refused(method):
     model = build("gpt_oss")
     model.model.layers[1].post_attention_layernorm.weight.data[:] = torch.inf
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.gate_up_proj: found NaN or infinite inputs"):
-        hf_kbit.calibrate(model, IDS)
+        hf_kbit.calibrate(model, IDS, method=method, modules_to_not_convert=["self_attn"])
 
 
 def test_experts_that_tokens_do_not_reach_are_refused():
