@@ -153,7 +153,8 @@ def test_adapters(as_a_gpu, device):
 
 def test_8_bit_inputs(as_a_gpu, device, always_int8):
     """Asked for and taken back between calls; on a GPU by default for the prompts alone, which few tokens show."""
-    model = BY_NAME["llama"].build(vocab_size=256).to(device, torch.bfloat16)  # of float32 a GPU rounds none
+    dtype = torch.float16 if device == "cuda" else torch.float32  # of which a GPU rounds none
+    model = BY_NAME["llama"].build(vocab_size=256).to(device, dtype)
     hf_kbit.quantize_model(model, bits=3)
     inputs = prompts(device, lengths=(9, 70))
     exact = same(model, inputs)
