@@ -14,7 +14,7 @@ from hf_kbit.allocation import SCALE_BITS, by_rule, config_of, spend, stored_wei
 from hf_kbit.calibration import stream
 from hf_kbit.calibration.data import Text
 from hf_kbit.calibration.layerwise import Calibration, Solving, choose, sort
-from hf_kbit.calibration.writing import random_tokens, write
+from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import selection
@@ -243,10 +243,9 @@ def _read(
     model: PreTrainedModel, text: Text, solving: Solving, calibrate: bool, measured: bool, device
 ) -> tuple[torch.Tensor, str]:
     """Token ids, and what reports call them and the device: a file by its name, other data by one that it has.
-    ``measured``: whether widths are chosen on them too, which takes a text."""
-    if text.data is None and calibrate and solving.needs_no_text and not measured:
-        own, name = random_tokens(model, text.sequences, text.length), "the vocabulary, drawn at random"
-        text = replace(text, data=own)
+    ``measured``: whether widths are chosen on them too, which takes more."""
+    if text.data is None and calibrate and solving.needs_little and not measured:
+        text, name = text.little(), "the built-in text"
     elif text.data is None:
         amount = (text.sequences, text.length) if calibrate else MEASURED
         own = write(model, *amount, tune=calibrate and solving.tune, device=device, progress=True)

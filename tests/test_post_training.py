@@ -132,12 +132,10 @@ def test_a_mean_is_measured_on_text_that_the_model_writes():
     assert [label for label, _ in lines] == ["measuring", "widths", "", "", ""]
 
 
-@pytest.mark.parametrize(
-    ("bits", "read"), [(3, "16 x 48 tokens of the vocabulary, drawn at random"), (3.5, "64 x 48 to")]
-)
-def test_without_data_weighted_reads_random_tokens(bits, read):
-    """As ``calibrate`` does; but where widths are measured there must be a text."""
-    lines, model, how = [], llama(), {"method": "weighted", "bits": bits}
+@pytest.mark.parametrize(("bits", "read"), [(3, "16 x 48 tokens of the built-in text"), (3.5, "64 x 48 to")])
+def test_without_data_weighted_reads_the_built_in_set(bits, read):
+    """As ``calibrate`` does; but where widths are measured the model writes."""
+    lines, model, how = [], llama(), {"method": "weighted", "bits": bits, "tokenizer": byte_tokenizer()}
     quantize_model(model, calibrate=True, report=lambda *line: lines.append(line), **how)
     assert dict(lines)["calibrating"].startswith(f"weighted, {read}")
     if bits == 3:

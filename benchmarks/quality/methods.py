@@ -19,7 +19,7 @@ import hf_kbit
 from benchmarks.quality.data import training_text
 from hf_kbit.calibration.data import Text
 from hf_kbit.calibration.layerwise import METHODS
-from hf_kbit.calibration.writing import RANDOM_AMOUNT, random_tokens, write
+from hf_kbit.calibration.writing import write
 from hf_kbit.format import BITS
 from hf_kbit.widths import choose_widths
 
@@ -40,8 +40,7 @@ MIXED_BITS, CALIBRATED_MIXED_BITS, WIDTHS_ONE_IN = (2.5, 3, 3.5, 4.5), (2.5, 3.5
 MIXED = ", mixed"  # ends the words for one, whose layers are quantized as the words before it say
 OWN_TEXT_BITS = (2, 3, 4)  # calibrated on the text that hf_kbit takes when it is given none
 OWN_TEXT = ", own text"
-RANDOM = ", random tokens"  # what hf_kbit takes for "weighted" when it is given no text
-BUILT_IN = ", built-in text"  # as many tokens of it
+BUILT_IN = ", built-in text"  # what "weighted" takes when it is given no text
 TUNED_BITS = (2, 2.5, 3, 4)  # the same, and tuned
 TUNED = ", tuned"
 INT8 = ", 8-bit inputs"
@@ -171,16 +170,8 @@ def own_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
     return written.cpu()
 
 
-def random_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
-    return random_tokens(model).cpu()
-
-
 def built_in_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
-    return Text(None, AutoTokenizer.from_pretrained(folder), *RANDOM_AMOUNT).ids(model).cpu()
-
-
-def random_and_built_in(folder: Path, model: nn.Module) -> torch.Tensor:
-    return torch.cat([random_sequences(folder, model), built_in_sequences(folder, model)])
+    return Text(tokenizer=AutoTokenizer.from_pretrained(folder)).little().ids(model).cpu()
 
 
 def load_calibrated(folder: Path, device: str, data=training_sequences, **choices) -> nn.Module:
@@ -255,16 +246,11 @@ def kbit_methods() -> list[Method]:
         Method(
             "hf_kbit",
             bits,
-            f"optimal, weighted{text}",
-            partial(load_calibrated, bits=bits, method="weighted", data=data),
+            f"optimal, weighted{BUILT_IN}",
+            partial(load_calibrated, bits=bits, method="weighted", data=built_in_sequences),
             kbit_storage,
         )
         for bits in BITS
-        for text, data in (
-            (RANDOM, random_sequences),
-            (BUILT_IN, built_in_sequences),
-            (f"{RANDOM}{BUILT_IN}", random_and_built_in),
-        )
     ]
     tuned = [
         Method(

@@ -168,12 +168,28 @@ def decode_gguf(source: Path, target: Path) -> None:
     writer.close()
 
 
+def check_tokenizer(tokenizer, reader: gguf.GGUFReader) -> None:
+    """Refuses one that begins a text otherwise than its file says. That of gemma-3, as Transformers 5.17 reads it,
+    does, and cuts words into wrong pieces besides."""
+    begins, first = (
+        reader.fields[key].contents() if key in reader.fields else None
+        for key in (gguf.Keys.Tokenizer.ADD_BOS, gguf.Keys.Tokenizer.BOS_ID)
+    )
+    found, expected = tokenizer("")["input_ids"], [first] if begins else []
+    if begins is not None and found != expected:
+        raise ValueError(
+            f"tokenizer: found that a text begins with the tokens {found}, expected {expected}, by the GGUF file; "
+            f"Transformers {transformers.__version__} reads it wrong, take a newer one"
+        )
+
+
 def fill(folder: Path, name: str, source: Path, text: Text, code: list[str]) -> dict:
     """Makes the folder of a GGUF file, a text and code that is held out; returns what is in its ``record.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     decode_gguf(source, folder / "model.gguf")
     model = load_gguf(folder / "model.gguf", "cpu", torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    check_tokenizer(tokenizer, gguf.GGUFReader(source))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     tokens = {

@@ -20,7 +20,7 @@ from hf_kbit.calibration import experts, feedback, moments, stream, tuning, weig
 from hf_kbit.calibration.data import SEQUENCES, Text
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.rounding import round_linear, round_projection
-from hf_kbit.calibration.writing import random_tokens, write
+from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.fit import saved_class
@@ -65,8 +65,8 @@ class Solving:
     resume: str | Path | None = None
 
     @property
-    def needs_no_text(self) -> bool:
-        """Whether all that counts is how large inputs are on average, which random tokens tell."""
+    def needs_little(self) -> bool:
+        """Whether all that counts is how large inputs are on average, which few tokens tell."""
         return METHODS[self.method].DIAGONAL and not self.tune
 
     def check(self, config: KbitConfig) -> None:
@@ -121,8 +121,8 @@ def calibrate(
         model: float32, float16 or bfloat16, on one device, and it is changed; or a folder or a name on the Hub, whose
             files are mapped into CPU memory. Needs memory for what is quantized and, a few times over, the activations
             between two layers.
-        data: what the model is for (``calibration.data.Text``), or None for text that the model writes by itself, or
-            for random tokens, which do for the method ``"weighted"``.
+        data: what the model is for (``calibration.data.Text``), or None for text that the model writes by itself, or,
+            for the method ``"weighted"``, a little of a built-in one.
         config: which layers, widths and levels, as ``choose_widths`` returns; ``scale`` is always searched.
         device: where a layer is while it is calibrated: a GPU then has room for one of them, with its statistics, a
             few times over. Default: where the model is; if that is a CPU, the GPU, where there is one.
@@ -166,8 +166,8 @@ def calibrate(
         model = load(model, **source)
     packable, chosen = choose(model, config)
     solving.check_model(model, chosen, text, device)
-    if data is None and solving.needs_no_text:
-        text = replace(text, data=random_tokens(model, text.sequences, text.length))
+    if data is None and solving.needs_little:
+        text = text.little()
     elif data is None:
         how = {"tune": solving.tune, "device": device, "progress": progress}
         text = replace(text, data=write(model, text.sequences, text.length, **how))

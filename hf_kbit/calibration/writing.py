@@ -1,4 +1,4 @@
-"""Calibration data that needs no data: text that the model itself writes, or tokens drawn at random, as token ids."""
+"""Calibration data that needs no data: text that the model itself writes, as token ids."""
 
 import gc
 import warnings
@@ -14,9 +14,6 @@ SEED = 0
 # Sequences, and tokens of each, unless others are asked for, by the type of the device that computes; "" is any other.
 AMOUNTS = {"cpu": (64, 256), "": (128, 640)}
 TOGETHER = 1024  # sequences that are written at once, if the device is large enough for what the model keeps of them
-# Of tokens at random, which tell how large inputs are on average: with four times as many, or longer sequences, the
-# divergence of SmolLM2-135M is the same.
-RANDOM_AMOUNT = (16, 256)
 ROOM = 0.4  # of the device's memory beside the weights, so much is for that: caches grow by being copied
 
 
@@ -57,7 +54,7 @@ def write(
     starts = _starts(model, sequences)
     if tune:  # no pattern of rows, for ``Calibration`` takes one of so many
         half = torch.randperm(sequences, generator=torch.Generator().manual_seed(SEED))[: sequences // 2]
-        starts[half] = _random(model, sequences // 2, 1)
+        starts[half] = _random(model, sequences // 2)
     try:
         if together := _together(model, device, length):
             _check_free(model, device)
@@ -80,13 +77,6 @@ def write(
         stacklevel=2,
     )
     return None
-
-
-def random_tokens(model: PreTrainedModel, sequences: int | None = None, length: int | None = None) -> torch.Tensor:
-    """int64 ``[sequences, length]`` on the model's device: tokens of its vocabulary, all as probable, the same each
-    time. Defaults are those of ``data.Text``; a ValueError if a number is less than 1."""
-    sequences, length = amount(sequences, length, RANDOM_AMOUNT)
-    return _random(model, sequences, min(length, positions(model.config.get_text_config()) or length))
 
 
 def draw(probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -136,13 +126,13 @@ def _starts(model: PreTrainedModel, sequences: int) -> torch.Tensor:
             found = found[0] if isinstance(found, list | tuple) and found else found
             if isinstance(found, int) and 0 <= found < vocabulary:
                 return torch.full((sequences, 1), found, device=model.device)
-    return _random(model, sequences, 1)
+    return _random(model, sequences)
 
 
-def _random(model: PreTrainedModel, sequences: int, length: int) -> torch.Tensor:
-    """int64 ``[sequences, length]``: any tokens, the same each time, on the model's device."""
+def _random(model: PreTrainedModel, sequences: int) -> torch.Tensor:
+    """int64 ``[sequences, 1]``: any tokens, the same each time, on the model's device."""
     vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(SEED)
-    return torch.randint(vocabulary, (sequences, length), generator=generator).to(model.device)
+    return torch.randint(vocabulary, (sequences, 1), generator=generator).to(model.device)
 
 
 def _together(model: PreTrainedModel, device: torch.device, length: int) -> int:

@@ -71,12 +71,12 @@ def _add_calibrating(parser: ArgumentParser) -> None:
     add_text(parser, split="train")
     about = (
         "Number of sequences to calibrate on: the most to take of a text, or what the model writes. Default: 128, or "
-        "64 if the model writes them on a CPU; with --tune 4096 and 256; 16 of random tokens."
+        "64 if the model writes them on a CPU; with --tune 4096 and 256; 16 with --method weighted and no text."
     )
     add(parser, "--sequences", about, type=at_least(1))
     about = (
         "Number of tokens in a sequence, best as many as the model will read at once. Default: 2048 of a text, 640 if "
-        "the model writes them, 256 if it does so on a CPU, or if they are random."
+        "the model writes them, 256 if it does so on a CPU, or with --method weighted and no text."
     )
     add(parser, "--length", about, type=at_least(1))
     about = "Number of sequences that go through a layer at once; fewer need less memory."
@@ -92,8 +92,8 @@ def command(given: Namespace) -> None:
     """Quantize a model and save it.
 
     Without --text and --dataset, calibrating takes text that the model writes itself, or the built-in text if the
-    model cannot write; with --method weighted random tokens. If it is interrupted, the same command goes on after the
-    last layer that was finished.
+    model cannot write or the method is weighted. If it is interrupted, the same command goes on after the last layer
+    that was finished.
     """
     from hf_kbit.calibration.data import tokenizer_of
     from hf_kbit.calibration.layerwise import load

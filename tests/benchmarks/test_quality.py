@@ -214,7 +214,6 @@ COUNTED = {
     f"hf_kbit {bits} int, search": [bits + 8 / 32 + COLUMN_SCALES + 32 * 2**bits / WEIGHTS] * 2 for bits in BITS
 }
 COUNTED |= {
-    "hf_kbit 3 optimal, weighted, random tokens": [3 + 8 / 32 + COLUMN_SCALES + 32 * 2**3 / WEIGHTS] * 2,
     "bitsandbytes 4 NF4, block 64": [4 + 32 / 64 + 32 * 16 / WEIGHTS] * 2,
     "bitsandbytes 8 LLM.int8()": [8 + ROW_SCALES] * 2,
     "hqq 4 group 64": [4 + 32 / 64] * 2,
@@ -322,6 +321,24 @@ def test_windows_begin_as_the_model_wants(pretrained):
         return {"input_ids": torch.tensor([[1] * add_special_tokens + [ord(letter) for letter in text]])}
 
     assert pretrained.tokens_of(tokenizer, ["abcdefg"], 3, 8).tolist() == [1, *map(ord, "ab"), 1, *map(ord, "ef")]
+
+
+@pytest.mark.parametrize(("begins", "found"), [(True, []), (True, [2]), (False, [1]), (None, [1])])
+def test_a_tokenizer_that_is_read_wrong_is_refused(pretrained, tmp_path, begins, found):
+    """As that of gemma-3 is by Transformers 5.17."""
+    gguf = pretrained.gguf
+    writer = gguf.GGUFWriter(tmp_path / "small.gguf", "gemma3")
+    writer.add_bos_token_id(1)
+    if begins is not None:
+        writer.add_add_bos_token(begins)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    reader, right = gguf.GGUFReader(tmp_path / "small.gguf"), found if begins is None else [1] * begins
+    pretrained.check_tokenizer(lambda text: {"input_ids": right}, reader)
+    if found != right:
+        with pytest.raises(ValueError, match="tokenizer: found that a text begins with the tokens"):
+            pretrained.check_tokenizer(lambda text: {"input_ids": found}, reader)
 
 
 # --- the report -----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from architectures import BY_NAME
 
 import hf_kbit
 from hf_kbit.calibration import stream, writing
-from hf_kbit.calibration.writing import random_tokens, write
+from hf_kbit.calibration.writing import write
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
 # Encoders and encoder-decoders, and what reads no tokens.
@@ -89,19 +89,6 @@ def test_amounts():
     for name in ("sequences", "length"):
         with pytest.raises(ValueError, match=f"{name}: found 0, expected 1 or more"):
             write(llama(), **{name: 0})
-
-
-def test_random_tokens():
-    """All of a vocabulary about as often, within five deviations; the same each time, and as many as can be read."""
-    model, state = llama(vocab_size=8), torch.get_rng_state()
-    ids = random_tokens(model)
-    assert ids.shape == writing.RANDOM_AMOUNT and ids.dtype == torch.int64 and torch.equal(ids, random_tokens(model))
-    counts, expected = ids.flatten().bincount(minlength=8), ids.numel() / 8
-    assert ((counts - expected).abs() < 5 * expected**0.5).all() and torch.equal(torch.get_rng_state(), state)
-    assert random_tokens(llama(max_position_embeddings=16)).shape == (writing.RANDOM_AMOUNT[0], 16)
-    assert random_tokens(model, 2, 3).shape == (2, 3)
-    with pytest.raises(ValueError, match="length: found 0, expected 1 or more"):
-        random_tokens(model, length=0)
 
 
 def test_on_a_cpu_it_is_written_in_float32():

@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 import hf_kbit
 from hf_kbit import cli, codebooks
 from hf_kbit.calibration import tuning
-from hf_kbit.calibration.data import LENGTH, SEQUENCES
+from hf_kbit.calibration.data import LENGTH, LITTLE, SEQUENCES
 from hf_kbit.calibration.layerwise import METHODS
-from hf_kbit.calibration.writing import AMOUNTS, RANDOM_AMOUNT
+from hf_kbit.calibration.writing import AMOUNTS
 
 FULL = "the disk is full, or a file must not be so large"
 SHORT = "memory is too small"
@@ -152,14 +152,14 @@ def test_help_has_the_figures_and_names_of_the_code():
             "quantize",
             "sequences",
             f"{SEQUENCES}, or {AMOUNTS['cpu'][0]} if the model writes them on a CPU; with --tune "
-            f"{tuning.AMOUNTS[''][0]} and {tuning.AMOUNTS['cpu'][0]}; {RANDOM_AMOUNT[0]} of random tokens",
+            f"{tuning.AMOUNTS[''][0]} and {tuning.AMOUNTS['cpu'][0]}; {LITTLE[0]} with --method weighted and no text",
         ),
         (
             "quantize",
             "length",
             f"{LENGTH} of a text, {AMOUNTS[''][1]} if the model writes them, {AMOUNTS['cpu'][1]} if it does so on a "
-            "CPU, or if they are random",
+            "CPU, or with --method weighted and no text",
         ),
     ]:
         assert help_of(command, name).endswith(f"Default: {default}."), (command, name)
-    assert AMOUNTS[""][0] == SEQUENCES and AMOUNTS["cpu"][1] == RANDOM_AMOUNT[1]
+    assert AMOUNTS[""][0] == SEQUENCES and AMOUNTS["cpu"][1] == LITTLE[1]

@@ -104,7 +104,7 @@ def test_with_data(data, device, text, tmp_path):
     options += [] if own else [data, "rows.txt"]
     ended = succeed("quantize", "dense", tmp_path, "--calibrate", *options, "--device", device)
     printed = ended.stdout.splitlines()
-    own_name = "text that the model wrote" if tune else "the vocabulary, drawn at random"
+    own_name = "text that the model wrote" if tune else "the built-in text"
     name = own_name if own else "rows.txt"
     assert f"calibrating   weighted, 3 x 70 tokens of {name}, on {device}" in printed
     assert "calibrating: 100%" in ended.stderr and ("writing: 100%" in ended.stderr) == bool(tune)
@@ -254,7 +254,9 @@ def test_no_tokenizer_is_made_up(folder, tmp_path):
     how = ("--calibrate", "--method", "weighted", "--sequences", 2)
     found = refuse("quantize", bare, tmp_path / "calibrated", *how, "--text", "rows.txt")
     assert "tokenizer: found none, expected one" in found and not (tmp_path / "calibrated").exists()
-    quantize(bare, tmp_path / "its own text", *how)
+    found = refuse("quantize", bare, tmp_path / "calibrated", *how)
+    assert "tokenizer: found none, expected one, for what is read without data is a text" in found
+    quantize(bare, tmp_path / "its own text", "--calibrate", "--sequences", 2, "--length", 9)
 
 
 def test_a_model_of_the_hub(folder, monkeypatch, tmp_path):
