@@ -232,25 +232,19 @@ def kbit_methods() -> list[Method]:
         for bits in BITS
         for how, loaded in (("search", load_kbit), ("feedback", partial(load_calibrated, method="feedback")))
     ]
-    on_own_text = [
-        Method(
-            "hf_kbit",
-            bits,
-            f"optimal, feedback{OWN_TEXT}",
-            partial(load_calibrated, bits=bits, method="feedback", data=own_sequences),
-            kbit_storage,
-        )
-        for bits in OWN_TEXT_BITS
-    ]
     without_text = [
         Method(
             "hf_kbit",
             bits,
-            f"optimal, weighted{BUILT_IN}",
-            partial(load_calibrated, bits=bits, method="weighted", data=built_in_sequences),
+            f"optimal, {method}{text}",
+            partial(load_calibrated, bits=bits, method=method, data=data),
             kbit_storage,
         )
-        for bits in BITS
+        for method, text, data, widths in (
+            ("feedback", OWN_TEXT, own_sequences, OWN_TEXT_BITS),
+            ("weighted", BUILT_IN, built_in_sequences, BITS),
+        )
+        for bits in widths
     ]
     tuned = [
         Method(
@@ -291,7 +285,7 @@ def kbit_methods() -> list[Method]:
             (f"feedback{OWN_TEXT}", partial(load_calibrated, method="feedback", data=own_sequences)),
         )
     ]
-    return free + calibrated + with_int8 + on_own_text + without_text + tuned + mixed + mixed_calibrated + wider
+    return free + calibrated + with_int8 + without_text + tuned + mixed + mixed_calibrated + wider
 
 
 def methods() -> list[Method]:
