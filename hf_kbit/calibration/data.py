@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SEQUENCES, LENGTH = 128, 2048  # of a text, and tokens of each, unless others are asked for
-LITTLE = (16, 256)  # the same, where few tell all: with four times as many SmolLM2-135M diverges as much
+LITTLE = (16, 256)  # the same, where few tell what counts
 CHARACTERS = 16  # of a text for each token that is read: more than any usual text has for one
 PROMPTS = Path(__file__).with_name("prompts.txt")  # the built-in set
 
