@@ -5,7 +5,7 @@ Rounding counts as the identity on the way back (a straight-through estimate). T
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,7 @@ START = 0.5  # of the way from a level to where the weight was, numbers start: a
 WARM_UP = 20  # steps, or a tenth of them
 DECAY, DECAY_OF_SQUARES = 0.9, 0.95  # Adam's
 LOOKS = 10  # at what was held out, evenly spread over the steps; the best that was seen is kept
+HALVINGS = 3  # at most at one look, of the way from the best, where two looks in a row are worse
 KEPT = 300  # seconds after which a run that may be killed writes where it is, again and again
 
 
@@ -54,11 +55,12 @@ class Trained:
         for name, layer in layers.items():
             alike.setdefault(replace(layer.decoding, exponent=0), {})[name] = layer
         self.groups = [_Group(own, dense, device, dtype) for own in alike.values()]
+        self.moves_codes = dense is not None
         self.start = {name: vector.detach().float() for name, vector in vectors.items()}
         self.sizes = {name: float(x.abs().mean()) or 1.0 for name, x in self.start.items()}
         self.moved = {name: torch.zeros_like(x).requires_grad_() for name, x in self.start.items()}
         rates = [(group.places, SCALES) for group in self.groups]
-        rates += [(group.numbers, CODES * group.gap / math.sqrt(steps)) for group in self.groups if group.moves_codes]
+        rates += [(group.numbers, CODES * group.gap / math.sqrt(steps)) for group in self.groups if self.moves_codes]
         rates += [(vector, VECTORS) for vector in self.moved.values()]
         self.rates = torch.tensor([rate for _, rate in rates], device=device)
         self.parameters = [parameter for parameter, _ in rates]
@@ -90,6 +92,11 @@ class Trained:
         """Takes a step for each batch, looks now and then at what comes last in ``look()``, and ends with the best
         that it saw: after how many steps that was, what ``look()`` was at first, and what it was there.
 
+        Without codes, rates suit the model: where two looks in a row are worse than the best, the way from there is
+        halved until it is not, and all rates with it, for smaller steps would have led about there. One look says
+        little: in the first steps noise is ahead of what is learned. So it is with codes for longer, and none changes
+        half-way.
+
         The loss is a sum: of means, the gradient of a single weight of a large model would be nothing beside what Adam
         adds to its size, and nothing at all in float16. Where batches are tensors, a step is one launch on a GPU, if
         the model allows that: what it computes may not depend on what a tensor holds.
@@ -102,12 +109,10 @@ class Trained:
                 logger.warning("hf_kbit: tuning is slower, for its kernels are launched one by one: %s", error)
         start = look()
         step(batches[0], zero)  # makes the optimizer's state, which may have come into being before
-        for state in self.optimizer.state.values():
-            for tensor in state.values():
-                tensor.zero_()
-        best, kept, first = (0, start), self._packed(), 0
+        self._forget()
+        best, kept, first, factor = (0, start), [own.detach().clone() for own in self.parameters], 0, 1.0
         if finished is not None and (found := finished.load(TUNING)) is not None:
-            tensors, (first, at, *values) = found
+            tensors, (first, factor, at, *values) = found
             best = at, tuple(values)
             for name, tensor in self._state(kept).items():
                 tensor.copy_(tensors[name])
@@ -116,21 +121,29 @@ class Trained:
         with tqdm(total=self.steps, initial=first, desc="tuning", unit="step", disable=not progress) as bar:
             for number in range(first, self.steps):
                 fall = (1 + math.cos(math.pi * number / self.steps)) / 2
-                step(batches[number], zero + min((number + 1) / warm_up, 1.0) * fall)
+                step(batches[number], zero + factor * min((number + 1) / warm_up, 1.0) * fall)
                 bar.update()
                 if (number + 1) % every and number + 1 < self.steps:
                     continue
-                now = look()
+                now, halvings = look(), 0
+                most = HALVINGS if number + 1 - best[0] > every and not self.moves_codes else 0
+                while halvings < most and not now[-1] <= best[1][-1]:  # NaN is worse
+                    for own, mine in zip(self.parameters, kept, strict=True):
+                        own.lerp_(mine, 0.5)
+                    now, halvings, factor = look(), halvings + 1, factor / 2
                 bar.set_postfix_str(f"held out: {now[-1]:.3g}, at first {start[-1]:.3g}")
-                if now[-1] < best[1][-1]:
+                if now[-1] <= best[1][-1]:
                     best = number + 1, now
-                    for mine, new in zip(kept, self._packed(), strict=True):
-                        mine.copy_(new)
+                    _copy(self.parameters, kept)
+                elif halvings:
+                    _copy(kept, self.parameters)
+                if halvings:
+                    self._forget()
                 if finished is not None and time.monotonic() - written >= KEPT:
-                    finished.save(TUNING, self._state(kept), (number + 1, best[0], *best[1]))
+                    finished.save(TUNING, self._state(kept), (number + 1, factor, best[0], *best[1]))
                     written = time.monotonic()
-        for own, packed in zip(self._stored(), kept, strict=True):
-            own.copy_(packed)
+        _copy(kept, self.parameters)
+        _copy(self._packed(), self._stored())
         return best[0], start, best[1]
 
     def _step(self, loss: Callable) -> Callable[[Any, torch.Tensor], tuple[()]]:
@@ -149,6 +162,12 @@ class Trained:
             return ()
 
         return step
+
+    def _forget(self) -> None:
+        """Has the optimizer start anew."""
+        for state in self.optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
 
     def _state(self, kept: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """All that a run goes on from, by name."""
@@ -172,6 +191,11 @@ class Trained:
             group.store()
         for name in self.start:
             model.get_parameter(name).copy_(self._vector(name))
+
+
+def _copy(tensors: Iterable[torch.Tensor], places: Iterable[torch.Tensor]) -> None:
+    for tensor, place in zip(tensors, places, strict=True):
+        place.copy_(tensor)
 
 
 class _Group:

@@ -3,6 +3,8 @@
 import copy
 import itertools
 import logging
+import math
+import re
 from functools import cache
 from types import SimpleNamespace
 
@@ -179,8 +181,53 @@ def test_divergence_as_autograd_has_it(monkeypatch):
 def test_the_best_that_was_seen_is_kept(monkeypatch):
     """Steps that ruin the model leave it as it was, its norms too."""
     for name in ("SCALES", "CODES", "VECTORS"):
-        monkeypatch.setattr(trained, name, 100.0)
+        monkeypatch.setattr(trained, name, 1e30)  # NaN is no gain either
     assert same(tensors(calibrated(20)), expected(0))
+
+
+def too_fast(monkeypatch, times: float) -> None:
+    """Has the second stage take steps that are so many times as large."""
+    for name in ("SCALES", "VECTORS"):
+        monkeypatch.setattr(trained, name, times * getattr(trained, name))
+
+
+@pytest.mark.parametrize("times", [100, 1000])
+def test_far_too_large_steps_gain_too(times, monkeypatch):
+    """About what the best ones do, of a model that 10 times as large ones suit."""
+    gains = []
+    for factor in (10, times):
+        with monkeypatch.context() as patch:
+            too_fast(patch, factor)
+            told = calibrated(20, tune_whole=True).hf_quantizer.tuned
+        before, after = map(float, re.search(r"divergence (\S+) -> (\S+),", told).groups())
+        gains.append(1 - after / before)
+    assert gains[1] > 0.7 * gains[0] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("looks", "factor"),
+    [
+        ([1, 2, 0.9, 2, 0.9, 0.9, 2, 0.8, 2, 0.8, 2], 1),  # never two in a row
+        ([1, 2, *(2, 2, 0.9), 2, *(2, 0.8), *6 * [0.7]], 1 / 8),  # after two halvings, and one
+        ([1, 2, *(2, 2, 2, 2), *(2, 2, 0.9), *7 * [0.8]], 1 / 32),  # after three that were of no use
+        ([1, math.nan, *(math.nan, 2, 0.9), *8 * [0.8]], 1 / 4),
+    ],
+    ids=str,
+)
+def test_two_looks_in_a_row(looks, factor, monkeypatch):
+    """That are worse than the best halve all rates until one is not."""
+    coming, rates, make = iter([0, *looks]), [], trained.Trained._step  # the first is that in 16 bits
+
+    def recording(self, loss):
+        step = make(self, loss)
+        return lambda batch, rate: (rates.append(rate.item()), step(batch, rate))
+
+    monkeypatch.setattr(tuning, "_measured", lambda *_: (1.0, next(coming)))
+    monkeypatch.setattr(trained.Trained, "_step", recording)
+    told = calibrated(20).hf_quantizer.tuned
+    assert next(coming, None) is None, "fewer looks"
+    assert rates[-1] == pytest.approx(factor * (1 + math.cos(math.pi * 19 / 20)) / 2, rel=1e-5)
+    assert f"divergence 1 -> {min(looks)}," in told
 
 
 @pytest.mark.parametrize("method", ["weighted", "feedback"])
@@ -286,9 +333,10 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_killed_run_goes_on(whole, device, monkeypatch, tmp_path):
-    """In the middle of the whole model, or of its second layer; to the same bytes."""
+@pytest.mark.parametrize(("whole", "times"), [(True, 1), (True, 1000), (False, 1)])
+def test_a_killed_run_goes_on(whole, times, device, monkeypatch, tmp_path):
+    """In the middle of the whole model, also after rates were halved, or of its second layer; to the same bytes."""
+    too_fast(monkeypatch, times)
     monkeypatch.setattr(trained, "KEPT", 0)
     monkeypatch.setattr(tuning, "LAYER_STEPS", tuning.LAYER_STEPS if whole else 1)
     wanted = tensors(calibrated(model=llama().to(device), tune_whole=whole))
