@@ -216,11 +216,20 @@ def test_far_too_large_steps_gain_too(times, monkeypatch):
 )
 def test_two_looks_in_a_row(looks, factor, monkeypatch):
     """That are worse than the best halve all rates until one is not."""
-    coming, rates, make = iter([0, *looks]), [], trained.Trained._step  # the first is that in 16 bits
+    coming, make = iter([0, *looks]), trained.Trained._step  # the first is that in 16 bits
+    rates, places = [], []
 
     def recording(self, loss):
         step = make(self, loss)
-        return lambda batch, rate: (rates.append(rate.item()), step(batch, rate))
+        rates.clear()  # those of layers
+        places.clear()
+
+        def recorded(batch, rate):
+            rates.append(rate.item())
+            places.append(self.groups[0].places.detach().clone())
+            return step(batch, rate)
+
+        return recorded
 
     monkeypatch.setattr(tuning, "_measured", lambda *_: (1.0, next(coming)))
     monkeypatch.setattr(trained.Trained, "_step", recording)
@@ -228,6 +237,8 @@ def test_two_looks_in_a_row(looks, factor, monkeypatch):
     assert next(coming, None) is None, "fewer looks"
     assert rates[-1] == pytest.approx(factor * (1 + math.cos(math.pi * 19 / 20)) / 2, rel=1e-5)
     assert f"divergence 1 -> {min(looks)}," in told
+    back = [number for number, own in enumerate(places) if torch.equal(own, places[1])]
+    assert back == [0, 1, *([5] if factor == 1 / 32 else [])], "it goes back where no halving was of use"
 
 
 @pytest.mark.parametrize("method", ["weighted", "feedback"])
