@@ -224,12 +224,12 @@ def test_two_looks_in_a_row(looks, factor, monkeypatch):
         rates.clear()  # those of layers
         places.clear()
 
-        def recorded(batch, rate):
+        def noted(batch, rate):
             rates.append(rate.item())
             places.append(self.groups[0].places.detach().clone())
             return step(batch, rate)
 
-        return recorded
+        return noted
 
     monkeypatch.setattr(tuning, "_measured", lambda *_: (1.0, next(coming)))
     monkeypatch.setattr(trained.Trained, "_step", recording)
