@@ -191,6 +191,25 @@ def too_fast(monkeypatch, times: float) -> None:
         monkeypatch.setattr(trained, name, times * getattr(trained, name))
 
 
+def test_a_larger_model_takes_smaller_steps(monkeypatch):
+    """In the second stage, as the root of its blocks."""
+    rates, make = [], trained.Trained._step
+
+    def recording(self, loss):
+        rates.append((self.rates, sum(group.places.numel() for group in self.groups)))
+        return make(self, loss)
+
+    monkeypatch.setattr(trained.Trained, "_step", recording)
+    calibrated(20)
+    *layers, (whole, blocks) = rates
+    rates.clear()
+    monkeypatch.setattr(trained, "BLOCKS", blocks / 4)
+    calibrated(20)
+    *now_layers, (now_whole, _) = rates
+    torch.testing.assert_close(now_whole, whole / 2)
+    assert all(torch.equal(now, before) for (now, _), (before, _) in zip(now_layers, layers, strict=True))
+
+
 @pytest.mark.parametrize("times", [100, 1000])
 def test_far_too_large_steps_gain_too(times, monkeypatch):
     """About what the best ones do, of a model that 10 times as large ones suit."""
