@@ -77,6 +77,17 @@ SHAPES = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     },
+    "tiny-mixture": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
 }
 
 
