@@ -33,7 +33,7 @@ VECTORS = 3e-4  # of a vector's mean magnitude: ten times that is no better
 # Both suit so many blocks, those of SmolLM2-135M. In a larger model noise moves more of them, so they fall as the root.
 # Qwen2.5-Coder-1.5B-Instruct has 12 times as many: 0.3 of the rates leave it 2% less divergence than all (two H200s, 300
 # steps of 8,192 tokens, 2 and 3 bits, 2026-11-27).
-BLOCKS = 3.3e6
+BLOCKS = 3.32e6
 # Of the distance between levels, over the root of the number of steps: noise moves a number by the root, what is none
 # by the number. After error feedback twice of it gains half as much.
 CODES = 0.1
