@@ -1,6 +1,8 @@
 """What vLLM does around a model: caches, drafts, other loaders, sleep, and weights that come again."""
 
+import importlib
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -108,3 +110,11 @@ def test_sleep_that_throws_weights_away():
     worker.vllm_config.quant_config = None
     sleep(worker, 2)
     assert slept == [1, 2]
+
+
+def test_the_benchmark_sees_all_kernels_but_those_of_routers(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    look_inside = importlib.import_module("serving_process").look_inside
+    with serving.engine(serving.make("qwen3_moe", tmp_path), **ALONE) as model:
+        (inside,) = model.collective_rpc(look_inside)
+    assert inside["kernels"] == ["KbitExpertsMethod", "KbitLinearMethod"]
