@@ -187,8 +187,8 @@ def serve(path: str, method: str, tensor_parallel: int, sequences: list[int], pr
 
 
 def look_inside(worker) -> dict:
-    """What a process of vLLM holds: bytes of weights, bytes of keys and values, and the kernels of linear layers and of
-    experts, but for those of routers, which stay in 16 bits."""
+    """What a process of vLLM holds: bytes of weights, bytes of keys and values, and the kernels of linear layers and
+    of experts, but for those of routers, which stay in 16 bits."""
     from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
 

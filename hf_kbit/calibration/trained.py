@@ -30,9 +30,9 @@ TUNING = "tuning."  # where it is, among what a run has finished: no layer's nam
 # or 8,192 tokens, 2026-11-23), and codes on a trained model of 1.3 million parameters, on a CPU.
 SCALES = 0.1  # steps between bytes: 0.02 is slower, 0.3 worse
 VECTORS = 3e-4  # of a vector's mean magnitude: ten times that is no better
-# Both suit so many blocks, those of SmolLM2-135M. In a larger model noise moves more of them, so they fall as the root.
-# Qwen2.5-Coder-1.5B-Instruct has 12 times as many: 0.3 of the rates leave it 2% less divergence than all (two H200s, 300
-# steps of 8,192 tokens, 2 and 3 bits, 2026-11-27).
+# Both suit so many blocks, SmolLM2-135M's. In a larger model noise moves more of them, so they fall as the root. Of
+# Qwen2.5-Coder-1.5B-Instruct, with 12 times as many, 0.3 of the rates leave 2% less divergence than all of them (two
+# H200s, 300 steps of 8,192 tokens, 2 and 3 bits, 2026-11-27).
 BLOCKS = 3.32e6
 # Of the distance between levels, over the root of the number of steps: noise moves a number by the root, what is none
 # by the number. After error feedback twice of it gains half as much.
