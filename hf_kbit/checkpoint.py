@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_kbit.format import ABSMAX_SUFFIX, absmax_shape, weight_shape
 from hf_kbit.nn.weight import KbitWeight
@@ -54,6 +55,14 @@ class StoredTensor:
         """Whether loading it into ``tensor`` keeps its meaning: same shape (if asked), and a float if that is one."""
         same_shape = self.shape == tuple(tensor.shape)
         return (same_shape or not shapes) and ("F" in self.dtype) == tensor.is_floating_point()
+
+
+def model_files(folder: Path) -> list[str]:
+    """The files of a model that ``save_pretrained`` wrote, among others that may be in the folder."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if not index.exists():
+        return [str(folder / SAFE_WEIGHTS_NAME)]
+    return [str(folder / name) for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
 
 
 def read_headers(files: Iterable[str | os.PathLike]) -> dict[str, StoredTensor]:

@@ -7,8 +7,9 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from hf_kbit.checkpoint import StoredTensor, read_headers
+from hf_kbit.checkpoint import StoredTensor, model_files, read_headers
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
 from hf_kbit.nn.linear import KbitLinear
 
@@ -59,8 +60,8 @@ def replace_lora_weights_loftq(
     base = peft_model.get_base_model()
     path = Path(model_path or base.name_or_path)
     if not path.exists():
-        path = Path(snapshot_download(str(path), allow_patterns="*.safetensors"))
-    stored = read_headers([path] if path.is_file() else sorted(path.glob("*.safetensors")))
+        path = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", SAFE_WEIGHTS_INDEX_NAME]))
+    stored = read_headers([path] if path.is_file() else model_files(path))
     for layer in layers:
         original = _original_weight(layer, f"{base.base_model_prefix}.", stored)
         error = original - layer.base_layer.dequantize(torch.float32)

@@ -1,6 +1,5 @@
 """What vLLM asks of a quantization: which layers of a model are packed, and how each decodes."""
 
-import json
 import os
 from pathlib import Path
 
@@ -152,7 +151,7 @@ def read_decodings(folder: Path, config: KbitConfig) -> tuple[dict, dict, dict]:
         ValueError: a file is damaged, or tensors do not fit the model of ``config.json``, or are not as vLLM loads
             them; the message names them.
     """
-    files = _files(folder)
+    files = checkpoint.model_files(folder)
     model_config = AutoConfig.from_pretrained(folder)
     if (saved := fit.saved_class(model_config.architectures)) is None:
         raise ValueError(f"architectures: found {model_config.architectures} in config.json, expected a model's class")
@@ -186,10 +185,3 @@ def read_decodings(folder: Path, config: KbitConfig) -> tuple[dict, dict, dict]:
     for name, (_, projections) in experts.items():  # in the order in which they run
         experts[name] = name, dict(sorted(projections.items(), key=lambda item: item[0] == DOWN_PROJECTION))
     return layers, tables, experts
-
-
-def _files(folder: Path) -> list[str]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return [str(folder / "model.safetensors")]
-    return [str(folder / file) for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
