@@ -214,6 +214,9 @@ CHECKS = {
     },
     "finetuning.md": MERGED
     | {
+        "Repair(repaired": lambda names: all(
+            layer.lora_B["default"].weight.any() for layer in tuner_layers(names.repaired)
+        ),
         "loftq(model)": lambda names: all(layer.lora_B["default"].weight.any() for layer in tuner_layers(names.model)),
         "eva_weights(model": lambda names: all(map(of_eva, tuner_layers(names.model))),
         "gradient_checkpointing_enable(": lambda names: len(tuner_layers(names.model)) == 14,
