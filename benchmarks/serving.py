@@ -6,7 +6,7 @@
                                  [--json results.jsonl] [--plot serving.png] [--table]
     python benchmarks/serving.py --from results.jsonl [--plot serving.png] [--table]
     VLLM_CPU_KVCACHE_SPACE=1 python benchmarks/serving.py --folder /tmp/tiny --shape tiny --sequences 1,4 \\
-        --prompts 32,64 --methods bf16,hf_kbit-4,gptq  # a rehearsal, where vLLM is one for CPUs
+        --prompts 32,64 --methods bf16,hf_kbit-4,gptq  # a rehearsal, where vLLM is one for CPUs; or tiny-mixture
 
 The methods:
 

@@ -27,8 +27,8 @@ def replace_lora_weights_loftq(
 
     Args:
         peft_model: ``PeftModel`` with LoRA on quantized layers.
-        model_path: the 16-bit model, in safetensors: a folder, a file or a name on the Hub; None for the one that the
-            base model was loaded from. Weights are read one at a time.
+        model_path: the 16-bit model, in safetensors: a folder as ``save_pretrained`` writes it, a file, or a name on
+            the Hub; None for the one that the base model was loaded from. Weights are read one at a time.
         adapter_name: of which adapter.
         callback: called with the model and the name of a layer after each; False takes that one back.
 
