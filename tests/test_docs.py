@@ -22,6 +22,7 @@ from adapters import METHODS, kbit_layers, load, relative
 from byte_tokenizer import byte_tokenizer
 from command import succeed
 from torch import nn
+from torch.nn import functional as F
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -195,6 +196,17 @@ def of_eva(layer: KbitTunerLayer) -> bool:
     return torch.allclose(a @ a.T, torch.eye(len(a), device=a.device), rtol=0, atol=5e-3)
 
 
+@torch.no_grad()
+def repaired(names) -> bool:
+    """Whether it predicts what the model in 16 bits does better than without its adapter."""
+    ids = torch.tensor([block["input_ids"] for block in names.data])
+    aim, found = names.teacher(ids).logits.float(), names.repaired(ids).logits.float()
+    with names.repaired.disable_adapter():
+        without = names.repaired(ids).logits.float()
+    kl = [F.kl_div(x.log_softmax(-1), aim.log_softmax(-1), log_target=True, reduction="sum") for x in (found, without)]
+    return bool(kl[0] < kl[1])
+
+
 # For each page, what holds of the names that are defined after code with these words.
 MERGED = {"merge_and_unload(model, dequantize=True)": lambda names: kinds_of_layers(names.merged) == {nn.Linear}}
 CHECKS = {
@@ -214,9 +226,7 @@ CHECKS = {
     },
     "finetuning.md": MERGED
     | {
-        "Repair(repaired": lambda names: all(
-            layer.lora_B["default"].weight.any() for layer in tuner_layers(names.repaired)
-        ),
+        "Repair(repaired": repaired,
         "loftq(model)": lambda names: all(layer.lora_B["default"].weight.any() for layer in tuner_layers(names.model)),
         "eva_weights(model": lambda names: all(map(of_eva, tuner_layers(names.model))),
         "gradient_checkpointing_enable(": lambda names: len(tuner_layers(names.model)) == 14,
