@@ -189,12 +189,16 @@ def serve(path: str, method: str, tensor_parallel: int, sequences: list[int], pr
 def look_inside(worker) -> dict:
     """What a process of vLLM holds: bytes of weights, bytes of keys and values, and the kernels of linear layers and
     of experts, but for those of routers, which stay in 16 bits."""
-    from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
 
     runner = worker.model_runner
-    layers = [layer for layer in runner.get_model().modules() if isinstance(layer, (LinearBase, RoutedExperts))]
-    methods = [layer.quant_method for layer in layers if not isinstance(layer, GateLinear)]
+    layers = [
+        layer
+        for name, layer in runner.get_model().named_modules()
+        if isinstance(layer, (LinearBase, RoutedExperts)) and not name.endswith(".gate")
+    ]
+    methods = [layer.quant_method for layer in layers]
     # Where kernels are chosen, the method has one: GPTQ as ``kernel``, FP8 as ``fp8_linear``.
     chosen = [getattr(own, "kernel", None) or getattr(own, "fp8_linear", None) or own for own in methods]
     names = {type(own).__name__ + " of int8" * bool(getattr(own, "inputs", None)) for own in chosen}
