@@ -2,9 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,8 @@ from hf_kbit.calibration import stream
 from hf_kbit.calibration.data import Text
 from hf_kbit.calibration.experts import DenseProjection, opened
 from hf_kbit.calibration.layerwise import check_any
-from hf_kbit.calibration.writing import draw, write
+from hf_kbit.calibration.sensitivity import gradients
+from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.evaluation import check
 from hf_kbit.format import BITS
@@ -162,12 +161,6 @@ def _windows(ids: torch.Tensor, window: int, together: int) -> Iterator[torch.Te
 
 def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, costs: dict, bar: tqdm) -> None:
     """Adds what the layers' widths cost on ``ids``, ``[sequences, length]``, to ``costs``."""
-    head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
-
-    def watch(name, module, args, keywords, output):
-        if output.requires_grad:  # the second of two times that it is computed
-            given = [x.detach() if isinstance(x, torch.Tensor) else x for x in (args or keywords.values())]
-            output.register_hook(lambda gradient: add(name, module, given, gradient))
 
     def add(name: str, module: nn.Module, given: list, gradient: torch.Tensor) -> None:
         if isinstance(module, DenseProjection):
@@ -180,17 +173,7 @@ def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, 
             costs[name][width] += error.mul_(fisher).sum(dtype=torch.float64).item() / 2
         bar.update()
 
-    parts = (*units(model, list(costs)), *([head] if head else []))
-    with ExitStack() as hooks, torch.enable_grad(), stream.recomputed(model, parts, device) as anchor:
-        for name in costs:
-            layer = model.get_submodule(name)
-            hooks.enter_context(layer.register_forward_hook(partial(watch, name), with_kwargs=True))
-        logits = stream.forward_pass(model, ids).logits
-        probabilities = logits.detach().to(device).float().softmax(-1).flatten(0, -2)
-        # The gradient of the logarithm of a probability by logits: 1 at the token, less all probabilities.
-        drawn = draw(probabilities, generator)
-        gradient = probabilities.neg_().scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float32))
-        torch.autograd.grad(logits, anchor, gradient.view_as(logits).to(logits))
+    gradients(model, list(costs), ids, device, generator, add)
 
 
 def _fisher(x: torch.Tensor, gradient: torch.Tensor, sequences: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 import hf_kbit
 from hf_kbit.allocation import stored_weights, units
-from hf_kbit.calibration import experts, feedback, moments, stream, tuning, weighted
+from hf_kbit.calibration import experts, feedback, moments, sensitivity, stream, tuning, weighted
 from hf_kbit.calibration.data import SEQUENCES, Text
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.rounding import round_linear, round_projection
@@ -247,6 +247,7 @@ class Calibration:
         self.rows = [slice(rows.start + shift, rows.stop + shift) for rows in self.dense_rows]
         self.errors: list[tuple[float, float]] = []  # of layers' outputs, before and after they were tuned
         self.without_data: list[bool] = []  # for each expert's projection
+        self.token_weights: dict[str, torch.Tensor] = {}  # of layers for which tokens do not count alike
         self.finished: Finished | None = None
 
     @torch.no_grad()
@@ -255,6 +256,10 @@ class Calibration:
         layers, projections = units(model, list(self.widths)), [n for n in self.widths if is_projection(model, n)]
         with stream.evaluating(model), experts.opened(model, projections):  # refuses before anything changes
             stream.check(model, layers, self.ids, self.device)
+            if self.drifting:
+                inner = [n for unit, names in layers.items() for n in names if n not in (unit, *projections)]
+                how = self.ids, self.device, self.solving.batch, self.progress
+                self.token_weights = sensitivity.token_weights(model, inner, *how)
             if self.solving.resume is not None:
                 self.finished = Finished(Path(self.solving.resume), self._digest())
         dense = tuning.sharing_copy(model).eval() if self.steps and self.solving.tune_whole else None
@@ -304,6 +309,7 @@ class Calibration:
         config, solving = self.quantizer.quantization_config, self.solving
         run = (hf_kbit.__version__, torch.__version__, self.device.type, solving.method, solving.batch, config)
         run += (self.steps,) if self.steps else ()  # not tune_whole: layers are the same
+        run += (sensitivity.BLEND,) if self.token_weights else ()
         return digest([("ids", self.text), *self.model.state_dict().items()], *run)
 
     def _visit(self, unit: str, run: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:
@@ -369,10 +375,15 @@ class Calibration:
                 shares = experts.shares(like, around, group.once, runs, self.solver.DIAGONAL)
                 self.without_data += round_projection(name, new[name], like, shares, self.solver)
             else:
-                found = moments.moments(like, group, runs, self.solver.DIAGONAL)
+                found = moments.moments(like, group, runs, self.solver.DIAGONAL, self._weights(group.names))
                 for name in group.names:
                     round_linear(name, new[name], dense[name], found, self.solver)
             done |= {name: new[name] for name in group.names}
+
+    def _weights(self, names: list[str]) -> list[torch.Tensor]:
+        """Of the tokens of each part of the data, the mean over these layers; none if they count alike."""
+        found = [self.token_weights[name] for name in names if name in self.token_weights]
+        return [sum(own[rows] for own in found) / len(found) for rows in self.dense_rows] if found else []
 
 
 def _heads(model, packable: selection.Packable, widths: Mapping[str, int]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """What goes into the linear layers of one layer of the model: in which order, its second moments, and what follows."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -53,26 +53,35 @@ def groups(linears: dict[str, nn.Module], run: Callable[[], Any]) -> list[Group]
     return ordered
 
 
-def moments(linear: nn.Module, group: Group, runs: Iterable[tuple[Callable, Callable | None]], diagonal: bool):
+def moments(
+    linear: nn.Module,
+    group: Group,
+    runs: Sequence[tuple[Callable, Callable | None]],
+    diagonal: bool,
+    weights: Sequence[torch.Tensor] = (),
+) -> Moments:
     """The ``Moments`` of a group, one of whose layers is ``linear``; ``runs`` are for each part of the data what runs
-    it through the quantized layers, and, to find the drift, what runs it through the dense ones."""
+    it through the quantized layers, and, to find the drift, what runs it through the dense ones; ``weights``, float32
+    ``[sequences, tokens]``, are for each part how much its tokens count, if they do not count alike."""
     second, drift = 0.0, None
-    for run, run_dense in runs:
-        x = _inputs(linear, run, group.once)
+    for (run, run_dense), own in zip(runs, weights or [None] * len(runs), strict=True):
+        x = _inputs(linear, run, group.once, own)
         second = second + (x.square().sum(0) if diagonal else x.T @ x)
         if run_dense is not None:
-            difference = (_inputs(linear, run_dense, group.once) - x).T @ x
+            difference = (_inputs(linear, run_dense, group.once, own) - x).T @ x
             drift = difference if drift is None else drift.add_(difference)
     return Moments(second, drift)
 
 
-def _inputs(linear: nn.Module, run: Callable[[], Any], once: bool) -> torch.Tensor:
-    """float32 ``[tokens, K]``: all that the layer is given in ``run()``."""
+def _inputs(linear: nn.Module, run: Callable[[], Any], once: bool, weights: torch.Tensor | None) -> torch.Tensor:
+    """float32 ``[tokens, K]``: all that the layer is given in ``run()``, times roots of the tokens' weights if each is
+    given once."""
     found = [x.flatten(0, -2).float() for x, *_ in given(linear, run, once)]
     if not found:
         weight = linear.weight  # of a layer that no token has reached, such as an expert
         return weight.new_zeros((0, getattr(linear, "in_features", weight.shape[0])), dtype=torch.float32)
-    return torch.cat(found) if len(found) > 1 else found[0]
+    x = torch.cat(found) if len(found) > 1 else found[0]
+    return x if weights is None or len(x) != weights.numel() else x * weights.to(x.device).view(-1, 1).sqrt()
 
 
 def given(module: nn.Module, run: Callable[[], Any], once: bool) -> list[tuple]:

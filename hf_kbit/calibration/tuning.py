@@ -91,7 +91,7 @@ def tune_model(
     that has changed on sequences that were held out. All of it is on ``device`` meanwhile."""
     ids, layers = ids.to(device), {name: model.get_submodule(name) for name in names}
     batches, held_out = ([ids[part] for part in parts] for parts in _parts(ids, steps, device))
-    with stream.placed(dense, "", device), _deterministic():
+    with stream.placed(dense, "", device), reproducible():
         vectors = {name: x for name, x in dense.named_parameters() if x.dim() == 1 and x.is_floating_point()}
         trained = Trained(layers, None, vectors, steps, device, stream.dtype_on(device, dense.dtype))
         fixed = {
@@ -161,10 +161,26 @@ def tune_layer(
         means = [total.item() / count for total, count in map(error, held_out)]
         return (sum(means) / len(means),)
 
-    with _deterministic():
+    with reproducible():
         _, start, best = trained.train(lambda part: error(part)[0], batches, look)
     trained.store(model)
     return start[0], best[0]
+
+
+@contextmanager
+def reproducible() -> Iterator[None]:
+    """Inside, torch's functions give the same each time on one machine, as far as they can."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filling = deterministic.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*determin")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        deterministic.fill_uninitialized_memory = False
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            deterministic.fill_uninitialized_memory = filling
 
 
 # --- pieces ---------------------------------------------------------------------------------------
@@ -203,22 +219,6 @@ def _holding(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[N
     finally:
         for (module, own), parameter in zip(places, before, strict=True):
             module._parameters[own] = parameter
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """Inside, torch's functions give the same each time on one machine, as far as they can."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filling = deterministic.fill_uninitialized_memory
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*determin")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        deterministic.fill_uninitialized_memory = False
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-            deterministic.fill_uninitialized_memory = filling
 
 
 def _parts(ids: torch.Tensor, steps: int, device: torch.device) -> tuple[list[slice], list[slice]]:

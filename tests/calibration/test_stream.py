@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_kbit
 from hf_kbit.allocation import units
-from hf_kbit.calibration import moments, rounding, stream
+from hf_kbit.calibration import moments, rounding, sensitivity, stream
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.integrations.transformers import selection
 
@@ -33,9 +33,10 @@ def inputs_of(model, name: str, sequence: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def moments_by_whole_passes(original, quantized, names, ids) -> list[moments.Moments]:
+def moments_by_whole_passes(original, quantized, names, ids, weights) -> list[moments.Moments]:
     """For each group of layers, in the order of use, passes of one sequence at a time: through the model in 16 bits,
-    and through that with the groups before quantized."""
+    and through that with the groups before quantized. A token counts as much as the ``weights`` of the group's layers
+    say on average, or 1."""
     linears, groups, current, found = {original.get_submodule(n): n for n in names}, [], copy.deepcopy(original), []
     calls = []
     hooks = [
@@ -51,9 +52,11 @@ def moments_by_whole_passes(original, quantized, names, ids) -> list[moments.Mom
             groups.append([linears[layer]])
     for group in groups:
         sums = drift = 0.0
-        for sequence in ids:
+        counts = torch.stack([weights.get(name, torch.ones(ids.shape)) for name in group]).mean(0)
+        for sequence, own in zip(ids, counts, strict=True):
             x, dense = inputs_of(current, group[0], sequence), inputs_of(original, group[0], sequence)
-            sums, drift = sums + x.T @ x, drift + (dense - x).T @ x
+            weighted = own[:, None] * x if group[0] in weights else x
+            sums, drift = sums + weighted.T @ x, drift + (dense - x).T @ weighted
         found += [moments.Moments(sums, drift)] * len(group)
         selection.replace_modules(current, {name: quantized.get_submodule(name) for name in group})
     return found
@@ -71,12 +74,15 @@ def test_moments(row, batch, diagonal, length, monkeypatch):
     solver = Recorder(diagonal)
     monkeypatch.setitem(METHODS, "recorder", solver)
     monkeypatch.setattr(rounding, "aim", solver.aim)
+    weights, find = {}, sensitivity.token_weights
+    monkeypatch.setattr(sensitivity, "token_weights", lambda *given: weights.update(find(*given)) or weights)
     mixture = any(name.endswith(".experts") for name, _ in model.named_modules())
     left = {"modules_to_not_convert": ["experts"]} if mixture else {}  # test_experts.py has those
     hf_kbit.calibrate(model, ids, method="recorder", batch=batch, device="cpu", bits=2, **left)
     names = [name for name, layer in model.named_modules() if isinstance(layer, hf_kbit.KbitLinear)]
     assert sorted(names) == sorted(selection.Packable(dense).choose(hf_kbit.KbitConfig(**left)))
-    expected = moments_by_whole_passes(dense, model, names, ids)
+    assert sorted(weights) == sorted(names if stream.predicts_tokens(dense) and not diagonal else ())
+    expected = moments_by_whole_passes(dense, model, names, ids, weights)
     assert len(solver.moments) == len(expected) == len(names)
     close = partial(torch.testing.assert_close, rtol=1e-3)
     for sums, found in zip(expected, solver.moments, strict=True):
@@ -136,6 +142,21 @@ def test_layers_are_grouped_by_what_they_are_given():
     assert len(given) == 2 and twice.drift is None
     none = moments.moments(idle, moments.Group(["idle"], False), [(run, None)], diagonal=False).second
     assert torch.equal(none, torch.zeros(4, 4))
+
+
+def test_tokens_count_as_much_as_their_weights():
+    """Not where they go through a layer twice, for then its inputs are not theirs alone."""
+    layer, x = nn.Linear(4, 4), torch.randn(2, 3, 4)
+    weights, once = torch.rand(2, 3), moments.Group(["layer"], True)
+    run, run_dense = (lambda: layer(x)), (lambda: layer(3 * x))
+    found = moments.moments(layer, once, [(run, run_dense)], False, [weights])
+    expected = torch.einsum("st,sti,stj->ij", weights, x, x)
+    torch.testing.assert_close(found, moments.Moments(expected, 2 * expected))
+    twice = [(lambda: layer(layer(x)), None)], False
+    group = moments.Group(["layer"], False)
+    assert torch.equal(
+        moments.moments(layer, group, *twice, [weights]).second, moments.moments(layer, group, *twice).second
+    )
 
 
 def test_layers_stand_in_for_others():

@@ -1,0 +1,172 @@
+"""How much tokens count, against gradients of the whole model by each layer's output."""
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from architectures import BY_NAME
+from small import llama, same, tensors
+from torch import nn
+
+import hf_kbit
+from hf_kbit.calibration import experts, sensitivity
+from hf_kbit.calibration.sensitivity import token_weights
+from hf_kbit.calibration.writing import draw
+from hf_kbit.integrations.transformers import selection
+from hf_kbit.nn.experts import is_projection
+
+IDS = torch.randint(5, 90, (5, 24), generator=torch.Generator().manual_seed(3))
+CPU = torch.device("cpu")
+
+
+def weights_by_autograd(model, names, ids, batch) -> dict[str, torch.Tensor]:
+    """By the definition, one batch and one draw after another."""
+    outputs, squares, generator = {}, dict.fromkeys(names, 0.0), torch.Generator().manual_seed(0)
+
+    def keep(name, module, args, output):
+        output.retain_grad()
+        outputs[name] = output
+
+    hooks = [model.get_submodule(name).register_forward_hook(partial(keep, name)) for name in names]
+    for place, part in enumerate(ids.split(batch)):
+        rows = slice(place * batch, place * batch + len(part))
+        logs = model(part, use_cache=False).logits.float().log_softmax(-1).flatten(0, 1)
+        for _ in range(2):
+            logs.gather(1, draw(logs.detach().exp(), generator)).sum().backward(retain_graph=True)
+            for name, output in outputs.items():
+                own = torch.zeros(ids.shape)
+                own[rows] = output.grad.square().sum(-1).view(part.shape)
+                squares[name] = squares[name] + own
+                output.grad = None
+    for hook in hooks:
+        hook.remove()
+    found = {}
+    for name, own in squares.items():
+        clipped = own.clamp(max=sensitivity.MOST * own[:, 1:].quantile(0.99).item())
+        found[name] = 0.75 + 0.25 * clipped / clipped[:, 1:].mean()
+        found[name][:, 0] = 1
+    return found
+
+
+@pytest.mark.parametrize("most", [10, 0.5])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gemma2", "mixtral"])
+def test_weights_are_what_gradients_say(name, most, monkeypatch):
+    """Of batches of unequal size, whatever other random numbers are drawn; outliers are cut. The model's parameters
+    have no gradients, and need them as before."""
+    monkeypatch.setattr(sensitivity, "MOST", most)
+    model = BY_NAME[name].build().eval()
+    names = [n for n in selection.Packable(model).choose(hf_kbit.KbitConfig()) if not is_projection(model, n)]
+    projections = [n for n, _ in model.named_parameters() if is_projection(model, n)]
+    expected = weights_by_autograd(model, names, IDS, 2)
+    model.zero_grad()
+    with torch.no_grad(), experts.opened(model, projections):
+        found, again = (token_weights(model, names, IDS, CPU, 2) for _ in range(2))
+    assert found.keys() == expected.keys() and len(found) > 5 and same(found, again)
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    for layer, own in found.items():
+        torch.testing.assert_close(own, expected[layer], rtol=1e-3, atol=1e-4)
+        assert (own[:, 0] == 1).all() and own.dtype == torch.float32
+        assert own[:, 1:].mean() == pytest.approx(1, abs=1e-5) and own.std() > 0.01
+        assert own.max() <= 1 - 0.25 + 0.25 * most * 30
+
+
+def test_the_first_token_is_in_no_statistic():
+    squares = torch.rand(4, 9)
+    found = sensitivity._weights(squares)
+    squares[:, 0] = 1e6
+    assert torch.equal(sensitivity._weights(squares), found) and (found[:, 0] == 1).all()
+    assert found[:, 1:].std() > 0.05
+
+
+@pytest.mark.parametrize("squares", [torch.zeros(2, 50), torch.eye(50)[1:2].expand(4, 50)], ids=["none", "few"])
+def test_without_gradients_tokens_count_alike(squares):
+    assert torch.equal(sensitivity._weights(squares), torch.ones_like(squares))
+
+
+def weighted_error(layer, dense, x, weights) -> float:
+    outputs = x @ (layer.dequantize(torch.float32) - dense).T
+    return (weights.flatten()[:, None] * outputs.square()).sum().item()
+
+
+def test_the_weighted_error_of_outputs_falls(monkeypatch):
+    """Of the first layers, whose inputs are the same with and without weights."""
+    monkeypatch.setattr(sensitivity, "BLEND", 1.0)
+    ids = torch.randint(256, (64, 24), generator=torch.Generator().manual_seed(5))
+    model, other, dense = (llama(initializer_range=0.3) for _ in range(3))
+    names = [f"model.layers.0.self_attn.{own}_proj" for own in "qkv"]
+    found = token_weights(dense, names, ids, CPU, 8)
+    weights, inputs = sum(found.values()) / 3, []
+    dense.get_submodule(names[0]).register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, 1)))
+    with torch.no_grad():
+        dense(ids)
+    hf_kbit.calibrate(model, ids, bits=2, batch=8)
+    monkeypatch.setattr(sensitivity, "BLEND", 0)
+    hf_kbit.calibrate(other, ids, bits=2, batch=8)
+    errors = [
+        sum(weighted_error(each.get_submodule(n), dense.get_submodule(n).weight, inputs[0], weights) for n in names)
+        for each in (model, other)
+    ]
+    print(errors)
+    assert errors[0] < 0.97 * errors[1]
+
+
+# --- where tokens count alike ---------------------------------------------------------------------
+
+
+class NoWayBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+
+def without_way_back():
+    model = llama()
+    model.model.layers[1].mlp.register_forward_hook(lambda _, args, output: NoWayBack.apply(output))
+    return model
+
+
+def told(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "count alike" in record.getMessage()]
+
+
+@pytest.mark.parametrize("build", [BY_NAME["bert-masked"].build, BY_NAME["t5"].build, without_way_back])
+def test_a_model_without_gradients_is_calibrated_as_without_weights(build, monkeypatch, caplog):
+    logging.getLogger("transformers").propagate = True
+    found = tensors(hf_kbit.calibrate(build(), IDS, bits=2))
+    assert len(told(caplog)) == (build is without_way_back)
+    monkeypatch.setattr(sensitivity, "gradients", None)
+    monkeypatch.setattr(sensitivity, "BLEND", 0)
+    assert same(found, tensors(hf_kbit.calibrate(build(), IDS, bits=2)))
+
+
+def test_a_model_that_is_elsewhere_has_no_weights():
+    model = llama()
+    assert token_weights(model, ["model.layers.0.mlp.up_proj"], IDS, torch.device("meta"), 2) == {}
+    assert token_weights(model, ["model.layers.0.mlp.up_proj"], IDS[:, :1], CPU, 2) == {}
+
+
+def test_layers_that_read_some_of_the_tokens_have_no_weights():
+    model = llama()
+    mlp, names = model.model.layers[0].mlp, [n for n, m in model.named_modules() if type(m) is nn.Linear][:-1]
+    forward = mlp.forward
+    mlp.forward = lambda x: torch.cat([forward(part) for part in x.chunk(2, 1)], 1)
+    found = token_weights(model, names, IDS, CPU, 2)
+    assert names and found.keys() == {n for n in names if "layers.0.mlp" not in n}
+    hf_kbit.calibrate(model, IDS, bits=2)
+
+
+def test_memory_that_is_short_is_an_error(monkeypatch):
+    def fail(*given):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(sensitivity, "gradients", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        hf_kbit.calibrate(llama(), IDS, bits=2)
+
+
+def test_what_a_run_with_other_weights_finished_is_refused(monkeypatch, tmp_path):
+    hf_kbit.calibrate(llama(), IDS, bits=2, resume=tmp_path)
+    monkeypatch.setattr(sensitivity, "BLEND", 0)
+    with pytest.raises(ValueError, match="found what a run with another model"):
+        hf_kbit.calibrate(llama(), IDS, bits=2, resume=tmp_path)
