@@ -88,7 +88,7 @@ def token_weights(
     if not BLEND or ids.shape[1] < 2 or not stream.predicts_tokens(model):
         return {}
     if model.device != device:
-        logger.info("hf_kbit: all tokens count alike, for the model is not on %s", device)
+        logger.warning("hf_kbit: all tokens count alike, for the model is not on %s", device)
         return {}
     together = max(min(LOGITS // (ids.shape[1] * model.config.get_text_config().vocab_size), batch), 1)
     generator = torch.Generator(device).manual_seed(SEED)

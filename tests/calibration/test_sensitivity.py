@@ -104,6 +104,28 @@ def test_the_weighted_error_of_outputs_falls(monkeypatch):
     assert error(models[1.0], torch.ones(8, 24)) > 1.02 * error(models[0], torch.ones(8, 24))
 
 
+@pytest.mark.parametrize("settings", [{"module_bits": {"lm_head": 5}}, {"embedding_bits": 5}])
+def test_all_tokens_count_alike_for_the_head(settings, monkeypatch):
+    """Whether it is tied or not."""
+    asked, model = [], llama(tie_word_embeddings="embedding_bits" in settings)
+    monkeypatch.setattr(sensitivity, "token_weights", lambda model, names, *how: asked.extend(names) or {})
+    hf_kbit.calibrate(model, IDS, bits=3, **settings)
+    assert model.lm_head.bits == 5 and len(asked) == 14 and "lm_head" not in asked
+
+
+@pytest.mark.gpu
+def test_the_same_weights_each_time_on_the_gpu():
+    """None of a model that goes there layer by layer."""
+    model = BY_NAME["llama"].build().bfloat16().eval()
+    names = [n for n, layer in model.named_modules() if type(layer) is nn.Linear and n != "lm_head"]
+    device = torch.empty(0, device="cuda").device
+    assert token_weights(model, names, IDS, device, 2) == {}
+    model.to(device)
+    found, again = (token_weights(model, names, IDS.to(device), device, 2) for _ in range(2))
+    assert list(found) == names and same(found, again)
+    assert all(own.device.type == "cpu" and own[:, 1:].std() > 0.01 for own in found.values())
+
+
 # --- where tokens count alike ---------------------------------------------------------------------
 
 
