@@ -23,8 +23,8 @@ class Group(NamedTuple):
 
 class Moments(NamedTuple):
     """Sums over tokens, which may have weights, float32: of ``x @ x.T``, ``[K, K]``, or its diagonal, ``[K]``, for
-    what the layers are given; and of ``(d - x) @ x.T``, ``[K, K]``, where d is what they would be given had nothing been
-    quantized yet."""
+    what the layers are given; and of ``(d - x) @ x.T``, ``[K, K]``, where d is what they would be given had nothing
+    been quantized yet."""
 
     second: torch.Tensor
     drift: torch.Tensor | None

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -23,7 +24,7 @@ logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transform
 BLEND = 0.25  # of a token's weight, what gradients say; the rest is alike. 0: no gradients are needed
 DRAWS = 2  # of a token for each place, whose squared gradients are added up
 SEED = 0  # of the tokens that are drawn
-LOGITS, CHUNK = 1 << 29, 1 << 27  # as many at once, with their gradients; and in float32
+LOGITS, CHUNK = 1 << 28, 1 << 27  # as many at once, with their gradients; and in float32
 QUANTILE, MOST = 0.99, 10  # a token counts at most so many times as much as one at this place of the order
 ORDERED = 1 << 18  # tokens of which that is looked up, or up to twice as many
 
@@ -85,18 +86,19 @@ def token_weights(
     Source: squared gradients by outputs as weights of a layer's errors are those of GuidedQuant (arXiv:2505.07004),
     there of the loss on a text, several groups of outputs apart.
     """
-    if not BLEND or ids.shape[1] < 2 or not stream.predicts_tokens(model):
+    if not (BLEND and names and ids.shape[1] > 1 and stream.predicts_tokens(model)):
         return {}
     if model.device != device:
         logger.warning("hf_kbit: all tokens count alike, for the model is not on %s", device)
         return {}
-    together = max(min(LOGITS // (ids.shape[1] * model.config.get_text_config().vocab_size), batch), 1)
     generator = torch.Generator(device).manual_seed(SEED)
     squares = torch.zeros((len(names), *ids.shape), device=device)
-    pieces = zip(ids.split(together), squares.split(together, 1), strict=True)
     try:
-        with tuning.reproducible():
-            for piece, own in tqdm(list(pieces), desc="weighing", disable=not progress):
+        together = max(min(LOGITS // (ids.shape[1] * model.config.get_text_config().vocab_size), batch), 1)
+        pieces = list(zip(ids.split(together), squares.split(together, 1), strict=True))
+        # Gradients of other kinds of attention differ in the last bits each time.
+        with tuning.reproducible(), sdpa_kernel(SDPBackend.MATH):
+            for piece, own in tqdm(pieces, desc="weighing", disable=not progress):
                 parts = dict(zip(names, own, strict=True))
                 gradients(model, names, piece, device, generator, partial(_add, parts), DRAWS)
     except (MemoryError, torch.OutOfMemoryError):
@@ -104,7 +106,10 @@ def token_weights(
     except Exception as error:  # whatever the code of a model does
         logger.warning("hf_kbit: all tokens count alike, for gradients fail (%s: %s)", type(error).__name__, error)
         return {}
-    return {name: _weights(own).cpu() for name, own in zip(names, squares, strict=True) if own.isfinite().all()}
+    found = {name: _weights(own).cpu() for name, own in zip(names, squares, strict=True) if own.isfinite().all()}
+    if len(found) < len(names):
+        logger.warning("hf_kbit: all tokens count alike for %d of %d layers", len(names) - len(found), len(names))
+    return found
 
 
 def _add(squares: dict[str, torch.Tensor], name: str, module, given, gradient: torch.Tensor) -> None:

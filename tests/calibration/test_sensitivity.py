@@ -115,15 +115,18 @@ def test_all_tokens_count_alike_for_the_head(settings, monkeypatch):
 
 @pytest.mark.gpu
 def test_the_same_weights_each_time_on_the_gpu():
-    """None of a model that goes there layer by layer."""
-    model = BY_NAME["llama"].build().bfloat16().eval()
+    """Also of sequences so long that usual kinds of attention add gradients up in any order. A model that goes there
+    layer by layer has none."""
+    ids = torch.randint(256, (3, 600), generator=torch.Generator().manual_seed(6))
+    model, device = llama().bfloat16(), torch.empty(0, device="cuda").device
     names = [n for n, layer in model.named_modules() if type(layer) is nn.Linear and n != "lm_head"]
-    device = torch.empty(0, device="cuda").device
-    assert token_weights(model, names, IDS, device, 2) == {}
+    assert token_weights(model, names, ids, device, 2) == {}
     model.to(device)
-    found, again = (token_weights(model, names, IDS.to(device), device, 2) for _ in range(2))
-    assert list(found) == names and same(found, again)
+    found, *others = (token_weights(model, names, ids.to(device), device, 2) for _ in range(4))
+    assert list(found) == names and all(same(found, other) for other in others)
     assert all(own.device.type == "cpu" and own[:, 1:].std() > 0.01 for own in found.values())
+    first, second = (hf_kbit.calibrate(llama().bfloat16().to(device), ids, bits=2) for _ in range(2))
+    assert same(tensors(first), tensors(second))
 
 
 # --- where tokens count alike ---------------------------------------------------------------------
@@ -155,19 +158,24 @@ def test_a_model_without_gradients_is_calibrated_as_without_weights(build, monke
     assert same(found, tensors(hf_kbit.calibrate(build(), IDS, bits=2)))
 
 
-def test_a_model_that_is_elsewhere_has_no_weights():
+def test_a_model_that_is_elsewhere_has_no_weights(monkeypatch, caplog):
+    """Which is told; nor have sequences of one token, which is not."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     model = llama()
+    assert token_weights(model, ["model.layers.0.mlp.up_proj"], IDS[:, :1], CPU, 2) == {} and not told(caplog)
     assert token_weights(model, ["model.layers.0.mlp.up_proj"], IDS, torch.device("meta"), 2) == {}
-    assert token_weights(model, ["model.layers.0.mlp.up_proj"], IDS[:, :1], CPU, 2) == {}
+    assert told(caplog) == {"hf_kbit: all tokens count alike, for the model is not on meta"}
 
 
-def test_layers_that_read_some_of_the_tokens_have_no_weights():
+def test_layers_that_read_some_of_the_tokens_have_no_weights(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     model = llama()
     mlp, names = model.model.layers[0].mlp, [n for n, m in model.named_modules() if type(m) is nn.Linear][:-1]
     forward = mlp.forward
     mlp.forward = lambda x: torch.cat([forward(part) for part in x.chunk(2, 1)], 1)
     found = token_weights(model, names, IDS, CPU, 2)
     assert names and found.keys() == {n for n in names if "layers.0.mlp" not in n}
+    assert told(caplog) == {"hf_kbit: all tokens count alike for 3 of 14 layers"}
     hf_kbit.calibrate(model, IDS, bits=2)
 
 
