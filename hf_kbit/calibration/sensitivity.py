@@ -25,6 +25,7 @@ BLEND = 0.25  # of a token's weight, what gradients say; the rest is alike. 0: n
 DRAWS = 2  # of a token for each place, whose squared gradients are added up
 SEED = 0  # of the tokens that are drawn
 LOGITS, CHUNK = 1 << 28, 1 << 27  # as many at once, with their gradients; and in float32
+ROOM = 5e9  # bytes that these and all else take beside the weights
 QUANTILE, MOST = 0.99, 10  # a token counts at most so many times as much as one at this place of the order
 ORDERED = 1 << 18  # tokens of which that is looked up, or up to twice as many
 
@@ -78,26 +79,28 @@ def token_weights(
     progress: bool = False,
 ) -> dict[str, torch.Tensor]:
     """``{name: float32 [sequences, tokens] on the CPU}``: how much each of ``ids`` counts for linear layers of a
-    causal language model that is on ``device``, some 1 on average; the same each time on the same machine.
+    causal language model, some 1 on average; the same each time on the same machine. All of the model is on ``device``
+    meanwhile.
 
     Layers are left out that make another number of rows than there are tokens, or whose gradients overflow. There are
-    none of another model, or of one whose code has no way back.
+    none of another model, of one for which ``device`` is too small, or of one whose code has no way back.
 
     Source: squared gradients by outputs as weights of a layer's errors are those of GuidedQuant (arXiv:2505.07004),
     there of the loss on a text, several groups of outputs apart.
     """
     if not (BLEND and names and ids.shape[1] > 1 and stream.predicts_tokens(model)):
         return {}
-    if model.device != device:
-        logger.warning("hf_kbit: all tokens count alike, for the model is not on %s", device)
+    weights, (_, memory) = stream.weight_bytes(model, device), stream.memory_of(device)
+    if weights + ROOM > memory:  # whatever of it is free, since other weights of tokens would give other bytes
+        logger.warning("hf_kbit: all tokens count alike, for %s is too small for gradients of the model", device)
         return {}
     generator = torch.Generator(device).manual_seed(SEED)
     squares = torch.zeros((len(names), *ids.shape), device=device)
     try:
         together = max(min(LOGITS // (ids.shape[1] * model.config.get_text_config().vocab_size), batch), 1)
-        pieces = list(zip(ids.split(together), squares.split(together, 1), strict=True))
+        pieces = list(zip(ids.to(device).split(together), squares.split(together, 1), strict=True))
         # Gradients of other kinds of attention differ in the last bits each time.
-        with tuning.reproducible(), sdpa_kernel(SDPBackend.MATH):
+        with stream.placed(model, "", device), tuning.reproducible(), sdpa_kernel(SDPBackend.MATH):
             for piece, own in tqdm(pieces, desc="weighing", disable=not progress):
                 parts = dict(zip(names, own, strict=True))
                 gradients(model, names, piece, device, generator, partial(_add, parts), DRAWS)

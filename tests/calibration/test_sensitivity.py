@@ -115,18 +115,20 @@ def test_all_tokens_count_alike_for_the_head(settings, monkeypatch):
 
 @pytest.mark.gpu
 def test_the_same_weights_each_time_on_the_gpu():
-    """Also of sequences so long that usual kinds of attention add gradients up in any order. A model that goes there
-    layer by layer has none."""
+    """Also of sequences so long that usual kinds of attention add gradients up in any order; and of a model that is on
+    the CPU, where it stays."""
     ids = torch.randint(256, (3, 600), generator=torch.Generator().manual_seed(6))
     model, device = llama().bfloat16(), torch.empty(0, device="cuda").device
     names = [n for n, layer in model.named_modules() if type(layer) is nn.Linear and n != "lm_head"]
-    assert token_weights(model, names, ids, device, 2) == {}
+    found = token_weights(model, names, ids, device, 2)
+    assert model.device.type == "cpu"
     model.to(device)
-    found, *others = (token_weights(model, names, ids.to(device), device, 2) for _ in range(4))
+    others = [token_weights(model, names, ids.to(device), device, 2) for _ in range(3)]
     assert list(found) == names and all(same(found, other) for other in others)
     assert all(own.device.type == "cpu" and own[:, 1:].std() > 0.01 for own in found.values())
-    first, second = (hf_kbit.calibrate(llama().bfloat16().to(device), ids, bits=2) for _ in range(2))
-    assert same(tensors(first), tensors(second))
+    homes = (device, device, "cpu")
+    first, *others = (hf_kbit.calibrate(llama().bfloat16().to(home), ids, bits=2, device=device) for home in homes)
+    assert all(same(tensors(first), tensors(other)) for other in others)
 
 
 # --- where tokens count alike ---------------------------------------------------------------------
@@ -158,13 +160,17 @@ def test_a_model_without_gradients_is_calibrated_as_without_weights(build, monke
     assert same(found, tensors(hf_kbit.calibrate(build(), IDS, bits=2)))
 
 
-def test_a_model_that_is_elsewhere_has_no_weights(monkeypatch, caplog):
-    """Which is told; nor have sequences of one token, which is not."""
+def test_a_small_device_and_short_sequences_have_no_weights(monkeypatch, caplog):
+    """The former is told, whatever of it is free. One byte more is enough."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    model = llama()
-    assert token_weights(model, ["model.layers.0.mlp.up_proj"], IDS[:, :1], CPU, 2) == {} and not told(caplog)
-    assert token_weights(model, ["model.layers.0.mlp.up_proj"], IDS, torch.device("meta"), 2) == {}
-    assert told(caplog) == {"hf_kbit: all tokens count alike, for the model is not on meta"}
+    model, name = llama(), "model.layers.0.mlp.up_proj"
+    assert token_weights(model, [name], IDS[:, :1], CPU, 2) == {} and not told(caplog)
+    enough = 4 * sum(x.numel() for x in (*model.parameters(), *model.buffers())) + sensitivity.ROOM
+    monkeypatch.setattr(stream, "memory_of", lambda _: (0, enough))
+    assert list(token_weights(model, [name], IDS, CPU, 2)) == [name] and not told(caplog)
+    monkeypatch.setattr(stream, "memory_of", lambda _: (enough, enough - 1))
+    assert token_weights(model, [name], IDS, CPU, 2) == {}
+    assert told(caplog) == {"hf_kbit: all tokens count alike, for cpu is too small for gradients of the model"}
 
 
 def test_layers_that_read_some_of_the_tokens_have_no_weights(monkeypatch, caplog):
