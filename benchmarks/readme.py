@@ -25,7 +25,7 @@ ROWS = (
     ("GPTQ 4 bits, groups of 64, like text", "llmcompressor", 4, "GPTQ, group 64", None),
     ("EXL3 4 bits", "exllamav3", 4, "EXL3", None),
     ("**hf_kbit 4 bits**", "hf_kbit", 4, "optimal, search", "hf_kbit"),
-    ("**hf_kbit 4 bits, \"weighted\"**", "hf_kbit", 4, "optimal, weighted, built-in text", "hf_kbit"),
+    ('**hf_kbit 4 bits, "weighted"**', "hf_kbit", 4, "optimal, weighted, built-in text", "hf_kbit"),
     ("**hf_kbit 4 bits, like text**", "hf_kbit", 4, LIKE_TEXT, "hf_kbit"),
     ("HQQ 3 bits, groups of 64", "hqq", 3, "group 64", None),
     ("AutoRound 3 bits, groups of 64, like text", "auto-round", 3, "symmetric, group 64", None),
