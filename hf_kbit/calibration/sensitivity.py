@@ -24,8 +24,9 @@ logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transform
 BLEND = 0.25  # of a token's weight, what gradients say; the rest is alike. 0: no gradients are needed
 DRAWS = 2  # of a token for each place, whose squared gradients are added up
 SEED = 0  # of the tokens that are drawn
-LOGITS, CHUNK = 1 << 28, 1 << 27  # as many at once, with their gradients; and in float32
-ROOM = 5e9  # bytes that these and all else take beside the weights
+NUMBERS = 1 << 28  # logits at once, with their gradients, or probabilities of a layer's attention
+CHUNK = 1 << 27  # of these logits, in float32
+NUMBER_BYTES = 16  # for each of these numbers, of all that is on the device beside the weights
 QUANTILE, MOST = 0.99, 10  # a token counts at most so many times as much as one at this place of the order
 ORDERED = 1 << 18  # tokens of which that is looked up, or up to twice as many
 
@@ -85,27 +86,38 @@ def token_weights(
     Layers are left out that make another number of rows than there are tokens, or whose gradients overflow. There are
     none of another model, of one for which ``device`` is too small, or of one whose code has no way back.
 
+    Raises:
+        MemoryError, torch.OutOfMemoryError: there is memory enough on ``device``, but too little of it is free.
+
     Source: squared gradients by outputs as weights of a layer's errors are those of GuidedQuant (arXiv:2505.07004),
     there of the loss on a text, several groups of outputs apart.
     """
     if not (BLEND and names and ids.shape[1] > 1 and stream.predicts_tokens(model)):
         return {}
-    weights, (_, memory) = stream.weight_bytes(model, device), stream.memory_of(device)
-    if weights + ROOM > memory:  # whatever of it is free, since other weights of tokens would give other bytes
+    config, length = model.config.get_text_config(), ids.shape[1]
+    numbers = length * max(config.vocab_size, getattr(config, "num_attention_heads", 0) * length)
+    together = max(min(NUMBERS // numbers, batch), 1)
+    room, (free, memory) = NUMBER_BYTES * together * numbers, stream.memory_of(device)
+    if stream.weight_bytes(model, device) + room > memory:
         logger.warning("hf_kbit: all tokens count alike, for %s is too small for gradients of the model", device)
         return {}
+    needed = stream.moved_bytes(model, device) + room
+    if needed > free:  # to weigh none would give other bytes, and what is free may be other each time
+        raise MemoryError(
+            f"calibrate: found {free / 1e9:,.1f} GB free on {device}, expected {needed / 1e9:,.1f} for gradients of "
+            f"{type(model).__name__}, which weigh the tokens; make room, or take another device"
+        )
     generator = torch.Generator(device).manual_seed(SEED)
     squares = torch.zeros((len(names), *ids.shape), device=device)
     try:
-        together = max(min(LOGITS // (ids.shape[1] * model.config.get_text_config().vocab_size), batch), 1)
         pieces = list(zip(ids.to(device).split(together), squares.split(together, 1), strict=True))
         # Gradients of other kinds of attention differ in the last bits each time.
-        with stream.placed(model, "", device), tuning.reproducible(), sdpa_kernel(SDPBackend.MATH):
+        with stream.whole(model, device), tuning.reproducible(), sdpa_kernel(SDPBackend.MATH):
             for piece, own in tqdm(pieces, desc="weighing", disable=not progress):
                 parts = dict(zip(names, own, strict=True))
                 gradients(model, names, piece, device, generator, partial(_add, parts), DRAWS)
     except (MemoryError, torch.OutOfMemoryError):
-        raise  # other weights would give other bytes, and what is free may be other each time
+        raise
     except Exception as error:  # whatever the code of a model does
         logger.warning("hf_kbit: all tokens count alike, for gradients fail (%s: %s)", type(error).__name__, error)
         return {}

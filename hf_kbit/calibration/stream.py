@@ -1,5 +1,6 @@
 """Leads data through a model one layer at a time."""
 
+import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -40,9 +41,10 @@ def usual(of_types: Mapping[str, Any], device: torch.device) -> Any:
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
-    """Bytes of it that are free, and all."""
+    """Bytes of it that are free, those that torch keeps for its next tensors among them, and all."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)
+        free, memory = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), memory
     memory = psutil.virtual_memory()
     return memory.available, memory.total
 
@@ -284,6 +286,18 @@ def placed(model: nn.Module, name: str, device: torch.device) -> Iterator[None]:
             part._buffers.update(own)
         if home != device:
             model.get_submodule(name).to(home)
+
+
+@contextmanager
+def whole(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """All of the model is ``placed`` on ``device`` inside; afterwards what that took there is free for others."""
+    try:
+        with placed(model, "", device):
+            yield
+    finally:
+        if device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 def _on(value, device: torch.device):

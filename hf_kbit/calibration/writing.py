@@ -1,6 +1,5 @@
 """Calibration data that needs no data: text that the model itself writes, as token ids."""
 
-import gc
 import warnings
 
 import torch
@@ -58,7 +57,7 @@ def write(
     try:
         if together := _together(model, device, length):
             _check_free(model, device)
-            with stream.evaluating(model), stream.placed(model, "", device):
+            with stream.evaluating(model), stream.whole(model, device):
                 return _written(model, starts.to(device), together, length, progress).to(starts.device)
         reason = f"its weights take more memory than there is for {device}"
     except FloatingPointError as error:
@@ -67,10 +66,6 @@ def write(
         raise  # another text would give other bytes, and what is free may be other each time
     except Exception as error:  # whatever the code of a model does
         reason = f"{type(error).__name__}: {error}"
-    finally:
-        if device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
     warnings.warn(
         f"{type(model).__name__} cannot write a text to calibrate on ({reason}): the built-in text takes its place; "
         "a text like what the model is for is better, see docs/calibration.md",

@@ -161,13 +161,17 @@ def test_a_model_without_gradients_is_calibrated_as_without_weights(build, monke
 
 
 def test_a_small_device_and_short_sequences_have_no_weights(monkeypatch, caplog):
-    """The former is told, whatever of it is free. One byte more is enough."""
+    """The former is told, and one byte more is enough. Where there is enough, but not free, that is an error."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     model, name = llama(), "model.layers.0.mlp.up_proj"
     assert token_weights(model, [name], IDS[:, :1], CPU, 2) == {} and not told(caplog)
-    enough = 4 * sum(x.numel() for x in (*model.parameters(), *model.buffers())) + sensitivity.ROOM
-    monkeypatch.setattr(stream, "memory_of", lambda _: (0, enough))
+    room = 16 * 2 * 24 * model.config.vocab_size  # bytes, sequences, tokens
+    enough = 4 * sum(x.numel() for x in (*model.parameters(), *model.buffers())) + room
+    monkeypatch.setattr(stream, "memory_of", lambda _: (room, enough))
     assert list(token_weights(model, [name], IDS, CPU, 2)) == [name] and not told(caplog)
+    monkeypatch.setattr(stream, "memory_of", lambda _: (room - 1, enough))
+    with pytest.raises(MemoryError, match=r"expected 0\.0 for gradients of LlamaForCausalLM"):
+        token_weights(model, [name], IDS, CPU, 2)
     monkeypatch.setattr(stream, "memory_of", lambda _: (enough, enough - 1))
     assert token_weights(model, [name], IDS, CPU, 2) == {}
     assert told(caplog) == {"hf_kbit: all tokens count alike, for cpu is too small for gradients of the model"}

@@ -120,6 +120,13 @@ def test_a_forward_of_an_instance_is_put_back():
     assert "forward" not in vars(second)
 
 
+def test_what_torch_keeps_of_a_gpu_is_free(monkeypatch):
+    of_gpu = {"mem_get_info": (5, 100), "memory_reserved": 7, "memory_allocated": 3}
+    for name, found in of_gpu.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, found=found: found)
+    assert stream.memory_of(torch.device("cuda", 0)) == (9, 100)
+
+
 def test_layers_are_grouped_by_what_they_are_given():
     """By position or keyword; those that are called twice, or not at all, too. A run ends where its group is."""
     q, k, out, shared, idle = (nn.Linear(4, 4) for _ in range(5))
