@@ -44,8 +44,10 @@ class Solving:
 
     Attributes:
         method: ``"feedback"``: the weights not yet rounded make up for the errors of those that are; needs K * K
-            float32, a few times over, for a layer of K in_features. ``"weighted"``: only column scales are chosen, by
-            the inputs' mean squares, or, without a transform, the scales of blocks; many times as quick.
+            float32, a few times over, for a layer of K in_features. Tokens of a causal language model count by what
+            errors cost there, which needs the whole model on the device once, if it fits. ``"weighted"``: only column
+            scales are chosen, by the inputs' mean squares, or, without a transform, the scales of blocks; many times
+            as quick.
         tune: then train what is stored, for so many steps (docs/calibration.md): scales and codes of each layer of the
             model, a fifth of the steps, on its output; then scales, norms and biases of the whole model on how it
             predicted the next token in 16 bits. The bytes stay as many; what is gained on sequences that were held out
@@ -125,7 +127,8 @@ def calibrate(
             for the method ``"weighted"``, a little of a built-in one.
         config: which layers, widths and levels, as ``choose_widths`` returns; ``scale`` is always searched.
         device: where a layer is while it is calibrated: a GPU then has room for one of them, with its statistics, a
-            few times over. Default: where the model is; if that is a CPU, the GPU, where there is one.
+            few times over; and the whole model, while it weighs tokens or writes a text. Default: where the model is;
+            if that is a CPU, the GPU, where there is one.
         progress: shows a bar on stderr.
         revision: branch, tag or commit of a model on the Hub.
         trust_remote_code: whether Python code that comes with the model may run.
@@ -143,7 +146,7 @@ def calibrate(
         ValueError: an argument is out of range, the model is quantized already, is spread over devices, cannot be
             tuned, or has layers that tokens do not go through, a weight is NaN or infinite, or ``resume`` is of
             another run: the model is as it was. Or the inputs of a layer are: then the model is unusable.
-        MemoryError: there is no room to tune the whole model, and it is as it was.
+        MemoryError: there is no room to weigh tokens or to tune the whole model, and it is as it was.
 
     Source: layer by layer as GPTQ (arXiv:2210.17323); the solvers' files name their own.
 
