@@ -7,7 +7,7 @@ alone the others would hardly count: it is a share of a token's weight, and the 
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 
 import torch
@@ -26,7 +26,7 @@ DRAWS = 2  # of a token for each place, whose squared gradients are added up
 SEED = 0  # of the tokens that are drawn
 NUMBERS = 1 << 28  # logits at once, with their gradients, or probabilities of a layer's attention
 CHUNK = 1 << 27  # of these logits, in float32
-NUMBER_BYTES = 16  # for each of these numbers, of all that is on the device beside the weights
+NUMBER_BYTES = 16  # for each of these numbers, of all that is on the device beside a model that is there
 QUANTILE, MOST = 0.99, 10  # a token counts at most so many times as much as one at this place of the order
 ORDERED = 1 << 18  # tokens of which that is looked up, or up to twice as many
 
@@ -97,11 +97,11 @@ def token_weights(
     config, length = model.config.get_text_config(), ids.shape[1]
     numbers = length * max(config.vocab_size, getattr(config, "num_attention_heads", 0) * length)
     together = max(min(NUMBERS // numbers, batch), 1)
-    room, (free, memory) = NUMBER_BYTES * together * numbers, stream.memory_of(device)
-    if stream.weight_bytes(model, device) + room > memory:
+    elsewhere, (free, memory) = model.device != device, stream.memory_of(device)
+    needed = NUMBER_BYTES * together * numbers + (stream.moved_bytes(model, device) if elsewhere else 0)
+    if needed > memory:
         logger.warning("hf_kbit: all tokens count alike, for %s is too small for gradients of the model", device)
         return {}
-    needed = stream.moved_bytes(model, device) + room
     if needed > free:  # to weigh none would give other bytes, and what is free may be other each time
         raise MemoryError(
             f"calibrate: found {free / 1e9:,.1f} GB free on {device}, expected {needed / 1e9:,.1f} for gradients of "
@@ -112,7 +112,8 @@ def token_weights(
     try:
         pieces = list(zip(ids.to(device).split(together), squares.split(together, 1), strict=True))
         # Gradients of other kinds of attention differ in the last bits each time.
-        with stream.whole(model, device), tuning.reproducible(), sdpa_kernel(SDPBackend.MATH):
+        place = stream.whole(model, device) if elsewhere else nullcontext()
+        with place, tuning.reproducible(), sdpa_kernel(SDPBackend.MATH):
             for piece, own in tqdm(pieces, desc="weighing", disable=not progress):
                 parts = dict(zip(names, own, strict=True))
                 gradients(model, names, piece, device, generator, partial(_add, parts), DRAWS)

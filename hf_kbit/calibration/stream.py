@@ -49,11 +49,6 @@ def memory_of(device: torch.device) -> tuple[int, int]:
     return memory.available, memory.total
 
 
-def weight_bytes(model: nn.Module, device: torch.device) -> int:
-    """What a model takes on a device in the dtype to compute in."""
-    return sum(x.numel() * dtype_on(device, x.dtype).itemsize for x in (*model.parameters(), *model.buffers()))
-
-
 def moved_bytes(model: nn.Module, device: torch.device) -> int:
     """What a model takes on a device beside what is there already in the dtype to compute in."""
     tensors = [(x, dtype_on(device, x.dtype)) for x in (*model.parameters(), *model.buffers())]

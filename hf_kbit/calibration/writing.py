@@ -139,7 +139,8 @@ def _together(model: PreTrainedModel, device: torch.device, length: int) -> int:
     keys = (getattr(config, "num_key_value_heads", None) or heads) * head_dim
     kept = 2 * getattr(config, "num_hidden_layers", 0) * keys * itemsize * length
     logits = 4 * 4 * config.vocab_size  # some four of them, in float32
-    weights, (_, memory) = stream.weight_bytes(model, device), stream.memory_of(device)
+    weights = sum(x.numel() for x in (*model.parameters(), *model.buffers())) * itemsize
+    _, memory = stream.memory_of(device)
     return min(max(int(ROOM * (memory - weights) / (kept + logits)), 1), TOGETHER) if weights <= memory else 0
 
 

@@ -1,6 +1,7 @@
 """How much tokens count, against gradients of the whole model by each layer's output."""
 
 import logging
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -166,15 +167,20 @@ def test_a_small_device_and_short_sequences_have_no_weights(monkeypatch, caplog)
     model, name = llama(), "model.layers.0.mlp.up_proj"
     assert token_weights(model, [name], IDS[:, :1], CPU, 2) == {} and not told(caplog)
     room = 16 * 2 * 24 * model.config.vocab_size  # bytes, sequences, tokens
-    enough = 4 * sum(x.numel() for x in (*model.parameters(), *model.buffers())) + room
-    monkeypatch.setattr(stream, "memory_of", lambda _: (room, enough))
+    monkeypatch.setattr(stream, "memory_of", lambda _: (room, room))
     assert list(token_weights(model, [name], IDS, CPU, 2)) == [name] and not told(caplog)
-    monkeypatch.setattr(stream, "memory_of", lambda _: (room - 1, enough))
+    monkeypatch.setattr(stream, "memory_of", lambda _: (room - 1, room))
     with pytest.raises(MemoryError, match=r"expected 0\.0 for gradients of LlamaForCausalLM"):
         token_weights(model, [name], IDS, CPU, 2)
-    monkeypatch.setattr(stream, "memory_of", lambda _: (enough, enough - 1))
+    monkeypatch.setattr(stream, "memory_of", lambda _: (room - 1, room - 1))
     assert token_weights(model, [name], IDS, CPU, 2) == {}
-    assert told(caplog) == {"hf_kbit: all tokens count alike, for cpu is too small for gradients of the model"}
+    size, meta = 4 * sum(x.numel() for x in (*model.parameters(), *model.buffers())), torch.device("meta")
+    for more in (0, 1):  # on a device where the model is not yet
+        monkeypatch.setattr(stream, "memory_of", lambda _, memory=room + size - 1 + more: (0, memory))
+        with pytest.raises(MemoryError) if more else nullcontext():
+            assert token_weights(model, [name], IDS, meta, 2) == {}
+    of = "hf_kbit: all tokens count alike, for {} is too small for gradients of the model"
+    assert told(caplog) == {of.format("cpu"), of.format("meta")}
 
 
 def test_layers_that_read_some_of_the_tokens_have_no_weights(monkeypatch, caplog):
