@@ -10,7 +10,8 @@ and so few layers that it is quick; the tokens are random. Once all is warm, one
 one with ``--layers``. The difference gives the seconds of a layer, what the single one took more the rest: embedding,
 checks, moving what is there once. ``all_layers_s`` is EXTRAPOLATED from these to the layers of the shape. Peaks are
 those of calibrating ``--layers``: what torch allocated on the GPU and what it reserved for that, and the memory of the
-process so far. That of the host grows with the layers, for the model is in it; that of the GPU does not.
+process so far. That of the host grows with the layers, for the model is in it; that of the GPU does by ``feedback``,
+which weighs tokens with the model there.
 
 ``--tune`` trains each layer after that, a fifth of so many steps. Of tuning this is the stage that takes one layer at
 a time; the other, of the whole model, is left out, for the whole shape does not fit.
