@@ -22,7 +22,8 @@ from hf_kbit.calibration.writing import draw
 
 logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
 BLEND = 0.25  # of a token's weight, what gradients say; the rest is alike. 0: no gradients are needed
-DRAWS = 2  # of a token for each place, whose squared gradients are added up
+# Of a token for each place, whose squared gradients are added up, by the type of the device; "" is any other.
+DRAWS = {"cpu": 1, "": 2}
 SEED = 0  # of the tokens that are drawn
 NUMBERS = 1 << 28  # logits at once, with their gradients, or probabilities of a layer's attention
 CHUNK = 1 << 27  # of these logits, in float32
@@ -107,7 +108,7 @@ def token_weights(
             f"calibrate: found {free / 1e9:,.1f} GB free on {device}, expected {needed / 1e9:,.1f} for gradients of "
             f"{type(model).__name__}, which weigh the tokens; make room, or take another device"
         )
-    generator = torch.Generator(device).manual_seed(SEED)
+    generator, draws = torch.Generator(device).manual_seed(SEED), stream.usual(DRAWS, device)
     squares = torch.zeros((len(names), *ids.shape), device=device)
     try:
         pieces = list(zip(ids.to(device).split(together), squares.split(together, 1), strict=True))
@@ -116,7 +117,7 @@ def token_weights(
         with place, tuning.reproducible(), sdpa_kernel(SDPBackend.MATH):
             for piece, own in tqdm(pieces, desc="weighing", disable=not progress):
                 parts = dict(zip(names, own, strict=True))
-                gradients(model, names, piece, device, generator, partial(_add, parts), DRAWS)
+                gradients(model, names, piece, device, generator, partial(_add, parts), draws)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the code of a model does

@@ -21,7 +21,7 @@ IDS = torch.randint(5, 90, (5, 24), generator=torch.Generator().manual_seed(3))
 CPU = torch.device("cpu")
 
 
-def weights_by_autograd(model, names, ids, batch) -> dict[str, torch.Tensor]:
+def weights_by_autograd(model, names, ids, batch, draws) -> dict[str, torch.Tensor]:
     """By the definition, one batch and one draw after another."""
     outputs, squares, generator = {}, dict.fromkeys(names, 0.0), torch.Generator().manual_seed(0)
 
@@ -33,7 +33,7 @@ def weights_by_autograd(model, names, ids, batch) -> dict[str, torch.Tensor]:
     for place, part in enumerate(ids.split(batch)):
         rows = slice(place * batch, place * batch + len(part))
         logs = model(part, use_cache=False).logits.float().log_softmax(-1).flatten(0, 1)
-        for _ in range(2):
+        for _ in range(draws):
             logs.gather(1, draw(logs.detach().exp(), generator)).sum().backward(retain_graph=True)
             for name, output in outputs.items():
                 own = torch.zeros(ids.shape)
@@ -50,16 +50,17 @@ def weights_by_autograd(model, names, ids, batch) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("most", [10, 0.5])
+@pytest.mark.parametrize(("most", "draws"), [(10, 2), (0.5, 1)])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gemma2", "mixtral"])
-def test_weights_are_what_gradients_say(name, most, monkeypatch):
+def test_weights_are_what_gradients_say(name, most, draws, monkeypatch):
     """Of batches of unequal size, whatever other random numbers are drawn; outliers are cut. The model's parameters
     have no gradients, and need them as before."""
     monkeypatch.setattr(sensitivity, "MOST", most)
+    monkeypatch.setitem(sensitivity.DRAWS, "cpu", draws)
     model = BY_NAME[name].build().eval()
     names = [n for n in selection.Packable(model).choose(hf_kbit.KbitConfig()) if not is_projection(model, n)]
     projections = [n for n, _ in model.named_parameters() if is_projection(model, n)]
-    expected = weights_by_autograd(model, names, IDS, 2)
+    expected = weights_by_autograd(model, names, IDS, 2, draws)
     model.zero_grad()
     with torch.no_grad(), experts.opened(model, projections):
         found, again = (token_weights(model, names, IDS, CPU, 2) for _ in range(2))
