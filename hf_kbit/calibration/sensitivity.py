@@ -95,22 +95,22 @@ def token_weights(
     """
     if not (BLEND and names and ids.shape[1] > 1 and stream.predicts_tokens(model)):
         return {}
-    config, length = model.config.get_text_config(), ids.shape[1]
-    numbers = length * max(config.vocab_size, getattr(config, "num_attention_heads", 0) * length)
-    together = max(min(NUMBERS // numbers, batch), 1)
-    elsewhere, (free, memory) = model.device != device, stream.memory_of(device)
-    needed = NUMBER_BYTES * together * numbers + (stream.moved_bytes(model, device) if elsewhere else 0)
-    if needed > memory:
-        logger.warning("hf_kbit: all tokens count alike, for %s is too small for gradients of the model", device)
-        return {}
-    if needed > free:  # to weigh none would give other bytes, and what is free may be other each time
-        raise MemoryError(
-            f"calibrate: found {free / 1e9:,.1f} GB free on {device}, expected {needed / 1e9:,.1f} for gradients of "
-            f"{type(model).__name__}, which weigh the tokens; make room, or take another device"
-        )
-    generator, draws = torch.Generator(device).manual_seed(SEED), stream.usual(DRAWS, device)
-    squares = torch.zeros((len(names), *ids.shape), device=device)
     try:
+        config, length = model.config.get_text_config(), ids.shape[1]
+        numbers = length * max(config.vocab_size, getattr(config, "num_attention_heads", 0) * length)
+        together = max(min(NUMBERS // numbers, batch), 1)
+        elsewhere, (free, memory) = model.device != device, stream.memory_of(device)
+        needed = NUMBER_BYTES * together * numbers + (stream.moved_bytes(model, device) if elsewhere else 0)
+        if needed > memory:
+            logger.warning("hf_kbit: all tokens count alike, for %s is too small for gradients of the model", device)
+            return {}
+        if needed > free:  # to weigh none would give other bytes, and what is free may be other each time
+            raise MemoryError(
+                f"calibrate: found {free / 1e9:,.1f} GB free on {device}, expected {needed / 1e9:,.1f} for gradients "
+                f"of {type(model).__name__}, which weigh the tokens; make room, or take another device"
+            )
+        generator, draws = torch.Generator(device).manual_seed(SEED), stream.usual(DRAWS, device)
+        squares = torch.zeros((len(names), *ids.shape), device=device)
         pieces = list(zip(ids.to(device).split(together), squares.split(together, 1), strict=True))
         # Gradients of other kinds of attention differ in the last bits each time.
         place = stream.whole(model, device) if elsewhere else nullcontext()
