@@ -162,7 +162,7 @@ def told(caplog) -> set[str]:
 @pytest.mark.parametrize(
     "build", [BY_NAME["bert-masked"].build, BY_NAME["t5"].build, without_way_back, with_other_heads_in_each_layer]
 )
-def test_a_model_without_gradients_is_calibrated_as_without_weights(build, monkeypatch, caplog):
+def test_what_cannot_be_weighed_is_calibrated_as_without_weights(build, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     found = tensors(hf_kbit.calibrate(build(), IDS, bits=2))
     assert len(told(caplog)) == (build in (without_way_back, with_other_heads_in_each_layer))
