@@ -260,9 +260,11 @@ class Calibration:
         with stream.evaluating(model), experts.opened(model, projections):  # refuses before anything changes
             stream.check(model, layers, self.ids, self.device)
             if self.drifting:
-                head, how = model.get_output_embeddings(), (self.ids, self.device, self.solving.batch, self.progress)
+                head = model.get_output_embeddings()
                 names = [n for n in self.widths if n not in projections and model.get_submodule(n) is not head]
-                self.token_weights = sensitivity.token_weights(model, names, *how)
+                self.token_weights = sensitivity.token_weights(
+                    model, names, self.ids, self.device, self.solving.batch, self.progress
+                )
             if self.solving.resume is not None:
                 self.finished = Finished(Path(self.solving.resume), self._digest())
         dense = tuning.sharing_copy(model).eval() if self.steps and self.solving.tune_whole else None
