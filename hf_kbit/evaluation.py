@@ -138,12 +138,12 @@ def summary(found: torch.Tensor, window: int, stride: int) -> Evaluation:
 
 def _ids(data, tokenizer: PreTrainedTokenizerBase | None, models: list, progress: bool) -> torch.Tensor:
     """int64: ``[length]`` of a whole text, or ids as they are given."""
-    if data is None:
-        data = write(models[-1], progress=progress)
     if isinstance(data, torch.Tensor):
         return data
     found = (tokenizer or tokenizer_of(each.name_or_path) for each in models)
     tokenizer = next((each for each in found if each is not None), None)
+    if data is None and (written := write(models[-1], tokenizer=tokenizer, progress=progress)) is not None:
+        return written
     if tokenizer is None:
         raise ValueError("tokenizer: found none, expected one, for the data is a text")
     return tokenize(text_of(data), tokenizer)

@@ -248,7 +248,8 @@ def _read(
         text, name = text.little(), "the built-in text"
     elif text.data is None:
         amount = (text.sequences, text.length) if calibrate else MEASURED
-        own = write(model, *amount, tune=calibrate and solving.tune, device=device, progress=True)
+        how = {"tokenizer": text.tokenizer, "tune": calibrate and solving.tune, "device": device, "progress": True}
+        own = write(model, *amount, **how)
         text, name = replace(text, data=own), "the built-in text" if own is None else "text that the model wrote"
     else:
         name = str(text.data) if isinstance(text.data, Path) else getattr(text.data, "name", None)

@@ -87,7 +87,7 @@ def choose_widths(
     _check_mean(bits)
     config = config_or(config, arguments)
     if data is None:
-        data = write(model, sequences, window, device=device, progress=progress)
+        data = write(model, sequences, window, tokenizer=tokenizer, device=device, progress=progress)
     if not isinstance(data, torch.Tensor):
         data = Text(data, tokenizer, sequences, window).ids(model)
     layers = measure(model, data, config, window=window, device=device, progress=progress)

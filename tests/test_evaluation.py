@@ -130,6 +130,12 @@ def test_without_data_the_reference_writes_it(quantized, reference):
     assert not torch.equal(write(quantized), write(reference))
 
 
+def test_without_data_it_is_written_with_a_tokenizer():
+    model, how = llama(256), {"tokenizer": byte_tokenizer()}
+    expected = evaluate(model, write(model, **how), reference=model)
+    assert evaluate(model, None, reference=model, **how) == expected != evaluate(model, None, reference=model)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_chunks_change_nothing(reference, quantized, monkeypatch, device):
     """Nor does a reference."""

@@ -214,8 +214,8 @@ def test_widths_for_a_text(monkeypatch):
     assert torch.equal(taken[1], windows[[place * (len(windows) - 1) // 7 for place in range(8)]])
     for config in found:
         assert config.modules_to_not_convert == ["k_proj"] and config.codebook == "int" and config.module_bits
-    choose_widths(llama(), None, 3.5, window=48)
-    assert torch.equal(taken[2], write(llama(), 8, 48))
+    choose_widths(llama(), None, 3.5, tokenizer=byte_tokenizer(), window=48)
+    assert torch.equal(taken[2], write(llama(), 8, 48, tokenizer=byte_tokenizer()))
 
 
 @pytest.mark.gpu

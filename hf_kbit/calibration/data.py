@@ -155,14 +155,14 @@ def _cut(text: str, tokenizer: PreTrainedTokenizerBase, length: int, sequences: 
     # long one is left out before it is tokenized, which takes longest.
     piece = length * CHARACTERS
     if len(text) > sequences * piece:
-        text = "".join(text[start : start + piece] for start in _spread(len(text) - piece, sequences))
+        text = "".join(text[start : start + piece] for start in spread(len(text) - piece, sequences))
     ids = tokenize(text, tokenizer)
     if len(ids) < length:
         return ids[None]
     rows = ids[: len(ids) // length * length].view(-1, length)
-    return rows[_spread(len(rows) - 1, sequences)] if len(rows) > sequences else rows
+    return rows[spread(len(rows) - 1, sequences)] if len(rows) > sequences else rows
 
 
-def _spread(last: int, count: int) -> list[int]:
+def spread(last: int, count: int) -> list[int]:
     """``count`` whole numbers from 0 to ``last``, evenly apart; the middle if it is one."""
     return [last // 2] if count == 1 else [index * last // (count - 1) for index in range(count)]

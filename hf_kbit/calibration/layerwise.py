@@ -17,7 +17,7 @@ from transformers.utils import logging
 import hf_kbit
 from hf_kbit.allocation import stored_weights, units
 from hf_kbit.calibration import experts, feedback, moments, sensitivity, stream, tuning, weighted
-from hf_kbit.calibration.data import SEQUENCES, Text
+from hf_kbit.calibration.data import SEQUENCES, Text, tokenizer_of
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.rounding import round_linear, round_projection
 from hf_kbit.calibration.writing import write
@@ -172,7 +172,8 @@ def calibrate(
     if data is None and solving.needs_little:
         text = text.little()
     elif data is None:
-        how = {"tune": solving.tune, "device": device, "progress": progress}
+        tokenizer = text.tokenizer or tokenizer_of(model.name_or_path, **source)
+        how = {"tokenizer": tokenizer, "tune": solving.tune, "device": device, "progress": progress}
         text = replace(text, data=write(model, text.sequences, text.length, **how))
     Calibration(model, packable, chosen, config, solving, text.ids(model, **source), device, progress).run()
     return model

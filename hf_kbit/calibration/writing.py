@@ -4,14 +4,21 @@ import warnings
 
 import torch
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hf_kbit.calibration import stream, tuning
-from hf_kbit.calibration.data import amount, positions
+from hf_kbit.calibration.data import amount, check_ids, positions, spread, text_of, tokenizer_of
 
 SEED = 0
 # Sequences, and tokens of each, unless others are asked for, by the type of the device that computes; "" is any other.
 AMOUNTS = {"cpu": (64, 256), "": (128, 640)}
+OPENING = 40  # tokens of a sequence that are not written, but the first of a text of the built-in set
 TOGETHER = 1024  # sequences that are written at once, if the device is large enough for what the model keeps of them
 ROOM = 0.4  # of the device's memory beside the weights, so much is for that: caches grow by being copied
 
@@ -22,6 +29,7 @@ def write(
     sequences: int | None = None,
     length: int | None = None,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     tune: int | bool = False,
     device: torch.device | str | None = None,
     progress: bool = False,
@@ -30,16 +38,18 @@ def write(
     probability that the model gives it; the same each time on the same machine.
 
     A sequence starts at the beginning-of-text token; where a model has none, at the end-of-text token, after which
-    a text starts too, as GPT-2 has it; without either at a random token. So do half of those that are to ``tune``,
-    drawn by lot, for a model of chats to write more than chats. It goes on after an end of text: another follows. On
-    ``device`` the model is as a whole while it writes, and then where it was. Defaults are those of ``data.Text``.
+    a text starts too, as GPT-2 has it; without either at a random token. The first words of a text of the built-in
+    set follow, for by itself a model may write one kind of text alone, such as chats, or one language. It goes on
+    after an end of text: another follows. On ``device`` the model is as a whole while it writes, and then where it
+    was. Defaults are those of ``data.Text``. ``tokenizer`` is by default that of the model's folder or name; without
+    one, or in less than 4 tokens, it starts by itself.
 
     Returns:
         None where the model cannot write: it is no decoder that reads tokens; or, after a warning, it is larger than
         the memory of ``device``, or its ``generate`` fails.
 
     Raises:
-        ValueError: a number is less than 1, or the model predicts NaN.
+        ValueError: a number is less than 1, the tokenizer has tokens that the model lacks, or the model predicts NaN.
         MemoryError, torch.OutOfMemoryError: there is memory enough on ``device``, but too little of it is free.
 
     Source: the data of LLM-QAT (arXiv:2305.17888), which showed that text sampled from a model stands in for its
@@ -50,10 +60,7 @@ def write(
     device = stream.resolve(device, model)
     sequences, length = amount(sequences, length, stream.usual(tuning.AMOUNTS if tune else AMOUNTS, device))
     length = min(length, positions(model.config.get_text_config()) or length)
-    starts = _starts(model, sequences)
-    if tune:  # no pattern of rows, for ``Calibration`` takes one of so many
-        half = torch.randperm(sequences, generator=torch.Generator().manual_seed(SEED))[: sequences // 2]
-        starts[half] = _random(model, sequences // 2)
+    starts = _starts(model, sequences, min(OPENING, length // 4), tokenizer)
     try:
         if together := _together(model, device, length):
             _check_free(model, device)
@@ -104,7 +111,8 @@ def _written(model: PreTrainedModel, starts: torch.Tensor, together: int, length
     # What is left out here would be taken from the model's own, such as an end that stops a sequence.
     model.generation_config = GenerationConfig(max_length=length, do_sample=False, use_cache=True)
     try:
-        with tqdm(total=len(starts) * (length - 1), desc="writing", unit="token", disable=not progress) as bar:
+        total = len(starts) * (length - starts.shape[1])
+        with tqdm(total=total, desc="writing", unit="token", disable=not progress) as bar:
             how = {"logits_processor": LogitsProcessorList([_Draw(starts.device, bar)])}
             parts = starts.split(together)
             return torch.cat([model.generate(part, attention_mask=torch.ones_like(part), **how) for part in parts])
@@ -112,7 +120,23 @@ def _written(model: PreTrainedModel, starts: torch.Tensor, together: int, length
         model.generation_config = own
 
 
-def _starts(model: PreTrainedModel, sequences: int) -> torch.Tensor:
+def _starts(
+    model: PreTrainedModel, sequences: int, opening: int, tokenizer: PreTrainedTokenizerBase | None
+) -> torch.Tensor:
+    """int64 ``[sequences, 1 + opening]`` on the model's device: from what each sequence goes on; ``[sequences, 1]``
+    without a tokenizer."""
+    first = _first(model, sequences)
+    tokenizer = tokenizer or tokenizer_of(model.name_or_path)
+    if tokenizer is None or not opening:
+        return first
+    texts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in text_of(None).split("\n\n")]
+    openings = torch.tensor([ids[:opening] for ids in texts if len(ids) >= opening])
+    check_ids(openings, {"model": model.config})
+    places = torch.tensor(spread(len(openings) - 1, sequences))
+    return torch.cat([first, openings[places].to(model.device)], 1)
+
+
+def _first(model: PreTrainedModel, sequences: int) -> torch.Tensor:
     """int64 ``[sequences, 1]``: the first token of each, on the model's device."""
     vocabulary = model.config.get_text_config().vocab_size
     for name in ("bos_token_id", "eos_token_id"):
@@ -121,12 +145,7 @@ def _starts(model: PreTrainedModel, sequences: int) -> torch.Tensor:
             found = found[0] if isinstance(found, list | tuple) and found else found
             if isinstance(found, int) and 0 <= found < vocabulary:
                 return torch.full((sequences, 1), found, device=model.device)
-    return _random(model, sequences)
-
-
-def _random(model: PreTrainedModel, sequences: int) -> torch.Tensor:
-    """int64 ``[sequences, 1]``: any tokens, the same each time, on the model's device."""
-    vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(SEED)
     return torch.randint(vocabulary, (sequences, 1), generator=generator).to(model.device)
 
 

@@ -91,8 +91,8 @@ def test_without_data_weighted_reads_a_little_of_the_built_in_set(name, monkeypa
 
 
 def test_to_tune_a_text_is_written():
-    how = {"bits": 3, "method": "weighted", "tune": 2, "sequences": 4, "length": 8}
-    expected = hf_kbit.calibrate(llama(), write(llama(), 4, 8, tune=2), **how)
+    how = {"bits": 3, "method": "weighted", "tune": 2, "sequences": 4, "length": 8, "tokenizer": byte_tokenizer()}
+    expected = hf_kbit.calibrate(llama(), write(llama(), 4, 8, tokenizer=how["tokenizer"], tune=2), **how)
     assert same(tensors(hf_kbit.calibrate(llama(), **how)), tensors(expected))
 
 
@@ -193,7 +193,8 @@ def test_the_class_that_was_saved(tmp_path):
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_revision_and_code_reach_all_that_is_loaded(loaded, monkeypatch, tmp_path):
+@pytest.mark.parametrize("method", METHODS)  # of which one reads a text here, and the other has one written
+def test_revision_and_code_reach_all_that_is_loaded(method, loaded, monkeypatch, tmp_path):
     llama().save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     asked = []
@@ -204,10 +205,10 @@ def test_revision_and_code_reach_all_that_is_loaded(loaded, monkeypatch, tmp_pat
             return load(*arguments, **keywords)
 
         monkeypatch.setattr(loader, "from_pretrained", recorded)
-    text = "What a model reads while it is calibrated. " * 5
+    text = "What a model reads while it is calibrated. " * 5 if method == "weighted" else None
     source = {"revision": "v1", "trust_remote_code": True}
     model = LlamaForCausalLM.from_pretrained(tmp_path, **source) if loaded else tmp_path
-    hf_kbit.calibrate(model, text, method="weighted", **source)
+    hf_kbit.calibrate(model, text, method=method, length=8, **source)
     assert set(asked) == {(name, "v1", True) for name in ("AutoConfig", "LlamaForCausalLM", "AutoTokenizer")}
 
 

@@ -9,10 +9,14 @@ import pytest
 import small
 import torch
 from architectures import BY_NAME
+from byte_tokenizer import byte_tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaForCausalLM
 
 import hf_kbit
 from hf_kbit.calibration import stream, writing
-from hf_kbit.calibration.writing import write
+from hf_kbit.calibration.data import PROMPTS
+from hf_kbit.calibration.writing import OPENING, write
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
 # Encoders and encoder-decoders, and what reads no tokens.
@@ -60,10 +64,32 @@ def test_same_each_time_and_the_model_is_as_before():
     assert model.training and model.generation_config is own and not model.config.use_cache
 
 
-def test_any_share_of_what_is_written_to_tune_has_both_starts():
-    starts = write(llama(), 64, 2, tune=True)[:, 0]
-    for part in (starts, *(starts[first::2] for first in range(2)), *(starts[first::8] for first in range(8))):
-        assert 1 in part and len(part.unique()) > 1
+def test_it_goes_on_from_the_first_words_of_texts_of_many_kinds():
+    """After the first token, evenly over the built-in set, as many as there are sequences; a short one by itself."""
+    how, texts = {"tokenizer": byte_tokenizer()}, [text.encode() for text in PROMPTS.read_text("utf-8").split("\n\n")]
+    texts = [text for text in texts if len(text) >= OPENING]
+    ids = write(llama(), 3, 200, **how)
+    assert ids.shape == (3, 200) and ids[:, 0].tolist() == [1] * 3
+    for row, text in zip(ids[:, 1:].tolist(), (texts[0], texts[(len(texts) - 1) // 2], texts[-1]), strict=True):
+        assert bytes(row[:OPENING]) == text[:OPENING] and bytes(row[OPENING:]) != text[OPENING : len(row)]
+    many = write(llama(), 400, 8, **how)
+    assert {bytes(row) for row in many[:, 1:3].tolist()} == {text[:2] for text in texts}
+    assert len({tuple(row) for row in many.tolist()}) > 350
+    assert torch.equal(write(llama(), 3, 3, **how), write(llama(), 3, 3))
+    special = TemplateProcessing(single="! $A", special_tokens=[("!", 33)])  # what it adds to any text
+    how["tokenizer"].backend_tokenizer.post_processor = special
+    assert how["tokenizer"]("a")["input_ids"] == [33, 97] and torch.equal(write(llama(), 3, 200, **how), ids)
+
+
+def test_words_are_those_of_the_tokenizer_beside_the_model(tmp_path):
+    llama().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path)
+    found = write(model, 3, 60)
+    assert torch.equal(found, write(llama(), 3, 60, tokenizer=byte_tokenizer()))
+    assert not torch.equal(found, write(llama(), 3, 60))
+    with pytest.raises(ValueError, match=r"data: found ids from 10 to \d+, expected 0 to 63, as model has"):
+        write(llama(vocab_size=64), 3, 60, tokenizer=byte_tokenizer())
 
 
 def test_it_goes_on_after_an_end():
