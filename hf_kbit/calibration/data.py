@@ -104,9 +104,12 @@ def amount(sequences: int | None, length: int | None, usual: tuple[int, int]) ->
 def tokenizer_of(name: str | Path, **source: Any) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a folder or of a model on the Hub, if it has one; ``source`` is of ``from_pretrained``."""
     try:
-        return AutoTokenizer.from_pretrained(name, **source)
+        tokenizer = AutoTokenizer.from_pretrained(name, **source)
     except (OSError, ValueError):
         return None
+    # Where there is none, Transformers 5 makes one up for many kinds of models, which knows special tokens alone.
+    known = {*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens, "▁"}
+    return tokenizer if known else None
 
 
 def tokenize(text: str, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:

@@ -23,11 +23,14 @@ def command(given: Namespace) -> None:
     """
     device = resolve_device(given.device)
 
-    from transformers import AutoTokenizer, TextStreamer
+    from transformers import TextStreamer
 
+    from hf_kbit.calibration.data import tokenizer_of
     from hf_kbit.cli.generate import Clock, generate, load
 
-    tokenizer = AutoTokenizer.from_pretrained(given.model, **source(given))
+    tokenizer = tokenizer_of(given.model, **source(given))
+    if tokenizer is None:
+        raise ValueError(f"{given.model}: found no tokenizer, expected one")
     model = load(given, device)
     said = []
     while (text := _ask() if given.prompt is None else given.prompt) is not None:

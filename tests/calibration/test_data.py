@@ -6,10 +6,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
-from hf_kbit.calibration.data import CHARACTERS, PROMPTS, Text
+from hf_kbit.calibration.data import CHARACTERS, PROMPTS, Text, tokenizer_of
 
 datasets = pytest.importorskip("datasets")
 
@@ -128,6 +128,15 @@ def test_data_that_is_wrong(tmp_path):
     for name in ("sequences", "length"):
         with pytest.raises(ValueError, match=f"{name}: found 0, expected 1 or more"):
             cut("text", **{name: 0})
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "gpt2", "gpt_neox", "bert", "t5"])
+def test_a_tokenizer_that_is_made_up_is_none(kind, tmp_path):
+    """As of a folder that has but the config of a model, which tells Transformers the kind."""
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    assert tokenizer_of(tmp_path) is None
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert tokenizer_of(tmp_path)("ab")["input_ids"] == [97, 98]
 
 
 # --- the built-in set -----------------------------------------------------------------------------

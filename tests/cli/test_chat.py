@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
-from command import succeed
+from command import refuse, succeed
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -63,3 +63,8 @@ def test_what_was_said_before_counts(speaker):
     first = answer(speaker, "<user>Hi<assistant>")
     second = answer(speaker, f"<user>Hi<assistant>{first}<user>More<assistant>")
     assert found.stdout == f"> {first}\n> > {second}\n> "
+
+
+def test_a_model_without_a_tokenizer_is_refused(made):
+    found = refuse("chat", made / "packed", "--prompt", "Hi", "--device", "cpu")
+    assert f"{made / 'packed'}: found no tokenizer, expected one" in found
