@@ -22,9 +22,9 @@ class Text:
     Attributes:
         data: what the model is for, some 64,000 tokens of it. A text; a ``pathlib.Path``, of a file in UTF-8; rows of
             text, such as ``load_dataset(...)["text"]``, all of which are read, with an empty line between two; or
-            int64 ``[sequences, tokens]``, none of them padding. None: text that the model writes by itself, the same
-            each time; one that cannot, such as an encoder, reads a small set of texts of many kinds. So does any for
-            the method ``"weighted"``, unless it is to ``tune``.
+            int64 ``[sequences, tokens]``, none of them padding. None: text that the model writes, going on from the
+            first words of a small set of texts of many kinds, the same each time; one that cannot, such as an encoder,
+            reads these texts. So does any for the method ``"weighted"``, unless it is to ``tune``.
         tokenizer: for all but token ids. Default: that of the model's folder or name.
         sequences: so many of a text at most, evenly spread over it. Token ids are taken as they are. Default: 128 of a
             text; what the model writes is 128 sequences, 64 on a CPU, and for ``tune`` 4096, or 256 on a CPU; what

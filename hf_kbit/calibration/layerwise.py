@@ -123,7 +123,7 @@ def calibrate(
         model: float32, float16 or bfloat16, on one device, and it is changed; or a folder or a name on the Hub, whose
             files are mapped into CPU memory. Needs memory for what is quantized and, a few times over, the activations
             between two layers.
-        data: what the model is for (``calibration.data.Text``), or None for text that the model writes by itself, or,
+        data: what the model is for (``calibration.data.Text``), or None for text that the model writes, or,
             for the method ``"weighted"``, a little of a built-in one.
         config: which layers, widths and levels, as ``choose_widths`` returns; ``scale`` is always searched.
         device: where a layer is while it is calibrated: a GPU then has room for one of them, with its statistics, a
