@@ -89,13 +89,13 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return small.same(one.state_dict(), other.state_dict())
 
 
-@pytest.mark.parametrize("arguments", [{"data": ROWS}, {"calibrate": True}], ids=["data", "its own text"])
-def test_with_data_it_calibrates(arguments, tmp_path):
+@pytest.mark.parametrize("data", [ROWS, None], ids=["data", "own text"])
+@pytest.mark.parametrize("way", [{"method": "weighted", "tune": 3}, {"method": "feedback"}], ids=["tuned", "feedback"])
+def test_with_data_it_calibrates(way, data, tmp_path):
     """As ``calibrate`` does, with all of its settings, which the record of a run has a digest of."""
-    model, settings = llama(), {"method": "weighted", "sequences": 3, "length": 20, "batch": 2, "bits": 3}
-    settings |= {"tokenizer": byte_tokenizer(), "tune": 3}
-    done = quantize_model(model, **arguments, resume=tmp_path / "one", **settings)
-    expected = hf_kbit.calibrate(llama(), arguments.get("data"), resume=tmp_path / "other", **settings)
+    settings = {"sequences": 3, "length": 20, "batch": 2, "bits": 3, "tokenizer": byte_tokenizer(), **way}
+    done = quantize_model(model := llama(), data=data, calibrate=True, resume=tmp_path / "one", **settings)
+    expected = hf_kbit.calibrate(llama(), data, resume=tmp_path / "other", **settings)
     assert same(model, expected) and set(done.bits.values()) == {3}
     assert done.left == {"lm_head": "head", "model.embed_tokens": "table"}
     assert model.config.quantization_config == expected.config.quantization_config

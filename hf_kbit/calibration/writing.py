@@ -38,11 +38,13 @@ def write(
     probability that the model gives it; the same each time on the same machine.
 
     A sequence starts at the beginning-of-text token; where a model has none, at the end-of-text token, after which
-    a text starts too, as GPT-2 has it; without either at a random token. The first words of a text of the built-in
-    set follow, for by itself a model may write one kind of text alone, such as chats, or one language. It goes on
-    after an end of text: another follows. On ``device`` the model is as a whole while it writes, and then where it
-    was. Defaults are those of ``data.Text``. ``tokenizer`` is by default that of the model's folder or name; without
-    one, or in less than 4 tokens, it starts by itself.
+    a text starts too, as GPT-2 has it; without either at a random token. It goes on after an end of text: another
+    follows. On ``device`` the model is as a whole while it writes, and then where it was. Defaults are those of
+    ``data.Text``.
+
+    By itself a model may write one kind of text alone, such as chats, or one language. So it goes on from the first
+    words of a text of the built-in set, if there is a ``tokenizer``, by default that of the model's folder or name.
+    Half of what is to ``tune`` starts at a random token instead, drawn by lot, and the rest with no words.
 
     Returns:
         None where the model cannot write: it is no decoder that reads tokens; or, after a warning, it is larger than
@@ -60,7 +62,12 @@ def write(
     device = stream.resolve(device, model)
     sequences, length = amount(sequences, length, stream.usual(tuning.AMOUNTS if tune else AMOUNTS, device))
     length = min(length, positions(model.config.get_text_config()) or length)
-    starts = _starts(model, sequences, min(OPENING, length // 4), tokenizer)
+    starts = _starts(model, sequences)
+    if tune:  # no pattern of rows, for ``Calibration`` takes one of so many
+        half = torch.randperm(sequences, generator=torch.Generator().manual_seed(SEED))[: sequences // 2]
+        starts[half] = _random(model, sequences // 2)
+    else:
+        starts = torch.cat([starts, _openings(model, sequences, min(OPENING, length // 4), tokenizer)], 1)
     try:
         if together := _together(model, device, length):
             _check_free(model, device)
@@ -120,23 +127,7 @@ def _written(model: PreTrainedModel, starts: torch.Tensor, together: int, length
         model.generation_config = own
 
 
-def _starts(
-    model: PreTrainedModel, sequences: int, opening: int, tokenizer: PreTrainedTokenizerBase | None
-) -> torch.Tensor:
-    """int64 ``[sequences, 1 + opening]`` on the model's device: from what each sequence goes on; ``[sequences, 1]``
-    without a tokenizer."""
-    first = _first(model, sequences)
-    tokenizer = tokenizer or tokenizer_of(model.name_or_path)
-    if tokenizer is None or not opening:
-        return first
-    texts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in text_of(None).split("\n\n")]
-    openings = torch.tensor([ids[:opening] for ids in texts if len(ids) >= opening])
-    check_ids(openings, {"model": model.config})
-    places = torch.tensor(spread(len(openings) - 1, sequences))
-    return torch.cat([first, openings[places].to(model.device)], 1)
-
-
-def _first(model: PreTrainedModel, sequences: int) -> torch.Tensor:
+def _starts(model: PreTrainedModel, sequences: int) -> torch.Tensor:
     """int64 ``[sequences, 1]``: the first token of each, on the model's device."""
     vocabulary = model.config.get_text_config().vocab_size
     for name in ("bos_token_id", "eos_token_id"):
@@ -145,8 +136,27 @@ def _first(model: PreTrainedModel, sequences: int) -> torch.Tensor:
             found = found[0] if isinstance(found, list | tuple) and found else found
             if isinstance(found, int) and 0 <= found < vocabulary:
                 return torch.full((sequences, 1), found, device=model.device)
-    generator = torch.Generator().manual_seed(SEED)
+    return _random(model, sequences)
+
+
+def _random(model: PreTrainedModel, sequences: int) -> torch.Tensor:
+    """int64 ``[sequences, 1]``: any tokens, the same each time, on the model's device."""
+    vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(SEED)
     return torch.randint(vocabulary, (sequences, 1), generator=generator).to(model.device)
+
+
+def _openings(
+    model: PreTrainedModel, sequences: int, length: int, tokenizer: PreTrainedTokenizerBase | None
+) -> torch.Tensor:
+    """int64 ``[sequences, length]`` on the model's device: the first tokens of texts of the built-in set, which are
+    evenly spread over it; ``[sequences, 0]`` without a tokenizer."""
+    tokenizer = tokenizer or tokenizer_of(model.name_or_path)
+    if tokenizer is None or not length:
+        return torch.empty((sequences, 0), dtype=torch.int64, device=model.device)
+    texts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in text_of(None).split("\n\n")]
+    openings = torch.tensor([ids[:length] for ids in texts if len(ids) >= length])
+    check_ids(openings, {"model": model.config})
+    return openings[torch.tensor(spread(len(openings) - 1, sequences))].to(model.device)
 
 
 def _together(model: PreTrainedModel, device: torch.device, length: int) -> int:

@@ -90,10 +90,11 @@ def test_without_data_weighted_reads_a_little_of_the_built_in_set(name, monkeypa
     assert not same(tensors(model), tensors(free))
 
 
-def test_to_tune_a_text_is_written():
-    how = {"bits": 3, "method": "weighted", "tune": 2, "sequences": 4, "length": 8, "tokenizer": byte_tokenizer()}
-    expected = hf_kbit.calibrate(llama(), write(llama(), 4, 8, tokenizer=how["tokenizer"], tune=2), **how)
-    assert same(tensors(hf_kbit.calibrate(llama(), **how)), tensors(expected))
+@pytest.mark.parametrize("how", [{"method": "weighted", "tune": 2}, {"method": "feedback"}])
+def test_without_data_a_text_is_written(how):
+    how = {"bits": 3, "sequences": 4, "length": 8, "tokenizer": byte_tokenizer(), **how}
+    ids = write(llama(), 4, 8, tokenizer=how["tokenizer"], tune=how.get("tune", 0))
+    assert same(tensors(hf_kbit.calibrate(llama(), **how)), tensors(hf_kbit.calibrate(llama(), ids, **how)))
 
 
 def test_what_is_left_stays():

@@ -390,7 +390,7 @@ def test_a_killed_run_goes_on(whole, times, device, monkeypatch, tmp_path):
 # --- text, and what is refused --------------------------------------------------------------------
 
 
-def test_the_model_writes_more(monkeypatch):
+def test_the_model_writes_more_and_more_kinds_of_text(monkeypatch):
     monkeypatch.setitem(tuning.AMOUNTS, "cpu", (6, 8))
     monkeypatch.setitem(tuning.AMOUNTS, "", (6, 8))
     written = write(llama(), 6, 8, tune=True)

@@ -64,6 +64,15 @@ def test_same_each_time_and_the_model_is_as_before():
     assert model.training and model.generation_config is own and not model.config.use_cache
 
 
+def test_any_share_of_what_is_written_to_tune_has_both_starts():
+    """And none the first words of texts of the built-in set."""
+    how = {"tune": True, "tokenizer": byte_tokenizer()}
+    starts = write(llama(), 64, 2, **how)[:, 0]
+    for part in (starts, *(starts[first::2] for first in range(2)), *(starts[first::8] for first in range(8))):
+        assert 1 in part and len(part.unique()) > 1
+    assert torch.equal(write(llama(), 8, 200, tune=True), write(llama(), 8, 200, **how))
+
+
 def test_it_goes_on_from_the_first_words_of_texts_of_many_kinds():
     """After the first token, evenly over the built-in set, as many as there are sequences; a short one by itself."""
     how, texts = {"tokenizer": byte_tokenizer()}, [text.encode() for text in PROMPTS.read_text("utf-8").split("\n\n")]
