@@ -17,7 +17,7 @@ from transformers.utils import logging
 import hf_kbit
 from hf_kbit.allocation import stored_weights, units
 from hf_kbit.calibration import experts, feedback, moments, sensitivity, stream, tuning, weighted
-from hf_kbit.calibration.data import SEQUENCES, Text, tokenizer_of
+from hf_kbit.calibration.data import SEQUENCES, Text
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.rounding import round_linear, round_projection
 from hf_kbit.calibration.writing import write
@@ -123,8 +123,8 @@ def calibrate(
         model: float32, float16 or bfloat16, on one device, and it is changed; or a folder or a name on the Hub, whose
             files are mapped into CPU memory. Needs memory for what is quantized and, a few times over, the activations
             between two layers.
-        data: what the model is for (``calibration.data.Text``), or None for text that the model writes, or,
-            for the method ``"weighted"``, a little of a built-in one.
+        data: what the model is for (``calibration.data.Text``), or None for text that the model writes, or, for
+            the method ``"weighted"``, a little of a built-in one.
         config: which layers, widths and levels, as ``choose_widths`` returns; ``scale`` is always searched.
         device: where a layer is while it is calibrated: a GPU then has room for one of them, with its statistics, a
             few times over; and the whole model, while it weighs tokens or writes a text. Default: where the model is;
@@ -172,9 +172,8 @@ def calibrate(
     if data is None and solving.needs_little:
         text = text.little()
     elif data is None:
-        tokenizer = text.tokenizer or tokenizer_of(model.name_or_path, **source)
-        how = {"tokenizer": tokenizer, "tune": solving.tune, "device": device, "progress": progress}
-        text = replace(text, data=write(model, text.sequences, text.length, **how))
+        how = {"tokenizer": text.tokenizer, "tune": solving.tune, "device": device, "progress": progress}
+        text = replace(text, data=write(model, text.sequences, text.length, **how, **source))
     Calibration(model, packable, chosen, config, solving, text.ids(model, **source), device, progress).run()
     return model
 

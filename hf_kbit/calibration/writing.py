@@ -1,6 +1,7 @@
 """Calibration data that needs no data: text that the model itself writes, as token ids."""
 
 import warnings
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -33,9 +34,10 @@ def write(
     tune: int | bool = False,
     device: torch.device | str | None = None,
     progress: bool = False,
+    **source: Any,
 ) -> torch.Tensor | None:
-    """int64 ``[sequences, length]`` on the model's device: what it writes by itself, each token drawn with the
-    probability that the model gives it; the same each time on the same machine.
+    """int64 ``[sequences, length]`` on the model's device: what it writes, each token drawn with the probability that
+    the model gives it; the same each time on the same machine.
 
     A sequence starts at the beginning-of-text token; where a model has none, at the end-of-text token, after which
     a text starts too, as GPT-2 has it; without either at a random token. It goes on after an end of text: another
@@ -43,8 +45,9 @@ def write(
     ``data.Text``.
 
     By itself a model may write one kind of text alone, such as chats, or one language. So it goes on from the first
-    words of a text of the built-in set, if there is a ``tokenizer``, by default that of the model's folder or name.
-    Half of what is to ``tune`` starts at a random token instead, drawn by lot, and the rest with no words.
+    words of a text of the built-in set, if there is a ``tokenizer``, by default that of the model's folder or name
+    (``source`` is of ``tokenizer_of``). Half of what is to ``tune`` starts at a random token instead, drawn by lot,
+    and the rest with no words.
 
     Returns:
         None where the model cannot write: it is no decoder that reads tokens; or, after a warning, it is larger than
@@ -62,12 +65,12 @@ def write(
     device = stream.resolve(device, model)
     sequences, length = amount(sequences, length, stream.usual(tuning.AMOUNTS if tune else AMOUNTS, device))
     length = min(length, positions(model.config.get_text_config()) or length)
-    starts = _starts(model, sequences)
+    starts, opening = _starts(model, sequences), min(OPENING, length // 4)
     if tune:  # no pattern of rows, for ``Calibration`` takes one of so many
         half = torch.randperm(sequences, generator=torch.Generator().manual_seed(SEED))[: sequences // 2]
         starts[half] = _random(model, sequences // 2)
-    else:
-        starts = torch.cat([starts, _openings(model, sequences, min(OPENING, length // 4), tokenizer)], 1)
+    elif opening and (tokenizer := tokenizer or tokenizer_of(model.name_or_path, **source)):
+        starts = torch.cat([starts, _openings(model, tokenizer, sequences, opening)], 1)
     try:
         if together := _together(model, device, length):
             _check_free(model, device)
@@ -145,14 +148,9 @@ def _random(model: PreTrainedModel, sequences: int) -> torch.Tensor:
     return torch.randint(vocabulary, (sequences, 1), generator=generator).to(model.device)
 
 
-def _openings(
-    model: PreTrainedModel, sequences: int, length: int, tokenizer: PreTrainedTokenizerBase | None
-) -> torch.Tensor:
+def _openings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sequences: int, length: int) -> torch.Tensor:
     """int64 ``[sequences, length]`` on the model's device: the first tokens of texts of the built-in set, which are
-    evenly spread over it; ``[sequences, 0]`` without a tokenizer."""
-    tokenizer = tokenizer or tokenizer_of(model.name_or_path)
-    if tokenizer is None or not length:
-        return torch.empty((sequences, 0), dtype=torch.int64, device=model.device)
+    evenly spread over it."""
     texts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in text_of(None).split("\n\n")]
     openings = torch.tensor([ids[:length] for ids in texts if len(ids) >= length])
     check_ids(openings, {"model": model.config})
