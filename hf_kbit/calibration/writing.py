@@ -46,8 +46,7 @@ def write(
 
     By itself a model may write one kind of text alone, such as chats, or one language. So it goes on from the first
     words of a text of the built-in set, if there is a ``tokenizer``, by default that of the model's folder or name
-    (``source`` is of ``tokenizer_of``). Half of what is to ``tune`` starts at a random token instead, drawn by lot,
-    and the rest with no words.
+    (``source`` is of ``tokenizer_of``). Half of what is to ``tune`` goes on from a random token instead.
 
     Returns:
         None where the model cannot write: it is no decoder that reads tokens; or, after a warning, it is larger than
@@ -65,17 +64,21 @@ def write(
     device = stream.resolve(device, model)
     sequences, length = amount(sequences, length, stream.usual(tuning.AMOUNTS if tune else AMOUNTS, device))
     length = min(length, positions(model.config.get_text_config()) or length)
-    starts, opening = _starts(model, sequences), min(OPENING, length // 4)
-    if tune:  # no pattern of rows, for ``Calibration`` takes one of so many
-        half = torch.randperm(sequences, generator=torch.Generator().manual_seed(SEED))[: sequences // 2]
-        starts[half] = _random(model, sequences // 2)
-    elif opening and (tokenizer := tokenizer or tokenizer_of(model.name_or_path, **source)):
-        starts = torch.cat([starts, _openings(model, tokenizer, sequences, opening)], 1)
+    opening, random = min(OPENING, length // 4), sequences // 2 if tune else 0
+    groups = [
+        torch.cat([_starts(model, random), _random(model, random)[:, :opening]], 1),
+        _starts(model, sequences - random),
+    ]
+    if opening and (tokenizer := tokenizer or tokenizer_of(model.name_or_path, **source)):
+        groups[1] = torch.cat([groups[1], _openings(model, tokenizer, len(groups[1]), opening)], 1)
+    # Steps take sequences that lie together, and the last are held out: any share is to have some of both.
+    order = torch.randperm(sequences, generator=torch.Generator().manual_seed(SEED))
     try:
         if together := _together(model, device, length):
             _check_free(model, device)
             with stream.evaluating(model), stream.whole(model, device):
-                return _written(model, starts.to(device), together, length, progress).to(starts.device)
+                text = _written(model, [starts.to(device) for starts in groups], together, length, progress)
+                return text.to(groups[0].device)[order]
         reason = f"its weights take more memory than there is for {device}"
     except FloatingPointError as error:
         raise ValueError(str(error)) from None
@@ -115,16 +118,18 @@ class _Draw(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, draw(probabilities, self.generator), 0.0)
 
 
-def _written(model: PreTrainedModel, starts: torch.Tensor, together: int, length: int, progress: bool) -> torch.Tensor:
-    """The sequences that start so, so many at once."""
+def _written(
+    model: PreTrainedModel, groups: list[torch.Tensor], together: int, length: int, progress: bool
+) -> torch.Tensor:
+    """The sequences that start so, so many at once: starts of a group are of one length."""
     own = model.generation_config
     # What is left out here would be taken from the model's own, such as an end that stops a sequence.
     model.generation_config = GenerationConfig(max_length=length, do_sample=False, use_cache=True)
     try:
-        total = len(starts) * (length - starts.shape[1])
+        total = sum(len(starts) * (length - starts.shape[1]) for starts in groups)
         with tqdm(total=total, desc="writing", unit="token", disable=not progress) as bar:
-            how = {"logits_processor": LogitsProcessorList([_Draw(starts.device, bar)])}
-            parts = starts.split(together)
+            how = {"logits_processor": LogitsProcessorList([_Draw(groups[0].device, bar)])}
+            parts = [part for starts in groups if len(starts) for part in starts.split(together)]
             return torch.cat([model.generate(part, attention_mask=torch.ones_like(part), **how) for part in parts])
     finally:
         model.generation_config = own
