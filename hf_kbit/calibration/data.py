@@ -153,17 +153,24 @@ def text_of(data: str | Path | Iterable[str] | None) -> str:
 
 
 def _cut(text: str, tokenizer: PreTrainedTokenizerBase, length: int, sequences: int) -> torch.Tensor:
-    """int64 ``[n, length]``, at most ``sequences`` of them; a text shorter than one is one shorter sequence."""
+    """int64 ``[n, length]``, at most ``sequences`` of them; a text shorter than one is one shorter sequence. Each has
+    what the tokenizer puts before and after any text: without their first token some models do not know what to do."""
     # Spread over all of it, since the beginning of a long text may be about one thing. What is not needed of a very
     # long one is left out before it is tokenized, which takes longest.
     piece = length * CHARACTERS
     if len(text) > sequences * piece:
         text = "".join(text[start : start + piece] for start in spread(len(text) - piece, sequences))
-    ids = tokenize(text, tokenizer)
-    if len(ids) < length:
+    found = tokenizer(text, verbose=False, return_special_tokens_mask=True)
+    ids, added = torch.tensor(found["input_ids"], dtype=torch.int64), found["special_tokens_mask"]
+    if len(ids) <= length:
         return ids[None]
-    rows = ids[: len(ids) // length * length].view(-1, length)
-    return rows[spread(len(rows) - 1, sequences)] if len(rows) > sequences else rows
+    first, last = added.index(0), len(ids) - added[::-1].index(0)
+    before, body, after = ids[:first], ids[first:last], ids[last:]
+    if (room := length - len(before) - len(after)) < 1:
+        raise ValueError(f"length: found {length}, expected more than the {length - room} that the tokenizer adds")
+    rows = body[: len(body) // room * room].view(-1, room)
+    rows = rows[spread(len(rows) - 1, sequences)] if len(rows) > sequences else rows
+    return torch.cat([before.expand(len(rows), -1), rows, after.expand(len(rows), -1)], 1)
 
 
 def spread(last: int, count: int) -> list[int]:

@@ -6,7 +6,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, CanineTokenizer, LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
 from hf_kbit.calibration.data import CHARACTERS, PROMPTS, Text, tokenizer_of
@@ -17,9 +18,11 @@ ROWS = ["The first row,\nof two lines.", "Ein zweiter: größer!", "第三行"]
 TEXT = "\n\n".join(ROWS)
 
 
-def llama(positions: int = 4096) -> LlamaForCausalLM:
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 256}
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, max_position_embeddings=positions, **shape))
+SHAPE = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+
+
+def llama(positions: int = 4096, vocab_size: int = 256) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(max_position_embeddings=positions, vocab_size=vocab_size, **SHAPE))
 
 
 def cut(data, positions: int = 4096, tokenizer=None, **choices) -> torch.Tensor:
@@ -77,6 +80,27 @@ def test_length_of_sequences():
     assert read(cut("y" * 63, 64)) == ["y" * 63]
     tokenizer.model_max_length = 62  # as for RoBERTa, two of whose position embeddings are no positions
     assert cut("x" * 500, 64, tokenizer).shape == (8, 62)
+
+
+def test_each_sequence_begins_and_ends_as_a_text():
+    """With the tokens that the tokenizer adds, within the length, whoever wrote the tokenizer."""
+    text, fast, slow = "0123456789abc" * 100, byte_tokenizer(), CanineTokenizer()
+    fast.backend_tokenizer.post_processor = TemplateProcessing(
+        single="< $A > >", special_tokens=[("<", 60), (">", 62)]
+    )
+    slow.model_max_length = 2048
+    begin, end = slow("")["input_ids"]
+    model = llama(vocab_size=end + 1)
+    for length in (4, 10, 1000):
+        rows = read(cut(text, tokenizer=fast, length=length, sequences=2000))
+        assert all(len(row) == length and row[0] == "<" and row[-2:] == ">>" for row in rows)
+        assert "".join(row[1:-2] for row in rows) == text[: 1300 // (length - 3) * (length - 3)]
+        ids = Text(text, slow, length=length, sequences=2000).ids(model)
+        assert ids[:, 0].eq(begin).all() and ids[:, -1].eq(end).all() and ids.shape[1] == length
+        assert read(ids[:, 1:-1].reshape(1, -1)) == [text[: 1300 // (length - 2) * (length - 2)]]
+    assert read(cut("ab", tokenizer=fast, length=5)) == ["<ab>>"]
+    with pytest.raises(ValueError, match="length: found 3, expected more than the 3 that the tokenizer adds"):
+        cut(text, tokenizer=fast, length=3)
 
 
 def test_sequences_are_spread_over_the_text():
