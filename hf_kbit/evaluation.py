@@ -67,7 +67,7 @@ def evaluate(
     predicted. Overlapping windows predict every token but the first once, each with ``window - stride`` tokens before
     it, or all that there are. The last window may be shorter. GPTQ's script drops it; for its figure cut the ids of
     the text: ``ids[: len(ids) // window * window]``. The first window alone begins with what the tokenizer puts before
-    a text, as in tables too. A model that needs it, such as gemma, has far more perplexity in short windows without:
+    a text, as in GPTQ's script. A model that needs it, such as gemma, has more perplexity in short windows without:
     give ids then, ``[sequences, length]``, each of which begins with it. Logarithms of probabilities are float32,
     their sums float64. Memory holds the logits of one window from each model, in its dtype, and up to half a GiB.
 
