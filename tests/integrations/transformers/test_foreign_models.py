@@ -150,7 +150,7 @@ def by_data(module) -> None:
 
 def by_zeros(module) -> None:
     for _, parameter in module.named_parameters():
-        parameter.data.mul_(0)
+        parameter.data[:] = 0
 
 
 def by_others(module) -> None:
