@@ -162,6 +162,8 @@ def _cut(text: str, tokenizer: PreTrainedTokenizerBase, length: int, sequences: 
         text = "".join(text[start : start + piece] for start in spread(len(text) - piece, sequences))
     found = tokenizer(text, verbose=False, return_special_tokens_mask=True)
     ids, added = torch.tensor(found["input_ids"], dtype=torch.int64), found["special_tokens_mask"]
+    if 0 not in added:  # a text without tokens, whatever the tokenizer adds to it
+        return ids[None, :0]
     if len(ids) <= length:
         return ids[None]
     first, last = added.index(0), len(ids) - added[::-1].index(0)

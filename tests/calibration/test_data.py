@@ -101,6 +101,9 @@ def test_each_sequence_begins_and_ends_as_a_text():
     assert read(cut("ab", tokenizer=fast, length=5)) == ["<ab>>"]
     with pytest.raises(ValueError, match="length: found 3, expected more than the 3 that the tokenizer adds"):
         cut(text, tokenizer=fast, length=3)
+    for length in (1, 5):
+        with pytest.raises(ValueError, match=r"data: found shape \[1, 0\], expected \[sequences"):
+            cut("", tokenizer=fast, length=length)
 
 
 def test_sequences_are_spread_over_the_text():
