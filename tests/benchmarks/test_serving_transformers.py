@@ -10,7 +10,7 @@ from transformers.utils.import_utils import is_serve_available
 
 @pytest.mark.parametrize(("answers", "p95"), [(1, 1), (2, 2), (3, 3), (20, 19), (40, 38), (41, 39)])
 def test_what_95_percent_of_answers_do_not_exceed(benched, monkeypatch, answers, p95):
-    """Of few answers, that of all of them: never less than the median."""
+    """Of few answers that is the longest, and of none less than the median."""
     module = benched("serving_transformers")
     monkeypatch.setattr(module, "ask", lambda port, folder, choose, vocab_size: (taken.pop() / 1e3, 4))
     taken = list(range(1, answers + 1))
