@@ -148,7 +148,7 @@ def _ids(data, tokenizer: PreTrainedTokenizerBase | None, models: list, progress
         return written
     if tokenizer is None:
         raise ValueError("tokenizer: found none, expected one, for the data is a text")
-    return tokenize(text_of(data), tokenizer)
+    return tokenize(text_of(data), tokenizer)[0]
 
 
 def check(configs: dict[str, PreTrainedConfig], ids: torch.Tensor, window: int, stride: int) -> None:

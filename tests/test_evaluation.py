@@ -9,7 +9,7 @@ import torch
 from byte_tokenizer import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import BertConfig, BertLMHeadModel, LlamaForCausalLM, LlamaModel, T5Config, T5Model
+from transformers import BertConfig, BertLMHeadModel, CanineTokenizer, LlamaForCausalLM, LlamaModel, T5Config, T5Model
 
 import hf_kbit
 from hf_kbit import KbitConfig, evaluation
@@ -233,6 +233,7 @@ def test_a_perplexity_beyond_float64(reference):
     [
         ({"data": 5, "tokenizer": byte_tokenizer()}, TypeError, "data: found int, expected token ids"),
         ({"data": "a text"}, ValueError, "tokenizer: found none, expected one, for the data is a text"),
+        ({"data": "", "tokenizer": CanineTokenizer()}, ValueError, r"data: found shape \[0\], expected \[length\] or"),
         ({"data": TOKENS.int()}, TypeError, "data: found torch.int32, expected token ids, a tensor of int64"),
         ({"data": TOKENS[:1]}, ValueError, r"data: found shape \[1\], expected \[length\] or"),
         ({"data": TOKENS[:, None]}, ValueError, r"data: found shape \[120, 1\], expected \[length\] or"),

@@ -112,9 +112,12 @@ def tokenizer_of(name: str | Path, **source: Any) -> PreTrainedTokenizerBase | N
     return tokenizer if known else None
 
 
-def tokenize(text: str, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """int64 ``[length]``: the whole text at once, with the special tokens that the tokenizer adds to any text."""
-    return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+def tokenize(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, list[int]]:
+    """int64 ``[length]``: the whole text at once, with the special tokens that the tokenizer adds to any text; and 1
+    for each of these, 0 for the others. A text that has no others has none at all."""
+    found = tokenizer(text, verbose=False, return_special_tokens_mask=True)
+    ids, added = torch.tensor(found["input_ids"], dtype=torch.int64), found["special_tokens_mask"]
+    return (ids, added) if 0 in added else (ids[:0], [])
 
 
 def read(file: Path) -> str:
@@ -160,10 +163,7 @@ def _cut(text: str, tokenizer: PreTrainedTokenizerBase, length: int, sequences: 
     piece = length * CHARACTERS
     if len(text) > sequences * piece:
         text = "".join(text[start : start + piece] for start in spread(len(text) - piece, sequences))
-    found = tokenizer(text, verbose=False, return_special_tokens_mask=True)
-    ids, added = torch.tensor(found["input_ids"], dtype=torch.int64), found["special_tokens_mask"]
-    if 0 not in added:  # a text without tokens, whatever the tokenizer adds to it
-        return ids[None, :0]
+    ids, added = tokenize(text, tokenizer)
     if len(ids) <= length:
         return ids[None]
     first, last = added.index(0), len(ids) - added[::-1].index(0)

@@ -73,7 +73,7 @@ def command(given: Namespace) -> None:
     text, tokenizer = read_text(given), tokenizer_of(vocabulary, **source[vocabulary])
     if tokenizer is None:
         raise ValueError(f"{vocabulary}: found no tokenizer, expected one; name another with --tokenizer")
-    tokens = tokenize(text, tokenizer)[: given.limit_tokens]
+    tokens = tokenize(text, tokenizer)[0][: given.limit_tokens]
     windows = {"window": given.window, "stride": given.window if given.stride is None else given.stride}
     check(configs, tokens, **windows)  # before anything large is loaded
     evaluated = AutoModelForCausalLM.from_pretrained(model, **load, **source[model], **quantization)
