@@ -50,7 +50,7 @@ test-oldest-torch: $(HEADERS)/.unpacked ## compile what sees torch in csrc with 
 
 # In one process, for vLLM has every process at one core. Slow ones: PYTEST_ARGS="-m slow".
 test-vllm: $(VLLM)/.vllm-$(VLLM_CPU) ## the plugin for vLLM, in an environment of its own (2.5 GB), on a CPU
-	HF_HUB_OFFLINE=1 $(VLLM)/bin/python -m pytest --timeout=900 -m "not slow" tests/integrations/vllm $(PYTEST_ARGS)
+	$(VLLM)/bin/python -m pytest --timeout=900 -m "not slow" tests/integrations/vllm $(PYTEST_ARGS)
 
 docs: $(VENV)/.docs ## build the documentation into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fresh import Fresh
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the Hub; read by huggingface_hub's import
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on CPUs, one operation at a time; read by its import
 

@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-# Before vLLM is imported: no telemetry, nothing from the Hub, little memory.
+# Before vLLM is imported: no telemetry, little memory.
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
 }
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cuda":

@@ -76,7 +76,7 @@ def test_all_at_once(folder, tokenizer, device, options, tmp_path):
             asked = [ask(client, str(folder), prompt, stream) for prompt in PROMPTS for stream in (False, True)]
             return await asyncio.gather(*asked)
 
-    with servers.started(command, tmp_path / "log", {"HF_HUB_OFFLINE": "1"}) as server:
+    with servers.started(command, tmp_path / "log") as server:
         answers = asyncio.run(everybody(server))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for prompt, text in zip([prompt for prompt in PROMPTS for _ in range(2)], answers, strict=True):
