@@ -65,9 +65,10 @@ def write(
     sequences, length = amount(sequences, length, stream.usual(tuning.AMOUNTS if tune else AMOUNTS, device))
     length = min(length, positions(model.config.get_text_config()) or length)
     opening, random = min(OPENING, length // 4), sequences // 2 if tune else 0
+    generator = torch.Generator().manual_seed(SEED)
     groups = [
-        torch.cat([_starts(model, random), _random(model, random)[:, :opening]], 1),
-        _starts(model, sequences - random),
+        torch.cat([_starts(model, random, generator), _random(model, random, generator)[:, :opening]], 1),
+        _starts(model, sequences - random, generator),
     ]
     if opening and (tokenizer := tokenizer or tokenizer_of(model.name_or_path, **source)):
         groups[1] = torch.cat([groups[1], _openings(model, tokenizer, len(groups[1]), opening)], 1)
@@ -135,7 +136,7 @@ def _written(
         model.generation_config = own
 
 
-def _starts(model: PreTrainedModel, sequences: int) -> torch.Tensor:
+def _starts(model: PreTrainedModel, sequences: int, generator: torch.Generator) -> torch.Tensor:
     """int64 ``[sequences, 1]``: the first token of each, on the model's device."""
     vocabulary = model.config.get_text_config().vocab_size
     for name in ("bos_token_id", "eos_token_id"):
@@ -144,12 +145,12 @@ def _starts(model: PreTrainedModel, sequences: int) -> torch.Tensor:
             found = found[0] if isinstance(found, list | tuple) and found else found
             if isinstance(found, int) and 0 <= found < vocabulary:
                 return torch.full((sequences, 1), found, device=model.device)
-    return _random(model, sequences)
+    return _random(model, sequences, generator)
 
 
-def _random(model: PreTrainedModel, sequences: int) -> torch.Tensor:
-    """int64 ``[sequences, 1]``: any tokens, the same each time, on the model's device."""
-    vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(SEED)
+def _random(model: PreTrainedModel, sequences: int, generator: torch.Generator) -> torch.Tensor:
+    """int64 ``[sequences, 1]``: any tokens, on the model's device."""
+    vocabulary = model.config.get_text_config().vocab_size
     return torch.randint(vocabulary, (sequences, 1), generator=generator).to(model.device)
 
 

@@ -128,6 +128,8 @@ def test_where_a_sequence_starts():
         assert write(llama(bos_token_id=begin, eos_token_id=end), 3, 4)[:, 0].tolist() == [start] * 3
     first, again = (write(llama(bos_token_id=None, eos_token_id=None), 9, 2)[:, 0] for _ in range(2))
     assert len(set(first.tolist())) > 4 and first.max() < 256 and torch.equal(first, again)
+    pairs = write(llama(bos_token_id=None, eos_token_id=None), 320, 4, tune=True)[:, :2]
+    assert (pairs[:, 0] == pairs[:, 1]).sum() < 20 and len(pairs[:, 0].unique()) > 150
 
 
 def test_amounts():
