@@ -421,3 +421,23 @@ def test_training_what_was_loaded_under_inference_mode():
         assert layer(x).isfinite().all()
     with pytest.raises(ValueError, match="KbitLinear: weight: found one that was made under"):
         layer(x)
+
+
+def test_received_where_a_backend_has_no_work_to_wait_for(form):
+    """As NCCL, unless it is asynchronous: what comes back then points nowhere, and to wait for it ends the process."""
+
+    class Work:
+        def wait(self):
+            return True
+
+    def broadcast(tensors, group, root, root_tensor, asynchronous=True, timeout=-1):
+        tensors[0].copy_(other.weight.as_floats())
+        return tensors, Work() if asynchronous else None
+
+    other, x = linear(bias=False), cases.x((2,), WIDTH)
+    for how in ((), (True,), (False,), (False, 1000)):
+        layer = linear(bias=False, seed=1)
+        receive = tensor.OPS[torch.ops.c10d.broadcast_.default]
+        (received,), work = receive(broadcast, [layer.weight.data], None, 0, 0, *how)
+        assert work.wait() and torch.equal(received.dequantize(), other.dequantize())
+        assert torch.equal(layer(x), other(x))
