@@ -115,12 +115,12 @@ class KbitLinear(KbitProduct, nn.Linear):
             ValueError: its last size is not K.
         """
         # Straight from the dictionaries, and no conversion to the same dtype: for few tokens the host's time counts,
-        # and nn.Module's look-ups are a good part of it. A copy of nn.DataParallel has its parameters elsewhere.
+        # and nn.Module's look-ups are a good part of it.
         if is_dynamo_compiling():
             parts, bias = self.parts, self.bias
         else:
-            own = self._parameters if "weight" in self._parameters else self.__dict__
-            parts, bias = own["weight"].parts, own.get("bias")
+            own = self._parameters
+            parts, bias = own["weight"].parts, own["bias"]
             self.__dict__["parts"] = parts
         # Under tensor parallelism a part of the weight, and x of the same part of K.
         rows, width = parts["matrix"]

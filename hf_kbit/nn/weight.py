@@ -334,6 +334,14 @@ class KbitWeight(nn.Module):
             made = value.detach().moved(self.weight.device, self.weight.dtype)
             self.weight.data = made.each(torch.clone)
 
+    def _replicate_for_data_parallel(self):
+        # Copies to other GPUs would have the weight's bytes alone, as floats that mean nothing.
+        raise ValueError(
+            "nn.DataParallel: found several GPUs in one process, among which a packed weight cannot be copied; "
+            "expected a process for each GPU (accelerate launch, torchrun), or one GPU (CUDA_VISIBLE_DEVICES=0), for "
+            "Trainer uses nn.DataParallel wherever a process sees several"
+        )
+
     def __setstate__(self, state):
         hooks.arm()
         super().__setstate__(state)

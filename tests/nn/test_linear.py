@@ -178,21 +178,6 @@ def test_gradients_of_training_modes(device, mode, autocast, tokens):
     assert packed[0].weight.grad is None
 
 
-@pytest.mark.parametrize("transform", ["rotated", "none"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_copy_of_data_parallel(bias, transform):
-    """torch.nn.parallel.replicate sets parameters so; it runs on GPUs alone."""
-    layer = KbitLinear.from_linear(linear(20, 70, bias), bits=3, transform=transform)
-    copied = layer._replicate_for_data_parallel()
-    for name, parameter in layer._parameters.items():
-        if parameter is None:
-            copied._parameters[name] = None
-        else:
-            setattr(copied, name, parameter.data.clone())
-    x = cases.x((4,), 70)
-    assert "weight" not in copied._parameters and torch.equal(copied(x), layer(x))
-
-
 # --- on a GPU -----------------------------------------------------------------------------------------
 
 
@@ -385,7 +370,7 @@ def test_8_bit_inputs(bias, dtype):
     assert layer.to("meta")(x.to("meta")).shape == (2, 3, 9)
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "cast", "data parallel"])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "cast"])
 @torch.no_grad()
 def test_copies_take_8_bit_inputs_too(way):
     layer, x, file = with_int8(), cases.x((3,), 33), io.BytesIO()
@@ -396,11 +381,7 @@ def test_copies_take_8_bit_inputs_too(way):
         "pickle": lambda: pickle.loads(pickle.dumps(layer)),
         "torch.save": lambda: torch.load(file, weights_only=False),
         "cast": lambda: copy.deepcopy(layer).half().float(),
-        "data parallel": layer._replicate_for_data_parallel,
     }[way]()
-    if way == "data parallel":
-        for name, parameter in layer._parameters.items():
-            setattr(copied, name, parameter.data)
     assert copied.inputs == "int8" and torch.equal(copied(x), by_the_op(copied, x))
 
 

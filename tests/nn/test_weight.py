@@ -1,6 +1,7 @@
 """What layers have in common that hold a packed weight: their errors name them."""
 
 import copy
+import sys
 
 import cases
 import pytest
@@ -44,6 +45,16 @@ def test_a_quantized_model_knows_the_names_of_its_layers():
     quantize_model(made, KbitConfig(bits=3, skip_default_modules=False))
     with pytest.raises(ValueError, match=r"^0.up: x: found shape \[1, 3\]"):
         copy.deepcopy(made)[0]["up"](torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("kind", range(3))
+def test_copies_for_several_gpus_are_refused(kind, monkeypatch):
+    """By ``nn.DataParallel``, whose own copying of tensors needs GPUs."""
+    copies = sys.modules[nn.parallel.replicate.__module__]
+    monkeypatch.setattr(copies, "_broadcast_coalesced_reshape", lambda tensors, devices, detach: [tensors] * 2)
+    copies.replicate(nn.Linear(3, 3), [0, 1])
+    with pytest.raises(ValueError, match=r"nn.DataParallel: found several GPUs .*expected a process for each GPU"):
+        copies.replicate(nn.Sequential(layers()[kind][0]), [0, 1])
 
 
 @pytest.mark.parametrize("kind", range(3))

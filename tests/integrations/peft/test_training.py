@@ -31,6 +31,8 @@ import hf_kbit
 from hf_kbit import KbitConfig
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
 
+COUNT = torch.cuda.device_count()
+
 # --- preparing ---
 
 
@@ -148,7 +150,13 @@ def arguments(folder, device) -> TrainingArguments:
     return TrainingArguments(folder, use_cpu=device == "cpu", **settings)
 
 
-def test_trainer_and_resume(device, tmp_path):
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """Trainer takes nn.DataParallel where it sees several."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: min(COUNT, 1))
+
+
+def test_trainer_and_resume(device, one_gpu, tmp_path):
     """Checkpoints hold adapters only; resuming from the middle ends where training without a break does."""
 
     def trainer(folder):
@@ -174,12 +182,20 @@ def test_trainer_and_resume(device, tmp_path):
         torch.testing.assert_close(trainable(resumed.model)[name], parameter, **tolerance)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
+def test_trainer_refuses_several_gpus_in_one_process(tmp_path):
+    model = get_peft_model(peft.prepare_model_for_kbit_training(quantized("cuda")), lora())
+    with pytest.raises(ValueError, match=r"nn.DataParallel: found several GPUs in one process"):
+        Trainer(model, arguments(tmp_path, "cuda"), train_dataset=Pieces()).train()
+
+
 def test_trainer_refuses_a_model_without_adapters(device, tmp_path):
     with pytest.raises(ValueError, match="cannot perform fine-tuning on purely quantized models"):
         Trainer(quantized(device), arguments(tmp_path, device), train_dataset=Pieces())
 
 
-def test_trl(device, tmp_path):
+def test_trl(device, one_gpu, tmp_path):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     from tokenizers import Tokenizer, models, pre_tokenizers
