@@ -280,6 +280,8 @@ COLOURS = (
     "#1f78b4",
     "#e31a1c",
     "#8c6bb1",
+    "#17becf",
+    "#999999",
 )
 MARKERS = {
     "hf_kbit": "o",
