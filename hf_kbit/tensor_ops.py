@@ -418,9 +418,9 @@ def _(func, tensors, *args, **kwargs):
 def _receive(func, outputs, *args, **kwargs):
     """Tensors into which a process writes what another sends, as floats where they are packed weights.
 
-    Asynchronous in any case: NCCL has nothing to wait for where it is not, not even None.
+    Asynchronous in any case: otherwise NCCL gives a null pointer as its work, and to wait for that ends the process.
     """
-    args = [True if argument is False else argument for argument in args]  # one alone says so, and is the only bool
+    args = [True if argument is False else argument for argument in args]  # asyncOp is the only bool
     packed = [isinstance(output, KbitTensor) for output in outputs]
     floats = [o.as_floats() if is_packed else o for o, is_packed in zip(outputs, packed, strict=True)]
     work = func(floats, *args, **kwargs)[1]
