@@ -435,9 +435,9 @@ def test_received_where_a_backend_has_no_work_to_wait_for(form):
         return tensors, Work() if asynchronous else None
 
     other, x = linear(bias=False), cases.x((2,), WIDTH)
+    receive = tensor.OPS[torch.ops.c10d.broadcast_.default]
     for how in ((), (True,), (False,), (False, 1000)):
         layer = linear(bias=False, seed=1)
-        receive = tensor.OPS[torch.ops.c10d.broadcast_.default]
         (received,), work = receive(broadcast, [layer.weight.data], None, 0, 0, *how)
         assert work.wait() and torch.equal(received.dequantize(), other.dequantize())
         assert torch.equal(layer(x), other(x))

@@ -142,7 +142,7 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
             if ids.dtype not in (torch.int64, torch.int32):
                 found = str(ids.dtype).removeprefix("torch.")
                 raise TypeError(f"indices: found dtype {found}, expected int64 or int32")
-            weight = self.weight
+            weight = self._parameters["weight"]
             gathers = is_sharded(weight) and not isinstance(weight.placements[-1], Replicate)
             return self._gathered(ids, weight) if gathers else look_up(ids, local(weight))
         except (TypeError, ValueError) as error:

@@ -335,7 +335,7 @@ class KbitWeight(nn.Module):
             self.weight.data = made.each(torch.clone)
 
     def _replicate_for_data_parallel(self):
-        # What it makes on other GPUs are plain tensors, without the parts of a packed weight.
+        # nn.DataParallel asks each module so for its copy; tensors that it copies are plain, without a weight's parts.
         raise ValueError(
             "nn.DataParallel: found several GPUs in one process, among which a packed weight cannot be copied; "
             "expected a process for each GPU (accelerate launch, torchrun), or one GPU (CUDA_VISIBLE_DEVICES=0), for "
