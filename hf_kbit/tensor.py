@@ -7,6 +7,8 @@ torch do with it: some keep it packed, others get the decoded weight, and what w
 
 import hashlib
 import itertools
+import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_kbit import reference
+from hf_kbit.decoded import OF_MEMORY, Decoded, NoMemory, refuse_writes, wrapper
 from hf_kbit.format import absmax_shape, num_blocks, weight_shape
 from hf_kbit.ops import native
 from hf_kbit.packed import Decoding, Packed
@@ -22,10 +25,6 @@ from hf_kbit.reference import TILE_ROWS
 
 INNER = ("words", "absmax", "codebook", "columns")
 PACKED = ("weight", "weight_absmax", "weight_columns")  # what files call words, scales and column scales
-FROZEN = (
-    "weight: found {}, which writes into a packed weight, expected reads: it is frozen. Load another weight, or "
-    "dequantize the layer first"
-)
 MARK = 8  # bytes in front of a row that is sent as floats
 # What functions and ops of torch do with a packed weight; tensor_ops.py fills both.
 FUNCTIONS: dict[Any, Any] = {}
@@ -96,8 +95,9 @@ class KbitTensor(torch.Tensor):
                 f"weight: found {type(data).__name__}, expected a packed weight. accelerate keeps floats on disk: "
                 "save the quantized model, and load it with a device_map"
             )
-        self = torch.Tensor._make_wrapper_subclass(cls, data, dtype=dtype, device=parts["words"].device)
+        self = wrapper(cls, data, dtype=dtype, device=parts["words"].device)
         self.parts, self.decoding, self.tiles = parts, decoding, tiles
+        self._itself = weakref.ref(self)  # torch.utils.swap_tensors, which layers do not see, refuses what has one
         return self
 
     def __init__(self, *args, **kwargs):
@@ -204,6 +204,8 @@ class KbitTensor(torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The decoded weight, in ``dtype`` or in its own."""
         form, parts = self.form, self.parts
+        if not math.prod(self.size_):
+            return torch.empty(self.size_, dtype=dtype or form.dtype, device=parts["words"].device)
         how = parts["codebook"], list(parts["matrix"]), dtype or form.dtype, parts["columns"]
         made = torch.ops.hf_kbit.dequantize(parts["words"], parts["absmax"], *how, form.decoding.transformed)
         return made.view(self.size_)
@@ -346,6 +348,8 @@ class KbitTensor(torch.Tensor):
         kwargs = kwargs or {}
         if (own := FUNCTIONS.get(func)) is not None:
             return own(func, *args, **kwargs)
+        if func in OF_MEMORY:
+            args = args[0].dequantize(), *args[1:]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -356,22 +360,13 @@ class KbitTensor(torch.Tensor):
             found = own(func, *args, **kwargs)
             if found is not NotImplemented:
                 return found
+        refuse_writes(cls, func, args, kwargs)
         # Under inference mode ops come here that are made of others, some of which keep it packed.
         if (made := func.decompose(*args, **kwargs)) is not NotImplemented:
             return made
-        if func._schema.is_mutable:
-            _refuse_writes(func, args, kwargs)
         args, kwargs = pytree.tree_map_only(KbitTensor, KbitTensor.dequantize, (args, kwargs))
-        return func(*args, **kwargs)
-
-
-def _refuse_writes(func, args, kwargs) -> None:
-    arguments = func._schema.arguments
-    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-    for argument in arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            if any(isinstance(value, KbitTensor) for value in pytree.tree_leaves(given.get(argument.name))):
-                raise RuntimeError(FROZEN.format(func))  # a TypeError would have Python try ``w + x`` for ``w += x``
+        made = func(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, Decoded, made) if func.is_view else made
 
 
 def _of_bytes(rows: torch.Tensor, width: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:

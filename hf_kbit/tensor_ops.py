@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from hf_kbit.format import BLOCK_SIZE, num_blocks
 from hf_kbit.ops import product
 from hf_kbit.reference import TILE_ROWS
-from hf_kbit.tensor import FROZEN, FUNCTIONS, OPS, KbitTensor
+from hf_kbit.decoded import FROZEN, NoMemory
+from hf_kbit.tensor import FUNCTIONS, OPS, KbitTensor
 
 aten, c10d, functional_collectives = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 
@@ -94,14 +95,21 @@ def _(func, weight):
     return weight.nbytes_packed
 
 
-@function(torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
-def _(func, weight, *args, **kwargs):
-    return func(weight.dequantize(), *args, **kwargs)
-
-
 @function(torch.Tensor.data_ptr)
 def _(func, weight):
     return -weight.words.data_ptr()  # tells weights apart (accelerate), and is no address of floats
+
+
+@function(torch.Tensor.untyped_storage)
+def _(func, weight):
+    storage = plain(func, weight)  # which torch.compile asks for, and tells weights apart by
+    storage.__class__ = NoMemory
+    return storage
+
+
+@function(torch.Tensor.is_shared)
+def _(func, weight):
+    return weight.words.is_shared()
 
 
 @function(torch.Tensor.share_memory_)
@@ -120,11 +128,9 @@ def _(func, tensor, index, value):
 
 @function(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)
 def _(func, weight, wanted=True):
-    if not wanted:
-        return plain(func, weight, False)
-    if isinstance(weight, torch.nn.Parameter):
+    if wanted:
         raise TypeError("weight: found requires_grad=True, expected False: a packed weight is frozen; train adapters")
-    return weight  # nn.Parameter() asks for it before it is one
+    return plain(func, weight, False)
 
 
 @function(torch.Tensor.data.__set__)
