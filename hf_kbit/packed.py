@@ -99,6 +99,28 @@ class Decoding:
         transform = {"transform": self.transform} if self.transformed else {}
         return {"levels": list(self.levels), "exponent": self.exponent, **transform}
 
+    def to_tensor(self) -> torch.Tensor:
+        """As float64 ``[2**bits + 2]``: the levels, the exponent, and 1 if the weight is transformed, else 0."""
+        return torch.tensor([*self.levels, self.exponent, self.transformed], dtype=torch.float64)
+
+    @classmethod
+    def from_tensor(cls, stored: torch.Tensor, bits: int, name: str) -> "Decoding":
+        """The inverse of ``to_tensor``, of a tensor that may come from anywhere; errors as of ``from_dict``.
+
+        >>> decoding = Decoding((-1.0, -0.25, 0.25, 1.0), exponent=3)
+        >>> Decoding.from_tensor(decoding.to_tensor(), bits=2, name="q_proj") == decoding
+        True
+        """
+        size = 2**bits + 2
+        if stored.dtype != torch.float64 or stored.shape != (size,):
+            found = f"dtype {stored.dtype} and shape {list(stored.shape)}"
+            raise ValueError(f"{name}: found {found}, expected dtype torch.float64 and shape [{size}]")
+        *levels, exponent, transformed = stored.tolist()
+        if exponent % 1 or transformed not in (0, 1):
+            raise ValueError(f"{name}: found {[exponent, transformed]} at its end, expected an exponent, and 0 or 1")
+        transform = {"transform": TRANSFORMS[0]} if transformed else {}
+        return cls.from_dict({"levels": levels, "exponent": int(exponent), **transform}, bits, name)
+
     @classmethod
     def from_dict(cls, stored: Any, bits: int, name: str) -> "Decoding":
         """The inverse of ``to_dict``, of a value that may come from anywhere.

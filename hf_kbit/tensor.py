@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_kbit import reference
-from hf_kbit.decoded import OF_MEMORY, Decoded, NoMemory, refuse_writes, wrapper
+from hf_kbit.decoded import OF_MEMORY, Decoded, refuse_writes, wrapper
 from hf_kbit.format import absmax_shape, num_blocks, weight_shape
 from hf_kbit.ops import native
 from hf_kbit.packed import Decoding, Packed
@@ -25,6 +25,7 @@ from hf_kbit.reference import TILE_ROWS
 
 INNER = ("words", "absmax", "codebook", "columns")
 PACKED = ("weight", "weight_absmax", "weight_columns")  # what files call words, scales and column scales
+HOW = "weight_decoding"  # in state dicts besides: how they decode, which files of save_pretrained have in their config
 MARK = 8  # bytes in front of a row that is sent as floats
 # What functions and ops of torch do with a packed weight; tensor_ops.py fills both.
 FUNCTIONS: dict[Any, Any] = {}
@@ -190,6 +191,14 @@ class KbitTensor(torch.Tensor):
     def planes(self) -> "KbitTensor":
         """The weight in the stored form, where it is."""
         return self._repacked(inverse=True) if self.is_tiled else self
+
+    @property
+    def decoding_tensor(self) -> torch.Tensor:
+        """``decoding.to_tensor()``, one for all layers that have this weight, as they have its other tensors."""
+        known = getattr(self, "_decoding_tensor", None)
+        if known is None or known[0] is not self.decoding:
+            known = self._decoding_tensor = self.decoding, self.decoding.to_tensor()
+        return known[1]
 
     def stored(self, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
         """What files hold of it, by the names that they have there; on a device, or on its own."""

@@ -7,18 +7,23 @@ All others read the decoded weight.
 
 import itertools
 import math
+import sys
+from contextvars import ContextVar
 
 import torch
 import torch.distributed.tensor  # the ops of _c10d_functional
 from torch.nn import functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from hf_kbit.decoded import FROZEN, NoMemory
 from hf_kbit.format import BLOCK_SIZE, num_blocks
 from hf_kbit.ops import product
 from hf_kbit.reference import TILE_ROWS
-from hf_kbit.decoded import FROZEN, NoMemory
 from hf_kbit.tensor import FUNCTIONS, OPS, KbitTensor
 
+# Whether a module is moved or cast as a whole: its weights stay packed then, where others get a dense tensor.
+MOVING: ContextVar[bool] = ContextVar("moving a module", default=False)
+COMPUTED_IN = (torch.float32, torch.float16, torch.bfloat16)
 aten, c10d, functional_collectives = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 
 
@@ -107,6 +112,14 @@ def _(func, weight):
     return storage
 
 
+@function(torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double)
+def _(func, weight, *args, **kwargs):
+    """A tensor to compute with, which may be written into; a module that is cast keeps its weights packed."""
+    if MOVING.get():
+        return plain(func, weight, *args, **kwargs)
+    return func(weight.dequantize(), *args, **kwargs)
+
+
 @function(torch.Tensor.is_shared)
 def _(func, weight):
     return weight.words.is_shared()
@@ -162,7 +175,7 @@ def _(func, weight, **kwargs):
 @op(aten._to_copy.default)
 def _(func, weight, *, dtype=None, device=None, **kwargs):
     dtype = dtype or weight.form.dtype
-    if not dtype.is_floating_point:
+    if dtype not in COMPUTED_IN:
         return NotImplemented
     made = weight.moved(device or weight.words.device, dtype)
     return made.each(torch.clone) if made.words is weight.words else made
@@ -184,14 +197,20 @@ def _(func, weight, *args):
     return weight.words.is_pinned()
 
 
-@op(aten.empty_like.default, aten.zeros_like.default)
-def _(func, weight, *, dtype=None, device=None, **kwargs):
-    if dtype is not None and dtype != weight.form.dtype:
-        return NotImplemented
-    device = weight.words.device if device is None else torch.device(device)
-    made = weight.each(lambda tensor: torch.zeros_like(tensor, device=device))
-    made.parts["codebook"] = weight.decoding.codebook(device)
-    return made
+@op(*(getattr(aten, f"{kind}_like").default for kind in ("empty", "zeros", "ones", "full", "rand", "randn")))
+def _(func, weight, *args, **kwargs):
+    """A dense tensor, to be written into; of a module that is moved without its weights a packed one of zeros."""
+    if MOVING.get():
+        device = kwargs.get("device") or weight.words.device
+        return KbitTensor.empty(weight.whole_shape, weight.decoding, weight.form.dtype, device, weight.tiles)
+    return func(weight.codebook.new_empty((), dtype=weight.form.dtype).expand(weight.size_), *args, **kwargs)
+
+
+@function(torch.Tensor.new_zeros, torch.Tensor.new_empty)
+def _(func, weight, *args, **kwargs):
+    """A dense tensor, but for torch.distributed, which makes room for shards so."""
+    makes_room = sys._getframe(2).f_globals.get("__name__", "").startswith("torch.distributed.")
+    return plain(func, weight if makes_room else weight.codebook.to(weight.form.dtype), *args, **kwargs)
 
 
 @op(aten.new_zeros.default, aten.new_empty.default)
@@ -258,15 +277,10 @@ def rows(weight: KbitTensor, dim: int, start: int, stop: int) -> KbitTensor:
 
 def columns(weight: KbitTensor, start: int, stop: int) -> KbitTensor:
     """A part of the in_features, of whole blocks."""
-    height, width = weight.matrix
+    height = weight.matrix[0]
     if weight.words.is_meta:  # a rule shards it, which is looked at later, when its layer is known
         shape = *weight.lead, height, stop - start
         return KbitTensor.empty(shape, weight.decoding, weight.form.dtype, "meta", weight.tiles)
-    if start % BLOCK_SIZE or (stop % BLOCK_SIZE and stop != width):
-        raise ValueError(
-            f"weight: found a part of in_features {start} to {stop}, expected it to begin and end at multiples of "
-            f"{BLOCK_SIZE}"
-        )
     weight, bits = weight.planes(), weight.bits
     first, last = start // BLOCK_SIZE, -(-stop // BLOCK_SIZE)
     own = None if weight.columns is None else weight.columns[start:stop]
@@ -297,26 +311,29 @@ def _is_whole(weight: KbitTensor) -> bool:
     return len(weight.size_) == len(weight.lead) + 2
 
 
+def _can_part(weight: KbitTensor, dim: int, *places: int) -> bool:
+    """Whether what is between such places along a dimension is packed: columns are cut between blocks."""
+    is_cut = dim == len(weight.lead) + 1 and any(place % BLOCK_SIZE for place in places if place != weight.matrix[1])
+    return _is_whole(weight) and (weight.words.is_meta or not is_cut)
+
+
 @op(aten.split.Tensor, aten.split_with_sizes.default)
 def _(func, weight, sizes, dim=0):
-    if not _is_whole(weight):
-        return NotImplemented
     dim %= len(weight.size_)
     end = weight.size_[dim]
     starts = range(0, end, sizes) if isinstance(sizes, int) else itertools.accumulate(sizes[:-1], initial=0)
-    return [part(weight, dim, start, stop) for start, stop in itertools.pairwise([*starts, end])]
+    places = [*starts, end]
+    if not _can_part(weight, dim, *places):
+        return NotImplemented
+    return [part(weight, dim, start, stop) for start, stop in itertools.pairwise(places)]
 
 
 @op(aten.slice.Tensor)
 def _(func, weight, dim=0, start=None, stop=None, step=1):
-    if step != 1 or not _is_whole(weight):
-        return NotImplemented
     dim %= len(weight.size_)
     start, stop, _ = slice(start, stop).indices(weight.size_[dim])
-    width = weight.matrix[1]
-    if dim == len(weight.lead) + 1 and (start % BLOCK_SIZE or (stop % BLOCK_SIZE and stop != width)):
-        return NotImplemented
-    return part(weight, dim, start, max(stop, start))
+    stop = max(stop, start)
+    return part(weight, dim, start, stop) if step == 1 and _can_part(weight, dim, start, stop) else NotImplemented
 
 
 @op(aten.select.int)

@@ -234,7 +234,7 @@ def test_copies(way, form, tmp_path):
     made.load_state_dict(new.state_dict())
     expected = contents(new)
     assert_same(contents(made), expected)
-    assert torch.equal(held[0]["linear.weight"].dequantize(), before["linear decoded"])
+    assert torch.equal(held[0]["linear.weight"], before["linear.weight"])
     other = WAYS[way](made)
     assert_same(contents(other), expected)
     assert_tied(other)
@@ -317,7 +317,7 @@ def test_damaged_metadata_of_a_state_dict_is_refused(stored, message):
 def test_dense_state_dicts_are_refused():
     with pytest.raises(RuntimeError, match=r"weight: found dtype torch\.float32 .* expected dtype torch\.int32"):
         linear().load_state_dict(nn.Linear(WIDTH, ROWS).state_dict())
-    with pytest.raises(RuntimeError, match=r"weight: found shape \[48, 100\], expected \[48, 96\]"):
+    with pytest.raises(RuntimeError, match=r"weight: found .* shape \[48, 16\], expected .* shape \[48, 12\]"):
         KbitLinear(96, ROWS).load_state_dict(linear().state_dict())
 
 
@@ -333,7 +333,7 @@ def test_a_state_dict_without_metadata_is_warned_of(form):
 
     made = model(0)
     (message,) = warned(made, model(1))
-    assert message.startswith("load_state_dict: found packed weights and no metadata")
+    assert message.startswith("load_state_dict: found packed weights without weight_decoding")
     assert warned(made, made) == []
 
 

@@ -1,6 +1,7 @@
 """KbitWeight: what every layer with a packed weight has in common."""
 
 import math
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,14 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_kbit import (
-    codebooks,
-    hooks,
-    tensor_ops,  # noqa: F401  (says what torch does with a packed weight)
-)
+from hf_kbit import codebooks, hooks
 from hf_kbit.format import check_bits, encode_e4m4
 from hf_kbit.packed import DEFAULT_TRANSFORM, Decoding, Packed, check_transform, lopsided, quantize_weight
-from hf_kbit.tensor import PACKED, KbitTensor, as_parameter
+from hf_kbit.tensor import HOW, PACKED, KbitTensor, as_parameter
+from hf_kbit.tensor_ops import MOVING
 
 SCALES = ("absmax", "search")
 DEFAULT_CODEBOOK, DEFAULT_SCALE = "optimal", "search"  # made for each other
@@ -66,6 +64,13 @@ def _received(given: torch.Tensor, weight: KbitTensor) -> torch.Tensor:
     return DTensor.from_local(sent, *place, run_check=False, shape=given.shape, stride=given.stride())
 
 
+def _accelerate_shards() -> bool:
+    """Whether accelerate is to shard models by FSDP2 in this process: it sends what their state dicts have into places
+    of the shapes and dtypes of parameters."""
+    state = sys.modules.get("accelerate.state")
+    return state is not None and bool(state.AcceleratorState._shared_state) and state.AcceleratorState().is_fsdp2
+
+
 def _kind(tensor: torch.Tensor | None) -> str:
     return "none" if tensor is None else f"dtype {tensor.dtype} and shape {list(tensor.shape)}"
 
@@ -77,9 +82,11 @@ class KbitWeight(nn.Module):
     in. How it decodes is one value, ``decoding``. Of a transform (``hf_kbit.transforms``) nothing is seen from
     outside.
 
-    A state dict has the ``KbitTensor``. ``load_state_dict`` takes it, or the tensors of a file: ``weight``,
-    ``weight_absmax`` and, of a transformed weight, ``weight_columns``. These fit a layer of the same levels, exponent
-    and transform alone, unless the metadata of the state dict says how they decode.
+    A state dict has plain tensors, which anything saves: ``weight``, ``weight_absmax`` and, of a transformed weight,
+    ``weight_columns``, as files have them, and ``weight_decoding``, which says how they decode
+    (``Decoding.to_tensor``). Those of a weight on a GPU are copies in CPU memory. ``load_state_dict`` takes them, and
+    without the last one for a layer of the same levels, exponent and transform. With ``keep_vars=True``, on the meta
+    device, and where FSDP2 shards the model, a state dict has the ``KbitTensor`` itself, which is loaded too.
 
     Arguments are those of ``KbitLinear``, and ``lead``: how many matrices there are, in each leading dimension.
     """
@@ -154,6 +161,11 @@ class KbitWeight(nn.Module):
     def packed(self) -> dict[str, torch.Tensor]:
         """What files hold of the weight, by the names that they have there."""
         return self.weight.stored()
+
+    # What a state dict has besides the weight, by the names that it has there: torch looks them up in the module.
+    weight_absmax = property(lambda self: self.packed["weight_absmax"])
+    weight_columns = property(lambda self: self.packed["weight_columns"])
+    weight_decoding = property(lambda self: self.decoding.to_tensor())
 
     def refuse(self, x: torch.Tensor, width: int) -> None:
         """Says what is wrong with an ``x`` that is not floating ``[*, width]``."""
@@ -263,10 +275,14 @@ class KbitWeight(nn.Module):
     def _apply(self, fn, recurse=True):
         with self._without_weight() as weight:
             super()._apply(fn, recurse)
-        with torch.no_grad():
-            made = fn(weight)
-            if not isinstance(local(made), KbitTensor):  # model.type() casts to integers
-                made = weight.to(made.device)
+        moving = MOVING.set(True)
+        try:
+            with torch.no_grad():
+                made = fn(weight)
+                if not isinstance(local(made), KbitTensor):  # model.type() casts to integers
+                    made = weight.to(made.device)
+        finally:
+            MOVING.reset(moving)
         if made is not weight:
             if isinstance(made, KbitTensor) and made.is_meta == weight.is_meta:
                 weight.data = made  # in place: layers that are tied stay so
@@ -274,6 +290,22 @@ class KbitWeight(nn.Module):
                 self._parameters["weight"] = nn.Parameter(made, requires_grad=False)
         self._take(self._parameters["weight"])
         return self
+
+    def _is_one_value(self) -> bool:
+        """Whether a state dict has the weight as one value: what reads it then goes by the shapes of parameters."""
+        weight = self.weight
+        return not isinstance(weight, KbitTensor) or weight.is_meta or _accelerate_shards()
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        if keep_vars or self._is_one_value():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            return
+        others = {}
+        super()._save_to_state_dict(others, prefix, keep_vars)
+        weight = others.pop(f"{prefix}weight")
+        # What a GPU holds as tiles is copied, for which the GPU may have no room.
+        stored = weight.stored("cpu" if weight.is_tiled else None) | {HOW: self.weight.decoding_tensor}
+        destination.update({prefix + name: tensor for name, tensor in stored.items()} | others)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         name = f"{prefix}weight"
@@ -285,8 +317,9 @@ class KbitWeight(nn.Module):
             else:
                 self._load_value(value, local_metadata.get("assign_to_params_buffers", False))
         elif strict:
-            missing.append(name)
-        rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in PACKED}
+            own = PACKED[:1] if self._is_one_value() else (*PACKED[: 3 if self.decoding.transformed else 2], HOW)
+            missing += [prefix + each for each in own]
+        rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in (*PACKED, HOW)}
         with self._without_weight():
             super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing, unexpected, errors)
 
@@ -298,10 +331,8 @@ class KbitWeight(nn.Module):
             if given.shape != self.weight.shape:
                 raise ValueError(f"{name}: found shape {list(given.shape)}, expected {list(self.weight.shape)}")
             return given
-        decoding = self.decoding
-        if DECODING in metadata:
-            decoding = Decoding.from_dict(metadata[DECODING], self.bits, name)
-        expected = KbitTensor.empty(self.weight.shape, decoding, self.dense_dtype, "meta").stored()
+        decoding = self._decoding_in(state_dict, prefix, metadata)
+        expected = KbitTensor.empty(self.weight.shape, decoding or self.decoding, self.dense_dtype, "meta").stored()
         tensors = [state_dict.get(prefix + own) for own in PACKED]
         for own, tensor in zip(PACKED, tensors, strict=True):
             found, wanted = _kind(tensor), _kind(expected.get(own))
@@ -309,16 +340,23 @@ class KbitWeight(nn.Module):
                 # nn.Module would copy any dtype into ours: floats cut to integers, without a word.
                 raise ValueError(f"{prefix + own}: found {found}, expected {wanted}")
         planes, absmax, columns = tensors
-        if DECODING not in metadata and not self._holds(planes):
+        if decoding is None and not self._holds(planes):
             # Of the same words for each layer: so it is shown once.
             warnings.warn(
-                "load_state_dict: found packed weights and no metadata, which says how words decode, and kept the "
-                "layers' own levels, exponents and transforms: right only if the words were quantized with the same. "
-                "Load the state dict that torch has made or saved, with its metadata, or load by from_pretrained or "
-                "hf_kbit.load_into",
+                f"load_state_dict: found packed weights without {HOW}, which says how they decode, and kept the "
+                "layers' own levels, exponents and transforms: right only if they were quantized with the same. Load "
+                "a state dict that a quantized model has made, or load by from_pretrained or hf_kbit.load_into",
                 stacklevel=2,
             )
-        return self.as_tensor(Packed(planes, absmax, decoding, columns))
+        made = self.as_tensor(Packed(planes, absmax, decoding or self.decoding, columns))
+        return made if self.weight.is_meta else made.moved(self.weight.device)
+
+    def _decoding_in(self, state_dict, prefix: str, metadata) -> Decoding | None:
+        """What a state dict says of how its tensors decode; one of hf_kbit 0.1.0 says it in its metadata."""
+        how = state_dict.get(prefix + HOW)
+        if how is not None and not how.is_meta:
+            return Decoding.from_tensor(how, self.bits, prefix + HOW)
+        return Decoding.from_dict(metadata[DECODING], self.bits, f"{prefix}weight") if DECODING in metadata else None
 
     def _holds(self, words: torch.Tensor) -> bool:
         """Whether the weight is this one already, as where a training goes on, or may have been before it was moved to

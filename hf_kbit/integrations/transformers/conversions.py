@@ -21,7 +21,7 @@ from hf_kbit.integrations.transformers.offload import is_on_disk
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, projections
 from hf_kbit.nn.weight import KbitWeight, local
 from hf_kbit.packed import Packed
-from hf_kbit.tensor import PACKED, KbitTensor
+from hf_kbit.tensor import PACKED, KbitTensor, as_parameter
 
 if TYPE_CHECKING:
     from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
@@ -105,7 +105,7 @@ class KbitAssemble(ConversionOps):
         tensors = [tensors[0] if (tensors := input_dict.get(pattern)) else None for pattern in source_patterns]
         planes, absmax, columns = (*tensors, None)[:3]
         if isinstance(planes, KbitTensor):  # of a state dict in memory
-            return {full_layer_name: planes}
+            return {full_layer_name: as_parameter(planes)}
         layer = model.get_submodule(full_layer_name.removesuffix(checkpoint.WEIGHT_SUFFIX))
         if is_on_disk(self.hf_quantizer.device_map, full_layer_name):
             missing_keys.discard(full_layer_name)
@@ -114,7 +114,8 @@ class KbitAssemble(ConversionOps):
             columns = parallel.own_columns(self.hf_quantizer.columns.get(full_layer_name), layer.weight, planes.device)
         packed = Packed(planes, absmax, layer.decoding, columns)
         width = local(layer.weight).matrix[1]
-        return {full_layer_name: KbitTensor.of(packed, width, layer.dense_dtype, layer.reads_tiles)}
+        weight = KbitTensor.of(packed, width, layer.dense_dtype, layer.reads_tiles)
+        return {full_layer_name: as_parameter(weight)}  # or Transformers makes a trainable one of it
 
 
 def placeholder(model, name: str) -> KbitWeight | None:

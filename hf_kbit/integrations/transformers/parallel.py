@@ -27,7 +27,7 @@ from hf_kbit.integrations.transformers import tying
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.weight import KbitWeight, is_sharded, local, packed_layers
-from hf_kbit.tensor import KbitTensor
+from hf_kbit.tensor import KbitTensor, as_parameter
 
 MESHES = ("tp", "ep")  # Transformers' names of them; FSDP2's have others
 
@@ -107,7 +107,7 @@ def own_part(weight: KbitTensor, stand_in: nn.Parameter) -> torch.Tensor:
     part."""
     sharded = getattr(stand_in, "stands_for", None)
     if sharded is None:
-        return weight
+        return as_parameter(weight)
     from transformers.distributed.sharding_utils import DtensorShardOperation, _dtensor_from_local_like
 
     part = DtensorShardOperation(sharded).shard_tensor(weight.planes(), device=weight.device, dtype=weight.dtype)

@@ -44,7 +44,8 @@ from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.experts import is_projection
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.weight import KbitWeight, is_sharded, local, packed_layers, whole
-from hf_kbit.tensor import PACKED, KbitTensor
+from hf_kbit.packed import Decoding
+from hf_kbit.tensor import HOW, PACKED, KbitTensor
 
 
 @register_quantizer("kbit")
@@ -168,12 +169,27 @@ class KbitHfQuantizer(HfQuantizer):
         self.stored, self.names = [names.renamed(name) for name in packed.values()], packed
         if files is None:
             return
-        fit.check_tensors(model, names, tensors, packed, whole=fit.is_saved(model, files))
         self.files = {name: tensor.file for name, tensor in tensors.items()}
+        self._check_decodings(model, packed)
+        fit.check_tensors(model, names, tensors, packed, whole=fit.is_saved(model, files))
         if parallel.is_shared(model.config):
-            self.columns = checkpoint.read_columns(self.files, packed)
+            self.columns = checkpoint.read_each(PACKED[2], self.files, packed)
             model._keys_to_ignore_on_load_unexpected |= {rf"\.{PACKED[2]}$"}
         checkpoint.check_save(files, config.stored, packed.values())
+
+    def _check_decodings(self, model, packed: dict[str, str]) -> None:
+        """A state dict that another library has saved says besides how weights decode: as the config does."""
+        found, stored = checkpoint.read_each(HOW, self.files, packed), self.quantization_config.stored
+        problems = []
+        for name, tensor in found.items():
+            own = packed[name.removesuffix(checkpoint.WEIGHT_SUFFIX)]
+            expected = stored.decoding(own)
+            if Decoding.from_tensor(tensor, expected.bits, f"{own}.{HOW}") != expected:
+                problems.append(f"{own}.{HOW}: found {tensor.tolist()}, expected {expected.to_tensor().tolist()}")
+        checkpoint.refuse(problems, "the files were not saved with the config")
+        if found:
+            ignored = model._keys_to_ignore_on_load_unexpected or set()
+            model._keys_to_ignore_on_load_unexpected = {*ignored, rf"\.{HOW}$"}
 
     def stored_layers(self, model, packed: dict[str, str]) -> dict[str, KbitWeight]:
         """Empty stand-ins that decode as the config says, for what is packed and the model has; ``packed`` is
@@ -324,7 +340,8 @@ class KbitHfQuantizer(HfQuantizer):
         self._record(model, layers)  # merging adapters may have changed exponents
         model.config.quantization_config = self.quantization_config  # the model may have been given another config
         tied = {f"{name}.weight" for name in tying.tied(model)}
-        state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+        values = model.state_dict(keep_vars=True)  # packed weights as one value each
+        state = {name: tensor.detach() for name, tensor in values.items() if name not in tied}
         return flattened(model, state), checkpoint.unsealed(self.quantization_config.stored)
 
     def _dequantize(self, model, dtype=None):
