@@ -43,12 +43,17 @@ _ATEN.impl("copy_", _refuse, "CustomRNGKeyId")  # has a kernel for every key, on
 class NoMemory(torch.UntypedStorage):
     """The storage of a packed weight: there is nothing in it."""
 
-    def data_ptr(self):
+    def data_ptr(self, *args):
         raise RuntimeError(
-            "weight: found a use of its memory (untyped_storage().data_ptr()), expected none, for a packed weight has "
-            "none of floats: save a model by save_pretrained, its state_dict() or hf_kbit.save, or take the decoded "
-            "weight (.dequantize())"
+            "weight: found a use of its memory (untyped_storage()), expected none, for a packed weight has none of "
+            "floats: save a model by save_pretrained, its state_dict() or hf_kbit.save, or take the decoded weight "
+            "(.dequantize())"
         )
+
+    __getitem__ = __setitem__ = __iter__ = tolist = clone = cpu = resize_ = data_ptr
+
+    def __repr__(self):
+        return "NoMemory()"
 
 
 def wrapper(kind: type, *args, **kwargs) -> torch.Tensor:

@@ -147,6 +147,16 @@ TRANSFORMERS_HOOKS = (
     ),
 )
 
+ACCELERATE_HOOKS = (
+    Hook(
+        "accelerate.utils.modeling:compute_module_sizes",
+        ("model", "dtype", "special_dtypes", "buffers_only"),
+        "hf_kbit.integrations.accelerate:count_packed",
+        everywhere=True,
+        lost="accelerate takes packed weights for dense ones when it makes device maps",
+    ),
+)
+
 _TUNER, _GLUE = "peft.tuners.tuners_utils:BaseTuner", "hf_kbit.integrations.peft"
 PEFT_NAMES = (
     Name(f"{_TUNER}Layer._cast_input_dtype", ("self", "x", "dtype")),
@@ -331,6 +341,7 @@ def arm() -> None:
     """Sets the hooks in the libraries that are there, and in others when they are imported. What makes the first
     quantized layer of a process, or the first wish for one, calls it."""
     after_import("transformers.modeling_utils", lambda: install("transformers", TRANSFORMERS_HOOKS))
+    after_import("accelerate.utils.modeling", lambda: install("accelerate", ACCELERATE_HOOKS))
     after_import("peft", install_peft)
 
 

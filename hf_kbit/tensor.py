@@ -93,8 +93,8 @@ class KbitTensor(torch.Tensor):
             return nn.Parameter(data, requires_grad=False)
         if parts is None:
             raise TypeError(
-                f"weight: found {type(data).__name__}, expected a packed weight. accelerate keeps floats on disk: "
-                "save the quantized model, and load it with a device_map"
+                f"weight: found {type(data).__name__}, expected a packed weight, as KbitLinear.from_linear makes one, or "
+                "from_pretrained with a device_map"
             )
         self = wrapper(cls, data, dtype=dtype, device=parts["words"].device)
         self.parts, self.decoding, self.tiles = parts, decoding, tiles

@@ -8,6 +8,8 @@ All others read the decoded weight.
 import itertools
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
@@ -21,8 +23,9 @@ from hf_kbit.ops import product
 from hf_kbit.reference import TILE_ROWS
 from hf_kbit.tensor import FUNCTIONS, OPS, KbitTensor
 
-# Whether a module is moved or cast as a whole: its weights stay packed then, where others get a dense tensor.
-MOVING: ContextVar[bool] = ContextVar("moving a module", default=False)
+# Whether weights are moved or cast, by a module or from process to process: then they stay packed, and what is made
+# like them is. Others get a dense tensor, which they may write into.
+MOVING: ContextVar[bool] = ContextVar("whether packed weights are moved", default=False)
 COMPUTED_IN = (torch.float32, torch.float16, torch.bfloat16)
 aten, c10d, functional_collectives = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 
@@ -35,6 +38,15 @@ def function(*functions):
 def op(*ops):
     """What takes the place of ops. Where it returns NotImplemented the op gets the decoded weight."""
     return lambda own: [OPS.__setitem__(func, own) for func in ops] and own
+
+
+@contextmanager
+def moving() -> Iterator[None]:
+    token = MOVING.set(True)
+    try:
+        yield
+    finally:
+        MOVING.reset(token)
 
 
 def plain(func, *args, **kwargs):
@@ -114,7 +126,6 @@ def _(func, weight):
 
 @function(torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double)
 def _(func, weight, *args, **kwargs):
-    """A tensor to compute with, which may be written into; a module that is cast keeps its weights packed."""
     if MOVING.get():
         return plain(func, weight, *args, **kwargs)
     return func(weight.dequantize(), *args, **kwargs)
@@ -197,20 +208,23 @@ def _(func, weight, *args):
     return weight.words.is_pinned()
 
 
+@function(torch.empty_like, torch.zeros_like, torch.Tensor.new_zeros, torch.Tensor.new_empty)
+def _(func, weight, *args, **kwargs):
+    """A dense tensor, to be written into; for torch.distributed, which makes room for parts so, a packed one."""
+    makes_room = sys._getframe(2).f_globals.get("__name__", "").startswith("torch.distributed.")
+    if makes_room:
+        with moving():
+            return plain(func, weight, *args, **kwargs)
+    like = weight if MOVING.get() or func in (torch.empty_like, torch.zeros_like) else weight.codebook
+    return plain(func, like, *args, **({} if like is weight else {"dtype": weight.form.dtype}) | kwargs)
+
+
 @op(*(getattr(aten, f"{kind}_like").default for kind in ("empty", "zeros", "ones", "full", "rand", "randn")))
 def _(func, weight, *args, **kwargs):
-    """A dense tensor, to be written into; of a module that is moved without its weights a packed one of zeros."""
     if MOVING.get():
         device = kwargs.get("device") or weight.words.device
         return KbitTensor.empty(weight.whole_shape, weight.decoding, weight.form.dtype, device, weight.tiles)
     return func(weight.codebook.new_empty((), dtype=weight.form.dtype).expand(weight.size_), *args, **kwargs)
-
-
-@function(torch.Tensor.new_zeros, torch.Tensor.new_empty)
-def _(func, weight, *args, **kwargs):
-    """A dense tensor, but for torch.distributed, which makes room for shards so."""
-    makes_room = sys._getframe(2).f_globals.get("__name__", "").startswith("torch.distributed.")
-    return plain(func, weight if makes_room else weight.codebook.to(weight.form.dtype), *args, **kwargs)
 
 
 @op(aten.new_zeros.default, aten.new_empty.default)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight, is_sharded, local
 from hf_kbit.packed import DEFAULT_TRANSFORM
+from hf_kbit.tensor import KbitTensor
 from hf_kbit.tensor_ops import look_up
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -142,7 +143,9 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
             if ids.dtype not in (torch.int64, torch.int32):
                 found = str(ids.dtype).removeprefix("torch.")
                 raise TypeError(f"indices: found dtype {found}, expected int64 or int32")
-            weight = self._parameters["weight"]
+            weight = self._parameters.get("weight")
+            if not isinstance(local(weight), KbitTensor):  # somebody has put a dense weight into its place
+                return nn.functional.embedding(ids, self.weight, self.padding_idx)
             gathers = is_sharded(weight) and not isinstance(weight.placements[-1], Replicate)
             return self._gathered(ids, weight) if gathers else look_up(ids, local(weight))
         except (TypeError, ValueError) as error:
@@ -167,7 +170,7 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
         """Does nothing: a quantized table has no random initialisation."""
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, bits={self.bits}"
+        return f"{super().extra_repr()}, bits={self.bits if self.is_packed else None}"
 
     def __reduce_ex__(self, protocol):
         if type(self) is KbitEmbedding:

@@ -70,7 +70,11 @@ class KbitProjection(KbitProduct):
             parts = self.parts
         else:
             # Nothing communicates around a projection, which would put shards in the place of DTensors.
-            parts = self.__dict__["parts"] = local(self._parameters["weight"]).parts
+            weight = local(self._parameters.get("weight"))
+            parts = self.__dict__["parts"] = getattr(weight, "parts", None)
+        if parts is None:  # somebody has put dense matrices into its place
+            y = dense_product(x if rows is None else x[rows], self.weight, bias, offsets, transposed=False)
+            return y if adapter is None else y + adapter(x, rows, offsets)
         rows_of_weight, in_features = parts["matrix"]
         columns, width = parts["columns"], 2 * in_features if swiglu else in_features
         try:
@@ -95,7 +99,7 @@ class KbitProjection(KbitProduct):
 
     def extra_repr(self) -> str:
         sizes = f"num_experts={self.lead[0]}, in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bits={self.bits}"
+        return f"{sizes}, bits={self.bits if self.is_packed else None}"
 
 
 class KbitExperts(nn.Module):

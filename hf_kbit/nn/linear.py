@@ -120,8 +120,13 @@ class KbitLinear(KbitProduct, nn.Linear):
             parts, bias = self.parts, self.bias
         else:
             own = self._parameters
-            parts, bias = own["weight"].parts, own["bias"]
+            try:
+                parts, bias = own["weight"].parts, own["bias"]
+            except (AttributeError, KeyError):
+                parts, bias = None, self.bias
             self.__dict__["parts"] = parts
+        if parts is None:  # somebody has put a dense weight into its place, or a function that makes one
+            return nn.functional.linear(x, self.weight, bias)
         # Under tensor parallelism a part of the weight, and x of the same part of K.
         rows, width = parts["matrix"]
         try:
@@ -144,4 +149,4 @@ class KbitLinear(KbitProduct, nn.Linear):
         """Does nothing: a quantized weight has no random initialisation."""
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, bits={self.bits}"
+        return f"{super().extra_repr()}, bits={self.bits if self.is_packed else None}"

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from hf_kbit import codebooks, hooks
 from hf_kbit.format import check_bits, encode_e4m4
+from hf_kbit.nn.offload import read_kept
 from hf_kbit.packed import DEFAULT_TRANSFORM, Decoding, Packed, check_transform, lopsided, quantize_weight
 from hf_kbit.tensor import HOW, PACKED, KbitTensor, as_parameter
-from hf_kbit.tensor_ops import MOVING
+from hf_kbit.tensor_ops import moving
 
 SCALES = ("absmax", "search")
 DEFAULT_CODEBOOK, DEFAULT_SCALE = "optimal", "search"  # made for each other
@@ -68,7 +69,8 @@ def _accelerate_shards() -> bool:
     """Whether accelerate is to shard models by FSDP2 in this process: it sends what their state dicts have into places
     of the shapes and dtypes of parameters."""
     state = sys.modules.get("accelerate.state")
-    return state is not None and bool(state.AcceleratorState._shared_state) and state.AcceleratorState().is_fsdp2
+    plugin = None if state is None else state.AcceleratorState._shared_state.get("fsdp_plugin")
+    return plugin is not None and plugin.fsdp_version == 2
 
 
 def _kind(tensor: torch.Tensor | None) -> str:
@@ -127,7 +129,23 @@ class KbitWeight(nn.Module):
     @property
     def decoding(self) -> Decoding:
         weight = self.weight
-        return local(getattr(weight, "stands_for", weight)).decoding  # before a shard has come (parallel.put_stand_in)
+        weight = local(getattr(weight, "stands_for", weight))  # before a shard has come (parallel.put_stand_in)
+        if not isinstance(weight, KbitTensor):
+            raise ValueError(self._not_packed(weight))
+        return weight.decoding
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its weight is packed; some put a dense one into its place, with which it computes as a dense layer
+        would."""
+        return isinstance(local(self.weight), KbitTensor)
+
+    def _not_packed(self, weight) -> str:
+        return (
+            f"{self.qualified_name or type(self).__name__}.weight: found a dense one ({type(weight).__name__}, "
+            f"{_kind(weight)}), expected a packed one: load_dense(weight) of the layer quantizes it; or put a dense "
+            "layer in this one's place (dequantize)"
+        )
 
     @property
     def bits(self) -> int:
@@ -230,9 +248,15 @@ class KbitWeight(nn.Module):
         self.tied = other.tied = True
 
     def __setattr__(self, name, value):
+        if name == "weight" and not isinstance(local(value), KbitTensor):
+            own = self._parameters.get("weight")
+            if isinstance(own, KbitTensor) and not own.is_meta:
+                raise TypeError(self._not_packed(value))
         super().__setattr__(name, value)
         if name == "weight":
             self._take(value)
+        elif name == "_hf_hook":  # where accelerate puts what moves the tensors of a layer
+            read_kept(self, value)
 
     def _take(self, weight: torch.Tensor) -> None:
         """Keeps the dictionary of a weight where compiled code reads it: guards on the tensor itself are slow."""
@@ -242,6 +266,8 @@ class KbitWeight(nn.Module):
                 packed.tiles = True
                 packed.replace(packed.settled())
             self.__dict__["parts"] = packed.parts
+        else:
+            self.__dict__["parts"] = None
 
     # --- what it decodes to ---
 
@@ -259,6 +285,8 @@ class KbitWeight(nn.Module):
                 "weight: found it sharded over several processes, expected all of it in this one to decode it: save "
                 "the model, and load it in one process"
             )
+        if not self.is_packed:
+            raise ValueError(self._not_packed(self.weight))
         return self.weight
 
     # --- nn.Module's ways in and out ---
@@ -273,16 +301,14 @@ class KbitWeight(nn.Module):
             self._parameters = {"weight": weight, **self._parameters}
 
     def _apply(self, fn, recurse=True):
+        if not isinstance(local(self._parameters.get("weight")), KbitTensor):
+            return super()._apply(fn, recurse)
         with self._without_weight() as weight:
             super()._apply(fn, recurse)
-        moving = MOVING.set(True)
-        try:
-            with torch.no_grad():
-                made = fn(weight)
-                if not isinstance(local(made), KbitTensor):  # model.type() casts to integers
-                    made = weight.to(made.device)
-        finally:
-            MOVING.reset(moving)
+        with torch.no_grad(), moving():
+            made = fn(weight)
+            if not isinstance(local(made), KbitTensor):  # model.type() casts to integers
+                made = weight.to(made.device)
         if made is not weight:
             if isinstance(made, KbitTensor) and made.is_meta == weight.is_meta:
                 weight.data = made  # in place: layers that are tied stay so

@@ -17,6 +17,7 @@ TABLES = (
     hooks.GENERATION_NAMES,
     hooks.TRANSFORMERS_HOOKS,
     hooks.GENERATION_HOOKS,
+    hooks.ACCELERATE_HOOKS,
     hooks.PEFT_NAMES,
     hooks.PEFT_HOOKS,
 )

@@ -7,6 +7,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model, load_fsdp_model, save_fsdp_model
 from adapters import assert_same_state, relative
 from peft import PeftModel
@@ -41,6 +42,7 @@ def accelerator(rank, state_dicts="SHARDED_STATE_DICT"):
         state_dict_type=state_dicts,
     )
     PartialState(cpu=True)  # accelerate does not log without
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
     return SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh={("all",): init_device_mesh("cpu", (ranks.SIZE,))},
@@ -132,7 +134,8 @@ def checkpoints(folder):
 def alone(folder, found):
     """What one process makes of the whole batch, and of the adapters that two have trained."""
     model = ranks.adapt(ranks.load(folder / "qwen3_moe"))
-    state = {name: tensor for name, tensor in model.state_dict().items() if "lora" not in name}
+    state = model.state_dict(keep_vars=True)  # packed weights as one value each, as sharded ones are
+    state = {name: tensor for name, tensor in state.items() if "lora" not in name}
     losses = ranks.trained(model, ranks.BATCH)
     model.save_pretrained(folder / "alone")
     model = PeftModel.from_pretrained(ranks.load(folder / "qwen3_moe"), folder / "planes0", is_trainable=True)

@@ -1,0 +1,39 @@
+"""What accelerate keeps of a layer that it offloads: the tensors of a state dict, of which one value is to be made."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from hf_kbit.packed import Packed
+from hf_kbit.tensor import PACKED, KbitTensor
+
+
+class Kept(Mapping):
+    """What accelerate keeps of a layer that it offloads, by the names of a state dict: with the weight as one value,
+    which goes into the layer's parameter."""
+
+    def __init__(self, kept: Mapping[str, torch.Tensor], layer: nn.Module):
+        self._kept, self._layer = kept, layer
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        value = self._kept[name]
+        if name != PACKED[0] or isinstance(value, KbitTensor):
+            return value
+        decoding = self._layer.decoding
+        columns = self._kept[PACKED[2]] if decoding.transformed else None
+        return self._layer.as_tensor(Packed(value, self._kept[PACKED[1]], decoding, columns))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+def read_kept(layer: nn.Module, hook) -> None:
+    """Has accelerate's hook of a layer read its weight as one value."""
+    for each in getattr(hook, "hooks", [hook]):  # several are one, in sequence
+        kept = getattr(each, "weights_map", None)
+        if kept is not None and not isinstance(kept, Kept):
+            each.weights_map = Kept(kept, layer)
