@@ -8,6 +8,9 @@ read at the address 0. So packed weights have a dispatch key that no tensor of t
 whatever computes with the other finds it, and raises.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch.utils import _pytree as pytree
 
@@ -25,6 +28,8 @@ OF_MEMORY = frozenset(
         torch.Tensor.__cuda_array_interface__.__get__,
     }
 )
+# What errors of torch say where memory is missing, or where that key is taken for one of a device.
+SIGNS = ("Cannot access data pointer", "its data is not allocated yet", "CustomRNGKeyId")
 KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("CustomRNGKeyId"))
 
 
@@ -38,6 +43,20 @@ def _refuse(*args, **kwargs):
 _FALLBACK, _ATEN = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
 _FALLBACK.fallback(_refuse, "CustomRNGKeyId")
 _ATEN.impl("copy_", _refuse, "CustomRNGKeyId")  # has a kernel for every key, on which others rely
+
+
+@contextmanager
+def of_no_memory(func) -> Iterator[None]:
+    """Inside, what torch says of a tensor without memory is said of a packed weight, by name."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(sign in str(error) for sign in SIGNS):
+            raise RuntimeError(
+                f"weight: found {func}, which reads memory of floats, expected what reads tensors: take the decoded "
+                "weight (.dequantize())"
+            ) from error
+        raise
 
 
 class NoMemory(torch.UntypedStorage):
@@ -101,7 +120,7 @@ class Decoded(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func in OF_MEMORY or func in _OWN_MEMORY:
             args = args[0].dequantize(), *args[1:]
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), of_no_memory(func):
             return func(*args, **kwargs or {})
 
     @classmethod
@@ -113,8 +132,10 @@ class Decoded(torch.Tensor):
         return pytree.tree_map_only(torch.Tensor, cls, made) if func.is_view else made
 
 
-# Those that a view, which is a copy, answers itself.
-_OWN_MEMORY = frozenset({torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage})
+# Those that a view, which is a copy, answers by its own memory.
+_OWN_MEMORY = frozenset(
+    getattr(torch.Tensor, name) for name in ("data_ptr", "untyped_storage", "storage", "new_tensor", "new")
+)
 
 
 def refuse_writes(kind: type, func, args: tuple, kwargs: dict) -> None:

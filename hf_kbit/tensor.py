@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_kbit import reference
-from hf_kbit.decoded import OF_MEMORY, Decoded, refuse_writes, wrapper
+from hf_kbit.decoded import OF_MEMORY, Decoded, of_no_memory, refuse_writes, wrapper
 from hf_kbit.format import absmax_shape, num_blocks, weight_shape
 from hf_kbit.ops import native
 from hf_kbit.packed import Decoding, Packed
@@ -93,8 +93,8 @@ class KbitTensor(torch.Tensor):
             return nn.Parameter(data, requires_grad=False)
         if parts is None:
             raise TypeError(
-                f"weight: found {type(data).__name__}, expected a packed weight, as KbitLinear.from_linear makes one, or "
-                "from_pretrained with a device_map"
+                f"weight: found {type(data).__name__}, expected a packed weight, as KbitLinear.from_linear makes one, "
+                "or from_pretrained with a device_map"
             )
         self = wrapper(cls, data, dtype=dtype, device=parts["words"].device)
         self.parts, self.decoding, self.tiles = parts, decoding, tiles
@@ -359,7 +359,7 @@ class KbitTensor(torch.Tensor):
             return own(func, *args, **kwargs)
         if func in OF_MEMORY:
             args = args[0].dequantize(), *args[1:]
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), of_no_memory(func):
             return func(*args, **kwargs)
 
     @classmethod

@@ -9,7 +9,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
@@ -112,9 +112,19 @@ def _(func, weight):
     return weight.nbytes_packed
 
 
-@function(torch.Tensor.data_ptr)
+@function(torch.Tensor.data_ptr, getattr(torch.Tensor, "const_data_ptr", torch.Tensor.data_ptr))  # of torch 2.13
 def _(func, weight):
     return -weight.words.data_ptr()  # tells weights apart (accelerate), and is no address of floats
+
+
+@function(torch.Tensor.new_tensor, torch.Tensor.new)
+def _(func, weight, *args, **kwargs):
+    return func(weight.codebook.new_empty(0, dtype=weight.form.dtype), *args, **kwargs)
+
+
+@function(torch.Tensor.__repr__)
+def _(func, weight, **kwargs):
+    return KbitTensor.__repr__(weight)
 
 
 @function(torch.Tensor.untyped_storage)
@@ -212,11 +222,8 @@ def _(func, weight, *args):
 def _(func, weight, *args, **kwargs):
     """A dense tensor, to be written into; for torch.distributed, which makes room for parts so, a packed one."""
     makes_room = sys._getframe(2).f_globals.get("__name__", "").startswith("torch.distributed.")
-    if makes_room:
-        with moving():
-            return plain(func, weight, *args, **kwargs)
-    like = weight if MOVING.get() or func in (torch.empty_like, torch.zeros_like) else weight.codebook
-    return plain(func, like, *args, **({} if like is weight else {"dtype": weight.form.dtype}) | kwargs)
+    with moving() if makes_room else nullcontext():
+        return plain(func, weight, *args, **kwargs)
 
 
 @op(*(getattr(aten, f"{kind}_like").default for kind in ("empty", "zeros", "ones", "full", "rand", "randn")))
@@ -230,8 +237,8 @@ def _(func, weight, *args, **kwargs):
 @op(aten.new_zeros.default, aten.new_empty.default)
 def _(func, weight, size, *, dtype=None, device=None, **kwargs):
     *_, width = weight.matrix
-    packed = len(size) == len(weight.whole_shape) and size[-1] == width and dtype in (None, weight.form.dtype)
-    if not packed:
+    same = len(size) == len(weight.whole_shape) and size[-1] == width and dtype in (None, weight.form.dtype)
+    if not (MOVING.get() and same):
         return func(weight.codebook, size, dtype=dtype or weight.form.dtype, device=device)
     planes, bits = weight.planes(), weight.bits
     words, absmax = (
