@@ -100,8 +100,9 @@ class Decoding:
         return {"levels": list(self.levels), "exponent": self.exponent, **transform}
 
     def to_tensor(self) -> torch.Tensor:
-        """As float64 ``[2**bits + 2]``: the levels, the exponent, and 1 if the weight is transformed, else 0."""
-        return torch.tensor([*self.levels, self.exponent, self.transformed], dtype=torch.float64)
+        """int64 ``[2**bits + 2]``, the bits of float64 numbers, which no cast of floats changes: the levels, the
+        exponent, and 1 if the weight is transformed, else 0."""
+        return torch.tensor([*self.levels, self.exponent, self.transformed], dtype=torch.float64).view(torch.int64)
 
     @classmethod
     def from_tensor(cls, stored: torch.Tensor, bits: int, name: str) -> "Decoding":
@@ -112,10 +113,10 @@ class Decoding:
         True
         """
         size = 2**bits + 2
-        if stored.dtype != torch.float64 or stored.shape != (size,):
+        if stored.dtype != torch.int64 or stored.shape != (size,):
             found = f"dtype {stored.dtype} and shape {list(stored.shape)}"
-            raise ValueError(f"{name}: found {found}, expected dtype torch.float64 and shape [{size}]")
-        *levels, exponent, transformed = stored.tolist()
+            raise ValueError(f"{name}: found {found}, expected dtype torch.int64 and shape [{size}]")
+        *levels, exponent, transformed = stored.view(torch.float64).tolist()
         if exponent % 1 or transformed not in (0, 1):
             raise ValueError(f"{name}: found {[exponent, transformed]} at its end, expected an exponent, and 0 or 1")
         transform = {"transform": TRANSFORMS[0]} if transformed else {}

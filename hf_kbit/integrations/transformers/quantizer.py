@@ -184,8 +184,8 @@ class KbitHfQuantizer(HfQuantizer):
         for name, tensor in found.items():
             own = packed[name.removesuffix(checkpoint.WEIGHT_SUFFIX)]
             expected = stored.decoding(own)
-            if Decoding.from_tensor(tensor, expected.bits, f"{own}.{HOW}") != expected:
-                problems.append(f"{own}.{HOW}: found {tensor.tolist()}, expected {expected.to_tensor().tolist()}")
+            if (decoding := Decoding.from_tensor(tensor, expected.bits, f"{own}.{HOW}")) != expected:
+                problems.append(f"{own}.{HOW}: found {decoding}, expected {expected}, as the config says")
         checkpoint.refuse(problems, "the files were not saved with the config")
         if found:
             ignored = model._keys_to_ignore_on_load_unexpected or set()
