@@ -11,7 +11,7 @@ op takes and gives W and x in the original basis, K wide.
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -48,15 +48,22 @@ def _op(*schemas: str) -> Callable:
     return define
 
 
+def _tensors(arguments: Mapping[str, object]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a call with their names, those in lists too: ``weights[1]``."""
+    for name, found in arguments.items():
+        several = isinstance(found, Sequence)
+        for place, value in enumerate(found if several else [found]):
+            if isinstance(value, torch.Tensor):
+                yield (f"{name}[{place}]" if several else name), value
+
+
 def _checked(check: Callable[..., Results]) -> Callable[..., tuple[torch.Tensor, Results]]:
     """The first tensor of a call, beside which all must lie, and what the results will be."""
     signature = inspect.signature(check)
 
     def run(*args, **named):
         arguments = signature.bind(*args, **named).arguments
-        (first, like), *others = (
-            (name, found) for name, found in arguments.items() if isinstance(found, torch.Tensor)
-        )
+        (first, like), *others = _tensors(arguments)
         for name, tensor in ((first, like), *others):
             if tensor.layout != torch.strided:
                 raise ValueError(f"{name}: found layout {_name(tensor.layout)}, expected a dense tensor")

@@ -1,5 +1,7 @@
 """What every op has: the checks of its arguments, a fake that agrees with it, and what ``torch.library`` asks for."""
 
+import re
+
 import cases
 import pytest
 import torch
@@ -203,21 +205,41 @@ def test_refused_by_every_implementation_in_the_same_words(op, wrong, message, d
     assert said[0] == said[1] and said[0].startswith(message)
 
 
+def places_of(arguments: dict) -> list[tuple[str, str, int | None]]:
+    """Of each tensor how errors name it, the argument, and its place where that is a list."""
+    places = []
+    for name, value in arguments.items():
+        several = isinstance(value, list)
+        tensors = enumerate(value) if several else [(None, value)]
+        places += [
+            (f"{name}[{place}]" if several else name, name, place)
+            for place, tensor in tensors
+            if isinstance(tensor, torch.Tensor)
+        ]
+    return places
+
+
+def with_one(arguments: dict, name: str, place: int | None, change) -> dict:
+    if place is None:
+        return arguments | {name: change(arguments[name])}
+    return arguments | {name: [change(value) if i == place else value for i, value in enumerate(arguments[name])]}
+
+
 @pytest.mark.parametrize("op", RIGHT)
 def test_every_tensor_is_dense_and_lies_where_the_first_one_does(op):
-    names = [name for name, value in RIGHT[op].items() if isinstance(value, torch.Tensor)]
-    for name in names:
-        with pytest.raises(ValueError, match=f"{name}: found layout sparse_coo, expected a dense tensor"):
-            getattr(OPS, op)(**RIGHT[op] | {name: RIGHT[op][name].to_sparse()})
-    for name in names[1:]:
-        with pytest.raises(ValueError, match=f"{name}: found on meta, expected on cpu like {names[0]}: call model.to"):
-            getattr(OPS, op)(**RIGHT[op] | {name: RIGHT[op][name].to("meta")})
+    first, *others = places_of(RIGHT[op])
+    for shown, *where in (first, *others):
+        with pytest.raises(ValueError, match=re.escape(f"{shown}: found layout sparse_coo, expected a dense tensor")):
+            getattr(OPS, op)(**with_one(RIGHT[op], *where, torch.Tensor.to_sparse))
+    for shown, *where in others:
+        message = f"{shown}: found on meta, expected on cpu like {first[0]}: call model.to"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            getattr(OPS, op)(**with_one(RIGHT[op], *where, lambda tensor: tensor.to("meta")))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", [op for op in RIGHT if op not in ("route_experts", "gemm_group")])
+@pytest.mark.parametrize("op", [op for op in RIGHT if op != "route_experts"])
 def test_no_tensor_may_lie_on_another_device(op):
-    for name, value in RIGHT[op].items():
-        if isinstance(value, torch.Tensor):
-            with pytest.raises(ValueError, match=r": found on c.*, expected on c.* like "):
-                getattr(OPS, op)(**on("cuda", RIGHT[op]) | {name: value})
+    for _, *where in places_of(RIGHT[op]):
+        with pytest.raises(ValueError, match=r": found on c.*, expected on c.* like "):
+            getattr(OPS, op)(**with_one(on("cuda", RIGHT[op]), *where, torch.Tensor.cpu))
