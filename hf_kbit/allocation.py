@@ -94,6 +94,17 @@ def packed_bytes(model, widths: Mapping[str, int], config: KbitConfig) -> int:
     return round(words / 8) + column_bytes(model, widths, config)
 
 
+def gets_smaller(model, name: str) -> bool:
+    """Whether a layer takes less in the widest width than in 16 bits: a short row is mostly the padding of its block,
+    and a column scale of few rows is as large as their codes.
+
+    >>> model = nn.Sequential(nn.Linear(8, 512), nn.Linear(32, 512))
+    >>> gets_smaller(model, "0"), gets_smaller(model, "1")
+    (False, True)
+    """
+    return packed_bytes(model, {name: BITS[-1]}, KbitConfig()) < 2 * math.prod(dense_shape(model, name))
+
+
 def units(model: nn.Module, names: list[str]) -> dict[str, list[str]]:
     """``{module: names in it}``: linear layers by the layer of the model that they are in, the outermost element of a
     ``ModuleList``; one that is in none stands for itself."""

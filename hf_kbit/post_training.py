@@ -37,10 +37,10 @@ class Quantized:
         bits: ``{name: width}`` of the layers, tables and projections of experts that it quantized; of a table and what
             is tied to it one name.
         left: ``{name: why}`` of those that it left: ``"asked for"`` by the config, or a reason of its own: ``"head"``,
-            ``"router"``, ``"table"`` of embeddings, ``"small"`` table, ``"tied"`` to a table that is left,
-            ``"fixed"``, tied to another tensor or kept in float32, ``"adapter"`` of PEFT, or ``"range"``, some rows
-            being too small beside the largest weight for packed scales. Or what it has that a quantized layer would
-            lose: ``"has a forward of its own"``.
+            ``"router"``, ``"table"`` of embeddings, ``"small"``, so that packing would save nothing, ``"tied"`` to a
+            table that is left, ``"fixed"``, tied to another tensor or kept in float32, ``"adapter"`` of PEFT, or
+            ``"range"``, some rows being too small beside the largest weight for packed scales. Or what it has that a
+            quantized layer would lose: ``"has a forward of its own"``.
         bytes_before, bytes_after: of all parameters and buffers.
     """
 

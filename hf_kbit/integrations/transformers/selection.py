@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 from transformers.pytorch_utils import Conv1D
 
+from hf_kbit.allocation import gets_smaller
 from hf_kbit.config import Chooser, KbitConfig
-from hf_kbit.format import BLOCK_SIZE
 from hf_kbit.integrations.transformers import experts
 from hf_kbit.integrations.transformers.plain import is_linear, take_over, unusual
 from hf_kbit.nn.embedding import is_table
@@ -20,9 +20,7 @@ from hf_kbit.nn.experts import home_of, is_projection, projections
 from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.patterns import shown
 
-# Tables of fewer rows take next to nothing, and those of shorter rows are mostly padding: kinds of tokens, buckets of
-# distances.
-FEW_ROWS, SHORT_ROWS = 64, BLOCK_SIZE
+FEW_ROWS = 64  # tables of fewer take next to nothing: kinds of tokens, buckets of distances
 
 GATE = re.compile(r"^gate$|(^|_)experts?_gate$")
 
@@ -52,7 +50,8 @@ class Packable:
 
             - ``"head"``: the output embedding, or a layer outside the base model or at the end: small or sensitive.
             - ``"router"``: it routes tokens to experts: small, and a small error sends a token elsewhere.
-            - ``"small"``: a table of so few or so short rows that there is next to nothing to save.
+            - ``"small"``: packed it would take as much as in 16 bits, for its rows are short, or few; or a table of so
+              few rows that there is next to nothing to save.
             - ``"tied"``: the weight is that of a table, and is quantized with it or not at all (``ties``).
             - ``"fixed"``: the weight is tied to what cannot be quantized, or kept in float32 by the model.
             - ``"adapter"``: it belongs to an adapter of PEFT, or is trained beside one.
@@ -68,7 +67,8 @@ class Packable:
         everything, groups = linears | self.tables | fused, _tied(model, modules)
         self.unusual = unusual(model, self.names)
         reasons = _heads_and_routers(model, linears)
-        reasons |= {name: "small" for name in self.tables if _is_small(modules[name])}
+        few = {name for name in self.tables if modules[name].num_embeddings < FEW_ROWS}
+        reasons |= {name: "small" for name in self.names if name in few or not gets_smaller(model, name)}
         reasons |= _kept_in_float32(model, everything) | self.unusual | _of_adapters(model, everything)
         for group in groups:
             if _is_one_table(modules, group, reasons) and not self.unusual.keys() & set(group):
@@ -156,10 +156,6 @@ def _of_adapters(model: nn.Module, names: set[str]) -> dict[str, str]:
 
     begin = tuple(of_adapters(model))
     return {name: "adapter" for name in names if f"{name}.".startswith(begin)}
-
-
-def _is_small(table: nn.Embedding) -> bool:
-    return table.num_embeddings < FEW_ROWS or table.embedding_dim < SHORT_ROWS
 
 
 def _kept_in_float32(model, names: set[str]) -> dict[str, str]:

@@ -24,7 +24,7 @@ CONFIG = {"bits": 4, "embedding_bits": BITS}
 PACKED = {
     "llama": ({"model.embed_tokens"}, set()),
     "gemma3": ({"model.embed_tokens"}, {"lm_head"}),
-    "opt": ({"model.decoder.embed_positions"}, set()),  # those of tokens are narrower than a block
+    "opt": ({"model.decoder.embed_positions", "model.decoder.embed_tokens"}, {"lm_head"}),
     "gpt2": ({"transformer.wte", "transformer.wpe"}, {"lm_head"}),
     "bert-masked": (
         {"bert.embeddings.word_embeddings", "bert.embeddings.position_embeddings"},

@@ -9,8 +9,9 @@ from architectures import small_config
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
 
-from hf_kbit import KbitConfig, KbitLinear, allocation
+from hf_kbit import KbitConfig, KbitLinear, allocation, quantize_model
 from hf_kbit.integrations.transformers import selection
 
 
@@ -24,7 +25,8 @@ T5 = {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "d_kv": 16}
 
 
 def test_models_that_read_weights_are_quantized_whole():
-    mamba = build("MambaForCausalLM", "MambaConfig", hidden_size=32, num_hidden_layers=1, vocab_size=64)
+    sizes = {"hidden_size": 32, "time_step_rank": 16}
+    mamba = build("MambaForCausalLM", "MambaConfig", num_hidden_layers=1, vocab_size=64, **sizes)
     layers = [f"backbone.layers.0.mixer.{child}" for child in ("dt_proj", "in_proj", "out_proj", "x_proj")]
     assert sorted(selection.Packable(mamba).choose(KbitConfig())) == layers
     wavlm = build("WavLMModel", "WavLMConfig", **SMALL)
@@ -74,6 +76,32 @@ def test_what_is_tied_or_kept_in_float32_cannot_be_asked_for(kind, settings, nam
     assert name not in packable.choose(KbitConfig(skip_default_modules=False))
     with pytest.raises(ValueError, match=rf"{name}: module_bits asks for 4 bits, but {kind} {why}"):
         packable.choose(KbitConfig(module_bits={name: 4}))
+
+
+def test_what_would_not_get_smaller_is_left_unless_asked_for():
+    """Held against what layers of 5 bits store: of every kind, on both sides of where they begin to gain."""
+    shapes = [(rows, width) for rows in (1, 2, 64, 512) for width in (1, 8, 10, 12, 31, 32, 33, 63)]
+    kinds = {"linear": nn.Linear, "conv": Conv1D, "table": nn.Embedding}
+    modules = {
+        f"{kind}-{rows}-{width}": make(*((width, rows) if kind == "linear" else (rows, width)))
+        for kind, make in kinds.items()
+        for rows, width in shapes
+        if kind != "table" or rows >= selection.FEW_ROWS
+    }
+    model = nn.ModuleDict({**modules, "end": nn.Linear(64, 64)})
+    done = quantize_model(model, bits=5, embedding_bits=5)
+    stored = {}
+    for name in modules:
+        _, *shape = name.split("-")
+        layer = KbitLinear(*reversed([int(size) for size in shape]), bits=5, device="meta")
+        stored[name] = sum(tensor.nbytes for tensor in layer.packed.values()) < 2 * layer.num_weights
+    assert {name: name in done.bits for name in modules} == stored and len({*stored.values()}) == 2
+    assert {done.left[name] for name, fits in stored.items() if not fits} == {"small"}
+    assert quantize_model(nn.Sequential(nn.Linear(8, 64)), module_bits={"0": 4}).bits == {"0": 4}
+    sizes = {**SMALL, "num_experts": 4, "moe_intermediate_size": 8, "vocab_size": 64}
+    mixture = selection.Packable(build("Qwen3MoeModel", "Qwen3MoeConfig", **sizes))
+    assert mixture.reasons["layers.0.mlp.experts.down_proj"] == "small"
+    assert "layers.0.mlp.experts.gate_up_proj" in mixture.choose(KbitConfig())
 
 
 # --- routers --------------------------------------------------------------------------------------
