@@ -2,24 +2,45 @@
 
 import functools
 
-from hf_kbit.nn.weight import is_sharded, local, packed_layers
-from hf_kbit.tensor import KbitTensor
+import torch
+from torch import nn
+
+from hf_kbit.nn.weight import KbitWeight, is_sharded
+from hf_kbit.tensor import PACKED
 
 
 def wrap_save_pretrained(save_pretrained):
-    """``PeftModel.save_pretrained``, which leaves packed tables out, for files of adapters hold floats. What FSDP2 has
-    sharded it gathers, so all processes have to call it."""
+    """``PeftModel.save_pretrained``, to which state dicts have no packed weights, for files of adapters hold floats.
+    What FSDP2 has sharded it gathers, so all processes have to call it."""
 
     @functools.wraps(save_pretrained)
     def wrapped(self, save_directory, *args, **kwargs):
-        if packed_layers(self):
-            given = kwargs.get("state_dict")
-            state = self.state_dict() if given is None else given
-            kwargs["state_dict"] = {
-                name: tensor.full_tensor().cpu() if is_sharded(tensor) else tensor
-                for name, tensor in state.items()
-                if not isinstance(local(tensor), KbitTensor)
-            }
-        return save_pretrained(self, save_directory, *args, **kwargs)
+        packed = _packed_names(self)
+        if not packed:
+            return save_pretrained(self, save_directory, *args, **kwargs)
+        if kwargs.get("state_dict") is not None:
+            kwargs["state_dict"] = dict(kwargs["state_dict"])
+            _to_be_saved(kwargs["state_dict"], packed)
+        # PEFT asks for a state dict whenever it has loaded another adapter, as to convert one into plain LoRA.
+        hook = self.register_state_dict_post_hook(lambda module, state, *rest: _to_be_saved(state, packed))
+        try:
+            return save_pretrained(self, save_directory, *args, **kwargs)
+        finally:
+            hook.remove()
 
     return wrapped
+
+
+def _packed_names(model: nn.Module) -> set[str]:
+    """What a state dict calls the tensors of packed layers."""
+    modules = model.named_modules(remove_duplicate=False)
+    return {f"{name}.{own}" for name, module in modules if isinstance(module, KbitWeight) for own in PACKED}
+
+
+def _to_be_saved(state: dict[str, torch.Tensor], packed: set[str]) -> None:
+    """Leaves in a state dict what files of adapters may hold."""
+    for name in list(state):
+        if name in packed:
+            del state[name]
+        elif is_sharded(state[name]):
+            state[name] = state[name].full_tensor().cpu()

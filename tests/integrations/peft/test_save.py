@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 from adapters import TOLERANCE, adapted, logits, lora, quantized, relative, through_transformers, tuner_layers
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -26,6 +26,39 @@ def test_saving_adapters_does_not_touch_packed_weights(settings, device, tmp_pat
     assert len(saved) >= 6 and saved.keys() == {name for name in state if not isinstance(state[name], KbitTensor)}
     assert all(torch.equal(tensor.cpu(), state[name].cpu()) for name, tensor in saved.items())
     assert any(name.endswith("q_proj.base_layer.bias") for name in saved) == bool(settings)
+
+
+@pytest.mark.parametrize("options", [{}, {"safe_serialization": False}, {"save_embedding_layers": True}], ids=str)
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_converted_to_plain_lora_while_saving(init, options, device, tmp_path):
+    """What PEFT makes of an adapter that has changed the weight: its own product less the one that it began with."""
+    model = quantized(device, embedding_bits=4)
+    model = peft.get_peft_model(model, lora(target_modules=["q_proj"], init_lora_weights=init))
+    config = model.peft_config["default"]
+    config.init_lora_weights = True
+    model.save_pretrained(tmp_path / "start")
+    config.init_lora_weights = init
+    start = peft.get_peft_model_state_dict(model)
+    start = {name: tensor.clone() for name, tensor in start.items() if "lora_" in name}
+    adapter = {name: part for name, part in model.named_parameters() if "lora_" in name}
+    for part in adapter.values():
+        part.data += 0.1
+    before = logits(model.eval())
+    model.save_pretrained(
+        tmp_path / "plain", path_initial_model_for_weight_conversion=str(tmp_path / "start"), **options
+    )
+    assert torch.equal(logits(model), before) and not model._state_dict_hooks
+    folder = tmp_path / "plain"
+    if "safe_serialization" in options:
+        plain = torch.load(folder / "adapter_model.bin")
+    else:
+        plain = load_file(folder / "adapter_model.safetensors")
+    assert plain.keys() == start.keys() and len(plain) == 4 and PeftConfig.from_pretrained(folder).r == 2 * config.r
+    now = {name.replace(".default", ""): part for name, part in adapter.items()}
+    for name in (name for name in plain if "lora_A" in name):
+        of = [(tensors[name.replace("lora_A", "lora_B")], tensors[name]) for tensors in (plain, now, start)]
+        found, trained, began = ((b @ a).cpu() for b, a in of)
+        assert torch.allclose(found, trained - began, atol=1e-5) and found.abs().max() > 1e-2
 
 
 def test_adapters_are_saved_alone_and_load_everywhere(device, tmp_path):
