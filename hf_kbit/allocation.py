@@ -102,7 +102,8 @@ def gets_smaller(model, name: str) -> bool:
     >>> gets_smaller(model, "0"), gets_smaller(model, "1")
     (False, True)
     """
-    return packed_bytes(model, {name: BITS[-1]}, KbitConfig()) < 2 * math.prod(dense_shape(model, name))
+    shape = dense_shape(model, name)
+    return stored_weights(model, [name]) * (BITS[-1] + SCALE_BITS) / 8 + shape[-1] < 2 * math.prod(shape)
 
 
 def units(model: nn.Module, names: list[str]) -> dict[str, list[str]]:

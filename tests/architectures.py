@@ -141,6 +141,7 @@ CLIP = dict(
     vision_config=dict(**VISION, projection_dim=20),
     projection_dim=20,
 )
+OF_TWO = "attention.self.continuous_position_bias_mlp.0"  # coordinates: packed they would take more
 
 ARCHITECTURES = [
     Architecture("llama", "LlamaForCausalLM", DECODER, 2, dtypes=BOTH, generates=True),
@@ -209,8 +210,22 @@ ARCHITECTURES = [
         BOTH,
     ),
     # Reads the dtype of a perceptron's first parameter.
-    Architecture("swinv2", "Swinv2ForImageClassification", dict(SWIN, num_labels=3), 5, ("classifier",), image),
-    Architecture("swin2sr", "Swin2SRForImageSuperResolution", dict(SWIN, patch_size=1, upscale=2), 3, (), image),
+    Architecture(
+        "swinv2",
+        "Swinv2ForImageClassification",
+        dict(SWIN, num_labels=3),
+        5,
+        ("classifier", f"swinv2.encoder.layers.*.blocks.*.{OF_TWO}"),
+        image,
+    ),
+    Architecture(
+        "swin2sr",
+        "Swin2SRForImageSuperResolution",
+        dict(SWIN, patch_size=1, upscale=2),
+        3,
+        (f"swin2sr.encoder.stages.*.layers.*.{OF_TWO}",),
+        image,
+    ),
     Architecture("whisper", "WhisperForConditionalGeneration", WHISPER, 5, ("proj_out",), spectrogram, generates=True),
     Architecture(
         "llava", "LlavaForConditionalGeneration", LLAVA, 2, inputs=image_in_text, dtypes=BOTH, generates=True
