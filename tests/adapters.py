@@ -235,6 +235,12 @@ def lora(**kwargs) -> LoraConfig:
     return LoraConfig(**{"target_modules": TARGETS, "r": 4, "task_type": "CAUSAL_LM"} | kwargs)
 
 
+def lora_on_parameters(**kwargs) -> LoraConfig:
+    """On the weights of some layers by the names of parameters, and on another layer."""
+    targets = {"target_parameters": ["q_proj.weight", "down_proj.weight"], "target_modules": ["v_proj"]}
+    return lora(**targets | kwargs)
+
+
 WITHIN = {"nemotron_h": "mixer", "llama4": "feed_forward"}  # elsewhere mlp
 
 

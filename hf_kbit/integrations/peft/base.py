@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from hf_kbit.integrations.peft.experts import KbitParamWrapper
 from hf_kbit.integrations.peft.layer import KbitTunerLayer, is_packed, tuner_class
+from hf_kbit.integrations.peft.parameters import KbitLinearWrapper
 from hf_kbit.integrations.peft.tokens import KbitTrainableTokens
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.dense import to_dense
@@ -20,7 +21,7 @@ from hf_kbit.nn.weight import KbitWeight, is_sharded
 logger = logging.get_logger("transformers.hf_kbit")
 
 # Our classes in the places of PEFT's, where these are not enough.
-_OURS = {ParamWrapper: KbitParamWrapper, TrainableTokensLayer: KbitTrainableTokens}
+_OURS = {ParamWrapper: KbitLinearWrapper, TrainableTokensLayer: KbitTrainableTokens}
 
 
 def of_adapters(model: nn.Module) -> Iterator[str]:
@@ -40,11 +41,13 @@ def adopt(model: nn.Module, others: tuple[type, ...] = ()) -> None:
         if not isinstance(module, BaseTunerLayer) or isinstance(module, others):
             continue
         base, name = module.get_base_layer(), name.replace(".base_layer", "")
-        if isinstance(module, ParamWrapper):
+        of_experts = isinstance(module, ParamWrapper) and not isinstance(base, KbitWeight)
+        if of_experts:
             base, name = getattr(base, module.parameter_name), f"{name}.{module.parameter_name}"
         packed = isinstance(base, KbitWeight) and is_packed(base)
         if packed and not isinstance(module, KbitTunerLayer):
-            module.__class__ = _OURS.get(type(module)) or tuner_class(type(module))
+            ours = KbitParamWrapper if of_experts else _OURS.get(type(module))
+            module.__class__ = ours or tuner_class(type(module))
         if isinstance(module, KbitTunerLayer):
             module.name = name.removesuffix(".token_adapter")
         if packed and isinstance(module, KbitTrainableTokens):

@@ -10,6 +10,7 @@ from torch import nn
 from hf_kbit.integrations.peft.base import adopt, decode_heads
 from hf_kbit.integrations.peft.experts import check_config, shown_in_16_bits, tell_of_experts
 from hf_kbit.integrations.peft.layer import no_weight, requantize, showing
+from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.weight import KbitWeight, is_sharded
 
 # Initialisations of LoRA that take what they start with from the weight.
@@ -131,7 +132,7 @@ def _starts_with(config, initialisations) -> str | None:
 def _check_method(config, name: str, base: KbitWeight, target: nn.Module, parameter_name: str | None) -> None:
     """Refuses what would train or change the packed weight."""
     what = f"{name}: a {type(base).__name__} of {base.bits} bits, whose weight is frozen"
-    if parameter_name is not None:
+    if parameter_name is not None and not _takes_by_name(base):
         raise ValueError(
             f"{what}: found {parameter_name!r} of it in target_parameters; name the layer in target_modules instead"
         )
@@ -153,6 +154,12 @@ def _check_method(config, name: str, base: KbitWeight, target: nn.Module, parame
             f"{name}: found {', '.join(target.merged_adapters)} merged, expected the layer as it was: the adapter's "
             "initialisation reads the weight. Call unmerge_adapter() first"
         )
+
+
+def _takes_by_name(base: KbitWeight) -> bool:
+    """Whether PEFT's adapter of the parameter has the sizes of one beside the layer: not of a table, nor of a Conv1D,
+    nor of a shard."""
+    return isinstance(base, KbitLinear) and not base.transposed and not is_sharded(base.weight)
 
 
 def _check_modules_to_save(model: nn.Module, config) -> None:

@@ -151,7 +151,7 @@ def shown_in_16_bits(model: nn.Module) -> Iterator[dict[nn.Module, dict[str, Kbi
         if isinstance(experts, KbitExperts)
     }
     for module in model.modules():
-        if isinstance(module, KbitParamWrapper):
+        if isinstance(module, ParamWrapper) and isinstance(module, KbitTunerLayer):
             module.__class__ = ParamWrapper
     for experts, projections in packed.items():
         for own, projection in projections.items():

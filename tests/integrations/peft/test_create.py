@@ -211,7 +211,10 @@ def test_adaption_prompts_after_preparing(dtype, device):
         (lambda: lora(init_lora_weights="lora_ga"), "'lora_ga' needs gradients"),
         (lambda: lora(init_lora_weights="corda"), "please run `preprocess_corda` first"),
         (lambda: lora(kasa_config=peft.KasaConfig()) if hasattr(peft, "KasaConfig") else pytest.skip("old"), "KaSA"),
-        (lambda: lora(target_modules=[], target_parameters=["q_proj.weight"]), "'weight' of it in target_parameters"),
+        (
+            lambda: lora(target_modules=[], target_parameters=["q_proj.bias"]),
+            "q_proj.bias: LORA over a KbitLinear: .* only 2d",
+        ),
         (lambda: lora(modules_to_save=["o_proj"]), "o_proj: found it in modules_to_save"),
         (lambda: lora(modules_to_save=["mlp"]), "mlp: found it in modules_to_save"),
     ],
@@ -224,6 +227,17 @@ def test_what_cannot_work_is_refused(config, message, device):
     assert "model.layers.0." in str(error.value)
     assert torch.equal(logits(model), expected)
     assert_same_state(packed_state(model), before)
+
+
+def test_parameters_of_other_layers_are_refused_by_name(device):
+    """Of a table, and of a Conv1D, whose adapters would have sizes that are no ones beside the layer."""
+    conv = load(GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=50)), device)
+    for model, name in ((quantized(device, embedding_bits=4), "embed_tokens"), (conv, "c_attn")):
+        with pytest.raises(
+            ValueError, match=rf"{name}.weight: .* found 'weight' of it in target_parameters; name the"
+        ):
+            get_peft_model(model, lora(target_modules=[], target_parameters=[f"{name}.weight"]))
+        assert not tuner_layers(model)
 
 
 def test_methods_may_not_stand_on_one_another(device):

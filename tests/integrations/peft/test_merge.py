@@ -16,6 +16,7 @@ from adapters import (
     logits,
     lora,
     lora_on_experts,
+    lora_on_parameters,
     merge,
     offload,
     packed_state,
@@ -44,9 +45,10 @@ FIGURES = re.compile(
     ("configs", "settings"),
     [
         ((lora(), lora(use_dora=True, r=2), lora(target_modules=["v_proj", "up_proj"])), {}),
+        ((lora_on_parameters(), lora_on_parameters(r=2), lora_on_parameters(r=3)), {}),
         ((lora_on_experts(), lora_on_experts(r=2), lora_on_experts(r=3)), {"name": "qwen3_moe"}),
     ],
-    ids=["linear layers", "experts"],
+    ids=["linear layers", "parameters", "experts"],
 )
 def test_adapters_merged_one_by_one_are_rounded_once(configs, settings, device):
     """And undone by unmerging, or while they are disabled; meanwhile no initialisation reads the weight."""

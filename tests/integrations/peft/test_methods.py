@@ -19,6 +19,7 @@ from adapters import (
     logits,
     lora,
     lora_on_experts,
+    lora_on_parameters,
     merge,
     packed_state,
     quantized,
@@ -51,6 +52,10 @@ CASES |= {
     f"{codebook}, {scale}": (lora, {"codebook": levels, "scale": scale})
     for codebook, levels in (("optimal", "optimal"), ("lopsided", LOPSIDED))
     for scale in ("absmax", "search")
+}
+CASES |= {
+    f"{init}, by parameters": (functools.partial(lora_on_parameters, init_lora_weights=init, use_rslora=True), WIDTHS)
+    for init in (True, "orthogonal")
 }
 CASES |= {f"{name}, experts": (functools.partial(lora_on_experts, name), {"name": name}) for name in MIXTURES}
 CASES |= {
