@@ -15,8 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 FROZEN = (
-    "weight: found {}, which writes into a packed weight, expected reads: it is frozen. Load another weight, or "
-    "dequantize the layer first"
+    "{}: found {}, which writes into a packed weight, expected reads: it is frozen. Load another weight, dequantize "
+    "the layer first, or leave it in 16 bits (modules_to_not_convert)"
 )
 # Functions that hand out the memory of a tensor, or what is in it: they get the decoded weight's.
 OF_MEMORY = frozenset(
@@ -91,6 +91,8 @@ class Decoded(torch.Tensor):
     """A view of a packed weight: a dense tensor ``dense``, decoded from it, that refuses writes. What is computed of
     it is plain, and a view of it is another one."""
 
+    qualified_name = "weight"  # of the packed weight, in messages
+
     @staticmethod
     def __new__(cls, dense: torch.Tensor):
         self = wrapper(cls, dense.size(), strides=dense.stride(), dtype=dense.dtype, device=dense.device)
@@ -127,9 +129,20 @@ class Decoded(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         refuse_writes(cls, func, args, kwargs)
-        args, kwargs = pytree.tree_map_only(cls, cls.dequantize, (args, kwargs))
-        made = func(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, cls, made) if func.is_view else made
+        decoded = pytree.tree_map_only(cls, cls.dequantize, (args, kwargs))
+        made = func(*decoded[0], **decoded[1])
+        return cls.views(made, args[0]) if func.is_view else made
+
+    @classmethod
+    def views(cls, made, of: torch.Tensor):
+        """What a function has made of a packed weight, or of a view of it, as views."""
+
+        def view(dense: torch.Tensor) -> "Decoded":
+            found = cls(dense)
+            found.qualified_name = of.qualified_name
+            return found
+
+        return pytree.tree_map_only(torch.Tensor, view, made)
 
 
 # Those that a view, which is a copy, answers by its own memory.
@@ -145,5 +158,6 @@ def refuse_writes(kind: type, func, args: tuple, kwargs: dict) -> None:
     arguments = func._schema.arguments
     given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     for argument in arguments:
-        if argument.is_write and any(isinstance(x, kind) for x in pytree.tree_leaves(given.get(argument.name))):
-            raise RuntimeError(FROZEN.format(func))  # a TypeError would have Python try ``w + x`` for ``w += x``
+        for value in pytree.tree_leaves(given.get(argument.name)) if argument.is_write else ():
+            if isinstance(value, kind):  # a TypeError would have Python try ``w + x`` for ``w += x``
+                raise RuntimeError(FROZEN.format(value.qualified_name, func))

@@ -40,7 +40,7 @@ class Quantized:
             ``"router"``, ``"table"`` of embeddings, ``"small"``, so that packing would save nothing, ``"tied"`` to a
             table that is left, ``"fixed"``, tied to another tensor or kept in float32, ``"adapter"`` of PEFT, or
             ``"range"``, some rows being too small beside the largest weight for packed scales. Or what it has that a
-            quantized layer would lose: ``"has a forward of its own"``.
+            quantized layer would lose, ``"has a forward of its own"``, or what of the model writes its weight.
         bytes_before, bytes_after: of all parameters and buffers.
     """
 
@@ -201,9 +201,9 @@ def _quantize_all(
     quantize_layers(model, packable, chosen, quantizer, device)
     keep_adapters(model)
     if isinstance(model, PreTrainedModel):
-        quantizer.adopt(model, chosen, packable.unusual)
+        quantizer.adopt(model, chosen, packable.told(chosen))
     else:
-        quantizer.unusual = packable.unusual
+        quantizer.unusual = packable.told(chosen)
         take(packed_layers(model), config.inputs)
         report_exceptions(quantizer, packed_layers(model))
     return quantizer.lost

@@ -85,6 +85,7 @@ class KbitTensor(torch.Tensor):
     codebook = property(lambda self: self.parts["codebook"])
     columns = property(lambda self: self.parts["columns"])
     matrix = property(lambda self: self.parts["matrix"])
+    qualified_name = "weight"  # in the model, where a layer has told it: errors begin with it
 
     @staticmethod
     def __new__(cls, data, parts=None, decoding=None, dtype=None, tiles=True, *, requires_grad=False):
@@ -134,9 +135,11 @@ class KbitTensor(torch.Tensor):
         form = self.form
         parts = {**self.parts, **parts}
         parts.pop("inverses", None)
-        return KbitTensor(
+        made = KbitTensor(
             self.size_ if shape is None else shape, parts, form.decoding, dtype or form.dtype, form.tiles
         )
+        made.qualified_name = self.qualified_name
+        return made
 
     def each(self, fn, **parts) -> "KbitTensor":
         """``like``, of what a function makes of each of the tensors."""
@@ -373,9 +376,9 @@ class KbitTensor(torch.Tensor):
         # Under inference mode ops come here that are made of others, some of which keep it packed.
         if (made := func.decompose(*args, **kwargs)) is not NotImplemented:
             return made
-        args, kwargs = pytree.tree_map_only(KbitTensor, KbitTensor.dequantize, (args, kwargs))
-        made = func(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, Decoded, made) if func.is_view else made
+        decoded = pytree.tree_map_only(KbitTensor, KbitTensor.dequantize, (args, kwargs))
+        made = func(*decoded[0], **decoded[1])
+        return Decoded.views(made, args[0]) if func.is_view else made
 
 
 def _of_bytes(rows: torch.Tensor, width: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:

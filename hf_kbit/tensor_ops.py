@@ -156,7 +156,7 @@ def _(func, weight):
 @function(torch.Tensor.__setitem__)
 def _(func, tensor, index, value):
     if isinstance(tensor, KbitTensor):
-        raise RuntimeError(FROZEN.format("an assignment to a part"))
+        raise RuntimeError(FROZEN.format(tensor.qualified_name, "an assignment to a part"))
     plain(func, tensor, index, value)
 
 
@@ -171,7 +171,10 @@ def _(func, weight, wanted=True):
 def _(func, weight, value):
     if not isinstance(weight, KbitTensor) or not isinstance(value, KbitTensor):
         found = f"{type(value).__name__} of {value.dtype}"
-        raise TypeError(f"weight: found data of type {found}, expected a packed weight: {FROZEN.format('.data =')}")
+        name = getattr(weight, "qualified_name", "weight")
+        raise TypeError(
+            f"{name}: found data of type {found}, expected a packed weight: {FROZEN.format(name, '.data =')}"
+        )
     weight.replace(value)
 
 

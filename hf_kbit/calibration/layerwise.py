@@ -289,7 +289,7 @@ class Calibration:
             )
         tuned = self._tuned(dense)
         keep_adapters(model)
-        self.quantizer.adopt(model, {**tables, **self.widths}, self.packable.unusual)
+        self.quantizer.adopt(model, {**tables, **self.widths}, self.packable.told(self.widths))
         if tuned:
             self.quantizer.tuned = tuned
             logger.info("hf_kbit: tuned: %s", tuned)

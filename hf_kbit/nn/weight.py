@@ -253,8 +253,8 @@ class KbitWeight(nn.Module):
             if isinstance(own, KbitTensor) and not own.is_meta:
                 raise TypeError(self._not_packed(value))
         super().__setattr__(name, value)
-        if name == "weight":
-            self._take(value)
+        if name in ("weight", "qualified_name"):
+            self._take(self.weight)
         elif name == "_hf_hook":  # where accelerate puts what moves the tensors of a layer
             read_kept(self, value)
 
@@ -262,6 +262,8 @@ class KbitWeight(nn.Module):
         """Keeps the dictionary of a weight where compiled code reads it: guards on the tensor itself are slow."""
         packed = local(weight)
         if isinstance(packed, KbitTensor):
+            if self.qualified_name is not None:
+                packed.qualified_name = f"{self.qualified_name}.weight"
             if self.reads_tiles and not packed.tiles:  # that of a table, which is tied to this layer
                 packed.tiles = True
                 packed.replace(packed.settled())

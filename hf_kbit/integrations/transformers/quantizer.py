@@ -73,7 +73,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.columns: dict[str, torch.Tensor] = {}  # column scales of a model that processes are about to share
         self.lost: dict[str, str] = {}  # layers, tables and projections left in 16 bits, and what would be lost
         self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
-        self.unusual: dict[str, str] = {}  # what layers have that stay in 16 bits for it (plain.unusual)
+        self.unusual: dict[str, str] = {}  # of layers that stay in 16 bits for it (Packable.told)
         self.tuned = ""  # what tuning has gained, if it has been done
 
     def validate_environment(self, *args, device_map=None, **kwargs):
@@ -128,7 +128,8 @@ class KbitHfQuantizer(HfQuantizer):
 
     def _prepare_on_the_fly(self, model, tensors: list[str], names: Names) -> None:
         config, packable = self.quantization_config, selection.Packable(model)
-        chosen, self.unusual = packable.choose(config), packable.unusual
+        chosen = packable.choose(config)
+        self.unusual = packable.told(chosen)
         shared = parallel.is_shared(model.config)
         fused = {name: is_projection(model, name) for name in chosen}
         weights = [name if fused[name] else f"{name}.weight" for name in chosen if fused[name] or shared]

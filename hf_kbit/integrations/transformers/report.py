@@ -52,7 +52,7 @@ def report_exceptions(quantizer, layers: Mapping[str, KbitWeight]) -> None:
     counts = Counter(f"{_gathered(name)} {what}" for name, what in quantizer.unusual.items())
     if counts:
         listing = "; ".join(f"{what} ({count} x)" for what, count in counts.most_common(checkpoint.MAX_NAMED))
-        logger.warning("hf_kbit: left in 16 bits, for quantized layers would lose what they have: %s", listing)
+        logger.warning("hf_kbit: left in 16 bits, for quantized layers cannot take their places: %s", listing)
     untransformed = {name: layer.untransformed for name, layer in layers.items() if layer.untransformed}
     for what, reasons in (("quantized without a transform", untransformed), ("left in 16 bits", quantizer.lost)):
         if reasons:

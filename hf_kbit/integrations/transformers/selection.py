@@ -15,6 +15,7 @@ from hf_kbit.allocation import gets_smaller
 from hf_kbit.config import Chooser, KbitConfig
 from hf_kbit.integrations.transformers import experts
 from hf_kbit.integrations.transformers.plain import is_linear, take_over, unusual
+from hf_kbit.integrations.transformers.written import written
 from hf_kbit.nn.embedding import is_table
 from hf_kbit.nn.experts import home_of, is_projection, projections
 from hf_kbit.nn.weight import KbitWeight
@@ -55,6 +56,7 @@ class Packable:
             - ``"tied"``: the weight is that of a table, and is quantized with it or not at all (``ties``).
             - ``"fixed"``: the weight is tied to what cannot be quantized, or kept in float32 by the model.
             - ``"adapter"``: it belongs to an adapter of PEFT, or is trained beside one.
+            - the words of ``written.written``, if the model's own code writes the weight (``written``).
             - the words of ``plain.unusual``, if nothing can ask for it (``unusual``).
     """
 
@@ -65,13 +67,13 @@ class Packable:
         self.tables = {name for name in once if is_table(modules[name])}
         self.names = sorted([*linears.intersection(once), *self.tables, *fused], key=dot_natural_key)
         everything, groups = linears | self.tables | fused, _tied(model, modules)
-        self.unusual = unusual(model, self.names)
+        self.unusual, self.written = unusual(model, self.names), written(model, self.names)
         reasons = _heads_and_routers(model, linears)
         few = {name for name in self.tables if modules[name].num_embeddings < FEW_ROWS}
         reasons |= {name: "small" for name in self.names if name in few or not gets_smaller(model, name)}
-        reasons |= _kept_in_float32(model, everything) | self.unusual | _of_adapters(model, everything)
+        reasons |= self.written | _kept_in_float32(model, everything) | self.unusual | _of_adapters(model, everything)
         for group in groups:
-            if _is_one_table(modules, group, reasons) and not self.unusual.keys() & set(group):
+            if _is_one_table(modules, group, reasons) and not (self.unusual | self.written).keys() & set(group):
                 reasons.pop(group[0], None)
                 reasons |= dict.fromkeys(group[1:], "tied")
             else:
@@ -85,6 +87,10 @@ class Packable:
     def tables_in(self, chosen: Mapping[str, int]) -> dict[str, int]:
         """Those in what ``choose`` gives that are stored for a table."""
         return {name: bits for name, bits in chosen.items() if name in self._looked_up}
+
+    def told(self, chosen: Mapping[str, int]) -> dict[str, str]:
+        """What the load report says of those that are left for what they have, or for what writes them."""
+        return {name: what for name, what in (self.written | self.unusual).items() if name not in chosen}
 
     def choose(self, config: KbitConfig) -> dict[str, int]:
         """``{name: bits}`` of the layers, tables and projections to quantize, in the order of the model; of what is

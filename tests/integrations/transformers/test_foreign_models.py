@@ -326,6 +326,97 @@ def test_tables_keep_what_stands_on_them(monkeypatch, tmp_path):
     assert done.left["embed"] == "is held by tables too" and type(held.embed) is nn.Embedding
 
 
+class Steps(nn.Module):
+    """Two layers in a block; before they run ``step`` does something with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})])
+        self.a, self.b = self.blocks[0]["a"], self.blocks[0]["b"]
+
+    @torch.no_grad()
+    def forward(self, x):
+        self.before()
+        return self.b(self.a(x).relu())
+
+    def before(self):
+        self.step()
+
+    def reset(self):
+        nn.init.zeros_(self.a.weight)
+
+
+class Clamps(Steps):
+    def step(self):
+        self.a.weight.data.clamp_(-1, 1)
+
+
+class Scales(Steps):
+    def step(self):
+        for block in self.blocks:
+            block.a.weight.mul_(0.5)
+
+
+class Halves(Steps):
+    def step(self):
+        self.a.weight *= 0.5
+
+
+class Replaces(Steps):
+    def step(self):
+        self.a.weight.data = self.a.weight.data / 2
+
+
+class Masks(Steps):
+    def step(self):
+        self.blocks[0].a.weight[:, 0] = 0
+
+
+class Calls(Steps):
+    def step(self):
+        nn.init.zeros_(self.a.weight)
+
+
+class Outputs(Steps):
+    def step(self):
+        torch.clamp(self.a.weight, -1, 1, out=self.a.weight)
+
+
+class Views(Steps):
+    def step(self):
+        self.a.weight.detach().t().mul_(2)
+
+
+class Reads(Steps):
+    def step(self):
+        self.norm = torch.clamp(self.a.weight, -1, 1).mul_(2).norm()
+
+
+class Aliases(Steps):
+    def step(self):
+        weight = self.a.weight
+        weight.mul_(2)
+
+
+@pytest.mark.parametrize("kind", [Clamps, Scales, Halves, Replaces, Masks, Calls, Outputs, Views, Reads, Aliases])
+def test_what_a_model_writes_into_stays_in_16_bits(kind, caplog):
+    """What its code does not show is refused at the write, by the name of the layer and with the way out."""
+    model, x = kind(), torch.randn(2, 64)
+    done = hf_kbit.quantize_model(model, bits=4)
+    if kind in (Reads, Aliases):
+        assert len(done.bits) == 2 and not done.left
+    else:
+        why = f"is written by {kind.__name__}.step"
+        assert done.left == {"blocks.0.a": why} and f"blocks.*.a {why} (1 x)" in caplog.text
+    if kind is not Aliases:
+        assert model(x).isfinite().all()
+    asked = kind()
+    hf_kbit.quantize_model(asked, module_bits={"a": 4, "b": 4})
+    if kind not in (Reads, Views):
+        with pytest.raises((RuntimeError, TypeError), match=r"^blocks.0.a.weight: found .*\(modules_to_not_convert\)"):
+            asked(x)
+
+
 def test_is_linear():
     class Scaled(nn.Linear):
         def forward(self, x):

@@ -206,7 +206,7 @@ def test_a_module_of_nobody(lines):
     assert done.left == {"0": "range", "3": "has parametrizations besides weight and bias"}
     assert done.bits == {"2": 4} and type(model[0]) is nn.Linear
     assert [line.split(" (")[0] for line in lines] == [
-        f"hf_kbit: left in 16 bits, for quantized layers would lose what they have: 3 {done.left['3']}",
+        f"hf_kbit: left in 16 bits, for quantized layers cannot take their places: 3 {done.left['3']}",
         "hf_kbit: quantized without a transform: 2",
         "hf_kbit: left in 16 bits: 0",
     ]
