@@ -170,7 +170,8 @@ def check_save(files: Iterable[str | os.PathLike], stored: Stored, packed: Itera
         with safe_open(file, framework="pt") as opened:
             metadata[file] = opened.metadata() or {}
     if any(DIGEST in found for found in metadata.values()):
-        _compare(DIGEST, metadata, stored.digest(), "tensors saved with this config", "was a save cut short?")
+        why = "was a save cut short, or bits, transform, levels or layers of quantization_config changed?"
+        _compare(DIGEST, metadata, stored.digest(), "tensors saved with this config", why)
     sealed = {file: found for file, found in metadata.items() if found.get(TENSORS, NOT_SEALED) != NOT_SEALED}
     if sealed:
         why = "was a save cut short, or a tensor changed? Save the model again"

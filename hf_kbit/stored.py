@@ -69,7 +69,9 @@ class Stored:
         transform = check_transform(entries.get("transform", usual_transform(version)))
         tables = by_width(mapping(entries.get("levels"), "levels", "{bits: table}"), "levels")
         levels = {width: _recorded(table, width, f"levels[{width}]") for width, table in tables.items()}
-        layers = mapping(entries.get("layers"), "layers", "{name: {'bits', 'exponent', 'levels', 'transform'}}")
+        if (layers := entries.get("layers")) is None:
+            raise ValueError("layers: found none in the quantization config, expected an object, {} if all are alike")
+        layers = mapping(layers, "layers", "{name: {'bits', 'exponent', 'levels', 'transform'}}")
         usual = {"bits": bits, "transform": transform}
         layers = {name: _layer(entry, usual, levels, f"layers[{name!r}]") for name, entry in layers.items()}
         if version == 1 and (transform != "none" or any(layer.transformed for layer in layers.values())):
@@ -155,7 +157,8 @@ def _layer(entry: object, usual: dict[str, Any], levels: Mapping[int, codebooks.
 
 def _levels_of(bits: int, levels: Mapping[int, codebooks.Levels]) -> codebooks.Levels:
     if bits not in levels:
-        raise ValueError(f"levels: found {sorted(levels)} in the quantization config, expected {bits} too")
+        found = f"found {sorted(levels)} in the quantization config"
+        raise ValueError(f"levels: {found}, expected {bits} too, which its bits or layers name")
     return levels[bits]
 
 

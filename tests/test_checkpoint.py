@@ -111,7 +111,8 @@ def test_a_changed_file_is_refused(tmp_path):
 def test_a_config_of_another_save_is_refused(tmp_path):
     """A lost exponent, say; or one of a layer that is not there."""
     files = write(tmp_path, contents())
-    found = rf"tensors saved with this config, of {DIGEST} \w+; was a save cut short\?(?s:.)*00001-of-00003.*: found"
+    why = "was a save cut short, or bits, transform, levels or layers of quantization_config changed"
+    found = rf"tensors saved with this config, of {DIGEST} \w+; {why}\?(?s:.)*00001-of-00003.*: found"
     with pytest.raises(ValueError, match=found):
         check(files, Stored(3, {3: LEVELS}, {}))
     with pytest.raises(ValueError, match="nowhere: in layers of the quantization config, not in the checkpoint"):

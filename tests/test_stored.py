@@ -82,7 +82,7 @@ def test_a_file_of_the_first_release_says_neither_transform_nor_how_it_was_made(
     assert config.stored == Stored(2, {2: TABLES[2][1]}, {}, None, "none", 1)
 
 
-GOOD = {"bits": 2, "levels": {"2": [-1, -0.5, 0.5, 1]}}
+GOOD = {"bits": 2, "levels": {"2": [-1, -0.5, 0.5, 1]}, "layers": {}}
 NO_TRANSFORM = "format_version: found 1, expected 2 with transformed layers"
 BAD = [
     ({"bits": 3.5}, "bits: found 3.5"),
@@ -92,6 +92,7 @@ BAD = [
     ({"format_version": 3}, r"format_version: found 3, expected .*\[1, 2\].*pip install -U hf_kbit"),
     ({"format_version": 1, "transform": "rotated"}, NO_TRANSFORM),
     ({"format_version": 1, "layers": {"a": {"transform": "rotated"}}}, NO_TRANSFORM),
+    ({"layers": None}, "layers: found none in the quantization config, expected an object"),
     ({"transform": ["none"]}, r"transform: found \['none'\]"),
     *(
         ({name: empty}, re.escape(f"{name}: found {empty!r}, expected"))

@@ -12,6 +12,7 @@ import os
 import random
 import re
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,6 +23,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_kbit import KbitConfig
+from hf_kbit.checkpoint import PACKED_SUFFIXES
 from hf_kbit.stored import ENTRIES
 
 TOKENS = torch.arange(12).reshape(2, 6)
@@ -58,6 +60,69 @@ def saved(request, tmp_path_factory) -> tuple[int, dict[str, bytes], torch.Tenso
     model.save_pretrained(directory)
     files = {name: (directory / name).read_bytes() for name in (WEIGHTS, CONFIG)}
     return request.param, files, outcome(directory)
+
+
+# --- one damage after another ---------------------------------------------------------------------
+
+
+def changed_tensors(files) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """What each error names, and the files, with what the header says of one tensor of each kind changed."""
+    data = files[WEIGHTS]
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+
+    def written(entries) -> dict[str, bytes]:
+        text = json.dumps(entries).encode()
+        return files | {WEIGHTS: len(text).to_bytes(8, "little") + text + data[end:]}
+
+    for name in (
+        *(f"model.layers.0.mlp.up_proj{own}" for own in PACKED_SUFFIXES),
+        "model.norm.weight",
+        "lm_head.weight",
+    ):
+        entry = header[name]
+        rest = {other: own for other, own in header.items() if other != name}
+        yield name, written(rest | {f"{name}_other": entry})
+        yield (
+            name,
+            written(rest | {name: entry | {"dtype": {"BF16": "I16", "I32": "F32", "U8": "I8"}[entry["dtype"]]}}),
+        )
+        yield name, written(rest | {name: entry | {"shape": [*entry["shape"], 1]}})
+
+
+def changed_entries(files) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Of all that decides how tensors decode, but the exponent of a layer, which no tensor contradicts."""
+    content = json.loads(files[CONFIG])
+    for name in sorted(content["quantization_config"].keys() & set(ENTRIES)):
+        for value in (None, 5, "x", [], {"x": 1}, True):
+            entries = content["quantization_config"] | {name: value}
+            yield name, files | {CONFIG: json.dumps(content | {"quantization_config": entries}).encode()}
+    for layer in content["quantization_config"]["layers"]:
+        for entry in ({"bits": 2}, {"transform": "x"}, {"levels": [1]}, {"exponent": 0.5}, None):
+            changed = json.loads(files[CONFIG])
+            changed["quantization_config"]["layers"][layer] = entry
+            yield layer if entry != {"bits": 2} else "bits", files | {CONFIG: json.dumps(changed).encode()}
+
+
+def without_digests(files) -> dict[str, bytes]:
+    return files | {WEIGHTS: files[WEIGHTS].replace(b"kbit_digest", b"xbit_digest").replace(b"kbit_ten", b"xbit_ten")}
+
+
+@pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "without digests"])
+@pytest.mark.parametrize("saved", [0], indirect=True)
+def test_what_was_changed_is_named(saved, sealed, tmp_path):
+    """Every tensor and every entry, also without a digest that would tell that something was changed."""
+    _, whole, expected = saved
+    wrong, named = [], 0
+    for name, files in (*changed_tensors(whole), *changed_entries(whole)):
+        for file, data in (files if sealed else without_digests(files)).items():
+            (tmp_path / file).write_bytes(data)
+        found = outcome(tmp_path)
+        if isinstance(found, ValueError | TypeError) and re.search(rf"(?<![.\w]){re.escape(name)}\b", str(found)):
+            named += 1
+        elif isinstance(found, Exception) or not torch.equal(found, expected):
+            wrong.append(f"{name}: {found!r:.300}")
+    assert not wrong and named > 50, "\n".join(wrong[:30])
 
 
 # --- damages: functions that change some bytes of some file ---------------------------------------
