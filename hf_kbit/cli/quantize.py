@@ -1,20 +1,14 @@
 """``hf-kbit quantize``: quantizes a model and saves it."""
 
-import shutil
 import time
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from pathlib import Path
 
-from hf_kbit.cli import options
+from hf_kbit.cli import beside, options
 from hf_kbit.cli.options import add, add_device, add_loading, add_text, at_least, check_alone, source
 from hf_kbit.cli.output import line
 
 INTERRUPTED = "interrupted; the same command goes on after the last layer that was calibrated, if any was"
-# What lies beside a model and is copied as it is: tokenizers, processors, chat templates.
-BESIDE = (
-    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "normalizer.json"),
-    *("*.model", "*.tiktoken", "*.spm", "*processor_config.json", "chat_template*", "additional_chat_templates/*"),
-)
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -144,7 +138,7 @@ def command(given: Namespace) -> None:
             quantized = load(given.model, device_map=device, quantization_config=config, **how)
         quantized.save_pretrained(output.model)
         model_card(quantized, given.push_to_hub or out.resolve().name).save(output.model / "README.md")
-        _copy_beside(given.model, given.revision, output.model)
+        beside.copy(given.model, given.revision, output.model)
         output.publish()
     saved = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     line("saved", f"{out}: {saved / 1e6:,.3g} MB, after {time.monotonic() - start:,.0f} s")
@@ -173,20 +167,3 @@ def _check(given: Namespace, needs_dense: bool) -> None:
         )
     if not needs_dense and (given.text or given.dataset):
         raise ValueError("--text: found data, but neither --calibrate nor mixed widths need it")
-
-
-def _copy_beside(model: str, revision: str | None, out: Path) -> None:
-    """Copies the tokenizer, processors and chat templates that the model has, and makes up none."""
-    if Path(model).is_dir():
-        folder = Path(model)
-    else:
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(model, revision=revision, allow_patterns=list(BESIDE)))
-    files = [file for pattern in BESIDE for file in folder.glob(pattern) if file.is_file()]
-    for file in files:
-        target = out / file.relative_to(folder)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, target)
-    if not any(file.name.startswith("tokenizer") or "processor" in file.name for file in files):
-        line("tokenizer", f"none in {model}")

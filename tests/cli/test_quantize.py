@@ -221,6 +221,9 @@ def test_a_full_disk(device, monkeypatch, tmp_path, calibrate):
 # --- what lies beside a model ---------------------------------------------------------------------
 
 BESIDE = {  # made up, but for their names: they are copied as they are
+    "modules.json": "[]",
+    "1_Pooling/config.json": '{"pooling_mode_cls_token": true}',
+    "notes.txt": "mine",
     "preprocessor_config.json": "{}",
     "processor_config.json": "{}",
     "chat_template.jinja": "{{ messages }}",
@@ -231,20 +234,38 @@ BESIDE = {  # made up, but for their names: they are copied as they are
 }
 
 
-def test_processors_and_templates_are_kept(tmp_path):
-    """What belongs to a model, and nothing else that lies beside it."""
+def test_what_lies_beside_a_model_is_kept_or_named(tmp_path):
+    """All but weights, what belongs to these, and what is made anew."""
     whisper, out = tmp_path / "whisper", tmp_path / "out"
     model = BY_NAME["whisper"].build()
     model.generation_config.max_new_tokens = 17
     model.save_pretrained(whisper)
-    others = {"notes.txt": "mine", "pytorch_model.bin": "", "README.md": "# A card"}
-    for name, text in (BESIDE | others).items():
-        (whisper / name).parent.mkdir(exist_ok=True)
+    of_the_model = (
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        "README.md",
+        ".git/config",
+        "__pycache__/a.pyc",
+    )
+    left = (
+        "2_Dense/config.json",
+        "2_Dense/model.safetensors",
+        "onnx/fp16/model.onnx",
+        "onnx/ort.json",
+        "optimizer.pt",
+    )
+    for name, text in (BESIDE | dict.fromkeys((*of_the_model, *left), "other")).items():
+        (whisper / name).parent.mkdir(parents=True, exist_ok=True)
         (whisper / name).write_text(text)
-    assert "tokenizer" not in quantize(whisper, out)
+    printed = quantize(whisper, out)
+    assert "tokenizer" not in printed
+    assert (
+        f"left behind   2_Dense/, onnx/, optimizer.pt: with weights that were not read, so in {whisper} al" in printed
+    )
     assert files_of(out) == OF_A_MODEL | {*BESIDE}
     assert all((out / name).read_text() == text for name, text in BESIDE.items())
     assert json.loads((out / "generation_config.json").read_text())["max_new_tokens"] == 17
+    assert "left behind" not in quantize("dense", tmp_path / "nothing left")
 
 
 def test_no_tokenizer_is_made_up(folder, tmp_path):
@@ -260,15 +281,24 @@ def test_no_tokenizer_is_made_up(folder, tmp_path):
 
 
 def test_a_model_of_the_hub(folder, monkeypatch, tmp_path):
-    """As much of what lies beside it as is wanted, of the revision that the model is of; and what is uploaded."""
+    """What lies beside it but weights, of the revision that the model is of, without a connection of what the cache
+    has; and what is uploaded."""
     asked, uploaded = [], []
 
-    def snapshot(name, *, revision, allow_patterns):
+    def snapshot(name, *, revision, allow_patterns=(), local_files_only=False):
         asked.append((name, revision))
-        assert "tokenizer*" in allow_patterns and "*.safetensors" not in allow_patterns
+        wanted = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+        assert local_files_only or set(allow_patterns) == wanted
         return str(folder / "dense")
 
+    def names(name, *, revision):
+        asked.append((name, revision))
+        if written:
+            raise OSError("no connection")
+        return [".gitattributes", "onnx/model.onnx", "onnx/config.json", *files_of(folder / "dense")]
+
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.setattr("huggingface_hub.list_repo_files", names)
     monkeypatch.setattr("huggingface_hub.upload_folder", lambda **keywords: uploaded.append(keywords))
     monkeypatch.setattr("huggingface_hub.create_repo", lambda name, exist_ok: SimpleNamespace(repo_id=f"me/{name}"))
     monkeypatch.setattr("huggingface_hub.file_exists", lambda name, file: written)
@@ -283,7 +313,8 @@ def test_a_model_of_the_hub(folder, monkeypatch, tmp_path):
     for written in (False, True):
         out = tmp_path / f"out {written}"
         how = ("--revision", "v1", "--push-to-hub", "packed", "--dtype", "float32")
-        assert "uploaded      me/packed" in quantize("org/name", out, *how)
+        printed = quantize("org/name", out, *how)
+        assert "uploaded      me/packed" in printed and ("left behind   onnx/: " in printed) != written
         assert set(asked) == {("org/name", "v1")}
         kept = ["README.md"] if written else []
         assert uploaded.pop() == {"repo_id": "me/packed", "folder_path": out, "ignore_patterns": kept}
