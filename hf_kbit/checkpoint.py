@@ -174,7 +174,7 @@ def check_save(files: Iterable[str | os.PathLike], stored: Stored, packed: Itera
         _compare(DIGEST, metadata, stored.digest(), "tensors saved with this config", why)
     sealed = {file: found for file, found in metadata.items() if found.get(TENSORS, NOT_SEALED) != NOT_SEALED}
     if sealed:
-        why = "was a save cut short, or a tensor changed? Save the model again"
+        why = "was a save cut short, or a tensor changed? Of which no digest tells: save or download the model again"
         _compare(TENSORS, sealed, tensors_digest(metadata), "files of one save, as it left them", why)
 
 

@@ -166,6 +166,7 @@ PEFT_NAMES = (
     Name(f"{_TUNER}Layer.quantization_backend"),
     Name("peft.tuners.tuners_utils:check_adapters_to_merge", ("module", "adapter_names")),
     Name(f"{_TUNER}._create_and_replace", ("self",)),
+    Name("peft.tuners.lora.layer:Linear.forward", ("self", "x")),
     Name("peft.tuners.lora.layer:ParamWrapper._check_forward_args", ("self", "x")),
     Name("peft.tuners.lora.layer:ParamWrapper.forward", ("self", "x")),
     Name("peft.tuners.lora.layer:ParamWrapper.get_param", ("self",)),
