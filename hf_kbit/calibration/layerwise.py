@@ -289,7 +289,8 @@ class Calibration:
             )
         tuned = self._tuned(dense)
         keep_adapters(model)
-        self.quantizer.adopt(model, {**tables, **self.widths}, self.packable.told(self.widths))
+        chosen = {**tables, **self.widths}
+        self.quantizer.adopt(model, chosen, self.packable.told(chosen))
         if tuned:
             self.quantizer.tuned = tuned
             logger.info("hf_kbit: tuned: %s", tuned)
