@@ -142,8 +142,8 @@ def adapted(model, *configs, seed: int = 0) -> peft.PeftModel:
 def packed_state(model) -> dict[str, torch.Tensor]:
     """Copies of all that is no adapter, in the stored form, by names without what PEFT puts into them."""
     layers = {}
-    for name, tensor in model.state_dict().items():
-        name = re.sub(r"\.(base_layer|original_module|token_adapter)(?=\.)", "", name)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        name, tensor = re.sub(r"\.(base_layer|original_module|token_adapter)(?=\.)", "", name), tensor.detach()
         if isinstance(tensor, KbitTensor):
             layers |= {name.removesuffix("weight") + own: part for own, part in tensor.stored().items()}
         else:

@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import nn
@@ -19,6 +20,8 @@ from hf_kbit.tensor_ops import moving
 
 SCALES = ("absmax", "search")
 DEFAULT_CODEBOOK, DEFAULT_SCALE = "optimal", "search"  # made for each other
+# Whether state dicts have packed weights as one value each, whoever asks for them.
+AS_ONE_VALUE: ContextVar[bool] = ContextVar("state dicts of packed weights as one value", default=False)
 DECODING = "kbit"  # in the metadata of state dicts that hold a weight by its stored tensors
 
 
@@ -322,7 +325,7 @@ class KbitWeight(nn.Module):
     def _is_one_value(self) -> bool:
         """Whether a state dict has the weight as one value: what reads it then goes by the shapes of parameters."""
         weight = self.weight
-        return not isinstance(weight, KbitTensor) or weight.is_meta or _accelerate_shards()
+        return AS_ONE_VALUE.get() or not isinstance(weight, KbitTensor) or weight.is_meta or _accelerate_shards()
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         if keep_vars or self._is_one_value():

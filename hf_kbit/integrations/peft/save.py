@@ -5,8 +5,8 @@ import functools
 import torch
 from torch import nn
 
-from hf_kbit.nn.weight import KbitWeight, is_sharded
-from hf_kbit.tensor import PACKED
+from hf_kbit.nn.weight import AS_ONE_VALUE, KbitWeight, is_sharded
+from hf_kbit.tensor import HOW, PACKED
 
 
 def wrap_save_pretrained(save_pretrained):
@@ -23,9 +23,11 @@ def wrap_save_pretrained(save_pretrained):
             _to_be_saved(kwargs["state_dict"], packed)
         # PEFT asks for a state dict whenever it has loaded another adapter, as to convert one into plain LoRA.
         hook = self.register_state_dict_post_hook(lambda module, state, *rest: _to_be_saved(state, packed))
+        as_one_value = AS_ONE_VALUE.set(True)  # nothing is copied that is left out
         try:
             return save_pretrained(self, save_directory, *args, **kwargs)
         finally:
+            AS_ONE_VALUE.reset(as_one_value)
             hook.remove()
 
     return wrapped
@@ -34,7 +36,7 @@ def wrap_save_pretrained(save_pretrained):
 def _packed_names(model: nn.Module) -> set[str]:
     """What a state dict calls the tensors of packed layers."""
     modules = model.named_modules(remove_duplicate=False)
-    return {f"{name}.{own}" for name, module in modules if isinstance(module, KbitWeight) for own in PACKED}
+    return {f"{name}.{own}" for name, module in modules if isinstance(module, KbitWeight) for own in (*PACKED, HOW)}
 
 
 def _to_be_saved(state: dict[str, torch.Tensor], packed: set[str]) -> None:
