@@ -115,14 +115,14 @@ def read(files: Iterable[str | os.PathLike]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def read_each(own: str, files: Mapping[str, str], packed: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """One of the tensors of packed modules, such as their column scales, by the names of their weights in the
-    model."""
+def read_columns(files: Mapping[str, str], packed: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Column scales of packed modules, by the names of their weights in the model."""
     found = {}
     for name, stored_name in packed.items():
-        if (whole := f"{stored_name}.{own}") in files:
-            with safe_open(files[whole], framework="pt") as stored:
-                found[name + WEIGHT_SUFFIX] = stored.get_tensor(whole)
+        columns = stored_name + PACKED_SUFFIXES[2]
+        if columns in files:
+            with safe_open(files[columns], framework="pt") as stored:
+                found[name + WEIGHT_SUFFIX] = stored.get_tensor(columns)
     return found
 
 

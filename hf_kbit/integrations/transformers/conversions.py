@@ -20,8 +20,8 @@ from hf_kbit.integrations.transformers.dense import put_empty
 from hf_kbit.integrations.transformers.offload import is_on_disk
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, projections
 from hf_kbit.nn.weight import KbitWeight, local
-from hf_kbit.packed import Packed
-from hf_kbit.tensor import PACKED, KbitTensor, as_parameter
+from hf_kbit.packed import Decoding, Packed
+from hf_kbit.tensor import HOW, PACKED, KbitTensor, as_parameter
 
 if TYPE_CHECKING:
     from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
@@ -103,7 +103,7 @@ class KbitAssemble(ConversionOps):
         self, input_dict, source_patterns, *args, full_layer_name=None, model=None, missing_keys=None, **kwargs
     ):
         tensors = [tensors[0] if (tensors := input_dict.get(pattern)) else None for pattern in source_patterns]
-        planes, absmax, columns = (*tensors, None)[:3]
+        planes, absmax, columns, how = (*tensors, None, None)[:4]
         if isinstance(planes, KbitTensor):  # of a state dict in memory
             return {full_layer_name: as_parameter(planes)}
         layer = model.get_submodule(full_layer_name.removesuffix(checkpoint.WEIGHT_SUFFIX))
@@ -112,10 +112,21 @@ class KbitAssemble(ConversionOps):
             return {}  # its layer reads it whenever it runs
         if self.hf_quantizer.columns:
             columns = parallel.own_columns(self.hf_quantizer.columns.get(full_layer_name), layer.weight, planes.device)
+        if how is not None:  # of a state dict, perhaps one that another library has saved
+            self._compare(how, layer.decoding, full_layer_name)
         packed = Packed(planes, absmax, layer.decoding, columns)
         width = local(layer.weight).matrix[1]
         weight = KbitTensor.of(packed, width, layer.dense_dtype, layer.reads_tiles)
         return {full_layer_name: as_parameter(weight)}  # or Transformers makes a trainable one of it
+
+    def _compare(self, how: torch.Tensor, expected: Decoding, name: str) -> None:
+        """Takes down a decoding that is not the config's. Transformers would swallow an error here."""
+        name = name.removesuffix(PACKED[0]) + HOW
+        try:
+            if (found := Decoding.from_tensor(how.cpu(), expected.bits, name)) != expected:
+                self.hf_quantizer.problems.append(f"{name}: found {found}, expected {expected}, as the config says")
+        except ValueError as error:
+            self.hf_quantizer.problems.append(str(error))
 
 
 def placeholder(model, name: str) -> KbitWeight | None:
@@ -134,7 +145,7 @@ def assembly(quantizer: "KbitHfQuantizer", layers: Iterable[str]) -> list[Weight
     names = "|".join(map(re.escape, layers))
     if not names:
         return []
-    sources = [rf"^({names})\.{name}(?!_)" for name in (PACKED[:2] if quantizer.columns else PACKED)]
+    sources = [rf"^({names})\.{name}(?!_)" for name in (PACKED[:2] if quantizer.columns else (*PACKED, HOW))]
     return [WeightConverter(sources, r"\1.weight", [KbitAssemble(quantizer)])]
 
 

@@ -28,6 +28,7 @@ from hf_kbit.config import KbitConfig
 from hf_kbit.format import ABSMAX_SUFFIX
 from hf_kbit.integrations.transformers.names import Names
 from hf_kbit.nn.weight import packed_layers
+from hf_kbit.tensor import HOW
 
 
 def read_unpacked(files: Iterable[str]) -> dict[str, StoredTensor]:
@@ -136,7 +137,8 @@ def check_tensors(model, names: Names, tensors: dict[str, StoredTensor], packed:
             left = [stored_name + suffix for suffix in PACKED_SUFFIXES if stored_name + suffix in tensors]
             problems += [f"{name}: left over, the model has no such quantized layer" for name in left]
 
-    compared = {stored_name + suffix for stored_name in packed.values() for suffix in PACKED_SUFFIXES}
+    suffixes = (*PACKED_SUFFIXES, f".{HOW}")  # the last is compared when it is read
+    compared = {stored_name + suffix for stored_name in packed.values() for suffix in suffixes}
     for stored_name in sorted(tensors.keys() - compared, key=dot_natural_key):
         stored = tensors[stored_name]
         targets, converted = names.targets(stored_name)

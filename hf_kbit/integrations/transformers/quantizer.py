@@ -44,7 +44,6 @@ from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.experts import is_projection
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.weight import KbitWeight, is_sharded, local, packed_layers, whole
-from hf_kbit.packed import Decoding
 from hf_kbit.tensor import HOW, PACKED, KbitTensor
 
 
@@ -168,29 +167,16 @@ class KbitHfQuantizer(HfQuantizer):
         layers = self.stored_layers(model, packed)
         selection.replace_modules(model, layers | tying.new_layers(self, model, packable.ties, layers))
         self.stored, self.names = [names.renamed(name) for name in packed.values()], packed
-        if files is None:
+        if files is None:  # names may be those of the whole model, or of this part of it
+            base = f"{model.base_model_prefix}."
+            self.stored += [name.removeprefix(base) for name in self.stored] + [base + name for name in self.stored]
             return
         self.files = {name: tensor.file for name, tensor in tensors.items()}
-        self._check_decodings(model, packed)
         fit.check_tensors(model, names, tensors, packed, whole=fit.is_saved(model, files))
         if parallel.is_shared(model.config):
-            self.columns = checkpoint.read_each(PACKED[2], self.files, packed)
-            model._keys_to_ignore_on_load_unexpected |= {rf"\.{PACKED[2]}$"}
+            self.columns = checkpoint.read_columns(self.files, packed)
+            model._keys_to_ignore_on_load_unexpected |= {rf"\.({PACKED[2]}|{HOW})$"}
         checkpoint.check_save(files, config.stored, packed.values())
-
-    def _check_decodings(self, model, packed: dict[str, str]) -> None:
-        """A state dict that another library has saved says besides how weights decode: as the config does."""
-        found, stored = checkpoint.read_each(HOW, self.files, packed), self.quantization_config.stored
-        problems = []
-        for name, tensor in found.items():
-            own = packed[name.removesuffix(checkpoint.WEIGHT_SUFFIX)]
-            expected = stored.decoding(own)
-            if (decoding := Decoding.from_tensor(tensor, expected.bits, f"{own}.{HOW}")) != expected:
-                problems.append(f"{own}.{HOW}: found {decoding}, expected {expected}, as the config says")
-        checkpoint.refuse(problems, "the files were not saved with the config")
-        if found:
-            ignored = model._keys_to_ignore_on_load_unexpected or set()
-            model._keys_to_ignore_on_load_unexpected = {*ignored, rf"\.{HOW}$"}
 
     def stored_layers(self, model, packed: dict[str, str]) -> dict[str, KbitWeight]:
         """Empty stand-ins that decode as the config says, for what is packed and the model has; ``packed`` is
@@ -286,7 +272,8 @@ class KbitHfQuantizer(HfQuantizer):
         self.postprocess_model(model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
-        checkpoint.refuse(self.problems, "cannot quantize the checkpoint")
+        what = "the files were not saved with the config" if self.pre_quantized else "cannot quantize the checkpoint"
+        checkpoint.refuse(self.problems, what)
         layers = packed_layers(model)
         checkpoint.refuse([*self._misshapen(model), *self._missing(layers)], "the checkpoint does not fit the model")
         tying.mark(model)
