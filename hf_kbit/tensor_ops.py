@@ -162,7 +162,8 @@ def _(func, tensor, index, value):
 
 @function(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)
 def _(func, weight, wanted=True):
-    if wanted:
+    # ``nn.Parameter(weight)`` asks for it unless it is told not to, as in FSDP2's code: it gets a frozen one.
+    if wanted and sys._getframe(2).f_code is not torch.nn.Parameter.__new__.__code__:
         raise TypeError("weight: found requires_grad=True, expected False: a packed weight is frozen; train adapters")
     return plain(func, weight, False)
 

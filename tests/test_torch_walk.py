@@ -209,7 +209,7 @@ NO_MEMORY = {
     "frombuffer": lambda w: torch.frombuffer(w, dtype=torch.float32),
     "memoryview": memoryview,
     "swap_tensors": lambda w: torch.utils.swap_tensors(w, torch.zeros(w.shape)),
-    "requires_grad": lambda w: nn.Parameter(w),
+    "requires_grad": lambda w: nn.Parameter(w).requires_grad_(),
     "clone().requires_grad_()": lambda w: w.clone().requires_grad_(),
 }
 
