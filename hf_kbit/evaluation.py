@@ -1,21 +1,31 @@
 """What quantization costs a causal language model: perplexity, and divergence from the model it was made of."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_kbit.calibration.data import check_ids, positions, text_of, tokenize, tokenizer_of
+from hf_kbit.calibration.data import (
+    check_ids,
+    is_tokenized,
+    positions,
+    text_of,
+    tokenize,
+    tokenizer_of,
+    unpadded,
+)
 from hf_kbit.calibration.stream import evaluating, is_causal
 from hf_kbit.calibration.writing import write
 
 # Logits that are looked at together: 32 MiB in float32, of which up to ten copies are alive at a time.
 CHUNK = 1 << 23
+Ids = torch.Tensor | Sequence[torch.Tensor]  # int64: of one text, [length]; or of sequences, all or each by itself
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class Evaluation:
 
 def evaluate(
     model: torch.nn.Module,
-    data: torch.Tensor | str | Path | Iterable[str] | None,
+    data: torch.Tensor | Mapping[str, Any] | str | Path | Iterable[str] | None,
     *,
     reference: torch.nn.Module | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -109,10 +119,10 @@ def evaluate(
     return summary(of_tokens(models, ids, window, stride, progress), window, stride)
 
 
-def of_tokens(models: dict, ids: torch.Tensor, window: int, stride: int, progress: bool = False) -> torch.Tensor:
+def of_tokens(models: dict, ids: Ids, window: int, stride: int, progress: bool = False) -> torch.Tensor:
     """float32 ``[1 or 4, predicted tokens]``, of ``model`` and, if there is one, ``reference``: the negative
     log-likelihood by either, KL(reference || model), and 1 where both find the same token most probable, else 0."""
-    texts = ids if ids.dim() > 1 else ids[None]
+    texts = [ids] if is_text(ids) else ids
     pieces = [(text, *place) for text in texts for place in _windows(len(text), window, stride)]
     found = []
     with ExitStack() as stack, torch.no_grad():
@@ -138,10 +148,11 @@ def summary(found: torch.Tensor, window: int, stride: int) -> Evaluation:
     return Evaluation(_exp(nll), predicted, window, stride, _exp(reference_nll), divergence, *tails, agreed)
 
 
-def _ids(data, tokenizer: PreTrainedTokenizerBase | None, models: list, progress: bool) -> torch.Tensor:
-    """int64: ``[length]`` of a whole text, or ids as they are given."""
+def _ids(data, tokenizer: PreTrainedTokenizerBase | None, models: list, progress: bool) -> Ids:
     if isinstance(data, torch.Tensor):
         return data
+    if is_tokenized(data):
+        return unpadded(data)
     found = (tokenizer or tokenizer_of(each.name_or_path) for each in models)
     tokenizer = next((each for each in found if each is not None), None)
     if data is None and (written := write(models[-1], tokenizer=tokenizer, progress=progress)) is not None:
@@ -151,16 +162,23 @@ def _ids(data, tokenizer: PreTrainedTokenizerBase | None, models: list, progress
     return tokenize(text_of(data), tokenizer)[0]
 
 
-def check(configs: dict[str, PreTrainedConfig], ids: torch.Tensor, window: int, stride: int) -> None:
+def is_text(ids: Ids) -> bool:
+    """Whether it is one text, rather than sequences."""
+    return isinstance(ids, torch.Tensor) and ids.dim() == 1
+
+
+def check(configs: dict[str, PreTrainedConfig], ids: Ids, window: int, stride: int) -> None:
     """Raises what ``evaluate`` would, as far as configs tell; errors call the models by the keys of ``configs``."""
-    if ids.dim() not in (1, 2) or ids.shape[-1] < 2 or ids.numel() == 0:
-        raise ValueError(f"data: found shape {list(ids.shape)}, expected [length] or [sequences, length] of 2 or more")
+    rows = [ids] if is_text(ids) else ids
+    if (isinstance(ids, torch.Tensor) and ids.dim() not in (1, 2)) or max(map(len, rows), default=0) < 2:
+        found = f"shape {list(ids.shape)}" if isinstance(ids, torch.Tensor) else "no sequence of 2 tokens"
+        raise ValueError(f"data: found {found}, expected [length] or [sequences, length] of 2 or more")
     if window < 2:
         raise ValueError(f"window: found {window}, expected 2 or more")
     if not 1 <= stride <= window:
         raise ValueError(f"stride: found {stride}, expected 1 to {window}, the window")
     for name, config in configs.items():
-        kind, seen = config.model_type, min(window, ids.shape[-1])
+        kind, seen = config.model_type, min(window, max(map(len, rows)))
         if config.is_encoder_decoder:
             raise ValueError(
                 f"{name}: found {kind}, which has an encoder and a decoder, expected a causal language model"
@@ -173,7 +191,7 @@ def check(configs: dict[str, PreTrainedConfig], ids: torch.Tensor, window: int, 
         most = positions(config.get_text_config()) or seen
         if seen > most:
             raise ValueError(f"window: found {seen} tokens, expected at most {most}, the positions of {name}")
-    check_ids(ids, configs)
+    check_ids(torch.cat([*rows]), configs)
 
 
 def _windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:

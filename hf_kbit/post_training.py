@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_kbit.allocation import SCALE_BITS, by_rule, config_of, spend, stored_weights
 from hf_kbit.calibration import stream
-from hf_kbit.calibration.data import Text
+from hf_kbit.calibration.data import Text, size_of
 from hf_kbit.calibration.layerwise import Calibration, Solving, choose, sort
 from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
@@ -73,7 +73,7 @@ def quantize_model(
     model: nn.Module,
     config: KbitConfig | None = None,
     *,
-    data: torch.Tensor | str | Path | Iterable[str] | None = None,
+    data: torch.Tensor | Mapping[str, Any] | str | Path | Iterable[str] | None = None,
     calibrate: bool | None = None,
     device: torch.device | str | None = None,
     report: Callable[[str, str], object] | None = None,
@@ -145,7 +145,7 @@ def quantize_model(
     elif fitting.memory is not None:
         config, chosen = replace(config, bits=int(mean)), {name: tables.get(name, int(mean)) for name in chosen}
     if calibrate:
-        report("calibrating", f"{solving.method}, {len(ids):,} x {ids.shape[1]:,} tokens of {source}")
+        report("calibrating", f"{solving.method}, {size_of(ids)} of {source}")
         Calibration(model, packable, chosen, config, solving, ids, device, progress=True).run()
         lost = model.hf_quantizer.lost
         if model.hf_quantizer.tuned:
@@ -241,7 +241,7 @@ def _mean_in_memory(model: nn.Module, fitting: Fitting, config: KbitConfig, repo
 
 def _read(
     model: PreTrainedModel, text: Text, solving: Solving, calibrate: bool, measured: bool, device
-) -> tuple[torch.Tensor, str]:
+) -> tuple[list[torch.Tensor], str]:
     """Token ids, and what reports call them and the device: a file by its name, other data by one that it has.
     ``measured``: whether widths are chosen on them too, which takes more."""
     if text.data is None and calibrate and solving.needs_little and not measured:
@@ -259,11 +259,11 @@ def _read(
 
 
 def _measured(
-    model, mean: float, ids: torch.Tensor, source: str, config: KbitConfig, device, report
+    model, mean: float, ids: list[torch.Tensor], source: str, config: KbitConfig, device, report
 ) -> dict[str, int]:
     """Widths for a mean, by what each layer loses; says which layers get how many, and why."""
-    sample = ids[:: max(len(ids) // MEASURED[0], 1), : MEASURED[1]][: MEASURED[0]]
-    tokens = sample.numel()
+    sample = [row[: MEASURED[1]] for row in ids[:: max(len(ids) // MEASURED[0], 1)][: MEASURED[0]]]
+    tokens = sum(map(len, sample))
     report("measuring", f"what few bits in each layer cost on {tokens:,} tokens of {source}")
     layers = measure_widths(model, sample, config, device=device, progress=True)
     chosen = spend(layers, mean)

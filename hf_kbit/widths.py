@@ -1,8 +1,9 @@
 """Mixed widths: which layers get more bits and which fewer, by what few bits in each cost the model."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.allocation import Layer, by_rule, config_of, left, spend, stored_weights, units
 from hf_kbit.calibration import stream
-from hf_kbit.calibration.data import Text
+from hf_kbit.calibration.check import check as check_layers
+from hf_kbit.calibration.check import rows_of
+from hf_kbit.calibration.data import Text, batches_of
 from hf_kbit.calibration.experts import DenseProjection, opened
 from hf_kbit.calibration.layerwise import check_any
-from hf_kbit.calibration.sensitivity import gradients
-from hf_kbit.calibration.writing import write
+from hf_kbit.calibration.sensitivity import check_gradients, gradients
+from hf_kbit.calibration.writing import draw, write
 from hf_kbit.config import KbitConfig, config_or
-from hf_kbit.evaluation import check
+from hf_kbit.evaluation import check, is_text
 from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.experts import is_projection
@@ -35,7 +38,7 @@ SEQUENCES = 8  # of a text, unless others are asked for
 
 def choose_widths(
     model: PreTrainedModel,
-    data: torch.Tensor | str | Path | Iterable[str] | None,
+    data: torch.Tensor | Mapping[str, Any] | str | Path | Iterable[str] | None,
     bits: float,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -101,7 +104,7 @@ def _check_mean(bits: float) -> None:
 
 def measure(
     model: PreTrainedModel,
-    ids: torch.Tensor,
+    ids: torch.Tensor | Sequence[torch.Tensor],
     config: KbitConfig,
     *,
     window: int = 512,
@@ -109,7 +112,7 @@ def measure(
     progress: bool = False,
 ) -> dict[str, Layer]:
     """What each width costs each layer that ``config`` would quantize, by name, in nats for all of ``ids``, int64
-    ``[length]``, which are cut into windows, or ``[sequences, length]``, which are not.
+    ``[length]``, which are cut into windows, or ``[sequences, length]``, or a sequence of ``[length]``, which are not.
 
     Widths that ``config`` gives do not matter, but for None; the rest is as for ``choose_widths``. The costs are
     estimates of the divergence of what the model predicts with the layer quantized, half the quadratic form of the
@@ -120,20 +123,21 @@ def measure(
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("model: found a quantized one, expected one that is not")
-    window = ids.shape[1] if ids.dim() > 1 else window
+    window = window if is_text(ids) else max(2, *map(len, ids))
     check({"model": model.config}, ids, window, window)
-    window, names = min(window, ids.shape[-1]), _layers(model, config)
-    device, ids = stream.resolve(device, model), ids.to(model.device)
+    names, device = _layers(model, config), stream.resolve(device, model)
+    window = min(window, len(ids)) if is_text(ids) else window
     together = max(LOGITS // (window * model.config.get_text_config().vocab_size), 1)
-    pieces = [piece for piece in _windows(ids, window, together) if piece.shape[1] > 1]
+    rows = ids.split(window) if is_text(ids) else ids
+    pieces = batches_of([row.to(model.device) for row in rows if len(row) > 1], together)
     costs = {name: dict.fromkeys(BITS, 0.0) for name in names}
     generator = torch.Generator(device).manual_seed(SEED)
     bar = tqdm(total=len(names) * len(pieces), desc="measuring", disable=not progress)
     with stream.evaluating(model), opened(model, [name for name in names if is_projection(model, name)]), bar:
-        with torch.no_grad():
-            stream.check(model, units(model, names), pieces[0], device)
+        dimensions = check_layers(model, units(model, names), pieces, device)
+        check_gradients(model, names, pieces, device)
         for piece in pieces:
-            _add_costs(model, piece, config, device, generator, costs, bar)
+            _add_costs(model, piece, config, device, generator, costs, dimensions, bar)
     for name, found in costs.items():
         if not all(map(math.isfinite, found.values())):
             raise ValueError(f"{name}: found NaN or infinite gradients, expected finite ones")
@@ -148,18 +152,7 @@ def _layers(model: nn.Module, config: KbitConfig) -> list[str]:
     return names
 
 
-def _windows(ids: torch.Tensor, window: int, together: int) -> Iterator[torch.Tensor]:
-    """``[n, window]``, so many at once, and what is left over; sequences as they are."""
-    if ids.dim() > 1:
-        yield from ids.split(together)
-        return
-    whole = len(ids) // window * window
-    if whole:
-        yield from ids[:whole].view(-1, window).split(together)
-    yield ids[None, whole:]
-
-
-def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, costs: dict, bar: tqdm) -> None:
+def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, costs, dimensions, bar: tqdm) -> None:
     """Adds what the layers' widths cost on ``ids``, ``[sequences, length]``, to ``costs``."""
 
     def add(name: str, module: nn.Module, given: list, gradient: torch.Tensor) -> None:
@@ -167,22 +160,27 @@ def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, 
             weight, fisher = module.matrices, _fisher_of_experts(*given[:3], gradient)
         else:
             weight = module.weight.T if isinstance(module, Conv1D) else module.weight
-            fisher = _fisher(given[0], gradient, len(ids))
+            fisher = _fisher(*(_by_sequences(x, dimensions[name], len(ids)) for x in (given[0], gradient)))
+        weight = weight.detach().to(gradient.device)
         for width in costs[name]:
             error = _decoded(weight, width, config).sub_(weight).square_()  # in place: experts are large
             costs[name][width] += error.mul_(fisher).sum(dtype=torch.float64).item() / 2
         bar.update()
 
-    gradients(model, list(costs), ids, device, generator, add)
+    gradients(model, list(costs), ids, device, partial(draw, generator=generator), add)
 
 
-def _fisher(x: torch.Tensor, gradient: torch.Tensor, sequences: int) -> torch.Tensor:
-    """float32 ``[N, K]``: squares of a weight's gradients, by what its layer was given and the gradient of what it
-    made of that, added up over sequences."""
-    sequences = sequences if x.dim() > 2 and len(x) == sequences else 1  # else tokens of all are read together
+def _by_sequences(x: torch.Tensor, dimension: int | None, sequences: int) -> torch.Tensor:
+    """``[sequences, rows, K]``; ``[1, rows, K]`` where tokens of all are read together."""
+    rows = rows_of(x, dimension, sequences)
+    return x.reshape(1, -1, x.shape[-1]) if rows is None else rows
+
+
+def _fisher(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """float32 ``[N, K]``: squares of a weight's gradients, by what its layer was given, ``[sequences, rows, K]``, and
+    the gradient of what it made of that, added up over sequences."""
     fisher = torch.zeros((gradient.shape[-1], x.shape[-1]), device=x.device)
-    parts = (each.reshape(sequences, -1, each.shape[-1]) for each in (gradient, x))
-    for g, each in zip(*parts, strict=True):
+    for g, each in zip(gradient, x, strict=True):
         fisher += (g.float().T @ each.float()).square_()
     return fisher
 

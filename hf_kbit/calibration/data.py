@@ -1,17 +1,27 @@
 """Calibration data: the token ids that a model reads while it is calibrated."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections import UserDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
+logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
 SEQUENCES, LENGTH = 128, 2048  # of a text, and tokens of each, unless others are asked for
 LITTLE = (16, 256)  # the same, where few tell what counts
 CHARACTERS = 16  # of a text for each token that is read: more than any usual text has for one
+# What configs call how many tokens are read at once, at most.
+POSITIONS = (
+    "max_position_embeddings",
+    "max_seq_len",
+    "max_encoder_position_embeddings",
+    "max_decoder_position_embeddings",
+)
 PROMPTS = Path(__file__).with_name("prompts.txt")  # the built-in set
 
 
@@ -22,9 +32,10 @@ class Text:
     Attributes:
         data: what the model is for, some 64,000 tokens of it. A text; a ``pathlib.Path``, of a file in UTF-8; rows of
             text, such as ``load_dataset(...)["text"]``, all of which are read, with an empty line between two; or
-            int64 ``[sequences, tokens]``, none of them padding. None: text that the model writes, going on from the
-            first words of a small set of texts of many kinds, the same each time; one that cannot, such as an encoder,
-            reads these texts. So does any for the method ``"weighted"``, unless it is to ``tune``.
+            int64 ``[sequences, tokens]``, none of them padding; or what a tokenizer returns, a mapping with
+            ``input_ids`` and ``attention_mask``, whose zeros leave padding out. None: text that the model writes,
+            going on from the first words of a small set of texts of many kinds, the same each time; one that cannot,
+            such as an encoder, reads these texts. So does any for the method ``"weighted"``, unless it is to ``tune``.
         tokenizer: for all but token ids. Default: that of the model's folder or name.
         sequences: so many of a text at most, evenly spread over it. Token ids are taken as they are. Default: 128 of a
             text; what the model writes is 128 sequences, 64 on a CPU, and for ``tune`` 4096, or 256 on a CPU; what
@@ -34,52 +45,115 @@ class Text:
             a CPU; 256 of what ``"weighted"`` reads without data.
     """
 
-    data: torch.Tensor | str | Path | Iterable[str] | None = None
+    data: torch.Tensor | Mapping[str, Any] | str | Path | Iterable[str] | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     sequences: int | None = None
     length: int | None = None
 
     @property
     def tokens(self) -> int | None:
-        """Of a sequence, if that is known before anything is read."""
-        given = isinstance(self.data, torch.Tensor) and self.data.dim() == 2
-        return self.data.shape[1] if given else self.length
+        """Of the longest sequence, if that is known before anything is read."""
+        given = self.data["input_ids"] if is_tokenized(self.data) else self.data
+        known = is_tokenized(self.data) or (isinstance(given, torch.Tensor) and given.dim() == 2)
+        return max(map(len, given), default=None) if known else self.length
 
     def little(self) -> "Text":
         """As much of it as tells how large inputs are on average."""
         sequences, length = amount(self.sequences, self.length, LITTLE)
         return replace(self, sequences=sequences, length=length)
 
-    def ids(self, model: PreTrainedModel, **source: Any) -> torch.Tensor:
-        """int64 ``[n, length]`` on the model's device, of the built-in set where there is no data; ``source`` is of
-        ``tokenizer_of``.
+    def ids(self, model: PreTrainedModel, **source: Any) -> list[torch.Tensor]:
+        """Sequences, int64 ``[tokens]`` each, on the model's device, of the built-in set where there is no data;
+        ``source`` is of ``tokenizer_of``.
 
         Raises:
             TypeError, ValueError: as ``calibrate``.
         """
         sequences, length = amount(self.sequences, self.length, (SEQUENCES, LENGTH))
         limit = positions(model.config.get_text_config())
-        ids = self.data
-        if not isinstance(ids, torch.Tensor):
+        if isinstance(self.data, torch.Tensor) or is_tokenized(self.data):
+            data = self.data if is_tokenized(self.data) else {"input_ids": self.data}
+            found = unpadded(data, [model.config.get_text_config(), self.tokenizer])
+        else:
             text = text_of(self.data)
             tokenizer = self.tokenizer or tokenizer_of(model.name_or_path, **source)
             if tokenizer is None:
                 what = "what is read without data" if self.data is None else "the data"
                 raise ValueError(f"tokenizer: found none, expected one, for {what} is a text; token ids need none")
-            ids = _cut(text, tokenizer, min(length, limit or length, tokenizer.model_max_length), sequences)
-        if ids.dim() != 2 or ids.numel() == 0:
-            raise ValueError(f"data: found shape {list(ids.shape)}, expected [sequences, tokens], 1 or more of each")
-        if limit is not None and ids.shape[1] > limit:
-            raise ValueError(
-                f"data: found sequences of {ids.shape[1]} tokens, expected at most {limit}, its positions"
-            )
-        check_ids(ids, {"model": model.config})
-        return ids.to(model.device)
+            found = _cut(text, tokenizer, min(length, limit or length, tokenizer.model_max_length), sequences)
+        if not (longest := max(map(len, found), default=0)):
+            raise ValueError("data: found no tokens, expected [sequences, tokens], 1 or more of each")
+        if limit is not None and longest > limit:
+            raise ValueError(f"data: found sequences of {longest} tokens, expected at most {limit}, its positions")
+        check_ids(torch.cat(list(found)), {"model": model.config})
+        return [row.to(model.device) for row in found if len(row)]
+
+
+def is_tokenized(data: Any) -> bool:
+    """Whether it is what a tokenizer returns: a mapping, such as a ``BatchEncoding``."""
+    return isinstance(data, Mapping | UserDict) and "input_ids" in data
+
+
+def unpadded(data: Mapping[str, Any], padded_by: Iterable[Any] = ()) -> list[torch.Tensor]:
+    """Each sequence without its padding, int64 ``[tokens]``, of ``input_ids`` and an ``attention_mask``, if there is
+    one: tensors or lists of rows. Without a mask what looks like the padding of one of ``padded_by``, tokenizers or
+    configs, is warned of."""
+    ids, mask = data["input_ids"], data.get("attention_mask")
+    if isinstance(ids, torch.Tensor) and ids.dim() != 2:
+        raise ValueError(f"data: found shape {list(ids.shape)}, expected [sequences, tokens], 1 or more of each")
+    rows = [torch.as_tensor(row) for row in ids]
+    if mask is None:
+        for padding in {getattr(own, "pad_token_id", None) for own in padded_by} - {None}:
+            _warn_of_padding(rows, padding)
+        return rows
+    masks = [torch.as_tensor(row, device=rows[0].device).bool() for row in mask]
+    if [len(row) for row in rows] != [len(row) for row in masks]:
+        raise ValueError(
+            f"data: found {size_of(rows)} in input_ids, {size_of(masks)} in attention_mask, expected as many"
+        )
+    return [row[own] for row, own in zip(rows, masks, strict=True)]
+
+
+def _warn_of_padding(rows: Sequence[torch.Tensor], padding: int) -> None:
+    """Where rows begin or end with this token twice: one may be the end of a text."""
+    ends = [end for row in rows for end in (row[:2], row[-2:]) if len(row) > 2]
+    if count := sum(bool((end == padding).all()) for end in ends):
+        logger.warning(
+            "hf_kbit: data: found %d sequences that begin or end with padding (token %d), which is read like any "
+            "other token; pass all that the tokenizer returns, with its attention_mask, and padding is left out",
+            count,
+            padding,
+        )
+
+
+def size_of(sequences: Sequence[torch.Tensor]) -> str:
+    """In words, how many sequences there are, and tokens of each, or of all if not each has as many."""
+    lengths = {len(row) for row in sequences}
+    if len(lengths) == 1:
+        return f"{len(sequences):,} x {lengths.pop():,} tokens"
+    return f"{sum(map(len, sequences)):,} tokens in {len(sequences):,} sequences"
+
+
+def batches_of(sequences: Iterable[torch.Tensor], size: int) -> list[torch.Tensor]:
+    """``[n, tokens]`` each: sequences of one length together, at most so many, in the order of their first ones.
+
+    >>> [len(batch) for batch in batches_of([torch.zeros(n) for n in (3, 5, 3, 3)], 2)]
+    [2, 1, 1]
+    """
+    found, begun = [], {}
+    for row in sequences:
+        own = begun.get(len(row))
+        if own is None or len(own) == size:
+            own = begun[len(row)] = []
+            found.append(own)
+        own.append(row)
+    return [torch.stack(own) for own in found]
 
 
 def positions(config: PreTrainedConfig) -> int | None:
-    """Tokens that a model reads at once; None where its config sets no limit."""
-    return getattr(config, "max_position_embeddings", None)
+    """Tokens that a model reads at once; None where its config sets no limit, as XLNet's -1."""
+    limits = [getattr(config, name, None) for name in POSITIONS]
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
 def check_ids(ids: torch.Tensor, configs: Mapping[str, PreTrainedConfig]) -> None:

@@ -17,7 +17,8 @@ from transformers.utils import logging
 import hf_kbit
 from hf_kbit.allocation import stored_weights, units
 from hf_kbit.calibration import experts, feedback, moments, sensitivity, stream, tuning, weighted
-from hf_kbit.calibration.data import SEQUENCES, Text
+from hf_kbit.calibration.check import check
+from hf_kbit.calibration.data import SEQUENCES, Text, batches_of
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.rounding import round_linear, round_projection
 from hf_kbit.calibration.writing import write
@@ -102,7 +103,7 @@ class Solving:
 
 def calibrate(
     model: PreTrainedModel | str | Path,
-    data: torch.Tensor | str | Path | Iterable[str] | None = None,
+    data: torch.Tensor | Mapping[str, Any] | str | Path | Iterable[str] | None = None,
     *,
     config: KbitConfig | None = None,
     device: torch.device | str | None = None,
@@ -218,7 +219,7 @@ def check_any(model: nn.Module, names: Iterable[str]) -> None:
 
 class Calibration:
     """Quantizes a model of Transformers in place for what its layers are given, one of them after another, when it
-    reads ``ids``, int64 ``[n, length]``; ``packable`` and ``widths`` are what ``choose`` gave."""
+    reads ``sequences``, int64 ``[tokens]`` each; ``packable`` and ``widths`` are what ``choose`` gave."""
 
     def __init__(
         self,
@@ -227,30 +228,32 @@ class Calibration:
         widths: Mapping[str, int],
         config: KbitConfig,
         solving: Solving,
-        ids: torch.Tensor,
+        sequences: list[torch.Tensor],
         device: torch.device | str | None = None,
         progress: bool = False,
     ):
         self.model, self.packable, self.solving, self.progress = model, packable, solving, progress
-        self.device, self.text, self.ids = stream.resolve(device, model), ids, ids
+        self.device, self.text = stream.resolve(device, model), sequences
         self.quantizer, self.solver = KbitHfQuantizer(config, pre_quantized=False), METHODS[solving.method]
         self.steps = stream.usual(tuning.STEPS, self.device) if solving.tune is True else int(solving.tune)
-        if self.steps and len(ids) < 2:
+        if self.steps and len(sequences) < 2:
             raise ValueError("data: found 1 sequence, expected 2 or more to tune on, one of which is held out")
+        size = solving.batch
         if self.steps:
-            self.ids = ids[:: max(len(ids) // SEQUENCES, 1)][:SEQUENCES]
+            sequences = sequences[:: max(len(sequences) // SEQUENCES, 1)][:SEQUENCES]
+            size = min(size, tuning.most_together(sequences, self.device), len(sequences) // 2)
+        self.batches = batches_of(sequences, size)
         widths = leave_lost(model, widths, self.quantizer, self.device)
         self.tables, self.heads = packable.tables_in(widths), _heads(model, packable, widths)
         self.widths = {name: bits for name, bits in widths.items() if name not in self.tables}
         self.widths |= {head: self.tables[first] for head, first in self.heads.items()}
-        # After the data as dense layers pass it on comes, where there is drift, the data as quantized ones do.
-        self.drifting, count = not self.solver.DIAGONAL, len(self.ids)
-        self.dense_rows = [slice(at, min(at + solving.batch, count)) for at in range(0, count, solving.batch)]
-        shift = count if self.drifting else 0
-        self.rows = [slice(rows.start + shift, rows.stop + shift) for rows in self.dense_rows]
+        # After the batches as dense layers pass them on come, where there is drift, those as quantized ones do.
+        self.drifting = not self.solver.DIAGONAL
+        self.first = len(self.batches) if self.drifting else 0
         self.errors: list[tuple[float, float]] = []  # of layers' outputs, before and after they were tuned
         self.without_data: list[bool] = []  # for each expert's projection
-        self.token_weights: dict[str, torch.Tensor] = {}  # of layers for which tokens do not count alike
+        self.token_weights: dict[str, list[torch.Tensor]] = {}  # of layers for which tokens do not count alike
+        self.dimensions: dict[str, int | None] = {}  # which is that of sequences, of what layers are given
         self.finished: Finished | None = None
 
     @torch.no_grad()
@@ -258,12 +261,12 @@ class Calibration:
         model, heads, tables = self.model, self.heads, self.tables
         layers, projections = units(model, list(self.widths)), [n for n in self.widths if is_projection(model, n)]
         with stream.evaluating(model), experts.opened(model, projections):  # refuses before anything changes
-            stream.check(model, layers, self.ids, self.device)
+            self.dimensions = check(model, layers, self.batches, self.device)
             if self.drifting:
                 head = model.get_output_embeddings()
                 names = [n for n in self.widths if n not in projections and model.get_submodule(n) is not head]
                 self.token_weights = sensitivity.token_weights(
-                    model, names, self.ids, self.device, self.solving.batch, self.progress
+                    model, {name: self.dimensions[name] for name in names}, self.batches, self.device, self.progress
                 )
             if self.solving.resume is not None:
                 self.finished = Finished(Path(self.solving.resume), self._digest())
@@ -274,10 +277,10 @@ class Calibration:
         self.empty = {name: self.quantizer.new_layer(model, name, bits) for name, bits in self.widths.items()}
         for head in heads:
             self.empty[head].balances = False  # as a table
-        self.layers, both = dict(layers), torch.cat([self.ids, self.ids]) if self.drifting else self.ids
+        self.layers, batches = dict(layers), self.batches * (2 if self.drifting else 1)
         self.bar = tqdm(total=len(self.widths), desc="calibrating", unit="layer", disable=not self.progress)
         with stream.evaluating(model), experts.opened(model, projections), self.bar:
-            stream.stream(model, layers, both, self.device, self._visit)
+            stream.stream(model, layers, batches, self.device, self._visit)
         for head in heads:
             tie(model, self.packable, self.quantizer, head)
         if self.without_data:  # in this run: others, before it was killed, had theirs
@@ -316,9 +319,9 @@ class Calibration:
         run = (hf_kbit.__version__, torch.__version__, self.device.type, solving.method, solving.batch, config)
         run += (self.steps,) if self.steps else ()  # not tune_whole: layers are the same
         run += (sensitivity.BLEND,) if self.token_weights else ()
-        return digest([("ids", self.text), *self.model.state_dict().items()], *run)
+        return digest([*(("ids", row) for row in self.text), *self.model.state_dict().items()], *run)
 
-    def _visit(self, unit: str, run: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:
+    def _visit(self, unit: str, run: Callable[..., Any]) -> Iterator[Any]:
         """Quantizes one layer of the model; returns what it computes then, and before that what it did."""
         names = self.layers.pop(unit, ())  # none if it has been here, as layers that a model shares
         dense = {name: self.model.get_submodule(name) for name in names}
@@ -329,7 +332,7 @@ class Calibration:
             self._solve(dense, new, run, alone)
             if self.steps and not alone:
                 steps = max(self.steps // tuning.LAYER_STEPS, 1)
-                how = self.ids, self.drifting, steps, self.device
+                how = self.batches, self.first, steps, self.device
                 self.errors.append(tuning.tune_layer(self.model, new, run, *how))
             if self.finished is not None:
                 tensors = {f"{name}.{own}": x for name, layer in new.items() for own, x in layer.packed.items()}
@@ -352,27 +355,29 @@ class Calibration:
             layer.load(Packed(planes, absmax, decoding, columns, untransformed))
         return True
 
-    def _outputs(self, dense: dict, new: dict, run: Callable[[slice], Any]) -> Iterator[tuple[slice, Any]]:
+    def _outputs(self, dense: dict, new: dict, run: Callable[..., Any]) -> Iterator[Any]:
         if self.drifting:
             selection.replace_modules(self.model, dense)
-            yield from ((rows, run(rows)) for rows in self.dense_rows)
-            selection.replace_modules(self.model, new)
-        yield from ((rows, run(rows)) for rows in self.rows)
+            try:
+                yield from (run(number, last=True) for number in range(self.first))
+            finally:
+                selection.replace_modules(self.model, new)
+        yield from (run(self.first + number, last=True) for number in range(len(self.batches)))
 
-    def _solve(self, dense: dict, new: dict, run: Callable[[slice], Any], alone: list[moments.Group] | None) -> None:
+    def _solve(self, dense: dict, new: dict, run: Callable[..., Any], alone: list[moments.Group] | None) -> None:
         """Gives each of the ``new`` layers its weight, in the order in which they are called."""
         done = {}
 
-        def quantized(rows):
+        def quantized(number):
             with moments.standing_in(dense, done):
-                run(rows)
+                run(self.first + number)
 
-        for group in alone or moments.groups(dense, partial(run, self.rows[0])):
+        for group in alone or moments.groups(dense, partial(run, self.first)):
             # A table that made up for the drift of the head's inputs would be another one to look-ups.
             made_up = self.drifting and group.names[0] not in self.heads
             runs = [
-                (partial(quantized, rows), partial(run, rows_of_dense) if made_up else None)
-                for rows, rows_of_dense in zip(self.rows, self.dense_rows, strict=True)
+                (partial(quantized, number), partial(run, number) if made_up else None)
+                for number in range(len(self.batches))
             ]
             like = dense[group.names[0]]
             if isinstance(like, experts.DenseProjection):
@@ -381,15 +386,16 @@ class Calibration:
                 shares = experts.shares(like, around, group.once, runs, self.solver.DIAGONAL)
                 self.without_data += round_projection(name, new[name], like, shares, self.solver)
             else:
-                found = moments.moments(like, group, runs, self.solver.DIAGONAL, self._weights(group.names))
+                weights, dimension = self._weights(group.names), self.dimensions[group.names[0]]
+                found = moments.moments(like, group, runs, self.solver.DIAGONAL, weights, dimension)
                 for name in group.names:
                     round_linear(name, new[name], dense[name], found, self.solver)
             done |= {name: new[name] for name in group.names}
 
     def _weights(self, names: list[str]) -> list[torch.Tensor]:
-        """Of the tokens of each part of the data, the mean over these layers; none if they count alike."""
+        """Of the tokens of each batch, the mean over these layers; none if they count alike."""
         found = [self.token_weights[name] for name in names if name in self.token_weights]
-        return [sum(own[rows] for own in found) / len(found) for rows in self.dense_rows] if found else []
+        return [sum(of_batch) / len(found) for of_batch in zip(*found, strict=True)]
 
 
 def _heads(model, packable: selection.Packable, widths: Mapping[str, int]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hf_kbit.calibration.check import rows_of
 from hf_kbit.calibration.stream import forwards, hooked
 
 DRIFT_DAMPING = 0.01
@@ -60,29 +61,36 @@ def moments(
     runs: Sequence[tuple[Callable, Callable | None]],
     diagonal: bool,
     weights: Sequence[torch.Tensor] = (),
+    dimension: int | None = None,
 ) -> Moments:
     """The ``Moments`` of a group, one of whose layers is ``linear``; ``runs`` are for each part of the data what runs
     it through the quantized layers, and, to find the drift, what runs it through the dense ones; ``weights``, float32
-    ``[sequences, tokens]``, are for each part how much its tokens count, if they do not count alike."""
+    ``[sequences, tokens]``, are for each part how much its tokens count, if they do not count alike, and sequences are
+    in this ``dimension`` of what the layer is given (``rows_of``)."""
     second, drift = 0.0, None
     for (run, run_dense), own in zip(runs, weights or [None] * len(runs), strict=True):
-        x = _inputs(linear, run, group.once, own)
+        x = _inputs(linear, run, group.once, own, dimension)
         second = second + (x.square().sum(0) if diagonal else x.T @ x)
         if run_dense is not None:
-            difference = (_inputs(linear, run_dense, group.once, own) - x).T @ x
+            difference = (_inputs(linear, run_dense, group.once, own, dimension) - x).T @ x
             drift = difference if drift is None else drift.add_(difference)
     return Moments(second, drift)
 
 
-def _inputs(linear: nn.Module, run: Callable[[], Any], once: bool, weights: torch.Tensor | None) -> torch.Tensor:
-    """float32 ``[tokens, K]``: all that the layer is given in ``run()``, times roots of the tokens' weights if each is
-    given once."""
-    found = [x.flatten(0, -2).float() for x, *_ in given(linear, run, once)]
+def _inputs(
+    linear: nn.Module, run: Callable[[], Any], once: bool, weights: torch.Tensor | None, dimension: int | None
+) -> torch.Tensor:
+    """float32 ``[tokens, K]``: all that the layer is given in ``run()``, times roots of the tokens' weights if it is
+    given each once."""
+    found = [x for x, *_ in given(linear, run, once)]
     if not found:
         weight = linear.weight  # of a layer that no token has reached, such as an expert
         return weight.new_zeros((0, getattr(linear, "in_features", weight.shape[0])), dtype=torch.float32)
-    x = torch.cat(found) if len(found) > 1 else found[0]
-    return x if weights is None or len(x) != weights.numel() else x * weights.to(x.device).view(-1, 1).sqrt()
+    if weights is not None and len(found) == 1:
+        rows = rows_of(found[0], dimension, len(weights))
+        if rows is not None and rows.shape[:-1] == weights.shape:
+            return (rows.float() * weights.to(rows.device).unsqueeze(-1).sqrt()).flatten(0, 1)
+    return torch.cat([x.flatten(0, -2).float() for x in found])
 
 
 def given(module: nn.Module, run: Callable[[], Any], once: bool) -> list[tuple]:

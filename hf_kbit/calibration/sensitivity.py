@@ -6,8 +6,8 @@ in ``hf_kbit.widths``; here one number for each layer and token is kept of it. A
 alone the others would hardly count: it is a share of a token's weight, and the rest is alike.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from hf_kbit.allocation import units
 from hf_kbit.calibration import stream, tuning
+from hf_kbit.calibration.check import limit_of, rows_of, sample_of
 from hf_kbit.calibration.writing import draw
 
 logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
@@ -28,34 +29,39 @@ SEED = 0  # of the tokens that are drawn
 NUMBERS = 1 << 28  # logits at once, with their gradients, or probabilities of a layer's attention
 CHUNK = 1 << 27  # of these logits, in float32
 NUMBER_BYTES = 16  # for each of these numbers, of all that is on the device beside a model that is there
+SAMPLE = (2, 16)  # sequences, and tokens of each, whose gradients are computed in two ways, and compared
 QUANTILE, MOST = 0.99, 10  # a token counts at most so many times as much as one at this place of the order
 ORDERED = 1 << 18  # tokens of which that is looked up, or up to twice as many
 
 
 def gradients(
     model: PreTrainedModel,
-    names: Sequence[str],
+    names: Iterable[str],
     ids: torch.Tensor,
     device: torch.device,
-    generator: torch.Generator,
+    choose: Callable[[torch.Tensor], torch.Tensor],
     take: Callable[..., object],
     draws: int = 1,
+    layers: Callable[..., AbstractContextManager] = stream.recomputed,
 ) -> None:
     """Calls ``take(name, module, given, gradient)`` for linear layers, or opened projections of experts: ``gradient``
     is that of the logarithms of the probabilities of tokens, by what the module made of ``given``.
 
-    The tokens are drawn as the model predicts them, one for each of ``ids``, ``[sequences, tokens]``; so many times,
-    each by itself. Layers compute on ``device``, one at a time, and parameters get no gradients.
+    There is one token for each of ``ids``, ``[sequences, tokens]``, which ``choose`` draws by the probabilities; so
+    many times, each by itself. Layers compute on ``device``, in the context of ``layers``, by default one at a time.
+    Parameters get no gradients.
     """
     head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
+    # Takes part in all of the outputs: for its gradient, which is 0, the way back goes through them all, whatever of
+    # the model needs a gradient.
+    anchor = torch.zeros((), requires_grad=True)
 
     def watch(name, module, args, keywords, output):
-        if output.requires_grad:  # not the first time that it is computed, but on the way back
-            given = [x.detach() if isinstance(x, torch.Tensor) else x for x in (args or keywords.values())]
-            output.register_hook(lambda gradient: take(name, module, given, gradient))
+        tell = partial(take, name, module)
+        return _Watched.apply(tell, output, anchor, *(args or keywords.values()))
 
     parts = (*units(model, list(names)), *([head] if head else []))
-    with ExitStack() as hooks, torch.enable_grad(), stream.recomputed(model, parts, device) as anchor:
+    with ExitStack() as hooks, torch.enable_grad(), layers(model, parts, device):
         for name in names:
             layer = model.get_submodule(name)
             hooks.enter_context(layer.register_forward_hook(partial(watch, name), with_kwargs=True))
@@ -67,22 +73,39 @@ def gradients(
             for part, own in zip(*pairs, strict=True):
                 probabilities = part.to(device).float().softmax(-1)
                 # The gradient of the logarithm of a probability by logits: 1 at the token, less all probabilities.
-                drawn = draw(probabilities, generator)
+                drawn = choose(probabilities)
                 own.copy_(probabilities.neg_().scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float32)))
             torch.autograd.grad(logits, anchor, gradient, retain_graph=turn + 1 < draws)
 
 
+class _Watched(torch.autograd.Function):
+    """An output of a module, with a function that is told of its gradient, and of what the module was given: that is
+    saved as autograd saves tensors, so a layer that is computed again has it again."""
+
+    @staticmethod
+    def forward(ctx, tell, output, anchor, *given):
+        ctx.tell = tell
+        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in given]
+        ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in given))
+        return output.clone()  # what follows may write into it
+
+    @staticmethod
+    def backward(ctx, gradient):
+        given = [x if saved is None else saved for x, saved in zip(ctx.others, ctx.saved_tensors, strict=True)]
+        ctx.tell(given, gradient)
+        return None, gradient, torch.zeros(()), *[None] * len(given)
+
+
 def token_weights(
     model: PreTrainedModel,
-    names: Sequence[str],
-    ids: torch.Tensor,
+    dimensions: Mapping[str, int | None],
+    batches: Sequence[torch.Tensor],
     device: torch.device,
-    batch: int,
     progress: bool = False,
-) -> dict[str, torch.Tensor]:
-    """``{name: float32 [sequences, tokens] on the CPU}``: how much each of ``ids`` counts for linear layers of a
+) -> dict[str, list[torch.Tensor]]:
+    """``{name: [float32 [sequences, tokens] on the CPU of each batch]}``: how much tokens count for linear layers of a
     causal language model, some 1 on average; the same each time on the same machine. All of the model is on ``device``
-    meanwhile.
+    meanwhile. ``dimensions`` says which one is that of sequences in what a layer is given (``check.rows_of``).
 
     Layers are left out that make another number of rows than there are tokens, or whose gradients overflow. There are
     none of another model, of one for which ``device`` is too small, or of one whose code has no way back.
@@ -93,12 +116,13 @@ def token_weights(
     Source: squared gradients by outputs as weights of a layer's errors are those of GuidedQuant (arXiv:2505.07004),
     there of the loss on a text, several groups of outputs apart.
     """
-    if not (BLEND and names and ids.shape[1] > 1 and stream.predicts_tokens(model)):
+    longest, most = max(ids.shape[1] for ids in batches), max(len(ids) for ids in batches)
+    if not (BLEND and dimensions and longest > 1 and stream.predicts_tokens(model)):
         return {}
     try:
-        config, length = model.config.get_text_config(), ids.shape[1]
-        numbers = length * max(config.vocab_size, getattr(config, "num_attention_heads", 0) * length)
-        together = max(min(NUMBERS // numbers, batch), 1)
+        config, names = model.config.get_text_config(), list(dimensions)
+        numbers = longest * max(config.vocab_size, getattr(config, "num_attention_heads", 0) * longest)
+        together = max(min(NUMBERS // numbers, most), 1)
         elsewhere, (free, memory) = model.device != device, stream.memory_of(device)
         needed = NUMBER_BYTES * together * numbers + (stream.moved_bytes(model, device) if elsewhere else 0)
         if needed > memory:
@@ -110,37 +134,85 @@ def token_weights(
                 f"of {type(model).__name__}, which weigh the tokens; make room, or take another device"
             )
         generator, draws = torch.Generator(device).manual_seed(SEED), stream.usual(DRAWS, device)
-        squares = torch.zeros((len(names), *ids.shape), device=device)
-        pieces = list(zip(ids.to(device).split(together), squares.split(together, 1), strict=True))
+        squares = [torch.zeros((len(names), *ids.shape), device=device) for ids in batches]
+        pieces = [
+            piece
+            for ids, own in zip(batches, squares, strict=True)
+            for piece in zip(ids.to(device).split(together), own.split(together, 1), strict=True)
+        ]
         # Gradients of other kinds of attention differ in the last bits each time.
         place = stream.whole(model, device) if elsewhere else nullcontext()
         with place, tuning.reproducible(), sdpa_kernel(SDPBackend.MATH):
+            check_gradients(model, names, batches, device)
+            choose = partial(draw, generator=generator)
             for piece, own in tqdm(pieces, desc="weighing", disable=not progress):
                 parts = dict(zip(names, own, strict=True))
-                gradients(model, names, piece, device, generator, partial(_add, parts), draws)
+                gradients(model, names, piece, device, choose, partial(_add, parts, dimensions), draws)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the code of a model does
         logger.warning("hf_kbit: all tokens count alike, for gradients fail (%s: %s)", type(error).__name__, error)
         return {}
-    found = {name: _weights(own).cpu() for name, own in zip(names, squares, strict=True) if own.isfinite().all()}
+    found = {name: _weights([own[place].cpu() for own in squares]) for place, name in enumerate(names)}
+    found = {name: own for name, own in found.items() if own is not None}
     if len(found) < len(names):
         logger.warning("hf_kbit: all tokens count alike for %d of %d layers", len(names) - len(found), len(names))
     return found
 
 
-def _add(squares: dict[str, torch.Tensor], name: str, module, given, gradient: torch.Tensor) -> None:
+def check_gradients(
+    model: PreTrainedModel, names: Iterable[str], batches: Sequence[torch.Tensor], device: torch.device
+) -> None:
+    """Refuses a model whose ``gradients`` are not those that it has when nothing is computed again, but by autograd
+    alone, where the model is."""
+    sequences, tokens = SAMPLE
+    ids, ways = sample_of(batches)[:sequences, :tokens].to(model.device), []
+
+    def choose(probabilities: torch.Tensor) -> torch.Tensor:  # the same both times, whatever rounding does
+        rows, size = probabilities.shape
+        return (torch.arange(rows, device=probabilities.device) % size)[:, None]
+
+    for layers in (stream.recomputed, lambda *_: nullcontext()):
+        sizes = {}
+
+        def add(name, module, given, gradient, sizes=sizes):
+            sizes.setdefault(name, []).append(gradient.float().square().flatten(0, -2).sum(0).sqrt().cpu())
+
+        gradients(model, names, ids, device, choose, add, layers=layers)
+        ways.append(sizes)
+    found, expected = ways
+    alike = model.device == device and stream.dtype_on(device, model.dtype) == model.dtype
+    limit = limit_of(torch.float32 if alike else model.dtype)
+    for name in names:
+        pairs = zip(found.get(name, ()), expected.get(name, ()), strict=True)
+        error = max((((x - y).norm() / y.norm().clamp(min=tuning.TINY)).item() for x, y in pairs), default=0.0)
+        if error > limit:
+            raise ValueError(
+                f"{name}: found gradients that differ by {error:.1%} where layers of {type(model).__name__} are "
+                "computed again on the way back, expected those of one pass"
+            )
+
+
+def _add(squares: dict[str, torch.Tensor], dimensions, name: str, module, given, gradient: torch.Tensor) -> None:
     """Adds those of one layer's outputs up, in place; NaN where its rows are not the tokens."""
-    found, own = gradient.float().square().sum(-1), squares[name]
-    own += found.view(own.shape) if found.shape in (own.shape, (own.numel(),)) else torch.nan
+    own = squares[name]
+    rows = rows_of(gradient, dimensions[name], len(own))
+    known = rows is not None and rows.shape[:-1] == own.shape
+    own += rows.float().square().sum(-1).to(own.device) if known else torch.nan
 
 
-def _weights(squares: torch.Tensor) -> torch.Tensor:
-    """By squared gradients, ``[sequences, tokens]``. The first token of a sequence, which many models attend to for
-    want of another, is unlike all others: it has 1, and is in no statistic."""
-    others = squares[:, 1:].flatten()
+def _weights(squares: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    """By squared gradients, ``[sequences, tokens]`` of each batch; None where they are not finite. The first token of
+    a sequence, which many models attend to for want of another, is unlike all others: it has 1, and is in no
+    statistic."""
+    others = torch.cat([own[:, 1:].flatten() for own in squares])
+    if not all(own.isfinite().all() for own in squares):
+        return None
     limit = MOST * torch.quantile(others[:: max(len(others) // ORDERED, 1)], QUANTILE)
     mean = others.clamp(max=limit).mean()
-    weights = 1 - BLEND + BLEND * torch.where(mean > 0, squares.clamp(max=limit) / mean, 1.0)
-    weights[:, 0] = 1
-    return weights
+    found = []
+    for own in squares:
+        weights = 1 - BLEND + BLEND * torch.where(mean > 0, own.clamp(max=limit) / mean, 1.0)
+        weights[:, 0] = 1
+        found.append(weights)
+    return found

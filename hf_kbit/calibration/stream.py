@@ -2,23 +2,25 @@
 
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import psutil
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hf_kbit.allocation import elements
+from hf_kbit.calibration import passes
+from hf_kbit.calibration.objects import mapped
 
 
-class _Finished(Exception):
-    pass
+class _Finished(BaseException):
+    """Ends a forward pass from the inside; no ``except Exception`` in a model holds it up."""
 
 
 def resolve(device: torch.device | str | None, model) -> torch.device:
@@ -72,71 +74,78 @@ def predicts_tokens(model: nn.Module) -> bool:
     return is_causal(model.config) and model.can_generate() and reads_tokens(model)
 
 
-def check(model: nn.Module, layers: dict[str, list[str]], ids: torch.Tensor, device: torch.device) -> None:
-    """Runs two short sequences, and refuses a model that needs more than tokens, or one of whose layers to quantize
-    reads none of them."""
-    called, everything = set(), slice(None)
-    modules = {name: model.get_submodule(name) for unit, names in layers.items() for name in (unit, *names)}
-    try:
-        with hooked(modules, lambda name, *_: called.add(name)):
-            stream(model, layers, ids[:2, :16], device, lambda _, run: [(everything, run(everything))], to_end=True)
-    except Exception as error:  # whatever a forward does without what it needs, such as pixels
-        raise ValueError(
-            f"model: found that {type(model).__name__} does not run on token ids alone "
-            f"({type(error).__name__}: {error}), so nothing can be measured of its layers; quantize it while loading, "
-            "without data"
-        ) from error
-    if missed := sorted(modules.keys() - called):
-        raise ValueError(
-            f"{missed[0]}: found that tokens do not go through it ({len(missed)} such modules), so nothing can "
-            "be measured of it; name what stays in 16 bits in modules_to_not_convert, or quantize while loading, "
-            "without data"
-        )
-
-
 def stream(
     model: nn.Module,
     names: Iterable[str],
-    ids: torch.Tensor,
+    batches: Sequence[torch.Tensor],
     device: torch.device,
-    visit: Callable[[str, Callable[[slice], Any]], Iterable[tuple[slice, Any]]],
-    to_end: bool = False,
-) -> Any:
-    """One forward pass of all sequences, in which ``visit(name, run)`` takes the place of each layer's forward: so the
-    model's own code prepares the inputs of every layer, whatever they are.
+    visit: Callable[[str, Callable[..., Any]], Iterable[Any]],
+) -> None:
+    """A forward pass for each of the ``batches`` of token ids, all of which wait at each layer, where
+    ``visit(name, run)`` takes the place of the layer's forward: so the model's own code prepares what a layer is
+    given, whatever that is, and each batch has its own.
 
-    ``run(rows)`` computes the layer, as it is by then, on a part of the sequences; the outputs of all parts in their
-    order, which ``visit`` returns, are what the next layer is given. Layers are ``names`` and the other elements of
-    module lists; each is on ``device``, in the dtype to compute in there, while it is visited, and its inputs and
-    outputs are where and as the model has them. After the last of ``names`` the pass ends, before its outputs are
-    computed, and None is returned in place of the model's output, unless ``to_end``.
+    ``run(number)`` computes the layer, as it is by then, on what a batch has given it. That is as it was after it, in
+    objects too, so a layer may be computed often. ``run(number, last=True)`` is for the outputs of all batches in
+    their order, which ``visit`` returns: what the layer leaves in objects stays there for those that follow.
+
+    Layers are ``names`` and the other elements of module lists; each is on ``device``, in the dtype to compute in
+    there, while it is visited, and what it gives and leaves is where and as the model has it. After the last of
+    ``names`` all passes end, before its outputs are computed.
     """
-    waiting, running, dtype = set(names), set(), model.dtype
+    waiting, dtype, home = set(names), model.dtype, model.device
 
     def forward(name, original, *args, **kwargs):
-        if name in running:  # a part, from the inside of a call for all
-            return original(*args, **kwargs)
-        leaves, form = tree_flatten((args, kwargs))
+        own = passes.current()  # none where a layer is computed, from the inside of a visit
+        return original(*args, **kwargs) if own is None else own.wait(name, args, kwargs)
 
-        def run(rows: slice):
-            given = [x[rows] if _of_all(x, len(ids)) else x for x in leaves]
-            return _computed(model.get_submodule(name), given, form, device, dtype)
+    with _walked(model, names, forward), without_cache(model):
+        with passes.leading(partial(_forward, model, ids) for ids in batches) as led:
+            while (name := _place(model, led)) is not None:
 
-        running.add(name)
+                def run(number: int, last: bool = False, name=name):
+                    given = led[number].call[1:]
+                    if not last:
+                        given = mapped(given, partial(_there, device=device, copy=True), copying=True)
+                    return _computed(model.get_submodule(name), given, device, home if last else device, dtype)
+
+                with placed(model, name, device):
+                    outputs = visit(name, run)
+                    waiting.discard(name)
+                    if not waiting:
+                        return
+                    for each, output in zip(led, outputs, strict=True):
+                        each.go_on(output)
+
+
+def run_whole(model: nn.Module, names: Iterable[str], ids: torch.Tensor, device: torch.device) -> None:
+    """As ``stream``, all sequences at once, each layer once, by its own forward."""
+    waiting, dtype, home = set(names), model.dtype, model.device
+
+    def forward(name, original, *args, **kwargs):
         with placed(model, name, device):
-            outputs = visit(name, run)
-            waiting.discard(name)
-            if not waiting and not to_end:
-                raise _Finished
-            output = _join(outputs, len(ids), ids.device)
-        running.remove(name)
+            output = _computed(original, (args, kwargs), device, home, dtype)
+        waiting.discard(name)
+        if not waiting:
+            raise _Finished
         return output
 
-    with _walked(model, names, forward):
-        try:
-            return forward_pass(model, ids)
-        except _Finished:
-            return None
+    with _walked(model, names, forward), suppress(_Finished):
+        forward_pass(model, ids)
+
+
+def _place(model: nn.Module, led: Sequence[passes.Pass]) -> str | None:
+    """The layer where all passes wait; None after the end."""
+    places = [None if each.call is None else each.call[0] for each in led]
+    if len(set(places)) > 1:
+        name = next(place for place in places if place is not None)
+        other = next(place for place in places if place != name) or "none"
+        raise passes.Parted(
+            f"{name}: found that {places.count(name)} of {len(led)} batches of sequences go through it, and others "
+            f"through {other} then, expected all to go one way through {type(model).__name__}; quantize it while "
+            "loading, without data"
+        )
+    return places[0]
 
 
 def _walked(model: nn.Module, names: Iterable[str], forward: Callable) -> AbstractContextManager[None]:
@@ -186,75 +195,48 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def recomputed(model: nn.Module, names: Iterable[str], device: torch.device) -> Iterator[torch.Tensor]:
+def recomputed(model: nn.Module, names: Iterable[str], device: torch.device) -> Iterator[None]:
     """Inside, the layers of ``stream`` keep nothing for a backward pass but what they are given: they are computed
-    again, on ``device``, when the gradient of their output is there. So one of them is needed there at a time.
-
-    What is yielded, a number on the model's device, takes part in all of them: for its gradient, which is 0, the
-    backward pass goes through them all, whatever of the model needs a gradient. Parameters get none.
-    """
-    anchor, dtype = torch.zeros((), device=model.device, requires_grad=True), model.dtype
+    again, on ``device``, when the gradient of their output is there. So one of them is needed there at a time."""
+    home, dtype = model.device, model.dtype
 
     def forward(name, original, *args, **kwargs):
-        leaves, form = tree_flatten((args, kwargs))
-        places = [index for index, leaf in enumerate(leaves) if _differentiable(leaf)]
-        wanted = [index for index in places if leaves[index].requires_grad] or places
+        first, later = (args, kwargs), mapped((args, kwargs), lambda x: x, copying=True)
 
-        def compute(*given):
-            """All leaves of the output, from those at ``wanted``."""
-            now = list(leaves)
-            for index, leaf in zip(wanted, given, strict=True):
-                now[index] = leaf
-            found, shape = tree_flatten(_computed(original, now, form, device, dtype))
-            return [_on(x, anchor.device) for x in found], shape
+        def compute():
+            nonlocal first
+            given, first = first or mapped(later, lambda x: x, copying=True), None
+            with placed(model, name, device):
+                return _computed(original, given, device, home, dtype)
 
-        def backward(given, gradients):
-            given = [x.detach().requires_grad_() for x in given]
-            with placed(model, name, device), torch.enable_grad():
-                found, _ = compute(*given)
-                pairs = zip(filter(_differentiable, found), gradients, strict=True)
-                outputs, gradients = zip(*(pair for pair in pairs if pair[0].requires_grad), strict=True)
-                return torch.autograd.grad(outputs, given, gradients, allow_unused=True)
-
-        with placed(model, name, device), torch.no_grad():
-            found, shape = compute(*(leaves[index] for index in wanted))
-        outputs = [x for x in found if _differentiable(x)]
-        joined = iter(_Recomputed.apply(backward, outputs, anchor, *(leaves[index] for index in wanted)))
-        return tree_unflatten([next(joined) if _differentiable(x) else x for x in found], shape)
+        return checkpoint(compute, use_reentrant=False)
 
     with _walked(model, names, forward):
-        yield anchor
+        yield
 
 
-class _Recomputed(torch.autograd.Function):
-    """Outputs that are known, of inputs whose gradients ``backward(inputs, gradients)`` gives."""
-
-    @staticmethod
-    def forward(ctx, backward, outputs, anchor, *inputs):
-        ctx.way_back = backward
-        ctx.save_for_backward(*inputs)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return None, None, gradients[0].new_zeros(()), *ctx.way_back(ctx.saved_tensors, gradients)
-
-
-def _differentiable(value) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def forward_pass(model: nn.Module, ids: torch.Tensor) -> Any:
-    """A forward pass without a cache; an encoder-decoder reads the same tokens on both sides."""
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Inside, the model keeps no keys and values, or states, for tokens to come."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     caching = [config for config in configs if getattr(config, "use_cache", False)]
     for config in caching:
         config.use_cache = False
     try:
-        return model(input_ids=ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}))
+        yield
     finally:
         for config in caching:
             config.use_cache = True
+
+
+def forward_pass(model: nn.Module, ids: torch.Tensor) -> Any:
+    """A forward pass without a cache; an encoder-decoder reads the same tokens on both sides."""
+    with without_cache(model):
+        return _forward(model, ids)
+
+
+def _forward(model: nn.Module, ids: torch.Tensor) -> Any:
+    return model(input_ids=ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}))
 
 
 @contextmanager
@@ -295,39 +277,31 @@ def whole(model: nn.Module, device: torch.device) -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-def _on(value, device: torch.device):
-    return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-def _there(value, device: torch.device):
+def _there(value, device: torch.device, copy: bool = False):
     """A tensor on a device, in the dtype to compute in there; anything else as it is."""
-    return value.to(device, dtype_on(device, value.dtype)) if isinstance(value, torch.Tensor) else value
+    return value.to(device, dtype_on(device, value.dtype), copy=copy) if isinstance(value, torch.Tensor) else value
 
 
-def _computed(call: Callable, leaves: list, form, device: torch.device, dtype: torch.dtype):
-    """What a layer makes on a device of arguments ``leaves``, in the dtype that the model has between two layers."""
-    args, kwargs = tree_unflatten([_there(x, device) for x in leaves], form)
-    computing = dtype_on(device, dtype)
-    return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.dtype == computing else x, call(*args, **kwargs))
+def _computed(
+    call: Callable, given: tuple[tuple, dict], device: torch.device, home: torch.device, dtype: torch.dtype
+) -> Any:
+    """What a layer makes on a device of ``given``, its args and kwargs: on ``home``, in the dtype that the model has
+    between two layers. What it leaves in objects that it is given is so, too."""
+    moved, computing = {}, dtype_on(device, dtype)
 
+    def there(x: torch.Tensor) -> torch.Tensor:
+        found = _there(x, device)
+        moved[id(found)] = found, x
+        return found
 
-def _join(outputs: Iterable[tuple[slice, Any]], sequences: int, device: torch.device):
-    """On ``device`` what a module makes of all sequences, from ``rows, output`` of all their parts. Tensors with a row
-    for each sequence of the first part, the largest, are joined; of all else that of the last part is taken."""
-    joined = None
-    for rows, output in outputs:
-        leaves, form = tree_flatten(output)
-        if joined is None:
-            size = len(range(*rows.indices(sequences)))
-            joined = {
-                index: leaf.new_empty((sequences, *leaf.shape[1:]), device=device)
-                for index, leaf in enumerate(leaves)
-                if _of_all(leaf, size)
-            }
-        for index, whole in joined.items():
-            whole[rows] = leaves[index]
-    return tree_unflatten([joined.get(index, _on(leaf, device)) for index, leaf in enumerate(leaves)], form)
+    def back(x: torch.Tensor) -> torch.Tensor:
+        if id(x) not in moved:
+            return x.to(home, dtype if x.dtype == computing else x.dtype)
+        found, original = moved[id(x)]
+        if found is not original and found._version:  # written into
+            original.copy_(found)
+        return original
 
-
-def _of_all(value, sequences: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 1 and len(value) == sequences
+    args, kwargs = mapped(given, there, copying=False)
+    output, *_ = mapped((call(*args, **kwargs), args, kwargs), back, copying=False)
+    return output

@@ -22,7 +22,7 @@ FLUTE's (arXiv:2407.10960); the divergence from the 16-bit model on text of its 
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ from torch.utils import deterministic
 from torch.utils._pytree import tree_leaves
 
 from hf_kbit.calibration import stream
-from hf_kbit.calibration.data import LENGTH
+from hf_kbit.calibration.data import LENGTH, batches_of
 from hf_kbit.calibration.resume import Finished
 from hf_kbit.calibration.trained import Trained, parameter_of
 from hf_kbit.nn.weight import KbitWeight, packed_layers
@@ -80,17 +80,22 @@ def tune_model(
     model: nn.Module,
     dense: nn.Module,
     names: Iterable[str],
-    ids: torch.Tensor,
+    sequences: Sequence[torch.Tensor],
     steps: int,
     device: torch.device,
     finished: Finished | None = None,
     progress: bool = False,
 ) -> str:
     """Trains scales of layers of a quantized model, and the vectors beside them, on the divergence of its predictions
-    from those of ``dense``, a ``sharing_copy`` in 16 or 32 bits, for ``ids``, int64 ``[sequences, tokens]``; says what
-    that has changed on sequences that were held out. All of it is on ``device`` meanwhile."""
-    ids, layers = ids.to(device), {name: model.get_submodule(name) for name in names}
-    batches, held_out = ([ids[part] for part in parts] for parts in _parts(ids, steps, device))
+    from those of ``dense``, a ``sharing_copy`` in 16 or 32 bits, for ``sequences``, int64 ``[tokens]`` each; says what
+    that has changed on those that were held out. All of it is on ``device`` meanwhile."""
+    layers = {name: model.get_submodule(name) for name in names}
+    kept = len(sequences) - _held_out(len(sequences))
+    ids, held_out = (
+        batches_of([row.to(device) for row in part], most_together(sequences, device))
+        for part in (sequences[:kept], sequences[kept:])
+    )
+    batches = [[ids[number] for number in part] for part in _turns(_together(ids, device), steps)]
     with stream.placed(dense, "", device), reproducible():
         vectors = {name: x for name, x in dense.named_parameters() if x.dim() == 1 and x.is_floating_point()}
         trained = Trained(layers, None, vectors, steps, device, stream.dtype_on(device, dense.dtype))
@@ -108,9 +113,15 @@ def tune_model(
             with _holding(dense, fixed | trained.values(dense)):
                 return dense(input_ids=part, use_cache=False).logits
 
+        def loss(parts: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+            parts = [parts] if isinstance(parts, torch.Tensor) else parts
+            return sum(_Divergence.apply(after(part), before(part)) for part in parts)
+
+        if {tuple(part.shape for part in parts) for parts in batches} == {(ids[0].shape,)}:  # so that one is recorded
+            batches = [part for (part,) in batches]
         reference, _ = _measured(before, before, held_out)
         at, start, best = trained.train(
-            lambda part: _Divergence.apply(after(part), before(part)),
+            loss,
             batches,
             lambda: _measured(after, before, held_out),
             finished,
@@ -128,9 +139,9 @@ def tune_model(
 def tune_layer(
     model: nn.Module,
     layers: Mapping[str, KbitWeight],
-    run: Callable[[slice], Any],
-    ids: torch.Tensor,
-    drifting: bool,
+    run: Callable[[int], Any],
+    batches: Sequence[torch.Tensor],
+    first: int,
     steps: int,
     device: torch.device,
 ) -> tuple[float, float]:
@@ -139,30 +150,36 @@ def tune_layer(
 
     Args:
         layers: what is quantized of the layer, by its name in the model.
-        run: computes the layer on a slice of the data, ``ids``, int64 ``[sequences, tokens]``.
-        drifting: whether that is first as dense layers before it pass it on, for which its output is what is aimed at,
-            and then once more as quantized ones do.
+        run: computes the layer on a batch of the data, by its number.
+        batches: int64 ``[sequences, tokens]`` each, as dense layers before it pass them on, for which its output is
+            what is aimed at.
+        first: the number of the first of these batches as quantized layers pass them on; 0 if that is the same.
     """
-    after = len(ids) if drifting else 0
-    batches, held_out = _parts(ids, steps, device)
+    kept = len(batches)
+    while sum(map(len, batches[kept:])) < _held_out(sum(map(len, batches))):
+        kept -= 1
+    parts = _together(batches[:kept], device)
+    held_out = [[kept + number for number in part] for part in _together(batches[kept:], device, all_of=True)]
     weights = {name: model.get_submodule(name).weight.detach() for name in layers}
     trained = Trained(layers, weights, {}, steps, device, stream.dtype_on(device, model.dtype))
 
-    def error(part: slice) -> tuple[torch.Tensor, int]:
+    def error(part: list[int]) -> tuple[torch.Tensor, int]:
         """A sum over outputs: of the squares of differences, over the mean square of what is aimed at; and of how
         many numbers."""
         with torch.no_grad():
-            aim = _output(run(part)).float()
+            aims = [_output(run(number)).float() for number in part]
         with _holding(model, trained.values(model)):
-            found = _output(run(slice(part.start + after, part.stop + after))).float()
-        return (found - aim).square().sum() / aim.square().mean().clamp(min=TINY), aim.numel()
+            found = [_output(run(first + number)).float() for number in part]
+        count = sum(aim.numel() for aim in aims)
+        size = sum(aim.square().sum() for aim in aims) / count
+        return sum((x - aim).square().sum() for x, aim in zip(found, aims, strict=True)) / size.clamp(min=TINY), count
 
     def look() -> tuple[float]:
         means = [total.item() / count for total, count in map(error, held_out)]
         return (sum(means) / len(means),)
 
     with reproducible():
-        _, start, best = trained.train(lambda part: error(part)[0], batches, look)
+        _, start, best = trained.train(lambda part: error(part)[0], _turns(parts, steps), look)
     trained.store(model)
     return start[0], best[0]
 
@@ -221,15 +238,35 @@ def _holding(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[N
             module._parameters[own] = parameter
 
 
-def _parts(ids: torch.Tensor, steps: int, device: torch.device) -> tuple[list[slice], list[slice]]:
-    """Which sequences each step takes, all in turn, in an order of its own each turn; and those that are held out."""
-    count, generator, batches = len(ids), torch.Generator().manual_seed(SEED), []
-    kept = count - min(max(count // HELD_OUT, 1), MOST_HELD_OUT)
-    rows = min(max(stream.usual(TOKENS, device) // ids.shape[1], 1), kept)
-    while len(batches) < steps:
-        order = torch.randperm(kept // rows, generator=generator).tolist()
-        batches += [slice(place * rows, (place + 1) * rows) for place in order]
-    return batches[:steps], [slice(start, min(start + rows, count)) for start in range(kept, count, rows)]
+def most_together(sequences: Sequence[torch.Tensor], device: torch.device) -> int:
+    """How many sequences a step takes, of the longest ones."""
+    return max(stream.usual(TOKENS, device) // max(map(len, sequences)), 1)
+
+
+def _held_out(count: int) -> int:
+    """So many of the sequences at least, the last ones."""
+    return min(max(count // HELD_OUT, 1), MOST_HELD_OUT)
+
+
+def _together(batches: Sequence[torch.Tensor], device: torch.device, all_of: bool = False) -> list[list[int]]:
+    """Numbers of batches by what a step takes: as many as have the tokens of one. What is left over, too few for a
+    step, is not taken, unless ``all_of`` them are."""
+    found, sizes, most = [], [], stream.usual(TOKENS, device)
+    for number, batch in enumerate(batches):
+        if not found or sizes[-1] + batch.numel() > most:
+            found.append([])
+            sizes.append(0)
+        found[-1].append(number)
+        sizes[-1] += batch.numel()
+    return found if all_of or sizes[-1] >= sizes[0] else found[:-1]
+
+
+def _turns(parts: list[list[int]], steps: int) -> list[list[int]]:
+    """What each step takes: all in turn, in an order of its own each turn."""
+    order, generator = [], torch.Generator().manual_seed(SEED)
+    while len(order) < steps:
+        order += torch.randperm(len(parts), generator=generator).tolist()
+    return [parts[place] for place in order[:steps]]
 
 
 def _output(output: Any) -> torch.Tensor:
