@@ -56,6 +56,7 @@ def check(
         for name, calls in whole.items():
             if not all(x.isfinite().all() for x in calls):
                 raise ValueError(f"{name}: found NaN or infinite inputs, expected finite ones")
+        record.calls = {}
         dimensions, turns = {}, _in_parts(model, layers, ids, device, record)
     for parts in turns:
         for name, calls in whole.items():

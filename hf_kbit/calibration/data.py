@@ -82,7 +82,8 @@ class Text:
                 raise ValueError(f"tokenizer: found none, expected one, for {what} is a text; token ids need none")
             found = _cut(text, tokenizer, min(length, limit or length, tokenizer.model_max_length), sequences)
         if not (longest := max(map(len, found), default=0)):
-            raise ValueError("data: found no tokens, expected [sequences, tokens], 1 or more of each")
+            shape = list(found.shape) if isinstance(found, torch.Tensor) else [len(found), 0]
+            raise ValueError(f"data: found shape {shape}, expected [sequences, tokens], 1 or more of each")
         if limit is not None and longest > limit:
             raise ValueError(f"data: found sequences of {longest} tokens, expected at most {limit}, its positions")
         check_ids(torch.cat(list(found)), {"model": model.config})
@@ -99,7 +100,7 @@ def unpadded(data: Mapping[str, Any], padded_by: Iterable[Any] = ()) -> list[tor
     one: tensors or lists of rows. Without a mask what looks like the padding of one of ``padded_by``, tokenizers or
     configs, is warned of."""
     ids, mask = data["input_ids"], data.get("attention_mask")
-    if isinstance(ids, torch.Tensor) and ids.dim() != 2:
+    if isinstance(ids, torch.Tensor) and (ids.dim() != 2 or ids.numel() == 0):
         raise ValueError(f"data: found shape {list(ids.shape)}, expected [sequences, tokens], 1 or more of each")
     rows = [torch.as_tensor(row) for row in ids]
     if mask is None:

@@ -12,13 +12,19 @@ from torch import nn
 
 import hf_kbit
 from hf_kbit.calibration import experts, sensitivity, stream
-from hf_kbit.calibration.sensitivity import token_weights
+from hf_kbit.calibration.data import batches_of
 from hf_kbit.calibration.writing import draw
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.experts import is_projection
 
 IDS = torch.randint(5, 90, (5, 24), generator=torch.Generator().manual_seed(3))
 CPU = torch.device("cpu")
+
+
+def token_weights(model, names, ids, device, batch) -> dict[str, torch.Tensor]:
+    """``[sequences, tokens]`` of layers whose inputs have sequences first."""
+    found = sensitivity.token_weights(model, dict.fromkeys(names, 0), batches_of(ids, batch), device)
+    return {name: torch.cat(own) for name, own in found.items()}
 
 
 def weights_by_autograd(model, names, ids, batch, draws) -> dict[str, torch.Tensor]:
@@ -75,15 +81,15 @@ def test_weights_are_what_gradients_say(name, most, draws, monkeypatch):
 
 def test_the_first_token_is_in_no_statistic():
     squares = torch.rand(4, 9)
-    found = sensitivity._weights(squares)
+    (found,) = sensitivity._weights([squares])
     squares[:, 0] = 1e6
-    assert torch.equal(sensitivity._weights(squares), found) and (found[:, 0] == 1).all()
+    assert torch.equal(*sensitivity._weights([squares]), found) and (found[:, 0] == 1).all()
     assert found[:, 1:].std() > 0.05
 
 
 @pytest.mark.parametrize("squares", [torch.zeros(2, 50), torch.eye(200)[1:2]], ids=["none", "few"])
 def test_without_gradients_tokens_count_alike(squares):
-    assert torch.equal(sensitivity._weights(squares), torch.ones_like(squares))
+    assert torch.equal(*sensitivity._weights([squares]), torch.ones_like(squares))
 
 
 def test_the_weighted_error_of_outputs_falls(monkeypatch):
@@ -206,7 +212,7 @@ def test_layers_that_read_some_of_the_tokens_have_no_weights(monkeypatch, caplog
 
 
 def test_memory_that_is_short_is_an_error(monkeypatch):
-    def fail(*given):
+    def fail(*given, **how):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(sensitivity, "gradients", fail)

@@ -75,7 +75,13 @@ def test_moments(row, batch, diagonal, length, monkeypatch):
     monkeypatch.setitem(METHODS, "recorder", solver)
     monkeypatch.setattr(rounding, "aim", solver.aim)
     weights, find = {}, sensitivity.token_weights
-    monkeypatch.setattr(sensitivity, "token_weights", lambda *given: weights.update(find(*given)) or weights)
+
+    def kept(*given):
+        found = find(*given)
+        weights.update({name: torch.cat(own) for name, own in found.items()})
+        return found
+
+    monkeypatch.setattr(sensitivity, "token_weights", kept)
     mixture = any(name.endswith(".experts") for name, _ in model.named_modules())
     left = {"modules_to_not_convert": ["experts"]} if mixture else {}  # test_experts.py has those
     hf_kbit.calibrate(model, ids, method="recorder", batch=batch, device="cpu", bits=2, **left)
@@ -156,13 +162,13 @@ def test_tokens_count_as_much_as_their_weights():
     layer, x = nn.Linear(4, 4), torch.randn(2, 3, 4)
     weights, once = torch.rand(2, 3), moments.Group(["layer"], True)
     run, run_dense = (lambda: layer(x)), (lambda: layer(3 * x))
-    found = moments.moments(layer, once, [(run, run_dense)], False, [weights])
+    found = moments.moments(layer, once, [(run, run_dense)], False, [weights], 0)
     expected = torch.einsum("st,sti,stj->ij", weights, x, x)
     torch.testing.assert_close(found, moments.Moments(expected, 2 * expected))
     twice = [(lambda: layer(layer(x)), None)], False
     group = moments.Group(["layer"], False)
     assert torch.equal(
-        moments.moments(layer, group, *twice, [weights]).second, moments.moments(layer, group, *twice).second
+        moments.moments(layer, group, *twice, [weights], 0).second, moments.moments(layer, group, *twice).second
     )
 
 

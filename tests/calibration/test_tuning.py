@@ -265,13 +265,13 @@ def test_a_layer_learns_on_what_quantized_ones_give_it(method, monkeypatch):
     """Its aim is the output for what dense ones give; only methods that know of drift have both."""
     seen, tune_layer = set(), tuning.tune_layer
 
-    def told(model, layers, run, *others):
-        def listening(rows):
+    def told(model, layers, run, batches, *others):
+        def listening(number):
             weight = model.get_submodule(next(iter(layers))).weight
-            seen.add((isinstance(weight, torch.nn.Parameter), rows.start >= len(IDS)))
-            return run(rows)
+            seen.add((isinstance(weight, torch.nn.Parameter), number >= len(batches)))
+            return run(number)
 
-        return tune_layer(model, layers, listening, *others)
+        return tune_layer(model, layers, listening, batches, *others)
 
     monkeypatch.setattr(tuning, "tune_layer", told)
     calibrated(10, method=method, tune_whole=False)
