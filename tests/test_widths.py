@@ -132,7 +132,12 @@ def test_windows_and_dtypes_cost_the_same(monkeypatch):
     rows, seen = TOKENS[:192].view(3, 64), set()
     expected = measure(llama(), rows.flatten(), PLAIN, window=64)
     half = llama().bfloat16()
-    half.model.layers[0].mlp.up_proj.register_forward_hook(lambda _, args, output: seen.add(output.dtype))
+
+    def see(_, args, output):
+        if output.shape[1] > 16:  # not where gradients are compared with those that a CPU gives in 16 bits
+            seen.add(output.dtype)
+
+    half.model.layers[0].mlp.up_proj.register_forward_hook(see)
     found = {"sequences": (measure(llama(), rows, PLAIN, window=16), 1e-4), "half": (measure(half, rows, PLAIN), 0.2)}
     monkeypatch.setattr(widths, "LOGITS", 1)
     found["alone"] = measure(llama(), rows.flatten(), PLAIN, window=64), 1e-4
@@ -177,22 +182,21 @@ def test_bits_go_to_the_layers_that_matter(name, tmp_path):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_the_model_is_as_before_after_an_error(backward, monkeypatch):
-    """One in the middle of a pass, while a layer is in another dtype."""
+    """One in the middle of a pass, or on the way back, while a layer is in another dtype."""
     model = llama().bfloat16()
     before, calls = {name: (x.data_ptr(), x.dtype) for name, x in model.named_parameters()}, itertools.count()
     layer = model.model.layers[1].mlp.down_proj
     forward = layer.forward
 
     def broken(x):
-        if x.shape[1] > 16 and torch.is_grad_enabled() is backward:
-            next(calls)
+        if x.shape[1] > 16 and torch.is_grad_enabled() and next(calls) == backward:
             raise RuntimeError("out of memory")
         return forward(x)
 
     monkeypatch.setattr(layer, "forward", broken)
     with pytest.raises(RuntimeError, match="out of memory"):
         choose_widths(model, TOKENS, 3, window=64, device="cpu")
-    assert next(calls) == 1
+    assert next(calls) == 1 + backward
     assert {name: (x.data_ptr(), x.dtype) for name, x in model.named_parameters()} == before
     assert not any("forward" in vars(module) for module in model.modules() if module is not layer)
 
@@ -209,9 +213,9 @@ def test_widths_for_a_text(monkeypatch):
     monkeypatch.setattr(widths, "measure", recorded)
     choices = {"tokenizer": byte_tokenizer(), "window": 64, "modules_to_not_convert": ["k_proj"], "codebook": "int"}
     found = [choose_widths(llama(), text[:320], 3.5, **choices), choose_widths(llama(), text, 3.5, **choices)]
-    assert torch.equal(taken[0], ids[:320].view(5, 64))
+    assert torch.equal(torch.stack(taken[0]), ids[:320].view(5, 64))
     windows = ids.unfold(0, 64, 64)
-    assert torch.equal(taken[1], windows[[place * (len(windows) - 1) // 7 for place in range(8)]])
+    assert torch.equal(torch.stack(taken[1]), windows[[place * (len(windows) - 1) // 7 for place in range(8)]])
     for config in found:
         assert config.modules_to_not_convert == ["k_proj"] and config.codebook == "int" and config.module_bits
     choose_widths(llama(), None, 3.5, tokenizer=byte_tokenizer(), window=48)

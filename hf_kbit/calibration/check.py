@@ -119,6 +119,8 @@ def _whole(model, layers: Mapping[str, list[str]], ids: torch.Tensor, device, re
     try:
         with stream.hooked(units, lambda name, *_: called.add(name)):
             stream.run_whole(model, layers, ids, device)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # whatever a forward does without what it needs, such as pixels
         raise ValueError(
             f"model: found that {type(model).__name__} does not run on token ids alone "
@@ -147,7 +149,7 @@ def _in_parts(model, layers: Mapping[str, list[str]], ids: torch.Tensor, device,
 
     try:
         stream.stream(model, layers, ids.split(1), device, visit)
-    except passes.Parted:
+    except (passes.Parted, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise ValueError(

@@ -40,10 +40,11 @@ class Pass:
         self.call, self._output = None, output
         if self._thread.ident is None:
             self._thread.start()
+            self._back.acquire()
+            torch.set_num_threads(self._threads)  # which it has changed for new threads and some libraries
         else:
             self._turn.release()
-        self._back.acquire()
-        torch.set_num_threads(self._threads)
+            self._back.acquire()
         if self._error is not None:
             raise self._error
 
@@ -66,8 +67,7 @@ class Pass:
 
     def _run(self) -> None:
         _current.set(self)
-        # Each thread that computes has as many others of its own to help it, which are too many for many passes. The
-        # number is this thread's alone, but for new ones and some libraries, which go_on and leading tell the old one.
+        # Each thread that computes may have others of its own to help it, which would be too many for many passes.
         torch.set_num_threads(1)
         try:
             with ExitStack() as stack:

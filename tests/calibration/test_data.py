@@ -26,7 +26,7 @@ def llama(positions: int = 4096, vocab_size: int = 256) -> LlamaForCausalLM:
 
 
 def cut(data, positions: int = 4096, tokenizer=None, **choices) -> torch.Tensor:
-    return Text(data, tokenizer or byte_tokenizer(), **choices).ids(llama(positions))
+    return torch.stack(Text(data, tokenizer or byte_tokenizer(), **choices).ids(llama(positions)))
 
 
 def read(ids: torch.Tensor) -> list[str]:
@@ -95,7 +95,7 @@ def test_each_sequence_begins_and_ends_as_a_text():
         rows = read(cut(text, tokenizer=fast, length=length, sequences=2000))
         assert all(len(row) == length and row[0] == "<" and row[-2:] == ">>" for row in rows)
         assert "".join(row[1:-2] for row in rows) == text[: 1300 // (length - 3) * (length - 3)]
-        ids = Text(text, slow, length=length, sequences=2000).ids(model)
+        ids = torch.stack(Text(text, slow, length=length, sequences=2000).ids(model))
         assert ids[:, 0].eq(begin).all() and ids[:, -1].eq(end).all() and ids.shape[1] == length
         assert read(ids[:, 1:-1].reshape(1, -1)) == [text[: 1300 // (length - 2) * (length - 2)]]
     assert read(cut("ab", tokenizer=fast, length=5)) == ["<ab>>"]
