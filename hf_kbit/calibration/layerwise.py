@@ -256,8 +256,27 @@ class Calibration:
         self.dimensions: dict[str, int | None] = {}  # which is that of sequences, of what layers are given
         self.finished: Finished | None = None
 
-    @torch.no_grad()
     def run(self) -> None:
+        """Quantizes the model. After an error, or where the run is stopped, the model is as it was, or the log says
+        what is packed by then."""
+        try:
+            self._run()
+        except BaseException:
+            if packed := packed_layers(self.model):
+                resume = self.solving.resume
+                logger.error(
+                    "hf_kbit: stopped with %d layers packed, %s the last of them, so the model cannot be used as it is: "
+                    "load it again, and %s",
+                    len(packed),
+                    [*packed][-1],
+                    "begin anew; with resume=FOLDER the next run can go on"
+                    if resume is None
+                    else f"the same call with resume={str(resume)!r} goes on after what is finished",
+                )
+            raise
+
+    @torch.no_grad()
+    def _run(self) -> None:
         model, heads, tables = self.model, self.heads, self.tables
         layers, projections = units(model, list(self.widths)), [n for n in self.widths if is_projection(model, n)]
         with stream.evaluating(model), experts.opened(model, projections):  # refuses before anything changes
