@@ -117,12 +117,13 @@ def units(model: nn.Module, names: list[str]) -> dict[str, list[str]]:
 
 
 def elements(model: nn.Module) -> Iterator[str]:
-    """Names of the elements of the outermost module lists."""
-    lists = []
+    """Names of the elements of the outermost module lists; of a list of lists those of the inner ones."""
+    found = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
-            lists.append(name)
-            yield from (f"{name}.{child}" for child in module._modules)
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in found):
+            own = [f"{name}.{key}" for key, child in module._modules.items() if not isinstance(child, nn.ModuleList)]
+            found += own
+            yield from own
 
 
 # --- without data ---------------------------------------------------------------------------------

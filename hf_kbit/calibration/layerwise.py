@@ -265,8 +265,8 @@ class Calibration:
             if packed := packed_layers(self.model):
                 resume = self.solving.resume
                 logger.error(
-                    "hf_kbit: stopped with %d layers packed, %s the last of them, so the model cannot be used as it is: "
-                    "load it again, and %s",
+                    "hf_kbit: stopped with %d layers packed, %s the last of them, so the model cannot be used as it "
+                    "is: load it again, and %s",
                     len(packed),
                     [*packed][-1],
                     "begin anew; with resume=FOLDER the next run can go on"
