@@ -145,8 +145,9 @@ def calibrate(
         TypeError: an argument, or the dtype of a weight, is of another type, ``config`` stands beside arguments of
             one, or an argument is unknown.
         ValueError: an argument is out of range, the model is quantized already, is spread over devices, cannot be
-            tuned, or has layers that tokens do not go through, a weight is NaN or infinite, or ``resume`` is of
-            another run: the model is as it was. Or the inputs of a layer are: then the model is unusable.
+            tuned, has layers that tokens do not go through, that are given NaN or infinity, or that keep what others
+            need (``check.check``), a weight is NaN or infinite, or ``resume`` is of another run: the model is as it
+            was. Where a run stops later, the log says what is packed by then: such a model cannot be used.
         MemoryError: there is no room to weigh tokens or to tune the whole model, and it is as it was.
 
     Source: layer by layer as GPTQ (arXiv:2210.17323); the solvers' files name their own.

@@ -184,7 +184,6 @@ def check_gradients(model, ids, left: dict) -> None:
 # So many sequences and tokens at once: the last batch is smaller; or as many as heads and tokens, and twice as layers.
 SIZES = {"ragged": (IDS, 2), "coinciding": (IDS.view(-1)[:16].view(4, 4), 4)}
 NOT_REACHED = "found that tokens do not go through it"
-VISION = ["visual", "vision_tower", "multi_modal_projector"]
 QUICK = [
     ("causal", "gemma4_text", {}),
     ("causal", "gemma3n_text", {}),
@@ -196,7 +195,7 @@ QUICK = [
     ("masked", "deberta-v2", {}),
     ("masked", "funnel", {}),
     ("seq2seq", "t5", {}),
-    ("table", "llava", {"modules_to_not_convert": VISION}),
+    ("table", "llava", {"modules_to_not_convert": ["vision_tower", "multi_modal_projector"]}),
 ]
 PLAIN = {
     "causal": """
@@ -213,7 +212,7 @@ PLAIN = {
 }
 OTHERS = [
     ("causal", "jamba", {"modules_to_not_convert": ["dt_proj"]}),
-    ("multimodal", "qwen2_vl", {"modules_to_not_convert": VISION}),
+    ("multimodal", "qwen2_vl", {"modules_to_not_convert": ["visual"]}),
     ("table", "falcon", {}),
 ]
 SLOW = [(task, kind, {}) for task, kinds in PLAIN.items() for kind in kinds.split()] + OTHERS

@@ -7,9 +7,17 @@ import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, CanineTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    BatchEncoding,
+    CanineTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import hf_kbit
+from hf_kbit.calibration import data as calibration_data
 from hf_kbit.calibration.data import CHARACTERS, PROMPTS, Text, tokenizer_of
 
 datasets = pytest.importorskip("datasets")
@@ -25,8 +33,8 @@ def llama(positions: int = 4096, vocab_size: int = 256) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(max_position_embeddings=positions, vocab_size=vocab_size, **SHAPE))
 
 
-def cut(data, positions: int = 4096, tokenizer=None, **choices) -> torch.Tensor:
-    return torch.stack(Text(data, tokenizer or byte_tokenizer(), **choices).ids(llama(positions)))
+def cut(given, positions: int = 4096, tokenizer=None, **choices) -> torch.Tensor:
+    return torch.stack(Text(given, tokenizer or byte_tokenizer(), **choices).ids(llama(positions)))
 
 
 def read(ids: torch.Tensor) -> list[str]:
@@ -123,7 +131,71 @@ def test_of_a_very_long_text_only_what_is_needed_is_tokenized(sequences):
     assert len(found) == sequences and all(abs(f - e) <= 1 for f, e in zip(found, expected, strict=True))
 
 
+# --- what a tokenizer returns ---------------------------------------------------------------------
+
+LENGTHS = (9, 4, 9, 1, 7, 9)
+
+
+def padded(side: str, rows, padding: int = 0) -> BatchEncoding:
+    most, found = max(map(len, rows)), {"input_ids": [], "attention_mask": []}
+    for row in rows:
+        left = side == "left" if side != "both" else len(row) % 2
+        empty = row.new_full((most - len(row),), padding)
+        found["input_ids"].append(torch.cat([empty, row] if left else [row, empty]))
+        ones = torch.cat([empty * 0, row * 0 + 1] if left else [row * 0 + 1, empty * 0])
+        found["attention_mask"].append(ones)
+    return BatchEncoding({name: torch.stack(own) for name, own in found.items()})
+
+
+def rows_of_lengths() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(5, 250, (length,), generator=generator) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("how", [{}, {"tune": 5}, {"method": "weighted", "resume": True}], ids=str)
+def test_padding_is_left_out(how, tmp_path):
+    """On the left, on the right, or on both sides in turn; whatever it is. As of rows that have none."""
+    rows, found = rows_of_lengths(), []
+    lists = {"input_ids": [row.tolist() for row in rows]}
+    for place, data in enumerate((lists, *(padded(side, rows, 7) for side in ("left", "right", "both")))):
+        torch.manual_seed(0)
+        folder = {"resume": tmp_path / f"{place}"} if how.get("resume") else {}
+        model = hf_kbit.calibrate(llama(), data, bits=3, batch=2, **how | folder)
+        found.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    assert all(torch.equal(own[name], x) for own in found[1:] for name, x in found[0].items())
+
+
+def test_padding_is_left_out_of_widths_and_figures():
+    rows, model = rows_of_lengths(), llama()
+    lists, data = {"input_ids": rows}, padded("left", rows)
+    configs = [hf_kbit.choose_widths(model, own, 3.5, transform="none") for own in (lists, data)]
+    assert configs[0] == configs[1] and len(set(configs[0].module_bits.values())) > 0
+    figures = [hf_kbit.evaluate(model, own) for own in (lists, data)]
+    assert figures[0] == figures[1] and figures[0].tokens == sum(LENGTHS) - len(LENGTHS)
+
+
+def test_ids_that_look_padded_are_warned_of(monkeypatch):
+    rows, told = rows_of_lengths(), []
+    monkeypatch.setattr(calibration_data.logger, "warning", lambda line, *how: told.append(line % how))
+    model = llama()
+    model.config.pad_token_id = 0
+    Text(padded("left", rows)["input_ids"]).ids(model)
+    (line,) = told
+    assert "found 3 sequences that begin or end with padding (token 0)" in line and "attention_mask" in line
+    Text(padded("left", rows)).ids(model)
+    Text(padded("left", rows, 9)["input_ids"]).ids(model)
+    assert len(told) == 1
+
+
 # --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"),
+    [("xlnet", None), ("t5", None), ("mpt", 2048), ("led", 1024), ("gpt2", 1024), ("bert", 512), ("llama", 2048)],
+)
+def test_positions(kind, limit):
+    assert calibration_data.positions(CONFIG_MAPPING[kind]()) == limit
 
 
 def test_data_that_is_wrong(tmp_path):
@@ -143,6 +215,11 @@ def test_data_that_is_wrong(tmp_path):
         (datasets.Dataset.from_dict({"id": [1], "body": ["a"]}), r"columns \['id', 'body'\], .*dataset\['id'\]"),
         (__file__, r"data: found the name of a file, '.*test_data.py', expected a text, or pathlib.Path\("),
         ("", r"data: found shape \[1, 0\], expected \[sequences"),
+        (
+            {"input_ids": [[1, 2]], "attention_mask": [[1]]},
+            "found 1 x 2 tokens in input_ids, 1 x 1 tokens in attention",
+        ),
+        ({"input_ids": [[1, 2]], "attention_mask": [[0, 0]]}, r"data: found shape \[1, 0\], expected \[sequences"),
         ([" ", ""], r"data: found shape \[1, 0\], expected \[sequences"),
         (photo, "photo.jpg: found bytes that are no UTF-8, expected text"),
     ):
