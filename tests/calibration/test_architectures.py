@@ -83,6 +83,7 @@ CONFIGS = {
         **dict(num_key_value_heads=2, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16),
         **dict(mamba_n_groups=1, mamba_chunk_size=8, head_dim=16),
     ),
+    "bamba": lambda: small_config("bamba", mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, attn_layer_indices=[1]),
     "qwen3_next": lambda: CONFIG_MAPPING["qwen3_next"](
         **dict(vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4),
         **dict(num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4),
@@ -199,10 +200,10 @@ QUICK = [
 ]
 PLAIN = {
     "causal": """
-        afmoe apertus aria_text bailing_hybrid bamba bitnet codegen cohere2 ctrl dbrx deepseek_v2 diffllama doge dory
+        afmoe apertus aria_text bailing_hybrid biogpt bitnet codegen cohere2 ctrl dbrx deepseek_v2 diffllama doge dory
         ernie4_5_moe exaone4 falcon_h1 flex_olmo gemma2 gemma3_text glm4_moe gpt_neo gpt_neox gpt_oss gptj granitemoe
-        helium jetmoe lfm2 mellum mimo_v2_flash minimax mixtral mpt nemotron_h olmo2 opt phi qwen3_moe qwen3_next rwkv
-        stablelm starcoder2 xglm xlm
+        helium jetmoe lfm2 mellum mimo_v2_flash minimax mixtral mpt olmo2 olmoe opt persimmon phi phi3 phimoe
+        qwen3_moe qwen3_next recurrent_gemma rwkv stablelm starcoder2 xglm xlm
     """,
     "masked": """
         bart bert big_bird camembert convbert data2vec-text deberta distilbert electra flaubert fnet gte megatron-bert
@@ -214,6 +215,7 @@ OTHERS = [
     ("causal", "jamba", {"modules_to_not_convert": ["dt_proj"]}),
     ("multimodal", "qwen2_vl", {"modules_to_not_convert": ["visual"]}),
     ("table", "falcon", {}),
+    ("causal", "bamba", {}),
 ]
 SLOW = [(task, kind, {}) for task, kinds in PLAIN.items() for kind in kinds.split()] + OTHERS
 REFUSED = {

@@ -65,6 +65,11 @@ def writes_into_its_input():
     return with_layers(make)
 
 
+def threads() -> int:
+    """But for tqdm's own."""
+    return sum(type(thread) is threading.Thread for thread in threading.enumerate())
+
+
 def given_to(model, names, ids) -> dict[str, torch.Tensor]:
     found = {}
     with stream.hooked({n: model.get_submodule(n) for n in names}, lambda n, x, *_: found.update({n: x.clone()})):
@@ -75,8 +80,10 @@ def given_to(model, names, ids) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("build", [through(list), through(SimpleNamespace), writes_into_its_input])
 @torch.no_grad()
 def test_what_one_layer_leaves_for_another(build, monkeypatch):
-    """In an object that layers are given, or in their input: each batch has its own, however often layers run."""
-    found, find = {}, moments.moments
+    """In an object that layers are given, or in their input: each batch has its own, however often layers run, and
+    gradients are found that way too, unless an input is no more what it was."""
+    found, told_of, find = {}, [], moments.moments
+    monkeypatch.setattr(sensitivity.logger, "warning", lambda line, *how: told_of.append(line % how))
 
     def told(linear, group, runs, *others):
         calls = [x for _, run in runs for x, *_ in moments.given(linear, run, group.once)]
@@ -86,6 +93,7 @@ def test_what_one_layer_leaves_for_another(build, monkeypatch):
     monkeypatch.setattr(moments, "moments", told)
     model = hf_kbit.calibrate(build(), IDS, bits=3, batch=2, tune=10, tune_whole=False)
     expected = given_to(build(), found, IDS)
+    assert len(told_of) == (build is writes_into_its_input)
     assert len(found) == 21 and len([m for m in model.modules() if isinstance(m, hf_kbit.KbitLinear)]) == 21
     for name, x in found.items():
         torch.testing.assert_close(x, expected[name], rtol=1e-4, atol=1e-4)
@@ -149,16 +157,16 @@ def test_what_cannot_be_kept_apart_is_refused(build):
     """Before anything changes, by name, and nothing of ours is left in the model."""
     ids = IDS.clone()
     ids[:3, 0] = torch.tensor([6, 8, 7])
-    model, threads = build(), threading.active_count()
+    model, before_it = build(), threads()
     before, forwards = tensors(model), [vars(module).get("forward") for module in model.modules()]
     with pytest.raises(ValueError, match=REFUSED[build]):
         hf_kbit.calibrate(model, ids, bits=3)
-    assert same(tensors(model), before) and threading.active_count() == threads
+    assert same(tensors(model), before) and threads() == before_it
     assert [vars(module).get("forward") for module in model.modules()] == forwards
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
-def test_gradients_that_are_lost(caplog):
+def test_gradients_that_are_lost():
     """Those of layers that write into their input are of another one where they are computed again: tokens count
     alike, which the log says, and widths are refused."""
     model = writes_into_its_input()
@@ -228,9 +236,8 @@ def test_sequences_that_are_too_few_are_made_more():
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError, RuntimeError])
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_run_that_stops(place, error, monkeypatch, caplog, tmp_path):
+def test_a_run_that_stops(place, error, monkeypatch, tmp_path):
     """Leaves the model as it was, or says what is packed and how to go on; nothing of ours is left in it."""
-    monkeypatch.setattr(layerwise.logger, "propagate", True, raising=False)
     told, model, solve = [], llama(tie_word_embeddings=True), layerwise.round_linear
     monkeypatch.setattr(layerwise.logger, "error", lambda line, *how: told.append(line % how))
 
@@ -240,11 +247,11 @@ def test_a_run_that_stops(place, error, monkeypatch, caplog, tmp_path):
         solve(name, *others)
 
     monkeypatch.setattr(layerwise, "round_linear", stop)
-    before, threads = tensors(model), threading.active_count()
+    before, before_it = tensors(model), threads()
     kinds = [type(module) for module in model.modules()]
     with pytest.raises(error, match="stop"):
         hf_kbit.calibrate(model, IDS, bits=3, batch=2, resume=tmp_path if place else None)
-    assert threading.active_count() == threads and not any("forward" in vars(module) for module in model.modules())
+    assert threads() == before_it and not any("forward" in vars(module) for module in model.modules())
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     if not place:
         assert same(tensors(model), before) and [type(module) for module in model.modules()] == kinds and not told

@@ -121,8 +121,9 @@ def test_a_forward_of_an_instance_is_put_back():
 
     first.forward = own
     hf_kbit.calibrate(model, IDS, batch=5, method="weighted")
-    # The check, the search for groups, a pass for each of four, the outputs.
-    assert first.forward is own and len(calls) == 7
+    # The check: all at once, and each of three sequences three times. The search for groups, a pass for each of four,
+    # the outputs.
+    assert first.forward is own and len(calls) == 1 + 9 + 1 + 4 + 1
     assert "forward" not in vars(second)
 
 
@@ -165,6 +166,10 @@ def test_tokens_count_as_much_as_their_weights():
     found = moments.moments(layer, once, [(run, run_dense)], False, [weights], 0)
     expected = torch.einsum("st,sti,stj->ij", weights, x, x)
     torch.testing.assert_close(found, moments.Moments(expected, 2 * expected))
+    turned = [(lambda: layer(x.transpose(0, 1)), lambda: layer(3 * x.transpose(0, 1)))]
+    torch.testing.assert_close(moments.moments(layer, once, turned, False, [weights], 1), found)
+    alike = moments.moments(layer, once, turned, False)
+    assert torch.equal(moments.moments(layer, once, turned, False, [weights], None).second, alike.second)
     twice = [(lambda: layer(layer(x)), None)], False
     group = moments.Group(["layer"], False)
     assert torch.equal(
@@ -184,11 +189,12 @@ def test_layers_stand_in_for_others():
 
 
 def test_parts_of_the_data():
-    """A layer takes them also if nothing of it is quantized. The pass ends after the last layer that is: logits of all
-    the data would take more memory than the model; those of the check are few."""
+    """A layer takes them also if nothing of it is quantized. Passes end after the last layer that is: logits of all
+    the data would take more memory than the model."""
     model, seen, logits = BY_NAME["llama"].build(), [], []
     model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(len(args[0])), prepend=True)
     model.model.layers[0].input_layernorm.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     model.lm_head.register_forward_pre_hook(lambda _, args: logits.append(len(args[0])))
     hf_kbit.calibrate(model, IDS, batch=2, method="weighted", modules_to_not_convert=["layers.0"])
-    assert seen == [2, 2, 2, 5, 2, 2, 2, 2, 1, 1] and logits == [2]
+    check = [3, 3] + 3 * [1] + 2 * 3 * [1, 1] + 3 * [1, 1]  # at once; one at a time, computed twice, and for the next
+    assert seen == [*check, 2, 2, 1, *(2, 2), *(2, 2), *(1, 1)] and not logits
