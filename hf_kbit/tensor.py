@@ -8,7 +8,6 @@ torch do with it: some keep it packed, others get the decoded weight, and what w
 import hashlib
 import itertools
 import math
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,7 +98,6 @@ class KbitTensor(torch.Tensor):
             )
         self = wrapper(cls, data, dtype=dtype, device=parts["words"].device)
         self.parts, self.decoding, self.tiles = parts, decoding, tiles
-        self._itself = weakref.ref(self)  # torch.utils.swap_tensors, which layers do not see, refuses what has one
         return self
 
     def __init__(self, *args, **kwargs):

@@ -208,7 +208,6 @@ NO_MEMORY = {
     "untyped_storage()[0]": lambda w: w.untyped_storage()[0],
     "frombuffer": lambda w: torch.frombuffer(w, dtype=torch.float32),
     "memoryview": memoryview,
-    "swap_tensors": lambda w: torch.utils.swap_tensors(w, torch.zeros(w.shape)),
     "requires_grad": lambda w: nn.Parameter(w).requires_grad_(),
     "clone().requires_grad_()": lambda w: w.clone().requires_grad_(),
 }
