@@ -362,6 +362,11 @@ class KbitWeight(nn.Module):
             if given.shape != self.weight.shape:
                 raise ValueError(f"{name}: found shape {list(given.shape)}, expected {list(self.weight.shape)}")
             return given
+        if is_sharded(self.weight):
+            raise ValueError(
+                f"{name}: found the tensors of a whole weight, expected a packed weight (KbitTensor) for a layer that "
+                "is sharded: load before sharding, or give set_model_state_dict a state_dict(keep_vars=True)"
+            )
         decoding = self._decoding_in(state_dict, prefix, metadata)
         expected = KbitTensor.empty(self.weight.shape, decoding or self.decoding, self.dense_dtype, "meta").stored()
         tensors = [state_dict.get(prefix + own) for own in PACKED]

@@ -7,6 +7,8 @@ import cases
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from hf_kbit import KbitConfig, KbitEmbedding, KbitLinear, quantize_model
 from hf_kbit.nn.experts import KbitProjection
@@ -72,3 +74,51 @@ def test_a_move_that_fails_leaves_the_weight(kind, fails):
         with pytest.raises(MemoryError):
             made._apply(move)
     assert torch.equal(made(*inputs), before) and next(iter(made.state_dict())) == "weight"
+
+
+@pytest.mark.parametrize("kind", range(3))
+def test_a_dense_weight_in_its_place_is_refused(kind):
+    """By the layer's name; the layer is as it was, for compiled code too."""
+    made, inputs = layers()[kind]
+    made.qualified_name = "blocks.0.proj"
+    dense, expected = torch.ones(made.weight.shape), made(*inputs)
+    compiled = torch.compile(made, backend="eager")
+    compiled(*inputs)
+    for value in (nn.Parameter(dense), None):
+        with pytest.raises(TypeError, match=r"^blocks\.0\.proj\.weight: found a dense one .*, expected a packed one"):
+            made.weight = value
+    assert torch.equal(made(*inputs), expected) and torch.equal(compiled(*inputs), expected)
+
+
+def dense_result(kind: int, weight: torch.Tensor, inputs: tuple) -> torch.Tensor:
+    """Of a layer of that kind with a dense weight."""
+    if kind == 1:
+        return F.embedding(inputs[0], weight)
+    if kind == 0:
+        return F.linear(inputs[0], weight, torch.zeros(len(weight)))
+    x, _, (_, middle, _) = inputs
+    return torch.cat([x[:middle] @ weight[0].T, x[middle:] @ weight[1].T])
+
+
+@pytest.mark.parametrize("kind", range(3))
+def test_a_dense_weight_put_past_the_layer_is_computed_with(kind):
+    """Never with the one before: by functions of torch, straight into its parameters, by pruning, by weight norm."""
+    made, inputs = layers()[kind]
+    made.load_dense(torch.randn(made.weight.shape))
+    before, dense = made(*inputs), torch.randn(made.weight.shape)
+    given = torch.func.functional_call(made, {"weight": dense}, inputs)
+    torch.testing.assert_close(given, dense_result(kind, dense, inputs))
+    assert torch.equal(made(*inputs), before)
+    norm, cut = copy.deepcopy(made), copy.deepcopy(made)
+    nn.utils.parametrizations.weight_norm(norm)
+    prune.l1_unstructured(cut, "weight", 0.5)
+    compiled = torch.compile(made, backend="eager")
+    compiled(*inputs)
+    made._parameters["weight"] = nn.Parameter(dense)
+    for layer in (norm, cut, made):
+        torch.testing.assert_close(layer(*inputs), dense_result(kind, layer.weight, inputs))
+        assert "bits=None" in repr(layer) and layer.to(torch.float32) is layer
+        with pytest.raises(ValueError, match=r"weight: found a dense one .*, expected a packed one"):
+            layer.dequantize()
+    made.float()
+    torch.testing.assert_close(compiled(*inputs), dense_result(kind, made.weight, inputs))
