@@ -2,6 +2,7 @@
 
 import copy
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import accelerate
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import hf_kbit
 from hf_kbit.nn.weight import packed_layers
+from hf_kbit.tensor import KbitTensor
 
 IDS = torch.arange(12).view(2, 6)
 
@@ -35,10 +37,11 @@ def quantized(seed: int, tie: bool = True) -> LlamaForCausalLM:
 
 
 def other(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """Of the same widths and another content, which is to be replaced."""
+    """Of the same widths, with other words and exponents, which are to be replaced."""
     made = copy.deepcopy(model)
     for layer in packed_layers(made).values():
-        layer.weight.data = layer.weight.like(words=torch.zeros_like(layer.weight.words))
+        decoding = replace(layer.decoding, exponent=layer.exponent + 1)
+        layer.weight.data = KbitTensor.empty(layer.weight.shape, decoding, layer.dense_dtype)
     return made
 
 
