@@ -225,9 +225,7 @@ def test_widths_for_a_text(monkeypatch):
 @pytest.mark.gpu
 def test_a_model_on_the_cpu_goes_through_the_gpu(monkeypatch):
     # Generators of devices give different numbers.
-    monkeypatch.setattr(
-        "hf_kbit.calibration.sensitivity.draw", lambda probabilities, _: probabilities.argmax(-1, keepdim=True)
-    )
+    monkeypatch.setattr(widths, "draw", lambda probabilities, generator: probabilities.argmax(-1, keepdim=True))
     model = llama()
     weights = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
     found = measure(model, TOKENS, KbitConfig(bits=2), window=64, device="cuda")
