@@ -334,8 +334,11 @@ class KbitWeight(nn.Module):
         others = {}
         super()._save_to_state_dict(others, prefix, keep_vars)
         weight = others.pop(f"{prefix}weight")
-        # What a GPU holds as tiles is copied, for which the GPU may have no room.
-        stored = weight.stored("cpu" if weight.is_tiled else None) | {HOW: self.weight.decoding_tensor}
+        if weight.is_tiled:  # as a GPU holds it: a copy of all, for which that may have no room
+            weight = weight.planes().each(lambda tensor: tensor.to("cpu", copy=True))
+            stored = weight.stored() | {HOW: weight.decoding.to_tensor()}
+        else:  # of layers that are tied the same tensors, by which others tell that they are
+            stored = weight.stored() | {HOW: self.weight.decoding_tensor}
         destination.update({prefix + name: tensor for name, tensor in stored.items()} | others)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):

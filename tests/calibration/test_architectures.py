@@ -83,6 +83,9 @@ CONFIGS = {
         **dict(num_key_value_heads=2, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16),
         **dict(mamba_n_groups=1, mamba_chunk_size=8, head_dim=16),
     ),
+    # dt_proj is so wide that it gets smaller packed.
+    "mamba": lambda: small_config("mamba", time_step_rank=32),
+    "jamba": lambda: small_config("jamba", mamba_dt_rank=32),
     "bamba": lambda: small_config("bamba", mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, attn_layer_indices=[1]),
     "qwen3_next": lambda: CONFIG_MAPPING["qwen3_next"](
         **dict(vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4),
