@@ -50,7 +50,7 @@ def check(
             given is not finite, or not the same in both ways. The model is as it was.
     """
     ids, names = sample_of(batches), [name for own in layers.values() for name in own]
-    limit = limit_of(stream.dtype_on(device, model.dtype))
+    limit = limit_of(model.dtype)  # what layers hand on is in it, whatever they compute in
     with _recording(model, names) as record:
         whole = _whole(model, layers, ids, device, record)
         for name, calls in whole.items():
