@@ -166,6 +166,17 @@ def test_what_cannot_be_kept_apart_is_refused(build):
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
+def test_rounding_is_that_of_the_dtype_between_layers():
+    """A CPU computes a model in bfloat16 in float32, and its layers hand on bfloat16 all the same."""
+
+    def make(place, original, hidden, *args, **kwargs):
+        return original(hidden * (1 + 2.0**-6 if len(hidden) > 1 else 1.0), *args, **kwargs)
+
+    with pytest.raises(ValueError, match="found inputs that differ by"):
+        hf_kbit.calibrate(with_layers(make), IDS, method="weighted", bits=3)
+    hf_kbit.calibrate(with_layers(make).bfloat16(), IDS, method="weighted", bits=3)
+
+
 def test_gradients_that_are_lost():
     """Those of layers that write into their input are of another one where they are computed again: tokens count
     alike, which the log says, and widths are refused."""
