@@ -8,9 +8,6 @@ read at the address 0. So packed weights have a dispatch key that no tensor of t
 whatever computes with the other finds it, and raises.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch.utils import _pytree as pytree
 
@@ -45,18 +42,13 @@ _FALLBACK.fallback(_refuse, "CustomRNGKeyId")
 _ATEN.impl("copy_", _refuse, "CustomRNGKeyId")  # has a kernel for every key, on which others rely
 
 
-@contextmanager
-def of_no_memory(func) -> Iterator[None]:
-    """Inside, what torch says of a tensor without memory is said of a packed weight, by name."""
-    try:
-        yield
-    except RuntimeError as error:
-        if any(sign in str(error) for sign in SIGNS):
-            raise RuntimeError(
-                f"weight: found {func}, which reads memory of floats, expected what reads tensors: take the decoded "
-                "weight (.dequantize())"
-            ) from error
-        raise
+def explain(error: RuntimeError, func) -> None:
+    """Says of a packed weight, by name, what torch says of any tensor without memory; passes over other errors."""
+    if any(sign in str(error) for sign in SIGNS):
+        raise RuntimeError(
+            f"weight: found {func}, which reads memory of floats, expected what reads tensors: take the decoded "
+            "weight (.dequantize())"
+        ) from error
 
 
 class NoMemory(torch.UntypedStorage):
@@ -122,8 +114,12 @@ class Decoded(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func in OF_MEMORY or func in _OWN_MEMORY:
             args = args[0].dequantize(), *args[1:]
-        with torch._C.DisableTorchFunctionSubclass(), of_no_memory(func):
-            return func(*args, **kwargs or {})
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or {})
+        except RuntimeError as error:
+            explain(error, func)
+            raise
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

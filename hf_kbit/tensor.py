@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_kbit import reference
-from hf_kbit.decoded import OF_MEMORY, Decoded, of_no_memory, refuse_writes, wrapper
+from hf_kbit.decoded import OF_MEMORY, Decoded, explain, refuse_writes, wrapper
 from hf_kbit.format import absmax_shape, num_blocks, weight_shape
 from hf_kbit.ops import native
 from hf_kbit.packed import Decoding, Packed
@@ -360,8 +360,12 @@ class KbitTensor(torch.Tensor):
             return own(func, *args, **kwargs)
         if func in OF_MEMORY:
             args = args[0].dequantize(), *args[1:]
-        with torch._C.DisableTorchFunctionSubclass(), of_no_memory(func):
-            return func(*args, **kwargs)
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        except RuntimeError as error:
+            explain(error, func)
+            raise
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
