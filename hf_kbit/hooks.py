@@ -13,6 +13,8 @@ Besides these tables there are agreements with other code that no signature can 
 ``_is_hf_initialized`` and ``_weight_conversions`` of Transformers, ``_device_mesh`` of its models,
 ``_is_user_defined`` of its caches, ``_attn_implementation_internal`` of its configurations, and ``_custom_modules`` of
 PEFT's configurations; ``num_experts``, ``parameter_name`` and ``_did_swap_in_out_features`` of its ``ParamWrapper``;
+``_hf_hook`` of accelerate's layers, and ``_shared_state`` of its ``AcceleratorState``; that modules of
+``torch.distributed`` make room for shards;
 ``is_loaded_in_4bit``, set for the time of a call of PEFT (``peft/prepare.py``); and the pass of Inductor that
 ``ops.inductor`` installs where no other is.
 """
@@ -112,7 +114,11 @@ GENERATION_HOOKS = (
     ),
 )
 
-TORCH_NAMES = (Name("torch.autograd.forward_ad:_current_level"),)
+TORCH_NAMES = (
+    Name("torch.autograd.forward_ad:_current_level"),
+    Name("torch._C:_dispatch_key_parse"),
+    Name("torch._C:_set_throw_on_mutable_data_ptr"),
+)
 
 TRANSFORMERS_HOOKS = (
     Hook(
