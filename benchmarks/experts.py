@@ -23,10 +23,12 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from hf_kbit import codebooks
 from hf_kbit.format import BITS
-from hf_kbit.integrations.transformers import experts as integration
 from hf_kbit.nn import experts as nn_experts
+from hf_kbit.nn.site import empty, pack, sites
 from hf_kbit.ops import native
+from hf_kbit.packed import Decoding
 
 PEERS = ("grouped_mm", "batched_mm")
 QWEN3 = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
@@ -54,10 +56,9 @@ def packed_experts(dense, bits: int):
     packed = copy.copy(dense)
     packed._parameters, packed._modules = dict(dense._parameters), dict(dense._modules)
     holder = torch.nn.ModuleDict({"experts": packed})
-    for name in list(nn_experts.projections(holder)):
-        projection = integration.new_projection(holder, name, bits=bits)
-        projection.load_dense(holder.get_parameter(name).data)
-        integration.put(holder, name, projection)
+    for site in list(sites(holder).values()):
+        weight = site.weight.data
+        pack(site, empty(site, Decoding(codebooks.optimal(bits, signed=True), 0, "rotated"))).load_dense(weight)
     return packed
 
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import BITS, BLOCK_SIZE, absmax_shape
-from hf_kbit.nn.experts import is_projection, shape_of
+from hf_kbit.nn.site import Site
 from hf_kbit.patterns import exactly
 
 SCALE_BITS = 8 / BLOCK_SIZE  # of a weight
@@ -65,48 +64,35 @@ def left(config: KbitConfig) -> dict[str, None]:
     return {pattern: None for pattern, bits in config.module_bits.items() if bits is None}
 
 
-def dense_shape(model, name: str) -> tuple[int, ...]:
-    """``(N, K)`` of a linear layer or a table, ``(E, N, K)`` of a projection of experts."""
-    if is_projection(model, name):
-        return shape_of(model, name)
-    module = model.get_submodule(name)
-    if isinstance(module, nn.Embedding):
-        return module.num_embeddings, module.embedding_dim
-    return (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)
-
-
-def stored_weights(model, names: Iterable[str]) -> int:
+def stored_weights(sites: Iterable[Site]) -> int:
     """Number of weights of these layers as they are stored: with what pads the last block of a row."""
-    shapes = [dense_shape(model, name) for name in names]
+    shapes = [site.shape for site in sites]
     return sum(math.prod((*shape[:-2], *absmax_shape(*shape[-2:]))) * BLOCK_SIZE for shape in shapes)
 
 
-def column_bytes(model, names: Iterable[str], config: KbitConfig) -> int:
+def column_bytes(sites: Iterable[Site], config: KbitConfig) -> int:
     """Bytes of these layers' column scales, one for each of their inputs where weights are transformed."""
-    if config.transform == "none":
-        return 0
-    return sum(dense_shape(model, name)[-1] for name in names)
+    return 0 if config.transform == "none" else sum(site.shape[-1] for site in sites)
 
 
-def packed_bytes(model, widths: Mapping[str, int], config: KbitConfig) -> int:
+def packed_bytes(widths: Mapping[Site, int], config: KbitConfig) -> int:
     """Bytes of these layers, each in its width, with all scales."""
-    words = sum(stored_weights(model, [name]) * (bits + SCALE_BITS) for name, bits in widths.items())
-    return round(words / 8) + column_bytes(model, widths, config)
+    words = sum(stored_weights([site]) * (bits + SCALE_BITS) for site, bits in widths.items())
+    return round(words / 8) + column_bytes(widths, config)
 
 
-def gets_smaller(model, name: str) -> bool:
+def gets_smaller(site: Site) -> bool:
     """Whether a layer takes less in the widest width than in 16 bits: a short row is mostly the padding of its block,
     and a column scale of few rows is as large as their codes.
 
-    >>> model = nn.Sequential(nn.Linear(8, 512), nn.Linear(32, 512))
-    >>> gets_smaller(model, "0"), gets_smaller(model, "1")
-    (False, True)
+    >>> from hf_kbit.nn.site import sites
+    >>> [gets_smaller(site) for site in sites(nn.Sequential(nn.Linear(8, 512), nn.Linear(32, 512))).values()]
+    [False, True]
     """
-    shape = dense_shape(model, name)
-    return stored_weights(model, [name]) * (BITS[-1] + SCALE_BITS) / 8 + shape[-1] < 2 * math.prod(shape)
+    return stored_weights([site]) * (BITS[-1] + SCALE_BITS) / 8 + site.shape[-1] < 2 * math.prod(site.shape)
 
 
-def units(model: nn.Module, names: list[str]) -> dict[str, list[str]]:
+def units(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
     """``{module: names in it}``: linear layers by the layer of the model that they are in, the outermost element of a
     ``ModuleList``; one that is in none stands for itself."""
     found, wholes = {}, list(elements(model))
@@ -136,23 +122,23 @@ WIDE = 0.75  # more outputs than inputs
 FIRST, LAST = (3, 1.6), (2, 3.0)  # so many layers at the beginning, all of each; at the end, but attention
 
 
-def by_rule(model: nn.Module, names: list[str], bits: float) -> dict[str, int]:
-    """Widths of the linear layers ``names``, ``bits`` on average, by names and shapes alone: more bits get keys and
+def by_rule(model: nn.Module, sites: Mapping[str, Site], bits: float) -> dict[str, int]:
+    """Widths of these linear layers, ``bits`` on average, by names and shapes alone: more bits get keys and
     values that several heads share, the first layers of the model, and what is no attention in the last ones."""
     layers = {}
-    for unit, inside in units(model, names).items():
+    for unit, inside in units(model, sites).items():
         for name in inside:
-            weights = stored_weights(model, [name])
-            cost = weights * _sensitivity(model, name, unit)
+            weights = stored_weights([sites[name]])
+            cost = weights * _sensitivity(model, sites[name], unit)
             layers[name] = Layer(weights, {width: cost * 4.0**-width for width in BITS})  # as rounding errors fall
     return spend(layers, bits)
 
 
-def _sensitivity(model: nn.Module, name: str, unit: str) -> float:
+def _sensitivity(model: nn.Module, site: Site, unit: str) -> float:
     """What an error of one weight of a layer costs; ``unit`` is the layer of the model that it is in."""
-    config, own = getattr(model, "config", None), name.rpartition(".")[2]
+    config, own = getattr(model, "config", None), site.name.rpartition(".")[2]
     text = config.get_text_config() if isinstance(config, PreTrainedConfig) else None
-    *_, outputs, inputs = dense_shape(model, name)
+    *_, outputs, inputs = site.shape
     heads, sharing = (getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
     found = 1.0
     if KEYS_OR_VALUES.search(own):
@@ -163,7 +149,7 @@ def _sensitivity(model: nn.Module, name: str, unit: str) -> float:
     parent, _, place = unit.rpartition(".")
     if place.isdigit():
         place, depth = int(place), len(model.get_submodule(parent))
-        attention = any("attn" in part or "attention" in part for part in name.split("."))
+        attention = any("attn" in part or "attention" in part for part in site.name.split("."))
         if place < FIRST[0]:
             found *= FIRST[1]
         elif place >= depth - LAST[0] and not attention:

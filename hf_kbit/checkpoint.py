@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_kbit.format import ABSMAX_SUFFIX, absmax_shape, weight_shape
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.packed import Decoding
 from hf_kbit.stored import Stored
 from hf_kbit.tensor import PACKED
 
@@ -144,15 +144,18 @@ def packed_modules(tensors: Mapping[str, StoredTensor]) -> list[str]:
     return modules
 
 
-def compare_packed(name: str, tensors: Mapping[str, StoredTensor], layer: KbitWeight) -> list[str]:
-    """What is wrong with the packed tensors of the layer that has this name in the checkpoint."""
-    rows, width, transform = layer.out_features, layer.in_features, layer.decoding.transform
+def compare_packed(
+    name: str, tensors: Mapping[str, StoredTensor], shape: tuple[int, ...], decoding: Decoding
+) -> list[str]:
+    """What is wrong with the packed tensors of the layer that has this name in the checkpoint, for a weight of this
+    shape that is to decode so."""
+    *lead, rows, width = shape
     expected = (
-        StoredTensor("I32", (*layer.lead, *weight_shape(rows, width, layer.bits))),
-        StoredTensor("U8", (*layer.lead, *absmax_shape(rows, width))),
-        StoredTensor("U8", (width,)) if layer.decoding.transformed else None,
+        StoredTensor("I32", (*lead, *weight_shape(rows, width, decoding.bits))),
+        StoredTensor("U8", (*lead, *absmax_shape(rows, width))),
+        StoredTensor("U8", (width,)) if decoding.transformed else None,
     )
-    of_what = f"for a {[*layer.lead, rows, width]} weight in {layer.bits} bits, transform {transform!r}"
+    of_what = f"for a {[*shape]} weight in {decoding.bits} bits, transform {decoding.transform!r}"
     return [
         f"{name + suffix}: found {tensors.get(name + suffix, 'none')}, expected {wanted or 'none'} {of_what}"
         for suffix, wanted in zip(PACKED_SUFFIXES, expected, strict=True)

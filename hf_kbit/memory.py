@@ -37,16 +37,17 @@ class Footprint:
         packable = selection.Packable(model)
         chosen = packable.choose(config)
         tables = packable.tables_in(chosen)
-        layers = [name for name in chosen if name not in tables]
+        sites = packable.sites
+        layers = [sites[name] for name in chosen if name not in tables]
         check_any(model, layers)
         whole = sum(parameter.nbytes for parameter in model.parameters())
         parts = {
-            "what is not quantized": whole - sum(selection.dense_weight(model, name).nbytes for name in chosen),
-            "tables of embeddings": packed_bytes(model, tables, config),
-            "column scales": column_bytes(model, layers, config),
+            "what is not quantized": whole - sum(sites[name].weight.nbytes for name in chosen),
+            "tables of embeddings": packed_bytes({sites[name]: bits for name, bits in tables.items()}, config),
+            "column scales": column_bytes(layers, config),
             f"what is kept of {context:,} tokens": cache_bytes(model, context),
         }
-        return cls(stored_weights(model, layers), parts)
+        return cls(stored_weights(layers), parts)
 
     def weight_bytes(self, bits: float) -> float:
         """Of weights of so many bits on average, and their scales."""

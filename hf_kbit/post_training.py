@@ -17,11 +17,11 @@ from hf_kbit.calibration.layerwise import Calibration, Solving, choose, sort
 from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.format import BITS
-from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.in_place import keep_adapters, quantize_layers
 from hf_kbit.integrations.transformers.inputs import take
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.integrations.transformers.report import report_exceptions
+from hf_kbit.integrations.transformers.selection import Packable, Plan
 from hf_kbit.memory import ENOUGH_FOR_LAYERS, Footprint, bits_for_memory, embedding_bits_for_memory, parse_size
 from hf_kbit.nn.weight import packed_layers
 from hf_kbit.widths import measure as measure_widths
@@ -128,7 +128,7 @@ def quantize_model(
         config, fitting = _with_tables(model, config, fitting, report)
     packable, chosen = choose(model, config)
     if calibrate:
-        solving.check_model(model, chosen, text, device)
+        solving.check_model(model, [packable.sites[name] for name in chosen], text, device)
     before, tables = _bytes(model), packable.tables_in(chosen)
     reasons = ({} if config.embedding_bits is not None else dict.fromkeys(packable.tables, "table")) | packable.reasons
     mean = config.bits if fitting.memory is None else _mean_in_memory(model, fitting, config, report)
@@ -137,23 +137,23 @@ def quantize_model(
         ids, source = _read(model, text, solving, calibrate, measured, device)
     if mean % 1:
         if measured:
-            own = _measured(model, mean, ids, source, config, device, report)
+            own = _measured(model, packable, mean, ids, source, config, device, report)
         else:
-            own = by_rule(model, [name for name in chosen if name not in tables], mean)
-            _report_widths(model, own, ", by names and shapes", report)
+            own = by_rule(model, {name: packable.sites[name] for name in chosen if name not in tables}, mean)
+            _report_widths(packable, own, ", by names and shapes", report)
         config, chosen = config_of(config, own), chosen | own
     elif fitting.memory is not None:
         config, chosen = replace(config, bits=int(mean)), {name: tables.get(name, int(mean)) for name in chosen}
+    plan = Plan.of(packable, config, chosen)
     if calibrate:
         report("calibrating", f"{solving.method}, {size_of(ids)} of {source}")
-        Calibration(model, packable, chosen, config, solving, ids, device, progress=True).run()
-        lost = model.hf_quantizer.lost
-        if model.hf_quantizer.tuned:
-            report("tuned", model.hf_quantizer.tuned)
+        Calibration(plan, solving, ids, device, progress=True).run()
+        if plan.outcome.tuned:
+            report("tuned", plan.outcome.tuned)
     else:
-        lost = _quantize_all(model, packable, config, chosen, device)
-    chosen = {name: bits for name, bits in chosen.items() if name not in lost}
-    reasons = reasons | dict.fromkeys(lost, "range")
+        quantize_all(plan, device)
+    chosen = {name: bits for name, bits in chosen.items() if name not in plan.outcome.lost}
+    reasons = reasons | dict.fromkeys(plan.outcome.lost, "range")
     left = {
         name: reasons.get(name, "asked for")
         for name in packable.names
@@ -189,24 +189,16 @@ def _check_use(
         raise ValueError("data: found it, but neither calibrate nor measured widths need it")
 
 
-def _quantize_all(
-    model: nn.Module,
-    packable: selection.Packable,
-    config: KbitConfig,
-    chosen: Mapping[str, int],
-    device: torch.device | str | None,
-) -> dict[str, str]:
-    """Without data; what of it stays in 16 bits, and why."""
-    quantizer = KbitHfQuantizer(config, pre_quantized=False)
-    quantize_layers(model, packable, chosen, quantizer, device)
+def quantize_all(plan: Plan, device: torch.device | str | None) -> None:
+    """Quantizes all of a plan without data."""
+    model = plan.model
+    quantize_layers(plan, plan.decodings, device)
     keep_adapters(model)
     if isinstance(model, PreTrainedModel):
-        quantizer.adopt(model, chosen, packable.told(chosen))
+        KbitHfQuantizer(plan.config, pre_quantized=False).adopt(plan)
     else:
-        quantizer.unusual = packable.told(chosen)
-        take(packed_layers(model), config.inputs)
-        report_exceptions(quantizer, packed_layers(model))
-    return quantizer.lost
+        take(packed_layers(model), plan.config.inputs)
+        report_exceptions(plan.outcome)
 
 
 def _bytes(model: nn.Module) -> int:
@@ -259,7 +251,7 @@ def _read(
 
 
 def _measured(
-    model, mean: float, ids: list[torch.Tensor], source: str, config: KbitConfig, device, report
+    model, packable: Packable, mean: float, ids: list[torch.Tensor], source: str, config: KbitConfig, device, report
 ) -> dict[str, int]:
     """Widths for a mean, by what each layer loses; says which layers get how many, and why."""
     sample = [row[: MEASURED[1]] for row in ids[:: max(len(ids) // MEASURED[0], 1)][: MEASURED[0]]]
@@ -267,7 +259,7 @@ def _measured(
     report("measuring", f"what few bits in each layer cost on {tokens:,} tokens of {source}")
     layers = measure_widths(model, sample, config, device=device, progress=True)
     chosen = spend(layers, mean)
-    _report_widths(model, chosen, "", report)
+    _report_widths(packable, chosen, "", report)
     costs = sorted(layers, key=lambda name: layers[name].costs[BITS[0]] / layers[name].weights)
     for extreme, name in (("most", costs[-1]), ("least", costs[0])):
         cost = f"for {BITS[0]} cost {layers[name].costs[BITS[0]] / tokens:.2g} nats a token"
@@ -275,13 +267,13 @@ def _measured(
     return chosen
 
 
-def _report_widths(model: nn.Module, chosen: Mapping[str, int], how: str, report) -> None:
+def _report_widths(packable: Packable, chosen: Mapping[str, int], how: str, report) -> None:
     """Says how many layers have which width, and the mean of each kind."""
     counts = ", ".join(f"{count} in {width} bits" for width, count in sorted(Counter(chosen.values()).items()))
     weights, used = Counter(), Counter()
     for name, width in chosen.items():
         for key in ("", name.rpartition(".")[2]):
-            weights[key] += (stored := stored_weights(model, [name]))
+            weights[key] += (stored := stored_weights([packable.sites[name]]))
             used[key] += stored * width
     means = {key: used[key] / weights[key] for key in weights}
     report("widths", f"{means.pop(''):.2f} bits for a weight{how}: {counts}")

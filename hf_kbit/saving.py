@@ -26,9 +26,7 @@ from hf_kbit.checkpoint import PACKED_SUFFIXES
 from hf_kbit.config import KbitConfig
 from hf_kbit.durable import move_out, settle
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.integrations.transformers.in_place import tie
-from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
-from hf_kbit.nn.experts import home_of
+from hf_kbit.nn.site import Site
 from hf_kbit.nn.weight import KbitWeight, distinct, is_sharded, packed_layers
 from hf_kbit.packed import Packed
 from hf_kbit.stored import Stored
@@ -114,16 +112,15 @@ def load_into(module: nn.Module, folder: str | os.PathLike) -> None:
     config = _read_config(file)
     headers = checkpoint.read_headers(files)
     packed = checkpoint.packed_modules(headers)
-    quantizer = KbitHfQuantizer(config, pre_quantized=True)
-    layers = quantizer.stored_layers(module, {name: name for name in packed})
-    packable = selection.Packable(module)
-    tied = {name: first for name, first in packable.ties.items() if first in layers}
-    expected, optional = _dense(module, {*layers, *tied})
+    plan = selection.Packable(module).stored(config, {name: name for name in packed})
+    expected, optional = _dense(module, [plan.sites[each] for name in plan.decodings for each in plan.group(name)])
     tensors = checkpoint.read(files)
     rest = tensors.keys() - {name + suffix for name in packed for suffix in PACKED_SUFFIXES}
-    problems = [f"{name}: left over, the module has no such linear layer" for name in packed if name not in layers]
-    for name, layer in layers.items():
-        problems += checkpoint.compare_packed(name, headers, layer)
+    problems = [
+        f"{name}: left over, the module has no such linear layer" for name in packed if name not in plan.decodings
+    ]
+    for name, decoding in plan.decodings.items():
+        problems += checkpoint.compare_packed(name, headers, plan.sites[name].shape, decoding)
     left_over = sorted(rest - expected.keys() - optional)
     problems += [f"{name}: left over, the module has no such tensor" for name in left_over]
     for name, tensor in expected.items():
@@ -132,13 +129,9 @@ def load_into(module: nn.Module, folder: str | os.PathLike) -> None:
             problems.append(f"{name}: {found}, expected {_kind(tensor)}")
     checkpoint.refuse(problems, f"{folder}: what is saved there does not fit the module ({type(module).__name__})")
     checkpoint.check_save(files, config.stored, packed)
-    for name, layer in layers.items():
-        device = selection.dense_weight(module, name).device
-        stored = (tensors[name + suffix] for suffix in PACKED_SUFFIXES if name + suffix in tensors)
-        planes, absmax, *columns = (tensor.to("cpu" if device.type == "meta" else device) for tensor in stored)
-        layer.load(Packed(planes, absmax, layer.decoding, *columns))
-        selection.replace_modules(module, {name: layer})
-        tie(module, packable, quantizer, name)
+    for name, decoding in plan.decodings.items():
+        planes, absmax, columns = (tensors.get(name + suffix) for suffix in PACKED_SUFFIXES)
+        plan.put(name, Packed(planes, absmax, decoding, columns))
     _fill(module, {tensor: tensors[name] for name, tensor in expected.items()})
 
 
@@ -225,11 +218,10 @@ def _read_config(file: Path) -> KbitConfig:
         raise ValueError(f"{file}: {error}") from error
 
 
-def _dense(module: nn.Module, layers: set[str]) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """What is to be filled besides ``layers``, by its first name, and the names of what need not be: buffers that no
+def _dense(module: nn.Module, packed: list[Site]) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """What is to be filled besides ``packed``, by its first name, and the names of what need not be: buffers that no
     state dict holds, unless the module waits for them on the meta device."""
-    packed = {home_of(module, name) for name in layers}
-    names = {}
+    packed, names = {(site.home, site.own) for site in packed}, {}
     for prefix, part in module.named_modules():
         for own, tensor in (part._parameters | part._buffers).items():
             if tensor is not None and (part, own) not in packed:

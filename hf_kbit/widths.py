@@ -27,7 +27,8 @@ from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.evaluation import check, is_text
 from hf_kbit.format import BITS
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.nn.experts import is_projection
+from hf_kbit.nn.experts import KbitProjection
+from hf_kbit.nn.site import Site
 from hf_kbit.packed import quantize_weight
 from hf_kbit.tensor import KbitTensor
 
@@ -125,7 +126,8 @@ def measure(
         raise ValueError("model: found a quantized one, expected one that is not")
     window = window if is_text(ids) else max(2, *map(len, ids))
     check({"model": model.config}, ids, window, window)
-    names, device = _layers(model, config), stream.resolve(device, model)
+    sites, device = _layers(model, config), stream.resolve(device, model)
+    names, projections = list(sites), [site for site in sites.values() if site.kind is KbitProjection]
     window = min(window, len(ids)) if is_text(ids) else window
     together = max(LOGITS // (window * model.config.get_text_config().vocab_size), 1)
     rows = ids.split(window) if is_text(ids) else ids
@@ -133,7 +135,7 @@ def measure(
     costs = {name: dict.fromkeys(BITS, 0.0) for name in names}
     generator = torch.Generator(device).manual_seed(SEED)
     bar = tqdm(total=len(names) * len(pieces), desc="measuring", disable=not progress)
-    with stream.evaluating(model), opened(model, [name for name in names if is_projection(model, name)]), bar:
+    with stream.evaluating(model), opened(projections), bar:
         dimensions = check_layers(model, units(model, names), pieces, device)
         check_gradients(model, names, pieces, device)
         for piece in pieces:
@@ -141,15 +143,16 @@ def measure(
     for name, found in costs.items():
         if not all(map(math.isfinite, found.values())):
             raise ValueError(f"{name}: found NaN or infinite gradients, expected finite ones")
-    return {name: Layer(stored_weights(model, [name]), found) for name, found in costs.items()}
+    return {name: Layer(stored_weights([sites[name]]), found) for name, found in costs.items()}
 
 
-def _layers(model: nn.Module, config: KbitConfig) -> list[str]:
+def _layers(model: nn.Module, config: KbitConfig) -> dict[str, Site]:
     """Which layers get a width of their own: all that it quantizes but tables, which have ``embedding_bits``."""
     config = replace(config, bits=BITS[0], module_bits=left(config), embedding_bits=None)
-    names = list(selection.Packable(model).choose(config))
+    packable = selection.Packable(model)
+    names = packable.choose(config)
     check_any(model, names)
-    return names
+    return {name: packable.sites[name] for name in names}
 
 
 def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, costs, dimensions, bar: tqdm) -> None:

@@ -64,7 +64,7 @@ def give_own_levels(model: torch.nn.Module) -> None:
     for seed, layer in enumerate(module for module in model.modules() if isinstance(module, KbitWeight)):
         inner = torch.rand(2**layer.bits - 2, generator=generator(seed)) - 0.5
         levels = (-1.0, *inner.sort().values.tolist(), 1.0)
-        layer.load(quantize_weight(layer.dequantize(), levels, search=True, transform=layer.transform))
+        layer.load(quantize_weight(layer.dequantize(), levels, search=True, transform=layer.recipe.transform))
 
 
 def columns(in_features: int, scaled: bool = True, seed: int = 0) -> torch.Tensor | None:

@@ -137,7 +137,9 @@ def test_reader_of_the_format_page(make, settings, layers_and_version, tmp_path)
     config = KbitConfig(bits=4, module_bits={"q_proj": 2, "v_proj": 5, "down_proj": 3}, **settings)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
     layer = model.model.layers[0].self_attn.q_proj  # gets levels of its own, as releases to 0.1.0 gave layers
-    layer.load(quantize_weight(layer.dequantize(), (-1.0, -0.125, 0.25, 1.0), search=True, transform=layer.transform))
+    layer.load(
+        quantize_weight(layer.dequantize(), (-1.0, -0.125, 0.25, 1.0), search=True, transform=layer.recipe.transform)
+    )
     model.save_pretrained(tmp_path / "packed", max_shard_size="20KB")
     assert len(list((tmp_path / "packed").glob("*.safetensors"))) > 1
 

@@ -18,14 +18,13 @@ from transformers import (
     BertForMaskedLM,
     LlamaForCausalLM,
 )
-from transformers.pytorch_utils import Conv1D
 
 from hf_kbit import KbitConfig, KbitLinear, widths
 from hf_kbit.allocation import Layer, spend, stored_weights
 from hf_kbit.calibration.writing import draw, write
 from hf_kbit.format import BITS, layer_exponent
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.nn.experts import is_projection, is_transposed, place_of
+from hf_kbit.nn.site import site_of
 from hf_kbit.widths import choose_widths, measure
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -72,13 +71,6 @@ def test_bits_go_where_a_weight_gains_most():
     assert spend(layers, 2.5) == {name: 2 if name == "large" else 3 for name in layers}
 
 
-def is_turned(model, name: str) -> bool:
-    """Whether a weight, or each expert's, is [K, N] in the model."""
-    if is_projection(model, name):
-        return is_transposed(place_of(model, name)[0])
-    return isinstance(model.get_submodule(name), Conv1D)
-
-
 def by_autograd(model, tokens, config, window) -> dict[str, dict[int, float]]:
     """Costs by the definition, from gradients of the whole model's weights, one window after another."""
     generator, costs = torch.Generator().manual_seed(widths.SEED), {}
@@ -87,9 +79,10 @@ def by_autograd(model, tokens, config, window) -> dict[str, dict[int, float]]:
     for piece in pieces:
         logs = model(piece[None], use_cache=False).logits[0].float().log_softmax(-1)
         logs.gather(1, draw(logs.detach().exp(), generator)).sum().backward()
-        for name in selection.Packable(model).choose(config):
-            weight, turned = selection.dense_weight(model, name), is_turned(model, name)
-            dense, gradient = (x.mT if turned else x for x in (weight.data, weight.grad))
+        packable = selection.Packable(model)
+        for name in packable.choose(config):
+            site = packable.sites[name]
+            dense, gradient = site.turned(site.weight.data), site.turned(site.weight.grad)
             dense, gradient = dense.flatten(0, -2), gradient.flatten(0, -2)  # experts have one exponent
             for bits in BITS:
                 codebook = torch.tensor(config.levels_for(bits))
@@ -119,7 +112,7 @@ def test_costs_are_what_gradients_say(name, frozen, monkeypatch):
     largest = max(costs[2] for costs in expected.values())
     for layer, costs in expected.items():
         assert found[layer].costs == pytest.approx(costs, rel=1e-2, abs=1e-5 * largest), layer
-        assert found[layer].weights == stored_weights(model, [layer])
+        assert found[layer].weights == stored_weights([site_of(model, layer)])
     assert model.training and [type(module) for module in model.modules()] == kinds
     assert list(model.state_dict()) == list(before)
     assert all(torch.equal(tensor, values[name]) for name, tensor in model.state_dict().items())
@@ -173,7 +166,7 @@ def test_bits_go_to_the_layers_that_matter(name, tmp_path):
     assert config.modules_to_not_convert == ["k_proj"]
     chosen = selection.Packable(model).choose(config)
     assert chosen[f"model.layers.0.{name}"] == 2 < chosen[f"model.layers.1.{name}"]
-    sizes = {own: stored_weights(model, [own]) for own in chosen}
+    sizes = {own: stored_weights([site_of(model, own)]) for own in chosen}
     assert 3.3 < sum(sizes[own] * chosen[own] for own in chosen) / sum(sizes.values()) <= 3.5
     model.save_pretrained(tmp_path)
     layers = kbit_layers(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config))
@@ -245,7 +238,7 @@ def by_rule(bits, build=LlamaForCausalLM, **settings):
         model = build(build.config_class(**{**shape, "vocab_size": 256, "num_hidden_layers": 12, **settings}))
     config = widths.widths_by_rule(model, bits)
     chosen = selection.Packable(model).choose(config)
-    sizes = {name: stored_weights(model, [name]) for name in chosen}
+    sizes = {name: stored_weights([site_of(model, name)]) for name in chosen}
     return sum(chosen[name] * size for name, size in sizes.items()) / sum(sizes.values()), chosen
 
 

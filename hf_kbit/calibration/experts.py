@@ -4,7 +4,7 @@ A projection of all experts is a tensor of their module, which no hook sees. Ins
 as a packed one is (``nn.experts``), and what is done to linear layers can be done to it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -12,16 +12,14 @@ import torch
 from torch import nn
 
 from hf_kbit.calibration.moments import Moments, given
-from hf_kbit.integrations.transformers import experts as integration
+from hf_kbit.nn.classes import change
 from hf_kbit.nn.experts import (
     KbitExperts,
     KbitProjection,
     arguments,
     dense_product,
-    is_transposed,
-    place_of,
-    plain_class,
 )
+from hf_kbit.nn.site import Site, put_projection
 
 # Numbers of float32, 4 GiB: in one run of the data the moments of so many experts are added up as take this. Those of
 # Qwen3-30B-A3B, 2048 wide, all 128; of the down projections of Mixtral-8x7B, 14336 wide, two at a time.
@@ -45,12 +43,11 @@ class DenseProjection(nn.Module):
 
 
 @contextmanager
-def opened(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Inside, the projections of those names are modules; afterwards tensors again, but for those that are packed."""
-    places = [place_of(model, name) for name in names]
-    before = {experts: (type(experts), dict(experts._parameters)) for experts, _ in places}
-    for name, (experts, own) in zip(names, places, strict=True):
-        integration.put(model, name, DenseProjection(experts._parameters[own], is_transposed(experts)))
+def opened(projections: Iterable[Site]) -> Iterator[None]:
+    """Inside, dense projections are modules; afterwards tensors again, but for those that are packed."""
+    before = {site.home: (type(site.home), dict(site.home._parameters)) for site in projections}
+    for site in projections:
+        put_projection(site, DenseProjection(site.weight, site.transposed))
     try:
         yield
     finally:
@@ -60,7 +57,7 @@ def opened(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
             experts._parameters.clear()
             experts._parameters.update({own: x for own, x in tensors.items() if own not in experts._modules})
             if not any(isinstance(child, KbitProjection) for child in experts.children()):
-                experts.__class__ = plain
+                change(experts, plain)
 
 
 class Share(NamedTuple):
@@ -93,10 +90,10 @@ def _shares(projection, experts, once, runs, diagonal, numbers) -> list[Share]:
     sent = []
 
     def keep(module, args, keywords):
-        sent.append(arguments(plain_class(module), args, keywords)[1:2])  # Llama 4's experts are given none
+        sent.append(arguments(type(module).plain, args, keywords)[1:2])  # Llama 4's experts are given none
 
     def send_again(module, args, keywords):
-        hidden_states, *others = arguments(plain_class(module), args, keywords)
+        hidden_states, *others = arguments(type(module).plain, args, keywords)
         return (hidden_states, *sent.pop(0), *others[1:]), {}
 
     size = projection.matrices.shape[-1]

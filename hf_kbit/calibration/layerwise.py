@@ -1,6 +1,7 @@
 """``calibrate``: quantizes a model one layer at a time, with solvers that know what goes through its layers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -25,10 +26,12 @@ from hf_kbit.calibration.writing import write
 from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.integrations.transformers.fit import saved_class
-from hf_kbit.integrations.transformers.in_place import keep_adapters, leave_lost, quantize_layers, tie
-from hf_kbit.integrations.transformers.plain import is_linear
+from hf_kbit.integrations.transformers.in_place import keep_adapters, leave_lost, quantize_layers
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
-from hf_kbit.nn.experts import home_of, is_projection
+from hf_kbit.nn.classes import twin
+from hf_kbit.nn.experts import KbitProjection
+from hf_kbit.nn.linear import is_linear
+from hf_kbit.nn.site import Site, empty, pack, unpacked
 from hf_kbit.nn.weight import KbitWeight, packed_layers
 from hf_kbit.packed import Decoding, Packed
 from hf_kbit.tensor import PACKED
@@ -85,8 +88,8 @@ class Solving:
         if self.tune < 0:
             raise ValueError(f"tune: found {self.tune}, expected 0 or more steps")
 
-    def check_model(self, model: PreTrainedModel, names: Iterable[str], text: Text, device) -> None:
-        """Refuses a model of which layers of these names cannot be calibrated, or tuned."""
+    def check_model(self, model: PreTrainedModel, sites: Iterable[Site], text: Text, device) -> None:
+        """Refuses a model of which these layers cannot be calibrated, or tuned."""
         if not stream.reads_tokens(model):
             raise ValueError(f"model: found {type(model).__name__}, expected a model that reads token ids (input_ids)")
         devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
@@ -98,7 +101,7 @@ class Solving:
                 "predicts the next token"
             )
         if self.tune and self.tune_whole:
-            tuning.check_room(model, stored_weights(model, names), text.tokens, stream.resolve(device, model))
+            tuning.check_room(model, stored_weights(sites), text.tokens, stream.resolve(device, model))
 
 
 def calibrate(
@@ -170,13 +173,14 @@ def calibrate(
     if not isinstance(model, nn.Module):
         model = load(model, **source)
     packable, chosen = choose(model, config)
-    solving.check_model(model, chosen, text, device)
+    solving.check_model(model, [packable.sites[name] for name in chosen], text, device)
     if data is None and solving.needs_little:
         text = text.little()
     elif data is None:
         how = {"tokenizer": text.tokenizer, "tune": solving.tune, "device": device, "progress": progress}
         text = replace(text, data=write(model, text.sequences, text.length, **how, **source))
-    Calibration(model, packable, chosen, config, solving, text.ids(model, **source), device, progress).run()
+    plan = selection.Plan.of(packable, config, chosen)
+    Calibration(plan, solving, text.ids(model, **source), device, progress).run()
     return model
 
 
@@ -200,9 +204,9 @@ def choose(model: nn.Module, config: KbitConfig) -> tuple[selection.Packable, di
     packable = selection.Packable(model)
     chosen = packable.choose(config)
     check_any(model, chosen)
-    for name in chosen:
-        weight = selection.dense_weight(model, name)
-        if weight.is_meta or hasattr(home_of(model, name)[0], "_hf_hook"):
+    for site in map(packable.sites.get, chosen):
+        name, weight = site.name, site.weight
+        if weight.is_meta or hasattr(site.home, "_hf_hook"):
             found = "found it on the meta device, or placed by accelerate, expected it in memory"
             raise ValueError(f"{name}.weight: {found}")
         if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -219,23 +223,20 @@ def check_any(model: nn.Module, names: Iterable[str]) -> None:
 
 
 class Calibration:
-    """Quantizes a model of Transformers in place for what its layers are given, one of them after another, when it
-    reads ``sequences``, int64 ``[tokens]`` each; ``packable`` and ``widths`` are what ``choose`` gave."""
+    """Quantizes a model of Transformers, as a plan has it, for what its layers are given, one of them after another,
+    when it reads ``sequences``, int64 ``[tokens]`` each."""
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        packable: selection.Packable,
-        widths: Mapping[str, int],
-        config: KbitConfig,
+        plan: selection.Plan,
         solving: Solving,
         sequences: list[torch.Tensor],
         device: torch.device | str | None = None,
         progress: bool = False,
     ):
-        self.model, self.packable, self.solving, self.progress = model, packable, solving, progress
-        self.device, self.text = stream.resolve(device, model), sequences
-        self.quantizer, self.solver = KbitHfQuantizer(config, pre_quantized=False), METHODS[solving.method]
+        self.plan, self.model, self.solving, self.progress = plan, plan.model, solving, progress
+        self.device, self.text = stream.resolve(device, self.model), sequences
+        self.solver = METHODS[solving.method]
         self.steps = stream.usual(tuning.STEPS, self.device) if solving.tune is True else int(solving.tune)
         if self.steps and len(sequences) < 2:
             raise ValueError("data: found 1 sequence, expected 2 or more to tune on, one of which is held out")
@@ -244,10 +245,17 @@ class Calibration:
             sequences = sequences[:: max(len(sequences) // SEQUENCES, 1)][:SEQUENCES]
             size = min(size, tuning.most_together(sequences, self.device), len(sequences) // 2)
         self.batches = batches_of(sequences, size)
-        widths = leave_lost(model, widths, self.quantizer, self.device)
-        self.tables, self.heads = packable.tables_in(widths), _heads(model, packable, widths)
-        self.widths = {name: bits for name, bits in widths.items() if name not in self.tables}
-        self.widths |= {head: self.tables[first] for head, first in self.heads.items()}
+        leave_lost(plan, self.device)
+        names = [name for name in plan.decodings if name not in plan.outcome.lost]
+        self.tables = [name for name in names if any(plan.sites[each].is_table for each in plan.group(name))]
+        # ``{name: name under which its weight is stored}`` of heads that are tied to tables: their rounding errors
+        # cost nearly all that those of the tables do, and their inputs are known (docs/quality.md).
+        self.heads = {
+            called[0]: name
+            for name in self.tables
+            if (called := [each for each in plan.group(name) if not plan.sites[each].is_table])
+        }
+        self.names = [*(name for name in names if name not in self.tables), *self.heads]
         # After the batches as dense layers pass them on come, where there is drift, those as quantized ones do.
         self.drifting = not self.solver.DIAGONAL
         self.first = len(self.batches) if self.drifting else 0
@@ -278,31 +286,30 @@ class Calibration:
 
     @torch.no_grad()
     def _run(self) -> None:
-        model, heads, tables = self.model, self.heads, self.tables
-        layers, projections = units(model, list(self.widths)), [n for n in self.widths if is_projection(model, n)]
-        with stream.evaluating(model), experts.opened(model, projections):  # refuses before anything changes
+        model, plan = self.model, self.plan
+        sites = {name: plan.sites[name] for name in self.names}
+        layers, projections = units(model, sites), [site for site in sites.values() if site.kind is KbitProjection]
+        with stream.evaluating(model), experts.opened(projections):  # refuses before anything changes
             self.dimensions = check(model, layers, self.batches, self.device)
             if self.drifting:
                 head = model.get_output_embeddings()
-                names = [n for n in self.widths if n not in projections and model.get_submodule(n) is not head]
+                names = [name for name, site in sites.items() if site not in projections and site.home is not head]
                 self.token_weights = sensitivity.token_weights(
                     model, {name: self.dimensions[name] for name in names}, self.batches, self.device, self.progress
                 )
             if self.solving.resume is not None:
                 self.finished = Finished(Path(self.solving.resume), self._digest())
         dense = tuning.sharing_copy(model).eval() if self.steps and self.solving.tune_whole else None
-        untied = {name: bits for name, bits in tables.items() if name not in heads.values()}
-        quantize_layers(model, self.packable, untied, self.quantizer, self.device)  # data comes from them
+        untied = [name for name in self.tables if name not in self.heads.values()]
+        quantize_layers(plan, untied, self.device)  # data comes from them
         # Before a layer computes in another dtype: they stand for the weights as the model has them.
-        self.empty = {name: self.quantizer.new_layer(model, name, bits) for name, bits in self.widths.items()}
-        for head in heads:
-            self.empty[head].balances = False  # as a table
+        self.empty = {name: empty(site, plan.decodings[self.heads.get(name, name)]) for name, site in sites.items()}
         self.layers, batches = dict(layers), self.batches * (2 if self.drifting else 1)
-        self.bar = tqdm(total=len(self.widths), desc="calibrating", unit="layer", disable=not self.progress)
-        with stream.evaluating(model), experts.opened(model, projections), self.bar:
+        self.bar = tqdm(total=len(sites), desc="calibrating", unit="layer", disable=not self.progress)
+        with stream.evaluating(model), experts.opened(projections), self.bar:
             stream.stream(model, layers, batches, self.device, self._visit)
-        for head in heads:
-            tie(model, self.packable, self.quantizer, head)
+        for head in self.heads:
+            plan.tie(head)
         if self.without_data:  # in this run: others, before it was killed, had theirs
             logger.log(
                 logging.WARNING if any(self.without_data) else logging.INFO,
@@ -310,13 +317,11 @@ class Calibration:
                 sum(self.without_data),
                 len(self.without_data),
             )
-        tuned = self._tuned(dense)
+        plan.outcome.tuned = self._tuned(dense)
         keep_adapters(model)
-        chosen = {**tables, **self.widths}
-        self.quantizer.adopt(model, chosen, self.packable.told(chosen))
-        if tuned:
-            self.quantizer.tuned = tuned
-            logger.info("hf_kbit: tuned: %s", tuned)
+        KbitHfQuantizer(plan.config, pre_quantized=False).adopt(plan)
+        if plan.outcome.tuned:
+            logger.info("hf_kbit: tuned: %s", plan.outcome.tuned)
 
     def _tuned(self, dense: PreTrainedModel | None) -> str:
         """Tunes the whole model towards ``dense``, if there is one; what all tuning has gained, in words."""
@@ -325,7 +330,7 @@ class Calibration:
             was, now = (sum(each) / len(self.errors) for each in zip(*self.errors, strict=True))
             told.append(f"squared error of layers' outputs {was:.3g} -> {now:.3g} of their squares")
         if dense is not None:
-            trained = [name for name in self.widths if name not in self.heads]
+            trained = [name for name in self.names if name not in self.heads]
             how = self.text, self.steps, self.device, self.finished, self.progress
             with stream.evaluating(self.model):
                 told.append(f"then {tuning.tune_model(self.model, dense, trained, *how)}")
@@ -335,7 +340,7 @@ class Calibration:
 
     def _digest(self) -> str:
         """Of all that the result depends on."""
-        config, solving = self.quantizer.quantization_config, self.solving
+        config, solving = self.plan.config, self.solving
         run = (hf_kbit.__version__, torch.__version__, self.device.type, solving.method, solving.batch, config)
         run += (self.steps,) if self.steps else ()  # not tune_whole: layers are the same
         run += (sensitivity.BLEND,) if self.token_weights else ()
@@ -345,7 +350,8 @@ class Calibration:
         """Quantizes one layer of the model; returns what it computes then, and before that what it did."""
         names = self.layers.pop(unit, ())  # none if it has been here, as layers that a model shares
         dense = {name: self.model.get_submodule(name) for name in names}
-        new = {name: self.empty.pop(name) for name in names}
+        weights = {name: layer.weight for name, layer in dense.items()}
+        new = {name: self._empty(name) for name in names}
         if names and not self._restored(unit, new):
             # Of one that is a layer of the model by itself, such as a head, the outputs would be large.
             alone = [moments.Group(names, True)] if names == [unit] else None
@@ -356,11 +362,51 @@ class Calibration:
                 self.errors.append(tuning.tune_layer(self.model, new, run, *how))
             if self.finished is not None:
                 tensors = {f"{name}.{own}": x for name, layer in new.items() for own, x in layer.packed.items()}
-                how = {name: [layer.decoding.to_dict(), layer.untransformed] for name, layer in new.items()}
+                untransformed = self.plan.outcome.untransformed
+                how = {name: [layer.decoding.to_dict(), untransformed.get(name, "")] for name, layer in new.items()}
                 self.finished.save(unit, tensors, how)
-        selection.replace_modules(self.model, new)
+        for name, layer in new.items():
+            site = self.plan.sites[name]
+            if site.kind is KbitProjection:
+                setattr(site.home, site.own, layer)
+                layer.qualified_name = name
+            else:
+                pack(site, layer.weight, layer.recipe)
         self.bar.update(len(names))
-        return self._outputs(dense, new, run)
+        return self._outputs(dense, weights, run)
+
+    def _outputs(self, dense: dict, weights: dict, run: Callable[..., Any]) -> Iterator[Any]:
+        if self.drifting:
+            with ExitStack() as stack:
+                for name, weight in weights.items():
+                    stack.enter_context(self._dense(self.plan.sites[name], dense[name], weight))
+                yield from (run(number, last=True) for number in range(self.first))
+        yield from (run(self.first + number, last=True) for number in range(len(self.batches)))
+
+    def _empty(self, name: str) -> KbitWeight:
+        """A layer that computes as the one of that name will when it is packed, apart from the model."""
+        site, recipe, weight = self.plan.sites[name], self.plan.recipe(name), self.empty.pop(name)
+        if site.kind is KbitProjection:
+            return KbitProjection.of(weight, recipe, site.transposed).train(site.home.training)
+        layer = twin(site.home)
+        vars(layer).pop("forward", None)  # of a walk through the model
+        site.kind.pack(layer, weight, recipe)
+        return layer
+
+    @staticmethod
+    @contextmanager
+    def _dense(site: Site, dense: nn.Module, weight: nn.Parameter) -> Iterator[None]:
+        """Inside, a packed layer is what it was before."""
+        if site.kind is not KbitProjection:
+            with unpacked(site, weight):
+                yield
+            return
+        packed = site.layer
+        setattr(site.home, site.own, dense)
+        try:
+            yield
+        finally:
+            setattr(site.home, site.own, packed)
 
     def _restored(self, unit: str, new: dict[str, KbitWeight]) -> bool:
         """Fills the layers with what a run that was killed has finished, if it has."""
@@ -371,18 +417,10 @@ class Calibration:
             decoding, untransformed = how[name]
             stored = (tensors.get(f"{name}.{own}") for own in PACKED)
             planes, absmax, columns = (None if x is None else x.to(self.device) for x in stored)
-            decoding = Decoding.from_dict(decoding, layer.bits, name)
-            layer.load(Packed(planes, absmax, decoding, columns, untransformed))
+            layer.load(Packed(planes, absmax, Decoding.from_dict(decoding, layer.bits, name), columns))
+            if untransformed:
+                self.plan.outcome.untransformed[name] = untransformed
         return True
-
-    def _outputs(self, dense: dict, new: dict, run: Callable[..., Any]) -> Iterator[Any]:
-        if self.drifting:
-            selection.replace_modules(self.model, dense)
-            try:
-                yield from (run(number, last=True) for number in range(self.first))
-            finally:
-                selection.replace_modules(self.model, new)
-        yield from (run(self.first + number, last=True) for number in range(len(self.batches)))
 
     def _solve(self, dense: dict, new: dict, run: Callable[..., Any], alone: list[moments.Group] | None) -> None:
         """Gives each of the ``new`` layers its weight, in the order in which they are called."""
@@ -404,30 +442,24 @@ class Calibration:
                 (name,) = group.names
                 around = self.model.get_submodule(name.rpartition(".")[0])
                 shares = experts.shares(like, around, group.once, runs, self.solver.DIAGONAL)
-                self.without_data += round_projection(name, new[name], like, shares, self.solver)
+                few, why = round_projection(name, new[name], like, shares, self.solver)
+                self.without_data += few
+                self._tell(name, why)
             else:
                 weights, dimension = self._weights(group.names), self.dimensions[group.names[0]]
                 found = moments.moments(like, group, runs, self.solver.DIAGONAL, weights, dimension)
                 for name in group.names:
-                    round_linear(name, new[name], dense[name], found, self.solver)
+                    self._tell(name, round_linear(name, new[name], dense[name], found, self.solver))
             done |= {name: new[name] for name in group.names}
+
+    def _tell(self, name: str, untransformed: str) -> None:
+        if untransformed:
+            self.plan.outcome.untransformed[name] = untransformed
 
     def _weights(self, names: list[str]) -> list[torch.Tensor]:
         """Of the tokens of each batch, the mean over these layers; none if they count alike."""
         found = [self.token_weights[name] for name in names if name in self.token_weights]
         return [sum(of_batch) / len(found) for of_batch in zip(*found, strict=True)]
-
-
-def _heads(model, packable: selection.Packable, widths: Mapping[str, int]) -> dict[str, str]:
-    """``{name: name under which its weight is stored}`` of heads that are tied to tables: their rounding errors cost
-    nearly all that those of the tables do, and their inputs are known (docs/quality.md)."""
-    heads = {}
-    for first in dict.fromkeys(packable.ties.values()):
-        tied = (first, *(name for name, stored in packable.ties.items() if stored == first))
-        called = [name for name in tied if is_linear(model.get_submodule(name))]
-        if called and first in widths:
-            heads[called[0]] = first
-    return heads
 
 
 def load(

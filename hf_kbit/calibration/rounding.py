@@ -25,7 +25,8 @@ ROWS = 1 << 16
 FEW = 1 / 8
 
 
-def round_linear(name: str, layer: KbitLinear, dense: nn.Module, moments: Moments, solver: ModuleType) -> None:
+def round_linear(name: str, layer: KbitLinear, dense: nn.Module, moments: Moments, solver: ModuleType) -> str:
+    """Returns why the weight is not transformed, if it was to be."""
     moments.check(name)
     weight = dense.weight.T if isinstance(dense, Conv1D) else dense.weight
     # Feedback lost more with column scales for the inputs: it has all of their moments anyway.
@@ -36,15 +37,16 @@ def round_linear(name: str, layer: KbitLinear, dense: nn.Module, moments: Moment
         planes, absmax = _rounded(weight, moments, how, solver)
         how = how._replace(planes=planes, absmax=absmax)
     layer.load(how)
+    return how.untransformed
 
 
 @launches.shared()
 def round_projection(
     name: str, layer: KbitProjection, dense: DenseProjection, shares, solver: ModuleType
-) -> list[bool]:
+) -> tuple[list[bool], str]:
     """Each expert for its own one of the ``shares``; levels, exponent and column scales are those of all together, as
     they are before the drift moves them. Experts with few rows are quantized without data: returns which, if an
-    expert's own moments count."""
+    expert's own moments count, and why weights are not transformed, if they were to be."""
     weight, columns, few = dense.matrices.detach(), None, []
     if solver.DIAGONAL:
         shares = list(shares)
@@ -59,7 +61,7 @@ def round_projection(
             own = aim(weight[expert].float(), moments)
             how.planes[expert], how.absmax[expert] = _rounded(own, moments, how, solver)
     layer.load(how)
-    return few
+    return few, how.untransformed
 
 
 def _is_done(how: Packed, solver: ModuleType) -> bool:

@@ -272,7 +272,7 @@ class _Group:
         for layer, shape, codes, absmax in zip(self.layers.values(), self.shapes, *parts, strict=True):
             device, columns = layer.weight.device, layer.weight.columns
             planes = pack_codes(codes.view(*shape, BLOCK_SIZE), layer.bits).to(device)
-            layer.load(Packed(planes, absmax.view(shape).to(device), layer.decoding, columns, layer.untransformed))
+            layer.load(Packed(planes, absmax.view(shape).to(device), layer.decoding, columns))
 
 
 class _Bytes(torch.autograd.Function):

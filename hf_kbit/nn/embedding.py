@@ -1,10 +1,10 @@
 """KbitEmbedding: an ``nn.Embedding`` whose table is quantized and frozen, also of a class with a look-up of its own.
 
 Many models have such a class: Gemma's multiplies what is looked up by a number, OPT's counts positions itself. A table
-of such a class becomes one of a class derived from it and from ``KbitEmbedding``.
+of such a class becomes one of a class derived from it and from ``KbitEmbedding``, whose own look-up then finds the
+packed weight.
 """
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,12 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight, is_sharded, local
+from hf_kbit.nn.classes import twin
+from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight, Recipe, is_sharded, local
 from hf_kbit.packed import DEFAULT_TRANSFORM
 from hf_kbit.tensor import KbitTensor
 from hf_kbit.tensor_ops import look_up
-
-MEMBERS = ("_parameters", "_buffers", "_modules")
 
 
 class KbitEmbedding(KbitWeight, nn.Embedding):
@@ -57,7 +56,12 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
     torch.Size([1, 3, 64])
     """
 
+    plain = nn.Embedding
+    wraps = False  # a class's own look-up calls that of ours
     reads_tiles = False
+    recipe = Recipe(balances=False)
+    in_features = property(lambda self: self.embedding_dim)
+    out_features = property(lambda self: self.num_embeddings)
 
     def __init__(
         self,
@@ -72,27 +76,17 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
         scale: str = DEFAULT_SCALE,
         transform: str = DEFAULT_TRANSFORM,
     ):
-        super().__init__(embedding_dim, num_embeddings, bits, codebook, exponent, device, dtype, scale, transform)
-        self.balances = False
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
-
-    @classmethod
-    def empty_like(cls, embedding: nn.Embedding, bits: int = 4, **settings: Any) -> "KbitEmbedding":
-        """One on the meta device that does what ``embedding`` does, with all that this has besides its table."""
-        table = _new(type(embedding))
-        rows, dtype = embedding.num_embeddings, embedding.weight.dtype
-        size = rows, embedding.embedding_dim, embedding.padding_idx
-        KbitEmbedding.__init__(table, *size, bits, device="meta", dtype=dtype, **settings)
-        table.take_besides(embedding)
-        return table
+        sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
+        super().__init__(sizes, bits, codebook, exponent, device, dtype, scale, transform)
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
+        self.scale_grad_by_freq, self.sparse = False, False
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, bits: int = 4, **settings: Any) -> "KbitEmbedding":
         """Quantizes a table where it is; ``embedding`` stays as it was.
 
         Args:
-            embedding: one for which ``is_table`` holds, float32, float16 or bfloat16 ``[N, K]``.
+            embedding: one for which ``nn.site.is_table`` holds, float32, float16 or bfloat16 ``[N, K]``.
             bits: 2 to 5.
             settings: ``codebook``, ``exponent``, ``scale`` and ``transform``.
 
@@ -109,28 +103,17 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
                 f"embedding: found {embedding}, expected one without max_norm, scale_grad_by_freq and sparse, whose "
                 "class calls nn.Embedding's forward"
             )
-        table = cls.empty_like(embedding, bits, **settings)
+        made = cls(*embedding.weight.shape, bits=bits, device="meta", dtype=embedding.weight.dtype, **settings)
+        table = twin(embedding)
+        cls.pack(table, made.weight, made.recipe)
         table.load_dense(embedding.weight)
         return table
 
-    def to_embedding(self, dtype: torch.dtype | None = None, weight: nn.Parameter | None = None) -> nn.Embedding:
-        """What it was before it was quantized, of its decoded rows, or of ``weight`` if that is given."""
-        plain = plain_class(type(self))
-        embedding = plain.__new__(plain)
-        nn.Embedding.__init__(embedding, self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
-        embedding.weight = nn.Parameter(self.dequantize(dtype)) if weight is None else weight
-        KbitEmbedding.take_besides(embedding, self)
+    def to_embedding(self, dtype: torch.dtype | None = None) -> nn.Embedding:
+        """What it was before it was quantized, of its decoded rows."""
+        embedding = twin(self)
+        embedding.unpack(nn.Parameter(self.dequantize(dtype)))
         return embedding
-
-    def take_besides(self, other: nn.Embedding) -> None:
-        """Takes over what a table of the same class has besides its weight: a scale, an offset, a norm."""
-        taken = vars(other).keys() - _names_of_ours()
-        self.__dict__.update({name: vars(other)[name] for name in taken})
-        for kept in MEMBERS:
-            taken = getattr(other, kept).keys() - _names_of_ours()
-            getattr(self, kept).update({name: getattr(other, kept)[name] for name in taken})
-        self._non_persistent_buffers_set |= other._non_persistent_buffers_set - _names_of_ours()
-        self.train(other.training)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """``ids`` int64 or int32 ``[*]``, each 0 to N - 1, to ``[*, K]`` in the dtype of the table that it stands for.
@@ -172,18 +155,10 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, bits={self.bits if self.is_packed else None}"
 
-    def __reduce_ex__(self, protocol):
-        if type(self) is KbitEmbedding:
-            return super().__reduce_ex__(protocol)
-        return _new, (plain_class(type(self)),), self.__getstate__()
-
-
-# --- tables of classes of their own ---------------------------------------------------------------
-
 
 def is_table(module: nn.Module) -> bool:
-    """Whether a ``KbitEmbedding`` can take the place of the module: a table, or of a class that is derived from
-    ``nn.Embedding`` alone, without attributes of names that ours has."""
+    """Whether a module is a table that can be packed: of ``nn.Embedding``, or of a class that is derived from that
+    alone, without attributes of names that ours has."""
     return (
         isinstance(module, nn.Embedding)
         and not isinstance(module, KbitEmbedding)
@@ -192,40 +167,5 @@ def is_table(module: nn.Module) -> bool:
         and module.weight.dim() == 2
         and module.weight.numel() > 0
         and type(module).__bases__ in ((nn.Embedding,), nn.Embedding.__bases__)
-        and not vars(type(module)).keys() & _methods_of_ours()
-        and not (_names(module) - _names(nn.Embedding(1, 1, device="meta"))) & _names_of_ours()
+        and not KbitEmbedding.names_taken(module)
     )
-
-
-def _names(module: nn.Module) -> set[str]:
-    """Of the attributes of a module itself, whatever they are."""
-    return set(vars(module)).union(*(getattr(module, kept) for kept in MEMBERS))
-
-
-@functools.cache
-def _names_of_ours() -> frozenset[str]:
-    return frozenset(_names(KbitEmbedding(1, 1, device="meta")) | set(dir(KbitEmbedding)))
-
-
-@functools.cache
-def _methods_of_ours() -> frozenset[str]:
-    return frozenset(vars(KbitWeight).keys() - vars(nn.Embedding).keys() - {"__init__", "__module__", "__doc__"})
-
-
-@functools.cache
-def embedding_class(plain: type[nn.Embedding]) -> type[KbitEmbedding]:
-    """The class of quantized tables that were of class ``plain``, whose own look-up then finds the packed weight."""
-    if plain is nn.Embedding:
-        return KbitEmbedding
-    return type(f"Kbit{plain.__name__}", (plain, KbitEmbedding), {"__module__": __name__})
-
-
-def plain_class(kind: type[KbitEmbedding]) -> type[nn.Embedding]:
-    """The inverse of ``embedding_class``."""
-    return next(base for base in kind.__mro__ if not issubclass(base, KbitWeight))
-
-
-def _new(plain: type[nn.Embedding]) -> KbitEmbedding:
-    """An empty one, for copies and pickles too: the derived classes are in no module, where pickle would look."""
-    kind = embedding_class(plain)
-    return kind.__new__(kind)

@@ -8,7 +8,7 @@ the file finds such modules and tensors in a model: names, shapes and order, whe
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +17,11 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
+from hf_kbit.nn.classes import Changed, changed
 from hf_kbit.nn.product import KbitProduct
-from hf_kbit.nn.weight import local
+from hf_kbit.nn.weight import Recipe, local
 from hf_kbit.ops import can_round, combine_experts, gemm_experts, gemm_experts_int8, route_experts
+from hf_kbit.tensor import KbitTensor, as_parameter
 from hf_kbit.tensor_ops import cast_for_autocast
 
 LLAMA4 = "Llama4TextExperts"
@@ -53,7 +55,16 @@ class KbitProjection(KbitProduct):
     """
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, **settings: Any):
-        super().__init__(in_features, out_features, lead=(num_experts,), **settings)
+        super().__init__({"in_features": in_features, "out_features": out_features}, lead=(num_experts,), **settings)
+
+    @classmethod
+    def of(cls, weight: KbitTensor, recipe: Recipe, transposed: bool) -> "KbitProjection":
+        """One of a packed weight ``[E, N, K]``; ``transposed``: the model has it as ``[E, K, N]``."""
+        experts, rows, width = weight.shape
+        self = cls(experts, width, rows, bits=weight.bits, device="meta", dtype=weight.dtype)
+        self.recipe, self.transposed = recipe, transposed
+        self.weight = weight if isinstance(weight, nn.Parameter) else as_parameter(weight)
+        return self
 
     def forward(
         self,
@@ -102,7 +113,7 @@ class KbitProjection(KbitProduct):
         return f"{sizes}, bits={self.bits if self.is_packed else None}"
 
 
-class KbitExperts(nn.Module):
+class KbitExperts(Changed, nn.Module):
     """Put before the class of a mixture's experts, whose projections are packed: all of them, or some.
 
     Tokens are sorted by expert, on their own device and without waiting for it; each projection is one product, with
@@ -113,7 +124,7 @@ class KbitExperts(nn.Module):
     def forward(self, *args, adapters: Adapters = NO_ADAPTERS, **kwargs) -> torch.Tensor:
         """Arguments as of the class itself: hidden states ``[*, H]``, experts ``[*, k]`` of each token and their
         weights ``[*, k]``. The number E stands for an expert of another process, whose product is zero here."""
-        hidden_states, experts, weights = arguments(plain_class(self), args, kwargs)
+        hidden_states, experts, weights = arguments(type(self).plain, args, kwargs)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         # The class's own number, of which expert parallelism leaves each process a part.
         rows, places, offsets = route_experts(experts.reshape(-1, experts.shape[-1]), self.num_experts)
@@ -148,9 +159,6 @@ class KbitExperts(nn.Module):
             known = ({"swiglu": True} if swiglu else {}) | ({"adapter": adapters[name]} if name in adapters else {})
             return projection(x, rows, offsets, bias, **known)
         return dense_product(x if rows is None else x[rows], projection, bias, offsets, self.is_transposed)
-
-    def __reduce_ex__(self, protocol):
-        return _new_experts, (plain_class(self),), self.__getstate__()
 
 
 class KbitLlama4Experts(KbitExperts):
@@ -225,22 +233,9 @@ def _names(experts: type) -> tuple[str, ...]:
     return tuple(inspect.signature(experts.forward).parameters)[1:4]
 
 
-@functools.cache
 def experts_class(plain: type[nn.Module]) -> type[KbitExperts]:
-    ours = KbitLlama4Experts if plain.__name__ == LLAMA4 else KbitExperts
-    # No slots, that is nothing in memory that the plain class has not: so Python lets an object change to this class.
-    return type(f"Kbit{plain.__name__}", (ours, plain), {"__module__": __name__, "__slots__": ()})
-
-
-def plain_class(experts: KbitExperts) -> type[nn.Module]:
-    """Of what the experts' class was derived from."""
-    return next(kind for kind in type(experts).__mro__ if not issubclass(kind, KbitExperts))
-
-
-def _new_experts(plain: type[nn.Module]) -> KbitExperts:
-    """An empty one, for copies and pickles: the derived classes are in no module, where pickle would look."""
-    kind = experts_class(plain)
-    return kind.__new__(kind)
+    """The class of experts with packed projections that were of class ``plain``."""
+    return changed(plain, KbitLlama4Experts if plain.__name__ == LLAMA4 else KbitExperts)
 
 
 # --- experts in a model ---------------------------------------------------------------------------
@@ -260,42 +255,12 @@ def is_transposed(experts: nn.Module) -> bool:
     return type(experts).__name__ == LLAMA4 or experts.is_transposed
 
 
-def projections(model: nn.Module) -> Iterator[str]:
-    """Names of the tensors of all experts that can be packed."""
-    for name, module in model.named_modules():
-        yield from (f"{name}.{own}".removeprefix(".") for own in _packable(module))
-
-
-def is_projection(model: nn.Module, name: str) -> bool:
-    """Whether a name is one of ``projections``."""
-    parent, _, own = name.rpartition(".")
-    try:
-        return own in _packable(model.get_submodule(parent))
-    except AttributeError:
-        return False
-
-
-def _packable(module: nn.Module) -> list[str]:
-    """Own names of the tensors of a module that can be packed: none if it holds no experts."""
-    if not is_experts(module):
-        return []
-    tensors = {own: module._parameters.get(own) for own in (*UP_PROJECTIONS, DOWN_PROJECTION)}
-    return [own for own, tensor in tensors.items() if tensor is not None and tensor.dim() == 3 and tensor.numel() > 0]
-
-
-def shape_of(model: nn.Module, name: str) -> tuple[int, int, int]:
-    """``(E, N, K)`` of a projection, whatever the order in the model."""
-    experts, own = place_of(model, name)
-    count, *size = experts._parameters[own].shape
-    return (count, *(reversed(size) if is_transposed(experts) else size))
-
-
-def place_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module of experts and the own name of a projection, packed or not."""
-    parent, _, own = name.rpartition(".")
-    return model.get_submodule(parent), own
-
-
-def home_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has the 16-bit weight of a linear layer, a table or a projection, and the weight's own name."""
-    return place_of(model, name) if is_projection(model, name) else (model.get_submodule(name), "weight")
+def packable(experts: nn.Module) -> list[str]:
+    """Own names of the projections of experts, packed or such that they can be."""
+    tensors = {own: experts._parameters.get(own) for own in (*UP_PROJECTIONS, DOWN_PROJECTION)}
+    return [
+        own
+        for own, tensor in tensors.items()
+        if isinstance(experts._modules.get(own), KbitProjection)
+        or (tensor is not None and tensor.dim() == 3 and tensor.numel() > 0)
+    ]

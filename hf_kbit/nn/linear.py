@@ -5,6 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.nn.product import KbitProduct
 from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE
@@ -46,6 +48,7 @@ class KbitLinear(KbitProduct, nn.Linear):
     torch.Size([2, 7, 64])
     """
 
+    plain = nn.Linear
     # Tensor parallelism in Transformers then runs the forward on local shards, which the ops take.
     _hf_quantized_needs_local_tp = True
 
@@ -62,7 +65,8 @@ class KbitLinear(KbitProduct, nn.Linear):
         scale: str = DEFAULT_SCALE,
         transform: str = DEFAULT_TRANSFORM,
     ):
-        super().__init__(in_features, out_features, bits, codebook, exponent, device, dtype, scale, transform)
+        sizes = {"in_features": in_features, "out_features": out_features}
+        super().__init__(sizes, bits, codebook, exponent, device, dtype, scale, transform)
         own = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", own)
 
@@ -150,3 +154,29 @@ class KbitLinear(KbitProduct, nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, bits={self.bits if self.is_packed else None}"
+
+
+class KbitConv1D(KbitLinear):
+    """What GPT-2's ``Conv1D`` of Transformers becomes, in place: a linear layer that was ``[K, N]``."""
+
+    plain = Conv1D
+    transposed = True
+    in_features = property(lambda self: self.nx)
+    out_features = property(lambda self: self.nf)
+
+
+# Subclasses of nn.Linear whose own forward computes what nn.Linear's does.
+PLAIN_LINEAR_CLASSES = ("FalconLinear",)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is, by its class, a linear layer that is used by calling it: a Linear, or GPT-2's Conv1D."""
+    # nn.MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear without calling it.
+    others = KbitLinear | NonDynamicallyQuantizableLinear | nn.LazyLinear
+    if not isinstance(module, nn.Linear | Conv1D) or isinstance(module, others):
+        return False
+    plain = Conv1D if isinstance(module, Conv1D) else nn.Linear
+    same = type(module).forward is plain.forward or type(module).__name__ in PLAIN_LINEAR_CLASSES
+    # Not by the attribute, which a parametrization computes, and some change by that.
+    weight = module._parameters.get("weight")
+    return same and (weight is None or weight.numel() > 0)

@@ -3,9 +3,10 @@
 import math
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_kbit import codebooks, hooks
 from hf_kbit.format import check_bits, encode_e4m4
+from hf_kbit.nn.classes import MEMBERS, Changed, change, changed
 from hf_kbit.nn.offload import read_kept
 from hf_kbit.packed import DEFAULT_TRANSFORM, Decoding, Packed, check_transform, lopsided, quantize_weight
 from hf_kbit.tensor import HOW, PACKED, KbitTensor, as_parameter
@@ -22,6 +24,8 @@ SCALES = ("absmax", "search")
 DEFAULT_CODEBOOK, DEFAULT_SCALE = "optimal", "search"  # made for each other
 # Whether state dicts have packed weights as one value each, whoever asks for them.
 AS_ONE_VALUE: ContextVar[bool] = ContextVar("state dicts of packed weights as one value", default=False)
+# Attributes of a layer that its plain class does not have.
+OWN = ("recipe", "qualified_name", "awaits_dense", "tied", "parts", "inputs")
 DECODING = "kbit"  # in the metadata of state dicts that hold a weight by its stored tensors
 
 
@@ -40,6 +44,29 @@ def check_scale(scale: object) -> str:
     if scale not in SCALES:
         raise ValueError(f"scale: found {scale!r}, expected one of {list(SCALES)}")
     return scale
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a dense weight is quantized, besides its levels.
+
+    Attributes:
+        scale: how the scale of a block is found: ``"search"``, by the squared error, or ``"absmax"``, from its largest
+            magnitude.
+        transform: what is done to the weight first: ``"rotated"`` or ``"none"``.
+        balances: whether column scales are found for a weight that is transformed; else all are 1.
+    """
+
+    scale: str = DEFAULT_SCALE
+    transform: str = DEFAULT_TRANSFORM
+    balances: bool = True
+
+    def quantize(self, weight: torch.Tensor, levels: codebooks.Levels, name: str, columns=None) -> Packed:
+        """A weight ``[*lead, N, K]`` quantized so, on its own device; the rest is as for ``quantize_weight``."""
+        if columns is None and not self.balances:
+            columns = torch.full(weight.shape[-1:], encode_e4m4(1.0), dtype=torch.uint8, device=weight.device)
+        search = self.scale == "search"
+        return quantize_weight(weight, levels, search, transform=self.transform, name=name, columns=columns)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -80,7 +107,7 @@ def _kind(tensor: torch.Tensor | None) -> str:
     return "none" if tensor is None else f"dtype {tensor.dtype} and shape {list(tensor.shape)}"
 
 
-class KbitWeight(nn.Module):
+class KbitWeight(Changed, nn.Module):
     """A layer with a frozen weight of 2, 3, 4 or 5 bits, of one matrix or of several that have their input in common.
 
     Its parameter ``weight`` is a ``KbitTensor``: to others a tensor ``[*lead, N, K]`` of the dtype that it is computed
@@ -93,18 +120,24 @@ class KbitWeight(nn.Module):
     without the last one for a layer of the same levels, exponent and transform. With ``keep_vars=True``, on the meta
     device, and where FSDP2 shards the model, a state dict has the ``KbitTensor`` itself, which is loaded too.
 
-    Arguments are those of ``KbitLinear``, and ``lead``: how many matrices there are, in each leading dimension.
+    A layer of another class becomes one in place (``pack``). Of one that is made by hand, ``sizes`` are those of its
+    plain class, by their names, and the other arguments are those of ``KbitLinear``.
     """
 
-    # In the model that the layer was put into; errors of its forward begin with it.
-    qualified_name: str | None = None
-    # Whether the kernels of the layer read tiles on a GPU.
-    reads_tiles = True
+    # OWN, by default.
+    qualified_name: str | None = None  # in the model; errors of its forward begin with it
+    recipe = Recipe()  # of a weight that ``load_dense`` is given
+    awaits_dense = False  # whether a 16-bit weight is about to be loaded, and quantized
+    tied = False  # whether its weight is that of other layers of the model too (tie_to)
+    parts: dict | None = None  # those of its weight
+
+    lead: tuple[int, ...] = ()
+    transposed = False  # whether it stands for a weight [*lead, K, N]
+    reads_tiles = True  # whether its kernels read tiles on a GPU
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        sizes: Mapping[str, int],
         bits: int = 4,
         codebook: str | Iterable[float] = DEFAULT_CODEBOOK,
         exponent: int = 0,
@@ -116,18 +149,42 @@ class KbitWeight(nn.Module):
     ):
         hooks.arm()
         nn.Module.__init__(self)  # nn.Linear's, which may come next, would allocate the dense weight
-        for name, size in (("in_features", in_features), ("out_features", out_features)):
+        for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name}: found {size}, expected 1 or more")
-        self.lead, self.in_features, self.out_features = lead, in_features, out_features
-        self.scale, self.transform = check_scale(scale), check_transform(transform)
-        self.transposed = False  # whether the layer stands for one whose weight is [*lead, K, N]
-        self.balances = True  # whether column scales are found for a weight that is transformed; else all are 1
-        self.untransformed = ""  # why its weight is not transformed, if it was to be (Packed)
-        self.awaits_dense = False  # whether a 16-bit weight is about to be loaded, and quantized
-        self.tied = False  # whether its weight is that of other layers of the model too (tie_to)
+            setattr(self, name, size)
+        if lead:
+            self.lead = lead
+        self.recipe = Recipe(check_scale(scale), check_transform(transform), self.recipe.balances)
         levels = codebooks.resolve(codebook, check_bits(bits), lopsided(transform, scale))
         self.make_room(Decoding(levels, exponent, transform), dtype or torch.get_default_dtype(), device)
+
+    # --- a layer of another class becomes one, and back ---
+
+    @classmethod
+    def pack(cls, layer: nn.Module, weight: KbitTensor, recipe: Recipe) -> None:
+        """Changes a dense layer, in place, into one with a packed weight ``[N, K]``."""
+        hooks.arm()
+        change(layer, changed(type(layer), cls))
+        layer._parameters["weight"] = weight if isinstance(weight, nn.Parameter) else as_parameter(weight)
+        layer.recipe = recipe
+        layer._take(layer._parameters["weight"])
+
+    def unpack(self, weight: nn.Parameter) -> None:
+        """Changes the layer, in place, back into what it was before, with a weight in the order of the model."""
+        self._parameters["weight"] = weight
+        for name in OWN:
+            vars(self).pop(name, None)
+        change(self, type(self).plain)
+
+    @classmethod
+    def names_taken(cls, layer: nn.Module) -> set[str]:
+        """What a dense layer, or its class, has that is called as what is ours."""
+        kinds = type(layer).__mro__
+        given = set(vars(layer)).union(*(getattr(layer, kept) for kept in MEMBERS))
+        given = given.union(*map(vars, kinds[: kinds.index(cls.plain)]))
+        ours = set(OWN).union(*(vars(kind) for kind in cls.__mro__ if issubclass(kind, KbitWeight | Changed)))
+        return {name for name in given & ours - vars(cls.plain).keys() if not name.startswith("__")}
 
     @property
     def decoding(self) -> Decoding:
@@ -170,13 +227,18 @@ class KbitWeight(nn.Module):
     @property
     def num_weights(self) -> int:
         """Of the matrices that the layer stands for."""
-        return math.prod((*self.lead, self.out_features, self.in_features))
+        return math.prod(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``[*lead, N, K]``, of the matrices that the layer stands for."""
+        return *self.lead, self.out_features, self.in_features
 
     @property
     def model_shape(self) -> tuple[int, ...]:
         """Of the weight that the layer stands for, in the order of the model."""
-        size = self.out_features, self.in_features
-        return (*self.lead, *(reversed(size) if self.transposed else size))
+        *lead, rows, width = self.shape
+        return (*lead, width, rows) if self.transposed else self.shape
 
     @property
     def packed(self) -> dict[str, torch.Tensor]:
@@ -203,10 +265,7 @@ class KbitWeight(nn.Module):
     def quantize(self, weight: torch.Tensor, name: str = "weight", columns: torch.Tensor | None = None) -> Packed:
         """What ``load_dense`` would load of a weight ``[*lead, N, K]``, on its own device; the layer stays as it is.
         Arguments and errors are those of ``packed.quantize_weight``."""
-        if columns is None and not self.balances:
-            columns = torch.full((self.in_features,), encode_e4m4(1.0), dtype=torch.uint8, device=weight.device)
-        search = self.scale == "search"
-        return quantize_weight(weight, self.levels, search, transform=self.transform, name=name, columns=columns)
+        return self.recipe.quantize(weight, self.levels, name, columns)
 
     def load_dense(self, weight: torch.Tensor, name: str = "weight", columns: torch.Tensor | None = None) -> None:
         """Replaces the weight by the quantized ``weight`` ``[*lead, N, K]``, which decides the device too; arguments
@@ -230,7 +289,6 @@ class KbitWeight(nn.Module):
                 "quantization first (dequantize), or leave this layer as it is"
             )
         self.weight = as_parameter(self.as_tensor(packed))
-        self.untransformed = packed.untransformed
 
     def as_tensor(self, packed: Packed) -> KbitTensor:
         """A packed weight as the layer would hold it."""
@@ -240,9 +298,8 @@ class KbitWeight(nn.Module):
         self, decoding: Decoding, dtype: torch.dtype | None = None, device: torch.device | str | None = "meta"
     ) -> None:
         """Makes the weight one of zeros that decodes so, until that is loaded which is to be there."""
-        shape = *self.lead, self.out_features, self.in_features
         self.weight = as_parameter(
-            KbitTensor.empty(shape, decoding, dtype or self.dense_dtype, device, self.reads_tiles)
+            KbitTensor.empty(self.shape, decoding, dtype or self.dense_dtype, device, self.reads_tiles)
         )
 
     def tie_to(self, other: "KbitWeight") -> None:

@@ -6,6 +6,7 @@ import logging
 from unittest.mock import Mock
 
 import pytest
+import small
 import torch
 import torch.nn.functional as F
 from integrations.transformers.test_experts import build
@@ -18,8 +19,8 @@ import hf_kbit
 from hf_kbit import KbitConfig
 from hf_kbit.calibration import experts, layerwise, rounding, stream
 from hf_kbit.calibration.layerwise import METHODS
-from hf_kbit.integrations.transformers import selection
-from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_transposed, projections
+from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_transposed
+from hf_kbit.nn.site import put_projection, site_of
 
 IDS = torch.randint(3, 90, (12, 16), generator=torch.Generator().manual_seed(1))
 
@@ -94,7 +95,7 @@ def test_moments(kind, diagonal, at_once, monkeypatch):
     left = {"modules_to_not_convert": [".*(attn|mixer.[a-z]*_proj|shared).*"]}  # so that experts alone are quantized
     left |= {"transform": "none"} if diagonal else {}  # column scales would be all that data decides on
     hf_kbit.calibrate(model, IDS, method="recorder", batch=5, device="cpu", bits=2, **left)
-    names, current = list(projections(dense)), copy.deepcopy(dense)
+    names, current = list(small.dense_projections(dense)), copy.deepcopy(dense)
     assert set(names) == {name for name, module in model.named_modules() if isinstance(module, KbitProjection)}
     found = iter(solver.moments)
     for name in names:
@@ -120,7 +121,7 @@ def test_moments(kind, diagonal, at_once, monkeypatch):
                 assert drift is None
             else:
                 torch.testing.assert_close(drift, (wanted - rows).T @ rows, rtol=1e-3, atol=limit)
-        selection.replace_modules(current, {name: model.get_submodule(name)})
+        put_projection(site_of(current, name), model.get_submodule(name))
     assert next(found, None) is None
 
 
@@ -130,11 +131,11 @@ def test_moments(kind, diagonal, at_once, monkeypatch):
 @pytest.mark.parametrize(("kind", "method"), list(zip(KINDS, itertools.cycle(METHODS), strict=False)))
 def test_like_a_model_quantized_while_loading(kind, method, tmp_path):
     model, dense = KINDS[kind](), KINDS[kind]()
-    names = set(projections(dense))
+    names = set(small.dense_projections(dense))
     dense.save_pretrained(tmp_path / "dense")
     loaded = type(dense).from_pretrained(tmp_path / "dense", quantization_config=KbitConfig(bits=3))
     hf_kbit.calibrate(model, IDS, bits=3, method=method, batch=5)
-    assert packed(model).keys() == names and not list(projections(model))
+    assert packed(model).keys() == names and not list(small.dense_projections(model))
     assert model.state_dict().keys() == loaded.state_dict().keys()
     assert model.num_parameters() == loaded.num_parameters() and model.dtype == loaded.dtype
     for name, projection in packed(model).items():

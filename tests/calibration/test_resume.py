@@ -17,7 +17,7 @@ from hf_kbit.calibration import feedback
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.calibration.resume import Finished, remove
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.nn.weight import packed_layers
+from hf_kbit.nn.site import site_of
 
 
 class Killed(BaseException):
@@ -47,8 +47,8 @@ def test_goes_on_with_the_layer_that_was_not_finished(name, device, monkeypatch,
     def run(stop=None, **resume):
         model = BY_NAME[name].build().to(device)
         first, second, *_ = selection.Packable(model).choose(hf_kbit.KbitConfig())
-        selection.dense_weight(model, first).data *= 2.0**-16
-        weight = selection.dense_weight(model, second).data
+        site_of(model, first).weight.data *= 2.0**-16
+        weight = site_of(model, second).weight.data
         (weight.T if name == "gpt2" else weight)[..., 0, :] *= 2.0**-9
         monkeypatch.setitem(METHODS, "feedback", solver := Counting(stop))
         return hf_kbit.calibrate(model, IDS, **choices, **resume), solver.calls
@@ -59,10 +59,8 @@ def test_goes_on_with_the_layer_that_was_not_finished(name, device, monkeypatch,
     model, again = run(resume=tmp_path)
     assert 0 < again < solved and same(tensors(model), tensors(expected))
     assert model.config.quantization_config.to_dict() == expected.config.quantization_config.to_dict()
-    found, wanted = (
-        {name: layer.untransformed for name, layer in packed_layers(each).items()} for each in (model, expected)
-    )
-    assert found == wanted and any(wanted.values())
+    found, wanted = (each.hf_quantizer.outcome.untransformed for each in (model, expected))
+    assert found == wanted and wanted
 
 
 def calibrate_until_killed(folder) -> None:

@@ -15,7 +15,7 @@ from hf_kbit.calibration import experts, sensitivity, stream
 from hf_kbit.calibration.data import batches_of
 from hf_kbit.calibration.writing import draw
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.nn.experts import is_projection
+from hf_kbit.nn.experts import KbitProjection
 
 IDS = torch.randint(5, 90, (5, 24), generator=torch.Generator().manual_seed(3))
 CPU = torch.device("cpu")
@@ -64,11 +64,12 @@ def test_weights_are_what_gradients_say(name, most, draws, monkeypatch):
     monkeypatch.setattr(sensitivity, "MOST", most)
     monkeypatch.setitem(sensitivity.DRAWS, "cpu", draws)
     model = BY_NAME[name].build().eval()
-    names = [n for n in selection.Packable(model).choose(hf_kbit.KbitConfig()) if not is_projection(model, n)]
-    projections = [n for n, _ in model.named_parameters() if is_projection(model, n)]
+    packable = selection.Packable(model)
+    projections = [site for site in packable.sites.values() if site.kind is KbitProjection]
+    names = [n for n in packable.choose(hf_kbit.KbitConfig()) if packable.sites[n] not in projections]
     expected = weights_by_autograd(model, names, IDS, 2, draws)
     model.zero_grad()
-    with torch.no_grad(), experts.opened(model, projections):
+    with torch.no_grad(), experts.opened(projections):
         found, again = (token_weights(model, names, IDS, CPU, 2) for _ in range(2))
     assert found.keys() == expected.keys() and len(found) > 5 and same(found, again)
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())

@@ -14,6 +14,7 @@ from hf_kbit.allocation import units
 from hf_kbit.calibration import moments, rounding, sensitivity, stream
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.integrations.transformers import selection
+from hf_kbit.nn.site import pack, site_of
 
 READS_TOKENS = [
     row
@@ -58,7 +59,8 @@ def moments_by_whole_passes(original, quantized, names, ids, weights) -> list[mo
             weighted = own[:, None] * x if group[0] in weights else x
             sums, drift = sums + weighted.T @ x, drift + (dense - x).T @ weighted
         found += [moments.Moments(sums, drift)] * len(group)
-        selection.replace_modules(current, {name: quantized.get_submodule(name) for name in group})
+        for name in group:
+            pack(site_of(current, name), quantized.get_submodule(name).weight)
     return found
 
 

@@ -21,6 +21,7 @@ from hf_kbit.calibration import stream, trained, tuning
 from hf_kbit.calibration.launches import NotRecorded
 from hf_kbit.calibration.writing import write
 from hf_kbit.integrations.transformers import selection
+from hf_kbit.nn.site import site_of
 from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.reference import decode_e4m4
 from hf_kbit.tensor import KbitTensor
@@ -108,7 +109,7 @@ def test_starts_from_what_was_solved(name, choices, monkeypatch):
     """Without steps that move anything the model computes what it did; K is no multiple of 32, one layer has an
     exponent, one a block of zeros."""
     model = BY_NAME[name].build()
-    first = selection.dense_weight(model, next(iter(selection.Packable(model).choose(hf_kbit.KbitConfig()))))
+    first = site_of(model, next(iter(selection.Packable(model).choose(hf_kbit.KbitConfig())).weight))
     first.data *= 2.0**-16
     first.data.flatten()[:32] = 0
     dense = tuning.sharing_copy(model)

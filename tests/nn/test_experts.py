@@ -14,10 +14,11 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import hf_kbit
-from hf_kbit import reference
-from hf_kbit.integrations.transformers import experts as integration
+from hf_kbit import codebooks, reference
 from hf_kbit.nn import experts as nn_experts
-from hf_kbit.nn.experts import KbitExperts, KbitProjection, plain_class
+from hf_kbit.nn.experts import KbitExperts, KbitProjection
+from hf_kbit.nn.site import empty, pack, sites
+from hf_kbit.packed import Decoding
 
 E, H, INNER, TOP = 6, 72, 40, 2
 
@@ -45,14 +46,12 @@ def made(build, bits=3, only=None):
         nn.init.normal_(parameter, std=0.2)
     packed = copy.deepcopy(plain)
     model = nn.ModuleDict({"experts": packed})
-    for name in [name for name in nn_experts.projections(model) if only is None or name.endswith(only)]:
-        projection = integration.new_projection(model, name, bits=bits)
-        own = name.rpartition(".")[2]
-        weight = plain.get_parameter(own).detach()
-        projection.load_dense(weight.mT if projection.transposed else weight)
-        integration.put(model, name, projection)
-        decoded = projection.dequantize()
-        plain.get_parameter(own).data = decoded.mT.contiguous() if projection.transposed else decoded
+    for site in [site for site in sites(model).values() if only is None or site.own.endswith(only)]:
+        weight = site.turned(site.weight.detach())
+        decoding = Decoding(codebooks.optimal(bits, signed=True), transform="rotated")
+        projection = pack(site, empty(site, decoding))
+        projection.load_dense(weight)
+        plain.get_parameter(site.own).data = site.turned(projection.dequantize()).contiguous()
     return packed, plain
 
 
@@ -114,7 +113,7 @@ def test_copies_and_pickles():
     packed, _ = made(gated)
     expected = packed(*routed())
     for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
-        assert type(other) is type(packed) and plain_class(other) is Qwen3MoeExperts
+        assert type(other) is type(packed) and type(other).plain is Qwen3MoeExperts
         assert torch.equal(other(*routed()), expected)
 
 

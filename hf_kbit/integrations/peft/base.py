@@ -62,14 +62,14 @@ def decode_heads(model: nn.Module, modules_to_save: list[str]) -> None:
         for name, _ in model.named_modules()
         if name.endswith(tuple(modules_to_save)) and not f"{name}.".startswith(base)
     )
-    new = {}
+    decoded = []
     for name, layer in model.named_modules():
         if isinstance(layer, KbitLinear) and f"{name}.".startswith(saved):
             if not (layer.tied or layer.weight.is_meta or is_sharded(layer.weight)):
-                new[name] = to_dense(layer, layer.dense_dtype)
-    selection.replace_modules(model, new)
-    if new:
-        logger.info("hf_kbit: decoded to 16 bits, to be trained as modules_to_save: %s", ", ".join(new))
+                to_dense(layer, layer.dense_dtype)
+                decoded.append(name)
+    if decoded:
+        logger.info("hf_kbit: decoded to 16 bits, to be trained as modules_to_save: %s", ", ".join(decoded))
 
 
 # --- what is refused ------------------------------------------------------------------------------

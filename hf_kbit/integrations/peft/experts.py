@@ -7,7 +7,7 @@ the projection add ``B_e (A_e x)`` to the tokens of each expert.
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hf_kbit.integrations.peft.layer import KbitTunerLayer, no_weight
-from hf_kbit.integrations.transformers.experts import put, put_tensor
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, has_grouped_product
+from hf_kbit.nn.site import site_of, unpack, unpacked
 from hf_kbit.nn.weight import is_sharded
 from hf_kbit.tensor import KbitTensor
 
@@ -90,7 +90,7 @@ class KbitParamWrapper(KbitTunerLayer, ParamWrapper):
         tensor = torch.empty(order.shape, dtype=self.merge_dtype, device=exact.device)
         for own, matrix in zip(tensor, exact, strict=True):
             self._check(own.copy_(_in_model_order(self.quantized, matrix)))
-        put_tensor(self.get_base_layer(), self.parameter_name, nn.Parameter(tensor, requires_grad=False))
+        unpack(site_of(self.get_base_layer(), self.parameter_name), nn.Parameter(tensor, requires_grad=False))
 
     __reduce_ex__ = object.__reduce_ex__  # pickle finds this class by its name
 
@@ -153,16 +153,12 @@ def shown_in_16_bits(model: nn.Module) -> Iterator[dict[nn.Module, dict[str, Kbi
     for module in model.modules():
         if isinstance(module, ParamWrapper) and isinstance(module, KbitTunerLayer):
             module.__class__ = ParamWrapper
-    for experts, projections in packed.items():
-        for own, projection in projections.items():
-            tensor = _in_model_order(projection, no_weight(projection))
-            put_tensor(experts, own, nn.Parameter(tensor, requires_grad=False))
-    try:
-        yield packed
-    finally:
+    with ExitStack() as stack:
         for experts, projections in packed.items():
             for own, projection in projections.items():
-                put(experts, own, projection)
+                tensor = _in_model_order(projection, no_weight(projection))
+                stack.enter_context(unpacked(site_of(experts, own), nn.Parameter(tensor, requires_grad=False)))
+        yield packed
 
 
 def check_config(config, name: str, projection: KbitProjection) -> None:

@@ -133,7 +133,7 @@ class KbitTunerLayer:
         """Puts what ``_merged`` gives in the place of the packed weight, in ``merge_dtype``."""
         weight = weight.to(self.merge_dtype)
         self._check(weight)
-        self.base_layer = to_dense(self.base_layer, self.merge_dtype, weight, bias)
+        to_dense(self.base_layer, self.merge_dtype, weight, bias)
 
     def _put(self, weight: KbitTensor, bias: nn.Parameter | None) -> None:
         base = self.quantized

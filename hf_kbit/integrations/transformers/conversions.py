@@ -15,10 +15,11 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hf_kbit import checkpoint
 from hf_kbit.format import ABSMAX_SUFFIX
-from hf_kbit.integrations.transformers import mxfp4, parallel, tying
-from hf_kbit.integrations.transformers.dense import put_empty
+from hf_kbit.integrations.transformers import mxfp4, parallel
+from hf_kbit.integrations.transformers.dense import empty_dense
 from hf_kbit.integrations.transformers.offload import is_on_disk
-from hf_kbit.nn.experts import KbitExperts, KbitProjection, projections
+from hf_kbit.nn.experts import KbitExperts, KbitProjection
+from hf_kbit.nn.site import sites, unpack
 from hf_kbit.nn.weight import KbitWeight, local
 from hf_kbit.packed import Decoding, Packed
 from hf_kbit.tensor import HOW, PACKED, KbitTensor, as_parameter
@@ -62,25 +63,30 @@ class KbitQuantize(ConversionOps):
                     raise ValueError(f"{name}: found shape {list(weight.shape)}, expected {list(expected)}")
                 packed = layer.quantize(weight, name)
             if packed.lost:
-                self.hf_quantizer.lost[own_name] = packed.lost
+                self.hf_quantizer.outcome.lost[own_name] = packed.lost
                 return self._leave(own_name, tensor, layer, model)
         except (TypeError, ValueError) as error:
             # Transformers would swallow it here; it is raised when all weights have been seen.
             self.hf_quantizer.problems.append(str(error))
             value = KbitTensor.empty(layer.weight.shape, layer.decoding, layer.dense_dtype, tensor.device)
         else:
-            layer.untransformed, value = packed.untransformed, layer.as_tensor(packed)
+            value = layer.as_tensor(packed)
+            if packed.untransformed:
+                self.hf_quantizer.outcome.untransformed[own_name] = packed.untransformed
         return {name: parallel.own_part(value, layer.weight)}
 
     def _leave(self, name: str, tensor, layer: KbitWeight, model) -> dict[str, torch.Tensor]:
         """The weight as it has come, for the 16-bit layer that is in its place again."""
         if parallel.is_shared(model.config):  # rules have sharded what was to be packed
+            found = self.hf_quantizer.outcome.lost.pop(name)
             raise ValueError(
-                f"{name}: found that {self.hf_quantizer.lost.pop(name)}, expected a weight that can be packed where "
+                f"{name}: found that {found}, expected a weight that can be packed where "
                 "several processes load: leave the layer in 16 bits (modules_to_not_convert)"
             )
-        group = (name, *tying.followers(model, name))
-        put_empty(model, group, "meta")
+        plan = self.hf_quantizer.plan
+        for site in map(plan.sites.__getitem__, plan.group(name)):
+            if site.weight.is_meta:  # else it has come
+                unpack(site, empty_dense(site, "meta"))
         if isinstance(tensor, mxfp4.Mxfp4):
             del self.hf_quantizer.from_mxfp4[name]
             dense = mxfp4.dense(tensor, name, layer.dense_dtype)
@@ -174,7 +180,7 @@ def would_revert(conversion: WeightTransform, layers: Mapping[str, KbitWeight]) 
 
 def unused_conversions(model) -> list[WeightTransform]:
     """Those by which Transformers saves experts and which did not load these: they were packed then."""
-    names = list(projections(model))
+    names = [name for name, site in sites(model).items() if site.kind is KbitProjection]
     return [
         conversion
         for conversion in get_model_conversion_mapping(model, add_legacy=False)

@@ -132,7 +132,7 @@ def check_tensors(model, names: Names, tensors: dict[str, StoredTensor], packed:
     problems, found = [], {module_name + suffix for module_name in packed for suffix in PACKED_SUFFIXES}
     for module_name, stored_name in packed.items():
         if module_name in layers:
-            problems += compare_packed(stored_name, tensors, layers[module_name])
+            problems += compare_packed(stored_name, tensors, layers[module_name].shape, layers[module_name].decoding)
         elif whole or module_name in expected or module_name + WEIGHT_SUFFIX in expected:
             left = [stored_name + suffix for suffix in PACKED_SUFFIXES if stored_name + suffix in tensors]
             problems += [f"{name}: left over, the model has no such quantized layer" for name in left]

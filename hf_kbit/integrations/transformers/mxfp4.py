@@ -21,7 +21,8 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from hf_kbit import codebooks
 from hf_kbit.config import KbitConfig
 from hf_kbit.format import BLOCK_SIZE, encode_e4m4
-from hf_kbit.nn.experts import KbitProjection, is_transposed, place_of
+from hf_kbit.nn.experts import KbitProjection
+from hf_kbit.nn.site import site_of
 from hf_kbit.packed import Decoding, Packed
 from hf_kbit.reference import pack_codes, power_of_two
 
@@ -165,11 +166,10 @@ class CollectMxfp4(ConversionOps):
         (blocks,) = (tensor.to(torch.uint8) for name, tensor in tensors.items() if name.endswith(BLOCKS_SUFFIX))
         (scales,) = (tensor.to(torch.uint8) for name, tensor in tensors.items() if name.endswith(SCALES_SUFFIX))
         stored = Mxfp4(blocks, scales)
-        experts, own = place_of(model, full_layer_name)
-        if isinstance(getattr(experts, own), KbitProjection):
+        site = site_of(model, full_layer_name)
+        if site.is_packed:
             return {full_layer_name: stored}
-        weight = dense(stored, full_layer_name, getattr(experts, own).dtype)
-        return {full_layer_name: weight.mT.contiguous() if is_transposed(experts) else weight}
+        return {full_layer_name: site.turned(dense(stored, full_layer_name, site.weight.dtype)).contiguous()}
 
 
 def conversions(names: Iterable[str]) -> list[WeightConverter]:

@@ -13,7 +13,8 @@ from transformers.core_model_loading import (
 )
 
 from hf_kbit.checkpoint import WEIGHT_SUFFIX
-from hf_kbit.nn.experts import projections
+from hf_kbit.nn.experts import KbitProjection
+from hf_kbit.nn.site import sites
 
 
 class Names:
@@ -33,7 +34,8 @@ class Names:
         self._prefix = model.base_model_prefix
         self._state_dict = model.state_dict()
         # A projection of experts that is not packed has the name of a tensor, and a packed one that of a module.
-        fused = {name + WEIGHT_SUFFIX: self._state_dict.get(name) for name in projections(model)}
+        projections = (name for name, site in sites(model).items() if site.kind is KbitProjection)
+        fused = {name + WEIGHT_SUFFIX: self._state_dict.get(name) for name in projections}
         self._places = fused | self._state_dict
 
     def targets(self, stored_name: str) -> tuple[list[str], bool]:

@@ -1,33 +1,31 @@
 """The quantizer that Transformers calls while it loads a model.
 
-Two ways lead here. A 16-bit checkpoint is quantized on the fly: every layer to be quantized is replaced by an empty
-``KbitLinear``, and each weight is packed when it arrives, so that only a few 16-bit weights are alive at a time. A
-quantized checkpoint is loaded as it is: what it holds packed decides which layers are replaced.
+Two ways lead here. A 16-bit checkpoint is quantized on the fly: every layer to be quantized waits for a packed
+weight, and each weight is packed when it arrives, so that only a few 16-bit weights are alive at a time. A quantized
+checkpoint is loaded as it is: what it holds packed decides which layers are.
 
 The order in ``from_pretrained``: the model is built on the meta device, ``_process_model_before_weight_loading`` and,
-with the conversions that map names, ``update_weight_conversions`` are called, which replaces layers, the weights are
+with the conversions that map names, ``update_weight_conversions`` are called, which changes layers, the weights are
 loaded, new heads initialised, hooks for offloading attached, and ``_process_model_after_weight_loading`` finishes.
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightTransform
 from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
 from hf_kbit import allocation, checkpoint
 from hf_kbit.config import KbitConfig
-from hf_kbit.integrations.transformers import experts, fit, inputs, mxfp4, parallel, plain, selection, tying
+from hf_kbit.integrations.transformers import experts, fit, inputs, mxfp4, parallel, selection, tying
 from hf_kbit.integrations.transformers.conversions import (
     KbitQuantize,
     assembly,
@@ -36,13 +34,12 @@ from hf_kbit.integrations.transformers.conversions import (
     without_packing,
     would_revert,
 )
-from hf_kbit.integrations.transformers.dense import dequantize, put_empty, shown_dense
+from hf_kbit.integrations.transformers.dense import dequantize, empty_dense, shown_dense
 from hf_kbit.integrations.transformers.names import Names, stored_names
 from hf_kbit.integrations.transformers.offload import read_from_disk
 from hf_kbit.integrations.transformers.report import logger, report
-from hf_kbit.nn.embedding import KbitEmbedding, is_table
-from hf_kbit.nn.experts import is_projection
-from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.experts import KbitProjection
+from hf_kbit.nn.site import unpack
 from hf_kbit.nn.weight import KbitWeight, is_sharded, local, packed_layers, whole
 from hf_kbit.tensor import HOW, PACKED, KbitTensor
 
@@ -70,10 +67,9 @@ class KbitHfQuantizer(HfQuantizer):
         self.names: dict[str, str] = {}  # of its packed layers there, by those in the model
         self.device_map: object = None
         self.columns: dict[str, torch.Tensor] = {}  # column scales of a model that processes are about to share
-        self.lost: dict[str, str] = {}  # layers, tables and projections left in 16 bits, and what would be lost
         self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
-        self.unusual: dict[str, str] = {}  # of layers that stay in 16 bits for it (Packable.told)
-        self.tuned = ""  # what tuning has gained, if it has been done
+        self.plan: selection.Plan | None = None  # of the model, while it is loaded
+        self.outcome = selection.Outcome()
 
     def validate_environment(self, *args, device_map=None, **kwargs):
         refuse_zero3()
@@ -128,28 +124,27 @@ class KbitHfQuantizer(HfQuantizer):
     def _prepare_on_the_fly(self, model, tensors: list[str], names: Names) -> None:
         config, packable = self.quantization_config, selection.Packable(model)
         chosen = packable.choose(config)
-        self.unusual = packable.told(chosen)
         shared = parallel.is_shared(model.config)
-        fused = {name: is_projection(model, name) for name in chosen}
+        fused = {name: packable.sites[name].kind is KbitProjection for name in chosen}
         weights = [name if fused[name] else f"{name}.weight" for name in chosen if fused[name] or shared]
         fit.check_present(names, model, weights, tensors)
         if shared:
             fit.check_apart(names, weights, tensors, self.mxfp4)
         if chosen and config.bits % 1:  # a mean
-            widths = allocation.by_rule(model, [name for name, bits in chosen.items() if bits % 1], config.bits)
-            self.quantization_config = allocation.config_of(config, widths)
+            of_mean = {name: packable.sites[name] for name, bits in chosen.items() if bits % 1}
+            widths = allocation.by_rule(model, of_mean, config.bits)
+            self.quantization_config = config = allocation.config_of(config, widths)
             chosen |= widths
-        layers = {name: self.new_layer(model, name, bits) for name, bits in chosen.items()}
-        if not layers:
+        if not chosen:
             logger.warning("hf_kbit: found no linear layer to quantize in %s", type(model).__name__)
-        layers |= tying.new_layers(self, model, packable.ties, layers)
-        for layer in layers.values():
+        self.plan = selection.Plan.of(packable, config, chosen)
+        self.outcome = self.plan.outcome
+        for layer in self.plan.make_room().values():
             layer.awaits_dense = True
-        selection.replace_modules(model, layers)
 
     def _prepare_quantized(self, model, files: list[str] | None, conversions: list[WeightTransform]) -> None:
-        """Replaces what is packed, and checks that it fits. What else does not fit a model of another class or config
-        than the one that was saved is not for us to refuse, but for Transformers, as with any checkpoint."""
+        """Makes room for what is packed, and checks that it fits. What else does not fit a model of another class or
+        config than the one that was saved is not for us to refuse, but for Transformers, as with any checkpoint."""
         names, config = Names(model, conversions), self.quantization_config
         packable = selection.Packable(model)
         if files is None:
@@ -164,8 +159,8 @@ class KbitHfQuantizer(HfQuantizer):
                     f"{files[0]}: found no packed tensor, expected those that quantization_config in config.json is "
                     "of; to load a 16-bit checkpoint, take quantization_config out of config.json"
                 )
-        layers = self.stored_layers(model, packed)
-        selection.replace_modules(model, layers | tying.new_layers(self, model, packable.ties, layers))
+        self.plan = packable.stored(config, packed)
+        self.plan.make_room()
         self.stored, self.names = [names.renamed(name) for name in packed.values()], packed
         if files is None:  # names may be those of the whole model, or of this part of it
             base = f"{model.base_model_prefix}."
@@ -177,46 +172,6 @@ class KbitHfQuantizer(HfQuantizer):
             self.columns = checkpoint.read_columns(self.files, packed)
             model._keys_to_ignore_on_load_unexpected |= {rf"\.({PACKED[2]}|{HOW})$"}
         checkpoint.check_save(files, config.stored, packed.values())
-
-    def stored_layers(self, model, packed: dict[str, str]) -> dict[str, KbitWeight]:
-        """Empty stand-ins that decode as the config says, for what is packed and the model has; ``packed`` is
-        ``{module name: its name in the checkpoint}``."""
-        modules = dict(model.named_modules(remove_duplicate=False))
-        known = [
-            name
-            for name in packed
-            if is_projection(model, name)
-            or (name in modules and (plain.is_linear(modules[name]) or is_table(modules[name])))
-        ]
-        checkpoint.refuse(
-            [
-                f"{packed[name]}: found it packed, expected 16 bits: {name} of {type(model).__name__} {what}"
-                for name, what in plain.unusual(model, known).items()
-            ]
-        )
-        layers = {}
-        for name in known:
-            decoding = self.quantization_config.stored.decoding(packed[name])
-            layers[name] = self.new_layer(model, name, decoding.bits)
-            layers[name].make_room(decoding)
-        return layers
-
-    def new_layer(self, model, name: str, bits: int) -> KbitWeight:
-        """An empty stand-in on the meta device that knows what it stands for."""
-        config = self.quantization_config
-        settings = {"codebook": config.levels_for(bits), "scale": config.scale, "transform": config.transform}
-        if is_projection(model, name):
-            return experts.new_projection(model, name, bits=bits, **settings)
-        dense = model.get_submodule(name)
-        if is_table(dense):
-            return KbitEmbedding.empty_like(dense, bits, **settings)
-        out_features, in_features = allocation.dense_shape(model, name)
-        dtype = dense.weight.dtype
-        layer = KbitLinear(in_features, out_features, False, bits, device="meta", dtype=dtype, **settings)
-        layer.bias, layer.transposed = dense.bias, isinstance(dense, Conv1D)
-        # As of a table (KbitEmbedding): what was measured there is the head's share.
-        layer.balances = not (isinstance(model, PreTrainedModel) and dense is model.get_output_embeddings())
-        return layer.train(dense.training)
 
     # --- while loading ---
 
@@ -245,28 +200,27 @@ class KbitHfQuantizer(HfQuantizer):
             for layer in packed_layers(model).values():
                 layer.weight._is_hf_initialized = True
         elif not self.pre_quantized:
-            self._restore_new_layers(model)
+            self._unpack_new()
         with nullcontext() if shared else shown_dense(model):
             model.initialize_weights()
 
-    @staticmethod
-    def _restore_new_layers(model) -> None:
-        """Puts back 16-bit layers where the checkpoint had no weight: a new head, to be trained, or a table."""
-        tied, new = tying.tied(model), []
-        for name, layer in model.named_modules():
-            source = model.get_submodule(tied.get(name, name))
-            if isinstance(source, KbitWeight) and isinstance(layer, KbitLinear | KbitEmbedding):
-                if not getattr(source.weight, "_is_hf_initialized", False):
-                    new.append(name)
-        put_empty(model, new)
+    def _unpack_new(self) -> None:
+        """Makes dense again what the checkpoint had no weight for: a new head, to be trained, or a table."""
+        for name in self.plan.decodings:
+            group = [site for each in self.plan.group(name) if (site := self.plan.sites[each]).is_packed]
+            if not any(getattr(site.weight, "_is_hf_initialized", False) for site in group):
+                for site in group:
+                    if site.kind is not KbitProjection:
+                        unpack(site, empty_dense(site, site.weight.device))
 
     # --- after loading ---
 
-    def adopt(self, model, names: Iterable[str], unusual: Mapping[str, str]) -> None:
-        """Makes a model of which ``names`` were quantized in memory what loading would have made it."""
-        self.unusual = dict(unusual)
-        for name in set(names) - self.lost.keys():  # as weights are marked that Transformers has loaded
-            model.get_submodule(name).weight._is_hf_initialized = True
+    def adopt(self, plan: selection.Plan) -> None:
+        """Makes a model that was quantized in memory what loading would have made it."""
+        self.outcome, model = plan.outcome, plan.model
+        # As weights are marked that Transformers has loaded.
+        for name in plan.decodings.keys() - plan.outcome.lost.keys():
+            plan.sites[name].weight._is_hf_initialized = True
         model.hf_quantizer, model.is_quantized = self, True
         model.quantization_method = self.quantization_config.quant_method
         self.postprocess_model(model)
@@ -285,6 +239,7 @@ class KbitHfQuantizer(HfQuantizer):
         inputs.fulfil(model, layers, self.quantization_config, self.pre_quantized)
         self._record(model, layers)
         report(self, model, layers)
+        self.plan = None  # or model and quantizer would keep each other alive
 
     def _misshapen(self, model) -> Iterator[str]:
         """What Transformers 5.17 puts into a quantized model all the same."""
@@ -313,7 +268,7 @@ class KbitHfQuantizer(HfQuantizer):
     def _record(self, model, layers) -> None:
         names, tied = stored_names(model, layers), tying.tied(model)  # tied ones are stored by another name
         self.quantization_config.record({names[name]: layer for name, layer in layers.items() if name not in tied})
-        left = {allocation.exactly(name): None for name in self.lost}
+        left = {allocation.exactly(name): None for name in (self.outcome.lost)}
         self.quantization_config.module_bits = left | {
             pattern: bits for pattern, bits in self.quantization_config.module_bits.items() if pattern not in left
         }

@@ -43,18 +43,17 @@ def report(quantizer, model: nn.Module, layers: Mapping[str, KbitWeight]) -> Non
             f"{left.total()} tensors with {sizes.total():,} weights ({share:.0%}){listing and f': {listing}'}"
             f"{_advice(quantizer, model)}",
         )
-    report_exceptions(quantizer, layers)
+    report_exceptions(quantizer.outcome)
     _report_mxfp4(quantizer.from_mxfp4)
 
 
-def report_exceptions(quantizer, layers: Mapping[str, KbitWeight]) -> None:
+def report_exceptions(outcome: selection.Outcome) -> None:
     """Warns of layers that are not transformed, or not quantized, though the config says that they are to be."""
-    counts = Counter(f"{_gathered(name)} {what}" for name, what in quantizer.unusual.items())
+    counts = Counter(f"{_gathered(name)} {what}" for name, what in outcome.told.items())
     if counts:
         listing = "; ".join(f"{what} ({count} x)" for what, count in counts.most_common(checkpoint.MAX_NAMED))
         logger.warning("hf_kbit: left in 16 bits, for quantized layers cannot take their places: %s", listing)
-    untransformed = {name: layer.untransformed for name, layer in layers.items() if layer.untransformed}
-    for what, reasons in (("quantized without a transform", untransformed), ("left in 16 bits", quantizer.lost)):
+    for what, reasons in (("quantized without a transform", outcome.untransformed), ("left in 16 bits", outcome.lost)):
         if reasons:
             listing = ", ".join(f"{name} ({why})" for name, why in reasons.items())
             logger.warning("hf_kbit: %s: %s", what, listing)
@@ -78,8 +77,9 @@ def _advice(quantizer, model: nn.Module) -> str:
     tables = packable.tables_in(packable.choose(packed))
     if not tables:
         return ""
-    taken = sum(selection.dense_weight(model, name).nbytes for name in tables) / 1e6
-    left = allocation.packed_bytes(model, tables, packed) / 1e6
+    widths = {packable.sites[name]: bits for name, bits in tables.items()}
+    taken = sum(site.weight.nbytes for site in widths) / 1e6
+    left = allocation.packed_bytes(widths, packed) / 1e6
     return f"; embedding_bits={USUAL_FOR_TABLES} would bring the tables among them from {taken:.3g} to {left:.3g} MB"
 
 

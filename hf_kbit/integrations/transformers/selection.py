@@ -1,25 +1,25 @@
-"""Which modules of a model are quantized, and putting others in their place: linear layers, tables of embeddings, and
-the projections of experts."""
+"""What of a model is quantized: linear layers, tables of embeddings, and the projections of experts."""
 
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
-from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.allocation import gets_smaller
+from hf_kbit.checkpoint import refuse
 from hf_kbit.config import Chooser, KbitConfig
-from hf_kbit.integrations.transformers import experts
-from hf_kbit.integrations.transformers.plain import is_linear, take_over, unusual
 from hf_kbit.integrations.transformers.written import written
-from hf_kbit.nn.embedding import is_table
-from hf_kbit.nn.experts import home_of, is_projection, projections
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.site import Site, empty, obstacle, pack, sites
+from hf_kbit.nn.weight import KbitWeight, Recipe
+from hf_kbit.packed import Decoding, Packed
 from hf_kbit.patterns import shown
+from hf_kbit.tensor import KbitTensor
 
 FEW_ROWS = 64  # tables of fewer take next to nothing: kinds of tokens, buckets of distances
 
@@ -44,7 +44,8 @@ class Packable:
     """What of a model can be quantized, what of that is left unless it is asked for, and what is tied; found out once.
 
     Attributes:
-        names: of linear layers, tables and projections of experts, in the order of the model.
+        sites: linear layers, tables and projections of experts by their names; of a layer in two places both.
+        names: of those, each once, in the order of the model.
         tables: names of the tables of embeddings among them.
         ties: ``{name: name of the layer whose weight it has}`` of what is quantized with a table.
         reasons: ``{name: reason}`` of what stays in 16 bits unless, or even if, it is asked for:
@@ -57,28 +58,28 @@ class Packable:
             - ``"fixed"``: the weight is tied to what cannot be quantized, or kept in float32 by the model.
             - ``"adapter"``: it belongs to an adapter of PEFT, or is trained beside one.
             - the words of ``written.written``, if the model's own code writes the weight (``written``).
-            - the words of ``plain.unusual``, if nothing can ask for it (``unusual``).
+            - the words of ``nn.site.obstacle``, if nothing can ask for it (``unusual``).
     """
 
     def __init__(self, model: nn.Module):
-        self._model, modules = model, dict(model.named_modules(remove_duplicate=False))
-        linears, fused = {name for name, module in modules.items() if is_linear(module)}, set(projections(model))
-        once = [name for name, _ in model.named_modules()]
-        self.tables = {name for name in once if is_table(modules[name])}
-        self.names = sorted([*linears.intersection(once), *self.tables, *fused], key=dot_natural_key)
-        everything, groups = linears | self.tables | fused, _tied(model, modules)
-        self.unusual, self.written = unusual(model, self.names), written(model, self.names)
-        reasons = _heads_and_routers(model, linears)
-        few = {name for name in self.tables if modules[name].num_embeddings < FEW_ROWS}
-        reasons |= {name: "small" for name in self.names if name in few or not gets_smaller(model, name)}
-        reasons |= self.written | _kept_in_float32(model, everything) | self.unusual | _of_adapters(model, everything)
+        self.model, self.sites = model, sites(model, remove_duplicate=False)
+        once = [self.sites[name] for name in sites(model)]
+        self.names = sorted((site.name for site in once), key=dot_natural_key)
+        self.tables = {site.name for site in once if site.is_table}
+        self.unusual = {site.name: why for site in once if (why := obstacle(site))}
+        self.written = written(model, once)
+        reasons = _heads_and_routers(model, self.sites)
+        small = (s.name for s in once if (s.is_table and s.shape[0] < FEW_ROWS) or not gets_smaller(s))
+        reasons |= dict.fromkeys(small, "small")
+        reasons |= self.written | _kept_in_float32(model, self.sites) | self.unusual | _of_adapters(model, self.sites)
+        groups = _tied(model)
         for group in groups:
-            if _is_one_table(modules, group, reasons) and not (self.unusual | self.written).keys() & set(group):
+            if _is_one_table(self.sites, group, reasons) and not (self.unusual | self.written).keys() & set(group):
                 reasons.pop(group[0], None)
                 reasons |= dict.fromkeys(group[1:], "tied")
             else:
                 reasons |= dict.fromkeys(group, "fixed")
-        self.reasons = {name: reason for name, reason in reasons.items() if name in everything}
+        self.reasons = {name: reason for name, reason in reasons.items() if name in self.sites}
         self.ties = {name: first for first, *others in groups for name in others if self.reasons.get(name) == "tied"}
 
         # Tables, and heads that are stored for a table that is tied to them.
@@ -111,8 +112,25 @@ class Packable:
                 chosen[name] = bits
         return chosen
 
+    def stored(self, config: KbitConfig, packed: Mapping[str, str]) -> "Plan":
+        """What a checkpoint holds packed, ``{name: its name there}``, of what the model has.
+
+        Raises:
+            ValueError: a layer of the model cannot be packed; the message names all there are.
+        """
+        known = {name: stored for name, stored in packed.items() if name in self.sites}
+        refuse(
+            [
+                f"{stored}: found it packed, expected 16 bits: {name} of {type(self.model).__name__} {why}"
+                for name, stored in known.items()
+                if (why := obstacle(self.sites[name]))
+            ]
+        )
+        decodings = {name: config.stored.decoding(stored) for name, stored in known.items()}
+        return Plan(self.model, self.sites, decodings, config, self.ties)
+
     def _why_not(self, name: str) -> str:
-        reason, kind = self.reasons[name], type(self._model).__name__
+        reason, kind = self.reasons[name], type(self.model).__name__
         if name in self.unusual:
             return f"it {reason}, which a quantized layer would lose: leave it in 16 bits"
         if reason == "tied":
@@ -121,24 +139,25 @@ class Packable:
         return f"{kind} ties its weight or keeps it in float32"
 
     def _check_patterns(self, chooser: Chooser) -> None:
-        modules = [*self.names, *(name for name, _ in self._model.named_modules() if name)]
+        modules = [*self.names, *(name for name, _ in self.model.named_modules() if name)]
         for option, kind, unused in (
             ("module_bits", "linear layer, table or experts", chooser.widths.unused(self.names)),
             ("modules_to_not_convert", "module", chooser.left.unused(modules)),
         ):
             for pattern in unused:
                 raise ValueError(
-                    f"{option}[{shown(pattern)}]: found no {kind} of that name in {type(self._model).__name__}, "
+                    f"{option}[{shown(pattern)}]: found no {kind} of that name in {type(self.model).__name__}, "
                     "expected a regular expression for whole parts of a dotted name, or the end of one"
                 )
 
 
-def _heads_and_routers(model, linears: set[str]) -> dict[str, str]:
+def _heads_and_routers(model, found_sites: Mapping[str, Site]) -> dict[str, str]:
     found = {}
     # A number in its name means that the last module is the end of a layer, not a head.
     last = next(reversed(dict(model.named_parameters())), "").rpartition(".")[0]
     output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     base = base_of(model)
+    linears = (name for name, site in found_sites.items() if issubclass(site.kind, KbitLinear))
     for name in linears:
         at_the_end = name == last and not re.search(r"(^|\.)\d+(\.|$)", name)
         if model.get_submodule(name) is output or not f"{name}.".startswith(base) or at_the_end:
@@ -154,7 +173,7 @@ def base_of(model: nn.Module) -> str:
     return f"{prefix}." if isinstance(getattr(model, prefix or "_", None), nn.Module) else ""
 
 
-def _of_adapters(model: nn.Module, names: set[str]) -> dict[str, str]:
+def _of_adapters(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """``"adapter"`` for what PEFT has put into the model, and for what its adapters need in 16 bits."""
     if "peft" not in sys.modules:
         return {}
@@ -164,25 +183,24 @@ def _of_adapters(model: nn.Module, names: set[str]) -> dict[str, str]:
     return {name: "adapter" for name in names if f"{name}.".startswith(begin)}
 
 
-def _kept_in_float32(model, names: set[str]) -> dict[str, str]:
+def _kept_in_float32(model, names: Iterable[str]) -> dict[str, str]:
     kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     parts = {part for attribute in kept for part in getattr(model, attribute, None) or ()}
     return {name: "fixed" for name in names if any(re.search(rf"(^|\.){part}($|\.)", name) for part in parts)}
 
 
-def _is_one_table(named: Mapping[str, nn.Module], names: list[str], reasons: Mapping[str, str]) -> bool:
+def _is_one_table(found: Mapping[str, Site], names: list[str], reasons: Mapping[str, str]) -> bool:
     """Whether what is tied can be quantized as one: tables and linear layers of one shape, that are called."""
-    modules = [named.get(name) for name in names]
+    group = [found.get(name) for name in names]
     return (
-        any(module is not None and is_table(module) for module in modules)
-        and all(module is not None and (is_table(module) or is_linear(module)) for module in modules)
-        and not any(isinstance(module, Conv1D) for module in modules)
-        and len({module.weight.shape for module in modules}) == 1
+        None not in group
+        and any(site.is_table for site in group)
+        and all((site.is_table or site.kind is KbitLinear) and site.shape == group[0].shape for site in group)
         and not any(reasons.get(name) in ("fixed", "small") for name in names)
     )
 
 
-def _tied(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[list[str]]:
+def _tied(model: nn.Module) -> list[list[str]]:
     """Names of what has a parameter in common, or is to have one (``all_tied_weights_keys``); each is stored by the
     first."""
     groups = defaultdict(list)
@@ -196,32 +214,97 @@ def _tied(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[list[str]]
         known = next((group for group in found if set(group) & set(names)), None)
         if known is not None:
             known += [name for name in names if name not in known]
-        # A module that stands in two places is one, and is replaced in both.
-        elif len({id(modules[name.rpartition(".")[0]]) for name in names}) > 1:
+        # A module that stands in two places is one, and changes in both.
+        elif len({id(model.get_submodule(name.rpartition(".")[0])) for name in names}) > 1:
             found.append(names)
     return [[name.removesuffix(".weight") for name in group] for group in found]
 
 
-def dense_weight(model, name: str) -> nn.Parameter:
-    """The weight of a linear layer or a table, or a projection's, as the model has it."""
-    home, own = home_of(model, name)
-    return home._parameters[own]
+# --- what has been decided ------------------------------------------------------------------------
 
 
-def replace_modules(model, replacements: dict[str, nn.Module]) -> None:
-    """Puts modules in place of those with the given names, wherever else in the model the same ones stand, with what
-    somebody has put on these; projections in place of the tensors of experts."""
-    new = {}
-    for name, module in replacements.items():
-        if isinstance(module, KbitWeight):
-            module.qualified_name = name
-        if is_projection(model, name):
-            experts.put(model, name, module)
-        else:
-            old = model.get_submodule(name)
-            new[old] = module
-            take_over(module, old)
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child in new:
-                parent._modules[name] = new[child]
+@dataclass
+class Outcome:
+    """What is to be told of a model that was quantized.
+
+    Attributes:
+        told: ``{name: why}`` of layers that stayed in 16 bits for what they are.
+        lost: ``{name: what would be lost}`` of those that turned out to have to stay in 16 bits.
+        untransformed: ``{name: why}`` of those that turned out to be quantized without a transform.
+        tuned: what tuning has gained, in words, if it has been done.
+    """
+
+    told: Mapping[str, str] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
+    untransformed: dict[str, str] = field(default_factory=dict)
+    tuned: str = ""
+
+
+@dataclass
+class Plan:
+    """What is quantized of a model, and how.
+
+    Attributes:
+        model: of which it is.
+        sites: those of the model.
+        decodings: of what is quantized, by the name that it is stored under, widths and levels.
+        config: how scales and transforms are found, and what was wished for besides.
+        ties: ``{name: name that its weight is stored under}``.
+        outcome: what is to be told of it.
+    """
+
+    model: nn.Module
+    sites: Mapping[str, Site]
+    decodings: Mapping[str, Decoding]
+    config: KbitConfig
+    ties: Mapping[str, str] = field(default_factory=dict)
+    outcome: Outcome = field(default_factory=Outcome)
+
+    @classmethod
+    def of(cls, packable: Packable, config: KbitConfig, widths: Mapping[str, int]) -> "Plan":
+        """To quantize what ``packable`` has chosen."""
+        decodings = {name: Decoding(config.levels_for(bits), 0, config.transform) for name, bits in widths.items()}
+        return cls(packable.model, packable.sites, decodings, config, packable.ties, Outcome(packable.told(widths)))
+
+    @property
+    def widths(self) -> dict[str, int]:
+        return {name: decoding.bits for name, decoding in self.decodings.items()}
+
+    def group(self, name: str) -> list[str]:
+        """Names of all that has the weight of a layer, the one that it is stored under first."""
+        first = self.ties.get(name, name)
+        return [first, *(other for other, stored in self.ties.items() if stored == first)]
+
+    def recipe(self, name: str) -> Recipe:
+        """How a weight is quantized. Those of tables, of what is tied to them and of heads are not balanced: what was
+        measured of a table (``KbitEmbedding``) is the head's share."""
+        site, model = self.sites[name], self.model
+        head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+        balances = not (site.is_table or len(self.group(name)) > 1 or site.home is head)
+        return Recipe(self.config.scale, self.config.transform, balances)
+
+    def make_room(self) -> dict[str, KbitWeight]:
+        """Has all layers wait for their packed weights, on the meta device; returns them by their names."""
+        layers = {}
+        for name, decoding in self.decodings.items():
+            for each in self.group(name):
+                if not (site := self.sites[each]).is_packed:  # two that are to be tied may be stored apart
+                    pack(site, empty(site, self.decodings.get(each, decoding)), self.recipe(each))
+                layers[each] = site.layer
+        return layers
+
+    def put(self, name: str, packed: Packed) -> None:
+        """Packs a layer, and all that is tied to it, where its dense weight is, unless that is on the meta device."""
+        site = self.sites[name]
+        weight = KbitTensor.of(packed, site.shape[-1], site.weight.dtype, site.kind.reads_tiles)
+        pack(site, weight if site.weight.is_meta else weight.moved(site.weight.device), self.recipe(name))
+        if packed.untransformed:
+            self.outcome.untransformed[name] = packed.untransformed
+        self.tie(name)
+
+    def tie(self, name: str) -> None:
+        """Gives the weight of a packed layer to all that is tied to it."""
+        layer = self.sites[name].layer
+        for other in self.group(name):
+            if not (tied := self.sites[other]).is_packed:
+                pack(tied, layer.weight, self.recipe(other)).tied = layer.tied = True

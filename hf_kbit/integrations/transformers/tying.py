@@ -4,29 +4,11 @@ A model of Transformers says which parameters are one (``all_tied_weights_keys``
 them after loading, and saves them once.
 """
 
-from collections.abc import Mapping
-
 from torch import nn
 
 from hf_kbit.nn.weight import KbitWeight
 
 WEIGHT = ".weight"
-
-
-def new_layers(
-    quantizer, model: nn.Module, ties: Mapping[str, str], layers: Mapping[str, KbitWeight]
-) -> dict[str, KbitWeight]:
-    """Empty stand-ins for what is tied to one of ``layers``, which are not in the model yet; ``ties`` are those of
-    ``Packable``."""
-    new = {}
-    for name, first in ties.items():
-        packed = next((layers[other] for other in (first, name) if other in layers), None)
-        for other in (first, name):
-            if packed is not None and other not in layers and other not in new:
-                new[other] = quantizer.new_layer(model, other, packed.bits)
-                new[other].make_room(packed.decoding)
-                new[other].balances = packed.balances = False  # as of any table
-    return new
 
 
 def tied(model: nn.Module) -> dict[str, str]:
@@ -37,14 +19,6 @@ def tied(model: nn.Module) -> dict[str, str]:
         if target.endswith(WEIGHT) and all(isinstance(modules.get(name), KbitWeight) for name in names):
             found[names[0]] = names[1]
     return found
-
-
-def followers(model: nn.Module, name: str) -> list[str]:
-    """Names of stand-ins that are tied to that one, and that no weight has come for."""
-    ties = tied(model)
-    first = ties.get(name, name)
-    group = (first, *(other for other, source in ties.items() if source == first))
-    return [x for x in group if x != name and model.get_submodule(x).weight.is_meta]
 
 
 def mark(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from types import CodeType, FunctionType
 import torch
 from torch import nn
 
-from hf_kbit.nn.experts import home_of
+from hf_kbit.nn.site import Site
 
 NO_WRITES = ("requires_grad_", "share_memory_", "detach_")
 VIEWS = (
@@ -32,8 +32,8 @@ Path = tuple[str, ...]  # a name, and what is taken of it, as of ``block.layers[
 INDEX = "[]"
 
 
-def written(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """``{name: which method writes it}`` of linear layers, tables and projections of experts.
+def written(model: nn.Module, sites: Iterable[Site]) -> dict[str, str]:
+    """``{name: which method writes it}`` of the weights of these sites.
 
     >>> class Clamped(nn.Module):
     ...     def __init__(self):
@@ -42,12 +42,13 @@ def written(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     ...     def forward(self, x):
     ...         self.a.weight.data.clamp_(-1, 1)
     ...         return self.b(self.a(x))
-    >>> written(Clamped(), ["a", "b"])
+    >>> from hf_kbit.nn.site import sites
+    >>> written(model := Clamped(), sites(model).values())
     {'a': 'is written by Clamped.forward'}
     """
     methods = {kind: _methods(kind) for kind in {type(module) for module in model.modules()}}
     reached = _reached([function for own in methods.values() for function in own.values()])
-    homes, found = {home_of(model, name): name for name in names}, {}
+    homes, found = {(site.home, site.own): site.name for site in sites}, {}
     weights = {
         f"{place}.{own}".removeprefix("."): homes[module, own]
         for place, module in model.named_modules(remove_duplicate=False)

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from hf_kbit.integrations.transformers.selection import replace_modules
 from hf_kbit.integrations.vllm.config import KbitVllmConfig
 from hf_kbit.integrations.vllm.linear import KbitLinearMethod, packed_of, whose_device
-from hf_kbit.nn.embedding import KbitEmbedding, is_table
+from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.site import empty, pack, site_of
 from hf_kbit.packed import Decoding
 from hf_kbit.tensor import PACKED
 
@@ -87,10 +87,10 @@ def make_room(model: nn.Module, config: KbitVllmConfig) -> None:
             method = KbitTableMethod(name, decoding, heads, inputs)
             _await(layer, method, layer.num_embeddings_per_partition, dense)
             layer.use_fused_embedding = False  # a kernel for tables in 16 bits, chosen when the layer was made
-        elif isinstance(layer, nn.Embedding) and is_table(layer):
-            packed = KbitEmbedding.empty_like(layer, decoding.bits)
-            replace_modules(model, {name: packed})
-            _await(packed, KbitTableMethod(name, decoding, []), layer.num_embeddings, layer.weight)
+        elif (site := site_of(model, name)) is not None and site.is_table:
+            dense = layer.weight
+            pack(site, empty(site, decoding))
+            _await(layer, KbitTableMethod(name, decoding, []), layer.num_embeddings, dense)
         elif name in config.tables and not isinstance(layer, PPMissingLayer):
             raise ValueError(
                 f"{name}: found a packed table of embeddings, for which vLLM has a layer of type "

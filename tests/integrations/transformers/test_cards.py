@@ -59,7 +59,7 @@ def test_what_a_card_says(model, dense, tmp_path, monkeypatch):
     expected = sum(tensor.nbytes for tensor in tensors.values()), others + 2 * weights
     sizes = re.search(r"take ([\d.]+) MB, where they took ([\d.]+) in", card.text).groups()
     assert sizes == tuple(f"{size / 1e6:.3g}" for size in expected)
-    model.hf_quantizer.tuned = "KL 1 to 0.5"
+    model.hf_quantizer.outcome.tuned = "KL 1 to 0.5"
     assert "\nTuned after that on the model in 16 bits: KL 1 to 0.5.\n" in hf_kbit.model_card(model, "x").text
 
     # Without a network that would take 24 s.

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+import small
 import torch
 import transformers
 from safetensors import safe_open
@@ -12,9 +13,7 @@ from transformers import modeling_utils
 
 import hf_kbit
 from hf_kbit import KbitConfig
-from hf_kbit.integrations.transformers import experts
 from hf_kbit.integrations.transformers.names import stored_names
-from hf_kbit.nn import experts as nn_experts
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.weight import packed_layers
 from hf_kbit.tensor import KbitTensor
@@ -102,12 +101,12 @@ def test_whole_life(saved, tmp_path, name):
     assert CASES[name][2] in tensors(path)
     model = load(dense, path, KbitConfig(bits=3))
     found = projections(model)
-    assert found.keys() == set(nn_experts.projections(dense)) and found
-    assert not list(nn_experts.projections(model)) and model.num_parameters() == dense.num_parameters()
+    assert found.keys() == set(small.dense_projections(dense)) and found
+    assert not list(small.dense_projections(model)) and model.num_parameters() == dense.num_parameters()
     for own, projection in found.items():
         weight = dense.get_parameter(own).detach()
         assert projection.num_weights == weight.numel()
-        twin = experts.new_projection(dense, own, bits=3)
+        twin = small.projection(dense, own, bits=3)
         twin.load_dense(weight.mT if projection.transposed else weight)
         assert all(map(torch.equal, projection.packed.values(), twin.packed.values()))
 
@@ -159,12 +158,12 @@ def test_transposed_checkpoint(tmp_path):
     dense = transformers.Qwen3VLMoeForConditionalGeneration(config).eval()
     dense.save_pretrained(tmp_path / "dense")
     stored = tensors(tmp_path / "dense")
-    own = next(name for name in nn_experts.projections(dense) if name.endswith("gate_up_proj"))
+    own = next(name for name in small.dense_projections(dense) if name.endswith("gate_up_proj"))
     turned = {name: tensor.mT.contiguous() for name, tensor in stored.items() if "experts." in name}
     assert own in turned
     save_file(stored | turned, tmp_path / "dense/model.safetensors", {"format": "pt"})
     model = load(dense, tmp_path / "dense", KbitConfig(bits=4))
-    twin = experts.new_projection(dense, own, bits=4)
+    twin = small.projection(dense, own, bits=4)
     twin.load_dense(dense.get_parameter(own).detach())
     assert torch.equal(projections(model)[own].weight, twin.weight)
     expected = logits(model)
@@ -258,8 +257,8 @@ def test_a_bias_that_is_not_in_the_checkpoint(saved):
     del stored["model.layers.1.mlp.experts.down_proj_bias"]
     save_file(stored, file, {"format": "pt"})
     model = load(dense, path, KbitConfig(bits=4))
-    for own in nn_experts.projections(dense):
-        twin = experts.new_projection(dense, own, bits=4)
+    for own in small.dense_projections(dense):
+        twin = small.projection(dense, own, bits=4)
         twin.load_dense(dense.get_parameter(own).detach().mT)
         assert torch.equal(projections(model)[own].weight, twin.weight)
     made = "model.layers.1.mlp.experts.down_proj_bias"

@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_kbit import KbitConfig, KbitEmbedding, KbitLinear, quantize_model
-from hf_kbit.integrations.transformers import parallel, quantizer, selection
-from hf_kbit.nn.experts import home_of
+from hf_kbit.integrations.transformers import parallel, quantizer
+from hf_kbit.nn.site import site_of
 from hf_kbit.nn.weight import KbitWeight
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 128}
@@ -33,7 +33,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def rows(model, name: str) -> torch.Tensor:
     """The weight with its outputs first, whatever the order in the model."""
-    weight = selection.dense_weight(model, name).data
+    weight = site_of(model, name).weight.data
     return weight.mT if name.startswith("transformer.h") else weight
 
 
@@ -75,8 +75,8 @@ def test_left_in_16_bits_or_without_a_transform(name, lines, tmp_path):
     )
     assert kept.startswith("hf_kbit: left in 16 bits: ") and all(each in kept for each in (left, table or ""))
     for each in filter(None, (left, table)):
-        assert torch.equal(selection.dense_weight(loaded, each), selection.dense_weight(dense, each))
-        found, expected = (home_of(model, each)[0] for model in (loaded, dense))
+        assert torch.equal(site_of(loaded, each).weight, site_of(dense, each).weight)
+        found, expected = (site_of(model, each).home for model in (loaded, dense))
         assert type(found) is type(expected) or "experts" in each
         for own, before in expected.named_parameters() if "experts" not in each else ():
             assert torch.equal(found.get_parameter(own), before) and found.get_parameter(own).requires_grad, own

@@ -9,6 +9,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+import small
 import torch
 from architectures import small_config
 from cpu_graph import cpu_graph
@@ -27,7 +28,6 @@ from hf_kbit import KbitConfig
 from hf_kbit.generation import decode_step
 from hf_kbit.generation.unsupported import Unsupported
 from hf_kbit.integrations.transformers import selection
-from hf_kbit.nn import experts as nn_experts
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.weight import KbitWeight
 
@@ -127,7 +127,7 @@ def test_whole_life(task, kind, tmp_path):
 
     quantized = load(task, tmp_path / "dense", quantization_config=KbitConfig(bits=4, embedding_bits=5))
     layers = [module for module in quantized.modules() if isinstance(module, KbitWeight)]
-    assert not list(nn_experts.projections(quantized))
+    assert not list(small.dense_projections(quantized))
     if not layers:
         assert not selection.Packable(dense).choose(KbitConfig())
         pytest.skip(f"no layer of it is to be quantized: {selection.Packable(dense).reasons}")
