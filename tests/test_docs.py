@@ -312,6 +312,12 @@ def test_the_readme_is_short():
     assert not crowded, "\n".join(crowded)
 
 
+@pytest.mark.parametrize("page", ["quality.md", "performance.md"])
+def test_what_a_user_decides_by_comes_first(page):
+    first, _ = text_of(page).split("\n## All figures\n")
+    assert len(first.splitlines()) <= 150 and "](images/" in first
+
+
 def test_errors_of_codebooks_on_the_quickstart_page():
     """Each row of its table, and a row for each codebook, on a quarter of the weights of the benchmark named there."""
     errors = benchmark("codebooks")
