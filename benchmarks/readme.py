@@ -16,25 +16,16 @@ RESULTS = ROOT / "benchmarks" / "results"
 SPEED = RESULTS / "model-h200-2026-11-21.jsonl"
 QUALITY = sorted(RESULTS.glob("quality-qwen2.5-coder-1.5b-h200-*.jsonl"))
 MARKS = "<!-- table -->\n", "<!-- end of table -->\n"
-OWN_TEXT, LIKE_TEXT = "optimal, feedback, own text", "optimal, feedback"
 # What the table compares: a label, the library, its bits and way in QUALITY, and the name in SPEED, where it is there.
 ROWS = (
     ("16 bits", "fp16", 16, "as trained", "bf16"),
     ("bitsandbytes NF4", "bitsandbytes", 4, "NF4, block 64", "bitsandbytes"),
-    ("HQQ 4 bits, groups of 64", "hqq", 4, "group 64", None),
-    ("GPTQ 4 bits, groups of 64, like text", "llmcompressor", 4, "GPTQ, group 64", None),
-    ("EXL3 4 bits", "exllamav3", 4, "EXL3", None),
-    ("**hf_kbit 4 bits**", "hf_kbit", 4, "optimal, search", "hf_kbit"),
-    ('**hf_kbit 4 bits, "weighted"**', "hf_kbit", 4, "optimal, weighted, built-in text", "hf_kbit"),
-    ("**hf_kbit 4 bits, like text**", "hf_kbit", 4, LIKE_TEXT, "hf_kbit"),
-    ("HQQ 3 bits, groups of 64", "hqq", 3, "group 64", None),
-    ("AutoRound 3 bits, groups of 64, like text", "auto-round", 3, "symmetric, group 64", None),
-    ("EXL3 3 bits", "exllamav3", 3, "EXL3", None),
-    ("**hf_kbit 3 bits**", "hf_kbit", 3, "optimal, search", "hf_kbit"),
-    ("**hf_kbit 3 bits, own text**", "hf_kbit", 3, OWN_TEXT, "hf_kbit"),
-    ("**hf_kbit 3 bits, like text**", "hf_kbit", 3, LIKE_TEXT, "hf_kbit"),
-    ("EXL3 2 bits", "exllamav3", 2, "EXL3", None),
-    ("**hf_kbit 2 bits, like text**", "hf_kbit", 2, LIKE_TEXT, None),
+    ("HQQ, 4 bits, groups of 64", "hqq", 4, "group 64", None),
+    ("EXL3, 4 bits", "exllamav3", 4, "EXL3", None),
+    ("**hf_kbit, 4 bits**", "hf_kbit", 4, "optimal, search", "hf_kbit"),
+    ('**hf_kbit, 4 bits, "weighted"**', "hf_kbit", 4, "optimal, weighted, built-in text", "hf_kbit"),
+    ("EXL3, 3 bits", "exllamav3", 3, "EXL3", None),
+    ("**hf_kbit, 3 bits, calibrated**", "hf_kbit", 3, "optimal, feedback, own text", "hf_kbit"),
 )
 
 

@@ -291,16 +291,33 @@ def test_commands_as_they_stand(hub, tmp_path, in_the_hub, monkeypatch, page):
 def test_make_in_the_readme():
     makefile = text_of("../Makefile")
     targets = re.findall(r"^make (\w+)$", text_of("../README.md"), flags=re.MULTILINE)
-    assert targets == ["demo", "test"] and all(f"\n{target}: " in makefile for target in targets)
+    assert targets == ["demo"] and all(f"\n{target}: " in makefile for target in targets)
 
 
 def test_table_of_the_readme():
     """As ``benchmarks/readme.py`` makes it of the lines of benchmarks; and its limits are few."""
     readme, page = benchmark("readme"), text_of("../README.md")
     start, end = readme.MARKS
-    assert page.split(start)[1].split(end)[0].strip() == readme.table().strip()
+    assert page.split(start)[1].split(end)[0].strip() == readme.table().strip() and len(readme.ROWS) <= 8
     (limits,) = re.findall(r"^## Limits\n(.*?)^## ", page, flags=re.DOTALL | re.MULTILINE)
     assert len(re.findall("^- ", limits, flags=re.MULTILINE)) <= 10
+
+
+def test_the_readme_is_short():
+    """Few lines, and few figures in a sentence. Dates stand in one line, under the table."""
+    page = text_of("../README.md")
+    assert len(page.splitlines()) <= 130
+    prose = re.sub(r"^```.*?^```|^\|.*?$|`[^`]+`|\]\([^)]+\)", "", page, flags=re.DOTALL | re.MULTILINE)
+    assert len([line for line in prose.splitlines() if re.search(r"\d{4}-\d\d-\d\d", line)]) == 1
+    sentences = re.split(r"[.:?] |\n\n|\n- ", re.sub(r"^NVIDIA .*$", "", prose, flags=re.MULTILINE))
+    crowded = [words for words in sentences if len(re.findall(r"(?<![\w.-])\d+", words)) >= 3]
+    assert not crowded, "\n".join(crowded)
+
+
+@pytest.mark.parametrize("page", ["quality.md", "performance.md"])
+def test_what_a_user_decides_by_comes_first(page):
+    first, _ = text_of(page).split("\n## All figures\n")
+    assert len(first.splitlines()) <= 150 and "](images/" in first
 
 
 def test_errors_of_codebooks_on_the_quickstart_page():

@@ -225,7 +225,7 @@ def test_searched_scales_have_the_least_error(bits):
 
 
 def tokens_by_hand(x, columns):
-    """Of docs/internals.md the steps of tokens, in NumPy, whose every operation rounds once."""
+    """Of docs/format.md the steps of tokens, in NumPy, whose every operation rounds once."""
     f32 = np.float32
     tokens = np.zeros((len(x), format.num_blocks(x.shape[1]) * 32), f32)
     scales = np.array([format.decode_e4m4(byte) for byte in columns.tolist()], f32)
