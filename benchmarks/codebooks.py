@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModel
 
 import hf_kbit
-from hf_kbit.codebooks import NAMED
-from hf_kbit.format import BITS
-from hf_kbit.nn.weight import SCALES
+from hf_kbit.format.codebooks import NAMED
+from hf_kbit.format.spec import BITS
+from hf_kbit.weight.packing import SCALES
 
 
 def relative_error(linears: list[torch.nn.Linear], codebook: str, scale: str, bits: int) -> float:

@@ -24,11 +24,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from hf_kbit import codebooks
-from hf_kbit.format import BITS
+from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.spec import BITS
 from hf_kbit.nn import experts as nn_experts
 from hf_kbit.nn.site import empty, pack, sites
 from hf_kbit.ops import native
-from hf_kbit.packed import Decoding
 
 PEERS = ("grouped_mm", "batched_mm")
 QWEN3 = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}

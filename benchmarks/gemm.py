@@ -51,7 +51,7 @@ from timing import (
 )
 
 import hf_kbit
-from hf_kbit.format import BITS
+from hf_kbit.format.spec import BITS
 from hf_kbit.ops import native
 
 OPS = torch.ops.hf_kbit
@@ -106,7 +106,7 @@ def dense_kernels(weight, gradient: bool):
 def packed_kernels(weight, bits: int, gradient: bool, rotated: bool):
     """Lists of functions by side, and the bytes of one packed weight; one that is rotated has more sides."""
     n, k = weight.shape
-    codebook = torch.tensor(hf_kbit.codebooks.normal_float(bits), device="cuda")
+    codebook = torch.tensor(hf_kbit.format.codebooks.normal_float(bits), device="cuda")
     words, scales = OPS.repack(*OPS.quantize(weight, codebook, signed=rotated), bits, [n, k])
     columns = torch.randint(144, 209, (k,), device="cuda", dtype=torch.uint8)
     packed = [words, scales, columns]

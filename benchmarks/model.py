@@ -44,7 +44,7 @@ from transformers import BitsAndBytesConfig
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 import hf_kbit
-from hf_kbit.format import BITS
+from hf_kbit.format.spec import BITS
 
 SHAPE = "llama-3-8b"
 PROMPT, NEW_TOKENS = 128, 48

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from timing import Report, copies, graph_us, name_of, read_kernel
 
 import hf_kbit
-from hf_kbit.format import BITS
+from hf_kbit.format.spec import BITS
 
 OPS = torch.ops.hf_kbit
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -74,7 +74,7 @@ def on_cuda(shapes, report: Report) -> None:
     for n, k in shapes:
         shape = f"{n}x{k}"
         for bits in BITS:
-            codebook = torch.tensor(hf_kbit.codebooks.normal_float(bits), device="cuda")
+            codebook = torch.tensor(hf_kbit.format.codebooks.normal_float(bits), device="cuda")
 
             def planes(bits=bits, codebook=codebook, n=n, k=k):
                 return tuple(OPS.quantize(torch.randn(n, k, device="cuda", dtype=torch.bfloat16), codebook))
@@ -110,7 +110,7 @@ def look_ups_on_cuda(k: int, report: Report, ceilings: Ceilings) -> None:
         dense = torch.randn(rows, k, device="cuda", dtype=dtype)
         torch_us = graph_us([partial(F.embedding, some, dense) for some in indices])
         for bits in BITS:
-            codebook = torch.tensor(hf_kbit.codebooks.normal_float(bits), device="cuda")
+            codebook = torch.tensor(hf_kbit.format.codebooks.normal_float(bits), device="cuda")
             planes = OPS.quantize(dense, codebook)
             for form, packed in (("planes", planes), ("tiles", OPS.repack(*planes, bits, [rows, k]))):
                 us = graph_us([partial(OPS.embed, some, *packed, codebook, [rows, k], dtype) for some in indices])
@@ -146,7 +146,7 @@ def on_cpu(shapes, report: Report) -> None:
         copy_ms = medians_ms({"copy": lambda: source.clone()}, 7)["copy"]
         packed, codebooks, columns = {}, {}, torch.full((k,), 176, dtype=torch.uint8)  # those of gemm_int8
         for bits in BITS:
-            codebooks[bits] = torch.tensor(hf_kbit.codebooks.normal_float(bits))
+            codebooks[bits] = torch.tensor(hf_kbit.format.codebooks.normal_float(bits))
             packed[bits] = OPS.quantize(source, codebooks[bits])
             for dtype in FLOATS:
                 dense = source.to(dtype)
@@ -192,7 +192,7 @@ def look_ups_on_cpu(k: int, report: Report, copy_ms_of_a_byte: float) -> None:
     for dtype in FLOATS:
         dense = torch.randn(rows, k).to(dtype)
         for bits in BITS:
-            codebook = torch.tensor(hf_kbit.codebooks.normal_float(bits))
+            codebook = torch.tensor(hf_kbit.format.codebooks.normal_float(bits))
             packed = OPS.quantize(dense, codebook)
             calls = {
                 "embed planes": lambda: OPS.embed(indices, *packed, codebook, [rows, k], dtype),

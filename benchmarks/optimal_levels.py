@@ -1,4 +1,4 @@
-"""Finds the levels of the codebook ``optimal``, in units of 2**-13, as hf_kbit/codebooks.py has them.
+"""Finds the levels of the codebook ``optimal``, in units of 2**-13, as hf_kbit/format/codebooks.py has them.
 
     python benchmarks/optimal_levels.py
 
@@ -8,7 +8,7 @@ Lloyd's iteration on 4096 blocks of Gaussian weights; it takes some seconds and 
 import torch
 import torch.nn.functional as F
 
-from hf_kbit.format import BITS, BLOCK_SIZE
+from hf_kbit.format.spec import BITS, BLOCK_SIZE
 
 
 def gaussian_blocks(count: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from timing import Report, gpu_and_command, numbers, parse, run_and_plot
 
 import hf_kbit
-from hf_kbit.format import BITS
+from hf_kbit.format.spec import BITS
 
 RANK = 16
 WARM_UP, STEPS = 2, 5

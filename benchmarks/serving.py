@@ -51,7 +51,7 @@ from gemm import COLOURS
 from load import SHAPES, report_of_model
 from timing import markdown, numbers, read, run_and_plot, some_of
 
-from hf_kbit.format import BITS
+from hf_kbit.format.spec import BITS
 
 WIDTHS = [f"hf_kbit-{bits}" for bits in sorted(BITS, reverse=True)]
 METHODS = ["bf16", *WIDTHS, *(f"{width}-int8" for width in WIDTHS), "fp8", "gptq"]

@@ -10,44 +10,46 @@ from importlib import import_module as _import_module
 from pkgutil import resolve_name as _resolve_name
 from typing import TYPE_CHECKING
 
-from hf_kbit import hooks as _hooks
+from hf_kbit.hooks import setting as _setting
+from hf_kbit.hooks import table as _table
+from hf_kbit.hooks.importing import after_import as _after_import
 
 if TYPE_CHECKING:  # names that are imported as themselves are public
-    from hf_kbit import codebooks as codebooks
     from hf_kbit import ops as ops
     from hf_kbit.calibration import calibrate as calibrate
-    from hf_kbit.config import KbitConfig as KbitConfig
+    from hf_kbit.calibration.post_training import quantize_model as quantize_model
+    from hf_kbit.calibration.widths import choose_widths as choose_widths
     from hf_kbit.evaluation import evaluate as evaluate
+    from hf_kbit.files.saving import load_into as load_into
+    from hf_kbit.files.saving import save as save
+    from hf_kbit.format import codebooks as codebooks
     from hf_kbit.generation.fast_generate import fast_generate as fast_generate
     from hf_kbit.integrations.transformers.cards import model_card as model_card
     from hf_kbit.integrations.transformers.inputs import set_inputs as set_inputs
-    from hf_kbit.memory import bits_for_memory as bits_for_memory
-    from hf_kbit.memory import embedding_bits_for_memory as embedding_bits_for_memory
     from hf_kbit.nn.embedding import KbitEmbedding as KbitEmbedding
     from hf_kbit.nn.linear import KbitLinear as KbitLinear
     from hf_kbit.ops import set_batch_invariant as set_batch_invariant
-    from hf_kbit.post_training import quantize_model as quantize_model
-    from hf_kbit.saving import load_into as load_into
-    from hf_kbit.saving import save as save
-    from hf_kbit.widths import choose_widths as choose_widths
+    from hf_kbit.plan.config import KbitConfig as KbitConfig
+    from hf_kbit.plan.memory import bits_for_memory as bits_for_memory
+    from hf_kbit.plan.memory import embedding_bits_for_memory as embedding_bits_for_memory
 
 __version__ = "0.1.0"
 
 # Where the public names are, which are imported when they are first asked for.
 _HOMES = {
-    "KbitConfig": "config",
+    "KbitConfig": "plan.config",
     "KbitEmbedding": "nn.embedding",
     "KbitLinear": "nn.linear",
-    "bits_for_memory": "memory",
+    "bits_for_memory": "plan.memory",
     "calibrate": "calibration",
-    "choose_widths": "widths",
-    "embedding_bits_for_memory": "memory",
+    "choose_widths": "calibration.widths",
+    "embedding_bits_for_memory": "plan.memory",
     "evaluate": "evaluation",
     "fast_generate": "generation.fast_generate",
-    "load_into": "saving",
+    "load_into": "files.saving",
     "model_card": "integrations.transformers.cards",
-    "quantize_model": "post_training",
-    "save": "saving",
+    "quantize_model": "calibration.post_training",
+    "save": "files.saving",
     "set_batch_invariant": "ops",
     "set_inputs": "integrations.transformers.inputs",
 }
@@ -64,7 +66,7 @@ _RENAMED["decode"] = "hf_kbit.fast_generate"
 
 def __getattr__(name: str):
     if name in ("codebooks", "ops"):
-        return _import_module(f"hf_kbit.{name}")
+        return _import_module("hf_kbit.format.codebooks" if name == "codebooks" else "hf_kbit.ops")
     if new := _RENAMED.get(name):
         message = f"hf_kbit.{name} is {new} now; the old name goes with the next release"
         _warnings.warn(message, DeprecationWarning, stacklevel=2)
@@ -77,7 +79,17 @@ def __getattr__(name: str):
     return found
 
 
-_hooks.after_import("transformers.modeling_utils", _hooks.register)
-_hooks.after_import("hf_kbit.generation.fast_generate", _hooks.install_generation)
+def _register() -> None:
+    """Makes Transformers know the method, by its registry. Where that fails, it stays as it is: the program may well
+    use it for models that are not quantized."""
+    try:
+        _import_module("hf_kbit.integrations.transformers.quantizer")  # registers itself
+        _setting.install("transformers", _table.REGISTRATION_HOOKS)
+    except Exception as error:  # whatever our files say of this Transformers, importing it goes on
+        _warnings.warn(f"hf_kbit: models can be neither quantized nor loaded: {error}", RuntimeWarning, stacklevel=2)
+
+
+_after_import("transformers.modeling_utils", _register)
+_after_import("hf_kbit.generation.fast_generate", _setting.install_generation)
 if "torch" in _sys.modules:
     _import_module("hf_kbit.ops")  # for programs that call torch.ops.hf_kbit

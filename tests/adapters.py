@@ -21,7 +21,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_kbit import KbitConfig, KbitLinear
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
-from hf_kbit.tensor import KbitTensor
+from hf_kbit.weight.tensor import KbitTensor
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]  # [72, 72], [36, 72] and [72, 100]: no block of 32 fits
 IDS = torch.arange(2 * 9).reshape(2, 9)

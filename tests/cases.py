@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 
-from hf_kbit import codebooks, format, reference, transforms
-from hf_kbit.format import BITS as BITS
+from hf_kbit import codebooks
+from hf_kbit.format import reference, transforms
+from hf_kbit.format import spec as format
+from hf_kbit.format.spec import BITS as BITS
 from hf_kbit.nn.weight import KbitWeight
-from hf_kbit.packed import quantize_weight
+from hf_kbit.weight.packing import quantize_weight
 
 # [N, K]: one weight, less than a block, exact blocks, a padded last block, exact and padded tiles (16 rows x 256
 # columns), more rows than columns and the reverse.

@@ -18,9 +18,10 @@ from torch import multiprocessing
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from hf_kbit import KbitConfig, tensor
+from hf_kbit import KbitConfig
 from hf_kbit.nn.weight import KbitWeight, local
-from hf_kbit.tensor import KbitTensor
+from hf_kbit.weight import tensor
+from hf_kbit.weight.tensor import KbitTensor
 
 SIZE = 2
 OLD = Version(transformers.__version__) < Version("5.21")  # Transformers, with other settings for experts

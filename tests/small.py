@@ -3,10 +3,10 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_kbit.codebooks import optimal
+from hf_kbit.format.codebooks import optimal
+from hf_kbit.format.decoding import Decoding
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.site import empty, site_of, sites
-from hf_kbit.packed import Decoding
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4, "num_hidden_layers": 2}
 

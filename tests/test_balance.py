@@ -6,11 +6,11 @@ import cases
 import pytest
 import torch
 
-from hf_kbit import balance as module
-from hf_kbit.balance import LARGEST, SMALLEST, balance
-from hf_kbit.format import decode_e4m4, encode_e4m4
-from hf_kbit.reference import decode_e4m4 as decode
-from hf_kbit.transforms import to_stored
+from hf_kbit.format.reference import decode_e4m4 as decode
+from hf_kbit.format.spec import decode_e4m4, encode_e4m4
+from hf_kbit.format.transforms import to_stored
+from hf_kbit.weight import balance as module
+from hf_kbit.weight.balance import LARGEST, SMALLEST, balance
 
 
 def by_definition(weight: torch.Tensor) -> list[float]:

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hf_kbit import KbitLinear, checkpoint, codebooks
-from hf_kbit.checkpoint import DIGEST, NOT_SEALED, TENSORS
-from hf_kbit.packed import Decoding
-from hf_kbit.stored import Stored
+from hf_kbit import KbitLinear, codebooks
+from hf_kbit.files import checkpoint
+from hf_kbit.files.checkpoint import DIGEST, NOT_SEALED, TENSORS
+from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.stored import Stored
 
 LEVELS = codebooks.normal_float(3)
 STORED = Stored(3, {3: LEVELS}, {"b": Decoding(LEVELS, 1, "rotated")})

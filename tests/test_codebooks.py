@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import hf_kbit
 from hf_kbit import codebooks
-from hf_kbit.format import BITS
+from hf_kbit.format.spec import BITS
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -10,8 +10,8 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from hf_kbit import KbitConfig, codebooks
-from hf_kbit.config import config_or
-from hf_kbit.stored import Stored
+from hf_kbit.format.stored import Stored
+from hf_kbit.plan.config import config_or
 
 CONFIGS = [
     KbitConfig(),

@@ -35,16 +35,17 @@ from transformers import (
 )
 
 import hf_kbit
-from hf_kbit import KbitConfig, KbitLinear, allocation, codebooks
+from hf_kbit import KbitConfig, KbitLinear, codebooks
 from hf_kbit.calibration import tuning, writing
 from hf_kbit.calibration.data import Text
 from hf_kbit.calibration.layerwise import METHODS as CALIBRATION_METHODS
 from hf_kbit.calibration.layerwise import Solving
 from hf_kbit.integrations.peft.create import IMPOSSIBLE_INITIALISATIONS
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
-from hf_kbit.memory import bits_for_memory, cache_bytes, embedding_bits_for_memory
-from hf_kbit.nn.weight import SCALES, KbitWeight, is_sharded
-from hf_kbit.packed import quantize_weight
+from hf_kbit.nn.weight import KbitWeight, is_sharded
+from hf_kbit.plan import allocation
+from hf_kbit.plan.memory import bits_for_memory, cache_bytes, embedding_bits_for_memory
+from hf_kbit.weight.packing import SCALES, quantize_weight
 
 DOCS = Path(__file__).parents[1] / "docs"
 NOTES = "A model learns what it reads, block by block.\n" * 150

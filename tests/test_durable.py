@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_kbit import quantize_model, save
 from hf_kbit.cli.folder import claim
-from hf_kbit.durable import settle
+from hf_kbit.files.durable import settle
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSPC, errno.EIO])

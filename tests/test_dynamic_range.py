@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from hf_kbit import codebooks
-from hf_kbit.dynamic_range import HELD, is_wide, lost
-from hf_kbit.format import BITS
-from hf_kbit.packed import quantize_weight
-from hf_kbit.reference import MAGNITUDE, decode_scales, unpack_codes
+from hf_kbit.format.reference import MAGNITUDE, decode_scales, unpack_codes
+from hf_kbit.format.spec import BITS
+from hf_kbit.weight.dynamic_range import HELD, is_wide, lost
+from hf_kbit.weight.packing import quantize_weight
 
 STEP = 2.0**-14  # the smallest scale, as ops read it
 

@@ -10,12 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_kbit import codebooks, format, reference
-from hf_kbit.balance import balance
-from hf_kbit.format import BITS, decode_e4m4, encode_e4m4, layer_exponent
+from hf_kbit import codebooks
+from hf_kbit.format import reference
+from hf_kbit.format import spec as format
+from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.spec import BITS, decode_e4m4, encode_e4m4, layer_exponent
+from hf_kbit.format.transforms import to_stored
 from hf_kbit.nn.weight import PACKED
-from hf_kbit.packed import Decoding, quantize_weight
-from hf_kbit.transforms import to_stored
+from hf_kbit.weight.balance import balance
+from hf_kbit.weight.packing import quantize_weight
 
 GOLDEN = Path(__file__).parent / "data"
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMa
 
 from hf_kbit import KbitConfig, bits_for_memory
 from hf_kbit.generation.static_cache import CACHE
-from hf_kbit.memory import cache_bytes
+from hf_kbit.plan.memory import cache_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

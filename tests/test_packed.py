@@ -2,15 +2,16 @@
 
 import gc
 
+import hf_kbit.packed as module
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import hf_kbit.packed as module
 from hf_kbit import codebooks
-from hf_kbit.balance import balance
-from hf_kbit.format import BITS
-from hf_kbit.packed import MOST_TO_TRANSFORM, TOO_LARGE, TRANSFORMS, Decoding, Packed, Stored, quantize_weight
+from hf_kbit.format.decoding import TRANSFORMS, Decoding
+from hf_kbit.format.spec import BITS
+from hf_kbit.weight.balance import balance
+from hf_kbit.weight.packing import MOST_TO_TRANSFORM, TOO_LARGE, Packed, Stored, quantize_weight
 
 LEVELS = codebooks.optimal(3)
 

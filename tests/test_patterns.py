@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_kbit import KbitConfig, patterns
-from hf_kbit.config import Chooser
-from hf_kbit.patterns import Patterns, exactly
+from hf_kbit import KbitConfig
+from hf_kbit.plan import patterns
+from hf_kbit.plan.config import Chooser
+from hf_kbit.plan.patterns import Patterns, exactly
 
 NAMES = st.text("ab.1_", max_size=12)
 ATOMS = st.sampled_from(

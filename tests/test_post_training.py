@@ -13,9 +13,10 @@ from torch import nn
 from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
-from hf_kbit import KbitConfig, KbitEmbedding, KbitLinear, allocation, quantize_model
+from hf_kbit import KbitConfig, KbitEmbedding, KbitLinear, quantize_model
+from hf_kbit.calibration.post_training import MEASURED
 from hf_kbit.calibration.writing import write
-from hf_kbit.post_training import MEASURED
+from hf_kbit.plan import allocation
 
 NAMES = ["llama", "gpt2", "t5", "qwen3_moe"]
 MODELS = [architecture for architecture in architectures.ARCHITECTURES if architecture.name in NAMES]

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from hf_kbit import codebooks, format, reference, transforms
+from hf_kbit import codebooks
+from hf_kbit.format import reference, transforms
+from hf_kbit.format import spec as format
 
 
 def test_e4m4_is_encoded_as_the_scalar_definition_says():

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_kbit
-from hf_kbit import tensor
 from hf_kbit.nn.weight import packed_layers
-from hf_kbit.tensor import KbitTensor
+from hf_kbit.weight import tensor
+from hf_kbit.weight.tensor import KbitTensor
 
 IDS = torch.arange(12).view(2, 6)
 

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_kbit import KbitLinear, load_into, quantize_model, save
-from hf_kbit.checkpoint import DIGEST
-from hf_kbit.saving import CONFIG
+from hf_kbit.files.checkpoint import DIGEST
+from hf_kbit.files.saving import CONFIG
 
 
 class Attention(nn.Module):

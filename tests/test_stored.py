@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_kbit import KbitConfig, codebooks
-from hf_kbit.packed import TRANSFORMS, Decoding
-from hf_kbit.stored import Stored
+from hf_kbit.format.decoding import TRANSFORMS, Decoding
+from hf_kbit.format.stored import Stored
 
 TABLES = {bits: [codebooks.normal_float(bits), codebooks.integer(bits)] for bits in (2, 3, 4, 5)}
 

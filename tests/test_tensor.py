@@ -15,10 +15,11 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import hf_kbit
-from hf_kbit import KbitEmbedding, KbitLinear, tensor
+from hf_kbit import KbitEmbedding, KbitLinear
+from hf_kbit.format.decoding import Decoding
 from hf_kbit.nn.experts import KbitProjection
-from hf_kbit.packed import Decoding
-from hf_kbit.tensor import KbitTensor
+from hf_kbit.weight import tensor
+from hf_kbit.weight.tensor import KbitTensor
 
 ROWS, WIDTH = 48, 100
 

@@ -15,9 +15,9 @@ from torch.overrides import get_testing_overrides, resolve_name
 from torch.utils import dlpack
 
 from hf_kbit import KbitLinear
-from hf_kbit.decoded import Decoded
 from hf_kbit.nn.experts import KbitProjection
-from hf_kbit.tensor import KbitTensor
+from hf_kbit.weight.decoded import Decoded
+from hf_kbit.weight.tensor import KbitTensor
 
 SIZE, EXPERTS = 64, 2
 ONES, IDS = torch.ones(SIZE, SIZE), torch.arange(SIZE)

@@ -4,8 +4,9 @@ import cases
 import pytest
 import torch
 
-from hf_kbit import format, transforms
-from hf_kbit.transforms import of_input, of_moments, rotate, to_original, to_stored
+from hf_kbit.format import spec as format
+from hf_kbit.format import transforms
+from hf_kbit.format.transforms import of_input, of_moments, rotate, to_original, to_stored
 
 
 def matrix(in_features: int) -> torch.Tensor:

@@ -19,13 +19,14 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from hf_kbit import KbitConfig, KbitLinear, widths
-from hf_kbit.allocation import Layer, spend, stored_weights
+from hf_kbit import KbitConfig, KbitLinear
+from hf_kbit.calibration import widths
+from hf_kbit.calibration.widths import choose_widths, measure
 from hf_kbit.calibration.writing import draw, write
-from hf_kbit.format import BITS, layer_exponent
-from hf_kbit.integrations.transformers import selection
+from hf_kbit.format.spec import BITS, layer_exponent
 from hf_kbit.nn.site import site_of
-from hf_kbit.widths import choose_widths, measure
+from hf_kbit.plan import selection
+from hf_kbit.plan.allocation import Layer, spend, stored_weights
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 TOKENS = torch.arange(200) * 7 % 256

@@ -19,9 +19,9 @@ import hf_kbit
 from benchmarks.quality.data import training_text
 from hf_kbit.calibration.data import Text
 from hf_kbit.calibration.layerwise import METHODS
+from hf_kbit.calibration.widths import choose_widths
 from hf_kbit.calibration.writing import write
-from hf_kbit.format import BITS
-from hf_kbit.widths import choose_widths
+from hf_kbit.format.spec import BITS
 
 HEADS = ("lm_head", "pooler.dense")  # of a Llama and of all-MiniLM-L6-v2, whose own is of no use to it
 # Scales are searched for all but the first, which is the plain one that others are compared with.

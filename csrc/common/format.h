@@ -1,5 +1,5 @@
-// The stored format and the tile layout as compiled code sees them. hf_kbit/format.py defines the format,
-// hf_kbit/reference.py the tiles; the tests compare every kernel with both.
+// The stored format and the tile layout as compiled code sees them. hf_kbit/format/spec.py defines the format,
+// hf_kbit/format/reference.py the tiles; the tests compare every kernel with both.
 #pragma once
 
 #include <cstdint>

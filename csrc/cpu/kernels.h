@@ -5,7 +5,7 @@
 // Shapes: N rows (out_features), K in_features, B = ceil(K / 32) blocks a row, M tokens. Everything is row-major and
 // contiguous. planes is int32 [N, B * bits], absmax uint8 [N, B], with signs if signed_scales, codebook float32
 // [2**bits] ascending. columns, uint8 [K] or null, and rotated say how W was made into what is stored, see
-// hf_kbit/transforms.py.
+// hf_kbit/format/transforms.py.
 #pragma once
 
 #include <cstdint>
@@ -19,12 +19,12 @@ namespace hf_kbit::cpu {
 const char* instruction_set();
 
 // Rows [begin, end) of weight [N, K] (float32, float16 or bfloat16) to planes and absmax, whose scales are searched or
-// not. Bit-identical to hf_kbit.reference.quantize.
+// not. Bit-identical to hf_kbit.format.reference.quantize.
 void quantize(const void* weight, Dtype dtype, const float* codebook, int bits, bool searched, bool signed_scales,
               int64_t in_features, int32_t* planes, uint8_t* absmax, int64_t begin, int64_t end);
 
 // Rows [begin, end) of the decoded weight, out [N, K]: the float32 product level * scale, turned back and scaled in
-// float32, rounded once to dtype. Bit-identical to hf_kbit.reference.dequantize.
+// float32, rounded once to dtype. Bit-identical to hf_kbit.format.reference.dequantize.
 void dequantize(const int32_t* planes, const uint8_t* absmax, bool signed_scales, const float* codebook, int bits,
                 int64_t in_features, const uint8_t* columns, bool rotated, void* out, Dtype dtype, int64_t begin,
                 int64_t end);

@@ -1,4 +1,4 @@
-// Quantize: a block of 32 weights at a time, in registers. hf_kbit/reference.py is the specification, bit for bit.
+// Quantize: a block of 32 weights at a time, in registers. hf_kbit/format/reference.py is the specification, bit for bit.
 #pragma once
 
 #include "cpu/scalar.h"
@@ -72,7 +72,7 @@ struct Target {
 };
 
 // The squared error of a block with this scale; `kept` is 1 for weights, 0 for padding. The sum has the order of
-// hf_kbit/reference.py: halves are added to each other until one number is left.
+// hf_kbit/format/reference.py: halves are added to each other until one number is left.
 template <class V, int bits, int kVectors>
 static inline float squared_error(const typename V::F (&values)[kVectors], const typename V::F (&kept)[kVectors],
                                   uint8_t byte, const Target<V, bits>& target) {

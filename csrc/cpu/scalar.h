@@ -89,7 +89,7 @@ static inline void store_scalar(void* data, Dtype dtype, int64_t i, float value)
     }
 }
 
-// --- E4M4 scales, see hf_kbit/format.py ---
+// --- E4M4 scales, see hf_kbit/format/spec.py ---
 
 constexpr uint32_t kE4M4Offset = 116;       // what its exponent field lacks to be float32's
 constexpr float kE4M4Subnormal = 0x1p-14f;  // one sixteenth of 2**-10

@@ -1,4 +1,4 @@
-// What a weight does to its input, in registers (hf_kbit/transforms.py): column scales, and the rotation within blocks
+// What a weight does to its input, in registers (hf_kbit/format/transforms.py): column scales, and the rotation within blocks
 // of 32. Shared by the kernels that transform activations, and their gradients back, and those that decode a weight in
 // its original basis.
 //

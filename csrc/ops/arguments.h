@@ -30,7 +30,7 @@ struct Packed {
     int bits;
     int64_t count, out_features, in_features;
     Shape lead;  // the leading dimensions, `count` matrices in all
-    // How the stored weight was made from the one that it stands for, see hf_kbit/transforms.py.
+    // How the stored weight was made from the one that it stands for, see hf_kbit/format/transforms.py.
     std::optional<Tensor> columns = std::nullopt;  // uint8 [in_features], contiguous: scales of all matrices' columns
     bool rotated = false;                          // then all columns of the last block hold numbers
     bool signed_scales = false;                    // as those of rotated weights are

@@ -1,5 +1,5 @@
 // The ops: check the arguments, make the outputs, call the backend. Registered for the backend's dispatch key,
-// they take precedence over hf_kbit/reference.py.
+// they take precedence over hf_kbit/format/reference.py.
 #include <algorithm>
 #include <array>
 #include <atomic>

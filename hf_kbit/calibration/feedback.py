@@ -6,9 +6,8 @@ import torch.nn.functional as F
 
 from hf_kbit.calibration.launches import one_launch
 from hf_kbit.calibration.moments import cholesky, damping_of
-from hf_kbit.codebooks import bits_of
-from hf_kbit.format import BLOCK_SIZE
-from hf_kbit.reference import (
+from hf_kbit.format.codebooks import bits_of
+from hf_kbit.format.reference import (
     MAGNITUDE,
     decode_e4m4,
     decode_scales,
@@ -20,6 +19,7 @@ from hf_kbit.reference import (
     signs_of,
     with_signs,
 )
+from hf_kbit.format.spec import BLOCK_SIZE
 
 DIAGONAL = False
 # Of the mean of the Hessian's diagonal, added to it: with less the error falls on the sample, and grows on other text.

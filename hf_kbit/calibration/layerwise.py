@@ -16,25 +16,26 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging
 
 import hf_kbit
-from hf_kbit.allocation import stored_weights, units
 from hf_kbit.calibration import experts, feedback, moments, sensitivity, stream, tuning, weighted
 from hf_kbit.calibration.check import check
 from hf_kbit.calibration.data import SEQUENCES, Text, batches_of
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.rounding import round_linear, round_projection
 from hf_kbit.calibration.writing import write
-from hf_kbit.config import KbitConfig, config_or
-from hf_kbit.integrations.transformers import selection
+from hf_kbit.format.decoding import Decoding
 from hf_kbit.integrations.transformers.fit import saved_class
-from hf_kbit.integrations.transformers.in_place import keep_adapters, leave_lost, quantize_layers
-from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
+from hf_kbit.integrations.transformers.in_memory import finish
 from hf_kbit.nn.classes import twin
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.linear import is_linear
 from hf_kbit.nn.site import Site, empty, pack, unpacked
 from hf_kbit.nn.weight import KbitWeight, packed_layers
-from hf_kbit.packed import Decoding, Packed
-from hf_kbit.tensor import PACKED
+from hf_kbit.plan import selection
+from hf_kbit.plan.allocation import stored_weights, units
+from hf_kbit.plan.config import KbitConfig, config_or
+from hf_kbit.plan.plan import Plan, leave_lost, quantize_layers
+from hf_kbit.weight.packing import Packed
+from hf_kbit.weight.tensor import PACKED
 
 logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
 # A solver is a module with ``solve(weight, moments, codebook) -> planes, absmax`` and ``DIAGONAL``: whether moments
@@ -179,7 +180,7 @@ def calibrate(
     elif data is None:
         how = {"tokenizer": text.tokenizer, "tune": solving.tune, "device": device, "progress": progress}
         text = replace(text, data=write(model, text.sequences, text.length, **how, **source))
-    plan = selection.Plan.of(packable, config, chosen)
+    plan = packable.plan(config, chosen)
     Calibration(plan, solving, text.ids(model, **source), device, progress).run()
     return model
 
@@ -228,7 +229,7 @@ class Calibration:
 
     def __init__(
         self,
-        plan: selection.Plan,
+        plan: Plan,
         solving: Solving,
         sequences: list[torch.Tensor],
         device: torch.device | str | None = None,
@@ -318,8 +319,7 @@ class Calibration:
                 len(self.without_data),
             )
         plan.outcome.tuned = self._tuned(dense)
-        keep_adapters(model)
-        KbitHfQuantizer(plan.config, pre_quantized=False).adopt(plan)
+        finish(plan)
         if plan.outcome.tuned:
             logger.info("hf_kbit: tuned: %s", plan.outcome.tuned)
 

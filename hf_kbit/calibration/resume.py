@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hf_kbit.durable import settle
+from hf_kbit.files.durable import settle
 
 RUN = "run.json"
 PART = ".part"  # ends the name of a file that is being written

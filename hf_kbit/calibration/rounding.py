@@ -7,15 +7,15 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit import codebooks
-from hf_kbit.balance import balance_for
 from hf_kbit.calibration import launches
 from hf_kbit.calibration.experts import DenseProjection
 from hf_kbit.calibration.moments import Moments, aim
+from hf_kbit.format.reference import decode_e4m4
+from hf_kbit.format.transforms import of_moments, to_stored
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.packed import Packed
-from hf_kbit.reference import decode_e4m4
-from hf_kbit.transforms import of_moments, to_stored
+from hf_kbit.weight.balance import balance_for
+from hf_kbit.weight.packing import Packed
 
 # Rows that a solver has at once: a table has many, and none needs another.
 ROWS = 1 << 16

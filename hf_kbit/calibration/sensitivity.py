@@ -16,10 +16,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hf_kbit.allocation import units
 from hf_kbit.calibration import stream, tuning
 from hf_kbit.calibration.check import limit_of, rows_of, sample_of
 from hf_kbit.calibration.writing import draw
+from hf_kbit.plan.allocation import units
 
 logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
 BLEND = 0.25  # of a token's weight, what gradients say; the rest is alike. 0: no gradients are needed

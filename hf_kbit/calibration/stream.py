@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from hf_kbit.allocation import elements
 from hf_kbit.calibration import passes
 from hf_kbit.calibration.objects import mapped
+from hf_kbit.plan.allocation import elements
 
 
 class _Finished(BaseException):

@@ -18,11 +18,21 @@ from transformers.utils import logging
 from hf_kbit import codebooks
 from hf_kbit.calibration.launches import NotRecorded, one_launch
 from hf_kbit.calibration.resume import Finished
-from hf_kbit.format import BLOCK_SIZE, E4M4_BIAS
+from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.reference import (
+    MAGNITUDE,
+    SIGN,
+    decode_e4m4,
+    halfway,
+    nearest,
+    pack_codes,
+    unpack_codes,
+    with_signs,
+)
+from hf_kbit.format.spec import BLOCK_SIZE, E4M4_BIAS
+from hf_kbit.format.transforms import rotate, to_stored
 from hf_kbit.nn.weight import KbitWeight
-from hf_kbit.packed import Decoding, Packed
-from hf_kbit.reference import MAGNITUDE, SIGN, decode_e4m4, halfway, nearest, pack_codes, unpack_codes, with_signs
-from hf_kbit.transforms import rotate, to_stored
+from hf_kbit.weight.packing import Packed
 
 logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
 TUNING = "tuning."  # where it is, among what a run has finished: no layer's name ends so

@@ -6,8 +6,8 @@ block are alike on average. ``solve`` is for one that is not.
 
 import torch
 
-from hf_kbit.codebooks import bits_of
-from hf_kbit.reference import QUANTIZE_SLICE, quantize_rows
+from hf_kbit.format.codebooks import bits_of
+from hf_kbit.format.reference import QUANTIZE_SLICE, quantize_rows
 
 DIAGONAL = True
 

@@ -42,10 +42,10 @@ def command(given: Namespace) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from hf_kbit.calibration.data import tokenize, tokenizer_of
-    from hf_kbit.config import KbitConfig
     from hf_kbit.evaluation import check, evaluate
     from hf_kbit.integrations.transformers.cards import write_figures
     from hf_kbit.integrations.transformers.inputs import taken
+    from hf_kbit.plan.config import KbitConfig
 
     model, bits = given.model, given.bits
     load = {"device_map": options.resolve_device(given.device), "dtype": given.dtype}

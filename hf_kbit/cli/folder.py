@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hf_kbit.calibration.resume import remove
-from hf_kbit.durable import move_out, settle
+from hf_kbit.files.durable import move_out, settle
 
 UNFINISHED = ".hf-kbit-unfinished"
 

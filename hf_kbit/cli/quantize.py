@@ -91,11 +91,11 @@ def command(given: Namespace) -> None:
     """
     from hf_kbit.calibration.data import tokenizer_of
     from hf_kbit.calibration.layerwise import load
+    from hf_kbit.calibration.post_training import quantize_model
     from hf_kbit.cli.folder import claim
-    from hf_kbit.config import KbitConfig
     from hf_kbit.integrations.transformers.cards import model_card
-    from hf_kbit.memory import parse_size
-    from hf_kbit.post_training import quantize_model
+    from hf_kbit.plan.config import KbitConfig
+    from hf_kbit.plan.memory import parse_size
 
     start = time.monotonic()
     device, out, calibrate = options.resolve_device(given.device), given.out, bool(given.calibrate)

@@ -2,7 +2,7 @@
 
 from functools import wraps
 
-from hf_kbit.tensor import KbitTensor
+from hf_kbit.weight.tensor import KbitTensor
 
 
 def count_packed(compute_module_sizes):

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from hf_kbit.format.decoding import DEFAULT_TRANSFORM
 from hf_kbit.nn.classes import twin
-from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight, Recipe, is_sharded, local
-from hf_kbit.packed import DEFAULT_TRANSFORM
-from hf_kbit.tensor import KbitTensor
-from hf_kbit.tensor_ops import look_up
+from hf_kbit.nn.weight import KbitWeight, is_sharded, local
+from hf_kbit.weight.packing import DEFAULT_CODEBOOK, DEFAULT_SCALE, Recipe
+from hf_kbit.weight.tensor import KbitTensor
+from hf_kbit.weight.tensor_ops import look_up
 
 
 class KbitEmbedding(KbitWeight, nn.Embedding):

@@ -19,10 +19,11 @@ from torch.nn import functional as F
 
 from hf_kbit.nn.classes import Changed, changed
 from hf_kbit.nn.product import KbitProduct
-from hf_kbit.nn.weight import Recipe, local
+from hf_kbit.nn.weight import local
 from hf_kbit.ops import can_round, combine_experts, gemm_experts, gemm_experts_int8, route_experts
-from hf_kbit.tensor import KbitTensor, as_parameter
-from hf_kbit.tensor_ops import cast_for_autocast
+from hf_kbit.weight.packing import Recipe
+from hf_kbit.weight.tensor import KbitTensor, as_parameter
+from hf_kbit.weight.tensor_ops import cast_for_autocast
 
 LLAMA4 = "Llama4TextExperts"
 UP_PROJECTIONS, DOWN_PROJECTION = ("gate_up_proj", "up_proj"), "down_proj"

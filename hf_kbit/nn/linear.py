@@ -8,10 +8,10 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
+from hf_kbit.format.decoding import DEFAULT_TRANSFORM
 from hf_kbit.nn.product import KbitProduct
-from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE
 from hf_kbit.ops import product, product_int8
-from hf_kbit.packed import DEFAULT_TRANSFORM
+from hf_kbit.weight.packing import DEFAULT_CODEBOOK, DEFAULT_SCALE
 
 
 class KbitLinear(KbitProduct, nn.Linear):

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from hf_kbit.packed import Packed
-from hf_kbit.tensor import PACKED, KbitTensor
+from hf_kbit.weight.packing import Packed
+from hf_kbit.weight.tensor import PACKED, KbitTensor
 
 
 class Kept(Mapping):

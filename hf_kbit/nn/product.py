@@ -6,15 +6,6 @@ from torch.compiler import is_dynamo_compiling
 from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.ops import int8_inverses
 
-INPUTS = (None, "int8")
-
-
-def check_inputs(inputs: object) -> str | None:
-    """Returns ``inputs`` if it is one of ``INPUTS``."""
-    if inputs not in INPUTS:
-        raise ValueError(f"inputs: found {inputs!r}, expected one of {list(INPUTS)}")
-    return inputs
-
 
 class KbitProduct(KbitWeight):
     """A layer that multiplies by its weight. Its inputs stay in 16 bits, or are rounded to 8 for the product.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_kbit.format.decoding import Decoding
 from hf_kbit.nn.classes import change
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.experts import (
@@ -25,9 +26,9 @@ from hf_kbit.nn.experts import (
     packable,
 )
 from hf_kbit.nn.linear import KbitConv1D, KbitLinear, is_linear
-from hf_kbit.nn.weight import OWN, KbitWeight, Recipe, is_sharded
-from hf_kbit.packed import Decoding
-from hf_kbit.tensor import KbitTensor
+from hf_kbit.nn.weight import OWN, KbitWeight, is_sharded
+from hf_kbit.weight.packing import Recipe
+from hf_kbit.weight.tensor import KbitTensor
 
 STATE_DICT_HOOKS = [name for name in vars(nn.Module()) if "state_dict" in name]
 

@@ -6,22 +6,21 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_kbit import codebooks, hooks
-from hf_kbit.format import check_bits, encode_e4m4
+from hf_kbit import codebooks
+from hf_kbit.format.decoding import DEFAULT_TRANSFORM, Decoding, check_transform, lopsided
+from hf_kbit.format.spec import FORMAT_VERSIONS, check_bits
+from hf_kbit.hooks.setting import arm
 from hf_kbit.nn.classes import MEMBERS, Changed, change, changed
 from hf_kbit.nn.offload import read_kept
-from hf_kbit.packed import DEFAULT_TRANSFORM, Decoding, Packed, check_transform, lopsided, quantize_weight
-from hf_kbit.tensor import HOW, PACKED, KbitTensor, as_parameter
-from hf_kbit.tensor_ops import moving
+from hf_kbit.weight.packing import DEFAULT_CODEBOOK, DEFAULT_SCALE, Packed, Recipe, check_scale
+from hf_kbit.weight.tensor import HOW, PACKED, KbitTensor, as_parameter
+from hf_kbit.weight.tensor_ops import moving
 
-SCALES = ("absmax", "search")
-DEFAULT_CODEBOOK, DEFAULT_SCALE = "optimal", "search"  # made for each other
 # Whether state dicts have packed weights as one value each, whoever asks for them.
 AS_ONE_VALUE: ContextVar[bool] = ContextVar("state dicts of packed weights as one value", default=False)
 # Attributes of a layer that its plain class does not have.
@@ -34,39 +33,16 @@ def packed_layers(model: nn.Module) -> dict[str, "KbitWeight"]:
     return {name: module for name, module in model.named_modules() if isinstance(module, KbitWeight)}
 
 
+def said_of(layers: Mapping[str, "KbitWeight"]) -> tuple[dict[str, Decoding], list[str], int]:
+    """What files say of layers: how each decodes, which are tables, and the least version of the format for them."""
+    tables = [name for name, layer in layers.items() if isinstance(layer, nn.Embedding)]
+    newer = tables or any(layer.decoding.transformed or layer.lead for layer in layers.values())
+    return {name: layer.decoding for name, layer in layers.items()}, tables, FORMAT_VERSIONS[bool(newer)]
+
+
 def distinct(layers: Iterable["KbitWeight"]) -> list["KbitWeight"]:
     """Of layers that are tied to one another only the first."""
     return list({id(layer.weight): layer for layer in reversed(list(layers))}.values())[::-1]
-
-
-def check_scale(scale: object) -> str:
-    """Returns ``scale`` if it is one of ``SCALES``."""
-    if scale not in SCALES:
-        raise ValueError(f"scale: found {scale!r}, expected one of {list(SCALES)}")
-    return scale
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a dense weight is quantized, besides its levels.
-
-    Attributes:
-        scale: how the scale of a block is found: ``"search"``, by the squared error, or ``"absmax"``, from its largest
-            magnitude.
-        transform: what is done to the weight first: ``"rotated"`` or ``"none"``.
-        balances: whether column scales are found for a weight that is transformed; else all are 1.
-    """
-
-    scale: str = DEFAULT_SCALE
-    transform: str = DEFAULT_TRANSFORM
-    balances: bool = True
-
-    def quantize(self, weight: torch.Tensor, levels: codebooks.Levels, name: str, columns=None) -> Packed:
-        """A weight ``[*lead, N, K]`` quantized so, on its own device; the rest is as for ``quantize_weight``."""
-        if columns is None and not self.balances:
-            columns = torch.full(weight.shape[-1:], encode_e4m4(1.0), dtype=torch.uint8, device=weight.device)
-        search = self.scale == "search"
-        return quantize_weight(weight, levels, search, transform=self.transform, name=name, columns=columns)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -147,7 +123,7 @@ class KbitWeight(Changed, nn.Module):
         transform: str = DEFAULT_TRANSFORM,
         lead: tuple[int, ...] = (),
     ):
-        hooks.arm()
+        arm()
         nn.Module.__init__(self)  # nn.Linear's, which may come next, would allocate the dense weight
         for name, size in sizes.items():
             if size < 1:
@@ -164,7 +140,7 @@ class KbitWeight(Changed, nn.Module):
     @classmethod
     def pack(cls, layer: nn.Module, weight: KbitTensor, recipe: Recipe) -> None:
         """Changes a dense layer, in place, into one with a packed weight ``[N, K]``."""
-        hooks.arm()
+        arm()
         change(layer, changed(type(layer), cls))
         layer._parameters["weight"] = weight if isinstance(weight, nn.Parameter) else as_parameter(weight)
         layer.recipe = recipe
@@ -477,6 +453,6 @@ class KbitWeight(Changed, nn.Module):
         )
 
     def __setstate__(self, state):
-        hooks.arm()
+        arm()
         super().__setstate__(state)
         self._take(self.weight)

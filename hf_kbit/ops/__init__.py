@@ -61,7 +61,7 @@ def quantize(
     Source: block-wise absmax quantization as in QLoRA (arXiv:2305.14314), here with the rounded scale fed back.
 
     >>> import torch
-    >>> from hf_kbit.codebooks import normal_float
+    >>> from hf_kbit.format.codebooks import normal_float
     >>> planes, absmax = quantize(torch.randn(64, 100), torch.tensor(normal_float(3)))
     >>> planes.shape, absmax.shape
     (torch.Size([64, 12]), torch.Size([64, 4]))
@@ -109,9 +109,9 @@ def dequantize(
         ValueError: a dtype, shape or device does not fit; the message names the tensor.
 
     >>> import torch
-    >>> from hf_kbit.codebooks import normal_float
-    >>> from hf_kbit.reference import decode_e4m4, encode_e4m4
-    >>> from hf_kbit.transforms import to_stored
+    >>> from hf_kbit.format.codebooks import normal_float
+    >>> from hf_kbit.format.reference import decode_e4m4, encode_e4m4
+    >>> from hf_kbit.format.transforms import to_stored
     >>> weight, codebook = torch.randn(64, 100), torch.tensor(normal_float(5))
     >>> decoded = dequantize(*quantize(weight, codebook), codebook, weight.shape)
     >>> bool((weight - decoded).square().mean() < 0.01)
@@ -160,7 +160,7 @@ def embed(
             GPU any more, as with ``nn.Embedding``.
 
     >>> import torch
-    >>> from hf_kbit.codebooks import normal_float
+    >>> from hf_kbit.format.codebooks import normal_float
     >>> codebook = torch.tensor(normal_float(4))
     >>> table = quantize(torch.randn(1000, 96), codebook)
     >>> tokens = torch.tensor([[3, 999, 3], [0, 1, 2]])
@@ -192,7 +192,7 @@ def repack(
         ValueError: a dtype, shape or device does not fit; the message names the tensor.
 
     >>> import torch
-    >>> from hf_kbit.codebooks import normal_float
+    >>> from hf_kbit.format.codebooks import normal_float
     >>> planes = quantize(torch.randn(64, 100), torch.tensor(normal_float(3)))
     >>> tiles = repack(*planes, bits=3, shape=(64, 100))
     >>> tiles[0].shape
@@ -237,7 +237,7 @@ def gemm(
         ValueError: a dtype, shape or device does not fit; the message names the tensor.
 
     >>> import torch
-    >>> from hf_kbit.codebooks import normal_float
+    >>> from hf_kbit.format.codebooks import normal_float
     >>> codebook = torch.tensor(normal_float(3))
     >>> gemm(torch.randn(2, 7, 100), *quantize(torch.randn(64, 100), codebook), codebook).shape
     torch.Size([2, 7, 64])

@@ -12,9 +12,9 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from hf_kbit.codebooks import bits_of
+from hf_kbit.format.codebooks import bits_of
+from hf_kbit.format.reference import is_tiled
 from hf_kbit.ops import native
-from hf_kbit.reference import is_tiled
 
 OPS = torch.ops.hf_kbit
 PRODUCTS = OPS.gemm_inference.default, OPS.gemm_int8.default

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from hf_kbit import reference
+from hf_kbit.format import reference
 
 TRITON_DEVICES = ("cuda", "xpu")  # ROCm's are "cuda" too
 REINSTALL_OPTIONS = "--force-reinstall --no-deps --no-cache-dir"

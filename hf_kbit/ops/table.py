@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from hf_kbit.codebooks import bits_of
-from hf_kbit.format import BITS, absmax_shape, check_bits, num_blocks, weight_shape
+from hf_kbit.format.codebooks import bits_of
+from hf_kbit.format.reference import is_tiled, tiled_shapes
+from hf_kbit.format.spec import BITS, absmax_shape, check_bits, num_blocks, weight_shape
 from hf_kbit.ops import native
-from hf_kbit.reference import is_tiled, tiled_shapes
 
 LIBRARY = torch.library.Library("hf_kbit", "DEF")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -13,9 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kbit import format, reference
-from hf_kbit.codebooks import bits_of
-from hf_kbit.format import num_blocks
+from hf_kbit.format import reference
+from hf_kbit.format import spec as format
+from hf_kbit.format.codebooks import bits_of
+from hf_kbit.format.spec import num_blocks
 
 OPS = ("dequantize", "gemm", "gemm_gradient")
 MOST_TOKENS = 16  # of one product: the side of the smallest tile that tl.dot takes

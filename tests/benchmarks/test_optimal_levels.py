@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_kbit import codebooks
-from hf_kbit.format import BITS
+from hf_kbit.format.spec import BITS
 
 
 @pytest.mark.parametrize("signed", [False, True])

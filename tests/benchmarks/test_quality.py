@@ -18,7 +18,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_kbit.format import BITS
+from hf_kbit.format.spec import BITS
 from hf_kbit.integrations.transformers.inputs import taken
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from transformers import (
 
 import hf_kbit
 from hf_kbit.calibration import moments, sensitivity, stream
-from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.experts import is_projection
+from hf_kbit.plan import selection
 
 IDS = torch.randint(5, 90, (3, 24), generator=torch.Generator().manual_seed(3))
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from torch import nn
 
 import hf_kbit
 from hf_kbit import KbitConfig
-from hf_kbit.allocation import units
 from hf_kbit.calibration import check, layerwise, moments, sensitivity, stream
-from hf_kbit.integrations.transformers import selection
-from hf_kbit.widths import measure
+from hf_kbit.calibration.widths import measure
+from hf_kbit.plan import selection
+from hf_kbit.plan.allocation import units
 
 IDS = torch.randint(5, 90, (5, 16), generator=torch.Generator().manual_seed(3))
 CPU = torch.device("cpu")

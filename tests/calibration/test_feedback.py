@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from hf_kbit import codebooks
 from hf_kbit.calibration import feedback, launches, weighted
-from hf_kbit.format import decode_e4m4, encode_e4m4
+from hf_kbit.format.reference import pack_codes, unpack_codes
+from hf_kbit.format.spec import decode_e4m4, encode_e4m4
 from hf_kbit.ops import dequantize, quantize
-from hf_kbit.reference import pack_codes, unpack_codes
 
 
 def problem(rows: int, columns: int, tokens: int, seed: int = 0):

@@ -16,8 +16,8 @@ import hf_kbit
 from hf_kbit.calibration import feedback
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.calibration.resume import Finished, remove
-from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.site import site_of
+from hf_kbit.plan import selection
 
 
 class Killed(BaseException):

@@ -14,8 +14,8 @@ import hf_kbit
 from hf_kbit.calibration import experts, sensitivity, stream
 from hf_kbit.calibration.data import batches_of
 from hf_kbit.calibration.writing import draw
-from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.experts import KbitProjection
+from hf_kbit.plan import selection
 
 IDS = torch.randint(5, 90, (5, 24), generator=torch.Generator().manual_seed(3))
 CPU = torch.device("cpu")

@@ -20,11 +20,11 @@ import hf_kbit
 from hf_kbit.calibration import stream, trained, tuning
 from hf_kbit.calibration.launches import NotRecorded
 from hf_kbit.calibration.writing import write
-from hf_kbit.integrations.transformers import selection
+from hf_kbit.format.reference import decode_e4m4
 from hf_kbit.nn.site import site_of
 from hf_kbit.nn.weight import KbitWeight
-from hf_kbit.reference import decode_e4m4
-from hf_kbit.tensor import KbitTensor
+from hf_kbit.plan import selection
+from hf_kbit.weight.tensor import KbitTensor
 
 IDS = torch.randint(5, 90, (48, 16), generator=torch.Generator().manual_seed(1))
 CHOICES = {"bits": 2, "method": "weighted"}

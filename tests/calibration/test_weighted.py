@@ -5,13 +5,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_kbit import KbitLinear, codebooks, reference
-from hf_kbit.balance import balance_for
+from hf_kbit import KbitLinear, codebooks
 from hf_kbit.calibration import rounding, weighted
 from hf_kbit.calibration.moments import Moments
-from hf_kbit.format import decode_e4m4, encode_e4m4
+from hf_kbit.format import reference
+from hf_kbit.format.spec import decode_e4m4, encode_e4m4
+from hf_kbit.format.transforms import to_stored
 from hf_kbit.ops import quantize
-from hf_kbit.transforms import to_stored
+from hf_kbit.weight.balance import balance_for
 
 
 def problem(shape):

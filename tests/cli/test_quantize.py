@@ -19,11 +19,13 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertForMaskedLM, LlamaForCausalLM
 
 import hf_kbit
-from hf_kbit import KbitLinear, codebooks, memory, widths
+from hf_kbit import KbitLinear, codebooks
+from hf_kbit.calibration import widths
 from hf_kbit.calibration.layerwise import METHODS, load
 from hf_kbit.calibration.resume import Finished
 from hf_kbit.cli.folder import UNFINISHED, claim
 from hf_kbit.nn.weight import packed_layers
+from hf_kbit.plan import memory
 from tests import gpt_oss
 
 OF_A_MODEL = {"config.json", "generation_config.json", "model.safetensors", "README.md"}

@@ -33,7 +33,7 @@ from compiled import cuda_arch
 from torch.utils._pytree import tree_map_only
 
 import hf_kbit
-from hf_kbit import reference
+from hf_kbit.format import reference
 
 OPS = torch.ops.hf_kbit
 HALVES = torch.float16, torch.bfloat16

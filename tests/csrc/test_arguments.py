@@ -5,7 +5,7 @@ import pytest
 import torch
 from compiled import OPS, moved, to
 
-from hf_kbit import reference
+from hf_kbit.format import reference
 
 
 @pytest.mark.parametrize("shape", [(17, 257), (32, 512)], ids=str)

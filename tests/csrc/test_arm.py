@@ -9,7 +9,7 @@ import cases
 import pytest
 import torch
 
-from hf_kbit import reference
+from hf_kbit.format import reference
 
 SOURCE = Path(__file__).parents[2] / "csrc"
 COMPILER = shutil.which("aarch64-linux-gnu-g++")

@@ -6,7 +6,7 @@ import torch
 from compiled import OPS, cuda_arch, to
 
 import hf_kbit
-from hf_kbit import reference
+from hf_kbit.format import reference
 
 BATCHES = [slice(*ends) for ends in ((0, 1), (7, 8), (0, 2), (3, 19), (0, 17), (0, 33), (10, 110), (0, 256))]
 

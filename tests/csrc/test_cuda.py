@@ -11,7 +11,7 @@ import pytest
 import torch
 from compiled import FORMS, NEEDED, OPS, cuda_arch
 
-from hf_kbit import reference
+from hf_kbit.format import reference
 from hf_kbit.ops import native
 
 pytestmark = NEEDED

@@ -5,7 +5,7 @@ import pytest
 import torch
 from compiled import FORMS, OPS, TRANSFORMS, to
 
-from hf_kbit import reference
+from hf_kbit.format import reference
 
 SHAPES = [*cases.SHAPES, (33, 1024), (3, 4096), (200, 96), (16, 40), (40, 24), (2, 3, 5, 40)]
 DTYPES = [*cases.FLOATS, torch.float64]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from compiled import FORMS, OPS, TRANSFORMS, assert_replayed, to
 
-from hf_kbit import reference
+from hf_kbit.format import reference
 
 # Beside the usual ones: whole octets in part of a block, more than a turn of a warp, several turns and part of one.
 SHAPES = [*cases.SHAPES, (40, 24), (200, 96), (33, 1024), (3, 4096), (19, 2600)]
@@ -77,7 +77,7 @@ def test_an_index_that_is_no_row_stops_a_gpu(index, tiled):
     code = f"""
 import torch, hf_kbit
 OPS = torch.ops.hf_kbit
-codebook = torch.tensor(hf_kbit.codebooks.normal_float(4)).cuda()
+codebook = torch.tensor(hf_kbit.format.codebooks.normal_float(4)).cuda()
 planes, absmax = OPS.quantize(torch.randn(50, 96).cuda(), codebook)
 found = OPS.embed(torch.tensor([3, {index}]).cuda(), *{form}, codebook, [50, 96], torch.float16)
 print("went on", flush=True)

@@ -26,7 +26,7 @@ from compiled import (
 )
 
 import hf_kbit
-from hf_kbit import reference
+from hf_kbit.format import reference
 
 pytestmark = NEEDED
 ALL_DTYPES = pytest.mark.parametrize("dtype", [*cases.FLOATS, torch.float64])

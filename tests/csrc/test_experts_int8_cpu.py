@@ -6,7 +6,8 @@ import pytest
 import torch
 from compiled import BITS, FORMS, OPS, moved
 
-from hf_kbit import codebooks, reference
+from hf_kbit import codebooks
+from hf_kbit.format import reference
 from hf_kbit.ops import native
 
 SHARES = [0, 1, 2, 5, 0, 9, 17, 33, 0, 1]  # rows of each expert

@@ -8,7 +8,8 @@ import pytest
 import torch
 from compiled import FORMS, OPS, TRANSFORMS, to
 
-from hf_kbit import codebooks, reference
+from hf_kbit import codebooks
+from hf_kbit.format import reference
 
 TOKENS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 70, 256, 257]
 

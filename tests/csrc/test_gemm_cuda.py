@@ -27,7 +27,7 @@ from compiled import (
 )
 
 import hf_kbit
-from hf_kbit import reference, transforms
+from hf_kbit.format import reference, transforms
 
 pytestmark = NEEDED
 TRANSFORMED = pytest.mark.parametrize("transformed", [False, True], ids=["plain", "transformed"])

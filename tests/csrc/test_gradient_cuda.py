@@ -25,7 +25,7 @@ from compiled import (
     rows_with_special_numbers,
 )
 
-from hf_kbit import reference
+from hf_kbit.format import reference
 
 pytestmark = NEEDED
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from compiled import BITS, FORMS, OPS, moved
 
-from hf_kbit import codebooks, reference
+from hf_kbit import codebooks
+from hf_kbit.format import reference
 from hf_kbit.ops import native
 
 SHAPES = [*cases.SHAPES, (1100, 256), (33, 2100), (5, 4096 + 40)]

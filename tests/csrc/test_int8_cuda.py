@@ -22,7 +22,7 @@ from compiled import (
 )
 
 import hf_kbit
-from hf_kbit import reference
+from hf_kbit.format import reference
 
 pytestmark = [
     *NEEDED,

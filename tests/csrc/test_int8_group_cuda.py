@@ -21,7 +21,7 @@ from compiled import (
 )
 
 import hf_kbit
-from hf_kbit import reference
+from hf_kbit.format import reference
 
 pytestmark = [*NEEDED, pytest.mark.skipif(cuda_arch() < 800, reason="no kernel before compute capability 8.0")]
 # Rows of the weights, and columns: q, k and v, whose tiles CTAs divide; gate and up, of more tiles than an H200 has

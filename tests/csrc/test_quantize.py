@@ -6,7 +6,7 @@ import cases
 import pytest
 import torch
 
-from hf_kbit import reference
+from hf_kbit.format import reference
 
 SHAPES = [*cases.SHAPES, (2, 3, 5, 40), (33, 1024), (3, 4096), (200, 96)]
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from compiled import OPS, to
 
-from hf_kbit import reference
+from hf_kbit.format import reference
 
 
 @pytest.mark.parametrize("bits", cases.BITS)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hf_kbit import KbitLinear, reference
+from hf_kbit import KbitLinear
+from hf_kbit.format import reference
 from hf_kbit.nn.embedding import KbitEmbedding, is_table
 
 ROWS, WIDTH = 130, 100

@@ -14,11 +14,12 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import hf_kbit
-from hf_kbit import codebooks, reference
+from hf_kbit import codebooks
+from hf_kbit.format import reference
+from hf_kbit.format.decoding import Decoding
 from hf_kbit.nn import experts as nn_experts
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.site import empty, pack, sites
-from hf_kbit.packed import Decoding
 
 E, H, INNER, TOP = 6, 72, 40, 2
 

@@ -13,10 +13,12 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import hf_kbit
-from hf_kbit import KbitLinear, codebooks, reference, tensor, transforms
-from hf_kbit.balance import balance
+from hf_kbit import KbitLinear, codebooks
+from hf_kbit.format import reference, transforms
+from hf_kbit.format.decoding import TRANSFORMS
 from hf_kbit.ops import native
-from hf_kbit.packed import TRANSFORMS
+from hf_kbit.weight import tensor
+from hf_kbit.weight.balance import balance
 
 
 def linear(out_features=7, in_features=33, bias=True, dtype=torch.float32) -> nn.Linear:

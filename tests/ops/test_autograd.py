@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_kbit import reference
+from hf_kbit.format import reference
 from hf_kbit.ops import dequantize, gemm, quantize, repack
 
 OPS = torch.ops.hf_kbit

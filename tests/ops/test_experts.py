@@ -7,8 +7,8 @@ import torch
 from compiled import OPS, to
 from torch.autograd import forward_ad
 
-from hf_kbit import reference
-from hf_kbit.format import BITS
+from hf_kbit.format import reference
+from hf_kbit.format.spec import BITS
 from hf_kbit.ops import combine_experts, gemm_experts, route_experts
 
 N, K, TOKENS = 36, 70, 11

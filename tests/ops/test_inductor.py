@@ -10,7 +10,7 @@ from torch._inductor.utils import run_and_get_code
 
 from hf_kbit import KbitLinear
 from hf_kbit.ops import inductor, native
-from hf_kbit.tensor import as_parameter
+from hf_kbit.weight.tensor import as_parameter
 
 OPS = torch.ops.hf_kbit
 LIMITS = 512, 4  # tokens and products, as the CUDA library says

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hf_kbit
-from hf_kbit import reference
+from hf_kbit.format import reference
 from hf_kbit.ops import native
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,8 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 
-from hf_kbit import format, reference
+from hf_kbit.format import reference
+from hf_kbit.format import spec as format
 from hf_kbit.ops import dequantize, embed, gemm, gemm_int8, quantize, repack, set_batch_invariant
 
 TRANSFORMS = [(False, False), *cases.TRANSFORMS]

@@ -8,7 +8,7 @@ import torch
 from torch.library import opcheck
 from torch.utils._pytree import tree_map_only
 
-from hf_kbit import reference
+from hf_kbit.format import reference
 
 OPS = torch.ops.hf_kbit
 N, K = 7, 33

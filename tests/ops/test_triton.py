@@ -10,7 +10,8 @@ import pytest
 import torch
 from compiled import to
 
-from hf_kbit import format, reference, transforms
+from hf_kbit.format import reference, transforms
+from hf_kbit.format import spec as format
 from hf_kbit.ops import native
 
 triton = pytest.importorskip("triton", reason="Triton, of the extra `test`, is not installed")

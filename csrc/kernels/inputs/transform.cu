@@ -1,4 +1,4 @@
-// Activations as weights want them that have column scales or a rotation (hf_kbit/transforms.py): x' = (x * c) @ R,
+// Activations as weights want them that have column scales or a rotation (hf_kbit/format/transforms.py): x' = (x * c) @ R,
 // computed in float32, rounded once.
 //
 //   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8, or rows that an index picks; with swiglu

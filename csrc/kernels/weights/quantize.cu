@@ -207,7 +207,7 @@ __device__ __forceinline__ float unit_of(float largest) {
 
 // Of the bytes around `around`, from 1 on, that with the least squared error of the block's first `columns` weights;
 // if several, `around`, else the lowest. `find` gives the code of r, lanes have the levels of the codes that are their
-// numbers. As in hf_kbit/reference.py every operation is rounded by itself, and halves are added to each other.
+// numbers. As in hf_kbit/format/reference.py every operation is rounded by itself, and halves are added to each other.
 template <typename Find>
 __device__ __forceinline__ uint32_t search_scale(const float (&values)[kBlockSize], int columns, uint32_t around,
                                                  bool signed_scales, const float* smem_inverse, float level,

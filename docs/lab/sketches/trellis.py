@@ -15,10 +15,10 @@ import math
 from pathlib import Path
 
 import torch
+from hf_kbit.reference import MAGNITUDE, decode_e4m4, encode_e4m4
 from safetensors.torch import load_file, save_file
 
 from hf_kbit import codebooks, reference
-from hf_kbit.reference import MAGNITUDE, decode_e4m4, encode_e4m4
 
 STEPS = range(-8, 9)  # bytes around that of a block's root mean square in which its scale is searched
 NUMBERS = 1 << 24  # costs that are held at a time

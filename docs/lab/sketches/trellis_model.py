@@ -15,18 +15,18 @@ import time
 from pathlib import Path
 
 import torch
+from hf_kbit.balance import balance
+from hf_kbit.packed import quantize_weight
+from hf_kbit.reference import MAGNITUDE, decode_e4m4
+from hf_kbit.transforms import of_moments, to_original, to_stored
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from trellis import error, named, signs, trained
 
 from hf_kbit import codebooks, reference
-from hf_kbit.balance import balance
 from hf_kbit.calibration import feedback
 from hf_kbit.calibration.moments import Moments, damping_of
 from hf_kbit.calibration.rounding import _rounded
-from hf_kbit.packed import quantize_weight
-from hf_kbit.reference import MAGNITUDE, decode_e4m4
-from hf_kbit.transforms import of_moments, to_original, to_stored
 
 WINDOW = 2048
 SHARED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # layers that are given the same

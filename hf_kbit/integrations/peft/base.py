@@ -1,11 +1,8 @@
 """Packed layers and adapters of PEFT in one model: which belong together, and what adapters need in 16 bits."""
 
-from collections.abc import Iterator
-
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers.utils import logging
 
@@ -13,25 +10,15 @@ from hf_kbit.integrations.peft.experts import KbitParamWrapper
 from hf_kbit.integrations.peft.layer import KbitTunerLayer, is_packed, tuner_class
 from hf_kbit.integrations.peft.parameters import KbitLinearWrapper
 from hf_kbit.integrations.peft.tokens import KbitTrainableTokens
-from hf_kbit.integrations.transformers import selection
-from hf_kbit.integrations.transformers.dense import to_dense
+from hf_kbit.nn.dense import to_dense
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.weight import KbitWeight, is_sharded
+from hf_kbit.plan import selection
 
 logger = logging.get_logger("transformers.hf_kbit")
 
 # Our classes in the places of PEFT's, where these are not enough.
 _OURS = {ParamWrapper: KbitLinearWrapper, TrainableTokensLayer: KbitTrainableTokens}
-
-
-def of_adapters(model: nn.Module) -> Iterator[str]:
-    """What the names of layers begin with that stay in 16 bits, for they are adapters, or adapters need them so."""
-    for name, module in model.named_modules():
-        if isinstance(module, AuxiliaryTrainingWrapper):
-            yield f"{name}."
-        elif isinstance(module, BaseTunerLayer):
-            packable = isinstance(module.base_layer, nn.Linear | nn.Embedding) and not module.merged
-            yield from (f"{name}.{part}." for part in module._modules if part != "base_layer" or not packable)
 
 
 def adopt(model: nn.Module, others: tuple[type, ...] = ()) -> None:

@@ -9,11 +9,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils.quantization_utils import QuantizationBackend
 from torch import nn
 
+from hf_kbit.format.reference import matrices
 from hf_kbit.integrations.peft.merge_report import measure, report
-from hf_kbit.integrations.transformers.dense import to_dense
+from hf_kbit.nn.dense import to_dense
 from hf_kbit.nn.weight import KbitWeight, is_sharded, local
-from hf_kbit.reference import matrices
-from hf_kbit.tensor import KbitTensor, as_parameter
+from hf_kbit.weight.tensor import KbitTensor, as_parameter
 
 
 class KbitBackend(QuantizationBackend):

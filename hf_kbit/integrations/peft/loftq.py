@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from hf_kbit.checkpoint import StoredTensor, model_files, read_headers
+from hf_kbit.files.checkpoint import StoredTensor, model_files, read_headers
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
 from hf_kbit.nn.linear import KbitLinear
 

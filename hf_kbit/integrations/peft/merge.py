@@ -7,7 +7,7 @@ from torch import nn
 
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
 from hf_kbit.integrations.peft.merge_report import one_report
-from hf_kbit.integrations.transformers import dense
+from hf_kbit.nn import dense
 
 
 def report_once(method):

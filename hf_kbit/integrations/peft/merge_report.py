@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from hf_kbit.reference import matrices
-from hf_kbit.tensor import KbitTensor
+from hf_kbit.format.reference import matrices
+from hf_kbit.weight.tensor import KbitTensor
 
 # Below this part of what adapters add, a merge that requantizes is said to have lost them.
 LOST = 0.5

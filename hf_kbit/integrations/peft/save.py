@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hf_kbit.nn.weight import AS_ONE_VALUE, KbitWeight, is_sharded
-from hf_kbit.tensor import HOW, PACKED
+from hf_kbit.weight.tensor import HOW, PACKED
 
 
 def wrap_save_pretrained(save_pretrained):

@@ -2,10 +2,10 @@
 
 import transformers  # noqa: F401  what is checked next
 
-from hf_kbit import hooks
+from hf_kbit.hooks import setting, table
 
-hooks.require("torch", hooks.TORCH_NAMES)
-hooks.require("transformers", hooks.TRANSFORMERS_NAMES)
+setting.require("torch", table.TORCH_NAMES)
+setting.require("transformers", table.TRANSFORMERS_NAMES)
 
 
 def __getattr__(name: str):

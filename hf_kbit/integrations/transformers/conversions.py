@@ -13,16 +13,17 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
-from hf_kbit import checkpoint
-from hf_kbit.format import ABSMAX_SUFFIX
+from hf_kbit.files import checkpoint
+from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.spec import ABSMAX_SUFFIX
 from hf_kbit.integrations.transformers import mxfp4, parallel
-from hf_kbit.integrations.transformers.dense import empty_dense
 from hf_kbit.integrations.transformers.offload import is_on_disk
+from hf_kbit.nn.dense import empty_dense
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.site import sites, unpack
 from hf_kbit.nn.weight import KbitWeight, local
-from hf_kbit.packed import Decoding, Packed
-from hf_kbit.tensor import HOW, PACKED, KbitTensor, as_parameter
+from hf_kbit.weight.packing import Packed
+from hf_kbit.weight.tensor import HOW, PACKED, KbitTensor, as_parameter
 
 if TYPE_CHECKING:
     from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer

@@ -14,21 +14,20 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
-from hf_kbit.checkpoint import (
+from hf_kbit.files.checkpoint import (
     PACKED_SUFFIXES,
     WEIGHT_SUFFIX,
     StoredTensor,
-    brief,
     compare_packed,
     packed_modules,
     read_headers,
-    refuse,
 )
-from hf_kbit.config import KbitConfig
-from hf_kbit.format import ABSMAX_SUFFIX
+from hf_kbit.format.errors import brief, refuse
+from hf_kbit.format.spec import ABSMAX_SUFFIX
 from hf_kbit.integrations.transformers.names import Names
 from hf_kbit.nn.weight import packed_layers
-from hf_kbit.tensor import HOW
+from hf_kbit.plan.config import KbitConfig
+from hf_kbit.weight.tensor import HOW
 
 
 def read_unpacked(files: Iterable[str]) -> dict[str, StoredTensor]:

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from hf_kbit.format.errors import shown
 from hf_kbit.integrations.transformers.report import logger, report_inputs
-from hf_kbit.nn.product import INPUTS, KbitProduct, check_inputs
+from hf_kbit.nn.product import KbitProduct
 from hf_kbit.nn.weight import KbitWeight, packed_layers
-from hf_kbit.patterns import shown
+from hf_kbit.plan.config import INPUTS, check_inputs
 
 # In config.json, beside quantization_config, of which an hf_kbit that knows no such wish would refuse it.
 WISH = "kbit_inputs"

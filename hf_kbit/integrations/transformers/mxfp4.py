@@ -19,12 +19,13 @@ import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from hf_kbit import codebooks
-from hf_kbit.config import KbitConfig
-from hf_kbit.format import BLOCK_SIZE, encode_e4m4
+from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.reference import pack_codes, power_of_two
+from hf_kbit.format.spec import BLOCK_SIZE, encode_e4m4
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.site import site_of
-from hf_kbit.packed import Decoding, Packed
-from hf_kbit.reference import pack_codes, power_of_two
+from hf_kbit.plan.config import KbitConfig
+from hf_kbit.weight.packing import Packed
 
 BITS = 4
 BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"

@@ -12,7 +12,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from hf_kbit.checkpoint import WEIGHT_SUFFIX
+from hf_kbit.files.checkpoint import WEIGHT_SUFFIX
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.site import sites
 

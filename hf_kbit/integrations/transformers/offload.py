@@ -12,8 +12,8 @@ from torch import nn
 
 from hf_kbit.integrations.transformers.tying import tied
 from hf_kbit.nn.weight import KbitWeight
-from hf_kbit.packed import Packed
-from hf_kbit.tensor import PACKED
+from hf_kbit.weight.packing import Packed
+from hf_kbit.weight.tensor import PACKED
 
 
 def is_on_disk(device_map: object, name: str) -> bool:

@@ -21,13 +21,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from hf_kbit import hooks
-from hf_kbit.format import BLOCK_SIZE
+from hf_kbit.format.spec import BLOCK_SIZE
+from hf_kbit.hooks.setting import require
+from hf_kbit.hooks.table import SHARDING_NAMES
 from hf_kbit.integrations.transformers import tying
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.weight import KbitWeight, is_sharded, local, packed_layers
-from hf_kbit.tensor import KbitTensor, as_parameter
+from hf_kbit.weight.tensor import KbitTensor, as_parameter
 
 MESHES = ("tp", "ep")  # Transformers' names of them; FSDP2's have others
 
@@ -63,7 +64,7 @@ def shard_packed(maybe_distribute_model):
             return maybe_distribute_model(cls, model, distributed_config, *args, **kwargs)
         empty = [layer for layer in layers.values() if layer.awaits_dense]
         if empty:
-            hooks.require("transformers", hooks.SHARDING_NAMES, "quantizing into shards")
+            require("transformers", SHARDING_NAMES, "quantizing into shards")
         shared = max(_size(distributed_config, "tp_size"), _size(distributed_config, "ep_size")) > 1
         if shared:
             _count_local_experts(model, distributed_config)

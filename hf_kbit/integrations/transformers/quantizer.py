@@ -23,9 +23,9 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
-from hf_kbit import allocation, checkpoint
-from hf_kbit.config import KbitConfig
-from hf_kbit.integrations.transformers import experts, fit, inputs, mxfp4, parallel, selection, tying
+from hf_kbit.files import checkpoint
+from hf_kbit.format.errors import refuse
+from hf_kbit.integrations.transformers import experts, fit, inputs, mxfp4, parallel, tying
 from hf_kbit.integrations.transformers.conversions import (
     KbitQuantize,
     assembly,
@@ -34,14 +34,17 @@ from hf_kbit.integrations.transformers.conversions import (
     without_packing,
     would_revert,
 )
-from hf_kbit.integrations.transformers.dense import dequantize, empty_dense, shown_dense
 from hf_kbit.integrations.transformers.names import Names, stored_names
 from hf_kbit.integrations.transformers.offload import read_from_disk
 from hf_kbit.integrations.transformers.report import logger, report
+from hf_kbit.nn.dense import dequantize, empty_dense, shown_dense
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.site import unpack
-from hf_kbit.nn.weight import KbitWeight, is_sharded, local, packed_layers, whole
-from hf_kbit.tensor import HOW, PACKED, KbitTensor
+from hf_kbit.nn.weight import KbitWeight, is_sharded, local, packed_layers, said_of, whole
+from hf_kbit.plan import allocation, selection
+from hf_kbit.plan.config import KbitConfig
+from hf_kbit.plan.plan import Outcome, Plan
+from hf_kbit.weight.tensor import HOW, PACKED, KbitTensor
 
 
 @register_quantizer("kbit")
@@ -68,8 +71,8 @@ class KbitHfQuantizer(HfQuantizer):
         self.device_map: object = None
         self.columns: dict[str, torch.Tensor] = {}  # column scales of a model that processes are about to share
         self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
-        self.plan: selection.Plan | None = None  # of the model, while it is loaded
-        self.outcome = selection.Outcome()
+        self.plan: Plan | None = None  # of the model, while it is loaded
+        self.outcome = Outcome()
 
     def validate_environment(self, *args, device_map=None, **kwargs):
         refuse_zero3()
@@ -137,7 +140,7 @@ class KbitHfQuantizer(HfQuantizer):
             chosen |= widths
         if not chosen:
             logger.warning("hf_kbit: found no linear layer to quantize in %s", type(model).__name__)
-        self.plan = selection.Plan.of(packable, config, chosen)
+        self.plan = packable.plan(config, chosen)
         self.outcome = self.plan.outcome
         for layer in self.plan.make_room().values():
             layer.awaits_dense = True
@@ -215,7 +218,7 @@ class KbitHfQuantizer(HfQuantizer):
 
     # --- after loading ---
 
-    def adopt(self, plan: selection.Plan) -> None:
+    def adopt(self, plan: Plan) -> None:
         """Makes a model that was quantized in memory what loading would have made it."""
         self.outcome, model = plan.outcome, plan.model
         # As weights are marked that Transformers has loaded.
@@ -227,9 +230,9 @@ class KbitHfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         what = "the files were not saved with the config" if self.pre_quantized else "cannot quantize the checkpoint"
-        checkpoint.refuse(self.problems, what)
+        refuse(self.problems, what)
         layers = packed_layers(model)
-        checkpoint.refuse([*self._misshapen(model), *self._missing(layers)], "the checkpoint does not fit the model")
+        refuse([*self._misshapen(model), *self._missing(layers)], "the checkpoint does not fit the model")
         tying.mark(model)
         read_from_disk(model, self.files, self.names)
         for layer in layers.values():
@@ -267,7 +270,8 @@ class KbitHfQuantizer(HfQuantizer):
 
     def _record(self, model, layers) -> None:
         names, tied = stored_names(model, layers), tying.tied(model)  # tied ones are stored by another name
-        self.quantization_config.record({names[name]: layer for name, layer in layers.items() if name not in tied})
+        stored = {names[name]: layer for name, layer in layers.items() if name not in tied}
+        self.quantization_config.record(*said_of(stored))
         left = {allocation.exactly(name): None for name in (self.outcome.lost)}
         self.quantization_config.module_bits = left | {
             pattern: bits for pattern, bits in self.quantization_config.module_bits.items() if pattern not in left

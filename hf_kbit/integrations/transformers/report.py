@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from torch import nn
 from transformers.utils import logging
 
-from hf_kbit import allocation, checkpoint
-from hf_kbit.config import KbitConfig
-from hf_kbit.integrations.transformers import selection
+from hf_kbit.format.errors import MAX_NAMED
 from hf_kbit.nn.weight import KbitWeight, distinct
+from hf_kbit.plan import allocation, selection
+from hf_kbit.plan.config import KbitConfig
+from hf_kbit.plan.plan import Outcome
 
 # A child of the logger of Transformers, so that transformers.logging.set_verbosity speaks of it too.
 logger = logging.get_logger("transformers.hf_kbit")
@@ -47,11 +48,11 @@ def report(quantizer, model: nn.Module, layers: Mapping[str, KbitWeight]) -> Non
     _report_mxfp4(quantizer.from_mxfp4)
 
 
-def report_exceptions(outcome: selection.Outcome) -> None:
+def report_exceptions(outcome: Outcome) -> None:
     """Warns of layers that are not transformed, or not quantized, though the config says that they are to be."""
     counts = Counter(f"{_gathered(name)} {what}" for name, what in outcome.told.items())
     if counts:
-        listing = "; ".join(f"{what} ({count} x)" for what, count in counts.most_common(checkpoint.MAX_NAMED))
+        listing = "; ".join(f"{what} ({count} x)" for what, count in counts.most_common(MAX_NAMED))
         logger.warning("hf_kbit: left in 16 bits, for quantized layers cannot take their places: %s", listing)
     for what, reasons in (("quantized without a transform", outcome.untransformed), ("left in 16 bits", outcome.lost)):
         if reasons:

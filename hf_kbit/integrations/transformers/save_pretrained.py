@@ -9,11 +9,12 @@ from functools import wraps
 import torch
 from torch import nn
 
-from hf_kbit.checkpoint import refuse, seal
-from hf_kbit.config import KbitConfig
+from hf_kbit.files.checkpoint import seal
+from hf_kbit.format.errors import refuse
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.weight import KbitWeight, is_sharded, packed_layers
-from hf_kbit.tensor import KbitTensor
+from hf_kbit.plan.config import KbitConfig
+from hf_kbit.weight.tensor import KbitTensor
 
 
 def wrap(save_pretrained):

@@ -7,14 +7,14 @@ vLLM calls ``register`` in each of its processes, for the package names it as an
 
 import warnings
 
-from hf_kbit import hooks
+from hf_kbit.hooks import setting
 
 
 def register() -> None:
     """Makes ``quant_method: kbit`` known to vLLM; may be called again. With a vLLM in which something moved there is a
     warning instead: it may be about to serve a model that is not ours."""
     try:
-        hooks.install_vllm()
+        setting.install_vllm()
         from hf_kbit.integrations.vllm import config  # noqa: F401  registers itself
     except ImportError as error:
         warnings.warn(f"hf_kbit: quantized models cannot be served: {error}", RuntimeWarning, stacklevel=2)

@@ -14,8 +14,8 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.platforms import current_platform
 
-from hf_kbit import checkpoint
-from hf_kbit.config import KbitConfig
+from hf_kbit.files import checkpoint
+from hf_kbit.format.errors import refuse
 from hf_kbit.integrations.transformers import fit, tying
 from hf_kbit.integrations.transformers.inputs import wished
 from hf_kbit.integrations.transformers.names import Names
@@ -27,6 +27,7 @@ from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import DOWN_PROJECTION, KbitProjection
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.ops import native
+from hf_kbit.plan.config import KbitConfig
 
 # Values of --load-format with which nothing, or something else than the tensors of the files, is loaded.
 NOT_OF_FILES = "dummy", "runai_streamer_sharded", "sharded_state", "tensorizer"
@@ -171,7 +172,7 @@ def read_decodings(folder: Path, config: KbitConfig) -> tuple[dict, dict, dict]:
         for name, stored in packed.items()
         if isinstance(layer := model.get_submodule(name), KbitLinear) and layer.transposed
     ]
-    checkpoint.refuse(problems, "vLLM cannot run the quantized checkpoint; serve it with Transformers")
+    refuse(problems, "vLLM cannot run the quantized checkpoint; serve it with Transformers")
     layers, tables, experts = {}, {}, {}
     for name, stored in packed.items():
         layer = model.get_submodule(name)

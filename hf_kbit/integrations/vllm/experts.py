@@ -10,10 +10,10 @@ from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
+from hf_kbit.format.decoding import Decoding
 from hf_kbit.integrations.vllm.linear import check_columns, own_columns, packed_of
 from hf_kbit.nn.experts import DOWN_PROJECTION, KbitProjection
 from hf_kbit.ops import combine_experts, route_experts
-from hf_kbit.packed import Decoding
 
 BIAS_SUFFIX = "_bias"
 # What vLLM calls the gates that it has on every device; the first one our product makes itself.

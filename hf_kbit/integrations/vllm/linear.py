@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn import functional as F
 from vllm.model_executor.layers.linear import LinearMethodBase
 
-from hf_kbit.format import BLOCK_SIZE
+from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.spec import BLOCK_SIZE
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.packed import Decoding, Packed
-from hf_kbit.tensor import PACKED
+from hf_kbit.weight.packing import Packed
+from hf_kbit.weight.tensor import PACKED
 
 DTYPES = torch.int32, torch.uint8, torch.uint8  # of PACKED
 SHARDS = {"q": 0, "k": 1, "v": 2}

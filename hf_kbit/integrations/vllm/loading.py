@@ -10,7 +10,7 @@ from functools import wraps
 import torch
 from torch import nn
 
-from hf_kbit import hooks
+from hf_kbit.hooks import setting, table
 from hf_kbit.integrations.vllm.config import KbitVllmConfig
 from hf_kbit.integrations.vllm.embedding import make_room
 from hf_kbit.integrations.vllm.experts import KbitExpertsMethod
@@ -27,7 +27,7 @@ def wrap_initialize_model(original: Callable) -> Callable:
         own = model_config is None or model_config is vllm_config.model_config
         ours = own and isinstance(config, KbitVllmConfig)
         if ours:
-            hooks.install("vllm", hooks.VLLM_WORKER_HOOKS)
+            setting.install("vllm", table.VLLM_WORKER_HOOKS)
             config.prefix = f"{prefix}." if prefix else ""
         model = original(vllm_config=vllm_config, prefix=prefix, model_config=model_config, **settings)
         if ours:

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 import hf_kbit
 from hf_kbit.integrations.peft.experts import KbitParamWrapper, low_rank_product
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
-from hf_kbit.tensor import KbitTensor
+from hf_kbit.weight.tensor import KbitTensor
 
 quantized = functools.partial(adapters.quantized, name="qwen3_moe")
 both = functools.partial(adapters.both, name="qwen3_moe")

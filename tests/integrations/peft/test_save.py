@@ -11,7 +11,7 @@ from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_kbit.tensor import KbitTensor
+from hf_kbit.weight.tensor import KbitTensor
 
 
 @pytest.mark.parametrize("settings", [{}, {"bias": "all", "modules_to_save": ["lm_head"]}], ids=["alone", "and more"])

@@ -26,12 +26,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, PreTra
 from transformers.pytorch_utils import Conv1D
 
 import hf_kbit
-from hf_kbit import KbitConfig, KbitLinear, codebooks, reference
+from hf_kbit import KbitConfig, KbitLinear, codebooks
+from hf_kbit.format import reference
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.weight import KbitWeight
-from hf_kbit.packed import quantize_weight
-from hf_kbit.tensor import KbitTensor
+from hf_kbit.weight.packing import quantize_weight
+from hf_kbit.weight.tensor import KbitTensor
 
 NEW_TOKENS = 5
 

@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM
 
-from hf_kbit import KbitConfig, KbitLinear, calibrate, merge_and_unload, quantize_model, reference, tensor
-from hf_kbit.integrations.transformers import selection
+from hf_kbit import KbitConfig, KbitLinear, calibrate, merge_and_unload, quantize_model
+from hf_kbit.format import reference
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.weight import KbitWeight, distinct
+from hf_kbit.plan import selection
+from hf_kbit.weight import tensor
 
 BITS = 5
 CONFIG = {"bits": 4, "embedding_bits": BITS}

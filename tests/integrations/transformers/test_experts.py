@@ -16,7 +16,7 @@ from hf_kbit import KbitConfig
 from hf_kbit.integrations.transformers.names import stored_names
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.weight import packed_layers
-from hf_kbit.tensor import KbitTensor
+from hf_kbit.weight.tensor import KbitTensor
 
 SMALL = dict(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=64)

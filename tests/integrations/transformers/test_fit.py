@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, co
 from transformers.distributed import DistributedConfig
 
 from hf_kbit import KbitConfig
+from hf_kbit.format.stored import Stored
 from hf_kbit.integrations.transformers.fit import saved_class
-from hf_kbit.stored import Stored
 
 FILE = "model.safetensors"
 NORM, EMBEDDING, HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"

@@ -13,9 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_kbit import KbitConfig, KbitLinear
+from hf_kbit.format.reference import QUANTIZE_SLICE
 from hf_kbit.integrations.transformers.conversions import KbitQuantize
 from hf_kbit.ops import native
-from hf_kbit.reference import QUANTIZE_SLICE
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_kbit
-from hf_kbit import checkpoint
+from hf_kbit.files import checkpoint
 
 
 @pytest.fixture(scope="module", params=["llama", "mixtral"])

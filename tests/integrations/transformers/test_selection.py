@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit import KbitConfig, KbitLinear, quantize_model
-from hf_kbit.integrations.transformers import selection
+from hf_kbit.plan import selection
 
 
 def build(class_name, config_name, **kwargs):

@@ -27,9 +27,9 @@ import hf_kbit
 from hf_kbit import KbitConfig
 from hf_kbit.generation import decode_step
 from hf_kbit.generation.unsupported import Unsupported
-from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.plan import selection
 
 pytestmark = pytest.mark.slow
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from hf_kbit.codebooks import optimal
+from hf_kbit.format.codebooks import optimal
+from hf_kbit.format.decoding import Decoding
 from hf_kbit.integrations.vllm.embedding import KbitHeadMethod, make_room
-from hf_kbit.packed import Decoding
 
 TABLES = SimpleNamespace(inputs={}, layers={}, tables={"table": (Decoding(optimal(4)), False)})
 

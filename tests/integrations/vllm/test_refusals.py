@@ -7,7 +7,7 @@ import serving
 from safetensors.torch import load_file, save_file
 
 from hf_kbit.integrations.vllm import config
-from hf_kbit.tensor import PACKED
+from hf_kbit.weight.tensor import PACKED
 
 LAYER, TABLE = "model.layers.1.self_attn", "model.embed_tokens"
 

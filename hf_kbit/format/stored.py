@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_kbit import codebooks
-from hf_kbit.format import BITS, FORMAT_VERSIONS, check_bits, check_exponent
-from hf_kbit.nn.embedding import KbitEmbedding
-from hf_kbit.nn.weight import KbitWeight
-from hf_kbit.packed import Decoding, check_transform
-from hf_kbit.patterns import shown
+from hf_kbit.format.decoding import Decoding, check_transform
+from hf_kbit.format.errors import shown
+from hf_kbit.format.spec import BITS, FORMAT_VERSIONS, check_bits, check_exponent
 
 ENTRIES = ("format_version", "bits", "embedding_bits", "levels", "transform", "layers")
 OF_LAYER = ("bits", "exponent", "levels", "transform")
@@ -46,18 +44,20 @@ class Stored:
 
     @classmethod
     def of(
-        cls, layers: Mapping[str, KbitWeight], bits: int, levels: Mapping, embedding_bits: int | None = None
+        cls,
+        decodings: Mapping[str, Decoding],
+        bits: int,
+        levels: Mapping[int, codebooks.Levels],
+        embedding_bits: int | None,
+        version: int,
     ) -> "Stored":
-        """What to say of ``layers``, given by their names in the checkpoint, most of which have this width and these
-        codebooks. Without ``embedding_bits`` that is a table's width, if there is one.
-        """
-        tables = [layer.bits for layer in layers.values() if isinstance(layer, KbitEmbedding)]
-        new = bool(tables) or any(layer.decoding.transformed or layer.lead for layer in layers.values())
-        transform = "rotated" if new else "none"
+        """What to say of layers, given by their names in the checkpoint, most of which have this width and these
+        codebooks."""
+        transform = usual_transform(version)
         usual = Decoding(tuple(levels[bits]), 0, transform) if bits in levels else None
-        others = {name: layer.decoding for name, layer in layers.items() if layer.decoding != usual}
-        said = embedding_bits or next(iter(tables), None)
-        return cls(bits, {width: tuple(table) for width, table in levels.items()}, others, said, transform, 1 + new)
+        others = {name: decoding for name, decoding in decodings.items() if decoding != usual}
+        levels = {width: tuple(table) for width, table in levels.items()}
+        return cls(bits, levels, others, embedding_bits, transform, version)
 
     @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> "Stored":

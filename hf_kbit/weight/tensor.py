@@ -15,12 +15,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_kbit import reference
-from hf_kbit.decoded import OF_MEMORY, Decoded, explain, refuse_writes, wrapper
-from hf_kbit.format import absmax_shape, num_blocks, weight_shape
+from hf_kbit.format import reference
+from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.reference import TILE_ROWS
+from hf_kbit.format.spec import absmax_shape, num_blocks, weight_shape
 from hf_kbit.ops import native
-from hf_kbit.packed import Decoding, Packed
-from hf_kbit.reference import TILE_ROWS
+from hf_kbit.weight.decoded import OF_MEMORY, Decoded, explain, refuse_writes, wrapper
+from hf_kbit.weight.packing import Packed
 
 INNER = ("words", "absmax", "codebook", "columns")
 PACKED = ("weight", "weight_absmax", "weight_columns")  # what files call words, scales and column scales

@@ -14,9 +14,10 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from hf_kbit import format, transforms
-from hf_kbit.codebooks import bits_of
-from hf_kbit.format import BLOCK_SIZE, num_blocks
+from hf_kbit.format import spec as format
+from hf_kbit.format import transforms
+from hf_kbit.format.codebooks import bits_of
+from hf_kbit.format.spec import BLOCK_SIZE, num_blocks
 
 # Rows are quantized in slices of about this many weights: enough to keep a device busy, and the float32 and integer
 # temporaries of a slice stay a small part of the model.

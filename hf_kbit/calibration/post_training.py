@@ -10,21 +10,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_kbit.allocation import SCALE_BITS, by_rule, config_of, spend, stored_weights
 from hf_kbit.calibration import stream
 from hf_kbit.calibration.data import Text, size_of
 from hf_kbit.calibration.layerwise import Calibration, Solving, choose, sort
+from hf_kbit.calibration.widths import measure as measure_widths
 from hf_kbit.calibration.writing import write
-from hf_kbit.config import KbitConfig, config_or
-from hf_kbit.format import BITS
-from hf_kbit.integrations.transformers.in_place import keep_adapters, quantize_layers
-from hf_kbit.integrations.transformers.inputs import take
-from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
-from hf_kbit.integrations.transformers.report import report_exceptions
-from hf_kbit.integrations.transformers.selection import Packable, Plan
-from hf_kbit.memory import ENOUGH_FOR_LAYERS, Footprint, bits_for_memory, embedding_bits_for_memory, parse_size
-from hf_kbit.nn.weight import packed_layers
-from hf_kbit.widths import measure as measure_widths
+from hf_kbit.format.spec import BITS
+from hf_kbit.integrations.transformers.in_memory import finish
+from hf_kbit.plan.allocation import SCALE_BITS, by_rule, config_of, spend, stored_weights
+from hf_kbit.plan.config import KbitConfig, config_or
+from hf_kbit.plan.memory import ENOUGH_FOR_LAYERS, Footprint, bits_for_memory, embedding_bits_for_memory, parse_size
+from hf_kbit.plan.plan import quantize_layers
+from hf_kbit.plan.selection import Packable
 
 MEASURED = (8, 256)  # sequences, and tokens of each, on which widths are chosen
 
@@ -144,14 +141,15 @@ def quantize_model(
         config, chosen = config_of(config, own), chosen | own
     elif fitting.memory is not None:
         config, chosen = replace(config, bits=int(mean)), {name: tables.get(name, int(mean)) for name in chosen}
-    plan = Plan.of(packable, config, chosen)
+    plan = packable.plan(config, chosen)
     if calibrate:
         report("calibrating", f"{solving.method}, {size_of(ids)} of {source}")
         Calibration(plan, solving, ids, device, progress=True).run()
         if plan.outcome.tuned:
             report("tuned", plan.outcome.tuned)
     else:
-        quantize_all(plan, device)
+        quantize_layers(plan, plan.decodings, device)
+        finish(plan)
     chosen = {name: bits for name, bits in chosen.items() if name not in plan.outcome.lost}
     reasons = reasons | dict.fromkeys(plan.outcome.lost, "range")
     left = {
@@ -187,18 +185,6 @@ def _check_use(
         raise ValueError("memory: found it and bits or widths in module_bits, expected one")
     if data and not calibrate and not (fitting.measure and (limited or config.bits % 1)):
         raise ValueError("data: found it, but neither calibrate nor measured widths need it")
-
-
-def quantize_all(plan: Plan, device: torch.device | str | None) -> None:
-    """Quantizes all of a plan without data."""
-    model = plan.model
-    quantize_layers(plan, plan.decodings, device)
-    keep_adapters(model)
-    if isinstance(model, PreTrainedModel):
-        KbitHfQuantizer(plan.config, pre_quantized=False).adopt(plan)
-    else:
-        take(packed_layers(model), plan.config.inputs)
-        report_exceptions(plan.outcome)
 
 
 def _bytes(model: nn.Module) -> int:

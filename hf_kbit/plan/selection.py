@@ -3,23 +3,20 @@
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
-from hf_kbit.allocation import gets_smaller
-from hf_kbit.checkpoint import refuse
-from hf_kbit.config import Chooser, KbitConfig
-from hf_kbit.integrations.transformers.written import written
+from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.errors import refuse, shown
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.nn.site import Site, empty, obstacle, pack, sites
-from hf_kbit.nn.weight import KbitWeight, Recipe
-from hf_kbit.packed import Decoding, Packed
-from hf_kbit.patterns import shown
-from hf_kbit.tensor import KbitTensor
+from hf_kbit.nn.site import Site, obstacle, sites
+from hf_kbit.plan.allocation import gets_smaller
+from hf_kbit.plan.config import Chooser, KbitConfig
+from hf_kbit.plan.plan import Outcome, Plan
+from hf_kbit.plan.written import written
 
 FEW_ROWS = 64  # tables of fewer take next to nothing: kinds of tokens, buckets of distances
 
@@ -112,7 +109,12 @@ class Packable:
                 chosen[name] = bits
         return chosen
 
-    def stored(self, config: KbitConfig, packed: Mapping[str, str]) -> "Plan":
+    def plan(self, config: KbitConfig, widths: Mapping[str, int]) -> Plan:
+        """To quantize what was chosen, in these widths."""
+        decodings = {name: Decoding(config.levels_for(bits), 0, config.transform) for name, bits in widths.items()}
+        return Plan(self.model, self.sites, decodings, config, self.ties, Outcome(self.told(widths)))
+
+    def stored(self, config: KbitConfig, packed: Mapping[str, str]) -> Plan:
         """What a checkpoint holds packed, ``{name: its name there}``, of what the model has.
 
         Raises:
@@ -175,12 +177,23 @@ def base_of(model: nn.Module) -> str:
 
 def _of_adapters(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """``"adapter"`` for what PEFT has put into the model, and for what its adapters need in 16 bits."""
-    if "peft" not in sys.modules:
-        return {}
-    from hf_kbit.integrations.peft.base import of_adapters
-
-    begin = tuple(of_adapters(model))
+    begin = tuple(_adapted(model))
     return {name: "adapter" for name in names if f"{name}.".startswith(begin)}
+
+
+def _adapted(model: nn.Module) -> Iterator[str]:
+    """What the names of layers begin with that are adapters, or that adapters need in 16 bits."""
+    if "peft" not in sys.modules:
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for name, module in model.named_modules():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            yield f"{name}."
+        elif isinstance(module, BaseTunerLayer):
+            base = isinstance(module.base_layer, nn.Linear | nn.Embedding) and not module.merged
+            yield from (f"{name}.{part}." for part in module._modules if part != "base_layer" or not base)
 
 
 def _kept_in_float32(model, names: Iterable[str]) -> dict[str, str]:
@@ -218,93 +231,3 @@ def _tied(model: nn.Module) -> list[list[str]]:
         elif len({id(model.get_submodule(name.rpartition(".")[0])) for name in names}) > 1:
             found.append(names)
     return [[name.removesuffix(".weight") for name in group] for group in found]
-
-
-# --- what has been decided ------------------------------------------------------------------------
-
-
-@dataclass
-class Outcome:
-    """What is to be told of a model that was quantized.
-
-    Attributes:
-        told: ``{name: why}`` of layers that stayed in 16 bits for what they are.
-        lost: ``{name: what would be lost}`` of those that turned out to have to stay in 16 bits.
-        untransformed: ``{name: why}`` of those that turned out to be quantized without a transform.
-        tuned: what tuning has gained, in words, if it has been done.
-    """
-
-    told: Mapping[str, str] = field(default_factory=dict)
-    lost: dict[str, str] = field(default_factory=dict)
-    untransformed: dict[str, str] = field(default_factory=dict)
-    tuned: str = ""
-
-
-@dataclass
-class Plan:
-    """What is quantized of a model, and how.
-
-    Attributes:
-        model: of which it is.
-        sites: those of the model.
-        decodings: of what is quantized, by the name that it is stored under, widths and levels.
-        config: how scales and transforms are found, and what was wished for besides.
-        ties: ``{name: name that its weight is stored under}``.
-        outcome: what is to be told of it.
-    """
-
-    model: nn.Module
-    sites: Mapping[str, Site]
-    decodings: Mapping[str, Decoding]
-    config: KbitConfig
-    ties: Mapping[str, str] = field(default_factory=dict)
-    outcome: Outcome = field(default_factory=Outcome)
-
-    @classmethod
-    def of(cls, packable: Packable, config: KbitConfig, widths: Mapping[str, int]) -> "Plan":
-        """To quantize what ``packable`` has chosen."""
-        decodings = {name: Decoding(config.levels_for(bits), 0, config.transform) for name, bits in widths.items()}
-        return cls(packable.model, packable.sites, decodings, config, packable.ties, Outcome(packable.told(widths)))
-
-    @property
-    def widths(self) -> dict[str, int]:
-        return {name: decoding.bits for name, decoding in self.decodings.items()}
-
-    def group(self, name: str) -> list[str]:
-        """Names of all that has the weight of a layer, the one that it is stored under first."""
-        first = self.ties.get(name, name)
-        return [first, *(other for other, stored in self.ties.items() if stored == first)]
-
-    def recipe(self, name: str) -> Recipe:
-        """How a weight is quantized. Those of tables, of what is tied to them and of heads are not balanced: what was
-        measured of a table (``KbitEmbedding``) is the head's share."""
-        site, model = self.sites[name], self.model
-        head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-        balances = not (site.is_table or len(self.group(name)) > 1 or site.home is head)
-        return Recipe(self.config.scale, self.config.transform, balances)
-
-    def make_room(self) -> dict[str, KbitWeight]:
-        """Has all layers wait for their packed weights, on the meta device; returns them by their names."""
-        layers = {}
-        for name, decoding in self.decodings.items():
-            for each in self.group(name):
-                if not (site := self.sites[each]).is_packed:  # two that are to be tied may be stored apart
-                    pack(site, empty(site, self.decodings.get(each, decoding)), self.recipe(each))
-                layers[each] = site.layer
-        return layers
-
-    def put(self, name: str, packed: Packed) -> None:
-        """Packs a layer, and all that is tied to it, where its dense weight is, unless that is on the meta device."""
-        site = self.sites[name]
-        weight = KbitTensor.of(packed, site.shape[-1], site.weight.dtype, site.kind.reads_tiles)
-        pack(site, weight if site.weight.is_meta else weight.moved(site.weight.device), self.recipe(name))
-        if packed.untransformed:
-            self.outcome.untransformed[name] = packed.untransformed
-        self.tie(name)
-
-    def tie(self, name: str) -> None:
-        """Gives the weight of a packed layer to all that is tied to it."""
-        layer = self.sites[name].layer
-        for other in self.group(name):
-            if not (tied := self.sites[other]).is_packed:
-                pack(tied, layer.weight, self.recipe(other)).tied = layer.tied = True

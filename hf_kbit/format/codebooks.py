@@ -11,7 +11,7 @@ from statistics import NormalDist
 
 import torch
 
-from hf_kbit.format import BITS, check_bits
+from hf_kbit.format.spec import BITS, check_bits
 
 Levels = tuple[float, ...]
 

@@ -14,6 +14,8 @@ from functools import lru_cache
 
 import regex
 
+from hf_kbit.format.errors import shown
+
 MOST_SECONDS = 10.0  # of a CPU, that all patterns may take on all names of a model
 MOST_LETTERS = 100_000  # of all regular expressions, as _letters counts: compiled in a second
 OVERHEAD = 100  # letters that any pattern takes as long as to compile
@@ -117,12 +119,6 @@ def exactly(module_name: str) -> str:
     ['blocks.0']
     """
     return f"^{re.escape(module_name)}$"
-
-
-def shown(found: object) -> str:
-    """What an error says of something that may be long, for it comes out of a file."""
-    text = repr(found)
-    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 @lru_cache(1024)

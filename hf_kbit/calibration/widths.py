@@ -14,7 +14,6 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from hf_kbit.allocation import Layer, by_rule, config_of, left, spend, stored_weights, units
 from hf_kbit.calibration import stream
 from hf_kbit.calibration.check import check as check_layers
 from hf_kbit.calibration.check import rows_of
@@ -23,14 +22,15 @@ from hf_kbit.calibration.experts import DenseProjection, opened
 from hf_kbit.calibration.layerwise import check_any
 from hf_kbit.calibration.sensitivity import check_gradients, gradients
 from hf_kbit.calibration.writing import draw, write
-from hf_kbit.config import KbitConfig, config_or
 from hf_kbit.evaluation import check, is_text
-from hf_kbit.format import BITS
-from hf_kbit.integrations.transformers import selection
+from hf_kbit.format.spec import BITS
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.site import Site
-from hf_kbit.packed import quantize_weight
-from hf_kbit.tensor import KbitTensor
+from hf_kbit.plan import selection
+from hf_kbit.plan.allocation import Layer, by_rule, config_of, left, spend, stored_weights, units
+from hf_kbit.plan.config import KbitConfig, config_or
+from hf_kbit.weight.packing import quantize_weight
+from hf_kbit.weight.tensor import KbitTensor
 
 LOGITS = 1 << 27  # as many at once, with their gradients
 SEED = 0  # of the tokens that are drawn

@@ -17,11 +17,11 @@ import torch.distributed.tensor  # the ops of _c10d_functional
 from torch.nn import functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from hf_kbit.decoded import FROZEN, NoMemory
-from hf_kbit.format import BLOCK_SIZE, num_blocks
+from hf_kbit.format.reference import TILE_ROWS
+from hf_kbit.format.spec import BLOCK_SIZE, num_blocks
 from hf_kbit.ops import product
-from hf_kbit.reference import TILE_ROWS
-from hf_kbit.tensor import FUNCTIONS, OPS, KbitTensor
+from hf_kbit.weight.decoded import FROZEN, NoMemory
+from hf_kbit.weight.tensor import FUNCTIONS, OPS, KbitTensor
 
 # Whether weights are moved or cast, by a module or from process to process: then they stay packed, and what is made
 # like them is. Others get a dense tensor, which they may write into.

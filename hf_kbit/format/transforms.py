@@ -16,7 +16,7 @@ in AWQ (arXiv:2306.00978) and SINQ (arXiv:2509.22944), the latter of which finds
 import torch
 import torch.nn.functional as F
 
-from hf_kbit.format import BLOCK_SIZE
+from hf_kbit.format.spec import BLOCK_SIZE
 
 # Blocks that are turned at a time: on a CPU as many as its cache holds.
 _SLICE_ON_CPU, _SLICE = 1 << 13, 1 << 19

@@ -19,16 +19,7 @@ PEFT's configurations; ``num_experts``, ``parameter_name`` and ``_did_swap_in_ou
 ``ops.inductor`` installs where no other is.
 """
 
-import importlib
-import inspect
-import pkgutil
-import sys
-import warnings
-from collections.abc import Callable, Iterable
-from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
-from importlib.abc import MetaPathFinder
 
 OLDEST_PEFT = "0.20"
 
@@ -120,13 +111,17 @@ TORCH_NAMES = (
     Name("torch._C:_set_throw_on_mutable_data_ptr"),
 )
 
-TRANSFORMERS_HOOKS = (
+# Set with the method in the registry of Transformers: it has to be there before a model is made.
+REGISTRATION_HOOKS = (
     Hook(
         "transformers.quantizers.auto:AutoHfQuantizer.merge_quantization_configs",
         ("quantization_config", "quantization_config_from_args"),
         "hf_kbit.integrations.transformers.mxfp4:wrap_merge",
         lost="a KbitConfig is refused for checkpoints in MXFP4",
     ),
+)
+
+TRANSFORMERS_HOOKS = (
     Hook(
         "transformers.modeling_utils:PreTrainedModel.save_pretrained",
         ("self", "save_directory", "is_main_process", "state_dict"),
@@ -247,188 +242,3 @@ VLLM_WORKER_HOOKS = (
         lost="a sleep that throws packed weights away is not refused",
     ),
 )
-
-
-# --- checking -------------------------------------------------------------------------------------
-
-
-def moved(entries: Iterable[Name | Hook]) -> list[str]:
-    """What of these is not as expected, a phrase for each; only libraries that are imported are looked at.
-
-    >>> moved([Name("inspect:getsource", ("object",)), Name("inspect:getsauce")])
-    ['inspect:getsauce (found none)']
-    """
-    problems = []
-    for entry in entries:
-        try:
-            found = pkgutil.resolve_name(entry.place)
-        except (ImportError, AttributeError):
-            problems.append(f"{entry.place} (found none)")
-            continue
-        if entry.parameters is not None:
-            parameters = tuple(inspect.signature(found).parameters)
-            if parameters[: len(entry.parameters)] != entry.parameters:
-                expected = ", ".join(entry.parameters)
-                problems.append(f"{entry.place} (found parameters {', '.join(parameters)}, expected {expected} first)")
-        if isinstance(entry, Hook):
-            try:
-                pkgutil.resolve_name(entry.wrapper)
-            except Exception as error:  # whatever our file says of this library, importing that goes on
-                problems.append(f"{entry.place} (found that our {entry.wrapper} does not go with it: {error!r})")
-    return problems
-
-
-def require(library: str, names: Iterable[Name], what: str = "this hf_kbit") -> None:
-    """Raises one ImportError that lists all private names of a library that moved, and what relies on them."""
-    if problems := moved(names):
-        raise ImportError(
-            f"{library} {sys.modules[library].__version__}: found names moved that {what} relies on: "
-            f"{'; '.join(problems)}. Take a newer hf_kbit, or an older {library}"
-        )
-
-
-# --- hooking in -----------------------------------------------------------------------------------
-
-
-def install(library: str, hooks: Iterable[Hook]) -> None:
-    """Replaces what the hooks name. Those that moved are left out, with one warning that says what is lost by that."""
-    gone = [hook for hook in hooks if moved([hook])]
-    for hook in hooks:
-        if hook not in gone:
-            _install(hook)
-    if gone:
-        found = "; ".join(moved(gone))
-        lost = "; ".join(dict.fromkeys(hook.lost for hook in gone))
-        version = sys.modules[library].__version__
-        warnings.warn(
-            f"hf_kbit: {lost}, for in {library} {version} this moved: {found}. Take a newer hf_kbit",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
-
-def _install(hook: Hook) -> None:
-    original = pkgutil.resolve_name(hook.place)
-    if getattr(original, "_is_hook_of_hf_kbit", False):
-        return
-    wrap = pkgutil.resolve_name(hook.wrapper)
-    if hook.everywhere:
-        replacement = wrap(original)
-        _replace_everywhere(original, replacement)
-    else:
-        place, _, name = hook.place.replace(":", ".").rpartition(".")
-        owner = pkgutil.resolve_name(place)
-        method = inspect.getattr_static(owner, name)
-        if of_class := isinstance(method, classmethod | staticmethod):
-            original = method.__func__
-        replacement = wrap(original)
-        setattr(owner, name, type(method)(replacement) if of_class else replacement)
-    replacement._is_hook_of_hf_kbit = True
-
-
-def _replace_everywhere(old: Callable, new: Callable) -> None:
-    """``from library import function`` copies a name, so every module that has it by then gets the new one."""
-    for module in list(sys.modules.values()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if value is old and not module.__name__.startswith("hf_kbit."):
-                setattr(module, name, new)
-
-
-def register() -> None:
-    """Makes Transformers know the method, by its registry. Where that fails, it stays as it is: the program may well
-    use it for models that are not quantized."""
-    try:
-        importlib.import_module("hf_kbit.integrations.transformers.quantizer")  # registers itself
-    except Exception as error:  # whatever our files say of this Transformers, importing it goes on
-        warnings.warn(f"hf_kbit: models can be neither quantized nor loaded: {error}", RuntimeWarning, stacklevel=2)
-
-
-@cache
-def arm() -> None:
-    """Sets the hooks in the libraries that are there, and in others when they are imported. What makes the first
-    quantized layer of a process, or the first wish for one, calls it."""
-    after_import("transformers.modeling_utils", lambda: install("transformers", TRANSFORMERS_HOOKS))
-    after_import("accelerate.utils.modeling", lambda: install("accelerate", ACCELERATE_HOOKS))
-    after_import("peft", install_peft)
-
-
-def install_generation() -> None:
-    """Makes ``generate`` pass all that it is given on to ``hf_kbit.fast_generate``."""
-    require("transformers", GENERATION_NAMES, "hf_kbit.fast_generate")
-    install("transformers", GENERATION_HOOKS)
-
-
-def install_vllm() -> None:
-    """Makes vLLM load quantized models."""
-    import vllm.model_executor.model_loader  # noqa: F401  which the hook is in
-
-    require("vllm", VLLM_NAMES)
-    install("vllm", VLLM_HOOKS)
-
-
-def install_peft() -> None:
-    """Makes adapters do on quantized layers what PEFT alone cannot. Where that fails, PEFT stays as it is: it trains
-    adapters on packed weights as on others, and what would write into these is refused."""
-    if problem := _why_not_peft():
-        warnings.warn(
-            f"hf_kbit: adapters on quantized layers cannot be merged, and their experts not adapted: {problem}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    else:
-        install("peft", PEFT_HOOKS)
-
-
-def _why_not_peft() -> str:
-    from packaging.version import Version
-
-    version = sys.modules["peft"].__version__
-    if Version(version) < Version(OLDEST_PEFT):
-        return f"found peft {version}, expected {OLDEST_PEFT} or newer: pip install -U peft"
-    if problems := moved((*PEFT_NAMES, *(hook for hook in PEFT_HOOKS if not hook.lost))):
-        return f"found that in peft {version} this moved: {'; '.join(problems)}. Take a newer hf_kbit"
-    return ""
-
-
-# --- a library that may be imported later ---------------------------------------------------------
-
-
-_sought: ContextVar[str | None] = ContextVar("the library for which a finder of ours asks the others", default=None)
-
-
-class _Finder(MetaPathFinder):
-    """Finds a library as the other finders do, and calls ``then`` each time it has been imported or reloaded.
-
-    It is never taken out of ``sys.meta_path``: another thread may be going through that list. It need not be in there
-    itself: another tool may have taken it out, to ask it on its own.
-    """
-
-    def __init__(self, library: str, then: Callable[[], None]):
-        self.library, self.then = library, then
-
-    def find_spec(self, name, path=None, target=None):
-        if name != self.library or _sought.get() == name:
-            return None
-        token = _sought.set(name)
-        try:
-            found = (finder.find_spec(name, path, target) for finder in list(sys.meta_path))
-            spec = next(filter(None, found), None)
-        finally:
-            _sought.reset(token)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module):
-                execute(module)
-                self.then()  # still under the lock of this import: no thread gets the library without hooks
-
-            spec.loader.exec_module = exec_module
-        return spec
-
-
-def after_import(library: str, then: Callable[[], None]) -> None:
-    """Calls ``then`` after each import of ``library``, and now if there was one; ``then`` may find its work done."""
-    sys.meta_path.insert(0, _Finder(library, then))  # first of all, for another thread may be about to import it
-    if sys.modules.get(library) is not None:
-        importlib.import_module(library)  # waits where another thread is importing it
-        then()

@@ -21,15 +21,16 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_kbit import checkpoint
-from hf_kbit.checkpoint import PACKED_SUFFIXES
-from hf_kbit.config import KbitConfig
-from hf_kbit.durable import move_out, settle
-from hf_kbit.integrations.transformers import selection
+from hf_kbit.files import checkpoint
+from hf_kbit.files.checkpoint import PACKED_SUFFIXES
+from hf_kbit.files.durable import move_out, settle
+from hf_kbit.format.errors import refuse
+from hf_kbit.format.stored import Stored
 from hf_kbit.nn.site import Site
-from hf_kbit.nn.weight import KbitWeight, distinct, is_sharded, packed_layers
-from hf_kbit.packed import Packed
-from hf_kbit.stored import Stored
+from hf_kbit.nn.weight import KbitWeight, distinct, is_sharded, packed_layers, said_of
+from hf_kbit.plan import selection
+from hf_kbit.plan.config import KbitConfig
+from hf_kbit.weight.packing import Packed
 
 CONFIG = "kbit_config.json"
 FILES = "kbit{suffix}.safetensors"
@@ -127,7 +128,7 @@ def load_into(module: nn.Module, folder: str | os.PathLike) -> None:
         if name not in rest or _kind(tensors[name]) != _kind(tensor):
             found = f"found {_kind(tensors[name])}" if name in rest else "missing"
             problems.append(f"{name}: {found}, expected {_kind(tensor)}")
-    checkpoint.refuse(problems, f"{folder}: what is saved there does not fit the module ({type(module).__name__})")
+    refuse(problems, f"{folder}: what is saved there does not fit the module ({type(module).__name__})")
     checkpoint.check_save(files, config.stored, packed)
     for name, decoding in plan.decodings.items():
         planes, absmax, columns = (tensors.get(name + suffix) for suffix in PACKED_SUFFIXES)
@@ -200,10 +201,12 @@ def _tensors(module: nn.Module, layers: dict[str, KbitWeight]) -> dict[str, torc
 
 def _common(layers: dict[str, KbitWeight]) -> Stored:
     """What layers have in common, and what sets others apart."""
-    levels = {}
-    for layer in layers.values():
-        levels.setdefault(layer.bits, layer.levels)
-    return Stored.of(layers, Counter(layer.bits for layer in layers.values()).most_common(1)[0][0], levels)
+    levels, (decodings, tables, version) = {}, said_of(layers)
+    for decoding in decodings.values():
+        levels.setdefault(decoding.bits, decoding.levels)
+    (bits, _), *_ = Counter(decoding.bits for decoding in decodings.values()).most_common(1)
+    embedding_bits = next((decodings[name].bits for name in tables), None)
+    return Stored.of(decodings, bits, levels, embedding_bits, version)
 
 
 def _read_config(file: Path) -> KbitConfig:

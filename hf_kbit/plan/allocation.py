@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_kbit.config import KbitConfig
-from hf_kbit.format import BITS, BLOCK_SIZE, absmax_shape
+from hf_kbit.format.spec import BITS, BLOCK_SIZE, absmax_shape
 from hf_kbit.nn.site import Site
-from hf_kbit.patterns import exactly
+from hf_kbit.plan.config import KbitConfig
+from hf_kbit.plan.patterns import exactly
 
 SCALE_BITS = 8 / BLOCK_SIZE  # of a weight
 

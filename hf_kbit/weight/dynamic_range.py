@@ -7,8 +7,8 @@ is stored coarsely, or lost. A block of 32 columns is lost likewise, where the s
 
 import torch
 
-from hf_kbit.format import BLOCK_SIZE, num_blocks
-from hf_kbit.reference import MAGNITUDE, decode_scales, row_slices
+from hf_kbit.format.reference import MAGNITUDE, decode_scales, row_slices
+from hf_kbit.format.spec import BLOCK_SIZE, num_blocks
 
 # Of the scale that is the largest of a row, in parts of the smallest. From here on a Gaussian row's squared error is
 # at most twice what its width explains; where it is 2, up to 20 times, at 1 up to 460 (rows of 256 to 4096).

@@ -18,15 +18,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hf_kbit.format import ABSMAX_SUFFIX, absmax_shape, weight_shape
-from hf_kbit.packed import Decoding
-from hf_kbit.stored import Stored
-from hf_kbit.tensor import PACKED
+from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.errors import brief, refuse
+from hf_kbit.format.spec import ABSMAX_SUFFIX, absmax_shape, weight_shape
+from hf_kbit.format.stored import Stored
+from hf_kbit.weight.tensor import PACKED
 
 WEIGHT_SUFFIX = ".weight"
 PACKED_SUFFIXES = tuple(f".{name}" for name in PACKED)
-MAX_NAMED = 20  # problems spelled out in one error
-MOST_SHOWN = 500  # characters of what a file says
 
 DIGEST = "kbit_digest"  # Stored.digest of the config saved with the file
 TENSORS = "kbit_tensors"  # tensors_digest of all files of the save
@@ -184,19 +183,6 @@ def check_save(files: Iterable[str | os.PathLike], stored: Stored, packed: Itera
 def _compare(key: str, metadata: Mapping[Any, Mapping[str, str]], expected: str, what: str, why: str) -> None:
     others = [f"{file}: found {key} {m.get(key)}" for file, m in metadata.items() if m.get(key) != expected]
     refuse(others, f"expected {what}, of {key} {expected}; {why}")
-
-
-def refuse(problems: list[str], what: str = "the quantized checkpoint does not fit the model") -> None:
-    """Raises a ValueError that lists the problems, if there are any."""
-    if problems:
-        more = [f"... and {len(problems) - MAX_NAMED} more"] if len(problems) > MAX_NAMED else []
-        lines = "\n  ".join([*map(brief, problems[:MAX_NAMED]), *more])
-        raise ValueError(f"{what}:\n  {lines}")
-
-
-def brief(text: str) -> str:
-    """The beginning of a text that may be of any length, for it stood in a file."""
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"
 
 
 # --- sealing --------------------------------------------------------------------------------------

@@ -7,13 +7,13 @@ from typing import Any
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from hf_kbit.allocation import SCALE_BITS, column_bytes, packed_bytes, stored_weights
 from hf_kbit.calibration.layerwise import check_any
 from hf_kbit.calibration.stream import reads_tokens
-from hf_kbit.config import KbitConfig, config_or
-from hf_kbit.format import BITS
-from hf_kbit.integrations.transformers import selection
+from hf_kbit.format.spec import BITS
 from hf_kbit.integrations.transformers.report import USUAL_FOR_TABLES
+from hf_kbit.plan import selection
+from hf_kbit.plan.allocation import SCALE_BITS, column_bytes, packed_bytes, stored_weights
+from hf_kbit.plan.config import KbitConfig, config_or
 
 ENOUGH_FOR_LAYERS = 4  # bits on average, with which tables may take 16
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}

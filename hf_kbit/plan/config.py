@@ -1,20 +1,29 @@
 """KbitConfig: what to quantize, to how many bits, with which levels."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_kbit import codebooks, hooks
-from hf_kbit.format import BITS, FORMAT_VERSIONS, check_bits
-from hf_kbit.nn.product import check_inputs
-from hf_kbit.nn.weight import DEFAULT_CODEBOOK, DEFAULT_SCALE, KbitWeight, check_scale
-from hf_kbit.packed import DEFAULT_TRANSFORM, check_transform, lopsided
-from hf_kbit.patterns import Patterns, shown
-from hf_kbit.stored import ENTRIES, Stored, by_width, check_version, mapping
+from hf_kbit import codebooks
+from hf_kbit.format.decoding import DEFAULT_TRANSFORM, Decoding, check_transform, lopsided
+from hf_kbit.format.errors import shown
+from hf_kbit.format.spec import BITS, FORMAT_VERSIONS, check_bits
+from hf_kbit.format.stored import ENTRIES, Stored, by_width, check_version, mapping
+from hf_kbit.plan.patterns import Patterns
+from hf_kbit.weight.packing import DEFAULT_CODEBOOK, DEFAULT_SCALE, check_scale
+
+INPUTS = (None, "int8")
+
+
+def check_inputs(inputs: object) -> str | None:
+    """Returns ``inputs`` if it is one of ``INPUTS``."""
+    if inputs not in INPUTS:
+        raise ValueError(f"inputs: found {inputs!r}, expected one of {list(INPUTS)}")
+    return inputs
 
 
 @register_quantization_config("kbit")
@@ -24,7 +33,7 @@ class KbitConfig(QuantizationConfigMixin):
 
     Args:
         bits: 2, 3, 4 or 5: the width of each layer that ``module_bits`` does not name. A number between, such as 3.3,
-            is a mean: each layer gets a width by a rule (``hf_kbit.widths.widths_by_rule``), and ``module_bits`` may
+            is a mean: each layer gets a width by a rule (``calibration.widths.widths_by_rule``). ``module_bits`` may then
             hold None alone.
         codebook: the levels: ``"optimal"``, ``"normal_float"``, ``"int"``, ``"fp4"``, a table of ``2**bits`` numbers
             in any order, or, for several widths, ``{bits: table}``.
@@ -74,7 +83,6 @@ class KbitConfig(QuantizationConfigMixin):
     stored: Stored | None = None
 
     def __post_init__(self):
-        hooks.arm()
         if self.quant_method != "kbit":
             raise ValueError(f"quant_method: found {self.quant_method!r}, expected 'kbit'")
         if not (isinstance(self.bits, float) and self.bits % 1 and BITS[0] < self.bits < BITS[-1]):
@@ -193,10 +201,12 @@ class KbitConfig(QuantizationConfigMixin):
         codebook = self.codebook[bits] if isinstance(self.codebook, Mapping) else self.codebook
         return codebooks.resolve(codebook, bits, lopsided(self.transform, self.scale))
 
-    def record(self, layers: Mapping[str, KbitWeight]) -> None:
-        """Writes into ``stored`` how ``layers`` decode, given by their names in the checkpoint."""
-        levels = {bits: self.levels_for(bits) for bits in sorted({layer.bits for layer in layers.values()})}
-        self.stored = Stored.of(layers, self.bits, levels, self.embedding_bits)
+    def record(self, decodings: Mapping[str, Decoding], tables: Collection[str], version: int) -> None:
+        """Writes into ``stored`` how layers decode, given by their names in the checkpoint, some of which are those of
+        tables."""
+        levels = {bits: self.levels_for(bits) for bits in sorted({each.bits for each in decodings.values()})}
+        embedding_bits = self.embedding_bits or next((decodings[name].bits for name in tables), None)
+        self.stored = Stored.of(decodings, self.bits, levels, embedding_bits, version)
 
     def to_dict(self) -> dict[str, Any]:
         """As in the base class; ``module_bits`` becomes a list of pairs where JSON, which sorts keys, loses the order.

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from hf_kbit.reference import encode_e4m4, power_of_two, row_slices
+from hf_kbit.format.reference import encode_e4m4, power_of_two, row_slices
 
 # Sums are of whole numbers that float64 holds, so that no order of adding changes them: of roots, the largest being
 # this, and of ratios, 1 being this.
@@ -39,7 +39,7 @@ def balance(weight: torch.Tensor) -> torch.Tensor:
     scales; here blocks have their own, so only columns count. The measure and its power were found on SmolLM2-135M
     (docs/quality.md).
 
-    >>> from hf_kbit.format import decode_e4m4
+    >>> from hf_kbit.format.spec import decode_e4m4
     >>> weight = torch.ones(4, 3) * torch.tensor([1.0, 4.0, 0.0])
     >>> [round(decode_e4m4(byte), 1) for byte in balance(weight).tolist()]
     [8.0, 31.0, 1.0]

@@ -1,0 +1,1 @@
+"""The stored format: what bytes mean."""

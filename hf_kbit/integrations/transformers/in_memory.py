@@ -1,0 +1,25 @@
+"""What becomes of a model that was quantized in memory."""
+
+import sys
+
+from transformers import PreTrainedModel
+
+from hf_kbit.integrations.transformers.inputs import take
+from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
+from hf_kbit.integrations.transformers.report import report_exceptions
+from hf_kbit.nn.weight import packed_layers
+from hf_kbit.plan.plan import Plan
+
+
+def finish(plan: Plan) -> None:
+    """Makes a model of which a plan was carried out what loading would have made it."""
+    model = plan.model
+    if "peft" in sys.modules:
+        from hf_kbit.integrations.peft.base import adopt
+
+        adopt(model)  # adapters that were there
+    if isinstance(model, PreTrainedModel):
+        KbitHfQuantizer(plan.config, pre_quantized=False).adopt(plan)
+    else:
+        take(packed_layers(model), plan.config.inputs)
+        report_exceptions(plan.outcome)
