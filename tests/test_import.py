@@ -22,8 +22,8 @@ def python(code: str) -> str:
 
 
 def test_registered_however_it_is_imported(fresh):
-    """Before a model of Transformers is made, also without optional packages; hooks are set by the first layer, or
-    wish for one."""
+    """Before a model of Transformers is made, also without optional packages; hooks are set by the first layer, and by
+    no wish for one."""
     after = """
 import sys, torch, transformers.modeling_utils as models
 hooked = lambda: hasattr(models.PreTrainedModel.save_pretrained, "_is_hook_of_hf_kbit")
@@ -34,10 +34,23 @@ import hf_kbit
     by_wish = f"{after}hf_kbit.KbitConfig()\nprint(hooked())"
     first = "import torch, hf_kbit; torch.ops.hf_kbit.quantize; from transformers import LlamaForCausalLM"
     second = "from transformers import LlamaForCausalLM; import hf_kbit"
-    alone = "import sys; sys.modules.update(peft=None, accelerate=None); from hf_kbit.config import KbitConfig"
+    alone = "import sys; sys.modules.update(peft=None, accelerate=None); from hf_kbit.plan.config import KbitConfig"
     found = [python(first + by_layer), python(alone + by_wish), fresh.run(second + by_layer)]
     found += [fresh.run(f"import sys; sys.modules.update(peft=None); {second}{by_wish}")]
-    assert found == ["True False\nTrue"] * 4
+    assert found == ["True False\nTrue", "True False\nFalse"] * 2
+
+
+def test_a_config_is_data():
+    """Making one imports no layer, and changes nothing in other libraries."""
+    code = """
+import sys, transformers.quantizers.auto as auto
+before = dict(vars(auto.AutoHfQuantizer))
+from hf_kbit.plan.config import KbitConfig
+KbitConfig(bits=3, embedding_bits=5)
+print([name for name in sys.modules if name.startswith(("hf_kbit.nn", "hf_kbit.integrations"))])
+print(before == dict(vars(auto.AutoHfQuantizer)))
+"""
+    assert python(code).splitlines() == ["[]", "True"]
 
 
 MODELS = "transformers.modeling_utils"
@@ -101,7 +114,7 @@ def test_old_names_warn():
 
 
 def test_format_needs_the_standard_library_only():
-    tree = ast.parse((PACKAGE / "format.py").read_text())
+    tree = ast.parse((PACKAGE / "format/spec.py").read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name.split(".")[0] for name in imported} <= sys.stdlib_module_names

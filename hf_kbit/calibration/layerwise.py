@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,6 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-import hf_kbit
 from hf_kbit.calibration import experts, feedback, moments, sensitivity, stream, tuning, weighted
 from hf_kbit.calibration.check import check
 from hf_kbit.calibration.data import SEQUENCES, Text, batches_of
@@ -341,7 +341,7 @@ class Calibration:
     def _digest(self) -> str:
         """Of all that the result depends on."""
         config, solving = self.plan.config, self.solving
-        run = (hf_kbit.__version__, torch.__version__, self.device.type, solving.method, solving.batch, config)
+        run = (version("hf_kbit"), torch.__version__, self.device.type, solving.method, solving.batch, config)
         run += (self.steps,) if self.steps else ()  # not tune_whole: layers are the same
         run += (sensitivity.BLEND,) if self.token_weights else ()
         return digest([*(("ids", row) for row in self.text), *self.model.state_dict().items()], *run)

@@ -16,7 +16,8 @@ from transformers import (
 
 import hf_kbit
 from hf_kbit.calibration import moments, sensitivity, stream
-from hf_kbit.nn.experts import is_projection
+from hf_kbit.nn.experts import KbitProjection
+from hf_kbit.nn.site import Site
 from hf_kbit.plan import selection
 
 IDS = torch.randint(5, 90, (3, 24), generator=torch.Generator().manual_seed(3))
@@ -153,12 +154,17 @@ def check_inputs(build_model, ids, batch: int, left: dict, monkeypatch) -> None:
     for name, batches in given.items():
         turns = len(batches[0])  # a layer that the model calls again is calibrated for the first calls
         assert close(gram([x for own in batches for x in own]), gram(expected[name][:turns])), name
-    projections = [n for n in selection.Packable(dense).choose(hf_kbit.KbitConfig(**left)) if is_projection(dense, n)]
+    projections = [name for name, site in chosen(dense, left).items() if site.kind is KbitProjection]
     assert len(given) + len(projections) >= len([m for m in model.modules() if isinstance(m, hf_kbit.KbitLinear)])
 
 
+def chosen(model, left: dict) -> dict[str, Site]:
+    packable = selection.Packable(model)
+    return {name: packable.sites[name] for name in packable.choose(hf_kbit.KbitConfig(**left))}
+
+
 def check_gradients(model, ids, left: dict) -> None:
-    names = [n for n in selection.Packable(model).choose(hf_kbit.KbitConfig(**left)) if not is_projection(model, n)]
+    names = [name for name, site in chosen(model, left).items() if site.kind is not KbitProjection]
     found, outputs = {}, {}
 
     def choose(probabilities):

@@ -8,18 +8,19 @@ from pathlib import Path
 import peft
 import pytest
 
-from hf_kbit import hooks
+from hf_kbit.hooks import setting, table
 
 TABLES = (
-    hooks.TORCH_NAMES,
-    hooks.TRANSFORMERS_NAMES,
-    hooks.SHARDING_NAMES,
-    hooks.GENERATION_NAMES,
-    hooks.TRANSFORMERS_HOOKS,
-    hooks.GENERATION_HOOKS,
-    hooks.ACCELERATE_HOOKS,
-    hooks.PEFT_NAMES,
-    hooks.PEFT_HOOKS,
+    table.TORCH_NAMES,
+    table.TRANSFORMERS_NAMES,
+    table.SHARDING_NAMES,
+    table.GENERATION_NAMES,
+    table.REGISTRATION_HOOKS,
+    table.TRANSFORMERS_HOOKS,
+    table.GENERATION_HOOKS,
+    table.ACCELERATE_HOOKS,
+    table.PEFT_NAMES,
+    table.PEFT_HOOKS,
 )
 
 # Code: in ``with caught():`` warnings of ours are printed.
@@ -34,24 +35,24 @@ def caught():
 """
 
 
-@pytest.mark.parametrize("entry", [entry for table in TABLES for entry in table], ids=repr)
+@pytest.mark.parametrize("entry", [entry for each in TABLES for entry in each], ids=repr)
 def test_the_installed_libraries_have_what_we_expect(entry):
-    assert hooks.moved([entry]) == []
+    assert setting.moved([entry]) == []
 
 
 @pytest.mark.parametrize(
     "entry, found",
     [
-        (hooks.Name("inspect:getsauce"), "inspect:getsauce (found none)"),
-        (hooks.Name("no_such_module:f"), "no_such_module:f (found none)"),
+        (table.Name("inspect:getsauce"), "inspect:getsauce (found none)"),
+        (table.Name("no_such_module:f"), "no_such_module:f (found none)"),
         (
-            hooks.Name("inspect:getsource", ("thing",)),
+            table.Name("inspect:getsource", ("thing",)),
             "inspect:getsource (found parameters object, expected thing first)",
         ),
     ],
 )
 def test_what_moved_is_found(entry, found):
-    assert hooks.moved([entry]) == [found]
+    assert setting.moved([entry]) == [found]
 
 
 def test_moved_names_of_transformers_are_one_error_for_who_wants_quantized_models(fresh):
@@ -156,7 +157,7 @@ PreTrainedModel.set_use_kernels = lambda self, on, config=None: None
 sys.modules["hf_kbit.integrations.transformers.save_pretrained"] = None
 with caught():
     import hf_kbit
-    hf_kbit.KbitConfig()
+    hf_kbit.KbitLinear(8, 8)
 shape = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1, vocab_size=64)
 LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained({str(tmp_path / "dense")!r})
 model = LlamaForCausalLM.from_pretrained({str(tmp_path / "dense")!r}, quantization_config=hf_kbit.KbitConfig())
@@ -207,7 +208,7 @@ import sys; sys.path.insert(0, {str(tmp_path)!r})
 with caught():
     import peft
     import hf_kbit
-    hf_kbit.KbitConfig()
+    hf_kbit.KbitLinear(8, 8)
 from transformers import Trainer
 assert peft.__version__ == "0.19.1"
 {ADAPT}"""
@@ -216,7 +217,7 @@ assert peft.__version__ == "0.19.1"
 
 
 BROKEN = {
-    "get_peft_mode (found none)": 'hooks.PEFT_HOOKS = (*hooks.PEFT_HOOKS, hooks.Hook("peft:get_peft_mode", (), ""))',
+    "get_peft_mode (found none)": 'table.PEFT_HOOKS = (*table.PEFT_HOOKS, table.Hook("peft:get_peft_mode", (), ""))',
     "our hf_kbit.integrations.peft.merge:report_once does not go": (
         'sys.modules["hf_kbit.integrations.peft.merge"] = type(sys)("hf_kbit.integrations.peft.merge")'
     ),
@@ -230,9 +231,9 @@ def test_a_moved_hook_of_peft_leaves_it_as_it_is(fresh, found):
 {CAUGHT}
 import sys
 import hf_kbit
-from hf_kbit import hooks
+from hf_kbit.hooks import table
 {BROKEN[found]}
-hf_kbit.KbitConfig()
+hf_kbit.KbitLinear(8, 8)
 with caught():
     import peft
 {ADAPT}"""
@@ -245,7 +246,7 @@ def test_an_import_that_fails_is_tried_again_with_hooks(fresh, tmp_path):
     (tmp_path / "fickle.py").write_text("import sys\nif not hasattr(sys, 'ready'): raise ImportError('not ready')\n")
     code = f"""
 import sys; sys.path.insert(0, {str(tmp_path)!r})
-from hf_kbit.hooks import after_import
+from hf_kbit.hooks.importing import after_import
 after_import("fickle", lambda: print("hooked"))
 try:
     import fickle
@@ -263,12 +264,12 @@ def test_a_hook_of_peft_that_little_needs_is_left_out(fresh):
 {CAUGHT}
 import dataclasses
 import hf_kbit
-from hf_kbit import hooks
-hooks.PEFT_HOOKS = tuple(
+from hf_kbit.hooks import table
+table.PEFT_HOOKS = tuple(
     dataclasses.replace(hook, parameters=("self", "moved")) if "save_pretrained" in hook.place else hook
-    for hook in hooks.PEFT_HOOKS
+    for hook in table.PEFT_HOOKS
 )
-hf_kbit.KbitConfig()
+hf_kbit.KbitLinear(8, 8)
 with caught():
     import peft
 {ADAPT}
@@ -325,7 +326,7 @@ def test_hooks_are_installed_once_whatever_is_reloaded(fresh):
 import importlib, warnings
 import hf_kbit, peft
 from torch import nn
-for module in (hf_kbit, peft, hf_kbit.hooks, hf_kbit):
+for module in (hf_kbit, peft, hf_kbit.hooks.setting, hf_kbit):
     importlib.reload(module)
 {RELOADED}
 """
@@ -337,7 +338,7 @@ def test_a_library_is_hooked_by_who_took_our_finder_out(fresh, tmp_path):
     (tmp_path / "kept.py").touch()
     code = f"""
 import sys; sys.path.insert(0, {str(tmp_path)!r})
-from hf_kbit.hooks import after_import
+from hf_kbit.hooks.importing import after_import
 after_import("kept", lambda: print("hooked"))
 class Tool:
     finders = list(sys.meta_path)
@@ -355,14 +356,14 @@ def test_a_peft_that_suits_gets_hooks_after_one_that_did_not(fresh):
 {CAUGHT}
 import importlib
 import hf_kbit
-from hf_kbit import hooks
-oldest, hooks.OLDEST_PEFT = hooks.OLDEST_PEFT, "99"
-hf_kbit.KbitConfig()
+from hf_kbit.hooks import table
+oldest, table.OLDEST_PEFT = table.OLDEST_PEFT, "99"
+hf_kbit.KbitLinear(8, 8)
 with caught():
     import peft
     importlib.reload(peft)
 {ADAPT}
-hooks.OLDEST_PEFT = oldest
+table.OLDEST_PEFT = oldest
 importlib.reload(peft)
 adapt()
 """
@@ -376,7 +377,7 @@ def test_threads_get_a_library_with_its_hooks(fresh, first, tmp_path):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(0.2)\nhooked = False\n")
     code = f"""
 import importlib, sys, threading; sys.path.insert(0, {str(tmp_path)!r})
-from hf_kbit.hooks import after_import
+from hf_kbit.hooks.importing import after_import
 def hook():
     assert not sys.modules["slow"].hooked
     sys.modules["slow"].hooked = True

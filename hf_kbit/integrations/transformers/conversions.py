@@ -6,11 +6,11 @@ the other conversions of a model have done, which packed tensors must be spared.
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
+from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hf_kbit.files import checkpoint
@@ -25,17 +25,13 @@ from hf_kbit.nn.weight import KbitWeight, local
 from hf_kbit.weight.packing import Packed
 from hf_kbit.weight.tensor import HOW, PACKED, KbitTensor, as_parameter
 
-if TYPE_CHECKING:
-    from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
-
-
 # --- reading --------------------------------------------------------------------------------------
 
 
 class KbitQuantize(ConversionOps):
     """Packs a 16-bit weight as soon as it is read."""
 
-    def __init__(self, hf_quantizer: "KbitHfQuantizer"):
+    def __init__(self, hf_quantizer: HfQuantizer):
         self.hf_quantizer = hf_quantizer
 
     @torch.no_grad()
@@ -99,7 +95,7 @@ class KbitAssemble(ConversionOps):
     """Makes one weight of its tensors in a quantized checkpoint. Where processes share a model Transformers
     has cut planes and scales; column scales are a vector, which it could not cut, and were read before."""
 
-    def __init__(self, hf_quantizer: "KbitHfQuantizer"):
+    def __init__(self, hf_quantizer: HfQuantizer):
         self.hf_quantizer = hf_quantizer  # by which Transformers knows that it must not cast
 
     def __deepcopy__(self, memo):
@@ -147,7 +143,7 @@ def placeholder(model, name: str) -> KbitWeight | None:
     return module if isinstance(module, KbitWeight) and own == "weight" else None
 
 
-def assembly(quantizer: "KbitHfQuantizer", layers: Iterable[str]) -> list[WeightConverter]:
+def assembly(quantizer: HfQuantizer, layers: Iterable[str]) -> list[WeightConverter]:
     """What makes one weight of the tensors of each layer: by whole names, so that it meets nothing else."""
     names = "|".join(map(re.escape, layers))
     if not names:

@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 import vllm.envs
 
-from hf_kbit import hooks
+from hf_kbit.hooks import setting, table
 from hf_kbit.integrations.vllm import register
 
 
-@pytest.mark.parametrize("entry", (*hooks.VLLM_NAMES, *hooks.VLLM_HOOKS, *hooks.VLLM_WORKER_HOOKS), ids=repr)
+@pytest.mark.parametrize("entry", (*table.VLLM_NAMES, *table.VLLM_HOOKS, *table.VLLM_WORKER_HOOKS), ids=repr)
 def test_the_installed_vllm_has_what_we_expect(entry):
-    hooks.install_vllm()
-    assert hooks.moved([entry]) == []
+    setting.install_vllm()
+    assert setting.moved([entry]) == []
 
 
 def test_a_moved_name_is_a_warning(monkeypatch):
     """vLLM goes on with models that are not ours."""
-    moved = hooks.Name("vllm.model_executor.layers.linear:LinearMethodBase.make_weights")
-    monkeypatch.setattr(hooks, "VLLM_NAMES", (*hooks.VLLM_NAMES, moved))
+    moved = table.Name("vllm.model_executor.layers.linear:LinearMethodBase.make_weights")
+    monkeypatch.setattr(table, "VLLM_NAMES", (*table.VLLM_NAMES, moved))
     with pytest.warns(RuntimeWarning, match=r"cannot be served: vllm .*make_weights \(found none\)"):
         register()
 
