@@ -1,4 +1,5 @@
-// Quantize: a block of 32 weights at a time, in registers. hf_kbit/format/reference.py is the specification, bit for bit.
+// Quantize: a block of 32 weights at a time, in registers. hf_kbit/format/reference.py is the specification, bit for
+// bit.
 #pragma once
 
 #include "cpu/scalar.h"

@@ -1,5 +1,6 @@
-// See hf_kbit/format/reference.py, `repack`, for the layout: a lane of a 16 x 64 tile owns rows g and g + 8 (g = lane / 4)
-// and columns 8 t .. 8 t + 7 (t = lane % 4) of both blocks; neighbours along K form the pairs that its words hold.
+// See hf_kbit/format/reference.py, `repack`, for the layout: a lane of a 16 x 64 tile owns rows g and g + 8 (g = lane
+// / 4) and columns 8 t .. 8 t + 7 (t = lane % 4) of both blocks; neighbours along K form the pairs that its words
+// hold.
 #include "cpu/repack.h"
 
 #include "common/format.h"

@@ -1,4 +1,5 @@
-// What hf_kbit/format/transforms.py says, of 32 neighbours at a time in float32: column scales, and the rotation of a block.
+// What hf_kbit/format/transforms.py says, of 32 neighbours at a time in float32: column scales, and the rotation of a
+// block.
 //
 // Bit-identical to it: sums and differences of neighbours at distance 1, 2, 4, 8 and 16, then one product.
 #pragma once

@@ -2,8 +2,8 @@
 //
 // Shapes: N out_features, K in_features, B = ceil(K / 32) blocks a row, everything row-major and contiguous. planes is
 // int32 [N, B * bits], absmax uint8 [N, B]; tiles are int32 [N/16, K/256, bits, 32, 4] with scales uint8
-// [N/16, K/256, 8, 16], rounded up (layout: hf_kbit/format/reference.py, `repack`). `count` matrices lie one after another.
-// gpu is the current one. Sizes are within what fits_gemm or kMostBlocks (plan.h) say.
+// [N/16, K/256, 8, 16], rounded up (layout: hf_kbit/format/reference.py, `repack`). `count` matrices lie one after
+// another. gpu is the current one. Sizes are within what fits_gemm or kMostBlocks (plan.h) say.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -29,8 +29,9 @@ cudaError_t quantize(const void* weight, Dtype dtype, const float* codebook, int
 cudaError_t int8_inverses(const int32_t* words, const uint8_t* scales, const float* codebook, int bits,
                           int64_t out_features, int64_t in_features, void* out, const Gpu& gpu, cudaStream_t stream);
 
-// What a weight does to its input before the product (hf_kbit/format/transforms.py): times `columns`, E4M4 bytes of K rounded
-// up to a multiple of eight, null for none; then perhaps the rotation within blocks of 32, of K padded with zeros.
+// What a weight does to its input before the product (hf_kbit/format/transforms.py): times `columns`, E4M4 bytes of K
+// rounded up to a multiple of eight, null for none; then perhaps the rotation within blocks of 32, of K padded with
+// zeros.
 struct Transform {
     const uint8_t* columns;
     bool rotated;

@@ -1,6 +1,6 @@
-// What a weight does to its input, in registers (hf_kbit/format/transforms.py): column scales, and the rotation within blocks
-// of 32. Shared by the kernels that transform activations, and their gradients back, and those that decode a weight in
-// its original basis.
+// What a weight does to its input, in registers (hf_kbit/format/transforms.py): column scales, and the rotation within
+// blocks of 32. Shared by the kernels that transform activations, and their gradients back, and those that decode a
+// weight in its original basis.
 //
 // A lane has octets, eight neighbouring columns; the four lanes of a quad, t = 0 .. 3, have a block. Of the rotation's
 // five rounds of sums and differences three stay in a lane, the last two exchange all eight values with lanes 1 and 2

@@ -33,8 +33,8 @@ class KbitConfig(QuantizationConfigMixin):
 
     Args:
         bits: 2, 3, 4 or 5: the width of each layer that ``module_bits`` does not name. A number between, such as 3.3,
-            is a mean: each layer gets a width by a rule (``calibration.widths.widths_by_rule``). ``module_bits`` may then
-            hold None alone.
+            is a mean: each layer gets a width by a rule (``calibration.widths.widths_by_rule``). ``module_bits``
+            may then hold None alone.
         codebook: the levels: ``"optimal"``, ``"normal_float"``, ``"int"``, ``"fp4"``, a table of ``2**bits`` numbers
             in any order, or, for several widths, ``{bits: table}``.
         scale: how the scale of a block is found: ``"search"``, by the least squared error, for which ``"optimal"``

@@ -1,5 +1,5 @@
-// Activations as weights want them that have column scales or a rotation (hf_kbit/format/transforms.py): x' = (x * c) @ R,
-// computed in float32, rounded once.
+// Activations as weights want them that have column scales or a rotation (hf_kbit/format/transforms.py): x' = (x * c)
+// @ R, computed in float32, rounded once.
 //
 //   x         float16 or bfloat16 [M, K], row-major, K a multiple of 8, or rows that an index picks; with swiglu
 //             [M, 2 K], of which silu(first half) * second half is what is meant by x
