@@ -145,7 +145,7 @@ def packed_state(model) -> dict[str, torch.Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         name, tensor = re.sub(r"\.(base_layer|original_module|token_adapter)(?=\.)", "", name), tensor.detach()
         if isinstance(tensor, KbitTensor):
-            layers |= {name.removesuffix("weight") + own: part for own, part in tensor.stored().items()}
+            layers |= {name.removesuffix("weight") + own: part for own, part in tensor.file_tensors().items()}
         else:
             layers[name] = tensor
     prefix = getattr(getattr(model, "base_model", None), "prefix", None)

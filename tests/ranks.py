@@ -167,15 +167,15 @@ def sizes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     found = {}
     for name, layer in model.named_modules():
         if isinstance(layer, KbitWeight):
-            whole = KbitTensor.empty(layer.weight.shape, layer.decoding, layer.dense_dtype, "meta").stored()
-            own = local(layer.weight).stored()
+            whole = KbitTensor.empty(layer.weight.shape, layer.decoding, layer.dense_dtype, "meta").file_tensors()
+            own = local(layer.weight).file_tensors()
             found[name] = tuple(whole[part].numel() // tensor.numel() for part, tensor in own.items())
     return found
 
 
 def kept_besides(model: torch.nn.Module) -> set[int]:
     """Bytes of memory that packed tensors keep besides what this process has of them, as views of whole ones do."""
-    parts = [tensor for layer in quantized_layers(model) for tensor in local(layer.weight).stored().values()]
+    parts = [tensor for layer in quantized_layers(model) for tensor in local(layer.weight).file_tensors().values()]
     return {part.untyped_storage().nbytes() - part.nbytes for part in parts}
 
 

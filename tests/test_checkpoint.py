@@ -14,10 +14,10 @@ from hf_kbit import KbitLinear, codebooks
 from hf_kbit.files import checkpoint
 from hf_kbit.files.checkpoint import DIGEST, NOT_SEALED, TENSORS
 from hf_kbit.format.decoding import Decoding
-from hf_kbit.format.stored import Stored
+from hf_kbit.format.model import ModelFormat
 
 LEVELS = codebooks.normal_float(3)
-STORED = Stored(3, {3: LEVELS}, {"b": Decoding(LEVELS, 1, "rotated")})
+STORED = ModelFormat(3, {3: LEVELS}, {"b": Decoding(LEVELS, 1, "rotated")})
 NORM = "norm.weight"
 
 
@@ -31,7 +31,7 @@ def contents(seed: int = 0) -> dict[str, torch.Tensor]:
     return found
 
 
-def write(folder, tensors, files: int = 3, stored: Stored = STORED, sealed: bool = True) -> list:
+def write(folder, tensors, files: int = 3, stored: ModelFormat = STORED, sealed: bool = True) -> list:
     """A save in so many files."""
     folder.mkdir(exist_ok=True)
     names, paths = sorted(tensors), [folder / f"m-{i + 1:05}-of-{files:05}.safetensors" for i in range(files)]
@@ -42,7 +42,7 @@ def write(folder, tensors, files: int = 3, stored: Stored = STORED, sealed: bool
     return paths
 
 
-def check(files, stored: Stored = STORED) -> None:
+def check(files, stored: ModelFormat = STORED) -> None:
     checkpoint.check_save(files, stored, checkpoint.packed_modules(checkpoint.read_headers(files)))
 
 
@@ -115,9 +115,9 @@ def test_a_config_of_another_save_is_refused(tmp_path):
     why = "was a save cut short, or bits, transform, levels or layers of quantization_config changed"
     found = rf"tensors saved with this config, of {DIGEST} \w+; {why}\?(?s:.)*00001-of-00003.*: found"
     with pytest.raises(ValueError, match=found):
-        check(files, Stored(3, {3: LEVELS}, {}))
+        check(files, ModelFormat(3, {3: LEVELS}, {}))
     with pytest.raises(ValueError, match="nowhere: in layers of the quantization config, not in the checkpoint"):
-        check(files, Stored(3, {3: LEVELS}, {**STORED.layers, "nowhere": STORED.layers["b"]}))
+        check(files, ModelFormat(3, {3: LEVELS}, {**STORED.layers, "nowhere": STORED.layers["b"]}))
 
 
 def test_a_save_that_was_killed(tmp_path):

@@ -10,7 +10,7 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from hf_kbit import KbitConfig, codebooks
-from hf_kbit.format.stored import Stored
+from hf_kbit.format.model import ModelFormat
 from hf_kbit.plan.config import config_or
 
 CONFIGS = [
@@ -157,14 +157,14 @@ def test_levels_for():
     assert KbitConfig(bits=3, transform="none").levels_for(3) == codebooks.optimal(3)
     table = torch.tensor([4.0, 1.0, -4.0, 0.0])
     assert KbitConfig(bits=2, codebook=table).levels_for(2) == (-1.0, 0.0, 0.25, 1.0)
-    stored = Stored(2, {2: (-1.0, -0.5, 0.5, 1.0)}, {})
+    stored = ModelFormat(2, {2: (-1.0, -0.5, 0.5, 1.0)}, {})
     assert KbitConfig(bits=2, stored=stored).levels_for(2) == stored.levels[2], "what was recorded wins"
 
 
 def test_what_files_say_of_one_model_is_not_asked_of_another():
     """Neither by functions that quantize nor in the text of a config."""
     wish = KbitConfig(bits=3, module_bits={"a": None})
-    config = KbitConfig(bits=3, module_bits={"a": None}, stored=Stored(3, {3: codebooks.integer(3)}, {}))
+    config = KbitConfig(bits=3, module_bits={"a": None}, stored=ModelFormat(3, {3: codebooks.integer(3)}, {}))
     assert config_or(config, {}) == wish and config.stored and repr(config) == repr(wish)
     assert config.levels_for(3) == codebooks.integer(3) != config_or(config, {}).levels_for(3)
 

@@ -6,7 +6,7 @@ import torch
 from hf_kbit import codebooks
 from hf_kbit.format.reference import MAGNITUDE, decode_scales, unpack_codes
 from hf_kbit.format.spec import BITS
-from hf_kbit.weight.dynamic_range import HELD, is_wide, lost
+from hf_kbit.weight.dynamic_range import HELD, is_wide, lost_rows
 from hf_kbit.weight.packing import quantize_weight
 
 STEP = 2.0**-14  # the smallest scale, as ops read it
@@ -32,7 +32,7 @@ def test_a_row_whose_largest_scale_is_three_of_the_smallest_is_held(bits, signed
         held = steps >= HELD
         assert not held.any() or error[held].mean() < 2 * usual
         assert size > 0.3 or bits < 4 or error[~held].mean() > 4 * usual
-        found = lost(weight * size * STEP, absmax, signed, coarse=True)
+        found = lost_rows(weight * size * STEP, absmax, signed, coarse=True)
         few = int((steps < HELD).sum())
         assert found.startswith(f"{few:,} of 1,000 rows") if few else not found
 
@@ -42,17 +42,19 @@ def test_rows_that_are_zero_or_dead_are_not_lost():
     weight[1], weight[2], weight[3] = 0, 1e-4, 1e-7
     absmax = torch.full((8, 3), 176, dtype=torch.uint8)
     absmax[1:4] = 0
-    assert lost(weight, absmax, False) == "1 of 8 rows"
-    assert lost(weight, absmax | 128, True) == "1 of 8 rows", "the signs of scales do not count"
-    assert not lost(torch.zeros(8, 70), torch.zeros_like(absmax), True)
+    assert lost_rows(weight, absmax, False) == "1 of 8 rows"
+    assert lost_rows(weight, absmax | 128, True) == "1 of 8 rows", "the signs of scales do not count"
+    assert not lost_rows(torch.zeros(8, 70), torch.zeros_like(absmax), True)
     turned, columns = torch.ones(8, 70), torch.full((8, 3), 176, dtype=torch.uint8)
     turned[:, 32:64], columns[:, 1] = 1e-4, 2
-    assert lost(turned, columns, False, coarse=True) == "1 of 3 blocks of 32 columns"
-    assert not lost(turned, columns, False), "coarse is not lost"
+    assert lost_rows(turned, columns, False, coarse=True) == "1 of 3 blocks of 32 columns"
+    assert not lost_rows(turned, columns, False), "coarse is not lost"
     columns[:4, 1] = 0
-    assert lost(turned, columns, False) == "1 of 3 blocks of 32 columns", "where half of its scales are zero it is"
+    assert lost_rows(turned, columns, False) == "1 of 3 blocks of 32 columns", (
+        "where half of its scales are zero it is"
+    )
     turned[5, 40], columns[5, 1] = 1, 176  # one row's weights there are held
-    assert not lost(turned, columns, False)
+    assert not lost_rows(turned, columns, False)
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e-4, 3e-5, 1e-5, 3e-6])

@@ -11,7 +11,7 @@ from hf_kbit import codebooks
 from hf_kbit.format.decoding import TRANSFORMS, Decoding
 from hf_kbit.format.spec import BITS
 from hf_kbit.weight.balance import balance
-from hf_kbit.weight.packing import MOST_TO_TRANSFORM, TOO_LARGE, Packed, Stored, quantize_weight
+from hf_kbit.weight.packing import MOST_TO_TRANSFORM, TOO_LARGE, Packed, Rows, quantize_weight
 
 LEVELS = codebooks.optimal(3)
 
@@ -55,7 +55,7 @@ def test_parts_cannot_be_seen(size, stands_out, transform, monkeypatch):
             assert torch.equal(found.planes.view(150, -1), expected.planes) and not found.planes.requires_grad
             assert torch.equal(found.absmax.view(150, -1), expected.absmax)
             assert found.columns is None or torch.equal(found.columns, expected.columns)
-        stored = [Stored(given, expected.columns, "weight").weight for given in (weight, weight.mT.contiguous().mT)]
+        stored = [Rows(given, expected.columns, "weight").weight for given in (weight, weight.mT.contiguous().mT)]
         assert torch.equal(*stored) and torch.equal(weight, before)
 
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from hf_kbit import KbitConfig, codebooks
 from hf_kbit.format.decoding import TRANSFORMS, Decoding
-from hf_kbit.format.stored import Stored
+from hf_kbit.format.model import ModelFormat
 
 TABLES = {bits: [codebooks.normal_float(bits), codebooks.integer(bits)] for bits in (2, 3, 4, 5)}
 
 
 @st.composite
-def stored(draw) -> Stored:
+def stored(draw) -> ModelFormat:
     """All that can be said, of one version or the other."""
     version = draw(st.sampled_from([1, 2]))
     transforms = st.sampled_from(TRANSFORMS if version == 2 else ["none"])
@@ -28,7 +28,7 @@ def stored(draw) -> Stored:
     layer = st.builds(Decoding, tables, st.integers(-122, 122), transforms)
     layers = draw(st.dictionaries(st.text("ab.é\ud800", min_size=1), layer, max_size=4))
     embedding_bits = draw(st.sampled_from([None, 2, 5]))
-    return Stored(bits, levels, layers, embedding_bits, draw(transforms), version)
+    return ModelFormat(bits, levels, layers, embedding_bits, draw(transforms), version)
 
 
 def digest_of(entries: dict) -> str:
@@ -54,7 +54,7 @@ def digest_of(entries: dict) -> str:
 def test_written_and_read(found):
     """Through JSON, alone and in the config of a model, with nothing said that need not be said."""
     entries = json.loads(json.dumps(found.to_dict(), sort_keys=True))
-    assert Stored.from_dict(entries) == found and digest_of(entries) == found.digest()
+    assert ModelFormat.from_dict(entries) == found and digest_of(entries) == found.digest()
     assert ("transform" in entries) == (found.transform != ("rotated" if found.format_version == 2 else "none"))
     assert ("embedding_bits" in entries) == (found.embedding_bits is not None)
     for name, layer in found.layers.items():
@@ -70,8 +70,8 @@ def test_written_and_read(found):
 
 
 def test_the_digest_is_not_of_what_a_user_wants():
-    digest = Stored(3, {3: TABLES[3][0]}, {}).digest()
-    assert digest == Stored(3, {3: TABLES[3][0]}, {}, embedding_bits=5).digest()
+    digest = ModelFormat(3, {3: TABLES[3][0]}, {}).digest()
+    assert digest == ModelFormat(3, {3: TABLES[3][0]}, {}, embedding_bits=5).digest()
     assert digest == digest_of({"bits": 3, "format_version": 2, "levels": {"3": TABLES[3][0]}, "layers": {}})
 
 
@@ -79,7 +79,7 @@ def test_a_file_of_the_first_release_says_neither_transform_nor_how_it_was_made(
     entries = {"quant_method": "kbit", "bits": 2, "format_version": 1, "levels": {"2": TABLES[2][1]}, "layers": {}}
     config = KbitConfig.from_dict(entries)
     assert (config.codebook, config.scale, config.transform) == ("normal_float", "absmax", "none")
-    assert config.stored == Stored(2, {2: TABLES[2][1]}, {}, None, "none", 1)
+    assert config.stored == ModelFormat(2, {2: TABLES[2][1]}, {}, None, "none", 1)
 
 
 GOOD = {"bits": 2, "levels": {"2": [-1, -0.5, 0.5, 1]}, "layers": {}}

@@ -57,7 +57,7 @@ def test_it_says_what_the_dense_weight_says(bits, dtype, form):
         assert getattr(weight, ask) == getattr(dense, ask), ask
     for ask in ("size", "dim", "numel", "nelement", "is_floating_point", "stride", "is_contiguous"):
         assert getattr(weight, ask)() == getattr(dense, ask)(), ask
-    taken = sum(part.nbytes for part in weight.stored().values())
+    taken = sum(part.nbytes for part in weight.file_tensors().values())
     assert form == "tiles" or weight.numel() * weight.element_size() == pytest.approx(taken) == weight.nbytes
     assert repr(weight) == f"KbitTensor(shape=(48, 100), dtype={dtype}, device=cpu, bits={bits})"
 

@@ -123,7 +123,7 @@ def load_kbit(folder: Path, device: str, **choices) -> nn.Module:
 def kbit_storage(model: nn.Module) -> Storage:
     """Of the stored form, with column scales; a table of levels, in float32, counts once for all that share it."""
     layers = [layer for layer in model.modules() if isinstance(layer, hf_kbit.KbitLinear)]
-    stored = [layer.weight.stored() for layer in layers]
+    stored = [layer.weight.file_tensors() for layer in layers]
     scales = [state[name] for state in stored for name in ("weight_absmax", "weight_columns") if name in state]
     tables = {layer.levels for layer in layers}
     weights = [layer.in_features * layer.out_features for layer in layers]

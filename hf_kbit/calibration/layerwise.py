@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from hf_kbit.calibration import experts, feedback, moments, sensitivity, stream, tuning, weighted
+from hf_kbit.calibration import feedback, moments, routed, sensitivity, stream, tuning, weighted
 from hf_kbit.calibration.check import check
 from hf_kbit.calibration.data import SEQUENCES, Text, batches_of
 from hf_kbit.calibration.resume import Finished, digest
@@ -290,7 +290,7 @@ class Calibration:
         model, plan = self.model, self.plan
         sites = {name: plan.sites[name] for name in self.names}
         layers, projections = units(model, sites), [site for site in sites.values() if site.kind is KbitProjection]
-        with stream.evaluating(model), experts.opened(projections):  # refuses before anything changes
+        with stream.evaluating(model), routed.opened(projections):  # refuses before anything changes
             self.dimensions = check(model, layers, self.batches, self.device)
             if self.drifting:
                 head = model.get_output_embeddings()
@@ -307,7 +307,7 @@ class Calibration:
         self.empty = {name: empty(site, plan.decodings[self.heads.get(name, name)]) for name, site in sites.items()}
         self.layers, batches = dict(layers), self.batches * (2 if self.drifting else 1)
         self.bar = tqdm(total=len(sites), desc="calibrating", unit="layer", disable=not self.progress)
-        with stream.evaluating(model), experts.opened(projections), self.bar:
+        with stream.evaluating(model), routed.opened(projections), self.bar:
             stream.stream(model, layers, batches, self.device, self._visit)
         for head in self.heads:
             plan.tie(head)
@@ -438,10 +438,10 @@ class Calibration:
                 for number in range(len(self.batches))
             ]
             like = dense[group.names[0]]
-            if isinstance(like, experts.DenseProjection):
+            if isinstance(like, routed.DenseProjection):
                 (name,) = group.names
                 around = self.model.get_submodule(name.rpartition(".")[0])
-                shares = experts.shares(like, around, group.once, runs, self.solver.DIAGONAL)
+                shares = routed.shares(like, around, group.once, runs, self.solver.DIAGONAL)
                 few, why = round_projection(name, new[name], like, shares, self.solver)
                 self.without_data += few
                 self._tell(name, why)

@@ -35,7 +35,7 @@ def command(given: Namespace) -> None:
 
     from hf_kbit.cli.generate import load
     from hf_kbit.integrations.transformers.cards import widths
-    from hf_kbit.integrations.transformers.inputs import taken
+    from hf_kbit.integrations.transformers.inputs import inputs_of
 
     model, sizes = given.model, (given.prompt_tokens, given.new_tokens)
     config = AutoConfig.from_pretrained(model, **source(given))
@@ -51,7 +51,7 @@ def command(given: Namespace) -> None:
             f"the positions of {model}"
         )
     packed = load(given, device)
-    name = widths(packed) + (f", {inputs} inputs" if (inputs := taken(packed)) else "")
+    name = widths(packed) + (f", {inputs} inputs" if (inputs := inputs_of(packed)) else "")
     where = (
         torch.cuda.get_device_name(device) if packed.device.type == "cuda" else f"{torch.get_num_threads()} threads"
     )

@@ -44,7 +44,7 @@ def command(given: Namespace) -> None:
     from hf_kbit.calibration.data import tokenize, tokenizer_of
     from hf_kbit.evaluation import check, evaluate
     from hf_kbit.integrations.transformers.cards import write_figures
-    from hf_kbit.integrations.transformers.inputs import taken
+    from hf_kbit.integrations.transformers.inputs import inputs_of
     from hf_kbit.plan.config import KbitConfig
 
     model, bits = given.model, given.bits
@@ -78,7 +78,7 @@ def command(given: Namespace) -> None:
     check(configs, tokens, **windows)  # before anything large is loaded
     evaluated = AutoModelForCausalLM.from_pretrained(model, **load, **source[model], **quantization)
     options.set_inputs(evaluated, given)
-    inputs = {"inputs": name} if (name := taken(evaluated)) else {}
+    inputs = {"inputs": name} if (name := inputs_of(evaluated)) else {}
     compared = AutoModelForCausalLM.from_pretrained(reference, **load, **source[reference]) if reference else None
     found = evaluate(evaluated, tokens, reference=compared, **windows, progress=True)
     rows = inputs | _rows(found)

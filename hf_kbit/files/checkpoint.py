@@ -20,14 +20,14 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_kbit.format.decoding import Decoding
 from hf_kbit.format.errors import brief, refuse
+from hf_kbit.format.model import ModelFormat
 from hf_kbit.format.spec import ABSMAX_SUFFIX, absmax_shape, weight_shape
-from hf_kbit.format.stored import Stored
 from hf_kbit.weight.tensor import PACKED
 
 WEIGHT_SUFFIX = ".weight"
 PACKED_SUFFIXES = tuple(f".{name}" for name in PACKED)
 
-DIGEST = "kbit_digest"  # Stored.digest of the config saved with the file
+DIGEST = "kbit_digest"  # ModelFormat.digest of the config saved with the file
 TENSORS = "kbit_tensors"  # tensors_digest of all files of the save
 NOT_SEALED = "0" * 64
 SAMPLE = 1024  # bytes, of the beginning and of the end of a tensor: both are read from the disk anyhow
@@ -40,7 +40,7 @@ HEAD = 1024  # bytes of a file that have its metadata, if hf_kbit has saved it
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class TensorHeader:
     """A tensor as a safetensors header describes it; ``dtype`` is safetensors' name, such as ``I32``."""
 
     dtype: str
@@ -64,7 +64,7 @@ def model_files(folder: Path) -> list[str]:
     return [str(folder / name) for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
 
 
-def read_headers(files: Iterable[str | os.PathLike]) -> dict[str, StoredTensor]:
+def read_headers(files: Iterable[str | os.PathLike]) -> dict[str, TensorHeader]:
     """All tensors of safetensors files, by name; a ValueError names a file that is none, that is damaged, with the
     first tensor that is not all there, or that holds a tensor which another one holds."""
     tensors = {}
@@ -78,7 +78,7 @@ def read_headers(files: Iterable[str | os.PathLike]) -> dict[str, StoredTensor]:
                         both = f"{tensors[name].file} and in {file}"
                         raise ValueError(f"{brief(name)}: found in {both}, expected it in one")
                     entry = stored.get_slice(name)
-                    tensors[name] = StoredTensor(entry.get_dtype(), tuple(entry.get_shape()), file)
+                    tensors[name] = TensorHeader(entry.get_dtype(), tuple(entry.get_shape()), file)
         except SafetensorError as error:
             raise ValueError(f"{file}: damaged or cut short{_first_cut(file)} ({brief(str(error))})") from None
     return tensors
@@ -128,7 +128,7 @@ def read_columns(files: Mapping[str, str], packed: Mapping[str, str]) -> dict[st
 # --- checking -------------------------------------------------------------------------------------
 
 
-def packed_modules(tensors: Mapping[str, StoredTensor]) -> list[str]:
+def packed_modules(tensors: Mapping[str, TensorHeader]) -> list[str]:
     """Names of the modules of which there are packed tensors: words and scales, not only one of both."""
     modules, problems = [], []
     for name in sorted(tensors):
@@ -144,15 +144,15 @@ def packed_modules(tensors: Mapping[str, StoredTensor]) -> list[str]:
 
 
 def compare_packed(
-    name: str, tensors: Mapping[str, StoredTensor], shape: tuple[int, ...], decoding: Decoding
+    name: str, tensors: Mapping[str, TensorHeader], shape: tuple[int, ...], decoding: Decoding
 ) -> list[str]:
     """What is wrong with the packed tensors of the layer that has this name in the checkpoint, for a weight of this
     shape that is to decode so."""
     *lead, rows, width = shape
     expected = (
-        StoredTensor("I32", (*lead, *weight_shape(rows, width, decoding.bits))),
-        StoredTensor("U8", (*lead, *absmax_shape(rows, width))),
-        StoredTensor("U8", (width,)) if decoding.transformed else None,
+        TensorHeader("I32", (*lead, *weight_shape(rows, width, decoding.bits))),
+        TensorHeader("U8", (*lead, *absmax_shape(rows, width))),
+        TensorHeader("U8", (width,)) if decoding.transformed else None,
     )
     of_what = f"for a {[*shape]} weight in {decoding.bits} bits, transform {decoding.transform!r}"
     return [
@@ -162,7 +162,7 @@ def compare_packed(
     ]
 
 
-def check_save(files: Iterable[str | os.PathLike], stored: Stored, packed: Iterable[str]) -> None:
+def check_save(files: Iterable[str | os.PathLike], stored: ModelFormat, packed: Iterable[str]) -> None:
     """Refuses a config that speaks of other modules than are packed, and files that were not all saved together and
     with this config. Files of older versions have a digest of the config alone, or none."""
     unknown = stored.layers.keys() - set(packed)
@@ -188,7 +188,7 @@ def _compare(key: str, metadata: Mapping[Any, Mapping[str, str]], expected: str,
 # --- sealing --------------------------------------------------------------------------------------
 
 
-def unsealed(stored: Stored) -> dict[str, str]:
+def unsealed(stored: ModelFormat) -> dict[str, str]:
     """Metadata for each file of a save, to be completed by ``seal``."""
     return {DIGEST: stored.digest(), TENSORS: NOT_SEALED}
 

@@ -25,7 +25,7 @@ from hf_kbit.files import checkpoint
 from hf_kbit.files.checkpoint import PACKED_SUFFIXES
 from hf_kbit.files.durable import move_out, settle
 from hf_kbit.format.errors import refuse
-from hf_kbit.format.stored import Stored
+from hf_kbit.format.model import ModelFormat
 from hf_kbit.nn.site import Site
 from hf_kbit.nn.weight import KbitWeight, distinct, is_sharded, packed_layers, said_of
 from hf_kbit.plan import selection
@@ -150,7 +150,7 @@ def _saved(folder: Path) -> tuple[Path, list[Path]]:
     return config, sorted(files, key=lambda file: file.name)
 
 
-def _write(folder: Path, files: dict[str, dict[str, torch.Tensor]], stored: Stored) -> None:
+def _write(folder: Path, files: dict[str, dict[str, torch.Tensor]], stored: ModelFormat) -> None:
     """Writes files with tensors, by their names, and the config."""
     metadata = {"format": "pt", **checkpoint.unsealed(stored)}
     for name, tensors in files.items():
@@ -199,14 +199,14 @@ def _tensors(module: nn.Module, layers: dict[str, KbitWeight]) -> dict[str, torc
     return tensors
 
 
-def _common(layers: dict[str, KbitWeight]) -> Stored:
+def _common(layers: dict[str, KbitWeight]) -> ModelFormat:
     """What layers have in common, and what sets others apart."""
     levels, (decodings, tables, version) = {}, said_of(layers)
     for decoding in decodings.values():
         levels.setdefault(decoding.bits, decoding.levels)
     (bits, _), *_ = Counter(decoding.bits for decoding in decodings.values()).most_common(1)
     embedding_bits = next((decodings[name].bits for name in tables), None)
-    return Stored.of(decodings, bits, levels, embedding_bits, version)
+    return ModelFormat.of(decodings, bits, levels, embedding_bits, version)
 
 
 def _read_config(file: Path) -> KbitConfig:

@@ -58,7 +58,7 @@ def install(library: str, hooks: Iterable[Hook]) -> None:
             _install(hook)
     if gone:
         found = "; ".join(moved(gone))
-        lost = "; ".join(dict.fromkeys(hook.lost for hook in gone))
+        lost = "; ".join(dict.fromkeys(hook.without for hook in gone))
         version = sys.modules[library].__version__
         warnings.warn(
             f"hf_kbit: {lost}, for in {library} {version} this moved: {found}. Take a newer hf_kbit",
@@ -136,6 +136,6 @@ def _why_not_peft() -> str:
     version = sys.modules["peft"].__version__
     if Version(version) < Version(table.OLDEST_PEFT):
         return f"found peft {version}, expected {table.OLDEST_PEFT} or newer: pip install -U peft"
-    if problems := moved((*table.PEFT_NAMES, *(hook for hook in table.PEFT_HOOKS if not hook.lost))):
+    if problems := moved((*table.PEFT_NAMES, *(hook for hook in table.PEFT_HOOKS if not hook.without))):
         return f"found that in peft {version} this moved: {'; '.join(problems)}. Take a newer hf_kbit"
     return ""

@@ -42,14 +42,14 @@ class Hook:
         wrapper: ``module:name`` of what is called with the original, and returns what takes its place; a class method
             is one with ``cls`` for both.
         everywhere: whether it is replaced in each module that has it by name, not only where it is defined.
-        lost: what there is not without the hook, as the rest of a sentence; empty if nothing works without it.
+        without: what there is not without the hook, as the rest of a sentence; empty if nothing works without it.
     """
 
     place: str
     parameters: tuple[str, ...]
     wrapper: str
     everywhere: bool = False
-    lost: str = ""
+    without: str = ""
 
 
 _LOADING, _QUANTIZER = "transformers.core_model_loading", "transformers.quantizers.base:HfQuantizer"
@@ -101,7 +101,7 @@ GENERATION_HOOKS = (
         f"{_GENERATION}._extract_generation_mode_kwargs",
         ("self", "custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer"),
         "hf_kbit.generation.fast_generate:pass_all_on",
-        lost="hf_kbit.fast_generate gets no streamer, and no tokenizer for stop strings",
+        without="hf_kbit.fast_generate gets no streamer, and no tokenizer for stop strings",
     ),
 )
 
@@ -117,7 +117,7 @@ REGISTRATION_HOOKS = (
         "transformers.quantizers.auto:AutoHfQuantizer.merge_quantization_configs",
         ("quantization_config", "quantization_config_from_args"),
         "hf_kbit.integrations.transformers.mxfp4:wrap_merge",
-        lost="a KbitConfig is refused for checkpoints in MXFP4",
+        without="a KbitConfig is refused for checkpoints in MXFP4",
     ),
 )
 
@@ -126,25 +126,25 @@ TRANSFORMERS_HOOKS = (
         "transformers.modeling_utils:PreTrainedModel.save_pretrained",
         ("self", "save_directory", "is_main_process", "state_dict"),
         "hf_kbit.integrations.transformers.save_pretrained:wrap",
-        lost="saved files are not sealed, and parts of quantized models cannot be saved",
+        without="saved files are not sealed, and parts of quantized models cannot be saved",
     ),
     Hook(
         "transformers.modeling_utils:PreTrainedModel.maybe_distribute_model",
         ("model", "distributed_config"),
         "hf_kbit.integrations.transformers.parallel:shard_packed",
-        lost="quantized models fail, or go wrong, under tensor and expert parallelism",
+        without="quantized models fail, or go wrong, under tensor and expert parallelism",
     ),
     Hook(
         "transformers.modeling_utils:PreTrainedModel.gather_sharded_state_dict_for_save",
         ("self", "model_to_save", "state_dict", "distributed_config"),
         "hf_kbit.integrations.transformers.parallel:gather_once",
-        lost="quantized models that FSDP2 has sharded cannot be saved",
+        without="quantized models that FSDP2 has sharded cannot be saved",
     ),
     Hook(
         "transformers.modeling_utils:PreTrainedModel.set_use_kernels",
         ("self", "use_kernels", "kernel_config"),
         "hf_kbit.integrations.transformers.kernels:refuse_packed_experts",
-        lost="use_kernels=True on packed experts fails in a kernel",
+        without="use_kernels=True on packed experts fails in a kernel",
     ),
 )
 
@@ -154,7 +154,7 @@ ACCELERATE_HOOKS = (
         ("model", "dtype", "special_dtypes", "buffers_only"),
         "hf_kbit.integrations.accelerate:count_packed",
         everywhere=True,
-        lost="accelerate takes packed weights for dense ones when it makes device maps",
+        without="accelerate takes packed weights for dense ones when it makes device maps",
     ),
 )
 
@@ -184,7 +184,7 @@ PEFT_HOOKS = (
         "peft.peft_model:PeftModel.save_pretrained",
         ("self", "save_directory"),
         f"{_GLUE}.save:wrap_save_pretrained",
-        lost="save_pretrained fails on adapters of packed tables, and on what FSDP2 has sharded",
+        without="save_pretrained fails on adapters of packed tables, and on what FSDP2 has sharded",
     ),
     Hook(
         "peft.utils.other:prepare_model_for_kbit_training",
@@ -223,14 +223,14 @@ VLLM_HOOKS = (
         "vllm.model_executor.model_loader.base_loader:initialize_model",
         ("vllm_config", "prefix"),
         "hf_kbit.integrations.vllm.loading:wrap_initialize_model",
-        lost="packed tables, heads and experts cannot be loaded",
+        without="packed tables, heads and experts cannot be loaded",
     ),
     Hook(
         "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload",
         ("model",),
         "hf_kbit.integrations.vllm.loading:wrap_initialize_layerwise_reload",
         everywhere=True,
-        lost="weights that are loaded into a running model are not refused",
+        without="weights that are loaded into a running model are not refused",
     ),
 )
 # In processes that run models alone, for the import takes seconds.
@@ -239,6 +239,6 @@ VLLM_WORKER_HOOKS = (
         "vllm.v1.worker.gpu_worker:Worker.sleep",
         ("self", "level"),
         "hf_kbit.integrations.vllm.loading:wrap_sleep",
-        lost="a sleep that throws packed weights away is not refused",
+        without="a sleep that throws packed weights away is not refused",
     ),
 )

@@ -219,7 +219,7 @@ class KbitWeight(Changed, nn.Module):
     @property
     def packed(self) -> dict[str, torch.Tensor]:
         """What files hold of the weight, by the names that they have there."""
-        return self.weight.stored()
+        return self.weight.file_tensors()
 
     # What a state dict has besides the weight, by the names that it has there: torch looks them up in the module.
     weight_absmax = property(lambda self: self.packed["weight_absmax"])
@@ -369,9 +369,9 @@ class KbitWeight(Changed, nn.Module):
         weight = others.pop(f"{prefix}weight")
         if weight.is_tiled:  # as a GPU holds it: a copy of all, for which that may have no room
             weight = weight.planes().each(lambda tensor: tensor.to("cpu", copy=True))
-            stored = weight.stored() | {HOW: weight.decoding.to_tensor()}
+            stored = weight.file_tensors() | {HOW: weight.decoding.to_tensor()}
         else:  # of layers that are tied the same tensors, by which others tell that they are
-            stored = weight.stored() | {HOW: self.weight.decoding_tensor}
+            stored = weight.file_tensors() | {HOW: self.weight.decoding_tensor}
         destination.update({prefix + name: tensor for name, tensor in stored.items()} | others)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
@@ -404,7 +404,9 @@ class KbitWeight(Changed, nn.Module):
                 "is sharded: load before sharding, or give set_model_state_dict a state_dict(keep_vars=True)"
             )
         decoding = self._decoding_in(state_dict, prefix, metadata)
-        expected = KbitTensor.empty(self.weight.shape, decoding or self.decoding, self.dense_dtype, "meta").stored()
+        expected = KbitTensor.empty(
+            self.weight.shape, decoding or self.decoding, self.dense_dtype, "meta"
+        ).file_tensors()
         tensors = [state_dict.get(prefix + own) for own in PACKED]
         for own, tensor in zip(PACKED, tensors, strict=True):
             found, wanted = _kind(tensor), _kind(expected.get(own))

@@ -11,8 +11,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from hf_kbit import codebooks
 from hf_kbit.format.decoding import DEFAULT_TRANSFORM, Decoding, check_transform, lopsided
 from hf_kbit.format.errors import shown
+from hf_kbit.format.model import ENTRIES, ModelFormat, by_width, check_version, mapping
 from hf_kbit.format.spec import BITS, FORMAT_VERSIONS, check_bits
-from hf_kbit.format.stored import ENTRIES, Stored, by_width, check_version, mapping
 from hf_kbit.plan.patterns import Patterns
 from hf_kbit.weight.packing import DEFAULT_CODEBOOK, DEFAULT_SCALE, check_scale
 
@@ -80,7 +80,7 @@ class KbitConfig(QuantizationConfigMixin):
     embedding_bits: int | None = None
     inputs: str | None = None
     quant_method: str = "kbit"
-    stored: Stored | None = None
+    stored: ModelFormat | None = None
 
     def __post_init__(self):
         if self.quant_method != "kbit":
@@ -163,7 +163,7 @@ class KbitConfig(QuantizationConfigMixin):
             raise ValueError(f"quantization_config: found {shown(unknown)}, expected none but {expected}")
         check_version(given.get("format_version", FORMAT_VERSIONS[-1]))
         if not all(given.get(name) in (None, {}) for name in ("levels", "layers")):
-            stored = Stored.from_dict({"bits": cls.bits, **given})
+            stored = ModelFormat.from_dict({"bits": cls.bits, **given})
             made = {"codebook": "normal_float", "scale": "absmax"}
             given = {**made, **given, "transform": stored.transform, "stored": stored}
         config = cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
@@ -206,7 +206,7 @@ class KbitConfig(QuantizationConfigMixin):
         tables."""
         levels = {bits: self.levels_for(bits) for bits in sorted({each.bits for each in decodings.values()})}
         embedding_bits = self.embedding_bits or next((decodings[name].bits for name in tables), None)
-        self.stored = Stored.of(decodings, self.bits, levels, embedding_bits, version)
+        self.stored = ModelFormat.of(decodings, self.bits, levels, embedding_bits, version)
 
     def to_dict(self) -> dict[str, Any]:
         """As in the base class; ``module_bits`` becomes a list of pairs where JSON, which sorts keys, loses the order.

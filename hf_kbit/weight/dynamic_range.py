@@ -24,7 +24,7 @@ FAR_FROM_LARGEST = 2.0**12
 _SLICE = 1 << 20  # weights at a time
 
 
-def lost(weight: torch.Tensor, absmax: torch.Tensor, signed: bool, coarse: bool = False) -> str:
+def lost_rows(weight: torch.Tensor, absmax: torch.Tensor, signed: bool, coarse: bool = False) -> str:
     """The rows, and the blocks of columns, of which much decodes to zero, such as ``"64 of 256 rows"``; "" where there
     are none. Rows and blocks of zeros are held, and those that are dead beside the others do not count.
 

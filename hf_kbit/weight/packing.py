@@ -57,7 +57,7 @@ class Packed(NamedTuple):
     lost: str = ""
 
 
-class Stored:
+class Rows:
     """What is quantized for a weight ``[*, N, K]``: itself or, with column scales, what is left of it after the
     division by them and the rotation, float32 ``[*, N, 32 * B]``.
 
@@ -169,9 +169,9 @@ def quantize_weight(
     >>> packed.planes.shape, packed.absmax.shape, packed.decoding.exponent
     (torch.Size([4, 6]), torch.Size([4, 2]), 0)
     """
-    plain = stored = Stored(weight, None, name)
+    plain = stored = Rows(weight, None, name)
     if plain.largest <= MOST_TO_TRANSFORM and transform != "none":
-        stored = Stored(weight, balance(weight) if columns is None else columns, name)
+        stored = Rows(weight, balance(weight) if columns is None else columns, name)
     # What nearly every weight turns out to need, tried while its largest magnitude is found: transforming takes time.
     usual = Decoding(levels, 0, "none" if stored.columns is None else "rotated")
     packed = _quantize(stored, usual, search)
@@ -187,7 +187,7 @@ def quantize_weight(
     return packed._replace(untransformed="" if wider is stored else why, lost=lost)
 
 
-def _choose_decoding(stored: Stored, levels: Levels, widest: bool = False) -> Decoding:
+def _choose_decoding(stored: Rows, levels: Levels, widest: bool = False) -> Decoding:
     """How a weight will decode; ``widest``: the exponent is to leave the most room below the largest scale."""
     transform = "none" if stored.columns is None else "rotated"
     signed = levels == codebooks.optimal(bits_of(len(levels)), signed=True)
@@ -196,7 +196,7 @@ def _choose_decoding(stored: Stored, levels: Levels, widest: bool = False) -> De
     return Decoding(levels, layer_exponent(stored.largest, transform != "none", widest), transform)
 
 
-def _stands_out(stored: Stored) -> bool:
+def _stands_out(stored: Rows) -> bool:
     """Whether the largest magnitude is more than ``STANDS_OUT`` times the root mean square: in a weight so small that
     one number decides on both it never is."""
     if stored.largest == 0.0:
@@ -210,10 +210,10 @@ def _stands_out(stored: Stored) -> bool:
     return True
 
 
-def _out_of_range(plain: Stored, packed: Packed, coarse: bool = False) -> str:
+def _out_of_range(plain: Rows, packed: Packed, coarse: bool = False) -> str:
     """What the scales of a packed weight do not hold of the weight, in words; "" if they hold all of it. What is
     ``coarse`` costs less than the transform does, and nothing where another exponent mends it."""
-    if lost := dynamic_range.lost(plain.original, packed.absmax, packed.decoding.transformed, coarse):
+    if lost := dynamic_range.lost_rows(plain.original, packed.absmax, packed.decoding.transformed, coarse):
         return f"{lost} are too small beside its largest weight for one exponent"
     large = dynamic_range.FAR_FROM_LARGEST < plain.largest <= dynamic_range.LARGEST_FLOAT16
     if large and not dynamic_range.in_float16(packed, plain.shape[-1]):
@@ -221,7 +221,7 @@ def _out_of_range(plain: Stored, packed: Packed, coarse: bool = False) -> str:
     return ""
 
 
-def _quantize(stored: Stored, decoding: Decoding, search: bool) -> Packed:
+def _quantize(stored: Rows, decoding: Decoding, search: bool) -> Packed:
     *lead, out_features, in_features = stored.shape
     words = (*lead, *weight_shape(out_features, in_features, decoding.bits))
     planes = torch.empty(words, dtype=torch.int32, device=stored.device)

@@ -135,7 +135,7 @@ class KbitTensor(torch.Tensor):
         parts = {**self.parts, **parts}
         parts.pop("inverses", None)
         made = KbitTensor(
-            self.size_ if shape is None else shape, parts, form.decoding, dtype or form.dtype, form.tiles
+            self.outer_shape if shape is None else shape, parts, form.decoding, dtype or form.dtype, form.tiles
         )
         made.qualified_name = self.qualified_name
         return made
@@ -148,7 +148,7 @@ class KbitTensor(torch.Tensor):
     # --- what it is; ``shape`` and ``dtype`` ask __torch_function__ each time ---
 
     @property
-    def size_(self) -> torch.Size:
+    def outer_shape(self) -> torch.Size:
         with torch._C.DisableTorchFunctionSubclass():
             return self.shape
 
@@ -202,7 +202,7 @@ class KbitTensor(torch.Tensor):
             known = self._decoding_tensor = self.decoding, self.decoding.to_tensor()
         return known[1]
 
-    def stored(self, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
+    def file_tensors(self, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
         """What files hold of it, by the names that they have there; on a device, or on its own."""
         planes = self.planes()
         tensors = planes.words, planes.absmax, planes.columns
@@ -215,11 +215,11 @@ class KbitTensor(torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The decoded weight, in ``dtype`` or in its own."""
         form, parts = self.form, self.parts
-        if not math.prod(self.size_):
-            return torch.empty(self.size_, dtype=dtype or form.dtype, device=parts["words"].device)
+        if not math.prod(self.outer_shape):
+            return torch.empty(self.outer_shape, dtype=dtype or form.dtype, device=parts["words"].device)
         how = parts["codebook"], list(parts["matrix"]), dtype or form.dtype, parts["columns"]
         made = torch.ops.hf_kbit.dequantize(parts["words"], parts["absmax"], *how, form.decoding.transformed)
-        return made.view(self.size_)
+        return made.view(self.outer_shape)
 
     def matrices(self, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
         """The decoded matrices ``[N, K]``, one after another, with memory for one."""
@@ -257,7 +257,7 @@ class KbitTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents=None):
         form = self.form
-        what = f"shape={tuple(self.size_)}, dtype={form.dtype}, device={self.words.device}, bits={self.bits}"
+        what = f"shape={tuple(self.outer_shape)}, dtype={form.dtype}, device={self.words.device}, bits={self.bits}"
         return f"KbitTensor({what})"
 
     def __reduce_ex__(self, protocol):
@@ -299,7 +299,7 @@ class KbitTensor(torch.Tensor):
     def of_floats(self, floats: torch.Tensor) -> "KbitTensor | None":
         """A weight that came by ``as_floats`` from one of this shape that decodes as this one; None if it did not."""
         form, width = self.form, self.matrix[1]
-        if floats.dtype != form.dtype or floats.shape != self.size_ or floats.is_meta or not floats.numel():
+        if floats.dtype != form.dtype or floats.shape != self.outer_shape or floats.is_meta or not floats.numel():
             return None
         rows, columns = floats.contiguous().view(torch.uint8), None
         mark, rows = rows.tensor_split([MARK], -1)

@@ -235,7 +235,7 @@ def _(func, weight, *args, **kwargs):
     if MOVING.get():
         device = kwargs.get("device") or weight.words.device
         return KbitTensor.empty(weight.whole_shape, weight.decoding, weight.form.dtype, device, weight.tiles)
-    return func(weight.codebook.new_empty((), dtype=weight.form.dtype).expand(weight.size_), *args, **kwargs)
+    return func(weight.codebook.new_empty((), dtype=weight.form.dtype).expand(weight.outer_shape), *args, **kwargs)
 
 
 @op(aten.new_zeros.default, aten.new_empty.default)
@@ -283,7 +283,7 @@ def _(func, into, source, non_blocking=False):
 def rows(weight: KbitTensor, dim: int, start: int, stop: int) -> KbitTensor:
     """Some of the matrices, or of the rows of each."""
     if weight.columns is not None and weight.columns.dim() > 1 and not dim:  # gathered: a process's part
-        step = weight.size_[0] // len(weight.columns)
+        step = weight.outer_shape[0] // len(weight.columns)
         if stop - start == step and not start % step:
             weight = weight.like(columns=weight.columns[start // step])
     if dim < len(weight.lead):
@@ -333,7 +333,7 @@ def part(weight: KbitTensor, dim: int, start: int, stop: int) -> KbitTensor:
 
 def _is_whole(weight: KbitTensor) -> bool:
     """Whether it is not shown flat, as FSDP2 does."""
-    return len(weight.size_) == len(weight.lead) + 2
+    return len(weight.outer_shape) == len(weight.lead) + 2
 
 
 def _can_part(weight: KbitTensor, dim: int, *places: int) -> bool:
@@ -344,8 +344,8 @@ def _can_part(weight: KbitTensor, dim: int, *places: int) -> bool:
 
 @op(aten.split.Tensor, aten.split_with_sizes.default)
 def _(func, weight, sizes, dim=0):
-    dim %= len(weight.size_)
-    end = weight.size_[dim]
+    dim %= len(weight.outer_shape)
+    end = weight.outer_shape[dim]
     starts = range(0, end, sizes) if isinstance(sizes, int) else itertools.accumulate(sizes[:-1], initial=0)
     places = [*starts, end]
     if not _can_part(weight, dim, *places):
@@ -355,8 +355,8 @@ def _(func, weight, sizes, dim=0):
 
 @op(aten.slice.Tensor)
 def _(func, weight, dim=0, start=None, stop=None, step=1):
-    dim %= len(weight.size_)
-    start, stop, _ = slice(start, stop).indices(weight.size_[dim])
+    dim %= len(weight.outer_shape)
+    start, stop, _ = slice(start, stop).indices(weight.outer_shape[dim])
     stop = max(stop, start)
     return part(weight, dim, start, stop) if step == 1 and _can_part(weight, dim, start, stop) else NotImplemented
 
@@ -364,7 +364,7 @@ def _(func, weight, dim=0, start=None, stop=None, step=1):
 @op(aten.select.int)
 def _(func, weight, dim, index):
     """One matrix of several."""
-    if not weight.lead or dim % len(weight.size_) or not _is_whole(weight):
+    if not weight.lead or dim % len(weight.outer_shape) or not _is_whole(weight):
         return NotImplemented
     words, absmax = weight.words[index], weight.absmax[index]
     return weight.like((*weight.lead[1:], *weight.matrix), words=words, absmax=absmax)
@@ -373,10 +373,12 @@ def _(func, weight, dim, index):
 @op(aten.index_select.default)
 def _(func, weight, dim, index):
     """Rows or matrices in another order."""
-    if not _is_whole(weight) or dim % len(weight.size_) > len(weight.lead):
+    if not _is_whole(weight) or dim % len(weight.outer_shape) > len(weight.lead):
         return NotImplemented
     planes = weight.planes()
-    return of_rows(weight, *(func(tensor, dim % len(weight.size_), index) for tensor in (planes.words, planes.absmax)))
+    return of_rows(
+        weight, *(func(tensor, dim % len(weight.outer_shape), index) for tensor in (planes.words, planes.absmax))
+    )
 
 
 @op(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -401,11 +403,13 @@ def _(func, tensors, dim=0):
     alike = all(isinstance(t, KbitTensor) and _is_whole(t) and t.decoding == first.decoding for t in tensors)
     if not alike:
         return NotImplemented
-    dim, planes, columns = dim % len(first.size_), [tensor.planes() for tensor in tensors], first.columns
+    dim, planes, columns = dim % len(first.outer_shape), [tensor.planes() for tensor in tensors], first.columns
     width = sum(tensor.matrix[1] for tensor in tensors) if dim == len(first.lead) + 1 else first.matrix[1]
     if width != first.matrix[1]:
         if first.words.is_meta:
-            return KbitTensor.empty((*first.size_[:-1], width), first.decoding, first.form.dtype, "meta", first.tiles)
+            return KbitTensor.empty(
+                (*first.outer_shape[:-1], width), first.decoding, first.form.dtype, "meta", first.tiles
+            )
         if any(tensor.matrix[1] % BLOCK_SIZE for tensor in tensors[:-1]):
             return NotImplemented
         columns = None if columns is None else torch.cat([tensor.columns for tensor in tensors])
@@ -420,7 +424,7 @@ def _(func, tensors, dim=0):
 def _(func, weight, pad, value=0):
     """Further rows or matrices behind those there are, as DTensor wants before it gathers."""
     *others, last = pad
-    if value or any(others) or last < 0 or not _is_whole(weight) or len(pad) != 2 * len(weight.size_):
+    if value or any(others) or last < 0 or not _is_whole(weight) or len(pad) != 2 * len(weight.outer_shape):
         return NotImplemented
     planes = weight.planes()
     return of_rows(weight, func(planes.words, pad), func(planes.absmax, pad))

@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_kbit.format.spec import BITS
-from hf_kbit.integrations.transformers.inputs import taken
+from hf_kbit.integrations.transformers.inputs import inputs_of
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("data", "endings", "methods", "measure", "peers", "report", "train")
@@ -248,7 +248,7 @@ def test_bits_per_weight(quality, folder, text, label):
 @pytest.mark.parametrize("way", ["search", "feedback"])
 def test_8_bit_inputs(quality, folder, text, way):
     (method,) = (m for m in quality.methods.methods() if m.label == f"hf_kbit 4 optimal, {way}, 8-bit inputs")
-    assert taken(method.load(folder, "cpu")) == "int8"
+    assert inputs_of(method.load(folder, "cpu")) == "int8"
 
 
 # --- a published model ----------------------------------------------------------------------------

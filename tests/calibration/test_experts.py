@@ -17,7 +17,7 @@ from transformers import GptOssForCausalLM, Llama4ForCausalLM, Llama4TextConfig,
 
 import hf_kbit
 from hf_kbit import KbitConfig
-from hf_kbit.calibration import experts, layerwise, rounding, stream
+from hf_kbit.calibration import layerwise, rounding, routed, stream
 from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_transposed
 from hf_kbit.nn.site import put_projection, site_of
@@ -78,7 +78,7 @@ def rows_of(model, name: str, x, sent, decoded) -> list[torch.Tensor]:
     return [module._apply_gate(rows) if module.has_gate else module.act_fn(rows) for rows in hidden]
 
 
-CASES = [("gpt_oss", False, experts.AT_ONCE)]
+CASES = [("gpt_oss", False, routed.AT_ONCE)]
 CASES += [(kind, *how) for kind in KINDS for how in ((True, 1), (False, 8192))]
 
 
@@ -91,7 +91,7 @@ def test_moments(kind, diagonal, at_once, monkeypatch):
     monkeypatch.setitem(METHODS, "recorder", solver)
     monkeypatch.setattr(rounding, "aim", solver.aim)
     monkeypatch.setattr(rounding, "FEW", 0)
-    monkeypatch.setattr(experts, "AT_ONCE", at_once)
+    monkeypatch.setattr(routed, "AT_ONCE", at_once)
     left = {"modules_to_not_convert": [".*(attn|mixer.[a-z]*_proj|shared).*"]}  # so that experts alone are quantized
     left |= {"transform": "none"} if diagonal else {}  # column scales would be all that data decides on
     hf_kbit.calibrate(model, IDS, method="recorder", batch=5, device="cpu", bits=2, **left)

@@ -11,7 +11,7 @@ from small import llama, same, tensors
 from torch import nn
 
 import hf_kbit
-from hf_kbit.calibration import experts, sensitivity, stream
+from hf_kbit.calibration import routed, sensitivity, stream
 from hf_kbit.calibration.data import batches_of
 from hf_kbit.calibration.writing import draw
 from hf_kbit.nn.experts import KbitProjection
@@ -69,7 +69,7 @@ def test_weights_are_what_gradients_say(name, most, draws, monkeypatch):
     names = [n for n in packable.choose(hf_kbit.KbitConfig()) if packable.sites[n] not in projections]
     expected = weights_by_autograd(model, names, IDS, 2, draws)
     model.zero_grad()
-    with torch.no_grad(), experts.opened(projections):
+    with torch.no_grad(), routed.opened(projections):
         found, again = (token_weights(model, names, IDS, CPU, 2) for _ in range(2))
     assert found.keys() == expected.keys() and len(found) > 5 and same(found, again)
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())

@@ -50,7 +50,9 @@ def test_a_prompt_is_answered(speaker):
 
 def test_8_bit_inputs(speaker, monkeypatch):
     taken = []
-    monkeypatch.setattr("hf_kbit.integrations.transformers.inputs.take", lambda layers, inputs: taken.append(inputs))
+    monkeypatch.setattr(
+        "hf_kbit.integrations.transformers.inputs.set_where_possible", lambda layers, inputs: taken.append(inputs)
+    )
     for inputs in ("int8", "none"):
         chat(speaker, "--prompt", "Hi", "--inputs", inputs)
     chat(speaker, "--prompt", "Hi")

@@ -201,7 +201,7 @@ def on_gpu():
 
 
 def assert_same_state(layer, before):
-    for name, part in layer.weight.stored("cpu").items():
+    for name, part in layer.weight.file_tensors("cpu").items():
         assert torch.equal(part, before[name]), name
     assert torch.equal(layer.bias.cpu(), before["bias"])
 
@@ -287,7 +287,7 @@ def test_gpu_holds_one_copy(on_gpu):
 def test_quantized_on_a_gpu_gives_the_same_bytes():
     dense = linear(64, 100)
     on_cpu, on_gpu = KbitLinear.from_linear(dense, bits=3), KbitLinear.from_linear(dense.cuda(), bits=3)
-    assert all(map(torch.equal, on_cpu.packed.values(), on_gpu.weight.stored("cpu").values()))
+    assert all(map(torch.equal, on_cpu.packed.values(), on_gpu.weight.file_tensors("cpu").values()))
 
 
 # --- inputs -----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.utils import logging
 
-from hf_kbit.integrations.peft.experts import KbitParamWrapper
+from hf_kbit.integrations.peft.expert_adapters import KbitParamWrapper
 from hf_kbit.integrations.peft.layer import KbitTunerLayer, is_packed, tuner_class
 from hf_kbit.integrations.peft.parameters import KbitLinearWrapper
 from hf_kbit.integrations.peft.tokens import KbitTrainableTokens

@@ -8,7 +8,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from hf_kbit.integrations.peft.base import adopt, decode_heads
-from hf_kbit.integrations.peft.experts import check_config, shown_in_16_bits, tell_of_experts
+from hf_kbit.integrations.peft.expert_adapters import check_config, shown_in_16_bits, tell_of_experts
 from hf_kbit.integrations.peft.layer import no_weight, requantize, showing
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.weight import KbitWeight, is_sharded

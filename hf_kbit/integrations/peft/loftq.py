@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from hf_kbit.files.checkpoint import StoredTensor, model_files, read_headers
+from hf_kbit.files.checkpoint import TensorHeader, model_files, read_headers
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
 from hf_kbit.nn.linear import KbitLinear
 
@@ -78,7 +78,7 @@ def replace_lora_weights_loftq(
                 weight.data = data
 
 
-def _original_weight(layer: KbitTunerLayer, prefix: str, stored: dict[str, StoredTensor]) -> torch.Tensor:
+def _original_weight(layer: KbitTunerLayer, prefix: str, stored: dict[str, TensorHeader]) -> torch.Tensor:
     """The 16-bit weight of a layer, float32 ``[N, K]`` on the layer's device."""
     kbit, shape = layer.base_layer, [layer.base_layer.out_features, layer.base_layer.in_features]
     # A checkpoint of the model without its head, or with one, differs by the prefix.

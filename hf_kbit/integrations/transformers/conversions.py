@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
 from transformers.quantizers.base import HfQuantizer
@@ -150,6 +151,18 @@ def assembly(quantizer: HfQuantizer, layers: Iterable[str]) -> list[WeightConver
         return []
     sources = [rf"^({names})\.{name}(?!_)" for name in (PACKED[:2] if quantizer.columns else (*PACKED, HOW))]
     return [WeightConverter(sources, r"\1.weight", [KbitAssemble(quantizer)])]
+
+
+def parameter_of(model: nn.Module, name: str) -> nn.Parameter:
+    """``get_parameter``, by which Transformers asks what is to be loaded; for an empty projection, a tensor like the
+    one whose name the checkpoint knows it by."""
+    parent, _, own = name.rpartition(".")
+    projection = getattr(model.get_submodule(parent), own, None)
+    if not isinstance(projection, KbitProjection):
+        return type(model).get_parameter(model, name)
+    tensor = nn.Parameter(torch.empty(projection.model_shape, dtype=projection.dense_dtype, device="meta"))
+    tensor.stands_for = getattr(projection.weight, "stands_for", projection.weight)
+    return tensor
 
 
 # --- writing --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from transformers.core_model_loading import dot_natural_key
 from hf_kbit.files.checkpoint import (
     PACKED_SUFFIXES,
     WEIGHT_SUFFIX,
-    StoredTensor,
+    TensorHeader,
     compare_packed,
     packed_modules,
     read_headers,
@@ -30,7 +30,7 @@ from hf_kbit.plan.config import KbitConfig
 from hf_kbit.weight.tensor import HOW
 
 
-def read_unpacked(files: Iterable[str]) -> dict[str, StoredTensor]:
+def read_unpacked(files: Iterable[str]) -> dict[str, TensorHeader]:
     """All tensors of a checkpoint that is to be quantized, as far as it is of safetensors files.
 
     Raises:
@@ -111,12 +111,12 @@ def _content_beside(files: Iterable[str]) -> dict:
     return PreTrainedConfig.get_config_dict(folder)[0] if beside else {}
 
 
-def packed_in(names: Names, tensors: dict[str, StoredTensor]) -> dict[str, str]:
+def packed_in(names: Names, tensors: dict[str, TensorHeader]) -> dict[str, str]:
     """``{module name in the model: its name in the checkpoint}`` of all that is packed there."""
     return {names.module(name + WEIGHT_SUFFIX): name for name in sorted(packed_modules(tensors), key=dot_natural_key)}
 
 
-def check_tensors(model, names: Names, tensors: dict[str, StoredTensor], packed: dict[str, str], whole: bool) -> None:
+def check_tensors(model, names: Names, tensors: dict[str, TensorHeader], packed: dict[str, str], whole: bool) -> None:
     """Compares the headers of a checkpoint with a model whose packed layers have been replaced.
 
     Args:

@@ -4,7 +4,7 @@ import sys
 
 from transformers import PreTrainedModel
 
-from hf_kbit.integrations.transformers.inputs import take
+from hf_kbit.integrations.transformers.inputs import set_where_possible
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.integrations.transformers.report import report_exceptions
 from hf_kbit.nn.weight import packed_layers
@@ -21,5 +21,5 @@ def finish(plan: Plan) -> None:
     if isinstance(model, PreTrainedModel):
         KbitHfQuantizer(plan.config, pre_quantized=False).adopt(plan)
     else:
-        take(packed_layers(model), plan.config.inputs)
+        set_where_possible(packed_layers(model), plan.config.inputs)
         report_exceptions(plan.outcome)

@@ -53,10 +53,10 @@ def set_inputs(model: nn.Module, inputs: str | None) -> dict[str, str]:
         raise ValueError(
             f"inputs: found {shown(found)} in {type(model).__name__}, expected a layer that takes 8-bit inputs"
         )
-    return take(layers, inputs)
+    return set_where_possible(layers, inputs)
 
 
-def take(layers: Mapping[str, KbitWeight], inputs: str | None) -> dict[str, str]:
+def set_where_possible(layers: Mapping[str, KbitWeight], inputs: str | None) -> dict[str, str]:
     """``set_inputs`` of some layers, of which none need take them."""
     left, multiplying = _left(layers) if inputs else {}, _multiplying(layers)
     for layer in multiplying.values():
@@ -66,18 +66,18 @@ def take(layers: Mapping[str, KbitWeight], inputs: str | None) -> dict[str, str]
     return left
 
 
-def taken(model: nn.Module) -> str | None:
+def inputs_of(model: nn.Module) -> str | None:
     """What inputs layers of a model were asked to take."""
     return next(filter(None, (layer.inputs for layer in _multiplying(packed_layers(model)).values())), None)
 
 
-def fulfil(model, layers: Mapping[str, KbitWeight], config, pre_quantized: bool) -> None:
+def set_wished(model, layers: Mapping[str, KbitWeight], config, pre_quantized: bool) -> None:
     """Has layers of a model of Transformers take what its config, or that of its checkpoint, wishes for."""
-    if wish := wished(model.config) if pre_quantized else config.inputs:
-        take(layers, wish)
+    if wish := wish_in(model.config) if pre_quantized else config.inputs:
+        set_where_possible(layers, wish)
 
 
-def wished(config) -> str | None:
+def wish_in(config) -> str | None:
     """What the config of a model wishes for; warns of what is not known."""
     wish = getattr(config, WISH, None)
     if wish in INPUTS:
@@ -86,15 +86,15 @@ def wished(config) -> str | None:
     return None
 
 
-def record(model, config) -> None:
+def save_wish(model, config) -> None:
     """Has the configs of a model of Transformers say what its layers take."""
-    config.inputs = taken(model)
-    forget(model)
+    config.inputs = inputs_of(model)
+    remove_wish(model)
     if config.inputs:
         setattr(model.config, WISH, config.inputs)
 
 
-def forget(model) -> None:
+def remove_wish(model) -> None:
     """Takes the wish out of the config of a model."""
     vars(model.config).pop(WISH, None)
 

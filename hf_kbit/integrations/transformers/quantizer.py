@@ -25,10 +25,11 @@ from transformers.quantizers.base import HfQuantizer
 
 from hf_kbit.files import checkpoint
 from hf_kbit.format.errors import refuse
-from hf_kbit.integrations.transformers import experts, fit, inputs, mxfp4, parallel, tying
+from hf_kbit.integrations.transformers import fit, inputs, mxfp4, parallel, tying
 from hf_kbit.integrations.transformers.conversions import (
     KbitQuantize,
     assembly,
+    parameter_of,
     placeholder,
     unused_conversions,
     without_packing,
@@ -122,7 +123,7 @@ class KbitHfQuantizer(HfQuantizer):
         if getattr(model.config, "distributed_config", None) is None:  # else there will be shards
             self.shapes = {name: parameter.shape for name, parameter in _unpacked(model)}
         model.initialize_weights = partial(self._initialize_weights, model)
-        model.get_parameter = partial(experts.parameter_of, model)
+        model.get_parameter = partial(parameter_of, model)
 
     def _prepare_on_the_fly(self, model, tensors: list[str], names: Names) -> None:
         config, packable = self.quantization_config, selection.Packable(model)
@@ -239,7 +240,7 @@ class KbitHfQuantizer(HfQuantizer):
             layer.awaits_dense = False
             layer._is_hf_initialized = True  # init_weights() of the model passes it by
         self.keep_packed_names(model, layers)
-        inputs.fulfil(model, layers, self.quantization_config, self.pre_quantized)
+        inputs.set_wished(model, layers, self.quantization_config, self.pre_quantized)
         self._record(model, layers)
         report(self, model, layers)
         self.plan = None  # or model and quantizer would keep each other alive
@@ -276,7 +277,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.quantization_config.module_bits = left | {
             pattern: bits for pattern, bits in self.quantization_config.module_bits.items() if pattern not in left
         }
-        inputs.record(model, self.quantization_config)
+        inputs.save_wish(model, self.quantization_config)
 
     # --- saving, undoing ---
 
@@ -296,7 +297,7 @@ class KbitHfQuantizer(HfQuantizer):
         refuse_scattered(model)
         previous = model.dtype
         dequantize(model, dtype)
-        inputs.forget(model)
+        inputs.remove_wish(model)
         if dtype != previous:
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensor.dtype == previous:  # what is kept in float32 stays there
@@ -337,7 +338,7 @@ def flattened(model, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
         if isinstance(tensor, KbitTensor):
             weight = load_offloaded_parameter(model, name) if tensor.is_meta else tensor
             prefix = name.removesuffix(PACKED[0])
-            flat |= {prefix + own: part for own, part in weight.stored("cpu").items()}
+            flat |= {prefix + own: part for own, part in weight.file_tensors("cpu").items()}
         else:
             flat[name] = tensor.cpu() if sharded else tensor
     return flat

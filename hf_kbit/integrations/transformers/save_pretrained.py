@@ -98,7 +98,7 @@ def _same(given: torch.Tensor, own: torch.Tensor) -> bool:
     given, own = given.detach(), own.detach()
     if isinstance(own, KbitTensor):
         return isinstance(given, KbitTensor) and all(
-            map(torch.equal, given.stored("cpu").values(), own.stored("cpu").values())
+            map(torch.equal, given.file_tensors("cpu").values(), own.file_tensors("cpu").values())
         )
     if given.device == own.device and given.data_ptr() == own.data_ptr() and given.stride() == own.stride():
         return True

@@ -17,11 +17,11 @@ from vllm.platforms import current_platform
 from hf_kbit.files import checkpoint
 from hf_kbit.format.errors import refuse
 from hf_kbit.integrations.transformers import fit, tying
-from hf_kbit.integrations.transformers.inputs import wished
+from hf_kbit.integrations.transformers.inputs import wish_in
 from hf_kbit.integrations.transformers.names import Names
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.integrations.transformers.report import report_inputs
-from hf_kbit.integrations.vllm.experts import KbitExpertsMethod
+from hf_kbit.integrations.vllm.fused_moe import KbitExpertsMethod
 from hf_kbit.integrations.vllm.linear import KbitLinearMethod
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import DOWN_PROJECTION, KbitProjection
@@ -90,7 +90,7 @@ class KbitVllmConfig(QuantizationConfig):
         else:
             folder = Path(snapshot_download(model_name, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
         self.layers, self.tables, self.experts = read_decodings(folder, self.config)
-        if wish := wished(hf_config):
+        if wish := wish_in(hf_config):
             self._take(wish, current_platform.device_type)
 
     def _take(self, wish: str, device_type: str) -> None:

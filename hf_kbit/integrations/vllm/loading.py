@@ -13,7 +13,7 @@ from torch import nn
 from hf_kbit.hooks import setting, table
 from hf_kbit.integrations.vllm.config import KbitVllmConfig
 from hf_kbit.integrations.vllm.embedding import make_room
-from hf_kbit.integrations.vllm.experts import KbitExpertsMethod
+from hf_kbit.integrations.vllm.fused_moe import KbitExpertsMethod
 from hf_kbit.integrations.vllm.linear import KbitLinearMethod
 
 AGAIN = "found weights to load into a model that has its packed ones, expected one load: start vLLM again instead"

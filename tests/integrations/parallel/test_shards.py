@@ -59,7 +59,7 @@ def in_each_process(rank, folder):
         with ranks.where_tiles_are_read(form == "tiles"):
             for name, (rows, placement) in PLACEMENTS.items():
                 sharded = distribute_tensor(linear(rows).weight.data, mesh, [placement])
-                found[form, name] = whole(sharded).stored()
+                found[form, name] = whole(sharded).file_tensors()
             for rows, (policy, settings) in itertools.product(ROWS, POLICIES.items()):
                 model = shard(linear(rows), mesh, **settings)
                 found[form, rows, policy] = [step(model), step(model)]  # gathered anew

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hf_kbit
-from hf_kbit.integrations.peft.experts import KbitParamWrapper, low_rank_product
+from hf_kbit.integrations.peft.expert_adapters import KbitParamWrapper, low_rank_product
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.weight.tensor import KbitTensor
 

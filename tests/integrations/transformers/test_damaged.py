@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_kbit import KbitConfig
 from hf_kbit.files.checkpoint import PACKED_SUFFIXES
-from hf_kbit.format.stored import ENTRIES
+from hf_kbit.format.model import ENTRIES
 
 TOKENS = torch.arange(12).reshape(2, 6)
 FEW, MANY = 60, int(os.environ.get("HF_KBIT_DAMAGES", "4000"))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, co
 from transformers.distributed import DistributedConfig
 
 from hf_kbit import KbitConfig
-from hf_kbit.format.stored import Stored
+from hf_kbit.format.model import ModelFormat
 from hf_kbit.integrations.transformers.fit import saved_class
 
 FILE = "model.safetensors"
@@ -365,7 +365,7 @@ def test_a_state_dict_in_memory(tmp_path):
 def test_another_config_object_is_saved_with_what_decodes(model, tmp_path):
     model = copy.deepcopy(model)
     model.config = copy.deepcopy(model.config)
-    model.config.quantization_config.stored = Stored(3, {}, {})
+    model.config.quantization_config.stored = ModelFormat(3, {}, {})
     model.save_pretrained(tmp_path)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(TOKENS).logits, model(TOKENS).logits)
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear
-from hf_kbit.integrations.transformers.inputs import WISH, taken
+from hf_kbit.integrations.transformers.inputs import WISH, inputs_of
 from hf_kbit.integrations.transformers.report import logger
 from hf_kbit.nn.product import KbitProduct
 
@@ -134,7 +134,7 @@ def test_nothing_is_left_of_it_in_16_bits(rounded, tmp_path):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_experts(name, tmp_path):
-    """Asked for while they load, saved, loaded again, and taken back."""
+    """Asked for while they load, saved, loaded again, and inputs_of back."""
     adapters.dense(name).save_pretrained(tmp_path / "dense")
     load = AutoModelForCausalLM.from_pretrained
     model = load(tmp_path / "dense", quantization_config=KbitConfig(bits=4, inputs="int8"))
@@ -162,7 +162,7 @@ def test_layers_that_take_them_are_counted(said):
     assert "model.embed_tokens" in done.bits
     assert hf_kbit.set_inputs(model, "int8") == {} and takes(model) == {"int8"}
     assert said.text.count("hf_kbit: 8-bit inputs in 12 of 12 layers\n") == 2
-    assert hf_kbit.set_inputs(model, None) == {} and taken(model) is None
+    assert hf_kbit.set_inputs(model, None) == {} and inputs_of(model) is None
 
 
 def test_a_layer_that_is_not_transformed(said):

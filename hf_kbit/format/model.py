@@ -16,7 +16,7 @@ OF_LAYER = ("bits", "exponent", "levels", "transform")
 
 
 @dataclass(frozen=True)
-class Stored:
+class ModelFormat:
     """How the tensors of one quantized model decode, as ``quantization_config`` in its ``config.json`` says it.
 
     Attributes:
@@ -28,7 +28,8 @@ class Stored:
         transform: of the layers that ``layers`` does not name.
         format_version: 2 where a layer is transformed, an expert's or a table, else 1.
 
-    >>> stored = Stored.from_dict({"bits": 2, "levels": {"2": [-1, 0, 0.5, 1]}, "layers": {"head": {"exponent": 3}}})
+    >>> levels, layers = {"2": [-1, 0, 0.5, 1]}, {"head": {"exponent": 3}}
+    >>> stored = ModelFormat.from_dict({"bits": 2, "levels": levels, "layers": layers})
     >>> stored.decoding("head")
     Decoding(levels=(-1.0, 0.0, 0.5, 1.0), exponent=3, transform='rotated')
     >>> stored.to_dict()["layers"]
@@ -50,7 +51,7 @@ class Stored:
         levels: Mapping[int, codebooks.Levels],
         embedding_bits: int | None,
         version: int,
-    ) -> "Stored":
+    ) -> "ModelFormat":
         """What to say of layers, given by their names in the checkpoint, most of which have this width and these
         codebooks."""
         transform = usual_transform(version)
@@ -60,7 +61,7 @@ class Stored:
         return cls(bits, levels, others, embedding_bits, transform, version)
 
     @classmethod
-    def from_dict(cls, entries: Mapping[str, Any]) -> "Stored":
+    def from_dict(cls, entries: Mapping[str, Any]) -> "ModelFormat":
         """The inverse of ``to_dict``, of what may come from anywhere; entries of other names are ignored."""
         version = check_version(entries.get("format_version", FORMAT_VERSIONS[-1]))
         bits, embedding_bits = check_bits(entries.get("bits")), entries.get("embedding_bits")
@@ -100,10 +101,10 @@ class Stored:
     def digest(self) -> str:
         """SHA-256, as hexadecimal digits, of all that decides how tensors decode; docs/format.md defines the text.
 
-        >>> stored = Stored(2, {2: (-1.0, 0.0, 0.5, 1.0)}, {})
-        >>> stored.digest() == Stored(2, {2: (-1.0, 0.0, 0.5, 1.0)}, {}, embedding_bits=2).digest()
+        >>> stored = ModelFormat(2, {2: (-1.0, 0.0, 0.5, 1.0)}, {})
+        >>> stored.digest() == ModelFormat(2, {2: (-1.0, 0.0, 0.5, 1.0)}, {}, embedding_bits=2).digest()
         True
-        >>> stored.digest() == Stored(2, {2: (-1.0, 0.0, 0.25, 1.0)}, {}).digest()
+        >>> stored.digest() == ModelFormat(2, {2: (-1.0, 0.0, 0.25, 1.0)}, {}).digest()
         False
         """
         said = self.format_version > 1
