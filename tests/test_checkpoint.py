@@ -214,9 +214,9 @@ def test_packed_tensors_that_do_not_fit_are_named(tmp_path_factory, own, change)
     tensors["a" + own] = CHANGES[change](tensors["a" + own])
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     headers = checkpoint.read_headers(write(tmp_path_factory.mktemp("x"), tensors))
-    assert checkpoint.compare_packed("b", headers, layer) == []
+    assert checkpoint.compare_packed("b", headers, layer.shape, layer.decoding) == []
     wanted = dict(zip(checkpoint.PACKED_SUFFIXES, ("I32 [64, 9]", "U8 [64, 3]", "U8 [96]"), strict=True))[own]
-    (problem,) = checkpoint.compare_packed("a", headers, layer)
+    (problem,) = checkpoint.compare_packed("a", headers, layer.shape, layer.decoding)
     found = headers.get("a" + own, "none")
     assert problem == f"a{own}: found {found}, expected {wanted} for a [64, 96] weight in 3 bits, transform 'rotated'"
     if change == "none" and own != checkpoint.PACKED_SUFFIXES[2]:

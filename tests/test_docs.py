@@ -42,6 +42,7 @@ from hf_kbit.calibration.layerwise import METHODS as CALIBRATION_METHODS
 from hf_kbit.calibration.layerwise import Solving
 from hf_kbit.integrations.peft.create import IMPOSSIBLE_INITIALISATIONS
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
+from hf_kbit.nn.site import site_of
 from hf_kbit.nn.weight import KbitWeight, is_sharded
 from hf_kbit.plan import allocation
 from hf_kbit.plan.memory import bits_for_memory, cache_bytes, embedding_bits_for_memory
@@ -224,7 +225,7 @@ CHECKS = {
     "decoding.md": {
         "fast_generate": lambda names: names.output.equal(names.model.generate(**names.inputs, max_new_tokens=200))
     },
-    "calibration.md": {"tune=True": lambda names: bool(names.model.hf_quantizer.tuned)},
+    "calibration.md": {"tune=True": lambda names: bool(names.model.hf_quantizer.outcome.tuned)},
     "evaluation.md": {
         "evaluate(quantized": lambda names: names.found.kl_divergence > 0,
         "simple_evaluate(": lambda names: names.results["results"] == (names.quantized, ["arc_easy"]),
@@ -420,7 +421,7 @@ def test_memory_in_the_commands_is_enough():
     embedding, kept = model.model.embed_tokens.weight.nbytes, cache_bytes(model, tokens)
     assert f"the embedding takes {embedding / 1e6:.0f} MB and {tokens:,} tokens take {kept / 1e6:.0f} MB" in prose
     assert [embedding_bits_for_memory(model, f"{size}MB", context=tokens) for size in (662, 663)] == [5, None]
-    packed = allocation.packed_bytes(model, {"model.embed_tokens": 5}, KbitConfig()) / 1e6
+    packed = allocation.packed_bytes({site_of(model, "model.embed_tokens"): 5}, KbitConfig()) / 1e6
     assert f"in less than 663 MB the embedding gets 5 bits and takes {packed:.0f} MB" in prose
     with pytest.raises(ValueError, match=r"expected 343,[0-9,]* or more"):
         bits_for_memory(model, 10**6, context=tokens, embedding_bits=5)

@@ -2,7 +2,6 @@
 
 import gc
 
-import hf_kbit.packed as module
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -10,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hf_kbit import codebooks
 from hf_kbit.format.decoding import TRANSFORMS, Decoding
 from hf_kbit.format.spec import BITS
+from hf_kbit.weight import packing as module
 from hf_kbit.weight.balance import balance
 from hf_kbit.weight.packing import MOST_TO_TRANSFORM, TOO_LARGE, Packed, Rows, quantize_weight
 

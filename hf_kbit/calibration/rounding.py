@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_kbit import codebooks
 from hf_kbit.calibration import launches
 from hf_kbit.calibration.moments import Moments, aim
 from hf_kbit.calibration.routed import DenseProjection
+from hf_kbit.format import codebooks
 from hf_kbit.format.reference import decode_e4m4
 from hf_kbit.format.transforms import of_moments, to_stored
 from hf_kbit.nn.experts import KbitProjection

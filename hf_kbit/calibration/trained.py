@@ -15,9 +15,9 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from hf_kbit import codebooks
 from hf_kbit.calibration.launches import NotRecorded, one_launch
 from hf_kbit.calibration.resume import Finished
+from hf_kbit.format import codebooks
 from hf_kbit.format.decoding import Decoding
 from hf_kbit.format.reference import (
     MAGNITUDE,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_kbit import codebooks
+from hf_kbit.format import codebooks
 from hf_kbit.format.decoding import Decoding, check_transform
 from hf_kbit.format.errors import shown
 from hf_kbit.format.spec import BITS, FORMAT_VERSIONS, check_bits, check_exponent

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_kbit import codebooks
+from hf_kbit.format import codebooks
 from hf_kbit.format.decoding import DEFAULT_TRANSFORM, Decoding, check_transform, lopsided
 from hf_kbit.format.spec import FORMAT_VERSIONS, check_bits
 from hf_kbit.hooks.setting import arm

@@ -8,7 +8,7 @@ from typing import Any
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_kbit import codebooks
+from hf_kbit.format import codebooks
 from hf_kbit.format.decoding import DEFAULT_TRANSFORM, Decoding, check_transform, lopsided
 from hf_kbit.format.errors import shown
 from hf_kbit.format.model import ENTRIES, ModelFormat, by_width, check_version, mapping

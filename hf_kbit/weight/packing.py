@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_kbit import codebooks
+from hf_kbit.format import codebooks
 from hf_kbit.format.codebooks import Levels, bits_of
 from hf_kbit.format.decoding import DEFAULT_TRANSFORM, Decoding
 from hf_kbit.format.reference import decode_e4m4, row_slices

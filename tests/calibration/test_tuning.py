@@ -21,7 +21,6 @@ from hf_kbit.calibration import stream, trained, tuning
 from hf_kbit.calibration.launches import NotRecorded
 from hf_kbit.calibration.writing import write
 from hf_kbit.format.reference import decode_e4m4
-from hf_kbit.nn.site import site_of
 from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.plan import selection
 from hf_kbit.weight.tensor import KbitTensor
@@ -71,8 +70,8 @@ def test_comes_nearer_to_16_bits(monkeypatch):
     # What layers alone gain or lose is noise here: of one model 0.0058 nats became 0.0063 with Transformers 5.24 and
     # torch 2.13, and 0.0063 became 0.0055 with 5.17 and 2.11.
     assert lost[1] < 1.2 * lost[0] and lost[2] < 0.9 * min(lost[:2])
-    assert model.hf_quantizer.tuned.startswith("squared error of layers' outputs")
-    assert "held out" in model.hf_quantizer.tuned
+    assert model.hf_quantizer.outcome.tuned.startswith("squared error of layers' outputs")
+    assert "held out" in model.hf_quantizer.outcome.tuned
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -86,9 +85,9 @@ def test_a_checkpoint_like_any_other(whole, device, monkeypatch, tmp_path):
     model.save_pretrained(tmp_path)
     again = LlamaForCausalLM.from_pretrained(tmp_path).to(device)
     assert torch.equal(again(IDS.to(device)).logits, model(IDS.to(device)).logits)
-    assert model.hf_quantizer.tuned in hf_kbit.model_card(model, "x").text
-    assert ("then perplexity" in model.hf_quantizer.tuned) == whole
-    assert ("layers alone" in model.hf_quantizer.tuned) == (not whole)
+    assert model.hf_quantizer.outcome.tuned in hf_kbit.model_card(model, "x").text
+    assert ("then perplexity" in model.hf_quantizer.outcome.tuned) == whole
+    assert ("layers alone" in model.hf_quantizer.outcome.tuned) == (not whole)
 
 
 # --- what it starts from and ends with ------------------------------------------------------------
@@ -109,7 +108,7 @@ def test_starts_from_what_was_solved(name, choices, monkeypatch):
     """Without steps that move anything the model computes what it did; K is no multiple of 32, one layer has an
     exponent, one a block of zeros."""
     model = BY_NAME[name].build()
-    first = site_of(model, next(iter(selection.Packable(model).choose(hf_kbit.KbitConfig())).weight))
+    first = next(iter(selection.Packable(model).sites.values())).weight
     first.data *= 2.0**-16
     first.data.flatten()[:32] = 0
     dense = tuning.sharing_copy(model)
@@ -218,7 +217,7 @@ def test_far_too_large_steps_gain_too(times, monkeypatch):
     for factor in (10, times):
         with monkeypatch.context() as patch:
             too_fast(patch, factor)
-            told = calibrated(20, tune_whole=True).hf_quantizer.tuned
+            told = calibrated(20, tune_whole=True).hf_quantizer.outcome.tuned
         before, after = map(float, re.search(r"divergence (\S+) -> (\S+),", told).groups())
         gains.append(1 - after / before)
     assert gains[1] > 0.7 * gains[0] > 0.1
@@ -253,7 +252,7 @@ def test_two_looks_in_a_row(looks, factor, monkeypatch):
 
     monkeypatch.setattr(tuning, "_measured", lambda *_: (1.0, next(coming)))
     monkeypatch.setattr(trained.Trained, "_step", recording)
-    told = calibrated(20).hf_quantizer.tuned
+    told = calibrated(20).hf_quantizer.outcome.tuned
     assert next(coming, None) is None, "fewer looks"
     assert rates[-1] == pytest.approx(factor * (1 + math.cos(math.pi * 19 / 20)) / 2, rel=1e-5)
     assert f"divergence 1 -> {min(looks)}," in told

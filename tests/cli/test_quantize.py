@@ -114,7 +114,7 @@ def test_with_data(data, device, text, tmp_path):
     expected = hf_kbit.calibrate("dense", read, device=device, **keywords, **tune)
     expected.save_pretrained(tmp_path / "expected")
     tuned = [line.split(maxsplit=1)[1] for line in printed if line.startswith("tuned")]
-    assert tuned == ([expected.hf_quantizer.tuned] if tune else [])
+    assert tuned == ([expected.hf_quantizer.outcome.tuned] if tune else [])
     assert same(stored(tmp_path), stored(tmp_path / "expected"))
     assert not (tmp_path / UNFINISHED).exists()
 

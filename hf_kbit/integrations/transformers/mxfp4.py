@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from hf_kbit import codebooks
+from hf_kbit.format import codebooks
 from hf_kbit.format.decoding import Decoding
 from hf_kbit.format.reference import pack_codes, power_of_two
 from hf_kbit.format.spec import BLOCK_SIZE, encode_e4m4
