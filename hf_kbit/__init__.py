@@ -7,7 +7,6 @@ its models (``transformers.modeling_utils``): that takes seconds and may never b
 import sys as _sys
 import warnings as _warnings
 from importlib import import_module as _import_module
-from pkgutil import resolve_name as _resolve_name
 from typing import TYPE_CHECKING
 
 from hf_kbit.hooks import setting as _setting
@@ -59,18 +58,11 @@ _HOMES |= {  # which need PEFT: an import of * works without it
     "prepare_model_for_kbit_training": "integrations.peft.prepare",
     "replace_lora_weights_loftq": "integrations.peft.loftq",
 }
-# Names that go with the next release, and what they are called now.
-_RENAMED = {name: f"hf_kbit.ops.{name}" for name in ("dequantize", "embed", "gemm", "quantize", "repack")}
-_RENAMED["decode"] = "hf_kbit.fast_generate"
 
 
 def __getattr__(name: str):
     if name in ("codebooks", "ops"):
         return _import_module("hf_kbit.format.codebooks" if name == "codebooks" else "hf_kbit.ops")
-    if new := _RENAMED.get(name):
-        message = f"hf_kbit.{name} is {new} now; the old name goes with the next release"
-        _warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return _resolve_name(new)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _import_module("transformers.modeling_utils")  # first of all, by which the method is registered

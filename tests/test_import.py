@@ -107,12 +107,6 @@ def test_public_names():
         getattr(hf_kbit, "kbit_" + "config")
 
 
-def test_old_names_warn():
-    for old, new in hf_kbit._RENAMED.items():
-        with pytest.warns(DeprecationWarning, match=f"hf_kbit.{old} is {new} now"):
-            assert getattr(hf_kbit, old) is pkgutil.resolve_name(new)
-
-
 def test_format_needs_the_standard_library_only():
     tree = ast.parse((PACKAGE / "format/spec.py").read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}

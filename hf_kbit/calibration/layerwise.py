@@ -34,6 +34,7 @@ from hf_kbit.plan import selection
 from hf_kbit.plan.allocation import stored_weights, units
 from hf_kbit.plan.config import KbitConfig, config_or
 from hf_kbit.plan.plan import Plan, leave_lost, quantize_layers
+from hf_kbit.plan.selection import check_any
 from hf_kbit.weight.packing import Packed
 from hf_kbit.weight.tensor import PACKED
 
@@ -215,12 +216,6 @@ def choose(model: nn.Module, config: KbitConfig) -> tuple[selection.Packable, di
         if not weight.isfinite().all():
             raise ValueError(f"{name}.weight: found NaN or infinite values, expected finite ones")
     return packable, chosen
-
-
-def check_any(model: nn.Module, names: Iterable[str]) -> None:
-    """Refuses a model of which no layers are to be quantized."""
-    if not names:
-        raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
 
 
 class Calibration:

@@ -18,7 +18,6 @@ from hf_kbit.calibration import stream
 from hf_kbit.calibration.check import check as check_layers
 from hf_kbit.calibration.check import rows_of
 from hf_kbit.calibration.data import Text, batches_of
-from hf_kbit.calibration.layerwise import check_any
 from hf_kbit.calibration.routed import DenseProjection, opened
 from hf_kbit.calibration.sensitivity import check_gradients, gradients
 from hf_kbit.calibration.writing import draw, write
@@ -29,6 +28,7 @@ from hf_kbit.nn.site import Site
 from hf_kbit.plan import selection
 from hf_kbit.plan.allocation import Layer, by_rule, config_of, left, spend, stored_weights, units
 from hf_kbit.plan.config import KbitConfig, config_or
+from hf_kbit.plan.selection import check_any
 from hf_kbit.weight.packing import quantize_weight
 from hf_kbit.weight.tensor import KbitTensor
 

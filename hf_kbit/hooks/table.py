@@ -39,6 +39,7 @@ class Hook:
     Attributes:
         place: ``module:name`` or ``module:Class.name``.
         parameters: names of its first ones.
+        why: which public way is missing.
         wrapper: ``module:name`` of what is called with the original, and returns what takes its place; a class method
             is one with ``cls`` for both.
         everywhere: whether it is replaced in each module that has it by name, not only where it is defined.
@@ -47,6 +48,7 @@ class Hook:
 
     place: str
     parameters: tuple[str, ...]
+    why: str
     wrapper: str
     everywhere: bool = False
     without: str = ""
@@ -100,6 +102,7 @@ GENERATION_HOOKS = (
     Hook(
         f"{_GENERATION}._extract_generation_mode_kwargs",
         ("self", "custom_generate", "kwargs", "synced_gpus", "assistant_model", "streamer"),
+        "generate(custom_generate=...) drops what it knows itself, such as a streamer",
         "hf_kbit.generation.fast_generate:pass_all_on",
         without="hf_kbit.fast_generate gets no streamer, and no tokenizer for stop strings",
     ),
@@ -116,6 +119,7 @@ REGISTRATION_HOOKS = (
     Hook(
         "transformers.quantizers.auto:AutoHfQuantizer.merge_quantization_configs",
         ("quantization_config", "quantization_config_from_args"),
+        "a checkpoint in MXFP4 is refused by the names of two config classes, before a quantizer is asked",
         "hf_kbit.integrations.transformers.mxfp4:wrap_merge",
         without="a KbitConfig is refused for checkpoints in MXFP4",
     ),
@@ -125,26 +129,23 @@ TRANSFORMERS_HOOKS = (
     Hook(
         "transformers.modeling_utils:PreTrainedModel.save_pretrained",
         ("self", "save_directory", "is_main_process", "state_dict"),
+        "no method of a quantizer is called once files are written, and a part of a model has no quantizer",
         "hf_kbit.integrations.transformers.save_pretrained:wrap",
         without="saved files are not sealed, and parts of quantized models cannot be saved",
     ),
     Hook(
         "transformers.modeling_utils:PreTrainedModel.maybe_distribute_model",
         ("model", "distributed_config"),
+        "a quantizer can name rules for shards, and not what a rule does to a weight of several tensors",
         "hf_kbit.integrations.transformers.parallel:shard_packed",
         without="quantized models fail, or go wrong, under tensor and expert parallelism",
     ),
     Hook(
         "transformers.modeling_utils:PreTrainedModel.gather_sharded_state_dict_for_save",
         ("self", "model_to_save", "state_dict", "distributed_config"),
+        "what get_state_dict_and_metadata has gathered is gathered again",
         "hf_kbit.integrations.transformers.parallel:gather_once",
         without="quantized models that FSDP2 has sharded cannot be saved",
-    ),
-    Hook(
-        "transformers.modeling_utils:PreTrainedModel.set_use_kernels",
-        ("self", "use_kernels", "kernel_config"),
-        "hf_kbit.integrations.transformers.kernels:refuse_packed_experts",
-        without="use_kernels=True on packed experts fails in a kernel",
     ),
 )
 
@@ -152,6 +153,7 @@ ACCELERATE_HOOKS = (
     Hook(
         "accelerate.utils.modeling:compute_module_sizes",
         ("model", "dtype", "special_dtypes", "buffers_only"),
+        "a tensor cannot say what it takes: numbers of elements are multiplied by the bytes of a dtype",
         "hf_kbit.integrations.accelerate:count_packed",
         everywhere=True,
         without="accelerate takes packed weights for dense ones when it makes device maps",
@@ -177,18 +179,35 @@ PEFT_NAMES = (
     Name("peft.utils.quantization_utils:QuantizationBackend"),
 )
 PEFT_HOOKS = (
-    Hook(f"{_TUNER}.inject_adapter", ("self", "model", "adapter_name"), f"{_GLUE}.create:wrap_inject_adapter"),
-    Hook(f"{_TUNER}.merge_adapter", ("self",), f"{_GLUE}.merge:report_once"),
-    Hook(f"{_TUNER}.merge_and_unload", ("self",), f"{_GLUE}.merge:report_once"),
+    Hook(
+        f"{_TUNER}.inject_adapter",
+        ("self", "model", "adapter_name"),
+        "_custom_modules is asked for a layer, not for a weight that an initialisation changes, or for experts",
+        f"{_GLUE}.create:wrap_inject_adapter",
+    ),
+    Hook(
+        f"{_TUNER}.merge_adapter",
+        ("self",),
+        "a QuantizationBackend merges one layer, and none is called before and after a model",
+        f"{_GLUE}.merge:report_once",
+    ),
+    Hook(
+        f"{_TUNER}.merge_and_unload",
+        ("self",),
+        "a QuantizationBackend merges one layer, and none is called before and after a model",
+        f"{_GLUE}.merge:report_once",
+    ),
     Hook(
         "peft.peft_model:PeftModel.save_pretrained",
         ("self", "save_directory"),
+        "PEFT looks for the embedding of an adapted table by the class of its weight",
         f"{_GLUE}.save:wrap_save_pretrained",
         without="save_pretrained fails on adapters of packed tables, and on what FSDP2 has sharded",
     ),
     Hook(
         "peft.utils.other:prepare_model_for_kbit_training",
         ("model", "use_gradient_checkpointing", "gradient_checkpointing_kwargs"),
+        "methods are told from others by attributes of the model (is_loaded_in_4bit), which mean bitsandbytes",
         f"{_GLUE}.prepare:wrap_prepare",
         everywhere=True,
     ),
@@ -222,12 +241,14 @@ VLLM_HOOKS = (
     Hook(
         "vllm.model_executor.model_loader.base_loader:initialize_model",
         ("vllm_config", "prefix"),
+        "tables and heads are made without a name, or without asking the quantization config",
         "hf_kbit.integrations.vllm.loading:wrap_initialize_model",
         without="packed tables, heads and experts cannot be loaded",
     ),
     Hook(
         "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload",
         ("model",),
+        "a quantization method is not told that weights come anew",
         "hf_kbit.integrations.vllm.loading:wrap_initialize_layerwise_reload",
         everywhere=True,
         without="weights that are loaded into a running model are not refused",
@@ -238,6 +259,7 @@ VLLM_WORKER_HOOKS = (
     Hook(
         "vllm.v1.worker.gpu_worker:Worker.sleep",
         ("self", "level"),
+        "a quantization method is not told that its tensors are thrown away",
         "hf_kbit.integrations.vllm.loading:wrap_sleep",
         without="a sleep that throws packed weights away is not refused",
     ),

@@ -37,6 +37,12 @@ def _is_router(model, name: str) -> bool:
     )
 
 
+def check_any(model: nn.Module, names: Iterable[str]) -> None:
+    """Refuses a model of which no layers are to be quantized."""
+    if not names:
+        raise ValueError(f"model: found no linear layer to quantize in {type(model).__name__}")
+
+
 class Packable:
     """What of a model can be quantized, what of that is left unless it is asked for, and what is tied; found out once.
 

@@ -153,7 +153,8 @@ def test_hooks_of_transformers_that_moved_cost_what_they_are_for(fresh, tmp_path
 {CAUGHT}
 import sys
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
-PreTrainedModel.set_use_kernels = lambda self, on, config=None: None
+gather = PreTrainedModel.gather_sharded_state_dict_for_save
+PreTrainedModel.gather_sharded_state_dict_for_save = lambda self, of, *others, **more: gather(self, of, *others, **more)
 sys.modules["hf_kbit.integrations.transformers.save_pretrained"] = None
 with caught():
     import hf_kbit
@@ -167,7 +168,7 @@ model.save_pretrained({str(tmp_path / "kbit")!r})
     assert warned.startswith("hf_kbit: saved files are not sealed, and parts of quantized models cannot be saved; use")
     for what in (
         "save_pretrained:wrap does not go with it",
-        "set_use_kernels (found parameters self, on, config, expected ",
+        "gather_sharded_state_dict_for_save (found parameters self, of, others, more, expected ",
     ):
         assert what in warned
     assert {file.name for file in (tmp_path / "kbit").iterdir()} >= {"model.safetensors", "config.json"}
@@ -217,7 +218,7 @@ assert peft.__version__ == "0.19.1"
 
 
 BROKEN = {
-    "get_peft_mode (found none)": 'table.PEFT_HOOKS = (*table.PEFT_HOOKS, table.Hook("peft:get_peft_mode", (), ""))',
+    "get_peft_mode (found none)": 'table.PEFT_HOOKS += (table.Hook("peft:get_peft_mode", (), "", ""),)',
     "our hf_kbit.integrations.peft.merge:report_once does not go": (
         'sys.modules["hf_kbit.integrations.peft.merge"] = type(sys)("hf_kbit.integrations.peft.merge")'
     ),
