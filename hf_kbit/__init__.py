@@ -16,9 +16,9 @@ from hf_kbit.hooks.importing import after_import as _after_import
 if TYPE_CHECKING:  # names that are imported as themselves are public
     from hf_kbit import ops as ops
     from hf_kbit.calibration import calibrate as calibrate
+    from hf_kbit.calibration.evaluation import evaluate as evaluate
     from hf_kbit.calibration.post_training import quantize_model as quantize_model
     from hf_kbit.calibration.widths import choose_widths as choose_widths
-    from hf_kbit.evaluation import evaluate as evaluate
     from hf_kbit.files.saving import load_into as load_into
     from hf_kbit.files.saving import save as save
     from hf_kbit.format import codebooks as codebooks
@@ -43,7 +43,7 @@ _HOMES = {
     "calibrate": "calibration",
     "choose_widths": "calibration.widths",
     "embedding_bits_for_memory": "plan.memory",
-    "evaluate": "evaluation",
+    "evaluate": "calibration.evaluation",
     "fast_generate": "generation.fast_generate",
     "load_into": "files.saving",
     "model_card": "integrations.transformers.cards",

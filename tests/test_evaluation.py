@@ -13,8 +13,8 @@ from transformers import BertConfig, BertLMHeadModel, CanineTokenizer, LlamaForC
 
 import hf_kbit
 from hf_kbit import KbitConfig, evaluation
+from hf_kbit.calibration.evaluation import evaluate
 from hf_kbit.calibration.writing import write
-from hf_kbit.evaluation import evaluate
 
 VOCABULARY, POSITIONS = 67, 64
 TOKENS = torch.randint(VOCABULARY, (120,), generator=torch.Generator().manual_seed(0))

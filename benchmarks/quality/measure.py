@@ -5,7 +5,7 @@
 
 ``methods`` and ``peers`` have the methods; ``--methods`` takes those whose label a regular expression finds. Each
 model is loaded from the 16-bit checkpoint and evaluated on the held-out text beside it
-(``hf_kbit.evaluation.evaluate``), in disjoint windows of the length it was trained with, at most ``WINDOW``.
+(``hf_kbit.evaluate``), in disjoint windows of the length it was trained with, at most ``WINDOW``.
 A library that is not installed is skipped, with a line that says why.
 
 A line has the perplexity, its gap (what it has above that of fp16) with the standard error of that, from ``PARTS``
@@ -41,7 +41,7 @@ from benchmarks.quality.methods import Method, load, methods, squared_error
 from benchmarks.quality.peers import peers
 from benchmarks.quality.train import spread
 from benchmarks.timing import Report, gpu_and_command
-from hf_kbit.evaluation import of_tokens, summary
+from hf_kbit.calibration.evaluation import of_tokens, summary
 
 PARTS, WINDOW = 16, 2048
 

@@ -18,10 +18,10 @@ from hf_kbit.calibration import stream
 from hf_kbit.calibration.check import check as check_layers
 from hf_kbit.calibration.check import rows_of
 from hf_kbit.calibration.data import Text, batches_of
+from hf_kbit.calibration.evaluation import check, is_text
 from hf_kbit.calibration.routed import DenseProjection, opened
 from hf_kbit.calibration.sensitivity import check_gradients, gradients
 from hf_kbit.calibration.writing import draw, write
-from hf_kbit.evaluation import check, is_text
 from hf_kbit.format.spec import BITS
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.site import Site

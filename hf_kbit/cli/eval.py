@@ -11,7 +11,7 @@ from hf_kbit.cli.options import add, add_device, add_inputs, add_loading, add_te
 from hf_kbit.cli.output import line
 
 if TYPE_CHECKING:
-    from hf_kbit.evaluation import Evaluation
+    from hf_kbit.calibration.evaluation import Evaluation
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def command(given: Namespace) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from hf_kbit.calibration.data import tokenize, tokenizer_of
-    from hf_kbit.evaluation import check, evaluate
+    from hf_kbit.calibration.evaluation import check, evaluate
     from hf_kbit.integrations.transformers.cards import write_figures
     from hf_kbit.integrations.transformers.inputs import inputs_of
     from hf_kbit.plan.config import KbitConfig

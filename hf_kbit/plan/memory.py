@@ -9,12 +9,12 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_kbit.format.spec import BITS
-from hf_kbit.integrations.transformers.report import USUAL_FOR_TABLES
 from hf_kbit.plan import selection
 from hf_kbit.plan.allocation import SCALE_BITS, column_bytes, packed_bytes, stored_weights
 from hf_kbit.plan.config import KbitConfig, config_or
 from hf_kbit.plan.selection import check_any
 
+USUAL_FOR_TABLES = 5  # bits: in 4, a tied head costs nearly as much as all layers in 4 bits (docs/quality.md)
 ENOUGH_FOR_LAYERS = 4  # bits on average, with which tables may take 16
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -172,9 +172,8 @@ def cache_bytes(model: nn.Module, context: int) -> int:
         configs = getattr(config, "per_layer_config", None) or [config] * len(layers)
         kept = sum(_kept(layer, own, context, itemsize) for layer, own in zip(layers, configs, strict=True))
         if model.config.is_encoder_decoder:
-            encoded = (
-                context if "input_ids" in inspect.signature(model.forward).parameters else config.max_source_positions
-            )
+            reads_tokens = "input_ids" in inspect.signature(model.forward).parameters
+            encoded = context if reads_tokens else config.max_source_positions
             kept += len(layers) * encoded * _of_token(config) * itemsize
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(

@@ -12,7 +12,7 @@ from command import refuse, succeed
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_kbit
-from hf_kbit.evaluation import evaluate
+from hf_kbit.calibration.evaluation import evaluate
 
 ON_CPU = ("--device", "cpu")
 ROWS = ("--text", "rows.txt", *ON_CPU)

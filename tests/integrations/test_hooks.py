@@ -154,7 +154,9 @@ def test_hooks_of_transformers_that_moved_cost_what_they_are_for(fresh, tmp_path
 import sys
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 gather = PreTrainedModel.gather_sharded_state_dict_for_save
-PreTrainedModel.gather_sharded_state_dict_for_save = lambda self, of, *others, **more: gather(self, of, *others, **more)
+def moved(self, of, *others, **more):
+    return gather(self, of, *others, **more)
+PreTrainedModel.gather_sharded_state_dict_for_save = moved
 sys.modules["hf_kbit.integrations.transformers.save_pretrained"] = None
 with caught():
     import hf_kbit
@@ -165,7 +167,9 @@ model = LlamaForCausalLM.from_pretrained({str(tmp_path / "dense")!r}, quantizati
 model.save_pretrained({str(tmp_path / "kbit")!r})
 """
     (warned,) = fresh.run(code).splitlines()
-    assert warned.startswith("hf_kbit: saved files are not sealed, and parts of quantized models cannot be saved; use")
+    assert warned.startswith(
+        "hf_kbit: saved files are not sealed, and parts of quantized models cannot be saved; quant"
+    )
     for what in (
         "save_pretrained:wrap does not go with it",
         "gather_sharded_state_dict_for_save (found parameters self, of, others, more, expected ",

@@ -11,13 +11,13 @@ from hf_kbit.format.errors import MAX_NAMED
 from hf_kbit.nn.weight import KbitWeight, distinct
 from hf_kbit.plan import allocation, selection
 from hf_kbit.plan.config import KbitConfig
+from hf_kbit.plan.memory import USUAL_FOR_TABLES
 from hf_kbit.plan.plan import Outcome
 
 # A child of the logger of Transformers, so that transformers.logging.set_verbosity speaks of it too.
 logger = logging.get_logger("transformers.hf_kbit")
 # Of the weights left in 16 bits: from here on a warning says so, for few bits then help little.
 MUCH_LEFT = 0.1
-USUAL_FOR_TABLES = 5  # bits: in 4, a tied head costs nearly as much as all layers in 4 bits (docs/quality.md)
 
 
 def report(quantizer, model: nn.Module, layers: Mapping[str, KbitWeight]) -> None:
