@@ -27,8 +27,7 @@ from hf_kbit.integrations.transformers.fit import saved_class
 from hf_kbit.integrations.transformers.in_memory import finish
 from hf_kbit.nn.classes import twin
 from hf_kbit.nn.experts import KbitProjection
-from hf_kbit.nn.linear import is_linear
-from hf_kbit.nn.site import Site, empty, pack, unpacked
+from hf_kbit.nn.site import Site, empty, is_linear, pack, unpacked
 from hf_kbit.nn.weight import KbitWeight, packed_layers
 from hf_kbit.plan import selection
 from hf_kbit.plan.allocation import stored_weights, units

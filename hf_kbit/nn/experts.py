@@ -2,8 +2,7 @@
 
 A mixture's experts are one module of Transformers, with a tensor ``[E, N, K]`` for each projection. That module stays
 what it was, with its class's own gate, but each such tensor becomes a ``KbitProjection``, and its class one derived
-from its own and from ``KbitExperts``, whose forward multiplies all tokens by the experts they are sent to. The end of
-the file finds such modules and tensors in a model: names, shapes and order, whether they are packed or not.
+from its own and from ``KbitExperts``, whose forward multiplies all tokens by the experts they are sent to.
 """
 
 import functools
@@ -237,31 +236,3 @@ def _names(experts: type) -> tuple[str, ...]:
 def experts_class(plain: type[nn.Module]) -> type[KbitExperts]:
     """The class of experts with packed projections that were of class ``plain``."""
     return changed(plain, KbitLlama4Experts if plain.__name__ == LLAMA4 else KbitExperts)
-
-
-# --- experts in a model ---------------------------------------------------------------------------
-
-# What Transformers' decorator ``use_experts_implementation`` leaves on the experts that it can run in several ways.
-DECORATED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module holds the experts of a mixture as tensors ``[E, N, K]`` or ``[E, K, N]``, one a projection."""
-    decorated = all(hasattr(module, name) for name in DECORATED) and hasattr(module, DOWN_PROJECTION)
-    return decorated or LLAMA4 in (type(module).__name__, type(module).__bases__[-1].__name__)
-
-
-def is_transposed(experts: nn.Module) -> bool:
-    """Whether matrices are ``[K, N]`` in the model."""
-    return type(experts).__name__ == LLAMA4 or experts.is_transposed
-
-
-def packable(experts: nn.Module) -> list[str]:
-    """Own names of the projections of experts, packed or such that they can be."""
-    tensors = {own: experts._parameters.get(own) for own in (*UP_PROJECTIONS, DOWN_PROJECTION)}
-    return [
-        own
-        for own, tensor in tensors.items()
-        if isinstance(experts._modules.get(own), KbitProjection)
-        or (tensor is not None and tensor.dim() == 3 and tensor.numel() > 0)
-    ]

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.format.decoding import DEFAULT_TRANSFORM
@@ -163,20 +162,3 @@ class KbitConv1D(KbitLinear):
     transposed = True
     in_features = property(lambda self: self.nx)
     out_features = property(lambda self: self.nf)
-
-
-# Subclasses of nn.Linear whose own forward computes what nn.Linear's does.
-PLAIN_LINEAR_CLASSES = ("FalconLinear",)
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether a module is, by its class, a linear layer that is used by calling it: a Linear, or GPT-2's Conv1D."""
-    # nn.MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear without calling it.
-    others = KbitLinear | NonDynamicallyQuantizableLinear | nn.LazyLinear
-    if not isinstance(module, nn.Linear | Conv1D) or isinstance(module, others):
-        return False
-    plain = Conv1D if isinstance(module, Conv1D) else nn.Linear
-    same = type(module).forward is plain.forward or type(module).__name__ in PLAIN_LINEAR_CLASSES
-    # Not by the attribute, which a parametrization computes, and some change by that.
-    weight = module._parameters.get("weight")
-    return same and (weight is None or weight.numel() > 0)

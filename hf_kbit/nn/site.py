@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.format.decoding import Decoding
@@ -18,18 +19,20 @@ from hf_kbit.nn.embedding import KbitEmbedding, is_table
 from hf_kbit.nn.experts import (
     DOWN_PROJECTION,
     LLAMA4,
+    UP_PROJECTIONS,
     KbitExperts,
     KbitProjection,
     experts_class,
-    is_experts,
-    is_transposed,
-    packable,
 )
-from hf_kbit.nn.linear import KbitConv1D, KbitLinear, is_linear
+from hf_kbit.nn.linear import KbitConv1D, KbitLinear
 from hf_kbit.nn.weight import OWN, KbitWeight, is_sharded
 from hf_kbit.weight.packing import Recipe
 from hf_kbit.weight.tensor import KbitTensor
 
+# Subclasses of nn.Linear whose own forward computes what nn.Linear's does.
+PLAIN_LINEAR_CLASSES = ("FalconLinear",)
+# What Transformers' decorator ``use_experts_implementation`` leaves on the experts that it can run in several ways.
+DECORATED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 STATE_DICT_HOOKS = [name for name in vars(nn.Module()) if "state_dict" in name]
 
 
@@ -124,6 +127,41 @@ def _kind(module: nn.Module) -> type[KbitWeight] | None:
     if is_linear(module):
         return KbitConv1D if isinstance(module, Conv1D) else KbitLinear
     return KbitEmbedding if is_table(module) else None
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is, by its class, a linear layer that is used by calling it: a Linear, or GPT-2's Conv1D."""
+    # nn.MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear without calling it.
+    others = KbitLinear | NonDynamicallyQuantizableLinear | nn.LazyLinear
+    if not isinstance(module, nn.Linear | Conv1D) or isinstance(module, others):
+        return False
+    plain = Conv1D if isinstance(module, Conv1D) else nn.Linear
+    same = type(module).forward is plain.forward or type(module).__name__ in PLAIN_LINEAR_CLASSES
+    # Not by the attribute, which a parametrization computes, and some change by that.
+    weight = module._parameters.get("weight")
+    return same and (weight is None or weight.numel() > 0)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds the experts of a mixture as tensors ``[E, N, K]`` or ``[E, K, N]``, one a projection."""
+    decorated = all(hasattr(module, name) for name in DECORATED) and hasattr(module, DOWN_PROJECTION)
+    return decorated or LLAMA4 in (type(module).__name__, type(module).__bases__[-1].__name__)
+
+
+def is_transposed(experts: nn.Module) -> bool:
+    """Whether matrices are ``[K, N]`` in the model."""
+    return type(experts).__name__ == LLAMA4 or experts.is_transposed
+
+
+def packable(experts: nn.Module) -> list[str]:
+    """Own names of the projections of experts, packed or such that they can be."""
+    tensors = {own: experts._parameters.get(own) for own in (*UP_PROJECTIONS, DOWN_PROJECTION)}
+    return [
+        own
+        for own, tensor in tensors.items()
+        if isinstance(experts._modules.get(own), KbitProjection)
+        or (tensor is not None and tensor.dim() == 3 and tensor.numel() > 0)
+    ]
 
 
 def obstacle(site: Site) -> str:

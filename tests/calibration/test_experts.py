@@ -19,8 +19,8 @@ import hf_kbit
 from hf_kbit import KbitConfig
 from hf_kbit.calibration import layerwise, rounding, routed, stream
 from hf_kbit.calibration.layerwise import METHODS
-from hf_kbit.nn.experts import KbitExperts, KbitProjection, is_transposed
-from hf_kbit.nn.site import put_projection, site_of
+from hf_kbit.nn.experts import KbitExperts, KbitProjection
+from hf_kbit.nn.site import is_transposed, put_projection, site_of
 
 IDS = torch.randint(3, 90, (12, 16), generator=torch.Generator().manual_seed(1))
 

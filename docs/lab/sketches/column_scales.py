@@ -10,12 +10,12 @@ import math
 from pathlib import Path
 
 import torch
+from hf_kbit.evaluation import of_tokens, summary
 from safetensors.torch import load_file
 
 from benchmarks.quality.methods import linears, load
 from benchmarks.quality.train import spread
 from hf_kbit import KbitLinear, balance
-from hf_kbit.evaluation import of_tokens, summary
 
 WINDOW = 2048
 

@@ -15,12 +15,12 @@ import time
 from pathlib import Path
 
 import torch
+from hf_kbit.evaluation import evaluate
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import hf_kbit
 from hf_kbit.calibration import sensitivity, writing
-from hf_kbit.evaluation import evaluate
 
 WINDOW = 2048
 

@@ -8,7 +8,7 @@ layers.
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -25,7 +25,7 @@ from hf_kbit.files.checkpoint import (
 from hf_kbit.format.errors import brief, refuse
 from hf_kbit.format.spec import ABSMAX_SUFFIX
 from hf_kbit.integrations.transformers.names import Names
-from hf_kbit.nn.weight import packed_layers
+from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.plan.config import KbitConfig
 from hf_kbit.weight.tensor import HOW
 
@@ -45,24 +45,23 @@ def read_unpacked(files: Iterable[str]) -> dict[str, TensorHeader]:
     return tensors
 
 
-def check_present(names: Names, model, weights: list[str], tensors: list[str]) -> None:
+def check_present(model, weights: list[str], targets: Mapping[str, list[str]]) -> None:
     """Refuses a checkpoint without some of the weights that have to be in it: of experts Transformers would look for a
     place for random numbers, and say of a projection that it is no tensor; and several processes would each draw
-    random numbers of their own."""
-    if tensors and weights:
-        found = {target for name in tensors for target in names.targets(name)[0]}
+    random numbers of their own. ``targets``: where in the model each tensor of the checkpoint goes."""
+    if targets and weights:
+        found = set().union(*targets.values())
         found |= _tied_to(found, model)
         refuse([f"{name}: not in the checkpoint" for name in weights if name not in found])
 
 
-def check_apart(names: Names, weights: list[str], tensors: list[str], mxfp4: list[str]) -> None:
+def check_apart(weights: list[str], targets: Mapping[str, list[str]], mxfp4: list[str]) -> None:
     """Refuses what processes cannot share: of a checkpoint they read whole what is to be quantized, and their parts of
     the rest, so no tensor may hold both; and of MXFP4, which is to become 16 bits, no rule knows the parts."""
     problems = []
-    for name in tensors:
-        targets = [target for target in names.targets(name)[0] if target in names]
-        left = [target for target in targets if target not in weights]
-        if left and len(left) < len(targets):
+    for name, goes_to in targets.items():
+        left = [target for target in goes_to if target not in weights]
+        if left and len(left) < len(goes_to):
             problems.append(f"{left[0]}: found it left in 16 bits, expected it quantized as what is in {name} with it")
         elif left and name in mxfp4:
             problems.append(f"{name}: found it left in 16 bits, expected it quantized, for it is in MXFP4")
@@ -116,10 +115,18 @@ def packed_in(names: Names, tensors: dict[str, TensorHeader]) -> dict[str, str]:
     return {names.module(name + WEIGHT_SUFFIX): name for name in sorted(packed_modules(tensors), key=dot_natural_key)}
 
 
-def check_tensors(model, names: Names, tensors: dict[str, TensorHeader], packed: dict[str, str], whole: bool) -> None:
+def check_tensors(
+    model,
+    layers: Mapping[str, KbitWeight],
+    names: Names,
+    tensors: dict[str, TensorHeader],
+    packed: dict[str, str],
+    whole: bool,
+) -> None:
     """Compares the headers of a checkpoint with a model whose packed layers have been replaced.
 
     Args:
+        layers: those packed layers.
         packed: the result of ``packed_in``.
         whole: whether it is the model that was saved (``is_saved``): the checkpoint must hold all that it has, and
             nothing else, in its shapes. Of another one only what is packed must fit, and must not go astray.
@@ -127,7 +134,7 @@ def check_tensors(model, names: Names, tensors: dict[str, TensorHeader], packed:
     Raises:
         ValueError: lists what is missing, left over, or of another dtype or shape.
     """
-    expected, layers, ignored = model.state_dict(), packed_layers(model), _ignored(model)
+    expected, ignored = model.state_dict(), _ignored(model)
     problems, found = [], {module_name + suffix for module_name in packed for suffix in PACKED_SUFFIXES}
     for module_name, stored_name in packed.items():
         if module_name in layers:
@@ -155,11 +162,11 @@ def check_tensors(model, names: Names, tensors: dict[str, TensorHeader], packed:
     if whole:
         problems += [f"{name}: missing, expected shape {list(expected[name].shape)}" for name in absent]
     else:
-        problems += _astray(model, {name: packed[name] for name in packed.keys() - layers.keys()}, absent)
+        problems += _astray(model, layers, {name: packed[name] for name in packed.keys() - layers.keys()}, absent)
     refuse(problems, f"the quantized checkpoint does not fit the model ({type(model).__name__})")
 
 
-def _astray(model, left: dict[str, str], absent: list[str]) -> list[str]:
+def _astray(model, layers: Mapping[str, KbitWeight], left: dict[str, str], absent: list[str]) -> list[str]:
     """Packed layers that the model has not, though it lacks one of the same name but for what stands in front: no two
     layers, but one whose name nobody has mapped. Or all of them, if the model has none."""
     problems, remedy = [], "key_mapping of from_pretrained can map names"
@@ -169,7 +176,7 @@ def _astray(model, left: dict[str, str], absent: list[str]) -> list[str]:
         twins = (full for end, full in lacks.items() if f".{name}".endswith(end) or end.endswith(f".{name}"))
         if (twin := next(twins, None)) is not None:
             problems.append(f"{left[name]}.weight: found no place for it, expected that of {twin}; {remedy}")
-    if left and not problems and not packed_layers(model):
+    if left and not problems and not layers:
         first = min(left, key=dot_natural_key)
         problems.append(f"{left[first]}.weight: found no place for it, nor for any other packed one; {remedy}")
     return problems

@@ -131,9 +131,11 @@ class KbitHfQuantizer(HfQuantizer):
         shared = parallel.is_shared(model.config)
         fused = {name: packable.sites[name].kind is KbitProjection for name in chosen}
         weights = [name if fused[name] else f"{name}.weight" for name in chosen if fused[name] or shared]
-        fit.check_present(names, model, weights, tensors)
+        targets = {name: names.targets(name)[0] for name in tensors} if weights else {}
+        fit.check_present(model, weights, targets)
         if shared:
-            fit.check_apart(names, weights, tensors, self.mxfp4)
+            known = {name: [target for target in own if target in names] for name, own in targets.items()}
+            fit.check_apart(weights, known, self.mxfp4)
         if chosen and config.bits % 1:  # a mean
             of_mean = {name: packable.sites[name] for name, bits in chosen.items() if bits % 1}
             widths = allocation.by_rule(model, of_mean, config.bits)
@@ -164,14 +166,14 @@ class KbitHfQuantizer(HfQuantizer):
                     "of; to load a 16-bit checkpoint, take quantization_config out of config.json"
                 )
         self.plan = packable.stored(config, packed)
-        self.plan.make_room()
+        layers = self.plan.make_room()
         self.stored, self.names = [names.renamed(name) for name in packed.values()], packed
         if files is None:  # names may be those of the whole model, or of this part of it
             base = f"{model.base_model_prefix}."
             self.stored += [name.removeprefix(base) for name in self.stored] + [base + name for name in self.stored]
             return
         self.files = {name: tensor.file for name, tensor in tensors.items()}
-        fit.check_tensors(model, names, tensors, packed, whole=fit.is_saved(model, files))
+        fit.check_tensors(model, layers, names, tensors, packed, whole=fit.is_saved(model, files))
         if parallel.is_shared(model.config):
             self.columns = checkpoint.read_columns(self.files, packed)
             model._keys_to_ignore_on_load_unexpected |= {rf"\.({PACKED[2]}|{HOW})$"}

@@ -20,8 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_kbit
 from hf_kbit import KbitConfig, KbitEmbedding, KbitLinear
-from hf_kbit.nn.linear import is_linear
-from hf_kbit.nn.site import obstacle, site_of
+from hf_kbit.nn.site import is_linear, obstacle, site_of
 
 IDS = torch.tensor([[5, 3, 17, 2, 40, 3]])
 ROUNDED = 0.12  # relative error: 5 bits lose some 3% in a layer, of which there are three, and a table
