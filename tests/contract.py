@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import cases
 import torch
+from compiled import cuda_arch, is_hopper
 from torch.utils._pytree import tree_map_only
 
 import hf_kbit
@@ -48,16 +49,6 @@ def poison(device: str, *sizes: int) -> None:
     """Fills memory that was just free with ones: an output that a kernel leaves out is not zero by chance."""
     held = [torch.full((size,), -1, dtype=torch.int8, device=device) for size in sizes for _ in range(3)]
     del held
-
-
-def cuda_arch() -> int:
-    """The architecture (800 for compute capability 8.0) that products are planned for: of the code that runs on the
-    current GPU, which may have been built for an older one. 0 without a GPU or library."""
-    return native._cuda_number("arch")
-
-
-def is_hopper() -> bool:
-    return cuda_arch() == 900
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -757,7 +748,11 @@ def shares_of(offsets, found) -> Iterator[tuple[int, slice]]:
 @tried("gemm_experts", *EVERYWHERE)
 def shares(bits):
     for its, dtype, rotated, picked in itertools.product(shares_for(bits), ALL_DTYPES, (False, True), (False, True)):
-        yield gemm_experts(bits, dtype, (36, 70), rotated, rotated, its, picked)
+        shape = (36, 70) if picked else (40, 72)  # of multiples of eight torch has a grouped product
+        yield gemm_experts(bits, dtype, shape, rotated, rotated, its, picked)
+    for empty in ({"x": cases.x((0,), 70), "rows": None}, {"rows": torch.zeros(0).int()}):
+        given = empty | {"offsets": torch.zeros(4).int(), "bias": None}
+        yield gemm_experts(weight=usual((3, 36, 70), bits), **given)
 
 
 @tried("gemm_experts", *EVERYWHERE)
@@ -796,6 +791,13 @@ def _shares(bits):
 
 @tried("gemm_experts_int8")
 def _shapes(bits):
+    given = {
+        "x": cases.x((5,), 70).half(),
+        "rows": torch.zeros(0).int(),
+        "offsets": torch.zeros(4).int(),
+        "bias": None,
+    }
+    yield gemm_experts_int8(weight=arbitrary((3, 36, 70), bits, True, True), **given)
     for shape in [*cases.SHAPES, SHAPE]:
         yield gemm_experts_int8(bits, cases.FLOATS[bits % 3], shape, SHARES[-1], True)
 
@@ -821,7 +823,9 @@ def gemm_experts_gradient(
 @tried("gemm_experts_gradient", *EVERYWHERE)
 def _shares(bits):
     for its, dtype, how in itertools.product(shares_for(bits), ALL_DTYPES, TRANSFORMS):
-        yield gemm_experts_gradient(bits, dtype, (36, 70), *how, its)
+        yield gemm_experts_gradient(bits, dtype, (40, 72), *how, its)
+    given = {"grad": cases.x((0,), 36), "offsets": torch.zeros(4).int()}
+    yield gemm_experts_gradient(weight=usual((3, 36, 70), bits), **given)
 
 
 def route_experts(tokens=17, each=4, count=32, numbers=torch.int64) -> Call:
@@ -866,7 +870,7 @@ def _shapes(_):
         yield combine_experts(*size, dtype, wide)
 
 
-def examples(op: str, bits: int, shape=SHAPE) -> list[Call]:
+def examples(op: str, bits: int, shape=SHAPE, more=()) -> list[Call]:
     """A few calls of an op, with all of its arguments; in float16 at 3 bits, in bfloat16 at 4."""
     of_any = {"dtype": {3: torch.float16, 4: torch.bfloat16}.get(bits, torch.float32)}
     of_any |= {"shape": shape, "scaled": True, "rotated": True}
@@ -880,7 +884,7 @@ def examples(op: str, bits: int, shape=SHAPE) -> list[Call]:
     make = globals()[op]
     taken = {*inspect.signature(make).parameters}
     if "batch" in taken:
-        ways.setdefault(op, batches)
+        ways.setdefault(op, [*batches, *more])
     calls = [of_any | how | {"bits": bits} for how in ways.get(op, [{}])]
     return [make(**{name: value for name, value in how.items() if name in taken}) for how in calls]
 

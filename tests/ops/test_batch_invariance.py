@@ -5,7 +5,8 @@ import functools
 import cases
 import pytest
 import torch
-from contract import Call, arbitrary, batch_invariant, cuda_arch, gemm, gemm_group
+from compiled import cuda_arch
+from contract import Call, arbitrary, batch_invariant, gemm, gemm_group
 
 import hf_kbit
 from hf_kbit.ops import native
