@@ -727,8 +727,8 @@ def test_few_rows_of_experts_keep_16_bit_inputs(swiglu):
 
 
 def launches(call: Call) -> dict[str, int]:
-    found = cases.launched(lambda: getattr(OPS, call.op)(*tiles(call).arguments.values()))
-    return {name: count for name, count in found.items() if name.endswith("_kernel")}
+    arguments = tiles(call).arguments
+    return cases.launched(lambda: getattr(OPS, call.op)(*arguments.values()))
 
 
 @needs_fused
@@ -786,7 +786,7 @@ def test_launches_of_experts(bits, dtype):
     for (rows, expected), swiglu in itertools.product(ways, (False, True)):
         given = {"x": x_of(4, 328 * (1 + swiglu), dtype), "rows": picked_rows(4, rows), "bias": None}
         call = contract.gemm_experts(weight=weight, swiglu=swiglu, offsets=divided(8, rows, "even"), **given)
-        assert {*launches(call)} == expected
+        assert {name for name in launches(call) if name.endswith("_kernel")} == expected
     ids, y = torch.randint(0, 8, (16, 4)).cuda(), x_of(64, 100, dtype)
     assert {*cases.launched(lambda: OPS.route_experts(ids, 8))} == {"route_kernel"}
     _, places, _ = OPS.route_experts(ids, 8)
