@@ -691,8 +691,8 @@ SHARES = [  # rows of each expert
     (3, 0, 5, 0, 3),  # some have none
     (0, 0, 11, 0),
     (11,),
-    (0, 0),
     (*[1, 0] * 9, 2, 0, 0),  # more experts than rows
+    (0, 0),
     (0, 1, 2, 5, 0, 9, 17, 33, 0, 1),  # all numbers at which the path of a CPU changes
 ]
 
