@@ -18,14 +18,13 @@ EVERY_OP = pytest.mark.parametrize("op", ALL_OPS)
 PRODUCTS = [op for op in ALL_OPS if op.startswith("gemm")]
 
 
-INPUTS = [pytest.param(*names, marks=pytest.mark.gpu if names[-1] == "cuda" else ()) for names in contract.INPUTS]
+INPUTS = [pytest.param(*names, marks=pytest.mark.gpu if "cuda" in names else ()) for names in contract.INPUTS]
 
 
-@BITS
-@pytest.mark.parametrize(("op", "inputs", "backend"), INPUTS)
+@pytest.mark.parametrize(("op", "inputs", "backend", "bits"), INPUTS)
 def test_results(op, inputs, backend, bits):
     """Of planes and of tiles."""
-    for call in contract.INPUTS[op, inputs, backend](bits):
+    for call in contract.INPUTS[op, inputs, backend, bits]():
         for its in call.forms():
             if its.runs_on(backend):
                 its.hold(backend)
