@@ -8,7 +8,7 @@ import sys
 import cases
 import pytest
 import torch
-from compiled import to
+from contract import TRANSFORMS, on
 
 from hf_kbit.format import reference, transforms
 from hf_kbit.format import spec as format
@@ -16,7 +16,6 @@ from hf_kbit.ops import native
 
 triton = pytest.importorskip("triton", reason="Triton, of the extra `test`, is not installed")
 kernels = pytest.importorskip("hf_kbit.ops.triton")
-TRANSFORMS = [(False, False), *cases.TRANSFORMS]
 
 
 @pytest.fixture
@@ -40,9 +39,9 @@ def rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(1, 1), (7, 33), (16, 256), (2, 3, 5, 40)], ids=str)
 def test_decoded_weights_are_those_of_the_reference(shape, bits, device):
     """Bit for bit: all bytes are scales, and sums in a rotation have their order."""
-    packed = to(device, *cases.random_packed(shape, bits), cases.codebook(bits))
+    packed = on(device, [*cases.random_packed(shape, bits), cases.codebook(bits)])
     for scaled, rotated in TRANSFORMS:
-        (columns,) = to(device, cases.columns(shape[-1], scaled))
+        columns = on(device, cases.columns(shape[-1], scaled))
         how = [*shape[-2:]], columns, rotated
         exact = reference.dequantize(*packed, how[0], torch.float32, *how[1:])
         for dtype in (*cases.FLOATS, torch.float64) if rotated and scaled else (torch.float32,):
@@ -54,7 +53,7 @@ def test_decoded_weights_are_those_of_the_reference(shape, bits, device):
 def test_every_scale_is_decoded(device):
     """All bytes, with and without a sign, and as scales of columns."""
     scales = torch.arange(256, dtype=torch.uint8)
-    planes, absmax, codebook = to(device, torch.zeros(256, 2).int(), scales[:, None], torch.ones(4))
+    planes, absmax, codebook = on(device, [torch.zeros(256, 2).int(), scales[:, None], torch.ones(4)])
     for rotated in (False, True):
         found = kernels.dequantize(planes, absmax, codebook, [256, 32], torch.float32, None, rotated)
         levels = reference.decode_scales(absmax, rotated).expand(-1, 32)
@@ -67,7 +66,7 @@ def test_every_scale_is_decoded(device):
 def test_tensors_need_not_lie_in_one_piece(device):
     """Nor need there be any rows."""
     planes, absmax = cases.random_packed((4, 40), 3)
-    planes, absmax, codebook = to(device, planes, absmax, cases.codebook(3))
+    planes, absmax, codebook = on(device, [planes, absmax, cases.codebook(3)])
     spread = planes.T.contiguous().T, absmax.T.contiguous().T, codebook.repeat_interleave(2)[::2]
     assert not any(tensor.is_contiguous() for tensor in spread)
     expected = reference.dequantize(*spread, [4, 40], torch.float32)
@@ -84,11 +83,11 @@ def test_tensors_need_not_lie_in_one_piece(device):
 def test_products_against_float64(shape, bits, device):
     """Numpy, by which the interpreter multiplies, has no bfloat16."""
     for scaled, rotated in TRANSFORMS:
-        (columns,) = to(device, cases.columns(shape[1], scaled))
-        packed = to(device, *cases.quantized(shape, bits, columns=cases.columns(shape[1], scaled), rotated=rotated))
+        columns = on(device, cases.columns(shape[1], scaled))
+        packed = on(device, cases.quantized(shape, bits, columns=cases.columns(shape[1], scaled), rotated=rotated))
         stored = cases.stored(*packed, rotated)[:, : None if rotated else shape[1]]
         for dtype in cases.FLOATS if device == "cuda" else (torch.float32, torch.float16)[: 1 + scaled]:
-            x, bias = to(device, cases.x((5,), shape[1], dtype), cases.x((), shape[0], dtype))
+            x, bias = on(device, [cases.x((5,), shape[1], dtype), cases.x((), shape[0], dtype)])
             found = kernels.gemm(x, *packed, bias, shape[0], columns, rotated)
             assert found.dtype == dtype and found.is_contiguous()
             cases.assert_product(found, x, stored.T, bias, columns=columns, rotated=rotated)
@@ -97,11 +96,11 @@ def test_products_against_float64(shape, bits, device):
 @pytest.mark.parametrize("rotated", [False, True], ids=["plain", "rotated"])
 def test_any_number_of_tokens(device, rotated):
     """One kernel, or the decoded weight; x of any leading dimensions and strides."""
-    packed = to(device, *cases.quantized((7, 33), 3, rotated=rotated))
+    packed = on(device, cases.quantized((7, 33), 3, rotated=rotated))
     dense = reference.dequantize(*packed, [7, 33], torch.float64, None, rotated)
     batches = [*cases.BATCHES, (kernels.MOST_TOKENS,), (kernels.MOST_TOKENS + 1,)]
     for x in [cases.x(batch, 33) for batch in batches] + [cases.x((33,), 3).T, cases.x((4,), 66)[:, ::2]]:
-        (x,) = to(device, x)
+        x = x.to(device)
         found = kernels.gemm(x, *packed, None, 7, None, rotated)
         assert found.shape == (*x.shape[:-1], 7) and not found._is_view()
         torch.testing.assert_close(found.double(), x.double() @ dense.T, rtol=1e-5, atol=1e-5)

@@ -1,94 +1,46 @@
-"""What every op has: the checks of its arguments, a fake that agrees with it, and what ``torch.library`` asks for."""
+"""What the ops refuse: by a library, if there is one, and by the table, of which fakes and fallbacks are made."""
 
 import re
 
 import cases
+import contract
 import pytest
 import torch
-from torch.library import opcheck
-from torch.utils._pytree import tree_map_only
+from contract import OPS, on
+from torch.autograd import forward_ad
 
 from hf_kbit.format import reference
+from hf_kbit.ops import gemm_experts, quantize
 
-OPS = torch.ops.hf_kbit
-N, K = 7, 33
-COLUMNS = cases.columns(K)
-PLANES, ABSMAX, CODEBOOK = cases.quantized((N, K), 3, columns=COLUMNS, rotated=True)
-PACKED = {"weight": PLANES, "absmax": ABSMAX, "codebook": CODEBOOK}
-EXPERTS = PACKED | {"weight": PLANES.expand(3, -1, -1).contiguous(), "absmax": ABSMAX.expand(3, -1, -1).contiguous()}
-TRANSFORM = {"columns": COLUMNS, "rotated": True}
-X, GRAD, OFFSETS = cases.x((5,), K), cases.x((5,), N), torch.tensor([0, 2, 2, 4]).int()
-INDICES, ROWS = torch.tensor([[2, 5]]), torch.tensor([4, 0, 1, 1, 3]).int()
-
-# Arguments that are right; tensors of float are trained where they can be.
+N, K = SIZES = 7, 33
+EXPERT_WEIGHT = contract.usual((3, N, K), 3, True, True)
+ROWS, OFFSETS = torch.tensor([4, 0, 1, 1, 3]).int(), torch.tensor([0, 2, 2, 4]).int()
+GIVEN = {"rows": ROWS, "offsets": OFFSETS, "weight": EXPERT_WEIGHT}
 RIGHT = {
-    "quantize": {"weight": cases.weight((2, N, K), torch.bfloat16), "codebook": CODEBOOK},
-    "dequantize": PACKED | {"shape": [N, K], "dtype": torch.float16} | TRANSFORM,
-    "embed": {"indices": INDICES} | PACKED | {"shape": [N, K], "dtype": torch.bfloat16} | TRANSFORM,
-    "repack": {"weight": PLANES, "absmax": ABSMAX, "bits": 3, "shape": [N, K]},
-    "gemm": {"x": X} | PACKED | {"bias": cases.x((), N), "out_features": N} | TRANSFORM,
-    "gemm_inference": {"x": X.half()} | PACKED | {"bias": None, "out_features": N},
-    "int8_inverses": PACKED | {"shape": [N, K]},
-    "gemm_int8": {"x": X.half()}
-    | PACKED
-    | {"bias": cases.x((), N).half(), "out_features": N, "columns": COLUMNS, "inverses": torch.ones(N).half()},
-    "gemm_group": {
-        "x": X,
-        **{name: [PACKED[one]] * 2 for name, one in (("weights", "weight"), ("absmaxes", "absmax"))},
-        **{"codebooks": [CODEBOOK] * 2, "biases": [GRAD[0], None], "out_features": [N] * 2},
-        **{"columns": [None, COLUMNS], "rotated": [0, 1], "inverses": [None, None]},
-    },
-    "gemm_gradient": {"grad": GRAD} | PACKED | {"shape": [N, K]} | TRANSFORM,
-    "route_experts": {"experts": torch.tensor([[0, 3], [1, 1]]), "num_experts": 3},
-    "combine_experts": {
-        "y": cases.x((6,), N),
-        "places": torch.tensor([[0, 3, 4], [1, 2, 5]]).int(),
-        "weights": cases.x((2,), 3),
-    },
-    "gemm_experts": {"x": cases.x((5,), 2 * K)}
-    | EXPERTS
-    | {"bias": cases.x((3,), N), "rows": ROWS, "offsets": OFFSETS, "out_features": N}
-    | TRANSFORM
-    | {"swiglu": True},
-    "gemm_experts_int8": {"x": X.half()}
-    | EXPERTS
-    | {"bias": cases.x((3,), N).half(), "rows": ROWS, "offsets": OFFSETS, "out_features": N}
-    | {"columns": COLUMNS, "inverses": torch.ones(3, N).half()},
-    "gemm_experts_gradient": {"grad": GRAD} | EXPERTS | {"offsets": OFFSETS, "shape": [N, K]} | TRANSFORM,
+    call.op: call.arguments
+    for call in (
+        contract.quantize(3, torch.bfloat16, (2, N, K)),
+        contract.dequantize(3, torch.float16, SIZES, True, True),
+        contract.embed(3, torch.bfloat16, SIZES, True, True, indices=torch.tensor([[2, 5]])),
+        contract.repack(3, SIZES),
+        contract.gemm(3, torch.float32, SIZES, True, True),
+        contract.gemm_inference(3, torch.float16, SIZES),
+        contract.int8_inverses(3, SIZES),
+        contract.gemm_int8(3, torch.float16, SIZES),
+        contract.gemm_group([contract.usual(SIZES, 3), contract.usual(SIZES, 3, True, True)]),
+        contract.gemm_gradient(3, torch.float32, SIZES, True, True),
+        contract.route_experts(2, 2, 3),
+        contract.combine_experts(2, 3, N),
+        contract.gemm_experts(swiglu=True, x=cases.x((5,), 2 * K), bias=cases.x((3,), N), **GIVEN),
+        contract.gemm_experts_int8(x=cases.x((5,), K).half(), bias=cases.x((3,), N).half(), **GIVEN),
+        contract.gemm_experts_gradient(grad=cases.x((5,), N), offsets=OFFSETS, weight=EXPERT_WEIGHT),
+    )
 }
-TRAINED = {"gemm": ("x", "bias"), "gemm_gradient": ("grad",), "combine_experts": ("y", "weights")}
-TRAINED |= {"gemm_experts": ("x", "bias"), "gemm_experts_gradient": ("grad",)}
-
-
-def on(device: str, arguments: dict) -> dict:
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), arguments)
-
-
-def tiled(arguments: dict) -> dict:
-    """The same with tiles for planes."""
-    single, several = ("weight", "absmax"), ("weights", "absmaxes")
-    if set(single) <= set(arguments):
-        words = reference.repack(*map(arguments.get, single), 3, [N, K])
-        return arguments | dict(zip(single, words, strict=True)) | ({"inverse": True} if "bits" in arguments else {})
-    if set(several) <= set(arguments):
-        words = zip(*(reference.repack(PLANES, ABSMAX, 3, [N, K]) for _ in range(2)), strict=True)
-        return arguments | dict(zip(several, map(list, words), strict=True))
-    return arguments
-
-
-@pytest.mark.parametrize("form", ["planes", "tiles"])
-@pytest.mark.parametrize("op", RIGHT)
-def test_opcheck(op, form, device):
-    arguments = RIGHT[op] if form == "planes" else tiled(RIGHT[op])
-    if form == "tiles" and arguments is RIGHT[op]:
-        pytest.skip("it takes no packed weight")
-    arguments = on(device, arguments)
-    trained = {name: arguments[name].clone().requires_grad_() for name in TRAINED.get(op, ())}
-    opcheck(getattr(OPS, op).default, kwargs=arguments | trained, args=())
-
-
-# --- what is refused ------------------------------------------------------------------------------
-
+X, GRAD, INDICES = cases.x((5,), K), cases.x((5,), N), torch.tensor([[2, 5]])
+PACKED = {name: RIGHT["gemm"][name] for name in ("weight", "absmax", "codebook")}
+EXPERTS = {name: RIGHT["gemm_experts"][name] for name in ("weight", "absmax", "codebook")}
+PLANES, ABSMAX, CODEBOOK = PACKED.values()
+COLUMNS = cases.columns(K)
 DENSE = "float32, float16, bfloat16 or float64"
 SHAPE = "expected [out_features, in_features], both from 1 to 2**48"
 REFUSED = [
@@ -195,8 +147,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("op, wrong, message", REFUSED)
-def test_refused_by_every_implementation_in_the_same_words(op, wrong, message, device):
-    """By a library, if there is one, and by the table, of which fakes and fallbacks are made."""
+def test_in_the_same_words(op, wrong, message, device):
     said = []
     for place in (device, "meta"):
         with pytest.raises(ValueError) as refused:
@@ -205,41 +156,103 @@ def test_refused_by_every_implementation_in_the_same_words(op, wrong, message, d
     assert said[0] == said[1] and said[0].startswith(message)
 
 
-def places_of(arguments: dict) -> list[tuple[str, str, int | None]]:
-    """Of each tensor how errors name it, the argument, and its place where that is a list."""
-    places = []
+def each_tensor(arguments: dict, change) -> dict[str, dict]:
+    """By the name that errors have for a tensor, arguments of which it alone is changed."""
+    found = {}
     for name, value in arguments.items():
-        several = isinstance(value, list)
-        tensors = enumerate(value) if several else [(None, value)]
-        places += [
-            (f"{name}[{place}]" if several else name, name, place)
-            for place, tensor in tensors
-            if isinstance(tensor, torch.Tensor)
-        ]
-    return places
-
-
-def with_one(arguments: dict, name: str, place: int | None, change) -> dict:
-    if place is None:
-        return arguments | {name: change(arguments[name])}
-    return arguments | {name: [change(value) if i == place else value for i, value in enumerate(arguments[name])]}
+        if isinstance(value, torch.Tensor):
+            found[name] = arguments | {name: change(value)}
+        for place, one in enumerate(value if isinstance(value, list) else []):
+            if isinstance(one, torch.Tensor):
+                found[f"{name}[{place}]"] = arguments | {name: [*value[:place], change(one), *value[place + 1 :]]}
+    return found
 
 
 @pytest.mark.parametrize("op", RIGHT)
 def test_every_tensor_is_dense_and_lies_where_the_first_one_does(op):
-    first, *others = places_of(RIGHT[op])
-    for shown, *where in (first, *others):
-        with pytest.raises(ValueError, match=re.escape(f"{shown}: found layout sparse_coo, expected a dense tensor")):
-            getattr(OPS, op)(**with_one(RIGHT[op], *where, torch.Tensor.to_sparse))
-    for shown, *where in others:
-        message = f"{shown}: found on meta, expected on cpu like {first[0]}: call model.to"
+    for name, arguments in each_tensor(RIGHT[op], torch.Tensor.to_sparse).items():
+        with pytest.raises(ValueError, match=re.escape(f"{name}: found layout sparse_coo, expected a dense tensor")):
+            getattr(OPS, op)(**arguments)
+    (first, _), *others = each_tensor(RIGHT[op], lambda tensor: tensor.to("meta")).items()
+    for name, arguments in others:
+        message = f"{name}: found on meta, expected on cpu like {first}: call model.to"
         with pytest.raises(ValueError, match=re.escape(message)):
-            getattr(OPS, op)(**with_one(RIGHT[op], *where, lambda tensor: tensor.to("meta")))
+            getattr(OPS, op)(**arguments)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", [op for op in RIGHT if op != "route_experts"])
 def test_no_tensor_may_lie_on_another_device(op):
-    for _, *where in places_of(RIGHT[op]):
+    for arguments in each_tensor(on("cuda", RIGHT[op]), torch.Tensor.cpu).values():
         with pytest.raises(ValueError, match=r": found on c.*, expected on c.* like "):
-            getattr(OPS, op)(**with_one(on("cuda", RIGHT[op]), *where, torch.Tensor.cpu))
+            getattr(OPS, op)(**arguments)
+
+
+# --- numbers in tensors, which a CPU alone looks at -----------------------------------------------
+
+BOTH = pytest.mark.parametrize("ops", [OPS, reference], ids=["op", "reference"])
+
+
+def refuse(ops, op: str, match: str, **wrong) -> None:
+    """Of the library, and as the reference says it."""
+    with pytest.raises((ValueError, IndexError, RuntimeError), match=match):
+        getattr(ops, op)(*(RIGHT[op] | wrong).values())
+
+
+@BOTH
+def test_an_index_that_is_no_row(ops):
+    """From 7 to 15 there is padding in the tile."""
+    for call in contract.embed(3, torch.float32, SIZES).forms():
+        for index, dtype in [
+            (index, dtype) for index in (-1, 7, 16, 2**31 - 1) for dtype in (torch.int64, torch.int32)
+        ]:
+            indices = torch.tensor([[0, index]], dtype=dtype)
+            with pytest.raises(ValueError, match=f"^indices: found .*{index}.*, expected 0 to 6$"):
+                ops.embed(*(call.arguments | {"indices": indices}).values())
+        for index in (2**32 + 3, -(2**63)):
+            with pytest.raises(ValueError, match=f"indices: found .*{index}"):
+                ops.embed(*(call.arguments | {"indices": torch.tensor([3, index])}).values())
+
+
+@BOTH
+@pytest.mark.parametrize("op", ["gemm_experts", "gemm_experts_int8", "gemm_experts_gradient"])
+def test_rows_and_offsets_that_are_not_there(ops, op):
+    """Also where there are no rows, of which zeros alone are right."""
+    for wrong in ([0, 3, 2, 5], [0, 3, 5, 6], [1, 3, 5, 5], [5, 3, 2, 0]):
+        refuse(ops, op, "offsets: found", offsets=torch.tensor(wrong).int())
+    first = next(iter(RIGHT[op]))
+    empty = {first: RIGHT[op][first][:0], "offsets": torch.zeros(4).int()}
+    ways = [empty] if "gradient" in op else [empty | {"rows": None}, {"rows": ROWS[:0], "offsets": empty["offsets"]}]
+    for way in ways:
+        (found,) = contract.as_list(getattr(ops, op)(*(RIGHT[op] | way).values()))
+        assert found.shape == (0, K if "gradient" in op else N)
+        for wrong in ([1, 0, 0, 0], [0, 0, 0, 1], [0, -1, 0, 0], [-1, 0, 0, 0]):
+            refuse(ops, op, "offsets: found", **way | {"offsets": torch.tensor(wrong).int()})
+    for row in (-1, 5) if "rows" in RIGHT[op] else ():
+        refuse(ops, op, "rows: found", rows=torch.full((5,), row).int())
+
+
+def test_places_that_are_no_rows():
+    refuse(OPS, "combine_experts", "places: found", places=RIGHT["combine_experts"]["places"] + 6)
+    refuse(OPS, "combine_experts", "y: found no rows|out of bounds", y=torch.zeros(0, 0))
+
+
+# --- by the functions -----------------------------------------------------------------------------
+
+
+def test_what_is_no_weight():
+    for value in (float("nan"), float("inf"), float("-inf")):
+        weight = cases.weight((5, 32))
+        weight[3, 7] = value
+        with pytest.raises(ValueError, match="weight: found 1 NaN or infinite values, expected finite ones"):
+            quantize(weight, cases.codebook(3))
+    with pytest.raises(TypeError, match=r"weight: found Linear, expected a tensor\. A model is quantized by"):
+        quantize(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="codebook: found none, expected float32 levels"):
+        quantize(weight)
+
+
+def test_tangents_of_experts():
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="gemm_experts: found tangents"):
+        x = forward_ad.make_dual(RIGHT["gemm_experts"]["x"], torch.ones(5, 2 * K))
+        gemm_experts(*(RIGHT["gemm_experts"] | {"x": x}).values())

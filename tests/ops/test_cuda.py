@@ -1,106 +1,102 @@
-"""What only a GPU can get wrong: streams, devices, graphs, indices beyond 32 bits."""
+"""What only a GPU can get wrong: streams, devices, graphs, memory, indices beyond 32 bits. Of all ops."""
 
-import functools
 import gc
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import cases
+import contract
 import pytest
 import torch
-from compiled import FORMS, NEEDED, OPS, cuda_arch
+from compiled import FORMS, NEEDED, cuda_arch
+from contract import ALL_OPS, OPS, Call, as_list, assert_same_bits, batch_invariant, on
+from torch.utils._pytree import tree_leaves
 
 from hf_kbit.format import reference
 from hf_kbit.ops import native
 
 pytestmark = NEEDED
+EVERY_OP = pytest.mark.parametrize("op", ALL_OPS)
 
 
-def calls(bits: int, device="cuda") -> dict:
-    """Every op on small inputs of its own: name to (function of nothing, the tensors that it reads)."""
-    shape = [130, 300]
-    weight, codebook = cases.weight(shape).to(device), cases.codebook(bits).to(device)
-    planes = OPS.quantize(weight, codebook)
-    tiles = OPS.repack(*planes, bits, shape)
-    x, more = (cases.x((tokens,), 300, torch.float16).to(device) for tokens in (5, 40))
-    columns = cases.columns(300).to(device)
-    indices = torch.arange(200, device=device).flip(0) % 130
-    found = {
-        "quantize": (lambda: OPS.quantize(weight, codebook), [weight, codebook]),
-        "repack": (lambda: OPS.repack(*planes, bits, shape), planes),
-        "repack inverse": (lambda: OPS.repack(*tiles, bits, shape, True), tiles),
-    }
-    for form, words in (("planes", planes), ("tiles", tiles)):
-        for kind, how in (("", ()), ("transformed ", (columns, True))):
-            packed = [*words, codebook]
-            ops = {
-                "dequantize": (OPS.dequantize, [], (shape, torch.float16)),
-                "embed": (OPS.embed, [indices], (shape, torch.float32)),
-                "gemm": (OPS.gemm, [x], (None, 130)),
-                "gemm of 40 tokens": (OPS.gemm, [more], (None, 130)),
-            }
-            for name, (op, given, rest) in ops.items():
-                call = functools.partial(op, *given, *packed, *rest, *how)
-                found[f"{name}, {kind}{form}"] = call, [*given, *packed, *how[:1]]
-    return found
+def calls(op: str, bits: int, device="cuda") -> list[Call]:
+    """On small inputs of their own, which lie on the device."""
+    found = [its for call in contract.examples(op, bits, (130, 304)) for its in call.forms() if its.runs_on("cuda")]
+    return [replace(call, arguments=on(device, call.arguments)) for call in found]
 
 
-def as_tuple(result):
-    return result if isinstance(result, tuple) else (result,)
+def run(call: Call) -> list[torch.Tensor]:
+    with batch_invariant(call.int8):
+        return as_list(getattr(OPS, call.op)(*call.arguments.values()))
+
+
+def tensors_of(call: Call) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(call.arguments) if isinstance(leaf, torch.Tensor)]
 
 
 def assert_equal(found, expected):
-    for ours, theirs in zip(as_tuple(found), as_tuple(expected), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-NAMES = list(calls(2, "cpu"))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize("bits", cases.BITS)
-@pytest.mark.parametrize("name", NAMES)
-def test_graph_capture(name, bits):
-    call, _ = calls(bits)[name]
-    expected = call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = call()
-    for tensor in as_tuple(found):
-        tensor.fill_(77)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert_equal(found, expected)
+@EVERY_OP
+def test_graph_capture(op, bits):
+    for call in calls(op, bits):
+        expected, graph = run(call), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = run(call)
+        for tensor in found:
+            tensor.fill_(77)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_runs_on_the_current_stream(name):
+@EVERY_OP
+def test_runs_on_the_current_stream(op):
     """Its inputs are written by the same stream, late: a kernel on another stream would read them too early."""
-    call, inputs = calls(3)[name]
-    expected = call()
-    values = [tensor.clone() for tensor in inputs]
-    for tensor in inputs:
-        tensor.zero_()
-    busy = torch.randn(8192, 8192, device="cuda")
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(10):
-            busy = busy @ busy * 1e-4
-        for tensor, value in zip(inputs, values, strict=True):
-            tensor.copy_(value)
-        found = call()
-    torch.cuda.synchronize()
-    assert_equal(found, expected)
+    for call in calls(op, 3):
+        expected, inputs = run(call), tensors_of(call)
+        values = [tensor.clone() for tensor in inputs]
+        for tensor in inputs:
+            tensor.zero_()
+        busy = torch.randn(8192, 8192, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(10):
+                busy = busy @ busy * 1e-4
+            for tensor, value in zip(inputs, values, strict=True):
+                tensor.copy_(value)
+            found = run(call)
+        torch.cuda.synchronize()
+        assert_equal(found, expected)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("name", NAMES)
-def test_a_device_that_is_not_the_current_one(name):
+@EVERY_OP
+def test_a_device_that_is_not_the_current_one(op):
     assert torch.cuda.current_device() == 0
-    found, expected = calls(3, "cuda:1")[name][0](), calls(3, "cuda:0")[name][0]()
-    assert all(tensor.device.index == 1 for tensor in as_tuple(found))
-    assert_equal(tuple(t.cpu() for t in as_tuple(found)), tuple(t.cpu() for t in as_tuple(expected)))
+    for there, here in zip(calls(op, 3, "cuda:1"), calls(op, 3, "cuda:0"), strict=True):
+        found, expected = run(there), run(here)
+        assert all(tensor.device.index == 1 for tensor in found)
+        assert_equal(on("cpu", found), on("cpu", expected))
     assert torch.cuda.current_device() == 0
+
+
+@EVERY_OP
+def test_no_memory_is_held(op):
+    """Ops allocate their outputs and nothing else that stays."""
+    for call in calls(op, 3):
+        run(call)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        found = run(call)
+        expected = sum(-(-tensor.nbytes // 512) * 512 for tensor in found)
+        assert torch.cuda.memory_allocated() - before == expected, str(call)
+        del found
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -215,13 +211,69 @@ def test_more_blocks_than_are_counted_are_refused(free_memory):
         OPS.repack(planes, absmax, 2, [rows, 256])
 
 
-def test_no_memory_is_held():
-    """Ops allocate their outputs and nothing else."""
-    for name, (call, _) in calls(3).items():
-        call()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        found = call()
-        expected = sum(-(-tensor.nbytes // 512) * 512 for tensor in as_tuple(found))
-        assert torch.cuda.memory_allocated() - before == expected, name
-        del found
+# --- rows of tables, and of experts ---------------------------------------------------------------
+
+
+@FORMS
+@pytest.mark.parametrize("index", [-1, 50, 2**32 + 3])
+def test_an_index_that_is_no_row_stops_a_gpu(index, tiled):
+    """In a process of its own, which cannot use the GPU afterwards. Row 50 would be in the last tile, as padding."""
+    form = "OPS.repack(planes, absmax, 4, [50, 96])" if tiled else "(planes, absmax)"
+    code = f"""
+import torch, hf_kbit
+OPS = torch.ops.hf_kbit
+codebook = torch.tensor(hf_kbit.format.codebooks.normal_float(4)).cuda()
+planes, absmax = OPS.quantize(torch.randn(50, 96).cuda(), codebook)
+found = OPS.embed(torch.tensor([3, {index}]).cuda(), *{form}, codebook, [50, 96], torch.float16)
+print("went on", flush=True)
+torch.cuda.synchronize()
+print("was not stopped")
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert ran.returncode and "was not stopped" not in ran.stdout, ran.stdout
+    assert "went on" in ran.stdout, ran.stderr  # the host did not wait
+    assert "indices: each is 0 to V - 1" in ran.stderr and "device-side assert" in ran.stderr, ran.stderr
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 50, 2_000, 8_000, 40_000])
+def test_any_number_of_rows(count, dtype, tiled):
+    """From one, which several warps share, to more than all warps of a GPU have in one round."""
+    indices = torch.randint(0, 300, (count,), generator=cases.generator(count))
+    contract.embed(4, dtype, (300, 2600), indices=indices, home="cuda").forms()[tiled].hold("cuda")
+
+
+@FORMS
+def test_longer_rows_than_all_warps_take_in_a_turn(tiled):
+    shape = [16, 12_000_032]
+    planes = torch.randint(-(2**31), 2**31, (16, 2 * shape[1] // 32), dtype=torch.int32, device="cuda")
+    absmax = torch.randint(0, 256, (16, shape[1] // 32), dtype=torch.uint8, device="cuda")
+    codebook = cases.codebook(2).cuda()
+    packed = OPS.repack(planes, absmax, 2, shape) if tiled else (planes, absmax)
+    found = OPS.embed(torch.tensor([13, 0], device="cuda"), *packed, codebook, shape, torch.float16)
+    for row, expected in zip((13, 0), found, strict=True):
+        own = planes[row : row + 1], absmax[row : row + 1]
+        assert torch.equal(OPS.dequantize(*own, codebook, [1, shape[1]], torch.float16)[0], expected)
+
+
+@FORMS
+def test_a_graph_reads_indices_anew(tiled):
+    call = contract.embed(4, torch.float16, (300, 1056), home="cuda").forms()[tiled]
+    held, graph = call.arguments["indices"].clone(), torch.cuda.CUDAGraph()
+    its = replace(call, arguments=call.arguments | {"indices": held})
+    run(its)
+    with torch.cuda.graph(graph):
+        (found,) = run(its)
+    for seed in range(4):
+        held.copy_(torch.randint(0, 300, held.shape, generator=cases.generator(seed)))
+        graph.replay()
+        assert_same_bits(found, run(its)[0])
+
+
+@pytest.mark.parametrize("count", [1, 128, 257, 1024, 3000, 8192])
+def test_route_of_many(count):
+    """As the reference has it, to the number."""
+    for tokens, each in ((1, 1), (16, 8), (129, 1), (40, 8), (9000, 8), (100_000, 2)):
+        ids = torch.randint(-1, count + 1, (tokens, each), generator=cases.generator(tokens, count)).cuda()
+        assert_equal(OPS.route_experts(ids, count), reference.route_experts(ids, count))
