@@ -1,7 +1,6 @@
 """Kinds of models, as small as they can be, and what each is: the rows of ``test_lifecycle.py``."""
 
 import copy
-import dataclasses
 import functools
 import pickle
 from collections.abc import Callable
@@ -37,28 +36,26 @@ class Kind:
 
     build: Callable[[], PreTrainedModel]
     config: dict
-    inputs: Callable[[], dict] = text
-    lora: dict = field(default_factory=lambda: {"target_modules": ["q_proj", "v_proj", "down_proj"]})
+    inputs: Callable[[], dict]
+    lora: dict
     tied: dict[str, str] = field(default_factory=dict)
     change: Callable[[nn.Module], object] = lambda model: None
     row: Architecture | None = None
 
 
-def row(
-    name: str, targets: tuple[str, ...] = (), dtype=torch.float32, tied=None, settings=None, change=None, **config
-):
+def row(name: str, *targets: str, dtype=torch.float32, settings=None, lora=None, tied=None, change=None, **config):
     """A kind of the table of architectures, with LoRA on these layers."""
     row = BY_NAME[name]
-    made = Kind(functools.partial(row.build, dtype, **(settings or {})), config, row.inputs, tied=tied or {}, row=row)
-    made = made if change is None else dataclasses.replace(made, change=change)
-    return dataclasses.replace(made, lora={"target_modules": list(targets)}) if targets else made
+    lora = {"target_modules": list(targets or ("q_proj", "v_proj", "down_proj")), **(lora or {})}
+    how = {"lora": lora, "tied": tied or {}, "change": change or (lambda model: None), "row": row}
+    return Kind(functools.partial(row.build, dtype, **(settings or {})), config, row.inputs, **how)
 
 
 def mixture(name: str, dtype=torch.float32, **config) -> Kind:
     """Of ``adapters.MIXTURES``, with LoRA on all projections of its experts."""
     found = adapters.lora_on_experts(name)
     lora = {"target_parameters": list(found.target_parameters), "target_modules": ["q_proj"]}
-    return Kind(lambda: copy.deepcopy(adapters.dense(name, dtype)).eval(), config, lora=lora)
+    return Kind(lambda: copy.deepcopy(adapters.dense(name, dtype)).eval(), config, text, lora)
 
 
 def granite() -> PreTrainedModel:
@@ -117,16 +114,16 @@ KINDS = {
     "packed head": row("llama", bits=4, embedding_bits=3, module_bits={"lm_head": 2}),
     "layers that differ": row("llama", bits=3, module_bits={"down_proj": 2}, change=make_layers_differ),
     "8-bit inputs": row("llama", bits=4, inputs="int8"),
-    "Conv1D": row("gpt2", ("c_attn", "c_fc"), tied=WTE, bits=3, embedding_bits=5),
-    "encoder": row("bert-masked", ("query", "value"), tied=DECODED, bits=4, embedding_bits=5),
-    "encoder and decoder": row("t5", ("q", "wi_0"), torch.float16, SHARED, bits=4, embedding_bits=5),
-    "table of positions": row("opt", ("q_proj", "fc1"), tied=POSITIONS, bits=4, embedding_bits=5),
+    "Conv1D": row("gpt2", "c_attn", "c_fc", lora={"fan_in_fan_out": True}, tied=WTE, bits=3, embedding_bits=5),
+    "encoder": row("bert-masked", "query", "value", tied=DECODED, bits=4, embedding_bits=5),
+    "encoder and decoder": row("t5", "q", "wi_0", dtype=torch.float16, tied=SHARED, bits=4, embedding_bits=5),
+    "table of positions": row("opt", "q_proj", "fc1", tied=POSITIONS, bits=4, embedding_bits=5),
     "experts": mixture("qwen3_moe", bits=3, embedding_bits=4, module_bits={"layers.0.mlp.experts.down_proj": None}),
     "experts, transposed, with bias": mixture("gpt_oss", bits=4),
     "experts without a gate": mixture("nemotron_h", bits=5),
-    "experts, renamed": Kind(granite, {"bits": 3}, lora=mixture("mixtral").lora),
+    "experts, renamed": Kind(granite, {"bits": 3}, text, mixture("mixtral").lora),
     "scaled table": row("gemma3", tied=TIED, bits=4, embedding_bits=5),
-    "speech": row("whisper", ("q_proj", "fc1"), tied=PROJ_OUT, bits=4, embedding_bits=5),
+    "speech": row("whisper", "q_proj", "fc1", tied=PROJ_OUT, bits=4, embedding_bits=5),
     "layers of its own class": row(
         "falcon", ("query_key_value", "dense_h_to_4h"), tied=WORDS, bits=5, embedding_bits=5
     ),

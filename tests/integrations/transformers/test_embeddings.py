@@ -9,9 +9,9 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
-from hf_kbit import KbitConfig, KbitLinear, calibrate, merge_and_unload, quantize_model, reference, tensor
+from hf_kbit import KbitConfig, KbitLinear, calibrate, merge_and_unload, quantize_model, reference
 from hf_kbit.integrations.transformers import selection
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.weight import KbitWeight
@@ -96,15 +96,6 @@ def saved(dense, tmp_path_factory):
 @torch.no_grad()
 def output(model) -> torch.Tensor:
     return model(TOKENS).logits
-
-
-def test_tiles_leave_the_bias_of_a_tied_head(monkeypatch):
-    monkeypatch.setattr(tensor, "reads_tiles", lambda device: device.type == "cpu")
-    model = BertForMaskedLM(BertConfig(vocab_size=99, **SMALL))
-    quantize_model(model, **CONFIG)
-    assert model.get_output_embeddings().weight.is_tiled
-    model.tie_weights()
-    assert model.get_output_embeddings().bias.shape == (99,)
 
 
 def test_two_different_weights_in_a_checkpoint_stay_two(dense, tmp_path):
