@@ -115,10 +115,6 @@ def test_state_dict():
     assert shapes == {"gate_up_proj.weight": (E, 2 * INNER, H), "down_proj.weight": (E, H, INNER)}
     stored = {name: tuple(tensor.shape) for name, tensor in packed.down_proj.packed.items()}
     assert stored == {"weight": (E, H, 2 * 4), "weight_absmax": (E, H, 2), "weight_columns": (INNER,)}
-    other, _ = made(gated, bits=4)
-    other.to("meta").to_empty(device="cpu")
-    other.load_state_dict(packed.state_dict())
-    assert torch.equal(other(*routed()), packed(*routed()))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
