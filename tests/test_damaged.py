@@ -237,6 +237,26 @@ def ignoring_sizes(folder: Path):
     return AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True)
 
 
+ONLY_MODULES = {
+    "embed.weight: missing, expected float32": {"embed.weight": None},
+    "scale: missing": {"scale": None},
+    "head.weight: left over": {"head.weight": torch.zeros(50, 64)},
+    "norm.weight: found bfloat16": {"norm.weight": torch.zeros(64, dtype=torch.bfloat16)},
+}
+
+
+@pytest.mark.parametrize("message", ONLY_MODULES)
+@pytest.mark.parametrize("damaged", ["module"], indirect=True)
+def test_tensors_of_a_module_that_do_not_fit_are_named(damaged, message):
+    """What is tied, buffers and dtypes."""
+    place, folder = damaged
+    changes = ONLY_MODULES[message]
+    found = {name: tensor for name, tensor in (load_file(folder / place.file) | changes).items() if tensor is not None}
+    save_file({name: tensor.clone() for name, tensor in found.items()}, folder / place.file)
+    with pytest.raises(ValueError, match=message):
+        place.load(folder)
+
+
 # --- one file -------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -108,7 +109,7 @@ def test_saved_in_several_files_and_in_none(kind, tmp_path):
 
 
 def is_follower(name: str, kind: Life) -> bool:
-    """Whether it is of a weight that is stored under another name."""
+    """Whether it is of a weight that is stored under another name; without files ``from_pretrained`` takes no other."""
     return name.startswith(tuple(kind.kind.tied))
 
 
@@ -126,11 +127,27 @@ def test_as_a_gpu_holds_it(kind, form, tmp_path):
         kind.assert_saved_as_before(made, tmp_path)
 
 
-@each_kind
+@of("mixed widths")
 def test_loaded_where_levels_cannot_be_derived(kind, monkeypatch):
     """Files say them."""
     monkeypatch.setattr(hf_kbit.codebooks, "NAMED", {})
     kind.assert_same(kind.load(), "loaded")
+
+
+def test_layers_keep_levels_of_their_own(tmp_path, tmp_path_factory):
+    """Those of a model that hf_kbit 0.1.0 has made, whose codebook nobody derives any more, for another weight too."""
+    kind = life("layers that differ", tmp_path_factory)
+    shutil.copytree(kind.folder / "saved", tmp_path / "saved")
+    config = json.loads((tmp_path / "saved/config.json").read_text())
+    layers = config["quantization_config"]["layers"].values()
+    assert len({tuple(layer["levels"]) for layer in layers}) == len(weights(kind.model))
+    config["quantization_config"]["codebook"] = "layer"
+    (tmp_path / "saved/config.json").write_text(json.dumps(config))
+    model = kind.cls.from_pretrained(tmp_path / "saved")
+    kind.assert_same(model, "loaded")
+    layer, levels = model.model.layers[1].mlp.up_proj, kind.model.model.layers[1].mlp.up_proj.levels
+    layer.load_dense(torch.randn(layer.out_features, layer.in_features))
+    assert layer.levels == levels
 
 
 # --- copies, and files of other libraries ---------------------------------------------------------
@@ -186,15 +203,11 @@ def other(model: nn.Module) -> nn.Module:
 
 
 def by_file(model, folder):
-    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("lm_head.")}
-    state |= {} if weights_are_tied(model) else {n: t for n, t in model.state_dict().items() if "lm_head." in n}
+    tied = model.config.tie_word_embeddings  # then a file has one name of two
+    state = {name: t for name, t in model.state_dict().items() if not (tied and name.startswith("lm_head."))}
     save_file(state, folder / "model.safetensors")
     (made := other(model)).load_state_dict(load_file(folder / "model.safetensors"), strict=False)
     return made
-
-
-def weights_are_tied(model) -> bool:
-    return model.config.tie_word_embeddings
 
 
 def by_model(model, folder):
@@ -220,7 +233,7 @@ def by_model_of_accelerate(model, folder):
     )  # no border within a layer: files come alone
     Accelerator(cpu=True).save_model(model, folder, max_shard_size=size)
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (size == "10KB")
-    accelerate.load_checkpoint_in_model(made := other(model), folder, strict=not weights_are_tied(model))
+    accelerate.load_checkpoint_in_model(made := other(model), folder, strict=not model.config.tie_word_embeddings)
     return made
 
 
