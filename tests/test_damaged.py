@@ -420,10 +420,10 @@ def changed_entries(files) -> Iterator[tuple[str, dict[str, bytes]]]:
             entries = content["quantization_config"] | {name: value}
             yield name, files | {CONFIG: json.dumps(content | {"quantization_config": entries}).encode()}
     for layer in content["quantization_config"]["layers"]:
-        for entry in ({"bits": 2}, {"transform": "x"}, {"levels": [1]}, {"exponent": 0.5}, None):
+        for entry in ({"bits": 4}, {"transform": "x"}, {"levels": [1]}, {"exponent": 0.5}, None):
             changed = json.loads(files[CONFIG])
             changed["quantization_config"]["layers"][layer] = entry
-            yield layer if entry != {"bits": 2} else "bits", files | {CONFIG: json.dumps(changed).encode()}
+            yield layer if entry != {"bits": 4} else "bits", files | {CONFIG: json.dumps(changed).encode()}
 
 
 def without_digests(files) -> dict[str, bytes]:

@@ -109,7 +109,7 @@ def test_saved_in_several_files_and_in_none(kind, tmp_path):
 
 
 def is_follower(name: str, kind: Life) -> bool:
-    """Whether it is of a weight that is stored under another name; without files ``from_pretrained`` takes no other."""
+    """Whether it is of a weight that files have under another name: without files both names are not taken."""
     return name.startswith(tuple(kind.kind.tied))
 
 
@@ -228,9 +228,8 @@ def by_state_of_accelerate(model, folder, **how):
 
 
 def by_model_of_accelerate(model, folder):
-    size = (
-        "1MB" if hasattr(model.config, "num_local_experts") else "10KB"
-    )  # no border within a layer: files come alone
+    # Files are loaded one at a time, so no border may go through the tensors of a layer.
+    size = "1MB" if hasattr(model.config, "num_local_experts") else "10KB"
     Accelerator(cpu=True).save_model(model, folder, max_shard_size=size)
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (size == "10KB")
     accelerate.load_checkpoint_in_model(made := other(model), folder, strict=not model.config.tie_word_embeddings)
