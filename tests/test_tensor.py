@@ -301,6 +301,8 @@ def test_threads_share_a_model(form):
         gate.wait()
         other = ways[number % len(ways)](made)
         assert_same(contents(other), expected)
+        assert_tied(other)
+        assert {layer.weight.is_tiled for layer in other.children()} == {form == "tiles"}
         for layer, output in zip((other.linear, other.head), outputs, strict=True):
             assert torch.equal(layer(x), output)
 
