@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_kbit
 from hf_kbit import KbitConfig, KbitEmbedding, KbitLinear
-from hf_kbit.integrations.transformers.plain import unusual
+from hf_kbit.integrations.transformers.plain import is_linear, unusual
 
 IDS = torch.tensor([[5, 3, 17, 2, 40, 3]])
 ROUNDED = 0.12  # relative error: 5 bits lose some 3% in a layer, of which there are three, and a table
@@ -36,16 +36,6 @@ class Named(nn.Linear):
 
     def __init__(self, size: int):
         super().__init__(size, size)
-
-
-class Doubling(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-class Shifted(Conv1D):
-    def forward(self, x):
-        return super().forward(x) + 1
 
 
 def add(**attributes) -> Callable:
@@ -94,8 +84,6 @@ KINDS = {
     "attribute with a default": (add(alpha=3.0), lambda m, x: x + m.a(x) * getattr(m.a, "alpha", 1.0), ""),
     "attribute of our name": (add(scale=3.0), lambda m, x: m.a(x) * m.a.scale, "scale"),
     "method of the class": (lambda m: replaced(m, a=Twice(64, 64)), lambda m, x: m.a.twice(x), "twice"),
-    "forward of the class": (lambda m: replaced(m, a=Doubling(64, 64)), call, "forward of Doubling"),
-    "forward of a Conv1D": (lambda m: replaced(m, a=Shifted(64, 64)), call, "forward of Shifted"),
     "method of the instance": (own_method, lambda m, x: m.a.scaled(x), "a.scaled"),
     "forward of the instance": (own_forward, call, "forward"),
     "weight_norm": (lambda m: nn.utils.weight_norm(m.a), call, "weight_g, weight_v"),
@@ -427,3 +415,21 @@ def test_what_a_model_writes_into_stays_in_16_bits(kind, caplog):
     if kind not in (Reads, Views):
         with pytest.raises((RuntimeError, TypeError), match=r"^blocks.0.a.weight: found .*\(modules_to_not_convert\)"):
             asked(x)
+
+
+def test_is_linear():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    class Renamed(nn.Linear):
+        pass
+
+    class Moved(Conv1D):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    assert is_linear(nn.Linear(2, 2)) and is_linear(Renamed(2, 2)) and is_linear(Conv1D(2, 2))
+    assert not is_linear(Scaled(2, 2)) and not is_linear(Moved(2, 2)), "their forward does something else"
+    assert not is_linear(nn.MultiheadAttention(4, 2).out_proj), "its weight is read by nn.MultiheadAttention"
+    assert not is_linear(KbitLinear(2, 2)) and not is_linear(nn.Linear(0, 2))
