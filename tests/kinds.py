@@ -2,10 +2,12 @@
 
 import copy
 import functools
+import logging
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import TestCase
 
 import adapters
 import cases
@@ -124,9 +126,7 @@ KINDS = {
     "experts, renamed": Kind(granite, {"bits": 3}, text, mixture("mixtral").lora),
     "scaled table": row("gemma3", tied=TIED, bits=4, embedding_bits=5),
     "speech": row("whisper", "q_proj", "fc1", tied=PROJ_OUT, bits=4, embedding_bits=5),
-    "layers of its own class": row(
-        "falcon", ("query_key_value", "dense_h_to_4h"), tied=WORDS, bits=5, embedding_bits=5
-    ),
+    "layers of its own class": row("falcon", "query_key_value", tied=WORDS, bits=5, embedding_bits=5),
 }
 # What is in the table of architectures, as its rows say.
 ROWS = {
@@ -137,14 +137,17 @@ ROWS = {
 
 
 class Life:
-    """A model of a kind, quantized while it loaded from ``folder / "dense"``, and saved in ``folder / "saved"``."""
+    """A model of a kind, quantized while it loaded from ``folder / "dense"``, and saved in ``folder / "saved"``; ``log``
+    is what was said of it."""
 
     def __init__(self, kind: Kind, folder: Path):
         self.kind, self.folder, self.inputs = kind, folder, kind.inputs()
         dense = kind.build()
         self.cls = type(dense)
         dense.save_pretrained(folder / "dense")
-        self.model = self.load("dense", quantization_config=KbitConfig(**kind.config))
+        with logged() as log:
+            self.model = self.load("dense", quantization_config=KbitConfig(**kind.config))
+        self.log = log.records
         kind.change(self.model)
         self.model.save_pretrained(folder / "saved")
         self.expected = run(self.model, self.inputs)
@@ -168,6 +171,11 @@ class Life:
         found, expected = files(folder / "saved"), files(self.folder / "saved")
         assert found.keys() == expected.keys()
         assert [name for name in found if found[name] != expected[name]] == []
+
+
+def logged():
+    """What hf_kbit logs while a ``with`` lasts."""
+    return TestCase().assertLogs("transformers.hf_kbit", logging.INFO)
 
 
 _lives: dict[str, Life] = {}

@@ -9,13 +9,12 @@ import logging
 import re
 from collections import Counter
 from pathlib import Path
-from unittest import TestCase
 
 import pytest
 import torch
 import transformers
 from architectures import BY_NAME, text
-from kinds import ROWS, Life, life, run, same_outputs, same_tensors
+from kinds import ROWS, Life, life, logged, run, same_outputs, same_tensors
 from safetensors import safe_open
 from torch import nn
 from torch._dynamo.utils import counters
@@ -93,11 +92,6 @@ def save(model: PreTrainedModel, path: Path) -> Path:
     return path
 
 
-def logged():
-    """What hf_kbit logs while a ``with`` lasts."""
-    return TestCase().assertLogs("transformers.hf_kbit", logging.INFO)
-
-
 # --- every architecture ---------------------------------------------------------------------------
 
 
@@ -108,9 +102,7 @@ def case(request, tmp_path_factory) -> Life:
 
 
 def test_linear_layers_are_replaced_and_the_log_names_the_rest(case):
-    original, row = linears(case.load("dense")), case.kind.row
-    with logged() as log:
-        model = case.load("dense", quantization_config=KbitConfig(bits=row.bits))
+    original, row, model = linears(case.load("dense")), case.kind.row, case.model
     assert linears(model).keys() == original.keys(), "a layer came or went"
     assert {pattern(name) for name in dense(model)} == set(row.dense)
     for name, layer in quantized(model).items():
@@ -120,7 +112,7 @@ def test_linear_layers_are_replaced_and_the_log_names_the_rest(case):
     assert model.dtype == next(iter(original.values())).weight.dtype
     assert any(layer.exponent for layer in quantized(model).values()), "the small layer needs an exponent"
 
-    (record,) = log.records
+    (record,) = case.log
     count, left, listing = re.fullmatch(
         r"hf_kbit: (\d+) quantized layers with .*; left as they are: (\d+) tensors with [\d,]+ weights \(\d+%\): (.*)",
         record.getMessage(),
