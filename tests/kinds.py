@@ -137,8 +137,8 @@ ROWS = {
 
 
 class Life:
-    """A model of a kind, quantized while it loaded from ``folder / "dense"``, and saved in ``folder / "saved"``; ``log``
-    is what was said of it."""
+    """A model of a kind, quantized while it loaded from ``folder / "dense"``, of which ``log`` speaks, and saved in
+    ``folder / "saved"``."""
 
     def __init__(self, kind: Kind, folder: Path):
         self.kind, self.folder, self.inputs = kind, folder, kind.inputs()
