@@ -9,6 +9,7 @@ import pytest
 import torch
 from fresh import Fresh
 
+pytest.register_assert_rewrite("kinds", "adapters")  # what they assert is shown as in tests
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the Hub; read by huggingface_hub's import
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on CPUs, one operation at a time; read by its import
@@ -17,6 +18,16 @@ if not torch.cuda.is_available():
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request) -> str:
     """A test that takes it runs on a CPU and, marked ``gpu``, on a GPU."""
+    return request.param
+
+
+@pytest.fixture(params=["planes", "tiles"])
+def form(request, monkeypatch) -> str:
+    """Of packed weights in memory: as files have them, or what kernels of a GPU read, on a CPU too."""
+    from hf_kbit import tensor  # not at the top: Triton reads what is set there
+
+    if request.param == "tiles":
+        monkeypatch.setattr(tensor, "reads_tiles", lambda device: device.type == "cpu")
     return request.param
 
 

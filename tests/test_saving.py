@@ -1,6 +1,5 @@
 """Modules that are nobody's, saved and loaded: the same in every byte, or refused by name and as they were."""
 
-import json
 import resource
 import shutil
 
@@ -8,36 +7,13 @@ import cases
 import pytest
 import torch
 from killing import in_a_child, killed, killed_everywhere
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from kinds import Attention
+from safetensors import SafetensorError
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_kbit import KbitLinear, load_into, quantize_model, save
-from hf_kbit.files.checkpoint import DIGEST
 from hf_kbit.files.saving import CONFIG
-
-
-class Attention(nn.Module):
-    """Has tied weights, a layer in two places, and buffers of all kinds."""
-
-    def __init__(self, width: int = 64):
-        super().__init__()
-        self.embed = nn.Embedding(80, width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
-        self.again = self.proj
-        self.norm = nn.BatchNorm1d(width)
-        self.head = nn.Linear(width, 80, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("scale", torch.rand(()))
-        self.register_buffer("mask", torch.rand(5, 5).tril(), persistent=False)
-        self.register_buffer("top", self.mask[:2], persistent=False)
-
-    def forward(self, ids):
-        q, k, v = self.qkv(self.embed(ids)).chunk(3, -1)
-        x = self.again(self.proj((q @ k.mT * self.scale * self.mask) @ v))
-        return self.head(self.norm(x.mT).mT) + self.top.sum()
-
 
 IDS = torch.arange(10).view(2, 5)
 
@@ -135,62 +111,6 @@ def test_a_part_of_transformers_is_no_model_of_it(tmp_path):
 
 
 # --- what is refused ------------------------------------------------------------------------------
-
-
-def tensors(**changes):
-    """Replaces tensors of the file, or removes those for which there is None; its metadata stays."""
-
-    def damage(folder):
-        file = folder / "kbit.safetensors"
-        found = {name: tensor.clone() for name, tensor in load_file(file).items()} | changes
-        with safe_open(file, "pt") as opened:
-            metadata = opened.metadata()
-        save_file({name: tensor for name, tensor in found.items() if tensor is not None}, file, metadata)
-
-    return damage
-
-
-def config(change):
-    def damage(folder):
-        change(entries := json.loads((folder / CONFIG).read_text()))
-        (folder / CONFIG).write_text(json.dumps(entries))
-
-    return damage
-
-
-def cut(file, size):
-    return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:size])
-
-
-DAMAGES = {
-    "found no kbit_config.json, expected a folder that": lambda folder: (folder / CONFIG).unlink(),
-    "kbit_config.json: Expecting": cut(CONFIG, 40),
-    "kbit_config.json: found no levels": config(lambda entries: entries.pop("levels")),
-    "kbit_config.json: bits: found 7": config(lambda entries: entries.update(bits=7)),
-    r"kbit_config.json: quantization_config: found \['more'\]": config(lambda entries: entries.update(more=1)),
-    f"expected tensors saved with this .*{DIGEST}": config(lambda entries: entries["layers"].pop("qkv")),
-    "nowhere: in layers of": config(lambda entries: entries["layers"].update(nowhere={"exponent": 1})),
-    "kbit.safetensors: damaged or cut short at tensor": cut("kbit.safetensors", -1),
-    "expected files of one save": tensors(**{"qkv.bias": torch.zeros(192)}),
-    "proj.weight_columns: found none, expected U8": tensors(**{"proj.weight_columns": None}),
-    "qkv.weight: missing, expected beside qkv.weight_absmax": tensors(**{"qkv.weight": None}),
-    "embed.weight: missing, expected float32": tensors(**{"embed.weight": None}),
-    "scale: missing": tensors(scale=None),
-    "surplus: left over, the module has no such tensor": tensors(surplus=torch.zeros(3)),
-    r"norm.weight: found float32 \[63\], expected float32 \[64\]": tensors(**{"norm.weight": torch.zeros(63)}),
-    "norm.weight: found bfloat16": tensors(**{"norm.weight": torch.zeros(64, dtype=torch.bfloat16)}),
-    r"qkv.weight: found I32 \[192, 5\], expected I32 \[192, 4\] for a \[192, 64\] weight in 2 bits": tensors(
-        **{"qkv.weight": torch.zeros(192, 5, dtype=torch.int32)}
-    ),
-    "head.weight: left over": tensors(**{"head.weight": torch.zeros(50, 64)}),
-}
-
-
-@pytest.mark.parametrize("message", DAMAGES)
-def test_damaged(saved, message):
-    _, folder = saved
-    DAMAGES[message](folder)
-    refused(build(1), folder, message)
 
 
 def refused(model, folder, message):

@@ -38,7 +38,7 @@ def lost_rows(weight: torch.Tensor, absmax: torch.Tensor, signed: bool, coarse: 
         coarse: whether rows count, too, whose scales are coarse, but not zero.
 
     >>> weight = torch.cat([torch.ones(3, 32), torch.full((1, 32), 1e-3), torch.zeros(1, 32)])
-    >>> lost(weight, torch.tensor([[176], [176], [176], [2], [0]], dtype=torch.uint8), False, coarse=True)
+    >>> lost_rows(weight, torch.tensor([[176], [176], [176], [2], [0]], dtype=torch.uint8), False, coarse=True)
     '1 of 5 rows'
     """
     steps = absmax.flatten(0, -2)

@@ -1,7 +1,6 @@
 """KbitExperts against the class it stands in for, on decoded weights."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -110,24 +109,12 @@ def test_llama4():
     torch.testing.assert_close(packed(x), plain(x), rtol=1e-5, atol=1e-5)
 
 
-def test_copies_and_pickles():
-    packed, _ = made(gated)
-    expected = packed(*routed())
-    for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
-        assert type(other) is type(packed) and type(other).plain is Qwen3MoeExperts
-        assert torch.equal(other(*routed()), expected)
-
-
 def test_state_dict():
     packed, _ = made(gated, bits=4)
     shapes = {name: tuple(tensor.shape) for name, tensor in packed.state_dict(keep_vars=True).items()}
     assert shapes == {"gate_up_proj.weight": (E, 2 * INNER, H), "down_proj.weight": (E, H, INNER)}
     stored = {name: tuple(tensor.shape) for name, tensor in packed.down_proj.packed.items()}
     assert stored == {"weight": (E, H, 2 * 4), "weight_absmax": (E, H, 2), "weight_columns": (INNER,)}
-    other, _ = made(gated, bits=4)
-    other.to("meta").to_empty(device="cpu")
-    other.load_state_dict(packed.state_dict())
-    assert torch.equal(other(*routed()), packed(*routed()))
 
 
 @pytest.mark.parametrize("transposed", [False, True])

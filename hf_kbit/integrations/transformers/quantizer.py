@@ -84,6 +84,11 @@ class KbitHfQuantizer(HfQuantizer):
                 "16-bit checkpoint each time. Quantize and save first: a quantized checkpoint can be offloaded"
             )
 
+    @property
+    def tuned(self) -> str:
+        """What tuning has gained, in words, if the model was tuned in this process."""
+        return self.outcome.tuned
+
     def is_serializable(self) -> bool:
         return True
 

@@ -28,7 +28,6 @@ from peft import get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import hf_kbit
 from hf_kbit import KbitLinear
 from hf_kbit.integrations.peft.layer import tuner_class
 
@@ -284,18 +283,3 @@ def test_modules_to_save_and_dropout(device):
 
 
 # --- other architectures ---
-
-
-@pytest.mark.parametrize("fan_in_fan_out", [False, True])
-def test_conv1d(fan_in_fan_out, device):
-    """GPT-2's layers are stored as ``[in, out]`` and quantized as ``[out, in]``, whatever the config says."""
-    config = GPT2Config(n_embd=40, n_layer=1, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0)
-    dense, settings = GPT2LMHeadModel(config), {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": fan_in_fan_out}
-    models = load(dense, device, bits=3), load(dense, device, bits=3).dequantize()
-    model, reference = (adapted(m, lora(**settings)) for m in models)
-    assert len(kbit_layers(model)) == 4
-    expected = logits(reference)
-    assert relative(logits(model), expected) < TOLERANCE[device]
-    merged = hf_kbit.merge_and_unload(model, dequantize=True)
-    assert type(merged.transformer.h[0].attn.c_attn) is type(dense.transformer.h[0].attn.c_attn)
-    assert relative(logits(merged), expected) < TOLERANCE[device]

@@ -2,11 +2,9 @@
 
 import copy
 import functools
-import pickle
 import threading
 
 import adapters
-import peft
 import pytest
 import torch
 import transformers
@@ -28,9 +26,8 @@ from adapters import (
     trainable,
     warned,
 )
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
-from safetensors.torch import load_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 import hf_kbit
 from hf_kbit.integrations.peft.expert_adapters import KbitParamWrapper, low_rank_product
-from hf_kbit.nn.experts import KbitExperts, KbitProjection
+from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.weight.tensor import KbitTensor
 
 quantized = functools.partial(adapters.quantized, name="qwen3_moe")
@@ -174,22 +171,6 @@ def test_several_adapters(device):
     assert torch.equal(logits(ours.unload()), logits(quantized(device)))
 
 
-def test_copies(device, tmp_path):
-    """By state dicts, files, of which one may load another, pickles and deepcopy."""
-    model = adapted(quantized(device), lora())
-    status = model.get_model_status()
-    assert status.quantization_backend == "kbit" and status.enabled and len(model.get_layer_status()) == 4 + 2
-    other = get_peft_model(quantized(device), lora())
-    assert not peft.set_peft_model_state_dict(other, peft.get_peft_model_state_dict(model)).unexpected_keys
-    model.save_pretrained(tmp_path)
-    again = PeftModel.from_pretrained(quantized(device), tmp_path, low_cpu_mem_usage=True).eval()
-    second = copy.deepcopy(again)
-    second.load_adapter(tmp_path, "second")
-    second.set_adapter("second")
-    for each in (other, again, second, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert wrappers(each).keys() == wrappers(model).keys() and torch.equal(logits(each), logits(model))
-
-
 # --- merging ---
 
 
@@ -246,30 +227,6 @@ def test_merging_takes_memory_for_some_copies_of_one_expert(name):
     assert size < merging.peak < size + 10 * one
     assert unmerging.peak < one
     assert 32 * one < into_16_bits.peak < (32 + 5) * one
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_merge_into_16_bits(name, device, tmp_path):
-    """An ordinary model with what PEFT merges into the decoded one, saved under the names of the architecture's
-    checkpoints, whose experts PEFT adapts alike."""
-    base, plain = quantized(device, name=name), dense(name)
-    base.save_pretrained(tmp_path / "packed")
-    model = adapted(type(base).from_pretrained(tmp_path / "packed", device_map=device), lora(name))
-    expected = logits(model)
-    merged = hf_kbit.merge_and_unload(model, dequantize=True)
-    assert type(merged) is type(plain)
-    assert not any(isinstance(module, (KbitExperts, ParamWrapper)) for module in merged.modules())
-    assert relative(logits(merged), expected) < TOLERANCE[device]
-    theirs = adapted(adapters.decoded(device, name=name), lora(name)).merge_and_unload()
-    for key, parameter in theirs.named_parameters():
-        difference = (merged.get_parameter(key) - parameter).norm()
-        assert difference <= (0 if device == "cpu" else TOLERANCE[device]) * parameter.norm(), key
-    merged.save_pretrained(tmp_path / "merged")
-    plain.save_pretrained(tmp_path / "dense")
-    stored = [load_file(tmp_path / folder / "model.safetensors").keys() for folder in ("merged", "dense")]
-    assert stored[0] == stored[1]
-    names = [list(trainable(get_peft_model(m, lora(name)))) for m in (merged, copy.deepcopy(plain))]
-    assert names[0] == names[1]
 
 
 def test_merge_into_16_bits_without_a_quantizer(device):

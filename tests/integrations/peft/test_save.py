@@ -1,8 +1,5 @@
 """Saving, loading and copying adapters, which leaves the quantized weights below them where they are."""
 
-import copy
-import pickle
-
 import peft
 import pytest
 import torch
@@ -101,16 +98,3 @@ def test_adapters_through_transformers(device, tmp_path):
     other = quantized(device, module_bits={"v_proj": 4}).eval()
     other.load_adapter(tmp_path)
     assert torch.equal(logits(other), expected)
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies(again, device):
-    model = adapted(quantized(device), lora())
-    other = again(model)
-    assert torch.equal(logits(other), logits(model))
-    other.merge_adapter()
-    merged = logits(other)
-    other = again(other)
-    assert torch.equal(logits(other), merged) and not torch.equal(merged, logits(model))
-    other.unmerge_adapter()
-    assert torch.equal(logits(other), logits(model))

@@ -1,28 +1,24 @@
-"""Real architectures with tiny random weights: quantize while loading, run, save, reload, dequantize.
+"""Real architectures with tiny random weights: what is quantized of each, to what, and what is logged of it.
 
-The first part runs every row of ``architectures.py`` through the whole life of a model. The second has the questions
-for which one or two architectures are enough: choices in the config, new heads, sharding, copying, compiling.
+What becomes of them then is for ``test_lifecycle.py``. The second part has the questions for which one or two
+architectures are enough: choices in the config, new heads, tensors that a checkpoint has as one.
 """
 
 import copy
-import json
 import logging
-import pickle
 import re
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from unittest import TestCase
 
-import cases
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, BY_NAME, Architecture, text
+from architectures import BY_NAME, text
+from kinds import ROWS, Life, life, logged, run, same_outputs, same_tensors
 from safetensors import safe_open
 from torch import nn
 from torch._dynamo.utils import counters
-from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import hf_kbit
@@ -86,116 +82,44 @@ def with_rounded_weights(model: PreTrainedModel, layers: dict[str, KbitWeight]) 
     return model
 
 
-def prepare(model: PreTrainedModel, inputs: dict) -> dict:
-    """The inputs in the model's dtype; and its tensors, which lie anywhere in a mapped file, at aligned addresses.
-
-    The address of an operand can decide in which order a library adds, and results shall be equal to the last bit.
-    """
-    for tensor in model.parameters():
-        if tensor.data_ptr() % 64:
-            tensor.data = tensor.data.clone()
-    return {k: x.to(model.dtype) if x.is_floating_point() else x for k, x in inputs.items()}
-
-
-@torch.no_grad()
-def run(model: PreTrainedModel, inputs: dict) -> dict[str, torch.Tensor]:
-    """Every floating tensor that a forward pass returns."""
-    outputs = model(**prepare(model, inputs))
-    return {k: x for k, x in outputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
-
-
 def generate(model: PreTrainedModel, inputs: dict, **kwargs) -> torch.Tensor:
     """The tokens of a greedy generation."""
-    inputs = {k: x for k, x in prepare(model, inputs).items() if not k.startswith("decoder_")}
+    inputs = {k: x for k, x in inputs.items() if not k.startswith("decoder_")}
     return model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, **kwargs)
 
 
-def assert_same_outputs(found: dict, expected: dict, step: str, exact: bool = True) -> None:
-    """Exactly, or to the rounding of sums taken in another order: eps of the largest output, tens of times."""
-    assert found.keys() == expected.keys(), f"{step}: other outputs"
-    for name in expected:
-        assert found[name].isfinite().all(), f"{step}: {name} is not finite"
-        tolerance = 0.0 if exact else 32 * torch.finfo(expected[name].dtype).eps * expected[name].abs().max().item()
-        torch.testing.assert_close(
-            found[name], expected[name], rtol=0, atol=tolerance, msg=lambda text, name=name: f"{step}: {name}: {text}"
-        )
-
-
-def assert_same_tensors(found: PreTrainedModel, expected: PreTrainedModel, step: str) -> None:
-    found, expected = found.state_dict(), expected.state_dict()
-    assert found.keys() == expected.keys(), f"{step}: other tensors"
-    for name in expected:
-        assert found[name].dtype == expected[name].dtype, f"{step}: {name}: dtype {found[name].dtype}"
-        assert torch.equal(found[name], expected[name]), f"{step}: {name} differs"
-
-
-def save(model: PreTrainedModel, path: Path, **kwargs) -> Path:
-    model.save_pretrained(path, **kwargs)
+def save(model: PreTrainedModel, path: Path) -> Path:
+    model.save_pretrained(path)
     return path
-
-
-def files(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
-
-
-def tensor_names(path: Path) -> set[str]:
-    return {name for file in path.glob("*.safetensors") for name in safe_open(file, "pt").keys()}
-
-
-def logged():
-    """What hf_kbit logs while a ``with`` lasts; caplog serves a test, not a module's fixture."""
-    return TestCase().assertLogs("transformers.hf_kbit", logging.INFO)
 
 
 # --- every architecture ---------------------------------------------------------------------------
 
 
-@dataclass
-class Case:
-    """A quantized model and where it came from."""
-
-    architecture: Architecture
-    dtype: torch.dtype
-    path: Path  # of the float checkpoint
-    model: PreTrainedModel
-    log: list[logging.LogRecord]
-    inputs: dict
-
-    def load_float(self) -> PreTrainedModel:
-        return self.architecture.cls.from_pretrained(self.path, dtype=self.dtype)
-
-
-ROWS = [pytest.param((a, dtype), id=f"{a}-{a.bits}bit-{dtype}") for a in ARCHITECTURES for dtype in a.dtypes]
-
-
-@pytest.fixture(scope="module", params=ROWS)
-def case(request, tmp_path_factory) -> Case:
-    """One for all tests of a row: they must not change the model."""
-    architecture, dtype = request.param[0], getattr(torch, request.param[1])
-    path = save(architecture.build(dtype), tmp_path_factory.mktemp("float"))
-    with logged() as log:
-        model = architecture.cls.from_pretrained(path, quantization_config=KbitConfig(bits=architecture.bits))
-    return Case(architecture, dtype, path, model, log.records, architecture.inputs())
+@pytest.fixture(params=ROWS)
+def case(request, tmp_path_factory) -> Life:
+    """One for all tests of a row, which ``test_lifecycle.py`` takes further."""
+    return life(request.param, tmp_path_factory)
 
 
 def test_linear_layers_are_replaced_and_the_log_names_the_rest(case):
-    original = linears(case.load_float())
-    assert linears(case.model).keys() == original.keys(), "a layer came or went"
-    assert {pattern(name) for name in dense(case.model)} == set(case.architecture.dense)
-    for name, layer in quantized(case.model).items():
-        assert layer.bits == case.architecture.bits, f"{name}: {layer}"
+    original, row, model = linears(case.load("dense")), case.kind.row, case.model
+    assert linears(model).keys() == original.keys(), "a layer came or went"
+    assert {pattern(name) for name in dense(model)} == set(row.dense)
+    for name, layer in quantized(model).items():
+        assert layer.bits == row.bits, f"{name}: {layer}"
         if isinstance(layer, KbitLinear):
             assert (layer.bias is None) == (original[name].bias is None), f"{name}: {layer}"
-    assert case.model.dtype == case.dtype
-    assert any(layer.exponent for layer in quantized(case.model).values()), "the small layer needs an exponent"
+    assert model.dtype == next(iter(original.values())).weight.dtype
+    assert any(layer.exponent for layer in quantized(model).values()), "the small layer needs an exponent"
 
     (record,) = case.log
     count, left, listing = re.fullmatch(
         r"hf_kbit: (\d+) quantized layers with .*; left as they are: (\d+) tensors with [\d,]+ weights \(\d+%\): (.*)",
         record.getMessage(),
     ).groups()
-    floating = [name for name, p in case.model.named_parameters() if not isinstance(p, KbitTensor) and p.dim() > 1]
-    assert (int(count), int(left)) == (len(quantized(case.model)), len(floating)), listing
+    floating = [name for name, p in model.named_parameters() if not isinstance(p, KbitTensor) and p.dim() > 1]
+    assert (int(count), int(left)) == (len(quantized(model)), len(floating)), listing
     named = {name: int(number) for name, number in re.findall(r"([^\s,]+) \((\d+) x, [\d,]+\)", listing)}
     assert named == Counter(pattern(name.removesuffix(".weight")) for name in floating)
 
@@ -213,52 +137,20 @@ def test_a_warning_says_that_much_is_left_and_only_once(tmp_path):
 
 
 def test_same_as_float_model_with_rounded_weights(case):
-    reference, layers = case.load_float(), quantized(case.model)
-    reference = with_rounded_weights(reference, layers)
+    layers = quantized(case.model)
+    reference = with_rounded_weights(case.load("dense"), layers)
     for name, layer in layers.items():
         weight = dense_weight(reference, name, layer)
         expected = weight.mT if layer.transposed else weight
-        assert torch.equal(layer.dequantize(case.dtype), expected), f"{name}: decoded weight"
-    assert_same_outputs(run(case.model, case.inputs), run(reference, case.inputs), "forward", exact=False)
+        assert torch.equal(layer.dequantize(), expected), f"{name}: decoded weight"
+    same_outputs(case.expected, run(reference, case.inputs), "forward", exact=False)
     # In 16 bits the two best tokens may be nearer each other than products of another order of sums are.
-    if case.architecture.generates and case.dtype == torch.float32:
+    if case.kind.row.generates and case.model.dtype == torch.float32:
         found, expected = generate(case.model, case.inputs), generate(reference, case.inputs)
         assert found.shape[1] >= NEW_TOKENS and torch.equal(found, expected), "generate"
 
 
-def test_save_and_reload(case, tmp_path):
-    first = save(case.model, tmp_path / "first" / "model")
-    reloaded = case.architecture.cls.from_pretrained(first)
-    assert_same_tensors(reloaded, case.model, "reload")
-    assert_same_outputs(run(reloaded, case.inputs), run(case.model, case.inputs), "reload")
-    assert reloaded.config.quantization_config == case.model.config.quantization_config
-    second = save(reloaded, tmp_path / "second" / "model")
-    first, second = files(first), files(second)
-    assert {"model.safetensors", "config.json"} <= first.keys() == second.keys()
-    for name in first:
-        assert first[name] == second[name], f"second save: {name} differs"
-
-
-def test_dequantize(case, tmp_path):
-    original, model = linears(case.load_float()), copy.deepcopy(case.model)
-    model = model.dequantize()
-    assert not quantized(model), "dequantize: KbitLinear left"
-    assert {name for name, module in linears(model).items() if isinstance(module, Conv1D)} == {
-        name for name, module in original.items() if isinstance(module, Conv1D)
-    }, "dequantize: Conv1D not restored"
-    expected = run(case.model, case.inputs)
-    assert_same_outputs(run(model, case.inputs), expected, "dequantize", exact=False)
-    path = save(model, tmp_path)
-    assert "quantization_config" not in json.loads((path / "config.json").read_text())
-    assert tensor_names(path) == tensor_names(case.path), "other tensors than in a float checkpoint"
-    reloaded = case.architecture.cls.from_pretrained(path)
-    assert {name: type(module) for name, module in linears(reloaded).items()} == {
-        name: type(module) for name, module in original.items()
-    }
-    assert_same_outputs(run(reloaded, case.inputs), expected, "reload of the dequantized model", exact=False)
-
-
-# --- compiling ------------------------------------------------------------------------------------
+# --- generating -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -284,14 +176,6 @@ def compilations():
     return counters["stats"]
 
 
-def test_compiles_to_one_graph(load, compilations):
-    model, inputs = load("gpt2", KbitConfig(bits=3)), text()
-    expected = run(model, inputs)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_same_outputs(run(compiled, inputs), expected, "compiled forward", exact=False)
-    assert compilations["unique_graphs"] == 1
-
-
 def test_generate_with_a_compiled_static_cache(load, compilations):
     model, inputs = load("llama", KbitConfig(bits=3)), text()
     config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
@@ -315,7 +199,7 @@ MIXED = KbitConfig(
 )
 
 
-def test_module_bits_gives_layers_widths_of_their_own(load, monkeypatch, tmp_path):
+def test_module_bits_gives_layers_widths_of_their_own(load, tmp_path):
     model = load("llama", MIXED)
     widths = {
         **{f"model.layers.{i}.self_attn.{x}_proj": 3 if x in "qk" else 4 for i in range(2) for x in "qkvo"},
@@ -326,15 +210,7 @@ def test_module_bits_gives_layers_widths_of_their_own(load, monkeypatch, tmp_pat
     }
     assert {name: layer.bits for name, layer in quantized(model).items()} == widths
     reference = with_rounded_weights(BY_NAME["llama"].cls.from_pretrained(tmp_path / "float-llama"), quantized(model))
-    assert_same_outputs(run(model, text()), run(reference, text()), "forward", exact=False)
-
-    path = save(model, tmp_path / "saved")
-    monkeypatch.setattr(codebooks, "NAMED", {})  # levels are not derived to load them
-    reloaded = AutoModelForCausalLM.from_pretrained(path)
-    assert {name: layer.bits for name, layer in quantized(reloaded).items()} == widths
-    assert_same_tensors(reloaded, model, "reload")
-    assert_same_outputs(run(reloaded, text()), run(model, text()), "reload")
-    assert reloaded.config.quantization_config.codebook == "optimal"
+    same_outputs(run(model, text()), run(reference, text()), "forward", exact=False)
 
 
 def test_codebooks_of_the_user(load, tmp_path):
@@ -347,8 +223,6 @@ def test_codebooks_of_the_user(load, tmp_path):
         assert layer.bits == (3 if name.endswith("down_proj") else 2), name
         expected = rounded(reference.get_submodule(name).weight.detach(), layer.bits, levels[layer.bits])
         assert torch.equal(layer.dequantize(), expected), name
-    reloaded = AutoModelForCausalLM.from_pretrained(save(model, tmp_path / "saved"))
-    assert_same_outputs(run(reloaded, text()), run(model, text()), "reload")
 
 
 def test_scales_of_the_largest_magnitudes(load, tmp_path):
@@ -356,7 +230,6 @@ def test_scales_of_the_largest_magnitudes(load, tmp_path):
     model = load("llama", KbitConfig(bits=3, codebook="normal_float", scale="absmax", transform="none"))
     reference = BY_NAME["llama"].cls.from_pretrained(tmp_path / "float-llama")
     reloaded = AutoModelForCausalLM.from_pretrained(save(model, tmp_path / "saved"))
-    assert_same_tensors(reloaded, model, "reload")
     for name, layer in quantized(reloaded).items():
         weight = reference.get_submodule(name).weight.detach()
         codebook = torch.tensor(codebooks.normal_float(3)) * 2.0**layer.exponent
@@ -365,31 +238,6 @@ def test_scales_of_the_largest_magnitudes(load, tmp_path):
         layer.load_dense(weight)
         assert torch.equal(layer.weight.words, planes) and torch.equal(layer.weight.absmax, absmax), name
         assert layer.decoding.transform == "none" and layer.weight.columns is None, name
-
-
-@pytest.mark.parametrize("transform", ["rotated", "none"])
-def test_layers_that_differ(load, transform, tmp_path):
-    """In levels, which hf_kbit 0.1.0 refined where the codebook was "layer": recorded, loaded, kept for another
-    weight; and one in its transform, as merging and calibration may make it."""
-    model = load("llama", KbitConfig(bits=3, module_bits={"down_proj": 2}, transform=transform))
-    cases.give_own_levels(model)
-    odd, other = model.model.layers[0].mlp.up_proj, "none" if transform == "rotated" else "rotated"
-    odd.load(quantize_weight(odd.dequantize(), odd.levels, search=True, transform=other))
-    path = save(model, tmp_path / "saved")
-    config = json.loads((path / "config.json").read_text())
-    stored = config["quantization_config"]
-    assert len({tuple(entry["levels"]) for entry in stored["layers"].values()}) == 14 and stored["format_version"] == 2
-    stored["codebook"] = "layer"
-    (path / "config.json").write_text(json.dumps(config))
-    without_files = {"config": AutoConfig.from_pretrained(path), "state_dict": model.state_dict()}
-    for place, kwargs in ((path, {}), (None, without_files)):
-        reloaded = BY_NAME["llama"].cls.from_pretrained(place, **kwargs)
-        assert_same_tensors(reloaded, model, "reload")
-        assert_same_outputs(run(reloaded, text()), run(model, text()), "reload")
-        for name, layer in quantized(reloaded).items():
-            layer.load_dense(torch.randn(layer.out_features, layer.in_features))
-            assert layer.levels == model.get_submodule(name).levels, name
-    assert files(save(BY_NAME["llama"].cls.from_pretrained(path), tmp_path / "again")).keys() == files(path).keys()
 
 
 def test_a_config_can_be_used_again(load):
@@ -407,7 +255,7 @@ def test_dtype_is_applied_before_quantizing(tmp_path, name, dtype):
     kwargs = {"dtype": dtype, "quantization_config": KbitConfig(bits=5)}
     wide = BY_NAME[name].cls.from_pretrained(save_float(name, tmp_path / "wide"), **kwargs)
     narrow = BY_NAME[name].cls.from_pretrained(save_float(name, tmp_path / "narrow", dtype=dtype), **kwargs)
-    assert_same_tensors(wide, narrow, f"float32 checkpoint loaded in {dtype}")
+    same_tensors(wide, narrow, f"float32 checkpoint loaded in {dtype}")
 
 
 def test_keep_in_float32(tmp_path):
@@ -416,9 +264,6 @@ def test_keep_in_float32(tmp_path):
     model = t5.cls.from_pretrained(path, dtype=torch.float16, quantization_config=KbitConfig(bits=4))
     kept = [x.dtype for name, x in model.state_dict().items() if name.endswith("wo.weight")]
     assert kept == [torch.float32] * 4
-    reloaded = t5.cls.from_pretrained(save(model, tmp_path / "saved"))
-    assert_same_tensors(reloaded, model, "reload")
-    assert_same_outputs(run(reloaded, t5.inputs()), run(model, t5.inputs()), "reload")
 
 
 @pytest.mark.parametrize(
@@ -443,36 +288,7 @@ def test_memory_footprint_counts_packed_bytes(load, tmp_path):
     assert model.get_memory_footprint() == pytest.approx(expected)
 
 
-# --- copies ---------------------------------------------------------------------------------------
-
-
-def pickled(model: PreTrainedModel) -> PreTrainedModel:
-    return pickle.loads(pickle.dumps(model))
-
-
-@pytest.mark.parametrize(("name", "clone"), [("llama", copy.deepcopy), ("gpt2", pickled)])
-def test_copies_are_models_of_their_own(load, tmp_path, name, clone):
-    model = load(name, KbitConfig(bits=3))
-    copied, before = clone(model), run(model, text())
-    assert_same_tensors(copied, model, "copy")
-    assert_same_outputs(run(copied, text()), before, "copy")
-
-    for x in copied.parameters():
-        (x.words if isinstance(x, KbitTensor) else x.data).zero_()
-    assert_same_outputs(run(model, text()), before, "the model after its copy was changed")
-    saved = save(copied, tmp_path / "copy")
-    assert_same_tensors(BY_NAME[name].cls.from_pretrained(saved), copied, "a saved copy")
-    assert not quantized(copied.dequantize()) and quantized(model), "dequantize of the copy"
-
-
 # --- checkpoints in several files, of other classes -----------------------------------------------
-
-
-def test_sharded_float_checkpoint(load, tmp_path):
-    path = save(BY_NAME["llama"].build(), tmp_path / "sharded", max_shard_size="40KB")
-    assert len(list(path.glob("*.safetensors"))) > 3
-    model = BY_NAME["llama"].cls.from_pretrained(path, quantization_config=KbitConfig(bits=3))
-    assert_same_tensors(model, load("llama", KbitConfig(bits=3)), "quantized from several files")
 
 
 DECODER = dict(vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
@@ -528,7 +344,7 @@ def test_layers_of_one_tensor_of_the_checkpoint(tmp_path, name, left):
         if not isinstance(parameter, KbitTensor):
             assert torch.equal(parameter, original.get_parameter(own)), own
     reloaded = type(original).from_pretrained(save(model, tmp_path / "saved"))
-    assert_same_tensors(reloaded, model, "reload")
+    same_tensors(reloaded, model, "reload")
 
 
 def test_a_weight_that_came_past_the_quantizer_is_no_new_head(tmp_path, monkeypatch):
@@ -572,5 +388,5 @@ def test_new_head(tmp_path, name, saved_class, new_class, head, skip_default_mod
     assert all(x.isfinite().all() for x in run(model, text()).values())
     # The new head is saved with the rest.
     reloaded = new_class.from_pretrained(save(model, tmp_path / "saved"))
-    assert_same_tensors(reloaded, model, "reload")
-    assert_same_outputs(run(reloaded, text()), run(model, text()), "reload")
+    same_tensors(reloaded, model, "reload")
+    same_outputs(run(reloaded, text()), run(model, text()), "reload")

@@ -1,85 +1,49 @@
 """Tables of embeddings in models of Transformers: which are packed, and what is tied to them, all along."""
 
-import copy
 import re
 
-import accelerate
+import kinds
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from hf_kbit import KbitConfig, KbitLinear, calibrate, merge_and_unload, quantize_model
 from hf_kbit.format import reference
 from hf_kbit.nn.embedding import KbitEmbedding
-from hf_kbit.nn.weight import KbitWeight, distinct
+from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.plan import selection
-from hf_kbit.weight import tensor
 
 BITS = 5
 CONFIG = {"bits": 4, "embedding_bits": BITS}
-# {name: the tables that are packed, what is tied to one of them}.
+# {kind: the tables that are packed}; what is tied to them is in ``kinds.py``.
 PACKED = {
-    "llama": ({"model.embed_tokens"}, set()),
-    "gemma3": ({"model.embed_tokens"}, {"lm_head"}),
-    "opt": ({"model.decoder.embed_positions", "model.decoder.embed_tokens"}, {"lm_head"}),
-    "gpt2": ({"transformer.wte", "transformer.wpe"}, {"lm_head"}),
-    "bert-masked": (
-        {"bert.embeddings.word_embeddings", "bert.embeddings.position_embeddings"},
-        {"cls.predictions.decoder"},
-    ),
-    "t5": ({"shared"}, {"encoder.embed_tokens", "decoder.embed_tokens", "lm_head"}),
-    "whisper": ({"model.decoder.embed_tokens"}, {"proj_out"}),  # positions are read
+    "packed head": {"model.embed_tokens"},
+    "scaled table": {"model.embed_tokens"},
+    "table of positions": {"model.decoder.embed_positions", "model.decoder.embed_tokens"},
+    "Conv1D": {"transformer.wte", "transformer.wpe"},
+    "encoder": {"bert.embeddings.word_embeddings", "bert.embeddings.position_embeddings"},
+    "encoder and decoder": {"shared", "encoder.embed_tokens", "decoder.embed_tokens"},
+    "speech": {"model.decoder.embed_tokens"},  # positions are read
 }
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 TOKENS = torch.tensor([[5, 6, 7, 40]])
-
-
-@torch.no_grad()
-def logits(model, inputs) -> torch.Tensor:
-    return next(x for x in model(**inputs).values() if isinstance(x, torch.Tensor) and x.is_floating_point())
-
-
-@pytest.fixture(scope="module", params=PACKED)
-def case(request, tmp_path_factory):
-    """Name, class, inputs, folder of the float model, and the model quantized while it was loaded."""
-    architecture = next(a for a in ARCHITECTURES if a.name == request.param)
-    folder = tmp_path_factory.mktemp(request.param)
-    architecture.build().save_pretrained(folder / "dense")
-    model = architecture.cls.from_pretrained(folder / "dense", quantization_config=KbitConfig(**CONFIG))
-    return request.param, architecture, architecture.inputs(), folder, model
 
 
 def of_tables(model) -> dict[str, KbitWeight]:
     return {name: m for name, m in model.named_modules() if isinstance(m, KbitEmbedding) or getattr(m, "tied", False)}
 
 
-def assert_tied_as(model, name):
-    """That the tables of that row are packed, and that what is tied has one memory."""
-    tables, tied = PACKED[name]
-    found = of_tables(model)
-    assert {each for each in found} == tables | tied
-    assert all(layer.bits == BITS for layer in found.values())
-    first, *_ = (layer for name, layer in found.items() if layer.tied) if tied else (None,)
-    for each in tied:
-        assert found[each].weight is first.weight, each
-        assert found[each].decoding == first.decoding
-
-
-def test_tables_are_packed_and_tied(case):
-    name, architecture, inputs, folder, model = case
-    assert_tied_as(model, name)
-    dense = architecture.cls.from_pretrained(folder / "dense")
-    for own, layer in {n: m for n, m in model.named_modules() if isinstance(m, KbitWeight)}.items():
-        plain = dense.get_submodule(own)
-        weight = layer.dequantize()
-        plain.weight.data = weight.T.contiguous() if layer.transposed else weight
-    torch.testing.assert_close(logits(model, inputs), logits(dense, inputs), rtol=1e-3, atol=1e-4)
-    assert model.num_parameters() == dense.num_parameters()
+@pytest.mark.parametrize("name", PACKED)
+def test_which_tables_are_packed(name, tmp_path_factory):
+    kind = kinds.life(name, tmp_path_factory)
+    tables = {name: m for name, m in kind.model.named_modules() if isinstance(m, KbitEmbedding)}
+    assert tables.keys() == PACKED[name]
+    assert {table.bits for table in tables.values()} == {kind.kind.config["embedding_bits"]}
+    assert kind.model.num_parameters() == kind.load("dense").num_parameters()
 
 
 @pytest.mark.parametrize("how", ["loaded", "in memory", "feedback"])
@@ -95,80 +59,6 @@ def test_a_head_of_its_own_has_no_balanced_columns(how, tmp_path):
         calibrate(model, TOKENS.repeat(2, 8), config=config, method=how)
     assert set(reference.decode_e4m4(model.lm_head.weight.columns).tolist()) == {1.0}
     assert len(model.model.layers[0].mlp.up_proj.weight.columns.unique()) > 1
-
-
-def test_saved_once_and_tied_again(case, tmp_path):
-    name, architecture, inputs, _, model = case
-    model.save_pretrained(tmp_path / "saved")
-    tables, tied = PACKED[name]
-    tensors = load_file(tmp_path / "saved/model.safetensors")
-    packed = sum(layer.packed["weight"].numel() for layer in distinct(of_tables(model).values()))
-    assert packed == sum(
-        tensor.numel()
-        for key, tensor in tensors.items()
-        if tensor.dtype == torch.int32 and key.removesuffix(".weight") in tables | tied
-    )
-    reloaded = architecture.cls.from_pretrained(tmp_path / "saved")
-    assert_tied_as(reloaded, name)
-    assert torch.equal(logits(reloaded, inputs), logits(model, inputs))
-    reloaded.tie_weights()
-    assert_tied_as(reloaded, name)
-    reloaded.save_pretrained(tmp_path / "again")
-    for file in ("model.safetensors", "config.json"):
-        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "saved" / file).read_bytes(), file
-
-
-@pytest.mark.gpu
-def test_on_a_gpu(case, tmp_path):
-    """What is tied is one set of tiles, which the look-up reads too; other tables stay planes; saved and moved."""
-    name, architecture, inputs, folder, model = case
-    on_gpu = architecture.cls.from_pretrained(
-        folder / "dense", quantization_config=KbitConfig(**CONFIG), device_map="cuda"
-    )
-    moved = copy.deepcopy(model).cuda()
-    for other in (on_gpu, moved):
-        assert_tied_as(other, name)
-        assert all(layer.weight.is_tiled == layer.tied for layer in of_tables(other).values())
-    there = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
-    found = logits(on_gpu, there)
-    torch.testing.assert_close(found.cpu(), logits(model, inputs), rtol=1e-2, atol=1e-3)
-    assert torch.equal(logits(moved, there), found)
-    on_gpu.save_pretrained(tmp_path / "gpu")
-    model.save_pretrained(tmp_path / "cpu")
-    file = "model.safetensors"
-    assert (tmp_path / "gpu" / file).read_bytes() == (tmp_path / "cpu" / file).read_bytes()
-    back = moved.cpu()
-    assert_tied_as(back, name)
-    assert torch.equal(logits(back, inputs), logits(model, inputs))
-
-
-def test_in_memory_as_while_loading(case, tmp_path):
-    name, architecture, inputs, folder, model = case
-    other = architecture.cls.from_pretrained(folder / "dense")
-    done = quantize_model(other, **CONFIG)
-    assert {each for each, bits in done.bits.items() if bits == BITS} <= PACKED[name][0] | PACKED[name][1]
-    assert_tied_as(other, name)
-    assert torch.equal(logits(other, inputs), logits(model, inputs))
-    for each, folder in ((model, tmp_path / "loaded"), (other, tmp_path / "in memory")):
-        each.save_pretrained(folder)
-    files = [(tmp_path / way / "model.safetensors").read_bytes() for way in ("loaded", "in memory")]
-    assert files[0] == files[1]
-
-
-def test_back_to_16_bits(case, tmp_path):
-    name, architecture, inputs, _, model = case
-    dense = copy.deepcopy(model)
-    assert_tied_as(dense, name)
-    expected = logits(dense, inputs)
-    dense.dequantize()
-    assert not any(isinstance(module, KbitWeight) for module in dense.modules())
-    torch.testing.assert_close(logits(dense, inputs), expected, rtol=1e-3, atol=1e-4)
-    dense.save_pretrained(tmp_path)
-    again = architecture.cls.from_pretrained(tmp_path)
-    for each in (dense, again):
-        for own in PACKED[name][1]:
-            assert any(each.get_submodule(own).weight is each.get_submodule(first).weight for first in PACKED[name][0])
-    assert torch.equal(logits(again, inputs), logits(dense, inputs))
 
 
 def test_what_is_nobodys_stays_tied_in_16_bits():
@@ -207,57 +97,6 @@ def saved(dense, tmp_path_factory):
 @torch.no_grad()
 def output(model) -> torch.Tensor:
     return model(TOKENS).logits
-
-
-PLACES = {
-    "on disk": {"": "disk"},
-    "layers on disk": {
-        **dict.fromkeys(("model.embed_tokens", "lm_head", "model.rotary_emb", "model.norm"), "cpu"),
-        "model.layers": "disk",
-    },
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_offloaded_by_a_device_map(saved, tmp_path, place):
-    expected = output(LlamaForCausalLM.from_pretrained(saved))
-    model = LlamaForCausalLM.from_pretrained(saved, device_map=PLACES[place], offload_folder=tmp_path / "offload")
-    assert torch.equal(output(model), expected)
-    model.save_pretrained(tmp_path / "again")
-    assert load_file(tmp_path / "again/model.safetensors").keys() == load_file(saved / "model.safetensors").keys()
-    assert torch.equal(output(LlamaForCausalLM.from_pretrained(tmp_path / "again")), expected)
-
-
-def test_offloaded_by_accelerate(saved):
-    model = LlamaForCausalLM.from_pretrained(saved)
-    expected = output(model)
-    accelerate.cpu_offload(model, execution_device="cpu")
-    assert torch.equal(output(model), expected)
-
-
-def test_a_head_of_tiles_serves_both_through_a_models_life(saved, tmp_path, monkeypatch):
-    """As on a GPU, whose product reads tiles: the table reads the same, and both are saved once, as planes."""
-    expected = output(LlamaForCausalLM.from_pretrained(saved))
-    monkeypatch.setattr(tensor, "reads_tiles", lambda device: device.type == "cpu")
-    model = LlamaForCausalLM.from_pretrained(saved)
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    assert head.weight.is_tiled and head.weight is table.weight
-    assert torch.equal(table(TOKENS), table.dequantize()[TOKENS])
-    torch.testing.assert_close(output(model), expected)
-    model.save_pretrained(tmp_path)
-    assert (tmp_path / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
-    other = copy.deepcopy(model)
-    assert other.get_output_embeddings().weight is other.get_input_embeddings().weight
-    torch.testing.assert_close(output(other), expected)
-
-
-def test_tiles_leave_the_bias_of_a_tied_head(monkeypatch):
-    monkeypatch.setattr(tensor, "reads_tiles", lambda device: device.type == "cpu")
-    model = BertForMaskedLM(BertConfig(vocab_size=99, **SMALL))
-    quantize_model(model, **CONFIG)
-    assert model.get_output_embeddings().weight.is_tiled
-    model.tie_weights()
-    assert model.get_output_embeddings().bias.shape == (99,)
 
 
 def test_two_different_weights_in_a_checkpoint_stay_two(dense, tmp_path):

@@ -6,7 +6,6 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_kbit import KbitConfig, KbitLinear
-from hf_kbit.ops import native
 
 pytestmark = pytest.mark.gpu
 IDS = torch.arange(2 * 9).reshape(2, 9)
@@ -26,30 +25,6 @@ def dense(tmp_path_factory):
 
 def load(folder, device, **kwargs):
     return LlamaForCausalLM.from_pretrained(folder, device_map=device, **kwargs)
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 5])
-def test_same_bytes_wherever_it_was_quantized(dense, bits, tmp_path):
-    config = KbitConfig(bits=bits)
-    for device in ("cpu", "cuda"):
-        load(dense, device, quantization_config=config).save_pretrained(tmp_path / device)
-    on_cpu, on_gpu = (load_file(tmp_path / device / "model.safetensors") for device in ("cpu", "cuda"))
-    assert on_cpu.keys() == on_gpu.keys()
-    assert all(torch.equal(on_cpu[name], on_gpu[name]) for name in on_cpu)
-    assert (tmp_path / "cpu" / "config.json").read_text() == (tmp_path / "cuda" / "config.json").read_text()
-
-
-def test_reload_on_the_same_and_on_another_device(dense, tmp_path):
-    model = load(dense, "cuda", quantization_config=KbitConfig(bits=3))
-    layers = [module for module in model.modules() if isinstance(module, KbitLinear)]
-    assert all(layer.weight.is_cuda for layer in layers)
-    assert all(layer.weight.is_tiled == native.library("cuda").loaded for layer in layers)
-    logits = model(IDS.cuda()).logits
-    model.save_pretrained(tmp_path)
-    assert torch.equal(load(tmp_path, "cuda")(IDS.cuda()).logits, logits)
-    on_cpu = load(tmp_path, "cpu")
-    torch.testing.assert_close(on_cpu(IDS).logits, logits.cpu(), **AS_DECODED)
-    assert torch.equal(on_cpu.to("cuda")(IDS.cuda()).logits, logits)
 
 
 def test_layers_on_gpu_cpu_and_disk(dense, tmp_path):
@@ -94,14 +69,6 @@ def test_saving_takes_no_second_copy_on_the_gpu(dense, tmp_path):
     model.save_pretrained(tmp_path / "saved")
     assert torch.cuda.max_memory_allocated() - before < 0.2 * model.get_memory_footprint()
     assert torch.cuda.memory_allocated() == before
-
-
-def test_dequantize(dense):
-    model = load(dense, "cuda", quantization_config=KbitConfig(bits=3))
-    logits = model(IDS.cuda()).logits
-    model.dequantize()
-    assert not any(isinstance(module, KbitLinear) for module in model.modules())
-    torch.testing.assert_close(model(IDS.cuda()).logits, logits, **AS_DECODED)
 
 
 def test_training_reaches_what_is_not_frozen(dense):
