@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from transformers import BertConfig, BertLMHeadModel, CanineTokenizer, LlamaForCausalLM, LlamaModel, T5Config, T5Model
 
 import hf_kbit
-from hf_kbit import KbitConfig, evaluation
+from hf_kbit import KbitConfig
+from hf_kbit.calibration import evaluation
 from hf_kbit.calibration.evaluation import evaluate
 from hf_kbit.calibration.writing import write
 

@@ -16,7 +16,7 @@ def test_saving_adapters_does_not_touch_packed_weights(settings, device, tmp_pat
     """None is decoded or brought back to the stored form; tables are in no file."""
     targets = {"target_modules": ["q_proj", "embed_tokens"]}
     model = adapted(quantized(device, embedding_bits=4), lora(**targets, **settings))
-    for method in ("dequantize", "_repacked", "stored"):
+    for method in ("dequantize", "_repacked", "file_tensors"):
         monkeypatch.setattr(KbitTensor, method, None)
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
