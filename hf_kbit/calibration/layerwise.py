@@ -1,10 +1,10 @@
 """``calibrate``: quantizes a model one layer at a time, with solvers that know what goes through its layers."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -335,7 +335,14 @@ class Calibration:
     def _digest(self) -> str:
         """Of all that the result depends on."""
         config, solving = self.plan.config, self.solving
-        run = (version("hf_kbit"), torch.__version__, self.device.type, solving.method, solving.batch, config)
+        run = (
+            sys.modules["hf_kbit"].__version__,
+            torch.__version__,
+            self.device.type,
+            solving.method,
+            solving.batch,
+            config,
+        )
         run += (self.steps,) if self.steps else ()  # not tune_whole: layers are the same
         run += (sensitivity.BLEND,) if self.token_weights else ()
         return digest([*(("ids", row) for row in self.text), *self.model.state_dict().items()], *run)
