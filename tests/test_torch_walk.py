@@ -62,11 +62,13 @@ CHOICES = {
     "max": [0.1],
 }
 OTHERS = [torch.rand(SIZE, SIZE) + 0.5, ONES[0], 2, 0.5, torch.ones(2, SIZE, SIZE), torch.ones(3, SIZE, SIZE), IDS]
-# What is another thing by design: sizes in bytes are those that are taken, and there is no memory of floats.
+# What is another thing by design: sizes in bytes are those that are taken, there is no memory of floats, and the address
+# of a tensor is its own.
 OTHERWISE = {
     "__repr__",
     "element_size",
     "nbytes.__get__",
+    "_cdata.__get__",
     "untyped_storage",
     "data_ptr",
     "const_data_ptr",
