@@ -62,8 +62,8 @@ CHOICES = {
     "max": [0.1],
 }
 OTHERS = [torch.rand(SIZE, SIZE) + 0.5, ONES[0], 2, 0.5, torch.ones(2, SIZE, SIZE), torch.ones(3, SIZE, SIZE), IDS]
-# What is another thing by design: sizes in bytes are those that are taken, there is no memory of floats, and the address
-# of a tensor is its own.
+# What is another thing by design: sizes in bytes are those that are taken, there is no memory of floats, and each
+# tensor has an address of its own.
 OTHERWISE = {
     "__repr__",
     "element_size",
