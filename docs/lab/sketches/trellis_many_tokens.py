@@ -1,0 +1,251 @@
+"""Tests trellis_many_tokens.cu beside float64 on real and random weights, then times it beside cuBLAS in bfloat16.
+
+    python docs/lab/sketches/trellis_many_tokens.py libmany.so [tests/data/exl3/numbers.safetensors]
+
+Needs a GPU of compute capability 9.0. Times are medians of CUDA graphs that walk through 400 MB of weights, sides in
+turns; `layer` is the kernel that makes x' and the product with its output transform.
+"""
+
+import ctypes
+import math
+import os
+import statistics
+import sys
+import time
+
+import torch
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import exl3_form
+
+SCALE, N = 1774 / 262144, 8192
+MEAN = 0.5 - (1329 / 128 / SCALE - 1534)
+LIBRARY = ctypes.CDLL(os.path.abspath(sys.argv[1]))
+BUDGET = float(os.environ.get("BUDGET", 150))
+BITS = [int(b) for b in os.environ.get("BITS", "4,2,3").split(",")]
+BEGAN = time.time()
+
+
+def pointer(tensor):
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def stream():
+    return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+
+
+def random_trellis(k, n, bits):
+    words = torch.randint(-(2**31), 2**31 - 1, (k // 16, n // 16, 8 * bits), dtype=torch.int32, device="cuda")
+    return words.view(torch.int16)
+
+
+def repacked(trellis):
+    """int32 [n / 16, k / 256, K, 32, 4]: lane 4 g + t has of its slab's tile 4 i + t the K words of rows g, g + 8."""
+    rows, columns, halves = trellis.shape
+    # The file swaps halves of words, so little-endian int32 is the stream, highest bit first.
+    words = trellis.contiguous().view(torch.int32)
+    words = words.view(rows // 16, 4, 4, columns, 8, halves // 16)  # slab, i, t, column, g, word
+    return words.permute(3, 0, 5, 4, 2, 1).contiguous()
+
+
+def sums_of_bytes(trellis):
+    """int64 [k, n]: s of each weight."""
+    device = trellis.device
+    window = exl3_windows(trellis)
+    x = (window * 0x83DCD12D) & 0xFFFFFFFF
+    s = sum(x >> shift & 255 for shift in (0, 8, 16, 24))
+    tiles = torch.empty(*trellis.shape[:2], 16, 16, dtype=torch.int64, device=device)
+    tiles[..., exl3_form.ROW.to(device), exl3_form.COLUMN.to(device)] = s
+    return tiles.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def exl3_windows(trellis):
+    bits, device = trellis.shape[-1] // 16, trellis.device
+    halves = (trellis.int() & 0xFFFF).unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    end = (torch.arange(256, device=device) + 1) * bits
+    last, left = (end + 15) // 16 - 1, -end % 16
+    both = halves[..., (last - 1) % halves.shape[-1]].long() << 16 | halves[..., last].long()
+    return both >> left & 0xFFFF
+
+
+def hadamard(x):
+    h = torch.ones(1, 1, dtype=torch.float64, device=x.device)
+    for _ in range(7):
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    return (x.double().unflatten(-1, (-1, 128)) @ h / math.sqrt(128)).flatten(-2)
+
+
+def columns_in_order(int8):
+    """Of each place within 64 the column that `prepare` puts there."""
+    place = torch.empty(64, dtype=torch.long)
+    for t in range(4):
+        for c in range(16):
+            m, h, e = c % 8 // 2, c // 8, c % 2
+            place[16 * m + (4 * t + 2 * h + e if int8 else 8 * h + 2 * t + e)] = 16 * t + c
+    return place
+
+
+class Inputs:
+    def __init__(self, tokens, k, int8):
+        self.int8, self.tokens, self.k = int8, tokens, k
+        self.of = torch.full((tokens, k), 77, dtype=torch.int8 if int8 else torch.float16, device="cuda")
+        self.scales = torch.full((tokens + 1,), float("nan"), device="cuda")
+        self.sums = torch.zeros(tokens + 1, dtype=torch.int32, device="cuda")
+        self.partial = torch.empty(132 * 256 * 256, dtype=torch.int32, device="cuda")
+        self.ready = torch.zeros(132 * 16, dtype=torch.int32, device="cuda")
+
+    def make(self, x, suh):
+        code = LIBRARY.many_tokens_prepare(
+            pointer(x), pointer(suh), pointer(self.of), pointer(self.scales), pointer(self.sums), self.tokens, self.k,
+            int(self.int8), pointer(self.ready), self.ready.numel(), stream())  # fmt: skip
+        assert code == 0, code
+
+    def product(self, words, svh, y, bits, tile):
+        code = LIBRARY.many_tokens_run(
+            pointer(words), pointer(self.of), pointer(self.scales), pointer(self.sums), pointer(svh), pointer(y),
+            pointer(self.partial), pointer(self.ready), self.tokens, self.k, y.shape[1], bits, int(self.int8), tile,
+            int(y.dtype == torch.float32), stream())  # fmt: skip
+        assert code == 0, code
+
+    def seen(self):
+        order = columns_in_order(self.int8).to("cuda")
+        back = torch.empty(self.of.shape, dtype=torch.float64, device="cuda")
+        back.view(self.tokens, -1, 64)[..., order] = self.of.double().view(self.tokens, -1, 64)
+        return back * self.scales[:-1].double()[:, None]
+
+
+def off(y, reference):
+    return float((y.double() - reference).norm() / reference.norm())
+
+
+def check(trellis, name, cases):
+    k, n, bits = trellis.shape[0] * 16, trellis.shape[1] * 16, trellis.shape[2] // 16
+    s = sums_of_bytes(trellis)
+    stored = ((1024 + s).float() * SCALE - 1329 / 128).half().double()  # EXL3's values
+    as_int8 = (((s - 509) >> 2).double() * 4 + MEAN) * SCALE
+    words, good, worst = repacked(trellis), True, {}
+    for int8, tokens, tile in cases:
+        x = torch.randn(tokens, k, device="cuda").bfloat16()
+        suh, svh = (torch.randn(size, device="cuda").half() for size in (k, n))
+        inputs = Inputs(tokens, k, int8)
+        inputs.make(x, suh)
+        turned = hadamard(x.double() * suh.double())
+        y = torch.full((tokens + 1, n), float("nan"), device="cuda")
+        inputs.product(words, svh, y[:tokens], bits, tile)
+        short = torch.full((tokens, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+        inputs.make(x, suh)
+        inputs.product(words, svh, short, bits, tile)
+        torch.cuda.synchronize()
+        own = off(y[:tokens], hadamard(inputs.seen() @ (as_int8 if int8 else stored)) * svh.double())
+        true = off(y[:tokens], hadamard(turned @ stored) * svh.double())
+        of_x = off(inputs.seen(), turned)
+        right = own < (2e-6 if int8 else 2e-5) and true < (2e-2 if int8 else 1e-3) and bool(y[tokens].isnan().all())
+        right = right and off(short, y[:tokens].double()) < 3e-3
+        good &= right
+        key = "int8" if int8 else "float16"
+        worst[key] = [max(a, b) for a, b in zip(worst.get(key, (0, 0, 0)), (own, true, of_x))]
+        if not right:
+            print("WRONG", name, bits, key, tokens, tile, f"own {own:.1e} true {true:.1e} x {of_x:.1e}", flush=True)
+    text = ", ".join(f"{key}: own {a:.1e}, EXL3 {b:.1e}, x {c:.1e}" for key, (a, b, c) in worst.items())
+    print(f"{name} {k} x {n}, {bits} bits: {text}", flush=True)
+    return good
+
+
+def of_file(path, bits):
+    """Real tensors of exllamav3, code mul1, one after another until there are 6144 in_features."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        names = [key[:-8] for key in file.keys() if key.endswith(".trellis")]
+        found = [
+            file.get_tensor(name + ".trellis") for name in names if name + ".mul1" in file.keys()  # noqa: SIM118
+        ]
+    found = [tensor for tensor in found if tensor.shape[2] == 16 * bits]
+    if not found:
+        return None
+    widest = max(tensor.shape[1] for tensor in found)
+    one = torch.cat([tensor for tensor in found if tensor.shape[1] == widest])
+    return one.repeat(math.ceil(384 / one.shape[0]), 1, 1)[:384].cuda()
+
+
+def graph_of(calls):
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def times(sides, budget_ms=60, rounds=3):
+    """Median microseconds a call of several lists of calls, which take turns."""
+    graphs = {name: (graph_of(calls), len(calls)) for name, calls in sides.items()}
+    found, count = {name: [] for name in sides}, {}
+
+    def replay(graph, number):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        events[-1].synchronize()
+        return [a.elapsed_time(b) for a, b in zip(events, events[1:])]
+
+    for name, (graph, _) in graphs.items():
+        graph.replay()
+        count[name] = max(2, min(30, math.ceil(budget_ms / replay(graph, 1)[0] / rounds)))
+    for _ in range(rounds):
+        for name, (graph, _) in graphs.items():
+            found[name] += replay(graph, count[name])
+    return {name: statistics.median(found[name]) * 1e3 / graphs[name][1] for name in sides}
+
+
+def bench(tokens, bits):
+    """cuBLAS in bfloat16, and of both kinds of inputs each tile: the product alone, and with the kernel before it."""
+    sides = {"cublas": [lambda w=w: torch.nn.functional.linear(X[:tokens], w) for w in DENSE]}
+    y = torch.empty(tokens, N, device="cuda", dtype=torch.bfloat16)
+    keep, svh = [], torch.ones(N, device="cuda").half()
+    tiles = [tile for tile in (32, 64, 128, 256) if (tokens <= tile < 4 * tokens) or tile == min(256, tokens // 2)]
+    for int8 in (False, True):
+        inputs = Inputs(tokens, N, int8)
+        inputs.make(X[:tokens], svh)
+        keep.append(inputs)
+        name = "int8" if int8 else "half"
+        sides[f"{name} x"] = [lambda i=inputs: i.make(X[:tokens], svh)] * 4
+        for tile in tiles:
+            if int8 and tokens <= 64 and tile > tokens:
+                continue
+
+            def layer(w, i=inputs, tile=tile):
+                i.make(X[:tokens], svh)
+                i.product(w, svh, y, bits, tile)
+
+            sides[f"{name} layer {tile}"] = [lambda w=w, layer=layer: layer(w) for w in PACKED[bits]]
+    found = times(sides)
+    base = found["cublas"]
+    text = ", ".join(f"{name} {us:.1f}" + (f" ({base / us:.2f})" if "layer" in name else "") for name, us in found.items())
+    print(f"{tokens} tokens, {bits} bits: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    print(torch.cuda.get_device_name(0), torch.__version__, torch.version.cuda, flush=True)
+    torch.manual_seed(1)
+    every = [(int8, tokens, tile) for int8 in (False, True) for tokens, tile in
+             ((17, 32), (32, 32), (50, 64), (100, 128), (300, 128), (256, 256), (700, 256))]  # fmt: skip
+    good = True
+    for bits in BITS:
+        if len(sys.argv) > 2 and (real := of_file(sys.argv[2], bits)) is not None:
+            good &= check(real, "real", every)
+        good &= check(random_trellis(2048, 384, bits), "random", every)
+        good &= check(random_trellis(N, N, bits), "random", [(False, 300, 256), (True, 300, 256), (True, 100, 128)])
+        print(f"{time.time() - BEGAN:.0f} s", flush=True)
+    print("ALL RIGHT" if good else "SOMETHING IS WRONG", flush=True)
+    X = torch.randn(4096, N, device="cuda").bfloat16()
+    DENSE = [torch.randn(N, N, device="cuda").bfloat16() for _ in range(3)]
+    PACKED = {b: [repacked(random_trellis(N, N, b)) for _ in range(6)] for b in BITS}
+    for tokens in [int(t) for t in os.environ.get("TOKENS", "256,1024,4096,128,64,32,512,2048").split(",")]:
+        for bits in BITS:
+            if time.time() - BEGAN < BUDGET:
+                bench(tokens, bits)
+    print(f"{time.time() - BEGAN:.0f} s")
