@@ -45,8 +45,24 @@ struct Arguments {
     void* partial;
     uint32_t* ready;
     int tokens, n, slabs, token_tiles, ctas, whole, turns, as_float;
+    float held_scale;  // of sums in float16, a power of two
     WgmmaDivision division;
 };
+
+// What a block, or a cluster, has of a tile.
+struct Share {
+    int tile, first_slab, slabs;
+};
+// Number `number` of its shares, as WgmmaTiles (csrc) has them; none: no slabs, or fewer.
+__device__ __forceinline__ Share share_of(const Arguments& arguments, int block, int number) {
+    const int tile = block + number * arguments.ctas;
+    if (tile < arguments.whole) return {tile, 0, arguments.slabs};
+    const int begin = arguments.division.begin(block), end = arguments.division.begin(block + 1);
+    if (begin == end) return {};
+    const int of_divided = (end - 1) / arguments.slabs - (number - arguments.turns);
+    const int tile_begin = of_divided * arguments.slabs, first = max(begin, tile_begin);
+    return {arguments.whole + of_divided, first - tile_begin, min(end, tile_begin + arguments.slabs) - first};
+}
 
 // --- weights -------------------------------------------------------------------------------------
 
@@ -89,21 +105,174 @@ __device__ __forceinline__ uint32_t two_half(const uint32_t (&words)[K + 1], int
     return value;
 }
 
-// --- the kernel ----------------------------------------------------------------------------------
+// --- outputs -------------------------------------------------------------------------------------
+
+// What a token's numbers are multiplied by, `held` times too large; of int8 row 0 of 128 gets what rounding took.
+template <bool kInt8>
+__device__ __forceinline__ float scale_of(const Arguments& arguments, int token, bool has_row_0, float held,
+                                          float& row_0) {
+    const float scale = __ldcg(arguments.token_scales + token) * 0.08838834764831845f / held;
+    if (!kInt8) return scale;
+    if (has_row_0) row_0 += float(128 * MEAN / 4) * held * __ldcg(arguments.token_sums + token);
+    return scale * float(4 * SCALE);
+}
+
+__device__ __forceinline__ void store_eight_rows(const Arguments& arguments, int token, int row, float scale,
+                                                 const float* v) {
+    const uint4 eight = __ldg(reinterpret_cast<const uint4*>(arguments.svh + row));
+    const auto* of_rows = reinterpret_cast<const __half2*>(&eight);
+    float2 value[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const float2 two = __half22float2(of_rows[j]);
+        value[j] = {v[2 * j] * scale * two.x, v[2 * j + 1] * scale * two.y};
+    }
+    const int64_t at = int64_t{token} * arguments.n + row;
+    if (arguments.as_float) {
+        auto* y = static_cast<float2*>(arguments.y) + at / 2;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) y[j] = value[j];
+    } else {
+        uint32_t two[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const __nv_bfloat162 both = __float22bfloat162_rn(value[j]);
+            two[j] = reinterpret_cast<const uint32_t&>(both);
+        }
+        store_16(static_cast<__nv_bfloat16*>(arguments.y) + at, make_uint4(two[0], two[1], two[2], two[3]));
+    }
+}
+
+// A warp, eight tokens of what is held: each four lanes, of which a thread has rows 16 (q + 4 r) + 8 h + g.
+template <bool kInt8>
+__device__ __forceinline__ void store_eight_tokens(const Arguments& arguments, uint32_t held, uint32_t held_free,
+                                                   int first, int token_before, int row_before) {
+    const int lane = lane_id(), q = lane % 4, of_tile = first + lane / 4, token = token_before + of_tile;
+    float v[32];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int piece = (2 * (q + 4 * r) + i) ^ (2 * (of_tile / 2 % 4)) ^ (of_tile % 2);
+            const uint4 four = load_shared_16(held + of_tile * 256 + piece * 16);
+            const uint32_t word[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float2 two = __half22float2(reinterpret_cast<const __half2&>(word[j]));
+                v[16 * r + 4 * i + j] = two.x, v[16 * r + 8 + 4 * i + j] = two.y;
+            }
+        }
+    __syncwarp();
+    if (lane == 0) arrive(held_free);
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2)
+#pragma unroll
+        for (int i = 0; i < 32; ++i)
+            if (distance != 8 && !(i & distance)) {
+                const float a = v[i], b = v[i + distance];
+                v[i] = a + b, v[i + distance] = a - b;
+            }
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) {
+        const float sign = q & distance ? -1.f : 1.f;
+#pragma unroll
+        for (int i = 0; i < 32; ++i) v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xFFFFFFFF, v[i], distance));
+    }
+    if (token < arguments.tokens) {
+        const float scale = scale_of<kInt8>(arguments, token, q == 0, arguments.held_scale, v[0]);
+#pragma unroll
+        for (int i = 0; i < 32; i += 8)
+            store_eight_rows(arguments, token, row_before + 16 * q + i / 16 * 64 + i / 8 % 2 * 8, scale, v + i);
+    }
+    __syncwarp();
+}
+
+// A warp's sums of part of a tile, to the block that completes it: [four sums][lane][4].
+template <typename Sum>
+using FourOf = std::conditional_t<std::is_same_v<Sum, int32_t>, int4, float4>;
+
+template <int kWarps, typename Sum, int kSums>
+__device__ __forceinline__ void hand_over_sums(const Arguments& arguments, const Sum (&sums)[kSums], int slot,
+                                               int warp) {
+    auto* to = static_cast<FourOf<Sum>*>(arguments.partial) + (slot * kWarps + warp) * (kSums / 4) * 32 + lane_id();
+#pragma unroll
+    for (int i = 0; i < kSums; i += 4) to[i / 4 * 32] = FourOf<Sum>{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]};
+    __syncwarp();
+    if (lane_id() == 0) store_release(arguments.ready + slot * kWarps + warp, 1);
+}
+template <int kWarps, typename Sum, int kSums>
+__device__ __forceinline__ void add_sums(const Arguments& arguments, Sum (&sums)[kSums], int slot, int warp) {
+    while (load_acquire(arguments.ready + slot * kWarps + warp) == 0) {
+    }
+    const auto* from =
+        static_cast<const FourOf<Sum>*>(arguments.partial) + (slot * kWarps + warp) * (kSums / 4) * 32 + lane_id();
+#pragma unroll
+    for (int i = 0; i < kSums; i += 4) {
+        const FourOf<Sum> four = __ldcg(from + i / 4 * 32);
+        sums[i] += four.x;
+        sums[i + 1] += four.y;
+        sums[i + 2] += four.z;
+        sums[i + 3] += four.w;
+    }
+}
+
+// Pairs of rows g, g + 8 of a tile of 256 tokens, their sum and difference, as float16, 256 bytes of a token.
+template <typename Sum>
+__device__ __forceinline__ void hold(const Sum (&sums)[128], uint32_t held, float scale, int warp) {
+    const int lane = lane_id(), g = lane / 4, t = lane % 4;
+    const uint32_t to = held + 2 * t * 256;
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            const Sum a = sums[4 * i + odd], b = sums[4 * i + 2 + odd];
+            const __half2 two = __floats2half2_rn(float(a + b) * scale, float(a - b) * scale);
+            const int word = (8 * warp + g) ^ (8 * t) ^ (4 * odd);
+            asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + (8 * i + odd) * 256 + word * 4),
+                         "r"(reinterpret_cast<const uint32_t&>(two))
+                         : "memory");
+        }
+}
+
+// Any warp: as long as a block or cluster completes tiles, takes eight tokens of what is held.
+template <bool kInt8>
+__device__ __forceinline__ void store_tiles(const Arguments& arguments, uint32_t held, uint32_t held_full,
+                                            uint32_t held_free, uint32_t next_part, int block, int row_tiles,
+                                            int row_tile) {
+    int number = -1, completed = -1;
+    Share share{};
+#pragma unroll 1
+    while (true) {
+        int part = 0;
+        if (lane_id() == 0) asm volatile("atom.shared.add.u32 %0, [%1], 1;" : "=r"(part) : "r"(next_part) : "memory");
+        part = __shfl_sync(0xFFFFFFFF, part, 0);
+        while (completed < part / 32) {
+            share = share_of(arguments, block, ++number);
+            if (share.slabs <= 0) return;
+            completed += share.first_slab + share.slabs == arguments.slabs;
+        }
+        wait_barrier(held_full, completed & 1);
+        store_eight_tokens<kInt8>(arguments, held, held_free, part % 32 * 8, share.tile % arguments.token_tiles * 256,
+                                  (share.tile / arguments.token_tiles * row_tiles + row_tile) * ROWS);
+    }
+}
+
+// --- the kernel, with weights decoded in registers -----------------------------------------------
 
 template <int K, typename T, int kTokens>
 struct Cta {
     static constexpr bool kInt8 = std::is_same_v<T, int8_t>;
     using Sum = std::conditional_t<kInt8, int32_t, float>;
-    using FourSums = std::conditional_t<kInt8, int4, float4>;
     static constexpr int kGroups = kTokens == 256 ? 1 : 2, kGroupThreads = 256, kWarps = 8 * kGroups;
     static constexpr int kDecoders = kGroupThreads * kGroups, kThreads = kDecoders + BRINGERS;
-    static constexpr int kDecoderRegisters = kGroups == 1 ? 232 : 112, kBringerRegisters = 32;
+    static constexpr int kDecoderRegisters = kGroups == 1 ? 208 : 112, kBringerRegisters = kGroups == 1 ? 88 : 32;
     static constexpr int kBoxColumns = kInt8 ? 128 : 64;
-    static constexpr int kStageBytes = kTokens * 128, kSlabBytes = 512 * K, kRingStages = 2;
-    static constexpr int kChunk = kGroups == 1 ? 64 : 32, kPitch = ROWS + 4;  // tokens that meet at a time
-    static constexpr int kMeetBytes = kGroups * kChunk * kPitch * 4;
-    static constexpr int kFixed = kWarps * kRingStages * kSlabBytes + kMeetBytes + 1024;
+    static constexpr int kStageBytes = kTokens * 128, kSlabBytes = 512 * K, kRingStages = 2;  // a slab of 16 rows
+    // With 256 tokens a tile's sums are held as float16, else so many tokens' meet at a time.
+    static constexpr bool kHolds = kGroups == 1;
+    static constexpr int kChunk = 32, kPitch = ROWS + 4;
+    static constexpr int kMeetBytes = kHolds ? ROWS * kTokens * 2 : kGroups * kChunk * kPitch * 4;
+    static constexpr int kFixed = kWarps * kRingStages * kSlabBytes + kMeetBytes + 512;
     static constexpr int kFit = (MOST_SHARED - 1024 - kFixed) / (kGroups * kStageBytes);
     static constexpr int kStages = kFit < 8 ? kFit : 8;
     static constexpr int kShared = 1024 + kFixed + kGroups * kStages * kStageBytes;
@@ -111,7 +280,7 @@ struct Cta {
     static_assert(kStages >= 3);
 
     const Arguments& arguments;
-    const uint32_t x, ring, meet, x_full, x_empty, ring_full, ring_empty;
+    const uint32_t x, ring, meet, x_full, x_empty, ring_full, ring_empty, held_full, held_free, next_part;
 
     __device__ __forceinline__ Cta(const Arguments& arguments, uint32_t begin)
         : arguments(arguments),
@@ -121,33 +290,27 @@ struct Cta {
           x_full(meet + kMeetBytes),
           x_empty(x_full + kGroups * kStages * 8),
           ring_full(x_empty + kGroups * kStages * 8),
-          ring_empty(ring_full + kWarps * kRingStages * 8) {}
+          ring_empty(ring_full + kGroups * kRingStages * 8),
+          held_full(ring_empty + kGroups * kRingStages * 8),
+          held_free(held_full + 8),
+          next_part(held_free + 8) {}
 
     __device__ __forceinline__ void init_barriers() const {
         for (int i = 0; i < kGroups * kStages; ++i) {
             init_barrier(x_full + 8 * i, 1);
             init_barrier(x_empty + 8 * i, 8);
         }
-        for (int i = 0; i < kWarps * kRingStages; ++i) {
+        for (int i = 0; i < kGroups * kRingStages; ++i) {
             init_barrier(ring_full + 8 * i, 1);
-            init_barrier(ring_empty + 8 * i, 1);
+            init_barrier(ring_empty + 8 * i, 8);
         }
+        init_barrier(held_full, kWarps);
+        init_barrier(held_free, kTokens / 8);
+        asm volatile("st.shared.u32 [%0], 0;" ::"r"(next_part) : "memory");
         fence_barriers();
     }
 
-    struct Share {
-        int tile, first_slab, slabs;
-    };
-    // Number `number` of a CTA's, as WgmmaTiles has them.
-    __device__ __forceinline__ Share share(int number) const {
-        const int cta = blockIdx.x, tile = cta + number * arguments.ctas;
-        if (tile < arguments.whole) return {tile, 0, arguments.slabs};
-        const int begin = arguments.division.begin(cta), end = arguments.division.begin(cta + 1);
-        if (begin == end) return {};
-        const int of_divided = (end - 1) / arguments.slabs - (number - arguments.turns);
-        const int tile_begin = of_divided * arguments.slabs, first = max(begin, tile_begin);
-        return {arguments.whole + of_divided, first - tile_begin, min(end, tile_begin + arguments.slabs) - first};
-    }
+    __device__ __forceinline__ Share share(int number) const { return share_of(arguments, blockIdx.x, number); }
     // Of these a group's.
     static __device__ __forceinline__ int first_of(const Share& share, int group) {
         return share.first_slab + (group == 0 ? 0 : (share.slabs + 1) / 2);
@@ -162,36 +325,34 @@ struct Cta {
         }
     }
 
-    __device__ __forceinline__ void bring_x(const CUtensorMap& map, int group) const {
-        wait_for_kernel_before();
-        int stage = 0, phase = 0;
+    // A lane for each group: x and words, these a slab ahead.
+    __device__ __forceinline__ void bring(const CUtensorMap& map, int group) const {
+        int stage = 0, phase = 0, ring_stage = 0, ring_phase = 0;
         Share share;
         for (int number = 0; (share = this->share(number)).slabs > 0; ++number) {
-            int column = first_of(share, group) * SLAB;
-            for (int i = 0; i < count_of(share, group) * (SLAB / kBoxColumns); ++i, column += kBoxColumns) {
-                const int at = group * kStages + stage;
-                wait_barrier(x_empty + 8 * at, phase ^ 1);
-                expect_bytes(x_full + 8 * at, kStageBytes);
-                bulk_copy_box(x + at * kStageBytes, &map, column, share.tile % arguments.token_tiles * kTokens,
-                              x_full + 8 * at);
-                step(stage, phase, kStages);
-            }
-        }
-    }
-    __device__ __forceinline__ void bring_words(int warp) const {
-        int stage = 0, phase = 0;
-        const int group = warp / 8;
-        Share share;
-        for (int number = 0; (share = this->share(number)).slabs > 0; ++number) {
-            const int row_tile = share.tile / arguments.token_tiles * 8 + warp % 8;
-            const char* from = reinterpret_cast<const char*>(arguments.words) +
-                               (int64_t{row_tile} * arguments.slabs + first_of(share, group)) * kSlabBytes;
-            for (int i = 0; i < count_of(share, group); ++i, from += kSlabBytes) {
-                const int at = warp * kRingStages + stage;
-                wait_barrier(ring_empty + 8 * at, phase ^ 1);
-                expect_bytes(ring_full + 8 * at, kSlabBytes);
-                bulk_copy(ring + at * kSlabBytes, from, kSlabBytes, ring_full + 8 * at);
-                step(stage, phase, kRingStages);
+            const int slabs = count_of(share, group), first = first_of(share, group);
+            const char* from =
+                reinterpret_cast<const char*>(arguments.words) +
+                (int64_t{share.tile / arguments.token_tiles} * arguments.slabs + first) * (8 * kSlabBytes);
+            int column = first * SLAB;
+            for (int slab = -1; slab < slabs; ++slab) {
+                if (slab + 1 < slabs) {
+                    const int at = group * kRingStages + ring_stage;
+                    wait_barrier(ring_empty + 8 * at, ring_phase ^ 1);
+                    expect_bytes(ring_full + 8 * at, 8 * kSlabBytes);
+                    bulk_copy(ring + at * 8 * kSlabBytes, from, 8 * kSlabBytes, ring_full + 8 * at);
+                    from += 8 * kSlabBytes;
+                    step(ring_stage, ring_phase, kRingStages);
+                }
+                if (slab == 0) wait_for_kernel_before();
+                for (int i = 0; slab >= 0 && i < SLAB / kBoxColumns; ++i, column += kBoxColumns) {
+                    const int at = group * kStages + stage;
+                    wait_barrier(x_empty + 8 * at, phase ^ 1);
+                    expect_bytes(x_full + 8 * at, kStageBytes);
+                    bulk_copy_box(x + at * kStageBytes, &map, column, share.tile % arguments.token_tiles * kTokens,
+                                  x_full + 8 * at);
+                    step(stage, phase, kStages);
+                }
             }
         }
     }
@@ -219,7 +380,7 @@ struct Cta {
         const int lane = threadIdx.x % 32, group = warp / 8;
         const uint64_t columns = swizzled_matrix(x + group * kStages * kStageBytes);
         const uint32_t full = x_full + group * kStages * 8, empty = x_empty + group * kStages * 8;
-        int stage = 0, phase = 0, slab_stage = 0, slab_phase = 0;
+        int stage = 0, phase = 0, slab_stage = 0, slab_phase = 0, held_phase = 0;
         Share share;
 #pragma unroll 1
         for (int number = 0; (share = this->share(number)).slabs > 0; ++number) {
@@ -232,12 +393,13 @@ struct Cta {
 #pragma unroll 1
             for (int slab = 0; slab < slabs; ++slab) {
                 uint32_t words[4 / kParts][K + 1];
-                const int at = warp * kRingStages + slab_stage;
+                const int at = group * kRingStages + slab_stage;
+                const uint32_t of_warp = ring + (at * 8 + warp % 8) * kSlabBytes;
                 wait_barrier(ring_full + 8 * at, slab_phase);
                 [[maybe_unused]] uint32_t bytes[2][2][4];
 #pragma unroll
                 for (int piece = 0; piece < 4; ++piece) {
-                    if (piece % (4 / kParts) == 0) load_words(ring + at * kSlabBytes, piece * kParts / 4, words);
+                    if (piece % (4 / kParts) == 0) load_words(of_warp, piece * kParts / 4, words);
                     if (piece == 4 - 4 / kParts) {
                         release_to_bulk_copies();
                         __syncwarp();
@@ -292,52 +454,40 @@ struct Cta {
             }
             wait_for_kernel_before();
             if (share.first_slab + share.slabs < arguments.slabs) {
-                hand_over(sums, warp);
+                hand_over_sums<kWarps>(arguments, sums, blockIdx.x, warp);
             } else {
                 if (share.first_slab > 0) add_parts(sums, share.tile, warp);
-                finish(sums, share.tile, warp);
+                if constexpr (kHolds) {
+                    wait_barrier(held_free, held_phase ^ 1);
+                    hold(sums, meet, arguments.held_scale, warp);
+                    __syncwarp();
+                    if (lane == 0) arrive(held_full);
+                    held_phase ^= 1;
+                } else {
+                    meet_and_store(sums, share.tile, warp);
+                }
             }
         }
     }
 
-    __device__ __forceinline__ FourSums* part(int cta, int warp) const {
-        return static_cast<FourSums*>(arguments.partial) + (cta * kWarps + warp) * (kTokens / 8) * 32 + lane_id();
-    }
-    __device__ __forceinline__ void hand_over(const Sum (&sums)[kTokens / 2], int warp) const {
-        FourSums* to = part(blockIdx.x, warp);
-#pragma unroll
-        for (int i = 0; i < kTokens / 2; i += 4)
-            to[i / 4 * 32] = FourSums{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]};
-        __syncwarp();
-        if (lane_id() == 0) store_release(arguments.ready + blockIdx.x * kWarps + warp, 1);
-    }
     __device__ __forceinline__ void add_parts(Sum (&sums)[kTokens / 2], int tile, int warp) const {
         const int first = arguments.division.cta_with((tile - arguments.whole) * arguments.slabs);
 #pragma unroll 1
-        for (int cta = int(blockIdx.x) - 1; cta >= first; --cta) {
-            while (load_acquire(arguments.ready + cta * kWarps + warp) == 0) {
-            }
-            const FourSums* from = part(cta, warp);
-#pragma unroll
-            for (int i = 0; i < kTokens / 2; i += 4) {
-                const FourSums four = __ldcg(from + i / 4 * 32);
-                sums[i] += four.x;
-                sums[i + 1] += four.y;
-                sums[i + 2] += four.z;
-                sums[i + 3] += four.w;
-            }
-        }
+        for (int cta = int(blockIdx.x) - 1; cta >= first; --cta) add_sums<kWarps>(arguments, sums, cta, warp);
+    }
+
+    __device__ __forceinline__ void store_held() const {
+        store_tiles<kInt8>(arguments, meet, held_full, held_free, next_part, blockIdx.x, 1, 0);
     }
 
     // Rows meet in shared memory, are turned and stored. Bit 3 of a row is the two rows of a lane of `multiply`.
-    __device__ __forceinline__ void finish(const Sum (&sums)[kTokens / 2], int tile, int warp) const {
+    __device__ __forceinline__ void meet_and_store(const Sum (&sums)[kTokens / 2], int tile, int warp) const {
         constexpr int kLanes = kDecoders / kChunk, kOwn = ROWS / kLanes;  // lanes of a token, rows of a thread
+        static_assert(kGroups == 1 || kOwn == 8);
         const int lane = lane_id(), g = lane / 4, t = lane % 4, group = warp / 8;
         const int token_before = tile % arguments.token_tiles * kTokens;
-        const int row_before = tile / arguments.token_tiles * ROWS;
         const int thread = warp * 32 + lane, its_token = thread / kLanes, of_token = thread % kLanes;
-        // Of a thread: rows 0 to 7 and, of 32, those 32, 64 and 96 further; lanes: bits 3 and 4, or 3 to 6.
-        const int first_row = 8 * of_token;
+        const int row = tile / arguments.token_tiles * ROWS + 8 * of_token;
 #pragma unroll
         for (int chunk = 0; chunk < kTokens / kChunk; ++chunk) {
             named_barrier(1, kDecoders);
@@ -354,66 +504,34 @@ struct Cta {
                 store(to + kPitch * 4 + 32, four[1] - four[3]);
             }
             named_barrier(1, kDecoders);
-            float v[kOwn];
-            const uint32_t from = meet + (its_token * kPitch + first_row) * 4;
+            float v[8] = {};
 #pragma unroll
-            for (int i = 0; i < kOwn; i += 4) {
-                uint4 four = load_shared_16(from + (i % 8 + i / 8 * 32) * 4);
-                v[i] = as_float(four.x), v[i + 1] = as_float(four.y);
-                v[i + 2] = as_float(four.z), v[i + 3] = as_float(four.w);
-                if constexpr (kGroups == 2) {
-                    four = load_shared_16(from + (kChunk * kPitch + i % 8 + i / 8 * 32) * 4);
+            for (int of_group = 0; of_group < kGroups; ++of_group)
+#pragma unroll
+                for (int i = 0; i < 8; i += 4) {
+                    const uint4 four =
+                        load_shared_16(meet + ((of_group * kChunk + its_token) * kPitch + 8 * of_token + i) * 4);
                     v[i] += as_float(four.x), v[i + 1] += as_float(four.y);
                     v[i + 2] += as_float(four.z), v[i + 3] += as_float(four.w);
                 }
-            }
 #pragma unroll
-            for (int distance = 1; distance < kOwn; distance *= 2)
+            for (int distance = 1; distance < 8; distance *= 2)
 #pragma unroll
-                for (int i = 0; i < kOwn; ++i)
+                for (int i = 0; i < 8; ++i)
                     if (!(i & distance)) {
                         const float a = v[i], b = v[i + distance];
                         v[i] = a + b, v[i + distance] = a - b;
                     }
 #pragma unroll
-            for (int distance = 2; distance < kLanes; distance *= 2) {
+            for (int distance = 2; distance < 16; distance *= 2) {
                 const float sign = of_token & distance ? -1.f : 1.f;
 #pragma unroll
-                for (int i = 0; i < kOwn; ++i) v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xFFFFFFFF, v[i], distance));
+                for (int i = 0; i < 8; ++i) v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xFFFFFFFF, v[i], distance));
             }
             const int token = token_before + chunk * kChunk + its_token;
             if (token >= arguments.tokens) continue;
-            float scale = __ldcg(arguments.token_scales + token) * 0.08838834764831845f;
-            if constexpr (kInt8) {
-                scale *= float(4 * SCALE);
-                if (of_token == 0) v[0] += float(128 * MEAN / 4) * __ldcg(arguments.token_sums + token);
-            }
-#pragma unroll
-            for (int i = 0; i < kOwn; i += 8) {
-                const int row = row_before + first_row + i / 8 * 32;
-                const uint4 eight = __ldg(reinterpret_cast<const uint4*>(arguments.svh + row));
-                const auto* of_rows = reinterpret_cast<const __half2*>(&eight);
-                float2 value[4];
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const float2 two = __half22float2(of_rows[j]);
-                    value[j] = {v[i + 2 * j] * scale * two.x, v[i + 2 * j + 1] * scale * two.y};
-                }
-                const int64_t at = int64_t{token} * arguments.n + row;
-                if (arguments.as_float) {
-                    auto* y = static_cast<float2*>(arguments.y) + at / 2;
-                    for (int j = 0; j < 4; ++j) y[j] = value[j];
-                } else {
-                    uint32_t two[4];
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        const __nv_bfloat162 both = __float22bfloat162_rn(value[j]);
-                        two[j] = reinterpret_cast<const uint32_t&>(both);
-                    }
-                    store_16(static_cast<__nv_bfloat16*>(arguments.y) + at,
-                             make_uint4(two[0], two[1], two[2], two[3]));
-                }
-            }
+            const float scale = scale_of<kInt8>(arguments, token, of_token == 0, 1, v[0]);
+            store_eight_rows(arguments, token, row, scale, v);
         }
     }
     static __device__ __forceinline__ uint32_t as_bits(Sum sum) {
@@ -444,145 +562,406 @@ __global__ void __launch_bounds__(Cta<K, T, kTokens>::kThreads, 1)
     __syncthreads();
     if (warp >= Of::kWarps) {
         give_registers<Of::kBringerRegisters>();
-        if (warp == Of::kWarps && lane < Of::kGroups) cta.bring_x(map, lane);
-        const int of_warp = lane * 3 + warp - Of::kWarps - 1;
-        if (warp > Of::kWarps && of_warp < Of::kWarps) cta.bring_words(of_warp);
+        if (warp == Of::kWarps && lane < Of::kGroups) cta.bring(map, lane);
         __syncwarp();
+        if constexpr (Of::kHolds) {
+            wait_for_kernel_before();
+            cta.store_held();
+        }
     } else {
         take_registers<Of::kDecoderRegisters>();
         cta.multiply(warp);
+        if constexpr (Of::kHolds) cta.store_held();
+    }
+}
+
+// --- decoding first ------------------------------------------------------------------------------
+
+// int8 [n, k], of each 64 columns 16 t + 2 m + 8 h + e at 16 t + 4 m + 2 h + e. A warp has a slab of 16 rows.
+template <int K>
+__global__ void __launch_bounds__(256) decode_int8(const uint32_t* words, int8_t* weights, int units, int k) {
+    const int unit = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    wait_for_kernel_before();
+    let_next_kernel_start();
+    if (unit >= units) return;
+    const int slabs = k / SLAB, row_tile = unit / (8 * slabs) * 8 + unit % 8, slab = unit / 8 % slabs;
+    uint32_t all[K][4];
+#pragma unroll
+    for (int i = 0; i < K; ++i) load_16_once(words + (int64_t{unit} * K + i) * 128 + lane * 4, all[i]);
+#pragma unroll
+    for (int tile = 0; tile < 4; ++tile) {
+        uint32_t own[K + 1];
+#pragma unroll
+        for (int i = 0; i < K; ++i) own[i + 1] = all[i][tile];
+        own[0] = __shfl_sync(0xFFFFFFFF, own[K], (lane + 28) % 32);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            int8_t* to = weights + int64_t{row_tile * 16 + g + 8 * half} * k + slab * SLAB + tile * 64 + t * 16;
+            store_16(to, make_uint4(four_int8<K>(own, 4 * half), four_int8<K>(own, 8 + 4 * half),
+                                    four_int8<K>(own, 16 + 4 * half), four_int8<K>(own, 24 + 4 * half)));
+        }
+    }
+}
+
+#define TEN(tens)                                                                                          \
+    ", %" #tens "0, %" #tens "1, %" #tens "2, %" #tens "3, %" #tens "4, %" #tens "5, %" #tens "6, %" #tens \
+    "7, %" #tens "8, %" #tens "9"
+#define D8(i)                                                                                                   \
+    "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), \
+        "+r"(d[i + 7])
+#define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
+// Begins d [64, 256] = a [64, 32] @ b [32, 256] (+ d, if accumulate), both in shared memory.
+__device__ __forceinline__ void multiply_shared(int32_t (&d)[128], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %130, 0;\nwgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9" TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9)
+            TEN(10) TEN(11) ", %120, %121, %122, %123, %124, %125, %126, %127}, %128, %129, add;\n}"
+        : D32(0), D32(32), D32(64), D32(96)
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+#undef D32
+#undef D8
+#undef TEN
+
+__device__ __forceinline__ void bulk_copy_box_to_two(uint32_t smem, const void* map, int column, int row,
+                                                     uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+        "{%2, %3}], [%4], %5;" ::"r"(smem),
+        "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(uint16_t{3})
+        : "memory");
+}
+__device__ __forceinline__ void arrive_in_cluster(uint32_t barrier_there) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier_there) : "memory");
+}
+
+// A tile of 128 rows and 256 tokens of int8, two warpgroups of 64 rows each. In a cluster two blocks have the same
+// tokens, of which each brings half to both.
+template <int kCluster>
+struct DecodedCta {
+    static constexpr int kStages = 3, kABytes = ROWS * 128, kBBytes = 256 * 128, kStageBytes = kABytes + kBBytes;
+    static constexpr int kHeldBytes = ROWS * 256 * 2, kShared = 1024 + kStages * kStageBytes + kHeldBytes + 256;
+
+    const Arguments& arguments;
+    const int cluster, rank;
+    const uint32_t stages, held, full, empty, held_full, held_free, next_part;
+
+    __device__ __forceinline__ DecodedCta(const Arguments& arguments, uint32_t begin)
+        : arguments(arguments),
+          cluster(blockIdx.x / kCluster),
+          rank(blockIdx.x % kCluster),
+          stages(begin),
+          held(begin + kStages * kStageBytes),
+          full(held + kHeldBytes),
+          empty(full + kStages * 8),
+          held_full(empty + kStages * 8),
+          held_free(held_full + 8),
+          next_part(held_free + 8) {}
+
+    __device__ __forceinline__ void init_barriers() const {
+        for (int i = 0; i < kStages; ++i) {
+            init_barrier(full + 8 * i, 1);
+            init_barrier(empty + 8 * i, 8 * kCluster);
+        }
+        init_barrier(held_full, 8);
+        init_barrier(held_free, 32);
+        asm volatile("st.shared.u32 [%0], 0;" ::"r"(next_part) : "memory");
+        fence_barriers();
+    }
+    static __device__ __forceinline__ void step(int& stage, int& phase) {
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+
+    __device__ __forceinline__ void bring(const CUtensorMap& x, const CUtensorMap& weights) const {
+        wait_for_kernel_before();
+        int stage = 0, phase = 0;
+        Share share;
+        for (int number = 0; (share = share_of(arguments, cluster, number)).slabs > 0; ++number) {
+            const int token = share.tile % arguments.token_tiles * 256;
+            const int row = (share.tile / arguments.token_tiles * kCluster + rank) * ROWS;
+            for (int i = 0; i < 2 * share.slabs; ++i) {
+                const uint32_t at = stages + stage * kStageBytes, barrier = full + 8 * stage;
+                const int column = share.first_slab * SLAB + i * 128;
+                wait_barrier(empty + 8 * stage, phase ^ 1);
+                expect_bytes(barrier, kStageBytes);
+                bulk_copy_box(at, &weights, column, row, barrier);
+                if constexpr (kCluster == 1) {
+                    bulk_copy_box(at + kABytes, &x, column, token, barrier);
+                } else {
+                    bulk_copy_box_to_two(at + kABytes + rank * kBBytes / 2, &x, column, token + rank * 128, barrier);
+                }
+                step(stage, phase);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void release(int stage) const {
+        if (threadIdx.x % 32 == 0) {
+            arrive(empty + 8 * stage);
+            if constexpr (kCluster == 2) arrive_in_cluster(cluster_address(empty + 8 * stage, rank ^ 1));
+        }
+    }
+
+    __device__ __forceinline__ void multiply(int warp) const {
+        const uint64_t a = swizzled_matrix(stages + warp / 4 * 64 * 128), b = swizzled_matrix(stages + kABytes);
+        int stage = 0, phase = 0, held_phase = 0;
+        Share share;
+#pragma unroll 1
+        for (int number = 0; (share = share_of(arguments, cluster, number)).slabs > 0; ++number) {
+            int32_t sums[128];
+            int last = -1;
+#pragma unroll 1
+            for (int box = 0; box < 2 * share.slabs; ++box) {
+                wait_barrier(full + 8 * stage, phase);
+                const int from = stage * kStageBytes >> 4;
+                wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < 4; ++i) multiply_shared(sums, a + from + 2 * i, b + from + 2 * i, box + i > 0);
+                wgmma_commit();
+                wgmma_wait<1>();
+                if (last >= 0) release(last);
+                last = stage;
+                step(stage, phase);
+            }
+            wgmma_wait<0>();
+            release(last);
+#pragma unroll
+            for (int i = 0; i < 128; ++i) asm volatile("" : "+r"(sums[i])::"memory");
+            wait_for_kernel_before();
+            const int slot = cluster * kCluster + rank;
+            if (share.first_slab + share.slabs < arguments.slabs) {
+                hand_over_sums<8>(arguments, sums, slot, warp);
+            } else {
+                if (share.first_slab > 0) {
+                    const int first = arguments.division.cta_with((share.tile - arguments.whole) * arguments.slabs);
+#pragma unroll 1
+                    for (int other = cluster - 1; other >= first; --other)
+                        add_sums<8>(arguments, sums, other * kCluster + rank, warp);
+                }
+                wait_barrier(held_free, held_phase ^ 1);
+                hold(sums, held, arguments.held_scale, warp);
+                __syncwarp();
+                if (threadIdx.x % 32 == 0) arrive(held_full);
+                held_phase ^= 1;
+            }
+        }
+    }
+};
+
+template <int kCluster>
+__global__ void __launch_bounds__(384, 1)
+    decoded(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap weights,
+            const __grid_constant__ Arguments arguments) {
+    extern __shared__ __align__(1024) char smem[];
+    const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
+    const DecodedCta<kCluster> cta(arguments, (shared_address(smem) + 1023) / 1024 * 1024);
+    if (threadIdx.x == 0) cta.init_barriers();
+    __syncwarp();
+    if constexpr (kCluster == 1) {
+        __syncthreads();
+    } else {
+        cluster_barrier();
+    }
+    if (warp >= 8) {
+        if (threadIdx.x == 256) cta.bring(x, weights);
+        __syncwarp();
+        wait_for_kernel_before();
+    } else {
+        cta.multiply(warp);
+    }
+    store_tiles<true>(arguments, cta.held, cta.held_full, cta.held_free, cta.next_part, cta.cluster, kCluster,
+                      cta.rank);
+    if constexpr (kCluster == 2) {  // until the other block writes and arrives here no more
+        __syncwarp();
+        cluster_barrier();
     }
 }
 
 // --- inputs --------------------------------------------------------------------------------------
 
-// A block a token, a thread 64 columns: x * suh through Hadamard's matrix of 128, then int8 or float16 and what stands
-// for 1 in it (of float16 a power of two), in the order of operand B: of 64 columns, 16 t + c of them being in tile t,
-// column c = 2 m + 8 h + e comes to 16 m + 8 h + 2 t + e in float16, and to 16 m + 4 t + 2 h + e in int8.
-template <bool kInt8>
-__global__ void prepare(const __nv_bfloat16* x, const __half* suh, void* to, float* scales, int32_t* sums, int k,
-                        uint32_t* zeros, int num_zeros) {
+// Some tokens a block, one after another, a thread 64 columns: x * suh through Hadamard's matrix of 128, then int8 or
+// float16 and what stands for 1 in it (of float16 a power of two). Of 64 columns 16 t + 2 m + 8 h + e comes to 16 m +
+// 8 h + 2 t + e in float16, to 16 m + 4 t + 2 h + e in int8, and for decoded weights to 16 t + 4 m + 2 h + e.
+template <bool kInt8, bool kDecoded>
+__global__ void prepare(const __nv_bfloat16* x, const __half* suh, void* to, float* scales, int32_t* sums, int tokens,
+                        int k, uint32_t* zeros, int num_zeros) {
     extern __shared__ uint4 room[];
     __shared__ float most[32];
     __shared__ int32_t of_warps[32];
     let_next_kernel_start();
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < num_zeros; i += gridDim.x * blockDim.x) zeros[i] = 0;
     const int thread = threadIdx.x, threads = blockDim.x, warp = thread / 32, lane = thread % 32;
-    const uint4* from = reinterpret_cast<const uint4*>(x + int64_t{blockIdx.x} * k);
+    uint4* const of_suh = room + 16 * threads;
     const auto place = [](int piece) { return piece ^ (piece / 8 % 8); };
+    const auto bring = [&](int token, int buffer) {
+        const uint4* from = reinterpret_cast<const uint4*>(x + int64_t{token} * k);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) cp_async_16(room + place(i * threads + thread), from + i * threads + thread);
+        for (int i = 0; i < 8; ++i)
+            cp_async_16(room + buffer * 8 * threads + place(i * threads + thread), from + i * threads + thread);
+    };
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        cp_async_16(of_suh + place(i * threads + thread), reinterpret_cast<const uint4*>(suh) + i * threads + thread);
+    bring(blockIdx.x, 0);
     cp_async_commit();
-    cp_async_wait<0>();
-    __syncthreads();
-    float v[64];
+    int buffer = 0;
+#pragma unroll 1
+    for (int token = blockIdx.x; token < tokens; token += gridDim.x, buffer ^= 1) {
+        __syncthreads();
+        if (token + int(gridDim.x) < tokens) bring(token + gridDim.x, buffer ^ 1);
+        cp_async_commit();
+        cp_async_wait<1>();
+        __syncthreads();
+        uint4* const own = room + buffer * 8 * threads;
+        float v[64];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const uint4 a = room[place(8 * thread + i)], b = __ldg(reinterpret_cast<const uint4*>(suh) + 8 * thread + i);
-        const auto* two = reinterpret_cast<const __nv_bfloat162*>(&a);
-        const auto* by = reinterpret_cast<const __half2*>(&b);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float2 one = __bfloat1622float2(two[j]), other = __half22float2(by[j]);
-            v[8 * i + 2 * j] = one.x * other.x, v[8 * i + 2 * j + 1] = one.y * other.y;
-        }
-    }
-#pragma unroll
-    for (int distance = 1; distance < 64; distance *= 2)
-#pragma unroll
-        for (int i = 0; i < 64; ++i)
-            if (!(i & distance)) {
-                const float a = v[i], b = v[i + distance];
-                v[i] = a + b, v[i + distance] = a - b;
-            }
-    float largest = 0;
-    const float sign = lane & 1 ? -1.f : 1.f;
-#pragma unroll
-    for (int i = 0; i < 64; ++i) {
-        v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xFFFFFFFF, v[i], 1));
-        largest = fmaxf(largest, fabsf(v[i]));
-    }
-    largest = __uint_as_float(__reduce_max_sync(0xFFFFFFFF, __float_as_uint(largest)));
-    if (lane == 0) most[warp] = largest;
-    __syncthreads();
-    largest = __uint_as_float(__reduce_max_sync(0xFFFFFFFF, lane < threads / 32 ? __float_as_uint(most[lane]) : 0));
-    float unit;  // of the numbers as they are here, without 1 / sqrt(128)
-    if constexpr (kInt8) {
-        unit = largest / 127;
-    } else {
-        unit = largest > 0 ? exp2f(ceilf(log2f(largest)) - 9) : 0;
-    }
-    const float factor = unit > 0 ? 1 / unit : 0;
-    if (thread == 0) scales[blockIdx.x] = unit * 0.08838834764831845f;
-    constexpr int kPieces = kInt8 ? 4 : 8;
-    uint32_t out[4 * kPieces];
-    if constexpr (kInt8) {
-        int32_t sum = 0;
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {  // 16 m + 4 t
-            const int m = i / 4, t = i % 4;
-            uint32_t four = 0;
+        for (int i = 0; i < 8; ++i) {
+            const uint4 a = own[place(8 * thread + i)], b = of_suh[place(8 * thread + i)];
+            const auto* two = reinterpret_cast<const __nv_bfloat162*>(&a);
+            const auto* by = reinterpret_cast<const __half2*>(&b);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const int q = __float2int_rn(v[16 * t + 2 * m + 8 * (j / 2) + j % 2] * factor);
-                four |= (q & 255) << 8 * j;
+                const float2 one = __bfloat1622float2(two[j]), other = __half22float2(by[j]);
+                v[8 * i + 2 * j] = one.x * other.x, v[8 * i + 2 * j + 1] = one.y * other.y;
             }
-            out[i] = four;
-            sum = __dp4a(int(four), 0x01010101, sum);
         }
-        sum = __reduce_add_sync(0xFFFFFFFF, sum);
-        if (lane == 0) of_warps[warp] = sum;
-    } else {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {  // 16 m + 8 h + 2 t
-            const int m = i / 8, h = i / 4 % 2, t = i % 4, column = 16 * t + 2 * m + 8 * h;
-            const __half2 two = __floats2half2_rn(v[column] * factor, v[column + 1] * factor);
-            out[i] = reinterpret_cast<const uint32_t&>(two);
+        for (int distance = 1; distance < 64; distance *= 2)
+#pragma unroll
+            for (int i = 0; i < 64; ++i)
+                if (!(i & distance)) {
+                    const float a = v[i], b = v[i + distance];
+                    v[i] = a + b, v[i + distance] = a - b;
+                }
+        float largest = 0;
+        const float sign = lane & 1 ? -1.f : 1.f;
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+            v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xFFFFFFFF, v[i], 1));
+            largest = fmaxf(largest, fabsf(v[i]));
         }
+        largest = __uint_as_float(__reduce_max_sync(0xFFFFFFFF, __float_as_uint(largest)));
+        if (lane == 0) most[warp] = largest;
+        __syncthreads();
+        largest =
+            __uint_as_float(__reduce_max_sync(0xFFFFFFFF, lane < threads / 32 ? __float_as_uint(most[lane]) : 0));
+        float unit;  // of the numbers as they are here, without 1 / sqrt(128)
+        if constexpr (kInt8) {
+            unit = largest / 127;
+        } else {
+            unit = largest > 0 ? exp2f(ceilf(log2f(largest)) - 9) : 0;
+        }
+        const float factor = unit > 0 ? 1 / unit : 0;
+        if (thread == 0) scales[token] = unit * 0.08838834764831845f;
+        constexpr int kPieces = kInt8 ? 4 : 8;
+        uint32_t out[4 * kPieces];
+        if constexpr (kInt8) {
+            int32_t sum = 0;
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                uint32_t q[4];  // the low byte of a large float
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const int t = kDecoded ? i / 4 : i % 4, m = kDecoded ? i % 4 : i / 4;
+                    q[j] = __float_as_uint(fmaf(v[16 * t + 2 * m + 8 * (j / 2) + j % 2], factor, 0x1.8p23f));
+                }
+                out[i] = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
+                sum = __dp4a(int(out[i]), 0x01010101, sum);
+            }
+            sum = __reduce_add_sync(0xFFFFFFFF, sum);
+            if (lane == 0) of_warps[warp] = sum;
+        } else {
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                const int column = 16 * (i % 4) + 2 * (i / 8) + 8 * (i / 4 % 2);
+                const __half2 two = __floats2half2_rn(v[column] * factor, v[column + 1] * factor);
+                out[i] = reinterpret_cast<const uint32_t&>(two);
+            }
+        }
+        const auto out_place = [](int piece) { return piece ^ (piece / 8 % 8); };
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+            own[out_place(thread * kPieces + i)] =
+                make_uint4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]);
+        __syncthreads();
+        uint4* there = static_cast<uint4*>(to) + int64_t{token} * threads * kPieces;
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) there[i * threads + thread] = own[out_place(i * threads + thread)];
+        if constexpr (kInt8)
+            if (warp == 0) {
+                const int32_t sum = __reduce_add_sync(0xFFFFFFFF, lane < threads / 32 ? of_warps[lane] : 0);
+                if (lane == 0) sums[token] = sum;
+            }
     }
-    const auto out_place = [](int piece) { return piece ^ (piece / kPieces % kPieces); };
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i)
-        room[out_place(thread * kPieces + i)] = make_uint4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]);
-    __syncthreads();
-    uint4* own = static_cast<uint4*>(to) + int64_t{blockIdx.x} * threads * kPieces;
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) own[i * threads + thread] = room[out_place(i * threads + thread)];
-    if constexpr (kInt8)
-        if (warp == 0) {
-            const int32_t sum = __reduce_add_sync(0xFFFFFFFF, lane < threads / 32 ? of_warps[lane] : 0);
-            if (lane == 0) sums[blockIdx.x] = sum;
-        }
+}
+
+// The power of two by which sums, and those of two of them, are float16 whatever the numbers are.
+float held_scale(int k, bool int8) {
+    float scale = 1;
+    while (2.0 * k * (int8 ? 128 * 127 : 3.5 * 512) * scale > 65504) scale /= 2;
+    return scale;
+}
+
+void divide(Arguments& arguments, int k, int tiles, int most) {
+    arguments.slabs = k / SLAB;
+    arguments.ctas = std::min(most, tiles * arguments.slabs);
+    const int divided = tiles % arguments.ctas;
+    arguments.whole = tiles - divided, arguments.turns = arguments.whole / arguments.ctas;
+    arguments.division = {arguments.slabs * divided / arguments.ctas, arguments.slabs * divided % arguments.ctas};
+}
+
+int processors() {
+    int count;
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0);
+    return count;
+}
+
+template <typename... Arguments>
+int start(void (*kernel)(Arguments...), int blocks, int cluster, int threads, int shared, cudaStream_t stream,
+          const Arguments&... arguments) {
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    if (error != cudaSuccess) return error;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {unsigned(cluster), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = blocks, config.blockDim = threads, config.dynamicSmemBytes = shared;
+    config.stream = stream, config.attrs = attributes, config.numAttrs = cluster == 1 ? 1 : 2;
+    error = cudaLaunchKernelEx(&config, kernel, arguments...);
+    return error != cudaSuccess ? error : cudaGetLastError();
 }
 
 template <int K, typename T, int kTokens>
 int launch(Arguments arguments, const void* x, int k, cudaStream_t stream) {
     using Of = Cta<K, T, kTokens>;
-    const int tiles = arguments.n / ROWS * ((arguments.tokens + kTokens - 1) / kTokens);
-    arguments.slabs = k / SLAB;
     arguments.token_tiles = (arguments.tokens + kTokens - 1) / kTokens;
-    int processors;
-    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0);
-    arguments.ctas = std::min(processors, tiles * arguments.slabs);
-    const int divided = tiles % arguments.ctas;
-    arguments.whole = tiles - divided, arguments.turns = arguments.whole / arguments.ctas;
-    arguments.division = {arguments.slabs * divided / arguments.ctas, arguments.slabs * divided % arguments.ctas};
+    arguments.held_scale = held_scale(k, Of::kInt8);
+    divide(arguments, k, arguments.n / ROWS * arguments.token_tiles, processors());
     CUtensorMap map;
-    cudaError_t error = map_of_rows(x, Of::kInt8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                                    Of::kInt8 ? 1 : 2, arguments.tokens, k, kTokens, map);
+    const cudaError_t error =
+        map_of_rows(x, Of::kInt8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, Of::kInt8 ? 1 : 2,
+                    arguments.tokens, k, kTokens, map);
     if (error != cudaSuccess) return error;
-    static const cudaError_t set =
-        cudaFuncSetAttribute(many_tokens<K, T, kTokens>, cudaFuncAttributeMaxDynamicSharedMemorySize, MOST_SHARED);
-    if (set != cudaSuccess) return set;
-    cudaLaunchAttribute overlap{};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = arguments.ctas, config.blockDim = Of::kThreads, config.dynamicSmemBytes = Of::kShared;
-    config.stream = stream, config.attrs = &overlap, config.numAttrs = 1;
-    error = cudaLaunchKernelEx(&config, many_tokens<K, T, kTokens>, map, arguments);
-    return error != cudaSuccess ? error : cudaGetLastError();
+    return start(many_tokens<K, T, kTokens>, arguments.ctas, 1, Of::kThreads, Of::kShared, stream, map, arguments);
+}
+
+template <int kCluster>
+int launch_decoded(Arguments arguments, const void* weights, const void* x, int k, cudaStream_t stream) {
+    arguments.token_tiles = (arguments.tokens + 255) / 256;
+    arguments.held_scale = held_scale(k, true);
+    divide(arguments, k, arguments.n / ROWS / kCluster * arguments.token_tiles, processors() / kCluster);
+    CUtensorMap of_x, of_weights;
+    cudaError_t error = map_of_rows(x, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments.tokens, k, 256 / kCluster, of_x);
+    if (error == cudaSuccess)
+        error = map_of_rows(weights, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments.n, k, ROWS, of_weights);
+    if (error != cudaSuccess) return error;
+    return start(decoded<kCluster>, arguments.ctas * kCluster, kCluster, 384, DecodedCta<kCluster>::kShared, stream,
+                 of_x, of_weights, arguments);
 }
 
 template <int K, typename T>
@@ -618,15 +997,44 @@ extern "C" int many_tokens_run(const void* words, const void* x, const void* sca
                        : -1;
 }
 
+// order: 0 as many_tokens_run wants it, 1 as many_tokens_decoded does.
 extern "C" int many_tokens_prepare(const void* x, const void* suh, void* to, void* scales, void* sums, int tokens,
-                                   int k, int int8, void* zeros, int num_zeros, void* stream) {
-    if (k % 2048 || k > 65536) return -3;
+                                   int k, int int8, int order, void* zeros, int num_zeros, void* stream) {
+    if (k % 2048 || 6 * k > MOST_SHARED - 1024) return -3;
     const auto run = [&](auto* kernel) {
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MOST_SHARED - 1024);
-        kernel<<<tokens, k / 64, 2 * k, static_cast<cudaStream_t>(stream)>>>(
+        const int resident = std::max(1, std::min(MOST_SHARED / (6 * k + 1536), 65536 / (128 * k / 64)));
+        kernel<<<std::min(tokens, 132 * resident), k / 64, 6 * k, static_cast<cudaStream_t>(stream)>>>(
             static_cast<const __nv_bfloat16*>(x), static_cast<const __half*>(suh), to, static_cast<float*>(scales),
-            static_cast<int32_t*>(sums), k, static_cast<uint32_t*>(zeros), num_zeros);
+            static_cast<int32_t*>(sums), tokens, k, static_cast<uint32_t*>(zeros), num_zeros);
         return int(cudaGetLastError());
     };
-    return int8 ? run(prepare<true>) : run(prepare<false>);
+    return !int8 ? run(prepare<false, false>) : order ? run(prepare<true, true>) : run(prepare<true, false>);
+}
+
+// weights: int8 [n, k], room for what is decoded.
+extern "C" int many_tokens_decoded(const void* words, void* weights, const void* x, const void* scales,
+                                   const void* sums, const void* svh, void* y, void* partial, void* ready, int tokens,
+                                   int k, int n, int bits, int cluster, int as_float, void* stream) {
+    Arguments arguments{};
+    arguments.token_scales = static_cast<const float*>(scales);
+    arguments.token_sums = static_cast<const int32_t*>(sums);
+    arguments.svh = static_cast<const __half*>(svh);
+    arguments.y = y, arguments.partial = partial, arguments.ready = static_cast<uint32_t*>(ready);
+    arguments.tokens = tokens, arguments.n = n, arguments.as_float = as_float;
+    const auto s = static_cast<cudaStream_t>(stream);
+    if (words) {
+        const auto decode = [&](auto* kernel) {
+            const int units = n / 16 * (k / SLAB);
+            return start(kernel, (units + 7) / 8, 1, 256, 0, s, static_cast<const uint32_t*>(words),
+                         static_cast<int8_t*>(weights), units, k);
+        };
+        const int error = bits == 2   ? decode(decode_int8<2>)
+                          : bits == 3 ? decode(decode_int8<3>)
+                          : bits == 4 ? decode(decode_int8<4>)
+                                      : -1;
+        if (error) return error;
+    }
+    return cluster == 1 ? launch_decoded<1>(arguments, weights, x, k, s)
+                        : launch_decoded<2>(arguments, weights, x, k, s);
 }

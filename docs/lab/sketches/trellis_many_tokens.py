@@ -1,7 +1,6 @@
-"""Tests trellis_many_tokens.cu and trellis_prompt.cu beside float64 on real and random weights, then times them beside
-cuBLAS in bfloat16.
+"""Tests trellis_many_tokens.cu beside float64 on real and random weights, then times it beside cuBLAS in bfloat16.
 
-    python docs/lab/sketches/trellis_many_tokens.py libmany.so libprompt.so [tests/data/exl3/numbers.safetensors]
+    python docs/lab/sketches/trellis_many_tokens.py libmany.so [tests/data/exl3/numbers.safetensors]
 
 Needs a GPU of compute capability 9.0. Times are medians of CUDA graphs that walk through 400 MB of weights, sides in
 turns; `layer` is the kernel that makes x' and the product with its output transform.
@@ -21,7 +20,8 @@ import exl3_form
 
 SCALE, N = 1774 / 262144, 8192
 MEAN = 0.5 - (1329 / 128 / SCALE - 1534)
-MANY, PROMPT = (ctypes.CDLL(os.path.abspath(path)) for path in sys.argv[1:3])
+LIBRARY = ctypes.CDLL(os.path.abspath(sys.argv[1]))
+HALF, INT8, DECODED = "float16", "int8", "int8, decoded first"
 BUDGET = float(os.environ.get("BUDGET", 150))
 BITS = [int(b) for b in os.environ.get("BITS", "4,2,3").split(",")]
 BEGAN = time.time()
@@ -41,24 +41,12 @@ def random_trellis(k, n, bits):
 
 
 def repacked(trellis):
-    """int32 [n / 16, k / 256, K, 32, 4]: lane 4 g + t has of its slab's tile 4 i + t the K words of rows g, g + 8."""
+    """int32 [n / 128, k / 256, 8, K, 32, 4]: lane 4 g + t has of tile 4 i + t of 16 rows the K words of g and g + 8."""
     rows, columns, halves = trellis.shape
     # The file swaps halves of words, so little-endian int32 is the stream, highest bit first.
     words = trellis.contiguous().view(torch.int32)
-    words = words.view(rows // 16, 4, 4, columns, 8, halves // 16)  # slab, i, t, column, g, word
-    return words.permute(3, 0, 5, 4, 2, 1).contiguous()
-
-
-def repacked_for_prompts(trellis):
-    """int32 [n / 16, k / 128, 2 K / V, 32, V]: lane 8 i + 4 j + t has the words of rows g, i or with j i ^ 5, and g + 8
-    of its pair's tiles t and 4 + t."""
-    rows, columns, halves = trellis.shape
-    bits = halves // 16
-    words = trellis.contiguous().view(torch.int32).view(rows // 8, 2, 4, columns, 8, bits)  # pair, unit, t, column, g
-    words = words[:, :, :, :, [i ^ 5 if j else i for i in range(4) for j in range(2)]]
-    words = words.permute(3, 0, 1, 5, 4, 2).flatten(4).flatten(2, 3)  # column, pair, word, lane
-    each = 2 if bits == 3 else 4
-    return words.unflatten(2, (-1, each)).transpose(3, 4).contiguous()
+    words = words.view(rows // 16, 4, 4, columns // 8, 8, 8, halves // 16)  # slab, i, t, column, of 8, g, word
+    return words.permute(3, 0, 4, 6, 5, 2, 1).contiguous()
 
 
 def sums_of_bytes(trellis):
@@ -88,43 +76,49 @@ def hadamard(x):
     return (x.double().unflatten(-1, (-1, 128)) @ h / math.sqrt(128)).flatten(-2)
 
 
-def columns_in_order(prompt, int8):
+def columns_in_order(kind):
     """Of each place within 64 the column that `prepare` puts there."""
     place = torch.empty(64, dtype=torch.long)
     for t in range(4):
         for c in range(16):
             m, h, e = c % 8 // 2, c // 8, c % 2
-            if prompt:
-                place[16 * t + 4 * m + 2 * h + e] = 16 * t + c
-            else:
-                place[16 * m + (4 * t + 2 * h + e if int8 else 8 * h + 2 * t + e)] = 16 * t + c
+            at = {HALF: 16 * m + 8 * h + 2 * t + e, INT8: 16 * m + 4 * t + 2 * h + e}
+            place[at.get(kind, 16 * t + 4 * m + 2 * h + e)] = 16 * t + c
     return place
 
 
 class Inputs:
-    def __init__(self, tokens, k, prompt, int8):
-        self.prompt, self.int8, self.tokens, self.k = prompt, int8, tokens, k
-        self.of = torch.full((tokens, k), 77, dtype=torch.int8 if int8 else torch.float16, device="cuda")
+    def __init__(self, tokens, k, kind, n=N):
+        self.kind, self.tokens, self.k = kind, tokens, k
+        self.int8 = kind != HALF
+        self.of = torch.full((tokens, k), 77, dtype=torch.int8 if self.int8 else torch.float16, device="cuda")
         self.scales = torch.full((tokens + 1,), float("nan"), device="cuda")
         self.sums = torch.zeros(tokens + 1, dtype=torch.int32, device="cuda")
         self.partial = torch.empty(132 * 256 * 256, dtype=torch.int32, device="cuda")
         self.ready = torch.zeros(132 * 16, dtype=torch.int32, device="cuda")
+        self.weights = torch.full((n, k), 77, dtype=torch.int8, device="cuda") if kind == DECODED else None
 
     def make(self, x, suh):
-        code = (PROMPT.prompt_prepare if self.prompt else MANY.many_tokens_prepare)(
+        code = LIBRARY.many_tokens_prepare(
             pointer(x), pointer(suh), pointer(self.of), pointer(self.scales), pointer(self.sums), self.tokens, self.k,
-            int(self.int8), pointer(self.ready), self.ready.numel(), stream())  # fmt: skip
+            int(self.int8), int(self.kind == DECODED), pointer(self.ready), self.ready.numel(), stream())  # fmt: skip
         assert code == 0, code
 
-    def product(self, words, svh, y, bits, tile):
-        code = (PROMPT.prompt_run if self.prompt else MANY.many_tokens_run)(
-            pointer(words), pointer(self.of), pointer(self.scales), pointer(self.sums), pointer(svh), pointer(y),
-            pointer(self.partial), pointer(self.ready), self.tokens, self.k, y.shape[1], bits, int(self.int8), tile,
-            int(y.dtype == torch.float32), stream())  # fmt: skip
+    def product(self, words, svh, y, bits, tile, decode=True):
+        """tile: of tokens; of decoded weights blocks of a cluster."""
+        common = [pointer(self.of), pointer(self.scales), pointer(self.sums), pointer(svh), pointer(y)]
+        common += [pointer(self.partial), pointer(self.ready), self.tokens, self.k, y.shape[1], bits]
+        as_float = int(y.dtype == torch.float32)
+        if self.kind == DECODED:
+            code = LIBRARY.many_tokens_decoded(
+                pointer(words) if decode else None, pointer(self.weights), *common, tile, as_float, stream()
+            )
+        else:
+            code = LIBRARY.many_tokens_run(pointer(words), *common, int(self.int8), tile, as_float, stream())
         assert code == 0, code
 
     def seen(self):
-        order = columns_in_order(self.prompt, self.int8).to("cuda")
+        order = columns_in_order(self.kind).to("cuda")
         back = torch.empty(self.of.shape, dtype=torch.float64, device="cuda")
         back.view(self.tokens, -1, 64)[..., order] = self.of.double().view(self.tokens, -1, 64)
         return back * self.scales[:-1].double()[:, None]
@@ -139,29 +133,33 @@ def check(trellis, name, cases):
     s = sums_of_bytes(trellis)
     stored = ((1024 + s).float() * SCALE - 1329 / 128).half().double()  # EXL3's values
     as_int8 = (((s - 509) >> 2).double() * 4 + MEAN) * SCALE
-    words, good, worst = (repacked(trellis), repacked_for_prompts(trellis)), True, {}
-    for prompt, int8, tokens, tile in cases:
+    words, good, worst = repacked(trellis), True, {}
+    for kind, tokens, tile in cases:
         x = torch.randn(tokens, k, device="cuda").bfloat16()
         suh, svh = (torch.randn(size, device="cuda").half() for size in (k, n))
-        inputs = Inputs(tokens, k, prompt, int8)
+        inputs, int8 = Inputs(tokens, k, kind, n), kind != HALF
         inputs.make(x, suh)
         turned = hadamard(x.double() * suh.double())
         y = torch.full((tokens + 1, n), float("nan"), device="cuda")
-        inputs.product(words[prompt], svh, y[:tokens], bits, tile)
+        inputs.product(words, svh, y[:tokens], bits, tile)
         short = torch.full((tokens, n), float("nan"), device="cuda", dtype=torch.bfloat16)
         inputs.make(x, suh)
-        inputs.product(words[prompt], svh, short, bits, tile)
+        inputs.product(words, svh, short, bits, tile)
         torch.cuda.synchronize()
         own = off(y[:tokens], hadamard(inputs.seen() @ (as_int8 if int8 else stored)) * svh.double())
         true = off(y[:tokens], hadamard(turned @ stored) * svh.double())
         of_x = off(inputs.seen(), turned)
-        right = own < (4e-4 if prompt else 2e-6 if int8 else 2e-5) and true < (2e-2 if int8 else 1e-3) and bool(y[tokens].isnan().all())
+        right = (
+            own < (4e-4 if tile == 256 or kind == DECODED else 2e-6 if int8 else 2e-5)
+            and true < (2e-2 if int8 else 1e-3)
+            and bool(y[tokens].isnan().all())
+        )
         right = right and off(short, y[:tokens].double()) < 3e-3
         good &= right
-        key = ("prompt " if prompt else "") + ("int8" if int8 else "float16")
+        key = kind + (" 256" if tile == 256 else "")
         worst[key] = [max(a, b) for a, b in zip(worst.get(key, (0, 0, 0)), (own, true, of_x))]
         if not right:
-            print("WRONG", name, bits, key, tokens, tile, f"own {own:.1e} true {true:.1e} x {of_x:.1e}", flush=True)
+            print("WRONG", name, bits, kind, tokens, tile, f"own {own:.1e} true {true:.1e} x {of_x:.1e}", flush=True)
     text = ", ".join(f"{key}: own {a:.1e}, EXL3 {b:.1e}, x {c:.1e}" for key, (a, b, c) in worst.items())
     print(f"{name} {k} x {n}, {bits} bits: {text}", flush=True)
     return good
@@ -174,7 +172,9 @@ def of_file(path, bits):
     with safe_open(path, "pt") as file:
         names = [key[:-8] for key in file.keys() if key.endswith(".trellis")]
         found = [
-            file.get_tensor(name + ".trellis") for name in names if name + ".mul1" in file.keys()  # noqa: SIM118
+            file.get_tensor(name + ".trellis")
+            for name in names
+            if name + ".mul1" in file.keys()  # noqa: SIM118
         ]
     found = [tensor for tensor in found if tensor.shape[2] == 16 * bits]
     if not found:
@@ -222,60 +222,72 @@ def bench(tokens, bits):
     sides = {"cublas": [lambda w=w: torch.nn.functional.linear(X[:tokens], w) for w in DENSE]}
     y = torch.empty(tokens, N, device="cuda", dtype=torch.bfloat16)
     keep, svh = [], torch.ones(N, device="cuda").half()
-    for prompt, int8 in ((False, False), (False, True), (True, False), (True, True)):
-        if prompt and tokens < 256 or not prompt and tokens > MOST_MANY:
+    for kind in (HALF, INT8, DECODED):
+        if kind == DECODED and tokens < 512:
             continue
-        inputs = Inputs(tokens, N, prompt, int8)
+        inputs = Inputs(tokens, N, kind)
         inputs.make(X[:tokens], svh)
         keep.append(inputs)
-        name = ("prompt " if prompt else "") + ("int8" if int8 else "half")
+        name = {HALF: "half", INT8: "int8", DECODED: "dec"}[kind]
         sides[f"{name} x"] = [lambda i=inputs: i.make(X[:tokens], svh)] * 4
-        tiles = [1, 2] if prompt else [tile for tile in (32, 64, 128, 256) if tokens <= tile < 2 * tokens or tile == 256]
-        for tile in tiles:
-            if not prompt and tile == 256 > 2 * tokens:
+        for tile in (
+            [1, 2] if kind == DECODED else [t for t in (32, 64, 128, 256) if tokens <= t < 2 * tokens or t == 256]
+        ):
+            if kind != DECODED and tile == 256 > 2 * tokens:
                 continue
 
             def layer(w, i=inputs, tile=tile):
                 i.make(X[:tokens], svh)
                 i.product(w, svh, y, bits, tile)
 
-            sides[f"{name} layer {tile}"] = [lambda w=w, layer=layer: layer(w) for w in PACKED[bits][prompt]]
+            sides[f"{name} layer {tile}"] = [lambda w=w, layer=layer: layer(w) for w in PACKED[bits]]
+            if kind == DECODED and bits == BITS[0]:
+
+                def alone(w, i=inputs, tile=tile):
+                    i.ready.zero_()
+                    i.product(w, svh, y, bits, tile, False)
+
+                sides[f"{name} product {tile}"] = [lambda alone=alone: alone(None)] * 4
     found = times(sides)
     base = found["cublas"]
-    text = ", ".join(f"{name} {us:.1f}" + (f" ({base / us:.2f})" if "layer" in name else "") for name, us in found.items())
+    text = ", ".join(
+        f"{name} {us:.1f}" + (f" ({base / us:.2f})" if "layer" in name else "") for name, us in found.items()
+    )
     print(f"{tokens} tokens, {bits} bits: {text}", flush=True)
 
 
 if __name__ == "__main__":
     print(torch.cuda.get_device_name(0), torch.__version__, torch.version.cuda, flush=True)
     torch.manual_seed(1)
-    MOST_MANY = int(os.environ.get("MOST_MANY", 512))
-    every = [(False, int8, tokens, tile) for int8 in (False, True) for tokens, tile in
+    every = [(kind, tokens, tile) for kind in (HALF, INT8) for tokens, tile in
              ((17, 32), (32, 32), (50, 64), (100, 128), (300, 128), (256, 256), (700, 256))]  # fmt: skip
-    every += [(True, int8, tokens, cluster) for int8 in (False, True) for cluster in (1, 2) for tokens in (256, 900)]
-    large = [(False, False, 300, 256), (False, True, 300, 256), (False, True, 100, 128)]
-    large += [(True, int8, tokens, cluster) for int8 in (False, True) for cluster in (1, 2) for tokens in (256, 1100)]
-    if "ONCE" in os.environ:  # for a profiler: "prompt int8 tokens cluster", and others behind commas
+    every += [(DECODED, 256, 1), (DECODED, 900, 1)]
+    large = [(kind, tokens, tile) for kind in (HALF, INT8) for tokens, tile in ((300, 256), (100, 128), (1100, 256))]
+    large += [(DECODED, tokens, cluster) for cluster in (1, 2) for tokens in (256, 1100)]
+    if "ONCE" in os.environ:  # for a profiler: "kind tokens tile", and others behind commas
         for case in os.environ["ONCE"].split(","):
-            prompt, int8, tokens, tile = (int(number) for number in case.split())
+            kind, tokens, tile = (int(number) for number in case.split())
             trellis, ones = random_trellis(N, N, BITS[0]), torch.ones(N, device="cuda").half()
-            inputs, y = Inputs(tokens, N, prompt, int8), torch.empty(tokens, N, device="cuda").bfloat16()
+            inputs, y = (
+                Inputs(tokens, N, (HALF, INT8, DECODED)[kind]),
+                torch.empty(tokens, N, device="cuda").bfloat16(),
+            )
             inputs.make(torch.randn(tokens, N, device="cuda").bfloat16(), ones)
-            inputs.product((repacked, repacked_for_prompts)[prompt](trellis), ones, y, BITS[0], tile)
+            inputs.product(repacked(trellis), ones, y, BITS[0], tile)
         torch.cuda.synchronize()
         sys.exit()
     good = True
     for bits in BITS:
-        if len(sys.argv) > 3 and (real := of_file(sys.argv[3], bits)) is not None:
+        if len(sys.argv) > 2 and (real := of_file(sys.argv[2], bits)) is not None:
             good &= check(real, "real", every)
         good &= check(random_trellis(2048, 384, bits), "random", every)
+        good &= check(random_trellis(4096, 512, bits), "random", [(DECODED, 700, 2), *every[-2:]])
         good &= check(random_trellis(N, N, bits), "random", large)
         print(f"{time.time() - BEGAN:.0f} s", flush=True)
     print("ALL RIGHT" if good else "SOMETHING IS WRONG", flush=True)
     X = torch.randn(4096, N, device="cuda").bfloat16()
     DENSE = [torch.randn(N, N, device="cuda").bfloat16() for _ in range(3)]
-    raw = {b: [random_trellis(N, N, b) for _ in range(6)] for b in BITS}
-    PACKED = {b: ([repacked(w) for w in raw[b]], [repacked_for_prompts(w) for w in raw[b]]) for b in BITS}
+    PACKED = {b: [repacked(random_trellis(N, N, b)) for _ in range(8)] for b in BITS}
     for tokens in [int(t) for t in os.environ.get("TOKENS", "256,1024,4096,128,64,32,512,2048").split(",")]:
         for bits in BITS:
             if time.time() - BEGAN < BUDGET:
