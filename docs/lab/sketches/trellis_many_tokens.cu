@@ -45,6 +45,7 @@ struct Arguments {
     void* partial;
     uint32_t* ready;
     int tokens, n, slabs, token_tiles, ctas, whole, turns, as_float;
+    int wide;          // int16: two columns of a token, its high and low bytes
     float held_scale;  // of sums in float16, a power of two
     WgmmaDivision division;
 };
@@ -325,34 +326,36 @@ struct Cta {
         }
     }
 
-    // A lane for each group: x and words, these a slab ahead.
-    __device__ __forceinline__ void bring(const CUtensorMap& map, int group) const {
-        int stage = 0, phase = 0, ring_stage = 0, ring_phase = 0;
+    // A lane for each group, and one of another warp: else one of them would wait for the other.
+    __device__ __forceinline__ void bring_x(const CUtensorMap& map, int group) const {
+        wait_for_kernel_before();
+        int stage = 0, phase = 0;
         Share share;
         for (int number = 0; (share = this->share(number)).slabs > 0; ++number) {
-            const int slabs = count_of(share, group), first = first_of(share, group);
-            const char* from =
-                reinterpret_cast<const char*>(arguments.words) +
-                (int64_t{share.tile / arguments.token_tiles} * arguments.slabs + first) * (8 * kSlabBytes);
-            int column = first * SLAB;
-            for (int slab = -1; slab < slabs; ++slab) {
-                if (slab + 1 < slabs) {
-                    const int at = group * kRingStages + ring_stage;
-                    wait_barrier(ring_empty + 8 * at, ring_phase ^ 1);
-                    expect_bytes(ring_full + 8 * at, 8 * kSlabBytes);
-                    bulk_copy(ring + at * 8 * kSlabBytes, from, 8 * kSlabBytes, ring_full + 8 * at);
-                    from += 8 * kSlabBytes;
-                    step(ring_stage, ring_phase, kRingStages);
-                }
-                if (slab == 0) wait_for_kernel_before();
-                for (int i = 0; slab >= 0 && i < SLAB / kBoxColumns; ++i, column += kBoxColumns) {
-                    const int at = group * kStages + stage;
-                    wait_barrier(x_empty + 8 * at, phase ^ 1);
-                    expect_bytes(x_full + 8 * at, kStageBytes);
-                    bulk_copy_box(x + at * kStageBytes, &map, column, share.tile % arguments.token_tiles * kTokens,
-                                  x_full + 8 * at);
-                    step(stage, phase, kStages);
-                }
+            int column = first_of(share, group) * SLAB;
+            for (int i = 0; i < count_of(share, group) * (SLAB / kBoxColumns); ++i, column += kBoxColumns) {
+                const int at = group * kStages + stage;
+                wait_barrier(x_empty + 8 * at, phase ^ 1);
+                expect_bytes(x_full + 8 * at, kStageBytes);
+                bulk_copy_box(x + at * kStageBytes, &map, column, share.tile % arguments.token_tiles * kTokens,
+                              x_full + 8 * at);
+                step(stage, phase, kStages);
+            }
+        }
+    }
+    __device__ __forceinline__ void bring_words(int group) const {
+        int stage = 0, phase = 0;
+        Share share;
+        for (int number = 0; (share = this->share(number)).slabs > 0; ++number) {
+            const int row_tile = share.tile / arguments.token_tiles;
+            const char* from = reinterpret_cast<const char*>(arguments.words) +
+                               (int64_t{row_tile} * arguments.slabs + first_of(share, group)) * (8 * kSlabBytes);
+            for (int i = 0; i < count_of(share, group); ++i, from += 8 * kSlabBytes) {
+                const int at = group * kRingStages + stage;
+                wait_barrier(ring_empty + 8 * at, phase ^ 1);
+                expect_bytes(ring_full + 8 * at, 8 * kSlabBytes);
+                bulk_copy(ring + at * 8 * kSlabBytes, from, 8 * kSlabBytes, ring_full + 8 * at);
+                step(stage, phase, kRingStages);
             }
         }
     }
@@ -482,17 +485,17 @@ struct Cta {
 
     // Rows meet in shared memory, are turned and stored. Bit 3 of a row is the two rows of a lane of `multiply`.
     __device__ __forceinline__ void meet_and_store(const Sum (&sums)[kTokens / 2], int tile, int warp) const {
-        constexpr int kLanes = kDecoders / kChunk, kOwn = ROWS / kLanes;  // lanes of a token, rows of a thread
-        static_assert(kGroups == 1 || kOwn == 8);
+        constexpr int kLanes = kDecoders / kChunk;  // of a token, 16 of eight rows each
+        static_assert(kGroups == 1 || kLanes == 16);
         const int lane = lane_id(), g = lane / 4, t = lane % 4, group = warp / 8;
         const int token_before = tile % arguments.token_tiles * kTokens;
         const int thread = warp * 32 + lane, its_token = thread / kLanes, of_token = thread % kLanes;
         const int row = tile / arguments.token_tiles * ROWS + 8 * of_token;
 #pragma unroll
-        for (int chunk = 0; chunk < kTokens / kChunk; ++chunk) {
+        for (int chunk = 0; chunk < (kTokens + kChunk - 1) / kChunk; ++chunk) {
             named_barrier(1, kDecoders);
 #pragma unroll
-            for (int i = 0; i < kChunk / 8; ++i) {
+            for (int i = 0; i < std::min(kChunk, kTokens) / 8; ++i) {
                 const Sum* four = sums + 4 * (chunk * (kChunk / 8) + i);
                 const uint32_t to = meet + ((group * kChunk + 8 * i + 2 * t) * kPitch + warp % 8 * 16 + g) * 4;
                 const auto store = [&](uint32_t at, Sum value) {
@@ -514,6 +517,12 @@ struct Cta {
                     v[i] += as_float(four.x), v[i + 1] += as_float(four.y);
                     v[i + 2] += as_float(four.z), v[i + 3] += as_float(four.w);
                 }
+            int token = its_token < kTokens ? token_before + chunk * kChunk + its_token : arguments.tokens;
+            if (kInt8 && arguments.wide) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) v[i] = 256 * v[i] + __shfl_down_sync(0xFFFFFFFF, v[i], 16);
+                token = token % 2 || its_token >= kTokens ? arguments.tokens : token / 2;
+            }
 #pragma unroll
             for (int distance = 1; distance < 8; distance *= 2)
 #pragma unroll
@@ -528,7 +537,6 @@ struct Cta {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xFFFFFFFF, v[i], distance));
             }
-            const int token = token_before + chunk * kChunk + its_token;
             if (token >= arguments.tokens) continue;
             const float scale = scale_of<kInt8>(arguments, token, of_token == 0, 1, v[0]);
             store_eight_rows(arguments, token, row, scale, v);
@@ -562,7 +570,8 @@ __global__ void __launch_bounds__(Cta<K, T, kTokens>::kThreads, 1)
     __syncthreads();
     if (warp >= Of::kWarps) {
         give_registers<Of::kBringerRegisters>();
-        if (warp == Of::kWarps && lane < Of::kGroups) cta.bring(map, lane);
+        if (warp == Of::kWarps && lane < Of::kGroups) cta.bring_x(map, lane);
+        if (warp == Of::kWarps + 1 && lane < Of::kGroups) cta.bring_words(lane);
         __syncwarp();
         if constexpr (Of::kHolds) {
             wait_for_kernel_before();
@@ -632,7 +641,7 @@ __device__ __forceinline__ void bulk_copy_box_to_two(uint32_t smem, const void* 
         : "memory");
 }
 __device__ __forceinline__ void arrive_in_cluster(uint32_t barrier_there) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier_there) : "memory");
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier_there) : "memory");
 }
 
 // A tile of 128 rows and 256 tokens of int8, two warpgroups of 64 rows each. In a cluster two blocks have the same
@@ -787,7 +796,7 @@ __global__ void __launch_bounds__(384, 1)
 // 8 h + 2 t + e in float16, to 16 m + 4 t + 2 h + e in int8, and for decoded weights to 16 t + 4 m + 2 h + e.
 template <bool kInt8, bool kDecoded>
 __global__ void prepare(const __nv_bfloat16* x, const __half* suh, void* to, float* scales, int32_t* sums, int tokens,
-                        int k, uint32_t* zeros, int num_zeros) {
+                        int k, int wide, uint32_t* zeros, int num_zeros) {
     extern __shared__ uint4 room[];
     __shared__ float most[32];
     __shared__ int32_t of_warps[32];
@@ -850,7 +859,7 @@ __global__ void prepare(const __nv_bfloat16* x, const __half* suh, void* to, flo
             __uint_as_float(__reduce_max_sync(0xFFFFFFFF, lane < threads / 32 ? __float_as_uint(most[lane]) : 0));
         float unit;  // of the numbers as they are here, without 1 / sqrt(128)
         if constexpr (kInt8) {
-            unit = largest / 127;
+            unit = largest / (wide ? 127 * 256 : 127);
         } else {
             unit = largest > 0 ? exp2f(ceilf(log2f(largest)) - 9) : 0;
         }
@@ -858,17 +867,47 @@ __global__ void prepare(const __nv_bfloat16* x, const __half* suh, void* to, flo
         if (thread == 0) scales[token] = unit * 0.08838834764831845f;
         constexpr int kPieces = kInt8 ? 4 : 8;
         uint32_t out[4 * kPieces];
+        int32_t sum = 0;
+        uint4* there = static_cast<uint4*>(to) + int64_t{token} * (kInt8 && wide ? 2 : 1) * threads * kPieces;
+        const auto store = [&] {
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i)
+                own[place(thread * kPieces + i)] =
+                    make_uint4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]);
+            __syncthreads();
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i) there[i * threads + thread] = own[place(i * threads + thread)];
+            there += threads * kPieces;
+        };
         if constexpr (kInt8) {
-            int32_t sum = 0;
+            // The lowest bytes of a large float are the number.
+            const auto number = [&](int i, int j) {
+                const int t = kDecoded ? i / 4 : i % 4, m = kDecoded ? i % 4 : i / 4;
+                return __float_as_uint(fmaf(v[16 * t + 2 * m + 8 * (j / 2) + j % 2], factor, 0x1.8p23f));
+            };
+            const auto four = [](const uint32_t (&q)[4], int byte) {
+                return __byte_perm(__byte_perm(q[0], q[1], byte | (byte + 4) << 4),
+                                   __byte_perm(q[2], q[3], byte | (byte + 4) << 4), 0x5410);
+            };
+            if (wide) {
+#pragma unroll
+                for (int i = 0; i < 16; ++i) {
+                    uint32_t q[4];
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) q[j] = number(i, j) + 128;
+                    out[i] = four(q, 1);
+                    sum = __dp4a(int(out[i]), 0x01010101, sum);
+                }
+                sum *= 256;
+                store();
+                __syncthreads();
+            }
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
-                uint32_t q[4];  // the low byte of a large float
+                uint32_t q[4];
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const int t = kDecoded ? i / 4 : i % 4, m = kDecoded ? i % 4 : i / 4;
-                    q[j] = __float_as_uint(fmaf(v[16 * t + 2 * m + 8 * (j / 2) + j % 2], factor, 0x1.8p23f));
-                }
-                out[i] = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
+                for (int j = 0; j < 4; ++j) q[j] = number(i, j);
+                out[i] = four(q, 0);
                 sum = __dp4a(int(out[i]), 0x01010101, sum);
             }
             sum = __reduce_add_sync(0xFFFFFFFF, sum);
@@ -881,18 +920,10 @@ __global__ void prepare(const __nv_bfloat16* x, const __half* suh, void* to, flo
                 out[i] = reinterpret_cast<const uint32_t&>(two);
             }
         }
-        const auto out_place = [](int piece) { return piece ^ (piece / 8 % 8); };
-#pragma unroll
-        for (int i = 0; i < kPieces; ++i)
-            own[out_place(thread * kPieces + i)] =
-                make_uint4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]);
-        __syncthreads();
-        uint4* there = static_cast<uint4*>(to) + int64_t{token} * threads * kPieces;
-#pragma unroll
-        for (int i = 0; i < kPieces; ++i) there[i * threads + thread] = own[out_place(i * threads + thread)];
+        store();
         if constexpr (kInt8)
             if (warp == 0) {
-                const int32_t sum = __reduce_add_sync(0xFFFFFFFF, lane < threads / 32 ? of_warps[lane] : 0);
+                sum = __reduce_add_sync(0xFFFFFFFF, lane < threads / 32 ? of_warps[lane] : 0);
                 if (lane == 0) sums[token] = sum;
             }
     }
@@ -905,10 +936,19 @@ float held_scale(int k, bool int8) {
     return scale;
 }
 
+// Whole tiles in turns where nine tenths of all turns have one; the same number of blocks for each tile where these
+// are nine tenths of all; else tiles in turns, those of the last one divided evenly.
 void divide(Arguments& arguments, int k, int tiles, int most) {
     arguments.slabs = k / SLAB;
-    arguments.ctas = std::min(most, tiles * arguments.slabs);
-    const int divided = tiles % arguments.ctas;
+    const int turns = (tiles + most - 1) / most, parts = most / tiles;
+    int divided = 0;
+    if (10 * tiles >= 9 * turns * most) {
+        arguments.ctas = std::min(tiles, most);
+    } else {
+        arguments.ctas = parts > 1 && 10 * parts * tiles >= 9 * most ? parts * tiles : most;
+        arguments.ctas = std::min(arguments.ctas, tiles * arguments.slabs);
+        divided = tiles % arguments.ctas;
+    }
     arguments.whole = tiles - divided, arguments.turns = arguments.whole / arguments.ctas;
     arguments.division = {arguments.slabs * divided / arguments.ctas, arguments.slabs * divided % arguments.ctas};
 }
@@ -939,13 +979,14 @@ int start(void (*kernel)(Arguments...), int blocks, int cluster, int threads, in
 template <int K, typename T, int kTokens>
 int launch(Arguments arguments, const void* x, int k, cudaStream_t stream) {
     using Of = Cta<K, T, kTokens>;
-    arguments.token_tiles = (arguments.tokens + kTokens - 1) / kTokens;
+    const int columns = arguments.tokens * (arguments.wide ? 2 : 1);
+    arguments.token_tiles = (columns + kTokens - 1) / kTokens;
     arguments.held_scale = held_scale(k, Of::kInt8);
     divide(arguments, k, arguments.n / ROWS * arguments.token_tiles, processors());
     CUtensorMap map;
     const cudaError_t error =
         map_of_rows(x, Of::kInt8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, Of::kInt8 ? 1 : 2,
-                    arguments.tokens, k, kTokens, map);
+                    columns, k, kTokens, map);
     if (error != cudaSuccess) return error;
     return start(many_tokens<K, T, kTokens>, arguments.ctas, 1, Of::kThreads, Of::kShared, stream, map, arguments);
 }
@@ -966,7 +1007,8 @@ int launch_decoded(Arguments arguments, const void* weights, const void* x, int 
 
 template <int K, typename T>
 int with_tile(const Arguments& arguments, const void* x, int k, int tile, cudaStream_t stream) {
-    return tile == 32    ? launch<K, T, 32>(arguments, x, k, stream)
+    return tile == 16    ? launch<K, T, 16>(arguments, x, k, stream)
+           : tile == 32  ? launch<K, T, 32>(arguments, x, k, stream)
            : tile == 64  ? launch<K, T, 64>(arguments, x, k, stream)
            : tile == 128 ? launch<K, T, 128>(arguments, x, k, stream)
            : tile == 256 ? launch<K, T, 256>(arguments, x, k, stream)
@@ -975,7 +1017,7 @@ int with_tile(const Arguments& arguments, const void* x, int k, int tile, cudaSt
 
 }  // namespace
 
-// partial: 132 * 256 * tile * 4 bytes; ready: 132 * 16 zeros.
+// partial: 132 * 256 * tile * 4 bytes; ready: 132 * 16 zeros. int8: 0 for float16, 1, or 2 for int16 of two columns.
 extern "C" int many_tokens_run(const void* words, const void* x, const void* scales, const void* sums, const void* svh,
                                void* y, void* partial, void* ready, int tokens, int k, int n, int bits, int int8,
                                int tile, int as_float, void* stream) {
@@ -986,6 +1028,8 @@ extern "C" int many_tokens_run(const void* words, const void* x, const void* sca
     arguments.svh = static_cast<const __half*>(svh);
     arguments.y = y, arguments.partial = partial, arguments.ready = static_cast<uint32_t*>(ready);
     arguments.tokens = tokens, arguments.n = n, arguments.as_float = as_float;
+    arguments.wide = int8 == 2;
+    if (arguments.wide && tile == 256) return -3;
     const auto s = static_cast<cudaStream_t>(stream);
     const auto run = [&](auto of_bits) {
         return int8 ? with_tile<of_bits(), int8_t>(arguments, x, k, tile, s)
@@ -997,7 +1041,7 @@ extern "C" int many_tokens_run(const void* words, const void* x, const void* sca
                        : -1;
 }
 
-// order: 0 as many_tokens_run wants it, 1 as many_tokens_decoded does.
+// int8: 0 for float16, 1, or 2 for int16. order: 0 as many_tokens_run wants it, 1 as many_tokens_decoded does.
 extern "C" int many_tokens_prepare(const void* x, const void* suh, void* to, void* scales, void* sums, int tokens,
                                    int k, int int8, int order, void* zeros, int num_zeros, void* stream) {
     if (k % 2048 || 6 * k > MOST_SHARED - 1024) return -3;
@@ -1006,7 +1050,7 @@ extern "C" int many_tokens_prepare(const void* x, const void* suh, void* to, voi
         const int resident = std::max(1, std::min(MOST_SHARED / (6 * k + 1536), 65536 / (128 * k / 64)));
         kernel<<<std::min(tokens, 132 * resident), k / 64, 6 * k, static_cast<cudaStream_t>(stream)>>>(
             static_cast<const __nv_bfloat16*>(x), static_cast<const __half*>(suh), to, static_cast<float*>(scales),
-            static_cast<int32_t*>(sums), tokens, k, static_cast<uint32_t*>(zeros), num_zeros);
+            static_cast<int32_t*>(sums), tokens, k, int8 == 2, static_cast<uint32_t*>(zeros), num_zeros);
         return int(cudaGetLastError());
     };
     return !int8 ? run(prepare<false, false>) : order ? run(prepare<true, true>) : run(prepare<true, false>);

@@ -21,7 +21,7 @@ import exl3_form
 SCALE, N = 1774 / 262144, 8192
 MEAN = 0.5 - (1329 / 128 / SCALE - 1534)
 LIBRARY = ctypes.CDLL(os.path.abspath(sys.argv[1]))
-HALF, INT8, DECODED = "float16", "int8", "int8, decoded first"
+HALF, INT8, INT16, DECODED = "float16", "int8", "int16", "int8, decoded first"
 BUDGET = float(os.environ.get("BUDGET", 150))
 BITS = [int(b) for b in os.environ.get("BITS", "4,2,3").split(",")]
 BEGAN = time.time()
@@ -82,16 +82,17 @@ def columns_in_order(kind):
     for t in range(4):
         for c in range(16):
             m, h, e = c % 8 // 2, c // 8, c % 2
-            at = {HALF: 16 * m + 8 * h + 2 * t + e, INT8: 16 * m + 4 * t + 2 * h + e}
-            place[at.get(kind, 16 * t + 4 * m + 2 * h + e)] = 16 * t + c
+            at = {HALF: 16 * m + 8 * h + 2 * t + e, DECODED: 16 * t + 4 * m + 2 * h + e}
+            place[at.get(kind, 16 * m + 4 * t + 2 * h + e)] = 16 * t + c
     return place
 
 
 class Inputs:
     def __init__(self, tokens, k, kind, n=N):
         self.kind, self.tokens, self.k = kind, tokens, k
-        self.int8 = kind != HALF
-        self.of = torch.full((tokens, k), 77, dtype=torch.int8 if self.int8 else torch.float16, device="cuda")
+        self.int8 = {HALF: 0, INT16: 2}.get(kind, 1)
+        columns = tokens * (2 if kind == INT16 else 1)
+        self.of = torch.full((columns, k), 77, dtype=torch.int8 if self.int8 else torch.float16, device="cuda")
         self.scales = torch.full((tokens + 1,), float("nan"), device="cuda")
         self.sums = torch.zeros(tokens + 1, dtype=torch.int32, device="cuda")
         self.partial = torch.empty(132 * 256 * 256, dtype=torch.int32, device="cuda")
@@ -101,7 +102,7 @@ class Inputs:
     def make(self, x, suh):
         code = LIBRARY.many_tokens_prepare(
             pointer(x), pointer(suh), pointer(self.of), pointer(self.scales), pointer(self.sums), self.tokens, self.k,
-            int(self.int8), int(self.kind == DECODED), pointer(self.ready), self.ready.numel(), stream())  # fmt: skip
+            self.int8, int(self.kind == DECODED), pointer(self.ready), self.ready.numel(), stream())  # fmt: skip
         assert code == 0, code
 
     def product(self, words, svh, y, bits, tile, decode=True):
@@ -114,13 +115,15 @@ class Inputs:
                 pointer(words) if decode else None, pointer(self.weights), *common, tile, as_float, stream()
             )
         else:
-            code = LIBRARY.many_tokens_run(pointer(words), *common, int(self.int8), tile, as_float, stream())
+            code = LIBRARY.many_tokens_run(pointer(words), *common, self.int8, tile, as_float, stream())
         assert code == 0, code
 
     def seen(self):
         order = columns_in_order(self.kind).to("cuda")
         back = torch.empty(self.of.shape, dtype=torch.float64, device="cuda")
-        back.view(self.tokens, -1, 64)[..., order] = self.of.double().view(self.tokens, -1, 64)
+        back.view(len(self.of), -1, 64)[..., order] = self.of.double().view(len(self.of), -1, 64)
+        if self.kind == INT16:
+            back = back[0::2] * 256 + back[1::2]
         return back * self.scales[:-1].double()[:, None]
 
 
@@ -222,19 +225,16 @@ def bench(tokens, bits):
     sides = {"cublas": [lambda w=w: torch.nn.functional.linear(X[:tokens], w) for w in DENSE]}
     y = torch.empty(tokens, N, device="cuda", dtype=torch.bfloat16)
     keep, svh = [], torch.ones(N, device="cuda").half()
-    for kind in (HALF, INT8, DECODED):
-        if kind == DECODED and tokens < 512:
+    for kind in (HALF, INT8, INT16, DECODED):
+        if kind == DECODED and tokens < 1024 or kind == INT16 and tokens > 64:
             continue
         inputs = Inputs(tokens, N, kind)
         inputs.make(X[:tokens], svh)
         keep.append(inputs)
-        name = {HALF: "half", INT8: "int8", DECODED: "dec"}[kind]
+        name = {HALF: "half", INT8: "int8", INT16: "int16", DECODED: "dec"}[kind]
         sides[f"{name} x"] = [lambda i=inputs: i.make(X[:tokens], svh)] * 4
-        for tile in (
-            [1, 2] if kind == DECODED else [t for t in (32, 64, 128, 256) if tokens <= t < 2 * tokens or t == 256]
-        ):
-            if kind != DECODED and tile == 256 > 2 * tokens:
-                continue
+        columns = 2 * tokens if kind == INT16 else tokens
+        for tile in [1, 2] if kind == DECODED else [min(256, max(16, 1 << (columns - 1).bit_length()))]:
 
             def layer(w, i=inputs, tile=tile):
                 i.make(X[:tokens], svh)
@@ -261,8 +261,10 @@ if __name__ == "__main__":
     torch.manual_seed(1)
     every = [(kind, tokens, tile) for kind in (HALF, INT8) for tokens, tile in
              ((17, 32), (32, 32), (50, 64), (100, 128), (300, 128), (256, 256), (700, 256))]  # fmt: skip
-    every += [(DECODED, 256, 1), (DECODED, 900, 1)]
-    large = [(kind, tokens, tile) for kind in (HALF, INT8) for tokens, tile in ((300, 256), (100, 128), (1100, 256))]
+    every += [(DECODED, 256, 1), (DECODED, 900, 1), (HALF, 16, 16), (INT8, 11, 16), (INT16, 8, 16), (INT16, 16, 32)]
+    every += [(INT16, 33, 64), (INT16, 150, 128)]
+    large = [(kind, tokens, tile) for kind in (HALF, INT8) for tokens, tile in ((300, 256), (100, 128), (512, 256))]
+    large += [(HALF, 16, 16), (INT8, 16, 16), (INT16, 16, 32), (INT16, 5, 16)]
     large += [(DECODED, tokens, cluster) for cluster in (1, 2) for tokens in (256, 1100)]
     if "ONCE" in os.environ:  # for a profiler: "kind tokens tile", and others behind commas
         for case in os.environ["ONCE"].split(","):
