@@ -588,10 +588,11 @@ __global__ void __launch_bounds__(Cta<K, T, kTokens>::kThreads, 1)
 
 // int8 [n, k], of each 64 columns 16 t + 2 m + 8 h + e at 16 t + 4 m + 2 h + e. A warp has a slab of 16 rows.
 template <int K>
-__global__ void __launch_bounds__(256) decode_int8(const uint32_t* words, int8_t* weights, int units, int k) {
+__global__ void __launch_bounds__(256)
+    decode_int8(const uint32_t* words, int8_t* weights, int units, int k, int waits) {
     const int unit = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    wait_for_kernel_before();
     let_next_kernel_start();
+    if (waits) wait_for_kernel_before();  // a product of what `weights` held
     if (unit >= units) return;
     const int slabs = k / SLAB, row_tile = unit / (8 * slabs) * 8 + unit % 8, slab = unit / 8 % slabs;
     uint32_t all[K][4];
@@ -610,6 +611,7 @@ __global__ void __launch_bounds__(256) decode_int8(const uint32_t* words, int8_t
                                     four_int8<K>(own, 16 + 4 * half), four_int8<K>(own, 24 + 4 * half)));
         }
     }
+    if (!waits) wait_for_kernel_before();  // which makes x meanwhile, and which the next kernel does not see
 }
 
 #define TEN(tens)                                                                                          \
@@ -774,6 +776,7 @@ __global__ void __launch_bounds__(384, 1)
     } else {
         cluster_barrier();
     }
+    let_next_kernel_start();
     if (warp >= 8) {
         if (threadIdx.x == 256) cta.bring(x, weights);
         __syncwarp();
@@ -992,14 +995,14 @@ int launch(Arguments arguments, const void* x, int k, cudaStream_t stream) {
 }
 
 template <int kCluster>
-int launch_decoded(Arguments arguments, const void* weights, const void* x, int k, cudaStream_t stream) {
+int launch_decoded(Arguments arguments, const void* weights, const void* x, int rows, int k, cudaStream_t stream) {
     arguments.token_tiles = (arguments.tokens + 255) / 256;
     arguments.held_scale = held_scale(k, true);
-    divide(arguments, k, arguments.n / ROWS / kCluster * arguments.token_tiles, processors() / kCluster);
+    divide(arguments, k, rows / ROWS / kCluster * arguments.token_tiles, processors() / kCluster);
     CUtensorMap of_x, of_weights;
     cudaError_t error = map_of_rows(x, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments.tokens, k, 256 / kCluster, of_x);
     if (error == cudaSuccess)
-        error = map_of_rows(weights, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, arguments.n, k, ROWS, of_weights);
+        error = map_of_rows(weights, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, rows, k, ROWS, of_weights);
     if (error != cudaSuccess) return error;
     return start(decoded<kCluster>, arguments.ctas * kCluster, kCluster, 384, DecodedCta<kCluster>::kShared, stream,
                  of_x, of_weights, arguments);
@@ -1056,29 +1059,37 @@ extern "C" int many_tokens_prepare(const void* x, const void* suh, void* to, voi
     return !int8 ? run(prepare<false, false>) : order ? run(prepare<true, true>) : run(prepare<true, false>);
 }
 
-// weights: int8 [n, k], room for what is decoded.
+// weights: int8 [n / slices, k], room for what is decoded; slices: 1 or 2. ready: 2 * 132 * 8 zeros.
 extern "C" int many_tokens_decoded(const void* words, void* weights, const void* x, const void* scales,
                                    const void* sums, const void* svh, void* y, void* partial, void* ready, int tokens,
-                                   int k, int n, int bits, int cluster, int as_float, void* stream) {
+                                   int k, int n, int bits, int slices, int cluster, int as_float, void* stream) {
     Arguments arguments{};
     arguments.token_scales = static_cast<const float*>(scales);
     arguments.token_sums = static_cast<const int32_t*>(sums);
-    arguments.svh = static_cast<const __half*>(svh);
-    arguments.y = y, arguments.partial = partial, arguments.ready = static_cast<uint32_t*>(ready);
+    arguments.partial = partial;
     arguments.tokens = tokens, arguments.n = n, arguments.as_float = as_float;
     const auto s = static_cast<cudaStream_t>(stream);
-    if (words) {
-        const auto decode = [&](auto* kernel) {
-            const int units = n / 16 * (k / SLAB);
-            return start(kernel, (units + 7) / 8, 1, 256, 0, s, static_cast<const uint32_t*>(words),
-                         static_cast<int8_t*>(weights), units, k);
-        };
-        const int error = bits == 2   ? decode(decode_int8<2>)
-                          : bits == 3 ? decode(decode_int8<3>)
-                          : bits == 4 ? decode(decode_int8<4>)
-                                      : -1;
+    const int rows = n / slices, units = rows / 16 * (k / SLAB);
+    if (rows % (ROWS * cluster)) return -3;
+    for (int slice = 0; slice < slices; ++slice) {
+        if (words) {
+            const auto decode = [&](auto* kernel) {
+                return start(kernel, (units + 7) / 8, 1, 256, 0, s,
+                             static_cast<const uint32_t*>(words) + int64_t{slice} * units * bits * 128,
+                             static_cast<int8_t*>(weights), units, k, slice);
+            };
+            const int error = bits == 2   ? decode(decode_int8<2>)
+                              : bits == 3 ? decode(decode_int8<3>)
+                              : bits == 4 ? decode(decode_int8<4>)
+                                          : -1;
+            if (error) return error;
+        }
+        arguments.svh = static_cast<const __half*>(svh) + slice * rows;
+        arguments.y = static_cast<char*>(y) + int64_t{slice} * rows * (as_float ? 4 : 2);
+        arguments.ready = static_cast<uint32_t*>(ready) + slice * 132 * 8;
+        const int error = cluster == 1 ? launch_decoded<1>(arguments, weights, x, rows, k, s)
+                                       : launch_decoded<2>(arguments, weights, x, rows, k, s);
         if (error) return error;
     }
-    return cluster == 1 ? launch_decoded<1>(arguments, weights, x, k, s)
-                        : launch_decoded<2>(arguments, weights, x, k, s);
+    return 0;
 }

@@ -106,13 +106,19 @@ class Inputs:
         assert code == 0, code
 
     def product(self, words, svh, y, bits, tile, decode=True):
-        """tile: of tokens; of decoded weights blocks of a cluster."""
+        """tile: of tokens; of decoded weights blocks of a cluster, and 10 more for two slices."""
         common = [pointer(self.of), pointer(self.scales), pointer(self.sums), pointer(svh), pointer(y)]
         common += [pointer(self.partial), pointer(self.ready), self.tokens, self.k, y.shape[1], bits]
         as_float = int(y.dtype == torch.float32)
         if self.kind == DECODED:
             code = LIBRARY.many_tokens_decoded(
-                pointer(words) if decode else None, pointer(self.weights), *common, tile, as_float, stream()
+                pointer(words) if decode else None,
+                pointer(self.weights),
+                *common,
+                1 + tile // 10,
+                tile % 10,
+                as_float,
+                stream(),
             )
         else:
             code = LIBRARY.many_tokens_run(pointer(words), *common, self.int8, tile, as_float, stream())
@@ -234,14 +240,14 @@ def bench(tokens, bits):
         name = {HALF: "half", INT8: "int8", INT16: "int16", DECODED: "dec"}[kind]
         sides[f"{name} x"] = [lambda i=inputs: i.make(X[:tokens], svh)] * 4
         columns = 2 * tokens if kind == INT16 else tokens
-        for tile in [1, 2] if kind == DECODED else [min(256, max(16, 1 << (columns - 1).bit_length()))]:
+        for tile in [1, 2, 11, 12] if kind == DECODED else [min(256, max(16, 1 << (columns - 1).bit_length()))]:
 
             def layer(w, i=inputs, tile=tile):
                 i.make(X[:tokens], svh)
                 i.product(w, svh, y, bits, tile)
 
             sides[f"{name} layer {tile}"] = [lambda w=w, layer=layer: layer(w) for w in PACKED[bits]]
-            if kind == DECODED and bits == BITS[0]:
+            if kind == DECODED and bits == BITS[0] and tile < 10:
 
                 def alone(w, i=inputs, tile=tile):
                     i.ready.zero_()
@@ -265,7 +271,7 @@ if __name__ == "__main__":
     every += [(INT16, 33, 64), (INT16, 150, 128)]
     large = [(kind, tokens, tile) for kind in (HALF, INT8) for tokens, tile in ((300, 256), (100, 128), (512, 256))]
     large += [(HALF, 16, 16), (INT8, 16, 16), (INT16, 16, 32), (INT16, 5, 16)]
-    large += [(DECODED, tokens, cluster) for cluster in (1, 2) for tokens in (256, 1100)]
+    large += [(DECODED, tokens, cluster) for cluster in (1, 2, 11, 12) for tokens in (256, 1100)]
     if "ONCE" in os.environ:  # for a profiler: "kind tokens tile", and others behind commas
         for case in os.environ["ONCE"].split(","):
             kind, tokens, tile = (int(number) for number in case.split())
@@ -283,7 +289,7 @@ if __name__ == "__main__":
         if len(sys.argv) > 2 and (real := of_file(sys.argv[2], bits)) is not None:
             good &= check(real, "real", every)
         good &= check(random_trellis(2048, 384, bits), "random", every)
-        good &= check(random_trellis(4096, 512, bits), "random", [(DECODED, 700, 2), *every[-2:]])
+        good &= check(random_trellis(4096, 512, bits), "random", [(DECODED, 700, 2), (DECODED, 700, 11), *every[-2:]])
         good &= check(random_trellis(N, N, bits), "random", large)
         print(f"{time.time() - BEGAN:.0f} s", flush=True)
     print("ALL RIGHT" if good else "SOMETHING IS WRONG", flush=True)
