@@ -50,6 +50,10 @@ struct Arguments {
     WgmmaDivision division;
 };
 
+__device__ __forceinline__ void arrive_in_cluster(uint32_t barrier_there) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier_there) : "memory");
+}
+
 // What a block, or a cluster, has of a tile.
 struct Share {
     int tile, first_slab, slabs;
@@ -239,7 +243,7 @@ __device__ __forceinline__ void hold(const Sum (&sums)[128], uint32_t held, floa
 template <bool kInt8>
 __device__ __forceinline__ void store_tiles(const Arguments& arguments, uint32_t held, uint32_t held_full,
                                             uint32_t held_free, uint32_t next_part, int block, int row_tiles,
-                                            int row_tile) {
+                                            int row_tile, int token_tiles = 1, int token_tile = 0) {
     int number = -1, completed = -1;
     Share share{};
 #pragma unroll 1
@@ -253,14 +257,15 @@ __device__ __forceinline__ void store_tiles(const Arguments& arguments, uint32_t
             completed += share.first_slab + share.slabs == arguments.slabs;
         }
         wait_barrier(held_full, completed & 1);
-        store_eight_tokens<kInt8>(arguments, held, held_free, part % 32 * 8, share.tile % arguments.token_tiles * 256,
+        store_eight_tokens<kInt8>(arguments, held, held_free, part % 32 * 8,
+                                  (share.tile % arguments.token_tiles * token_tiles + token_tile) * 256,
                                   (share.tile / arguments.token_tiles * row_tiles + row_tile) * ROWS);
     }
 }
 
 // --- the kernel, with weights decoded in registers -----------------------------------------------
 
-template <int K, typename T, int kTokens>
+template <int K, typename T, int kTokens, bool kPair = false>
 struct Cta {
     static constexpr bool kInt8 = std::is_same_v<T, int8_t>;
     using Sum = std::conditional_t<kInt8, int32_t, float>;
@@ -271,9 +276,11 @@ struct Cta {
     static constexpr int kStageBytes = kTokens * 128, kSlabBytes = 512 * K, kRingStages = 2;  // a slab of 16 rows
     // With 256 tokens a tile's sums are held as float16, else so many tokens' meet at a time.
     static constexpr bool kHolds = kGroups == 1;
+    static constexpr int kCluster = kPair ? 2 : 1, kSlots = 4, kExchangeBytes = kPair ? kSlots * 8 * 1024 : 0;
+    static_assert(!kPair || (kInt8 && kHolds));
     static constexpr int kChunk = 32, kPitch = ROWS + 4;
     static constexpr int kMeetBytes = kHolds ? ROWS * kTokens * 2 : kGroups * kChunk * kPitch * 4;
-    static constexpr int kFixed = kWarps * kRingStages * kSlabBytes + kMeetBytes + 512;
+    static constexpr int kFixed = kWarps * kRingStages * kSlabBytes + kMeetBytes + kExchangeBytes + 1024;
     static constexpr int kFit = (MOST_SHARED - 1024 - kFixed) / (kGroups * kStageBytes);
     static constexpr int kStages = kFit < 8 ? kFit : 8;
     static constexpr int kShared = 1024 + kFixed + kGroups * kStages * kStageBytes;
@@ -281,22 +288,34 @@ struct Cta {
     static_assert(kStages >= 3);
 
     const Arguments& arguments;
+    const int block, rank;  // of a cluster, which has one tile of rows
     const uint32_t x, ring, meet, x_full, x_empty, ring_full, ring_empty, held_full, held_free, next_part;
+    const uint32_t exchange, exchange_full, exchange_empty;
 
     __device__ __forceinline__ Cta(const Arguments& arguments, uint32_t begin)
         : arguments(arguments),
+          block(blockIdx.x / kCluster),
+          rank(blockIdx.x % kCluster),
           x(begin),
           ring(x + kGroups * kStages * kStageBytes),
           meet(ring + kWarps * kRingStages * kSlabBytes),
-          x_full(meet + kMeetBytes),
+          x_full(meet + kMeetBytes + kExchangeBytes),
           x_empty(x_full + kGroups * kStages * 8),
           ring_full(x_empty + kGroups * kStages * 8),
           ring_empty(ring_full + kGroups * kRingStages * 8),
           held_full(ring_empty + kGroups * kRingStages * 8),
           held_free(held_full + 8),
-          next_part(held_free + 8) {}
+          next_part(held_free + 8),
+          exchange(meet + kMeetBytes),
+          exchange_full(next_part + 8),
+          exchange_empty(exchange_full + kSlots * 8 * 8) {}
 
     __device__ __forceinline__ void init_barriers() const {
+        for (int i = 0; i < (kPair ? kSlots * 8 : 0); ++i) {
+            init_barrier(exchange_full + 8 * i, 1);
+            init_barrier(exchange_empty + 8 * i, 1);
+            expect_bytes(exchange_full + 8 * i, 1024);
+        }
         for (int i = 0; i < kGroups * kStages; ++i) {
             init_barrier(x_full + 8 * i, 1);
             init_barrier(x_empty + 8 * i, 8);
@@ -311,7 +330,10 @@ struct Cta {
         fence_barriers();
     }
 
-    __device__ __forceinline__ Share share(int number) const { return share_of(arguments, blockIdx.x, number); }
+    __device__ __forceinline__ Share share(int number) const { return share_of(arguments, block, number); }
+    __device__ __forceinline__ int first_token(int tile) const {
+        return (tile % arguments.token_tiles * kCluster + rank) * kTokens;
+    }
     // Of these a group's.
     static __device__ __forceinline__ int first_of(const Share& share, int group) {
         return share.first_slab + (group == 0 ? 0 : (share.slabs + 1) / 2);
@@ -337,8 +359,7 @@ struct Cta {
                 const int at = group * kStages + stage;
                 wait_barrier(x_empty + 8 * at, phase ^ 1);
                 expect_bytes(x_full + 8 * at, kStageBytes);
-                bulk_copy_box(x + at * kStageBytes, &map, column, share.tile % arguments.token_tiles * kTokens,
-                              x_full + 8 * at);
+                bulk_copy_box(x + at * kStageBytes, &map, column, first_token(share.tile), x_full + 8 * at);
                 step(stage, phase, kStages);
             }
         }
@@ -379,11 +400,45 @@ struct Cta {
         for (int i = 0; i < K; ++i) load(i + 1, i * 32 + lane);
     }
 
+    // Decodes one of two 64 columns, which one the rank says, sends it to the same warp of the other block, and takes
+    // what that one decoded.
+    __device__ __forceinline__ void exchange_pieces(const uint32_t (&first)[K + 1], const uint32_t (&second)[K + 1],
+                                                    uint32_t (&bytes)[2][2][4], int turn, int warp) const {
+        const int lane = threadIdx.x % 32, slot = turn % kSlots * 8 + warp, parity = turn / kSlots % 2;
+        uint32_t own[K + 1];
+#pragma unroll
+        for (int i = 0; i <= K; ++i) own[i] = rank ? second[i] : first[i];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) bytes[0][i / 4][i % 4] = four_int8<K>(own, 4 * i);
+        wait_barrier(exchange_empty + 8 * slot, parity ^ 1);
+        const uint32_t barrier = exchange_full + 8 * slot, buffer = exchange + slot * 1024 + lane * 16;
+        const uint32_t barrier_there = cluster_address(barrier, rank ^ 1), there = cluster_address(buffer, rank ^ 1);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            asm volatile(
+                "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::
+                    "r"(there + i * 512),
+                "r"(bytes[0][i][0]), "r"(bytes[0][i][1]), "r"(bytes[0][i][2]), "r"(bytes[0][i][3]), "r"(barrier_there)
+                : "memory");
+        wait_barrier(barrier, parity);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint4 four = load_shared_16(buffer + i * 512);
+            bytes[1][i][0] = four.x, bytes[1][i][1] = four.y, bytes[1][i][2] = four.z, bytes[1][i][3] = four.w;
+        }
+        __syncwarp();
+        if (lane == 0) {
+            expect_bytes(barrier, 1024);
+            arrive_in_cluster(cluster_address(exchange_empty + 8 * slot, rank ^ 1));
+        }
+    }
+
     __device__ __forceinline__ void multiply(int warp) const {
         const int lane = threadIdx.x % 32, group = warp / 8;
         const uint64_t columns = swizzled_matrix(x + group * kStages * kStageBytes);
         const uint32_t full = x_full + group * kStages * 8, empty = x_empty + group * kStages * 8;
         int stage = 0, phase = 0, slab_stage = 0, slab_phase = 0, held_phase = 0;
+        [[maybe_unused]] int turn = 0;
         Share share;
 #pragma unroll 1
         for (int number = 0; (share = this->share(number)).slabs > 0; ++number) {
@@ -411,7 +466,10 @@ struct Cta {
                     }
                     const auto& own = words[piece % (4 / kParts)];
                     uint32_t a[kInt8 ? 1 : 4][4];
-                    if constexpr (kInt8) {
+                    if constexpr (kPair) {
+                        if (piece % 2 == 0) continue;
+                        exchange_pieces(words[piece - 1], words[piece], bytes, turn++, warp);
+                    } else if constexpr (kInt8) {
 #pragma unroll
                         for (int i = 0; i < 8; ++i) bytes[piece % 2][i / 4][i % 4] = four_int8<K>(own, 4 * i);
                         if (piece % 2 == 0) continue;
@@ -430,7 +488,9 @@ struct Cta {
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         if constexpr (kInt8) {
-                            wgmma<T, kTokens>(sums, bytes[i / 2][i % 2], from + 2 * i, slab + piece / 2 + i > 0);
+                            // Of a pair first the own 64 columns, then those that the other block decoded.
+                            const int at = kPair ? 4 * (i / 2 ^ rank) + 2 * (i % 2) : 2 * i;
+                            wgmma<T, kTokens>(sums, bytes[i / 2][i % 2], from + at, slab + piece / 2 + i > 0);
                         } else {
                             wgmma<T, kTokens>(sums, a[i], from + 2 * i, slab + piece + i > 0);
                         }
@@ -476,11 +536,12 @@ struct Cta {
     __device__ __forceinline__ void add_parts(Sum (&sums)[kTokens / 2], int tile, int warp) const {
         const int first = arguments.division.cta_with((tile - arguments.whole) * arguments.slabs);
 #pragma unroll 1
-        for (int cta = int(blockIdx.x) - 1; cta >= first; --cta) add_sums<kWarps>(arguments, sums, cta, warp);
+        for (int other = block - 1; other >= first; --other)
+            add_sums<kWarps>(arguments, sums, other * kCluster + rank, warp);
     }
 
     __device__ __forceinline__ void store_held() const {
-        store_tiles<kInt8>(arguments, meet, held_full, held_free, next_part, blockIdx.x, 1, 0);
+        store_tiles<kInt8>(arguments, meet, held_full, held_free, next_part, block, 1, 0, kCluster, rank);
     }
 
     // Rows meet in shared memory, are turned and stored. Bit 3 of a row is the two rows of a lane of `multiply`.
@@ -488,7 +549,7 @@ struct Cta {
         constexpr int kLanes = kDecoders / kChunk;  // of a token, 16 of eight rows each
         static_assert(kGroups == 1 || kLanes == 16);
         const int lane = lane_id(), g = lane / 4, t = lane % 4, group = warp / 8;
-        const int token_before = tile % arguments.token_tiles * kTokens;
+        const int token_before = first_token(tile);
         const int thread = warp * 32 + lane, its_token = thread / kLanes, of_token = thread % kLanes;
         const int row = tile / arguments.token_tiles * ROWS + 8 * of_token;
 #pragma unroll
@@ -558,16 +619,20 @@ struct Cta {
     }
 };
 
-template <int K, typename T, int kTokens>
-__global__ void __launch_bounds__(Cta<K, T, kTokens>::kThreads, 1)
+template <int K, typename T, int kTokens, bool kPair>
+__global__ void __launch_bounds__(Cta<K, T, kTokens, kPair>::kThreads, 1)
     many_tokens(const __grid_constant__ CUtensorMap map, const __grid_constant__ Arguments arguments) {
-    using Of = Cta<K, T, kTokens>;
+    using Of = Cta<K, T, kTokens, kPair>;
     extern __shared__ __align__(1024) char smem[];
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const Of cta(arguments, (shared_address(smem) + 1023) / 1024 * 1024);
     if (threadIdx.x == 0) cta.init_barriers();
     __syncwarp();
-    __syncthreads();
+    if constexpr (kPair) {
+        cluster_barrier();
+    } else {
+        __syncthreads();
+    }
     if (warp >= Of::kWarps) {
         give_registers<Of::kBringerRegisters>();
         if (warp == Of::kWarps && lane < Of::kGroups) cta.bring_x(map, lane);
@@ -581,6 +646,10 @@ __global__ void __launch_bounds__(Cta<K, T, kTokens>::kThreads, 1)
         take_registers<Of::kDecoderRegisters>();
         cta.multiply(warp);
         if constexpr (Of::kHolds) cta.store_held();
+    }
+    if constexpr (kPair) {  // until the other block writes and arrives here no more
+        __syncwarp();
+        cluster_barrier();
     }
 }
 
@@ -641,9 +710,6 @@ __device__ __forceinline__ void bulk_copy_box_to_two(uint32_t smem, const void* 
         "{%2, %3}], [%4], %5;" ::"r"(smem),
         "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(uint16_t{3})
         : "memory");
-}
-__device__ __forceinline__ void arrive_in_cluster(uint32_t barrier_there) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier_there) : "memory");
 }
 
 // A tile of 128 rows and 256 tokens of int8, two warpgroups of 64 rows each. In a cluster two blocks have the same
@@ -979,19 +1045,20 @@ int start(void (*kernel)(Arguments...), int blocks, int cluster, int threads, in
     return error != cudaSuccess ? error : cudaGetLastError();
 }
 
-template <int K, typename T, int kTokens>
+template <int K, typename T, int kTokens, bool kPair = false>
 int launch(Arguments arguments, const void* x, int k, cudaStream_t stream) {
-    using Of = Cta<K, T, kTokens>;
-    const int columns = arguments.tokens * (arguments.wide ? 2 : 1);
-    arguments.token_tiles = (columns + kTokens - 1) / kTokens;
+    using Of = Cta<K, T, kTokens, kPair>;
+    const int columns = arguments.tokens * (arguments.wide ? 2 : 1), tile = kTokens * Of::kCluster;
+    arguments.token_tiles = (columns + tile - 1) / tile;
     arguments.held_scale = held_scale(k, Of::kInt8);
-    divide(arguments, k, arguments.n / ROWS * arguments.token_tiles, processors());
+    divide(arguments, k, arguments.n / ROWS * arguments.token_tiles, processors() / Of::kCluster);
     CUtensorMap map;
     const cudaError_t error =
         map_of_rows(x, Of::kInt8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, Of::kInt8 ? 1 : 2,
                     columns, k, kTokens, map);
     if (error != cudaSuccess) return error;
-    return start(many_tokens<K, T, kTokens>, arguments.ctas, 1, Of::kThreads, Of::kShared, stream, map, arguments);
+    return start(many_tokens<K, T, kTokens, kPair>, arguments.ctas * Of::kCluster, Of::kCluster, Of::kThreads,
+                 Of::kShared, stream, map, arguments);
 }
 
 template <int kCluster>
@@ -1010,6 +1077,8 @@ int launch_decoded(Arguments arguments, const void* weights, const void* x, int 
 
 template <int K, typename T>
 int with_tile(const Arguments& arguments, const void* x, int k, int tile, cudaStream_t stream) {
+    if constexpr (std::is_same_v<T, int8_t>)
+        if (tile == 512) return launch<K, T, 256, true>(arguments, x, k, stream);
     return tile == 16    ? launch<K, T, 16>(arguments, x, k, stream)
            : tile == 32  ? launch<K, T, 32>(arguments, x, k, stream)
            : tile == 64  ? launch<K, T, 64>(arguments, x, k, stream)
@@ -1020,6 +1089,7 @@ int with_tile(const Arguments& arguments, const void* x, int k, int tile, cudaSt
 
 }  // namespace
 
+// tile: 16 to 256 tokens, or 512, two blocks of 256 that share decoding, int8 alone.
 // partial: 132 * 256 * tile * 4 bytes; ready: 132 * 16 zeros. int8: 0 for float16, 1, or 2 for int16 of two columns.
 extern "C" int many_tokens_run(const void* words, const void* x, const void* scales, const void* sums, const void* svh,
                                void* y, void* partial, void* ready, int tokens, int k, int n, int bits, int int8,
@@ -1032,7 +1102,7 @@ extern "C" int many_tokens_run(const void* words, const void* x, const void* sca
     arguments.y = y, arguments.partial = partial, arguments.ready = static_cast<uint32_t*>(ready);
     arguments.tokens = tokens, arguments.n = n, arguments.as_float = as_float;
     arguments.wide = int8 == 2;
-    if (arguments.wide && tile == 256) return -3;
+    if (arguments.wide && tile >= 256) return -3;
     const auto s = static_cast<cudaStream_t>(stream);
     const auto run = [&](auto of_bits) {
         return int8 ? with_tile<of_bits(), int8_t>(arguments, x, k, tile, s)
