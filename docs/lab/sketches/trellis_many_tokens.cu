@@ -403,7 +403,8 @@ struct Cta {
     // Decodes one of two 64 columns, which one the rank says, sends it to the same warp of the other block, and takes
     // what that one decoded.
     __device__ __forceinline__ void exchange_pieces(const uint32_t (&first)[K + 1], const uint32_t (&second)[K + 1],
-                                                    uint32_t (&bytes)[2][2][4], int turn, int warp) const {
+                                                    uint32_t (&bytes)[2][2][4], int turn, int warp,
+                                                    uint32_t further) const {
         const int lane = threadIdx.x % 32, slot = turn % kSlots * 8 + warp, parity = turn / kSlots % 2;
         uint32_t own[K + 1];
 #pragma unroll
@@ -411,8 +412,9 @@ struct Cta {
 #pragma unroll
         for (int i = 0; i < 8; ++i) bytes[0][i / 4][i % 4] = four_int8<K>(own, 4 * i);
         wait_barrier(exchange_empty + 8 * slot, parity ^ 1);
+        // Another block's shared memory lies a constant further.
         const uint32_t barrier = exchange_full + 8 * slot, buffer = exchange + slot * 1024 + lane * 16;
-        const uint32_t barrier_there = cluster_address(barrier, rank ^ 1), there = cluster_address(buffer, rank ^ 1);
+        const uint32_t barrier_there = barrier + further, there = buffer + further;
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             asm volatile(
@@ -429,7 +431,7 @@ struct Cta {
         __syncwarp();
         if (lane == 0) {
             expect_bytes(barrier, 1024);
-            arrive_in_cluster(cluster_address(exchange_empty + 8 * slot, rank ^ 1));
+            arrive_in_cluster(exchange_empty + 8 * slot + further);
         }
     }
 
@@ -439,6 +441,7 @@ struct Cta {
         const uint32_t full = x_full + group * kStages * 8, empty = x_empty + group * kStages * 8;
         int stage = 0, phase = 0, slab_stage = 0, slab_phase = 0, held_phase = 0;
         [[maybe_unused]] int turn = 0;
+        [[maybe_unused]] const uint32_t further = kPair ? cluster_address(exchange, rank ^ 1) - exchange : 0;
         Share share;
 #pragma unroll 1
         for (int number = 0; (share = this->share(number)).slabs > 0; ++number) {
@@ -468,7 +471,7 @@ struct Cta {
                     uint32_t a[kInt8 ? 1 : 4][4];
                     if constexpr (kPair) {
                         if (piece % 2 == 0) continue;
-                        exchange_pieces(words[piece - 1], words[piece], bytes, turn++, warp);
+                        exchange_pieces(words[piece - 1], words[piece], bytes, turn++, warp, further);
                     } else if constexpr (kInt8) {
 #pragma unroll
                         for (int i = 0; i < 8; ++i) bytes[piece % 2][i / 4][i % 4] = four_int8<K>(own, 4 * i);
@@ -681,6 +684,93 @@ __global__ void __launch_bounds__(256)
         }
     }
     if (!waits) wait_for_kernel_before();  // which makes x meanwhile, and which the next kernel does not see
+}
+
+__device__ __forceinline__ __half2 as_half2(uint32_t bits) { return reinterpret_cast<const __half2&>(bits); }
+
+// The weight itself as bfloat16 [n, k], turned on both sides and scaled, for the library's product. A block has 128
+// rows and columns, a warp two row tiles, so that a thread's registers hold numbers whose columns differ in bits 0 to
+// 3 and 6 and whose rows in bits 3 and 6; bits 4 and 5 of columns are in other lanes, other bits of rows in other
+// warps. Arithmetic is float16, whose sums stay below 56,600.
+template <int K>
+__global__ void __launch_bounds__(128)
+    decode_dense(const uint32_t* words, const __half* suh, const __half* svh, __nv_bfloat16* weights, int k) {
+    __shared__ __half2 room[ROWS * 64];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int blocks = k / 128, row_tile = blockIdx.x / blocks, block = blockIdx.x % blocks;
+    __half2 v[2][2][2][2][4];  // bits 6 and 3 of rows, 6, 3 and then 1 and 2 of columns
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+        const int64_t unit = (int64_t{row_tile} * (k / SLAB) + block / 2) * 8 + warp + 4 * w;
+        uint32_t own[2][K + 1];
+#pragma unroll
+        for (int i = 0; i < K; ++i) {
+            const uint2 two =
+                __ldg(reinterpret_cast<const uint2*>(words + (unit * K + i) * 128 + lane * 4 + block % 2 * 2));
+            own[0][i + 1] = two.x, own[1][i + 1] = two.y;
+        }
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+            own[u][0] = __shfl_sync(0xFFFFFFFF, own[u][K], (lane + 28) % 32);
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+#pragma unroll
+                    for (int m = 0; m < 4; ++m)
+                        v[w][h][u][e][m] = as_half2(two_half<K>(own[u], 8 * m + 4 * h + 2 * e));
+        }
+    }
+    auto* all = &v[0][0][0][0][0];
+    const __half2 first = __floats2half2_rn(1, -1);
+#pragma unroll
+    for (int i = 0; i < 64; ++i) all[i] = __hfma2(all[i], first, __lowhigh2highlow(all[i]));
+#pragma unroll
+    for (int distance = 1; distance < 64; distance *= 2)
+#pragma unroll
+        for (int i = 0; i < 64; ++i)
+            if (!(i & distance)) {
+                const __half2 a = all[i], b = all[i + distance];
+                all[i] = __hadd2(a, b), all[i + distance] = __hsub2(a, b);
+            }
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) {
+        const __half2 sign = __float2half2_rn(t & distance ? -1 : 1);
+#pragma unroll
+        for (int i = 0; i < 64; ++i) all[i] = __hfma2(sign, all[i], __shfl_xor_sync(0xFFFFFFFF, all[i], distance));
+    }
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+        const int m = i % 4, e = i / 4 % 2, u = i / 8 % 2, h = i / 16 % 2, w = i / 32;
+        room[(16 * (warp + 4 * w) + 8 * h + g) * 64 + ((32 * u + 8 * t + 4 * e + m) ^ g)] = all[i];
+    }
+    __syncthreads();
+    const int pair = threadIdx.x % 64, h = threadIdx.x / 64, column = block * 128 + 2 * pair;
+    float2 scale = __half22float2(__ldg(reinterpret_cast<const __half2*>(suh + column)));
+    scale.x /= 128, scale.y /= 128;
+#pragma unroll 1
+    for (int w = 0; w < 2; ++w) {
+        __half2 own[32];
+        const auto row = [&](int i) { return 64 * w + i / 8 * 16 + 8 * h + i % 8; };
+#pragma unroll
+        for (int i = 0; i < 32; ++i) own[i] = room[row(i) * 64 + (pair ^ i % 8)];
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2)
+#pragma unroll
+            for (int i = 0; i < 32; ++i)
+                if (!(i & distance)) {
+                    const __half2 a = own[i], b = own[i + distance];
+                    own[i] = __hadd2(a, b), own[i + distance] = __hsub2(a, b);
+                }
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            const int of_all = row_tile * ROWS + row(i);
+            const float by = __half2float(__ldg(svh + of_all));
+            const float2 two = __half22float2(own[i]);
+            *reinterpret_cast<__nv_bfloat162*>(weights + int64_t{of_all} * k + column) =
+                __floats2bfloat162_rn(two.x * scale.x * by, two.y * scale.y * by);
+        }
+    }
 }
 
 #define TEN(tens)                                                                                          \
@@ -1162,4 +1252,16 @@ extern "C" int many_tokens_decoded(const void* words, void* weights, const void*
         if (error) return error;
     }
     return 0;
+}
+
+// weights: bfloat16 [n, k], for a product by the library.
+extern "C" int many_tokens_dense(const void* words, const void* suh, const void* svh, void* weights, int k, int n,
+                                 int bits, void* stream) {
+    const auto run = [&](auto* kernel) {
+        kernel<<<n / ROWS*(k / 128), 128, 0, static_cast<cudaStream_t>(stream)>>>(
+            static_cast<const uint32_t*>(words), static_cast<const __half*>(suh), static_cast<const __half*>(svh),
+            static_cast<__nv_bfloat16*>(weights), k);
+        return int(cudaGetLastError());
+    };
+    return bits == 2 ? run(decode_dense<2>) : bits == 3 ? run(decode_dense<3>) : bits == 4 ? run(decode_dense<4>) : -1;
 }

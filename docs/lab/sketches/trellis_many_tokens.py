@@ -134,6 +134,13 @@ class Inputs:
         return back * self.scales[:-1].double()[:, None]
 
 
+def dense(words, suh, svh, out, bits):
+    code = LIBRARY.many_tokens_dense(
+        pointer(words), pointer(suh), pointer(svh), pointer(out), out.shape[1], out.shape[0], bits, stream()
+    )
+    assert code == 0, code
+
+
 def off(y, reference):
     return float((y.double() - reference).norm() / reference.norm())
 
@@ -170,6 +177,13 @@ def check(trellis, name, cases):
         worst[key] = [max(a, b) for a, b in zip(worst.get(key, (0, 0, 0)), (own, true, of_x), strict=True)]
         if not right:
             print("WRONG", name, bits, kind, tokens, tile, f"own {own:.1e} true {true:.1e} x {of_x:.1e}", flush=True)
+    suh, svh = (torch.randn(size, device="cuda").half() for size in (k, n))
+    out = torch.full((n, k), float("nan"), device="cuda").bfloat16()
+    dense(words, suh, svh, out, bits)
+    exact = hadamard(hadamard(stored.T).mT).mT * svh.double()[:, None] * suh.double()
+    true = off(out, exact)
+    good &= true < 3e-3
+    worst["dense"] = [0, true, 0]
     text = ", ".join(f"{key}: own {a:.1e}, EXL3 {b:.1e}, x {c:.1e}" for key, (a, b, c) in worst.items())
     print(f"{name} {k} x {n}, {bits} bits: {text}", flush=True)
     return good
@@ -253,6 +267,15 @@ def bench(tokens, bits):
                     i.product(w, svh, y, bits, tile, False)
 
                 sides[f"{name} product {tile}"] = [lambda alone=alone: alone(None)] * 4
+    if tokens >= 2048:
+        out = torch.empty(N, N, device="cuda", dtype=torch.bfloat16)
+
+        def first(w):
+            dense(w, svh, svh, out, bits)
+            torch.nn.functional.linear(X[:tokens], out)
+
+        sides["dense"] = [lambda w=w: dense(w, svh, svh, out, bits) for w in PACKED[bits]]
+        sides["dense layer"] = [lambda w=w: first(w) for w in PACKED[bits]]
     found = times(sides)
     base = found["cublas"]
     text = ", ".join(
