@@ -1,25 +1,28 @@
-// y = had(x' @ W) * svh of 17 to many tokens on Hopper, W of EXL3's form and code `mul1`: a prototype.
+// y = had(x' @ W) * svh of 16 to many tokens on Hopper, W of EXL3's form and code `mul1`: a prototype.
 //
-//   words   uint32 [n / 16, k / 256, K, 32, 4], what `repacked` of trellis_many_tokens.py makes of EXL3's trellis
-//   x'      int8 or float16 [tokens, k], what `prepare` makes of x, in the order in which lanes hold weights
+//   words   uint32 [n / 128, k / 256, 8, K, 32, 4], what `repacked` of trellis_many_tokens.py makes of EXL3's trellis
+//   x'      int8, int16 as two columns of int8, or float16 [tokens, k], what `prepare` makes of x
 //   y       bfloat16 or float32 [tokens, n]
 //
-// Limits: k a multiple of 2048 (`prepare`), n of 128, K 2, 3 or 4 (any up to 8 would do). Build and run:
+//   many_tokens   decodes in registers, as operand A of wgmma; perhaps two blocks of a cluster share decoding
+//   decode_int8   decodes into memory for `decoded`, a product of int8 by bulk copies of both sides
+//   decode_dense  the weight itself in bfloat16, for the library's product
 //
-//   nvcc -O3 -std=c++20 -arch=sm_90a --expt-relaxed-constexpr -Icsrc --shared -Xcompiler -fPIC
-//   docs/lab/sketches/trellis_many_tokens.cu -o F.so python docs/lab/sketches/trellis_many_tokens.py F.so
+// Limits: k a multiple of 2048 (`prepare`), n of 128, or 256 for clusters of `decoded`, K 2, 3 or 4. How to build and
+// run it, what it takes and what failed: docs/lab/2026-11-28-trellis-many-tokens.md. As of commit 657b39d of csrc.
 //
-// A block has 128 rows (of out_features) and 32 to 256 tokens. With 256 eight warps decode 16 rows each, in registers,
-// as operand A of wgmma. With fewer there are two groups of eight, which divide K. One more warpgroup brings x and
-// words by bulk copies. A lane holds 32 weights of 16 rows and 64 columns: all 16 columns of a tile of EXL3's, of rows
-// g and g + 8, K words of its stream; the windows at their start need the last word of the lane four before.
+// A block of many_tokens has 128 rows (of out_features). With 256 tokens eight warps decode 16 rows each, with fewer
+// there are two groups of eight, which divide K. One more warpgroup brings x and words by bulk copies. A lane holds 32
+// weights of 16 rows and 64 columns: all 16 columns of a tile of EXL3's, of rows g and g + 8, K words of its stream;
+// the windows at their start need the last word of the lane four before.
 //
 //   int8     dp4a multiplies a product's four bytes by 64 and adds them: byte 1 is floor((s - 509) / 4)
 //   float16  dp4a gives 1024 + s as float16, a permute packs two, one HFMA2 makes them EXL3's value, to the bit
 //
-// Blocks take whole tiles in turns and divide those of the last turn along K (Stream-K; Osama et al., 2023), as
-// csrc/kernels/hopper/gemm_wgmma.cuh does, whose parts this uses. In the end rows meet in shared memory, 32 or 64
-// tokens at a time, are turned by Hadamard's matrix of 128 and scaled.
+// Blocks take whole tiles in turns and may divide those of the last turn along K (Stream-K; Osama et al., 2023), as
+// csrc/kernels/hopper/gemm_wgmma.cuh does, whose parts this uses. In the end rows meet in shared memory, are turned by
+// Hadamard's matrix of 128 and scaled: 32 tokens at a time, or of 256 tokens all as float16, eight at a time by warps
+// that are idle while the next tile is multiplied.
 #include <cuda_bf16.h>
 
 #include "kernels/hopper/tensor_map.h"
