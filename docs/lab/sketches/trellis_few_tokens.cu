@@ -71,6 +71,9 @@ __device__ __forceinline__ float of_cluster(const float* shared, int rank) {
     asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
     return value;
 }
+// Launches that overlap: the next kernel may start; the one before has ended, and what it wrote is there.
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ float of_float16(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 #endif
 
@@ -150,10 +153,14 @@ __global__ void __launch_bounds__(THREADS, 1) few_tokens(const Arguments argumen
     }
     int fetched = warp;
     char* stage = ring;
-    auto fetch = [&] {
-        if (fetched < steps) {
+    auto fetch_weights = [&](char* to_stage) {
 #pragma unroll
-            for (int i = 0; i < K; ++i) copy_16(stage + to[i], trellis + from[i], true);
+        for (int i = 0; i < K; ++i) copy_16(to_stage + to[i], trellis + from[i], true);
+        trellis += size_t(WARPS * 4) * row_bytes;
+    };
+    auto fetch = [&](bool weights) {
+        if (fetched < steps) {
+            if (weights) fetch_weights(stage);
 #pragma unroll
             for (int i = 0; i < S::inputs; ++i) {
                 copy_16(stage + (S::weights + 32 * i + lane) * 16, x + x_from[i], there >> i & 1);
@@ -161,12 +168,15 @@ __global__ void __launch_bounds__(THREADS, 1) few_tokens(const Arguments argumen
         }
         commit();
         fetched += WARPS;
-        trellis += size_t(WARPS * 4) * row_bytes;
         x += WARPS * STEP * element;
         stage = stage + S::bytes == ring + depth * S::bytes ? ring : stage + S::bytes;
     };
+    // Weights are there already while the kernel before makes x.
 #pragma unroll 1
-    for (int i = 0; i < depth; ++i) fetch();
+    for (int i = 0; i < depth && warp + i * WARPS < steps; ++i) fetch_weights(ring + i * S::bytes);
+    wait_for_before();
+#pragma unroll 1
+    for (int i = 0; i < depth; ++i) fetch(false);
 
     int32_t sums[4][groups][4] = {};
     float float_sums[4][groups][4] = {};
@@ -184,7 +194,7 @@ __global__ void __launch_bounds__(THREADS, 1) few_tokens(const Arguments argumen
 #pragma unroll
         for (int i = 0; i < S::inputs; ++i) load(inputs[i], S::weights + 32 * i + lane);
         __syncwarp();  // before the stage is filled again
-        fetch();
+        fetch(true);
         words[0] = of_lane_xor(words[4 * K], 4);  // two neighbouring groups of lanes have a tile, whose ends meet
 
         if constexpr (mode == READ) {
@@ -324,6 +334,7 @@ __global__ void __launch_bounds__(1024) prepare(const __half* x, const __half* s
                                                 float* scales, int k, int parts, int as_half) {
     __shared__ float most[32];
     __shared__ int32_t of_part[2];
+    let_next_start();
     const int token = blockIdx.x, lane = threadIdx.x % 32, at = threadIdx.x * 8;
     float v[8] = {};
     if (threadIdx.x < 2) of_part[threadIdx.x] = 0;
@@ -414,13 +425,15 @@ static int launch(const Arguments& arguments, cudaStream_t stream) {
     static cudaError_t set = cudaFuncSetAttribute(few_tokens<K, mode, groups, depth>,
                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, MOST_SHARED);
     if (set != cudaSuccess) return set;
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {2, 1, 1};
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {2, 1, 1};
     cudaLaunchConfig_t config{};
     config.gridDim = arguments.n / ROWS, config.blockDim = THREADS, config.dynamicSmemBytes = room,
     config.stream = stream;
-    config.attrs = &cluster, config.numAttrs = arguments.svh ? 1 : 0;
+    config.attrs = attributes, config.numAttrs = arguments.svh ? 2 : 1;
     const cudaError_t error = cudaLaunchKernelEx(&config, few_tokens<K, mode, groups, depth>, arguments);
     return error != cudaSuccess ? error : cudaGetLastError();
 }
