@@ -112,7 +112,7 @@ KINDS = {
     ),
     "bfloat16": row("llama", dtype=torch.bfloat16, bits=2, codebook=[3.0, -1.0, 0.5, -4.0]),
     "version 1": row("llama", dtype=torch.float16, bits=3, codebook="normal_float", scale="absmax", transform="none"),
-    "tied": row("llama", tied=TIED, settings={"tie_word_embeddings": True}, bits=4, embedding_bits=4),
+    "tied": row("llama", tied=TIED, settings={"tie_word_embeddings": True}, bits=4, embedding_bits=5),
     "packed head": row("llama", bits=4, embedding_bits=3, module_bits={"lm_head": 2}),
     "layers that differ": row("llama", bits=3, module_bits={"down_proj": 2}, change=make_layers_differ),
     "8-bit inputs": row("llama", bits=4, inputs="int8"),

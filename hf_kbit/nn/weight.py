@@ -367,11 +367,9 @@ class KbitWeight(Changed, nn.Module):
         others = {}
         super()._save_to_state_dict(others, prefix, keep_vars)
         weight = others.pop(f"{prefix}weight")
-        if weight.is_tiled:  # as a GPU holds it: a copy of all, for which that may have no room
-            weight = weight.planes().each(lambda tensor: tensor.to("cpu", copy=True))
-            stored = weight.file_tensors() | {HOW: weight.decoding.to_tensor()}
-        else:  # of layers that are tied the same tensors, by which others tell that they are
-            stored = weight.file_tensors() | {HOW: self.weight.decoding_tensor}
+        # Of layers that are tied the same tensors, by which others tell that they are.
+        stored = self.weight.copies() if weight.is_tiled else weight.file_tensors()
+        stored[HOW] = self.weight.decoding_tensor
         destination.update({prefix + name: tensor for name, tensor in stored.items()} | others)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):

@@ -51,7 +51,7 @@ class Plan:
 
     model: nn.Module
     sites: Mapping[str, Site]
-    decodings: Mapping[str, Decoding]
+    decodings: dict[str, Decoding]
     config: KbitConfig
     ties: Mapping[str, str] = field(default_factory=dict)
     outcome: Outcome = field(default_factory=Outcome)

@@ -134,8 +134,15 @@ class Packable:
                 if (why := obstacle(self.sites[name]))
             ]
         )
-        decodings = {name: config.stored.decoding(stored) for name, stored in known.items()}
-        return Plan(self.model, self.sites, decodings, config, self.ties)
+        plan = Plan(self.model, self.sites, {}, config, self.ties)
+        said = config.stored.layers
+        for name, stored in known.items():
+            others = [other for other in plan.group(name) if other != name]
+            if stored not in said and not known.keys() & set(others):
+                # Another library may have kept the other name of a weight that is tied.
+                stored = next((other for other in others if other in said), stored)
+            plan.decodings[name] = config.stored.decoding(stored)
+        return plan
 
     def _why_not(self, name: str) -> str:
         reason, kind = self.reasons[name], type(self.model).__name__

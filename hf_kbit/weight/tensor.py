@@ -8,6 +8,7 @@ torch do with it: some keep it packed, others get the decoded weight, and what w
 import hashlib
 import itertools
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -211,6 +212,17 @@ class KbitTensor(torch.Tensor):
             for name, tensor in zip(PACKED, tensors, strict=True)
             if tensor is not None
         }
+
+    def copies(self) -> dict[str, torch.Tensor]:
+        """``file_tensors``, copied into CPU memory, for a GPU may have no room for them; the same ones again for as
+        long as somebody holds them."""
+        words, kept = getattr(self, "_copies", (lambda: None, {}))
+        held = {name: copy() for name, copy in kept.items()}
+        if words() is not self.words or any(tensor is None for tensor in held.values()):
+            held = self.planes().each(lambda tensor: tensor.to("cpu", copy=True)).file_tensors()
+            copies = {name: weakref.ref(tensor) for name, tensor in held.items()}
+            self._copies = weakref.ref(self.words), copies
+        return held
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The decoded weight, in ``dtype`` or in its own."""

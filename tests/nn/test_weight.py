@@ -1,7 +1,9 @@
 """What layers have in common that hold a packed weight: their errors name them."""
 
 import copy
+import gc
 import sys
+import weakref
 
 import cases
 import pytest
@@ -122,3 +124,19 @@ def test_a_dense_weight_put_past_the_layer_is_computed_with(kind):
             layer.dequantize()
     made.float()
     torch.testing.assert_close(compiled(*inputs), dense_result(kind, made.weight, inputs))
+
+
+def test_layers_that_are_tied_have_one_copy_in_a_state_dict(form):
+    """In whatever form the weight is, also where it is copied; and nothing keeps what was copied."""
+    model = nn.ModuleDict({"a": nn.Embedding(96, 64), "b": nn.Linear(64, 96, bias=False)})
+    model["b"].weight = model["a"].weight
+    quantize_model(model, bits=4, embedding_bits=5)
+    state = model.state_dict()
+    for name in ("weight", "weight_absmax", "weight_columns", "weight_decoding"):
+        assert state[f"a.{name}"].data_ptr() == state[f"b.{name}"].data_ptr()
+    words = model["a"].weight.words
+    kept = [weakref.ref(words), weakref.ref(state["a.weight"])]
+    del state, words
+    model["a"].weight.replace(KbitLinear.from_linear(nn.Linear(64, 96), bits=3).weight)
+    gc.collect()
+    assert kept[0]() is None and kept[1]() is None

@@ -173,7 +173,9 @@ class KbitHfQuantizer(HfQuantizer):
         self.plan = packable.stored(config, packed)
         layers = self.plan.make_room()
         self.stored, self.names = [names.renamed(name) for name in packed.values()], packed
-        if files is None:  # names may be those of the whole model, or of this part of it
+        tied = [each for name in packed for each in self.plan.group(name) if each not in packed]
+        if files is None:  # names may be both of what is tied, and those of the whole model, or of this part of it
+            self.stored += tied
             base = f"{model.base_model_prefix}."
             self.stored += [name.removeprefix(base) for name in self.stored] + [base + name for name in self.stored]
             return
@@ -182,7 +184,7 @@ class KbitHfQuantizer(HfQuantizer):
         if parallel.is_shared(model.config):
             self.columns = checkpoint.read_columns(self.files, packed)
             model._keys_to_ignore_on_load_unexpected |= {rf"\.({PACKED[2]}|{HOW})$"}
-        checkpoint.check_save(files, config.stored, packed.values())
+        checkpoint.check_save(files, config.stored, [*packed.values(), *tied])
 
     # --- while loading ---
 
