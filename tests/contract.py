@@ -4,7 +4,7 @@ A function for each op, named like it, makes a ``Call``; functions below it, mar
 every backend: the reference, a CPU with any instruction set, a GPU. ``tests/ops/test_contract.py`` goes through them.
 
 - ``quantize``, ``dequantize``, ``embed``, ``repack``, ``int8_inverses``, ``gemm_int8`` and ``gemm_experts_int8`` are
-  *exact*: they give the bits that ``hf_kbit.reference`` gives of bit-planes, which ``tests/test_reference.py``
+  *exact*: they give the bits that ``hf_kbit.format.reference`` gives of bit-planes, which ``tests/test_reference.py``
   compares with the format's definition. ``route_experts`` gives what a stable sort in Python does.
 - ``gemm``, ``gemm_inference``, ``gemm_gradient``, ``gemm_experts``, ``gemm_experts_gradient``, ``combine_experts`` and
   what ``gemm_group`` has of 16-bit inputs are products in float64, within a bound that is derived from the roundings.

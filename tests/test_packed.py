@@ -164,7 +164,7 @@ def test_with_its_own_column_scales_a_decoded_weight_is_quantized_to_the_same_co
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e20])
 @pytest.mark.parametrize("bits", BITS)
 def test_levels_are_symmetric_where_a_weight_stands_out(bits, size):
-    """Turned, it is a block of one magnitude and both signs, of which levels without a counterpart lose much."""
+    """Rotated, its block has one magnitude and both signs. Levels without a counterpart would lose much of that."""
     weight = torch.randn(256, 512, generator=torch.Generator().manual_seed(bits)) * size
     lopsided, symmetric = codebooks.optimal(bits, signed=True), codebooks.optimal(bits)
     assert quantize_weight(weight, lopsided, True, transform="rotated").decoding.levels == lopsided

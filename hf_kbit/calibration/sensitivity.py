@@ -2,8 +2,8 @@
 
 A layer's squared errors are summed over tokens, though at one token an error may change the predictions many times as
 much as at another. The square of the gradient by an output, times half the squared error, estimates by how much, as
-in ``hf_kbit.widths``; here one number for each layer and token is kept of it. A few tokens have most of that, so by it
-alone the others would hardly count: it is a share of a token's weight, and the rest is alike.
+in ``calibration.widths``; here one number for each layer and token is kept of it. A few tokens have most of that, so
+by it alone the others would hardly count: it is a share of a token's weight, and the rest is alike.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -38,7 +38,7 @@ class Decoding:
         levels: canonical codebook of ``2**bits`` levels.
         exponent: power of two that keeps the scales of a layer inside E4M4 or SE3M4.
         transform: ``"rotated"`` if that is the weight after its columns were divided by column scales and its blocks
-            rotated (``hf_kbit.transforms``), its scales having signs, or ``"none"``.
+            rotated (``format.transforms``), its scales having signs, or ``"none"``.
 
     >>> Decoding((-1.0, -0.25, 0.25, 1.0), exponent=3).bits
     2

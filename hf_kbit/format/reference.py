@@ -376,7 +376,7 @@ INT8_SLICE = 1024  # float32 holds sums of so many products of int8, in any orde
 
 
 def gemm_int8(x, weight, absmax, codebook, bias, out_features, columns, inverses=None):
-    """See ``ops.gemm_int8``. Each step rounds once, in the order of docs/internals.md, which all devices follow."""
+    """See ``ops.gemm_int8``. Each step rounds once, in the order of docs/format.md, which all devices follow."""
     tokens, of_tokens = tokens_to_int8(x.reshape(-1, x.shape[-1]), columns)
     rows, of_rows = rows_to_int8(weight, absmax, codebook, [out_features, x.shape[-1]], inverses)
     y = _exact_product(tokens, rows).float() * of_tokens * of_rows

@@ -87,7 +87,7 @@ class KbitWeight(Changed, nn.Module):
     """A layer with a frozen weight of 2, 3, 4 or 5 bits, of one matrix or of several that have their input in common.
 
     Its parameter ``weight`` is a ``KbitTensor``: to others a tensor ``[*lead, N, K]`` of the dtype that it is computed
-    in. How it decodes is one value, ``decoding``. Of a transform (``hf_kbit.transforms``) nothing is seen from
+    in. How it decodes is one value, ``decoding``. Of a transform (``format.transforms``) nothing is seen from
     outside.
 
     A state dict has plain tensors, which anything saves: ``weight``, ``weight_absmax`` and, of a transformed weight,

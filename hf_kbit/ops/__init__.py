@@ -257,7 +257,7 @@ def gemm_int8(
     inverses: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``gemm`` of a rotated weight with 8-bit inputs: x and W are rounded to int8 on the way. Sums are exact, so
-    results are the same to the last bit on every device and in every batch (``docs/internals.md`` says each step). A
+    results are the same to the last bit on every device and in every batch (``docs/format.md`` says each step). A
     GPU does not round up to 64 tokens, which is faster, unless ``set_batch_invariant`` asks for the same bits; nor x
     that no kernel multiplies: float32, or by planes, or before compute capability 8.0.
 

@@ -56,10 +56,6 @@ class Plan:
     ties: Mapping[str, str] = field(default_factory=dict)
     outcome: Outcome = field(default_factory=Outcome)
 
-    @property
-    def widths(self) -> dict[str, int]:
-        return {name: decoding.bits for name, decoding in self.decodings.items()}
-
     def group(self, name: str) -> list[str]:
         """Names of all that has the weight of a layer, the one that it is stored under first."""
         first = self.ties.get(name, name)

@@ -32,8 +32,8 @@ TOO_LARGE = 2.0**127 * (1 + 31 / 32)
 # Up to here a weight divided by column scales, and sums of 32 of them, stay far below that.
 MOST_TO_TRANSFORM = 2.0**100
 
-# A weight so many times the root mean square stands out. Turned, it fills its block with numbers of one magnitude and
-# both signs, which levels hold best that are symmetric.
+# A weight so many times the root mean square stands out. The rotation spreads it over its block: all numbers there
+# have nearly one magnitude, with both signs. Symmetric levels hold such a block best.
 STANDS_OUT = 32
 AT_A_TIME = 1 << 17  # weights: so many are mostly enough to tell that none does
 

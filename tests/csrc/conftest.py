@@ -1,4 +1,4 @@
-"""What needs no GPU is compiled from csrc and called; ``tests/ops`` compares ops with ``hf_kbit.reference``."""
+"""What needs no GPU is compiled from csrc and called; ``tests/ops`` compares ops with ``hf_kbit.format.reference``."""
 
 import ctypes
 import shutil
