@@ -31,7 +31,7 @@ from timing import Report, gpu_and_command
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import hf_kbit
-from hf_kbit.calibration.layerwise import METHODS
+from hf_kbit.calibration.solving import METHODS
 
 
 def config_of(arguments, **changes) -> PreTrainedConfig:

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 import hf_kbit
 from hf_kbit.calibration import rounding
-from hf_kbit.calibration.layerwise import METHODS
+from hf_kbit.calibration.solving import METHODS
 
 BATCH, LENGTH, RATE = 8, 128, 2e-3
 READ, HELD_OUT = 128, 256  # sequences to calibrate on, and to measure with

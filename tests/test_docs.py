@@ -38,8 +38,8 @@ import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear, codebooks
 from hf_kbit.calibration import tuning, writing
 from hf_kbit.calibration.data import Text
-from hf_kbit.calibration.layerwise import METHODS as CALIBRATION_METHODS
-from hf_kbit.calibration.layerwise import Solving
+from hf_kbit.calibration.solving import METHODS as CALIBRATION_METHODS
+from hf_kbit.calibration.solving import Solving
 from hf_kbit.integrations.peft.create import IMPOSSIBLE_INITIALISATIONS
 from hf_kbit.integrations.peft.layer import KbitTunerLayer
 from hf_kbit.nn.site import site_of

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 import hf_kbit
 from benchmarks.quality.data import training_text
 from hf_kbit.calibration.data import Text
-from hf_kbit.calibration.layerwise import METHODS
+from hf_kbit.calibration.solving import METHODS
 from hf_kbit.calibration.widths import choose_widths
 from hf_kbit.calibration.writing import write
 from hf_kbit.format.spec import BITS

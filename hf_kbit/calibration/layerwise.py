@@ -3,34 +3,33 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hf_kbit.calibration import feedback, moments, routed, sensitivity, stream, tuning, weighted
+from hf_kbit.calibration import moments, routed, sensitivity, stream, tuning
 from hf_kbit.calibration.check import check
 from hf_kbit.calibration.data import SEQUENCES, Text, batches_of
+from hf_kbit.calibration.loading import load
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.rounding import round_linear, round_projection
+from hf_kbit.calibration.solving import METHODS, Solving, sort
 from hf_kbit.calibration.writing import write
 from hf_kbit.format.decoding import Decoding
-from hf_kbit.integrations.transformers.fit import saved_class
 from hf_kbit.integrations.transformers.in_memory import finish
 from hf_kbit.nn.classes import twin
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.site import Site, empty, is_linear, pack, unpacked
 from hf_kbit.nn.weight import KbitWeight, packed_layers
 from hf_kbit.plan import selection
-from hf_kbit.plan.allocation import stored_weights, units
+from hf_kbit.plan.allocation import units
 from hf_kbit.plan.config import KbitConfig, config_or
 from hf_kbit.plan.plan import Plan, leave_lost, quantize_layers
 from hf_kbit.plan.selection import check_any
@@ -38,71 +37,6 @@ from hf_kbit.weight.packing import Packed
 from hf_kbit.weight.tensor import PACKED
 
 logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
-# A solver is a module with ``solve(weight, moments, codebook) -> planes, absmax`` and ``DIAGONAL``: whether moments
-# are the diagonal of the sum of x @ x.T, or all of it.
-METHODS: dict[str, ModuleType] = {"feedback": feedback, "weighted": weighted}
-
-
-@dataclass(frozen=True)
-class Solving:
-    """How weights are chosen while a model is calibrated.
-
-    Attributes:
-        method: ``"feedback"``: the weights not yet rounded make up for the errors of those that are; needs K * K
-            float32, a few times over, for a layer of K in_features. Tokens of a causal language model count by what
-            errors cost there, which needs the whole model on the device once, if it fits. ``"weighted"``: only column
-            scales are chosen, by the inputs' mean squares, or, without a transform, the scales of blocks; many times
-            as quick.
-        tune: then train what is stored, for so many steps (docs/calibration.md): scales and codes of each layer of the
-            model, a fifth of the steps, on its output; then scales, norms and biases of the whole model on how it
-            predicted the next token in 16 bits. The bytes stay as many; what is gained on sequences that were held out
-            is in the log and the model card. True: 1000 steps, or 200 on a CPU. Of the data's sequences 128 at most
-            are for the layers. Causal language models only.
-        tune_whole: whether ``tune`` trains the whole model too, for which there must be memory for it some six times
-            in 16 bits, and for its activations. False: its layers alone.
-        batch: sequences that go through a layer at a time.
-        resume: a folder, which gets a file for each finished layer; the same call with it goes on where one was
-            killed, and gives the same bytes. Remove it once the model is saved.
-    """
-
-    method: str = "feedback"
-    tune: int | bool = 0
-    tune_whole: bool = True
-    batch: int = 4
-    resume: str | Path | None = None
-
-    @property
-    def needs_little(self) -> bool:
-        """Whether all that counts is how large inputs are on average, which few tokens tell."""
-        return METHODS[self.method].DIAGONAL and not self.tune
-
-    def check(self, config: KbitConfig) -> None:
-        """Refuses what cannot be done, whatever the model and the data are."""
-        if self.method not in METHODS:
-            raise ValueError(f"method: found {self.method!r}, expected one of {sorted(METHODS)}")
-        if self.batch < 1:
-            raise ValueError(f"batch: found {self.batch}, expected 1 or more")
-        if config.scale != "search":
-            raise ValueError(f"scale: found {config.scale!r}, expected 'search' or none")
-        if not isinstance(self.tune, int):
-            raise TypeError(f"tune: found {self.tune!r}, expected a number of steps, or True")
-        if self.tune < 0:
-            raise ValueError(f"tune: found {self.tune}, expected 0 or more steps")
-
-    def check_model(self, model: PreTrainedModel, sites: Iterable[Site], text: Text, device) -> None:
-        """Refuses a model of which these layers cannot be calibrated, or tuned."""
-        if not stream.reads_tokens(model):
-            raise ValueError(f"model: found {type(model).__name__}, expected a model that reads token ids (input_ids)")
-        devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
-        if len(devices) > 1:
-            raise ValueError(f"model: found it on {sorted(devices)}, expected one device")
-        if self.tune and not stream.predicts_tokens(model):
-            raise ValueError(
-                f"tune: found {type(model).__name__}, expected a causal language model: what is trained on is how it "
-                "predicts the next token"
-            )
-        if self.tune and self.tune_whole:
-            tuning.check_room(model, stored_weights(sites), text.tokens, stream.resolve(device, model))
 
 
 def calibrate(
@@ -139,7 +73,7 @@ def calibrate(
         trust_remote_code: whether Python code that comes with the model may run.
         settings: how much of a text is read (``tokenizer``, ``sequences``, ``length``: ``calibration.data.Text``), how
             weights are chosen (``method``, ``tune``, ``tune_whole``, ``batch``, ``resume``:
-            ``calibration.layerwise.Solving``), and arguments of ``KbitConfig``, such as ``bits=3``, instead of
+            ``calibration.solving.Solving``), and arguments of ``KbitConfig``, such as ``bits=3``, instead of
             ``config``.
 
     Returns:
@@ -183,15 +117,6 @@ def calibrate(
     plan = packable.plan(config, chosen)
     Calibration(plan, solving, text.ids(model, **source), device, progress).run()
     return model
-
-
-def sort(settings: dict[str, Any], *kinds: type) -> tuple[Any, ...]:
-    """An instance of each of these dataclasses, with those of the settings that are its fields; and the settings that
-    are none's."""
-    left, found = dict(settings), []
-    for kind in kinds:
-        found.append(kind(**{each.name: left.pop(each.name) for each in fields(kind) if each.name in left}))
-    return *found, left
 
 
 def choose(model: nn.Module, config: KbitConfig) -> tuple[selection.Packable, dict[str, int]]:
@@ -461,39 +386,3 @@ class Calibration:
         """Of the tokens of each batch, the mean over these layers; none if they count alike."""
         found = [self.token_weights[name] for name in names if name in self.token_weights]
         return [sum(of_batch) / len(found) for of_batch in zip(*found, strict=True)]
-
-
-def load(
-    name: str | Path,
-    *,
-    dtype: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    **arguments: Any,
-) -> PreTrainedModel:
-    """The model of a folder or of a name on the Hub, of the class that was saved; arguments are of
-    ``from_pretrained``. Weights are mapped from the files: memory takes what is read of them, until it is short."""
-    source = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = AutoConfig.from_pretrained(name, **source)
-    try:
-        model_class = class_to_load(config)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    return model_class.from_pretrained(name, dtype=dtype, **source, **arguments)
-
-
-def class_to_load(config: PreTrainedConfig) -> type:
-    """The class that a config says was saved, or the Auto class that finds it: for a class that came as code with the
-    model the one that its ``auto_map`` names, for one that Transformers does not have that of causal language
-    models."""
-    found, name = saved_class(config.architectures), (config.architectures or [""])[0]
-    for auto_class, place in (getattr(config, "auto_map", None) or {}).items():
-        if name and str(place).endswith(f".{name}"):
-            return getattr(transformers, auto_class)
-    if not name or not hasattr(transformers, name):
-        return AutoModelForCausalLM
-    if found is None or found.config_class is None:
-        raise ValueError(f"architectures: found {name!r}, expected the name of a model class")
-    if not isinstance(config, found.config_class):
-        raise ValueError(f"architectures: found {name}, expected a model class for a {type(config).__name__}")
-    return found

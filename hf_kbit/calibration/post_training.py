@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from hf_kbit.calibration import stream
 from hf_kbit.calibration.data import Text, size_of
-from hf_kbit.calibration.layerwise import Calibration, Solving, choose, sort
+from hf_kbit.calibration.layerwise import Calibration, choose
+from hf_kbit.calibration.solving import Solving, sort
 from hf_kbit.calibration.widths import measure as measure_widths
 from hf_kbit.calibration.writing import write
 from hf_kbit.format.spec import BITS

@@ -90,7 +90,7 @@ def command(given: Namespace) -> None:
     that was finished.
     """
     from hf_kbit.calibration.data import tokenizer_of
-    from hf_kbit.calibration.layerwise import load
+    from hf_kbit.calibration.loading import load
     from hf_kbit.calibration.post_training import quantize_model
     from hf_kbit.cli.folder import claim
     from hf_kbit.integrations.transformers.cards import model_card

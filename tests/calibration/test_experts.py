@@ -18,7 +18,7 @@ from transformers import GptOssForCausalLM, Llama4ForCausalLM, Llama4TextConfig,
 import hf_kbit
 from hf_kbit import KbitConfig
 from hf_kbit.calibration import layerwise, rounding, routed, stream
-from hf_kbit.calibration.layerwise import METHODS
+from hf_kbit.calibration.solving import METHODS
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.site import is_transposed, put_projection, site_of
 

@@ -30,7 +30,8 @@ import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear
 from hf_kbit.calibration import layerwise
 from hf_kbit.calibration.data import PROMPTS
-from hf_kbit.calibration.layerwise import METHODS, class_to_load, load
+from hf_kbit.calibration.loading import class_to_load, load
+from hf_kbit.calibration.solving import METHODS
 from hf_kbit.calibration.writing import write
 
 IDS = torch.randint(5, 90, (6, 12), generator=torch.Generator().manual_seed(1))

@@ -14,8 +14,8 @@ from small import llama, same, tensors
 
 import hf_kbit
 from hf_kbit.calibration import feedback
-from hf_kbit.calibration.layerwise import METHODS
 from hf_kbit.calibration.resume import Finished, remove
+from hf_kbit.calibration.solving import METHODS
 from hf_kbit.nn.site import site_of
 from hf_kbit.plan import selection
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_kbit
 from hf_kbit.calibration import moments, rounding, sensitivity, stream
-from hf_kbit.calibration.layerwise import METHODS
+from hf_kbit.calibration.solving import METHODS
 from hf_kbit.nn.site import pack, site_of
 from hf_kbit.plan import selection
 from hf_kbit.plan.allocation import units

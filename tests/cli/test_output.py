@@ -16,7 +16,7 @@ import hf_kbit
 from hf_kbit import cli, codebooks
 from hf_kbit.calibration import tuning
 from hf_kbit.calibration.data import LENGTH, LITTLE, SEQUENCES
-from hf_kbit.calibration.layerwise import METHODS
+from hf_kbit.calibration.solving import METHODS
 from hf_kbit.calibration.writing import AMOUNTS
 
 FULL = "the disk is full, or a file must not be so large"

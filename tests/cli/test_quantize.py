@@ -21,8 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertFo
 import hf_kbit
 from hf_kbit import KbitLinear, codebooks
 from hf_kbit.calibration import widths
-from hf_kbit.calibration.layerwise import METHODS, load
+from hf_kbit.calibration.loading import load
 from hf_kbit.calibration.resume import Finished
+from hf_kbit.calibration.solving import METHODS
 from hf_kbit.cli.folder import UNFINISHED, claim
 from hf_kbit.nn.weight import packed_layers
 from hf_kbit.plan import memory
@@ -81,7 +82,7 @@ def test_what_has_experts_in_mxfp4(device, bits, monkeypatch, tmp_path):
         loaded.append(kwargs.get("quantization_config"))
         return load(*args, **kwargs)
 
-    monkeypatch.setattr("hf_kbit.calibration.layerwise.load", record)
+    monkeypatch.setattr("hf_kbit.calibration.loading.load", record)
     quantize(original, tmp_path / "out", "--bits", bits, "--device", device)
     expected = AutoModelForCausalLM.from_pretrained(original, quantization_config=hf_kbit.KbitConfig(bits=bits))
     assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict(), expected.state_dict())
