@@ -293,7 +293,7 @@ def test_commands_as_they_stand(hub, tmp_path, in_the_hub, monkeypatch, page):
 def test_make_in_the_readme():
     makefile = text_of("../Makefile")
     targets = re.findall(r"^make (\w+)$", text_of("../README.md"), flags=re.MULTILINE)
-    assert targets == ["demo"] and all(f"\n{target}: " in makefile for target in targets)
+    assert targets == ["demo", "test"] and all(f"\n{target}: " in makefile for target in targets)
 
 
 def test_table_of_the_readme():
