@@ -49,17 +49,11 @@ class KbitQuantize(ConversionOps):
         return converted
 
     def _quantize(
-        self, own_name: str, tensor: torch.Tensor | mxfp4.Mxfp4, layer: KbitWeight, model
+        self, own_name: str, tensor: torch.Tensor | Packed, layer: KbitWeight, model
     ) -> dict[str, torch.Tensor]:
         name = own_name + checkpoint.WEIGHT_SUFFIX
         try:
-            if isinstance(tensor, mxfp4.Mxfp4):
-                packed, self.hf_quantizer.from_mxfp4[own_name] = mxfp4.quantize(tensor, layer, own_name)
-            else:
-                weight, expected = tensor.mT if layer.transposed else tensor, layer.weight.shape
-                if weight.shape != expected:
-                    raise ValueError(f"{name}: found shape {list(weight.shape)}, expected {list(expected)}")
-                packed = layer.quantize(weight, name)
+            packed = tensor if isinstance(tensor, Packed) else self._packed(tensor, layer, name)
             if packed.lost:
                 self.hf_quantizer.outcome.lost[own_name] = packed.lost
                 return self._leave(own_name, tensor, layer, model)
@@ -73,6 +67,13 @@ class KbitQuantize(ConversionOps):
                 self.hf_quantizer.outcome.untransformed[own_name] = packed.untransformed
         return {name: parallel.own_part(value, layer.weight)}
 
+    @staticmethod
+    def _packed(tensor: torch.Tensor, layer: KbitWeight, name: str) -> Packed:
+        weight, expected = tensor.mT if layer.transposed else tensor, layer.weight.shape
+        if weight.shape != expected:
+            raise ValueError(f"{name}: found shape {list(weight.shape)}, expected {list(expected)}")
+        return layer.quantize(weight, name)
+
     def _leave(self, name: str, tensor, layer: KbitWeight, model) -> dict[str, torch.Tensor]:
         """The weight as it has come, for the 16-bit layer that is in its place again."""
         if parallel.is_shared(model.config):  # rules have sharded what was to be packed
@@ -85,10 +86,7 @@ class KbitQuantize(ConversionOps):
         for site in map(plan.sites.__getitem__, plan.group(name)):
             if site.weight.is_meta:  # else it has come
                 unpack(site, empty_dense(site, "meta"))
-        if isinstance(tensor, mxfp4.Mxfp4):
-            del self.hf_quantizer.from_mxfp4[name]
-            dense = mxfp4.dense(tensor, name, layer.dense_dtype)
-            tensor = dense.mT.contiguous() if layer.transposed else dense
+        self.hf_quantizer.from_mxfp4.pop(name, None)
         return {name if isinstance(layer, KbitProjection) else name + checkpoint.WEIGHT_SUFFIX: tensor}
 
 

@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.base import HfQuantizer
 
 from hf_kbit.format import codebooks
 from hf_kbit.format.decoding import Decoding
 from hf_kbit.format.reference import pack_codes, power_of_two
 from hf_kbit.format.spec import BLOCK_SIZE, encode_e4m4
-from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.site import site_of
 from hf_kbit.plan.config import KbitConfig
 from hf_kbit.weight.packing import Packed
@@ -137,28 +137,26 @@ def dense(stored: Mxfp4, name: str, dtype: torch.dtype) -> torch.Tensor:
     return weight
 
 
-def quantize(stored: Mxfp4, layer: KbitProjection, name: str) -> tuple[Packed, int | None]:
-    """What is loaded into a layer, and how many blocks of it had to be quantized anew to 4 bits; None if all were, to
-    another width.
-
-    Raises:
-        ValueError: a tensor has another shape than the layer's weights need, or a scale cannot be.
-    """
-    blocks = [*layer.lead, layer.out_features, layer.in_features // BLOCK_SIZE]
+def check_shapes(stored: Mxfp4, shape: tuple[int, ...], name: str) -> None:
+    """Refuses tensors of another shape than a weight ``[E, N, K]`` needs."""
+    blocks = [*shape[:-1], shape[-1] // BLOCK_SIZE]
     shapes = [*blocks, BLOCK_SIZE // 2], blocks
     for suffix, tensor, expected in zip((BLOCKS_SUFFIX, SCALES_SUFFIX), stored, shapes, strict=True):
         if list(tensor.shape) != expected:
             raise ValueError(f"{name + suffix}: found shape {list(tensor.shape)}, expected {expected}")
-    if layer.bits == BITS:
-        return pack(stored, name)
-    return layer.quantize(dense(stored, name, layer.dense_dtype), name), None
 
 
 # --- loading --------------------------------------------------------------------------------------
 
 
 class CollectMxfp4(ConversionOps):
-    """Two tensors of a checkpoint in, one projection out: for ``KbitQuantize`` if it is to be packed, else decoded."""
+    """Two tensors of a checkpoint in, one projection out: packed if it is to be so in 4 bits, else decoded."""
+
+    def __init__(self, hf_quantizer: HfQuantizer):
+        self.hf_quantizer = hf_quantizer
+
+    def __deepcopy__(self, memo):
+        return self  # it is copied for each weight
 
     @torch.no_grad()
     def convert(self, input_dict, *args, model=None, full_layer_name=None, **kwargs):
@@ -166,17 +164,27 @@ class CollectMxfp4(ConversionOps):
         tensors = {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in input_dict.items()}
         (blocks,) = (tensor.to(torch.uint8) for name, tensor in tensors.items() if name.endswith(BLOCKS_SUFFIX))
         (scales,) = (tensor.to(torch.uint8) for name, tensor in tensors.items() if name.endswith(SCALES_SUFFIX))
-        stored = Mxfp4(blocks, scales)
-        site = site_of(model, full_layer_name)
-        if site.is_packed:
-            return {full_layer_name: stored}
-        return {full_layer_name: site.turned(dense(stored, full_layer_name, site.weight.dtype)).contiguous()}
+        stored, site, name = Mxfp4(blocks, scales), site_of(model, full_layer_name), full_layer_name
+        bits, anew = site.layer.bits if site.is_packed else None, None
+        try:
+            check_shapes(stored, site.shape, name)
+            if bits == BITS:
+                value, anew = pack(stored, name)
+            else:
+                value = site.turned(dense(stored, name, site.weight.dtype)).contiguous()
+        except ValueError as error:
+            # Transformers would swallow it here; it is raised when all weights have been seen.
+            self.hf_quantizer.problems.append(str(error))
+            value = site.turned(torch.zeros(site.shape, dtype=site.weight.dtype, device=blocks.device)).contiguous()
+        if bits is not None:
+            self.hf_quantizer.from_mxfp4[name] = anew
+        return {name: value}
 
 
-def conversions(names: Iterable[str]) -> list[WeightConverter]:
+def conversions(names: Iterable[str], hf_quantizer: HfQuantizer) -> list[WeightConverter]:
     """What loads the projections of ``projections``."""
-    own_names = sorted({name.rpartition(".")[2] for name in names})
-    return [WeightConverter([own + BLOCKS_SUFFIX, own + SCALES_SUFFIX], own, [CollectMxfp4()]) for own in own_names]
+    own_names, collect = sorted({name.rpartition(".")[2] for name in names}), CollectMxfp4(hf_quantizer)
+    return [WeightConverter([own + BLOCKS_SUFFIX, own + SCALES_SUFFIX], own, [collect]) for own in own_names]
 
 
 def is_config(quantization_config) -> bool:

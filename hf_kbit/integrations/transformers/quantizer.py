@@ -65,7 +65,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.problems: list[str] = []
         self.made_together: list[list[str]] = []  # parts of names of tensors that one conversion makes
         self.mxfp4: list[str] = []  # projections that the checkpoint holds so
-        self.from_mxfp4: dict[str, int | None] = {}  # those packed, and what mxfp4.quantize says of them
+        self.from_mxfp4: dict[str, int | None] = {}  # those packed: how many blocks were quantized anew; None: all
         self.stored: list[str] = []  # layers that the checkpoint has packed, as conversions find their names
         self.files: dict[str, str] = {}  # of the tensors of a quantized checkpoint
         self.names: dict[str, str] = {}  # of its packed layers there, by those in the model
@@ -112,7 +112,7 @@ class KbitHfQuantizer(HfQuantizer):
             waiting, self.waiting = self.waiting, None
             self._prepare(*waiting, weight_conversions)
         self.made_together = [c.target_patterns for c in weight_conversions if len(c.target_patterns) > 1]
-        return [*assembly(self, self.stored), *weight_conversions, *mxfp4.conversions(self.mxfp4)]
+        return [*assembly(self, self.stored), *weight_conversions, *mxfp4.conversions(self.mxfp4, self)]
 
     def _prepare(self, model, checkpoint_files, conversions: list[WeightTransform]) -> None:
         if not self.pre_quantized and (stored := fit.config_beside(checkpoint_files)) is not None:
