@@ -8,8 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -442,10 +440,3 @@ def test_commands_of_the_evaluation_page(in_the_hub):
     assert len(shown) == 2 and shown[0] == shown[1]
     labels = re.findall(r"^\| `(.*)` \|", page, flags=re.MULTILINE)
     assert [line[:14].strip() for line in shown[0].splitlines()] == labels
-
-
-def test_the_form_of_exl3_is_that_of_exllamav3():
-    """What the library itself has rebuilt of matrices that it made: 1 to 8 bits, three codes, old signs."""
-    sketch, numbers = "docs/lab/sketches/exl3_form.py", "tests/data/exl3/numbers.safetensors"
-    run = subprocess.run([sys.executable, sketch, numbers], cwd=DOCS.parent, capture_output=True, text=True)
-    assert run.stdout.count("]: equal") == 27 and run.stdout.endswith("all equal\n"), run.stdout + run.stderr

@@ -16,8 +16,7 @@ from itertools import pairwise
 
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import exl3_form
+from hf_kbit.format.trellis import INPUT, OUTPUT
 
 SCALE, N = 1774 / 262144, 8192
 MEAN = 0.5 - (1329 / 128 / SCALE - 1534)
@@ -57,7 +56,7 @@ def sums_of_bytes(trellis):
     x = (window * 0x83DCD12D) & 0xFFFFFFFF
     s = sum(x >> shift & 255 for shift in (0, 8, 16, 24))
     tiles = torch.empty(*trellis.shape[:2], 16, 16, dtype=torch.int64, device=device)
-    tiles[..., exl3_form.ROW.to(device), exl3_form.COLUMN.to(device)] = s
+    tiles[..., INPUT.to(device), OUTPUT.to(device)] = s
     return tiles.transpose(1, 2).flatten(2).flatten(0, 1)
 
 

@@ -1,0 +1,165 @@
+"""EXL3's trellis, the second kind of weight, in plain PyTorch and bit for bit: the specification, and the fallback.
+
+A weight ``W[N, K]`` of a layer lies in tiles of 16 x 16. A tile is one stream of ``256 * bits`` bits, and each of its
+weights owns ``bits`` of them. What a weight decodes to follows from its *window*: the 16 bits of the stream that end
+with its own, around the end of the tile. A *code* makes a number of a window, by a multiplication. No table is read,
+and there are no scales of blocks: both sides are rotated in blocks of 128, and each input and output has one scale.
+
+``docs/format.md`` says it in words. Sources: QTIP (arXiv:2406.11235) for the trellis and computed codes; exllamav3
+1.4.1 (MIT), of which the form was read, and beside which ``tests/test_trellis.py`` compares every bit.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+BITS = tuple(range(1, 9))
+TILE, WINDOW, ROTATED = 16, 16, 128
+# Of a code: what a window is multiplied by, and what is added, modulo 2**32.
+CODES = {"3inst": (89226354, 64248484), "mcg": (0xCBAC1FED, 0), "mul1": (0x83DCD12D, 0)}
+# Of ``mul1``: scale and shift of the sum of four bytes, as the bits of float16.
+SCALE, SHIFT = 0x1EEE, 0xC931 - (1 << 16)
+AT_A_TIME = 1 << 16  # tiles that are decoded at a time
+
+# Where weight t of a tile lies: an input, and an output.
+_PLACES = torch.arange(TILE**2)
+INPUT = _PLACES // 8 % 4 * 2 + torch.tensor([0, 1, 8, 9])[_PLACES % 4]
+OUTPUT = _PLACES // 32 + _PLACES % 8 // 4 * 8
+
+
+def bits_of(trellis: torch.Tensor, name: str = "trellis") -> int:
+    """The width of a trellis int16 ``[K / 16, N / 16, 16 * bits]``.
+
+    Raises:
+        ValueError: it has another dtype or shape; the message begins with ``name``.
+    """
+    bits, rest = divmod(trellis.shape[-1], TILE) if trellis.dim() == 3 else (0, 1)
+    if trellis.dtype != torch.int16 or rest or bits not in BITS:
+        found = f"dtype {str(trellis.dtype).removeprefix('torch.')} and shape {list(trellis.shape)}"
+        raise ValueError(f"{name}: found {found}, expected int16 [K / 16, N / 16, 16 * bits] of 1 to 8 bits")
+    return bits
+
+
+def windows(trellis: torch.Tensor) -> torch.Tensor:
+    """int32 ``[K / 16, N / 16, 256]``, 0 to 65535: the window of each weight of a tile.
+
+    >>> windows(torch.full((1, 1, 16), -1, dtype=torch.int16)).unique().tolist()
+    [65535]
+    """
+    bits = bits_of(trellis)
+    halves = trellis.long() & 0xFFFF
+    words = halves[..., 1::2] << 16 | halves[..., ::2]  # the first bit of the stream is the highest of the first word
+    first = ((_PLACES.to(trellis.device) + 1) * bits - WINDOW) % (TILE**2 * bits)
+    word, skipped = first // 32, first % 32
+    pairs = words[..., word] << 32 | words[..., (word + 1) % words.shape[-1]]
+    return (pairs >> (48 - skipped) & 0xFFFF).int()
+
+
+def pack(own: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of ``windows``: int16 ``[K / 16, N / 16, 16 * bits]`` of numbers whose lowest ``bits`` bits each
+    weight is to own.
+
+    >>> trellis = torch.randint(-(2**15), 2**15, (2, 3, 48), dtype=torch.int16)
+    >>> torch.equal(pack(windows(trellis), 3), trellis)
+    True
+    """
+    stream = (own[..., None] >> torch.arange(bits - 1, -1, -1, device=own.device) & 1).flatten(-2)
+    halves = (stream.unflatten(-1, (-1, 16)) << torch.arange(15, -1, -1, device=own.device)).sum(-1)
+    return halves.unflatten(-1, (-1, 2)).flip(-1).flatten(-2).to(torch.int16)
+
+
+def values(window: torch.Tensor, code: str) -> torch.Tensor:
+    """float16 of the same shape: what windows stand for. Sums are exact in float32, and rounded once, as on a GPU.
+
+    >>> values(torch.tensor([0, 1, 65535]), "mul1")
+    tensor([-3.4531,  0.6411, -0.6514], dtype=torch.float16)
+    """
+    factor, added = CODES[code]
+    x = (window.long() * factor + added) & 0xFFFFFFFF
+    if code == "mul1":
+        total = sum(x >> shift & 255 for shift in (0, 8, 16, 24))
+        scale, shift = torch.tensor([SCALE, SHIFT], dtype=torch.int16).view(torch.float16).tolist()
+        return ((1024 + total).float() * scale + shift).half()
+    x = x & 0x8FFF8FFF ^ 0x3B603B60
+    low, high = ((x >> shift & 0xFFFF).to(torch.uint16).view(torch.float16).float() for shift in (0, 16))
+    return (low + high).half()
+
+
+def inner(trellis: torch.Tensor, code: str) -> torch.Tensor:
+    """float16 ``[N, K]``: the weight between the rotations, with memory for some of its tiles besides."""
+    bits_of(trellis)
+    across, down, _ = trellis.shape
+    weight = torch.empty((TILE * down, TILE * across), dtype=torch.float16, device=trellis.device)
+    tiles = weight.view(down, TILE, across, TILE).permute(2, 0, 1, 3)  # [K / 16, N / 16, output, input]
+    rows = max(AT_A_TIME // max(down, 1), 1)
+    for own, part in zip(tiles.split(rows), trellis.split(rows), strict=True):
+        own[..., OUTPUT, INPUT] = values(windows(part), code)
+    return weight
+
+
+def unpack_signs(packed: torch.Tensor) -> torch.Tensor:
+    """float16 ``[16 * n]`` of int16 ``[n]``: what old files have in place of scales. A one is a minus, and the first
+    sign is the lowest bit.
+
+    >>> unpack_signs(torch.tensor([6], dtype=torch.int16))[:4]
+    tensor([ 1., -1., -1.,  1.], dtype=torch.float16)
+    """
+    return (1 - 2 * (packed.int()[:, None] >> torch.arange(16, device=packed.device) & 1)).half().flatten()
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """``x`` times Sylvester's Hadamard matrix of 128 over its root, in blocks along the last dimension: its own
+    inverse."""
+    y = x.unflatten(-1, (-1, ROTATED))
+    for half in (1, 2, 4, 8, 16, 32, 64):
+        first, second = y.unflatten(-1, (-1, 2, half)).unbind(-2)
+        y = torch.stack([first + second, first - second], -2).flatten(-3)
+    return (y / math.sqrt(ROTATED)).reshape(x.shape)
+
+
+def code_of(names: Mapping[str, object]) -> str:
+    """The code of a layer with tensors of these names, one of which may mark it."""
+    return next((code for code in ("mul1", "mcg") if code in names), "3inst")
+
+
+def decode(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32, name: str = "weight"):
+    """The weight ``[N, K]`` of a layer, computed in float32, or in float64 for that.
+
+    Args:
+        tensors: by the names that files have: ``trellis``; ``suh`` and ``svh``, float16 ``[K]`` and ``[N]``, or ``su``
+            and ``sv`` with packed signs; ``mul1`` or ``mcg``, if the code is one of these.
+        dtype: of the result.
+        name: what errors call the layer.
+
+    Raises:
+        ValueError: a tensor is missing, or of another dtype or shape than the trellis needs.
+
+    >>> trellis = torch.randint(-(2**15), 2**15, (8, 16, 32), dtype=torch.int16)
+    >>> layer = {"trellis": trellis, "suh": torch.ones(128).half(), "svh": torch.ones(256).half(), "mul1": None}
+    >>> decode(layer).shape
+    torch.Size([256, 128])
+    """
+    if "trellis" not in tensors:
+        raise ValueError(f"{name}.trellis: found none, expected it among {sorted(tensors)}")
+    bits_of(tensors["trellis"], f"{name}.trellis")
+    across, down = (TILE * count for count in tensors["trellis"].shape[:2])
+    if across % ROTATED or down % ROTATED:
+        raise ValueError(f"{name}.trellis: found a weight of {down} x {across}, expected multiples of {ROTATED}")
+    scales = [_scale(tensors, side, size, name) for side, size in (("u", across), ("v", down))]
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    of_inputs, of_outputs = (scale.to(exact) for scale in scales)
+    weight = rotate(inner(tensors["trellis"], code_of(tensors)).to(exact)) * of_inputs
+    return (rotate(weight.T).T * of_outputs[:, None]).to(dtype)
+
+
+def _scale(tensors: Mapping[str, torch.Tensor], side: str, size: int, name: str) -> torch.Tensor:
+    own, signs = f"s{side}h", f"s{side}"
+    if own not in tensors and signs not in tensors:
+        raise ValueError(f"{name}.{own}: found neither it nor {signs}, expected one of them")
+    own = own if own in tensors else signs
+    found, wanted = tensors[own], (torch.float16, size) if own.endswith("h") else (torch.int16, size // 16)
+    if (found.dtype, found.numel()) != wanted or found.dim() != 1:
+        dtype, expected = (str(each).removeprefix("torch.") for each in (found.dtype, wanted[0]))
+        raise ValueError(f"{name}.{own}: found {dtype} {list(found.shape)}, expected {expected} [{wanted[1]}]")
+    return found if own.endswith("h") else unpack_signs(found)
