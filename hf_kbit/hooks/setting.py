@@ -47,7 +47,7 @@ def require(library: str, names: Iterable[Name], what: str = "this hf_kbit") -> 
         )
 
 
-# --- setting ---------------------------------------------------------------------------------------
+# --- setting --------------------------------------------------------------------------------------
 
 
 def install(library: str, hooks: Iterable[Hook]) -> None:

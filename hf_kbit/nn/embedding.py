@@ -87,7 +87,7 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
         """Quantizes a table where it is; ``embedding`` stays as it was.
 
         Args:
-            embedding: one for which ``nn.site.is_table`` holds, float32, float16 or bfloat16 ``[N, K]``.
+            embedding: one for which ``is_table`` holds, float32, float16 or bfloat16 ``[N, K]``.
             bits: 2 to 5.
             settings: ``codebook``, ``exponent``, ``scale`` and ``transform``.
 

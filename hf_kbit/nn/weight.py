@@ -240,7 +240,7 @@ class KbitWeight(Changed, nn.Module):
 
     def quantize(self, weight: torch.Tensor, name: str = "weight", columns: torch.Tensor | None = None) -> Packed:
         """What ``load_dense`` would load of a weight ``[*lead, N, K]``, on its own device; the layer stays as it is.
-        Arguments and errors are those of ``packed.quantize_weight``."""
+        Arguments and errors are those of ``packing.quantize_weight``."""
         return self.recipe.quantize(weight, self.levels, name, columns)
 
     def load_dense(self, weight: torch.Tensor, name: str = "weight", columns: torch.Tensor | None = None) -> None:

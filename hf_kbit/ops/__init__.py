@@ -39,7 +39,7 @@ def quantize(
     The scale is ``max|block| / max|codebook|`` rounded to E4M4; the code of w is the index of the level nearest to
     ``w * (1 / scale)`` with the scale as decoded, halfway going to the lower level. All is computed in float32, so the
     bytes are the same on every device. A weight outside E4M4's range needs a codebook multiplied by a power of two
-    (``format.layer_exponent``).
+    (``spec.layer_exponent``).
 
     Args:
         weight: float32, float16 or bfloat16 ``[*, N, K]``, any strides, N and K at least 1.

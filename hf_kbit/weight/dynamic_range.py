@@ -92,7 +92,7 @@ def _of_blocks(weight: torch.Tensor) -> torch.Tensor:
 
 
 def in_float16(packed, in_features: int) -> bool:
-    """Whether float16 holds all that a weight, a ``packed.Packed``, decodes to, and what is stored for it."""
+    """Whether float16 holds all that a weight, a ``packing.Packed``, decodes to, and what is stored for it."""
     planes, absmax, decoding, columns, *_ = packed
     codebook, step = decoding.codebook(planes.device), max(_SLICE // in_features, 1)
     stored = decode_scales(absmax.unique(), decoding.transformed).abs().max() * codebook.abs().max()

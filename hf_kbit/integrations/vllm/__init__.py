@@ -2,7 +2,7 @@
 
 vLLM calls ``register`` in each of its processes, for the package names it as an entry point of
 ``vllm.general_plugins``. ``config.py`` knows which layers are packed; ``loading.py`` prepares a model for its tensors;
-``linear.py``, ``embedding.py`` and ``experts.py`` load and run them.
+``linear.py``, ``embedding.py`` and ``fused_moe.py`` load and run them.
 """
 
 import warnings
