@@ -45,15 +45,16 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     size = _SLICE_ON_CPU if x.device.type == "cpu" else _SLICE
     parts = (tensor.reshape(-1, BLOCK_SIZE).split(size) for tensor in (x, turned))
     for part, out in zip(*parts, strict=True):
-        torch.mul(_butterflies(part.T.contiguous()).T, BLOCK_SIZE**-0.5, out=out)
+        torch.mul(butterflies(part.T.contiguous()).T, BLOCK_SIZE**-0.5, out=out)
     return turned
 
 
-def _butterflies(rows: torch.Tensor) -> torch.Tensor:
-    """``H @ rows`` for the Hadamard matrix H of 32 and ``[32, n]``, which is overwritten: rows are long, for speed."""
-    others = torch.empty_like(rows)
-    for distance in (1, 2, 4, 8, 16):
-        pairs = BLOCK_SIZE // (2 * distance), 2, distance, rows.shape[1]
+def butterflies(rows: torch.Tensor) -> torch.Tensor:
+    """``H @ rows`` for Sylvester's Hadamard matrix H and ``[size, n]``, size a power of two; neighbours come first.
+    ``rows``, which may be overwritten, are long, for speed."""
+    others, size = torch.empty_like(rows), len(rows)
+    for distance in (1 << step for step in range(size.bit_length() - 1)):
+        pairs = size // (2 * distance), 2, distance, rows.shape[1]
         (first, second), (sums, differences) = rows.view(pairs).unbind(1), others.view(pairs).unbind(1)
         torch.add(first, second, out=sums)
         torch.sub(first, second, out=differences)

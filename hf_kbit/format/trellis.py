@@ -14,6 +14,8 @@ from collections.abc import Mapping
 
 import torch
 
+from hf_kbit.format.transforms import butterflies
+
 BITS = tuple(range(1, 9))
 TILE, WINDOW, ROTATED = 16, 16, 128
 # Of a code: what a window is multiplied by, and what is added, modulo 2**32.
@@ -111,11 +113,8 @@ def unpack_signs(packed: torch.Tensor) -> torch.Tensor:
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """``x`` times Sylvester's Hadamard matrix of 128 over its root, in blocks along the last dimension: its own
     inverse."""
-    y = x.unflatten(-1, (-1, ROTATED))
-    for half in (1, 2, 4, 8, 16, 32, 64):
-        first, second = y.unflatten(-1, (-1, 2, half)).unbind(-2)
-        y = torch.stack([first + second, first - second], -2).flatten(-3)
-    return (y / math.sqrt(ROTATED)).reshape(x.shape)
+    rows = x.reshape(-1, ROTATED).T.clone(memory_format=torch.contiguous_format)
+    return (butterflies(rows) / math.sqrt(ROTATED)).T.reshape(x.shape)
 
 
 def code_of(names: Mapping[str, object]) -> str:
