@@ -1,8 +1,8 @@
 """Adapters of PEFT on quantized layers: loaded when the program imports PEFT.
 
 PEFT takes a packed weight for a dense one, and so its own classes work on packed layers. What they cannot do is in
-methods of PEFT that are wrapped (``hooks/table.py`` lists them). Adapters get a class that is derived from their own and
-from ``KbitTunerLayer``, for each class of PEFT merges in a way of its own, and none by requantizing.
+methods of PEFT that are wrapped (``hooks/table.py`` lists them). Adapters get a class that is derived from their own
+and from ``KbitTunerLayer``, for each class of PEFT merges in a way of its own, and none by requantizing.
 """
 
 from importlib import import_module
