@@ -344,8 +344,7 @@ class Calibration:
             stored = (tensors.get(f"{name}.{own}") for own in PACKED)
             planes, absmax, columns = (None if x is None else x.to(self.device) for x in stored)
             layer.load(Packed(planes, absmax, Decoding.from_dict(decoding, layer.bits, name), columns))
-            if untransformed:
-                self.plan.outcome.untransformed[name] = untransformed
+            self._tell(name, untransformed)
         return True
 
     def _solve(self, dense: dict, new: dict, run: Callable[..., Any], alone: list[moments.Group] | None) -> None:

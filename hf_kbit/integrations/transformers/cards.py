@@ -42,8 +42,7 @@ def model_card(model: PreTrainedModel, name: str) -> ModelCard:
     auto_class = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else architecture
     found = [what for what, kind in KINDS.items() if any(isinstance(layer, kind) for layer in layers)]
     what = " and ".join(["linear layers", *found])
-    quantizer = getattr(model, "hf_quantizer", None)
-    tuned = quantizer.outcome.tuned if hasattr(quantizer, "outcome") else ""
+    tuned = getattr(getattr(model, "hf_quantizer", None), "tuned", "")
     tuned = f"\nTuned after that on the model in 16 bits: {tuned}.\n" if tuned else ""
     data = ModelCardData(library_name="transformers", tags=["kbit"], **_of_base(model))
     return ModelCard(f"""---

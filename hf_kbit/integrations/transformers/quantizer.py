@@ -282,7 +282,7 @@ class KbitHfQuantizer(HfQuantizer):
         names, tied = stored_names(model, layers), tying.tied(model)  # tied ones are stored by another name
         stored = {names[name]: layer for name, layer in layers.items() if name not in tied}
         self.quantization_config.record(*said_of(stored))
-        left = {allocation.exactly(name): None for name in (self.outcome.lost)}
+        left = {allocation.exactly(name): None for name in self.outcome.lost}
         self.quantization_config.module_bits = left | {
             pattern: bits for pattern, bits in self.quantization_config.module_bits.items() if pattern not in left
         }
