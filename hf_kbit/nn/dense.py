@@ -22,7 +22,7 @@ def to_dense(
     of others."""
     weight = layer.dequantize(dtype) if weight is None else weight.to(dtype)
     _cast_bias(layer, bias, dtype)
-    layer.unpack(nn.Parameter(weight.mT.contiguous() if layer.transposed else weight))
+    layer.unpack(_parameter(layer, weight))
 
 
 def dequantize(model: nn.Module, dtype: torch.dtype | None) -> None:
@@ -33,8 +33,7 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None) -> None:
         layer, packed = site.layer, site.weight
         weight = tied.get(packed)
         if weight is None:
-            weight = layer.dequantize(dtype)
-            weight = nn.Parameter(weight.mT.contiguous() if site.transposed else weight)
+            weight = _parameter(layer, layer.dequantize(dtype))
         if layer.tied:
             tied[packed] = weight
         if site.kind is not KbitProjection:
@@ -58,6 +57,11 @@ def shown_dense(model: nn.Module) -> Iterator[None]:
             weight._is_hf_initialized = True  # as what Transformers has loaded
             stack.enter_context(unpacked(site, weight))
         yield
+
+
+def _parameter(layer: KbitWeight, weight: torch.Tensor) -> nn.Parameter:
+    """A weight ``[*lead, N, K]`` in the order of the model."""
+    return nn.Parameter(weight.mT.contiguous() if layer.transposed else weight)
 
 
 def _cast_bias(layer: nn.Module, bias: torch.Tensor | None, dtype: torch.dtype | None) -> None:
