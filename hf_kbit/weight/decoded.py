@@ -42,13 +42,18 @@ _FALLBACK.fallback(_refuse, "CustomRNGKeyId")
 _ATEN.impl("copy_", _refuse, "CustomRNGKeyId")  # has a kernel for every key, on which others rely
 
 
-def explain(error: RuntimeError, func) -> None:
-    """Says of a packed weight, by name, what torch says of any tensor without memory; passes over other errors."""
-    if any(sign in str(error) for sign in SIGNS):
-        raise RuntimeError(
-            f"weight: found {func}, which reads memory of floats, expected what reads tensors: take the decoded "
-            "weight (.dequantize())"
-        ) from error
+def plain(func, *args, **kwargs):
+    """The function as it is for any tensor. What torch says of one without memory is said of a packed weight."""
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    except RuntimeError as error:
+        if any(sign in str(error) for sign in SIGNS):
+            raise RuntimeError(
+                f"weight: found {func}, which reads memory of floats, expected what reads tensors: take the decoded "
+                "weight (.dequantize())"
+            ) from error
+        raise
 
 
 class NoMemory(torch.UntypedStorage):
@@ -114,12 +119,7 @@ class Decoded(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func in OF_MEMORY or func in _OWN_MEMORY:
             args = args[0].dequantize(), *args[1:]
-        try:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs or {})
-        except RuntimeError as error:
-            explain(error, func)
-            raise
+        return plain(func, *args, **kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -21,7 +21,7 @@ from hf_kbit.format.decoding import Decoding
 from hf_kbit.format.reference import TILE_ROWS
 from hf_kbit.format.spec import absmax_shape, num_blocks, weight_shape
 from hf_kbit.ops import native
-from hf_kbit.weight.decoded import OF_MEMORY, Decoded, explain, refuse_writes, wrapper
+from hf_kbit.weight.decoded import OF_MEMORY, Decoded, plain, refuse_writes, wrapper
 from hf_kbit.weight.packing import Packed
 
 INNER = ("words", "absmax", "codebook", "columns")
@@ -373,12 +373,7 @@ class KbitTensor(torch.Tensor):
             return own(func, *args, **kwargs)
         if func in OF_MEMORY:
             args = args[0].dequantize(), *args[1:]
-        try:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        except RuntimeError as error:
-            explain(error, func)
-            raise
+        return plain(func, *args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from hf_kbit.format.reference import TILE_ROWS
 from hf_kbit.format.spec import BLOCK_SIZE, num_blocks
 from hf_kbit.ops import product
-from hf_kbit.weight.decoded import FROZEN, NoMemory
+from hf_kbit.weight.decoded import FROZEN, NoMemory, plain
 from hf_kbit.weight.tensor import FUNCTIONS, OPS, KbitTensor
 
 # Whether weights are moved or cast, by a module or from process to process: then they stay packed, and what is made
@@ -47,12 +47,6 @@ def moving() -> Iterator[None]:
         yield
     finally:
         MOVING.reset(token)
-
-
-def plain(func, *args, **kwargs):
-    """The function as it is for any tensor."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
 
 
 # --- functions ------------------------------------------------------------------------------------
