@@ -24,7 +24,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from hf_kbit import codebooks
-from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.decoding import ScalarDecoding
 from hf_kbit.format.spec import BITS
 from hf_kbit.nn import experts as nn_experts
 from hf_kbit.nn.site import empty, pack, sites
@@ -58,7 +58,7 @@ def packed_experts(dense, bits: int):
     holder = torch.nn.ModuleDict({"experts": packed})
     for site in list(sites(holder).values()):
         weight = site.weight.data
-        pack(site, empty(site, Decoding(codebooks.optimal(bits, signed=True), 0, "rotated"))).load_dense(weight)
+        pack(site, empty(site, ScalarDecoding(codebooks.optimal(bits, signed=True), 0, "rotated"))).load_dense(weight)
     return packed
 
 

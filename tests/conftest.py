@@ -27,7 +27,7 @@ def form(request, monkeypatch) -> str:
     from hf_kbit.weight import tensor  # not at the top: Triton reads what is set there
 
     if request.param == "tiles":
-        monkeypatch.setattr(tensor, "reads_tiles", lambda device: device.type == "cpu")
+        monkeypatch.setattr(scalar, "reads_tiles", lambda device: device.type == "cpu")
     return request.param
 
 

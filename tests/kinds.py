@@ -96,7 +96,7 @@ def make_layers_differ(model: nn.Module) -> None:
     calibration may make it."""
     cases.give_own_levels(model)
     odd = model.model.layers[0].mlp.up_proj
-    odd.load(quantize_weight(odd.dequantize(), odd.levels, search=True, transform="none"))
+    odd.load(quantize_weight(odd.dequantize(), odd.decoding.levels, search=True, transform="none"))
 
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}

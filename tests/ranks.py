@@ -20,7 +20,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_kbit import KbitConfig
 from hf_kbit.nn.weight import KbitWeight, local
-from hf_kbit.weight import tensor
+from hf_kbit.weight import scalar
 from hf_kbit.weight.tensor import KbitTensor
 
 SIZE = 2
@@ -141,7 +141,7 @@ def expert_parallel() -> DistributedConfig:
 
 def where_tiles_are_read(wanted: bool = True):
     """Inside, kernels of CPUs read tiles, as those of GPUs do."""
-    return patch.object(tensor, "reads_tiles", lambda device: wanted and device.type == "cpu")
+    return patch.object(scalar, "reads_tiles", lambda device: wanted and device.type == "cpu")
 
 
 def as_on_a_gpu(model: torch.nn.Module) -> torch.nn.Module:

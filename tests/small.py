@@ -4,7 +4,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_kbit.format.codebooks import optimal
-from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.decoding import ScalarDecoding
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.site import empty, site_of, sites
 
@@ -33,5 +33,5 @@ def dense_projections(model) -> list[str]:
 def projection(model, name: str, bits: int) -> KbitProjection:
     """An empty one for a dense projection of a model."""
     site = site_of(model, name)
-    weight = empty(site, Decoding(optimal(bits, signed=True), 0, "rotated"))
+    weight = empty(site, ScalarDecoding(optimal(bits, signed=True), 0, "rotated"))
     return KbitProjection.of(weight, KbitProjection.recipe, site.transposed)

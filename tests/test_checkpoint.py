@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from hf_kbit import KbitLinear, codebooks
 from hf_kbit.files import checkpoint
 from hf_kbit.files.checkpoint import DIGEST, NOT_SEALED, TENSORS
-from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.decoding import ScalarDecoding
 from hf_kbit.format.model import ModelFormat
 
 LEVELS = codebooks.normal_float(3)
-STORED = ModelFormat(3, {3: LEVELS}, {"b": Decoding(LEVELS, 1, "rotated")})
+STORED = ModelFormat(3, {3: LEVELS}, {"b": ScalarDecoding(LEVELS, 1, "rotated")})
 NORM = "norm.weight"
 
 

@@ -148,7 +148,7 @@ def test_reader_of_the_format_page(make, settings, layers_and_version, tmp_path)
     assert (len(layers), recorded["format_version"]) == layers_and_version
     if make is dense_of_all_widths:
         assert {layer.bits for layer in layers.values()} == set(cases.BITS)
-        assert layers["model.layers.1.mlp.up_proj"].exponent < 0
+        assert layers["model.layers.1.mlp.up_proj"].decoding.exponent < 0
     assert "levels" in recorded["layers"]["model.layers.0.self_attn.q_proj"]
     read = reader["read_kbit"](tmp_path / "packed")
     assert read.keys() == layers.keys()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from hf_kbit import codebooks
 from hf_kbit.format import reference
 from hf_kbit.format import spec as format
-from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.decoding import ScalarDecoding
 from hf_kbit.format.spec import BITS, decode_e4m4, encode_e4m4, layer_exponent
 from hf_kbit.format.transforms import to_stored
 from hf_kbit.nn.weight import PACKED
@@ -94,7 +94,7 @@ def test_golden_file(bits, version):
     ][: version + 1]
     signed = version == 2
     assert levels == (codebooks.optimal(bits, signed=True) if signed else codebooks.normal_float(bits))
-    decoding = Decoding(levels, recorded[bits]["exponent"], "rotated" if signed else "none")
+    decoding = ScalarDecoding(levels, recorded[bits]["exponent"], "rotated" if signed else "none")
     codebook, original, columns = decoding.codebook("cpu"), tensors[f"layer{bits}.original"], None
     if signed:
         columns = stored[2]

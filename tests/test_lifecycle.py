@@ -148,9 +148,9 @@ def test_layers_keep_levels_of_their_own(tmp_path, tmp_path_factory):
     (tmp_path / "saved/config.json").write_text(json.dumps(config))
     model = kind.cls.from_pretrained(tmp_path / "saved")
     kind.assert_same(model, "loaded")
-    layer, levels = model.model.layers[1].mlp.up_proj, kind.model.model.layers[1].mlp.up_proj.levels
+    layer, levels = model.model.layers[1].mlp.up_proj, kind.model.model.layers[1].mlp.up_proj.decoding.levels
     layer.load_dense(torch.randn(layer.out_features, layer.in_features))
-    assert layer.levels == levels
+    assert layer.decoding.levels == levels
 
 
 # --- copies, and files of other libraries ---------------------------------------------------------

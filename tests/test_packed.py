@@ -7,18 +7,19 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_kbit import codebooks
-from hf_kbit.format.decoding import TRANSFORMS, Decoding
+from hf_kbit.format.decoding import TRANSFORMS, ScalarDecoding
 from hf_kbit.format.spec import BITS
 from hf_kbit.weight import packing as module
 from hf_kbit.weight.balance import balance
-from hf_kbit.weight.packing import MOST_TO_TRANSFORM, TOO_LARGE, Packed, Rows, quantize_weight
+from hf_kbit.weight.packing import MOST_TO_TRANSFORM, TOO_LARGE, Rows, quantize_weight
+from hf_kbit.weight.tensor import Packed
 
 LEVELS = codebooks.optimal(3)
 
 
 def decode(packed: Packed, shape, dtype=torch.float32) -> torch.Tensor:
-    planes, absmax, decoding, columns, *_ = packed
-    how = decoding.codebook("cpu"), shape[-2:], dtype, columns, decoding.transformed
+    (planes, absmax, *columns), decoding = packed.tensors.values(), packed.decoding
+    how = decoding.codebook("cpu"), shape[-2:], dtype, *(columns or [None]), decoding.transformed
     return torch.ops.hf_kbit.dequantize(planes, absmax, *how)
 
 
@@ -45,17 +46,17 @@ def test_parts_cannot_be_seen(size, stands_out, transform, monkeypatch):
         weight[1, 40, 7] = 1000 * size
     how = codebooks.optimal(4, signed=transform == "rotated"), True, transform
     expected = quantize_weight(weight.reshape(150, 70), *how)
-    assert (expected.columns is not None) == expected.decoding.transformed == (transform == "rotated")
+    assert (expected.tensors.get("weight_columns") is not None) == expected.decoding.transformed == (transform == "rotated")
     before = weight.clone()
     for numbers in (1, 7 * 70, 1 << 30):
         monkeypatch.setattr(module, "_SLICE_ON_CPU", numbers)
         for given in (weight.requires_grad_(), weight.mT.contiguous().mT, MadeAnew(weight.detach())):
             found = quantize_weight(given, *how)
-            assert found.decoding == expected.decoding and found.planes.shape[:2] == found.absmax.shape[:2] == (3, 50)
-            assert torch.equal(found.planes.view(150, -1), expected.planes) and not found.planes.requires_grad
-            assert torch.equal(found.absmax.view(150, -1), expected.absmax)
-            assert found.columns is None or torch.equal(found.columns, expected.columns)
-        stored = [Rows(given, expected.columns, "weight").weight for given in (weight, weight.mT.contiguous().mT)]
+            assert found.decoding == expected.decoding and found.tensors["weight"].shape[:2] == found.tensors["weight_absmax"].shape[:2] == (3, 50)
+            assert torch.equal(found.tensors["weight"].view(150, -1), expected.tensors["weight"]) and not found.tensors["weight"].requires_grad
+            assert torch.equal(found.tensors["weight_absmax"].view(150, -1), expected.tensors["weight_absmax"])
+            assert found.tensors.get("weight_columns") is None or torch.equal(found.tensors.get("weight_columns"), expected.tensors.get("weight_columns"))
+        stored = [Rows(given, expected.tensors.get("weight_columns"), "weight").weight for given in (weight, weight.mT.contiguous().mT)]
         assert torch.equal(*stored) and torch.equal(weight, before)
 
 
@@ -107,7 +108,7 @@ def test_huge_weights_are_not_transformed(dtype):
     for times, transform in ((1.0, "rotated"), (1.01, "none")):
         packed = quantize_weight(weight * times, LEVELS, search=False, transform="rotated")
         assert packed.decoding.transform == transform
-        assert (packed.columns is None) == (transform == "none") == (not packed.decoding.transformed)
+        assert (packed.tensors.get("weight_columns") is None) == (transform == "none") == (not packed.decoding.transformed)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -141,8 +142,8 @@ def test_weights_of_any_size_are_quantized_as_well(size):
 
 
 def test_metadata_of_an_untransformed_weight_is_what_it_was_before_there_were_transforms():
-    assert Decoding(LEVELS, 2).to_dict() == {"levels": list(LEVELS), "exponent": 2}
-    assert Decoding(LEVELS, 2, "rotated").to_dict()["transform"] == "rotated"
+    assert ScalarDecoding(LEVELS, 2).to_dict() == {"levels": list(LEVELS), "exponent": 2}
+    assert ScalarDecoding(LEVELS, 2, "rotated").to_dict()["transform"] == "rotated"
 
 
 def test_with_its_own_column_scales_a_decoded_weight_is_quantized_to_the_same_codes():
@@ -155,10 +156,10 @@ def test_with_its_own_column_scales_a_decoded_weight_is_quantized_to_the_same_co
     weight = torch.randn(64, 100, generator=generator) * torch.exp2(torch.randn(100, generator=generator))
     packed = quantize_weight(weight, levels, search=True, transform="rotated")
     dense = decoded(weight, "rotated", levels)
-    assert not torch.equal(balance(dense), packed.columns), "or this would prove nothing"
-    again = quantize_weight(dense, levels, search=True, transform="rotated", columns=packed.columns)
-    assert torch.equal(again.columns, packed.columns)
-    assert (again.planes != packed.planes).float().mean() < 0.04
+    assert not torch.equal(balance(dense), packed.tensors.get("weight_columns")), "or this would prove nothing"
+    again = quantize_weight(dense, levels, search=True, transform="rotated", columns=packed.tensors.get("weight_columns"))
+    assert torch.equal(again.tensors.get("weight_columns"), packed.tensors.get("weight_columns"))
+    assert (again.tensors["weight"] != packed.tensors["weight"]).float().mean() < 0.04
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e20])
@@ -212,7 +213,7 @@ def test_what_no_exponent_holds_is_said(transform):
     assert packed.lost.startswith("63 of 64 rows")
     weight[3, 7], weight[4], weight[5] = 1, 0, 1e-9  # zero and dead rows cost nothing
     packed = quantize_weight(weight, LEVELS, search=True, transform=transform)
-    assert (packed.lost, packed.untransformed, packed.decoding) == ("", "", Decoding(LEVELS, 0, transform))
+    assert (packed.lost, packed.untransformed, packed.decoding) == ("", "", ScalarDecoding(LEVELS, 0, transform))
 
 
 def test_a_wider_exponent_is_enough_for_most():

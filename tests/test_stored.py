@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_kbit import KbitConfig, codebooks
-from hf_kbit.format.decoding import TRANSFORMS, Decoding
+from hf_kbit.format.decoding import TRANSFORMS, Decoding, ScalarDecoding
 from hf_kbit.format.model import ModelFormat
 
 TABLES = {bits: [codebooks.normal_float(bits), codebooks.integer(bits)] for bits in (2, 3, 4, 5)}
@@ -58,11 +58,11 @@ def test_written_and_read(found):
     assert ("transform" in entries) == (found.transform != ("rotated" if found.format_version == 2 else "none"))
     assert ("embedding_bits" in entries) == (found.embedding_bits is not None)
     for name, layer in found.layers.items():
-        usual = Decoding(found.levels.get(layer.bits, ()), 0, found.transform)
+        usual = ScalarDecoding(found.levels.get(layer.bits, ()), 0, found.transform)
         differs = {"bits"} if layer.bits != found.bits else set()
         differs |= {key for key in ("exponent", "levels", "transform") if getattr(layer, key) != getattr(usual, key)}
         assert entries["layers"][name].keys() == differs and found.decoding(name) == layer
-    assert found.decoding("another") == Decoding(found.levels[found.bits], 0, found.transform)
+    assert found.decoding("another") == ScalarDecoding(found.levels[found.bits], 0, found.transform)
     config = KbitConfig(bits=found.bits, stored=found, codebook="int", module_bits={"b": None, "a": 3})
     again = KbitConfig.from_dict(json.loads(config.to_json_string()))
     assert again.stored == found and again.to_json_string() == config.to_json_string()
@@ -89,7 +89,7 @@ BAD = [
     ({"embedding_bits": 6}, "embedding_bits: found 6, expected one of 2, 3, 4, 5"),
     ({"format_version": True}, "format_version: found True"),
     ({"format_version": "1"}, "format_version: found '1'"),
-    ({"format_version": 3}, r"format_version: found 3, expected .*\[1, 2\].*pip install -U hf_kbit"),
+    ({"format_version": 4}, r"format_version: found 4, expected .*\[1, 2, 3\].*pip install -U hf_kbit"),
     ({"format_version": 1, "transform": "rotated"}, NO_TRANSFORM),
     ({"format_version": 1, "layers": {"a": {"transform": "rotated"}}}, NO_TRANSFORM),
     ({"layers": None}, "layers: found none in the quantization config, expected an object"),

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from hf_kbit import KbitEmbedding, KbitLinear
-from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.decoding import ScalarDecoding
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.weight import tensor
 from hf_kbit.weight.tensor import KbitTensor
@@ -327,7 +327,7 @@ def test_all_of_it_under_inference_mode(form):
 
 
 def test_empty_ones_decode_to_zeros():
-    weight = KbitTensor.empty((2, 3, 40), Decoding((-1.0, -0.5, 0.5, 1.0), 0, "none"), torch.float16)
+    weight = KbitTensor.empty((2, 3, 40), ScalarDecoding((-1.0, -0.5, 0.5, 1.0), 0, "none"), torch.float16)
     assert weight.dtype == torch.float16 and not weight.dequantize().any()
 
 

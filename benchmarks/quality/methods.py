@@ -125,7 +125,7 @@ def kbit_storage(model: nn.Module) -> Storage:
     layers = [layer for layer in model.modules() if isinstance(layer, hf_kbit.KbitLinear)]
     stored = [layer.weight.file_tensors() for layer in layers]
     scales = [state[name] for state in stored for name in ("weight_absmax", "weight_columns") if name in state]
-    tables = {layer.levels for layer in layers}
+    tables = {layer.decoding.levels for layer in layers}
     weights = [layer.in_features * layer.out_features for layer in layers]
     return Storage(
         sum(weights),

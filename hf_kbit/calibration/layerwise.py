@@ -22,7 +22,6 @@ from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.rounding import round_linear, round_projection
 from hf_kbit.calibration.solving import METHODS, Solving, sort
 from hf_kbit.calibration.writing import write
-from hf_kbit.format.decoding import Decoding
 from hf_kbit.integrations.transformers.in_memory import finish
 from hf_kbit.nn.classes import twin
 from hf_kbit.nn.experts import KbitProjection
@@ -33,8 +32,7 @@ from hf_kbit.plan.allocation import units
 from hf_kbit.plan.config import KbitConfig, config_or
 from hf_kbit.plan.plan import Plan, leave_lost, quantize_layers
 from hf_kbit.plan.selection import check_any
-from hf_kbit.weight.packing import Packed
-from hf_kbit.weight.tensor import PACKED
+from hf_kbit.weight.tensor import Packed
 
 logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
 
@@ -340,10 +338,10 @@ class Calibration:
             return False
         tensors, how = found
         for name, layer in new.items():
-            decoding, untransformed = how[name]
-            stored = (tensors.get(f"{name}.{own}") for own in PACKED)
-            planes, absmax, columns = (None if x is None else x.to(self.device) for x in stored)
-            layer.load(Packed(planes, absmax, Decoding.from_dict(decoding, layer.bits, name), columns))
+            entries, untransformed = how[name]
+            decoding = type(layer.decoding).from_dict(entries, layer.bits, name)
+            stored = {own: tensors[f"{name}.{own}"].to(self.device) for own in decoding.layout(layer.shape)}
+            layer.load(Packed(stored, decoding))
             self._tell(name, untransformed)
         return True
 

@@ -10,12 +10,13 @@ from hf_kbit.calibration import launches
 from hf_kbit.calibration.moments import Moments, aim
 from hf_kbit.calibration.routed import DenseProjection
 from hf_kbit.format import codebooks
+from hf_kbit.format.decoding import COLUMNS
 from hf_kbit.format.reference import decode_e4m4
 from hf_kbit.format.transforms import of_moments, to_stored
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.weight.balance import balance_for
-from hf_kbit.weight.packing import Packed
+from hf_kbit.weight.tensor import Packed
 
 # Rows that a solver has at once: a table has many, and none needs another.
 ROWS = 1 << 16
@@ -34,8 +35,8 @@ def round_linear(name: str, layer: KbitLinear, dense: nn.Module, moments: Moment
     weight = aim(weight.float(), moments)
     how = layer.quantize(weight, f"{name}.weight", columns)
     if not _is_done(how, solver):
-        planes, absmax = _rounded(weight, moments, how, solver)
-        how = how._replace(planes=planes, absmax=absmax)
+        for stored, found in zip(how.tensors.values(), _rounded(weight, moments, how, solver), strict=False):
+            stored.copy_(found)
     layer.load(how)
     return how.untransformed
 
@@ -59,7 +60,8 @@ def round_projection(
         few.append(rows < FEW * layer.in_features)
         if not few[-1]:
             own = aim(weight[expert].float(), moments)
-            how.planes[expert], how.absmax[expert] = _rounded(own, moments, how, solver)
+            for stored, found in zip(how.tensors.values(), _rounded(own, moments, how, solver), strict=False):
+                stored[expert] = found
     layer.load(how)
     return few, how.untransformed
 
@@ -67,12 +69,12 @@ def round_projection(
 def _is_done(how: Packed, solver: ModuleType) -> bool:
     """Whether column scales are all that a solver changes: a rotated block's inputs are alike on average, so none of
     its errors counts more than another."""
-    return solver.DIAGONAL and how.columns is not None
+    return solver.DIAGONAL and how.decoding.transformed
 
 
 def _rounded(weight: torch.Tensor, moments: Moments, how: Packed, solver: ModuleType):
     """Planes and scales of a float32 weight, quantized ``how``."""
-    columns = None if how.columns is None else decode_e4m4(how.columns)
+    columns = decode_e4m4(how.tensors[COLUMNS]) if how.decoding.transformed else None
     stored = weight if columns is None else to_stored(weight, columns, rotated=True)
     stored = stored * 2.0**-how.decoding.codebook_exponent
     second, codebook = of_moments(moments.second, columns), codebooks.scaled(how.decoding.levels, 0, weight.device)

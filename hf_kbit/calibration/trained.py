@@ -32,7 +32,7 @@ from hf_kbit.format.reference import (
 from hf_kbit.format.spec import BLOCK_SIZE, E4M4_BIAS
 from hf_kbit.format.transforms import rotate, to_stored
 from hf_kbit.nn.weight import KbitWeight
-from hf_kbit.weight.packing import Packed
+from hf_kbit.weight.packing import of_planes
 
 logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
 TUNING = "tuning."  # where it is, among what a run has finished: no layer's name ends so
@@ -282,7 +282,7 @@ class _Group:
         for layer, shape, codes, absmax in zip(self.layers.values(), self.shapes, *parts, strict=True):
             device, columns = layer.weight.device, layer.weight.columns
             planes = pack_codes(codes.view(*shape, BLOCK_SIZE), layer.bits).to(device)
-            layer.load(Packed(planes, absmax.view(shape).to(device), layer.decoding, columns))
+            layer.load(of_planes(planes, absmax.view(shape).to(device), layer.decoding, columns))
 
 
 class _Bytes(torch.autograd.Function):

@@ -200,7 +200,7 @@ def _fisher_of_experts(x: torch.Tensor, rows: torch.Tensor | None, offsets, grad
 def _decoded(weight: torch.Tensor, width: int, config: KbitConfig) -> torch.Tensor:
     """float32, as the weight ``[N, K]`` or ``[E, N, K]``: that weight after quantizing."""
     packed = quantize_weight(weight, config.levels_for(width), config.scale == "search", config.transform)
-    return KbitTensor.of(packed, weight.shape[-1], torch.float32).dequantize()
+    return KbitTensor.of(packed, weight.shape, torch.float32).dequantize()
 
 
 # --- without data ---------------------------------------------------------------------------------

@@ -18,14 +18,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.decoding import COLUMNS, WORDS, Decoding
 from hf_kbit.format.errors import brief, refuse
+from hf_kbit.format.kinds import KINDS, NAMES
 from hf_kbit.format.model import ModelFormat
-from hf_kbit.format.spec import ABSMAX_SUFFIX, absmax_shape, weight_shape
-from hf_kbit.weight.tensor import PACKED
 
 WEIGHT_SUFFIX = ".weight"
-PACKED_SUFFIXES = tuple(f".{name}" for name in PACKED)
+PACKED_SUFFIXES = tuple(f".{name}" for name in NAMES)
+DTYPES = {torch.int32: "I32", torch.uint8: "U8", torch.int16: "I16", torch.float16: "F16"}  # in safetensors' words
 
 DIGEST = "kbit_digest"  # ModelFormat.digest of the config saved with the file
 TENSORS = "kbit_tensors"  # tensors_digest of all files of the save
@@ -118,7 +118,7 @@ def read_columns(files: Mapping[str, str], packed: Mapping[str, str]) -> dict[st
     """Column scales of packed modules, by the names of their weights in the model."""
     found = {}
     for name, stored_name in packed.items():
-        columns = stored_name + PACKED_SUFFIXES[2]
+        columns = f"{stored_name}.{COLUMNS}"
         if columns in files:
             with safe_open(files[columns], framework="pt") as stored:
                 found[name + WEIGHT_SUFFIX] = stored.get_tensor(columns)
@@ -129,18 +129,19 @@ def read_columns(files: Mapping[str, str], packed: Mapping[str, str]) -> dict[st
 
 
 def packed_modules(tensors: Mapping[str, TensorHeader]) -> list[str]:
-    """Names of the modules of which there are packed tensors: words and scales, not only one of both."""
-    modules, problems = [], []
+    """Names of the modules of which there are packed tensors; a ValueError names what is missing beside others."""
+    modules, problems = {}, []
     for name in sorted(tensors):
-        if name.endswith(WEIGHT_SUFFIX + ABSMAX_SUFFIX):
-            if (weight := name.removesuffix(ABSMAX_SUFFIX)) in tensors:
-                modules.append(weight.removesuffix(WEIGHT_SUFFIX))
-            else:
-                problems.append(f"{weight}: missing, expected beside {name}")
-        elif name.endswith(WEIGHT_SUFFIX) and tensors[name].dtype == "I32" and name + ABSMAX_SUFFIX not in tensors:
-            problems.append(f"{name + ABSMAX_SUFFIX}: missing, expected beside {name}, which is {tensors[name]}")
+        module, _, own = name.rpartition(".")
+        if kind := next((each for each in KINDS if own in each.names), None):
+            main, marks = f"{module}.{kind.names[0]}", f"{module}.{kind.marks}"
+            if main in tensors and marks in tensors:
+                modules[module] = None
+            elif own != WORDS or tensors[name].dtype == "I32":
+                absent = main if marks in tensors else marks
+                problems.append(f"{absent}: missing, expected beside {name}, which is {tensors[name]}")
     refuse(problems)
-    return modules
+    return list(modules)
 
 
 def compare_packed(
@@ -148,17 +149,12 @@ def compare_packed(
 ) -> list[str]:
     """What is wrong with the packed tensors of the layer that has this name in the checkpoint, for a weight of this
     shape that is to decode so."""
-    *lead, rows, width = shape
-    expected = (
-        TensorHeader("I32", (*lead, *weight_shape(rows, width, decoding.bits))),
-        TensorHeader("U8", (*lead, *absmax_shape(rows, width))),
-        TensorHeader("U8", (width,)) if decoding.transformed else None,
-    )
-    of_what = f"for a {[*shape]} weight in {decoding.bits} bits, transform {decoding.transform!r}"
+    expected = {own: TensorHeader(DTYPES[dtype], size) for own, (dtype, size) in decoding.layout(shape).items()}
+    of_what = f"for a {[*shape]} weight in {decoding.bits} bits, {decoding.described}"
     return [
-        f"{name + suffix}: found {tensors.get(name + suffix, 'none')}, expected {wanted or 'none'} {of_what}"
-        for suffix, wanted in zip(PACKED_SUFFIXES, expected, strict=True)
-        if tensors.get(name + suffix) != wanted
+        f"{name}.{own}: found {tensors.get(f'{name}.{own}', 'none')}, expected {expected.get(own, 'none')} {of_what}"
+        for own in decoding.names
+        if tensors.get(f"{name}.{own}") != expected.get(own)
     ]
 
 

@@ -24,13 +24,14 @@ from transformers import PreTrainedModel
 from hf_kbit.files import checkpoint
 from hf_kbit.files.checkpoint import PACKED_SUFFIXES
 from hf_kbit.files.durable import move_out, settle
+from hf_kbit.format.decoding import ScalarDecoding
 from hf_kbit.format.errors import refuse
 from hf_kbit.format.model import ModelFormat
 from hf_kbit.nn.site import Site
 from hf_kbit.nn.weight import KbitWeight, distinct, is_sharded, packed_layers, said_of
 from hf_kbit.plan import selection
 from hf_kbit.plan.config import KbitConfig
-from hf_kbit.weight.packing import Packed
+from hf_kbit.weight.tensor import Packed
 
 CONFIG = "kbit_config.json"
 FILES = "kbit{suffix}.safetensors"
@@ -131,8 +132,8 @@ def load_into(module: nn.Module, folder: str | os.PathLike) -> None:
     refuse(problems, f"{folder}: what is saved there does not fit the module ({type(module).__name__})")
     checkpoint.check_save(files, config.stored, packed)
     for name, decoding in plan.decodings.items():
-        planes, absmax, columns = (tensors.get(name + suffix) for suffix in PACKED_SUFFIXES)
-        plan.put(name, Packed(planes, absmax, decoding, columns))
+        own = {own: tensors[f"{name}.{own}"] for own in decoding.layout(plan.sites[name].shape)}
+        plan.put(name, Packed(own, decoding))
     _fill(module, {tensor: tensors[name] for name, tensor in expected.items()})
 
 
@@ -203,7 +204,8 @@ def _common(layers: dict[str, KbitWeight]) -> ModelFormat:
     """What layers have in common, and what sets others apart."""
     levels, (decodings, tables, version) = {}, said_of(layers)
     for decoding in decodings.values():
-        levels.setdefault(decoding.bits, decoding.levels)
+        if isinstance(decoding, ScalarDecoding):
+            levels.setdefault(decoding.bits, decoding.levels)
     (bits, _), *_ = Counter(decoding.bits for decoding in decodings.values()).most_common(1)
     embedding_bits = next((decodings[name].bits for name in tables), None)
     return ModelFormat.of(decodings, bits, levels, embedding_bits, version)
@@ -214,7 +216,7 @@ def _read_config(file: Path) -> KbitConfig:
         raise ValueError(f"{file.parent}: found no {file.name}, expected a folder that hf_kbit.save has written")
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(entries, dict) or not entries.get("levels"):
+        if not isinstance(entries, dict) or not (entries.get("levels") or entries.get("code")):
             raise ValueError("found no levels, expected those of a quantized module")
         return KbitConfig.from_dict(entries)
     except (ValueError, TypeError, RecursionError) as error:

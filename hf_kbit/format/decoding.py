@@ -1,9 +1,12 @@
 """How a packed weight decodes, as one value.
 
 What decides on a decoded weight besides its tensors is a ``Decoding``. A layer has one, gets it together with its
-tensors by ``KbitLinear.load``, and has it in its state dict.
+tensors by ``KbitLinear.load``, and has it in its state dict. Its class is the *kind* of the weight: scalar levels in
+blocks (``ScalarDecoding``, here), or a trellis in tiles (``trellis.TrellisDecoding``).
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +14,20 @@ import torch
 
 from hf_kbit.format import codebooks
 from hf_kbit.format.codebooks import Levels, bits_of
-from hf_kbit.format.spec import E4M4_BIAS, SE3M4_BIAS, check_exponent
+from hf_kbit.format.spec import (
+    E4M4_BIAS,
+    SE3M4_BIAS,
+    absmax_shape,
+    check_exponent,
+    weight_shape,
+)
 
 TRANSFORMS = ("rotated", "none")
+# What files call the tensors of a scalar weight.
+WORDS, ABSMAX, COLUMNS = "weight", "weight_absmax", "weight_columns"
 DEFAULT_TRANSFORM = "rotated"
+# What a file has of a weight: dtype and shape of each tensor by its name in the layer.
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def check_transform(transform: object, name: str = "transform") -> str:
@@ -30,8 +43,56 @@ def lopsided(transform: str, scale: str) -> bool:
     return transform != "none" and scale == "search"
 
 
+class Decoding(ABC):
+    """How a weight decodes, of any kind.
+
+    Attributes:
+        kind: its word in errors and docs.
+        marks: name of a tensor that a layer of this kind has in files, and no other has.
+        names: of all tensors that such a layer may have there.
+        bits: of a code.
+        transformed: whether columns are scaled, or blocks rotated, before codes are chosen.
+        keeps_inputs: why a product takes no 8-bit inputs; "" if it does.
+        described: in words, besides the width.
+    """
+
+    kind: str
+    marks: str
+    names: tuple[str, ...]
+    bits: int
+    transformed: bool
+    keeps_inputs: str
+    described: str
+
+    @abstractmethod
+    def layout(self, shape: Sequence[int]) -> Layout:
+        """The tensors that files have of a weight ``[*lead, N, K]``."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """As plain numbers, for metadata."""
+
+    @abstractmethod
+    def to_tensor(self) -> torch.Tensor:
+        """int64, one dimension, for state dicts."""
+
+    @classmethod
+    @abstractmethod
+    def from_dict(cls, stored: Any, bits: int, name: str) -> "Decoding":
+        """The inverse of ``to_dict``, of a value that may come from anywhere.
+
+        Raises:
+            ValueError: it is no decoding of so many bits; the message begins with ``name``.
+        """
+
+    @classmethod
+    @abstractmethod
+    def from_tensor(cls, stored: torch.Tensor, bits: int, name: str) -> "Decoding":
+        """The inverse of ``to_tensor``; errors as of ``from_dict``."""
+
+
 @dataclass(frozen=True)
-class Decoding:
+class ScalarDecoding(Decoding):
     """What turns codes and scales into weights: ``W ~ 2**exponent * levels[code] * absmax``, or what is stored for W.
 
     Attributes:
@@ -40,9 +101,13 @@ class Decoding:
         transform: ``"rotated"`` if that is the weight after its columns were divided by column scales and its blocks
             rotated (``format.transforms``), its scales having signs, or ``"none"``.
 
-    >>> Decoding((-1.0, -0.25, 0.25, 1.0), exponent=3).bits
+    >>> ScalarDecoding((-1.0, -0.25, 0.25, 1.0), exponent=3).bits
     2
     """
+
+    kind = "scalar"
+    marks = ABSMAX
+    names = WORDS, ABSMAX, COLUMNS
 
     levels: Levels
     exponent: int = 0
@@ -56,6 +121,20 @@ class Decoding:
     def transformed(self) -> bool:
         return self.transform != "none"
 
+    @property
+    def keeps_inputs(self) -> str:
+        return "" if self.transformed else "not transformed"
+
+    @property
+    def described(self) -> str:
+        return f"transform {self.transform!r}"
+
+    def layout(self, shape: Sequence[int]) -> Layout:
+        *lead, rows, width = shape
+        sizes = (*lead, *weight_shape(rows, width, self.bits)), (*lead, *absmax_shape(rows, width)), (width,)
+        found = zip(self.names, zip((torch.int32, torch.uint8, torch.uint8), sizes, strict=True), strict=True)
+        return dict(list(found)[: 3 if self.transformed else 2])
+
     def codebook(self, device: torch.device | str) -> torch.Tensor:
         """float32 ``[2**bits]``: what the ops take."""
         return codebooks.scaled(self.levels, self.codebook_exponent, device)
@@ -67,7 +146,6 @@ class Decoding:
         return self.exponent + (E4M4_BIAS - SE3M4_BIAS if self.transformed else 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain numbers, for metadata."""
         transform = {"transform": self.transform} if self.transformed else {}
         return {"levels": list(self.levels), "exponent": self.exponent, **transform}
 
@@ -77,11 +155,11 @@ class Decoding:
         return torch.tensor([*self.levels, self.exponent, self.transformed], dtype=torch.float64).view(torch.int64)
 
     @classmethod
-    def from_tensor(cls, stored: torch.Tensor, bits: int, name: str) -> "Decoding":
+    def from_tensor(cls, stored: torch.Tensor, bits: int, name: str) -> "ScalarDecoding":
         """The inverse of ``to_tensor``, of a tensor that may come from anywhere; errors as of ``from_dict``.
 
-        >>> decoding = Decoding((-1.0, -0.25, 0.25, 1.0), exponent=3)
-        >>> Decoding.from_tensor(decoding.to_tensor(), bits=2, name="q_proj") == decoding
+        >>> decoding = ScalarDecoding((-1.0, -0.25, 0.25, 1.0), exponent=3)
+        >>> ScalarDecoding.from_tensor(decoding.to_tensor(), bits=2, name="q_proj") == decoding
         True
         """
         size = 2**bits + 2
@@ -95,14 +173,11 @@ class Decoding:
         return cls.from_dict({"levels": levels, "exponent": int(exponent), **transform}, bits, name)
 
     @classmethod
-    def from_dict(cls, stored: Any, bits: int, name: str) -> "Decoding":
-        """The inverse of ``to_dict``, of a value that may come from anywhere.
+    def from_dict(cls, stored: Any, bits: int, name: str) -> "ScalarDecoding":
+        """As of ``Decoding``.
 
-        Raises:
-            ValueError: it is no decoding of so many bits; the message begins with ``name``.
-
-        >>> decoding = Decoding((-1.0, -0.25, 0.25, 1.0), exponent=3)
-        >>> Decoding.from_dict(decoding.to_dict(), bits=2, name="q_proj") == decoding
+        >>> decoding = ScalarDecoding((-1.0, -0.25, 0.25, 1.0), exponent=3)
+        >>> ScalarDecoding.from_dict(decoding.to_dict(), bits=2, name="q_proj") == decoding
         True
         """
         if not isinstance(stored, dict) or stored.keys() - {"transform"} != {"levels", "exponent"}:

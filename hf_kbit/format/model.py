@@ -2,17 +2,20 @@
 
 import hashlib
 import struct
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_kbit.format import codebooks
-from hf_kbit.format.decoding import Decoding, check_transform
+from hf_kbit.format.decoding import Decoding, ScalarDecoding, check_transform
 from hf_kbit.format.errors import shown
-from hf_kbit.format.spec import BITS, FORMAT_VERSIONS, check_bits, check_exponent
+from hf_kbit.format.spec import BITS, FORMAT_VERSIONS, PLAIN, TRANSFORMED, TRELLIS, check_bits, check_exponent
+from hf_kbit.format.trellis import TrellisDecoding
 
-ENTRIES = ("format_version", "bits", "embedding_bits", "levels", "transform", "layers")
-OF_LAYER = ("bits", "exponent", "levels", "transform")
+ENTRIES = ("format_version", "bits", "embedding_bits", "levels", "transform", "code", "layers")
+OF_SCALAR = ("bits", "exponent", "levels", "transform")
+OF_TRELLIS = ("bits", "code", "block", "stacked")
 
 
 @dataclass(frozen=True)
@@ -23,15 +26,16 @@ class ModelFormat:
         bits: width of the layers that ``layers`` does not name.
         levels: canonical codebook of each width.
         layers: by its name in the checkpoint, each layer that differs from ``bits``, exponent 0, ``levels`` and
-            ``transform``.
+            ``transform`` or, where there is a ``code``, from a trellis of that and of ``bits``.
         embedding_bits: None in a model without packed tables; an hf_kbit that knows none refuses the entry.
         transform: of the layers that ``layers`` does not name.
-        format_version: 2 where a layer is transformed, an expert's or a table, else 1.
+        format_version: 3 where a layer has a trellis, 2 where one is transformed, an expert's or a table, else 1.
+        code: of the layers that ``layers`` does not name, if these have a trellis.
 
     >>> levels, layers = {"2": [-1, 0, 0.5, 1]}, {"head": {"exponent": 3}}
     >>> stored = ModelFormat.from_dict({"bits": 2, "levels": levels, "layers": layers})
     >>> stored.decoding("head")
-    Decoding(levels=(-1.0, 0.0, 0.5, 1.0), exponent=3, transform='rotated')
+    ScalarDecoding(levels=(-1.0, 0.0, 0.5, 1.0), exponent=3, transform='rotated')
     >>> stored.to_dict()["layers"]
     {'head': {'exponent': 3}}
     """
@@ -41,7 +45,8 @@ class ModelFormat:
     layers: Mapping[str, Decoding]
     embedding_bits: int | None = None
     transform: str = "rotated"
-    format_version: int = FORMAT_VERSIONS[-1]
+    format_version: int = TRANSFORMED
+    code: str | None = None
 
     @classmethod
     def of(
@@ -54,17 +59,19 @@ class ModelFormat:
     ) -> "ModelFormat":
         """What to say of layers, given by their names in the checkpoint, most of which have this width and these
         codebooks."""
-        transform = usual_transform(version)
-        usual = Decoding(tuple(levels[bits]), 0, transform) if bits in levels else None
-        others = {name: decoding for name, decoding in decodings.items() if decoding != usual}
+        codes = Counter(each.code for each in decodings.values() if isinstance(each, TrellisDecoding))
+        code = codes.most_common(1)[0][0] if codes else None
         levels = {width: tuple(table) for width, table in levels.items()}
-        return cls(bits, levels, others, embedding_bits, transform, version)
+        said = cls(bits, levels, {}, embedding_bits, usual_transform(version), version, code)
+        usual = said._usual if code or bits in levels else None
+        return replace(said, layers={name: each for name, each in decodings.items() if each != usual})
 
     @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> "ModelFormat":
         """The inverse of ``to_dict``, of what may come from anywhere; entries of other names are ignored."""
-        version = check_version(entries.get("format_version", FORMAT_VERSIONS[-1]))
-        bits, embedding_bits = check_bits(entries.get("bits")), entries.get("embedding_bits")
+        version, code = check_version(entries.get("format_version", TRANSFORMED)), entries.get("code")
+        bits, embedding_bits = entries.get("bits"), entries.get("embedding_bits")
+        check_bits(bits) if code is None else TrellisDecoding.from_dict({"code": code}, bits, "quantization_config")
         if embedding_bits is not None:
             check_bits(embedding_bits, "embedding_bits")
         transform = check_transform(entries.get("transform", usual_transform(version)))
@@ -72,12 +79,14 @@ class ModelFormat:
         levels = {width: _recorded(table, width, f"levels[{width}]") for width, table in tables.items()}
         if (layers := entries.get("layers")) is None:
             raise ValueError("layers: found none in the quantization config, expected an object, {} if all are alike")
-        layers = mapping(layers, "layers", "{name: {'bits', 'exponent', 'levels', 'transform'}}")
-        usual = {"bits": bits, "transform": transform}
+        layers = mapping(layers, "layers", "{name: {'bits', ...}}")
+        usual = {"bits": bits, "transform": transform, "code": code}
         layers = {name: _layer(entry, usual, levels, f"layers[{name!r}]") for name, entry in layers.items()}
-        if version == 1 and (transform != "none" or any(layer.transformed for layer in layers.values())):
+        if version == PLAIN and (transform != "none" or any(layer.transformed for layer in layers.values())):
             raise ValueError("format_version: found 1, expected 2 with transformed layers")
-        return cls(bits, levels, layers, embedding_bits, transform, version)
+        if version != TRELLIS and (code or any(isinstance(layer, TrellisDecoding) for layer in layers.values())):
+            raise ValueError(f"format_version: found {version}, expected {TRELLIS} with layers that have a trellis")
+        return cls(bits, levels, layers, embedding_bits, transform, version, code)
 
     def to_dict(self) -> dict[str, Any]:
         """The entries of a file. The transform that is usual for the format version is left out: an hf_kbit that knows
@@ -85,18 +94,30 @@ class ModelFormat:
         entries = {"format_version": self.format_version, "bits": self.bits}
         entries |= {} if self.embedding_bits is None else {"embedding_bits": self.embedding_bits}
         entries |= {} if self.transform == usual_transform(self.format_version) else {"transform": self.transform}
+        entries |= {} if self.code is None else {"code": self.code}
         entries["levels"] = {bits: list(levels) for bits, levels in self.levels.items()}
         entries["layers"] = {name: self._differences(layer) for name, layer in self.layers.items()}
         return entries
 
     def _differences(self, layer: Decoding) -> dict[str, Any]:
-        usual = dict(zip(OF_LAYER, (self.bits, 0, self.levels.get(layer.bits), self.transform), strict=True))
-        found = {name: getattr(layer, name) for name in OF_LAYER if getattr(layer, name) != usual[name]}
-        return found | ({"levels": list(layer.levels)} if "levels" in found else {})
+        if isinstance(layer, TrellisDecoding):
+            found = layer.to_dict()
+            usual = {"bits": self.bits, "code": self.code}
+            return {name: value for name, value in found.items() if value != usual.get(name)}
+        usual = dict(zip(OF_SCALAR, (self.bits, 0, self.levels.get(layer.bits), self.transform), strict=True))
+        found = {name: getattr(layer, name) for name in OF_SCALAR if getattr(layer, name) != usual[name]}
+        found |= {"levels": list(layer.levels)} if "levels" in found else {}
+        return found | ({} if self.code is None else {"code": None})
+
+    @property
+    def _usual(self) -> Decoding:
+        if self.code is not None:
+            return TrellisDecoding(self.bits, self.code)
+        return ScalarDecoding(_levels_of(self.bits, self.levels), 0, self.transform)
 
     def decoding(self, name: str) -> Decoding:
         """How a layer decodes that has this name in the checkpoint; a ValueError without levels of its width."""
-        return self.layers.get(name) or Decoding(_levels_of(self.bits, self.levels), 0, self.transform)
+        return self.layers.get(name) or self._usual
 
     def digest(self) -> str:
         """SHA-256, as hexadecimal digits, of all that decides how tensors decode; docs/format.md defines the text.
@@ -107,10 +128,14 @@ class ModelFormat:
         >>> stored.digest() == ModelFormat(2, {2: (-1.0, 0.0, 0.25, 1.0)}, {}).digest()
         False
         """
-        said = self.format_version > 1
+        said = self.format_version > PLAIN
         lines = [f"bits {self.bits}"] + ([f"transform {self.transform}"] if said else [])
+        lines += [] if self.code is None else [f"code {self.code}"]
         lines += [f"levels {bits} {_hex(self.levels[bits])}" for bits in sorted(self.levels)]
         for name, layer in sorted(self.layers.items()):
+            if isinstance(layer, TrellisDecoding):
+                lines.append(f"layer {name} {layer.bits} {layer.code} {layer.block} {layer.stacked}")
+                continue
             transform = f" {layer.transform}" if said else ""
             lines.append(f"layer {name} {layer.bits} {layer.exponent} {_hex(layer.levels)}{transform}")
         return hashlib.sha256("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass")).hexdigest()
@@ -146,14 +171,18 @@ def by_width(tables: Mapping, name: str) -> dict[int, Any]:
 
 
 def _layer(entry: object, usual: dict[str, Any], levels: Mapping[int, codebooks.Levels], name: str) -> Decoding:
-    if not isinstance(entry, Mapping) or set(entry).difference(OF_LAYER):
-        found = shown(sorted(set(entry).difference(OF_LAYER)) if isinstance(entry, Mapping) else entry)
-        raise ValueError(f"{name}: found {found}, expected an object of bits, exponent, levels and transform alone")
+    code = entry.get("code", usual["code"]) if isinstance(entry, Mapping) else None
+    known = OF_SCALAR if code is None else OF_TRELLIS
+    if not isinstance(entry, Mapping) or (left := set(entry).difference(known, ["code"])):
+        found = shown(sorted(left) if isinstance(entry, Mapping) else entry)
+        raise ValueError(f"{name}: found {found}, expected an object of {', '.join(known)} alone")
+    if code is not None:
+        return TrellisDecoding.from_dict({**entry, "code": code}, entry.get("bits", usual["bits"]), name)
     bits = check_bits(entry.get("bits", usual["bits"]), f"{name}.bits")
     transform = check_transform(entry.get("transform", usual["transform"]), f"{name}.transform")
     exponent = check_exponent(entry.get("exponent", 0), transform != "none", f"{name}.exponent")
     own = _recorded(entry["levels"], bits, f"{name}.levels") if "levels" in entry else _levels_of(bits, levels)
-    return Decoding(own, exponent, transform)
+    return ScalarDecoding(own, exponent, transform)
 
 
 def _levels_of(bits: int, levels: Mapping[int, codebooks.Levels]) -> codebooks.Levels:

@@ -1,4 +1,4 @@
-"""The stored format, versions 1 and 2: what ``save_pretrained`` writes and every implementation reads.
+"""The stored form of scalar weights: what ``save_pretrained`` writes and every implementation reads.
 
 A weight ``W[N, K]`` (N out_features, K in_features) is cut along K into blocks of 32, the last one padded with zeros.
 Each block keeps one scale, its *absmax*, and 32 *codes*: indices into a *codebook* of ``2**bits`` levels.
@@ -19,10 +19,9 @@ times what the lower seven are as E4M4.
 
 import math
 
-FORMAT_VERSIONS = (1, 2)
+FORMAT_VERSIONS = PLAIN, TRANSFORMED, TRELLIS = 1, 2, 3  # the least that reads what a model has
 BITS = (2, 3, 4, 5)
 BLOCK_SIZE = 32
-ABSMAX_SUFFIX, COLUMNS_SUFFIX = "_absmax", "_columns"
 
 E4M4_BIAS, E4M4_MAX = 11, 31.0
 SE3M4_BIAS = 7

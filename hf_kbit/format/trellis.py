@@ -10,14 +10,18 @@ and there are no scales of blocks: both sides are rotated in blocks of 128, and 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
+from hf_kbit.format.decoding import Decoding, Layout
 from hf_kbit.format.transforms import butterflies
 
 BITS = tuple(range(1, 9))
 TILE, WINDOW, ROTATED = 16, 16, 128
+BLOCKS = 32, 64, ROTATED  # of rotations
 # Of a code: what a window is multiplied by, and what is added, modulo 2**32.
 CODES = {"3inst": (89226354, 64248484), "mcg": (0xCBAC1FED, 0), "mul1": (0x83DCD12D, 0)}
 # Of ``mul1``: scale and shift of the sum of four bytes, as the bits of float16.
@@ -110,11 +114,10 @@ def unpack_signs(packed: torch.Tensor) -> torch.Tensor:
     return (1 - 2 * (packed.int()[:, None] >> torch.arange(16, device=packed.device) & 1)).half().flatten()
 
 
-def rotate(x: torch.Tensor) -> torch.Tensor:
-    """``x`` times Sylvester's Hadamard matrix of 128 over its root, in blocks along the last dimension: its own
-    inverse."""
-    rows = x.reshape(-1, ROTATED).T.clone(memory_format=torch.contiguous_format)
-    return (butterflies(rows) / math.sqrt(ROTATED)).T.reshape(x.shape)
+def rotate(x: torch.Tensor, block: int = ROTATED) -> torch.Tensor:
+    """``x`` times Sylvester's Hadamard matrix over its root, in blocks along the last dimension: its own inverse."""
+    rows = x.reshape(-1, block).T.clone(memory_format=torch.contiguous_format)
+    return (butterflies(rows) / math.sqrt(block)).T.reshape(x.shape)
 
 
 def code_of(names: Mapping[str, object]) -> str:
@@ -162,3 +165,93 @@ def _scale(tensors: Mapping[str, torch.Tensor], side: str, size: int, name: str)
         dtype, expected = (str(each).removeprefix("torch.") for each in (found.dtype, wanted[0]))
         raise ValueError(f"{name}.{own}: found {dtype} {list(found.shape)}, expected {expected} [{wanted[1]}]")
     return found if own.endswith("h") else unpack_signs(found)
+
+
+# --- as the decoding of a layer -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrellisDecoding(Decoding):
+    """What turns the tensors of a trellis into a weight, besides them.
+
+    Attributes:
+        bits: 1 to 8.
+        code: of ``CODES``.
+        block: both sides are padded with zeros to multiples of it, and rotated in blocks of so many: 32, 64 or 128.
+            EXL3 has 128 alone.
+        stacked: of experts, how many matrices with scales of their own lie one below the other in each weight.
+
+    >>> TrellisDecoding(bits=3).layout((100, 256))["trellis"]
+    (torch.int16, (16, 8, 48))
+    """
+
+    kind = "trellis"
+    marks = "trellis"
+    names = "trellis", "suh", "svh"
+    transformed = True
+    keeps_inputs = "a trellis"
+
+    bits: int
+    code: str = "mul1"
+    block: int = ROTATED
+    stacked: int = 1
+
+    @property
+    def described(self) -> str:
+        return f"a trellis of code {self.code!r}"
+
+    def layout(self, shape: Sequence[int]) -> Layout:
+        *lead, rows, width = shape
+        lead = (*lead, self.stacked) if self.stacked > 1 else tuple(lead)
+        rows, width = self.padded(rows // self.stacked), self.padded(width)
+        tiles = *lead, width // TILE, rows // TILE, TILE * self.bits
+        return {
+            "trellis": (torch.int16, tiles),
+            "suh": (torch.float16, (*lead, width)),
+            "svh": (torch.float16, (*lead, rows)),
+        }
+
+    def padded(self, side: int) -> int:
+        return -(-side // self.block) * self.block
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain numbers; what is usual is left out, but for the code."""
+        usual = {"block": ROTATED, "stacked": 1}
+        return {own: value for own, value in asdict(self).items() if value != usual.get(own)}
+
+    def to_tensor(self) -> torch.Tensor:
+        """int64 ``[3]``: the number of the code, block and stacked."""
+        return torch.tensor([list(CODES).index(self.code), self.block, self.stacked])
+
+    @classmethod
+    def from_dict(cls, stored: Any, bits: int, name: str) -> "TrellisDecoding":
+        """As of ``Decoding``.
+
+        >>> decoding = TrellisDecoding(3, "mcg", block=64)
+        >>> TrellisDecoding.from_dict(decoding.to_dict(), bits=3, name="q_proj") == decoding
+        True
+        """
+        known = {"bits", "code", "block", "stacked"}
+        if not isinstance(stored, dict) or stored.keys() - known or "code" not in stored:
+            raise ValueError(f"{name}: found {stored!r}, expected code and perhaps {sorted(known - {'code'})}")
+        found = cls(**{"bits": bits, **stored})
+        expected = {"bits": (bits,), "code": tuple(CODES), "block": BLOCKS, "stacked": tuple(range(1, 9))}
+        for own, among in expected.items():
+            if (value := getattr(found, own)) not in among or isinstance(value, bool):
+                raise ValueError(f"{name}.{own}: found {value!r}, expected one of {list(among)}")
+        return found
+
+    @classmethod
+    def from_tensor(cls, stored: torch.Tensor, bits: int, name: str) -> "TrellisDecoding":
+        """The inverse of ``to_tensor``; errors as of ``from_dict``.
+
+        >>> decoding = TrellisDecoding(3, "mcg", block=64)
+        >>> TrellisDecoding.from_tensor(decoding.to_tensor(), bits=3, name="q_proj") == decoding
+        True
+        """
+        if stored.dtype != torch.int64 or stored.shape != (3,):
+            found = f"dtype {stored.dtype} and shape {list(stored.shape)}"
+            raise ValueError(f"{name}: found {found}, expected dtype torch.int64 and shape [3]")
+        code, block, stacked = stored.tolist()
+        code = list(CODES)[code] if 0 <= code < len(CODES) else code
+        return cls.from_dict({"code": code, "block": block, "stacked": stacked}, bits, name)

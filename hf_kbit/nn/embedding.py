@@ -17,7 +17,6 @@ from hf_kbit.nn.classes import twin
 from hf_kbit.nn.weight import KbitWeight, is_sharded, local
 from hf_kbit.weight.packing import DEFAULT_CODEBOOK, DEFAULT_SCALE, Recipe
 from hf_kbit.weight.tensor import KbitTensor
-from hf_kbit.weight.tensor_ops import look_up
 
 
 class KbitEmbedding(KbitWeight, nn.Embedding):
@@ -131,7 +130,7 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
             if not isinstance(local(weight), KbitTensor):  # somebody has put a dense weight into its place
                 return nn.functional.embedding(ids, self.weight, self.padding_idx)
             gathers = is_sharded(weight) and not isinstance(weight.placements[-1], Replicate)
-            return self._gathered(ids, weight) if gathers else look_up(ids, local(weight))
+            return self._gathered(ids, weight) if gathers else local(weight).look_up(ids)
         except (TypeError, ValueError) as error:
             raise self.named(error) from error
 
@@ -141,11 +140,11 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
         mesh, own = weight.device_mesh, weight._local_tensor
         mesh, (rows, width) = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh, own.matrix
         if width < self.in_features:
-            found = DTensor.from_local(look_up(ids, own), mesh, [Shard(-1)], run_check=False)
+            found = DTensor.from_local(own.look_up(ids), mesh, [Shard(-1)], run_check=False)
         else:
             # Ids that no process has stay out of range.
             elsewhere = (ids >= 0) & (ids < self.out_features) & (ids // rows != mesh.get_local_rank())
-            found = look_up((ids - mesh.get_local_rank() * rows).masked_fill(elsewhere, 0), own)
+            found = own.look_up((ids - mesh.get_local_rank() * rows).masked_fill(elsewhere, 0))
             found = found.masked_fill(elsewhere[..., None], 0)
             found = DTensor.from_local(found, mesh, [Partial()], run_check=False)
         return found.redistribute(placements=[Replicate()]).to_local()

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from hf_kbit.nn.classes import Changed, changed
 from hf_kbit.nn.product import KbitProduct
 from hf_kbit.nn.weight import local
-from hf_kbit.ops import can_round, combine_experts, gemm_experts, gemm_experts_int8, route_experts
+from hf_kbit.ops import can_round, combine_experts, gemm_experts_int8, route_experts
 from hf_kbit.weight.packing import Recipe
 from hf_kbit.weight.tensor import KbitTensor, as_parameter
 from hf_kbit.weight.tensor_ops import cast_for_autocast
@@ -61,7 +61,7 @@ class KbitProjection(KbitProduct):
     def of(cls, weight: KbitTensor, recipe: Recipe, transposed: bool) -> "KbitProjection":
         """One of a packed weight ``[E, N, K]``; ``transposed``: the model has it as ``[E, K, N]``."""
         experts, rows, width = weight.shape
-        self = cls(experts, width, rows, bits=weight.bits, device="meta", dtype=weight.dtype)
+        self = cls(experts, width, rows, device="meta", dtype=weight.dtype)
         self.recipe, self.transposed = recipe, transposed
         self.weight = weight if isinstance(weight, nn.Parameter) else as_parameter(weight)
         return self
@@ -87,17 +87,17 @@ class KbitProjection(KbitProduct):
             y = dense_product(x if rows is None else x[rows], self.weight, bias, offsets, transposed=False)
             return y if adapter is None else y + adapter(x, rows, offsets)
         rows_of_weight, in_features = parts["matrix"]
-        columns, width = parts["columns"], 2 * in_features if swiglu else in_features
+        columns, width = parts.get("columns"), 2 * in_features if swiglu else in_features
         try:
             if not x.is_floating_point() or x.shape[-1:] != (width,):
                 self.refuse(x, width)
-            x, packed = cast_for_autocast(x), (parts["words"], parts["absmax"], parts["codebook"])
+            x = cast_for_autocast(x)
             bias = None if bias is None else bias.to(x.dtype)
-            how = *packed, bias, rows, offsets, rows_of_weight, columns
             if self.inputs is None or self.training or columns is None or not can_round(x, bias):
-                y = gemm_experts(x, *how, columns is not None, swiglu)
+                y = parts["kind"].experts_product(x, parts, bias, rows, offsets, swiglu)
             else:
-                y = gemm_experts_int8(x, *how, self.find_inverses(parts), swiglu)
+                how = bias, rows, offsets, rows_of_weight, columns, self.find_inverses(parts), swiglu
+                y = gemm_experts_int8(x, parts["words"], parts["absmax"], parts["codebook"], *how)
         except (TypeError, ValueError) as error:
             raise self.named(error) from error
         return y if adapter is None else y + adapter(x, rows, offsets)

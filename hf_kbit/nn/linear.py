@@ -9,7 +9,6 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_kbit.format.decoding import DEFAULT_TRANSFORM
 from hf_kbit.nn.product import KbitProduct
-from hf_kbit.ops import product, product_int8
 from hf_kbit.weight.packing import DEFAULT_CODEBOOK, DEFAULT_SCALE
 
 
@@ -131,7 +130,7 @@ class KbitLinear(KbitProduct, nn.Linear):
         if parts is None:  # somebody has put a dense weight into its place, or a function that makes one
             return nn.functional.linear(x, self.weight, bias)
         # Under tensor parallelism a part of the weight, and x of the same part of K.
-        rows, width = parts["matrix"]
+        width = parts["matrix"][1]
         try:
             if not x.is_floating_point() or x.shape[-1:] != (width,):
                 self.refuse(x, width)
@@ -139,12 +138,9 @@ class KbitLinear(KbitProduct, nn.Linear):
                 x = x.to(torch.get_autocast_dtype(x.device.type))
             if bias is not None and bias.dtype != x.dtype:
                 bias = bias.to(x.dtype)
-            columns = parts["columns"]
-            rotated = columns is not None
-            if self.inputs is None or self.training or not rotated:
-                return product(x, parts["words"], parts["absmax"], parts["codebook"], bias, rows, columns, rotated)
-            packed = parts["words"], parts["absmax"], parts["codebook"]
-            return product_int8(x, *packed, bias, rows, columns, self.find_inverses(parts))
+            if self.inputs is None or self.training:
+                return parts["kind"].product(x, parts, bias)
+            return self.product_int8(x, parts, bias)
         except (TypeError, ValueError) as error:
             raise self.named(error) from error
 

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from hf_kbit.weight.packing import Packed
-from hf_kbit.weight.tensor import PACKED, KbitTensor
+from hf_kbit.weight.tensor import WEIGHT, KbitTensor, Packed
 
 
 class Kept(Mapping):
@@ -17,12 +16,11 @@ class Kept(Mapping):
         self._kept, self._layer = kept, layer
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        value = self._kept[name]
-        if name != PACKED[0] or isinstance(value, KbitTensor):
-            return value
+        if name != WEIGHT or isinstance(self._kept.get(name), KbitTensor):
+            return self._kept[name]
         decoding = self._layer.decoding
-        columns = self._kept[PACKED[2]] if decoding.transformed else None
-        return self._layer.as_tensor(Packed(value, self._kept[PACKED[1]], decoding, columns))
+        tensors = {own: self._kept[own] for own in decoding.layout(self._layer.shape)}
+        return self._layer.as_tensor(Packed(tensors, decoding))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._kept)

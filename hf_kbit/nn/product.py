@@ -4,7 +4,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from hf_kbit.nn.weight import KbitWeight
-from hf_kbit.ops import int8_inverses
+from hf_kbit.ops import int8_inverses, product_int8
 
 
 class KbitProduct(KbitWeight):
@@ -20,9 +20,17 @@ class KbitProduct(KbitWeight):
 
     def take_inputs(self, inputs: str | None) -> None:
         """Sets ``inputs``, if the weight is transformed, and finds what products need for it."""
-        self.inputs = inputs if self.decoding.transformed else None
+        self.inputs = None if self.decoding.keeps_inputs else inputs
         if self.inputs:
             self.find_inverses(self.parts)  # so that compiled code has them too
+
+    def product_int8(self, x: torch.Tensor, parts: dict, bias: torch.Tensor | None) -> torch.Tensor:
+        """The product of a matrix with 8-bit inputs, if it has one (``Decoding.keeps_inputs``)."""
+        columns = parts.get("columns")
+        if columns is None:
+            return parts["kind"].product(x, parts, bias)
+        packed = parts["words"], parts["absmax"], parts["codebook"]
+        return product_int8(x, *packed, bias, parts["matrix"][0], columns, self.find_inverses(parts))
 
     def find_inverses(self, parts: dict) -> torch.Tensor | None:
         """What the weight's rows are multiplied by for 8-bit inputs, kept for the next product; None where it is not

@@ -12,13 +12,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_kbit.format import codebooks
-from hf_kbit.format.decoding import DEFAULT_TRANSFORM, Decoding, check_transform, lopsided
-from hf_kbit.format.spec import FORMAT_VERSIONS, check_bits
+from hf_kbit.format.decoding import DEFAULT_TRANSFORM, Decoding, ScalarDecoding, check_transform, lopsided
+from hf_kbit.format.kinds import NAMES
+from hf_kbit.format.spec import PLAIN, TRANSFORMED, TRELLIS, check_bits
+from hf_kbit.format.trellis import TrellisDecoding
 from hf_kbit.hooks.setting import arm
 from hf_kbit.nn.classes import MEMBERS, Changed, change, changed
 from hf_kbit.nn.offload import read_kept
-from hf_kbit.weight.packing import DEFAULT_CODEBOOK, DEFAULT_SCALE, Packed, Recipe, check_scale
-from hf_kbit.weight.tensor import HOW, PACKED, KbitTensor, as_parameter
+from hf_kbit.weight import scalar, trellis  # noqa: F401  the kinds, which register themselves
+from hf_kbit.weight.packing import DEFAULT_CODEBOOK, DEFAULT_SCALE, Recipe, check_scale
+from hf_kbit.weight.tensor import HOW, WEIGHT, KbitTensor, Packed, as_parameter
 from hf_kbit.weight.tensor_ops import moving
 
 # Whether state dicts have packed weights as one value each, whoever asks for them.
@@ -36,8 +39,10 @@ def packed_layers(model: nn.Module) -> dict[str, "KbitWeight"]:
 def said_of(layers: Mapping[str, "KbitWeight"]) -> tuple[dict[str, Decoding], list[str], int]:
     """What files say of layers: how each decodes, which are tables, and the least version of the format for them."""
     tables = [name for name, layer in layers.items() if isinstance(layer, nn.Embedding)]
+    decodings = {name: layer.decoding for name, layer in layers.items()}
     newer = tables or any(layer.decoding.transformed or layer.lead for layer in layers.values())
-    return {name: layer.decoding for name, layer in layers.items()}, tables, FORMAT_VERSIONS[bool(newer)]
+    has_trellis = any(isinstance(each, TrellisDecoding) for each in decodings.values())
+    return decodings, tables, TRELLIS if has_trellis else TRANSFORMED if newer else PLAIN
 
 
 def distinct(layers: Iterable["KbitWeight"]) -> list["KbitWeight"]:
@@ -90,11 +95,11 @@ class KbitWeight(Changed, nn.Module):
     in. How it decodes is one value, ``decoding``. Of a transform (``format.transforms``) nothing is seen from
     outside.
 
-    A state dict has plain tensors, which anything saves: ``weight``, ``weight_absmax`` and, of a transformed weight,
-    ``weight_columns``, as files have them, and ``weight_decoding``, which says how they decode
-    (``Decoding.to_tensor``). Those of a weight on a GPU are copies in CPU memory. ``load_state_dict`` takes them, and
-    without the last one for a layer of the same levels, exponent and transform. With ``keep_vars=True``, on the meta
-    device, and where FSDP2 shards the model, a state dict has the ``KbitTensor`` itself, which is loaded too.
+    A state dict has plain tensors, which anything saves: those that files have (``Decoding.layout``), and
+    ``weight_decoding``, which says how they decode (``Decoding.to_tensor``). Those of a weight on a GPU are copies in
+    CPU memory. ``load_state_dict`` takes them, and without the last one for a layer that decodes alike. With
+    ``keep_vars=True``, on the meta device, and where FSDP2 shards the model, a state dict has the ``KbitTensor``
+    itself, which is loaded too.
 
     A layer of another class becomes one in place (``pack``). Of one that is made by hand, ``sizes`` are those of its
     plain class, by their names, and the other arguments are those of ``KbitLinear``.
@@ -133,7 +138,7 @@ class KbitWeight(Changed, nn.Module):
             self.lead = lead
         self.recipe = Recipe(check_scale(scale), check_transform(transform), self.recipe.balances)
         levels = codebooks.resolve(codebook, check_bits(bits), lopsided(transform, scale))
-        self.make_room(Decoding(levels, exponent, transform), dtype or torch.get_default_dtype(), device)
+        self.make_room(ScalarDecoding(levels, exponent, transform), dtype or torch.get_default_dtype(), device)
 
     # --- a layer of another class becomes one, and back ---
 
@@ -188,14 +193,6 @@ class KbitWeight(Changed, nn.Module):
         return self.decoding.bits
 
     @property
-    def levels(self) -> codebooks.Levels:
-        return self.decoding.levels
-
-    @property
-    def exponent(self) -> int:
-        return self.decoding.exponent
-
-    @property
     def dense_dtype(self) -> torch.dtype:
         """Of the weight that the layer stands for."""
         return self.weight.dtype
@@ -221,9 +218,7 @@ class KbitWeight(Changed, nn.Module):
         """What files hold of the weight, by the names that they have there."""
         return self.weight.file_tensors()
 
-    # What a state dict has besides the weight, by the names that it has there: torch looks them up in the module.
-    weight_absmax = property(lambda self: self.packed["weight_absmax"])
-    weight_columns = property(lambda self: self.packed["weight_columns"])
+    # What a state dict has besides the weight torch looks up in the module; see the end of this file for the others.
     weight_decoding = property(lambda self: self.decoding.to_tensor())
 
     def refuse(self, x: torch.Tensor, width: int) -> None:
@@ -241,7 +236,7 @@ class KbitWeight(Changed, nn.Module):
     def quantize(self, weight: torch.Tensor, name: str = "weight", columns: torch.Tensor | None = None) -> Packed:
         """What ``load_dense`` would load of a weight ``[*lead, N, K]``, on its own device; the layer stays as it is.
         Arguments and errors are those of ``packing.quantize_weight``."""
-        return self.recipe.quantize(weight, self.levels, name, columns)
+        return self.recipe.quantize(weight, self.decoding, name, columns)
 
     def load_dense(self, weight: torch.Tensor, name: str = "weight", columns: torch.Tensor | None = None) -> None:
         """Replaces the weight by the quantized ``weight`` ``[*lead, N, K]``, which decides the device too; arguments
@@ -268,7 +263,7 @@ class KbitWeight(Changed, nn.Module):
 
     def as_tensor(self, packed: Packed) -> KbitTensor:
         """A packed weight as the layer would hold it."""
-        return KbitTensor.of(packed, self.in_features, self.dense_dtype, self.reads_tiles)
+        return KbitTensor.of(packed, self.shape, self.dense_dtype, self.reads_tiles)
 
     def make_room(
         self, decoding: Decoding, dtype: torch.dtype | None = None, device: torch.device | str | None = "meta"
@@ -373,8 +368,7 @@ class KbitWeight(Changed, nn.Module):
         destination.update({prefix + name: tensor for name, tensor in stored.items()} | others)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        name = f"{prefix}weight"
-        if name in state_dict:
+        if any(prefix + own in state_dict for own in (WEIGHT, self.decoding.marks)):
             try:
                 value = self._weight_in(state_dict, prefix, local_metadata)
             except ValueError as error:
@@ -382,17 +376,17 @@ class KbitWeight(Changed, nn.Module):
             else:
                 self._load_value(value, local_metadata.get("assign_to_params_buffers", False))
         elif strict:
-            own = PACKED[:1] if self._is_one_value() else (*PACKED[: 3 if self.decoding.transformed else 2], HOW)
+            own = [WEIGHT] if self._is_one_value() else [*self.decoding.layout(self.shape), HOW]
             missing += [prefix + each for each in own]
-        rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in (*PACKED, HOW)}
+        rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in self._own_names}
         with self._without_weight():
             super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing, unexpected, errors)
 
     def _weight_in(self, state_dict, prefix: str, metadata) -> torch.Tensor:
         """The weight that a state dict has whole, as shards, or as the tensors of a file."""
-        name = f"{prefix}weight"
-        given = _received(state_dict[name], local(self.weight))
-        if isinstance(local(given), KbitTensor):
+        name = f"{prefix}{WEIGHT}"
+        given = _received(state_dict[name], local(self.weight)) if name in state_dict else None
+        if given is not None and isinstance(local(given), KbitTensor):
             if given.shape != self.weight.shape:
                 raise ValueError(f"{name}: found shape {list(given.shape)}, expected {list(self.weight.shape)}")
             return given
@@ -402,17 +396,16 @@ class KbitWeight(Changed, nn.Module):
                 "is sharded: load before sharding, or give set_model_state_dict a state_dict(keep_vars=True)"
             )
         decoding = self._decoding_in(state_dict, prefix, metadata)
-        expected = KbitTensor.empty(
-            self.weight.shape, decoding or self.decoding, self.dense_dtype, "meta"
-        ).file_tensors()
-        tensors = [state_dict.get(prefix + own) for own in PACKED]
-        for own, tensor in zip(PACKED, tensors, strict=True):
-            found, wanted = _kind(tensor), _kind(expected.get(own))
-            if found != wanted:
+        layout, tensors = (decoding or self.decoding).layout(self.weight.shape), {}
+        for own in (decoding or self.decoding).names:
+            tensor, expected = state_dict.get(prefix + own), layout.get(own)
+            wanted = "none" if expected is None else f"dtype {expected[0]} and shape {[*expected[1]]}"
+            if (found := _kind(tensor)) != wanted:
                 # nn.Module would copy any dtype into ours: floats cut to integers, without a word.
                 raise ValueError(f"{prefix + own}: found {found}, expected {wanted}")
-        planes, absmax, columns = tensors
-        if decoding is None and not self._holds(planes):
+            tensors |= {own: tensor} if expected else {}
+        made = self.as_tensor(Packed(tensors, decoding or self.decoding))
+        if decoding is None and not self._holds(made):
             # Of the same words for each layer: so it is shown once.
             warnings.warn(
                 f"load_state_dict: found packed weights without {HOW}, which says how they decode, and kept the "
@@ -420,21 +413,27 @@ class KbitWeight(Changed, nn.Module):
                 "a state dict that a quantized model has made, or load by from_pretrained or hf_kbit.load_into",
                 stacklevel=2,
             )
-        made = self.as_tensor(Packed(planes, absmax, decoding or self.decoding, columns))
         return made if self.weight.is_meta else made.moved(self.weight.device)
 
     def _decoding_in(self, state_dict, prefix: str, metadata) -> Decoding | None:
         """What a state dict says of how its tensors decode; one of hf_kbit 0.1.0 says it in its metadata."""
         how = state_dict.get(prefix + HOW)
         if how is not None and not how.is_meta:
-            return Decoding.from_tensor(how, self.bits, prefix + HOW)
-        return Decoding.from_dict(metadata[DECODING], self.bits, f"{prefix}weight") if DECODING in metadata else None
+            return type(self.decoding).from_tensor(how, self.bits, prefix + HOW)
+        if DECODING in metadata:
+            return ScalarDecoding.from_dict(metadata[DECODING], self.bits, f"{prefix}weight")
+        return None
 
-    def _holds(self, words: torch.Tensor) -> bool:
+    @property
+    def _own_names(self) -> tuple[str, ...]:
+        """What a state dict may call what belongs to the weight."""
+        return (WEIGHT, *self.decoding.names, HOW)
+
+    def _holds(self, made: KbitTensor) -> bool:
         """Whether the weight is this one already, as where a training goes on, or may have been before it was moved to
         the meta device, as where accelerate shards a model."""
-        own = local(self.weight)
-        return own.is_meta or words.is_meta or torch.equal(own.planes().words, local(words).to(own.device))
+        own, words = local(self.weight), made.as_stored().words
+        return own.is_meta or words.is_meta or torch.equal(own.as_stored().words, words.to(own.device))
 
     def _load_value(self, value: torch.Tensor, assign: bool) -> None:
         if assign or is_sharded(self.weight) or self.weight.is_meta != value.is_meta:
@@ -456,3 +455,8 @@ class KbitWeight(Changed, nn.Module):
         arm()
         super().__setstate__(state)
         self._take(self.weight)
+
+
+for _name in NAMES:
+    if _name != WEIGHT:
+        setattr(KbitWeight, _name, property(lambda self, name=_name: self.packed[name]))

@@ -9,10 +9,10 @@ from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_kbit.format import codebooks
-from hf_kbit.format.decoding import DEFAULT_TRANSFORM, Decoding, check_transform, lopsided
+from hf_kbit.format.decoding import DEFAULT_TRANSFORM, Decoding, ScalarDecoding, check_transform, lopsided
 from hf_kbit.format.errors import shown
 from hf_kbit.format.model import ENTRIES, ModelFormat, by_width, check_version, mapping
-from hf_kbit.format.spec import BITS, FORMAT_VERSIONS, check_bits
+from hf_kbit.format.spec import BITS, TRANSFORMED, check_bits
 from hf_kbit.plan.patterns import Patterns
 from hf_kbit.weight.packing import DEFAULT_CODEBOOK, DEFAULT_SCALE, check_scale
 
@@ -161,8 +161,8 @@ class KbitConfig(QuantizationConfigMixin):
         expected = [*dict.fromkeys((*(f.name for f in fields(cls) if f.name != "stored"), *ENTRIES))]
         if unknown := [key for key in given if key not in expected]:
             raise ValueError(f"quantization_config: found {shown(unknown)}, expected none but {expected}")
-        check_version(given.get("format_version", FORMAT_VERSIONS[-1]))
-        if not all(given.get(name) in (None, {}) for name in ("levels", "layers")):
+        check_version(given.get("format_version", TRANSFORMED))
+        if not all(given.get(name) in (None, {}) for name in ("levels", "layers", "code")):
             stored = ModelFormat.from_dict({"bits": cls.bits, **given})
             made = {"codebook": "normal_float", "scale": "absmax"}
             given = {**made, **given, "transform": stored.transform, "stored": stored}
@@ -200,6 +200,10 @@ class KbitConfig(QuantizationConfigMixin):
             return self.stored.levels[bits]
         codebook = self.codebook[bits] if isinstance(self.codebook, Mapping) else self.codebook
         return codebooks.resolve(codebook, bits, lopsided(self.transform, self.scale))
+
+    def decoding(self, bits: int) -> Decoding:
+        """How weights of so many bits are to decode, before one is seen."""
+        return ScalarDecoding(self.levels_for(bits), 0, self.transform)
 
     def record(self, decodings: Mapping[str, Decoding], tables: Collection[str], version: int) -> None:
         """Writes into ``stored`` how layers decode, given by their names in the checkpoint, some of which are those of

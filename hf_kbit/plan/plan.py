@@ -13,8 +13,8 @@ from hf_kbit.nn.site import Site, empty, pack
 from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.plan.config import KbitConfig
 from hf_kbit.weight import dynamic_range
-from hf_kbit.weight.packing import Packed, Recipe
-from hf_kbit.weight.tensor import KbitTensor
+from hf_kbit.weight.packing import Recipe
+from hf_kbit.weight.tensor import KbitTensor, Packed
 
 SHOWN_AFTER = 3  # seconds, the bar
 
@@ -82,7 +82,7 @@ class Plan:
     def put(self, name: str, packed: Packed) -> None:
         """Packs a layer, and all that is tied to it, where its dense weight is, unless that is on the meta device."""
         site = self.sites[name]
-        weight = KbitTensor.of(packed, site.shape[-1], site.weight.dtype, site.kind.reads_tiles)
+        weight = KbitTensor.of(packed, site.shape, site.weight.dtype, site.kind.reads_tiles)
         pack(site, weight if site.weight.is_meta else weight.moved(site.weight.device), self.recipe(name))
         if packed.untransformed:
             self.outcome.untransformed[name] = packed.untransformed
@@ -123,5 +123,5 @@ def leave_lost(plan: Plan, device: torch.device | str) -> None:
 
 def _quantized(plan: Plan, name: str, device: torch.device | str):
     site = plan.sites[name]
-    weight, levels = site.turned(site.weight.to(device)), plan.decodings[name].levels
-    return plan.recipe(name).quantize(weight, levels, f"{name}.weight")
+    weight = site.turned(site.weight.to(device))
+    return plan.recipe(name).quantize(weight, plan.decodings[name], f"{name}.weight")

@@ -9,7 +9,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
-from hf_kbit.format.decoding import Decoding
 from hf_kbit.format.errors import refuse, shown
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.site import Site, obstacle, sites
@@ -117,7 +116,7 @@ class Packable:
 
     def plan(self, config: KbitConfig, widths: Mapping[str, int]) -> Plan:
         """To quantize what was chosen, in these widths."""
-        decodings = {name: Decoding(config.levels_for(bits), 0, config.transform) for name, bits in widths.items()}
+        decodings = {name: config.decoding(bits) for name, bits in widths.items()}
         return Plan(self.model, self.sites, decodings, config, self.ties, Outcome(self.told(widths)))
 
     def stored(self, config: KbitConfig, packed: Mapping[str, str]) -> Plan:

@@ -92,14 +92,14 @@ def _of_blocks(weight: torch.Tensor) -> torch.Tensor:
 
 
 def in_float16(packed, in_features: int) -> bool:
-    """Whether float16 holds all that a weight, a ``packing.Packed``, decodes to, and what is stored for it."""
-    planes, absmax, decoding, columns, *_ = packed
+    """Whether float16 holds all that a scalar weight, a ``tensor.Packed``, decodes to, and what is stored for it."""
+    (planes, absmax, *columns), decoding = packed.tensors.values(), packed.decoding
     codebook, step = decoding.codebook(planes.device), max(_SLICE // in_features, 1)
     stored = decode_scales(absmax.unique(), decoding.transformed).abs().max() * codebook.abs().max()
     if stored > LARGEST_FLOAT16:
         return False
     for part in zip(planes.flatten(0, -2).split(step), absmax.flatten(0, -2).split(step), strict=True):
-        how = codebook, [len(part[0]), in_features], torch.float32, columns, decoding.transformed
+        how = codebook, [len(part[0]), in_features], torch.float32, *(columns or [None]), decoding.transformed
         if torch.ops.hf_kbit.dequantize(*part, *how).abs().max() > LARGEST_FLOAT16:
             return False
     return True

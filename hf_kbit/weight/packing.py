@@ -4,25 +4,23 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from hf_kbit.format import codebooks
 from hf_kbit.format.codebooks import Levels, bits_of
-from hf_kbit.format.decoding import DEFAULT_TRANSFORM, Decoding
+from hf_kbit.format.decoding import ABSMAX, DEFAULT_TRANSFORM, Decoding, ScalarDecoding
 from hf_kbit.format.reference import decode_e4m4, row_slices
 from hf_kbit.format.spec import (
     BLOCK_SIZE,
-    absmax_shape,
     encode_e4m4,
     layer_exponent,
     num_blocks,
-    weight_shape,
 )
 from hf_kbit.format.transforms import to_stored
 from hf_kbit.weight import dynamic_range
 from hf_kbit.weight.balance import balance, largest_magnitude
+from hf_kbit.weight.tensor import KINDS, Packed
 
 SCALES = ("absmax", "search")
 DEFAULT_CODEBOOK, DEFAULT_SCALE = "optimal", "search"  # made for each other
@@ -41,20 +39,13 @@ AT_A_TIME = 1 << 17  # weights: so many are mostly enough to tell that none does
 _SLICE_ON_CPU, _SLICE = 1 << 20, 1 << 25
 
 
-class Packed(NamedTuple):
-    """A weight in the stored form: int32 planes ``[*, N, B * bits]``, uint8 scales ``[*, N, B]``, how they decode, and
-    uint8 column scales ``[K]`` where the weight is transformed.
-
-    Of a weight that was quantized there is besides, in words and mostly empty: why it is not transformed as it was to
-    be (``untransformed``), and what even so its scales do not hold (``lost``).
-    """
-
-    planes: torch.Tensor
-    absmax: torch.Tensor
-    decoding: Decoding
-    columns: torch.Tensor | None = None
-    untransformed: str = ""
-    lost: str = ""
+def of_planes(
+    planes: torch.Tensor, absmax: torch.Tensor, decoding: ScalarDecoding, columns: torch.Tensor | None = None
+) -> Packed:
+    """A scalar weight: int32 planes ``[*, N, B * bits]``, uint8 scales ``[*, N, B]`` and, where it is transformed,
+    uint8 column scales ``[K]``."""
+    tensors = zip(decoding.names, (planes, absmax, columns), strict=True)
+    return Packed({name: tensor for name, tensor in tensors if tensor is not None}, decoding)
 
 
 class Rows:
@@ -132,8 +123,13 @@ class Recipe:
     transform: str = DEFAULT_TRANSFORM
     balances: bool = True
 
-    def quantize(self, weight: torch.Tensor, levels: codebooks.Levels, name: str, columns=None) -> Packed:
-        """A weight ``[*lead, N, K]`` quantized so, on its own device; the rest is as for ``quantize_weight``."""
+    def quantize(self, weight: torch.Tensor, decoding: Decoding, name: str, columns=None) -> Packed:
+        """A weight ``[*lead, N, K]`` quantized so, on its own device, to decode about so. ``columns``: as for
+        ``quantize_weight``, for a scalar weight."""
+        return KINDS[type(decoding)].quantize(weight, decoding, self, name, columns)
+
+    def quantize_scalar(self, weight: torch.Tensor, levels: Levels, name: str, columns=None) -> Packed:
+        """A scalar weight; the rest is as for ``quantize_weight``."""
         if columns is None and not self.balances:
             columns = torch.full(weight.shape[-1:], encode_e4m4(1.0), dtype=torch.uint8, device=weight.device)
         search = self.scale == "search"
@@ -166,14 +162,14 @@ def quantize_weight(
         ValueError: the weight holds NaN or infinity, or is so large that float32 cannot hold what it decodes to.
 
     >>> packed = quantize_weight(torch.rand(4, 64), codebooks.normal_float(3), search=True)
-    >>> packed.planes.shape, packed.absmax.shape, packed.decoding.exponent
-    (torch.Size([4, 6]), torch.Size([4, 2]), 0)
+    >>> [tensor.shape for tensor in packed.tensors.values()], packed.decoding.exponent
+    ([torch.Size([4, 6]), torch.Size([4, 2])], 0)
     """
     plain = stored = Rows(weight, None, name)
     if plain.largest <= MOST_TO_TRANSFORM and transform != "none":
         stored = Rows(weight, balance(weight) if columns is None else columns, name)
     # What nearly every weight turns out to need, tried while its largest magnitude is found: transforming takes time.
-    usual = Decoding(levels, 0, "none" if stored.columns is None else "rotated")
+    usual = ScalarDecoding(levels, 0, "none" if stored.columns is None else "rotated")
     packed = _quantize(stored, usual, search)
     decoding = _choose_decoding(stored, levels)
     if decoding != usual:
@@ -187,13 +183,13 @@ def quantize_weight(
     return packed._replace(untransformed="" if wider is stored else why, lost=lost)
 
 
-def _choose_decoding(stored: Rows, levels: Levels, widest: bool = False) -> Decoding:
+def _choose_decoding(stored: Rows, levels: Levels, widest: bool = False) -> ScalarDecoding:
     """How a weight will decode; ``widest``: the exponent is to leave the most room below the largest scale."""
     transform = "none" if stored.columns is None else "rotated"
     signed = levels == codebooks.optimal(bits_of(len(levels)), signed=True)
     if signed and (transform == "none" or _stands_out(stored)):
         levels = codebooks.optimal(bits_of(len(levels)))
-    return Decoding(levels, layer_exponent(stored.largest, transform != "none", widest), transform)
+    return ScalarDecoding(levels, layer_exponent(stored.largest, transform != "none", widest), transform)
 
 
 def _stands_out(stored: Rows) -> bool:
@@ -213,7 +209,8 @@ def _stands_out(stored: Rows) -> bool:
 def _out_of_range(plain: Rows, packed: Packed, coarse: bool = False) -> str:
     """What the scales of a packed weight do not hold of the weight, in words; "" if they hold all of it. What is
     ``coarse`` costs less than the transform does, and nothing where another exponent mends it."""
-    if lost := dynamic_range.lost_rows(plain.original, packed.absmax, packed.decoding.transformed, coarse):
+    absmax = packed.tensors[ABSMAX]
+    if lost := dynamic_range.lost_rows(plain.original, absmax, packed.decoding.transformed, coarse):
         return f"{lost} are too small beside its largest weight for one exponent"
     large = dynamic_range.FAR_FROM_LARGEST < plain.largest <= dynamic_range.LARGEST_FLOAT16
     if large and not dynamic_range.in_float16(packed, plain.shape[-1]):
@@ -221,14 +218,12 @@ def _out_of_range(plain: Rows, packed: Packed, coarse: bool = False) -> str:
     return ""
 
 
-def _quantize(stored: Rows, decoding: Decoding, search: bool) -> Packed:
-    *lead, out_features, in_features = stored.shape
-    words = (*lead, *weight_shape(out_features, in_features, decoding.bits))
-    planes = torch.empty(words, dtype=torch.int32, device=stored.device)
-    absmax = torch.empty((*lead, *absmax_shape(out_features, in_features)), dtype=torch.uint8, device=stored.device)
+def _quantize(stored: Rows, decoding: ScalarDecoding, search: bool) -> Packed:
+    layout = decoding.layout(stored.shape)
+    planes, absmax = (torch.empty(size, dtype=own, device=stored.device) for own, size in list(layout.values())[:2])
     codebook, first = decoding.codebook(stored.device), 0
     for part in stored:
         rows = slice(first, first := first + len(part))
         quantized = torch.ops.hf_kbit.quantize(part, codebook, search, decoding.transformed)
         planes.flatten(0, -2)[rows], absmax.flatten(0, -2)[rows] = quantized
-    return Packed(planes, absmax, decoding, stored.columns)
+    return of_planes(planes, absmax, decoding, stored.columns)

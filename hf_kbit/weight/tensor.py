@@ -1,41 +1,46 @@
 """KbitTensor: a packed weight as one value, which code that knows nothing of it takes for a dense one.
 
-To others it has the shape ``[*lead, N, K]`` of the weight, and the dtype that it is computed in. Inside there are the
-packed words, scales, codebook and column scales, which kernels read. ``tensor_ops.py`` says what the functions of
-torch do with it: some keep it packed, others get the decoded weight, and what would write into it is refused.
+To others it has the shape ``[*lead, N, K]`` of the weight, and the dtype that it is computed in. Inside there are
+tensors that kernels read. Which ones, and what is done with them, its class says: one for each kind of weight
+(``scalar.py``, ``trellis.py``). ``tensor_ops.py`` says what the functions of torch do with it: some keep it packed,
+others get the decoded weight, and what would write into it is refused.
 """
 
 import hashlib
 import itertools
 import math
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_kbit.format import reference
 from hf_kbit.format.decoding import Decoding
-from hf_kbit.format.reference import TILE_ROWS
-from hf_kbit.format.spec import absmax_shape, num_blocks, weight_shape
-from hf_kbit.ops import native
 from hf_kbit.weight.decoded import OF_MEMORY, Decoded, plain, refuse_writes, wrapper
-from hf_kbit.weight.packing import Packed
 
-INNER = ("words", "absmax", "codebook", "columns")
-PACKED = ("weight", "weight_absmax", "weight_columns")  # what files call words, scales and column scales
-HOW = "weight_decoding"  # in state dicts besides: how they decode, which files of save_pretrained have in their config
-MARK = 8  # bytes in front of a row that is sent as floats
+WEIGHT = "weight"  # what layers call it
+HOW = "weight_decoding"  # in state dicts besides: how it decodes, which files of save_pretrained have in their config
+MARK = 8  # bytes that tell what is sent as floats
 # What functions and ops of torch do with a packed weight; tensor_ops.py fills both.
 FUNCTIONS: dict[Any, Any] = {}
 OPS: dict[Any, Any] = {}
+KINDS: dict[type[Decoding], type["KbitTensor"]] = {}
 
 
-def reads_tiles(device: torch.device) -> bool:
-    """Whether the kernels of a device read tiles."""
-    return device.type == "cuda" and native.library("cuda").loaded
+class Packed(NamedTuple):
+    """A weight in the stored form: its tensors by their names in files (``Decoding.layout``), and how they decode.
+
+    Of a weight that was quantized there is besides, in words and mostly empty: why it is not transformed as it was to
+    be (``untransformed``), and what even so its scales do not hold (``lost``).
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    decoding: Decoding
+    untransformed: str = ""
+    lost: str = ""
 
 
 class Form:
@@ -48,7 +53,8 @@ class Form:
         if key not in cls._known:
             self = cls._known[key] = object.__new__(cls)
             self.decoding, self.matrix, self.dtype, self.tiles = key
-            self.names = list(INNER if decoding.transformed else INNER[:3])
+            self.kind = KINDS[type(decoding)]
+            self.names = self.kind.inner(decoding)
         return cls._known[key]
 
     def __reduce__(self):
@@ -56,22 +62,24 @@ class Form:
 
 
 class KbitTensor(torch.Tensor):
-    """A frozen weight of 2, 3, 4 or 5 bits, of one matrix or of several that have their input in common.
+    """A frozen weight of few bits, of one matrix or of several that have their input in common.
 
     ``shape``, ``dtype``, ``device`` and ``numel()`` are those of the weight that it stands for. Reading functions of
     torch give what they give for the decoded weight; ``F.linear`` and ``F.embedding`` run the kernels. Writing raises.
 
-    On a GPU the words and scales are the tiles that kernels read, made once when the weight arrives there, and turned
-    back when it moves away. Copies, pickles and files have the stored form. A parameter of a table of embeddings stays
-    in the stored form, unless a product reads it too (``tiles``).
+    Copies, pickles and files have the stored form. A device may have another one, made once when the weight arrives
+    there, and turned back when it moves away.
+
+    A kind of weight is a class derived from this one, which says how its tensors lie, are cut, joined, sent, decoded
+    and multiplied by.
 
     Attributes:
         parts: a dictionary, which the layer that has the weight reads too. Whatever replaces the weight changes it in
-            place: ``words``, int32 ``[*lead, N, B * bits]`` or tiles; ``absmax``, uint8 ``[*lead, N, B]`` or tiles;
-            ``codebook``, float32 ``[2**bits]``; ``columns``, uint8 ``[K]`` or None; ``matrix``, ``(N, K)``; where a
-            layer has found it of these words and scales, ``inverses`` (``ops.int8_inverses``), which no copy has.
-        decoding: levels, exponent, and whether the weight is transformed.
-        tiles: whether a GPU holds tiles.
+            place: ``words``, which hold the codes; other tensors of the kind; ``matrix``, ``(N, K)``; ``kind``, the
+            class; and what a layer has found of these, which no copy has.
+        decoding: how it decodes.
+        tiles: whether a GPU may have a form of its own for products. A table of embeddings stays in the stored form,
+            unless a product reads it too.
 
     >>> from hf_kbit import KbitLinear
     >>> weight = KbitLinear.from_linear(nn.Linear(100, 64), bits=3).weight
@@ -81,12 +89,17 @@ class KbitTensor(torch.Tensor):
     (torch.Size([100, 64]), torch.Size([2, 64]))
     """
 
+    decodes: type[Decoding]
+    files: Mapping[str, str]  # names that tensors have in files, by those that they have in ``parts``
+    column_unit: int  # in_features between which a matrix can be cut
+
     words = property(lambda self: self.parts["words"])
-    absmax = property(lambda self: self.parts["absmax"])
-    codebook = property(lambda self: self.parts["codebook"])
-    columns = property(lambda self: self.parts["columns"])
     matrix = property(lambda self: self.parts["matrix"])
     qualified_name = "weight"  # in the model, where a layer has told it: errors begin with it
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        KINDS[cls.decodes] = cls
 
     @staticmethod
     def __new__(cls, data, parts=None, decoding=None, dtype=None, tiles=True, *, requires_grad=False):
@@ -105,18 +118,15 @@ class KbitTensor(torch.Tensor):
     def __init__(self, *args, **kwargs):
         pass
 
-    @classmethod
-    def of(cls, packed: Packed, in_features: int, dtype: torch.dtype, tiles: bool = True) -> "KbitTensor":
-        """A weight ``[*lead, N, in_features]`` of packed tensors, where these are; on a GPU they become ``tiles``."""
-        device, decoding = packed.planes.device, packed.decoding
-        *lead, rows, _ = packed.planes.shape
-        parts = {"words": packed.planes, "absmax": packed.absmax, "codebook": decoding.codebook(device)}
-        parts |= {"columns": packed.columns, "matrix": (rows, in_features)}
-        return cls((*lead, rows, in_features), parts, decoding, dtype, tiles).settled()
+    @staticmethod
+    def of(packed: Packed, shape: Sequence[int], dtype: torch.dtype, tiles: bool = True) -> "KbitTensor":
+        """A weight ``[*lead, N, K]`` of packed tensors, where these are, in the form that is read there."""
+        kind = KINDS[type(packed.decoding)]
+        parts = {"kind": kind, "matrix": tuple(shape[-2:]), **kind.parts_of(packed.tensors, packed.decoding)}
+        return kind(tuple(shape), parts, packed.decoding, dtype, tiles).settled()
 
-    @classmethod
+    @staticmethod
     def empty(
-        cls,
         shape: tuple[int, ...],
         decoding: Decoding,
         dtype: torch.dtype,
@@ -124,18 +134,16 @@ class KbitTensor(torch.Tensor):
         tiles: bool = True,
     ) -> "KbitTensor":
         """A weight ``[*lead, N, K]`` of zeros."""
-        *lead, rows, width = shape
-        planes = torch.zeros((*lead, *weight_shape(rows, width, decoding.bits)), dtype=torch.int32, device=device)
-        absmax = torch.zeros((*lead, *absmax_shape(rows, width)), dtype=torch.uint8, device=device)
-        columns = torch.zeros(width, dtype=torch.uint8, device=device) if decoding.transformed else None
-        return cls.of(Packed(planes, absmax, decoding, columns), width, dtype, tiles)
+        layout = decoding.layout(shape).items()
+        tensors = {name: torch.zeros(size, dtype=own, device=device) for name, (own, size) in layout}
+        return KbitTensor.of(Packed(tensors, decoding), shape, dtype, tiles)
 
     def like(self, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None, **parts) -> "KbitTensor":
         """Another weight that decodes as this one, with some of the ``parts`` replaced; it shares the others."""
         form = self.form
         parts = {**self.parts, **parts}
         parts.pop("inverses", None)
-        made = KbitTensor(
+        made = form.kind(
             self.outer_shape if shape is None else shape, parts, form.decoding, dtype or form.dtype, form.tiles
         )
         made.qualified_name = self.qualified_name
@@ -145,6 +153,78 @@ class KbitTensor(torch.Tensor):
         """``like``, of what a function makes of each of the tensors."""
         made = {name: fn(self.parts[name]) for name in self.form.names}
         return self.like(**made, **parts)
+
+    # --- what a kind says ---
+
+    @classmethod
+    @abstractmethod
+    def inner(cls, decoding: Decoding) -> list[str]:
+        """Names of the tensors in ``parts`` of a weight that decodes so."""
+
+    @classmethod
+    @abstractmethod
+    def parts_of(cls, tensors: Mapping[str, torch.Tensor], decoding: Decoding) -> dict[str, torch.Tensor | None]:
+        """These, of tensors as files have them."""
+
+    @property
+    @abstractmethod
+    def lead(self) -> tuple[int, ...]:
+        """Of the matrices."""
+
+    @staticmethod
+    @abstractmethod
+    def quantize(weight: torch.Tensor, decoding: Decoding, recipe, name: str, columns=None) -> Packed:
+        """A weight of floats ``[*lead, N, K]`` as one of this kind (``packing.Recipe``)."""
+
+    @abstractmethod
+    def decoded(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight ``[*lead, N, K]``."""
+
+    @staticmethod
+    @abstractmethod
+    def product(x: torch.Tensor, parts: dict, bias: torch.Tensor | None) -> torch.Tensor:
+        """``x @ W.T + bias`` of a matrix, differentiable in both."""
+
+    @staticmethod
+    @abstractmethod
+    def experts_product(x, parts: dict, bias, rows, offsets, swiglu: bool) -> torch.Tensor:
+        """As of ``ops.gemm_experts``."""
+
+    @abstractmethod
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a table, of which those asked for are decoded and no others."""
+
+    @abstractmethod
+    def rows(self, dim: int, start: int, stop: int) -> "KbitTensor":
+        """Some of the matrices, or of the rows of each; NotImplemented where they cannot be cut there."""
+
+    @abstractmethod
+    def matrix_at(self, index: int) -> "KbitTensor":
+        """One of the matrices."""
+
+    @abstractmethod
+    def cut_columns(self, start: int, stop: int) -> "KbitTensor":
+        """A part of the in_features, between multiples of ``column_unit``."""
+
+    @abstractmethod
+    def picked(self, dim: int, index: torch.Tensor) -> "KbitTensor":
+        """Rows or matrices in another order; NotImplemented where they cannot be apart."""
+
+    @abstractmethod
+    def joined(self, others: Sequence["KbitTensor"], dim: int) -> "KbitTensor":
+        """With other weights that decode alike behind it along a dimension; NotImplemented where that is none."""
+
+    @abstractmethod
+    def padded(self, missing: int) -> "KbitTensor":
+        """With so many rows, or matrices, of zeros behind it."""
+
+    @abstractmethod
+    def room(self, size: Sequence[int], device: torch.device | None) -> "KbitTensor":
+        """One for other rows or matrices, of which ``size`` is the shape."""
+
+    @abstractmethod
+    def gathered(self, gather) -> "KbitTensor":
+        """What all processes have, one below the other; ``gather`` does that with a tensor."""
 
     # --- what it is; ``shape`` and ``dtype`` ask __torch_function__ each time ---
 
@@ -163,37 +243,29 @@ class KbitTensor(torch.Tensor):
         return self.decoding.bits
 
     @property
-    def lead(self) -> tuple[int, ...]:
-        return tuple(self.words.shape[: -5 if self.is_tiled else -2])
-
-    @property
     def whole_shape(self) -> tuple[int, ...]:
         """``[*lead, N, K]``, also while FSDP2 shows the weight flat."""
         return (*self.lead, *self.matrix)
 
     @property
     def nbytes_packed(self) -> int:
-        """Of words and scales; the codebook is the same for many."""
-        return sum(self.parts[name].nbytes for name in self.form.names if name != "codebook")
+        """Of what files have of it."""
+        return sum(self.parts[name].nbytes for name in self.form.names if name in self.files)
 
     # --- forms ---
 
     @property
     def is_tiled(self) -> bool:
-        return reference.is_tiled(self.words, self.absmax, self.bits)
-
-    def _repacked(self, inverse: bool) -> "KbitTensor":
-        words, absmax = torch.ops.hf_kbit.repack(self.words, self.absmax, self.bits, list(self.matrix), inverse)
-        return self.like(words=words, absmax=absmax)
+        """Whether it has a form of its device's own."""
+        return False
 
     def settled(self) -> "KbitTensor":
         """The weight in the form that its device reads."""
-        wanted = self.tiles and reads_tiles(self.words.device)
-        return self._repacked(inverse=False) if wanted and not self.is_tiled else self
+        return self
 
-    def planes(self) -> "KbitTensor":
+    def as_stored(self) -> "KbitTensor":
         """The weight in the stored form, where it is."""
-        return self._repacked(inverse=True) if self.is_tiled else self
+        return self
 
     @property
     def decoding_tensor(self) -> torch.Tensor:
@@ -205,13 +277,9 @@ class KbitTensor(torch.Tensor):
 
     def file_tensors(self, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
         """What files hold of it, by the names that they have there; on a device, or on its own."""
-        planes = self.planes()
-        tensors = planes.words, planes.absmax, planes.columns
-        return {
-            name: tensor if device is None else tensor.to(device)
-            for name, tensor in zip(PACKED, tensors, strict=True)
-            if tensor is not None
-        }
+        stored = self.as_stored()
+        tensors = {name: stored.parts[own] for own, name in self.files.items() if stored.parts[own] is not None}
+        return {name: tensor if device is None else tensor.to(device) for name, tensor in tensors.items()}
 
     def copies(self) -> dict[str, torch.Tensor]:
         """``file_tensors``, copied into CPU memory, for a GPU may have no room for them; the same ones again for as
@@ -219,19 +287,17 @@ class KbitTensor(torch.Tensor):
         words, kept = getattr(self, "_copies", (lambda: None, {}))
         held = {name: copy() for name, copy in kept.items()}
         if words() is not self.words or any(tensor is None for tensor in held.values()):
-            held = self.planes().each(lambda tensor: tensor.to("cpu", copy=True)).file_tensors()
+            held = self.as_stored().each(lambda tensor: tensor.to("cpu", copy=True)).file_tensors()
             copies = {name: weakref.ref(tensor) for name, tensor in held.items()}
             self._copies = weakref.ref(self.words), copies
         return held
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The decoded weight, in ``dtype`` or in its own."""
-        form, parts = self.form, self.parts
+        dtype = dtype or self.form.dtype
         if not math.prod(self.outer_shape):
-            return torch.empty(self.outer_shape, dtype=dtype or form.dtype, device=parts["words"].device)
-        how = parts["codebook"], list(parts["matrix"]), dtype or form.dtype, parts["columns"]
-        made = torch.ops.hf_kbit.dequantize(parts["words"], parts["absmax"], *how, form.decoding.transformed)
-        return made.view(self.outer_shape)
+            return torch.empty(self.outer_shape, dtype=dtype, device=self.words.device)
+        return self.decoded(dtype).view(self.outer_shape)
 
     def matrices(self, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
         """The decoded matrices ``[N, K]``, one after another, with memory for one."""
@@ -243,13 +309,12 @@ class KbitTensor(torch.Tensor):
         device = torch.device(device)
         if device == self.words.device:
             return self.like(dtype=dtype)
-        made = self.planes().each(lambda tensor: tensor.to(device), dtype=dtype)
-        if self.words.is_meta:
-            made.parts["codebook"] = self.decoding.codebook(device)
-        return made.settled()
+        return self.as_stored().each(lambda tensor: tensor.to(device), dtype=dtype).settled()
 
     def replace(self, other: "KbitTensor") -> None:
         """Takes over another weight in place: all that have this one have the other from now on."""
+        if self.parts["kind"] is not other.parts["kind"]:
+            raise ValueError(f"{self.qualified_name}: found {other}, expected {self}, a weight of the same kind")
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.data.__set__(self, other)
         self.parts.pop("inverses", None)
@@ -264,8 +329,9 @@ class KbitTensor(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner, form, outer_size, outer_stride):
-        parts = {"columns": None, **inner, "matrix": form.matrix}
-        return KbitTensor(outer_size, parts, form.decoding, form.dtype, form.tiles)
+        others = dict.fromkeys(form.kind.files.keys() - inner.keys())
+        parts = {"kind": form.kind, "matrix": form.matrix, **others, **inner}
+        return form.kind(outer_size, parts, form.decoding, form.dtype, form.tiles)
 
     def __repr__(self, *, tensor_contents=None):
         form = self.form
@@ -273,11 +339,9 @@ class KbitTensor(torch.Tensor):
         return f"KbitTensor({what})"
 
     def __reduce_ex__(self, protocol):
-        planes, form = self.planes(), self.form
-        how = list(form.decoding.levels), form.decoding.exponent, form.decoding.transform
-        tensors = planes.words, planes.absmax, planes.columns
-        is_parameter = isinstance(self, nn.Parameter)
-        return _rebuild, (*tensors, *how, form.matrix[1], form.dtype, form.tiles, is_parameter)
+        form, how = self.form, {"kind": self.decoding.kind, **self.decoding.to_dict()}
+        settings = self.whole_shape, form.dtype, form.tiles, isinstance(self, nn.Parameter)
+        return _rebuild, (self.file_tensors(), self.bits, how, *settings)
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
@@ -288,10 +352,14 @@ class KbitTensor(torch.Tensor):
 
     # --- several processes ---
 
-    def bytes_of_rows(self) -> torch.Tensor:
-        """uint8 ``[*lead, N, 4 * B * bits + B]``: the planes and scales of each row."""
-        planes = self.planes()
-        return torch.cat([planes.words.contiguous().view(torch.uint8), planes.absmax], -1)
+    @abstractmethod
+    def rows_sent(self) -> torch.Tensor:
+        """uint8 ``[*lead, N, n]``: a share of all stored bytes in each row, so that rows which can be cut off take
+        theirs along."""
+
+    @abstractmethod
+    def of_rows_sent(self, rows: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """The inverse: what files hold of a weight of so many rows."""
 
     def as_floats(self) -> torch.Tensor:
         """The bytes of each row in as many floats as the row has: what goes from a process that has the weight to one
@@ -300,71 +368,29 @@ class KbitTensor(torch.Tensor):
         Raises:
             ValueError: rows are so short that their bytes do not fit.
         """
-        form, rows = self.form, self.bytes_of_rows()
-        parts = [self._mark.to(rows.device), *([] if self.columns is None else [self.columns]), rows]
-        used = torch.cat([part.expand(*rows.shape[:-1], part.shape[-1]) for part in parts], -1)
-        free = self.matrix[1] * form.dtype.itemsize - used.shape[-1]
+        rows, width, dtype = self.rows_sent(), self.matrix[1], self.form.dtype
+        mark = self._mark.to(rows.device).expand(*rows.shape[:-1], MARK)
+        free = width * dtype.itemsize - rows.shape[-1] - MARK
         if free < 0:
-            raise ValueError(f"weight: found rows of {self.matrix[1]} {form.dtype}, expected longer ones to send them")
-        return nn.functional.pad(used, (0, free)).view(form.dtype)
+            raise ValueError(f"weight: found rows of {width} {dtype}, expected longer ones to send them")
+        return nn.functional.pad(torch.cat([mark, rows], -1), (0, free)).view(dtype)
 
     def of_floats(self, floats: torch.Tensor) -> "KbitTensor | None":
         """A weight that came by ``as_floats`` from one of this shape that decodes as this one; None if it did not."""
-        form, width = self.form, self.matrix[1]
+        form = self.form
         if floats.dtype != form.dtype or floats.shape != self.outer_shape or floats.is_meta or not floats.numel():
             return None
-        rows, columns = floats.contiguous().view(torch.uint8), None
-        mark, rows = rows.tensor_split([MARK], -1)
+        mark, rows = floats.contiguous().view(torch.uint8).tensor_split([MARK], -1)
         if not torch.equal(mark.flatten(0, -2)[0], self._mark.to(mark.device)):
             return None
-        if form.decoding.transformed:
-            columns, rows = rows.tensor_split([width], -1)
-            columns = columns.flatten(0, -2)[0].clone()
-        packed = Packed(*_of_bytes(rows, width, self.bits), form.decoding, columns)
-        return KbitTensor.of(packed, width, form.dtype, form.tiles)
+        packed = Packed(self.of_rows_sent(rows), form.decoding)
+        return KbitTensor.of(packed, self.whole_shape, form.dtype, form.tiles)
 
     @property
     def _mark(self) -> torch.Tensor:
         """uint8 ``[MARK]``: tells a row of ``as_floats``, and how it decodes."""
         digest = hashlib.sha256(repr(self.decoding).encode()).digest()
         return torch.frombuffer(bytearray(digest[:MARK]), dtype=torch.uint8)
-
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        """Words and scales; where rows are no multiple of the processes the bytes of both, for then FSDP2 gathers
-        nothing but tensors of the shape of a weight."""
-        form, lead, processes = self.form, self.lead, mesh.size()
-        dtype = mp_policy.param_dtype or form.dtype
-        if outer_size[0] % processes:
-            rows, width = self.bytes_of_rows(), outer_size[-1]
-            missing = -(-outer_size[0] // processes) - len(rows)
-            count = -(-rows.shape[-1] // width)
-            padding = (0, count * width - rows.shape[-1], *(0,) * 2 * len(lead), 0, missing)
-            parts = nn.functional.pad(rows, padding).split(width, -1)
-            return tuple(part.contiguous() for part in parts), (outer_size, dtype, None)
-        # The form that all processes find, whatever has come to this one.
-        tiles = self.tiles and reads_tiles(self.words.device) and (lead or not outer_size[0] % (TILE_ROWS * processes))
-        packed = self.settled() if tiles else self.planes()
-        # With one process FSDP2 gathers the first tensor alone.
-        return (packed.words.contiguous(), packed.absmax.contiguous()), (outer_size, dtype, packed.absmax)
-
-    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None):
-        size, dtype, rest = metadata
-        if uneven := rest is None:
-            gathered = _of_bytes(torch.cat(gathered, -1)[: size[0]], size[-1], self.bits)
-        words, absmax = gathered if len(gathered) > 1 else (*gathered, rest)
-        if out is None:
-            made = self.like(size, dtype, words=words, absmax=absmax, matrix=tuple(size[-2:]))
-            return made, gathered if uneven else ()  # what FSDP2 is to free, besides what it has gathered
-        own = getattr(out, "_local_tensor", out)
-        own.decoding = self.decoding  # which another state dict may have changed
-        own.parts.update(codebook=self.codebook, columns=self.columns)
-        own.parts.pop("inverses", None)
-        if not uneven:  # the tensors that it has had before, but for one process
-            own.parts.update(words=words, absmax=absmax)
-            return None
-        with torch.autograd._unsafe_preserve_version_counter((own.words, own.absmax)):
-            torch._foreach_copy_((own.words, own.absmax), gathered)
-        return None
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -382,21 +408,13 @@ class KbitTensor(torch.Tensor):
             found = own(func, *args, **kwargs)
             if found is not NotImplemented:
                 return found
-        refuse_writes(cls, func, args, kwargs)
+        refuse_writes(KbitTensor, func, args, kwargs)
         # Under inference mode ops come here that are made of others, some of which keep it packed.
         if (made := func.decompose(*args, **kwargs)) is not NotImplemented:
             return made
         decoded = pytree.tree_map_only(KbitTensor, KbitTensor.dequantize, (args, kwargs))
         made = func(*decoded[0], **decoded[1])
         return Decoded.views(made, args[0]) if func.is_view else made
-
-
-def _of_bytes(rows: torch.Tensor, width: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Planes and scales, copied out of what ``bytes_of_rows`` has made of them; what is behind them is passed by."""
-    blocks = num_blocks(width)
-    parts = rows.tensor_split([4 * bits * blocks, (4 * bits + 1) * blocks], -1)[:2]
-    words, absmax = (part.clone(memory_format=torch.contiguous_format) for part in parts)
-    return words.view(torch.int32), absmax
 
 
 def as_parameter(weight: KbitTensor) -> nn.Parameter:
@@ -406,11 +424,11 @@ def as_parameter(weight: KbitTensor) -> nn.Parameter:
     return made
 
 
-def _rebuild(planes, absmax, columns, levels, exponent, transform, in_features, dtype, tiles, is_parameter):
+def _rebuild(tensors, bits, how, shape, dtype, tiles, is_parameter):
     """What a pickle makes a weight of."""
-    decoding = Decoding(tuple(levels), exponent, transform)
-    made = KbitTensor.of(Packed(planes, absmax, decoding, columns), in_features, dtype, tiles)
+    (kind,) = (each for each in KINDS if each.kind == how.pop("kind"))
+    made = KbitTensor.of(Packed(tensors, kind.from_dict(how, bits, WEIGHT)), shape, dtype, tiles)
     return as_parameter(made) if is_parameter else made
 
 
-torch.serialization.add_safe_globals([_rebuild, KbitTensor])
+torch.serialization.add_safe_globals([_rebuild])

@@ -17,9 +17,6 @@ import torch.distributed.tensor  # the ops of _c10d_functional
 from torch.nn import functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from hf_kbit.format.reference import TILE_ROWS
-from hf_kbit.format.spec import BLOCK_SIZE, num_blocks
-from hf_kbit.ops import product
 from hf_kbit.weight.decoded import FROZEN, NoMemory, plain
 from hf_kbit.weight.tensor import FUNCTIONS, OPS, KbitTensor
 
@@ -65,33 +62,24 @@ def _(func, x, weight, bias=None):
     if not packed or not x.is_floating_point():
         return plain(func, x, weight, bias)
     x, parts = cast_for_autocast(x), weight.parts
-    rows, width = parts["matrix"]
+    width = parts["matrix"][1]
     if x.shape[-1:] != (width,):
         raise ValueError(f"x: found shape {list(x.shape)}, expected [*, {width}], the in_features of the weight")
-    bias = None if bias is None else bias.to(x.dtype)
-    columns = parts["columns"]
-    return product(x, parts["words"], parts["absmax"], parts["codebook"], bias, rows, columns, columns is not None)
-
-
-def look_up(ids: torch.Tensor, weight: KbitTensor) -> torch.Tensor:
-    """Rows of a table, of which those asked for are decoded and no others."""
-    parts, form = weight.parts, weight.form
-    how = parts["codebook"], list(parts["matrix"]), form.dtype, parts["columns"], form.decoding.transformed
-    return torch.ops.hf_kbit.embed(ids, parts["words"], parts["absmax"], *how)
+    return parts["kind"].product(x, parts, None if bias is None else bias.to(x.dtype))
 
 
 @function(F.embedding)
 def _(func, input, weight, padding_idx=None, max_norm=None, *args, **kwargs):
     if not isinstance(weight, KbitTensor) or weight.lead or max_norm is not None:
         return plain(func, input, weight, padding_idx, max_norm, *args, **kwargs)
-    return look_up(input, weight)
+    return weight.look_up(input)
 
 
 @function(torch.Tensor.__getitem__)
 def _(func, weight, index):
     rows = isinstance(index, torch.Tensor) and index.dtype in (torch.int64, torch.int32)
     if isinstance(weight, KbitTensor) and rows and not weight.lead and index.device == weight.words.device:
-        return look_up(torch.where(index < 0, index + weight.matrix[0], index), weight)
+        return weight.look_up(torch.where(index < 0, index + weight.matrix[0], index))
     return plain(func, weight, index)
 
 
@@ -113,7 +101,7 @@ def _(func, weight):
 
 @function(torch.Tensor.new_tensor, torch.Tensor.new)
 def _(func, weight, *args, **kwargs):
-    return func(weight.codebook.new_empty(0, dtype=weight.form.dtype), *args, **kwargs)
+    return func(weight.words.new_empty(0, dtype=weight.form.dtype), *args, **kwargs)
 
 
 @function(torch.Tensor.__repr__)
@@ -173,11 +161,6 @@ def _(func, weight, value):
     weight.replace(value)
 
 
-def tiled(weight: KbitTensor) -> KbitTensor:
-    """The weight as tiles, whatever its device reads."""
-    return weight if weight.is_tiled else weight._repacked(inverse=False)
-
-
 # --- copies and moves -----------------------------------------------------------------------------
 
 
@@ -229,23 +212,15 @@ def _(func, weight, *args, **kwargs):
     if MOVING.get():
         device = kwargs.get("device") or weight.words.device
         return KbitTensor.empty(weight.whole_shape, weight.decoding, weight.form.dtype, device, weight.tiles)
-    return func(weight.codebook.new_empty((), dtype=weight.form.dtype).expand(weight.outer_shape), *args, **kwargs)
+    return func(weight.words.new_empty((), dtype=weight.form.dtype).expand(weight.outer_shape), *args, **kwargs)
 
 
 @op(aten.new_zeros.default, aten.new_empty.default)
 def _(func, weight, size, *, dtype=None, device=None, **kwargs):
-    *_, width = weight.matrix
-    same = len(size) == len(weight.whole_shape) and size[-1] == width and dtype in (None, weight.form.dtype)
-    if not (MOVING.get() and same):
-        return func(weight.codebook, size, dtype=dtype or weight.form.dtype, device=device)
-    planes, bits = weight.planes(), weight.bits
-    words, absmax = (
-        func(tensor, (*size[:-1], blocks), device=device)
-        for tensor, blocks in ((planes.words, num_blocks(width) * bits), (planes.absmax, num_blocks(width)))
-    )
-    made = of_rows(weight, words.zero_(), absmax.zero_())
-    whole_tiles = math.prod(size) and (weight.lead or not size[0] % TILE_ROWS)
-    return tiled(made) if weight.is_tiled and whole_tiles else made
+    same = len(size) == len(weight.whole_shape) and size[-1] == weight.matrix[1] and dtype in (None, weight.form.dtype)
+    if MOVING.get() and same:
+        return weight.room(size, device)
+    return func(weight.words, size, dtype=dtype or weight.form.dtype, device=device)
 
 
 @op(aten.copy_.default)
@@ -260,10 +235,11 @@ def _(func, into, source, non_blocking=False):
             same = into.is_meta or torch.allclose(source.to(decoded), decoded, rtol=rounding, atol=0)
             return into if same else NotImplemented
         source = sent
-    if into.whole_shape != source.whole_shape or into.decoding.transform != source.decoding.transform:
+    alike = into.whole_shape == source.whole_shape and into.form.names == source.form.names
+    if not alike or into.parts["kind"] is not source.parts["kind"]:
         raise ValueError(f"weight: found {source}, expected {into}")
-    made = source.moved(into.words.device).planes()
-    made = tiled(made) if into.is_tiled else made
+    made = source.moved(into.words.device).as_stored()
+    made = made.tiled() if into.is_tiled else made
     for name in into.form.names:
         into.parts[name].copy_(made.parts[name])
     into.parts.pop("inverses", None)
@@ -274,55 +250,19 @@ def _(func, into, source, non_blocking=False):
 # --- parts ----------------------------------------------------------------------------------------
 
 
-def rows(weight: KbitTensor, dim: int, start: int, stop: int) -> KbitTensor:
-    """Some of the matrices, or of the rows of each."""
-    if weight.columns is not None and weight.columns.dim() > 1 and not dim:  # gathered: a process's part
-        step = weight.outer_shape[0] // len(weight.columns)
-        if stop - start == step and not start % step:
-            weight = weight.like(columns=weight.columns[start // step])
-    if dim < len(weight.lead):
-        part = slice(start, stop)
-        index = (slice(None),) * dim + (part,)
-        words, absmax = weight.words[index], weight.absmax[index]
-        return weight.like((*words.shape[: len(weight.lead)], *weight.matrix), words=words, absmax=absmax)
-    # A row of tiles is sixteen rows of the matrix.
-    aligned = start < stop and not (start % TILE_ROWS or (stop % TILE_ROWS and stop < weight.matrix[0]))
-    weight = weight if aligned else weight.planes()
-    unit = TILE_ROWS if weight.is_tiled else 1
-    part = (slice(None),) * dim + (slice(start // unit, -(-stop // unit)),)
-    matrix = stop - start, weight.matrix[1]
-    return weight.like((*weight.lead, *matrix), words=weight.words[part], absmax=weight.absmax[part], matrix=matrix)
-
-
 def columns(weight: KbitTensor, start: int, stop: int) -> KbitTensor:
     """A part of the in_features, of whole blocks."""
-    height = weight.matrix[0]
     if weight.words.is_meta:  # a rule shards it, which is looked at later, when its layer is known
-        shape = *weight.lead, height, stop - start
+        shape = *weight.whole_shape[:-1], stop - start
         return KbitTensor.empty(shape, weight.decoding, weight.form.dtype, "meta", weight.tiles)
-    weight, bits = weight.planes(), weight.bits
-    first, last = start // BLOCK_SIZE, -(-stop // BLOCK_SIZE)
-    own = None if weight.columns is None else weight.columns[start:stop]
-    return weight.like(
-        (*weight.lead, height, stop - start),
-        words=weight.words[..., first * bits : last * bits],
-        absmax=weight.absmax[..., first:last],
-        columns=own,
-        matrix=(height, stop - start),
-    )
-
-
-def of_rows(weight: KbitTensor, words: torch.Tensor, absmax: torch.Tensor, **parts) -> KbitTensor:
-    """``like``, of planes and scales of other rows or matrices."""
-    matrix = words.shape[-2], weight.matrix[1]
-    return weight.like((*words.shape[:-2], *matrix), words=words, absmax=absmax, matrix=matrix, **parts)
+    return weight.cut_columns(start, stop)
 
 
 def part(weight: KbitTensor, dim: int, start: int, stop: int) -> KbitTensor:
     """What is between two places along a dimension."""
     if dim == len(weight.lead) + 1:
         return columns(weight, start, stop)
-    return rows(weight, dim, start, stop)
+    return weight.rows(dim, start, stop)
 
 
 def _is_whole(weight: KbitTensor) -> bool:
@@ -332,7 +272,8 @@ def _is_whole(weight: KbitTensor) -> bool:
 
 def _can_part(weight: KbitTensor, dim: int, *places: int) -> bool:
     """Whether what is between such places along a dimension is packed: columns are cut between blocks."""
-    is_cut = dim == len(weight.lead) + 1 and any(place % BLOCK_SIZE for place in places if place != weight.matrix[1])
+    unit, end = weight.column_unit, weight.matrix[1]
+    is_cut = dim == len(weight.lead) + 1 and any(place % unit for place in places if place != end)
     return _is_whole(weight) and (weight.words.is_meta or not is_cut)
 
 
@@ -344,7 +285,8 @@ def _(func, weight, sizes, dim=0):
     places = [*starts, end]
     if not _can_part(weight, dim, *places):
         return NotImplemented
-    return [part(weight, dim, start, stop) for start, stop in itertools.pairwise(places)]
+    parts = [part(weight, dim, start, stop) for start, stop in itertools.pairwise(places)]
+    return NotImplemented if any(each is NotImplemented for each in parts) else parts
 
 
 @op(aten.slice.Tensor)
@@ -360,8 +302,7 @@ def _(func, weight, dim, index):
     """One matrix of several."""
     if not weight.lead or dim % len(weight.outer_shape) or not _is_whole(weight):
         return NotImplemented
-    words, absmax = weight.words[index], weight.absmax[index]
-    return weight.like((*weight.lead[1:], *weight.matrix), words=words, absmax=absmax)
+    return weight.matrix_at(index)
 
 
 @op(aten.index_select.default)
@@ -369,10 +310,7 @@ def _(func, weight, dim, index):
     """Rows or matrices in another order."""
     if not _is_whole(weight) or dim % len(weight.outer_shape) > len(weight.lead):
         return NotImplemented
-    planes = weight.planes()
-    return of_rows(
-        weight, *(func(tensor, dim % len(weight.outer_shape), index) for tensor in (planes.words, planes.absmax))
-    )
+    return weight.picked(dim % len(weight.outer_shape), index)
 
 
 @op(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -397,21 +335,11 @@ def _(func, tensors, dim=0):
     alike = all(isinstance(t, KbitTensor) and _is_whole(t) and t.decoding == first.decoding for t in tensors)
     if not alike:
         return NotImplemented
-    dim, planes, columns = dim % len(first.outer_shape), [tensor.planes() for tensor in tensors], first.columns
-    width = sum(tensor.matrix[1] for tensor in tensors) if dim == len(first.lead) + 1 else first.matrix[1]
-    if width != first.matrix[1]:
-        if first.words.is_meta:
-            return KbitTensor.empty(
-                (*first.outer_shape[:-1], width), first.decoding, first.form.dtype, "meta", first.tiles
-            )
-        if any(tensor.matrix[1] % BLOCK_SIZE for tensor in tensors[:-1]):
-            return NotImplemented
-        columns = None if columns is None else torch.cat([tensor.columns for tensor in tensors])
-    elif any(t.columns is not columns and not torch.equal(t.columns, columns) for t in others):
-        return NotImplemented
-    words, absmax = (torch.cat([t.parts[name] for t in planes], dim) for name in ("words", "absmax"))
-    parts = {"words": words, "absmax": absmax, "columns": columns, "matrix": (words.shape[-2], width)}
-    return first.like((*words.shape[:-2], *parts["matrix"]), **parts)
+    dim = dim % len(first.outer_shape)
+    if first.words.is_meta and dim == len(first.lead) + 1:
+        shape = *first.outer_shape[:-1], sum(tensor.matrix[1] for tensor in tensors)
+        return KbitTensor.empty(shape, first.decoding, first.form.dtype, "meta", first.tiles)
+    return first.joined(others, dim)
 
 
 @op(aten.constant_pad_nd.default)
@@ -420,8 +348,7 @@ def _(func, weight, pad, value=0):
     *others, last = pad
     if value or any(others) or last < 0 or not _is_whole(weight) or len(pad) != 2 * len(weight.outer_shape):
         return NotImplemented
-    planes = weight.planes()
-    return of_rows(weight, func(planes.words, pad), func(planes.absmax, pad))
+    return weight.padded(last)
 
 
 # --- several processes ----------------------------------------------------------------------------
@@ -429,19 +356,13 @@ def _(func, weight, pad, value=0):
 
 @op(functional_collectives.all_gather_into_tensor.default)
 def _(func, weight, group_size, group_name):
-    """What all processes have, one below the other. Where their column scales differ these are a row for each: such
-    parts belong side by side, and must not be read before."""
+    """What all processes have, one below the other."""
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
         made = func(tensor.contiguous(), group_size, group_name)
         return functional_collectives.wait_tensor(made)
 
-    planes = weight.planes()
-    words, absmax, columns = gather(planes.words), gather(planes.absmax), planes.columns
-    if columns is not None:
-        every = gather(columns[None])
-        columns = columns if torch.equal(every, columns.expand_as(every)) else every
-    return of_rows(weight, words, absmax, columns=columns)
+    return weight.gathered(gather)
 
 
 @op(functional_collectives.wait_tensor.default, functional_collectives._wrap_tensor_autograd.default)

@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import hf_kbit
 from hf_kbit import codebooks
 from hf_kbit.format import reference
-from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.decoding import ScalarDecoding
 from hf_kbit.nn import experts as nn_experts
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.site import empty, pack, sites
@@ -48,7 +48,7 @@ def made(build, bits=3, only=None):
     model = nn.ModuleDict({"experts": packed})
     for site in [site for site in sites(model).values() if only is None or site.own.endswith(only)]:
         weight = site.turned(site.weight.detach())
-        decoding = Decoding(codebooks.optimal(bits, signed=True), transform="rotated")
+        decoding = ScalarDecoding(codebooks.optimal(bits, signed=True), transform="rotated")
         projection = pack(site, empty(site, decoding))
         projection.load_dense(weight)
         plain.get_parameter(site.own).data = site.turned(projection.dequantize()).contiguous()

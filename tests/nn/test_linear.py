@@ -53,10 +53,10 @@ def test_any_codebook():
     table = [3.0, -1.0, 0.5, 7.0]
     dense = linear(64, 100)
     layer = KbitLinear.from_linear(dense, bits=2, codebook=table, transform="none")
-    assert layer.levels == codebooks.canonical(table, 2) == pytest.approx((-1 / 7, 0.5 / 7, 3 / 7, 1.0))
+    assert layer.decoding.levels == codebooks.canonical(table, 2) == pytest.approx((-1 / 7, 0.5 / 7, 3 / 7, 1.0))
     scale = reference.decode_e4m4(layer.weight.absmax).repeat_interleave(32, dim=1)[:, :100]
-    assert torch.isin(layer.dequantize(), scale[..., None] * torch.tensor(layer.levels)).all()
-    nearest = (dense.weight[..., None] - scale[..., None] * torch.tensor(layer.levels)).abs().amin(-1)
+    assert torch.isin(layer.dequantize(), scale[..., None] * torch.tensor(layer.decoding.levels)).all()
+    nearest = (dense.weight[..., None] - scale[..., None] * torch.tensor(layer.decoding.levels)).abs().amin(-1)
     torch.testing.assert_close((dense.weight - layer.dequantize()).abs(), nearest)
 
 

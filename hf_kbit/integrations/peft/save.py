@@ -5,8 +5,9 @@ import functools
 import torch
 from torch import nn
 
+from hf_kbit.format.kinds import NAMES
 from hf_kbit.nn.weight import AS_ONE_VALUE, KbitWeight, is_sharded
-from hf_kbit.weight.tensor import HOW, PACKED
+from hf_kbit.weight.tensor import HOW, WEIGHT
 
 
 def wrap_save_pretrained(save_pretrained):
@@ -35,8 +36,8 @@ def wrap_save_pretrained(save_pretrained):
 
 def _packed_names(model: nn.Module) -> set[str]:
     """What a state dict calls the tensors of packed layers."""
-    modules = model.named_modules(remove_duplicate=False)
-    return {f"{name}.{own}" for name, module in modules if isinstance(module, KbitWeight) for own in (*PACKED, HOW)}
+    modules, names = model.named_modules(remove_duplicate=False), (WEIGHT, *NAMES, HOW)
+    return {f"{name}.{own}" for name, module in modules if isinstance(module, KbitWeight) for own in names}
 
 
 def _to_be_saved(state: dict[str, torch.Tensor], packed: set[str]) -> None:

@@ -15,16 +15,15 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hf_kbit.files import checkpoint
-from hf_kbit.format.decoding import Decoding
-from hf_kbit.format.spec import ABSMAX_SUFFIX
+from hf_kbit.format.decoding import ABSMAX, COLUMNS, WORDS, Decoding
+from hf_kbit.format.kinds import NAMES
 from hf_kbit.integrations.transformers import mxfp4, parallel
 from hf_kbit.integrations.transformers.offload import is_on_disk
 from hf_kbit.nn.dense import empty_dense
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.site import sites, unpack
 from hf_kbit.nn.weight import KbitWeight, local
-from hf_kbit.weight.packing import Packed
-from hf_kbit.weight.tensor import HOW, PACKED, KbitTensor, as_parameter
+from hf_kbit.weight.tensor import HOW, WEIGHT, KbitTensor, Packed, as_parameter
 
 # --- reading --------------------------------------------------------------------------------------
 
@@ -94,8 +93,9 @@ class KbitAssemble(ConversionOps):
     """Makes one weight of its tensors in a quantized checkpoint. Where processes share a model Transformers
     has cut planes and scales; column scales are a vector, which it could not cut, and were read before."""
 
-    def __init__(self, hf_quantizer: HfQuantizer):
+    def __init__(self, hf_quantizer: HfQuantizer, names: list[str]):
         self.hf_quantizer = hf_quantizer  # by which Transformers knows that it must not cast
+        self.names = names  # of tensors, for each of which there is a pattern
 
     def __deepcopy__(self, memo):
         return self  # it is copied for each weight
@@ -104,28 +104,29 @@ class KbitAssemble(ConversionOps):
     def convert(
         self, input_dict, source_patterns, *args, full_layer_name=None, model=None, missing_keys=None, **kwargs
     ):
-        tensors = [tensors[0] if (tensors := input_dict.get(pattern)) else None for pattern in source_patterns]
-        planes, absmax, columns, how = (*tensors, None, None)[:4]
-        if isinstance(planes, KbitTensor):  # of a state dict in memory
-            return {full_layer_name: as_parameter(planes)}
+        patterns = zip(self.names, source_patterns, strict=True)
+        given = {name: input_dict[pattern][0] for name, pattern in patterns if input_dict.get(pattern)}
+        if isinstance(whole := given.get(WEIGHT), KbitTensor):  # of a state dict in memory
+            return {full_layer_name: as_parameter(whole)}
         layer = model.get_submodule(full_layer_name.removesuffix(checkpoint.WEIGHT_SUFFIX))
         if is_on_disk(self.hf_quantizer.device_map, full_layer_name):
             missing_keys.discard(full_layer_name)
             return {}  # its layer reads it whenever it runs
         if self.hf_quantizer.columns:
-            columns = parallel.own_columns(self.hf_quantizer.columns.get(full_layer_name), layer.weight, planes.device)
-        if how is not None:  # of a state dict, perhaps one that another library has saved
-            self._compare(how, layer.decoding, full_layer_name)
-        packed = Packed(planes, absmax, layer.decoding, columns)
-        width = local(layer.weight).matrix[1]
-        weight = KbitTensor.of(packed, width, layer.dense_dtype, layer.reads_tiles)
+            columns = self.hf_quantizer.columns.get(full_layer_name)
+            given[COLUMNS] = parallel.own_columns(columns, layer.weight, given[WEIGHT].device)
+        if HOW in given:  # of a state dict, perhaps one that another library has saved
+            self._compare(given[HOW], layer.decoding, full_layer_name)
+        own = local(layer.weight)
+        tensors = {name: given[name] for name in layer.decoding.layout(own.whole_shape)}
+        weight = KbitTensor.of(Packed(tensors, layer.decoding), own.whole_shape, layer.dense_dtype, layer.reads_tiles)
         return {full_layer_name: as_parameter(weight)}  # or Transformers makes a trainable one of it
 
     def _compare(self, how: torch.Tensor, expected: Decoding, name: str) -> None:
         """Takes down a decoding that is not the config's. Transformers would swallow an error here."""
-        name = name.removesuffix(PACKED[0]) + HOW
+        name = name.removesuffix(WEIGHT) + HOW
         try:
-            if (found := Decoding.from_tensor(how.cpu(), expected.bits, name)) != expected:
+            if (found := type(expected).from_tensor(how.cpu(), expected.bits, name)) != expected:
                 self.hf_quantizer.problems.append(f"{name}: found {found}, expected {expected}, as the config says")
         except ValueError as error:
             self.hf_quantizer.problems.append(str(error))
@@ -147,8 +148,9 @@ def assembly(quantizer: HfQuantizer, layers: Iterable[str]) -> list[WeightConver
     names = "|".join(map(re.escape, layers))
     if not names:
         return []
-    sources = [rf"^({names})\.{name}(?!_)" for name in (PACKED[:2] if quantizer.columns else (*PACKED, HOW))]
-    return [WeightConverter(sources, r"\1.weight", [KbitAssemble(quantizer)])]
+    own = [*(name for name in NAMES if not (quantizer.columns and name == COLUMNS)), HOW]
+    sources = [rf"^({names})\.{name}(?!_)" for name in own]
+    return [WeightConverter(sources, r"\1.weight", [KbitAssemble(quantizer, own)])]
 
 
 def parameter_of(model: nn.Module, name: str) -> nn.Parameter:
@@ -180,7 +182,7 @@ def would_revert(conversion: WeightTransform, layers: Mapping[str, KbitWeight]) 
         renamed, pattern = reverse.rename_source_key(f"{name}.weight")
         own = name.rpartition(".")[2]
         projection_lost = isinstance(layer, KbitProjection) and not renamed.endswith(f".{own}.weight")
-        apart = reverse.rename_source_key(f"{name}.weight{ABSMAX_SUFFIX}")[0] != renamed + ABSMAX_SUFFIX
+        apart = reverse.rename_source_key(f"{name}.{ABSMAX}")[0] != renamed.removesuffix(WORDS) + ABSMAX
         if pattern is not None and (isinstance(conversion, WeightConverter) or projection_lost or apart):
             return True
     return False

@@ -23,7 +23,7 @@ from hf_kbit.files.checkpoint import (
     read_headers,
 )
 from hf_kbit.format.errors import brief, refuse
-from hf_kbit.format.spec import ABSMAX_SUFFIX
+from hf_kbit.format.kinds import KINDS
 from hf_kbit.integrations.transformers.names import Names
 from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.plan.config import KbitConfig
@@ -37,7 +37,7 @@ def read_unpacked(files: Iterable[str]) -> dict[str, TensorHeader]:
         ValueError: it is quantized already, its config without levels.
     """
     tensors = read_headers(file for file in files if str(file).endswith(".safetensors"))
-    if packed := [name for name in tensors if name.endswith(WEIGHT_SUFFIX + ABSMAX_SUFFIX)]:
+    if packed := [name for name in tensors if name.endswith(tuple(f".{kind.marks}" for kind in KINDS))]:
         raise ValueError(
             f"levels: found none in quantization_config of config.json, expected those of the packed tensors in the "
             f"checkpoint, such as {brief(packed[0])}"
@@ -100,8 +100,8 @@ def _described(entries: dict) -> dict:
 def config_beside(files: list[str] | None) -> KbitConfig | None:
     """What ``config.json`` beside a checkpoint says of its quantization; None if it is not of ours."""
     found = _content_beside(files or ()).get("quantization_config")
-    ours = isinstance(found, dict) and found.get("quant_method") == "kbit" and found.get("levels")
-    return KbitConfig.from_dict(found) if ours else None
+    ours = isinstance(found, dict) and found.get("quant_method") == "kbit"
+    return KbitConfig.from_dict(found) if ours and (found.get("levels") or found.get("code")) else None
 
 
 def _content_beside(files: Iterable[str]) -> dict:

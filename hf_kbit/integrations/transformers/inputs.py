@@ -105,5 +105,5 @@ def _multiplying(layers: Mapping[str, KbitWeight]) -> dict[str, KbitProduct]:
 
 def _left(layers: Mapping[str, KbitWeight]) -> dict[str, str]:
     """Layers that multiply 16-bit inputs in any case, and why."""
-    plain = (name for name, layer in _multiplying(layers).items() if not layer.decoding.transformed)
-    return dict.fromkeys(plain, "not transformed")
+    found = {name: layer.decoding.keeps_inputs for name, layer in _multiplying(layers).items()}
+    return {name: why for name, why in found.items() if why}

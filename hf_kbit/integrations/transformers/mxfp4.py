@@ -20,12 +20,13 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
 from hf_kbit.format import codebooks
-from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.decoding import ScalarDecoding
 from hf_kbit.format.reference import pack_codes, power_of_two
 from hf_kbit.format.spec import BLOCK_SIZE, encode_e4m4
 from hf_kbit.nn.site import site_of
 from hf_kbit.plan.config import KbitConfig
-from hf_kbit.weight.packing import Packed
+from hf_kbit.weight.packing import of_planes
+from hf_kbit.weight.tensor import Packed
 
 BITS = 4
 BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
@@ -77,14 +78,14 @@ def pack(stored: Mxfp4, name: str) -> tuple[Packed, int]:
     >>> packed, anew = pack(Mxfp4(blocks, scales), "down_proj")  # 1, 6, 1, 6 and so on
     >>> from hf_kbit.ops import dequantize
     >>> codebook = packed.decoding.codebook("cpu")
-    >>> dequantize(packed.planes, packed.absmax, codebook, (2, 32), torch.float32)[0, 0, :2], anew
+    >>> dequantize(*packed.tensors.values(), codebook, (2, 32), torch.float32)[0, 0, :2], anew
     (tensor([1., 6.]), 0)
     """
     least, most = _range(stored, name)
     # A scale becomes 1.5 * 2**n for n = byte - 125 - exponent. With the exponent next to 0 that leaves no block above
     # what E4M4 holds and, if there is one, none below.
     exponent = max(most - 125 - MOST, min(0, least - 125 - LEAST))
-    decoding = Decoding(codebooks.fp4(), exponent, "none")
+    decoding = ScalarDecoding(codebooks.fp4(), exponent, "none")
     codebook, device = decoding.codebook(stored.device), stored.device
     absmax_of = torch.tensor(
         [encode_e4m4(math.ldexp(1.5, byte - 125 - exponent)) for byte in range(256)], dtype=torch.uint8, device=device
@@ -101,7 +102,7 @@ def pack(stored: Mxfp4, name: str) -> tuple[Packed, int]:
             words, own = torch.ops.hf_kbit.quantize(weights, codebook, True)
             planes[i].view(out_features, blocks, BITS)[small], absmax[i][small] = words, own[:, 0]
             anew += len(weights)
-    return Packed(planes, absmax, decoding), anew
+    return of_planes(planes, absmax, decoding), anew
 
 
 def _used(blocks: torch.Tensor) -> torch.Tensor:

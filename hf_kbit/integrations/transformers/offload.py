@@ -12,8 +12,7 @@ from torch import nn
 
 from hf_kbit.integrations.transformers.tying import tied
 from hf_kbit.nn.weight import KbitWeight
-from hf_kbit.weight.packing import Packed
-from hf_kbit.weight.tensor import PACKED
+from hf_kbit.weight.tensor import WEIGHT, Packed
 
 
 def is_on_disk(device_map: object, name: str) -> bool:
@@ -33,15 +32,14 @@ class PackedOnDisk(Mapping):
         self._others, self._layer, self._files, self._stored = others, layer, files, stored
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name != PACKED[0]:
+        if name != WEIGHT:
             return self._others[name]
-        planes, absmax, columns = map(self._read, PACKED)
-        return self._layer.as_tensor(Packed(planes, absmax, self._layer.decoding, columns))
+        decoding = self._layer.decoding
+        tensors = {own: self._read(own) for own in decoding.layout(self._layer.shape)}
+        return self._layer.as_tensor(Packed(tensors, decoding))
 
-    def _read(self, own: str) -> torch.Tensor | None:
+    def _read(self, own: str) -> torch.Tensor:
         name = f"{self._stored}.{own}"
-        if name not in self._files:
-            return None
         with safe_open(self._files[name], framework="pt") as stored:
             return stored.get_tensor(name)
 

@@ -111,7 +111,7 @@ def own_part(weight: KbitTensor, stand_in: nn.Parameter) -> torch.Tensor:
         return as_parameter(weight)
     from transformers.distributed.sharding_utils import DtensorShardOperation, _dtensor_from_local_like
 
-    part = DtensorShardOperation(sharded).shard_tensor(weight.planes(), device=weight.device, dtype=weight.dtype)
+    part = DtensorShardOperation(sharded).shard_tensor(weight.as_stored(), device=weight.device, dtype=weight.dtype)
     part = part.clone().settled()  # a view would keep all of the weight in memory
     return nn.Parameter(_dtensor_from_local_like(part, sharded), requires_grad=False)
 

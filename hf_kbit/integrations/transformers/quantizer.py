@@ -24,6 +24,7 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
 from hf_kbit.files import checkpoint
+from hf_kbit.format.decoding import COLUMNS
 from hf_kbit.format.errors import refuse
 from hf_kbit.integrations.transformers import fit, inputs, mxfp4, parallel, tying
 from hf_kbit.integrations.transformers.conversions import (
@@ -45,7 +46,7 @@ from hf_kbit.nn.weight import KbitWeight, is_sharded, local, packed_layers, said
 from hf_kbit.plan import allocation, selection
 from hf_kbit.plan.config import KbitConfig
 from hf_kbit.plan.plan import Outcome, Plan
-from hf_kbit.weight.tensor import HOW, PACKED, KbitTensor
+from hf_kbit.weight.tensor import HOW, WEIGHT, KbitTensor
 
 
 @register_quantizer("kbit")
@@ -183,7 +184,7 @@ class KbitHfQuantizer(HfQuantizer):
         fit.check_tensors(model, layers, names, tensors, packed, whole=fit.is_saved(model, files))
         if parallel.is_shared(model.config):
             self.columns = checkpoint.read_columns(self.files, packed)
-            model._keys_to_ignore_on_load_unexpected |= {rf"\.({PACKED[2]}|{HOW})$"}
+            model._keys_to_ignore_on_load_unexpected |= {rf"\.({COLUMNS}|{HOW})$"}
         checkpoint.check_save(files, config.stored, [*packed.values(), *tied])
 
     # --- while loading ---
@@ -346,7 +347,7 @@ def flattened(model, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
             continue
         if isinstance(tensor, KbitTensor):
             weight = load_offloaded_parameter(model, name) if tensor.is_meta else tensor
-            prefix = name.removesuffix(PACKED[0])
+            prefix = name.removesuffix(WEIGHT)
             flat |= {prefix + own: part for own, part in weight.file_tensors("cpu").items()}
         else:
             flat[name] = tensor.cpu() if sharded else tensor

@@ -102,8 +102,8 @@ class KbitVllmConfig(QuantizationConfig):
         for name, decodings in made.items():
             if self.inputs is None:
                 left[name] = f"no kernel on {device_type}"
-            elif not all(decoding.transformed for decoding in decodings):
-                left[name] = "not transformed"
+            elif why := next((decoding.keeps_inputs for decoding in decodings if decoding.keeps_inputs), ""):
+                left[name] = why
         report_inputs(len(made), left)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper) -> None:

@@ -13,11 +13,10 @@ from vllm.model_executor.models.utils import PPMissingLayer
 
 from hf_kbit.format.decoding import Decoding
 from hf_kbit.integrations.vllm.config import KbitVllmConfig
-from hf_kbit.integrations.vllm.linear import KbitLinearMethod, packed_of, whose_device
+from hf_kbit.integrations.vllm.linear import PACKED, KbitLinearMethod, packed_of, whose_device
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.site import empty, pack, site_of
-from hf_kbit.weight.tensor import PACKED
 
 
 class KbitHeadMethod(KbitLinearMethod):

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.decoding import ABSMAX, Decoding
 from hf_kbit.integrations.vllm.linear import check_columns, own_columns, packed_of
 from hf_kbit.nn.experts import DOWN_PROJECTION, KbitProjection
 from hf_kbit.ops import combine_experts, route_experts
@@ -97,7 +97,7 @@ class KbitExpertsMethod(FusedMoEMethodBase):
             packed = packed_of(f"{self.name}.{own}", self.arrived.pop(own), decoding)
             if self.moe.has_bias and own not in self.biases:
                 raise ValueError(f"{self.name}.{own}{BIAS_SUFFIX}: missing, expected it in the checkpoint")
-            experts, rows, _ = packed.absmax.shape
+            experts, rows, _ = packed.tensors[ABSMAX].shape
             down = own == DOWN_PROJECTION
             columns = self.moe.intermediate_size_per_partition if down else self.moe.hidden_dim
             projection = KbitProjection(experts, columns, rows, bits=decoding.bits, device="meta")

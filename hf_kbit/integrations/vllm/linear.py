@@ -13,13 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 from vllm.model_executor.layers.linear import LinearMethodBase
 
-from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.decoding import WORDS, Decoding, ScalarDecoding
 from hf_kbit.format.spec import BLOCK_SIZE
 from hf_kbit.nn.linear import KbitLinear
-from hf_kbit.weight.packing import Packed
-from hf_kbit.weight.tensor import PACKED
+from hf_kbit.weight.tensor import Packed
 
-DTYPES = torch.int32, torch.uint8, torch.uint8  # of PACKED
+PACKED, DTYPES = ScalarDecoding.names, (torch.int32, torch.uint8, torch.uint8)
 SHARDS = {"q": 0, "k": 1, "v": 2}
 
 
@@ -103,7 +102,7 @@ class KbitLinearMethod(LinearMethodBase):
     def _part(self, name: str, tensors: dict[str, torch.Tensor]) -> nn.Linear:
         if (decoding := self.decodings[name]) is not None:
             packed = packed_of(name, tensors, decoding)
-            part = KbitLinear(self.columns, len(packed.planes), False, decoding.bits, device="meta")
+            part = KbitLinear(self.columns, len(packed.tensors[WORDS]), False, decoding.bits, device="meta")
             part.load(packed)
             part.take_inputs(self.inputs)
         else:
@@ -162,5 +161,4 @@ def packed_of(name: str, tensors: dict[str, torch.Tensor], decoding: Decoding) -
     found = {own: tensor.dtype for own, tensor in tensors.items()}
     if found != expected:
         raise ValueError(f"{name}: found {found}, expected {expected}")
-    planes, absmax, columns = map(tensors.get, PACKED)
-    return Packed(planes, absmax, decoding, columns)
+    return Packed(tensors, decoding)

@@ -81,14 +81,14 @@ def test_large_adapters_change_the_exponent(dtype, device, tmp_path):
     layer = model.base_model.model.model.layers[1].self_attn.v_proj
     layer.lora_B["default"].weight.data *= 2.0**13
     merge(model)
-    assert layer.base_layer.exponent > 0
+    assert layer.base_layer.decoding.exponent > 0
     model.unmerge_adapter()
-    assert layer.base_layer.exponent == 0
+    assert layer.base_layer.decoding.exponent == 0
     assert_same_state(packed_state(model), before)
     with pytest.warns(UserWarning, match="merged into 6 layers of 3 bits"):
         merged = model.merge_and_unload()
     assert not tuner_layers(merged) and len(kbit_layers(merged)) == 14
-    assert merged.model.layers[1].self_attn.v_proj.exponent > 0
+    assert merged.model.layers[1].self_attn.v_proj.decoding.exponent > 0
     merged.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device)
     assert torch.equal(logits(loaded), logits(merged)) and not torch.equal(logits(merged), expected)

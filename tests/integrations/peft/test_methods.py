@@ -89,7 +89,7 @@ def own_tensors(model) -> dict[str, torch.Tensor]:
 
 
 def levels_of(model) -> dict[str, tuple]:
-    return {name: (layer.levels, layer.recipe) for name, layer in packed_layers(model).items()}
+    return {name: (layer.decoding.levels, layer.recipe) for name, layer in packed_layers(model).items()}
 
 
 def outcome(call):

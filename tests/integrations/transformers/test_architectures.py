@@ -41,7 +41,7 @@ def rounded(weight: torch.Tensor, bits: int, levels=None, balanced: bool = True)
     levels = tuple(levels or codebooks.optimal(bits, True))
     ones = None if balanced else reference.encode_e4m4(torch.ones(weight.shape[1]))
     packed = quantize_weight(weight, levels, search=True, transform="rotated", columns=ones)
-    return KbitTensor.of(packed, weight.shape[1], torch.float32).dequantize()
+    return KbitTensor.of(packed, weight.shape, torch.float32).dequantize()
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -111,7 +111,7 @@ def test_linear_layers_are_replaced_and_the_log_names_the_rest(case):
         if isinstance(layer, KbitLinear):
             assert (layer.bias is None) == (original[name].bias is None), f"{name}: {layer}"
     assert model.dtype == next(iter(original.values())).weight.dtype
-    assert any(layer.exponent for layer in quantized(model).values()), "the small layer needs an exponent"
+    assert any(layer.decoding.exponent for layer in quantized(model).values()), "the small layer needs an exponent"
 
     (record,) = case.log
     count, left, listing = re.fullmatch(
@@ -232,7 +232,7 @@ def test_scales_of_the_largest_magnitudes(load, tmp_path):
     reloaded = AutoModelForCausalLM.from_pretrained(save(model, tmp_path / "saved"))
     for name, layer in quantized(reloaded).items():
         weight = reference.get_submodule(name).weight.detach()
-        codebook = torch.tensor(codebooks.normal_float(3)) * 2.0**layer.exponent
+        codebook = torch.tensor(codebooks.normal_float(3)) * 2.0**layer.decoding.exponent
         planes, absmax = hf_kbit.ops.quantize(weight, codebook)
         assert torch.equal(layer.weight.words, planes) and torch.equal(layer.weight.absmax, absmax), name
         layer.load_dense(weight)
@@ -339,7 +339,7 @@ def test_layers_of_one_tensor_of_the_checkpoint(tmp_path, name, left):
     assert len(layers) > 8 and not any(part in own for own in layers for part in left)
     for own, layer in layers.items():
         packed = layer.quantize(dense_weight(original, own, layer).detach())
-        assert torch.equal(layer.weight.words, packed.planes) and torch.equal(layer.weight.absmax, packed.absmax), own
+        assert torch.equal(layer.weight.words, packed.tensors["weight"]) and torch.equal(layer.weight.absmax, packed.tensors["weight_absmax"]), own
     for own, parameter in model.named_parameters():
         if not isinstance(parameter, KbitTensor):
             assert torch.equal(parameter, original.get_parameter(own)), own

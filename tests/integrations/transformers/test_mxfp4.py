@@ -180,7 +180,7 @@ def test_any_eighteen_octaves(least, most):
     halves = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
     expected = (values[halves.int()] * torch.exp2(scales.double() - 127)[..., None]).flatten(-2)
     found = torch.ops.hf_kbit.dequantize(
-        packed.planes, packed.absmax, packed.decoding.codebook("cpu"), [5, 96], torch.float32
+        packed.tensors["weight"], packed.tensors["weight_absmax"], packed.decoding.codebook("cpu"), [5, 96], torch.float32
     )
     assert torch.equal(found.double(), expected)
     assert torch.equal(mxfp4.dense(stored, "down_proj", torch.float32).double(), expected)

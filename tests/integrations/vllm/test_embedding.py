@@ -8,10 +8,10 @@ from torch import nn
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from hf_kbit.format.codebooks import optimal
-from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.decoding import ScalarDecoding
 from hf_kbit.integrations.vllm.embedding import KbitHeadMethod, make_room
 
-TABLES = SimpleNamespace(inputs={}, layers={}, tables={"table": (Decoding(optimal(4)), False)})
+TABLES = SimpleNamespace(inputs={}, layers={}, tables={"table": (ScalarDecoding(optimal(4)), False)})
 
 
 @pytest.mark.parametrize(

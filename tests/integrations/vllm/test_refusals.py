@@ -7,14 +7,14 @@ import serving
 from safetensors.torch import load_file, save_file
 
 from hf_kbit.integrations.vllm import config
-from hf_kbit.weight.tensor import PACKED
+from hf_kbit.format.decoding import ScalarDecoding
 
 LAYER, TABLE = "model.layers.1.self_attn", "model.embed_tokens"
 
 
 def packed(name: str) -> list[str]:
     """The tensors of a weight."""
-    return [f"{name}.{own}" for own in PACKED]
+    return [f"{name}.{own}" for own in ScalarDecoding.names]
 
 
 @pytest.fixture(scope="module")
