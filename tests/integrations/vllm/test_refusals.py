@@ -6,8 +6,8 @@ import pytest
 import serving
 from safetensors.torch import load_file, save_file
 
-from hf_kbit.integrations.vllm import config
 from hf_kbit.format.decoding import ScalarDecoding
+from hf_kbit.integrations.vllm import config
 
 LAYER, TABLE = "model.layers.1.self_attn", "model.embed_tokens"
 
